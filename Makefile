@@ -1,0 +1,48 @@
+# Every target makes its own virtual environment. On a fresh machine `make demo` or `make test` is all it takes.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test bench check format notebooks docs clean
+
+help:  ## show this list
+	@sed -n 's/^\([a-z]*\):.*## /\1	/p' $(MAKEFILE_LIST) | expand -t 12
+
+demo: $(READY)  ## run the demonstration on a virtual mesh
+	$(BIN)/python examples/demo.py
+
+test: $(READY)  ## run every test: tests/, doctests, notebooks (ARGS="-k name" chooses)
+	$(BIN)/python -m pytest $(ARGS)
+
+bench: $(READY)  ## measure the collectives and print the table
+	$(BIN)/python benchmarks/collectives.py
+
+check: $(READY)  ## lint, format, types, import order, duplicated code
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/python -m pytest tests/test_architecture.py
+	$(BIN)/pylint --disable=all --enable=duplicate-code fshard
+
+format: $(READY)  ## rewrite the code as `check` wants it, where that can be done by machine
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+notebooks: $(READY)  ## execute the notebooks and write their outputs back
+	$(BIN)/python tests/test_notebooks.py
+
+docs: $(READY)  ## write the reference of the public API to build/docs
+	$(BIN)/pdoc --output-directory build/docs fshard
+
+clean:  ## remove the environment, caches and build output
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The stamp is written last: an interrupted install starts again.
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("fshard needs Python 3.11 or newer: make PYTHON=python3.x")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test,docs,dev]'
+	@touch $@

@@ -1,0 +1,87 @@
+"""fshard: JAX's sharding model for PyTorch.
+
+A named mesh of devices, layouts as values, and pure functions on shards; one program on virtual devices (threads of
+this process), on real ones (torch.distributed) and on none (shapes only).
+"""
+
+from fshard.errors import (
+    CollectiveTimeoutError,
+    DeadlockError,
+    FshardError,
+    LayoutError,
+    MeshError,
+    MismatchError,
+    PromiseError,
+    ScopeError,
+)
+from fshard.mesh.collectives import (
+    Handle,
+    all_gather,
+    all_to_all,
+    axis_index,
+    axis_size,
+    broadcast,
+    pmax,
+    pmean,
+    pmin,
+    ppermute,
+    psum,
+    psum_scatter,
+    pvary,
+)
+from fshard.mesh.dtensor import from_dtensor, to_dtensor
+from fshard.mesh.layout import Layout, ShardType
+from fshard.mesh.ledger import Ledger, ledger
+from fshard.mesh.make import from_device_mesh, make_mesh, to_device_mesh
+from fshard.mesh.mesh import Mesh
+from fshard.mesh.messages import recv, send
+from fshard.mesh.placing import device_put, reshard, unshard
+from fshard.mesh.run import run
+from fshard.mesh.shard_map import shard_map
+from fshard.mesh.sharded import Sharded, from_local, typeof
+from fshard.mesh.spec import P
+
+__all__ = [
+    "CollectiveTimeoutError",
+    "DeadlockError",
+    "FshardError",
+    "Handle",
+    "Layout",
+    "LayoutError",
+    "Ledger",
+    "Mesh",
+    "MeshError",
+    "MismatchError",
+    "P",
+    "PromiseError",
+    "ScopeError",
+    "ShardType",
+    "Sharded",
+    "all_gather",
+    "all_to_all",
+    "axis_index",
+    "axis_size",
+    "broadcast",
+    "device_put",
+    "from_device_mesh",
+    "from_dtensor",
+    "from_local",
+    "ledger",
+    "make_mesh",
+    "pmax",
+    "pmean",
+    "pmin",
+    "ppermute",
+    "psum",
+    "psum_scatter",
+    "pvary",
+    "recv",
+    "reshard",
+    "run",
+    "send",
+    "shard_map",
+    "to_device_mesh",
+    "to_dtensor",
+    "typeof",
+    "unshard",
+]

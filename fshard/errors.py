@@ -1,0 +1,48 @@
+"""Every error that fshard raises on purpose.
+
+One root, `FshardError`, and below it a class per kind of mistake.  Each class is also a `ValueError` (the call was
+wrong) or a `RuntimeError` (the run went wrong), so that code which knows nothing of fshard can still catch it.
+"""
+
+__all__ = [
+    "CollectiveTimeoutError",
+    "DeadlockError",
+    "FshardError",
+    "LayoutError",
+    "MeshError",
+    "MismatchError",
+    "PromiseError",
+    "ScopeError",
+]
+
+
+class FshardError(Exception):
+    """The root of all errors that fshard raises on purpose."""
+
+
+class MeshError(FshardError, ValueError):
+    """A mesh that cannot be: a size of 0, a repeated or unknown axis, a world of another size."""
+
+
+class LayoutError(FshardError, ValueError):
+    """A tensor that cannot lie on the mesh as asked: a dim that does not divide, a spec of the wrong length."""
+
+
+class ScopeError(FshardError, RuntimeError):
+    """A collective called where its axis is not known: outside `shard_map` and `run`."""
+
+
+class DeadlockError(FshardError, RuntimeError):
+    """No device can go on: each waits for another, or for one that has finished."""
+
+
+class MismatchError(FshardError, RuntimeError):
+    """Devices met in one collective with different operations, shapes or dtypes."""
+
+
+class PromiseError(FshardError, RuntimeError):
+    """Values that were promised to be equal on all devices are not (`check=True`)."""
+
+
+class CollectiveTimeoutError(FshardError, RuntimeError):
+    """A collective between processes did not end in time."""

@@ -1,0 +1,121 @@
+"""Shard arithmetic: which elements of a global tensor a device holds.  Pure integers, no tensors, no mesh.
+
+Legend: `sizes` are the axes that cut something, major to minor; `coordinates` a device's place along each of them;
+`index` that place as one number.  A dim is cut evenly or not at all; a flat tensor is cut into ranges of
+ceil(total / parts) elements, of which the last ones may be shorter or empty.
+
+    10 elements over 4 devices, flat:   [0 1 2] [3 4 5] [6 7 8] [9]
+     4 elements over 3 devices, flat:   [0 1] [2 3] []
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+
+Range = tuple[int, int]
+"""From the first element to one past the last."""
+
+
+def ravel(coordinates: Sequence[int], sizes: Sequence[int]) -> int:
+    """Return the index of a device from its coordinates, major to minor.
+
+    >>> ravel((1, 2), (2, 4))
+    6
+    """
+    index = 0
+    for coordinate, size in zip(coordinates, sizes, strict=True):
+        index = index * size + coordinate
+    return index
+
+
+def unravel(index: int, sizes: Sequence[int]) -> tuple[int, ...]:
+    """Return the coordinates of a device from its index, major to minor.
+
+    >>> unravel(6, (2, 4))
+    (1, 2)
+    """
+    coordinates: list[int] = []
+    for size in reversed(sizes):
+        index, coordinate = divmod(index, size)
+        coordinates.append(coordinate)
+    return tuple(reversed(coordinates))
+
+
+def strides(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Return how far apart two neighbours along each axis are, in device indices.
+
+    >>> strides((2, 4, 3))
+    (12, 3, 1)
+    """
+    return tuple(prod(sizes[place + 1 :]) for place in range(len(sizes)))
+
+
+def even_range(total: int, parts: int, index: int) -> Range:
+    """Return the range of part `index` of a dim that divides evenly."""
+    each = total // parts
+    return index * each, (index + 1) * each
+
+
+def chunk(total: int, parts: int) -> int:
+    """Return the length of every flat range but the last ones."""
+    return -(-total // parts)
+
+
+def flat_range(total: int, parts: int, index: int) -> Range:
+    """Return the flat range of part `index`: the last parts may be shorter, or empty.
+
+    >>> [flat_range(4, 3, index) for index in range(3)]
+    [(0, 2), (2, 4), (4, 4)]
+    """
+    each = chunk(total, parts)
+    return min(index * each, total), min((index + 1) * each, total)
+
+
+def dim_ranges(
+    shape: Sequence[int], dims: Sequence[Sequence[str]], sizes: Mapping[str, int], coordinates: Mapping[str, int]
+) -> tuple[Range, ...]:
+    """Return the global index range of each dim that the device at `coordinates` holds.
+
+    >>> dim_ranges((8, 6), (("data",), ("model",)), {"data": 4, "model": 2}, {"data": 1, "model": 1})
+    ((2, 4), (3, 6))
+    """
+    ranges: list[Range] = []
+    for length, axes in zip(shape, dims, strict=True):
+        cuts = [sizes[axis] for axis in axes]
+        ranges.append(even_range(length, prod(cuts), ravel([coordinates[axis] for axis in axes], cuts)))
+    return tuple(ranges)
+
+
+def dim_owner(
+    element: Sequence[int], shape: Sequence[int], dims: Sequence[Sequence[str]], sizes: Mapping[str, int]
+) -> dict[str, int]:
+    """Return the coordinates of the devices that hold one element: the inverse of `dim_ranges`.
+
+    Axes that cut nothing are left out: every device along them holds the element.
+
+    >>> dim_owner((3, 5), (8, 6), (("data",), ("model",)), {"data": 4, "model": 2})
+    {'data': 1, 'model': 1}
+    """
+    owner: dict[str, int] = {}
+    for place, length, axes in zip(element, shape, dims, strict=True):
+        cuts = [sizes[axis] for axis in axes]
+        owner |= dict(zip(axes, unravel(place // (length // prod(cuts)), cuts), strict=True))
+    return owner
+
+
+def flat_owner(element: int, total: int, parts: int) -> int:
+    """Return the index of the part that holds one element of a flat tensor: the inverse of `flat_range`."""
+    return element // chunk(total, parts)
+
+
+def undivided(
+    shape: Sequence[int], dims: Sequence[Sequence[str]], sizes: Mapping[str, int]
+) -> list[tuple[int, int, tuple[str, ...], int]]:
+    """Return (dim, its length, axes, parts) for every dim that its axes do not cut evenly."""
+    found: list[tuple[int, int, tuple[str, ...], int]] = []
+    for dim, axes in enumerate(dims):
+        parts = prod(sizes[axis] for axis in axes)
+        if shape[dim] % parts:
+            found.append((dim, shape[dim], tuple(axes), parts))
+    return found

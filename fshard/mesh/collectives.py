@@ -1,0 +1,413 @@
+"""The collectives: plain functions, called on local tensors inside `shard_map` and `run`.
+
+Each works along one axis of the mesh or a tuple of axes (major to minor), on a tensor or a tree of tensors; all leaves
+of a tree that have one dtype travel together, as one collective.  Results are always *tiled*: pieces are put side by
+side along `dim`, no dim is added.  Every collective has a second form, `psum.start(...)`, that returns a `Handle`.
+
+What a value is decides what its cotangent is, so no context has to be asked (see `moves` for the table):
+sharded <-> sharded, replicated <-> replicated, used by all <-> unreduced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import update_wrapper
+from typing import Any, Generic, ParamSpec
+
+import optree
+import torch
+from torch import Tensor
+
+from fshard.errors import LayoutError
+from fshard.mesh import promise
+from fshard.mesh.differentiate import Bound, Finish, apply, transformed
+from fshard.mesh.extreme import apply_extreme
+from fshard.mesh.moves import AllGather, AllToAll, Broadcast, Extreme, Move, Permute, Psum, PsumScatter, Pvary
+from fshard.mesh.runtimes.protocol import Pending
+from fshard.mesh.scope import Group, require
+from fshard.mesh.spec import Axes
+from fshard.source import Site, call_site
+
+PyTree = Any
+"""A tensor, or any nesting of containers that optree knows with tensors at the leaves."""
+
+NAMESPACE = "fshard"
+Params = ParamSpec("Params")
+
+
+@dataclass
+class Handle:
+    """A collective under way.  `wait` returns its result; until then other work can be done."""
+
+    _finish: Callable[[], PyTree] | None
+    _result: PyTree = None
+
+    def wait(self) -> PyTree:
+        """Return the result, as soon as it is there."""
+        if self._finish is not None:
+            self._result, self._finish = self._finish(), None
+        return self._result
+
+
+class Collective(Generic[Params]):
+    """A collective that can be called, or started and waited for later."""
+
+    def __init__(self, plan: Callable[Params, Call]) -> None:
+        self._plan = plan
+        update_wrapper(self, plan)
+
+    def __call__(self, *args: Params.args, **kwargs: Params.kwargs) -> PyTree:
+        """Run it."""
+        return self._plan(*args, **kwargs).run()
+
+    def start(self, *args: Params.args, **kwargs: Params.kwargs) -> Handle:
+        """Begin it and return a handle."""
+        return self._plan(*args, **kwargs).start()
+
+    def __repr__(self) -> str:
+        return f"<collective {self._plan.__name__}>"
+
+
+@dataclass
+class Call:
+    """One call of a collective: the leaves, sorted by what can travel together."""
+
+    leaves: list[Tensor]
+    structure: optree.PyTreeSpec
+    moves: list[Move]
+    group: Group
+    site: Site
+    guard: promise.Guard | None = None
+    after: Callable[[Tensor], Tensor] | None = None
+
+    def run(self) -> PyTree:
+        """Run it on all leaves."""
+        return self._finished([self._apply(bound, self._chosen(places)) for bound, places in self._batches()])
+
+    def start(self) -> Handle:
+        """Begin it on all leaves."""
+        if transformed():  # under torch.func nothing can be begun apart from its derivative
+            return Handle(self.run)
+        begun: list[tuple[Bound, tuple[Tensor, ...], Pending]] = []
+        for bound, places in self._batches():
+            xs = self._chosen(places)
+            begun.append((bound, xs, bound.start(tuple(x.detach() for x in xs))))
+        return Handle(lambda: self._finished([self._apply(Finish(bound, pending), xs) for bound, xs, pending in begun]))
+
+    def _batches(self) -> list[tuple[Bound, list[int]]]:
+        found: dict[tuple[torch.dtype, Move], list[int]] = {}
+        for place, (leaf, move) in enumerate(zip(self.leaves, self.moves, strict=True)):
+            found.setdefault((leaf.dtype, move), []).append(place)
+        return [(Bound(move, self.group, self.site), places) for (_, move), places in found.items()]
+
+    def _chosen(self, places: list[int]) -> tuple[Tensor, ...]:
+        return tuple(self.leaves[place] for place in places)
+
+    def _apply(self, linear: Bound | Finish, xs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        guard = self.guard
+        if guard is not None and guard.before:
+            xs = guard.apply(xs)
+        ys = apply_extreme(linear, xs) if isinstance(self.moves[0], Extreme) else apply(linear, xs)
+        if guard is not None and not guard.before:
+            ys = guard.apply(ys)
+        return ys
+
+    def _finished(self, results: list[tuple[Tensor, ...]]) -> PyTree:
+        out: list[Any] = [None] * len(self.leaves)
+        for (_, places), ys in zip(self._batches(), results, strict=True):
+            for place, y in zip(places, ys, strict=True):
+                out[place] = y if self.after is None else self.after(y)
+        return optree.tree_unflatten(self.structure, out)
+
+
+def _call(
+    what: str,
+    tree: PyTree,
+    axis: Axes,
+    move: Callable[[Tensor, Group], Move],
+    *,
+    before: Callable[[Tensor], Tensor] | None = None,
+    after: Callable[[Tensor, Group], Tensor] | None = None,
+    promised: str | None = None,
+    promised_before: bool = False,
+) -> Call:
+    scope = require(f"fs.{what}")
+    group = scope.group(axis, f"fs.{what}")
+    paths, leaves, structure = optree.tree_flatten_with_path(tree, namespace=NAMESPACE)
+    wrong = [f"{_path(path)} is {type(leaf).__name__}" for path, leaf in zip(paths, leaves, strict=True) if not isinstance(leaf, Tensor)]
+    if wrong:
+        raise LayoutError(f"fs.{what} takes tensors; {'; '.join(wrong)}. Write torch.tensor(...) around numbers.")
+    tensors = leaves if before is None else [before(leaf) for leaf in leaves]
+    site = call_site()
+    guard = None
+    if scope.checked and promised is not None and group.world.has_values:
+        guard = promise.Guard(group, site, promised.format(axes=" and ".join(f'"{name}"' for name in group.axes)), promised_before)
+    return Call(
+        tensors,
+        structure,
+        [move(leaf, group) for leaf in tensors],
+        group,
+        site,
+        guard,
+        None if after is None else lambda y: after(y, group),
+    )
+
+
+def _path(path: tuple[Any, ...]) -> str:
+    return "the argument" if not path else "leaf " + "".join(f"[{part!r}]" for part in path)
+
+
+def _dim(what: str, leaf: Tensor, dim: int) -> int:
+    if not -leaf.ndim <= dim < leaf.ndim:
+        raise LayoutError(f"fs.{what}: dim {dim} does not exist in a tensor of shape {tuple(leaf.shape)}.")
+    return dim % leaf.ndim
+
+
+def _divided(what: str, leaf: Tensor, dim: int, group: Group) -> int:
+    dim = _dim(what, leaf, dim)
+    if leaf.shape[dim] % group.size:
+        raise LayoutError(
+            f"fs.{what}: dim {dim} has {leaf.shape[dim]} elements, which the {group.size} devices along "
+            f"{'+'.join(group.axes)} do not divide (shape {tuple(leaf.shape)}). "
+            f"Pad it to {leaf.shape[dim] + -leaf.shape[dim] % group.size}."
+        )
+    return dim
+
+
+def _countable(x: Tensor) -> Tensor:
+    """Sum booleans as torch.sum does: by counting."""
+    return x.to(torch.int64) if x.dtype == torch.bool else x
+
+
+_BROKEN = (
+    "the result of fs.{name} over {{axes}} is equal on all devices, so its gradient has to be; but it was used with each "
+    "device's own data. Put fs.pvary(x, {{axes}}) around the result where that use begins"
+)
+
+
+@Collective
+def psum(tree: PyTree, axis: Axes) -> Call:
+    """Sum over the devices along `axis`; every device gets the sum.
+
+    Sends 2(n-1)/n of the bytes.  Booleans are counted; 16-bit floats are added in 32 bits.  The order of addition is one
+    fixed binary tree.  The cotangent passes through.
+
+    >>> import torch, fshard as fs
+    >>> mesh = fs.make_mesh({"data": 4})
+    >>> fs.run(lambda: fs.psum(torch.tensor(fs.axis_index("data")), "data"), mesh=mesh)
+    [tensor(6), tensor(6), tensor(6), tensor(6)]
+    """
+    return _call("psum", tree, axis, lambda x, group: Psum(), before=_countable, promised=_BROKEN.format(name="psum"))
+
+
+@Collective
+def pmean(tree: PyTree, axis: Axes) -> Call:
+    """Average over the devices along `axis`; every device gets the mean.  Sends what `psum` sends.
+
+    >>> import torch, fshard as fs
+    >>> mesh = fs.make_mesh({"data": 4})
+    >>> fs.run(lambda: fs.pmean(torch.tensor(float(fs.axis_index("data"))), "data"), mesh=mesh)[0]
+    tensor(1.5000)
+    """
+
+    def averageable(x: Tensor) -> Tensor:
+        if not (x.is_floating_point() or x.is_complex()):
+            raise LayoutError(f"fs.pmean: the mean of {x.dtype} is no {x.dtype}. Write fs.pmean(x.float(), ...).")
+        return x
+
+    return _call(
+        "pmean",
+        tree,
+        axis,
+        lambda x, group: Psum(),
+        before=averageable,
+        after=lambda y, group: y / group.size,
+        promised=_BROKEN.format(name="pmean"),
+    )
+
+
+def _ordered(what: str, x: Tensor) -> Tensor:
+    if x.is_complex():
+        raise LayoutError(f"fs.{what}: complex numbers have no order. Compare x.abs().")
+    return x
+
+
+@Collective
+def pmax(tree: PyTree, axis: Axes) -> Call:
+    """Take the largest over the devices along `axis`, element by element.  Sends what `psum` sends.
+
+    The cotangent goes to the devices that hold the largest, in equal parts if there are several.
+
+    >>> import torch, fshard as fs
+    >>> mesh = fs.make_mesh({"data": 4})
+    >>> fs.run(lambda: fs.pmax(torch.tensor(fs.axis_index("data")), "data"), mesh=mesh)[0]
+    tensor(3)
+    """
+    return _call(
+        "pmax", tree, axis, lambda x, group: Extreme(True), before=lambda x: _ordered("pmax", x), promised=_BROKEN.format(name="pmax")
+    )
+
+
+@Collective
+def pmin(tree: PyTree, axis: Axes) -> Call:
+    """Take the smallest over the devices along `axis`, element by element: see `pmax`.
+
+    >>> import torch, fshard as fs
+    >>> mesh = fs.make_mesh({"data": 4})
+    >>> fs.run(lambda: fs.pmin(torch.tensor(fs.axis_index("data")), "data"), mesh=mesh)[0]
+    tensor(0)
+    """
+    return _call(
+        "pmin", tree, axis, lambda x, group: Extreme(False), before=lambda x: _ordered("pmin", x), promised=_BROKEN.format(name="pmin")
+    )
+
+
+@Collective
+def pvary(tree: PyTree, axis: Axes) -> Call:
+    """Mark a replicated value as used by each device for its own ends: sends nothing, but its cotangents are summed.
+
+    Put it where a value that is equal along `axis` first meets data that is not.
+
+    >>> import torch, fshard as fs
+    >>> from fshard import P
+    >>> mesh = fs.make_mesh({"data": 4})
+    >>> def gradient(w, x):
+    ...     w = w.requires_grad_()
+    ...     return torch.autograd.grad((fs.pvary(w, "data") * x).sum(), w)[0]
+    >>> step = fs.shard_map(gradient, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
+    >>> fs.unshard(step(torch.tensor(2.0), torch.arange(4.0)))
+    tensor(6.)
+    """
+    promised = "the argument of fs.pvary over {axes} has to be equal on all devices; use psum or all_gather to make it so"
+    return _call("pvary", tree, axis, lambda x, group: Pvary(), promised=promised, promised_before=True)
+
+
+@Collective
+def all_gather(tree: PyTree, axis: Axes, *, dim: int = 0, to: str = "each") -> Call:
+    """Put the pieces of all devices along `axis` side by side along `dim`.  Sends (n-1)/n of the result's bytes.
+
+    `to="each"`: every device uses the whole for its own ends; the cotangents are summed and scattered (`psum_scatter`).
+    `to="replicated"`: the whole stays the same on all devices; the cotangent is the own piece, and nothing is sent.
+    A 0-d tensor is gathered as one of one element.
+
+    >>> import torch, fshard as fs
+    >>> mesh = fs.make_mesh({"data": 4})
+    >>> fs.run(lambda: fs.all_gather(torch.tensor([fs.axis_index("data")]), "data"), mesh=mesh)[0]
+    tensor([0, 1, 2, 3])
+    """
+    if to not in ("each", "replicated"):
+        raise LayoutError(f'fs.all_gather: `to` is "each" or "replicated", not {to!r}.')
+    whole = to == "replicated"
+    return _call(
+        "all_gather",
+        tree,
+        axis,
+        lambda x, group: AllGather(_dim("all_gather", x, dim), whole),
+        before=lambda x: x if x.ndim else x.reshape(1),
+        promised=_BROKEN.format(name='all_gather(to="replicated")') if whole else None,
+    )
+
+
+@Collective
+def psum_scatter(tree: PyTree, axis: Axes, *, dim: int = 0) -> Call:
+    """Sum over the devices along `axis`, and leave each device with its piece along `dim`.  Sends (n-1)/n of the bytes.
+
+    >>> import torch, fshard as fs
+    >>> mesh = fs.make_mesh({"data": 2})
+    >>> fs.run(lambda: fs.psum_scatter(torch.tensor([1.0, 2.0]), "data"), mesh=mesh)
+    [tensor([2.]), tensor([4.])]
+    """
+    return _call(
+        "psum_scatter", tree, axis, lambda x, group: PsumScatter(_divided("psum_scatter", x, dim, group)), before=_countable
+    )
+
+
+@Collective
+def all_to_all(tree: PyTree, axis: Axes, *, dim: int | tuple[int, int] = 0) -> Call:
+    """Cut one dim into a piece for each device, exchange them, and join what arrives.  Sends (n-1)/n of the bytes.
+
+    `dim` is the dim to cut and the dim to join along, or one number for both.
+
+    >>> import torch, fshard as fs
+    >>> mesh = fs.make_mesh({"data": 2})
+    >>> fs.run(lambda: fs.all_to_all(torch.arange(2) + 10 * fs.axis_index("data"), "data"), mesh=mesh)
+    [tensor([ 0, 10]), tensor([ 1, 11])]
+    """
+    split, concat = dim if isinstance(dim, tuple) else (dim, dim)
+    return _call(
+        "all_to_all",
+        tree,
+        axis,
+        lambda x, group: AllToAll(_divided("all_to_all", x, split, group), _dim("all_to_all", x, concat)),
+    )
+
+
+@Collective
+def ppermute(tree: PyTree, axis: Axes, pairs: list[tuple[int, int]]) -> Call:
+    """Send along (source, destination) pairs; a device that receives nothing gets zeros.  Sends the bytes once.
+
+    >>> import torch, fshard as fs
+    >>> mesh = fs.make_mesh({"pipe": 3})
+    >>> fs.run(lambda: fs.ppermute(torch.tensor(fs.axis_index("pipe") + 1), "pipe", [(0, 1), (1, 2)]), mesh=mesh)
+    [tensor(0), tensor(1), tensor(2)]
+    """
+
+    def permute(x: Tensor, group: Group) -> Permute:
+        _check_pairs(pairs, group)
+        return Permute(tuple((source, to) for source, to in pairs))
+
+    return _call("ppermute", tree, axis, permute)
+
+
+def _check_pairs(pairs: list[tuple[int, int]], group: Group) -> None:
+    ends = [("source", [source for source, _ in pairs]), ("destination", [to for _, to in pairs])]
+    wrong: list[str] = []
+    for what, places in ends:
+        wrong += [f"{what} {place} is not in 0..{group.size - 1}" for place in sorted({*places}) if not 0 <= place < group.size]
+        wrong += [f"{what} {place} is named more than once" for place in sorted({p for p in places if places.count(p) > 1})]
+    if wrong:
+        raise LayoutError(f"fs.ppermute over {'+'.join(group.axes)} with {pairs}: {'; '.join(wrong)}.")
+
+
+@Collective
+def broadcast(tree: PyTree, axis: Axes, *, source: int = 0) -> Call:
+    """Give every device along `axis` what the one at index `source` holds.  Sends the bytes once.
+
+    >>> import torch, fshard as fs
+    >>> mesh = fs.make_mesh({"data": 3})
+    >>> fs.run(lambda: fs.broadcast(torch.tensor(fs.axis_index("data")), "data", source=2), mesh=mesh)
+    [tensor(2), tensor(2), tensor(2)]
+    """
+
+    def from_source(x: Tensor, group: Group) -> Broadcast:
+        check_index("broadcast", "source", source, group)
+        return Broadcast(source)
+
+    return _call("broadcast", tree, axis, from_source, promised=_BROKEN.format(name="broadcast"))
+
+
+def check_index(what: str, role: str, index: int, group: Group) -> None:
+    """Raise unless `index` is a place along the group's axes."""
+    if not 0 <= index < group.size:
+        raise LayoutError(f"fs.{what}: {role} {index} is not in 0..{group.size - 1}, the places along {'+'.join(group.axes)}.")
+
+
+def axis_index(axis: Axes) -> int:
+    """Return the calling device's place along `axis` (along several axes: as one number, major to minor).
+
+    >>> import fshard as fs
+    >>> fs.run(lambda: fs.axis_index("data"), mesh=fs.make_mesh({"data": 3}))
+    [0, 1, 2]
+    """
+    return require("fs.axis_index").group(axis, "fs.axis_index").index
+
+
+def axis_size(axis: Axes) -> int:
+    """Return how many devices there are along `axis`.
+
+    >>> import fshard as fs
+    >>> fs.run(lambda: fs.axis_size("data"), mesh=fs.make_mesh({"data": 3}))
+    [3, 3, 3]
+    """
+    return require("fs.axis_size").group(axis, "fs.axis_size").size

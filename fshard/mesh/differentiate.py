@@ -1,0 +1,157 @@
+"""Linear maps as autograd Functions: the backward of a map is the map's transpose, itself such a Function.
+
+That is the whole of differentiation here.  Because the backward *applies* the transposed Function, gradients of any
+order follow; because the map is linear, its forward derivative is itself; because it knows itself with one more
+leading dim, `vmap` is one line.
+
+Two roads lead to the same backward.  A Function with `setup_context` works under torch.func but costs three times
+as much to call, so it is taken only where a torch.func transform is active.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
+from torch._C._functorch import peek_interpreter_stack  # the only way to ask whether torch.func is active
+from torch.autograd import forward_ad
+from torch.autograd.function import Function
+
+from fshard.mesh.ledger import Row, active
+from fshard.mesh.moves import Local, Move, Wired
+from fshard.mesh.runtimes.protocol import Pending
+from fshard.mesh.scope import Group
+from fshard.source import Site
+
+Tensors = tuple[Tensor, ...]
+
+
+class LinearMap(Protocol):
+    """A linear map on a tuple of tensors that knows its transpose."""
+
+    def run(self, xs: Tensors) -> Tensors:
+        """Compute it; `xs` are plain tensors, no gradient is recorded."""
+        ...
+
+    def transposed(self) -> LinearMap:
+        """Return the map of the cotangents."""
+        ...
+
+    def batched(self) -> LinearMap:
+        """Return the same map on tensors with one more leading dim."""
+        ...
+
+
+def apply(linear: LinearMap, xs: Tensors) -> Tensors:
+    """Apply a linear map so that it can be differentiated."""
+    if transformed():
+        return _Transformed.apply(linear, *xs)
+    if (torch.is_grad_enabled() and any(x.requires_grad for x in xs)) or _any_tangent(xs):
+        return _Recorded.apply(linear, *xs)
+    return linear.run(xs)
+
+
+def _any_tangent(xs: Tensors) -> bool:
+    return forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in xs)  # pyright: ignore[reportPrivateUsage]
+
+
+def transformed() -> bool:
+    """Return whether a torch.func transform is active in this thread."""
+    return peek_interpreter_stack() is not None
+
+
+class _Recorded(Function):
+    """A linear map under plain autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, linear: LinearMap, *xs: Tensor) -> Tensors:
+        ctx.linear = linear
+        return linear.run(xs)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *apply(ctx.linear.transposed(), cotangents)
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, *tangents: Tensor) -> Tensors:
+        return apply(ctx.linear, tangents)
+
+
+class _Transformed(Function):
+    """The same under torch.func."""
+
+    @staticmethod
+    def forward(linear: LinearMap, *xs: Tensor) -> Tensors:
+        return linear.run(xs)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[LinearMap, *Tensors], output: Tensors) -> None:
+        ctx.linear = inputs[0]
+
+    backward = _Recorded.backward
+    jvp = _Recorded.jvp
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], linear: LinearMap, *xs: Tensor) -> tuple[Tensors, tuple[int, ...]]:
+        batched = tuple(leading(x, dim, info.batch_size) for x, dim in zip(xs, in_dims[1:], strict=True))
+        return apply(linear.batched(), batched), (0,) * len(xs)
+
+
+def leading(x: Tensor, dim: int | None, size: int) -> Tensor:
+    """Put the dim that vmap maps over first; give one to a tensor that it does not map over."""
+    return x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A move on one group, called from one line: what a collective becomes when it is called."""
+
+    move: Move
+    group: Group
+    site: Site
+
+    def run(self, xs: Tensors) -> Tensors:
+        """Do it now: on the device's own where no wire is needed."""
+        if self.move.wire is None:
+            local = cast("Local", self.move).local
+            return tuple(local(x, self.group.index, self.group.size) for x in xs)
+        return self.start(xs).wait()
+
+    def start(self, xs: Tensors) -> Pending:
+        """Write it into the ledger and begin."""
+        move, group = cast("Wired", self.move), self.group
+        for ledger in active():
+            size = sum(x.numel() * x.element_size() for x in xs)
+            row = Row(move.name, group.axes, self.site)
+            ledger.record(group.member(group.index), row, move.sent(size, group.index, group.size))
+        return group.world.current().start(move, xs, group, self.site)
+
+    def transposed(self) -> Bound:
+        """Return the transposed move on the same group."""
+        return Bound(self.move.transposed(), self.group, self.site)
+
+    def batched(self) -> Bound:
+        """Return the same move on batched tensors."""
+        return Bound(self.move.batched(), self.group, self.site)
+
+
+@dataclass(frozen=True)
+class Finish:
+    """A map that has been started: running it means waiting for it."""
+
+    linear: LinearMap
+    pending: Pending
+
+    def run(self, xs: Tensors) -> Tensors:
+        """Wait for what was started."""
+        return self.pending.wait()
+
+    def transposed(self) -> LinearMap:
+        """Return the transpose of what was started."""
+        return self.linear.transposed()
+
+    def batched(self) -> LinearMap:
+        """Return the map itself on batched tensors."""
+        return self.linear.batched()

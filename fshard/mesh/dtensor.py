@@ -1,0 +1,59 @@
+"""To torch's DTensor and back, without copying: the same local tensor under another name.
+
+DTensor says per axis of the mesh what is sharded; `P` says it per dim of the tensor.  Where one dim is cut by several
+axes, DTensor cuts by them in the order of the mesh, so a layout whose axes stand in another order has no DTensor.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+import torch
+
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from fshard.errors import LayoutError
+from fshard.mesh.layout import Layout
+from fshard.mesh.make import from_device_mesh, to_device_mesh
+from fshard.mesh.sharded import Sharded
+from fshard.mesh.spec import P
+
+
+def to_dtensor(x: Sharded) -> DTensor:
+    """Return a DTensor that shares the local shard.  On a process mesh, and for layouts that DTensor has."""
+    spec, mesh = x.spec, x.mesh
+    if spec.is_flat or x.layout.memory != "device":
+        raise LayoutError(f"{x!r} has no DTensor: flat and host layouts are fshard's own. Reshard it first.")
+    placements: list[Placement] = [Replicate()] * len(mesh.axis_names)
+    for dim, axes in enumerate(spec.dims(x.ndim)):
+        if list(axes) != sorted(axes, key=mesh.axis_names.index):
+            raise LayoutError(f"{x!r} has no DTensor: dim {dim} is cut by {axes}, not in the mesh's order {mesh.axis_names}.")
+        for axis in axes:
+            placements[mesh.axis_names.index(axis)] = Shard(dim)
+    for axis in spec.unreduced:
+        placements[mesh.axis_names.index(axis)] = Partial("sum")
+    strides = tuple(prod(x.shape[dim + 1 :]) for dim in range(x.ndim))
+    return DTensor.from_local(
+        x.local, to_device_mesh(mesh), placements, run_check=False, shape=_size(x.shape), stride=strides
+    )
+
+
+def _size(shape: tuple[int, ...]) -> torch.Size:
+    return torch.Size(shape)
+
+
+def from_dtensor(x: DTensor) -> Sharded:
+    """Return a Sharded that shares the DTensor's local shard."""
+    mesh = from_device_mesh(x.device_mesh)
+    dims: list[tuple[str, ...]] = [()] * x.ndim
+    unreduced: list[str] = []
+    for axis, placement in zip(mesh.axis_names, x.placements, strict=True):
+        if isinstance(placement, Shard):
+            dims[placement.dim] = (*dims[placement.dim], axis)
+        elif isinstance(placement, Partial) and placement.reduce_op == "sum":
+            unreduced.append(axis)
+        elif not isinstance(placement, Replicate):
+            raise LayoutError(f'The DTensor is {placement} along "{axis}", which no layout says. Redistribute it first.')
+    layout = Layout(mesh, P(*dims, unreduced=tuple(unreduced)))
+    layout.check(x.shape, "the DTensor")
+    return Sharded(tuple(x.shape), layout, (x.to_local(),))

@@ -1,0 +1,62 @@
+"""The gradient of `pmax` and `pmin`: to whoever holds the extreme value, in equal parts where several do.
+
+    y = max over devices of x          dy/dx = [x == y] / (how many devices have x == y)
+
+It is not linear, so it has a Function of its own; what it does with cotangents and tangents is linear again and is put
+together from `psum`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.autograd.function import Function
+
+from fshard.mesh.differentiate import Bound, Finish, Tensors, apply, leading
+from fshard.mesh.moves import Psum
+
+
+def apply_extreme(bound: Bound | Finish, xs: Tensors) -> Tensors:
+    """Apply pmax or pmin so that it can be differentiated."""
+    return _Extreme.apply(bound, *xs)
+
+
+class _Extreme(Function):
+    @staticmethod
+    def forward(bound: Bound | Finish, *xs: Tensor) -> Tensors:
+        return bound.run(xs)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Bound | Finish, *Tensors], output: Tensors) -> None:
+        bound, *xs = inputs
+        ctx.bound = bound.linear if isinstance(bound, Finish) else bound
+        ctx.save_for_backward(*xs, *output)
+        ctx.save_for_forward(*xs, *output)
+        ctx.mark_non_differentiable(*(y for y in output if not y.is_floating_point()))
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
+        shares = _shares(ctx.bound, ctx.saved_tensors)
+        return None, *(cotangent * share for cotangent, share in zip(cotangents, shares, strict=True))
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, *tangents: Tensor) -> Tensors:
+        shares = _shares(ctx.bound, ctx.saved_tensors)
+        return apply(_sum_like(ctx.bound), tuple(tangent * share for tangent, share in zip(tangents, shares, strict=True)))
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], bound: Bound | Finish, *xs: Tensor) -> tuple[Tensors, tuple[int, ...]]:
+        batched = tuple(leading(x, dim, info.batch_size) for x, dim in zip(xs, in_dims[1:], strict=True))
+        return apply_extreme(bound.batched() if isinstance(bound, Bound) else bound, batched), (0,) * len(xs)
+
+
+def _sum_like(bound: Bound) -> Bound:
+    return Bound(Psum(), bound.group, bound.site)
+
+
+def _shares(bound: Bound, saved: Tensors) -> Tensors:
+    """Return each device's part in the extreme: 0, or 1 over the number of devices that hold it."""
+    xs, ys = saved[: len(saved) // 2], saved[len(saved) // 2 :]
+    held = tuple((x == y).to(y.dtype) for x, y in zip(xs, ys, strict=True))
+    return tuple(mask / total for mask, total in zip(held, apply(_sum_like(bound), held), strict=True))

@@ -1,0 +1,183 @@
+"""`Layout`: how a global tensor lies on a mesh, and `typeof`, which prints it in one token.
+
+A layout is a mesh, a spec and a memory kind.  All questions about it (who holds what, how much) are answered by
+`arithmetic`; this module adds names, checks and words.
+
+    f32[8@data, 6@model]          dim 0 cut over "data", dim 1 over "model"
+    f32[8, 6]{flat:data}          flattened, then cut over "data"
+    f32[8, 6]{U:model}            whole everywhere, to be summed over "model"
+    f32[8@data, 6]{host}          in the memory of the host
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from typing import Literal, get_args
+
+import torch
+
+from fshard.errors import LayoutError
+from fshard.mesh import arithmetic
+from fshard.mesh.mesh import Mesh
+from fshard.mesh.spec import P
+
+Memory = Literal["device", "host"]
+"""The memory that a shard lives in: the device's own, or the host's."""
+
+_SHORT = {
+    torch.float64: "f64", torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16",
+    torch.int64: "i64", torch.int32: "i32", torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8",
+    torch.bool: "bool", torch.complex64: "c64", torch.complex128: "c128",
+}  # fmt: skip
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the short name of a dtype: f32, bf16, i64.
+
+    >>> dtype_name(torch.bfloat16), dtype_name(torch.complex64)
+    ('bf16', 'c64')
+    """
+    return _SHORT.get(dtype, str(dtype).removeprefix("torch."))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a global tensor lies on a mesh.
+
+    Args:
+        mesh: the grid of devices.
+        spec: which axes cut which dim.
+        memory: "device" or "host".
+
+    >>> from fshard.mesh.make import make_mesh
+    >>> layout = Layout(make_mesh({"data": 4, "model": 2}), P("data", "model"))
+    >>> layout.local_shape((8, 6)), layout.ranges((8, 6), device=3)
+    ((2, 3), ((2, 4), (3, 6)))
+    """
+
+    mesh: Mesh
+    spec: P = P()
+    memory: Memory = "device"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.mesh, Mesh) or not isinstance(self.spec, P):
+            raise LayoutError(
+                f"Layout takes a Mesh and a P; found {type(self.mesh).__name__} and {type(self.spec).__name__}. "
+                'Write Layout(mesh, P("data")).'
+            )
+        self.mesh.check_axes(self.spec.axes, f"Layout with {self.spec}")
+        if self.memory not in get_args(Memory):
+            raise LayoutError(f'Layout: memory is "device" or "host", not {self.memory!r}.')
+
+    @property
+    def replicated_axes(self) -> tuple[str, ...]:
+        """The axes along which every device holds the same."""
+        return tuple(axis for axis in self.mesh.axis_names if axis not in self.spec.axes)
+
+    @property
+    def flat_parts(self) -> int:
+        """Into how many ranges a flat tensor is cut."""
+        return prod(self.mesh.shape[axis] for axis in self.spec.flat_axes or ())
+
+    def check(self, shape: Sequence[int], what: str = "the tensor") -> None:
+        """Raise if a tensor of `shape` cannot lie like this, naming every dim that does not divide."""
+        spec, shape = self.spec, tuple(shape)
+        if spec.is_flat:
+            if spec.shape is not None and spec.shape != shape:
+                raise LayoutError(f"{what} has shape {shape}, but its spec {spec} was written for shape {spec.shape}.")
+            return
+        if len(spec.entries) > len(shape):
+            raise LayoutError(
+                f"{what} of shape {shape} has {len(shape)} dims, but {spec} has {len(spec.entries)} entries. "
+                "Give one entry per dim at most."
+            )
+        bad = arithmetic.undivided(shape, spec.dims(len(shape)), self.mesh.shape)
+        if bad:
+            clashes = "; ".join(
+                f"dim {dim} has {length} elements, which {parts} devices ({' x '.join(axes)}) do not divide"
+                for dim, length, axes, parts in bad
+            )
+            fixes = ", ".join(f"dim {dim} to {length + -length % parts}" for dim, length, _, parts in bad)
+            raise LayoutError(
+                f"{what} of shape {shape} cannot lie as {spec}: {clashes}. "
+                f"Pad {fixes}, or use P.flat, which takes any size."
+            )
+
+    def ranges(self, shape: Sequence[int], device: int) -> tuple[arithmetic.Range, ...]:
+        """Return the range of each dim (or the one flat range) that `device` holds of a tensor of `shape`."""
+        coordinates = self.mesh.coordinates(device)
+        if self.spec.flat_axes is not None:
+            index = arithmetic.ravel(
+                [coordinates[axis] for axis in self.spec.flat_axes], [self.mesh.shape[axis] for axis in self.spec.flat_axes]
+            )
+            return (arithmetic.flat_range(prod(shape), self.flat_parts, index),)
+        return arithmetic.dim_ranges(shape, self.spec.dims(len(shape)), self.mesh.shape, coordinates)
+
+    def local_shape(self, shape: Sequence[int], device: int = 0) -> tuple[int, ...]:
+        """Return the shape of the shard that `device` holds of a tensor of `shape`."""
+        return tuple(stop - start for start, stop in self.ranges(shape, device))
+
+    def global_shape(self, local: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of the whole from the shape of a shard."""
+        if self.spec.is_flat:
+            if self.spec.shape is None:
+                raise LayoutError(
+                    f"The shape of the whole tensor cannot be read off a flat piece of shape {tuple(local)}. "
+                    f"Write it into the spec: {self.spec!r}"[:-1] + ", shape=(...))."
+                )
+            return self.spec.shape
+        if len(self.spec.entries) > len(local):
+            raise LayoutError(
+                f"A piece of shape {tuple(local)} has {len(local)} dims, but {self.spec} has "
+                f"{len(self.spec.entries)} entries. Give one entry per dim at most."
+            )
+        cuts = [prod(self.mesh.shape[axis] for axis in axes) for axes in self.spec.dims(len(local))]
+        return tuple(length * cut for length, cut in zip(local, cuts, strict=True))
+
+    def with_spec(self, spec: P) -> Layout:
+        """Return this layout with another spec."""
+        return Layout(self.mesh, spec, self.memory)
+
+    def __repr__(self) -> str:
+        memory = "" if self.memory == "device" else f', "{self.memory}"'
+        return f"Layout({self.mesh}, {self.spec}{memory})"
+
+
+@dataclass(frozen=True)
+class ShardType:
+    """What `typeof` returns: dtype, shape, spec and memory.  Prints as one token.
+
+    >>> print(ShardType(torch.float32, (8, 6), P("data", unreduced="model")))
+    f32[8@data, 6]{U:model}
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    spec: P = P()
+    memory: Memory = "device"
+
+    def __str__(self) -> str:
+        dims = [
+            f"{length}@{'+'.join(axes)}" if axes else str(length)
+            for length, axes in zip(self.shape, self.spec.dims(len(self.shape)), strict=True)
+        ]
+        notes = [f"flat:{'+'.join(self.spec.flat_axes)}"] if self.spec.flat_axes else []
+        notes += [f"U:{'+'.join(self.spec.unreduced)}"] if self.spec.unreduced else []
+        notes += ["host"] if self.memory == "host" else []
+        return f"{dtype_name(self.dtype)}[{', '.join(dims)}]" + (f"{{{', '.join(notes)}}}" if notes else "")
+
+    __repr__ = __str__
+
+
+@lru_cache(maxsize=4096)
+def holders(layout: Layout) -> tuple[int, ...]:
+    """Return one device for each different piece: the first along every replicated and unreduced axis."""
+    still = set(layout.replicated_axes) | set(layout.spec.unreduced)
+    return tuple(
+        device
+        for device in range(layout.mesh.size)
+        if not any(place for axis, place in layout.mesh.coordinates(device).items() if axis in still)
+    )

@@ -1,0 +1,168 @@
+"""The ledger: what each device sends, counted exactly, on every runtime alike.
+
+A ledger counts bytes by the textbook for the algorithm that is best in bandwidth, with n devices and a tensor of B
+bytes on each: psum 2(n-1)/n B, psum_scatter and all_to_all (n-1)/n B, all_gather (n-1) B, ppermute and send B,
+broadcast B (a chain, whose last device sends nothing).  They are properties of the program, not of a machine, so the
+same program has the same ledger on a virtual, a real and an abstract mesh; fractions are kept exact.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from fractions import Fraction
+from io import StringIO
+from typing import NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+
+from fshard.source import Site
+
+
+class Row(NamedTuple):
+    """What one line of the program sends: the key of a ledger's entry."""
+
+    collective: str
+    axes: tuple[str, ...]
+    site: Site
+
+
+@dataclass
+class Entry:
+    """How often a device called, and how many bytes it sent."""
+
+    calls: int = 0
+    bytes: Fraction = Fraction(0)
+
+
+@dataclass
+class Ledger:
+    """What was sent while the ledger was open.  Prints as a table; see `ledger`.
+
+    `devices` maps the number of a device to its rows: all devices on a virtual mesh, this process's own on a
+    process mesh, the representative's on an abstract one.
+    """
+
+    devices: dict[int, dict[Row, Entry]] = field(default_factory=dict[int, dict[Row, Entry]])
+
+    def record(self, device: int, row: Row, sent: Fraction) -> None:
+        """Add one call of one device."""
+        entry = self.devices.setdefault(device, {}).setdefault(row, Entry())
+        entry.calls += 1
+        entry.bytes += sent
+
+    def bytes(self, device: int | None = None, *, collective: str | None = None, axis: str | None = None) -> Fraction:
+        """Return the bytes that a device sent (by default: that the busiest device sent), in all or of one kind."""
+        return max((_total(rows, "bytes", collective, axis) for rows in self._of(device)), default=Fraction(0))
+
+    def calls(self, device: int | None = None, *, collective: str | None = None, axis: str | None = None) -> int:
+        """Return the calls that a device made (by default: the most that any made), in all or of one kind."""
+        return int(max((_total(rows, "calls", collective, axis) for rows in self._of(device)), default=Fraction(0)))
+
+    def by_collective(self, device: int | None = None) -> dict[tuple[str, tuple[str, ...]], tuple[int, Fraction]]:
+        """Return {(collective, axes): (calls, bytes)} of one device: by default the first that is known."""
+        found: dict[tuple[str, tuple[str, ...]], tuple[int, Fraction]] = {}
+        device = min(self.devices, default=0) if device is None else device
+        for row, entry in self.devices.get(device, {}).items():
+            calls, sent = found.get(row[:2], (0, Fraction(0)))
+            found[row[:2]] = (calls + entry.calls, sent + entry.bytes)
+        return found
+
+    def rows(self) -> list[tuple[Row, int, Fraction]]:
+        """Return every line with the most calls and bytes that a device had there, in the order of first calls."""
+        found: dict[Row, tuple[int, Fraction]] = {}
+        for entries in self.devices.values():
+            for row, entry in entries.items():
+                calls, sent = found.get(row, (0, Fraction(0)))
+                found[row] = (max(calls, entry.calls), max(sent, entry.bytes))
+        return [(row, calls, sent) for row, (calls, sent) in found.items()]
+
+    def table(self) -> Table:
+        """Return the ledger as a rich table."""
+        table = Table("collective", "axis", "calls", "bytes per device", "source line", title="ledger")
+        for row, calls, sent in self.rows():
+            table.add_row(row.collective, "+".join(row.axes), f"{calls:,}", _number(sent), str(row.site))
+        table.add_section()
+        table.add_row("all", "", f"{self.calls():,}", _number(self.bytes()), "")
+        for column in (2, 3):
+            table.columns[column].justify = "right"
+        return table
+
+    def __str__(self) -> str:
+        console = Console(file=StringIO(), width=110, force_terminal=False, color_system=None)
+        with console.capture() as shown:
+            console.print(self.table())
+        return shown.get().rstrip()
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        console = Console(file=StringIO(), width=110, record=True)
+        console.print(self.table())
+        return console.export_html(inline_styles=True, code_format='<pre style="line-height:1.2">{code}</pre>')
+
+    def _of(self, device: int | None) -> Sequence[Mapping[Row, Entry]]:
+        return list(self.devices.values()) if device is None else [self.devices.get(device, {})]
+
+
+def _total(rows: Mapping[Row, Entry], what: str, collective: str | None, axis: str | None) -> Fraction:
+    chosen = (
+        getattr(entry, what)
+        for row, entry in rows.items()
+        if collective in (None, row.collective) and (axis is None or axis in row.axes)
+    )
+    return sum(chosen, Fraction(0))
+
+
+def _number(count: Fraction) -> str:
+    return f"{int(count):,}" if count.denominator == 1 else f"{float(count):,.1f}"
+
+
+class _Open(threading.local):
+    """The open ledgers.  Threads that are devices have their own list; all others share one."""
+
+    ledgers: Sequence[Ledger] | None = None
+
+
+_open = _Open()
+_shared: list[Ledger] = []
+
+
+def active() -> Sequence[Ledger]:
+    """Return the ledgers that the calling thread writes to."""
+    return _shared if _open.ledgers is None else _open.ledgers
+
+
+def inherit(ledgers: Sequence[Ledger] | None) -> None:
+    """Make a device's thread write to the ledgers of the thread that started it."""
+    _open.ledgers = None if ledgers is None else tuple(ledgers)
+
+
+@contextmanager
+def ledger() -> Iterator[Ledger]:
+    """Count the collectives that are run inside the block.
+
+    >>> import torch, fshard as fs
+    >>> from fshard import P
+    >>> mesh = fs.make_mesh({"data": 4})
+    >>> with fs.ledger() as comm:
+    ...     total = fs.shard_map(lambda x: fs.psum(x, "data"), mesh=mesh, in_specs=P("data"), out_specs=P())(torch.ones(8))
+    >>> comm.by_collective()  # each device sends 2 (n-1)/n of its 8 bytes
+    {('psum', ('data',)): (1, Fraction(12, 1))}
+    """
+    opened = Ledger()
+    if _open.ledgers is None:
+        _shared.append(opened)
+        try:
+            yield opened
+        finally:
+            _shared[:] = [other for other in _shared if other is not opened]
+    else:
+        before, _open.ledgers = _open.ledgers, (*_open.ledgers, opened)
+        try:
+            yield opened
+        finally:
+            _open.ledgers = before

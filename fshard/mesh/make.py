@@ -1,0 +1,91 @@
+"""Making meshes: `make_mesh`, and the way to and from torch's `DeviceMesh`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from fshard.errors import MeshError
+from fshard.mesh.mesh import Mesh, Runtime
+from fshard.mesh.runtimes import process
+from fshard.mesh.scope import here
+
+
+def make_mesh(
+    axes: Mapping[str, int] | Sequence[tuple[str, int]],
+    *,
+    runtime: Runtime | None = None,
+    device: str | None = None,
+    timeout: float | None = None,
+) -> Mesh:
+    """Make a mesh of named axes, major to minor.
+
+    Args:
+        axes: {"name": size, ...}.
+        runtime: "virtual" (devices are threads of this process), "process" (devices are processes, over gloo or NCCL) or
+            "abstract" (shapes only).  By default: process under torchrun, else virtual; inside `fs.run`, the run's own.
+        device: "cpu" or "cuda".  By default: "cuda" on a process mesh if there are GPUs, else torch's default device.
+        timeout: seconds after which a collective between processes is given up (process meshes; by default 600, or
+            what the environment variable FSHARD_TIMEOUT says).
+
+    >>> make_mesh({"data": 4, "model": 2})
+    Mesh(data=4, model=2; virtual, cpu)
+    """
+    pairs = tuple(axes.items()) if isinstance(axes, Mapping) else tuple((name, size) for name, size in axes)
+    scope = here()
+    if runtime is None:
+        runtime = scope.mesh.runtime if scope else "process" if process.under_torchrun() else "virtual"
+    mesh = Mesh(pairs, runtime, _device_type(runtime, device))
+    if timeout is not None and runtime != "process":
+        raise MeshError(f"timeout={timeout} has no meaning on {mesh}: only processes can be waited for in vain.")
+    if scope is not None and runtime == scope.mesh.runtime and mesh.size != scope.mesh.root_size:
+        raise MeshError(f"{mesh} has {mesh.size} devices, but this code runs on one of {scope.mesh.root_size}, of {scope.mesh}.")
+    if runtime == "process":
+        process.join(mesh.device_type, timeout)
+        world = dist.get_world_size()
+        if mesh.size != world:
+            sizes = " x ".join(str(size) for _, size in pairs)
+            raise MeshError(
+                f"{mesh} has {sizes} = {mesh.size} devices, but there are {world} processes. Start it with "
+                f"torchrun --nproc-per-node {mesh.size}, or change a size."
+            )
+        process.device_mesh(mesh)
+    return mesh
+
+
+def _device_type(runtime: Runtime, device: str | None) -> str:
+    if runtime == "abstract":
+        if device not in (None, "meta"):
+            raise MeshError(f'an abstract mesh has no device, but device={device!r} was given. Leave it out, or take runtime="virtual".')
+        return "meta"
+    kind = device or ("cuda" if runtime == "process" and torch.cuda.is_available() else torch.get_default_device().type)
+    if kind not in ("cpu", "cuda"):
+        raise MeshError(f'device={kind!r} is neither "cpu" nor "cuda".')
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise MeshError('device="cuda" was asked for, but torch sees no GPU. Leave it out, or take device="cpu".')
+    return kind
+
+
+def to_device_mesh(mesh: Mesh) -> DeviceMesh:
+    """Return torch's DeviceMesh for a process mesh: the same processes, axes and groups, for torch's own code."""
+    if mesh.runtime != "process":
+        raise MeshError(f'{mesh} is {mesh.runtime}: a DeviceMesh is made of processes. Make it under torchrun with runtime="process".')
+    return process.device_mesh(mesh)
+
+
+def from_device_mesh(device_mesh: DeviceMesh) -> Mesh:
+    """Return the mesh for a torch DeviceMesh, with its groups.  The axes need names (`mesh_dim_names=`)."""
+    names = device_mesh.mesh_dim_names
+    if names is None:
+        raise MeshError("This DeviceMesh has no axis names. Give them with init_device_mesh(..., mesh_dim_names=(...)).")
+    process.join(device_mesh.device_type, None)
+    ranks = tuple(int(rank) for rank in device_mesh.mesh.flatten().tolist())
+    axes = tuple(zip(names, device_mesh.mesh.shape, strict=True))
+    ordered = ranks == tuple(range(prod(device_mesh.mesh.shape))) == tuple(range(dist.get_world_size()))
+    mesh = Mesh(axes, "process", device_mesh.device_type, None, None if ordered else ranks)
+    process.remember(mesh, device_mesh)
+    return mesh

@@ -1,0 +1,261 @@
+"""A function of one device, run on all devices, as one differentiable operation.
+
+Where the caller is one of the devices, autograd sees through everything by itself.  Where it stands outside a virtual
+mesh, the gradient is asked for in a thread that is no device, and collectives could not meet; so there the whole run
+is one autograd Function: its backward is a run of its own, in which each device goes back through its own graph.
+
+The graph of the forward is kept for one backward.  For everything else (a second backward, gradients of gradients,
+torch.func) the backward is the run of another function, the one that computes the vjp; being such an operation
+itself, it can be differentiated again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import Function
+
+from fshard.errors import LayoutError
+from fshard.mesh.differentiate import Tensors, leading, transformed
+from fshard.mesh.mesh import Mesh
+from fshard.mesh.spmd import everywhere, held, is_outside
+
+Program = Callable[[int, Tensors], Tensors]
+"""What one device does: from its number and its tensors to its results."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A program and where to run it."""
+
+    mesh: Mesh
+    program: Program
+    mapped: tuple[str, ...]
+    checked: bool
+    grad: bool = True
+
+    def devices(self, xs: list[Tensors], program: Callable[[int, Tensors], Tensors]) -> list[Tensors]:
+        """Run a program on every device, each with its own tensors."""
+        return everywhere(self.mesh, lambda device: program(device, xs[device]), mapped=self.mapped, checked=self.checked)
+
+
+@dataclass
+class Tape:
+    """What the forward keeps for the backward: each device's inputs and results, joined by its graph."""
+
+    needs: tuple[bool, ...]
+    inputs: list[Tensors] = field(default_factory=list[Tensors])
+    outputs: list[Tensors] = field(default_factory=list[Tensors])
+
+
+def run_mapped(
+    mesh: Mesh, program: Program, columns: list[Tensors], *, mapped: tuple[str, ...] = (), checked: bool = False
+) -> list[Tensors]:
+    """Run `program` on every device that the caller stands for; return each result's shards.
+
+    `columns` and the result have an entry per tensor: its shards, in the order of the devices held here.
+    """
+    if not is_outside(mesh):
+        own = tuple(column[0] for column in columns)
+        (results,) = everywhere(mesh, lambda device: program(device, own), mapped=mapped, checked=checked)
+        return [(result,) for result in results]
+    run = Run(mesh, program, mapped, checked, torch.is_grad_enabled())
+    flat = tuple(column[device] for device in held(mesh) for column in columns)
+    per_device = _apply(run, len(columns), flat)
+    return list(zip(*per_device, strict=True))
+
+
+def _apply(run: Run, width: int, flat: Tensors) -> list[Tensors]:
+    """Apply a run to the tensors of all devices, device after device."""
+    if transformed():
+        results = _Mapped.apply(run, width, None, *flat)
+    else:
+        needs = tuple(any(x.requires_grad for x in flat[place::width]) for place in range(width))
+        if run.grad and any(needs):
+            results = _Mapped.apply(run, width, Tape(needs), *flat)
+        else:
+            results = _Mapped.apply(run, width, None, *flat) if flat else _values(run, width, None, flat)
+    return _rows(results, len(results) // run.mesh.size, run.mesh.size)
+
+
+def _rows(flat: Tensors, width: int, n: int) -> list[Tensors]:
+    return [tuple(flat[device * width : (device + 1) * width]) for device in range(n)]
+
+
+def _values(run: Run, width: int, tape: Tape | None, flat: Tensors) -> Tensors:
+    """Run the program; with a tape, keep the graph."""
+    n = run.mesh.size
+    inputs = _rows(flat, width, n)
+    if tape is not None:
+        inputs = [
+            tuple(x.detach().requires_grad_(need) for x, need in zip(xs, tape.needs, strict=True)) for xs in inputs
+        ]
+
+    def taped(device: int, xs: Tensors) -> Tensors:
+        with torch.set_grad_enabled(run.grad):
+            return run.program(device, xs)
+
+    outputs = run.devices(inputs, taped)
+    if tape is not None:
+        tape.inputs, tape.outputs = inputs, outputs
+    _refuse_captured(run, inputs, outputs)
+    return tuple(y.detach() for ys in outputs for y in ys)
+
+
+def _refuse_captured(run: Run, inputs: list[Tensors], outputs: list[Tensors]) -> None:
+    """Raise if a result depends on a tensor that requires grad and was not passed in: its gradient would be lost."""
+    known = {id(x) for x in inputs[0]}
+    seen: set[Any] = set()
+    nodes = [y.grad_fn for y in outputs[0] if y.grad_fn is not None]
+    while nodes:
+        node = nodes.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if variable is not None and id(variable) not in known:
+            raise LayoutError(
+                f"The function uses a tensor from outside that requires grad (shape {tuple(variable.shape)}, {variable.dtype}) "
+                f"and is not one of its arguments, so its gradient on {run.mesh} would be lost. Pass it as an argument "
+                "with a spec, or detach it."
+            )
+        nodes += [before for before, _ in node.next_functions if before is not None]
+
+
+def _pull_back(run: Run, tape: Tape, cotangents: Tensors) -> tuple[Tensor | None, ...]:
+    """Go back through each device's own graph, once."""
+    width = len(tape.needs)
+    gs = _rows(cotangents, len(cotangents) // run.mesh.size, run.mesh.size)
+    wanted = [place for place, need in enumerate(tape.needs) if need]
+
+    def back(device: int, _: Tensors) -> Tensors:
+        pairs = [(y, g) for y, g in zip(tape.outputs[device], gs[device], strict=True) if y.requires_grad]
+        chosen = [tape.inputs[device][place] for place in wanted]
+        if not pairs:
+            return tuple(torch.zeros_like(x) for x in chosen)
+        ys, gys = zip(*pairs, strict=True)
+        return torch.autograd.grad(ys, chosen, gys, allow_unused=True, materialize_grads=True)
+
+    found = run.devices([()] * run.mesh.size, back)
+    tape.inputs, tape.outputs = [], []
+    gradients: list[Tensor | None] = [None] * (width * run.mesh.size)
+    for device, xs in enumerate(found):
+        for place, x in zip(wanted, xs, strict=True):
+            gradients[device * width + place] = x
+    return tuple(gradients)
+
+
+def _vjp(run: Run, wanted: tuple[int, ...], width: int) -> Run:
+    """Return the run that computes cotangents of the inputs at `wanted` from all inputs and the results' cotangents."""
+
+    def program(device: int, given: Tensors) -> Tensors:
+        higher = torch.is_grad_enabled() and any(x.requires_grad for x in given)
+        xs, gs = list(given[:width]), given[width:]
+        with torch.enable_grad():
+            for place in wanted:
+                xs[place] = xs[place] if xs[place].requires_grad else xs[place].detach().requires_grad_()
+            ys = run.program(device, tuple(xs))
+            pairs = [(y, g) for y, g in zip(ys, gs, strict=True) if y.requires_grad]
+            chosen = [xs[place] for place in wanted]
+            if not pairs:
+                return tuple(torch.zeros_like(x) for x in chosen)
+            ys, gys = zip(*pairs, strict=True)
+            return torch.autograd.grad(
+                ys, chosen, gys, create_graph=higher, allow_unused=True, materialize_grads=True
+            )
+
+    return replace(run, program=program)
+
+
+def _jvp(run: Run, width: int, moving: tuple[int, ...]) -> Run:
+    """Return the run that computes tangents of the results from all inputs and the tangents of those at `moving`."""
+
+    def program(device: int, given: Tensors) -> Tensors:
+        xs, tangents = given[:width], given[width:]
+
+        def of_moving(*chosen: Tensor) -> Tensors:
+            whole = list(xs)
+            for place, x in zip(moving, chosen, strict=True):
+                whole[place] = x
+            return run.program(device, tuple(whole))
+
+        return torch.func.jvp(of_moving, tuple(xs[place] for place in moving), tangents)[1]
+
+    return replace(run, program=program)
+
+
+def _vmap(run: Run, dims: tuple[int | None, ...], randomness: str) -> Run:
+    """Return the run in which every device maps the program over a leading dim of some of its tensors."""
+
+    def program(device: int, xs: Tensors) -> Tensors:
+        each = torch.func.vmap(lambda *one: run.program(device, one), in_dims=dims, randomness=randomness)
+        return each(*xs)
+
+    return replace(run, program=program)
+
+
+def _interleave(parts: list[tuple[Tensors, int]], n: int) -> Tensors:
+    """Join several device-major lists of tensors into one."""
+    split = [_rows(flat, width, n) for flat, width in parts]
+    return tuple(x for device in range(n) for rows in split for x in rows[device])
+
+
+class _Mapped(Function):
+    @staticmethod
+    def forward(run: Run, width: int, tape: Tape | None, *flat: Tensor) -> Tensors:
+        return _values(run, width, tape, flat)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
+        ctx.run, ctx.width, ctx.tape, *flat = inputs
+        ctx.results = len(output)
+        ctx.save_for_backward(*flat)
+        ctx.save_for_forward(*flat)
+        ctx.mark_non_differentiable(*(y for y in output if not (y.is_floating_point() or y.is_complex())))
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:
+        run, width, n = ctx.run, ctx.width, ctx.run.mesh.size
+        tape: Tape | None = ctx.tape
+        if tape is not None and tape.outputs and not torch.is_grad_enabled() and not transformed():
+            return None, None, None, *_pull_back(run, tape, cotangents)
+        flat: Tensors = ctx.saved_tensors
+        wanted = tuple(place for place in range(width) if flat[place].is_floating_point() or flat[place].is_complex())
+        given = _interleave([(flat, width), (cotangents, ctx.results // n)], n)
+        found = _apply(replace(_vjp(run, wanted, width), grad=torch.is_grad_enabled()), len(given) // n, given)
+        gradients: list[Tensor | None] = [None] * len(flat)
+        for device, xs in enumerate(found):
+            for place, x in zip(wanted, xs, strict=True):
+                gradients[device * width + place] = x
+        return None, None, None, *gradients
+
+    @staticmethod
+    def jvp(ctx: Any, _run: None, _width: None, _tape: None, *tangents: Tensor | None) -> Tensors:
+        run, width, n = ctx.run, ctx.width, ctx.run.mesh.size
+        flat: Tensors = ctx.saved_tensors
+        moving = tuple(
+            place for place in range(width) if any(tangents[device * width + place] is not None for device in range(n))
+        )
+        moved = tuple(
+            torch.zeros_like(flat[at]) if (tangent := tangents[at]) is None else tangent
+            for at in (device * width + place for device in range(n) for place in moving)
+        )
+        given = _interleave([(flat, width), (moved, len(moving))], n)
+        found = _apply(_jvp(run, width, moving), len(given) // n, given)
+        return tuple(y for ys in found for y in ys)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], run: Run, width: int, tape: Tape | None, *flat: Tensor) -> Any:
+        n, dims = run.mesh.size, in_dims[3:]
+        mapped = [any(dims[device * width + place] is not None for device in range(n)) for place in range(width)]
+        batched = tuple(
+            leading(x, dim, info.batch_size) if mapped[at % width] else x
+            for at, (x, dim) in enumerate(zip(flat, dims, strict=True))
+        )
+        inner = _vmap(run, tuple(0 if is_mapped else None for is_mapped in mapped), info.randomness)
+        results = tuple(y for ys in _apply(inner, width, batched) for y in ys)
+        return results, (0,) * len(results)

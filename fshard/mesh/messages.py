@@ -1,0 +1,166 @@
+"""Point-to-point messages: `send` and `recv`, for pipelines.
+
+A send does not wait for its receiver; a recv waits for its message.  Messages between two devices arrive in the order
+they were sent.  Both can be differentiated: the cotangent of what was received travels back to whoever sent it.  For
+that, `send` returns a *token*, a zero that is to be added to what is differentiated on the sending device; without the
+token the sender's backward does not know that it has something to wait for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from fshard.mesh.collectives import NAMESPACE, Collective, Handle, PyTree, check_index
+from fshard.mesh.differentiate import LinearMap, Tensors, apply
+from fshard.mesh.ledger import Row, active
+from fshard.mesh.moves import Permute
+from fshard.mesh.scope import Group, require
+from fshard.mesh.spec import Axes
+from fshard.source import Site, call_site
+
+
+@dataclass(frozen=True)
+class Send:
+    """The map from tensors to nothing (a zero), whose transpose receives their cotangents."""
+
+    to: int
+    group: Group
+    site: Site
+    likes: Tensors
+
+    def run(self, xs: Tensors) -> Tensors:
+        """Send, and return the token."""
+        size = sum(x.numel() * x.element_size() for x in xs)
+        for ledger in active():
+            pair = Permute(((self.group.index, self.to),))
+            row = Row("send", self.group.axes, self.site)
+            ledger.record(self.group.member(self.group.index), row, pair.sent(size, self.group.index, self.group.size))
+        self.group.world.current().send(xs, self.group, self.to, self.site)
+        return (torch.zeros((), dtype=xs[0].dtype, device=xs[0].device),)
+
+    def transposed(self) -> LinearMap:
+        """Return the map that receives the cotangents."""
+        return Receive(self.to, self.group, self.site, self.likes, from_token=True)
+
+    def batched(self) -> LinearMap:
+        """Return itself: a message has no dims of its own."""
+        return self
+
+
+@dataclass(frozen=True)
+class Receive:
+    """The map from nothing (a zero, or tensors whose values do not matter) to what arrives."""
+
+    source: int
+    group: Group
+    site: Site
+    likes: Tensors
+    from_token: bool
+
+    def run(self, xs: Tensors) -> Tensors:
+        """Wait for the message."""
+        likes = self.likes if self.from_token else xs
+        return self.group.world.current().receive(likes, self.group, self.source, self.site).wait()
+
+    def transposed(self) -> LinearMap:
+        """Return the map that sends the cotangents back."""
+        send = Send(self.source, self.group, self.site, self.likes)
+        return send if self.from_token else _AndZeros(send)
+
+    def batched(self) -> LinearMap:
+        """Return itself: a message has no dims of its own."""
+        return self
+
+
+@dataclass(frozen=True)
+class _AndZeros:
+    """Send cotangents back, and give those whose values did not matter a gradient of zero."""
+
+    send: Send
+
+    def run(self, xs: Tensors) -> Tensors:
+        self.send.run(xs)
+        return tuple(torch.zeros_like(x) for x in xs)
+
+    def transposed(self) -> LinearMap:
+        return Receive(self.send.to, self.send.group, self.send.site, self.send.likes, from_token=False)
+
+    def batched(self) -> LinearMap:
+        return self
+
+
+@dataclass
+class _Exchange:
+    """One call of send or recv: a message for each dtype."""
+
+    leaves: list[Tensor]
+    structure: optree.PyTreeSpec
+    linear: Callable[[Tensors], LinearMap]
+    whole: bool
+
+    def run(self) -> PyTree:
+        """Send or receive now."""
+        places: dict[torch.dtype, list[int]] = {}
+        for place, leaf in enumerate(self.leaves):
+            places.setdefault(leaf.dtype, []).append(place)
+        out: list[Any] = [None] * len(self.leaves)
+        tokens: list[Tensor] = []
+        for chosen in places.values():
+            xs = tuple(self.leaves[place] for place in chosen)
+            ys = apply(self.linear(tuple(x.detach() for x in xs)), xs)
+            tokens += ys if not self.whole else []
+            for place, y in zip(chosen, ys, strict=False):
+                out[place] = y
+        if self.whole:
+            return optree.tree_unflatten(self.structure, out)
+        differentiable = [token for token in tokens if token.dtype.is_floating_point]
+        return sum(differentiable[1:], start=differentiable[0]) if differentiable else torch.zeros(())
+
+    def start(self) -> Handle:
+        """Return a handle; sending is under way at once, receiving is waited for."""
+        if self.whole:
+            return Handle(self.run)
+        token = self.run()
+        return Handle(lambda: token)
+
+
+@Collective
+def send(tree: PyTree, axis: Axes, to: int) -> Any:
+    """Send tensors to the device at place `to` along `axis`, without waiting for it; return the token (a zero).
+
+    Add the token to what is differentiated here, if gradients are to come back.
+
+    >>> import torch, fshard as fs
+    >>> def hand_on():
+    ...     if fs.axis_index("pipe") == 0:
+    ...         return fs.send(torch.tensor([1.0, 2.0]), "pipe", to=1)
+    ...     return fs.recv(torch.empty(2), "pipe", source=0)
+    >>> fs.run(hand_on, mesh=fs.make_mesh({"pipe": 2}))
+    [tensor(0.), tensor([1., 2.])]
+    """
+    group, site, leaves, structure = _begin("send", tree, axis)
+    check_index("send", "`to`", to, group)
+    return _Exchange(leaves, structure, lambda likes: Send(to, group, site, likes), whole=False)
+
+
+@Collective
+def recv(like: PyTree, axis: Axes, source: int) -> Any:
+    """Receive what the device at place `source` along `axis` sends next: tensors of the shapes and dtypes of `like`.
+
+    If a tensor of `like` requires grad, the cotangent of what is received travels back to the sender.
+    """
+    group, site, leaves, structure = _begin("recv", like, axis)
+    check_index("recv", "`source`", source, group)
+    return _Exchange(leaves, structure, lambda likes: Receive(source, group, site, likes, from_token=False), whole=True)
+
+
+def _begin(what: str, tree: PyTree, axis: Axes) -> tuple[Group, Site, list[Tensor], optree.PyTreeSpec]:
+    group = require(f"fs.{what}").group(axis, f"fs.{what}")
+    leaves, structure = optree.tree_flatten(tree, namespace=NAMESPACE)
+    return group, call_site(), leaves, structure

@@ -1,0 +1,425 @@
+"""The collectives as data: what each one means, and how it is transposed.
+
+A *move* is a linear map from what the devices of a group hold to what they hold afterwards.  Its meaning is written
+on a plain list of per-device tensors; that is what the virtual runtime executes, and what the tests hold the other
+runtimes to.  A move also says how it goes over a wire, in rows of equal size, and how many bytes that takes.
+
+Legend: n devices in the group, x the tensor of one, xs those of all; U unreduced, R replicated, V sharded (each
+device its own), A replicated and used by each device for its own ends.
+
+    move                     before     after         transpose
+    Psum                     U          R             Pvary
+    Pvary                    R          A             Psum                      (free)
+    AllGather                V          A             PsumScatter
+    PsumScatter              U          V             AllGather
+    AllGather(replicated)    V          R             Take
+    Take                     R          V             AllGather(replicated)     (free)
+    Broadcast                V          R             Pick
+    Pick                     R          V             Broadcast                 (free)
+    Summand                  R          U             Same                      (free)
+    Permute, AllToAll        V          V             themselves, reversed
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import ClassVar, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+WireKind = Literal["reduce", "gather", "scatter", "exchange", "permute", "broadcast"]
+"""The six ways in which rows of equal size cross a wire; every runtime knows these and no more."""
+
+_HALVES = {torch.float16, torch.bfloat16}
+
+
+def tree_sum(xs: Sequence[Tensor]) -> Tensor:
+    """Sum in one fixed binary tree, ((0 + 1) + (2 + 3)) + 4, so that the bits never depend on who adds.
+
+    Sixteen-bit floats are summed in 32 bits and rounded once.
+
+    >>> tree_sum([torch.tensor(1.0), torch.tensor(2.0), torch.tensor(4.0)])
+    tensor(7.)
+    """
+    dtype = xs[0].dtype
+    return _tree(list(xs) if dtype not in _HALVES else [x.float() for x in xs], torch.add).to(dtype)
+
+
+class _Binary(Protocol):
+    def __call__(self, input: Tensor, other: Tensor, /) -> Tensor: ...
+
+
+def _tree(xs: list[Tensor], combine: _Binary) -> Tensor:
+    while len(xs) > 1:
+        paired = [combine(xs[place], xs[place + 1]) for place in range(0, len(xs) - 1, 2)]
+        xs = paired + xs[2 * len(paired) :]
+    return xs[0]
+
+
+class Move(Protocol):
+    """What every move can say of itself."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def wire(self) -> WireKind | None: ...
+    def meaning(self, xs: list[Tensor]) -> list[Tensor]:
+        """Map what the devices hold to what they hold afterwards."""
+        ...
+
+    def transposed(self) -> Move:
+        """Return the move that carries cotangents back."""
+        ...
+
+    def batched(self) -> Move:
+        """Return the same move on tensors with one more leading dim."""
+        ...
+
+
+class Local(Move, Protocol):
+    """A move that needs no wire: each device works on its own tensor."""
+
+    def local(self, x: Tensor, index: int, n: int) -> Tensor:
+        """Do what the device at `index` of `n` has to do."""
+        ...
+
+
+class Wired(Move, Protocol):
+    """A move that crosses a wire in rows of equal size."""
+
+    @property
+    def wire(self) -> WireKind: ...
+    def pack(self, x: Tensor, n: int) -> Tensor:
+        """Lay a tensor out for the wire: (elements,), or (n, elements) with a row for each device."""
+        ...
+
+    def unpack(self, rows: Tensor, shape: torch.Size, n: int) -> Tensor:
+        """Make the result from what the wire delivered, given the shape that went in."""
+        ...
+
+    def sent(self, size: int, index: int, n: int) -> Fraction:
+        """Return the bytes that the device at `index` sends, by the textbook, if it holds `size` bytes."""
+        ...
+
+
+def _rows(x: Tensor, dim: int, n: int) -> Tensor:
+    """Cut `dim` into n pieces and lay each out as a row.  (..., n*k, ...) -> (n, elements)"""
+    return x.unflatten(dim, (n, -1)).movedim(dim, 0).reshape(n, -1)
+
+
+def _piece(shape: torch.Size, dim: int, n: int) -> list[int]:
+    return [length // n if place == dim else length for place, length in enumerate(shape)]
+
+
+def _joined(rows: Tensor, piece: Sequence[int], dim: int, n: int) -> Tensor:
+    """Lay rows side by side along `dim`.  (n, elements) -> (..., n*k, ...)"""
+    return rows.reshape(n, *piece).movedim(0, dim).flatten(dim, dim + 1)
+
+
+class _Flat:
+    """What moves share that send the whole tensor and receive one of the same shape."""
+
+    def pack(self, x: Tensor, n: int) -> Tensor:
+        return x.reshape(-1)
+
+    def unpack(self, rows: Tensor, shape: torch.Size, n: int) -> Tensor:
+        return rows.reshape(shape)
+
+
+@dataclass(frozen=True)
+class Psum(_Flat):
+    """Sum over the devices.
+
+    device 0  [1 2]   =>  [4 6]         (<= the cotangent passes through)
+    device 1  [3 4]       [4 6]
+    """
+
+    name = "psum"
+    wire: ClassVar[WireKind] = "reduce"
+
+    def meaning(self, xs: list[Tensor]) -> list[Tensor]:
+        total = tree_sum(xs)
+        return [total for _ in xs]
+
+    def transposed(self) -> Move:
+        return Pvary()
+
+    def batched(self) -> Psum:
+        return self
+
+    def sent(self, size: int, index: int, n: int) -> Fraction:
+        return Fraction(2 * (n - 1) * size, n)
+
+
+@dataclass(frozen=True)
+class Extreme(_Flat):
+    """Take the largest (or smallest) over the devices, element by element.  Not linear: see `collectives.pmax`.
+
+    device 0  [1 9]   =>  [3 9]
+    device 1  [3 4]       [3 9]
+    """
+
+    largest: bool
+    wire: ClassVar[WireKind] = "reduce"
+
+    @property
+    def name(self) -> str:
+        return "pmax" if self.largest else "pmin"
+
+    def meaning(self, xs: list[Tensor]) -> list[Tensor]:
+        extreme = _tree(list(xs), torch.maximum if self.largest else torch.minimum)
+        return [extreme for _ in xs]
+
+    def transposed(self) -> Move:
+        raise TypeError(f"{self.name} is not linear")  # never reached: pmax and pmin have a Function of their own
+
+    def batched(self) -> Extreme:
+        return self
+
+    def sent(self, size: int, index: int, n: int) -> Fraction:
+        return Fraction(2 * (n - 1) * size, n)
+
+
+@dataclass(frozen=True)
+class PsumScatter:
+    """Sum over the devices, and leave each with its piece along `dim`.
+
+    device 0  [1 2]   =>  [4]           (<= all_gather)
+    device 1  [3 4]       [6]
+    """
+
+    dim: int
+    name = "psum_scatter"
+    wire: ClassVar[WireKind] = "scatter"
+
+    def meaning(self, xs: list[Tensor]) -> list[Tensor]:
+        return list(tree_sum(xs).chunk(len(xs), self.dim))
+
+    def transposed(self) -> Move:
+        return AllGather(self.dim)
+
+    def batched(self) -> PsumScatter:
+        return replace(self, dim=self.dim + 1)
+
+    def pack(self, x: Tensor, n: int) -> Tensor:
+        return _rows(x, self.dim, n)
+
+    def unpack(self, rows: Tensor, shape: torch.Size, n: int) -> Tensor:
+        return rows.reshape(_piece(shape, self.dim, n))
+
+    def sent(self, size: int, index: int, n: int) -> Fraction:
+        return Fraction((n - 1) * size, n)
+
+
+@dataclass(frozen=True)
+class AllGather:
+    """Put the devices' pieces side by side along `dim`, everywhere.
+
+    device 0  [1]     =>  [1 2]         (<= psum_scatter; with `replicated`: take the own piece)
+    device 1  [2]         [1 2]
+    """
+
+    dim: int
+    replicated: bool = False
+    name = "all_gather"
+    wire: ClassVar[WireKind] = "gather"
+
+    def meaning(self, xs: list[Tensor]) -> list[Tensor]:
+        whole = torch.cat(xs, self.dim)
+        return [whole for _ in xs]
+
+    def transposed(self) -> Move:
+        return Take(self.dim) if self.replicated else PsumScatter(self.dim)
+
+    def batched(self) -> AllGather:
+        return replace(self, dim=self.dim + 1)
+
+    def pack(self, x: Tensor, n: int) -> Tensor:
+        return x.reshape(-1)
+
+    def unpack(self, rows: Tensor, shape: torch.Size, n: int) -> Tensor:
+        return _joined(rows, shape, self.dim, n)
+
+    def sent(self, size: int, index: int, n: int) -> Fraction:
+        return Fraction((n - 1) * size)
+
+
+@dataclass(frozen=True)
+class AllToAll:
+    """Cut `split` into a piece for each device, and put what arrives side by side along `concat`.
+
+    device 0  [1 2]   =>  [1 3]         (<= the same with split and concat exchanged)
+    device 1  [3 4]       [2 4]
+    """
+
+    split: int
+    concat: int
+    name = "all_to_all"
+    wire: ClassVar[WireKind] = "exchange"
+
+    def meaning(self, xs: list[Tensor]) -> list[Tensor]:
+        pieces = [x.chunk(len(xs), self.split) for x in xs]
+        return [torch.cat([row[to] for row in pieces], self.concat) for to in range(len(xs))]
+
+    def transposed(self) -> Move:
+        return AllToAll(self.concat, self.split)
+
+    def batched(self) -> AllToAll:
+        return AllToAll(self.split + 1, self.concat + 1)
+
+    def pack(self, x: Tensor, n: int) -> Tensor:
+        return _rows(x, self.split, n)
+
+    def unpack(self, rows: Tensor, shape: torch.Size, n: int) -> Tensor:
+        return _joined(rows, _piece(shape, self.split, n), self.concat, n)
+
+    def sent(self, size: int, index: int, n: int) -> Fraction:
+        return Fraction((n - 1) * size, n)
+
+
+@dataclass(frozen=True)
+class Permute(_Flat):
+    """Send along `pairs` of (source, destination); who receives nothing has zeros.
+
+    device 0  [1]     =>  [0]           (<= the pairs reversed)      pairs ((0, 1),)
+    device 1  [2]         [1]
+    """
+
+    pairs: tuple[tuple[int, int], ...]
+    name = "ppermute"
+    wire: ClassVar[WireKind] = "permute"
+
+    def meaning(self, xs: list[Tensor]) -> list[Tensor]:
+        source = {to: xs[origin] for origin, to in self.pairs}
+        return [source[place] if place in source else torch.zeros_like(x) for place, x in enumerate(xs)]
+
+    def transposed(self) -> Move:
+        return Permute(tuple((to, origin) for origin, to in self.pairs))
+
+    def batched(self) -> Permute:
+        return self
+
+    def sent(self, size: int, index: int, n: int) -> Fraction:
+        return Fraction(size * any(origin == index != to for origin, to in self.pairs))
+
+
+@dataclass(frozen=True)
+class Broadcast(_Flat):
+    """Give every device what the one at `source` holds.
+
+    device 0  [1]     =>  [1]           (<= the source takes the cotangent, the others zeros)
+    device 1  [2]         [1]
+
+    Counted as a chain from the source on: every device but the last passes it on once.
+    """
+
+    source: int
+    name = "broadcast"
+    wire: ClassVar[WireKind] = "broadcast"
+
+    def meaning(self, xs: list[Tensor]) -> list[Tensor]:
+        return [xs[self.source] for _ in xs]
+
+    def transposed(self) -> Move:
+        return Pick(self.source)
+
+    def batched(self) -> Broadcast:
+        return self
+
+    def sent(self, size: int, index: int, n: int) -> Fraction:
+        return Fraction(size * ((index - self.source) % n != n - 1))
+
+
+class _Alone:
+    """What local moves share: no wire, and a meaning that is each device's own work."""
+
+    wire: ClassVar[None] = None
+
+    def meaning(self: Local, xs: list[Tensor]) -> list[Tensor]:
+        return [self.local(x, index, len(xs)) for index, x in enumerate(xs)]
+
+
+@dataclass(frozen=True)
+class Pvary(_Alone):
+    """Use a replicated value for each device's own ends: nothing moves, but the cotangents will be summed."""
+
+    name = "pvary"
+
+    def local(self, x: Tensor, index: int, n: int) -> Tensor:
+        return x
+
+    def transposed(self) -> Move:
+        return Psum()
+
+    def batched(self) -> Pvary:
+        return self
+
+
+@dataclass(frozen=True)
+class Take(_Alone):
+    """Take the own piece along `dim` of a replicated value."""
+
+    dim: int
+    name = "take"
+
+    def local(self, x: Tensor, index: int, n: int) -> Tensor:
+        each = x.shape[self.dim] // n
+        return x.narrow(self.dim, index * each, each)
+
+    def transposed(self) -> Move:
+        return AllGather(self.dim, replicated=True)
+
+    def batched(self) -> Take:
+        return Take(self.dim + 1)
+
+
+@dataclass(frozen=True)
+class Pick(_Alone):
+    """Keep a replicated value on one device, and zeros on the others."""
+
+    source: int
+    name = "pick"
+
+    def local(self, x: Tensor, index: int, n: int) -> Tensor:
+        return x if index == self.source else torch.zeros_like(x)
+
+    def transposed(self) -> Move:
+        return Broadcast(self.source)
+
+    def batched(self) -> Pick:
+        return self
+
+
+@dataclass(frozen=True)
+class Summand(_Alone):
+    """Make a replicated value a sum over the devices: the first holds it, the others zeros."""
+
+    name = "summand"
+
+    def local(self, x: Tensor, index: int, n: int) -> Tensor:
+        return x if index == 0 else torch.zeros_like(x)
+
+    def transposed(self) -> Move:
+        return Same()
+
+    def batched(self) -> Summand:
+        return self
+
+
+@dataclass(frozen=True)
+class Same(_Alone):
+    """Leave a value as it is: the transpose of `Summand`, whose cotangent is equal on all devices."""
+
+    name = "same"
+
+    def local(self, x: Tensor, index: int, n: int) -> Tensor:
+        return x
+
+    def transposed(self) -> Move:
+        return Summand()
+
+    def batched(self) -> Same:
+        return self

@@ -1,0 +1,318 @@
+"""Laying tensors on a mesh: `device_put`, `reshard`, `unshard`.
+
+Each is a function of one device, made of collectives and local moves that know their transpose, and run on every
+device that the caller stands for.  `plan` chooses the steps; this module takes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from fshard.errors import LayoutError
+from fshard.mesh import ledger
+from fshard.mesh.arithmetic import chunk, flat_range
+from fshard.mesh.differentiate import Bound, LinearMap, Tensors, apply
+from fshard.mesh.layout import Layout, holders
+from fshard.mesh.ledger import Row
+from fshard.mesh.mapped import run_mapped
+from fshard.mesh.moves import AllGather, AllToAll, Move, Permute, Psum, PsumScatter, Summand, Take, tree_sum
+from fshard.mesh.plan import State, Step, plan, state_of
+from fshard.mesh.scope import require
+from fshard.mesh.sharded import NAMESPACE, Sharded, in_memory, is_sharded
+from fshard.mesh.spec import P
+from fshard.mesh.spmd import held, is_outside, standing
+from fshard.source import Site, call_site
+
+PyTree = Any
+
+
+# -- what one device does ---------------------------------------------------------------------------------------
+
+
+def take_steps(x: Tensor, steps: tuple[Step, ...], shape: tuple[int, ...], start: State, site: Site) -> Tensor:
+    """Take the steps of a plan on one device, whose shard is `x`."""
+    state = start
+    for step in steps:
+        x = _take(x, step, state, shape, site)
+        state = step.after
+    return x
+
+
+def _take(x: Tensor, step: Step, before: State, shape: tuple[int, ...], site: Site) -> Tensor:
+    group = require("fs.reshard").group(step.axes, "fs.reshard")
+    n, index, total = group.size, group.index, prod(shape)
+
+    def do(move: Move, y: Tensor) -> Tensor:
+        return apply(Bound(move, group, site), (y,))[0]
+
+    match step.kind:
+        case "slice":
+            return do(Take(step.dim), x)
+        case "summand":
+            return do(Summand(), x)
+        case "psum":
+            return do(Psum(), x)
+        case "psum_scatter":
+            return do(PsumScatter(step.dim), x)
+        case "all_gather":
+            return do(AllGather(step.dim, replicated=True), x)
+        case "all_to_all":
+            return do(AllToAll(step.other, step.dim), x)
+        case "ppermute":
+            return do(Permute(step.pairs), x)
+        case "reshape":
+            return x.reshape(-1) if step.after.flat is not None else x.reshape(_cut_first(shape, n))
+        case "flat_slice":
+            start, stop = flat_range(total, n, index)
+            return do(Take(0), _padded(x, chunk(total, n) * n))[: stop - start]
+        case "flat_gather":
+            return do(AllGather(0, replicated=True), _padded(x, chunk(total, n)))[:total].reshape(shape)
+        case "flat_scatter":
+            start, stop = flat_range(total, n, index)
+            return do(PsumScatter(0), _padded(x, chunk(total, n) * n))[: stop - start]
+        case "flat_ppermute":
+            target = require("fs.reshard").group(step.after.flat or (), "fs.reshard")
+            start, stop = flat_range(total, target.size, target.index)
+            return do(Permute(step.pairs), _padded(x, chunk(total, target.size)))[: stop - start]
+
+
+def _cut_first(shape: tuple[int, ...], n: int) -> tuple[int, ...]:
+    return (shape[0] // n, *shape[1:])
+
+
+def _padded(x: Tensor, length: int) -> Tensor:
+    """Flatten, and fill up with zeros to a length."""
+    flat = x.reshape(-1)
+    return flat if flat.numel() == length else pad(flat, (0, length - flat.numel()))
+
+
+def place(x: Tensor, layout: Layout, site: Site) -> Tensor:
+    """Return one device's shard of a global value that every device has.  Nothing is sent."""
+    shape = tuple(x.shape)
+    steps = plan(P(), layout.spec, shape, layout.mesh.axes)
+    return take_steps(x, steps, shape, state_of(P(), len(shape)), site)
+
+
+def convert(x: Tensor, before: Layout, after: Layout, shape: tuple[int, ...], site: Site) -> Tensor:
+    """Return one device's shard in another layout on the same mesh."""
+    steps = plan(_spec(before), _spec(after), shape, after.mesh.axes)
+    return take_steps(x, steps, shape, state_of(before.spec, len(shape)), site)
+
+
+def _spec(layout: Layout) -> P:
+    """Return the spec without the shape that a flat one may carry, which says nothing about where things lie."""
+    spec = layout.spec
+    return spec if spec.shape is None else P.flat(*(spec.flat_axes or ()), unreduced=spec.unreduced)
+
+
+# -- between one tensor outside and a replicated one on all devices -----------------------------------------------
+
+
+@dataclass(frozen=True)
+class Fanout:
+    """Hand a tensor to all n devices, as the replicated value that it is.  Its cotangents are equal: one is taken."""
+
+    n: int
+
+    def run(self, xs: Tensors) -> Tensors:
+        """Alias it n times."""
+        return xs * self.n
+
+    def transposed(self) -> LinearMap:
+        """Return the map that takes one."""
+        return First(self.n)
+
+    def batched(self) -> LinearMap:
+        """Return itself."""
+        return self
+
+
+@dataclass(frozen=True)
+class First:
+    """Take a replicated value from the first of n devices; the cotangent is replicated again."""
+
+    n: int
+
+    def run(self, xs: Tensors) -> Tensors:
+        """Take the first."""
+        return xs[:1]
+
+    def transposed(self) -> LinearMap:
+        """Return the map that hands out the cotangent."""
+        return Fanout(self.n)
+
+    def batched(self) -> LinearMap:
+        """Return itself."""
+        return self
+
+
+def on_all(x: Tensor, layout: Layout) -> Tensors:
+    """Return a global value as the replicated shards of the devices held here."""
+    x = in_memory(x, layout.mesh, "device")
+    return apply(Fanout(layout.mesh.size), (x,)) if is_outside(layout.mesh) else (x,)
+
+
+# -- what the user calls ----------------------------------------------------------------------------------------
+
+
+def _each_leaf(what: str, tree: PyTree, layouts: Layout | PyTree, act: Callable[[Any, Layout], Any]) -> PyTree:
+    """Apply to every leaf of a tree the layout that a prefix tree of layouts has for it; collect what is wrong."""
+    paths, leaves, structure = optree.tree_flatten_with_path(tree, is_leaf=is_sharded, namespace=NAMESPACE)
+    chosen = optree.broadcast_prefix(layouts, tree, is_leaf=is_sharded, namespace=NAMESPACE)
+    results: list[Any] = []
+    with collected(what) as attempt:
+        for path, leaf, layout in zip(paths, leaves, chosen, strict=True):
+            with attempt("".join(f"[{part!r}]" for part in path)):
+                if not isinstance(layout, Layout):
+                    raise LayoutError(f"a Layout is needed, found {type(layout).__name__}. Write fs.Layout(mesh, P(...)).")
+                own = Layout(standing(layout.mesh), layout.spec, layout.memory)
+                own.check(leaf.shape)
+                results.append(act(leaf, own))
+    return optree.tree_unflatten(structure, results)
+
+
+@contextmanager
+def collected(what: str) -> Iterator[Callable[[str], Any]]:
+    """Collect the layout errors of several attempts and raise them as one, with the path of each."""
+    complaints: list[str] = []
+
+    @contextmanager
+    def attempt(path: str) -> Iterator[None]:
+        try:
+            yield
+        except LayoutError as error:
+            complaints.append(f"{path}: {error}" if path else str(error))
+
+    yield attempt
+    if complaints:
+        raise LayoutError(f"{what}: " + ("\n  " if len(complaints) > 1 else "") + "\n  ".join(complaints))
+
+
+def device_put(tree: PyTree, layout: Layout | PyTree) -> PyTree:
+    """Lay global values on a mesh.  Nothing is sent: every process is given the whole value and keeps its piece.
+
+    Args:
+        tree: a tensor or tree of tensors, the same on every process; a `Sharded` is resharded.
+        layout: a layout, or a tree of layouts that is a prefix of `tree`.
+
+    >>> import torch, fshard as fs
+    >>> from fshard import P
+    >>> mesh = fs.make_mesh({"data": 4, "model": 2})
+    >>> x = device_put(torch.arange(8.0), fs.Layout(mesh, P("data")))
+    >>> fs.typeof(x), x.shards[2]
+    (f32[8@data], tensor([2., 3.]))
+    """
+    site = call_site()
+
+    def put(x: Any, to: Layout) -> Sharded:
+        return _reshard(x, to, site) if isinstance(x, Sharded) else _put(x, to, site)
+
+    return _each_leaf("device_put", tree, layout, put)
+
+
+def _put(x: Tensor, layout: Layout, site: Site) -> Sharded:
+    if not isinstance(x, Tensor):
+        raise LayoutError(f"a tensor is needed, found {type(x).__name__}. Write torch.as_tensor(...) around it.")
+
+    def program(device: int, xs: Tensors) -> Tensors:
+        return (place(xs[0], layout, site).clone(memory_format=torch.contiguous_format),)  # a shard owns its memory
+
+    (shards,) = run_mapped(layout.mesh, program, [on_all(x, layout)])
+    return _with_memory(Sharded(tuple(x.shape), layout, shards))
+
+
+def _with_memory(x: Sharded) -> Sharded:
+    return Sharded(x.shape, x.layout, tuple(in_memory(shard, x.mesh, x.layout.memory) for shard in x.shards))
+
+
+def reshard(tree: PyTree, layout: Layout | PyTree) -> PyTree:
+    """Lay global arrays differently on the same mesh, by the cheapest collectives that lead there.
+
+    >>> import torch, fshard as fs
+    >>> from fshard import P
+    >>> mesh = fs.make_mesh({"data": 4})
+    >>> x = fs.device_put(torch.arange(16.0).reshape(4, 4), fs.Layout(mesh, P("data")))
+    >>> with fs.ledger() as comm:
+    ...     y = reshard(x, fs.Layout(mesh, P(None, "data")))
+    >>> fs.typeof(y), comm.by_collective()
+    (f32[4, 4@data], {('all_to_all', ('data',)): (1, Fraction(12, 1))})
+    """
+    site = call_site()
+    return _each_leaf("reshard", tree, layout, lambda x, to: _reshard(x, to, site))
+
+
+def _reshard(x: Sharded, layout: Layout, site: Site) -> Sharded:
+    if not isinstance(x, Sharded):
+        raise LayoutError(f"a Sharded is needed, found {type(x).__name__}. Lay tensors on a mesh with fs.device_put.")
+    if x.mesh != layout.mesh:
+        raise LayoutError(f"the tensor lies on {x.mesh} and cannot be moved to {layout.mesh}. Take it off with fs.unshard first.")
+    columns = [tuple(in_memory(shard, x.mesh, "device") for shard in x.shards)]
+    (shards,) = run_mapped(x.mesh, lambda device, xs: (convert(xs[0], x.layout, layout, x.shape, site),), columns)
+    return _with_memory(Sharded(x.shape, layout, shards))
+
+
+def unshard(tree: PyTree) -> PyTree:
+    """Return the whole of global arrays, as plain tensors; on a process mesh, on every process.
+
+    >>> import torch, fshard as fs
+    >>> from fshard import P
+    >>> mesh = fs.make_mesh({"data": 4})
+    >>> unshard(fs.device_put(torch.arange(4), fs.Layout(mesh, P("data"))))
+    tensor([0, 1, 2, 3])
+    """
+    site = call_site()
+    return optree.tree_map(lambda x: _unshard(x, site), tree, is_leaf=is_sharded, namespace=NAMESPACE)
+
+
+def _unshard(x: Any, site: Site) -> Tensor:
+    if isinstance(x, Tensor):
+        return x
+    if not isinstance(x, Sharded):
+        raise LayoutError(f"unshard takes Sharded tensors, found {type(x).__name__}.")
+    if is_outside(x.mesh) and not (torch.is_grad_enabled() and any(shard.requires_grad for shard in x.shards)):
+        return _assemble(x, site)
+    whole = _reshard(x, Layout(x.mesh), site)
+    return apply(First(len(whole.shards)), whole.shards)[0]
+
+
+def _assemble(x: Sharded, site: Site) -> Tensor:
+    """Put shards together from outside, where all are at hand; the ledger counts what devices would send."""
+    for device in held(x.mesh):
+        charge(x, Layout(x.mesh), device, site)
+    devices = holders(x.layout)
+    first = x.shards[devices[0]]
+    whole = first.new_empty(prod(x.shape) if x.spec.is_flat else x.shape)
+    for device in devices:
+        piece = tree_sum([x.shards[other] for other in _summands(x.layout, device)])
+        whole[tuple(slice(start, stop) for start, stop in x.layout.ranges(x.shape, device))] = piece
+    return in_memory(whole.reshape(x.shape), x.mesh, "device")
+
+
+def _summands(layout: Layout, device: int) -> list[int]:
+    """Return the devices whose shards add up to the piece that `device` is the first holder of."""
+    places = [{}]
+    for axis in layout.spec.unreduced:
+        places = [{**place, axis: index} for place in places for index in range(layout.mesh.shape[axis])]
+    return [layout.mesh.index({**layout.mesh.coordinates(device), **place}) for place in places]
+
+
+def charge(x: Sharded, layout: Layout, device: int, site: Site) -> None:
+    """Write into the ledger what one device would send for a reshard."""
+    if not ledger.active():
+        return
+    size, sizes = x.shards[0].element_size(), x.mesh.shape
+    for step in plan(_spec(x.layout), _spec(layout), x.shape, x.mesh.axes):
+        if step.kind not in ("slice", "summand", "reshape", "flat_slice"):
+            row = Row(step.kind.removeprefix("flat_").replace("gather", "all_gather").replace("all_all_", "all_"), step.axes, site)
+            assert prod(sizes[axis] for axis in step.axes) > 0
+            for opened in ledger.active():
+                opened.record(device, row, step.elements * size)

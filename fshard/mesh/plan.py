@@ -1,0 +1,251 @@
+"""Planning a reshard: the cheapest way from one spec to another, found by search.
+
+States are specs of one tensor; steps are the collectives that lead from one to the next, each with the elements that
+a device sends for it.  Dijkstra's algorithm over these few states finds the fewest elements, then the fewest steps; so
+a full gather happens only where nothing cheaper leads there.  Pure data: nothing is moved here.
+
+    P("data", None) -> P(None, "data")          all_to_all        (n-1)/n of the shard
+    P("data") -> P("model"), 4 x 2 devices      slice, ppermute, all_gather
+    P(unreduced="data") -> P("data")            psum_scatter
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import lru_cache
+from itertools import chain, combinations, count, permutations, product
+from math import prod
+from typing import Literal
+
+from fshard.errors import LayoutError
+from fshard.mesh.arithmetic import chunk, ravel, unravel
+from fshard.mesh.spec import P
+
+Dims = tuple[tuple[str, ...], ...]
+Kind = Literal[
+    "slice", "summand", "psum", "psum_scatter", "all_gather", "all_to_all", "ppermute",
+    "reshape", "flat_slice", "flat_gather", "flat_scatter", "flat_ppermute",
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class State:
+    """A spec in normal form: the axes of every dim, or of the flat tensor, and those still to be summed over."""
+
+    dims: Dims
+    unreduced: frozenset[str]
+    flat: tuple[str, ...] | None
+
+    @property
+    def sharded(self) -> tuple[str, ...]:
+        """The axes that cut the tensor."""
+        return self.flat if self.flat is not None else tuple(chain.from_iterable(self.dims))
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of a plan: what to do over which axes, what that costs a device, and where it leads.
+
+    `dim` is the dim that is cut, gathered or joined; `other` the dim that an all_to_all cuts; `pairs` who sends to
+    whom in a ppermute.
+    """
+
+    kind: Kind
+    axes: tuple[str, ...]
+    elements: Fraction
+    after: State
+    dim: int = 0
+    other: int = 0
+    pairs: tuple[tuple[int, int], ...] = ()
+
+
+def state_of(spec: P, ndim: int) -> State:
+    """Return the normal form of a spec."""
+    return State(spec.dims(ndim), frozenset(spec.unreduced), spec.flat_axes)
+
+
+@lru_cache(maxsize=1024)
+def plan(
+    before: P, after: P, shape: tuple[int, ...], axes: tuple[tuple[str, int], ...]
+) -> tuple[Step, ...]:
+    """Return the cheapest steps from one spec to another, for a tensor of `shape` on a mesh of `axes`.
+
+    >>> [step.kind for step in plan(P("data"), P(None, "data"), (8, 8), (("data", 4),))]
+    ['all_to_all']
+    >>> [step.kind for step in plan(P("data"), P("model"), (8,), (("data", 4), ("model", 2)))]
+    ['slice', 'ppermute', 'all_gather']
+    """
+    sizes = dict(axes)
+    start, goal = state_of(before, len(shape)), state_of(after, len(shape))
+    order = count()  # settles ties: states themselves have no order
+    queue: list[tuple[Fraction, int, int, State, tuple[Step, ...]]] = [(Fraction(0), 0, next(order), start, ())]
+    done: set[State] = set()
+    while queue:
+        cost, length, _, state, path = heapq.heappop(queue)
+        if state == goal:
+            return path
+        if state in done:
+            continue
+        done.add(state)
+        for step in _steps(state, goal, shape, sizes):
+            if step.after not in done:
+                heapq.heappush(queue, (cost + step.elements, length + 1, next(order), step.after, (*path, step)))
+    raise LayoutError(f"No way leads from {before} to {after} for shape {shape}.")  # the goal can always be sliced from whole
+
+
+def _steps(state: State, goal: State, shape: tuple[int, ...], sizes: Mapping[str, int]) -> Iterator[Step]:
+    total = prod(shape)
+    parts = _parts(state.sharded, sizes)
+    local = Fraction(chunk(total, parts)) if state.flat is not None else Fraction(total, parts)
+    yield from _sums(state, goal, sizes, local)
+    if state.flat is None:
+        yield from _dim_steps(state, goal, shape, sizes, local)
+    else:
+        yield from _flat_steps(state, goal, shape, sizes, local)
+
+
+def _parts(axes: tuple[str, ...], sizes: Mapping[str, int]) -> int:
+    return prod(sizes[axis] for axis in axes)
+
+
+def _free(state: State, sizes: Mapping[str, int]) -> list[str]:
+    return [axis for axis in sizes if axis not in state.sharded and axis not in state.unreduced]
+
+
+def _sums(state: State, goal: State, sizes: Mapping[str, int], local: Fraction) -> Iterator[Step]:
+    """Make sums and summands: what concerns unreduced axes and leaves the cut as it is."""
+    for axes in _subsets(state.unreduced, sizes):
+        n = _parts(axes, sizes)
+        yield Step("psum", axes, Fraction(2 * (n - 1), n) * local, replace(state, unreduced=state.unreduced - set(axes)))
+    for axis in _free(state, sizes):
+        if axis in goal.unreduced:
+            yield Step("summand", (axis,), Fraction(0), replace(state, unreduced=state.unreduced | {axis}))
+
+
+def _subsets(axes: frozenset[str], sizes: Mapping[str, int]) -> Iterator[tuple[str, ...]]:
+    ordered = [axis for axis in sizes if axis in axes]
+    for length in range(len(ordered), 0, -1):
+        yield from combinations(ordered, length)
+
+
+def _with(dims: Dims, changes: Mapping[int, tuple[str, ...]]) -> Dims:
+    return tuple(changes.get(dim, axes) for dim, axes in enumerate(dims))
+
+
+def _dim_steps(
+    state: State, goal: State, shape: tuple[int, ...], sizes: Mapping[str, int], local: Fraction
+) -> Iterator[Step]:
+    dims = state.dims
+
+    def divides(dim: int, more: tuple[str, ...]) -> bool:
+        return shape[dim] % _parts((*dims[dim], *more), sizes) == 0
+
+    def moved(changes: Mapping[int, tuple[str, ...]], **others: frozenset[str]) -> State:
+        return replace(state, dims=_with(dims, changes), **others)
+
+    for axis, dim in product(_free(state, sizes), range(len(dims))):
+        if divides(dim, (axis,)):
+            yield Step("slice", (axis,), Fraction(0), moved({dim: (*dims[dim], axis)}), dim)
+    for axes, dim in product(_subsets(state.unreduced, sizes), range(len(dims))):
+        if divides(dim, axes):
+            n = _parts(axes, sizes)
+            after = moved({dim: (*dims[dim], *axes)}, unreduced=state.unreduced - set(axes))
+            yield Step("psum_scatter", axes, Fraction(n - 1, n) * local, after, dim)
+    for dim, kept in ((dim, kept) for dim, axes in enumerate(dims) for kept in range(len(axes))):
+        suffix = dims[dim][kept:]
+        n = _parts(suffix, sizes)
+        yield Step("all_gather", suffix, (n - 1) * local, moved({dim: dims[dim][:kept]}), dim)
+        for other in range(len(dims)):
+            if other != dim and divides(other, suffix):
+                after = moved({dim: dims[dim][:kept], other: (*dims[other], *suffix)})
+                yield Step("all_to_all", suffix, Fraction(n - 1, n) * local, after, dim, other)
+    for target in _same_cut(state, goal, sizes):
+        yield _permutation("ppermute", state, target, sizes, local)
+    if len(dims) > 0 and dims[0] and not any(dims[1:]):
+        yield Step("reshape", dims[0], Fraction(0), replace(state, dims=_with(dims, {0: ()}), flat=dims[0]))
+    if goal.flat is not None and not any(dims):
+        yield from _flatten(state, goal.flat, sizes, local)
+
+
+def _same_cut(state: State, goal: State, sizes: Mapping[str, int]) -> Iterator[State]:
+    """Yield the states whose shards are this state's shards, elsewhere: the axes of a dim reordered, or the goal."""
+    for dim, axes in enumerate(state.dims):
+        for reordered in permutations(axes):
+            if reordered != axes:
+                yield replace(state, dims=_with(state.dims, {dim: reordered}))
+    cuts = [_parts(axes, sizes) for axes in state.dims]
+    if goal.flat is None and [_parts(axes, sizes) for axes in goal.dims] == cuts and goal.dims != state.dims:
+        candidate = replace(state, dims=goal.dims)
+        if not set(candidate.sharded) & state.unreduced:
+            yield candidate
+
+
+def _flatten(state: State, axes: tuple[str, ...], sizes: Mapping[str, int], local: Fraction) -> Iterator[Step]:
+    """Go from a whole tensor to flat ranges: free if it is equal on all devices, else by summing."""
+    n = _parts(axes, sizes)
+    if not set(axes) & state.unreduced:
+        yield Step("flat_slice", axes, Fraction(0), replace(state, flat=axes))
+    if set(axes) <= state.unreduced:
+        after = replace(state, flat=axes, unreduced=state.unreduced - set(axes))
+        yield Step("flat_scatter", axes, Fraction((n - 1) * chunk(int(local), n)), after)
+
+
+def _flat_steps(
+    state: State, goal: State, shape: tuple[int, ...], sizes: Mapping[str, int], local: Fraction
+) -> Iterator[Step]:
+    axes = state.flat or ()
+    total, n = prod(shape), _parts(axes, sizes)
+    yield Step("flat_gather", axes, (n - 1) * local, replace(state, flat=None))
+    if shape and shape[0] % n == 0:
+        yield Step("reshape", axes, Fraction(0), replace(state, flat=None, dims=_with(state.dims, {0: axes})))
+    targets = [*permutations(axes)]
+    if goal.flat is not None and _parts(goal.flat, sizes) == n and not set(goal.flat) & state.unreduced:
+        targets.append(goal.flat)
+    for target in targets:
+        if target != axes:
+            yield _permutation("flat_ppermute", state, replace(state, flat=target), sizes, local)
+    if total % n == 0:
+        for axis in _free(state, sizes):
+            if total // n % sizes[axis] == 0:
+                yield Step("slice", (axis,), Fraction(0), replace(state, flat=(*axes, axis)))
+        for kept in range(1, len(axes)):
+            gathered = (_parts(axes[kept:], sizes) - 1) * local
+            yield Step("all_gather", axes[kept:], gathered, replace(state, flat=axes[:kept]))
+
+
+def _permutation(
+    kind: Literal["ppermute", "flat_ppermute"], before: State, after: State, sizes: Mapping[str, int], local: Fraction
+) -> Step:
+    axes = tuple(axis for axis in sizes if axis in before.sharded or axis in after.sharded)
+    return Step(kind, axes, local, after, pairs=_pairs(_cuts(before), _cuts(after), tuple((axis, sizes[axis]) for axis in axes)))
+
+
+def _cuts(state: State) -> Dims:
+    return state.dims if state.flat is None else (state.flat,)
+
+
+@lru_cache(maxsize=256)
+def _pairs(before: Dims, after: Dims, axes: tuple[tuple[str, int], ...]) -> tuple[tuple[int, int], ...]:
+    """Match every device to one that holds the piece it wants; who holds it already keeps it."""
+    sizes = dict(axes)
+
+    def piece(dims: Dims, device: int) -> tuple[int, ...]:
+        place = dict(zip(sizes, unravel(device, list(sizes.values())), strict=True))
+        return tuple(ravel([place[axis] for axis in names], [sizes[axis] for axis in names]) for names in dims)
+
+    devices = range(prod(sizes.values()))
+    wanted = {device: piece(after, device) for device in devices}
+    spare: dict[tuple[int, ...], list[int]] = {}
+    pairs: list[tuple[int, int]] = []
+    for device in devices:
+        held = piece(before, device)
+        if held == wanted[device]:
+            del wanted[device]
+            pairs.append((device, device))
+        else:
+            spare.setdefault(held, []).append(device)
+    pairs += [(spare[asked].pop(0), device) for device, asked in wanted.items()]
+    return tuple(sorted(pairs))

@@ -1,0 +1,60 @@
+"""The abstract runtime: shapes without data.
+
+One representative device runs the program on meta tensors.  What it would receive has the shape that the move's own
+`pack` and `unpack` give it, so a mesh of 65,536 devices costs no more than one of 8.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from fshard.mesh.moves import Wired
+    from fshard.mesh.scope import Group
+    from fshard.source import Site
+
+
+@dataclass(frozen=True)
+class Done:
+    """A result that is already there."""
+
+    results: tuple[Tensor, ...]
+
+    def wait(self) -> tuple[Tensor, ...]:
+        """Return it."""
+        return self.results
+
+
+class AbstractWorld:
+    """Answers every collective with empty tensors of the right shape."""
+
+    has_values = False
+
+    def current(self) -> AbstractWorld:
+        """Return itself: it has no state."""
+        return self
+
+    def start(self, move: Wired, xs: tuple[Tensor, ...], group: Group, site: Site) -> Done:
+        """Return tensors of the shapes that the collective would return."""
+        return Done(tuple(move.unpack(_delivered(move, move.pack(x, group.size), group.size), x.shape, group.size) for x in xs))
+
+    def send(self, xs: tuple[Tensor, ...], group: Group, to: int, site: Site) -> None:
+        """Send nothing: there is nobody."""
+
+    def receive(self, likes: tuple[Tensor, ...], group: Group, source: int, site: Site) -> Done:
+        """Return tensors like those announced."""
+        return Done(tuple(torch.empty_like(like) for like in likes))
+
+
+def _delivered(move: Wired, packed: Tensor, n: int) -> Tensor:
+    match move.wire:
+        case "gather":
+            return packed.new_empty((n, packed.shape[-1]))
+        case "scatter":
+            return packed.new_empty(packed.shape[-1])
+        case "reduce" | "exchange" | "permute" | "broadcast":
+            return torch.empty_like(packed)

@@ -1,0 +1,97 @@
+"""Collectives by the backend's own operations, for backends that do them well: NCCL.
+
+What the backend lacks is decided here, before it is called (a refused call can leave a group broken): 16-bit integers
+are summed as 32-bit ones, complex numbers as pairs of reals, and so on, wherever that is exact.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fshard.mesh.moves import Broadcast, Extreme, Permute, Wired, WireKind
+from fshard.mesh.runtimes.link import Link, Wire, WireFunction
+
+_REDUCES_AS = {torch.bool: torch.uint8, torch.int16: torch.int32}
+"""Dtypes that the backend cannot add or compare, and one that holds the same values and that it can."""
+
+
+def _reducible(x: Tensor) -> Tensor:
+    """Return the same values in a form that the backend can reduce."""
+    return torch.view_as_real(x) if x.is_complex() else x.to(_REDUCES_AS.get(x.dtype, x.dtype))
+
+
+def _restored(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.view_as_complex(x) if dtype.is_complex else x.to(dtype)
+
+
+def _operation(move: Wired) -> dist.ReduceOp.RedOpType:
+    if isinstance(move, Extreme):
+        return dist.ReduceOp.MAX if move.largest else dist.ReduceOp.MIN
+    return dist.ReduceOp.SUM
+
+
+def reduce(link: Link, x: Tensor, move: Wired) -> Wire:
+    """(elements,) -> (elements,): everybody gets the sum, or the extreme."""
+    result = _reducible(x)
+    result = result.clone() if result.data_ptr() == x.data_ptr() else result
+    yield [dist.all_reduce(result, _operation(move), link.pg, async_op=True)]
+    return _restored(result, x.dtype)
+
+
+def gather(link: Link, x: Tensor, move: Wired) -> Wire:
+    """(elements,) -> (n, elements): everybody gets everybody's."""
+    result = x.new_empty(link.n * x.numel())
+    yield [dist.all_gather_single(result.view(torch.uint8), x.view(torch.uint8), link.pg, async_op=True)]
+    return result.view(link.n, -1)
+
+
+def scatter(link: Link, rows: Tensor, move: Wired) -> Wire:
+    """(n, elements) -> (elements,): everybody gets the sum of the rows that were meant for it."""
+    given = _reducible(rows).contiguous()
+    result = torch.empty_like(given[0])
+    yield [dist.reduce_scatter_single(result, given.flatten(0, 1), _operation(move), link.pg, async_op=True)]
+    return _restored(result, rows.dtype)
+
+
+def exchange(link: Link, rows: Tensor, move: Wired) -> Wire:
+    """(n, elements) -> (n, elements): row i goes to process i."""
+    result = torch.empty_like(rows)
+    given = rows.contiguous().view(-1)
+    yield [dist.all_to_all_single(result.view(-1).view(torch.uint8), given.view(torch.uint8), group=link.pg, async_op=True)]
+    return result
+
+
+def permute(link: Link, x: Tensor, move: Wired) -> Wire:
+    """(elements,) -> (elements,): along the pairs of the move, zeros where none ends."""
+    assert isinstance(move, Permute)
+    result, given = torch.zeros_like(x), x.view(torch.uint8)
+    messages: list[dist.P2POp] = []
+    for source, to in move.pairs:
+        if source == to == link.index:
+            result.copy_(x)
+        elif to == link.index:
+            messages.append(dist.P2POp(dist.irecv, result.view(torch.uint8), group=link.pg, group_peer=source))
+        elif source == link.index:
+            messages.append(dist.P2POp(dist.isend, given, group=link.pg, group_peer=to))
+    yield dist.batch_isend_irecv(messages) if messages else []
+    return result
+
+
+def broadcast(link: Link, x: Tensor, move: Wired) -> Wire:
+    """(elements,) -> (elements,): everybody gets the source's."""
+    assert isinstance(move, Broadcast)
+    result = x.clone()
+    yield [dist.broadcast(result.view(torch.uint8), group=link.pg, group_src=move.source, async_op=True)]
+    return result
+
+
+WIRES: dict[WireKind, WireFunction] = {
+    "reduce": reduce,
+    "gather": gather,
+    "scatter": scatter,
+    "exchange": exchange,
+    "permute": permute,
+    "broadcast": broadcast,
+}

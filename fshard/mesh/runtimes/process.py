@@ -1,0 +1,297 @@
+"""The process runtime: a process for every device, over torch.distributed.
+
+Groups come from torch's `DeviceMesh`, so a mesh can be handed to torch's own code and taken from it.  Tensors of one
+dtype travel as one buffer.  How a collective crosses the wire is one table per backend: `gloo.WIRES`, `native.WIRES`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from fshard.errors import MeshError
+from fshard.mesh.runtimes import gloo, native
+from fshard.mesh.runtimes.abstract import Done
+from fshard.mesh.runtimes.link import Link, Running, finish
+from fshard.mesh.runtimes.watch import Watch, watching
+
+if TYPE_CHECKING:
+    from fshard.mesh.mesh import Mesh
+    from fshard.mesh.moves import Wired
+    from fshard.mesh.scope import Group
+    from fshard.source import Site
+
+_state: dict[str, Any] = {"world": None, "meshes": {}}
+
+
+@dataclass(frozen=True)
+class Unpacking:
+    """A collective under way whose result has to be taken apart again."""
+
+    running: Running
+    unpack: Callable[[Tensor], tuple[Tensor, ...]]
+
+    def wait(self) -> tuple[Tensor, ...]:
+        """Wait for it, and take it apart."""
+        return self.unpack(self.running.wait())
+
+
+@dataclass(frozen=True)
+class Receiving:
+    """A message under way."""
+
+    works: list[Any]
+    buffer: Tensor
+    take_apart: Callable[[Tensor], tuple[Tensor, ...]]
+    timeout: timedelta
+    what: Callable[[], str]
+
+    def wait(self) -> tuple[Tensor, ...]:
+        """Wait for it, and take it apart."""
+        for work in self.works:
+            finish(work, self.timeout, self.what)
+        return self.take_apart(self.buffer)
+
+
+class ProcessWorld:
+    """This process among the others."""
+
+    has_values = True
+
+    def __init__(self, timeout: timedelta) -> None:
+        self.rank = dist.get_rank()
+        self.timeout = timeout
+        self.backend = dist.get_backend()
+        self._wires = native.WIRES if self.backend == "nccl" else gloo.WIRES
+        self._staged = self.backend != "nccl"
+        self._links: dict[tuple[int, ...], Link] = {}
+        self._outgoing: list[tuple[Any, Tensor]] = []
+        self._watch = Watch(self.rank) if watching() else None
+
+    @staticmethod
+    def of(mesh: Mesh) -> ProcessWorld:
+        """Return the world that a mesh lies in; `make_mesh` joined it."""
+        world = _state["world"]
+        if world is None or not dist.is_initialized():
+            raise MeshError(f"{mesh} has no processes: call fs.make_mesh in every process, under torchrun.")
+        return world
+
+    def device(self, mesh: Mesh) -> int:
+        """Return this process's number in the mesh that `mesh` was cut from."""
+        if mesh.ranks is None:
+            return self.rank
+        if self.rank not in mesh.ranks:
+            raise MeshError(f"Process {self.rank} is not part of {mesh}, whose processes are {mesh.ranks}.")
+        return mesh.ranks.index(self.rank)
+
+    def current(self) -> ProcessWorld:
+        """Return itself: processes do not come and go."""
+        return self
+
+    # -- collectives --------------------------------------------------------------------------------------------
+
+    def start(self, move: Wired, xs: tuple[Tensor, ...], group: Group, site: Site) -> Unpacking | Done:
+        """Lay tensors out as one buffer and start the move's wire."""
+        n = group.size
+        if n == 1:
+            return Done(tuple(move.meaning([x])[0].clone() for x in xs))
+        if self._watch is not None:
+            self._watch.meet(group, f"{move!r} of {_describe(xs)}", site)
+        packed = [move.pack(x, n) for x in xs]
+        widths = [one.shape[-1] for one in packed]
+        buffer = packed[0] if len(packed) == 1 else torch.cat(packed, dim=-1)
+        origin = buffer.device
+        buffer = (buffer.cpu() if self._staged else buffer).contiguous()
+        what = _What(f"{move.name} of {_describe(xs)}", group, site)
+        running = Running(self._wires[move.wire](self.link(group), buffer, move), self.timeout, what)
+        shapes = [x.shape for x in xs]
+
+        def unpack(rows: Tensor) -> tuple[Tensor, ...]:
+            rows = rows.to(origin) if rows.device != origin else rows
+            parts = [rows] if len(shapes) == 1 else rows.split(widths, dim=-1)
+            return tuple(move.unpack(part, shape, n) for part, shape in zip(parts, shapes, strict=True))
+
+        return Unpacking(running, unpack)
+
+    # -- messages -----------------------------------------------------------------------------------------------
+
+    def send(self, xs: tuple[Tensor, ...], group: Group, to: int, site: Site) -> None:
+        """Send tensors as one buffer, which is kept until it has left."""
+        self._outgoing = [(work, kept) for work, kept in self._outgoing if not work.is_completed()]
+        if self._watch is not None:
+            self._watch.sent(group, to, f"{_describe(xs)}", site)
+        buffer = torch.cat([x.detach().reshape(-1) for x in xs])
+        buffer = (buffer.cpu() if self._staged else buffer).view(torch.uint8)
+        self._outgoing.append((self.link(group).pg.send([buffer], to, 1), buffer))
+
+    def receive(self, likes: tuple[Tensor, ...], group: Group, source: int, site: Site) -> Receiving:
+        """Start to receive tensors like these, as one buffer."""
+        if self._watch is not None:
+            self._watch.expect(group, source, f"{_describe(likes)}", site)
+        origin, dtype = likes[0].device, likes[0].dtype
+        sizes = [like.numel() for like in likes]
+        buffer = torch.empty(sum(sizes), dtype=dtype, device="cpu" if self._staged else origin)
+        works = [self.link(group).pg.recv([buffer.view(torch.uint8)], source, 1)]
+
+        def take_apart(flat: Tensor) -> tuple[Tensor, ...]:
+            parts = flat.to(origin).split(sizes)
+            return tuple(part.reshape(like.shape) for part, like in zip(parts, likes, strict=True))
+
+        return Receiving(works, buffer, take_apart, self.timeout, _What(f"recv of {_describe(likes)}", group, site))
+
+    # -- groups -------------------------------------------------------------------------------------------------
+
+    def link(self, group: Group) -> Link:
+        """Return the group's processes as the backend knows them, making the group at the first call."""
+        members = group.members
+        found = self._links.get(members)
+        if found is None:
+            if members == tuple(range(dist.get_world_size())):
+                pg = dist.group.WORLD
+            else:
+                pg = dist.new_group(list(members), use_local_synchronization=True, sort_ranks=False)
+            found = self.add(members, pg)
+        return found
+
+    def add(self, members: tuple[int, ...], pg: Any) -> Link:
+        """Remember a group that exists."""
+        if isinstance(pg, dist.ProcessGroup):
+            self._links[members] = Link(pg, members.index(self.rank), len(members), self.timeout)
+            if self.backend == "gloo":
+                calm_gloo_threads()
+        return self._links[members]
+
+
+@dataclass(frozen=True)
+class _What:
+    """The words for an error, made only when there is one."""
+
+    call: str
+    group: Group
+    site: Site
+
+    def __call__(self) -> str:
+        return f"{self.call} over {'+'.join(self.group.axes)} (processes {list(self.group.members)}) at {self.site}"
+
+
+def _describe(xs: tuple[Tensor, ...]) -> str:
+    return ", ".join(f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" for x in xs)
+
+
+# -- joining and leaving ----------------------------------------------------------------------------------------
+
+
+def under_torchrun() -> bool:
+    """Return whether this process was started as one of several."""
+    return dist.is_available() and (dist.is_initialized() or {"RANK", "WORLD_SIZE"} <= os.environ.keys())
+
+
+def join(device_type: str, timeout: float | None) -> ProcessWorld:
+    """Join the world of processes, or return the one that this process is in."""
+    if _state["world"] is not None and dist.is_initialized():
+        return _state["world"]
+    limit = timedelta(seconds=timeout if timeout is not None else float(os.environ.get("FSHARD_TIMEOUT", "600")))
+    if not dist.is_initialized():
+        _check_environment()
+        if device_type == "cuda":
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+        dist.init_process_group(_backend(device_type), timeout=limit)
+        atexit.register(leave)
+        _share_random_state()
+    world = _state["world"] = ProcessWorld(limit)
+    return world
+
+
+def leave() -> None:
+    """Leave the world of processes, if it was joined here."""
+    if _state["world"] is not None and dist.is_initialized():
+        if _state["world"]._watch is not None:
+            _state["world"]._watch.finished()
+        dist.destroy_process_group()
+    _state["world"], _state["meshes"] = None, {}
+
+
+def _backend(device_type: str) -> str:
+    """NCCL if every process has a GPU to itself; it refuses to share one."""
+    alone = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
+    return "nccl" if device_type == "cuda" and alone and dist.is_nccl_available() else "gloo"
+
+
+def _check_environment() -> None:
+    needed = ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
+    missing = [name for name in needed if name not in os.environ]
+    if missing:
+        raise MeshError(
+            f"A process mesh needs the environment variables that torchrun sets; missing: {', '.join(missing)}. Start with "
+            '`torchrun --nproc-per-node 8 file.py`, or take devices in this process: make_mesh(..., runtime="virtual").'
+        )
+
+
+def _share_random_state() -> None:
+    """Begin with the random state of process 0 everywhere, as virtual devices begin with their caller's.
+
+    Else `torch.randn(...)` given as a global value would be another value in every process.
+    """
+    state = torch.default_generator.get_state()
+    state = state.cuda() if dist.get_backend() == "nccl" else state
+    dist.broadcast(state, 0)
+    torch.default_generator.set_state(state.cpu())
+
+
+def device_mesh(mesh: Mesh) -> DeviceMesh:
+    """Return torch's DeviceMesh for a mesh, made once; its groups are the ones that collectives use."""
+    found = _state["meshes"].get(mesh)
+    if found is None:
+        if mesh.parent is not None:
+            root = type(mesh)(mesh.parent, mesh.runtime, mesh.device_type, None, mesh.ranks)
+            found = device_mesh(root)[mesh.axis_names]
+        elif mesh.ranks is None:
+            found = init_device_mesh(mesh.device_type, tuple(mesh.shape.values()), mesh_dim_names=mesh.axis_names)
+        else:
+            grid = torch.tensor(mesh.ranks).reshape(tuple(mesh.shape.values()))
+            found = DeviceMesh(mesh.device_type, grid, mesh_dim_names=mesh.axis_names)
+        remember(mesh, found)
+    return found
+
+
+def remember(mesh: Mesh, known: DeviceMesh) -> None:
+    """Use the groups of a DeviceMesh for the axes of a mesh."""
+    _state["meshes"][mesh] = known
+    world = ProcessWorld.of(mesh)
+    for axis in mesh.axis_names:
+        pg = known.get_group(axis)
+        world.add(tuple(dist.get_process_group_ranks(pg)), pg)
+
+
+@lru_cache(maxsize=1)
+def _may_calm() -> bool:
+    return sys.platform == "linux" and hasattr(os, "sched_setscheduler") and os.environ.get("FSHARD_CALM", "1") != "0"
+
+
+def calm_gloo_threads() -> None:
+    """Keep gloo's polling threads from pushing aside the threads that they wait for.
+
+    gloo's event loop polls while another thread of the process holds what it needs; where that thread has been
+    preempted, both lose a whole tick of the scheduler (4 ms for a message of 0.1 ms).  Scheduled as batch work, the
+    loop gives way.  Only this process's own gloo threads are touched; FSHARD_CALM=0 leaves them alone.
+    """
+    if not _may_calm():
+        return
+    for thread in Path("/proc/self/task").iterdir():
+        try:
+            if (thread / "comm").read_text().startswith("gloo_tcp"):
+                os.sched_setscheduler(int(thread.name), os.SCHED_BATCH, os.sched_param(0))
+        except OSError:  # the thread has ended, or it may not be changed here
+            continue

@@ -1,0 +1,49 @@
+"""What a runtime has to be: one small class.
+
+A *world* carries tensors between the devices of a group.  Everything above it (layouts, shard_map, collectives,
+gradients, ledgers) is the same code on all runtimes, so a fourth runtime is another class like this one.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from fshard.mesh.moves import Wired
+    from fshard.mesh.scope import Group
+    from fshard.source import Site
+
+
+class Pending(Protocol):
+    """Something under way.  `wait` may be called once."""
+
+    def wait(self) -> tuple[Tensor, ...]:
+        """Return the results, when they are there."""
+        ...
+
+
+class World(Protocol):
+    """The devices that can reach each other, seen from one of them."""
+
+    @property
+    def has_values(self) -> bool:
+        """Whether tensors hold data: False where only shapes travel."""
+        ...
+
+    def current(self) -> World:
+        """Return the world that the calling thread is in: this one, unless threads come and go."""
+        ...
+
+    def start(self, move: Wired, xs: tuple[Tensor, ...], group: Group, site: Site) -> Pending:
+        """Begin one collective on tensors of one dtype; the result is a tensor for each."""
+        ...
+
+    def send(self, xs: tuple[Tensor, ...], group: Group, to: int, site: Site) -> None:
+        """Send tensors to the device at index `to`, without waiting for it."""
+        ...
+
+    def receive(self, likes: tuple[Tensor, ...], group: Group, source: int, site: Site) -> Pending:
+        """Begin to receive what the device at index `source` sends next: tensors like these."""
+        ...

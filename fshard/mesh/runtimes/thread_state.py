@@ -1,0 +1,153 @@
+"""What torch keeps per thread, carried from the caller into a device's thread.
+
+A new thread starts with torch's defaults.  A device's thread must behave as the caller's would: the same grad mode,
+autocast, modes and hooks.  And some things are set on purpose: one intra-op thread (bits depend on the number), and a
+backward that runs in the thread that asks for it (a rendezvous in a shared backward thread would never end).
+
+Forward-mode differentiation is the one thing that torch keeps per *process*: its level, and in torch.func a count of
+nested jvps.  `shared_forward_level` enters a level before the threads start, so that all of them are "nested" and
+share it; tangents belong to tensors, so devices do not see each other's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch._functorch.eager_transforms as functorch  # pyright: ignore[reportMissingTypeStubs]
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
+from torch.overrides import _get_current_function_mode_stack  # pyright: ignore[reportPrivateUsage]
+from torch.utils._python_dispatch import (
+    _get_current_dispatch_mode_stack,  # pyright: ignore[reportPrivateUsage]
+    _pop_mode,  # pyright: ignore[reportPrivateUsage]
+    _push_mode,  # pyright: ignore[reportPrivateUsage]
+)
+
+_C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
+
+
+@dataclass(frozen=True)
+class ThreadState:
+    """The caller's per-thread settings, read by `capture`, put in force by `restored`."""
+
+    device_type: str
+    grad: bool
+    inference: bool
+    forward_grad: bool
+    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+    autocast_cache: bool
+    function_modes: tuple[Any, ...]
+    dispatch_modes: tuple[Any, ...]
+    torch_function: tuple[bool, bool]
+    saved_hooks: tuple[Any, Any] | None
+    hooks_disabled: str | None
+    cuda: tuple[int, Any] | None
+
+    @classmethod
+    def capture(cls, device_type: str) -> ThreadState:
+        """Read the calling thread's settings."""
+        kinds = {"cpu", device_type} - {"meta"}
+        return cls(
+            device_type=device_type,
+            grad=torch.is_grad_enabled(),
+            inference=torch.is_inference_mode_enabled(),
+            forward_grad=_C._is_fwd_grad_enabled(),
+            autocast=tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds),
+            autocast_cache=torch.is_autocast_cache_enabled(),
+            function_modes=tuple(_get_current_function_mode_stack()),
+            dispatch_modes=tuple(_get_current_dispatch_mode_stack()),
+            torch_function=(_C._is_torch_function_enabled(), _C._is_torch_function_all_disabled()),
+            saved_hooks=_C._autograd._top_saved_tensors_default_hooks(True),
+            hooks_disabled=_C._autograd._saved_tensors_hooks_get_disabled_error_message(),
+            cuda=(torch.cuda.current_device(), torch.cuda.current_stream()) if device_type == "cuda" else None,
+        )
+
+    @contextmanager
+    def restored(self) -> Generator[None]:
+        """Put them in force in the calling thread, which has to be new: some of them stay until it ends."""
+        torch.set_num_threads(1)
+        with ExitStack() as stack:
+            if self.inference:
+                stack.enter_context(torch.inference_mode())
+            stack.enter_context(torch.set_grad_enabled(self.grad))  # after inference mode, which clears it
+            stack.enter_context(forward_ad._set_fwd_grad_enabled(self.forward_grad))  # pyright: ignore[reportPrivateUsage]
+            stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+            if self.cuda is not None:
+                torch.cuda.set_device(self.cuda[0])
+                torch.cuda.set_stream(self.cuda[1])
+            self._restore_autocast(stack)
+            if self.saved_hooks is not None:
+                stack.enter_context(saved_tensors_hooks(*self.saved_hooks))
+            if self.hooks_disabled is not None:
+                stack.enter_context(disable_saved_tensors_hooks(self.hooks_disabled))
+            self._push_modes(stack)  # last: from here on torch calls go through them
+            yield
+
+    def _restore_autocast(self, stack: ExitStack) -> None:
+        for kind, enabled, dtype in self.autocast:
+            torch.set_autocast_dtype(kind, dtype)
+            torch.set_autocast_enabled(kind, enabled)
+        torch.set_autocast_cache_enabled(self.autocast_cache)
+        if any(enabled for _, enabled, _ in self.autocast):
+            torch.autocast_increment_nesting()
+            stack.callback(_leave_autocast)
+
+    def _push_modes(self, stack: ExitStack) -> None:
+        for mode in self.dispatch_modes:
+            _push_mode(mode)
+            stack.callback(_pop_mode)
+        for mode in self.function_modes:
+            _C._push_on_torch_function_stack(mode)
+            stack.callback(_C._pop_torch_function_stack)
+        enabled, all_disabled = self.torch_function
+        if all_disabled:
+            stack.enter_context(_C.DisableTorchFunction())
+        elif not enabled:
+            stack.enter_context(_C.DisableTorchFunctionSubclass())
+
+
+def _leave_autocast() -> None:
+    if torch.autocast_decrement_nesting() == 0:
+        torch.clear_autocast_cache()
+
+
+@contextmanager
+def shared_forward_level() -> Generator[None]:
+    """Keep one forward-mode level open for all threads that start and end inside the block."""
+    nesting = functorch.JVP_NESTING
+    level = forward_ad.enter_dual_level() if forward_ad._current_level < 0 else None  # pyright: ignore[reportPrivateUsage]
+    functorch.JVP_NESTING = nesting + 1
+    try:
+        yield
+    finally:
+        functorch.JVP_NESTING = nesting
+        if level is not None:
+            forward_ad.exit_dual_level(level=level)
+
+
+@contextmanager
+def default_thread_count_kept() -> Generator[None]:
+    """Undo what `set_num_threads` in a device's thread would do to threads started later."""
+    count = torch.get_num_threads()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(count)
+
+
+def random_state(device_type: str) -> Tensor:
+    """Return the state of the default generator of the device."""
+    return torch.cuda.get_rng_state() if device_type == "cuda" else torch.default_generator.get_state()
+
+
+def set_random_state(device_type: str, state: Tensor) -> None:
+    """Set the state of the default generator of the device."""
+    if device_type == "cuda":
+        torch.cuda.set_rng_state(state)
+    else:
+        torch.default_generator.set_state(state)

@@ -1,0 +1,373 @@
+"""The virtual runtime: a thread for every device, of which exactly one runs at a time.
+
+The running thread holds the *baton*.  In a collective it lays down its tensors; the last of the group to arrive
+computes the collective's meaning for all, and runs on.  Whoever has to wait hands the baton to the next device that
+can run.  So a run is deterministic down to the order of prints and random draws, costs no locks, and a deadlock is
+seen the moment it happens: nobody is left to take the baton.
+
+    device 0   F--psum.............===F         F start, = running again with the result,
+    device 1      F--psum........==F            . parked
+    device 2         F--psum====F  (last to arrive: computes, runs on)
+
+Each device has its own random state, which begins as the caller's: the devices draw alike until they seed apart, just
+as processes do that were seeded alike.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections import defaultdict, deque
+from collections.abc import Callable
+from contextvars import copy_context
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from fshard.errors import DeadlockError, MismatchError, ScopeError
+from fshard.mesh import ledger
+from fshard.mesh.layout import dtype_name
+from fshard.mesh.runtimes.thread_state import (
+    ThreadState,
+    default_thread_count_kept,
+    random_state,
+    set_random_state,
+    shared_forward_level,
+)
+from fshard.mesh.scope import here
+
+if TYPE_CHECKING:
+    from fshard.mesh.mesh import Mesh
+    from fshard.mesh.moves import Wired
+    from fshard.mesh.scope import Group
+    from fshard.source import Site
+
+Signature = tuple[tuple[torch.Size, torch.dtype], ...]
+
+
+class _Stopped(BaseException):
+    """Unwinds the other devices when one has failed; never seen outside."""
+
+
+@dataclass
+class Slot:
+    """One collective of one group, filling up as its devices arrive."""
+
+    move: Wired
+    signature: Signature
+    axes: tuple[str, ...]
+    n: int
+    values: dict[int, tuple[Tensor, ...]] = field(default_factory=dict[int, tuple[Tensor, ...]])
+    sites: dict[int, Site] = field(default_factory=dict[int, "Site"])
+    waiting: list[int] = field(default_factory=list[int])
+    results: list[tuple[Tensor, ...]] | None = None
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """One device's part in a slot: what `start` returns."""
+
+    world: VirtualWorld
+    slot: Slot
+    index: int
+    device: int
+
+    def wait(self) -> tuple[Tensor, ...]:
+        """Park until the collective is complete, and return this device's results."""
+        while self.slot.results is None:
+            self.slot.waiting.append(self.device)
+            self.world.park(self.device, f"{_describe(self.slot)} at {self.slot.sites[self.index]}")
+        results = self.slot.results[self.index]
+        self.slot.results[self.index] = ()  # so that nothing outlives its last use
+        return results
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """One message's receiving end."""
+
+    world: VirtualWorld
+    route: tuple[int, int]
+    device: int
+    likes: tuple[Tensor, ...]
+    what: str
+
+    def wait(self) -> tuple[Tensor, ...]:
+        """Park until the message is there, and open it."""
+        world = self.world
+        while not world.mail[self.route]:
+            world.listening[self.route] = self.device
+            world.park(self.device, self.what)
+        tensors, described = world.mail[self.route].popleft()
+        if _signature(tensors) != _signature(self.likes):
+            raise MismatchError(f"{world.name(self.device)} expects {self.what}, but what came is {described}.")
+        return tensors
+
+
+class VirtualWorld:
+    """The threads of one run, and what they hand to each other."""
+
+    has_values = True
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self.mail: dict[tuple[int, int], deque[tuple[tuple[Tensor, ...], str]]] = defaultdict(deque)
+        self.listening: dict[tuple[int, int], int] = {}
+        self._slots: dict[object, deque[Slot]] = defaultdict(deque)
+        self._batons = [threading.Lock() for _ in range(mesh.size)]
+        self._ready = deque(range(mesh.size))
+        self._status: list[str | None] = ["has not started"] * mesh.size
+        self._random: list[Tensor] = []
+        self._failure: tuple[int, BaseException] | None = None
+        self._stopping = False
+        self._over = False
+
+    # -- the run ------------------------------------------------------------------------------------------------
+
+    def run(self, body: Callable[[int], Any]) -> list[Any]:
+        """Run `body(device)` on every device and return the results; raise what the first device to fail raised."""
+        results: list[Any] = [None] * self.mesh.size
+        state = ThreadState.capture(self.mesh.device_type)
+        ledgers = tuple(ledger.active())
+        self._random = [random_state(self.mesh.device_type)] * self.mesh.size
+        for baton in self._batons:
+            baton.acquire()
+
+        def live(device: int) -> None:
+            self._batons[device].acquire()
+            try:
+                if not self._stopping:
+                    set_random_state(self.mesh.device_type, self._random[device])
+                    self._status[device] = None
+                    ledger.inherit(ledgers)
+                    with state.restored():
+                        results[device] = body(device)
+                    self._status[device] = "has finished"
+            except BaseException as error:
+                self._fail(device, error)
+            self._random[device] = random_state(self.mesh.device_type)
+            self._hand_on(device)
+
+        threads = [
+            threading.Thread(target=copy_context().run, args=(live, device), name=self.name(device), daemon=True)
+            for device in range(self.mesh.size)
+        ]
+        try:
+            self._run_threads(threads)
+        finally:
+            self._over = True
+        set_random_state(self.mesh.device_type, self._random[0])
+        if self._failure is not None:
+            self._raise(*self._failure)
+        self._check_mail()
+        return results
+
+    def _run_threads(self, threads: list[threading.Thread]) -> None:
+        """Start all, and come back when none is left, also when interrupted."""
+        with shared_forward_level(), default_thread_count_kept():
+            try:
+                for thread in threads:
+                    thread.start()
+                self._batons[self._ready.popleft()].release()
+                for thread in threads:
+                    thread.join()
+            except BaseException:  # Ctrl-C, or no more threads to be had: end what runs, then say so
+                self._stop()
+                for thread in threads:
+                    while thread.is_alive():
+                        _interrupt(thread)
+                        thread.join(0.02)
+                raise
+
+    def _raise(self, device: int, error: BaseException) -> NoReturn:
+        if not isinstance(error, DeadlockError | MismatchError):
+            error.add_note(f"raised on {self.name(device)} of {self.mesh}")
+        raise error
+
+    def _fail(self, device: int, error: BaseException) -> None:
+        if self._failure is None and not isinstance(error, _Stopped):
+            self._failure = device, error
+            self._status[device] = f"raised {type(error).__name__}"
+        self._stop()
+
+    def _stop(self) -> None:
+        """Wake all devices, to unwind."""
+        self._stopping = True
+        for baton in self._batons:
+            if baton.locked():
+                baton.release()
+
+    # -- the baton ----------------------------------------------------------------------------------------------
+
+    def park(self, device: int, what: str) -> None:
+        """Hand the baton on, and sleep until somebody hands it back."""
+        self._status[device] = what
+        self._random[device] = random_state(self.mesh.device_type)
+        if not self._ready:
+            self._raise_deadlock()
+        self._hand_on(device)
+        self._batons[device].acquire()
+        if self._stopping:
+            raise _Stopped
+        set_random_state(self.mesh.device_type, self._random[device])
+        self._status[device] = None
+
+    def _hand_on(self, device: int) -> None:
+        if self._stopping:
+            return
+        if self._ready:
+            self._batons[self._ready.popleft()].release()
+        elif any(status != "has finished" for status in self._status):
+            try:
+                self._raise_deadlock()
+            except DeadlockError as error:
+                self._fail(device, error)
+
+    def _raise_deadlock(self) -> NoReturn:
+        waiting = sum(status != "has finished" for status in self._status)
+        raise DeadlockError(
+            f"No device of {self.mesh} can go on: {waiting} of {self.mesh.size} wait, the others have finished.\n"
+            + self._report(range(self.mesh.size))
+            + "\nEvery device of a group has to call the same collectives in the same order."
+        )
+
+    # -- collectives --------------------------------------------------------------------------------------------
+
+    def current(self) -> VirtualWorld:
+        """Return the run that the calling thread is a device of: gradients may be taken in a later run than this."""
+        scope = here()
+        if scope is not None and isinstance(scope.world, VirtualWorld):
+            return scope.world
+        if self._over:  # but for that, autograd changes threads in deeply nested checkpoints; the baton stays
+            raise ScopeError(
+                "A collective of a virtual mesh was differentiated outside the function that called it. Take the "
+                "gradient inside, or pass the tensors through shard_map's arguments and results."
+            )
+        return self
+
+    def start(self, move: Wired, xs: tuple[Tensor, ...], group: Group, site: Site) -> Arrival:
+        """Lay down tensors for a collective; the last device of the group computes it."""
+        if self._stopping:
+            raise _Stopped
+        slots = self._slots[group.key, group.axes]
+        slot = next((slot for slot in slots if group.index not in slot.values), None)
+        signature = _signature(xs)
+        if slot is None:
+            slot = Slot(move, signature, group.axes, group.size)
+            slots.append(slot)
+        elif slot.move != move or slot.signature != signature:
+            self._raise_mismatch(slot, move, signature, group, site)
+        slot.values[group.index] = xs
+        slot.sites[group.index] = site
+        if len(slot.values) == slot.n:
+            slots.remove(slot)
+            slot.results = _meaning(slot)
+            slot.values = {}
+            self._ready.extend(slot.waiting)
+        return Arrival(self, slot, group.index, group.member(group.index))
+
+    def _raise_mismatch(self, slot: Slot, move: Wired, signature: Signature, group: Group, site: Site) -> NoReturn:
+        asked = Slot(move, signature, group.axes, group.size)
+        mine = group.member(group.index)
+        lines = [(group.member(index), f"{_describe(slot)} at {slot.sites[index]}") for index in sorted(slot.values)]
+        lines.append((mine, f"{_describe(asked)} at {site}"))
+        raise MismatchError(
+            f"The devices of one group of {self.mesh} met in different collectives.\n"
+            + _table([(self.name(device), what) for device, what in sorted(lines)])
+            + "\nEvery device of a group has to call the same collectives in the same order, on equal shapes and dtypes."
+        )
+
+    # -- messages -----------------------------------------------------------------------------------------------
+
+    def send(self, xs: tuple[Tensor, ...], group: Group, to: int, site: Site) -> None:
+        """Put copies into the mail; the sender runs on."""
+        if self._stopping:
+            raise _Stopped
+        route = group.member(group.index), group.member(to)
+        described = f"{_describe_values(_signature(xs))} sent by {self.name(route[0])} at {site}"
+        self.mail[route].append((tuple(x.detach().clone() for x in xs), described))
+        if route in self.listening:
+            self._ready.append(self.listening.pop(route))
+
+    def receive(self, likes: tuple[Tensor, ...], group: Group, source: int, site: Site) -> Parcel:
+        """Ask for the next message from the device at index `source`."""
+        if self._stopping:
+            raise _Stopped
+        route = group.member(source), group.member(group.index)
+        what = f"recv of {_describe_values(_signature(likes))} from {self.name(route[0])} at {site}"
+        return Parcel(self, route, route[1], likes, what)
+
+    def _check_mail(self) -> None:
+        lost = [described for box in self.mail.values() for _, described in box]
+        if lost:
+            raise MismatchError("Messages were sent but never received:\n  " + "\n  ".join(lost))
+
+    # -- words --------------------------------------------------------------------------------------------------
+
+    def name(self, device: int) -> str:
+        """Return a device's coordinates, for messages and as the name of its thread."""
+        return "device (" + ", ".join(f"{axis}={place}" for axis, place in self.mesh.coordinates(device).items()) + ")"
+
+    def _report(self, devices: range) -> str:
+        return _table([(self.name(device), _sentence(self._status[device])) for device in devices])
+
+
+def _sentence(status: str | None) -> str:
+    if status is None:
+        return "is running"
+    return status if status.startswith(("has ", "raised ")) else f"waits in {status}"
+
+
+def _table(lines: list[tuple[str, str]]) -> str:
+    """Write a line for each device; neighbours that say the same are written once, first to last."""
+    merged: list[tuple[str, str, str]] = []
+    for name, what in lines:
+        if merged and merged[-1][2] == what:
+            merged[-1] = (merged[-1][0], name, what)
+        else:
+            merged.append((name, name, what))
+    return "\n".join(f"  {first if first == last else f'{first} to {last}'}: {what}" for first, last, what in merged)
+
+
+def _signature(xs: tuple[Tensor, ...]) -> Signature:
+    return tuple((x.shape, x.dtype) for x in xs)
+
+
+def _describe_values(signature: Signature) -> str:
+    return ", ".join(f"{dtype_name(dtype)}{list(shape)}" for shape, dtype in signature)
+
+
+def _describe(slot: Slot) -> str:
+    over = ", ".join(f'"{axis}"' for axis in slot.axes)
+    return f"{slot.move!r} over {over} of {_describe_values(slot.signature)}"
+
+
+def _meaning(slot: Slot) -> list[tuple[Tensor, ...]]:
+    """Compute what every device gets, in tensors that share no memory with anything a device holds."""
+    columns: list[list[Tensor]] = []
+    with torch.no_grad():
+        for place in range(len(slot.signature)):
+            given = [slot.values[index][place] for index in range(slot.n)]
+            columns.append(_independent(slot.move.meaning(given), given))
+    return list(zip(*columns, strict=True))
+
+
+def _independent(results: list[Tensor], given: list[Tensor]) -> list[Tensor]:
+    """Copy what stands twice, or was given: on the CPU a copy costs nothing until one of the two is written to."""
+    seen = {id(x) for x in given}
+    own: list[Tensor] = []
+    for result in results:
+        if id(result) in seen:
+            own.append(result.clone())
+        else:
+            own.append(result)
+            seen.add(id(result))
+    return own
+
+
+def _interrupt(thread: threading.Thread) -> None:
+    """Raise `_Stopped` in a thread that runs Python code."""
+    if thread.ident is not None:
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(_Stopped))

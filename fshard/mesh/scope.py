@@ -1,0 +1,142 @@
+"""Where the calling code stands: on which device, and which axes it can name.
+
+Inside `shard_map` and `run` every thread (virtual) or process has a scope.  A collective asks it for the *group* of
+devices along its axes.  Axes are kept as (size, stride) in the numbering of the whole mesh, so that axes bound by an
+outer and an inner `shard_map` combine, and a group is three integers per axis however large the mesh.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+from typing import TYPE_CHECKING
+
+from fshard.errors import ScopeError
+from fshard.mesh.arithmetic import ravel, unravel
+from fshard.mesh.mesh import Mesh
+from fshard.mesh.spec import Axes, as_axes
+
+if TYPE_CHECKING:
+    from fshard.mesh.runtimes.protocol import World
+
+
+@dataclass(frozen=True)
+class Group:
+    """The devices along some axes through one device, major to minor as the axes were named.
+
+    Args:
+        axes: the names, for messages and ledgers.
+        dims: (size, stride) of each axis in the numbering of the whole mesh.
+        base: the device of the group that has place 0 along every axis.
+        index: the calling device's own place in the group.
+        world: the runtime that carries its messages.
+        ranks: torch.distributed ranks of the whole mesh's devices, where they are not 0, 1, 2, ...
+    """
+
+    axes: tuple[str, ...]
+    dims: tuple[tuple[int, int], ...]
+    base: int
+    index: int
+    world: World = field(compare=False)
+    ranks: tuple[int, ...] | None = field(default=None, compare=False)
+
+    @cached_property
+    def size(self) -> int:
+        """How many devices the group has."""
+        return prod(size for size, _ in self.dims)
+
+    @cached_property
+    def key(self) -> tuple[int, tuple[tuple[int, int], ...]]:
+        """What is equal on all devices of the group, and only there."""
+        return self.base, self.dims
+
+    def member(self, index: int) -> int:
+        """Return the number, in the whole mesh, of the device at `index` of the group."""
+        places = unravel(index, [size for size, _ in self.dims])
+        return self.base + sum(place * stride for place, (_, stride) in zip(places, self.dims, strict=True))
+
+    @cached_property
+    def members(self) -> tuple[int, ...]:
+        """The ranks (or numbers) of all devices of the group, in its order."""
+        numbers = (self.member(index) for index in range(self.size))
+        return tuple(numbers) if self.ranks is None else tuple(self.ranks[number] for number in numbers)
+
+
+class Scope:
+    """The place of one device: what `shard_map` and `run` set up, and collectives look up."""
+
+    def __init__(
+        self,
+        world: World,
+        mesh: Mesh,
+        device: int,
+        outer: Scope | None = None,
+        *,
+        mapped: tuple[str, ...] = (),
+        checked: bool = False,
+    ) -> None:
+        self.world = world
+        self.mesh = mesh
+        self.device = device
+        self.mapped = mapped + (outer.mapped if outer else ())
+        self.checked = checked
+        own = {name: (size, mesh.strides[name]) for name, size in mesh.axes}
+        self.axes: Mapping[str, tuple[int, int]] = {**(outer.axes if outer else {}), **own}
+        self._groups: dict[Axes, Group] = {}
+
+    def group(self, axes: Axes, what: str) -> Group:
+        """Return the group along `axes` through this device."""
+        found = self._groups.get(axes) if not isinstance(axes, list) else None
+        if found is None:
+            found = self._groups[axes] = self._make(as_axes(axes), what)
+        return found
+
+    def _make(self, names: tuple[str, ...], what: str) -> Group:
+        unknown = [name for name in names if name not in self.axes]
+        if unknown or not names or len(set(names)) < len(names):
+            known = ", ".join(f'"{name}"' for name in self.axes)
+            asked = ", ".join(repr(name) for name in names) or "no axis"
+            problem = "an axis is named twice" if names and not unknown else f"the axes bound here are {known}"
+            raise ScopeError(f"{what} over {asked}: {problem}. Name axes of the mesh that shard_map or run was given.")
+        dims = tuple(self.axes[name] for name in names)
+        places = [self.device // stride % size for size, stride in dims]
+        base = self.device - sum(place * stride for place, (_, stride) in zip(places, dims, strict=True))
+        index = ravel(places, [size for size, _ in dims])
+        return Group(names, dims, base, index, self.world, self.mesh.ranks)
+
+
+class _Here(threading.local):
+    scope: Scope | None = None
+
+
+_here = _Here()
+
+
+def here() -> Scope | None:
+    """Return the scope of the calling thread, None outside `shard_map` and `run`."""
+    return _here.scope
+
+
+def require(what: str) -> Scope:
+    """Return the scope of the calling thread, or raise saying that `what` needs one."""
+    scope = _here.scope
+    if scope is None:
+        raise ScopeError(
+            f"{what} was called outside shard_map and run, where no device and no axis is known. "
+            "Call it in the function that you give to fs.shard_map or fs.run."
+        )
+    return scope
+
+
+@contextmanager
+def entered(scope: Scope | None) -> Iterator[None]:
+    """Make `scope` the calling thread's for a while."""
+    before, _here.scope = _here.scope, scope
+    try:
+        yield
+    finally:
+        _here.scope = before

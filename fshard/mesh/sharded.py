@@ -1,0 +1,161 @@
+"""`Sharded`: the global array, as the shards that this process holds.
+
+On a virtual mesh that is a shard for every device, on a process mesh one.  A `Sharded` is an optree node in namespace
+"fshard" whose children are its shards, so elementwise code need not know that anything is sharded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from fshard.errors import LayoutError
+from fshard.mesh.layout import Layout, Memory, ShardType
+from fshard.mesh.mesh import Mesh
+from fshard.mesh.spec import P
+from fshard.mesh.spmd import held, standing
+
+NAMESPACE = "fshard"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Sharded:
+    """A global tensor that lies on a mesh.
+
+    Args:
+        shape: of the whole.
+        layout: how it lies.
+        shards: the pieces held here, in the order of the devices.
+
+    >>> import optree, torch, fshard as fs
+    >>> from fshard import P
+    >>> x = fs.device_put(torch.arange(4.0), fs.Layout(fs.make_mesh({"data": 2}), P("data")))
+    >>> x
+    Sharded f32[4@data] on Mesh(data=2; virtual, cpu)
+    >>> doubled = optree.tree_map(lambda shard: shard * 2, x, namespace="fshard")
+    >>> fs.unshard(doubled)
+    tensor([0., 2., 4., 6.])
+    """
+
+    shape: tuple[int, ...]
+    layout: Layout
+    shards: tuple[Tensor, ...]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the elements."""
+        return self.shards[0].dtype
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh that the tensor lies on."""
+        return self.layout.mesh
+
+    @property
+    def spec(self) -> P:
+        """Which axes cut which dim."""
+        return self.layout.spec
+
+    @property
+    def ndim(self) -> int:
+        """How many dims the whole has."""
+        return len(self.shape)
+
+    @property
+    def local(self) -> Tensor:
+        """The calling device's own shard: on a process mesh, and inside `shard_map` and `run`."""
+        if len(self.shards) == 1:
+            return self.shards[0]
+        own = held(self.mesh)
+        if len(own) == 1:
+            return self.shards[own[0]]
+        raise LayoutError(
+            f"{self!r} holds the shards of {len(self.shards)} devices here, so none is the local one. Take x.shards[device]."
+        )
+
+    def __repr__(self) -> str:
+        kinds = [type(shard).__name__ for shard in self.shards if not isinstance(shard, Tensor)]
+        return f"Sharded {kinds[0] if kinds else typeof(self)} on {self.mesh}"
+
+
+def _flatten(x: Sharded) -> tuple[tuple[Tensor, ...], tuple[tuple[int, ...], Layout], None]:
+    return x.shards, (x.shape, x.layout), None
+
+
+def _unflatten(of: tuple[tuple[int, ...], Layout], shards: Sequence[Any]) -> Sharded:
+    return Sharded(of[0], of[1], tuple(shards))
+
+
+optree.register_pytree_node(Sharded, _flatten, _unflatten, namespace=NAMESPACE)
+
+
+def typeof(x: Sharded | Tensor) -> ShardType:
+    """Return dtype, shape and layout of a tensor; prints as one token.
+
+    >>> import torch, fshard as fs
+    >>> from fshard import P
+    >>> print(typeof(fs.device_put(torch.zeros(8, 6), fs.Layout(fs.make_mesh({"data": 4, "model": 2}), P("data", "model")))))
+    f32[8@data, 6@model]
+    """
+    if isinstance(x, Sharded):
+        return ShardType(x.dtype, x.shape, x.spec, x.layout.memory)
+    if isinstance(x, Tensor):
+        return ShardType(x.dtype, tuple(x.shape))
+    raise LayoutError(f"typeof takes a Sharded or a tensor; found {type(x).__name__}.")
+
+
+def is_sharded(x: object) -> bool:
+    """Return whether `x` is a `Sharded`: the `is_leaf` of trees that hold global arrays."""
+    return isinstance(x, Sharded)
+
+
+def from_local(
+    piece: Tensor | Callable[..., Tensor], layout: Layout, *, shape: Sequence[int] | None = None
+) -> Sharded:
+    """Build a global array from each device's own piece, without moving anything.
+
+    Args:
+        piece: this process's piece, on a process mesh or inside `run`; on a virtual mesh from outside, a function of
+            the device's coordinates, `piece(data=0, model=1)`.  A function works everywhere.
+        layout: how the pieces lie.
+        shape: of the whole; needed for flat layouts only, else it follows from the pieces.
+
+    >>> import torch, fshard as fs
+    >>> from fshard import P
+    >>> mesh = fs.make_mesh({"data": 2})
+    >>> fs.unshard(fs.from_local(lambda data: torch.full((2,), data), fs.Layout(mesh, P("data"))))
+    tensor([0, 0, 1, 1])
+    """
+    layout = Layout(standing(layout.mesh), layout.spec, layout.memory)
+    devices = held(layout.mesh)
+    if isinstance(piece, Tensor) and len(devices) > 1:
+        raise LayoutError(
+            f"from_local was given one piece for the {len(devices)} devices of {layout.mesh}. Give a function of the "
+            f"coordinates, from_local(lambda {', '.join(layout.mesh.axis_names)}: ..., layout), or call it inside fs.run."
+        )
+    pieces = [piece if isinstance(piece, Tensor) else piece(**layout.mesh.coordinates(device)) for device in devices]
+    kinds = {(own.dtype, own.ndim) for own in pieces}
+    if len(kinds) > 1:
+        raise LayoutError(f"from_local: the pieces differ in dtype or number of dims: {sorted(map(str, kinds))}.")
+    whole = tuple(shape) if shape is not None else layout.global_shape(pieces[0].shape)
+    layout.check(whole, "the whole tensor")
+    wrong = [
+        f"device {layout.mesh.coordinates(device)} has {tuple(own.shape)} instead of {layout.local_shape(whole, device)}"
+        for device, own in zip(devices, pieces, strict=True)
+        if tuple(own.shape) != layout.local_shape(whole, device)
+    ]
+    if wrong:
+        raise LayoutError(f"from_local: the pieces do not make up a tensor of shape {whole} as {layout.spec}: {'; '.join(wrong)}.")
+    return Sharded(whole, layout, tuple(in_memory(own, layout.mesh, layout.memory) for own in pieces))
+
+
+def in_memory(x: Tensor, mesh: Mesh, memory: Memory) -> Tensor:
+    """Return a shard in the memory that its layout names: the mesh's devices', or the host's."""
+    if mesh.device_type == "cuda" and memory == "host":
+        return x.to("cpu", non_blocking=False)
+    return x if x.device.type == mesh.device_type else x.to(mesh.device_type)

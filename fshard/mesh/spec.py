@@ -1,0 +1,142 @@
+"""`P`: how the dims of a tensor lie on the axes of a mesh.
+
+An entry per tensor dim says which axes of the mesh cut that dim: none, one, or several from major to minor.  What
+is not cut is whole on every device.  Two things more can be said: *flat* (the tensor flattened, then cut into even
+ranges, the last ones shorter or empty) and *unreduced* (the true value is the sum over those axes).
+
+    P("data", None)                 dim 0 over "data", dim 1 whole
+    P(("data", "model"))            dim 0 over both axes, "data" major
+    P(None, unreduced="model")      whole, but each device along "model" holds one summand
+    P.flat("data")                  flattened and cut over "data"
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from fshard.errors import LayoutError
+
+Axes = str | tuple[str, ...]
+"""One axis of the mesh by name, or several from major to minor."""
+
+
+def as_axes(axes: Axes | Iterable[str] | None) -> tuple[str, ...]:
+    """Return axis names as a tuple: none, one, or several."""
+    if axes is None:
+        return ()
+    return (axes,) if isinstance(axes, str) else tuple(axes)
+
+
+@dataclass(frozen=True, init=False, repr=False)
+class P:
+    """Say which mesh axes cut each dim of a tensor.
+
+    Args:
+        entries: one per tensor dim: None, an axis, or a tuple of axes (major to minor).  Trailing Nones may be left out.
+        unreduced: axes over which the true value is still the sum of what the devices hold.
+
+    `P` is a leaf, not a tuple, so a tree of them is a tree of specs.
+
+    >>> P("data", None) == P("data")
+    True
+    >>> P(None, ("data", "model"), unreduced="pipe")
+    P(None, ("data", "model"), unreduced="pipe")
+    >>> P.flat("data")
+    P.flat("data")
+    """
+
+    entries: tuple[Axes | None, ...]
+    unreduced: tuple[str, ...]
+    flat_axes: tuple[str, ...] | None
+    shape: tuple[int, ...] | None
+
+    def __init__(self, *entries: Axes | None, unreduced: Axes | None = None) -> None:
+        normal = [_entry(entry) for entry in entries]
+        while normal and normal[-1] is None:
+            normal.pop()
+        self._set(tuple(normal), as_axes(unreduced), None, None)
+
+    @classmethod
+    def flat(cls, *axes: str, unreduced: Axes | None = None, shape: tuple[int, ...] | None = None) -> P:
+        """Flatten the tensor and cut it into even ranges over `axes`, major to minor.
+
+        A range is ceil(size / devices) elements; the last ranges are shorter, or empty, where that does not come out
+        even.  `shape` is the shape of the whole tensor, needed only where it cannot be known: in `out_specs`.
+        """
+        if not axes:
+            raise LayoutError('P.flat() names no axis. Write P.flat("data"), or P() for a replicated tensor.')
+        spec = cls.__new__(cls)
+        spec._set((), as_axes(unreduced), tuple(axes), shape)
+        return spec
+
+    def _set(
+        self,
+        entries: tuple[Axes | None, ...],
+        unreduced: tuple[str, ...],
+        flat_axes: tuple[str, ...] | None,
+        shape: tuple[int, ...] | None,
+    ) -> None:
+        for name, value in {
+            "entries": entries,
+            "unreduced": tuple(sorted(unreduced)),
+            "flat_axes": flat_axes,
+            "shape": None if shape is None else tuple(shape),
+        }.items():
+            object.__setattr__(self, name, value)
+        repeated = sorted(axis for axis, count in Counter(self._all_axes()).items() if count > 1)
+        if repeated:
+            raise LayoutError(f"{self!r} names an axis more than once: {', '.join(repeated)}. An axis can cut one dim only.")
+
+    def _all_axes(self) -> list[str]:
+        return [axis for entry in self.entries for axis in as_axes(entry)] + list(self.flat_axes or ()) + list(self.unreduced)
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether the tensor is flattened before it is cut."""
+        return self.flat_axes is not None
+
+    @property
+    def sharded_axes(self) -> tuple[str, ...]:
+        """The axes that cut the tensor."""
+        return tuple(axis for axis in self._all_axes() if axis not in self.unreduced)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """All axes named here: those that cut the tensor and those over which it is unreduced."""
+        return tuple(self._all_axes())
+
+    def dims(self, ndim: int) -> tuple[tuple[str, ...], ...]:
+        """Return the axes of each of `ndim` dims, () where a dim is whole."""
+        return tuple(as_axes(self.entries[dim]) if dim < len(self.entries) else () for dim in range(ndim))
+
+    def __repr__(self) -> str:
+        parts = [_show(entry) for entry in self.entries]
+        head = "P"
+        if self.flat_axes is not None:
+            head, parts = "P.flat", [_show(axis) for axis in self.flat_axes]
+        if self.unreduced:
+            parts.append(f"unreduced={_show(self.unreduced if len(self.unreduced) > 1 else self.unreduced[0])}")
+        if self.shape is not None:
+            parts.append(f"shape={self.shape}")
+        return f"{head}({', '.join(parts)})"
+
+
+def _entry(entry: object) -> Axes | None:
+    if entry is None or entry == ():
+        return None
+    if isinstance(entry, str):
+        return entry
+    if isinstance(entry, tuple | list) and all(isinstance(axis, str) for axis in entry):
+        axes = tuple(entry)
+        return axes[0] if len(axes) == 1 else axes
+    raise LayoutError(f"P takes None, an axis name or a tuple of axis names per dim; found {entry!r}.")
+
+
+def _show(entry: Axes | None) -> str:
+    if entry is None:
+        return "None"
+    if isinstance(entry, str):
+        return f'"{entry}"'
+    return "(" + ", ".join(f'"{axis}"' for axis in entry) + ")"

@@ -1,0 +1,79 @@
+"""Running one function on every device that the calling code stands for.
+
+Code either stands *outside* a mesh, for all its devices (a notebook with a virtual mesh), or *is* one device (a process
+under torchrun, a thread of `run`, the body of a `shard_map`).  `everywhere` hides which; that is why everything built
+on it is one program on all runtimes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from fshard.mesh.mesh import Mesh
+from fshard.mesh.runtimes.abstract import AbstractWorld
+from fshard.mesh.runtimes.process import ProcessWorld
+from fshard.mesh.runtimes.virtual import VirtualWorld
+from fshard.mesh.scope import Scope, entered, here
+
+Result = TypeVar("Result")
+
+
+def inside(mesh: Mesh) -> Scope | None:
+    """Return the scope in which the caller is a device of `mesh`, None if it stands outside."""
+    scope = here()
+    same = scope is not None and scope.mesh.runtime == mesh.runtime and scope.mesh.root_size == mesh.root_size
+    return scope if same else None
+
+
+def standing(mesh: Mesh) -> Mesh:
+    """Return the mesh to run on.
+
+    Where no axis is mapped yet, a mesh of some axes stands for the whole mesh, with the other axes left free: all rows
+    do the same.  Inside a `shard_map` it is the caller's own row.
+    """
+    scope = inside(mesh)
+    if mesh.parent is None or (scope is not None and scope.mapped):
+        return mesh
+    return Mesh(mesh.parent, mesh.runtime, mesh.device_type, None, mesh.ranks)
+
+
+def is_outside(mesh: Mesh) -> bool:
+    """Return whether the caller stands for all devices of a virtual mesh, and so holds all shards."""
+    return mesh.runtime == "virtual" and inside(mesh) is None
+
+
+def device_of(mesh: Mesh) -> int:
+    """Return the number, in the mesh that `mesh` was cut from, of the one device that the caller is."""
+    scope = inside(mesh)
+    if scope is not None:
+        return scope.device
+    return ProcessWorld.of(mesh).device(mesh) if mesh.runtime == "process" else 0
+
+
+def held(mesh: Mesh) -> tuple[int, ...]:
+    """Return the numbers, in `mesh`, of the devices whose shards the caller holds."""
+    return tuple(range(mesh.size)) if is_outside(mesh) else (mesh.local_index(device_of(mesh)),)
+
+
+def everywhere(
+    mesh: Mesh, body: Callable[[int], Result], *, mapped: tuple[str, ...] = (), checked: bool = False
+) -> list[Result]:
+    """Run `body(device)` on every device that the caller stands for, each in its scope; return their results."""
+    if is_outside(mesh):
+        alone = Mesh(mesh.axes, mesh.runtime, mesh.device_type)
+        virtual = VirtualWorld(alone)
+
+        def on_thread(device: int) -> Any:
+            with entered(Scope(virtual, alone, device, mapped=mapped, checked=checked)):
+                return body(device)
+
+        return virtual.run(on_thread)
+    outer = inside(mesh)
+    if outer is not None:
+        world = outer.world
+    else:
+        world = ProcessWorld.of(mesh) if mesh.runtime == "process" else AbstractWorld()
+    device = device_of(mesh)
+    with entered(Scope(world, mesh, device, outer, mapped=mapped, checked=checked)):
+        return [body(mesh.local_index(device))]

@@ -1,0 +1,58 @@
+"""The user's own source line: where a collective was called from, whoever called on the way.
+
+Errors and ledgers name a line of the user's program, so frames that belong to fshard, torch and the standard
+library's plumbing are passed over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from pathlib import Path
+from types import FrameType
+from typing import NamedTuple
+
+import optree
+import torch
+
+_OURS = tuple(
+    str(Path(file).parent)
+    for file in (__file__, str(torch.__file__), str(optree.__file__))
+) + (str(contextlib.__file__), str(threading.__file__), "<frozen")  # fmt: skip
+
+
+class Site(NamedTuple):
+    """A line of source: file, number, and the function that it stands in."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{_short(self.file)}:{self.line} in {self.function}"
+
+
+def site_of(frame: FrameType | None) -> Site:
+    """Return the first line from `frame` outwards that is the user's."""
+    inner = frame
+    while frame is not None and frame.f_code.co_filename.startswith(_OURS):
+        frame = frame.f_back
+    found = frame or inner
+    if found is None:
+        return Site("<unknown>", 0, "<unknown>")
+    return Site(found.f_code.co_filename, found.f_lineno, found.f_code.co_name)
+
+
+def call_site() -> Site:
+    """Return the user's line that is being executed in this thread."""
+    return site_of(sys._getframe(1))  # pyright: ignore[reportPrivateUsage]
+
+
+def _short(file: str) -> str:
+    """Shorten a path to what tells files apart: relative to here if below, else the last two parts."""
+    path = Path(file)
+    if path.is_absolute():
+        here = Path.cwd()
+        return str(path.relative_to(here)) if path.is_relative_to(here) else "/".join(path.parts[-2:])
+    return file

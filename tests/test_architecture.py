@@ -1,0 +1,181 @@
+"""Rooms import only downwards, and the public API is sorted, documented and annotated."""
+
+import ast
+import inspect
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+import fshard
+
+PACKAGE = Path(fshard.__file__).parent
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+# Single modules below all rooms, such as fshard/errors.py.
+GROUND = {"errors", "source"}
+# room -> the rooms it may import, besides itself. `fshard` is the front door, fshard/__init__.py.
+MAY_IMPORT = {
+    "errors": set(),
+    "source": {"errors"},
+    "mesh": GROUND,
+    "transforms": GROUND | {"mesh"},
+    "optim": GROUND | {"mesh"},
+    "pipeline": GROUND | {"mesh"},
+    "booster": GROUND | {"mesh", "transforms", "optim", "pipeline"},
+    "checkpoint": GROUND | {"mesh", "transforms", "optim", "pipeline"},
+    "explore": GROUND | {"mesh", "transforms", "optim", "pipeline"},
+    "testing": GROUND | {"mesh", "transforms", "optim", "pipeline"},
+    "fshard": GROUND | {"mesh", "transforms", "optim", "pipeline", "booster", "checkpoint", "explore"},
+}
+
+
+class Import(NamedTuple):
+    line: int
+    module: str  # absolute and as long as it can be: `from fshard.mesh import P` is "fshard.mesh.P"
+
+
+def imports(source: str, package: str) -> Iterator[Import]:
+    """Yield all imports, wherever they stand: inside functions and under TYPE_CHECKING too."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (Import(node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parents = package.split(".")
+            base = parents[: len(parents) - node.level + 1] if node.level else []
+            start = ".".join([*base, *([node.module] if node.module else [])])
+            yield from (Import(node.lineno, f"{start}.{alias.name}") for alias in node.names)
+
+
+def room_of(module: str, rooms: set[str]) -> str:
+    """Say in which room a module lies; what is no room is asked for at the front door."""
+    _, _, inside = module.partition(".")
+    room = inside.split(".")[0]
+    return room if room in rooms else "fshard"
+
+
+def offences(files: dict[str, str]) -> list[str]:
+    """List the imports that MAY_IMPORT forbids, in `files`: path inside the package -> source."""
+    found: list[str] = []
+    present = {Path(path).parts[0].removesuffix(".py") for path in files} - {"__init__"}
+    rooms = present | set(MAY_IMPORT)
+    for path, source in files.items():
+        package = ".".join(["fshard", *Path(path).parts[:-1]])
+        room = room_of(f"fshard.{Path(path).parts[0].removesuffix('.py')}", rooms)
+        if room not in MAY_IMPORT:
+            found.append(f"fshard/{path}: the room `{room}` is not in the table MAY_IMPORT")
+            continue
+        for line, module in imports(source, package):
+            if module.split(".")[0] != "fshard":
+                continue
+            target = room_of(module, rooms)
+            if target != room and target not in MAY_IMPORT[room]:
+                found.append(f"fshard/{path}:{line}: `{room}` may not import `{module}` (room `{target}`)")
+    return found
+
+
+def test_rooms_import_only_downwards():
+    files = {path.relative_to(PACKAGE).as_posix(): path.read_text(encoding="utf-8") for path in MODULES}
+    found = offences(files)
+    assert not found, "\n" + "\n".join(found)
+
+
+def test_the_table_itself_has_no_cycle():
+    below = {room: set(allowed) for room, allowed in MAY_IMPORT.items()}
+    while ready := {room for room, allowed in below.items() if not allowed}:
+        below = {room: allowed - ready for room, allowed in below.items() if room not in ready}
+    assert not below, f"these rooms import each other: {sorted(below)}"
+
+
+@pytest.mark.parametrize(
+    ("path", "source", "complaint"),
+    [
+        ("mesh/a.py", "from fshard.optim import adam", "a.py:1: `mesh` may not import `fshard.optim.adam`"),
+        ("mesh/a.py", "def f():\n    import fshard.optim", "a.py:2: `mesh` may not import `fshard.optim`"),
+        ("mesh/runtimes/a.py", "from ... import optim", "import `fshard.optim` (room `optim`)"),
+        ("mesh/a.py", "from ..pipeline.draw import draw", "import `fshard.pipeline.draw.draw`"),
+        ("mesh/a.py", "from fshard import P", "import `fshard.P` (room `fshard`)"),
+        ("mesh/a.py", "import fshard as fs", "import `fshard` (room `fshard`)"),
+        ("mesh/a.py", "from fshard.testing import oracles", "import `fshard.testing.oracles`"),
+        ("optim/a.py", "from fshard.pipeline import Schedule", "import `fshard.pipeline.Schedule`"),
+        ("pipeline/a.py", "from fshard import optim", "import `fshard.optim`"),
+        ("testing/a.py", "from fshard.booster import Booster", "import `fshard.booster.Booster`"),
+        ("__init__.py", "from fshard.testing import oracles", "import `fshard.testing.oracles`"),
+        ("errors.py", "from fshard.mesh import P", "`errors` may not import `fshard.mesh.P`"),
+        ("attic/a.py", "", "fshard/attic/a.py: the room `attic` is not in the table"),
+        ("attic.py", "", "fshard/attic.py: the room `attic` is not in the table"),
+    ],
+)
+def test_an_offence_is_found(path, source, complaint):
+    found = offences({path: source})
+    assert len(found) == 1
+    assert complaint in found[0]
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("mesh/runtimes/a.py", "from . import b\nfrom .. import layout\nfrom fshard.mesh.p import P"),
+        ("mesh/__init__.py", "from .layout import Layout\nfrom fshard import mesh"),
+        ("mesh/a.py", "from fshard.errors import MeshError"),
+        ("optim/a.py", "import torch\nfrom fshard.mesh import P\nfrom fshardlike import pipeline"),
+        ("testing/a.py", "from fshard.testing import oracles\nfrom fshard.pipeline import Schedule"),
+        ("__init__.py", "from fshard.booster import Booster\nfrom fshard.mesh import P"),
+    ],
+)
+def test_a_proper_import_passes(path, source):
+    assert offences({path: source}) == []
+
+
+# The public API.
+
+
+def attribute_docstrings() -> dict[str, str]:
+    """Collect the strings below `NAME = value`: so are documented constants and aliases, which hold none."""
+    found: dict[str, str] = {}
+    for path in MODULES:
+        body = ast.parse(path.read_text(encoding="utf-8")).body
+        for assignment, below in pairwise(body):
+            match assignment, below:
+                case (
+                    ast.Assign(targets=[ast.Name(name)]) | ast.AnnAssign(target=ast.Name(name)),
+                    ast.Expr(ast.Constant(str(text))),
+                ):
+                    found[name] = text
+    return found
+
+
+def docstring(name: str) -> str:
+    """Return what somebody wrote about a public name, not what Python or dataclasses made up."""
+    value = getattr(fshard, name)
+    if name in (attributes := attribute_docstrings()):
+        return attributes[name]
+    if inspect.isclass(value):
+        own = vars(value).get("__doc__") or ""
+        return "" if own.startswith(f"{value.__name__}(") else own
+    own = getattr(value, "__doc__", None) or ""
+    return "" if own == type(value).__doc__ else own
+
+
+def unannotated(function: object) -> list[str]:
+    """List the parameters that have no annotation, and "return"."""
+    signature = inspect.signature(function)
+    names = [p.name for p in signature.parameters.values() if p.annotation is p.empty]
+    return names + ["return"] * (signature.return_annotation is signature.empty)
+
+
+def test_all_is_sorted_and_true():
+    assert list(fshard.__all__) == sorted(set(fshard.__all__))
+    assert [name for name in fshard.__all__ if not hasattr(fshard, name)] == []
+
+
+def test_every_public_name_has_a_docstring():
+    assert [name for name in fshard.__all__ if not docstring(name).strip()] == []
+
+
+def test_every_public_function_is_annotated():
+    public = [(name, getattr(fshard, name)) for name in fshard.__all__]
+    missing = {name: unannotated(value) for name, value in public if inspect.isroutine(value)}
+    assert {name: names for name, names in missing.items() if names} == {}
