@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
@@ -36,12 +37,17 @@ class Site(NamedTuple):
 def site_of(frame: FrameType | None) -> Site:
     """Return the first line from `frame` outwards that is the user's."""
     inner = frame
-    while frame is not None and frame.f_code.co_filename.startswith(_OURS):
+    while frame is not None and _is_plumbing(frame.f_code.co_filename):
         frame = frame.f_back
     found = frame or inner
     if found is None:
         return Site("<unknown>", 0, "<unknown>")
     return Site(found.f_code.co_filename, found.f_lineno, found.f_code.co_name)
+
+
+@cache
+def _is_plumbing(file: str) -> bool:
+    return file.startswith(_OURS)
 
 
 def call_site() -> Site:

@@ -23,7 +23,7 @@ from fshard.errors import LayoutError
 from fshard.mesh import promise
 from fshard.mesh.differentiate import Bound, Finish, apply, transformed
 from fshard.mesh.extreme import apply_extreme
-from fshard.mesh.moves import AllGather, AllToAll, Broadcast, Extreme, Move, Permute, Psum, PsumScatter, Pvary
+from fshard.mesh.moves import AllGather, AllToAll, Alone, Broadcast, Extreme, Move, Permute, Psum, PsumScatter, Pvary
 from fshard.mesh.runtimes.protocol import Pending
 from fshard.mesh.scope import Group, require
 from fshard.mesh.spec import Axes
@@ -87,7 +87,8 @@ class Call:
 
     def start(self) -> Handle:
         """Begin it on all leaves."""
-        if transformed():  # under torch.func nothing can be begun apart from its derivative
+        alone = any(isinstance(move, Alone) for move in self.moves)
+        if alone or transformed():  # under torch.func nothing can be begun apart from its derivative
             return Handle(self.run)
         begun: list[tuple[Bound, tuple[Tensor, ...], Pending]] = []
         for bound, places in self._batches():
@@ -135,14 +136,20 @@ def _call(
     scope = require(f"fs.{what}")
     group = scope.group(axis, f"fs.{what}")
     paths, leaves, structure = optree.tree_flatten_with_path(tree, namespace=NAMESPACE)
-    wrong = [f"{_path(path)} is {type(leaf).__name__}" for path, leaf in zip(paths, leaves, strict=True) if not isinstance(leaf, Tensor)]
+    wrong = [
+        f"{_path(path)} is {type(leaf).__name__}"
+        for path, leaf in zip(paths, leaves, strict=True)
+        if not isinstance(leaf, Tensor)
+    ]
     if wrong:
         raise LayoutError(f"fs.{what} takes tensors; {'; '.join(wrong)}. Write torch.tensor(...) around numbers.")
     tensors = leaves if before is None else [before(leaf) for leaf in leaves]
     site = call_site()
     guard = None
     if scope.checked and promised is not None and group.world.has_values:
-        guard = promise.Guard(group, site, promised.format(axes=" and ".join(f'"{name}"' for name in group.axes)), promised_before)
+        guard = promise.Guard(
+            group, site, promised.format(axes=" and ".join(f'"{name}"' for name in group.axes)), promised_before
+        )
     return Call(
         tensors,
         structure,
@@ -245,7 +252,12 @@ def pmax(tree: PyTree, axis: Axes) -> Call:
     tensor(3)
     """
     return _call(
-        "pmax", tree, axis, lambda x, group: Extreme(True), before=lambda x: _ordered("pmax", x), promised=_BROKEN.format(name="pmax")
+        "pmax",
+        tree,
+        axis,
+        lambda x, group: Extreme(True),
+        before=lambda x: _ordered("pmax", x),
+        promised=_BROKEN.format(name="pmax"),
     )
 
 
@@ -259,7 +271,12 @@ def pmin(tree: PyTree, axis: Axes) -> Call:
     tensor(0)
     """
     return _call(
-        "pmin", tree, axis, lambda x, group: Extreme(False), before=lambda x: _ordered("pmin", x), promised=_BROKEN.format(name="pmin")
+        "pmin",
+        tree,
+        axis,
+        lambda x, group: Extreme(False),
+        before=lambda x: _ordered("pmin", x),
+        promised=_BROKEN.format(name="pmin"),
     )
 
 
@@ -279,7 +296,9 @@ def pvary(tree: PyTree, axis: Axes) -> Call:
     >>> fs.unshard(step(torch.tensor(2.0), torch.arange(4.0)))
     tensor(6.)
     """
-    promised = "the argument of fs.pvary over {axes} has to be equal on all devices; use psum or all_gather to make it so"
+    promised = (
+        "the argument of fs.pvary over {axes} has to be equal on all devices; use psum or all_gather to make it so"
+    )
     return _call("pvary", tree, axis, lambda x, group: Pvary(), promised=promised, promised_before=True)
 
 
@@ -319,7 +338,11 @@ def psum_scatter(tree: PyTree, axis: Axes, *, dim: int = 0) -> Call:
     [tensor([2.]), tensor([4.])]
     """
     return _call(
-        "psum_scatter", tree, axis, lambda x, group: PsumScatter(_divided("psum_scatter", x, dim, group)), before=_countable
+        "psum_scatter",
+        tree,
+        axis,
+        lambda x, group: PsumScatter(_divided("psum_scatter", x, dim, group)),
+        before=_countable,
     )
 
 
@@ -364,8 +387,14 @@ def _check_pairs(pairs: list[tuple[int, int]], group: Group) -> None:
     ends = [("source", [source for source, _ in pairs]), ("destination", [to for _, to in pairs])]
     wrong: list[str] = []
     for what, places in ends:
-        wrong += [f"{what} {place} is not in 0..{group.size - 1}" for place in sorted({*places}) if not 0 <= place < group.size]
-        wrong += [f"{what} {place} is named more than once" for place in sorted({p for p in places if places.count(p) > 1})]
+        wrong += [
+            f"{what} {place} is not in 0..{group.size - 1}"
+            for place in sorted({*places})
+            if not 0 <= place < group.size
+        ]
+        wrong += [
+            f"{what} {place} is named more than once" for place in sorted({p for p in places if places.count(p) > 1})
+        ]
     if wrong:
         raise LayoutError(f"fs.ppermute over {'+'.join(group.axes)} with {pairs}: {'; '.join(wrong)}.")
 
@@ -390,7 +419,9 @@ def broadcast(tree: PyTree, axis: Axes, *, source: int = 0) -> Call:
 def check_index(what: str, role: str, index: int, group: Group) -> None:
     """Raise unless `index` is a place along the group's axes."""
     if not 0 <= index < group.size:
-        raise LayoutError(f"fs.{what}: {role} {index} is not in 0..{group.size - 1}, the places along {'+'.join(group.axes)}.")
+        raise LayoutError(
+            f"fs.{what}: {role} {index} is not in 0..{group.size - 1}, the places along {'+'.join(group.axes)}."
+        )
 
 
 def axis_index(axis: Axes) -> int:

@@ -20,7 +20,7 @@ from torch.autograd import forward_ad
 from torch.autograd.function import Function
 
 from fshard.mesh.ledger import Row, active
-from fshard.mesh.moves import Local, Move, Wired
+from fshard.mesh.moves import Alone, Move, Wired
 from fshard.mesh.runtimes.protocol import Pending
 from fshard.mesh.scope import Group
 from fshard.source import Site
@@ -94,7 +94,9 @@ class _Transformed(Function):
     jvp = _Recorded.jvp
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], linear: LinearMap, *xs: Tensor) -> tuple[Tensors, tuple[int, ...]]:
+    def vmap(
+        info: Any, in_dims: tuple[int | None, ...], linear: LinearMap, *xs: Tensor
+    ) -> tuple[Tensors, tuple[int, ...]]:
         batched = tuple(leading(x, dim, info.batch_size) for x, dim in zip(xs, in_dims[1:], strict=True))
         return apply(linear.batched(), batched), (0,) * len(xs)
 
@@ -114,9 +116,8 @@ class Bound:
 
     def run(self, xs: Tensors) -> Tensors:
         """Do it now: on the device's own where no wire is needed."""
-        if self.move.wire is None:
-            local = cast("Local", self.move).local
-            return tuple(local(x, self.group.index, self.group.size) for x in xs)
+        if isinstance(self.move, Alone):
+            return tuple(self.move.local(x, self.group.index, self.group.size) for x in xs)
         return self.start(xs).wait()
 
     def start(self, xs: Tensors) -> Pending:
@@ -125,7 +126,7 @@ class Bound:
         for ledger in active():
             size = sum(x.numel() * x.element_size() for x in xs)
             row = Row(move.name, group.axes, self.site)
-            ledger.record(group.member(group.index), row, move.sent(size, group.index, group.size))
+            ledger.record(group.device, row, move.sent(size, group.index, group.size))
         return group.world.current().start(move, xs, group, self.site)
 
     def transposed(self) -> Bound:

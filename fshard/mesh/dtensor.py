@@ -27,7 +27,9 @@ def to_dtensor(x: Sharded) -> DTensor:
     placements: list[Placement] = [Replicate()] * len(mesh.axis_names)
     for dim, axes in enumerate(spec.dims(x.ndim)):
         if list(axes) != sorted(axes, key=mesh.axis_names.index):
-            raise LayoutError(f"{x!r} has no DTensor: dim {dim} is cut by {axes}, not in the mesh's order {mesh.axis_names}.")
+            raise LayoutError(
+                f"{x!r} has no DTensor: dim {dim} is cut by {axes}, not in the mesh's order {mesh.axis_names}."
+            )
         for axis in axes:
             placements[mesh.axis_names.index(axis)] = Shard(dim)
     for axis in spec.unreduced:
@@ -53,7 +55,9 @@ def from_dtensor(x: DTensor) -> Sharded:
         elif isinstance(placement, Partial) and placement.reduce_op == "sum":
             unreduced.append(axis)
         elif not isinstance(placement, Replicate):
-            raise LayoutError(f'The DTensor is {placement} along "{axis}", which no layout says. Redistribute it first.')
+            raise LayoutError(
+                f'The DTensor is {placement} along "{axis}", which no layout says. Redistribute it first.'
+            )
     layout = Layout(mesh, P(*dims, unreduced=tuple(unreduced)))
     layout.check(x.shape, "the DTensor")
     return Sharded(tuple(x.shape), layout, (x.to_local(),))

@@ -43,10 +43,14 @@ class _Extreme(Function):
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: Tensor) -> Tensors:
         shares = _shares(ctx.bound, ctx.saved_tensors)
-        return apply(_sum_like(ctx.bound), tuple(tangent * share for tangent, share in zip(tangents, shares, strict=True)))
+        return apply(
+            _sum_like(ctx.bound), tuple(tangent * share for tangent, share in zip(tangents, shares, strict=True))
+        )
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], bound: Bound | Finish, *xs: Tensor) -> tuple[Tensors, tuple[int, ...]]:
+    def vmap(
+        info: Any, in_dims: tuple[int | None, ...], bound: Bound | Finish, *xs: Tensor
+    ) -> tuple[Tensors, tuple[int, ...]]:
         batched = tuple(leading(x, dim, info.batch_size) for x, dim in zip(xs, in_dims[1:], strict=True))
         return apply_extreme(bound.batched() if isinstance(bound, Bound) else bound, batched), (0,) * len(xs)
 

@@ -22,7 +22,7 @@ import torch
 from fshard.errors import LayoutError
 from fshard.mesh import arithmetic
 from fshard.mesh.mesh import Mesh
-from fshard.mesh.spec import P
+from fshard.mesh.spec import P, kept_hash, without_hash
 
 Memory = Literal["device", "host"]
 """The memory that a shard lives in: the device's own, or the host's."""
@@ -111,7 +111,8 @@ class Layout:
         coordinates = self.mesh.coordinates(device)
         if self.spec.flat_axes is not None:
             index = arithmetic.ravel(
-                [coordinates[axis] for axis in self.spec.flat_axes], [self.mesh.shape[axis] for axis in self.spec.flat_axes]
+                [coordinates[axis] for axis in self.spec.flat_axes],
+                [self.mesh.shape[axis] for axis in self.spec.flat_axes],
             )
             return (arithmetic.flat_range(prod(shape), self.flat_parts, index),)
         return arithmetic.dim_ranges(shape, self.spec.dims(len(shape)), self.mesh.shape, coordinates)
@@ -126,7 +127,8 @@ class Layout:
             if self.spec.shape is None:
                 raise LayoutError(
                     f"The shape of the whole tensor cannot be read off a flat piece of shape {tuple(local)}. "
-                    f"Write it into the spec: {self.spec!r}"[:-1] + ", shape=(...))."
+                    f"Write it into the spec: {self.spec!r}"[:-1]
+                    + ", shape=(...))."
                 )
             return self.spec.shape
         if len(self.spec.entries) > len(local):
@@ -140,6 +142,11 @@ class Layout:
     def with_spec(self, spec: P) -> Layout:
         """Return this layout with another spec."""
         return Layout(self.mesh, spec, self.memory)
+
+    def __hash__(self) -> int:
+        return kept_hash(self, (self.mesh, self.spec, self.memory))
+
+    __getstate__ = without_hash
 
     def __repr__(self) -> str:
         memory = "" if self.memory == "device" else f', "{self.memory}"'

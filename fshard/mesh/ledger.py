@@ -9,7 +9,7 @@ same program has the same ledger on a virtual, a real and an abstract mesh; frac
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -142,7 +142,7 @@ def inherit(ledgers: Sequence[Ledger] | None) -> None:
 
 
 @contextmanager
-def ledger() -> Iterator[Ledger]:
+def ledger() -> Generator[Ledger]:
     """Count the collectives that are run inside the block.
 
     >>> import torch, fshard as fs

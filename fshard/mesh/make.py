@@ -43,7 +43,9 @@ def make_mesh(
     if timeout is not None and runtime != "process":
         raise MeshError(f"timeout={timeout} has no meaning on {mesh}: only processes can be waited for in vain.")
     if scope is not None and runtime == scope.mesh.runtime and mesh.size != scope.mesh.root_size:
-        raise MeshError(f"{mesh} has {mesh.size} devices, but this code runs on one of {scope.mesh.root_size}, of {scope.mesh}.")
+        raise MeshError(
+            f"{mesh} has {mesh.size} devices, but this code runs on one of {scope.mesh.root_size}, of {scope.mesh}."
+        )
     if runtime == "process":
         process.join(mesh.device_type, timeout)
         world = dist.get_world_size()
@@ -60,9 +62,11 @@ def make_mesh(
 def _device_type(runtime: Runtime, device: str | None) -> str:
     if runtime == "abstract":
         if device not in (None, "meta"):
-            raise MeshError(f'an abstract mesh has no device, but device={device!r} was given. Leave it out, or take runtime="virtual".')
+            raise MeshError(
+                f'an abstract mesh has no device, but device={device!r} was given. Leave it out, or take runtime="virtual".'
+            )
         return "meta"
-    kind = device or ("cuda" if runtime == "process" and torch.cuda.is_available() else torch.get_default_device().type)
+    kind = device or ("cuda" if runtime == "process" and torch.cuda.is_available() else _default())
     if kind not in ("cpu", "cuda"):
         raise MeshError(f'device={kind!r} is neither "cpu" nor "cuda".')
     if kind == "cuda" and not torch.cuda.is_available():
@@ -70,10 +74,16 @@ def _device_type(runtime: Runtime, device: str | None) -> str:
     return kind
 
 
+def _default() -> str:
+    return "cuda" if torch.get_default_device().type == "cuda" else "cpu"
+
+
 def to_device_mesh(mesh: Mesh) -> DeviceMesh:
     """Return torch's DeviceMesh for a process mesh: the same processes, axes and groups, for torch's own code."""
     if mesh.runtime != "process":
-        raise MeshError(f'{mesh} is {mesh.runtime}: a DeviceMesh is made of processes. Make it under torchrun with runtime="process".')
+        raise MeshError(
+            f'{mesh} is {mesh.runtime}: a DeviceMesh is made of processes. Make it under torchrun with runtime="process".'
+        )
     return process.device_mesh(mesh)
 
 
@@ -81,7 +91,9 @@ def from_device_mesh(device_mesh: DeviceMesh) -> Mesh:
     """Return the mesh for a torch DeviceMesh, with its groups.  The axes need names (`mesh_dim_names=`)."""
     names = device_mesh.mesh_dim_names
     if names is None:
-        raise MeshError("This DeviceMesh has no axis names. Give them with init_device_mesh(..., mesh_dim_names=(...)).")
+        raise MeshError(
+            "This DeviceMesh has no axis names. Give them with init_device_mesh(..., mesh_dim_names=(...))."
+        )
     process.join(device_mesh.device_type, None)
     ranks = tuple(int(rank) for rank in device_mesh.mesh.flatten().tolist())
     axes = tuple(zip(names, device_mesh.mesh.shape, strict=True))

@@ -40,7 +40,9 @@ class Run:
 
     def devices(self, xs: list[Tensors], program: Callable[[int, Tensors], Tensors]) -> list[Tensors]:
         """Run a program on every device, each with its own tensors."""
-        return everywhere(self.mesh, lambda device: program(device, xs[device]), mapped=self.mapped, checked=self.checked)
+        return everywhere(
+            self.mesh, lambda device: program(device, xs[device]), mapped=self.mapped, checked=self.checked
+        )
 
 
 @dataclass
@@ -164,9 +166,7 @@ def _vjp(run: Run, wanted: tuple[int, ...], width: int) -> Run:
             if not pairs:
                 return tuple(torch.zeros_like(x) for x in chosen)
             ys, gys = zip(*pairs, strict=True)
-            return torch.autograd.grad(
-                ys, chosen, gys, create_graph=higher, allow_unused=True, materialize_grads=True
-            )
+            return torch.autograd.grad(ys, chosen, gys, create_graph=higher, allow_unused=True, materialize_grads=True)
 
     return replace(run, program=program)
 

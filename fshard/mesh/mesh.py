@@ -19,7 +19,7 @@ from typing import Literal, get_args
 
 from fshard.errors import MeshError
 from fshard.mesh import arithmetic
-from fshard.mesh.spec import Axes, as_axes
+from fshard.mesh.spec import Axes, as_axes, kept_hash, without_hash
 
 Runtime = Literal["virtual", "process", "abstract"]
 """Where devices live: threads of this process, processes of torch.distributed, or nowhere (shapes only)."""
@@ -111,6 +111,11 @@ class Mesh:
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.axis_names)
+
+    def __hash__(self) -> int:
+        return kept_hash(self, (self.axes, self.runtime, self.device_type, self.parent, self.ranks))
+
+    __getstate__ = without_hash
 
     def __str__(self) -> str:
         grid = ", ".join(f"{name}={size}" for name, size in self.axes)

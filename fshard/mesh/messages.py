@@ -40,7 +40,7 @@ class Send:
         for ledger in active():
             pair = Permute(((self.group.index, self.to),))
             row = Row("send", self.group.axes, self.site)
-            ledger.record(self.group.member(self.group.index), row, pair.sent(size, self.group.index, self.group.size))
+            ledger.record(self.group.device, row, pair.sent(size, self.group.index, self.group.size))
         self.group.world.current().send(xs, self.group, self.to, self.site)
         return (torch.zeros((), dtype=xs[0].dtype, device=xs[0].device),)
 
@@ -119,7 +119,8 @@ class _Exchange:
                 out[place] = y
         if self.whole:
             return optree.tree_unflatten(self.structure, out)
-        differentiable = [token for token in tokens if token.dtype.is_floating_point]
+        reals = [token.real if token.is_complex() else token for token in tokens]
+        differentiable = [token for token in reals if token.dtype.is_floating_point]
         return sum(differentiable[1:], start=differentiable[0]) if differentiable else torch.zeros(())
 
     def start(self) -> Handle:

@@ -23,9 +23,9 @@ device its own), A replicated and used by each device for its own ends.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from fractions import Fraction
-from typing import ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -64,8 +64,6 @@ class Move(Protocol):
 
     @property
     def name(self) -> str: ...
-    @property
-    def wire(self) -> WireKind | None: ...
     def meaning(self, xs: list[Tensor]) -> list[Tensor]:
         """Map what the devices hold to what they hold afterwards."""
         ...
@@ -79,19 +77,18 @@ class Move(Protocol):
         ...
 
 
-class Local(Move, Protocol):
-    """A move that needs no wire: each device works on its own tensor."""
-
-    def local(self, x: Tensor, index: int, n: int) -> Tensor:
-        """Do what the device at `index` of `n` has to do."""
-        ...
+def describe(move: Move) -> str:
+    """Return a move as a person would call it: psum, all_gather(dim=1)."""
+    told = {one.name: getattr(move, one.name) for one in fields(cast("Any", move))}
+    shown = ", ".join(f"{name}={value!r}" for name, value in told.items() if value is not False)
+    return f"{move.name}({shown})" if shown and not isinstance(move, Extreme) else move.name
 
 
 class Wired(Move, Protocol):
     """A move that crosses a wire in rows of equal size."""
 
-    @property
-    def wire(self) -> WireKind: ...
+    wire: ClassVar[WireKind]
+
     def pack(self, x: Tensor, n: int) -> Tensor:
         """Lay a tensor out for the wire: (elements,), or (n, elements) with a row for each device."""
         ...
@@ -105,9 +102,14 @@ class Wired(Move, Protocol):
         ...
 
 
+def in_a_row(x: Tensor) -> Tensor:
+    """Lay a tensor out as one row, with lazy conjugation and negation done.  (...) -> (elements,)"""
+    return x.resolve_conj().resolve_neg().reshape(-1)
+
+
 def _rows(x: Tensor, dim: int, n: int) -> Tensor:
     """Cut `dim` into n pieces and lay each out as a row.  (..., n*k, ...) -> (n, elements)"""
-    return x.unflatten(dim, (n, -1)).movedim(dim, 0).reshape(n, -1)
+    return x.resolve_conj().resolve_neg().unflatten(dim, (n, -1)).movedim(dim, 0).reshape(n, -1)
 
 
 def _piece(shape: torch.Size, dim: int, n: int) -> list[int]:
@@ -123,7 +125,7 @@ class _Flat:
     """What moves share that send the whole tensor and receive one of the same shape."""
 
     def pack(self, x: Tensor, n: int) -> Tensor:
-        return x.reshape(-1)
+        return in_a_row(x)
 
     def unpack(self, rows: Tensor, shape: torch.Size, n: int) -> Tensor:
         return rows.reshape(shape)
@@ -238,7 +240,7 @@ class AllGather:
         return replace(self, dim=self.dim + 1)
 
     def pack(self, x: Tensor, n: int) -> Tensor:
-        return x.reshape(-1)
+        return in_a_row(x)
 
     def unpack(self, rows: Tensor, shape: torch.Size, n: int) -> Tensor:
         return _joined(rows, shape, self.dim, n)
@@ -333,23 +335,22 @@ class Broadcast(_Flat):
         return Fraction(size * ((index - self.source) % n != n - 1))
 
 
-class _Alone:
-    """What local moves share: no wire, and a meaning that is each device's own work."""
+class Alone:
+    """What moves share that need no wire: each device works on its own tensor."""
 
-    wire: ClassVar[None] = None
+    def local(self, x: Tensor, index: int, n: int) -> Tensor:
+        """Do what the device at `index` of `n` has to do: unless a move says otherwise, nothing."""
+        return x
 
-    def meaning(self: Local, xs: list[Tensor]) -> list[Tensor]:
+    def meaning(self, xs: list[Tensor]) -> list[Tensor]:
         return [self.local(x, index, len(xs)) for index, x in enumerate(xs)]
 
 
 @dataclass(frozen=True)
-class Pvary(_Alone):
+class Pvary(Alone):
     """Use a replicated value for each device's own ends: nothing moves, but the cotangents will be summed."""
 
     name = "pvary"
-
-    def local(self, x: Tensor, index: int, n: int) -> Tensor:
-        return x
 
     def transposed(self) -> Move:
         return Psum()
@@ -359,7 +360,7 @@ class Pvary(_Alone):
 
 
 @dataclass(frozen=True)
-class Take(_Alone):
+class Take(Alone):
     """Take the own piece along `dim` of a replicated value."""
 
     dim: int
@@ -377,7 +378,7 @@ class Take(_Alone):
 
 
 @dataclass(frozen=True)
-class Pick(_Alone):
+class Pick(Alone):
     """Keep a replicated value on one device, and zeros on the others."""
 
     source: int
@@ -394,7 +395,7 @@ class Pick(_Alone):
 
 
 @dataclass(frozen=True)
-class Summand(_Alone):
+class Summand(Alone):
     """Make a replicated value a sum over the devices: the first holds it, the others zeros."""
 
     name = "summand"
@@ -410,13 +411,10 @@ class Summand(_Alone):
 
 
 @dataclass(frozen=True)
-class Same(_Alone):
+class Same(Alone):
     """Leave a value as it is: the transpose of `Summand`, whose cotangent is equal on all devices."""
 
     name = "same"
-
-    def local(self, x: Tensor, index: int, n: int) -> Tensor:
-        return x
 
     def transposed(self) -> Move:
         return Summand()

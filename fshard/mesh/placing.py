@@ -6,13 +6,12 @@ device that the caller stands for.  `plan` chooses the steps; this module takes 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-import optree
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -27,12 +26,11 @@ from fshard.mesh.mapped import run_mapped
 from fshard.mesh.moves import AllGather, AllToAll, Move, Permute, Psum, PsumScatter, Summand, Take, tree_sum
 from fshard.mesh.plan import State, Step, plan, state_of
 from fshard.mesh.scope import require
-from fshard.mesh.sharded import NAMESPACE, Sharded, in_memory, is_sharded
+from fshard.mesh.sharded import Sharded, in_memory
 from fshard.mesh.spec import P
 from fshard.mesh.spmd import held, is_outside, standing
+from fshard.mesh.tree import PyTree, broadcast_prefix, flatten_with_paths, map_leaves, unflatten
 from fshard.source import Site, call_site
-
-PyTree = Any
 
 
 # -- what one device does ---------------------------------------------------------------------------------------
@@ -95,17 +93,14 @@ def _padded(x: Tensor, length: int) -> Tensor:
     return flat if flat.numel() == length else pad(flat, (0, length - flat.numel()))
 
 
-def place(x: Tensor, layout: Layout, site: Site) -> Tensor:
-    """Return one device's shard of a global value that every device has.  Nothing is sent."""
-    shape = tuple(x.shape)
-    steps = plan(P(), layout.spec, shape, layout.mesh.axes)
-    return take_steps(x, steps, shape, state_of(P(), len(shape)), site)
+def steps_between(before: Layout, after: Layout, shape: tuple[int, ...]) -> tuple[Step, ...]:
+    """Return the cheapest steps from one layout to another on the same mesh."""
+    return plan(_spec(before), _spec(after), shape, after.mesh.axes)
 
 
 def convert(x: Tensor, before: Layout, after: Layout, shape: tuple[int, ...], site: Site) -> Tensor:
-    """Return one device's shard in another layout on the same mesh."""
-    steps = plan(_spec(before), _spec(after), shape, after.mesh.axes)
-    return take_steps(x, steps, shape, state_of(before.spec, len(shape)), site)
+    """Return one device's shard in another layout on the same mesh.  From a replicated one, nothing is sent."""
+    return take_steps(x, steps_between(before, after, shape), shape, state_of(before.spec, len(shape)), site)
 
 
 def _spec(layout: Layout) -> P:
@@ -164,29 +159,31 @@ def on_all(x: Tensor, layout: Layout) -> Tensors:
 # -- what the user calls ----------------------------------------------------------------------------------------
 
 
-def _each_leaf(what: str, tree: PyTree, layouts: Layout | PyTree, act: Callable[[Any, Layout], Any]) -> PyTree:
+def _each_leaf(what: str, tree: PyTree, layouts: PyTree, act: Callable[[Any, Layout], Any]) -> PyTree:
     """Apply to every leaf of a tree the layout that a prefix tree of layouts has for it; collect what is wrong."""
-    paths, leaves, structure = optree.tree_flatten_with_path(tree, is_leaf=is_sharded, namespace=NAMESPACE)
-    chosen = optree.broadcast_prefix(layouts, tree, is_leaf=is_sharded, namespace=NAMESPACE)
+    paths, leaves, structure = flatten_with_paths(tree, sharded_is_leaf=True)
+    chosen = broadcast_prefix(layouts, tree)
     results: list[Any] = []
     with collected(what) as attempt:
         for path, leaf, layout in zip(paths, leaves, chosen, strict=True):
-            with attempt("".join(f"[{part!r}]" for part in path)):
+            with attempt(path):
                 if not isinstance(layout, Layout):
-                    raise LayoutError(f"a Layout is needed, found {type(layout).__name__}. Write fs.Layout(mesh, P(...)).")
+                    raise LayoutError(
+                        f"a Layout is needed, found {type(layout).__name__}. Write fs.Layout(mesh, P(...))."
+                    )
                 own = Layout(standing(layout.mesh), layout.spec, layout.memory)
                 own.check(leaf.shape)
                 results.append(act(leaf, own))
-    return optree.tree_unflatten(structure, results)
+    return unflatten(structure, results)
 
 
 @contextmanager
-def collected(what: str) -> Iterator[Callable[[str], Any]]:
+def collected(what: str) -> Generator[Callable[[str], Any]]:
     """Collect the layout errors of several attempts and raise them as one, with the path of each."""
     complaints: list[str] = []
 
     @contextmanager
-    def attempt(path: str) -> Iterator[None]:
+    def attempt(path: str) -> Generator[None]:
         try:
             yield
         except LayoutError as error:
@@ -197,7 +194,7 @@ def collected(what: str) -> Iterator[Callable[[str], Any]]:
         raise LayoutError(f"{what}: " + ("\n  " if len(complaints) > 1 else "") + "\n  ".join(complaints))
 
 
-def device_put(tree: PyTree, layout: Layout | PyTree) -> PyTree:
+def device_put(tree: PyTree, layout: PyTree) -> PyTree:
     """Lay global values on a mesh.  Nothing is sent: every process is given the whole value and keeps its piece.
 
     Args:
@@ -224,7 +221,8 @@ def _put(x: Tensor, layout: Layout, site: Site) -> Sharded:
         raise LayoutError(f"a tensor is needed, found {type(x).__name__}. Write torch.as_tensor(...) around it.")
 
     def program(device: int, xs: Tensors) -> Tensors:
-        return (place(xs[0], layout, site).clone(memory_format=torch.contiguous_format),)  # a shard owns its memory
+        piece = convert(xs[0], Layout(layout.mesh), layout, tuple(x.shape), site)
+        return (piece.clone(memory_format=torch.contiguous_format),)  # a shard owns its memory
 
     (shards,) = run_mapped(layout.mesh, program, [on_all(x, layout)])
     return _with_memory(Sharded(tuple(x.shape), layout, shards))
@@ -234,7 +232,7 @@ def _with_memory(x: Sharded) -> Sharded:
     return Sharded(x.shape, x.layout, tuple(in_memory(shard, x.mesh, x.layout.memory) for shard in x.shards))
 
 
-def reshard(tree: PyTree, layout: Layout | PyTree) -> PyTree:
+def reshard(tree: PyTree, layout: PyTree) -> PyTree:
     """Lay global arrays differently on the same mesh, by the cheapest collectives that lead there.
 
     >>> import torch, fshard as fs
@@ -254,7 +252,9 @@ def _reshard(x: Sharded, layout: Layout, site: Site) -> Sharded:
     if not isinstance(x, Sharded):
         raise LayoutError(f"a Sharded is needed, found {type(x).__name__}. Lay tensors on a mesh with fs.device_put.")
     if x.mesh != layout.mesh:
-        raise LayoutError(f"the tensor lies on {x.mesh} and cannot be moved to {layout.mesh}. Take it off with fs.unshard first.")
+        raise LayoutError(
+            f"the tensor lies on {x.mesh} and cannot be moved to {layout.mesh}. Take it off with fs.unshard first."
+        )
     columns = [tuple(in_memory(shard, x.mesh, "device") for shard in x.shards)]
     (shards,) = run_mapped(x.mesh, lambda device, xs: (convert(xs[0], x.layout, layout, x.shape, site),), columns)
     return _with_memory(Sharded(x.shape, layout, shards))
@@ -270,7 +270,7 @@ def unshard(tree: PyTree) -> PyTree:
     tensor([0, 1, 2, 3])
     """
     site = call_site()
-    return optree.tree_map(lambda x: _unshard(x, site), tree, is_leaf=is_sharded, namespace=NAMESPACE)
+    return map_leaves(lambda x: _unshard(x, site), tree)
 
 
 def _unshard(x: Any, site: Site) -> Tensor:
@@ -310,9 +310,13 @@ def charge(x: Sharded, layout: Layout, device: int, site: Site) -> None:
     if not ledger.active():
         return
     size, sizes = x.shards[0].element_size(), x.mesh.shape
-    for step in plan(_spec(x.layout), _spec(layout), x.shape, x.mesh.axes):
+    for step in steps_between(x.layout, layout, x.shape):
         if step.kind not in ("slice", "summand", "reshape", "flat_slice"):
-            row = Row(step.kind.removeprefix("flat_").replace("gather", "all_gather").replace("all_all_", "all_"), step.axes, site)
+            row = Row(
+                step.kind.removeprefix("flat_").replace("gather", "all_gather").replace("all_all_", "all_"),
+                step.axes,
+                site,
+            )
             assert prod(sizes[axis] for axis in step.axes) > 0
             for opened in ledger.active():
                 opened.record(device, row, step.elements * size)

@@ -68,9 +68,7 @@ def state_of(spec: P, ndim: int) -> State:
 
 
 @lru_cache(maxsize=1024)
-def plan(
-    before: P, after: P, shape: tuple[int, ...], axes: tuple[tuple[str, int], ...]
-) -> tuple[Step, ...]:
+def plan(before: P, after: P, shape: tuple[int, ...], axes: tuple[tuple[str, int], ...]) -> tuple[Step, ...]:
     """Return the cheapest steps from one spec to another, for a tensor of `shape` on a mesh of `axes`.
 
     >>> [step.kind for step in plan(P("data"), P(None, "data"), (8, 8), (("data", 4),))]
@@ -93,7 +91,9 @@ def plan(
         for step in _steps(state, goal, shape, sizes):
             if step.after not in done:
                 heapq.heappush(queue, (cost + step.elements, length + 1, next(order), step.after, (*path, step)))
-    raise LayoutError(f"No way leads from {before} to {after} for shape {shape}.")  # the goal can always be sliced from whole
+    raise LayoutError(
+        f"No way leads from {before} to {after} for shape {shape}."
+    )  # the goal can always be sliced from whole
 
 
 def _steps(state: State, goal: State, shape: tuple[int, ...], sizes: Mapping[str, int]) -> Iterator[Step]:
@@ -119,7 +119,9 @@ def _sums(state: State, goal: State, sizes: Mapping[str, int], local: Fraction) 
     """Make sums and summands: what concerns unreduced axes and leaves the cut as it is."""
     for axes in _subsets(state.unreduced, sizes):
         n = _parts(axes, sizes)
-        yield Step("psum", axes, Fraction(2 * (n - 1), n) * local, replace(state, unreduced=state.unreduced - set(axes)))
+        yield Step(
+            "psum", axes, Fraction(2 * (n - 1), n) * local, replace(state, unreduced=state.unreduced - set(axes))
+        )
     for axis in _free(state, sizes):
         if axis in goal.unreduced:
             yield Step("summand", (axis,), Fraction(0), replace(state, unreduced=state.unreduced | {axis}))
@@ -220,7 +222,9 @@ def _permutation(
     kind: Literal["ppermute", "flat_ppermute"], before: State, after: State, sizes: Mapping[str, int], local: Fraction
 ) -> Step:
     axes = tuple(axis for axis in sizes if axis in before.sharded or axis in after.sharded)
-    return Step(kind, axes, local, after, pairs=_pairs(_cuts(before), _cuts(after), tuple((axis, sizes[axis]) for axis in axes)))
+    return Step(
+        kind, axes, local, after, pairs=_pairs(_cuts(before), _cuts(after), tuple((axis, sizes[axis]) for axis in axes))
+    )
 
 
 def _cuts(state: State) -> Dims:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fshard.errors import PromiseError
 from fshard.mesh.differentiate import Tensors, apply
-from fshard.mesh.moves import Move, WireKind
+from fshard.mesh.moves import Move, WireKind, in_a_row
 from fshard.mesh.scope import Group
 from fshard.source import Site
 
@@ -45,7 +45,7 @@ class Compare:
 
     def pack(self, x: Tensor, n: int) -> Tensor:
         """Send the whole tensor."""
-        return x.reshape(-1)
+        return in_a_row(x)
 
     def unpack(self, rows: Tensor, shape: torch.Size, n: int) -> Tensor:
         """Compare what all sent with what the first did."""

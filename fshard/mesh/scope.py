@@ -8,7 +8,7 @@ outer and an inner `shard_map` combine, and a group is three integers per axis h
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -33,6 +33,7 @@ class Group:
         dims: (size, stride) of each axis in the numbering of the whole mesh.
         base: the device of the group that has place 0 along every axis.
         index: the calling device's own place in the group.
+        device: its number in the whole mesh.
         world: the runtime that carries its messages.
         ranks: torch.distributed ranks of the whole mesh's devices, where they are not 0, 1, 2, ...
     """
@@ -41,6 +42,7 @@ class Group:
     dims: tuple[tuple[int, int], ...]
     base: int
     index: int
+    device: int
     world: World = field(compare=False)
     ranks: tuple[int, ...] | None = field(default=None, compare=False)
 
@@ -84,9 +86,11 @@ class Scope:
         self.device = device
         self.mapped = mapped + (outer.mapped if outer else ())
         self.checked = checked
+        self.mapped_axes = frozenset(self.mapped)
         own = {name: (size, mesh.strides[name]) for name, size in mesh.axes}
         self.axes: Mapping[str, tuple[int, int]] = {**(outer.axes if outer else {}), **own}
         self._groups: dict[Axes, Group] = {}
+        self.inner: dict[object, Scope] = {}
 
     def group(self, axes: Axes, what: str) -> Group:
         """Return the group along `axes` through this device."""
@@ -106,7 +110,7 @@ class Scope:
         places = [self.device // stride % size for size, stride in dims]
         base = self.device - sum(place * stride for place, (_, stride) in zip(places, dims, strict=True))
         index = ravel(places, [size for size, _ in dims])
-        return Group(names, dims, base, index, self.world, self.mesh.ranks)
+        return Group(names, dims, base, index, self.device, self.world, self.mesh.ranks)
 
 
 class _Here(threading.local):
@@ -133,7 +137,7 @@ def require(what: str) -> Scope:
 
 
 @contextmanager
-def entered(scope: Scope | None) -> Iterator[None]:
+def entered(scope: Scope | None) -> Generator[None]:
     """Make `scope` the calling thread's for a while."""
     before, _here.scope = _here.scope, scope
     try:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import optree
 import torch
 from torch import Tensor
 
@@ -19,8 +18,7 @@ from fshard.mesh.layout import Layout, Memory, ShardType
 from fshard.mesh.mesh import Mesh
 from fshard.mesh.spec import P
 from fshard.mesh.spmd import held, standing
-
-NAMESPACE = "fshard"
+from fshard.mesh.tree import register_node
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -91,7 +89,7 @@ def _unflatten(of: tuple[tuple[int, ...], Layout], shards: Sequence[Any]) -> Sha
     return Sharded(of[0], of[1], tuple(shards))
 
 
-optree.register_pytree_node(Sharded, _flatten, _unflatten, namespace=NAMESPACE)
+register_node(Sharded, _flatten, _unflatten)
 
 
 def typeof(x: Sharded | Tensor) -> ShardType:
@@ -109,14 +107,7 @@ def typeof(x: Sharded | Tensor) -> ShardType:
     raise LayoutError(f"typeof takes a Sharded or a tensor; found {type(x).__name__}.")
 
 
-def is_sharded(x: object) -> bool:
-    """Return whether `x` is a `Sharded`: the `is_leaf` of trees that hold global arrays."""
-    return isinstance(x, Sharded)
-
-
-def from_local(
-    piece: Tensor | Callable[..., Tensor], layout: Layout, *, shape: Sequence[int] | None = None
-) -> Sharded:
+def from_local(piece: Tensor | Callable[..., Tensor], layout: Layout, *, shape: Sequence[int] | None = None) -> Sharded:
     """Build a global array from each device's own piece, without moving anything.
 
     Args:
@@ -150,7 +141,9 @@ def from_local(
         if tuple(own.shape) != layout.local_shape(whole, device)
     ]
     if wrong:
-        raise LayoutError(f"from_local: the pieces do not make up a tensor of shape {whole} as {layout.spec}: {'; '.join(wrong)}.")
+        raise LayoutError(
+            f"from_local: the pieces do not make up a tensor of shape {whole} as {layout.spec}: {'; '.join(wrong)}."
+        )
     return Sharded(whole, layout, tuple(in_memory(own, layout.mesh, layout.memory) for own in pieces))
 
 

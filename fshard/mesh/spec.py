@@ -22,6 +22,20 @@ Axes = str | tuple[str, ...]
 """One axis of the mesh by name, or several from major to minor."""
 
 
+def kept_hash(value: object, parts: tuple[object, ...]) -> int:
+    """Return the hash of a frozen value, computed once: layouts are the keys of what is planned once per program."""
+    found = value.__dict__.get("_hash")
+    if found is None:
+        found = hash(parts)
+        object.__setattr__(value, "_hash", found)
+    return found
+
+
+def without_hash(value: object) -> dict[str, object]:
+    """Return what is pickled of a value that keeps its hash: in another process the hash is another."""
+    return {name: part for name, part in value.__dict__.items() if name != "_hash"}
+
+
 def as_axes(axes: Axes | Iterable[str] | None) -> tuple[str, ...]:
     """Return axis names as a tuple: none, one, or several."""
     if axes is None:
@@ -87,10 +101,16 @@ class P:
             object.__setattr__(self, name, value)
         repeated = sorted(axis for axis, count in Counter(self._all_axes()).items() if count > 1)
         if repeated:
-            raise LayoutError(f"{self!r} names an axis more than once: {', '.join(repeated)}. An axis can cut one dim only.")
+            raise LayoutError(
+                f"{self!r} names an axis more than once: {', '.join(repeated)}. An axis can cut one dim only."
+            )
 
     def _all_axes(self) -> list[str]:
-        return [axis for entry in self.entries for axis in as_axes(entry)] + list(self.flat_axes or ()) + list(self.unreduced)
+        return (
+            [axis for entry in self.entries for axis in as_axes(entry)]
+            + list(self.flat_axes or ())
+            + list(self.unreduced)
+        )
 
     @property
     def is_flat(self) -> bool:
@@ -111,13 +131,18 @@ class P:
         """Return the axes of each of `ndim` dims, () where a dim is whole."""
         return tuple(as_axes(self.entries[dim]) if dim < len(self.entries) else () for dim in range(ndim))
 
+    def __hash__(self) -> int:
+        return kept_hash(self, (self.entries, self.unreduced, self.flat_axes, self.shape))
+
+    __getstate__ = without_hash
+
     def __repr__(self) -> str:
         parts = [_show(entry) for entry in self.entries]
         head = "P"
         if self.flat_axes is not None:
             head, parts = "P.flat", [_show(axis) for axis in self.flat_axes]
         if self.unreduced:
-            parts.append(f"unreduced={_show(self.unreduced if len(self.unreduced) > 1 else self.unreduced[0])}")
+            parts.append(f"unreduced={_show(_entry(self.unreduced))}")
         if self.shape is not None:
             parts.append(f"shape={self.shape}")
         return f"{head}({', '.join(parts)})"

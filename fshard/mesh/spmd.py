@@ -70,10 +70,23 @@ def everywhere(
 
         return virtual.run(on_thread)
     outer = inside(mesh)
+    scope = _scope(mesh, outer, mapped, checked)
+    with entered(scope):
+        return [body(mesh.local_index(scope.device))]
+
+
+def _scope(mesh: Mesh, outer: Scope | None, mapped: tuple[str, ...], checked: bool) -> Scope:
+    """Return the scope of the one device that the caller is, made once for each world or outer scope."""
     if outer is not None:
-        world = outer.world
+        world, scopes = outer.world, outer.inner
     else:
-        world = ProcessWorld.of(mesh) if mesh.runtime == "process" else AbstractWorld()
-    device = device_of(mesh)
-    with entered(Scope(world, mesh, device, outer, mapped=mapped, checked=checked)):
-        return [body(mesh.local_index(device))]
+        world = ProcessWorld.of(mesh) if mesh.runtime == "process" else _ABSTRACT
+        scopes = world.scopes
+    key = mesh, mapped, checked
+    found = scopes.get(key)
+    if found is None:
+        found = scopes[key] = Scope(world, mesh, device_of(mesh), outer, mapped=mapped, checked=checked)
+    return found
+
+
+_ABSTRACT = AbstractWorld()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from fshard.mesh.moves import Wired
-    from fshard.mesh.scope import Group
+    from fshard.mesh.scope import Group, Scope
     from fshard.source import Site
 
 
@@ -34,13 +34,18 @@ class AbstractWorld:
 
     has_values = False
 
+    def __init__(self) -> None:
+        self.scopes: dict[object, Scope] = {}
+
     def current(self) -> AbstractWorld:
         """Return itself: it has no state."""
         return self
 
     def start(self, move: Wired, xs: tuple[Tensor, ...], group: Group, site: Site) -> Done:
         """Return tensors of the shapes that the collective would return."""
-        return Done(tuple(move.unpack(_delivered(move, move.pack(x, group.size), group.size), x.shape, group.size) for x in xs))
+        return Done(
+            tuple(move.unpack(_delivered(move, move.pack(x, group.size), group.size), x.shape, group.size) for x in xs)
+        )
 
     def send(self, xs: tuple[Tensor, ...], group: Group, to: int, site: Site) -> None:
         """Send nothing: there is nobody."""

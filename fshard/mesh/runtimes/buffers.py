@@ -25,7 +25,7 @@ _lock = threading.Lock()
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Return an uninitialised tensor on the CPU, in used memory if some of that size lies idle."""
-    fresh = torch.empty(0, dtype=dtype)
+    fresh: Any = torch.empty(0, dtype=dtype)  # torch's stub of set_ knows no shape
     size = fresh.element_size()
     for length in shape:
         size *= length

@@ -69,10 +69,13 @@ def _tree(rows: Tensor, combine: Callable[..., Tensor], out: Tensor) -> Tensor:
 
 def reduce(link: Link, x: Tensor, move: Wired) -> Wire:
     """(elements,) -> (elements,): everybody gets the sum, or the extreme."""
-    tree_by_doubling = link.n & (link.n - 1) == 0 and (x.dtype not in _WIDE or link.n == 2)
-    if tree_by_doubling and (x.numel() * x.element_size() <= SMALL or link.n == 2):
-        return _doubling(link, x, _combine(move)) if x.numel() < 2 or link.n > 2 or x.numel() * x.element_size() <= SMALL else _halves(link, x, _combine(move))
-    return _scatter_gather(link, x, _combine(move))
+    combine, small = _combine(move), x.numel() * x.element_size() <= SMALL
+    if link.n == 2 and not small:
+        return _halves(link, x, combine)
+    doubles = link.n & (link.n - 1) == 0
+    if doubles and small and (link.n == 2 or x.dtype not in _WIDE):  # a wide sum is rounded once, at the end
+        return _doubling(link, x, combine)
+    return _scatter_gather(link, x, combine)
 
 
 def _doubling(link: Link, x: Tensor, combine: Callable[..., Tensor]) -> Wire:
@@ -154,7 +157,7 @@ def broadcast(link: Link, x: Tensor, move: Wired) -> Wire:
     """(elements,) -> (elements,): everybody gets the source's."""
     assert isinstance(move, Broadcast)
     result = x.clone() if link.index == move.source else _new(x.shape, x)
-    yield [link.pg.broadcast([_bytes(result)], move.source)]
+    yield [link.pg.broadcast(_bytes(result), move.source)]
     return result
 
 

@@ -59,7 +59,9 @@ def exchange(link: Link, rows: Tensor, move: Wired) -> Wire:
     """(n, elements) -> (n, elements): row i goes to process i."""
     result = torch.empty_like(rows)
     given = rows.contiguous().view(-1)
-    yield [dist.all_to_all_single(result.view(-1).view(torch.uint8), given.view(torch.uint8), group=link.pg, async_op=True)]
+    yield [
+        dist.all_to_all_single(result.view(-1).view(torch.uint8), given.view(torch.uint8), group=link.pg, async_op=True)
+    ]
     return result
 
 

@@ -10,6 +10,7 @@ import atexit
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache
@@ -30,7 +31,7 @@ from fshard.mesh.runtimes.watch import Watch, watching
 if TYPE_CHECKING:
     from fshard.mesh.mesh import Mesh
     from fshard.mesh.moves import Wired
-    from fshard.mesh.scope import Group
+    from fshard.mesh.scope import Group, Scope
     from fshard.source import Site
 
 _state: dict[str, Any] = {"world": None, "meshes": {}}
@@ -76,6 +77,7 @@ class ProcessWorld:
         self.backend = dist.get_backend()
         self._wires = native.WIRES if self.backend == "nccl" else gloo.WIRES
         self._staged = self.backend != "nccl"
+        self.scopes: dict[object, Scope] = {}
         self._links: dict[tuple[int, ...], Link] = {}
         self._outgoing: list[tuple[Any, Tensor]] = []
         self._watch = Watch(self.rank) if watching() else None
@@ -135,6 +137,15 @@ class ProcessWorld:
         buffer = torch.cat([x.detach().reshape(-1) for x in xs])
         buffer = (buffer.cpu() if self._staged else buffer).view(torch.uint8)
         self._outgoing.append((self.link(group).pg.send([buffer], to, 1), buffer))
+
+    def finish(self, waiting: bool) -> None:
+        """Make no more calls; `waiting` for what has been sent to arrive, for without its sender it never would."""
+        with suppress(RuntimeError):  # of receivers that are no more
+            for work, _ in self._outgoing if waiting else ():
+                work.wait(self.timeout)
+        self._outgoing = []
+        if self._watch is not None:
+            self._watch.finished()
 
     def receive(self, likes: tuple[Tensor, ...], group: Group, source: int, site: Site) -> Receiving:
         """Start to receive tensors like these, as one buffer."""
@@ -208,19 +219,22 @@ def join(device_type: str, timeout: float | None) -> ProcessWorld:
         if device_type == "cuda":
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
         dist.init_process_group(_backend(device_type), timeout=limit)
-        atexit.register(leave)
+        atexit.register(_leave_at_exit)
         _share_random_state()
     world = _state["world"] = ProcessWorld(limit)
     return world
 
 
-def leave() -> None:
-    """Leave the world of processes, if it was joined here."""
+def leave(*, waiting: bool = True) -> None:
+    """Leave the world of processes, if it was joined here; by default, once the messages sent have been received."""
     if _state["world"] is not None and dist.is_initialized():
-        if _state["world"]._watch is not None:
-            _state["world"]._watch.finished()
+        _state["world"].finish(waiting)
         dist.destroy_process_group()
     _state["world"], _state["meshes"] = None, {}
+
+
+def _leave_at_exit() -> None:
+    leave(waiting=not hasattr(sys, "last_value"))  # after an error, the others may never receive anything
 
 
 def _backend(device_type: str) -> str:

@@ -17,8 +17,10 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import time
 from collections import defaultdict, deque
 from collections.abc import Callable
+from contextlib import nullcontext
 from contextvars import copy_context
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -29,6 +31,7 @@ from torch import Tensor
 from fshard.errors import DeadlockError, MismatchError, ScopeError
 from fshard.mesh import ledger
 from fshard.mesh.layout import dtype_name
+from fshard.mesh.moves import describe
 from fshard.mesh.runtimes.thread_state import (
     ThreadState,
     default_thread_count_kept,
@@ -123,6 +126,8 @@ class VirtualWorld:
         self._failure: tuple[int, BaseException] | None = None
         self._stopping = False
         self._over = False
+        self._ended: list[int] = []
+        self._done = threading.Event()
 
     # -- the run ------------------------------------------------------------------------------------------------
 
@@ -146,9 +151,13 @@ class VirtualWorld:
                         results[device] = body(device)
                     self._status[device] = "has finished"
             except BaseException as error:
+                self._status[device] = f"raised {type(error).__name__}"
                 self._fail(device, error)
             self._random[device] = random_state(self.mesh.device_type)
             self._hand_on(device)
+            self._ended.append(device)
+            if len(self._ended) == self.mesh.size:
+                self._done.set()
 
         threads = [
             threading.Thread(target=copy_context().run, args=(live, device), name=self.name(device), daemon=True)
@@ -171,15 +180,25 @@ class VirtualWorld:
                 for thread in threads:
                     thread.start()
                 self._batons[self._ready.popleft()].release()
-                for thread in threads:
-                    thread.join()
+                self._done.wait()  # not join: in Python 3.11 a join that is interrupted takes the thread for dead
             except BaseException:  # Ctrl-C, or no more threads to be had: end what runs, then say so
                 self._stop()
-                for thread in threads:
-                    while thread.is_alive():
-                        _interrupt(thread)
-                        thread.join(0.02)
+                self._end([thread for thread in threads if thread.ident is not None])
                 raise
+            finally:
+                for thread in threads:
+                    if thread.ident is not None:
+                        thread.join()
+
+    def _end(self, threads: list[threading.Thread]) -> None:
+        """Interrupt the threads that are in the user's code, until all have ended."""
+        while len(self._ended) < len(threads):
+            for device, thread in enumerate(threads):
+                if self._status[device] is None:
+                    _interrupt(thread)
+            until = time.monotonic() + 1.0  # then again, if the first was lost in a destructor, say
+            while len(self._ended) < len(threads) and time.monotonic() < until:
+                time.sleep(0.001)
 
     def _raise(self, device: int, error: BaseException) -> NoReturn:
         if not isinstance(error, DeadlockError | MismatchError):
@@ -189,7 +208,6 @@ class VirtualWorld:
     def _fail(self, device: int, error: BaseException) -> None:
         if self._failure is None and not isinstance(error, _Stopped):
             self._failure = device, error
-            self._status[device] = f"raised {type(error).__name__}"
         self._stop()
 
     def _stop(self) -> None:
@@ -266,11 +284,11 @@ class VirtualWorld:
             slot.results = _meaning(slot)
             slot.values = {}
             self._ready.extend(slot.waiting)
-        return Arrival(self, slot, group.index, group.member(group.index))
+        return Arrival(self, slot, group.index, group.device)
 
     def _raise_mismatch(self, slot: Slot, move: Wired, signature: Signature, group: Group, site: Site) -> NoReturn:
         asked = Slot(move, signature, group.axes, group.size)
-        mine = group.member(group.index)
+        mine = group.device
         lines = [(group.member(index), f"{_describe(slot)} at {slot.sites[index]}") for index in sorted(slot.values)]
         lines.append((mine, f"{_describe(asked)} at {site}"))
         raise MismatchError(
@@ -285,7 +303,7 @@ class VirtualWorld:
         """Put copies into the mail; the sender runs on."""
         if self._stopping:
             raise _Stopped
-        route = group.member(group.index), group.member(to)
+        route = group.device, group.member(to)
         described = f"{_describe_values(_signature(xs))} sent by {self.name(route[0])} at {site}"
         self.mail[route].append((tuple(x.detach().clone() for x in xs), described))
         if route in self.listening:
@@ -295,7 +313,7 @@ class VirtualWorld:
         """Ask for the next message from the device at index `source`."""
         if self._stopping:
             raise _Stopped
-        route = group.member(source), group.member(group.index)
+        route = group.member(source), group.device
         what = f"recv of {_describe_values(_signature(likes))} from {self.name(route[0])} at {site}"
         return Parcel(self, route, route[1], likes, what)
 
@@ -341,13 +359,13 @@ def _describe_values(signature: Signature) -> str:
 
 def _describe(slot: Slot) -> str:
     over = ", ".join(f'"{axis}"' for axis in slot.axes)
-    return f"{slot.move!r} over {over} of {_describe_values(slot.signature)}"
+    return f"{describe(slot.move)} over {over} of {_describe_values(slot.signature)}"
 
 
 def _meaning(slot: Slot) -> list[tuple[Tensor, ...]]:
     """Compute what every device gets, in tensors that share no memory with anything a device holds."""
     columns: list[list[Tensor]] = []
-    with torch.no_grad():
+    with torch.no_grad() if torch.is_grad_enabled() else nullcontext():  # autograd has its own view of this
         for place in range(len(slot.signature)):
             given = [slot.values[index][place] for index in range(slot.n)]
             columns.append(_independent(slot.move.meaning(given), given))

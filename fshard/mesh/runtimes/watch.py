@@ -10,6 +10,7 @@ went on in between did so because its group was complete, and that is seen in th
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -90,10 +91,14 @@ class Watch:
 
     def finished(self) -> None:
         """Tell that this process makes no more calls; whoever keeps the store stays until all have said so."""
-        self._say("has finished", [], "")
-        until = time.monotonic() + 10
-        while self.rank == 0 and time.monotonic() < until and any(state["keys"] or state["what"] == "runs" for state in self._states()):
-            time.sleep(LOOK)
+        with contextlib.suppress(dist.DistError):  # whoever kept the store has died: there is nobody to tell
+            self._say("has finished", [], "")
+            until = time.monotonic() + 10
+            while self.rank == 0 and time.monotonic() < until and not self._all_finished():
+                time.sleep(LOOK)
+
+    def _all_finished(self) -> bool:
+        return not any(state["keys"] or state["what"] == "runs" for state in self._states())
 
     def _next(self, name: str) -> int:
         self._counts[name] += 1
@@ -127,7 +132,9 @@ class Watch:
             for state in states
         )
         if stuck:
-            table = "\n".join(f"  process {rank}: {state['text'] or state['what']}" for rank, state in enumerate(states))
+            table = "\n".join(
+                f"  process {rank}: {state['text'] or state['what']}" for rank, state in enumerate(states)
+            )
             raise DeadlockError(
                 f"No process can go on.\n{table}\nEvery process of a group has to call the same collectives in the same order."
             )

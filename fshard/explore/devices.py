@@ -1,0 +1,105 @@
+"""Sets of devices as arithmetic: a first device and steps along some axes of the mesh.
+
+The devices that hold one piece of a tensor differ along the axes that do not cut it, so they form a box of the mesh.
+A box is two or three numbers, whatever its size, and can be written down without walking through it: a mesh of 65,536
+devices costs no more than one of 8.
+
+    mesh data=2, model=4    along "model", from 4     Devices(4, ((1, 4),))     4-7
+      0 1 2 3               along "data", from 1      Devices(1, ((4, 2),))     1,5
+      4 5 6 7               along both                Devices(0, ((4, 2), (1, 4)))     0-7
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from math import prod
+
+from fshard.mesh import arithmetic
+from fshard.mesh.mesh import Mesh
+
+_MOST = 4  # so many runs or summands are written out, of more the first two and the last
+
+
+@dataclass(frozen=True)
+class Devices:
+    """A box of a mesh.
+
+    Args:
+        first: the lowest device.
+        steps: (stride, size) of each axis along which the box extends, major to minor.
+
+    >>> list(Devices(1, ((4, 2), (1, 2))))
+    [1, 2, 5, 6]
+    """
+
+    first: int
+    steps: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def count(self) -> int:
+        """How many devices there are."""
+        return prod(size for _, size in self.steps)
+
+    def at(self, index: int) -> int:
+        """Return the device at a place in ascending order."""
+        places = arithmetic.unravel(index, [size for _, size in self.steps])
+        return self.first + sum(place * stride for place, (stride, _) in zip(places, self.steps, strict=True))
+
+    def moved(self, by: int) -> Devices:
+        """Return the box that lies `by` devices further on."""
+        return Devices(self.first + by, self.steps)
+
+    def __iter__(self) -> Iterator[int]:
+        return (self.at(index) for index in range(self.count))
+
+
+def box(mesh: Mesh, axes: Collection[str], first: int) -> Devices:
+    """Return the devices that differ from `first`, which lies at 0 along `axes`, along these axes only.
+
+    >>> box(Mesh((("data", 2), ("model", 4)), "virtual", "cpu"), ("data",), 1)
+    Devices(first=1, steps=((4, 2),))
+    """
+    strides = arithmetic.strides([size for _, size in mesh.axes])
+    steps = zip(mesh.axes, strides, strict=True)
+    return Devices(first, tuple((stride, size) for (name, size), stride in steps if name in axes and size > 1))
+
+
+def elided(count: int, most: int, last: int = 1) -> tuple[int | None, ...]:
+    """Return the places 0 .. count-1, or, of more than `most`, the first and last ones around a None.
+
+    >>> elided(3, 4), elided(100, 4)
+    ((0, 1, 2), (0, 1, None, 99))
+    """
+    if count <= most:
+        return tuple(range(count))
+    return (*range(most - last - 1), None, *range(count - last, count))
+
+
+def listed(devices: Devices) -> str:
+    """Write devices as numbers and runs of numbers.
+
+    >>> listed(Devices(0, ((8, 2), (1, 4)))), listed(Devices(0, ((2, 64),)))
+    ('0-3,8-11', '0,2,…,126')
+    """
+    length, steps = 1, list(devices.steps)
+    while steps and steps[-1][0] == length:  # the box is without holes so far
+        length *= steps.pop()[1]
+    starts = Devices(devices.first, tuple(steps))
+    places = elided(starts.count, _MOST)
+    return ",".join("…" if place is None else _run(starts.at(place), length) for place in places)
+
+
+def summed(devices: Devices) -> str:
+    """Write devices as the sum of what they hold.
+
+    >>> summed(Devices(4, ((1, 2),))), summed(Devices(0, ((1, 16),)))
+    ('4+5', '0+1+…+15')
+    """
+    return "+".join("…" if place is None else str(devices.at(place)) for place in elided(devices.count, _MOST))
+
+
+def _run(start: int, length: int) -> str:
+    if length <= 2:
+        return ",".join(str(start + step) for step in range(length))
+    return f"{start}-{start + length - 1}"

@@ -1,0 +1,212 @@
+"""The plan of a picture: a layout as a grid of cells, before anything is drawn.
+
+A tensor has a *side* for each dim that is worth drawing (the cut ones, and whole ones until there are two); a flat
+tensor has one side in all.  The last two sides are the rows and columns of a grid, those before make a block of it for
+each of their parts.  A cell is a piece of the tensor with the devices that hold it.
+
+    (8, 6) as P("data", "model")            (4, 6, 2) as P("data", "model", "pipe")
+              columns: dim 1@model             blocks: dim 0@data    rows: dim 1    columns: dim 2
+    rows:       0  1                           0:2  [ 0 1 ]   2:4  [ 4 5 ]
+    dim 0@data  2  3 ...                            [ 2 3 ]        [ 6 7 ]
+
+Only what will be shown is computed, so the size of the mesh does not matter.  Where parts are left out stands None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby, product
+from math import prod
+
+from fshard.explore.devices import Devices, box, elided
+from fshard.mesh import arithmetic
+from fshard.mesh.arithmetic import Range
+from fshard.mesh.layout import Layout, ShardType
+from fshard.mesh.mesh import Mesh
+
+_MOST_PARTS = 8  # of rows and of columns
+_MOST_BLOCKS = 4
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One piece of the tensor.
+
+    Args:
+        piece: its number among the pieces, in the order of the devices that own them.
+        ranges: of each dim, or the one flat range.
+        copies: one device of every copy.
+        summands: the steps from there to the devices whose sum the copy is; none if it is no sum.
+    """
+
+    piece: int
+    ranges: tuple[Range, ...]
+    copies: Devices
+    summands: Devices
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the piece has no elements."""
+        return any(start == stop for start, stop in self.ranges)
+
+    def holders(self) -> Iterator[tuple[int, ...]]:
+        """Yield the devices of every copy: the true value of the piece is the sum of what they hold."""
+        return (tuple(copy + step for step in self.summands) for copy in self.copies)
+
+
+@dataclass(frozen=True)
+class Side:
+    """A dim of the tensor, or all of them flattened.
+
+    Args:
+        name: "dim 0@data".
+        dim: its number; 0 for all of them flattened.
+        axes: that cut it, major to minor.
+        parts: into how many parts they cut it.
+        shown: the parts that are drawn, in order; None where some are left out.
+        ranges: of the parts drawn.
+    """
+
+    name: str
+    dim: int
+    axes: tuple[str, ...]
+    parts: int
+    shown: tuple[int | None, ...]
+    ranges: tuple[Range | None, ...]
+
+
+@dataclass(frozen=True)
+class Block:
+    """A grid of cells: rows of columns.  None where parts are left out.  `where` is its place in more than two dims."""
+
+    where: str
+    cells: tuple[tuple[Cell | None, ...], ...]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A whole picture.
+
+    Args:
+        type: of the tensor.
+        mesh: that it lies on.
+        rows: the side that runs downwards; None for a tensor of fewer than two dims.
+        columns: the side that runs to the right; None for a tensor of no dim.
+        blocks: a grid for each part of the other sides; None where some are left out.
+        notes: what is not drawn.
+    """
+
+    type: ShardType
+    mesh: Mesh
+    rows: Side | None
+    columns: Side | None
+    blocks: tuple[Block | None, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def layout(self) -> Layout:
+        """How the tensor lies on the mesh."""
+        return Layout(self.mesh, self.type.spec, self.type.memory)
+
+    @property
+    def cells(self) -> tuple[Cell, ...]:
+        """All cells that are drawn."""
+        return tuple(cell for block in self.blocks if block for row in block.cells for cell in row if cell)
+
+
+def plan_grid(kind: ShardType, mesh: Mesh) -> Grid:
+    """Return the plan of the picture of a tensor of this type.
+
+    >>> import torch
+    >>> from fshard.mesh.spec import P
+    >>> grid = plan_grid(ShardType(torch.float32, (8, 6), P("data")), Mesh((("data", 2), ("model", 2)), "virtual", "cpu"))
+    >>> [(cell.ranges, list(cell.holders())) for cell in grid.cells]
+    [(((0, 4), (0, 6)), [(0,), (1,)]), (((4, 8), (0, 6)), [(2,), (3,)])]
+    """
+    layout = Layout(mesh, kind.spec, kind.memory)
+    layout.check(kind.shape)
+    sides = _sides(kind.shape, layout)
+    outer, (rows, columns) = sides[:-2], (None, None, *sides)[-2:]
+    places = product(*(side.shown for side in outer))
+    blocks = (None if None in place else _block(kind.shape, layout, outer, place, rows, columns) for place in places)
+    notes = tuple(
+        f"not drawn: dim {dim}, {length} long and whole everywhere"
+        for dim, length in enumerate(kind.shape)
+        if not kind.spec.is_flat and dim not in [side.dim for side in sides]
+    )
+    return Grid(kind, mesh, rows, columns, tuple(block for block, _ in groupby(blocks)), notes)
+
+
+def _sides(shape: Sequence[int], layout: Layout) -> tuple[Side, ...]:
+    """Return the sides worth drawing: all that are cut, and the last whole ones until there are two."""
+    if layout.spec.flat_axes is not None:
+        return (_side(shape, layout, "flat", 0, layout.spec.flat_axes, _MOST_PARTS),)
+    dims = dict(enumerate(layout.spec.dims(len(shape))))
+    cut = [dim for dim, axes in dims.items() if _parts(layout, axes) > 1]
+    whole = [dim for dim in reversed(dims) if dim not in cut]
+    drawn = sorted(cut + whole[: max(0, 2 - len(cut))])
+    outer = len(drawn) - 2
+    inside, outside = (_MOST_PARTS, _MOST_BLOCKS) if outer < 2 else (_MOST_PARTS - 2, _MOST_BLOCKS - 1)
+    return tuple(
+        _side(shape, layout, f"dim {dim}", dim, dims[dim], outside if place < outer else inside)
+        for place, dim in enumerate(drawn)
+    )
+
+
+def _side(shape: Sequence[int], layout: Layout, name: str, dim: int, axes: tuple[str, ...], most: int) -> Side:
+    parts = _parts(layout, axes)
+    shown = elided(parts, most)
+    owners = [None if part is None else layout.mesh.index(_coordinates(layout, axes, part)) for part in shown]
+    ranges = tuple(None if owner is None else layout.ranges(shape, owner)[dim] for owner in owners)
+    return Side(f"{name}@{'+'.join(axes)}" if axes else name, dim, axes, parts, shown, ranges)
+
+
+def _block(
+    shape: Sequence[int],
+    layout: Layout,
+    outer: Sequence[Side],
+    place: Sequence[int | None],
+    rows: Side | None,
+    columns: Side | None,
+) -> Block:
+    """Return the grid of the cells at one place in the outer sides."""
+
+    def cell(row: int | None, column: int | None) -> Cell | None:
+        parts = [*zip((*outer, rows, columns), (*place, row, column), strict=True)]
+        at: dict[str, int] = {}
+        for side, part in parts:
+            if part is None:
+                return None
+            at |= _coordinates(layout, side.axes, part) if side else {}
+        return _cell(shape, layout, at)
+
+    where = [
+        f"{side.name} {start}:{stop}"
+        for side, part in zip(outer, place, strict=True)
+        for start, stop in [side.ranges[side.shown.index(part)] or (0, 0)]
+    ]
+    down = rows.shown if rows else (0,)
+    right = columns.shown if columns else (0,)
+    return Block(", ".join(where), tuple(tuple(cell(row, column) for column in right) for row in down))
+
+
+def _cell(shape: Sequence[int], layout: Layout, at: Mapping[str, int]) -> Cell:
+    """Return the piece whose owners have these coordinates along the axes that cut the tensor."""
+    mesh, spec = layout.mesh, layout.spec
+    first = mesh.index(at)
+    owners = [name for name in mesh.axis_names if name in spec.sharded_axes]
+    return Cell(
+        piece=arithmetic.ravel([at.get(name, 0) for name in owners], [mesh.shape[name] for name in owners]),
+        ranges=layout.ranges(shape, first),
+        copies=box(mesh, layout.replicated_axes, first),
+        summands=box(mesh, spec.unreduced, 0),
+    )
+
+
+def _parts(layout: Layout, axes: Sequence[str]) -> int:
+    return prod(layout.mesh.shape[name] for name in axes)
+
+
+def _coordinates(layout: Layout, axes: Sequence[str], part: int) -> dict[str, int]:
+    return dict(zip(axes, arithmetic.unravel(part, [layout.mesh.shape[name] for name in axes]), strict=True))

@@ -1,0 +1,32 @@
+"""Colours of pieces: eleven fills on which dark ink reads, and which stand out from white and from black alike.
+
+Eleven is a prime and no mesh is a multiple of it, so a piece and its neighbour below differ in colour whatever the
+width of the grid.
+"""
+
+from __future__ import annotations
+
+INK = "#16191d"
+MUTED = "#768390"  # reads on white and on black: for all words outside the cells
+_FILLS = (
+    "#7cb7e8",  # blue
+    "#f4b06a",  # orange
+    "#86cf91",  # green
+    "#ee9aa7",  # rose
+    "#b9a4ea",  # violet
+    "#e3cf62",  # yellow
+    "#6fcdc6",  # teal
+    "#e39bd3",  # pink
+    "#c3b091",  # sand
+    "#a8d05f",  # lime
+    "#a9b8c6",  # steel
+)
+
+
+def fill(piece: int) -> str:
+    """Return the colour of a piece.
+
+    >>> fill(0), fill(11) == fill(0)
+    ('#7cb7e8', True)
+    """
+    return _FILLS[piece % len(_FILLS)]

@@ -1,0 +1,155 @@
+"""A grid as SVG: a coloured box for every cell, of the same words as the text.
+
+Copies are a pile of cards, what is still to be summed is striped, the host's memory has a dashed rim, and a flat
+tensor's pieces are as wide as they are long.  The words outside the cells are of a grey that reads on white and on
+black, so the picture can stand in any notebook, page or README.
+
+Drawing goes left to right and top to bottom; every function returns what it drew and the room that it took.
+"""
+
+from __future__ import annotations
+
+from html import escape
+from typing import NamedTuple
+
+from fshard.explore.grid import Block, Cell, Grid, Side
+from fshard.explore.palette import INK, MUTED, fill
+from fshard.explore.words import caption, headline, legend, side_title, span
+
+_FONT = "ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono',monospace"
+_LETTER, _LINE = 7.3, 18.0  # of a 12 px letter
+_HEIGHT, _GAP, _MARGIN = 34.0, 6.0, 10.0
+_FULL = 104.0  # the width of the longest flat piece
+
+
+class Drawn(NamedTuple):
+    """A piece of a picture, at (0, 0), and its size."""
+
+    svg: str
+    width: float
+    height: float
+
+
+def svg_of(grid: Grid) -> str:
+    """Draw a grid as an SVG document."""
+    first, second = headline(grid)
+    words = [_line(first, bold=True), _line(second)]
+    blocks = _beside([_more("…") if block is None else _draw(grid, block) for block in grid.blocks])
+    notes = [_line(note) for note in legend(grid)]
+    body = _below([*words, Drawn("", 0, 8), blocks, *([Drawn("", 0, 8)] if notes else []), *notes])
+    width, height = body.width + 2 * _MARGIN, body.height + 2 * _MARGIN
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
+        f'height="{height:g}" role="img" aria-label="{escape(first)}" font-family="{_FONT}" font-size="12">'
+        f'<defs><pattern id="fshard-sum" width="8" height="8" patternUnits="userSpaceOnUse" '
+        f'patternTransform="rotate(45)"><rect width="3" height="8" fill="#fff" opacity=".38"/></pattern></defs>'
+        f"{_moved(body, _MARGIN, _MARGIN)}</svg>"
+    )
+
+
+def _draw(grid: Grid, block: Block) -> Drawn:
+    """Draw a block: the name of its place, the names of the sides and the ranges around the cells."""
+    down, right = _labels(grid.rows), _labels(grid.columns)
+    corner = [side_title(grid.rows)] if grid.rows else []
+    gutter = max((_width(text) + 8 for text in [*corner, *down]), default=0.0) if grid.rows else 0.0
+    widths = [_column(grid, block, place, right[place]) for place in range(len(right))]
+    parts: list[str] = []
+    top = 0.0
+    if block.where:
+        parts.append(_text(block.where, gutter, 12, bold=True))
+        top += _LINE
+    if grid.columns:
+        parts.append(_text(side_title(grid.columns), gutter, top + 12))
+        left = gutter
+        for text, width in zip(right, widths, strict=True):
+            parts.append(_text(text, left + width / 2, top + 12 + _LINE, anchor="middle"))
+            left += width + _GAP
+        parts += [_text(text, gutter - 8, top + 12 + _LINE, anchor="end") for text in corner]
+        top += 2 * _LINE
+    for label, cells in zip(down, block.cells, strict=True):
+        height = _HEIGHT if any(cells) else _LINE
+        if grid.rows:
+            parts.append(_text(label, gutter - 8, top + height / 2 + 4, anchor="end"))
+        left = gutter
+        for cell, width in zip(cells, widths, strict=True):
+            parts.append(_cell(grid, cell, left, top, width, height))
+            left += width + _GAP
+        top += height + _GAP
+    across = sum(widths) + _GAP * (len(widths) - 1)
+    widest = max(across, *(_width(text) for text in [block.where, side_title(grid.columns) if grid.columns else ""]))
+    return Drawn("".join(parts), gutter + widest + _GAP, top)
+
+
+def _column(grid: Grid, block: Block, place: int, label: str) -> float:
+    """Return the width of a column: what its words need, and for a flat piece what its length asks for."""
+    cells = [row[place] for row in block.cells]
+    words = max(_width(text) for text in [label, *(caption(grid, cell) if cell else "…" for cell in cells)])
+    if not any(cells):
+        return words + 10
+    if grid.type.spec.is_flat and cells[0] is not None:
+        (start, stop), longest = cells[0].ranges[0], grid.layout.local_shape(grid.type.shape, 0)[0]
+        return max(words + 14, _FULL * (stop - start) / max(longest, 1))
+    return max(words + 22, 56.0)
+
+
+def _cell(grid: Grid, cell: Cell | None, x: float, y: float, width: float, height: float) -> str:
+    if cell is None:
+        return _text("…", x + width / 2, y + height / 2 + 4, anchor="middle")
+    colour, shape = fill(cell.piece), f'width="{width:g}" height="{height:g}" rx="5"'
+    cards = min(cell.copies.count, 3) - 1  # the cards below the uppermost: shown as rims
+    pile = "".join(
+        f'<rect x="{x + 2.5 * card:g}" y="{y + 2.5 * card:g}" {shape} fill="{colour}" stroke="{INK}" '
+        f'stroke-opacity=".35" stroke-width=".8"/>'
+        for card in range(cards, 0, -1)
+    )
+    rim = f'stroke="{INK}" stroke-opacity=".25" stroke-width=".8"'
+    if grid.type.memory == "host" or cell.is_empty:
+        rim = f'stroke="{MUTED}" stroke-width="1.6" stroke-dasharray="4 3"'
+    box = f'<rect x="{x:g}" y="{y:g}" {shape} fill="{"none" if cell.is_empty else colour}" {rim}/>'
+    if grid.type.spec.unreduced and not cell.is_empty:
+        box += f'<rect x="{x:g}" y="{y:g}" {shape} fill="url(#fshard-sum)"/>'
+    where = ", ".join(span(place) for place in cell.ranges)
+    words = _text(
+        caption(grid, cell), x + width / 2, y + height / 2 + 4.3, MUTED if cell.is_empty else INK, "middle", bold=True
+    )
+    return f"<g><title>[{where}] on {escape(caption(grid, cell))}</title>{pile}{box}{words}</g>"
+
+
+def _labels(side: Side | None) -> list[str]:
+    return [span(place) for place in side.ranges] if side else [""]
+
+
+def _width(text: str) -> float:
+    return _LETTER * len(text)
+
+
+def _text(text: str, x: float, y: float, colour: str = MUTED, anchor: str = "start", *, bold: bool = False) -> str:
+    weight = ' font-weight="600"' if bold else ""
+    where = f' text-anchor="{anchor}"' if anchor != "start" else ""
+    return f'<text x="{x:g}" y="{y:g}" fill="{colour}"{where}{weight}>{escape(text)}</text>' if text else ""
+
+
+def _line(text: str, *, bold: bool = False) -> Drawn:
+    return Drawn(_text(text, 0, 12, bold=bold), _width(text), _LINE)
+
+
+def _more(mark: str) -> Drawn:
+    return Drawn(_text(mark, 0, 3 * _LINE), _width(mark), _LINE)
+
+
+def _moved(drawn: Drawn, x: float, y: float) -> str:
+    return f'<g transform="translate({x:g} {y:g})">{drawn.svg}</g>' if drawn.svg else ""
+
+
+def _below(parts: list[Drawn]) -> Drawn:
+    svg, top = "", 0.0
+    for part in parts:
+        svg, top = svg + _moved(part, 0, top), top + part.height
+    return Drawn(svg, max(part.width for part in parts), top)
+
+
+def _beside(parts: list[Drawn]) -> Drawn:
+    svg, left = "", 0.0
+    for part in parts:
+        svg, left = svg + _moved(part, left, 0), left + part.width + 14
+    return Drawn(svg, left - 14, max(part.height for part in parts))

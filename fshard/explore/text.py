@@ -1,0 +1,73 @@
+"""A grid as text: boxes of lines, filled with colour where the terminal has it.
+
+              dim 1@model
+              0:3   3:6
+    dim 0@data ┌───┬───┐
+           0:4 │ 0 │ 1 │
+               ├───┼───┤
+           4:8 │ 2 │ 3 │
+               └───┴───┘
+"""
+
+from __future__ import annotations
+
+from rich.style import Style
+from rich.text import Text
+
+from fshard.explore.grid import Block, Cell, Grid, Side
+from fshard.explore.palette import INK, fill
+from fshard.explore.words import caption, headline, legend, side_title, span
+
+_NOTHING = Style()
+
+
+def text_of(grid: Grid) -> Text:
+    """Draw a grid as text."""
+    first, second = headline(grid)
+    parts = [Text(first, "bold"), Text(second)]
+    for block in grid.blocks:
+        parts += [Text(), *([Text("⋮")] if block is None else _draw(grid, block))]
+    notes = [Text(line) for line in legend(grid)]
+    return Text("\n").join([*parts, *([Text(), *notes] if notes else [])])
+
+
+def _draw(grid: Grid, block: Block) -> list[Text]:
+    down, right = _labels(grid.rows), _labels(grid.columns)
+    captions = [["…" if cell is None else caption(grid, cell) for cell in row] for row in block.cells]
+    widths = [2 + max(map(len, column)) for column in zip(right, *captions, strict=True)]
+    corner = side_title(grid.rows) if grid.rows else ""
+    gutter = max(map(len, [corner, *down]))
+    indent = gutter + 2 if gutter else 1
+
+    lines = [Text(block.where, "bold")] if block.where else []
+    if grid.columns:
+        lines.append(Text(" " * indent + side_title(grid.columns)))
+        lines.append(Text((" " * indent + " ".join(map(_centred, right, widths))).rstrip()))
+    lines.append(Text(f"{corner:>{gutter}} ".lstrip(" " if not gutter else "") + _rule("┌┬┐", widths)))
+    for place, (label, texts, cells) in enumerate(zip(down, captions, block.cells, strict=True)):
+        if place:
+            lines.append(Text(" " * (indent - 1) + _rule("├┼┤", widths)))
+        lines.append(_row(f"{label:>{gutter}} " if gutter else "", texts, cells, widths))
+    return [*lines, Text(" " * (indent - 1) + _rule("└┴┘", widths))]
+
+
+def _row(label: str, texts: list[str], cells: tuple[Cell | None, ...], widths: list[int]) -> Text:
+    line = Text(label + "│")
+    for text, cell, width in zip(texts, cells, widths, strict=True):
+        style = Style(color=INK, bgcolor=fill(cell.piece)) if cell and not cell.is_empty else _NOTHING
+        line.append(_centred(text, width), style)
+        line.append("│")
+    return line
+
+
+def _labels(side: Side | None) -> list[str]:
+    return [span(place) for place in side.ranges] if side else [""]
+
+
+def _centred(text: str, width: int) -> str:
+    return f"{text:^{width}}"
+
+
+def _rule(corners: str, widths: list[int]) -> str:
+    left, between, right = corners
+    return left + between.join("─" * width for width in widths) + right

@@ -1,0 +1,86 @@
+"""What a picture says in words: the same in text and in SVG."""
+
+from __future__ import annotations
+
+from math import prod
+
+from fshard.explore.devices import elided, listed, summed
+from fshard.explore.grid import Cell, Grid, Side
+from fshard.mesh.arithmetic import Range
+from fshard.mesh.layout import Layout, ShardType
+
+
+def size(count: int) -> str:
+    """Write a number of bytes.
+
+    >>> size(192), size(1536), size(24 << 20)
+    ('192 B', '1.5 KiB', '24.0 MiB')
+    """
+    if count < 1024:
+        return f"{count} B"
+    scaled, unit = float(count), "B"
+    for unit in ("KiB", "MiB", "GiB", "TiB", "PiB"):
+        scaled /= 1024
+        if round(scaled, 1) < 1024:
+            break
+    return f"{scaled:,.1f} {unit}"
+
+
+def whole_bytes(kind: ShardType) -> int:
+    """Return the bytes of the whole tensor."""
+    return prod(kind.shape) * kind.dtype.itemsize
+
+
+def most_bytes(kind: ShardType, layout: Layout) -> int:
+    """Return the bytes of the largest shard, which the first device always has."""
+    return prod(layout.local_shape(kind.shape, 0)) * kind.dtype.itemsize
+
+
+
+
+def is_uneven(kind: ShardType, layout: Layout) -> bool:
+    """Return whether some shards are smaller than others: only flat ones can be."""
+    return kind.spec.is_flat and prod(kind.shape) % layout.flat_parts != 0
+
+
+def headline(grid: Grid) -> tuple[str, str]:
+    """Return the type and where it lies, and how much that is."""
+    kind, count = grid.type, grid.mesh.size
+    upto = "at most " if is_uneven(kind, grid.layout) else ""
+    every = "on the only device" if count == 1 else f"on each of {count:,} devices"
+    return (
+        f"{kind} on {grid.mesh}",
+        f"{size(whole_bytes(kind))}, {upto}{size(most_bytes(kind, grid.layout))} {every}",
+    )
+
+
+def legend(grid: Grid) -> tuple[str, ...]:
+    """Return what is to be known to read the picture; nothing if it speaks for itself."""
+    spec, mesh = grid.type.spec, grid.mesh
+    copied = [name for name in grid.layout.replicated_axes if mesh.shape[name] > 1]
+    lines = [f"Σ: still to be summed, over {' and '.join(spec.unreduced)}"] if spec.unreduced else []
+    lines += [f"equal copies along {' and '.join(copied)}"] if copied else []
+    lines += ["in the memory of the host"] if grid.type.memory == "host" else []
+    return (*lines, *grid.notes)
+
+
+def caption(grid: Grid, cell: Cell) -> str:
+    """Return the devices that hold a cell: "0-3", "Σ 0+1, 2+3", "host 5"."""
+    if grid.type.spec.unreduced:
+        places = elided(cell.copies.count, 4)
+        copies = [None if place is None else cell.copies.at(place) for place in places]
+        text = "Σ " + ", ".join("…" if copy is None else summed(cell.summands.moved(copy)) for copy in copies)
+    else:
+        text = listed(cell.copies)
+    host = "host " if grid.type.memory == "host" else ""
+    return f"{host}{text}{' (empty)' if cell.is_empty else ''}"
+
+
+def span(place: Range | None) -> str:
+    """Write a range as Python does."""
+    return "…" if place is None else f"{place[0]}:{place[1]}"
+
+
+def side_title(side: Side) -> str:
+    """Return the name of a side, and how many parts it has if not all are drawn."""
+    return f"{side.name}, {side.parts:,} parts" if None in side.shown else side.name

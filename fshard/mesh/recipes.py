@@ -1,0 +1,279 @@
+"""What `shard_map` knows of a program's arguments and results, worked out once.
+
+spec -> plan -> apply: the specs, and the structure, layouts and shapes of a call, give a recipe, which is pure data
+kept under that key; all checks of the caller's mistakes are made on the way there.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping as MappingOf
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from fshard.errors import LayoutError
+from fshard.mesh.layout import Layout
+from fshard.mesh.mesh import Mesh
+from fshard.mesh.placing import collected, steps_between, take_steps
+from fshard.mesh.plan import State, Step, state_of
+from fshard.mesh.promise import Guard
+from fshard.mesh.scope import require
+from fshard.mesh.sharded import Sharded
+from fshard.mesh.spec import P
+from fshard.mesh.tree import PyTree, Structure, broadcast_prefix, flatten, flatten_with_paths, unflatten
+from fshard.source import Site, call_site
+
+
+@dataclass(frozen=True)
+class Promise:
+    """Axes along which a value, and its gradient, has to be equal, and what to say if it is not."""
+
+    axes: tuple[str, ...]
+    value: str
+    gradient: str
+
+    def hold(self, x: Tensor, site: Site) -> Tensor:
+        """Compare by value now, and by cotangent in the backward."""
+        scope = require("fs.shard_map")
+        if not scope.world.has_values:
+            return x
+        group = scope.group(self.axes, "fs.shard_map")
+        named = " and ".join(f'"{axis}"' for axis in self.axes)
+        (x,) = Guard(group, site, self.value.format(axes=named), forward=True).apply((x,))
+        if x.is_floating_point() or x.is_complex():
+            (x,) = Guard(group, site, self.gradient.format(axes=named)).apply((x,))
+        return x
+
+
+@dataclass(frozen=True)
+class Mapping:
+    """What is done with one tensor: where it stands, how the whole lies, and the way there.
+
+    Args:
+        place: among the leaves.
+        path: as an expression, for messages.
+        shape: of the whole.
+        layout: how it lies inside (arguments) or is to lie (results).
+        start: the state that its steps begin in.
+        steps: from how an argument was given to how it lies.
+        promise: what has to be equal, if that is checked.
+    """
+
+    place: int
+    path: str
+    shape: tuple[int, ...]
+    layout: Layout
+    start: State | None = None
+    steps: tuple[Step, ...] = ()
+    promise: Promise | None = None
+
+    @property
+    def work(self) -> bool:
+        """Whether anything is to be done."""
+        return bool(self.steps) or self.promise is not None
+
+    def enter(self, x: Tensor, site: Site) -> Tensor:
+        """Make one device's piece of an argument."""
+        if self.start is not None:
+            x = take_steps(x, self.steps, self.shape, self.start, site)
+        return x if self.promise is None else self.promise.hold(x, site)
+
+    def leave(self, x: Tensor) -> Tensor:
+        """Hold one device's piece of a result to what its spec promises."""
+        return x if self.promise is None else self.promise.hold(x, call_site())
+
+
+@dataclass(frozen=True)
+class ArgumentRecipe:
+    """The tensors among the arguments of a call, and how to call with others in their place."""
+
+    entries: tuple[Mapping, ...]
+    plain: tuple[int, ...]
+    structure: Structure
+    keywords: tuple[str, ...]
+
+    def call(self, f: Callable[..., PyTree], leaves: list[Any]) -> PyTree:
+        """Call a function with these leaves."""
+        values = unflatten(self.structure, leaves)
+        positional = len(values) - len(self.keywords)
+        return f(*values[:positional], **dict(zip(self.keywords, values[positional:], strict=True)))
+
+
+@dataclass(frozen=True)
+class ResultRecipe:
+    """The tensors among the results of a call."""
+
+    entries: tuple[Mapping, ...]
+    work: bool
+
+
+class Recipes:
+    """The recipes of one mapped function."""
+
+    def __init__(
+        self,
+        f: Callable[..., PyTree],
+        name: str,
+        in_specs: PyTree,
+        out_specs: PyTree,
+        mapped: tuple[str, ...],
+        checked: bool,
+    ) -> None:
+        self.f, self.name, self.mapped, self.checked = f, name, mapped, checked
+        self.in_specs, self.out_specs = in_specs, out_specs
+        self._arguments: dict[Any, ArgumentRecipe] = {}
+        self._results: dict[Any, ResultRecipe] = {}
+
+    # -- arguments ----------------------------------------------------------------------------------------------
+
+    def of_arguments(
+        self, mesh: Mesh, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[ArgumentRecipe, list[Any]]:
+        """Return the recipe for these arguments, and their leaves."""
+        given = [*args, *kwargs.values()]
+        leaves, structure = flatten(given, sharded_is_leaf=True, none_is_leaf=True)
+        key = mesh, structure, tuple(kwargs), tuple(map(_signature, leaves))
+        recipe = self._arguments.get(key)
+        if recipe is None:
+            names = _names(self.f, len(args), tuple(kwargs))
+            entries = self._entries(mesh, names, given)
+            plain = tuple(entry.place for entry in entries if _has_version(leaves[entry.place]))
+            recipe = self._arguments[key] = ArgumentRecipe(entries, plain, structure, tuple(kwargs))
+        return recipe, leaves
+
+    def _entries(self, mesh: Mesh, names: list[str], given: list[Any]) -> tuple[Mapping, ...]:
+        specs = self._per_argument(names)
+        entries: list[Mapping] = []
+        place = 0
+        with collected(f"shard_map of {self.name}") as attempt:
+            for name, value, spec in zip(names, given, specs, strict=True):
+                paths, leaves, _ = flatten_with_paths(value, sharded_is_leaf=True, none_is_leaf=True)
+                own: list[Any] = []
+                with attempt(f"argument {name}"):
+                    own = _broadcast(spec, value)
+                for at, leaf, leaf_spec in zip(paths, leaves, own, strict=False):
+                    if isinstance(leaf, Tensor | Sharded):
+                        with attempt(f"argument {name}{at}"):
+                            entries.append(self._argument(mesh, place, name + at, leaf, leaf_spec))
+                    place += 1
+        return tuple(entries)
+
+    def _per_argument(self, names: list[str]) -> list[PyTree]:
+        """Return the spec of each argument."""
+        specs, what = self.in_specs, f"shard_map of {self.name}"
+        if isinstance(specs, P) or specs is None:
+            return [specs] * len(names)
+        if isinstance(specs, MappingOf):
+            unused = [key for key in specs if key not in names]
+            if unused:
+                raise LayoutError(f"{what}: in_specs name {unused}, but the arguments given are {names}.")
+            return [specs.get(name) for name in names]
+        if not isinstance(specs, tuple | list):
+            raise LayoutError(f"{what}: in_specs is a P, a tuple or a mapping by name; found {type(specs).__name__}.")
+        if len(specs) != len(names):
+            raise LayoutError(
+                f"{what}: {len(names)} arguments ({', '.join(names)}) but {len(specs)} in_specs. "
+                "Give one per argument in that order, one P for all, or a mapping by name."
+            )
+        return list(specs)
+
+    def _argument(self, mesh: Mesh, place: int, path: str, value: Tensor | Sharded, spec: Any) -> Mapping:
+        if not isinstance(spec, P):
+            raise LayoutError(
+                f"is a tensor, but its spec is {spec!r}. Give P() for a tensor that is the same on all devices."
+            )
+        foreign = [axis for axis in spec.axes if axis in mesh.axis_names and axis not in self.mapped]
+        if foreign:
+            raise LayoutError(f"{spec} names {', '.join(foreign)}, which this shard_map is not mapped over.")
+        layout, before = Layout(mesh, spec), Layout(mesh)
+        if isinstance(value, Sharded):
+            before = value.layout
+            if before.mesh != mesh:
+                raise LayoutError(
+                    f"it lies on {before.mesh}, but shard_map runs on {mesh}. Take it off with fs.unshard."
+                )
+        shape = tuple(value.shape)
+        layout.check(shape)
+        promise = self._promise(
+            spec,
+            f"argument {path} of {self.name}, with spec {spec}, has to be equal along {{axes}}, but its values differ. "
+            "Say in its spec how it is cut, or make it equal",
+            f"argument {path} of {self.name}, with spec {spec}, is equal along {{axes}}, so its gradient has to be; but it "
+            f"was used with each device's own data. Write {path} = fs.pvary({path}, {{axes}}) before that use",
+        )
+        start = state_of(before.spec, len(shape))
+        return Mapping(place, path, shape, layout, start, steps_between(before, layout, shape), promise)
+
+    def _promise(self, spec: P, value: str, gradient: str) -> Promise | None:
+        """Return what a spec promises by not naming an axis."""
+        axes = tuple(axis for axis in self.mapped if axis not in spec.axes)
+        return Promise(axes, value, gradient) if self.checked and axes else None
+
+    # -- results ------------------------------------------------------------------------------------------------
+
+    def of_results(self, mesh: Mesh, result: PyTree) -> tuple[ResultRecipe, Structure, list[Any]]:
+        """Return the recipe for one device's result, its structure and its leaves."""
+        leaves, structure = flatten(result, none_is_leaf=True)
+        key = mesh, structure, tuple(leaf.shape if isinstance(leaf, Tensor) else None for leaf in leaves)
+        recipe = self._results.get(key)
+        if recipe is None:
+            recipe = self._results[key] = self._result(mesh, result)
+        return recipe, structure, leaves
+
+    def _result(self, mesh: Mesh, result: PyTree) -> ResultRecipe:
+        paths, leaves, _ = flatten_with_paths(result, none_is_leaf=True)
+        entries: list[Mapping] = []
+        with collected(f"shard_map of {self.name}") as attempt:
+            specs: list[Any] = []
+            with attempt("result"):
+                specs = _broadcast(self.out_specs, result)
+            for place, (path, leaf, spec) in enumerate(zip(paths, leaves, specs, strict=False)):
+                if isinstance(leaf, Tensor):
+                    with attempt(f"result{path}"):
+                        entries.append(self._result_entry(mesh, place, path, leaf, spec))
+        return ResultRecipe(tuple(entries), any(entry.work for entry in entries))
+
+    def _result_entry(self, mesh: Mesh, place: int, path: str, leaf: Tensor, spec: Any) -> Mapping:
+        if not isinstance(spec, P):
+            raise LayoutError(
+                f"is a tensor, but its out_spec is {spec!r}. Give P() for one that is equal on all devices."
+            )
+        layout = Layout(mesh, spec)
+        promise = self._promise(
+            spec,
+            f"result{path} of {self.name}, with out_spec {spec}, has to be equal along {{axes}}, but its values differ. "
+            "Reduce it with fs.psum or fs.pmean, or say in its out_spec how it is cut",
+            f"the gradient of result{path} of {self.name}, with out_spec {spec}, has to be equal along {{axes}}, but differs",
+        )
+        return Mapping(place, path, layout.global_shape(leaf.shape), layout, promise=promise)
+
+
+def _signature(leaf: Any) -> Any:
+    """Return what a recipe depends on: a tensor's shape, a global array's layout as well, of anything else nothing."""
+    if isinstance(leaf, Sharded):
+        return leaf.layout, leaf.shape
+    return (leaf.shape, leaf.is_inference()) if isinstance(leaf, Tensor) else None
+
+
+def _has_version(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and not leaf.is_inference()
+
+
+def _names(f: Callable[..., Any], positional: int, keywords: tuple[str, ...]) -> list[str]:
+    """Return the parameter names of positional arguments, followed by the keywords given."""
+    try:
+        parameters = list(inspect.signature(f).parameters.values())
+    except (TypeError, ValueError):  # some callables written in C do not tell
+        parameters = []
+    known = [one.name for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+    return known[:positional] + [str(place) for place in range(len(known), positional)] + list(keywords)
+
+
+def _broadcast(specs: PyTree, tree: PyTree) -> list[Any]:
+    """Return the spec of every leaf of a tree, from a prefix tree of specs."""
+    try:
+        return broadcast_prefix(specs, tree, none_is_leaf=True)
+    except ValueError as error:
+        raise LayoutError(f"the specs {specs!r} are no prefix of the tree: {error}") from None

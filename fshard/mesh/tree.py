@@ -1,0 +1,67 @@
+"""Trees of tensors, by optree: the few operations that fshard needs, in its own namespace.
+
+A `Sharded` is a node whose children are its shards (so that elementwise code need not know it), or, with
+`sharded_is_leaf`, a leaf: the global array.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import optree
+
+NAMESPACE = "fshard"
+PyTree = Any
+"""A tensor, or any nesting of containers that optree knows with tensors at the leaves."""
+Structure = optree.PyTreeSpec
+_o: Any = optree  # its annotations know no "any tree", which is what is passed here
+
+_leaf_classes: list[type] = []
+
+
+def register_node(kind: type, flatten: Callable[[Any], Any], unflatten: Callable[[Any, Any], Any]) -> None:
+    """Make a class of global arrays a node of trees."""
+    _o.register_pytree_node(kind, flatten, unflatten, namespace=NAMESPACE)
+    _leaf_classes.append(kind)
+
+
+def _is_global(x: object) -> bool:
+    return isinstance(x, tuple(_leaf_classes))
+
+
+def flatten(tree: PyTree, *, sharded_is_leaf: bool = False, none_is_leaf: bool = False) -> tuple[list[Any], Structure]:
+    """Return the leaves of a tree and its structure."""
+    is_leaf = _is_global if sharded_is_leaf else None
+    leaves, structure = _o.tree_flatten(tree, is_leaf=is_leaf, none_is_leaf=none_is_leaf, namespace=NAMESPACE)
+    return leaves, structure
+
+
+def flatten_with_paths(
+    tree: PyTree, *, sharded_is_leaf: bool = False, none_is_leaf: bool = False
+) -> tuple[list[str], list[Any], Structure]:
+    """Return where each leaf stands, as the expression that leads there (`["w"][3]`), the leaves and the structure."""
+    is_leaf = _is_global if sharded_is_leaf else None
+    paths, leaves, structure = _o.tree_flatten_with_path(
+        tree, is_leaf=is_leaf, none_is_leaf=none_is_leaf, namespace=NAMESPACE
+    )
+    return ["".join(_entry(entry) for entry in path) for path in paths], leaves, structure
+
+
+def _entry(entry: object) -> str:
+    return f'["{entry}"]' if isinstance(entry, str) else f"[{entry!r}]"
+
+
+def unflatten(structure: Structure, leaves: Sequence[Any]) -> PyTree:
+    """Put a tree together again."""
+    return _o.tree_unflatten(structure, leaves)
+
+
+def map_leaves(f: Callable[[Any], Any], tree: PyTree) -> PyTree:
+    """Apply a function to every leaf; a `Sharded` is one."""
+    return _o.tree_map(f, tree, is_leaf=_is_global, namespace=NAMESPACE)
+
+
+def broadcast_prefix(prefix: PyTree, tree: PyTree, *, none_is_leaf: bool = False) -> list[Any]:
+    """Return for every leaf of a tree what a prefix of the tree says of it; ValueError if it is no prefix."""
+    return _o.broadcast_prefix(prefix, tree, is_leaf=_is_global, none_is_leaf=none_is_leaf, namespace=NAMESPACE)

@@ -1,0 +1,303 @@
+"""What every collective means, on a plain list of per-device tensors: the oracle that all runtimes are held to.
+
+A list has a tensor for each device of a group, in the group's order.  `forward` says what the devices hold afterwards;
+`backward` takes the cotangents of that (and what the devices held before) to the cotangents of what went in; `sent`
+says how many bytes a device sends by the textbook.  All is written here once more, from the words of the
+documentation and without a look at the code that it judges.
+
+A new collective is tested by being listed in `ORACLES`.
+
+Legend: n devices, xs what they hold, gs the cotangents of what they get; i a device's place, size its bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Tensors = list[Tensor]
+Pairs = Sequence[tuple[int, int]]
+Options = dict[str, Any]
+"""The keyword arguments of a collective."""
+
+
+def total(xs: Sequence[Tensor]) -> Tensor:
+    """Add in the documented tree, ((0 + 1) + (2 + 3)) + ..., level by level; whoever has no partner waits for the next.
+
+    16-bit floats are added in 32 bits and rounded once; booleans are counted.
+
+    >>> total([torch.tensor(True), torch.tensor(False), torch.tensor(True)])
+    tensor(2)
+    """
+    dtype = xs[0].dtype
+    if dtype == torch.bool:
+        return total([x.long() for x in xs])
+    if dtype in (torch.float16, torch.bfloat16):
+        return total([x.float() for x in xs]).to(dtype)
+    pairs = [a + b for a, b in zip(xs[::2], xs[1::2], strict=False)]
+    return xs[0] if len(xs) == 1 else total([*pairs, *xs[len(xs) & ~1 :]])
+
+
+def cut(x: Tensor, n: int, dim: int) -> Tensors:
+    """Cut a dim into n equal pieces."""
+    each = x.shape[dim] // n
+    return [x.narrow(dim, i * each, each) for i in range(n)]
+
+
+def share(xs: Tensors, extreme: Tensor) -> Tensors:
+    """Say for each device which part of the extreme is its own: an equal one for all that hold it."""
+    holds = [(x == extreme).to(extreme.dtype) for x in xs]
+    return [mine / torch.stack(holds).sum(0) for mine in holds]
+
+
+def largest(xs: Tensors) -> Tensor:
+    """Take the largest, element by element."""
+    return torch.stack(xs).amax(0)
+
+
+def smallest(xs: Tensors) -> Tensor:
+    """Take the smallest, element by element."""
+    return torch.stack(xs).amin(0)
+
+
+# -- forward: what the devices hold, to what they get -------------------------------------------------------------
+
+
+def psum(xs: Tensors) -> Tensors:
+    """[1 2], [3 4]  =>  [4 6], [4 6]."""
+    return [total(xs) for _ in xs]
+
+
+def pmean(xs: Tensors) -> Tensors:
+    """[1 2], [3 4]  =>  [2 3], [2 3]."""
+    return [total(xs) / len(xs) for _ in xs]
+
+
+def pmax(xs: Tensors) -> Tensors:
+    """[1 9], [3 4]  =>  [3 9], [3 9]."""
+    return [largest(xs) for _ in xs]
+
+
+def pmin(xs: Tensors) -> Tensors:
+    """[1 9], [3 4]  =>  [1 4], [1 4]."""
+    return [smallest(xs) for _ in xs]
+
+
+def pvary(xs: Tensors) -> Tensors:
+    """[1 2], [1 2]  =>  [1 2], [1 2]."""
+    return [x.clone() for x in xs]
+
+
+def all_gather(xs: Tensors, *, dim: int = 0, to: str = "each") -> Tensors:
+    """[1], [2]  =>  [1 2], [1 2].  A 0-d tensor counts as one of one element."""
+    return [torch.cat([x if x.ndim else x[None] for x in xs], dim) for _ in xs]
+
+
+def psum_scatter(xs: Tensors, *, dim: int = 0) -> Tensors:
+    """[1 2], [3 4]  =>  [4], [6]."""
+    return cut(total(xs), len(xs), dim)
+
+
+def all_to_all(xs: Tensors, *, dim: int | tuple[int, int] = 0) -> Tensors:
+    """[1 2], [3 4]  =>  [1 3], [2 4]."""
+    split, join = (dim, dim) if isinstance(dim, int) else dim
+    return [torch.cat([cut(x, len(xs), split)[i] for x in xs], join) for i in range(len(xs))]
+
+
+def ppermute(xs: Tensors, *, pairs: Pairs) -> Tensors:
+    """[1], [2]  =>  [0], [1]  with pairs ((0, 1),)."""
+    source = {to: origin for origin, to in pairs}
+    return [xs[source[i]].clone() if i in source else torch.zeros_like(x) for i, x in enumerate(xs)]
+
+
+def broadcast(xs: Tensors, *, source: int = 0) -> Tensors:
+    """[1], [2]  =>  [1], [1]."""
+    return [xs[source].clone() for _ in xs]
+
+
+# -- backward: what the devices are given for what they got, to what is due to what they held ----------------------
+
+
+def psum_backward(gs: Tensors, xs: Tensors) -> Tensors:
+    """Pass through: the sum was the same everywhere, and so is its cotangent."""
+    return [g.clone() for g in gs]
+
+
+def pmean_backward(gs: Tensors, xs: Tensors) -> Tensors:
+    """Pass through, divided."""
+    return [g / len(gs) for g in gs]
+
+
+def pmax_backward(gs: Tensors, xs: Tensors) -> Tensors:
+    """To whoever holds the largest, in equal parts."""
+    return [g * part for g, part in zip(gs, share(xs, largest(xs)), strict=True)]
+
+
+def pmin_backward(gs: Tensors, xs: Tensors) -> Tensors:
+    """To whoever holds the smallest, in equal parts."""
+    return [g * part for g, part in zip(gs, share(xs, smallest(xs)), strict=True)]
+
+
+def pvary_backward(gs: Tensors, xs: Tensors) -> Tensors:
+    """[1], [2]  <=  the sum [3], [3]: the value was one, used by all."""
+    return psum(gs)
+
+
+def all_gather_backward(gs: Tensors, xs: Tensors, *, dim: int = 0, to: str = "each") -> Tensors:
+    """Each piece was used by all: sum what they say of it.  If the whole is one value, take the own piece of it."""
+    whole = gs if to == "replicated" else psum(gs)
+    return [cut(g, len(gs), dim)[i].reshape(x.shape) for i, (g, x) in enumerate(zip(whole, xs, strict=True))]
+
+
+def psum_scatter_backward(gs: Tensors, xs: Tensors, *, dim: int = 0) -> Tensors:
+    """Each summand was in all pieces: put the pieces' cotangents side by side."""
+    return all_gather(gs, dim=dim)
+
+
+def all_to_all_backward(gs: Tensors, xs: Tensors, *, dim: int | tuple[int, int] = 0) -> Tensors:
+    """Send everything back."""
+    return all_to_all(gs, dim=dim if isinstance(dim, int) else (dim[1], dim[0]))
+
+
+def ppermute_backward(gs: Tensors, xs: Tensors, *, pairs: Pairs) -> Tensors:
+    """Send everything back."""
+    return ppermute(gs, pairs=[(to, origin) for origin, to in pairs])
+
+
+def broadcast_backward(gs: Tensors, xs: Tensors, *, source: int = 0) -> Tensors:
+    """Give the source its cotangent: what all got was one value, its own, and the others' were not used."""
+    return [g.clone() if i == source else torch.zeros_like(g) for i, g in enumerate(gs)]
+
+
+# -- bytes: what a device at place i of n sends, holding `size` bytes ----------------------------------------------
+
+
+def reduced(size: int, i: int, n: int) -> Fraction:
+    """In a ring: all rows but one while summing, and again while spreading the sums."""
+    return Fraction(2 * (n - 1) * size, n)
+
+
+def exchanged(size: int, i: int, n: int, **_: Any) -> Fraction:
+    """Send all rows but the own."""
+    return Fraction((n - 1) * size, n)
+
+
+def gathered(size: int, i: int, n: int, **_: Any) -> Fraction:
+    """Everything to everybody else: (n-1)/n of the result."""
+    return Fraction((n - 1) * size)
+
+
+def free(size: int, i: int, n: int) -> Fraction:
+    """Send nothing."""
+    return Fraction(0)
+
+
+def along(size: int, i: int, n: int, *, pairs: Pairs) -> Fraction:
+    """Send the whole, if there is somebody else to send it to."""
+    return Fraction(sum(size for origin, to in pairs if origin == i != to))
+
+
+def chained(size: int, i: int, n: int, *, source: int = 0) -> Fraction:
+    """Pass the whole on to the next, but for the last of the chain that begins at the source."""
+    return Fraction(0 if (i + 1) % n == source else size)
+
+
+# -- the options worth trying over n devices, on tensors of at least 2 dims -----------------------------------------
+
+
+def plain(n: int) -> list[Options]:
+    """Take none."""
+    return [{}]
+
+
+def each_dim(n: int) -> list[Options]:
+    """Take a dim, counted from either end."""
+    return [{"dim": dim} for dim in (0, 1, -1)]
+
+
+def each_dim_and_kind(n: int) -> list[Options]:
+    """Take a dim, for both kinds of result."""
+    return [{"dim": dim, "to": to} for dim in (0, -1) for to in ("each", "replicated")]
+
+
+def two_dims(n: int) -> list[Options]:
+    """Take one dim to cut and one to join along."""
+    return [{"dim": dim} for dim in (0, 1, (0, 1), (1, 0), (-1, 0))]
+
+
+def routes(n: int) -> list[Options]:
+    """Take a ring, a ring the other way, a single hop, and the swap of two; alone, nothing."""
+    ring = tuple((i, (i + 1) % n) for i in range(n))
+    back = tuple((to, origin) for origin, to in ring)
+    hops = [ring, back, ((n - 1, 0),), ((0, n - 1), (n - 1, 0))] if n > 1 else [()]
+    return [{"pairs": pairs} for pairs in hops]
+
+
+def routes_and_rests(n: int) -> list[Options]:
+    """Take routes, nothing at all, and everybody to itself."""
+    rests = [(), tuple((i, i) for i in range(n))]
+    return routes(n) + [{"pairs": pairs} for pairs in rests]
+
+
+def both_ends(n: int) -> list[Options]:
+    """Take the first device as source, and the last."""
+    return [{"source": source} for source in sorted({0, n - 1})]
+
+
+@dataclass(frozen=True)
+class Oracle:
+    """The meaning of one collective.
+
+    Args:
+        forward: from (xs, **options) to what the devices get.
+        backward: from (gs, xs, **options) to the cotangents of xs.
+        sent: from (size, i, n) and options that matter to bytes, exactly.
+        kinds: the dtypes it takes, "b" bool, "i" integer, "f" float, "c" complex.
+        sums: whether the forward, and the backward, add: only there may bits depend on an order.
+        counts: whether booleans become integers.
+        options: what to try over n devices.
+    """
+
+    forward: Callable[..., Tensors]
+    backward: Callable[..., Tensors]
+    sent: Callable[..., Fraction]
+    kinds: str = "bifc"
+    sums: tuple[bool, bool] = (False, False)
+    counts: bool = False
+    options: Callable[[int], list[Options]] = plain
+
+    def takes(self, dtype: torch.dtype) -> bool:
+        """Say whether the collective has a meaning for a dtype."""
+        return kind(dtype) in self.kinds
+
+
+def kind(dtype: torch.dtype) -> str:
+    """Return "b", "i", "f" or "c".
+
+    >>> kind(torch.bfloat16), kind(torch.uint8)
+    ('f', 'i')
+    """
+    return "b" if dtype == torch.bool else "f" if dtype.is_floating_point else "c" if dtype.is_complex else "i"
+
+
+ADDS, ADDS_BACK = (True, False), (False, True)
+
+ORACLES: dict[str, Oracle] = {
+    "psum": Oracle(psum, psum_backward, reduced, sums=ADDS, counts=True),
+    "pmean": Oracle(pmean, pmean_backward, reduced, kinds="fc", sums=ADDS),
+    "pmax": Oracle(pmax, pmax_backward, reduced, kinds="bif", sums=ADDS_BACK),
+    "pmin": Oracle(pmin, pmin_backward, reduced, kinds="bif", sums=ADDS_BACK),
+    "pvary": Oracle(pvary, pvary_backward, free, sums=ADDS_BACK),
+    "all_gather": Oracle(all_gather, all_gather_backward, gathered, sums=ADDS_BACK, options=each_dim_and_kind),
+    "psum_scatter": Oracle(psum_scatter, psum_scatter_backward, exchanged, sums=ADDS, counts=True, options=each_dim),
+    "all_to_all": Oracle(all_to_all, all_to_all_backward, exchanged, options=two_dims),
+    "ppermute": Oracle(ppermute, ppermute_backward, along, options=routes_and_rests),
+    "broadcast": Oracle(broadcast, broadcast_backward, chained, options=both_ends),
+    "send_recv": Oracle(ppermute, ppermute_backward, along, options=routes),
+}
+"""Every collective, by the name of its function; `send_recv` is a `send` and a `recv` for every pair."""

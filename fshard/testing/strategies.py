@@ -1,0 +1,194 @@
+"""Hypothesis strategies for meshes, layouts, tensors and trees of tensors.
+
+Numbers are *dyadic*: small multiples of 1/8, whose sums and differences are exact in any order, so that what is linear
+can be compared bit for bit whatever the layout.  What is simplest comes first: a counterexample shrinks to one axis,
+few devices, nothing cut, float32, and numbers that count.
+
+    @given(st.data())
+    def test_unshard_undoes_device_put(data):
+        mesh = data.draw(meshes())
+        shape = data.draw(shapes_for(mesh))
+        layout = data.draw(layouts(mesh, shape))
+        x = data.draw(dyadic(shape, torch.float32))
+        assert torch.equal(fs.unshard(fs.device_put(x, layout)), x)
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fshard.mesh.layout import Layout
+from fshard.mesh.make import make_mesh
+from fshard.mesh.mesh import Mesh, Runtime
+from fshard.mesh.spec import P
+
+AXIS_NAMES = ("data", "model", "pipe")
+"""The names that axes of drawn meshes have, in this order."""
+DTYPES = (
+    torch.float32, torch.float64, torch.bfloat16, torch.float16,
+    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
+    torch.complex64, torch.complex128,
+)  # fmt: skip
+"""The dtypes that tensors are drawn in, simplest first."""
+FEW = 12
+"""Up to so many elements are drawn one by one, and shrink one by one; more come from a seed."""
+
+
+@st.composite
+def meshes(
+    draw: st.DrawFn, max_size: int = 8, runtime: Runtime = "virtual", *, size: int | None = None, max_axes: int = 3
+) -> Mesh:
+    """Draw a mesh of one to three axes and at most `max_size` devices, or exactly `size`; axes of size 1 occur.
+
+    >>> from hypothesis import find
+    >>> find(meshes(), lambda mesh: mesh.size > 3)
+    Mesh(data=4; virtual, cpu)
+    >>> find(meshes(size=6), lambda mesh: len(mesh.axis_names) == 2)
+    Mesh(data=1, model=6; virtual, cpu)
+    """
+    names = AXIS_NAMES[: draw(st.integers(1, min(max_axes, len(AXIS_NAMES))))]
+    left, sizes = size or max_size, list[int]()
+    for name in names:
+        fits = [length for length in range(1, left + 1) if size is None or left % length == 0]
+        sizes.append(left if size is not None and name == names[-1] else draw(st.sampled_from(fits)))
+        left //= sizes[-1]
+    return make_mesh(dict(zip(names, sizes, strict=True)), runtime=runtime)
+
+
+def axis_subsets(mesh: Mesh) -> st.SearchStrategy[tuple[str, ...]]:
+    """Draw one or more axes of a mesh, in any order: what a collective can go over.
+
+    >>> from hypothesis import find
+    >>> find(axis_subsets(make_mesh({"data": 2, "model": 2})), lambda axes: len(axes) == 2)
+    ('data', 'model')
+    """
+    return st.lists(st.sampled_from(mesh.axis_names), min_size=1, unique=True).map(tuple)
+
+
+@st.composite
+def specs(draw: st.DrawFn, mesh: Mesh, shape: tuple[int, ...], *, flat: bool = True, unreduced: bool = True) -> P:
+    """Draw a spec in which a tensor of `shape` can lie on a mesh: dims cut by one or several axes in any order, or flat.
+
+    Args:
+        draw: given by hypothesis.
+        mesh: whose axes may be used.
+        shape: of the whole tensor.
+        flat: whether the spec may be flat.
+        unreduced: whether axes may be unreduced.
+
+    >>> from hypothesis import find
+    >>> mesh = make_mesh({"data": 2, "model": 2})
+    >>> find(specs(mesh, (4, 3)), lambda spec: len(spec.sharded_axes) == 2)
+    P(("data", "model"))
+    """
+    cuts = [1] * len(shape)
+    entries: list[tuple[str, ...]] = [()] * len(shape)
+    summed: list[str] = []
+    if flat and draw(st.sampled_from((False, False, False, True))):
+        chosen = draw(axis_subsets(mesh))
+        over = [axis for axis in mesh.axis_names if unreduced and axis not in chosen and draw(st.booleans())]
+        return P.flat(*chosen, unreduced=tuple(over))
+    for axis in draw(st.permutations(mesh.axis_names)):
+        size = mesh.shape[axis]
+        fitting = [dim for dim, length in enumerate(shape) if length % (cuts[dim] * size) == 0]
+        use = draw(st.sampled_from([*fitting, "whole", *(["unreduced"] if unreduced else [])]))
+        if isinstance(use, int):
+            entries[use] += (axis,)
+            cuts[use] *= size
+        elif use == "unreduced":
+            summed.append(axis)
+    return P(*entries, unreduced=tuple(summed))
+
+
+def layouts(
+    mesh: Mesh, shape: tuple[int, ...], *, flat: bool = True, unreduced: bool = True
+) -> st.SearchStrategy[Layout]:
+    """Draw a layout of a tensor of `shape` on a mesh: a spec (see `specs`) and a memory kind.
+
+    >>> from hypothesis import find
+    >>> find(layouts(make_mesh({"data": 2}), (4,)), lambda layout: layout.memory == "host")
+    Layout(Mesh(data=2; virtual, cpu), P("data"), "host")
+    """
+    spec = specs(mesh, shape, flat=flat, unreduced=unreduced)
+    return st.builds(Layout, st.just(mesh), spec, st.sampled_from(("device", "host")))
+
+
+@st.composite
+def shapes_for(draw: st.DrawFn, mesh: Mesh, *, min_dims: int = 0, max_dims: int = 3) -> tuple[int, ...]:
+    """Draw a shape whose dims some axes of the mesh divide; 0-d and empty ones too, and dims that nothing divides.
+
+    >>> from hypothesis import find
+    >>> find(shapes_for(make_mesh({"data": 4})), lambda shape: len(shape) == 2 and shape[1] % 4 == 0)
+    (1, 4)
+    """
+    lengths: list[int] = []
+    for _ in range(draw(st.integers(min_dims, max_dims))):
+        cutting = draw(st.lists(st.sampled_from(mesh.axis_names), unique=True))
+        lengths.append(draw(st.sampled_from((1, 2, 3, 0))) * prod(mesh.shape[axis] for axis in cutting))
+    return tuple(lengths)
+
+
+@st.composite
+def dyadic(draw: st.DrawFn, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+    """Draw a tensor of multiples of 1/8 up to 4 (whole numbers up to 8 where the dtype has no others).
+
+    Sums of eight such numbers are exact in bfloat16, of 64 in float16, of 500,000 in float32, in any order.
+
+    >>> from hypothesis import find
+    >>> find(dyadic((3,)), lambda x: bool(x.sum() > 1))
+    tensor([1.1250, 0.0000, 0.0000])
+    """
+    if dtype.is_complex:
+        real = torch.float32 if dtype == torch.complex64 else torch.float64
+        return torch.complex(draw(dyadic(shape, real)), draw(dyadic(shape, real)))
+    low, high = {torch.bool: (0, 1), torch.uint8: (0, 8)}.get(dtype, (-32, 32) if dtype.is_floating_point else (-8, 8))
+    size = prod(shape)
+    if size <= FEW:
+        numbers = torch.tensor(draw(st.lists(st.integers(low, high), min_size=size, max_size=size)), dtype=torch.int64)
+    elif seed := draw(st.integers(0, 2**16)):
+        numbers = torch.randint(low, high + 1, (size,), generator=torch.Generator().manual_seed(seed))
+    else:
+        numbers = torch.arange(size) % (high - low + 1) + low
+    return (numbers / 8 if dtype.is_floating_point else numbers).to(dtype).reshape(shape)
+
+
+def tensors(
+    shapes: st.SearchStrategy[tuple[int, ...]] | None = None, dtypes: st.SearchStrategy[torch.dtype] | None = None
+) -> st.SearchStrategy[Tensor]:
+    """Draw a tensor of a dtype and a shape (by default any, and up to three dims of at most 4) of dyadic numbers.
+
+    >>> from hypothesis import find
+    >>> find(tensors(), lambda x: x.ndim == 1 and x.dtype == torch.int64 and x.numel() == 2)
+    tensor([0, 0])
+    """
+    chosen = st.sampled_from(DTYPES) if dtypes is None else dtypes
+    small = st.lists(st.integers(0, 4), max_size=3).map(tuple) if shapes is None else shapes
+    return st.tuples(chosen, small).flatmap(lambda pair: dyadic(pair[1], pair[0]))
+
+
+class Pair(NamedTuple):
+    """A named tuple, as a node of drawn trees."""
+
+    first: Any
+    second: Any
+
+
+def pytrees(leaves: st.SearchStrategy[Any] | None = None, *, max_leaves: int = 8) -> st.SearchStrategy[Any]:
+    """Draw a tree of dicts, lists, tuples, named tuples and Nones over `leaves` (by default `tensors()`).
+
+    >>> from hypothesis import find
+    >>> find(pytrees(st.integers()), lambda tree: isinstance(tree, dict) and len(tree) == 2)
+    {'a': 0, 'b': 0}
+    """
+
+    def nodes(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+        several = st.lists(inner, max_size=3)
+        named = several.map(lambda children: dict(zip("abc", children, strict=False)))
+        return st.one_of(several, several.map(tuple), named, st.builds(Pair, inner, inner))
+
+    return st.recursive(st.one_of(tensors() if leaves is None else leaves, st.none()), nodes, max_leaves=max_leaves)

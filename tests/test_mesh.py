@@ -1,0 +1,186 @@
+"""Meshes and specs are values; what cannot be is an error that says everything at once."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fshard as fs
+from fshard import P
+from fshard.mesh import arithmetic
+
+
+def test_a_mesh_is_a_value():
+    mesh = fs.make_mesh({"data": 4, "model": 2})
+    assert mesh == fs.make_mesh([("data", 4), ("model", 2)])
+    assert hash(mesh) == hash(fs.make_mesh({"data": 4, "model": 2}))
+    assert mesh != fs.make_mesh({"model": 2, "data": 4})
+    assert mesh != fs.make_mesh({"data": 4, "model": 2}, runtime="abstract")
+    assert (mesh.size, mesh.axis_names, dict(mesh.shape)) == (8, ("data", "model"), {"data": 4, "model": 2})
+    with pytest.raises(AttributeError):
+        mesh.axes = ()
+    with pytest.raises(TypeError):
+        mesh.shape["data"] = 3
+
+
+def test_a_mesh_of_some_axes():
+    mesh = fs.make_mesh({"pipe": 2, "data": 3, "model": 4})
+    row = mesh["data"]
+    assert (row.size, row.axis_names, dict(row.strides), row.root_size) == (3, ("data",), {"data": 4}, 24)
+    plane = mesh["model", "pipe"]
+    assert (plane.axis_names, dict(plane.strides)) == (("model", "pipe"), {"model": 1, "pipe": 12})
+    assert plane["pipe"] == mesh["pipe"]
+    assert str(row) == "Mesh(data=3 of pipe=2, data=3, model=4; virtual, cpu)"
+
+
+def test_device_numbers_are_row_major():
+    mesh = fs.make_mesh({"data": 2, "model": 3})
+    assert [mesh.coordinates(device) for device in (0, 1, 3)] == [
+        {"data": 0, "model": 0},
+        {"data": 0, "model": 1},
+        {"data": 1, "model": 0},
+    ]
+    assert all(mesh.index(mesh.coordinates(device)) == device for device in range(6))
+
+
+@pytest.mark.parametrize(
+    ("axes", "text"),
+    [
+        ({"data": 0}, "axis 'data' has size 0: a size is a whole number of at least 1"),
+        (
+            {"data": -2, "model": 2.0},
+            "axis 'data' has size -2: a size is a whole number of at least 1; axis 'model' has size 2.0",
+        ),
+        ([("data", 2), ("data", 4)], 'axis "data" is named more than once'),
+        ({}, "it has no axis"),
+        ({"": 2}, "axis name '' is not a name like \"data\""),
+        ({"data": True}, "axis 'data' has size True"),
+    ],
+)
+def test_meshes_that_cannot_be(axes, text):
+    with pytest.raises(fs.MeshError) as error:
+        fs.make_mesh(axes)
+    assert text in str(error.value)
+
+
+def test_an_unknown_axis_names_those_there_are():
+    mesh = fs.make_mesh({"data": 4})
+    with pytest.raises(fs.MeshError, match=r'has no axis "model", "x"\. Its axes are "data"'):
+        mesh["model", "x"]
+    with pytest.raises(fs.MeshError, match='has no axis "model"'):
+        fs.Layout(mesh, P("model"))
+
+
+def test_a_process_mesh_needs_processes(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(fs.MeshError, match="missing: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT"):
+        fs.make_mesh({"data": 2}, runtime="process")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(fs.MeshError, match="missing: MASTER_ADDR, MASTER_PORT"):
+        fs.make_mesh({"data": 2})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"runtime": "imaginary"}, '"imaginary" is none of "virtual", "process", "abstract"'),
+        ({"runtime": "abstract", "device": "cuda"}, "an abstract mesh has no device"),
+        ({"device": "tpu"}, "device='tpu' is neither"),
+        ({"timeout": 3.0}, "timeout=3.0 has no meaning"),
+    ],
+)
+def test_runtimes_and_devices_that_cannot_be(arguments, text):
+    with pytest.raises(fs.MeshError) as error:
+        fs.make_mesh({"data": 2}, **arguments)
+    assert text in str(error.value)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_no_gpu():
+    with pytest.raises(fs.MeshError, match="torch sees no GPU"):
+        fs.make_mesh({"data": 2}, device="cuda")
+
+
+def test_a_spec_is_a_leaf_and_a_value():
+    assert P("data", None) == P("data") == P(("data",)) == P("data", ())
+    assert P("data") != P(None, "data")
+    assert P(unreduced=("b", "a")) == P(unreduced=("a", "b"))
+    assert not isinstance(P("data"), tuple)
+    assert repr(P(("a", "b"), None, "c", unreduced="d")) == 'P(("a", "b"), None, "c", unreduced="d")'
+    assert repr(P.flat("a", "b", shape=(3, 5))) == 'P.flat("a", "b", shape=(3, 5))'
+    assert P(("a", "b"), None, "c").dims(4) == (("a", "b"), (), ("c",), ())
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: P("a", "a"), lambda: P(("a", "b"), "b"), lambda: P("a", unreduced="a"), lambda: P.flat("a", "a")]
+)
+def test_an_axis_cuts_one_dim_only(make):
+    with pytest.raises(fs.LayoutError, match="names an axis more than once: [ab]"):
+        make()
+
+
+@pytest.mark.parametrize("make", [lambda: P(3), lambda: P(("a", 1)), lambda: P.flat()])
+def test_specs_that_cannot_be(make):
+    with pytest.raises(fs.LayoutError):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("spec", "memory", "token"),
+    [
+        (P("data", "model"), "device", "f32[8@data, 6@model]"),
+        (P("data"), "device", "f32[8@data, 6]"),
+        (P(("data", "model")), "device", "f32[8@data+model, 6]"),
+        (P(None, unreduced="model"), "device", "f32[8, 6]{U:model}"),
+        (P.flat("data", unreduced="model"), "host", "f32[8, 6]{flat:data, U:model, host}"),
+    ],
+)
+def test_the_type_is_one_token(spec, memory, token):
+    mesh = fs.make_mesh({"data": 4, "model": 2})
+    assert str(fs.typeof(fs.device_put(torch.zeros(8, 6), fs.Layout(mesh, spec, memory)))) == token
+
+
+def test_types_of_other_things():
+    assert str(fs.typeof(torch.zeros(2, dtype=torch.bfloat16))) == "bf16[2]"
+    with pytest.raises(fs.LayoutError, match="found int"):
+        fs.typeof(3)
+
+
+# -- shard arithmetic ---------------------------------------------------------------------------------------------
+
+sizes = st.dictionaries(st.sampled_from("abc"), st.integers(1, 4), min_size=1)
+
+
+@given(sizes, st.integers(0, 1000))
+def test_coordinates_and_numbers_are_inverse(axes, seed):
+    lengths = list(axes.values())
+    total = torch.tensor(lengths).prod().item()
+    assert arithmetic.ravel(arithmetic.unravel(seed % total, lengths), lengths) == seed % total
+
+
+@given(st.integers(0, 40), st.integers(1, 9))
+def test_flat_ranges_cover_everything_once_and_in_order(total, parts):
+    ranges = [arithmetic.flat_range(total, parts, index) for index in range(parts)]
+    assert [element for start, stop in ranges for element in range(start, stop)] == list(range(total))
+    lengths = [stop - start for start, stop in ranges]
+    assert lengths == sorted(lengths, reverse=True)
+    for element in range(total):
+        start, stop = ranges[arithmetic.flat_owner(element, total, parts)]
+        assert start <= element < stop
+
+
+@given(st.permutations(["a", "b", "c"]), st.integers(0, 2), st.integers(1, 3))
+def test_dim_ranges_cover_everything_once(order, first, times):
+    axes = {"a": 2, "b": 3, "c": 2}
+    dims = (tuple(order[:first]), tuple(order[first:]))
+    shape = tuple(times * torch.tensor([axes[axis] for axis in names] or [1]).prod().item() for names in dims)
+    covered = torch.zeros(shape)
+    for device in range(12):
+        coordinates = dict(zip(axes, arithmetic.unravel(device, list(axes.values())), strict=True))
+        ranges = arithmetic.dim_ranges(shape, dims, axes, coordinates)
+        covered[tuple(slice(*one) for one in ranges)] += 1
+        first_element = [start for start, _ in ranges]
+        assert arithmetic.dim_owner(first_element, shape, dims, axes) == coordinates
+    assert (covered == 1).all()

@@ -1,0 +1,181 @@
+"""Reshard: from any layout to any layout, by the fewest bytes."""
+
+from fractions import Fraction
+from math import prod
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fshard as fs
+from fshard import P
+from fshard.mesh.plan import plan
+
+MESHES = [{"a": 2}, {"a": 3}, {"a": 2, "b": 2}, {"a": 4, "b": 2}, {"a": 2, "b": 3}, {"a": 2, "b": 2, "c": 2}]
+
+
+@st.composite
+def specs(draw, mesh, shape):
+    """Any legal spec: every axis cuts a dim that it divides, or the flat tensor, or is unreduced, or does nothing."""
+    axes = draw(st.permutations(list(mesh)))
+    flat = draw(st.booleans())
+    dims = [[] for _ in shape]
+    cut, unreduced = [], []
+    for axis in axes:
+        choices = ["nothing", "unreduced"]
+        if flat:
+            choices.append("flat")
+        else:
+            choices += [
+                dim
+                for dim, length in enumerate(shape)
+                if length % prod([mesh[other] for other in (*dims[dim], axis)]) == 0
+            ]
+        choice = draw(st.sampled_from(choices))
+        if choice == "unreduced":
+            unreduced.append(axis)
+        elif choice == "flat":
+            cut.append(axis)
+        elif choice != "nothing":
+            dims[choice].append(axis)
+    unreduced = tuple(unreduced)
+    return P.flat(*cut, unreduced=unreduced) if cut else P(*(tuple(dim) for dim in dims), unreduced=unreduced)
+
+
+@st.composite
+def problems(draw):
+    mesh = draw(st.sampled_from(MESHES))
+    shape = tuple(draw(st.lists(st.sampled_from([0, 1, 2, 3, 4, 6, 8, 12, 24]), max_size=3)))
+    return mesh, shape, draw(specs(mesh, shape)), draw(specs(mesh, shape))
+
+
+def as_laid(whole, layout):
+    """The oracle: each device's piece by indexing, every summand but the first zero."""
+    pieces = []
+    for device in range(layout.mesh.size):
+        ranges = layout.ranges(whole.shape, device)
+        source = whole.reshape(-1) if layout.spec.is_flat else whole
+        piece = source[tuple(slice(*one) for one in ranges)]
+        place = layout.mesh.coordinates(device)
+        first = not any(place[axis] for axis in layout.spec.unreduced)
+        pieces.append(piece.clone() if first else torch.zeros_like(piece))
+    return tuple(pieces)
+
+
+@given(problems())
+def test_any_layout_to_any_layout(problem):
+    axes, shape, before, after = problem
+    mesh = fs.make_mesh(axes)
+    whole = torch.arange(1.0, prod(shape) + 1).reshape(shape)
+    x = fs.device_put(whole, fs.Layout(mesh, before))
+    for shard, piece in zip(x.shards, as_laid(whole, x.layout), strict=True):
+        assert torch.equal(shard, piece)
+    y = fs.reshard(x, fs.Layout(mesh, after))
+    assert [shard.shape for shard in y.shards] == [y.layout.local_shape(shape, d) for d in range(mesh.size)]
+    assert torch.equal(fs.unshard(y), whole)
+    if not set(after.unreduced):
+        for shard, piece in zip(y.shards, as_laid(whole, y.layout), strict=True):
+            assert torch.equal(shard, piece)
+
+
+@given(problems())
+def test_the_gradient_of_a_reshard_is_that_of_the_identity(problem):
+    axes, shape, before, after = problem
+    mesh = fs.make_mesh(axes)
+    whole = torch.arange(1.0, prod(shape) + 1).reshape(shape).requires_grad_()
+    weight = torch.arange(prod(shape), 0.0, -1).reshape(shape)
+    y = fs.reshard(fs.device_put(whole, fs.Layout(mesh, before)), fs.Layout(mesh, after))
+    (gradient,) = torch.autograd.grad((fs.unshard(y) * weight).sum(), whole)
+    assert torch.equal(gradient, weight)
+
+
+@given(problems())
+def test_the_ledger_counts_what_the_plan_says_and_never_more_than_a_full_gather(problem):
+    axes, shape, before, after = problem
+    mesh = fs.make_mesh(axes)
+    x = fs.device_put(torch.ones(shape), fs.Layout(mesh, before))
+    with fs.ledger() as comm:
+        fs.reshard(x, fs.Layout(mesh, after))
+    planned = sum((step.elements for step in plan(before, after, shape, mesh.axes)), Fraction(0)) * 4
+    assert comm.bytes() <= planned  # a device that keeps its piece in a ppermute sends less
+    whole = prod(shape)
+    full = [plan(before, P(), shape, mesh.axes), plan(P(), after, shape, mesh.axes)]
+    assert planned <= 4 * sum((step.elements for steps in full for step in steps), Fraction(0))
+    assert planned <= 4 * 2 * max(whole, mesh.size)
+
+
+def kinds(before, after, shape, mesh):
+    return [(step.kind, step.axes) for step in plan(before, after, shape, tuple(mesh.items()))]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "expected"),
+    [
+        (P(), P("a"), [("slice", ("a",))]),
+        (P("a"), P(), [("all_gather", ("a",))]),
+        (P(("a", "b")), P(), [("all_gather", ("a", "b"))]),
+        (P(("a", "b")), P("a"), [("all_gather", ("b",))]),
+        (P("a"), P(None, "a"), [("all_to_all", ("a",))]),
+        (P("a", "b"), P(None, ("b", "a")), [("all_to_all", ("a",))]),
+        (P(("a", "b")), P(("b", "a")), [("ppermute", ("a", "b"))]),
+        (P(unreduced=("a", "b")), P(), [("psum", ("a", "b"))]),
+        (
+            P(unreduced="a"),
+            P(),
+            [("slice", ("b",)), ("psum_scatter", ("a",)), ("all_gather", ("b", "a"))],
+        ),  # replicas help
+        (P(unreduced="a"), P("a"), [("slice", ("b",)), ("psum_scatter", ("a",)), ("all_gather", ("b",))]),
+        (P(unreduced="a"), P("a", "b"), [("slice", ("b",)), ("psum_scatter", ("a",))]),
+        (P(unreduced=("a", "b")), P(("a", "b")), [("psum_scatter", ("a", "b"))]),
+        (P(unreduced="a"), P("b"), [("slice", ("b",)), ("psum", ("a",))]),
+        (P(("a", "b")), P.flat("a", "b"), [("reshape", ("a", "b"))]),
+        (P(None, "a"), P.flat("a"), [("all_to_all", ("a",)), ("reshape", ("a",))]),
+        (P.flat("a"), P(), [("flat_gather", ("a",))]),
+    ],
+)
+def test_the_cheapest_way(before, after, expected):
+    steps = kinds(before, after, (16, 16), {"a": 4, "b": 2})
+    assert [step for step in steps if step[0] != "reshape"] == [step for step in expected if step[0] != "reshape"]
+
+
+def test_uneven_flat_shards_go_through_padding():
+    assert kinds(P(unreduced="a"), P.flat("a"), (5, 3), {"a": 4}) == [("flat_scatter", ("a",))]
+    assert kinds(P.flat("a"), P(), (5, 3), {"a": 4}) == [("flat_gather", ("a",))]
+    mesh = fs.make_mesh({"a": 4})
+    x = fs.device_put(torch.arange(5.0), fs.Layout(mesh, P.flat("a")))
+    assert [shard.tolist() for shard in x.shards] == [[0.0, 1.0], [2.0, 3.0], [4.0], []]
+
+
+def test_a_large_abstract_mesh_plans_as_fast_as_a_small_one():
+    for size in (2, 16384):
+        mesh = fs.make_mesh({"a": size, "b": 4}, runtime="abstract")
+        x = fs.device_put(torch.empty(65536, 65536, device="meta"), fs.Layout(mesh, P("a", "b")))
+        with fs.ledger() as comm:
+            y = fs.reshard(x, fs.Layout(mesh, P("b", "a")))
+        assert y.shards[0].shape == (65536 // 4, 65536 // size)
+        assert comm.bytes() > 0
+
+
+def test_what_cannot_be_laid_out_is_said_with_all_offenders():
+    mesh = fs.make_mesh({"a": 4, "b": 2})
+    tree = {"w": torch.zeros(6, 3), "b": torch.zeros(8), "s": torch.zeros(())}
+    with pytest.raises(fs.LayoutError) as error:
+        fs.device_put(tree, fs.Layout(mesh, P("a", "b")))
+    text = str(error.value)
+    assert all(path in text for path in ('["w"]', '["b"]', '["s"]'))
+    assert "dim 0 has 6 elements, which 4 devices (a) do not divide" in text
+    assert "dim 1 has 3 elements, which 2 devices (b) do not divide" in text
+
+
+def test_host_memory_is_a_layout():
+    mesh = fs.make_mesh({"a": 2})
+    x = fs.device_put(torch.ones(4), fs.Layout(mesh, P("a"), "host"))
+    assert str(fs.typeof(x)) == "f32[4@a]{host}"
+    assert str(fs.typeof(fs.reshard(x, fs.Layout(mesh, P("a"))))) == "f32[4@a]"
+
+
+def test_another_mesh_is_refused():
+    x = fs.device_put(torch.ones(4), fs.Layout(fs.make_mesh({"a": 2}), P("a")))
+    with pytest.raises(fs.LayoutError, match="cannot be moved to"):
+        fs.reshard(x, fs.Layout(fs.make_mesh({"a": 4}), P("a")))

@@ -1,0 +1,333 @@
+"""shard_map: specs, arguments, results, nesting, promises."""
+
+from typing import NamedTuple
+
+import pytest
+import torch
+
+import fshard as fs
+from fshard import P
+
+
+@pytest.fixture
+def mesh():
+    return fs.make_mesh({"data": 2, "model": 2})
+
+
+def identity(mesh, in_specs, out_specs, **options):
+    return fs.shard_map(
+        lambda *args: args if len(args) > 1 else args[0], mesh=mesh, in_specs=in_specs, out_specs=out_specs, **options
+    )
+
+
+def test_one_spec_for_all_a_tuple_or_names(mesh):
+    a, b = torch.arange(4.0), torch.arange(4.0, 8.0)
+
+    def add(a, b, *, scale=1):
+        return (a + b) * scale
+
+    for in_specs in (P("data"), (P("data"), P("data")), {"a": P("data"), "b": P("data")}):
+        f = fs.shard_map(add, mesh=mesh, in_specs=in_specs, out_specs=P("data"))
+        assert torch.equal(fs.unshard(f(a, b)), a + b)
+        assert torch.equal(fs.unshard(f(a, b=b)), a + b)
+    f = fs.shard_map(add, mesh=mesh, in_specs={"a": P("data"), "b": P("data"), "scale": None}, out_specs=P("data"))
+    assert torch.equal(fs.unshard(f(a, scale=3, b=b)), 3 * (a + b))
+
+
+class Pair(NamedTuple):
+    left: torch.Tensor
+    right: torch.Tensor
+
+
+def test_prefix_trees_static_leaves_and_several_results(mesh):
+    params = {
+        "w": torch.arange(8.0).reshape(4, 2),
+        "deep": Pair(torch.ones(4), torch.zeros(2)),
+        "name": "layer",
+        "none": None,
+    }
+    specs = {"w": P("data"), "deep": Pair(P("model"), P()), "name": None, "none": None}
+
+    def f(params, sizes, flag):
+        assert flag == "yes" and params["name"] == "layer" and params["none"] is None
+        return params, {"sum": fs.psum(params["w"].sum(), "data"), "sizes": sizes, "shape": tuple(params["w"].shape)}
+
+    out, info = fs.shard_map(f, mesh=mesh, in_specs=(specs, None, None), out_specs=(specs, P()))(params, [1, 2], "yes")
+    assert str(fs.typeof(out["w"])) == "f32[4@data, 2]"
+    assert str(fs.typeof(out["deep"].left)) == "f32[4@model]"
+    assert out["name"] == "layer" and out["none"] is None
+    assert fs.unshard(info["sum"]).item() == 28 and info["sizes"] == [1, 2] and info["shape"] == (2, 2)
+
+
+def test_arguments_that_lie_otherwise_are_resharded(mesh):
+    x = fs.device_put(torch.arange(16.0).reshape(4, 4), fs.Layout(mesh, P("data")))
+    with fs.ledger() as comm:
+        y = identity(mesh, P(None, "data"), P(None, "data"))(x)
+    assert set(comm.by_collective()) == {("all_to_all", ("data",))}
+    assert torch.equal(fs.unshard(y), fs.unshard(x))
+
+
+def test_flat_and_unreduced_specs(mesh):
+    x = torch.arange(5.0)
+    y = identity(mesh, P.flat("data"), P.flat("data", shape=(5,)))(x)
+    assert [shard.tolist() for shard in y.shards] == [[0, 1, 2], [0, 1, 2], [3, 4], [3, 4]]
+    assert torch.equal(fs.unshard(y), x)
+    z = identity(mesh, P(unreduced="model"), P(unreduced="model"))(x)
+    assert str(fs.typeof(z)) == "f32[5]{U:model}"
+    assert torch.equal(fs.unshard(z), x)
+
+
+def test_nesting_over_other_axes(mesh):
+    x, w = torch.randn(4, 6), torch.randn(6, 3)
+
+    def outer(x, w):
+        def inner(x, w):
+            return fs.psum(x @ w, "model")
+
+        y = fs.shard_map(inner, mesh=mesh["model"], in_specs=(P(None, "model"), P("model")), out_specs=P())(x, w)
+        assert y.mesh.axis_names == ("model",)
+        return fs.psum(fs.unshard(y).sum(), "data")
+
+    for options in ({"mesh": mesh, "axes": "data"}, {"mesh": mesh["data"]}):
+        total = fs.shard_map(outer, in_specs=(P("data"), P()), out_specs=P(), **options)(x, w)
+        torch.testing.assert_close(fs.unshard(total), (x @ w).sum())
+
+    def collective_over_both(x):
+        return fs.shard_map(
+            lambda x: fs.psum(x.sum(), ("data", "model")), mesh=mesh["model"], in_specs=P("model"), out_specs=P()
+        )(x)
+
+    with pytest.raises(fs.MeshError, match="axis model is already mapped by the shard_map around it"):
+        fs.shard_map(collective_over_both, mesh=mesh, in_specs=P("data"), out_specs=P())(x)
+
+
+def test_gradients_through_nested_maps(mesh):
+    x, w = torch.randn(4, 6, dtype=torch.float64), torch.randn(6, 3, dtype=torch.float64, requires_grad=True)
+
+    def outer(x, w):
+        def inner(x, w):
+            return fs.psum(x @ w, "model")
+
+        y = fs.shard_map(inner, mesh=mesh["model"], in_specs=(P(None, "model"), P("model")), out_specs=P())(
+            x, fs.pvary(w, "data")
+        )
+        return fs.psum((fs.unshard(y) ** 2).sum(), "data")
+
+    total = fs.unshard(fs.shard_map(outer, mesh=mesh, axes="data", in_specs=(P("data"), P()), out_specs=P())(x, w))
+    (gradient,) = torch.autograd.grad(total, w)
+    (expected,) = torch.autograd.grad(((x @ w) ** 2).sum(), w)
+    torch.testing.assert_close(gradient, expected)
+
+
+def test_sub_meshes_stand_for_the_whole(mesh):
+    x = fs.device_put(torch.arange(4.0), fs.Layout(mesh["data"], P("data")))
+    assert x.mesh == mesh and len(x.shards) == 4
+
+
+def test_axes_left_free_cannot_be_named(mesh):
+    with pytest.raises(fs.LayoutError, match="names model, which this shard_map is not mapped over"):
+        identity(mesh, P("model"), P(), axes="data")(torch.ones(2))
+
+
+# -- what a caller gets wrong -------------------------------------------------------------------------------------
+
+
+def test_all_offending_arguments_at_once(mesh):
+    with pytest.raises(fs.LayoutError) as error:
+        identity(mesh, (P("data"), P(None, "model"), P("data")), P())(torch.ones(3), torch.ones(2, 5), torch.ones(4))
+    text = str(error.value)
+    assert "argument 0: " in text and "dim 0 has 3 elements, which 2 devices (data) do not divide" in text
+    assert "argument 1: " in text and "dim 1 has 5 elements, which 2 devices (model) do not divide" in text
+    assert "argument 2" not in text
+
+
+@pytest.mark.parametrize(
+    ("in_specs", "text"),
+    [
+        ((P(), P()), "1 arguments (x) but 2 in_specs"),
+        ({"y": P()}, "in_specs name ['y'], but the arguments given are ['x']"),
+        (None, "argument x: is a tensor, but its spec is None. Give P() for a tensor that is the same on all devices"),
+        ("data", "in_specs is a P, a tuple or a mapping by name; found str"),
+        ({"x": {"deep": P()}}, "are no prefix of the tree"),
+    ],
+)
+def test_in_specs_that_do_not_fit(mesh, in_specs, text):
+    with pytest.raises(fs.LayoutError) as error:
+        fs.shard_map(lambda x: x, mesh=mesh, in_specs=in_specs, out_specs=P())(torch.ones(2))
+    assert text in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("f", "out_specs", "kind", "text"),
+    [
+        (lambda x: x, None, fs.LayoutError, "result: is a tensor, but its out_spec is None"),
+        (lambda x: (x, x), (P("data"), P("nowhere")), fs.MeshError, 'has no axis "nowhere"'),
+        (lambda x: (x, x), (P("data"),), fs.LayoutError, "are no prefix of the tree"),
+        (lambda x: x.sum(), P("data"), fs.LayoutError, 'has 0 dims, but P("data") has 1 entries'),
+        (lambda x: x, P.flat("data"), fs.LayoutError, "cannot be read off a flat piece"),
+        (lambda x: x[: fs.axis_index("data")], P("data"), fs.LayoutError, "does not make up a tensor"),
+        (lambda x: fs.axis_index("data"), P(), fs.MismatchError, "return different trees or values"),
+    ],
+)
+def test_results_that_do_not_fit(mesh, f, out_specs, kind, text):
+    with pytest.raises(kind) as error:
+        fs.shard_map(f, mesh=mesh, in_specs=P("data"), out_specs=out_specs)(torch.ones(4))
+    assert text in str(error.value)
+
+
+def test_changing_an_argument_in_place_is_refused(mesh):
+    with pytest.raises(fs.LayoutError, match="<lambda> changed its argument x in place"):
+        fs.shard_map(lambda x: x.add_(1), mesh=mesh, in_specs=P(), out_specs=P())(torch.ones(2))
+
+
+def test_a_tensor_on_another_mesh_is_refused(mesh):
+    x = fs.device_put(torch.ones(2), fs.Layout(fs.make_mesh({"data": 2}), P()))
+    with pytest.raises(fs.LayoutError, match="it lies on Mesh"):
+        identity(mesh, P(), P())(x)
+
+
+# -- from_local, Sharded ------------------------------------------------------------------------------------------
+
+
+def test_from_local(mesh):
+    layout = fs.Layout(mesh, P("data", "model"))
+    x = fs.from_local(lambda data, model: torch.full((1, 2), 10 * data + model), layout)
+    assert fs.unshard(x).tolist() == [[0, 0, 1, 1], [10, 10, 11, 11]]
+    results = fs.run(
+        lambda: fs.unshard(fs.from_local(torch.tensor([fs.axis_index("data")]), fs.Layout(mesh, P("data")))).tolist(),
+        mesh=mesh,
+    )
+    assert results == [[0, 1]] * 4
+    flat = fs.from_local(lambda data, model: torch.ones(3 - data), fs.Layout(mesh, P.flat("data")), shape=(5,))
+    assert fs.unshard(flat).tolist() == [1] * 5
+    with pytest.raises(fs.LayoutError, match="was given one piece for the 4 devices"):
+        fs.from_local(torch.ones(2), layout)
+    with pytest.raises(fs.LayoutError, match=r"device \{'data': 1, 'model': 0\} has \(1,\) instead of \(2,\)"):
+        fs.from_local(lambda data, model: torch.ones(2 - data), fs.Layout(mesh, P("data")))
+    with pytest.raises(fs.LayoutError, match="differ in dtype or number of dims"):
+        fs.from_local(
+            lambda data, model: torch.ones(2, dtype=[torch.int32, torch.float32][data]), fs.Layout(mesh, P("data"))
+        )
+
+
+def test_sharded_is_an_optree_node(mesh):
+    import optree
+
+    x = fs.device_put(torch.arange(4.0), fs.Layout(mesh, P("data")))
+    doubled = optree.tree_map(lambda shard: shard * 2, {"x": x}, namespace="fshard")["x"]
+    assert isinstance(doubled, fs.Sharded) and fs.unshard(doubled).tolist() == [0, 2, 4, 6]
+    summed = optree.tree_map(torch.add, x, doubled, namespace="fshard")
+    assert fs.unshard(summed).tolist() == [0, 3, 6, 9]
+    halves = optree.tree_map(lambda shard: shard.bfloat16(), x, namespace="fshard")
+    assert str(fs.typeof(halves)) == "bf16[4@data]"
+    counts = optree.tree_map(torch.numel, x, namespace="fshard")
+    assert counts.shards == (2, 2, 2, 2) and "int" in repr(counts)
+
+
+def test_the_local_shard(mesh):
+    x = fs.device_put(torch.arange(4.0), fs.Layout(mesh, P("data")))
+    assert fs.run(lambda: x.local.tolist(), mesh=mesh) == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    with pytest.raises(fs.LayoutError, match="holds the shards of 4 devices here"):
+        _ = x.local
+
+
+def test_device_put_owns_its_memory(mesh):
+    whole = torch.arange(4.0)
+    x = fs.device_put(whole, fs.Layout(mesh, P("data")))
+    x.shards[0].add_(1)
+    assert whole.tolist() == [0, 1, 2, 3] and x.shards[1].tolist() == [0, 1]
+
+
+# -- promises -----------------------------------------------------------------------------------------------------
+
+
+def test_a_result_that_is_not_equal_names_itself(mesh):
+    f = fs.shard_map(lambda x: {"total": x.sum()}, mesh=mesh, in_specs=P("data"), out_specs=P())
+    with pytest.raises(fs.PromiseError) as error:
+        f(torch.arange(4.0))
+    text = str(error.value)
+    assert 'result["total"] of <lambda>, with out_spec P(), has to be equal along "data" and "model"' in text
+    assert "Reduce it with fs.psum or fs.pmean" in text and "devices 2, 3 differ from 0, 1" in text
+
+
+def test_a_forgotten_pvary_names_the_argument(mesh):
+    def gradient(w, x):
+        w = w.requires_grad_()
+        return torch.autograd.grad((w * x).sum(), w)[0]
+
+    def loss(w, x):
+        return fs.psum((w * x).sum(), "data")
+
+    w, x = torch.ones(2, requires_grad=True), torch.arange(4.0).reshape(2, 2)
+    with pytest.raises(
+        fs.PromiseError, match=r"argument w of loss, with spec P\(\), is equal along .* Write w = fs.pvary\(w, "
+    ):
+        torch.autograd.grad(
+            fs.unshard(fs.shard_map(loss, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())(w, x)), w
+        )
+    with pytest.raises(fs.PromiseError, match=r"result of gradient, with out_spec P\(\)"):
+        fs.shard_map(gradient, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())(w.detach(), x)
+
+
+def test_a_forgotten_pvary_after_a_psum_names_the_collective(mesh):
+    def f(x):
+        x = x.requires_grad_()
+        mean = fs.psum(x, "data")  # used below with each device's own data
+        return torch.autograd.grad((mean * (1 + fs.axis_index("data"))).sum(), x)[0]
+
+    with pytest.raises(fs.PromiseError, match=r'the result of fs.psum over "data" is equal on all devices') as error:
+        fs.shard_map(f, mesh=mesh, in_specs=P("data"), out_specs=P("data"))(torch.ones(2))
+    assert "test_shard_map.py" in str(error.value)
+
+
+def test_what_is_not_checked_is_not_compared(mesh):
+    f = fs.shard_map(lambda x: x.sum(), mesh=mesh, in_specs=P("data"), out_specs=P(), check=False)
+    assert fs.unshard(f(torch.arange(4.0))).item() == 1.0
+
+
+def test_nan_equals_nan_in_a_promise(mesh):
+    assert fs.unshard(identity(mesh, P(), P())(torch.tensor([float("nan"), 1.0]))).isnan().tolist() == [True, False]
+
+
+# -- abstract meshes ----------------------------------------------------------------------------------------------
+
+
+def test_the_same_program_on_an_abstract_mesh():
+    def step(w, x):
+        w = w.requires_grad_()
+        loss = fs.psum((x @ fs.pvary(w, "data")).pow(2).sum(), "data")
+        return loss, torch.autograd.grad(loss, w)[0]
+
+    books = []
+    for runtime in ("virtual", "abstract"):
+        mesh = fs.make_mesh({"data": 4}, runtime=runtime)
+        with fs.ledger() as comm:
+            loss, gradient = fs.shard_map(step, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())(
+                torch.randn(3, 5), torch.randn(8, 3)
+            )
+        assert (loss.shape, gradient.shape) == ((), (3, 5))
+        books.append(comm.devices[0])
+    assert books[0] == books[1]
+
+
+def test_an_abstract_mesh_of_65536_devices_costs_no_more_than_one_of_8():
+    import time
+
+    def cost(n):
+        mesh = fs.make_mesh({"data": n, "model": 8}, runtime="abstract")
+        x = fs.device_put(torch.empty(n * 8, 64, device="meta"), fs.Layout(mesh, P("data", "model")))
+
+        def body(x):
+            whole = fs.all_gather(x, ("data", "model"), dim=0)
+            return fs.psum_scatter(whole, ("model", "data"), dim=0), fs.ppermute(x, "model", [(0, 1)])
+
+        f = fs.shard_map(body, mesh=mesh, in_specs=P("data", "model"), out_specs=P("data", "model"))
+        f(x)
+        began = time.perf_counter()
+        for _ in range(20):
+            y, _ = f(x)
+        assert y.shape[0] == n * 8
+        return time.perf_counter() - began
+
+    small, large = cost(1), cost(8192)
+    assert large < 3 * small + 0.02
