@@ -104,7 +104,9 @@ def deadlock(console: Console) -> None:
     try:
         fs.run(main, mesh=fs.make_mesh({"d": 64}))
     except fs.DeadlockError:
-        console.print(f"a missing collective on one of 64 devices: reported in {time.perf_counter() - began:.3f} s (bar: 2)")
+        console.print(
+            f"a missing collective on one of 64 devices: reported in {time.perf_counter() - began:.3f} s (bar: 2)"
+        )
     assert threading.active_count() == 1
 
 
@@ -193,7 +195,11 @@ def gloo(console: Console, processes: list[int], sizes: list[int], only: list[st
     for n in processes:
         found = run_processes(gloo_process, n, sizes, only, timeout=560)[0]
         for against in ("torch", "pure"):
-            words = "torch's call into a buffer at hand" if against == "torch" else "torch's call into a new tensor, as ours"
+            words = (
+                "torch's call into a buffer at hand"
+                if against == "torch"
+                else "torch's call into a new tensor, as ours"
+            )
             table = Table("collective", *map(shown, sizes), title=f"gloo, {n} processes: ratio to {words}")
             for name in dict.fromkeys(name for name, _ in found):
                 rows = [found[name, size] for size in sizes]
@@ -222,11 +228,15 @@ def fused_process() -> Times:
 
 def fused(console: Console, processes: list[int]) -> None:
     """A tree of many small tensors is one collective."""
-    table = Table("processes", "ours one by one", "torch one by one", title="64 x 4 KB psum: times the cost of one tree (bar: 10)")
+    table = Table(
+        "processes", "ours one by one", "torch one by one", title="64 x 4 KB psum: times the cost of one tree (bar: 10)"
+    )
     for n in processes:
         times = run_processes(fused_process, n, timeout=300)[0]
         together = median(times["together"])
-        table.add_row(str(n), *(f"{median(times[name]) / together:.1f}" for name in ("ours one by one", "torch one by one")))
+        table.add_row(
+            str(n), *(f"{median(times[name]) / together:.1f}" for name in ("ours one by one", "torch one by one"))
+        )
     console.print(table)
 
 

@@ -14,6 +14,8 @@ from fshard.errors import (
     PromiseError,
     ScopeError,
 )
+from fshard.explore.picture import Picture, picture, visualize
+from fshard.explore.treescope_records import treescope_sharding, use_treescope
 from fshard.mesh.collectives import (
     Handle,
     all_gather,
@@ -53,6 +55,7 @@ __all__ = [
     "MeshError",
     "MismatchError",
     "P",
+    "Picture",
     "PromiseError",
     "ScopeError",
     "ShardType",
@@ -68,6 +71,7 @@ __all__ = [
     "from_local",
     "ledger",
     "make_mesh",
+    "picture",
     "pmax",
     "pmean",
     "pmin",
@@ -82,6 +86,9 @@ __all__ = [
     "shard_map",
     "to_device_mesh",
     "to_dtensor",
+    "treescope_sharding",
     "typeof",
     "unshard",
+    "use_treescope",
+    "visualize",
 ]

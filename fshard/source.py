@@ -17,10 +17,12 @@ from typing import NamedTuple
 import optree
 import torch
 
-_OURS = tuple(
-    str(Path(file).parent)
-    for file in (__file__, str(torch.__file__), str(optree.__file__))
-) + (str(contextlib.__file__), str(threading.__file__), "<frozen")  # fmt: skip
+_OURS = (
+    *(str(Path(file).parent) for file in (__file__, str(torch.__file__), str(optree.__file__))),
+    str(contextlib.__file__),
+    str(threading.__file__),
+    "<frozen",
+)
 
 
 class Site(NamedTuple):

@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "booster": GROUND | {"mesh", "transforms", "optim", "pipeline"},
     "checkpoint": GROUND | {"mesh", "transforms", "optim", "pipeline"},
     "explore": GROUND | {"mesh", "transforms", "optim", "pipeline"},
-    "testing": GROUND | {"mesh", "transforms", "optim", "pipeline"},
+    "testing": GROUND | {"mesh", "transforms", "optim", "pipeline", "fshard"},  # it tests what users see
     "fshard": GROUND | {"mesh", "transforms", "optim", "pipeline", "booster", "checkpoint", "explore"},
 }
 

@@ -65,15 +65,15 @@ def box(mesh: Mesh, axes: Collection[str], first: int) -> Devices:
     return Devices(first, tuple((stride, size) for (name, size), stride in steps if name in axes and size > 1))
 
 
-def elided(count: int, most: int, last: int = 1) -> tuple[int | None, ...]:
-    """Return the places 0 .. count-1, or, of more than `most`, the first and last ones around a None.
+def elided(count: int, most: int, first: int = 2) -> tuple[int | None, ...]:
+    """Return the places 0 .. count-1, or, of more than `most`, the first ones, a None and the last.
 
     >>> elided(3, 4), elided(100, 4)
     ((0, 1, 2), (0, 1, None, 99))
     """
     if count <= most:
         return tuple(range(count))
-    return (*range(most - last - 1), None, *range(count - last, count))
+    return (*range(first), None, count - 1)
 
 
 def listed(devices: Devices) -> str:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby, product
+from itertools import groupby, islice, product
 from math import prod
 
 from fshard.explore.devices import Devices, box, elided
@@ -25,8 +25,10 @@ from fshard.mesh.arithmetic import Range
 from fshard.mesh.layout import Layout, ShardType
 from fshard.mesh.mesh import Mesh
 
-_MOST_PARTS = 8  # of rows and of columns
-_MOST_BLOCKS = 4
+_INSIDE = (8, 4)  # of more than 8 rows or columns, the first 4 and the last are drawn
+_OUTSIDE = (4, 2)  # so for blocks, if there is one dim of them
+_INSIDE_MANY, _OUTSIDE_MANY = (4, 2), (2, 1)  # and if there are more
+_MOST_PLACES = 32  # of blocks, drawn or left out, before the last one
 
 
 @dataclass(frozen=True)
@@ -128,35 +130,46 @@ def plan_grid(kind: ShardType, mesh: Mesh) -> Grid:
     layout.check(kind.shape)
     sides = _sides(kind.shape, layout)
     outer, (rows, columns) = sides[:-2], (None, None, *sides)[-2:]
-    places = product(*(side.shown for side in outer))
+    places = _places(outer)
     blocks = (None if None in place else _block(kind.shape, layout, outer, place, rows, columns) for place in places)
-    notes = tuple(
-        f"not drawn: dim {dim}, {length} long and whole everywhere"
-        for dim, length in enumerate(kind.shape)
-        if not kind.spec.is_flat and dim not in [side.dim for side in sides]
-    )
-    return Grid(kind, mesh, rows, columns, tuple(block for block, _ in groupby(blocks)), notes)
+    return Grid(kind, mesh, rows, columns, tuple(block for block, _ in groupby(blocks)), _undrawn(kind, sides))
+
+
+def _places(outer: Sequence[Side]) -> list[tuple[int | None, ...]]:
+    """Return the place of every block that is drawn, and Nones where blocks are left out."""
+    every = product(*(side.shown for side in outer))
+    first = list(islice(every, _MOST_PLACES))
+    rest = next(every, None)
+    return first if rest is None else [*first, (None,), tuple(side.shown[-1] for side in outer)]
 
 
 def _sides(shape: Sequence[int], layout: Layout) -> tuple[Side, ...]:
     """Return the sides worth drawing: all that are cut, and the last whole ones until there are two."""
     if layout.spec.flat_axes is not None:
-        return (_side(shape, layout, "flat", 0, layout.spec.flat_axes, _MOST_PARTS),)
+        return (_side(shape, layout, "flat", 0, layout.spec.flat_axes, _INSIDE),)
     dims = dict(enumerate(layout.spec.dims(len(shape))))
     cut = [dim for dim, axes in dims.items() if _parts(layout, axes) > 1]
     whole = [dim for dim in reversed(dims) if dim not in cut]
     drawn = sorted(cut + whole[: max(0, 2 - len(cut))])
     outer = len(drawn) - 2
-    inside, outside = (_MOST_PARTS, _MOST_BLOCKS) if outer < 2 else (_MOST_PARTS - 2, _MOST_BLOCKS - 1)
+    inside, outside = (_INSIDE, _OUTSIDE) if outer < 2 else (_INSIDE_MANY, _OUTSIDE_MANY)
     return tuple(
         _side(shape, layout, f"dim {dim}", dim, dims[dim], outside if place < outer else inside)
         for place, dim in enumerate(drawn)
     )
 
 
-def _side(shape: Sequence[int], layout: Layout, name: str, dim: int, axes: tuple[str, ...], most: int) -> Side:
+def _undrawn(kind: ShardType, sides: Sequence[Side]) -> tuple[str, ...]:
+    left = set() if kind.spec.is_flat else set(range(len(kind.shape))) - {side.dim for side in sides}
+    names = [f"dim {dim} ({kind.shape[dim]})" for dim in sorted(left)]
+    return (f"not drawn, for whole: {', '.join(names)}",) if names else ()
+
+
+def _side(
+    shape: Sequence[int], layout: Layout, name: str, dim: int, axes: tuple[str, ...], limit: tuple[int, int]
+) -> Side:
     parts = _parts(layout, axes)
-    shown = elided(parts, most)
+    shown = elided(parts, *limit)
     owners = [None if part is None else layout.mesh.index(_coordinates(layout, axes, part)) for part in shown]
     ranges = tuple(None if owner is None else layout.ranges(shape, owner)[dim] for owner in owners)
     return Side(f"{name}@{'+'.join(axes)}" if axes else name, dim, axes, parts, shown, ranges)

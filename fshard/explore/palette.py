@@ -1,7 +1,7 @@
 """Colours of pieces: eleven fills on which dark ink reads, and which stand out from white and from black alike.
 
-Eleven is a prime and no mesh is a multiple of it, so a piece and its neighbour below differ in colour whatever the
-width of the grid.
+Eleven is a prime that hardly any mesh is a multiple of, so a piece and its neighbour below differ in colour whatever
+the width of the grid.
 """
 
 from __future__ import annotations

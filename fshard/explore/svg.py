@@ -104,7 +104,7 @@ def _cell(grid: Grid, cell: Cell | None, x: float, y: float, width: float, heigh
     )
     rim = f'stroke="{INK}" stroke-opacity=".25" stroke-width=".8"'
     if grid.type.memory == "host" or cell.is_empty:
-        rim = f'stroke="{MUTED}" stroke-width="1.6" stroke-dasharray="4 3"'
+        rim = f'stroke="{MUTED if cell.is_empty else INK}" stroke-width="1.6" stroke-dasharray="4 3"'
     box = f'<rect x="{x:g}" y="{y:g}" {shape} fill="{"none" if cell.is_empty else colour}" {rim}/>'
     if grid.type.spec.unreduced and not cell.is_empty:
         box += f'<rect x="{x:g}" y="{y:g}" {shape} fill="url(#fshard-sum)"/>'

@@ -1,12 +1,12 @@
 """A grid as text: boxes of lines, filled with colour where the terminal has it.
 
-              dim 1@model
-              0:3   3:6
-    dim 0@data ┌───┬───┐
-           0:4 │ 0 │ 1 │
-               ├───┼───┤
-           4:8 │ 2 │ 3 │
-               └───┴───┘
+            dim 1@model
+             0:3   3:6
+dim 0@data ┌─────┬─────┐
+       0:4 │  0  │  1  │
+           ├─────┼─────┤
+       4:8 │  2  │  3  │
+           └─────┴─────┘
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def text_of(grid: Grid) -> Text:
     first, second = headline(grid)
     parts = [Text(first, "bold"), Text(second)]
     for block in grid.blocks:
-        parts += [Text(), *([Text("⋮")] if block is None else _draw(grid, block))]
+        parts += [Text(), *([Text("…")] if block is None else _draw(grid, block))]
     notes = [Text(line) for line in legend(grid)]
     return Text("\n").join([*parts, *([Text(), *notes] if notes else [])])
 
@@ -43,11 +43,11 @@ def _draw(grid: Grid, block: Block) -> list[Text]:
     if grid.columns:
         lines.append(Text(" " * indent + side_title(grid.columns)))
         lines.append(Text((" " * indent + " ".join(map(_centred, right, widths))).rstrip()))
-    lines.append(Text(f"{corner:>{gutter}} ".lstrip(" " if not gutter else "") + _rule("┌┬┐", widths)))
+    lines.append(Text(corner.rjust(gutter).ljust(indent - 1) + _rule("┌┬┐", widths)))
     for place, (label, texts, cells) in enumerate(zip(down, captions, block.cells, strict=True)):
         if place:
             lines.append(Text(" " * (indent - 1) + _rule("├┼┤", widths)))
-        lines.append(_row(f"{label:>{gutter}} " if gutter else "", texts, cells, widths))
+        lines.append(_row(label.rjust(gutter).ljust(indent - 1), texts, cells, widths))
     return [*lines, Text(" " * (indent - 1) + _rule("└┴┘", widths))]
 
 

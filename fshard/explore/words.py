@@ -16,14 +16,9 @@ def size(count: int) -> str:
     >>> size(192), size(1536), size(24 << 20)
     ('192 B', '1.5 KiB', '24.0 MiB')
     """
-    if count < 1024:
-        return f"{count} B"
-    scaled, unit = float(count), "B"
-    for unit in ("KiB", "MiB", "GiB", "TiB", "PiB"):
-        scaled /= 1024
-        if round(scaled, 1) < 1024:
-            break
-    return f"{scaled:,.1f} {unit}"
+    units = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+    power = min(max(count.bit_length() - 1, 0) // 10, len(units) - 1)
+    return f"{count / 1024**power:,.{1 if power else 0}f} {units[power]}"
 
 
 def whole_bytes(kind: ShardType) -> int:
@@ -34,8 +29,6 @@ def whole_bytes(kind: ShardType) -> int:
 def most_bytes(kind: ShardType, layout: Layout) -> int:
     """Return the bytes of the largest shard, which the first device always has."""
     return prod(layout.local_shape(kind.shape, 0)) * kind.dtype.itemsize
-
-
 
 
 def is_uneven(kind: ShardType, layout: Layout) -> bool:

@@ -135,14 +135,7 @@ def _call(
 ) -> Call:
     scope = require(f"fs.{what}")
     group = scope.group(axis, f"fs.{what}")
-    paths, leaves, structure = optree.tree_flatten_with_path(tree, namespace=NAMESPACE)
-    wrong = [
-        f"{_path(path)} is {type(leaf).__name__}"
-        for path, leaf in zip(paths, leaves, strict=True)
-        if not isinstance(leaf, Tensor)
-    ]
-    if wrong:
-        raise LayoutError(f"fs.{what} takes tensors; {'; '.join(wrong)}. Write torch.tensor(...) around numbers.")
+    leaves, structure = tensors_of(what, tree)
     tensors = leaves if before is None else [before(leaf) for leaf in leaves]
     site = call_site()
     guard = None
@@ -159,6 +152,19 @@ def _call(
         guard,
         None if after is None else lambda y: after(y, group),
     )
+
+
+def tensors_of(what: str, tree: PyTree) -> tuple[list[Tensor], optree.PyTreeSpec]:
+    """Return the leaves of a tree and its structure, or raise naming all leaves that are no tensors."""
+    paths, leaves, structure = optree.tree_flatten_with_path(tree, namespace=NAMESPACE)
+    wrong = [
+        f"{_path(path)} is {type(leaf).__name__}"
+        for path, leaf in zip(paths, leaves, strict=True)
+        if not isinstance(leaf, Tensor)
+    ]
+    if wrong:
+        raise LayoutError(f"fs.{what} takes tensors; {'; '.join(wrong)}. Write torch.tensor(...) around numbers.")
+    return leaves, structure
 
 
 def _path(path: tuple[Any, ...]) -> str:

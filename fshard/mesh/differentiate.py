@@ -76,7 +76,8 @@ class _Recorded(Function):
 
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: Tensor) -> Tensors:
-        return apply(ctx.linear, tangents)
+        given = {id(tangent) for tangent in tangents}  # what is passed through has to be a view, autograd says
+        return tuple(y.view_as(y) if id(y) in given else y for y in apply(ctx.linear, tangents))
 
 
 class _Transformed(Function):
@@ -98,7 +99,8 @@ class _Transformed(Function):
         info: Any, in_dims: tuple[int | None, ...], linear: LinearMap, *xs: Tensor
     ) -> tuple[Tensors, tuple[int, ...]]:
         batched = tuple(leading(x, dim, info.batch_size) for x, dim in zip(xs, in_dims[1:], strict=True))
-        return apply(linear.batched(), batched), (0,) * len(xs)
+        ys = apply(linear.batched(), batched)
+        return ys, (0,) * len(ys)
 
 
 def leading(x: Tensor, dim: int | None, size: int) -> Tensor:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from math import prod
 
 import torch
-
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from fshard.errors import LayoutError

@@ -12,17 +12,25 @@ itself, it can be differentiated again.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import optree
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd.function import Function
+from torch.overrides import TorchFunctionMode
 
 from fshard.errors import LayoutError
 from fshard.mesh.differentiate import Tensors, leading, transformed
 from fshard.mesh.mesh import Mesh
 from fshard.mesh.spmd import everywhere, held, is_outside
+
+NAMESPACE = "fshard"
+_C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
+
 
 Program = Callable[[int, Tensors], Tensors]
 """What one device does: from its number and its tensors to its results."""
@@ -30,13 +38,25 @@ Program = Callable[[int, Tensors], Tensors]
 
 @dataclass(frozen=True)
 class Run:
-    """A program and where to run it."""
+    """A program and where to run it.
+
+    Args:
+        mesh: the devices.
+        program: what each does.
+        mapped: the axes that are mapped.
+        checked: whether promises are compared by value.
+        grad: whether grad mode was on where the run was asked for.
+        within: whether it was asked for under a torch.func transform.
+        derived: whether the program is another one's derivative, which has been run, and looked at, itself.
+    """
 
     mesh: Mesh
     program: Program
     mapped: tuple[str, ...]
     checked: bool
     grad: bool = True
+    within: bool = False
+    derived: bool = False
 
     def devices(self, xs: list[Tensors], program: Callable[[int, Tensors], Tensors]) -> list[Tensors]:
         """Run a program on every device, each with its own tensors."""
@@ -65,7 +85,7 @@ def run_mapped(
         own = tuple(column[0] for column in columns)
         (results,) = everywhere(mesh, lambda device: program(device, own), mapped=mapped, checked=checked)
         return [(result,) for result in results]
-    run = Run(mesh, program, mapped, checked, torch.is_grad_enabled())
+    run = Run(mesh, program, mapped, checked, torch.is_grad_enabled(), transformed())
     flat = tuple(column[device] for device in held(mesh) for column in columns)
     per_device = _apply(run, len(columns), flat)
     return list(zip(*per_device, strict=True))
@@ -77,11 +97,16 @@ def _apply(run: Run, width: int, flat: Tensors) -> list[Tensors]:
         results = _Mapped.apply(run, width, None, *flat)
     else:
         needs = tuple(any(x.requires_grad for x in flat[place::width]) for place in range(width))
-        if run.grad and any(needs):
+        if run.grad and any(needs) and not _saving_is_watched():
             results = _Mapped.apply(run, width, Tape(needs), *flat)
         else:
             results = _Mapped.apply(run, width, None, *flat) if flat else _values(run, width, None, flat)
     return _rows(results, len(results) // run.mesh.size, run.mesh.size)
+
+
+def _saving_is_watched() -> bool:
+    """Return whether hooks take what autograd saves, as a checkpoint's do: then nothing but the inputs is kept."""
+    return _C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def _rows(flat: Tensors, width: int, n: int) -> list[Tensors]:
@@ -91,20 +116,22 @@ def _rows(flat: Tensors, width: int, n: int) -> list[Tensors]:
 def _values(run: Run, width: int, tape: Tape | None, flat: Tensors) -> Tensors:
     """Run the program; with a tape, keep the graph."""
     n = run.mesh.size
-    inputs = _rows(flat, width, n)
+    inputs = _rows(flat if tape is not None else tuple(x.detach() for x in flat), width, n)
     if tape is not None:
         inputs = [
             tuple(x.detach().requires_grad_(need) for x, need in zip(xs, tape.needs, strict=True)) for xs in inputs
         ]
 
     def taped(device: int, xs: Tensors) -> Tensors:
-        with torch.set_grad_enabled(run.grad):
+        watch = _RefuseTransformed() if run.within and not run.derived else nullcontext()
+        with torch.set_grad_enabled(run.grad), watch:
             return run.program(device, xs)
 
     outputs = run.devices(inputs, taped)
     if tape is not None:
         tape.inputs, tape.outputs = inputs, outputs
-    _refuse_captured(run, inputs, outputs)
+    if not run.derived:
+        _refuse_captured(run, inputs, outputs)
     return tuple(y.detach() for ys in outputs for y in ys)
 
 
@@ -126,6 +153,24 @@ def _refuse_captured(run: Run, inputs: list[Tensors], outputs: list[Tensors]) ->
                 "with a spec, or detach it."
             )
         nodes += [before for before, _ in node.next_functions if before is not None]
+
+
+class _RefuseTransformed(TorchFunctionMode):
+    """Raise where a device meets a tensor of a torch.func transform around the run: its derivative would be lost."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given: Any = (args, kwargs or {})
+        leaves = optree.tree_leaves(given, namespace=NAMESPACE)
+        lost = [x for x in leaves if isinstance(x, Tensor) and is_functorch_wrapped_tensor(x)]
+        if lost and not transformed():
+            raise LayoutError(
+                f"The function uses a tensor from outside (shape {tuple(lost[0].shape)}, {lost[0].dtype}) that a transform of "
+                "torch.func looks at and that is not one of its arguments, so its derivative would be lost. Pass it as an "
+                "argument with a spec, or detach it."
+            )
+        return func(*args, **(kwargs or {}))
 
 
 def _pull_back(run: Run, tape: Tape, cotangents: Tensors) -> tuple[Tensor | None, ...]:
@@ -155,20 +200,35 @@ def _vjp(run: Run, wanted: tuple[int, ...], width: int) -> Run:
     """Return the run that computes cotangents of the inputs at `wanted` from all inputs and the results' cotangents."""
 
     def program(device: int, given: Tensors) -> Tensors:
+        xs, gs = given[:width], given[width:]
+        if transformed():
+            return _pull_by_func(lambda *ys: run.program(device, ys), xs, wanted, gs)
         higher = torch.is_grad_enabled() and any(x.requires_grad for x in given)
-        xs, gs = list(given[:width]), given[width:]
         with torch.enable_grad():
-            for place in wanted:
-                xs[place] = xs[place] if xs[place].requires_grad else xs[place].detach().requires_grad_()
-            ys = run.program(device, tuple(xs))
-            pairs = [(y, g) for y, g in zip(ys, gs, strict=True) if y.requires_grad]
-            chosen = [xs[place] for place in wanted]
+            moving = {place: xs[place] if xs[place].requires_grad else xs[place].detach() for place in wanted}
+            xs = tuple(moving.get(place, x) for place, x in enumerate(xs))
+            chosen = [moving[place].requires_grad_() for place in wanted]
+            pairs = [(y, g) for y, g in zip(run.program(device, xs), gs, strict=True) if y.requires_grad]
             if not pairs:
                 return tuple(torch.zeros_like(x) for x in chosen)
             ys, gys = zip(*pairs, strict=True)
             return torch.autograd.grad(ys, chosen, gys, create_graph=higher, allow_unused=True, materialize_grads=True)
 
-    return replace(run, program=program)
+    return replace(run, program=program, derived=True)
+
+
+def _pull_by_func(f: Callable[..., Tensors], xs: Tensors, wanted: tuple[int, ...], gs: Tensors) -> Tensors:
+    """Pull cotangents back to the inputs at `wanted`, under a torch.func transform."""
+    moves = [y.is_floating_point() or y.is_complex() for y in gs]
+
+    def of_wanted(*chosen: Tensor) -> Tensors:
+        whole = list(xs)
+        for place, x in zip(wanted, chosen, strict=True):
+            whole[place] = x
+        return tuple(y for y, moving in zip(f(*whole), moves, strict=True) if moving)
+
+    pull: Any = torch.func.vjp(of_wanted, *(xs[place] for place in wanted))[1]
+    return pull(tuple(g for g, moving in zip(gs, moves, strict=True) if moving))
 
 
 def _jvp(run: Run, width: int, moving: tuple[int, ...]) -> Run:
@@ -185,7 +245,7 @@ def _jvp(run: Run, width: int, moving: tuple[int, ...]) -> Run:
 
         return torch.func.jvp(of_moving, tuple(xs[place] for place in moving), tangents)[1]
 
-    return replace(run, program=program)
+    return replace(run, program=program, derived=True)
 
 
 def _vmap(run: Run, dims: tuple[int | None, ...], randomness: str) -> Run:
@@ -195,7 +255,7 @@ def _vmap(run: Run, dims: tuple[int | None, ...], randomness: str) -> Run:
         each = torch.func.vmap(lambda *one: run.program(device, one), in_dims=dims, randomness=randomness)
         return each(*xs)
 
-    return replace(run, program=program)
+    return replace(run, program=program, derived=True)
 
 
 def _interleave(parts: list[tuple[Tensors, int]], n: int) -> Tensors:

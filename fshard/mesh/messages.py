@@ -16,7 +16,8 @@ import optree
 import torch
 from torch import Tensor
 
-from fshard.mesh.collectives import NAMESPACE, Collective, Handle, PyTree, check_index
+from fshard.errors import LayoutError
+from fshard.mesh.collectives import Collective, Handle, PyTree, check_index, tensors_of
 from fshard.mesh.differentiate import LinearMap, Tensors, apply
 from fshard.mesh.ledger import Row, active
 from fshard.mesh.moves import Permute
@@ -49,8 +50,8 @@ class Send:
         return Receive(self.to, self.group, self.site, self.likes, from_token=True)
 
     def batched(self) -> LinearMap:
-        """Return itself: a message has no dims of its own."""
-        return self
+        """Refuse: the other end has agreed on the message as it is."""
+        raise _no_vmap()
 
 
 @dataclass(frozen=True)
@@ -74,8 +75,8 @@ class Receive:
         return send if self.from_token else _AndZeros(send)
 
     def batched(self) -> LinearMap:
-        """Return itself: a message has no dims of its own."""
-        return self
+        """Refuse: the other end has agreed on the message as it is."""
+        raise _no_vmap()
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,14 @@ class _AndZeros:
         return Receive(self.send.to, self.send.group, self.send.site, self.send.likes, from_token=False)
 
     def batched(self) -> LinearMap:
-        return self
+        raise _no_vmap()
+
+
+def _no_vmap() -> LayoutError:
+    return LayoutError(
+        "fs.send and fs.recv cannot be mapped by vmap (nor by jacrev, jacfwd and hessian, which do it): the device at the "
+        "other end expects one message. Map inside the stages, or use fs.ppermute, which can be mapped."
+    )
 
 
 @dataclass
@@ -163,5 +171,5 @@ def recv(like: PyTree, axis: Axes, source: int) -> Any:
 
 def _begin(what: str, tree: PyTree, axis: Axes) -> tuple[Group, Site, list[Tensor], optree.PyTreeSpec]:
     group = require(f"fs.{what}").group(axis, f"fs.{what}")
-    leaves, structure = optree.tree_flatten(tree, namespace=NAMESPACE)
+    leaves, structure = tensors_of(what, tree)
     return group, call_site(), leaves, structure

@@ -23,8 +23,8 @@ from fshard.mesh.differentiate import Bound, LinearMap, Tensors, apply
 from fshard.mesh.layout import Layout, holders
 from fshard.mesh.ledger import Row
 from fshard.mesh.mapped import run_mapped
-from fshard.mesh.moves import AllGather, AllToAll, Move, Permute, Psum, PsumScatter, Summand, Take, tree_sum
-from fshard.mesh.plan import State, Step, plan, state_of
+from fshard.mesh.moves import AllGather, AllToAll, Alone, Move, Permute, Psum, PsumScatter, Summand, Take, tree_sum
+from fshard.mesh.plan import Kind, Step, plan
 from fshard.mesh.scope import require
 from fshard.mesh.sharded import Sharded, in_memory
 from fshard.mesh.spec import P
@@ -32,59 +32,50 @@ from fshard.mesh.spmd import held, is_outside, standing
 from fshard.mesh.tree import PyTree, broadcast_prefix, flatten_with_paths, map_leaves, unflatten
 from fshard.source import Site, call_site
 
-
 # -- what one device does ---------------------------------------------------------------------------------------
 
 
-def take_steps(x: Tensor, steps: tuple[Step, ...], shape: tuple[int, ...], start: State, site: Site) -> Tensor:
+def take_steps(x: Tensor, steps: tuple[Step, ...], shape: tuple[int, ...], site: Site) -> Tensor:
     """Take the steps of a plan on one device, whose shard is `x`."""
-    state = start
     for step in steps:
-        x = _take(x, step, state, shape, site)
-        state = step.after
+        x = _take(x, step, shape, site)
     return x
 
 
-def _take(x: Tensor, step: Step, before: State, shape: tuple[int, ...], site: Site) -> Tensor:
-    group = require("fs.reshard").group(step.axes, "fs.reshard")
-    n, index, total = group.size, group.index, prod(shape)
-
-    def do(move: Move, y: Tensor) -> Tensor:
-        return apply(Bound(move, group, site), (y,))[0]
-
-    match step.kind:
-        case "slice":
-            return do(Take(step.dim), x)
-        case "summand":
-            return do(Summand(), x)
-        case "psum":
-            return do(Psum(), x)
-        case "psum_scatter":
-            return do(PsumScatter(step.dim), x)
-        case "all_gather":
-            return do(AllGather(step.dim, replicated=True), x)
-        case "all_to_all":
-            return do(AllToAll(step.other, step.dim), x)
-        case "ppermute":
-            return do(Permute(step.pairs), x)
-        case "reshape":
-            return x.reshape(-1) if step.after.flat is not None else x.reshape(_cut_first(shape, n))
-        case "flat_slice":
-            start, stop = flat_range(total, n, index)
-            return do(Take(0), _padded(x, chunk(total, n) * n))[: stop - start]
-        case "flat_gather":
-            return do(AllGather(0, replicated=True), _padded(x, chunk(total, n)))[:total].reshape(shape)
-        case "flat_scatter":
-            start, stop = flat_range(total, n, index)
-            return do(PsumScatter(0), _padded(x, chunk(total, n) * n))[: stop - start]
-        case "flat_ppermute":
-            target = require("fs.reshard").group(step.after.flat or (), "fs.reshard")
-            start, stop = flat_range(total, target.size, target.index)
-            return do(Permute(step.pairs), _padded(x, chunk(total, target.size)))[: stop - start]
+_MOVES: dict[Kind, Callable[[Step], Move]] = {
+    "slice": lambda step: Take(step.dim),
+    "summand": lambda step: Summand(),
+    "psum": lambda step: Psum(),
+    "psum_scatter": lambda step: PsumScatter(step.dim),
+    "all_gather": lambda step: AllGather(step.dim, replicated=True),
+    "all_to_all": lambda step: AllToAll(step.other, step.dim),
+    "ppermute": lambda step: Permute(step.pairs),
+    "flat_slice": lambda step: Take(0),
+    "flat_scatter": lambda step: PsumScatter(0),
+    "flat_gather": lambda step: AllGather(0, replicated=True),
+    "flat_ppermute": lambda step: Permute(step.pairs),
+}
 
 
-def _cut_first(shape: tuple[int, ...], n: int) -> tuple[int, ...]:
-    return (shape[0] // n, *shape[1:])
+def _take(x: Tensor, step: Step, shape: tuple[int, ...], site: Site) -> Tensor:
+    """Take one step; what is flat is filled up to even ranges for the way, and trimmed after it."""
+    scope = require("fs.reshard")
+    group = scope.group(step.axes, "fs.reshard")
+    if step.kind == "reshape":
+        return x.reshape(-1 if step.after.flat is not None else (shape[0] // group.size, *shape[1:]))
+
+    def do(y: Tensor) -> Tensor:
+        return apply(Bound(_MOVES[step.kind](step), group, site), (y,))[0]
+
+    if not step.kind.startswith("flat_"):
+        return do(x)
+    total = prod(shape)
+    if step.kind == "flat_gather":
+        return do(_padded(x, chunk(total, group.size)))[:total].reshape(shape)
+    target = scope.group(step.after.flat or (), "fs.reshard")
+    each = chunk(total, target.size)
+    start, stop = flat_range(total, target.size, target.index)
+    return do(_padded(x, each if step.kind == "flat_ppermute" else each * target.size))[: stop - start]
 
 
 def _padded(x: Tensor, length: int) -> Tensor:
@@ -100,7 +91,7 @@ def steps_between(before: Layout, after: Layout, shape: tuple[int, ...]) -> tupl
 
 def convert(x: Tensor, before: Layout, after: Layout, shape: tuple[int, ...], site: Site) -> Tensor:
     """Return one device's shard in another layout on the same mesh.  From a replicated one, nothing is sent."""
-    return take_steps(x, steps_between(before, after, shape), shape, state_of(before.spec, len(shape)), site)
+    return take_steps(x, steps_between(before, after, shape), shape, site)
 
 
 def _spec(layout: Layout) -> P:
@@ -286,8 +277,9 @@ def _unshard(x: Any, site: Site) -> Tensor:
 
 def _assemble(x: Sharded, site: Site) -> Tensor:
     """Put shards together from outside, where all are at hand; the ledger counts what devices would send."""
-    for device in held(x.mesh):
-        charge(x, Layout(x.mesh), device, site)
+    if ledger.active():
+        for device in held(x.mesh):
+            _charge(x, device, site)
     devices = holders(x.layout)
     first = x.shards[devices[0]]
     whole = first.new_empty(prod(x.shape) if x.spec.is_flat else x.shape)
@@ -305,18 +297,10 @@ def _summands(layout: Layout, device: int) -> list[int]:
     return [layout.mesh.index({**layout.mesh.coordinates(device), **place}) for place in places]
 
 
-def charge(x: Sharded, layout: Layout, device: int, site: Site) -> None:
-    """Write into the ledger what one device would send for a reshard."""
-    if not ledger.active():
-        return
-    size, sizes = x.shards[0].element_size(), x.mesh.shape
-    for step in steps_between(x.layout, layout, x.shape):
-        if step.kind not in ("slice", "summand", "reshape", "flat_slice"):
-            row = Row(
-                step.kind.removeprefix("flat_").replace("gather", "all_gather").replace("all_all_", "all_"),
-                step.axes,
-                site,
-            )
-            assert prod(sizes[axis] for axis in step.axes) > 0
+def _charge(x: Sharded, device: int, site: Site) -> None:
+    """Write into the ledger what one device would send to have the whole."""
+    for step in steps_between(x.layout, Layout(x.mesh), x.shape):
+        move = _MOVES.get(step.kind, lambda step: Summand())(step)
+        if not isinstance(move, Alone):
             for opened in ledger.active():
-                opened.record(device, row, step.elements * size)
+                opened.record(device, Row(move.name, step.axes, site), step.elements * x.shards[0].element_size())

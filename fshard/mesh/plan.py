@@ -156,20 +156,27 @@ def _dim_steps(
             n = _parts(axes, sizes)
             after = moved({dim: (*dims[dim], *axes)}, unreduced=state.unreduced - set(axes))
             yield Step("psum_scatter", axes, Fraction(n - 1, n) * local, after, dim)
-    for dim, kept in ((dim, kept) for dim, axes in enumerate(dims) for kept in range(len(axes))):
-        suffix = dims[dim][kept:]
-        n = _parts(suffix, sizes)
-        yield Step("all_gather", suffix, (n - 1) * local, moved({dim: dims[dim][:kept]}), dim)
-        for other in range(len(dims)):
-            if other != dim and divides(other, suffix):
-                after = moved({dim: dims[dim][:kept], other: (*dims[other], *suffix)})
-                yield Step("all_to_all", suffix, Fraction(n - 1, n) * local, after, dim, other)
+    yield from _gathers(state, shape, sizes, local)
     for target in _same_cut(state, goal, sizes):
         yield _permutation("ppermute", state, target, sizes, local)
     if len(dims) > 0 and dims[0] and not any(dims[1:]):
         yield Step("reshape", dims[0], Fraction(0), replace(state, dims=_with(dims, {0: ()}), flat=dims[0]))
     if goal.flat is not None and not any(dims):
         yield from _flatten(state, goal.flat, sizes, local)
+
+
+def _gathers(state: State, shape: tuple[int, ...], sizes: Mapping[str, int], local: Fraction) -> Iterator[Step]:
+    """Take the last axes off a dim: by gathering it, or by cutting another dim instead."""
+    for dim, axes in enumerate(state.dims):
+        for kept in range(len(axes)):
+            suffix = axes[kept:]
+            n = _parts(suffix, sizes)
+            without = _with(state.dims, {dim: axes[:kept]})
+            yield Step("all_gather", suffix, (n - 1) * local, replace(state, dims=without), dim)
+            for other, others in enumerate(state.dims):
+                if other != dim and shape[other] % _parts((*others, *suffix), sizes) == 0:
+                    after = replace(state, dims=_with(without, {other: (*others, *suffix)}))
+                    yield Step("all_to_all", suffix, Fraction(n - 1, n) * local, after, dim, other)
 
 
 def _same_cut(state: State, goal: State, sizes: Mapping[str, int]) -> Iterator[State]:

@@ -7,7 +7,8 @@ kept under that key; all checks of the caller's mistakes are made on the way the
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping as MappingOf
+from collections.abc import Callable
+from collections.abc import Mapping as MappingOf
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from fshard.errors import LayoutError
 from fshard.mesh.layout import Layout
 from fshard.mesh.mesh import Mesh
 from fshard.mesh.placing import collected, steps_between, take_steps
-from fshard.mesh.plan import State, Step, state_of
+from fshard.mesh.plan import Step
 from fshard.mesh.promise import Guard
 from fshard.mesh.scope import require
 from fshard.mesh.sharded import Sharded
@@ -56,7 +57,6 @@ class Mapping:
         path: as an expression, for messages.
         shape: of the whole.
         layout: how it lies inside (arguments) or is to lie (results).
-        start: the state that its steps begin in.
         steps: from how an argument was given to how it lies.
         promise: what has to be equal, if that is checked.
     """
@@ -65,7 +65,6 @@ class Mapping:
     path: str
     shape: tuple[int, ...]
     layout: Layout
-    start: State | None = None
     steps: tuple[Step, ...] = ()
     promise: Promise | None = None
 
@@ -76,8 +75,7 @@ class Mapping:
 
     def enter(self, x: Tensor, site: Site) -> Tensor:
         """Make one device's piece of an argument."""
-        if self.start is not None:
-            x = take_steps(x, self.steps, self.shape, self.start, site)
+        x = take_steps(x, self.steps, self.shape, site)
         return x if self.promise is None else self.promise.hold(x, site)
 
     def leave(self, x: Tensor) -> Tensor:
@@ -203,8 +201,7 @@ class Recipes:
             f"argument {path} of {self.name}, with spec {spec}, is equal along {{axes}}, so its gradient has to be; but it "
             f"was used with each device's own data. Write {path} = fs.pvary({path}, {{axes}}) before that use",
         )
-        start = state_of(before.spec, len(shape))
-        return Mapping(place, path, shape, layout, start, steps_between(before, layout, shape), promise)
+        return Mapping(place, path, shape, layout, steps_between(before, layout, shape), promise)
 
     def _promise(self, spec: P, value: str, gradient: str) -> Promise | None:
         """Return what a spec promises by not naming an axis."""

@@ -10,14 +10,14 @@ from collections.abc import Callable
 from typing import Any
 
 from fshard.mesh.mesh import Mesh
-from fshard.mesh.spmd import everywhere
+from fshard.mesh.spmd import everywhere, standing
 
 
 def run(main: Callable[..., Any], *args: Any, mesh: Mesh, check: bool = False, **kwargs: Any) -> list[Any]:
     """Run `main(*args, **kwargs)` as each device of the mesh; return the results of the devices held here.
 
-    On a virtual mesh that is a result for every device, on a process mesh the process's own.  With `check`, what
-    collectives promise to be equal is compared by value.
+    On a virtual mesh that is a result for every device, on a process mesh the process's own.  A mesh of some axes stands
+    for the whole mesh.  With `check`, what collectives promise to be equal is compared by value.
 
     >>> import fshard as fs
     >>> def main(greeting):
@@ -25,4 +25,4 @@ def run(main: Callable[..., Any], *args: Any, mesh: Mesh, check: bool = False, *
     >>> run(main, "hello", mesh=fs.make_mesh({"data": 2}))
     ['hello from 0 of 2', 'hello from 1 of 2']
     """
-    return everywhere(mesh, lambda device: main(*args, **kwargs), checked=check)
+    return everywhere(standing(mesh), lambda device: main(*args, **kwargs), checked=check)

@@ -31,7 +31,7 @@ def kept_hash(value: object, parts: tuple[object, ...]) -> int:
     return found
 
 
-def without_hash(value: object) -> dict[str, object]:
+def without_hash(value: object, /) -> dict[str, object]:
     """Return what is pickled of a value that keeps its hash: in another process the hash is another."""
     return {name: part for name, part in value.__dict__.items() if name != "_hash"}
 

@@ -1,0 +1,8 @@
+"""The testing kit, public: what holds fshard to its word can be used on what is built with it.
+
+oracles       what every collective means, on a plain list of tensors
+conformance   every collective × dtype × axes held to its oracle: `check_runtime(mesh)`, on any runtime
+processes     a function in real processes: `run_processes(fn, n)`
+strategies    meshes, layouts, tensors and trees for hypothesis
+plugin        for pytest: the `mesh` fixture and marker
+"""

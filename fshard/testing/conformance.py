@@ -276,7 +276,7 @@ def _complaints(mesh: fs.Mesh, case: Case, outcomes: dict[int, Outcome], exact: 
     expected: dict[int, Outcome] = {}
     found: list[str] = []
     for device, outcome in outcomes.items():
-        if device not in expected:
+        if device not in expected and not outcome.error:
             members = group_of(mesh, device, case.axes)
             expected |= dict(zip(members, expect(case, members), strict=True))
         problem = outcome.error or _difference(case, outcome, expected[device], exact)

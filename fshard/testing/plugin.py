@@ -1,1 +1,193 @@
-"""The pytest plugin."""
+"""The pytest plugin: a mesh for a test, and the same tests on real processes.
+
+    @pytest.mark.mesh(data=4, model=2)
+    def test_it(mesh):                      # a virtual mesh; {"data": 4} without the marker
+        ...
+
+`pytest --mesh-runtime=gloo` runs each test that has the marker or the fixture in as many processes as its mesh has
+devices, set up as torchrun would: each process runs pytest on that test alone.  The processes stay for the tests that
+follow.  What a test raises in a process, it raises here; a skip is a skip, and `xfail` is judged here.
+
+Every pytest loads this module where fshard is installed, so it imports what it needs when that is needed.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+    from fshard.mesh.mesh import Mesh
+    from fshard.testing.processes import Processes
+
+DEFAULT = {"data": 4}
+"""The axes of a test's mesh where no marker says otherwise."""
+TIMEOUT = 120.0
+"""Seconds that one test may take on processes."""
+
+_pool = pytest.StashKey["Processes | None"]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add `--mesh-runtime`."""
+    parser.getgroup("fshard").addoption(
+        "--mesh-runtime",
+        choices=("virtual", "gloo"),
+        default="virtual",
+        help="where tests with a mesh run: on virtual devices, or in a process for every device",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Register the marker."""
+    config.addinivalue_line("markers", "mesh(**axes): the axes of the test's mesh, such as mesh(data=4, model=2)")
+    config.stash[_pool] = None
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Let the processes end."""
+    pool = config.stash.get(_pool, None)
+    if pool is not None:
+        pool.close()
+
+
+@pytest.fixture
+def mesh(request: pytest.FixtureRequest) -> Mesh:
+    """Give a mesh with the axes of `@pytest.mark.mesh(...)`: virtual, or of processes."""
+    from fshard.mesh.make import make_mesh
+
+    return make_mesh(_axes(request.node), runtime="process" if _is_one_of_many() else "virtual")
+
+
+def _axes(node: pytest.Item) -> dict[str, int]:
+    marker = node.get_closest_marker("mesh")
+    if marker is not None and marker.args:
+        raise pytest.UsageError(f"{node.nodeid}: axes have names: write @pytest.mark.mesh(data=4).")
+    return dict(marker.kwargs if marker is not None and marker.kwargs else DEFAULT)
+
+
+def _is_one_of_many() -> bool:
+    """Return whether this pytest is one of several, started here or by torchrun."""
+    return {"RANK", "WORLD_SIZE"} <= os.environ.keys()
+
+
+# -- in the pytest that the user started ------------------------------------------------------------------------
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave the fixtures of tests that will run elsewhere to those processes."""
+    if config.getoption("--mesh-runtime") == "gloo" and not _is_one_of_many():
+        for item in items:
+            if isinstance(item, pytest.Function) and _has_mesh(item):
+                item.stash[_elsewhere] = True
+                item.fixturenames = []
+
+
+_elsewhere = pytest.StashKey[bool]()
+
+
+def _has_mesh(item: pytest.Function) -> bool:
+    """Return whether a test has the marker, or uses this plugin's fixture and not another one of that name."""
+    fixtures: Any = getattr(item, "_fixtureinfo", None)
+    found = fixtures.name2fixturedefs.get("mesh", ()) if fixtures is not None else ()
+    return item.get_closest_marker("mesh") is not None or any(one.func.__module__ == __name__ for one in found[-1:])
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test in a process for each device of its mesh, and raise here what it raised there."""
+    __tracebackhide__ = True
+    if not pyfuncitem.stash.get(_elsewhere, False):
+        return None
+    n = 1
+    for size in _axes(pyfuncitem).values():
+        n *= size
+    config = pyfuncitem.config
+    raised = None
+    try:
+        _processes(config, n).run(run_one_test, _arguments(config, pyfuncitem))
+    except SkippedThere as skipped:
+        raised = pytest.skip.Exception(str(skipped), _use_item_location=True)
+    except BaseException as error:
+        raised = error.with_traceback(None)
+    if raised is not None:
+        raise raised
+    return True
+
+
+def _processes(config: pytest.Config, n: int) -> Processes:
+    """Return `n` processes: those of the test before, if it had as many."""
+    from fshard.testing.processes import Processes
+
+    pool = config.stash[_pool]
+    if pool is None or pool.n != n:
+        if pool is not None:
+            pool.close()
+        pool = config.stash[_pool] = Processes(n, timeout=TIMEOUT)
+    return pool
+
+
+def _arguments(config: pytest.Config, item: pytest.Function) -> list[str]:
+    """Return the command line for one test: this pytest's own settings, but nothing that chooses or reports tests."""
+    path, separator, name = item.nodeid.partition("::")
+    options = [f"--rootdir={config.rootpath}", "-p", "no:cacheprovider", "-q", "--no-header", "--runxfail"]
+    options += ["-c", str(config.inipath)] if config.inipath is not None else []
+    options += [word for plugin in config.getoption("plugins") or () for word in ("-p", plugin)]
+    options += [word for setting in config.getoption("override_ini") or () for word in ("-o", setting)]
+    options += [word for rule in config.getoption("pythonwarnings") or () for word in ("-W", rule)]
+    options += ["-W", "ignore:Module already imported:pytest.PytestAssertRewriteWarning"]
+    if config.pluginmanager.hasplugin("hypothesispytest"):
+        options.append("--hypothesis-seed=0")  # every process has to draw the same examples
+    return [*options, f"{config.rootpath / path}{separator}{name}"]
+
+
+# -- in each of the processes -----------------------------------------------------------------------------------
+
+
+class SkippedThere(Exception):  # noqa: N818 - it is no error
+    """Carries the reason of a skip: pytest's own exception cannot be pickled."""
+
+
+class _Observer:
+    """Keeps what a test raised."""
+
+    def __init__(self) -> None:
+        self.raised: BaseException | None = None
+        self.ran = False
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        report = yield
+        self.ran = True
+        if not report.passed and self.raised is None and call.excinfo is not None:
+            self.raised = call.excinfo.value
+        return report
+
+
+def run_one_test(arguments: list[str]) -> None:
+    """Run pytest on one test, as one process of several; raise what the test raised, with what pytest said as a note."""
+    import contextlib
+    import io
+    import random
+
+    import torch
+
+    torch.manual_seed(0)  # the test before may have drawn differently in each process
+    random.seed(0)
+    observer, said = _Observer(), io.StringIO()
+    with contextlib.redirect_stdout(said):
+        code = pytest.main(arguments, plugins=[observer])
+    if observer.raised is None and code == pytest.ExitCode.OK and observer.ran:
+        return
+    if isinstance(observer.raised, pytest.skip.Exception):
+        raise SkippedThere(observer.raised.msg)
+    error = observer.raised or RuntimeError(f"pytest {' '.join(arguments)} ended with {code!r}.")
+    error.__notes__ = [*getattr(error, "__notes__", []), said.getvalue()]
+    raise error.with_traceback(None)

@@ -19,7 +19,6 @@ import multiprocessing as mp
 import os
 import pickle
 import signal
-import sys
 import tempfile
 import threading
 import time
@@ -34,6 +33,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from fshard.mesh.runtimes import process
 
@@ -108,6 +108,15 @@ class _Report:
         """Whether it only lost the connection to a peer, which is what a failed one leaves behind."""
         return isinstance(self.error, RuntimeError) and any(word in str(self.error) for word in _LOST)
 
+    def account(self, first: _Report) -> str:
+        """Say what it raised, in a line if that only follows from what another has raised or is the same."""
+        if self.followed:
+            return ":\n" + f"{type(self.error).__name__}: {self.error}".splitlines()[0]
+        if self is not first and repr(self.error) == repr(first.error):
+            return " in the same way"
+        told = [self.trace.rstrip(), *(getattr(self.error, "__notes__", []) if self is not first else [])]
+        return "".join(f":\n{text}" if place == 0 else f"\n{text}" for place, text in enumerate(told) if text)
+
 
 _OUR_FRAMES = f'  File "{__file__}"'
 """From here on outwards a stack is the same in every process."""
@@ -142,7 +151,7 @@ class Processes:
         self._hidden = {"CUDA_VISIBLE_DEVICES": ""} if backend == "gloo" else {}
         self._environment = dict(environment or {})
         self._workers: list[_Worker] = []
-        self._stores: deque[dist.TCPStore] = deque(maxlen=2)  # the one in use, and the one that processes still leave
+        self._stores: deque[TCPStore] = deque(maxlen=2)  # the one in use, and the one that processes still leave
         self._used = True
         self._idle = 0
 
@@ -154,7 +163,7 @@ class Processes:
         self.close()
 
     def run(self, fn: Callable[..., Result], *args: Any, **kwargs: Any) -> list[Result]:
-        """Run `fn(*args, **kwargs)` in every process; return the results in rank order.  Raises as `run_processes` does."""
+        """Run `fn(*args, **kwargs)` in every process; return the results in rank order, or raise as `run_processes`."""
         return self._run(fn, args, kwargs, last=False)
 
     def run_last(self, fn: Callable[..., Result], *args: Any, **kwargs: Any) -> list[Result]:
@@ -218,7 +227,7 @@ class Processes:
     def _meeting_place(self) -> int:
         """Return the port of the store, where a group can be made once: in a used store, old addresses lie about."""
         if self._used:
-            self._stores.append(dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
+            self._stores.append(TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
         return self._stores[-1].port
 
     def _variables(self, rank: int) -> dict[str, str]:
@@ -255,10 +264,9 @@ class Processes:
         reports: dict[int, _Report] = {}
         self._idle = 0
         while pending and (left := deadline - time.monotonic()) > 0:
-            wait(
-                [handle for worker in pending.values() for handle in (worker.connection, worker.process.sentinel)], left
-            )
-            for worker in list(pending.values()):
+            workers = list(pending.values())
+            wait([*(worker.connection for worker in workers), *(worker.process.sentinel for worker in workers)], left)
+            for worker in workers:
                 report = _read(worker, self.n)
                 if report is not None:
                     del pending[worker.rank]
@@ -273,38 +281,27 @@ class Processes:
     ) -> BaseException:
         """Return the error to raise, with all that is known of the others as notes."""
         stacks = _stacks(silent, starts)
+        unfinished = _ranks([worker.rank for worker in silent])
         failed = [report for report in reports.values() if report.error is not None]
         failed.sort(key=lambda report: (report.followed, report.ended))  # causes before consequences
-        unfinished = _ranks([worker.rank for worker in silent])
-        if failed:
-            error = failed[0].error
-            assert error is not None
-            error.add_note(
-                _note(failed[0], f"in process {failed[0].rank} of {self.n}", self._noise(failed[0].rank, starts))
-            )
-            for report in failed[1:]:
-                error.add_note(_note(report, f"then process {report.rank} failed", ""))
-            if silent:
-                error.add_note(f"{unfinished} had not finished {GRACE:g} s later, and did not live on.\n{stacks}")
-            return error
-        late = RuntimeError(f"{unfinished} of {self.n} did not finish {what} within {self.timeout:g} s.")
-        late.add_note(stacks)
-        return late
-
-    def _noise(self, rank: int, starts: list[int]) -> str:
-        return self._workers[rank].noise(starts[rank])
-
-
-def _note(report: _Report, where: str, noise: str) -> str:
-    """Say what one process raised: a line if it only lost a peer, else all its traceback."""
-    said = (
-        f"{type(report.error).__name__}: {report.error}".splitlines()[0] if report.followed else report.trace.rstrip()
-    )
-    return f"{where}" + (f":\n{said}" if said else "") + (f"\nIt wrote to stderr:\n{noise}" if noise else "")
+        if not failed:
+            late = RuntimeError(f"{unfinished} of {self.n} did not finish {what} within {self.timeout:g} s.")
+            late.add_note(stacks)
+            return late
+        error = failed[0].error or AssertionError("unreachable")
+        rank = failed[0].rank
+        error.add_note(f"in process {rank} of {self.n}{failed[0].account(failed[0])}")
+        if noise := self._workers[rank].noise(starts[rank]):
+            error.add_note(f"process {rank} wrote to stderr:\n{noise}")
+        for report in failed[1:]:
+            error.add_note(f"then process {report.rank} failed{report.account(failed[0])}")
+        if silent:
+            error.add_note(f"{unfinished} had not finished {GRACE:g} s later, and did not live on.\n{stacks}")
+        return error
 
 
 def _ranks(ranks: list[int]) -> str:
-    return f"process {ranks[0]}" if len(ranks) == 1 else "processes " + ", ".join(map(str, ranks))
+    return "process" + "es" * (len(ranks) > 1) + " " + ", ".join(map(str, ranks))
 
 
 def _name(fn: Callable[..., Any]) -> str:
@@ -345,7 +342,7 @@ def _read(worker: _Worker, n: int) -> _Report | None:
 
 def _stacks(workers: list[_Worker], starts: list[int]) -> str:
     """Ask processes where they are."""
-    if not workers or not hasattr(faulthandler, "register"):
+    if not hasattr(faulthandler, "register"):
         return ""
     before = [worker.stderr.stat().st_size for worker in workers]
     for worker in workers:
@@ -353,7 +350,7 @@ def _stacks(workers: list[_Worker], starts: list[int]) -> str:
             os.kill(worker.process.pid, signal.SIGUSR1)
     until = time.monotonic() + 1
     while time.monotonic() < until and any(
-        w.stderr.stat().st_size == size for w, size in zip(workers, before, strict=True)
+        worker.stderr.stat().st_size == size for worker, size in zip(workers, before, strict=True)
     ):
         time.sleep(0.02)
     time.sleep(0.05)  # for the rest of what has begun to be written
@@ -387,14 +384,18 @@ def _live(rank: int, connection: Connection, variables: dict[str, str], stderr: 
         while True:
             port, task, last = pickle.loads(connection.recv_bytes())
             if os.environ.get("MASTER_PORT") != str(port):  # somebody has failed or left
-                process.leave(waiting=False)
+                _leave(waiting=False)
                 os.environ["MASTER_PORT"] = str(port)
-            if not _do(rank, task, connection):
-                process.leave(waiting=False)
-                gc.collect()  # the last reference closes the connections: peers that wait for us fail, too
-            elif last:
-                process.leave()
+            well = _do(rank, task, connection)
+            if last or not well:
+                _leave(waiting=well)
     process.leave()
+
+
+def _leave(*, waiting: bool) -> None:
+    """Leave all groups and close their connections, so that peers that wait for us fail, too."""
+    process.leave(waiting=waiting)
+    gc.collect()  # a group is closed with the last reference to it
 
 
 def _do(rank: int, task: bytes, connection: Connection) -> bool:
@@ -405,7 +406,9 @@ def _do(rank: int, task: bytes, connection: Connection) -> bool:
         report = pickle.dumps(_Report(rank, time.monotonic(), result, joined=dist.is_initialized()))
     except BaseException as error:
         tail = error.__traceback__.tb_next if error.__traceback__ is not None else None
-        trace = "".join(traceback.format_exception(type(error), error, tail))
+        told = traceback.TracebackException(type(error), error, tail)
+        told.__notes__ = []  # they travel with the error
+        trace = "".join(told.format())
         connection.send_bytes(pickle.dumps(_Report(rank, time.monotonic(), error=_portable(error), trace=trace)))
         return False
     connection.send_bytes(report)
@@ -417,17 +420,18 @@ def _portable(error: BaseException) -> BaseException:
     with contextlib.suppress(Exception):
         if type(pickle.loads(pickle.dumps(error))) is type(error):
             return error
-    return RuntimeError(f"{type(error).__name__}: {error}")
+    instead = RuntimeError(f"{type(error).__name__}: {error}")
+    instead.__notes__ = [*getattr(error, "__notes__", [])]
+    return instead
 
 
 def _redirect(stderr: str) -> None:
+    """Write stderr to a file, and stacks too, whatever `fn` does to stderr."""
     file = os.open(stderr, os.O_WRONLY | os.O_APPEND)
     os.dup2(file, 2)
-    os.close(file)
-    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115 - as long as the process
-    faulthandler.enable(sys.stderr)
+    faulthandler.enable(file)
     if hasattr(faulthandler, "register"):
-        faulthandler.register(signal.SIGUSR1, sys.stderr, all_threads=False)
+        faulthandler.register(signal.SIGUSR1, file, all_threads=False)
 
 
 def _die_with_parent() -> None:

@@ -72,7 +72,7 @@ def axis_subsets(mesh: Mesh) -> st.SearchStrategy[tuple[str, ...]]:
 
 @st.composite
 def specs(draw: st.DrawFn, mesh: Mesh, shape: tuple[int, ...], *, flat: bool = True, unreduced: bool = True) -> P:
-    """Draw a spec in which a tensor of `shape` can lie on a mesh: dims cut by one or several axes in any order, or flat.
+    """Draw a spec in which a tensor of `shape` can lie: dims cut by one or several axes in any order, or flat.
 
     Args:
         draw: given by hypothesis.
@@ -141,7 +141,7 @@ def dyadic(draw: st.DrawFn, shape: tuple[int, ...], dtype: torch.dtype = torch.f
 
     >>> from hypothesis import find
     >>> find(dyadic((3,)), lambda x: bool(x.sum() > 1))
-    tensor([1.1250, 0.0000, 0.0000])
+    tensor([0.0000, 0.0000, 1.1250])
     """
     if dtype.is_complex:
         real = torch.float32 if dtype == torch.complex64 else torch.float64

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fshard.errors import MeshError
+from fshard.mesh.moves import describe
 from fshard.mesh.runtimes import gloo, native
 from fshard.mesh.runtimes.abstract import Done
 from fshard.mesh.runtimes.link import Link, Running, finish
@@ -110,13 +111,13 @@ class ProcessWorld:
         if n == 1:
             return Done(tuple(move.meaning([x])[0].clone() for x in xs))
         if self._watch is not None:
-            self._watch.meet(group, f"{move!r} of {_describe(xs)}", site)
+            self._watch.meet(group, f"{describe(move)} of {_describe(xs)}", site)
         packed = [move.pack(x, n) for x in xs]
         widths = [one.shape[-1] for one in packed]
         buffer = packed[0] if len(packed) == 1 else torch.cat(packed, dim=-1)
         origin = buffer.device
         buffer = (buffer.cpu() if self._staged else buffer).contiguous()
-        what = _What(f"{move.name} of {_describe(xs)}", group, site)
+        what = _What(f"{describe(move)} of {_describe(xs)}", group, site)
         running = Running(self._wires[move.wire](self.link(group), buffer, move), self.timeout, what)
         shapes = [x.shape for x in xs]
 

@@ -41,7 +41,7 @@ class Watch:
         self.rank = rank
         self.size = dist.get_world_size()
         default: Any = dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
-        self.store = dist.PrefixStore("fshard", default)
+        self.store = dist.PrefixStore("fshard", default)  # pyright: ignore[reportPrivateImportUsage]
         self.lines = os.environ.get("FSHARD_CHECK") != "shapes"
         self._counts: dict[str, int] = defaultdict(int)
         self._say("runs", [], "")

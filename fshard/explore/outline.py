@@ -1,0 +1,108 @@
+"""A tree as an outline: in a terminal by rich, in a notebook as lists that open, with a picture for every leaf.
+
+Every line is a name, a type or a class, and bytes.  Both forms walk the same plan and say the same words.
+"""
+
+from __future__ import annotations
+
+from html import escape
+
+from rich.text import Text
+from rich.tree import Tree
+
+from fshard.explore.grid import plan_grid
+from fshard.explore.inventory import Branch, Bytes, Entry, Leaf
+from fshard.explore.palette import MUTED
+from fshard.explore.svg import svg_of
+from fshard.explore.words import size
+
+_MOST = 40  # children of one branch that are listed
+_STYLE = "font-family:ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;font-size:12px;line-height:1.6"
+
+
+def tree_of(root: Branch) -> Tree:
+    """Draw a tree for a terminal."""
+    tree = Tree(Text(total(root), "bold"), guide_style="dim")
+    _grow(tree, root)
+    return tree
+
+
+def _grow(tree: Tree, branch: Branch) -> None:
+    for entry in branch.entries[:_MOST]:
+        child = tree.add(_label(_name(entry), entry.node))
+        if isinstance(entry.node, Branch):
+            _grow(child, entry.node)
+    if more := _more(branch):
+        tree.add(Text(more, "dim"))
+
+
+def _label(name: str, node: Leaf | Branch) -> Text:
+    label = Text.assemble((name, "bold"), "  ", (_what(node), "cyan" if isinstance(node, Leaf) else "dim"))
+    return label.append(f"  {amount(node.bytes)}".rstrip())
+
+
+def outline_of(root: Branch) -> str:
+    """Draw a tree for a notebook, as HTML."""
+    return f'<div style="{_STYLE}">{_opened(f"<b>{escape(total(root))}</b>", _inside(root), indent=0.0)}</div>'
+
+
+def _item(name: str, node: Leaf | Branch) -> str:
+    words = (
+        f"<b>{escape(name)}</b> <span>{escape(_what(node))}</span> "
+        f'<span style="color:{MUTED}">{escape(amount(node.bytes))}</span>'
+    )
+    if isinstance(node, Branch):
+        return _opened(words, _inside(node), indent=1.2)
+    if node.type is None or node.layout is None:
+        return f'<div style="margin-left:2.4em">{words}</div>'
+    drawn = svg_of(plan_grid(node.type, node.layout.mesh))
+    return f'<details style="margin-left:1.2em"><summary>{words}</summary>{drawn}</details>'
+
+
+def _inside(branch: Branch) -> str:
+    items = [_item(_name(entry), entry.node) for entry in branch.entries[:_MOST]]
+    more = _more(branch)
+    return "".join([*items, f'<div style="margin-left:2.4em;color:{MUTED}">{escape(more)}</div>' if more else ""])
+
+
+def _opened(summary: str, inside: str, *, indent: float) -> str:
+    return f'<details open style="margin-left:{indent:g}em"><summary>{summary}</summary>{inside}</details>'
+
+
+def _name(entry: Entry) -> str:
+    return entry.name if entry.count == 1 else f"{entry.name} {entry.count} x"
+
+
+def _what(node: Leaf | Branch) -> str:
+    if isinstance(node, Branch):
+        return node.kind
+    return str(node.type) if node.type is not None else node.other
+
+
+def _more(branch: Branch) -> str:
+    rest = branch.entries[_MOST:]
+    hidden = Branch(branch.kind, rest)
+    return f"… {len(rest):,} more  {amount(hidden.bytes)}" if rest else ""
+
+
+def total(root: Branch) -> str:
+    """Return the line above a tree: what all of it takes, and where it lies."""
+    meshes = root.meshes
+    where = f" · {' and '.join(map(str, meshes))}" if meshes else ""
+    return f"{root.kind}, in all {amount(root.bytes) or '0 B'}{where}"
+
+
+def amount(held: Bytes) -> str:
+    """Write how much a part of a tree takes, on the device that holds most of it.
+
+    >>> amount(Bytes(whole=4096, device=1024)), amount(Bytes(whole=12, unplaced=12))
+    ('4.0 KiB, 1.0 KiB per device', '12 B, on no mesh')
+    """
+    if not held.whole:
+        return ""
+    parts = [size(held.whole)]
+    parts += [f"{size(held.device)} per device"] if held.device else []
+    parts += [f"{size(held.host)} per device in host memory"] if held.host else []
+    if held.unplaced:
+        parts.append("on no mesh" if held.unplaced == held.whole else f"{size(held.unplaced)} on no mesh")
+    return ", ".join(parts)

@@ -1,0 +1,190 @@
+"""`visualize` and `picture`: what lies where, shown or as a value.
+
+`picture` is pure: it returns a `Picture`, which prints as text, and which a notebook shows in colour when a cell ends
+with it.  `visualize` shows that picture once wherever it is called: printed in a script, in colours where the terminal
+has them, displayed in a notebook, in the middle of a cell too.  It returns nothing, so it is never shown twice.
+
+Only shape, dtype and layout are looked at: an abstract mesh will do, and nothing is sent.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from io import StringIO
+from typing import Any
+
+import torch
+from rich.console import Console, RenderableType
+from rich.text import Text
+from torch import Tensor
+
+from fshard.errors import LayoutError
+from fshard.explore.grid import Grid, plan_grid
+from fshard.explore.inventory import Branch, Leaf, take_stock
+from fshard.explore.outline import outline_of, tree_of
+from fshard.explore.svg import svg_of
+from fshard.explore.text import text_of
+from fshard.mesh.layout import Layout, ShardType
+from fshard.mesh.scope import here
+from fshard.mesh.sharded import Sharded
+from fshard.mesh.spmd import device_of
+from fshard.mesh.tree import PyTree, broadcast_prefix, flatten_with_paths, unflatten
+
+_WIDE = 10_000  # a string has no edge to break lines at
+
+
+@dataclass(frozen=True, repr=False)
+class Picture:
+    """A picture of a tensor or of a tree: text when printed, coloured in a notebook.  Made by `picture`.
+
+    Args:
+        plan: what is drawn.
+
+    >>> import fshard as fs
+    >>> from fshard import P
+    >>> from fshard.explore.picture import picture
+    >>> picture((4,), layout=fs.Layout(fs.make_mesh({"data": 2}), P("data"))).svg[:4]
+    '<svg'
+    """
+
+    plan: Grid | Branch
+
+    @property
+    def svg(self) -> str:
+        """The picture of a tensor as an SVG document, to be written to a file."""
+        if isinstance(self.plan, Branch):
+            raise LayoutError("The picture of a tree is no SVG. Take the picture of one of its leaves.")
+        return svg_of(self.plan)
+
+    def __rich__(self) -> RenderableType:
+        return tree_of(self.plan) if isinstance(self.plan, Branch) else text_of(self.plan)
+
+    def __str__(self) -> str:
+        console = Console(file=StringIO(), force_terminal=False, force_jupyter=False, color_system=None, width=_WIDE)
+        with console.capture() as shown:
+            console.print(self)
+        return "\n".join(line.rstrip() for line in shown.get().rstrip().split("\n"))
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return outline_of(self.plan) if isinstance(self.plan, Branch) else f"<div>{svg_of(self.plan)}</div>"
+
+
+def picture(x: PyTree, *, layout: PyTree = None, dtype: torch.dtype = torch.float32) -> Picture:
+    """Return the picture of how a tensor, or every tensor of a tree, lies on its mesh.  Nothing is sent.
+
+    Args:
+        x: a `Sharded`, a tensor, a shape, or any tree of the first two.
+        layout: how it would lie.  A tensor or a shape needs one; for a `Sharded` it stands in place of its own.  For a
+            tree, a layout or a prefix of the tree with layouts at its leaves.
+        dtype: of a shape.
+
+    >>> import fshard as fs
+    >>> from fshard import P
+    >>> from fshard.explore.picture import picture
+    >>> mesh = fs.make_mesh({"data": 2, "model": 2})
+    >>> picture((4, 6), layout=fs.Layout(mesh, P("data", unreduced="model")))
+    f32[4@data, 6]{U:model} on Mesh(data=2, model=2; virtual, cpu)
+    96 B, 48 B on each of 4 devices
+    <BLANKLINE>
+                dim 1
+                  0:6
+    dim 0@data ┌───────┐
+           0:2 │ Σ 0+1 │
+               ├───────┤
+           2:4 │ Σ 2+3 │
+               └───────┘
+    <BLANKLINE>
+    Σ: still to be summed, over model
+    """
+    if layout is not None and _is_shape(x):
+        x = torch.empty(tuple(x), dtype=dtype, device="meta")
+    stock = take_stock(x if layout is None else _laid(x, layout))
+    return Picture(stock if isinstance(stock, Branch) else _grid(stock))
+
+
+def visualize(x: PyTree, *, layout: PyTree = None, dtype: torch.dtype = torch.float32) -> None:
+    """Show how a tensor, or every tensor of a tree, lies on its mesh: text in a terminal, a picture in a notebook.
+
+    Where many devices run the same code (under torchrun, in `fs.run`) the first one shows it.  Nothing is sent.  For
+    the arguments, and to have the picture as a value, see `picture`.
+
+    >>> import torch, fshard as fs
+    >>> from fshard import P
+    >>> from fshard.explore.picture import visualize
+    >>> mesh = fs.make_mesh({"data": 3})
+    >>> visualize(fs.device_put(torch.arange(7), fs.Layout(mesh, P.flat("data"))))
+    i64[7]{flat:data} on Mesh(data=3; virtual, cpu)
+    56 B, at most 24 B on each of 3 devices
+    <BLANKLINE>
+     flat@data
+      0:3   3:6   6:7
+    ┌─────┬─────┬─────┐
+    │  0  │  1  │  2  │
+    └─────┴─────┴─────┘
+    >>> visualize({"w": fs.device_put(torch.ones(6, 4), fs.Layout(mesh, P("data"))), "step": 3})
+    dict, in all 96 B, 32 B per device · Mesh(data=3; virtual, cpu)
+    ├── step  3
+    └── w  f32[6@data, 4]  96 B, 32 B per device
+    """
+    shown = picture(x, layout=layout, dtype=dtype)
+    meshes = shown.plan.meshes if isinstance(shown.plan, Branch) else (shown.plan.mesh,)
+    scope = here()
+    if (scope is not None and scope.device != 0) or any(device_of(mesh) != 0 for mesh in meshes):
+        return
+    if _in_notebook():
+        sys.modules["IPython.display"].display(shown)
+    else:
+        console = Console(force_jupyter=False)
+        fits = console.is_terminal and isinstance(shown.plan, Branch)  # lines of an outline may be broken, not a grid's
+        console.print(shown if console.is_terminal else Text(str(shown)), soft_wrap=not fits)
+
+
+def _grid(leaf: Leaf) -> Grid:
+    if leaf.type is None:
+        raise LayoutError(f"A picture needs a tensor; found {leaf.other}.")
+    if leaf.layout is None:
+        raise LayoutError(
+            f"{leaf.type} lies on no mesh, so there is nothing to draw. Say how it would lie: "
+            'fs.visualize(x, layout=fs.Layout(mesh, P("data"))).'
+        )
+    return plan_grid(leaf.type, leaf.layout.mesh)
+
+
+def _laid(tree: PyTree, prefix: PyTree) -> PyTree:
+    """Return the tree with leaves that lie as a prefix of it says, or raise naming all that cannot."""
+    paths, leaves, structure = flatten_with_paths(tree, sharded_is_leaf=True)
+    try:
+        layouts = broadcast_prefix(prefix, tree)
+    except ValueError as error:
+        raise LayoutError(f"visualize: layout is no prefix of the tree: {error}") from error
+    complaints: list[str] = []
+    laid: list[Any] = []
+    for path, leaf, layout in zip(paths, leaves, layouts, strict=True):
+        if not isinstance(leaf, Sharded | Tensor):
+            laid.append(leaf)
+            continue
+        try:
+            if not isinstance(layout, Layout):
+                raise LayoutError(f"layout is a {type(layout).__name__}. Write fs.Layout(mesh, P(...)).")
+            layout.check(tuple(leaf.shape))
+            laid.append(Leaf(ShardType(leaf.dtype, tuple(leaf.shape), layout.spec, layout.memory), layout))
+        except LayoutError as error:
+            complaints.append(f"x{path}: {error}")
+    if complaints:
+        raise LayoutError("visualize: " + " ".join(complaints))
+    return unflatten(structure, laid)
+
+
+def _is_shape(x: PyTree) -> bool:
+    return isinstance(x, Sequence) and all(isinstance(length, int) for length in x)
+
+
+def _in_notebook() -> bool:
+    """Return whether this is a kernel that shows pictures.  IPython is never imported: in a notebook it is there."""
+    ipython: Any = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return shell is not None and hasattr(shell, "kernel") and "IPython.display" in sys.modules

@@ -1,0 +1,31 @@
+"""How much hypothesis tries, and processes that the tests share."""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import settings
+
+from fshard.testing.processes import Processes
+
+pytest_plugins = ["pytester"]
+
+# On CI a run has to give what the run before gave; elsewhere every run looks at new examples and keeps its failures.
+ON_CI = os.environ.get("CI", "").lower() in ("1", "true")
+settings.register_profile("fshard", deadline=None, max_examples=100, derandomize=ON_CI, print_blob=True)
+settings.register_profile("thorough", settings.get_profile("fshard"), max_examples=500)
+settings.load_profile(os.environ.get("FSHARD_EXAMPLES", "fshard"))
+
+
+@pytest.fixture(scope="session")
+def two() -> Iterator[Processes]:
+    """Two processes, for all tests."""
+    with Processes(2) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="session")
+def four() -> Iterator[Processes]:
+    """Four processes, for all tests."""
+    with Processes(4) as pool:
+        yield pool

@@ -1,0 +1,603 @@
+"""Derivatives of any kind and order, inside device functions and through `shard_map`, equal the serial ones."""
+
+import re
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from torch.utils.checkpoint import checkpoint
+
+import fshard as fs
+from fshard import P
+from fshard.testing.oracles import ORACLES
+
+# torch itself uses torch.jit.script in its first jvp
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+
+B, D = 12, 4  # batch, features: every mesh here divides both
+
+
+def data():
+    generator = torch.Generator().manual_seed(0)
+    w, v, u = (torch.randn(D, D, generator=generator, dtype=torch.float64) for _ in range(3))
+    return w, torch.randn(B, D, generator=generator, dtype=torch.float64), v, u
+
+
+def serial_loss(w, x):
+    return ((x @ w).tanh() ** 2).sum() + (w**3).sum()
+
+
+def close(got, expected):
+    torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
+
+
+# -- inside a device function -------------------------------------------------------------------------------------
+#
+# A kind of derivative is a function of (loss, w, x): the loss is the serial one, or the one of a device with its own
+# rows of x, whose gradients at the replicated w are complete on every device.
+
+
+def hvp_reverse(loss, w, x, v):
+    w = w.detach().requires_grad_()
+    (g,) = torch.autograd.grad(loss(w, x), w, create_graph=True)
+    return torch.autograd.grad(g, w, v)[0]
+
+
+def third(loss, w, x, v):
+    w = w.detach().requires_grad_()
+    (g,) = torch.autograd.grad(loss(w, x), w, create_graph=True)
+    (h,) = torch.autograd.grad((g * v).sum(), w, create_graph=True)
+    return torch.autograd.grad((h * v).sum(), w)[0]
+
+
+def backward(loss, w, x, v):
+    w = w.detach().requires_grad_()
+    loss(w, x).backward()
+    return w.grad
+
+
+def checkpointed(reentrant):
+    def kind(loss, w, x, v):
+        w = w.detach().requires_grad_()
+        y = checkpoint(lambda w, x: checkpoint(loss, w, x, use_reentrant=reentrant), w, x, use_reentrant=reentrant)
+        y.backward()  # a reentrant one knows no autograd.grad
+        return w.grad
+
+    return kind
+
+
+def dual(loss, w, x, v):
+    with torch.autograd.forward_ad.dual_level():
+        y = loss(torch.autograd.forward_ad.make_dual(w, v), x)
+        return torch.autograd.forward_ad.unpack_dual(y).tangent
+
+
+KINDS = {
+    "backward": backward,
+    "autograd.grad": lambda loss, w, x, v: torch.autograd.grad(loss(w.requires_grad_(), x), w)[0],
+    "double backward": hvp_reverse,
+    "triple backward": third,
+    "func.grad": lambda loss, w, x, v: grad(loss)(w, x),
+    "func.vjp": lambda loss, w, x, v: vjp(loss, w, x)[1](torch.tensor(2.0, dtype=w.dtype))[0],
+    "func.jvp": lambda loss, w, x, v: jvp(lambda w: loss(w, x), (w,), (v,))[1],
+    "dual numbers": dual,
+    "jacrev": lambda loss, w, x, v: jacrev(loss)(w, x),
+    "jacfwd": lambda loss, w, x, v: jacfwd(loss)(w, x),
+    "hessian": lambda loss, w, x, v: hessian(loss)(w, x),
+    "hessian reverse over reverse": lambda loss, w, x, v: jacrev(jacrev(loss))(w, x),
+    "hessian forward over forward": lambda loss, w, x, v: jacfwd(jacfwd(loss))(w, x),
+    "hvp forward over reverse": lambda loss, w, x, v: jvp(lambda w: grad(loss)(w, x), (w,), (v,))[1],
+    "hvp reverse over forward": lambda loss, w, x, v: grad(lambda w: jvp(lambda w: loss(w, x), (w,), (v,))[1])(w),
+    "grad of grad": lambda loss, w, x, v: grad(lambda w: (grad(loss)(w, x) * v).sum())(w),
+    "vmap over weights": lambda loss, w, x, v: vmap(lambda w: loss(w, x))(torch.stack([w, v, w + v])),
+    "vmap of grad": lambda loss, w, x, v: vmap(lambda w: grad(loss)(w, x))(torch.stack([w, v])),
+    "grad of vmap": lambda loss, w, x, v: grad(lambda w: vmap(lambda s: loss(w * s, x))(torch.arange(3.0)).sum())(w),
+    "checkpoint": checkpointed(False),
+    "checkpoint reentrant": checkpointed(True),
+}
+
+
+def data_parallel(w, x):
+    """The sum over all rows, from the own ones; each term of w counts once."""
+    own = ((x @ fs.pvary(w, "data")).tanh() ** 2).sum()
+    return fs.psum(own, "data") + (w**3).sum()
+
+
+def own_rows(x):
+    each = x.shape[0] // fs.axis_size("data")
+    return x.narrow(0, fs.axis_index("data") * each, each)
+
+
+def inside(name):
+    w, x, v, _ = data()
+    return KINDS[name](data_parallel, w, own_rows(x), v)
+
+
+# Raw dual numbers have one level for the whole process, which the threads share: inside them, use torch.func.jvp.
+IN_THREADS = [name for name in KINDS if name != "dual numbers"]
+
+
+def inside_all(n):
+    mesh = fs.make_mesh({"data": n})
+    return {name: fs.run(inside, name, mesh=mesh)[0] for name in KINDS}
+
+
+def serial(name):
+    w, x, v, _ = data()
+    return KINDS[name](serial_loss, w, x, v)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("name", IN_THREADS)
+def test_inside_run(name, n):
+    for got in fs.run(inside, name, mesh=fs.make_mesh({"data": n})):
+        close(got, serial(name))
+
+
+@pytest.mark.parametrize("name", IN_THREADS)
+def test_inside_shard_map(name):
+    w, x, v, _ = data()
+    mapped = fs.shard_map(
+        lambda w, x, v: KINDS[name](data_parallel, w, x, v),
+        mesh=fs.make_mesh({"data": 2}),
+        in_specs=(P(), P("data"), P()),
+        out_specs=P(),
+        check=True,
+    )
+    close(fs.unshard(mapped(w, x, v)), serial(name))
+
+
+def test_inside_processes(two):
+    expected = {name: serial(name) for name in KINDS}
+    for found in two.run(inside_all, 2):
+        for name, got in found.items():
+            close(got, expected[name])
+
+
+def per_sample():
+    w, x, _, _ = data()
+    x = own_rows(x)
+
+    def loss(w, row):
+        """The loss of one row per device, summed over the devices: row by row, what a global loss does."""
+        return fs.psum((fs.pvary(w, "data") @ row).tanh().sum(), "data")
+
+    return vmap(grad(loss), in_dims=(None, 0))(w, x), vmap(grad(lambda w, row: (w @ row).tanh().sum()), (None, 0))(w, x)
+
+
+def run_per_sample(n):
+    return fs.run(per_sample, mesh=fs.make_mesh({"data": n}))
+
+
+def check_per_sample(found):
+    """A row of a batch is now a row on every device: the gradients are summed over the devices."""
+    expected = sum(own for _, own in found)
+    for got, _ in found:
+        close(got, expected)
+
+
+def test_per_sample_gradients(two):
+    check_per_sample(run_per_sample(3))
+    check_per_sample([one for (one,) in two.run(run_per_sample, 2)])
+
+
+# -- every collective ---------------------------------------------------------------------------------------------
+
+LINEAR = [
+    (name, tuple(options.items()))
+    for name, oracle in ORACLES.items()
+    if name not in ("pmax", "pmin", "send_recv")
+    for options in oracle.options(2)
+]
+
+
+def linear_identities(name, options):
+    """Check of a linear map: jvp is the map itself, the transpose of the transpose too, and vmap is a loop."""
+    torch.manual_seed(fs.axis_index("a"))
+
+    def f(x):
+        return getattr(fs, name)(x, "a", **dict(options))
+
+    x, t = torch.randn(2, 4, 2, dtype=torch.float64)[None].repeat(2, 1, 1, 1)
+    t = torch.randn_like(t)
+    assert torch.equal(jvp(f, (x,), (t,))[1], f(t))
+    y, pull = vjp(f, x)
+    (back,) = pull(torch.ones_like(y))
+    g = torch.ones_like(y, requires_grad=True)
+    z = x.clone().requires_grad_()
+    (gx,) = torch.autograd.grad(f(z), z, g, create_graph=True)
+    assert torch.equal(gx, back)
+    assert torch.equal(torch.autograd.grad(gx, g, t)[0], f(t))
+    for dim in range(3):
+        xs = torch.stack([x, t, x + t], dim)
+        assert torch.equal(vmap(f, in_dims=dim)(xs), torch.stack([f(x), f(t), f(x + t)]))
+        pulled = vmap(lambda x: vjp(f, x)[1](torch.ones_like(y))[0], in_dims=dim)(xs)
+        assert torch.equal(pulled, torch.stack([back] * 3))
+    return True
+
+
+def run_linear(cases):
+    mesh = fs.make_mesh({"a": 2})
+    return [fs.run(linear_identities, name, options, mesh=mesh) for name, options in cases]
+
+
+@pytest.mark.parametrize(("name", "options"), LINEAR, ids=lambda part: str(part) if isinstance(part, tuple) else part)
+def test_a_linear_collective_is_its_own_derivative(name, options):
+    run_linear([(name, options)])
+
+
+def test_a_linear_collective_between_processes(two):
+    two.run(run_linear, LINEAR)
+
+
+def extremes():
+    torch.manual_seed(fs.axis_index("a"))
+    x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    gathered = fs.all_gather(x.detach()[None], "a").requires_grad_()  # all devices' x, as one tensor
+    weight = torch.arange(12.0, dtype=torch.float64).reshape(3, 4)
+    mine = fs.axis_index("a")
+    for collective, serial_extreme in ((fs.pmax, torch.amax), (fs.pmin, torch.amin)):
+
+        def f(x, collective=collective):
+            return (collective(x, "a").exp() * weight).sum()
+
+        def reference(xs, extreme=serial_extreme):
+            return (extreme(xs, 0).exp() * weight).sum()
+
+        close(torch.autograd.grad(f(x), x)[0], grad(reference)(gathered.detach())[mine])
+        close(grad(f)(x.detach()), grad(reference)(gathered.detach())[mine])
+        t = torch.ones_like(x)
+        close(jvp(f, (x.detach(),), (t,))[1], jvp(reference, (gathered.detach(),), (torch.ones_like(gathered),))[1])
+        stacked = torch.stack([x.detach(), -x.detach()])
+        each = vmap(f)(stacked)
+        close(each, torch.stack([f(x.detach()), f(-x.detach())]))
+        close(vmap(grad(f))(stacked), torch.stack([grad(f)(x.detach()), grad(f)(-x.detach())]))
+        (g,) = torch.autograd.grad(f(x), x, create_graph=True)
+        second = torch.autograd.grad((g * t).sum(), x)[0]
+        close(second, grad(lambda xs: grad(reference)(xs)[mine].sum())(gathered.detach())[mine])
+    return True
+
+
+def run_extremes(n):
+    return fs.run(extremes, mesh=fs.make_mesh({"a": n}))
+
+
+def test_pmax_and_pmin(two):
+    assert all(run_extremes(3))
+    two.run(run_extremes, 2)
+
+
+def test_ties_share_a_cotangent():
+    def body():
+        x = torch.tensor([1.0, float(fs.axis_index("a") == 2), 5.0], requires_grad=True)
+        return torch.autograd.grad(fs.pmax(x, "a"), x, torch.tensor([3.0, 6.0, 9.0]))[0].tolist()
+
+    assert fs.run(body, mesh=fs.make_mesh({"a": 3})) == [[1, 0, 3], [1, 0, 3], [1, 6, 3]]
+
+
+# -- through shard_map, from outside ------------------------------------------------------------------------------
+
+
+def on_mesh(mesh, check=True):
+    mapped = fs.shard_map(data_parallel, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check=check)
+    return lambda w, x: fs.unshard(mapped(w, x))
+
+
+@pytest.mark.parametrize("shape", [{"data": 1}, {"data": 3}, {"data": 2, "other": 2}], ids=str)
+@pytest.mark.parametrize("name", KINDS)
+def test_through_shard_map(name, shape):
+    w, x, v, _ = data()
+    close(KINDS[name](on_mesh(fs.make_mesh(shape)), w, x, v), serial(name))
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_through_shard_map_to_a_sharded_argument(name):
+    """The other way round: the derivative at x, whose rows lie on the devices."""
+    w, x, _, _ = data()
+    v = x.sin()
+    loss = on_mesh(fs.make_mesh({"data": 3}))
+    close(KINDS[name](lambda x, w: loss(w, x), x, w, v), KINDS[name](lambda x, w: serial_loss(w, x), x, w, v))
+
+
+def test_gradients_at_the_shards():
+    w, x, _, _ = data()
+    mesh = fs.make_mesh({"data": 4})
+    sharded = fs.device_put(x, fs.Layout(mesh, P("data")))
+    shards = [shard.detach().requires_grad_() for shard in sharded.shards]
+    leaves = fs.Sharded(sharded.shape, sharded.layout, tuple(shards))
+    w.requires_grad_()
+    mapped = fs.shard_map(
+        lambda w, x: (x @ fs.pvary(w, "data")).tanh(), mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data")
+    )
+    gw, *gx = torch.autograd.grad(fs.unshard(mapped(w, leaves)).sum(), [w, *shards], create_graph=True)
+    x.requires_grad_()
+    expected = torch.autograd.grad((x @ w).tanh().sum(), [w, x], create_graph=True)
+    close((gw, torch.cat(gx)), expected)
+    seconds = torch.autograd.grad((gw**2).sum() + sum((g**2).sum() for g in gx), [w, *shards])
+    close((seconds[0], torch.cat(seconds[1:])), torch.autograd.grad(sum((g**2).sum() for g in expected), [w, x]))
+
+
+def test_backward_twice_through_one_graph():
+    w, x, _, _ = data()
+    w.requires_grad_()
+    loss = on_mesh(fs.make_mesh({"data": 2}))(w, x)
+    first = torch.autograd.grad(loss, w, retain_graph=True)[0]
+    assert torch.equal(torch.autograd.grad(loss, w)[0], first)
+    close(first, serial("autograd.grad"))
+
+
+def test_a_chain_of_shard_maps():
+    w, x, _, u = data()
+    mesh = fs.make_mesh({"data": 2, "model": 2})
+    column = fs.shard_map(lambda x, w: (fs.pvary(x, "model") @ fs.pvary(w, "data")).tanh(), mesh=mesh,
+                          in_specs=(P("data"), P(None, "model")), out_specs=P("data", "model"))  # fmt: skip
+    row = fs.shard_map(lambda h, w: fs.psum(h @ fs.pvary(w, "data"), "model"), mesh=mesh,
+                       in_specs=(P("data", "model"), P("model")), out_specs=P("data"))  # fmt: skip
+
+    def loss(w, u, x):
+        return (fs.unshard(row(column(x, w), u)) ** 2).sum()
+
+    def reference(w, u, x):
+        return (((x @ w).tanh() @ u) ** 2).sum()
+
+    close(grad(loss, argnums=(0, 1, 2))(w, u, x), grad(reference, argnums=(0, 1, 2))(w, u, x))
+    close(jacfwd(grad(loss))(w, u, x), jacfwd(grad(reference))(w, u, x))
+    leaves = [leaf.requires_grad_() for leaf in (w, u, x)]
+    close(torch.autograd.grad(loss(*leaves), leaves), torch.autograd.grad(reference(*leaves), leaves))
+
+
+def test_results_that_need_no_gradient():
+    w, x, _, _ = data()
+    mesh = fs.make_mesh({"data": 2})
+
+    def body(w, x, n):
+        y = x @ fs.pvary(w, "data")
+        return {"y": y, "argmax": y.argmax(1), "n": n + 1, "name": "mlp"}
+
+    mapped = fs.shard_map(body, mesh=mesh, in_specs=(P(), P("data"), P()), out_specs=P("data"))
+    mapped = fs.shard_map(
+        body,
+        mesh=mesh,
+        in_specs=(P(), P("data"), P()),
+        out_specs={"y": P("data"), "argmax": P("data"), "n": P(), "name": None},
+    )
+    w.requires_grad_()
+    out = mapped(w, x, torch.tensor(3))
+    assert (fs.unshard(out["n"]).item(), out["name"]) == (4, "mlp")
+    assert torch.equal(fs.unshard(out["argmax"]), (x @ w).argmax(1))
+    close(torch.autograd.grad(fs.unshard(out["y"]).sum(), w)[0], x.sum(0)[:, None].expand(D, D))
+
+
+def test_no_grad_stays_no_grad():
+    w, x, _, _ = data()
+    loss = on_mesh(fs.make_mesh({"data": 2}))
+    w.requires_grad_()
+    with torch.no_grad():
+        assert not loss(w, x).requires_grad
+    assert loss(w, x).requires_grad
+    assert not loss(w.detach(), x).requires_grad
+    with torch.inference_mode():
+        close(loss(w, x).clone(), serial_loss(w, x))
+
+
+# -- transparency -------------------------------------------------------------------------------------------------
+
+
+def mlp(params, x):
+    for w, b in params[:-1]:
+        x = (x @ w + b).tanh()
+    w, b = params[-1]
+    return x @ w + b
+
+
+def sharded_mlp(params, x, kinds):
+    """Each layer whole, cut by columns, or by rows; a layer cut by rows follows one cut by columns."""
+    params = fs.pvary(params, "data")
+    for (w, b), kind, last in zip(params, kinds, [False] * (len(params) - 1) + [True], strict=True):
+        if kind == "columns":
+            x = fs.pvary(x, "model") @ w + b
+        elif kind == "rows":
+            x = fs.psum(x @ w, "model") + b
+        else:
+            x = x @ w + b
+        x = x if last else x.tanh()
+    return x
+
+
+SPECS = {
+    "whole": (P(), P()),
+    "columns": (P(None, "model"), P("model")),
+    "rows": (P("model", None), P()),
+}
+
+
+@st.composite
+def layers(draw):
+    """Draw how the layers of an MLP are cut: whole ones, and pairs of columns and rows."""
+    blocks = draw(st.lists(st.sampled_from([("whole",), ("columns", "rows")]), min_size=1, max_size=3))
+    return [kind for block in blocks for kind in block]
+
+
+@settings(max_examples=60)
+@given(
+    shape=st.sampled_from([{"data": d, "model": m} for d in (1, 2, 3) for m in (1, 2, 3)]),
+    swapped=st.booleans(),
+    kinds=layers(),
+    width=st.integers(1, 3),
+    seed=st.integers(0, 2**20),
+    road=st.sampled_from(["inside", "outside", "outside func"]),
+)
+def test_gradients_are_those_of_the_serial_program(shape, swapped, kinds, width, seed, road):
+    mesh = fs.make_mesh(dict(reversed(shape.items())) if swapped else shape)
+    torch.manual_seed(seed)
+    features, batch = 6 * width, 6
+    params = [
+        (
+            torch.randn(features, features, dtype=torch.float64) / features**0.5,
+            torch.randn(features, dtype=torch.float64),
+        )
+        for _ in kinds
+    ]
+    x = torch.randn(batch, features, dtype=torch.float64)
+    specs = [SPECS[kind] for kind in kinds]
+
+    def loss(params, x):
+        return fs.pmean((sharded_mlp(params, x, kinds) ** 2).mean(), "data")
+
+    if road == "inside":
+        step = fs.shard_map(grad(loss), mesh=mesh, in_specs=(specs, P("data")), out_specs=specs, check=True)
+        got = [tuple(map(fs.unshard, pair)) for pair in step(params, x)]
+    else:
+        mapped = fs.shard_map(loss, mesh=mesh, in_specs=(specs, P("data")), out_specs=P(), check=True)
+        if road == "outside func":
+            got = grad(lambda params: fs.unshard(mapped(params, x)))(params)
+        else:
+            leaves = [leaf.requires_grad_() for pair in params for leaf in pair]
+            flat = iter(torch.autograd.grad(fs.unshard(mapped(params, x)), leaves))
+            got = list(zip(flat, flat, strict=True))
+    close(got, grad(lambda params: (mlp(params, x) ** 2).mean())([tuple(p.detach() for p in pair) for pair in params]))
+
+
+# -- broken promises ----------------------------------------------------------------------------------------------
+
+
+def promise_error(f, *args, in_specs, out_specs, shape=None, gradient=True):
+    mapped = fs.shard_map(
+        f, mesh=fs.make_mesh(shape or {"data": 4}), in_specs=in_specs, out_specs=out_specs, check=True
+    )
+
+    with pytest.raises(fs.PromiseError) as caught:
+        out = mapped(*args)
+        if gradient:
+            fs.unshard(out).sum().backward()
+    return re.sub(r"at \S+:\d+ in \w+", "at HERE", str(caught.value).split("\nraised")[0])
+
+
+def test_a_forgotten_pvary_names_the_argument():
+    w, x, _, _ = data()
+
+    def model(params, x):
+        return fs.psum(((x @ params["w"]) ** 2).sum(), "data")
+
+    assert promise_error(model, {"w": w.requires_grad_()}, x, in_specs=(P(), P("data")), out_specs=P()) == (
+        'A promise of equality is broken: argument params["w"] of model, with spec P(), is equal along "data", so its gradient '
+        'has to be; but it was used with each device\'s own data. Write params["w"] = fs.pvary(params["w"], "data") before that '
+        "use.\n  at HERE: along data, devices 1, 2, 3 differ from 0"
+    )
+
+
+def test_a_forgotten_psum_names_the_result():
+    x = torch.arange(4.0)
+
+    def model(x):
+        return {"loss": (x**2).sum()}
+
+    assert promise_error(model, x, in_specs=P("data"), out_specs=P(), gradient=False) == (
+        'A promise of equality is broken: result["loss"] of model, with out_spec P(), has to be equal along "data", but its '
+        "values differ. Reduce it with fs.psum or fs.pmean, or say in its out_spec how it is cut.\n"
+        "  at HERE: along data, devices 1, 2, 3 differ from 0"
+    )
+
+
+def test_a_forgotten_pvary_after_psum_names_the_collective():
+    x = torch.arange(1.0, 5.0, requires_grad=True)
+
+    def model(x):
+        return x * fs.psum(x, "data")
+
+    assert promise_error(model, x, in_specs=P("data"), out_specs=P("data")) == (
+        'A promise of equality is broken: the result of fs.psum over "data" is equal on all devices, so its gradient has to be; '
+        'but it was used with each device\'s own data. Put fs.pvary(x, "data") around the result where that use begins.\n'
+        "  at HERE: along data, devices 1, 2, 3 differ from 0"
+    )
+
+
+def test_a_diverging_argument_is_named():
+    mesh = fs.make_mesh({"data": 2, "model": 2})
+    pieces = fs.from_local(lambda data, model: torch.tensor([float(model)]), fs.Layout(mesh, P()))
+    mapped = fs.shard_map(lambda weight: weight * 2, mesh=mesh, in_specs=P(), out_specs=P(), check=True)
+    with pytest.raises(
+        fs.PromiseError,
+        match=r"(?s)argument weight of <lambda>, with spec P\(\), has to be equal along .*devices 1, 3 differ from 0, 2",
+    ):
+        mapped(pieces)
+
+
+def test_pvary_of_what_differs_is_named():
+    def model(x):
+        return fs.pvary(x, "data")
+
+    assert promise_error(model, torch.arange(4.0), in_specs=P("data"), out_specs=P("data"), gradient=False) == (
+        'A promise of equality is broken: the argument of fs.pvary over "data" has to be equal on all devices; use psum or '
+        "all_gather to make it so.\n  at HERE: along data, devices 1, 2, 3 differ from 0"
+    )
+
+
+@pytest.mark.parametrize("name", ["pmax", "pmean", "broadcast", "all_gather"])
+def test_every_replicated_result_is_guarded(name):
+    options = {"to": "replicated"} if name == "all_gather" else {}
+
+    def model(x):
+        return (x[:, None] * getattr(fs, name)(x, "data", **options)).sum(1)
+
+    text = promise_error(model, torch.arange(1.0, 5.0, requires_grad=True), in_specs=P("data"), out_specs=P("data"))
+    assert f"the result of fs.{name}" in text
+
+
+def test_a_promise_is_kept_under_func_too():
+    w, x, _, _ = data()
+    mapped = fs.shard_map(
+        grad(lambda w, x: fs.psum((x @ w).tanh().sum(), "data")), mesh=fs.make_mesh({"data": 2}),
+        in_specs=(P(), P("data")), out_specs=P(), check=True,
+    )  # fmt: skip
+    with pytest.raises(fs.PromiseError, match="has to be equal"):
+        mapped(w, x)
+
+
+def test_unchecked_is_unchecked():
+    x = torch.arange(4.0)
+    mapped = fs.shard_map(
+        lambda x: x.sum(), mesh=fs.make_mesh({"data": 4}), in_specs=P("data"), out_specs=P(), check=False
+    )
+    assert fs.unshard(mapped(x)).item() == 0
+
+
+def test_a_captured_tensor_would_lose_its_gradient():
+    w, x, _, _ = data()
+    w.requires_grad_()
+    mesh = fs.make_mesh({"data": 2})
+    mapped = fs.shard_map(lambda x: x @ w, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+    with pytest.raises(fs.LayoutError) as caught:
+        mapped(x)
+    assert str(caught.value) == (
+        "The function uses a tensor from outside that requires grad (shape (4, 4), torch.float64) and is not one of its "
+        "arguments, so its gradient on Mesh(data=2; virtual, cpu) would be lost. Pass it as an argument with a spec, or detach it."
+    )
+    with torch.no_grad():
+        close(fs.unshard(mapped(x)), x @ w)
+
+
+def test_a_captured_intermediate_would_lose_its_gradient():
+    w, x, _, _ = data()
+    h = w.requires_grad_() * 2
+    mapped = fs.shard_map(lambda x: x @ h, mesh=fs.make_mesh({"data": 2}), in_specs=P("data"), out_specs=P("data"))
+    with pytest.raises(fs.LayoutError, match="would be lost"):
+        mapped(x)
+
+
+def test_a_captured_tensor_of_a_transform_would_lose_its_derivative():
+    w, x, v, _ = data()
+
+    def loss(w):
+        mapped = fs.shard_map(lambda x: x @ w, mesh=fs.make_mesh({"data": 2}), in_specs=P("data"), out_specs=P("data"))
+        return fs.unshard(mapped(x)).sum()
+
+    for transformed in (grad(loss), jacrev(loss), lambda w: jvp(loss, (w,), (v,))):
+        with pytest.raises(fs.LayoutError) as caught:
+            transformed(w)
+        assert str(caught.value) == (
+            "The function uses a tensor from outside (shape (4, 4), torch.float64) that a transform of torch.func looks at and "
+            "that is not one of its arguments, so its derivative would be lost. Pass it as an argument with a spec, or detach it."
+        )

@@ -1,0 +1,631 @@
+"""Pictures say what layouts say; expected pictures are drawn as a person would draw them."""
+
+import contextlib
+import io
+import sys
+import time
+import types
+from itertools import pairwise
+from math import prod
+from textwrap import dedent
+from typing import NamedTuple
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+import fshard as fs
+from fshard import P
+from fshard.explore.devices import Devices, listed, summed
+from fshard.explore.grid import plan_grid
+from fshard.explore.inventory import take_stock
+from fshard.explore.palette import fill
+from fshard.explore.picture import picture, visualize
+from fshard.explore.words import size
+from fshard.mesh.layout import ShardType
+from fshard.mesh.mesh import Mesh
+
+AXES = ("pipe", "data", "model")
+
+
+@st.composite
+def layouts(draw, flat=None):
+    """Return a layout on a mesh of up to 27 devices, and a shape that lies like it; all of it is drawn."""
+    names = draw(st.lists(st.sampled_from(AXES), min_size=1, unique=True))
+    mesh = fs.make_mesh({name: draw(st.integers(1, 3)) for name in names}, runtime="abstract")
+    places = {name: draw(st.sampled_from(["cut", "copied", "unreduced"])) for name in names}
+    cutting = draw(st.permutations([name for name in names if places[name] == "cut"]))
+    unreduced = tuple(name for name in names if places[name] == "unreduced")
+    if cutting and (draw(st.booleans()) if flat is None else flat):
+        assume(prod(mesh.shape[name] for name in cutting) <= 8)
+        shape = draw(st.lists(st.integers(0, 5), max_size=3))
+        return fs.Layout(mesh, P.flat(*cutting, unreduced=unreduced)), tuple(shape)
+    ndim = draw(st.integers(0 if not cutting else 1, 4))
+    entries = [[] for _ in range(ndim)]
+    for name in cutting:
+        entries[draw(st.integers(0, ndim - 1))].append(name)
+    parts = [prod(mesh.shape[name] for name in entry) for entry in entries]
+    assume(all(count <= 4 for count in parts))
+    shape = [draw(st.integers(0, 2)) * count for count in parts]
+    return fs.Layout(mesh, P(*map(tuple, entries), unreduced=unreduced)), tuple(shape)
+
+
+def grid_of(layout, shape):
+    return plan_grid(ShardType(torch.float32, shape, layout.spec, layout.memory), layout.mesh)
+
+
+@given(layouts())
+def test_cells_cover_every_element_once(case):
+    layout, shape = case
+    count = torch.zeros((prod(shape),) if layout.spec.is_flat else shape, dtype=torch.int64)
+    for cell in grid_of(layout, shape).cells:
+        count[tuple(slice(*place) for place in cell.ranges)] += 1
+    assert (count == 1).all()
+
+
+@given(layouts())
+def test_holders_are_those_of_the_layout(case):
+    layout, shape = case
+    cells = grid_of(layout, shape).cells
+    drawn = [(device, cell.ranges) for cell in cells for copy in cell.holders() for device in copy]
+    assert sorted(drawn) == [(device, layout.ranges(shape, device)) for device in range(layout.mesh.size)]
+
+
+@given(layouts())
+def test_a_copy_differs_only_along_unreduced_axes(case):
+    layout, shape = case
+    summands = prod(layout.mesh.shape[name] for name in layout.spec.unreduced)
+    for cell in grid_of(layout, shape).cells:
+        for copy in cell.holders():
+            at = [layout.mesh.coordinates(device) for device in copy]
+            kept = [{name: place for name, place in one.items() if name not in layout.spec.unreduced} for one in at]
+            assert len(copy) == summands and all(one == kept[0] for one in kept)
+
+
+@given(layouts())
+def test_every_picture_can_be_drawn(case):
+    layout, shape = case
+    shown = picture(shape, layout=layout)
+    assert str(shown).startswith(f"{grid_of(layout, shape).type} on {layout.mesh}\n")
+    drawing = ElementTree.fromstring(shown.svg)
+    tips = [element.text for element in drawing.iter("{http://www.w3.org/2000/svg}title")]
+    assert len(tips) == len(set(tips)) or 0 in shape or prod(shape) < layout.mesh.size
+
+
+@given(layouts(flat=False))
+def test_neighbours_differ_in_colour(case):
+    layout, shape = case
+    for block in grid_of(layout, shape).blocks:
+        fills = [[fill(cell.piece) for cell in row] for row in block.cells]
+        columns = [list(column) for column in zip(*fills, strict=True)]
+        assert all(one != next for line in [*fills, *columns] for one, next in pairwise(line))
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 40), st.integers(2, 5)), max_size=3, unique_by=lambda step: step[0]),
+    st.integers(0, 9),
+)
+def test_listed_devices_can_be_read_back(steps, first):
+    stride, steps_up = 1, []
+    for gap, length in steps:  # boxes of a mesh: each stride is a multiple of the one below it, at least its extent
+        stride *= gap
+        steps_up.append((stride, length))
+        stride *= length
+    devices = Devices(first, tuple(reversed(steps_up)))
+    text = listed(devices)
+    if "…" in text:
+        assert text.endswith(str(list(devices)[-1]))
+        return
+    read = []
+    for run in text.split(","):
+        start, _, stop = run.partition("-")
+        read += range(int(start), int(stop or start) + 1)
+    assert read == list(devices) == sorted(devices)
+
+
+class Case(NamedTuple):
+    shape: tuple
+    mesh: dict
+    layout: tuple  # of fs.Layout, after the mesh
+    drawn: str
+
+
+CASES = {
+    "two dims": Case(
+        (8, 6),
+        {"data": 4, "model": 2},
+        (P("data", "model"),),
+        """
+        f32[8@data, 6@model] on Mesh(data=4, model=2; virtual, cpu)
+        192 B, 24 B on each of 8 devices
+
+                    dim 1@model
+                     0:3   3:6
+        dim 0@data ┌─────┬─────┐
+               0:2 │  0  │  1  │
+                   ├─────┼─────┤
+               2:4 │  2  │  3  │
+                   ├─────┼─────┤
+               4:6 │  4  │  5  │
+                   ├─────┼─────┤
+               6:8 │  6  │  7  │
+                   └─────┴─────┘
+        """,
+    ),
+    "flat, the last range shorter": Case(
+        (5, 2),
+        {"data": 4},
+        (P.flat("data"),),
+        """
+        f32[5, 2]{flat:data} on Mesh(data=4; virtual, cpu)
+        40 B, at most 12 B on each of 4 devices
+
+         flat@data
+          0:3   3:6   6:9   9:10
+        ┌─────┬─────┬─────┬──────┐
+        │  0  │  1  │  2  │  3   │
+        └─────┴─────┴─────┴──────┘
+        """,
+    ),
+    "flat, the last range empty": Case(
+        (4,),
+        {"data": 3},
+        (P.flat("data"),),
+        """
+        f32[4]{flat:data} on Mesh(data=3; virtual, cpu)
+        16 B, at most 8 B on each of 3 devices
+
+         flat@data
+          0:2   2:4      4:4
+        ┌─────┬─────┬───────────┐
+        │  0  │  1  │ 2 (empty) │
+        └─────┴─────┴───────────┘
+        """,
+    ),
+    "replicated along the last axis": Case(
+        (4, 6),
+        {"data": 2, "model": 4},
+        (P("data"),),
+        """
+        f32[4@data, 6] on Mesh(data=2, model=4; virtual, cpu)
+        96 B, 48 B on each of 8 devices
+
+                    dim 1
+                     0:6
+        dim 0@data ┌─────┐
+               0:2 │ 0-3 │
+                   ├─────┤
+               2:4 │ 4-7 │
+                   └─────┘
+
+        equal copies along model
+        """,
+    ),
+    "replicated along the first axis": Case(
+        (6,),
+        {"data": 2, "model": 3},
+        (P("model"),),
+        """
+        f32[6@model] on Mesh(data=2, model=3; virtual, cpu)
+        24 B, 8 B on each of 6 devices
+
+         dim 0@model
+          0:2   2:4   4:6
+        ┌─────┬─────┬─────┐
+        │ 0,3 │ 1,4 │ 2,5 │
+        └─────┴─────┴─────┘
+
+        equal copies along data
+        """,
+    ),
+    "unreduced": Case(
+        (4, 6),
+        {"data": 2, "model": 2},
+        (P("data", unreduced="model"),),
+        """
+        f32[4@data, 6]{U:model} on Mesh(data=2, model=2; virtual, cpu)
+        96 B, 48 B on each of 4 devices
+
+                    dim 1
+                      0:6
+        dim 0@data ┌───────┐
+               0:2 │ Σ 0+1 │
+                   ├───────┤
+               2:4 │ Σ 2+3 │
+                   └───────┘
+
+        Σ: still to be summed, over model
+        """,
+    ),
+    "copies of a sum, on the host": Case(
+        (3,),
+        {"data": 2, "model": 3},
+        (P(unreduced="model"), "host"),
+        """
+        f32[3]{U:model, host} on Mesh(data=2, model=3; virtual, cpu)
+        12 B, 12 B on each of 6 devices
+
+         dim 0
+                  0:3
+        ┌─────────────────────┐
+        │ host Σ 0+1+2, 3+4+5 │
+        └─────────────────────┘
+
+        Σ: still to be summed, over model
+        equal copies along data
+        in the memory of the host
+        """,
+    ),
+    "host": Case(
+        (4,),
+        {"data": 2},
+        (P("data"), "host"),
+        """
+        f32[4@data]{host} on Mesh(data=2; virtual, cpu)
+        16 B, 8 B on each of 2 devices
+
+         dim 0@data
+           0:2      2:4
+        ┌────────┬────────┐
+        │ host 0 │ host 1 │
+        └────────┴────────┘
+
+        in the memory of the host
+        """,
+    ),
+    "no dim": Case(
+        (),
+        {"data": 2, "model": 4},
+        (P(),),
+        """
+        f32[] on Mesh(data=2, model=4; virtual, cpu)
+        4 B, 4 B on each of 8 devices
+
+        ┌─────┐
+        │ 0-7 │
+        └─────┘
+
+        equal copies along data and model
+        """,
+    ),
+    "three axes, two of them on one dim, minor first": Case(
+        (8, 3),
+        {"pipe": 2, "data": 2, "model": 2},
+        (P(("model", "data")),),
+        """
+        f32[8@model+data, 3] on Mesh(pipe=2, data=2, model=2; virtual, cpu)
+        96 B, 24 B on each of 8 devices
+
+                          dim 1
+                           0:3
+        dim 0@model+data ┌─────┐
+                     0:2 │ 0,4 │
+                         ├─────┤
+                     2:4 │ 2,6 │
+                         ├─────┤
+                     4:6 │ 1,5 │
+                         ├─────┤
+                     6:8 │ 3,7 │
+                         └─────┘
+
+        equal copies along pipe
+        """,
+    ),
+    "four dims, three of them cut": Case(
+        (4, 3, 6, 2),
+        {"pipe": 2, "data": 2, "model": 2},
+        (P("data", None, "model", "pipe"),),
+        """
+        f32[4@data, 3, 6@model, 2@pipe] on Mesh(pipe=2, data=2, model=2; virtual, cpu)
+        576 B, 72 B on each of 8 devices
+
+        dim 0@data 0:2
+                     dim 3@pipe
+                      0:1   1:2
+        dim 2@model ┌─────┬─────┐
+                0:3 │  0  │  4  │
+                    ├─────┼─────┤
+                3:6 │  1  │  5  │
+                    └─────┴─────┘
+
+        dim 0@data 2:4
+                     dim 3@pipe
+                      0:1   1:2
+        dim 2@model ┌─────┬─────┐
+                0:3 │  2  │  6  │
+                    ├─────┼─────┤
+                3:6 │  3  │  7  │
+                    └─────┴─────┘
+
+        not drawn, for whole: dim 1 (3)
+        """,
+    ),
+    "one device": Case(
+        (2, 2),
+        {"data": 1},
+        (P("data"),),
+        """
+        f32[2@data, 2] on Mesh(data=1; virtual, cpu)
+        16 B, 16 B on the only device
+
+                    dim 1
+                     0:2
+        dim 0@data ┌─────┐
+               0:2 │  0  │
+                   └─────┘
+        """,
+    ),
+}
+
+
+def lines(text):
+    return dedent(text).strip().split("\n")
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_text(case):
+    x = fs.device_put(torch.ones(case.shape), fs.Layout(fs.make_mesh(case.mesh), *case.layout))
+    assert str(picture(x)).split("\n") == lines(case.drawn)
+
+
+def test_a_large_mesh_is_summarised():
+    mesh = fs.make_mesh({"data": 4096, "model": 16}, runtime="abstract")
+    start = time.perf_counter()
+    text = str(picture((131072, 1024), layout=fs.Layout(mesh, P("data", "model"))))
+    assert time.perf_counter() - start < 1
+    assert text.split("\n") == lines(
+        """
+        f32[131072@data, 1024@model] on Mesh(data=4096, model=16; abstract, meta)
+        512.0 MiB, 8.0 KiB on each of 65,536 devices
+
+                                 dim 1@model, 16 parts
+                                  0:64    64:128   128:192   192:256   …   960:1024
+        dim 0@data, 4,096 parts ┌───────┬────────┬─────────┬─────────┬───┬──────────┐
+                           0:32 │   0   │   1    │    2    │    3    │ … │    15    │
+                                ├───────┼────────┼─────────┼─────────┼───┼──────────┤
+                          32:64 │  16   │   17   │   18    │   19    │ … │    31    │
+                                ├───────┼────────┼─────────┼─────────┼───┼──────────┤
+                          64:96 │  32   │   33   │   34    │   35    │ … │    47    │
+                                ├───────┼────────┼─────────┼─────────┼───┼──────────┤
+                         96:128 │  48   │   49   │   50    │   51    │ … │    63    │
+                                ├───────┼────────┼─────────┼─────────┼───┼──────────┤
+                              … │   …   │   …    │    …    │    …    │ … │    …     │
+                                ├───────┼────────┼─────────┼─────────┼───┼──────────┤
+                  131040:131072 │ 65520 │ 65521  │  65522  │  65523  │ … │  65535   │
+                                └───────┴────────┴─────────┴─────────┴───┴──────────┘
+        """
+    )
+
+
+@pytest.mark.parametrize(
+    ("spec", "cell"),
+    [
+        (P(), "0-65535"),
+        (P("data"), "0-15"),
+        (P("model"), "0,16,…,65520"),
+        (P(unreduced=("data", "model")), "Σ 0+1+…+65535"),
+        (P(unreduced="data"), "Σ 0+16+…+65520, 1+17+…+65521, …, 15+31+…+65535"),
+        (P.flat("data", "model"), "0"),
+    ],
+)
+def test_many_holders_are_summarised(spec, cell):
+    mesh = fs.make_mesh({"data": 4096, "model": 16}, runtime="abstract")
+    text = str(picture((8192, 4), layout=fs.Layout(mesh, spec)))
+    assert f" {cell} " in text
+    assert len(text) < 2000
+
+
+def test_many_blocks_are_summarised():
+    mesh = fs.make_mesh(dict.fromkeys("abcde", 32), runtime="abstract")
+    shown = picture((64,) * 5, layout=fs.Layout(mesh, P(*"abcde")))
+    assert len(shown.plan.cells) == 8 * 3 * 3
+    assert "dim 0@a 0:2, dim 1@b 0:2, dim 2@c 62:64\n" in str(shown)
+
+
+def test_many_dims_are_summarised():
+    names = [f"axis{place}" for place in range(16)]
+    mesh = fs.make_mesh(dict.fromkeys(names, 2), runtime="abstract")
+    shown = picture((2,) * 16, layout=fs.Layout(mesh, P(*names)))
+    assert len(shown.plan.cells) == 33 * 4
+    assert shown.plan.cells[-1].ranges == ((1, 2),) * 16
+
+
+@pytest.mark.parametrize("runtime", ["abstract", "virtual"])
+def test_every_runtime_draws_the_same(runtime):
+    mesh = fs.make_mesh({"data": 2, "model": 2}, runtime=runtime)
+    x = fs.device_put(torch.ones(4, 4), fs.Layout(mesh, P("model")))
+    alone = fs.Sharded(x.shape, x.layout, x.shards[:1])  # as on a process mesh
+    processes = fs.Layout(Mesh(mesh.axes, "process", "cpu"), P("model"))
+    texts = [str(one).split("\n", 1)[1] for one in (picture(x), picture(alone), picture((4, 4), layout=processes))]
+    assert texts[0] == texts[1] == texts[2]
+
+
+def test_words():
+    assert [size(count) for count in (0, 1023, 1024, 1536, 5 << 20, 3 << 50)] == [
+        "0 B", "1,023 B", "1.0 KiB", "1.5 KiB", "5.0 MiB", "3.0 PiB",
+    ]  # fmt: skip
+    assert summed(Devices(0, ((1, 4),))) == "0+1+2+3"
+    assert listed(Devices(3)) == "3"
+
+
+# Showing.
+
+
+def test_colours_in_a_terminal(monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLORTERM", "truecolor")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        assert visualize((4,), layout=fs.Layout(fs.make_mesh({"data": 2}), P("data"))) is None
+    assert "\x1b[38;2;22;25;29;48;2;124;183;232m" in out.getvalue()
+
+
+def test_only_the_first_device_shows_it(capsys):
+    def main():
+        visualize(fs.device_put(torch.ones(4), fs.Layout(fs.make_mesh({"data": 4}), P("data"))))
+
+    mesh = fs.make_mesh({"data": 4})
+    fs.run(main, mesh=mesh)
+    assert capsys.readouterr().out.count("f32[4@data]") == 1
+    fs.shard_map(lambda x: visualize([x]) or x, mesh=mesh, in_specs=P("data"), out_specs=P("data"))(torch.ones(4))
+    assert capsys.readouterr().out.count("f32[1]") == 1
+
+
+def test_a_notebook_shows_it_once(monkeypatch, capsys):
+    shown = []
+    shell = types.SimpleNamespace(kernel=object())
+    monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda: shell))
+    monkeypatch.setitem(sys.modules, "IPython.display", types.SimpleNamespace(display=shown.append))
+    assert visualize((4,), layout=fs.Layout(fs.make_mesh({"data": 2}), P("data"))) is None
+    assert len(shown) == 1 and "<svg" in shown[0]._repr_html_()
+    assert capsys.readouterr().out == ""
+
+
+def test_a_layout_in_place_of_its_own():
+    mesh = fs.make_mesh({"data": 2})
+    x = fs.device_put(torch.ones(4), fs.Layout(mesh, P("data")))
+    assert str(picture(x, layout=fs.Layout(mesh, P()))).startswith("f32[4] on")
+    assert str(picture(torch.ones(4).bfloat16(), layout=x.layout)).startswith("bf16[4@data] on")
+    assert str(picture([4, 2], layout=x.layout, dtype=torch.int8)).startswith("i8[4@data, 2] on")
+
+
+def test_svg_marks():
+    mesh = fs.make_mesh({"data": 2, "model": 2})
+    marked = picture((4,), layout=fs.Layout(mesh, P(unreduced="model"), "host")).svg
+    assert "url(#fshard-sum)" in marked and "stroke-dasharray" in marked
+    plain = picture((4,), layout=fs.Layout(mesh, P(("data", "model")))).svg
+    assert "url(#fshard-sum)" not in plain and "stroke-dasharray" not in plain
+    assert "[1:2] on 1" in plain
+
+
+# Trees.
+
+
+def blocks(mesh, count):
+    cut, whole = fs.Layout(mesh, P("data")), fs.Layout(mesh, P())
+    block = {"w": fs.device_put(torch.ones(8, 6), cut), "b": fs.device_put(torch.ones(6), whole)}
+    return {
+        "blocks": [dict(block) for _ in range(count)],
+        "head": fs.device_put(torch.ones(8), fs.Layout(mesh, P.flat("data"), "host")),
+    }
+
+
+class State(NamedTuple):
+    step: int
+    moments: tuple
+
+
+def test_tree():
+    params = blocks(fs.make_mesh({"data": 4}), 12)
+    tree = State(3, ({"params": params, "mask": torch.ones(3), "none": None},))
+    assert str(picture(tree)).split("\n") == lines(
+        """
+        State, in all 2.6 KiB, 864 B per device, 8 B per device in host memory, 12 B on no mesh · Mesh(data=4; virtual, cpu)
+        ├── step  3
+        └── moments  tuple  2.6 KiB, 864 B per device, 8 B per device in host memory, 12 B on no mesh
+            └── [0]  dict  2.6 KiB, 864 B per device, 8 B per device in host memory, 12 B on no mesh
+                ├── mask  f32[3]  12 B, on no mesh
+                ├── none  None
+                └── params  dict  2.6 KiB, 864 B per device, 8 B per device in host memory
+                    ├── blocks  list  2.5 KiB, 864 B per device
+                    │   └── [0..11] 12 x  dict  216 B, 72 B per device
+                    │       ├── b  f32[6]  24 B, 24 B per device
+                    │       └── w  f32[8@data, 6]  192 B, 48 B per device
+                    └── head  f32[8]{flat:data, host}  32 B, 8 B per device in host memory
+        """
+    )
+
+
+def test_only_equal_neighbours_are_folded():
+    a, b = torch.ones(2), torch.ones(3)
+    assert [(entry.name, entry.count) for entry in take_stock([a, a, b, a]).entries] == [
+        ("[0..1]", 2),
+        ("[2]", 1),
+        ("[3]", 1),
+    ]
+    assert [entry.name for entry in take_stock({"x": a, "y": a}).entries] == ["x", "y"]
+
+
+def test_a_wide_tree_is_cut():
+    tree = {f"w{place:04}": torch.ones(1) for place in range(1000)}
+    text = str(picture(tree))
+    assert text.count("\n") == 41
+    assert text.endswith("└── … 960 more  3.8 KiB, on no mesh")
+
+
+def test_tree_in_a_notebook():
+    html = picture(blocks(fs.make_mesh({"data": 4}), 3))._repr_html_()
+    assert html.count("<svg") == 3  # of the folded block's two leaves, and of the head
+    assert "[0..2] 3 x" in html and "f32[8@data, 6]" in html
+    ElementTree.fromstring(html.replace("<details open", "<details"))
+
+
+def test_tree_with_layouts_as_a_prefix():
+    mesh = fs.make_mesh({"data": 2})
+    tree = {"a": [torch.ones(4), torch.ones(6)], "b": torch.ones(3)}
+    text = str(picture(tree, layout={"a": fs.Layout(mesh, P("data")), "b": fs.Layout(mesh, P())}))
+    assert "f32[4@data]" in text and "f32[6@data]" in text and "f32[3]  12 B, 12 B per device" in text
+
+
+@pytest.mark.parametrize(
+    ("x", "layout", "message"),
+    [
+        (
+            torch.ones(3),
+            None,
+            "f32[3] lies on no mesh, so there is nothing to draw. Say how it would lie: fs.visualize(",
+        ),
+        ("text", None, "A picture needs a tensor; found 'text'."),
+        (
+            {"a": torch.ones(3), "b": torch.ones(5), "c": torch.ones(2)},
+            P("data"),
+            'x["b"]: the tensor of shape (5,) cannot lie as P("data"): dim 0 has 5 elements, which 2 devices',
+        ),
+        ({"a": torch.ones(3)}, {"z": P()}, "layout is no prefix of the tree"),
+        ((3,), P("data"), "dim 0 has 3 elements"),
+    ],
+)
+def test_errors(x, layout, message):
+    mesh = fs.make_mesh({"data": 2})
+    if layout is not None:
+        layout = (
+            {key: fs.Layout(mesh, spec) for key, spec in layout.items()}
+            if isinstance(layout, dict)
+            else fs.Layout(mesh, layout)
+        )
+    with pytest.raises(fs.LayoutError) as caught:
+        picture(x, layout=layout)
+    assert message in str(caught.value)
+
+
+def test_a_spec_is_no_layout():
+    with pytest.raises(fs.LayoutError, match="layout is a P. Write fs.Layout"):
+        picture((4,), layout=P("data"))
+    with pytest.raises(fs.LayoutError, match="tree is no SVG"):
+        _ = picture([torch.ones(1)]).svg
+
+
+# treescope, where it is installed.
+
+
+def test_treescope():
+    treescope = pytest.importorskip("treescope")
+    from fshard.explore.treescope_records import treescope_sharding, use_treescope
+
+    mesh = fs.make_mesh({"data": 4, "model": 2})
+    x = fs.device_put(torch.randn(8, 6), fs.Layout(mesh, P("data")))
+    record = treescope_sharding(x)
+    assert record.shard_shape == (2, 6)
+    assert record.device_index_to_shard_slices[5] == (slice(4, 6), slice(None))
+    flat = fs.device_put(torch.randn(8, 6).bfloat16(), fs.Layout(mesh, P.flat("data")))
+    assert treescope_sharding(flat) is None
+    use_treescope()
+    abstract = fs.device_put(torch.ones(4), fs.Layout(fs.make_mesh({"data": 2}, runtime="abstract"), P("data")))
+    with treescope.active_autovisualizer.set_scoped(treescope.ArrayAutovisualizer()):
+        html = treescope.render_to_html([x, flat, abstract], compressed=False)
+    assert "Sharded across 8 CPU devices" in html
+    assert "Sharded f32[8@data, 6] on Mesh(data=4, model=2; virtual, cpu)" in treescope.render_to_text(x)

@@ -1,0 +1,339 @@
+"""The process runtime: the same program on gloo, torch's own meshes and tensors, hangs that are errors."""
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+import fshard as fs
+from fshard import P
+from fshard.mesh.runtimes import gloo, native
+from fshard.mesh.runtimes.process import ProcessWorld
+from fshard.testing.processes import Processes, run_processes
+
+
+def the_example():
+    """The program of the README, as a plain script."""
+    torch.manual_seed(0)
+    mesh = fs.make_mesh({"data": 2, "model": 2})
+    x = fs.device_put(torch.randn(8, 6), fs.Layout(mesh, P("data", "model")))
+    w = torch.randn(6, 3)
+
+    def matmul(a, b):
+        return fs.psum(a @ b, "model")
+
+    f = fs.shard_map(matmul, mesh=mesh, in_specs=(P("data", "model"), P("model")), out_specs=P("data"))
+    with fs.ledger() as comm:
+        y = f(x, w)
+        whole = fs.unshard(y)
+    return whole, str(fs.typeof(y)), [comm.by_collective(device) for device in sorted(comm.devices)], str(comm)
+
+
+def test_the_same_script_on_threads_and_on_processes(four):
+    whole, token, books, text = the_example()
+    for rank, (other, other_token, (book,), other_text) in enumerate(four.run(the_example)):
+        assert torch.equal(whole, other)
+        assert token == other_token
+        assert books[rank] == book
+        assert text == other_text
+
+
+def reshard_everything():
+    mesh = fs.make_mesh({"a": 2, "b": 2})
+    whole = torch.arange(48.0).reshape(4, 4, 3)
+    layouts = [
+        fs.Layout(mesh, spec)
+        for spec in (P(), P("a"), P(None, ("b", "a")), P("b", "a"), P.flat("a", "b"), P.flat("b"), P(unreduced="a"), P("a", unreduced="b"))
+    ]
+    for before in layouts:
+        for after in layouts:
+            x = fs.device_put(whole, before)
+            y = fs.reshard(x, after)
+            assert tuple(y.local.shape) == after.local_shape(whole.shape, dist.get_rank())
+            assert torch.equal(fs.unshard(y), whole)
+            z = whole.clone().requires_grad_()
+            out = fs.unshard(fs.reshard(fs.device_put(z, before), after))
+            (gradient,) = torch.autograd.grad((out * whole).sum(), z)
+            assert torch.equal(gradient, whole)
+
+
+def test_any_layout_to_any_layout_and_back_through_autograd(four):
+    four.run(reshard_everything)
+
+
+def odd_flat():
+    mesh = fs.make_mesh({"a": 2})
+    whole = torch.arange(7.0).reshape(7, 1)
+    x = fs.device_put(whole, fs.Layout(mesh, P.flat("a")))
+    assert x.local.numel() == 4 - dist.get_rank()
+    return fs.unshard(x)
+
+
+def test_uneven_flat_shards(two):
+    assert all(torch.equal(whole, torch.arange(7.0).reshape(7, 1)) for whole in two.run(odd_flat))
+
+
+# -- torch's meshes and tensors -----------------------------------------------------------------------------------
+
+
+def to_and_from_torch():
+    mesh = fs.make_mesh({"data": 2, "model": 2})
+    theirs = fs.to_device_mesh(mesh)
+    assert (theirs.mesh_dim_names, tuple(theirs.mesh.shape)) == (("data", "model"), (2, 2))
+    assert fs.from_device_mesh(theirs) == mesh
+    assert fs.to_device_mesh(mesh["model"]).mesh_dim_names == ("model",)
+    link = ProcessWorld.of(mesh).link(fs.run(lambda: _group("model"), mesh=mesh)[0])
+    assert link.pg is theirs.get_group("model") or link.pg == theirs.get_group("model")
+    whole = torch.arange(48.0).reshape(8, 6)
+    for spec, placements in [
+        (P("data", "model"), [Shard(0), Shard(1)]),
+        (P(("data", "model")), [Shard(0), Shard(0)]),
+        (P(None, "data"), [Shard(1), Replicate()]),
+        (P("data", unreduced="model"), [Shard(0), Partial()]),
+    ]:
+        x = fs.device_put(whole, fs.Layout(mesh, spec))
+        d = fs.to_dtensor(x)
+        assert list(d.placements) == placements and d.shape == (8, 6)
+        assert d.to_local().data_ptr() == x.local.data_ptr()
+        assert torch.equal(d.full_tensor(), whole)
+        back = fs.from_dtensor(d)
+        assert back.layout == x.layout and back.local.data_ptr() == x.local.data_ptr()
+    theirs = DTensor.from_local(torch.ones(2, 3), init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b")), [Shard(0), Shard(1)])
+    assert str(fs.typeof(fs.from_dtensor(theirs))) == "f32[4@a, 6@b]"
+    messages = []
+    for bad in (P.flat("data"), P(("model", "data"))):
+        try:
+            fs.to_dtensor(fs.device_put(whole, fs.Layout(mesh, bad)))
+        except fs.LayoutError as error:
+            messages.append(str(error))
+    return messages
+
+
+def _group(axis):
+    from fshard.mesh.scope import require
+
+    return require("test").group(axis, "test")
+
+
+def test_device_meshes_and_dtensors(four):
+    flat, order = four.run(to_and_from_torch)[0]
+    assert "flat and host layouts are fshard's own" in flat
+    assert "dim 0 is cut by ('model', 'data'), not in the mesh's order" in order
+
+
+def a_mesh_in_another_order():
+    theirs = init_device_mesh("cpu", (4,), mesh_dim_names=("d",))
+    from torch.distributed.device_mesh import DeviceMesh
+
+    theirs = DeviceMesh("cpu", torch.tensor([[3, 1], [2, 0]]), mesh_dim_names=("a", "b"))
+    mesh = fs.from_device_mesh(theirs)
+
+    def main():
+        mine = torch.tensor([float(dist.get_rank())])
+        return fs.axis_index(("a", "b")), fs.all_gather(mine, ("a", "b")).tolist(), fs.all_gather(mine, ("b", "a")).tolist()
+
+    return fs.run(main, mesh=mesh)[0]
+
+
+def test_a_mesh_whose_processes_stand_in_another_order(four):
+    results = four.run(a_mesh_in_another_order)
+    assert [index for index, _, _ in results] == [3, 1, 2, 0]
+    assert all(forward == [3, 1, 2, 0] and backward == [3, 2, 1, 0] for _, forward, backward in results)
+
+
+def wrong_size():
+    fs.make_mesh({"data": 2})
+
+
+def test_a_mesh_of_another_size_than_the_world():
+    with pytest.raises(fs.MeshError, match=r"has 2 = 2 devices, but there are 3 processes"):
+        run_processes(wrong_size, 3)
+
+
+def unseeded():
+    before = torch.randn(3)
+    fs.make_mesh({"data": 2})
+    return before, torch.randn(3)
+
+
+def test_processes_that_nobody_seeded_draw_alike_once_they_have_a_mesh():
+    (before, first), (other, second) = run_processes(unseeded, 2)
+    assert torch.equal(first, second) and not torch.equal(before, other)
+
+
+# -- a hang is an error -------------------------------------------------------------------------------------------
+
+
+def leave_one_out():
+    mesh = fs.make_mesh({"data": 2}, timeout=2)
+
+    def main():
+        if fs.axis_index("data") == 0:
+            fs.psum(torch.ones(3), "data")
+        else:
+            import time
+
+            time.sleep(5)
+
+    fs.run(main, mesh=mesh)
+
+
+def test_a_time_out_names_the_collective():
+    with pytest.raises(fs.CollectiveTimeoutError, match=r"psum of float32\[3\] over data .* at .*test_process.py.* in main did not end"):
+        run_processes(leave_one_out, 2, timeout=30)
+
+
+def different(kind):
+    mesh = fs.make_mesh({"data": 2})
+
+    def main():
+        first = fs.axis_index("data") == 0
+        fs.psum(torch.ones(2), "data")
+        if kind == "shape":
+            fs.psum(torch.ones(2 if first else 3), "data")
+        elif kind == "collective" and first:
+            fs.psum(torch.ones(2), "data")
+        elif kind == "collective":
+            fs.all_gather(torch.ones(2), "data")
+        elif kind == "line" and first:
+            fs.psum(torch.ones(2), "data")
+        elif kind == "line":
+            fs.psum(torch.ones(2), "data")
+        elif kind == "missing" and first:
+            fs.psum(torch.ones(2), "data")
+        elif kind == "message" and first:
+            fs.recv(torch.ones(2), "data", source=1)
+        elif kind == "wrong message" and first:
+            fs.recv(torch.ones(2), "data", source=1)
+        elif kind == "wrong message":
+            fs.send(torch.ones(3), "data", to=0)
+        elif kind == "none":
+            fs.send(torch.ones(3), "data", to=int(first))
+            return fs.recv(torch.ones(3), "data", source=int(first)).sum().item() + fs.psum(torch.ones(()), "data").item()
+
+    return fs.run(main, mesh=mesh)[0]
+
+
+@pytest.fixture(scope="module")
+def checked():
+    with Processes(2, environment={"FSHARD_CHECK": "1"}, timeout=30) as pool:
+        yield pool
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "words"),
+    [
+        ("shape", fs.MismatchError, ["psum of float32[2] at", "psum of float32[3] at", "process 0", "process 1"]),
+        ("collective", fs.MismatchError, ["psum of float32[2] at", "all_gather(dim=0) of float32[2] at"]),
+        ("line", fs.MismatchError, ["Only the lines differ"]),
+        ("missing", fs.DeadlockError, ["process 0: waits in psum of float32[2] over data at", "process 1: has finished"]),
+        ("message", fs.DeadlockError, ["process 0: waits in recv of float32[2] from process 1 at"]),
+        ("wrong message", fs.MismatchError, ["expects recv of float32[2] at", "what comes is float32[3]"]),
+    ],
+)
+def test_checked_processes_do_not_hang(kind, error, words, checked):
+    with pytest.raises(error) as raised:
+        if error is fs.DeadlockError:  # it takes processes that really end
+            run_processes(different, 2, kind, environment={"FSHARD_CHECK": "1"}, timeout=30)
+        else:
+            checked.run(different, kind)
+    assert all(word in str(raised.value) for word in words)
+
+
+def test_checked_processes_that_do_right(checked):
+    assert checked.run(different, "none") == [5.0, 5.0]
+    run_processes(different, 2, "line", environment={"FSHARD_CHECK": "shapes"}, timeout=30)
+
+
+# -- the wires ----------------------------------------------------------------------------------------------------
+
+
+def native_wires():
+    """Run NCCL's table, which is torch's own operations, over gloo: it has most of them."""
+    mesh = fs.make_mesh({"d": 2})
+    world = ProcessWorld.of(mesh)
+    out = []
+    for wires in (gloo.WIRES, native.WIRES):
+        world._wires = wires
+
+        def main():
+            x = torch.arange(6.0).reshape(2, 3) + 10 * fs.axis_index("d")
+            return [
+                fs.psum(x, "d"),
+                fs.pmax(x, "d"),
+                fs.psum(x.to(torch.int16), "d"),
+                fs.psum(x.to(torch.complex64), "d"),
+                fs.all_gather(x, "d", dim=1),
+                fs.psum_scatter(x, "d"),
+                fs.psum_scatter(x.to(torch.complex64), "d"),
+                fs.all_to_all(x, "d"),
+                fs.ppermute(x, "d", [(0, 1)]),
+                fs.ppermute(x, "d", [(0, 1), (1, 0)]),
+                fs.broadcast(x, "d", source=1),
+            ]
+
+        out.append(fs.run(main, mesh=mesh)[0])
+    world._wires = gloo.WIRES
+    return all(torch.equal(ours, theirs) for ours, theirs in zip(*out, strict=True))
+
+
+@pytest.mark.filterwarnings("default")
+def test_the_native_table_means_the_same(two):
+    assert two.run(native_wires) == [True, True]
+
+
+def large_results():
+    mesh = fs.make_mesh({"d": 2})
+
+    def main():
+        x = torch.ones(3 << 20) * (1 + fs.axis_index("d"))
+        first = fs.psum(x, "d")
+        second = fs.psum(2 * x, "d")
+        del first
+        third = fs.psum(3 * x, "d")
+        return second.unique().tolist(), third.unique().tolist()
+
+    return fs.run(main, mesh=mesh)[0]
+
+
+def test_pooled_buffers_are_not_handed_out_twice(two):
+    assert two.run(large_results) == [([6.0], [9.0])] * 2
+
+
+def test_a_pooled_buffer_is_used_again_once_it_is_free():
+    from fshard.mesh.runtimes.buffers import SMALLEST, empty
+
+    first = empty((SMALLEST,), torch.uint8)
+    address = first.data_ptr()
+    view = first[5:]
+    del first
+    assert empty((SMALLEST,), torch.uint8).data_ptr() != address
+    del view
+    assert empty((SMALLEST // 4,), torch.float32).data_ptr() == address
+    assert os.getpid()
+
+
+def wire_of_many_sizes():
+    mesh = fs.make_mesh({"d": int(os.environ["WORLD_SIZE"])})
+
+    def main():
+        for count in (0, 1, 3, 1000, 300_001):
+            for dtype in (torch.float32, torch.bfloat16):
+                generator = torch.Generator().manual_seed(count)
+                all_xs = [torch.randn(count, generator=generator).to(dtype) for _ in range(fs.axis_size("d"))]
+                total = fs.psum(all_xs[fs.axis_index("d")], "d")
+                xs = [x.float() for x in all_xs] if dtype == torch.bfloat16 else all_xs
+                while len(xs) > 1:
+                    xs = [a + b for a, b in zip(xs[::2], xs[1::2], strict=False)] + ([xs[-1]] if len(xs) % 2 else [])
+                assert torch.equal(total, xs[0].to(dtype)), (count, dtype)
+                assert fs.pmin(all_xs[fs.axis_index("d")], "d").equal(torch.stack(all_xs).amin(0))
+        return True
+
+    return fs.run(main, mesh=mesh)[0]
+
+
+def test_sums_of_all_sizes_are_the_same_tree(two, four):
+    assert all(two.run(wire_of_many_sizes) + run_processes(wire_of_many_sizes, 3) + four.run(wire_of_many_sizes))
