@@ -57,7 +57,7 @@ def test_two_processes(two, shape):
 
 
 @pytest.mark.parametrize(
-    ("shape", "step"), [({"a": 4}, 1), ({"a": 2, "b": 2}, 1), ({"a": 2, "b": 1, "c": 2}, 5)], ids=str
+    ("shape", "step"), [({"a": 4}, 1), ({"a": 2, "b": 2}, 2), ({"a": 2, "b": 1, "c": 2}, 5)], ids=str
 )
 def test_four_processes(four, shape, step):
     assert min(four.run(suite, shape, step=step)) > 300
@@ -67,7 +67,7 @@ def test_four_processes(four, shape, step):
 def test_large_tensors_between_processes(request, processes):
     pool = request.getfixturevalue(processes)
     shape = {"a": {"two": 2, "four": 4}[processes]}
-    pool.run(suite, shape, list(large_cases(fs.make_mesh(shape), 400_001)), step=2)
+    pool.run(suite, shape, list(large_cases(fs.make_mesh(shape), 400_001)), step=3)
 
 
 @settings(max_examples=300)
@@ -388,7 +388,8 @@ PICTURES = [
     ),
     (
         lambda: fs.axis_index("z"),
-        'ScopeError: fs.axis_index over \'z\': the axes bound here are "a", "b". Name axes of the mesh that shard_map or run was given.',
+        'ScopeError: fs.axis_index over \'z\': the axes bound here are "a", "b". Name axes of the mesh that shard_map or '
+        "run was given.",
     ),
 ]
 
@@ -434,6 +435,17 @@ def test_gradients_travel_back_along_a_chain():
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.complex64):
         gradients = fs.run(body, dtype, mesh=fs.make_mesh({"a": 4}))
         assert [g.real.tolist() for g in gradients] == [[8.0] * 3] * 4
+
+
+def test_messages_cannot_be_mapped():
+    def body():
+        fs.send(torch.ones(2), "a", to=1 - fs.axis_index("a"))
+        return torch.func.vmap(lambda x: fs.recv(x, "a", source=1 - fs.axis_index("a")))(torch.ones(3, 2))
+
+    assert raised(body, {"a": 2}) == (
+        "LayoutError: fs.send and fs.recv cannot be mapped by vmap (nor by jacrev, jacfwd and hessian, which do it): the "
+        "device at the other end expects one message. Map inside the stages, or use fs.ppermute, which can be mapped."
+    )
 
 
 def test_the_example_of_the_specs():

@@ -468,10 +468,13 @@ def promise_error(f, *args, in_specs, out_specs, shape=None, gradient=True):
         f, mesh=fs.make_mesh(shape or {"data": 4}), in_specs=in_specs, out_specs=out_specs, check=True
     )
 
-    with pytest.raises(fs.PromiseError) as caught:
+    def program():
         out = mapped(*args)
         if gradient:
             fs.unshard(out).sum().backward()
+
+    with pytest.raises(fs.PromiseError) as caught:
+        program()
     return re.sub(r"at \S+:\d+ in \w+", "at HERE", str(caught.value).split("\nraised")[0])
 
 
@@ -483,7 +486,8 @@ def test_a_forgotten_pvary_names_the_argument():
 
     assert promise_error(model, {"w": w.requires_grad_()}, x, in_specs=(P(), P("data")), out_specs=P()) == (
         'A promise of equality is broken: argument params["w"] of model, with spec P(), is equal along "data", so its gradient '
-        'has to be; but it was used with each device\'s own data. Write params["w"] = fs.pvary(params["w"], "data") before that '
+        'has to be; but it was used with each device\'s own data. Write params["w"] = fs.pvary(params["w"], "data") before '
+        "that "
         "use.\n  at HERE: along data, devices 1, 2, 3 differ from 0"
     )
 
@@ -508,7 +512,8 @@ def test_a_forgotten_pvary_after_psum_names_the_collective():
         return x * fs.psum(x, "data")
 
     assert promise_error(model, x, in_specs=P("data"), out_specs=P("data")) == (
-        'A promise of equality is broken: the result of fs.psum over "data" is equal on all devices, so its gradient has to be; '
+        'A promise of equality is broken: the result of fs.psum over "data" is equal on all devices, so its gradient has '
+        "to be; "
         'but it was used with each device\'s own data. Put fs.pvary(x, "data") around the result where that use begins.\n'
         "  at HERE: along data, devices 1, 2, 3 differ from 0"
     )
@@ -573,7 +578,8 @@ def test_a_captured_tensor_would_lose_its_gradient():
         mapped(x)
     assert str(caught.value) == (
         "The function uses a tensor from outside that requires grad (shape (4, 4), torch.float64) and is not one of its "
-        "arguments, so its gradient on Mesh(data=2; virtual, cpu) would be lost. Pass it as an argument with a spec, or detach it."
+        "arguments, so its gradient on Mesh(data=2; virtual, cpu) would be lost. Pass it as an argument with a spec, or "
+        "detach it."
     )
     with torch.no_grad():
         close(fs.unshard(mapped(x)), x @ w)
@@ -599,5 +605,6 @@ def test_a_captured_tensor_of_a_transform_would_lose_its_derivative():
             transformed(w)
         assert str(caught.value) == (
             "The function uses a tensor from outside (shape (4, 4), torch.float64) that a transform of torch.func looks at and "
-            "that is not one of its arguments, so its derivative would be lost. Pass it as an argument with a spec, or detach it."
+            "that is not one of its arguments, so its derivative would be lost. Pass it as an argument with a spec, or "
+            "detach it."
         )

@@ -366,7 +366,7 @@ def test_an_axis_without_a_name_is_refused(pytester):
         def test_it(mesh): ...
         """
     )
-    result = pytester.runpytest_subprocess()
+    result = pytester.runpytest_inprocess()
     result.assert_outcomes(errors=1)
     result.stdout.fnmatch_lines(["*axes have names: write @pytest.mark.mesh(data=4)*"])
 
@@ -384,7 +384,7 @@ def test_a_fixture_of_the_same_name_is_left_alone(pytester):
             assert mesh == "triangles" and "RANK" not in os.environ
         """
     )
-    pytester.runpytest_subprocess("--mesh-runtime=gloo").assert_outcomes(passed=1)
+    pytester.runpytest_inprocess("--mesh-runtime=gloo").assert_outcomes(passed=1)
 
 
 @pytest.mark.mesh(data=2, model=2)

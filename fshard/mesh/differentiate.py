@@ -26,6 +26,8 @@ from fshard.mesh.scope import Group
 from fshard.source import Site
 
 Tensors = tuple[Tensor, ...]
+_unpack_dual: Any = torch._VF._unpack_dual  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+"""What forward_ad.unpack_dual calls: it is asked for every tensor of every collective, so it is asked directly."""
 
 
 class LinearMap(Protocol):
@@ -48,18 +50,20 @@ def apply(linear: LinearMap, xs: Tensors) -> Tensors:
     """Apply a linear map so that it can be differentiated."""
     if transformed():
         return _Transformed.apply(linear, *xs)
-    if (torch.is_grad_enabled() and any(x.requires_grad for x in xs)) or _any_tangent(xs):
-        return _Recorded.apply(linear, *xs)
-    return linear.run(xs)
-
-
-def _any_tangent(xs: Tensors) -> bool:
-    return forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in xs)  # pyright: ignore[reportPrivateUsage]
+    return _Recorded.apply(linear, *xs) if recorded(xs) else linear.run(xs)
 
 
 def transformed() -> bool:
     """Return whether a torch.func transform is active in this thread."""
     return peek_interpreter_stack() is not None
+
+
+def recorded(xs: Tensors) -> bool:
+    """Return whether plain autograd follows one of these tensors, backward or forward."""
+    if torch.is_grad_enabled() and any(x.requires_grad for x in xs):
+        return True
+    level = forward_ad._current_level  # pyright: ignore[reportPrivateUsage]
+    return level >= 0 and any(_unpack_dual(x, level=level)[1] is not None for x in xs)
 
 
 class _Recorded(Function):

@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 from fshard.errors import LayoutError
 from fshard.mesh import ledger
 from fshard.mesh.arithmetic import chunk, flat_range
-from fshard.mesh.differentiate import Bound, LinearMap, Tensors, apply
+from fshard.mesh.differentiate import Bound, LinearMap, Tensors, apply, recorded, transformed
 from fshard.mesh.layout import Layout, holders
 from fshard.mesh.ledger import Row
 from fshard.mesh.mapped import run_mapped
@@ -269,7 +269,7 @@ def _unshard(x: Any, site: Site) -> Tensor:
         return x
     if not isinstance(x, Sharded):
         raise LayoutError(f"unshard takes Sharded tensors, found {type(x).__name__}.")
-    if is_outside(x.mesh) and not (torch.is_grad_enabled() and any(shard.requires_grad for shard in x.shards)):
+    if is_outside(x.mesh) and not transformed() and not recorded(x.shards):
         return _assemble(x, site)
     whole = _reshard(x, Layout(x.mesh), site)
     return apply(First(len(whole.shards)), whole.shards)[0]

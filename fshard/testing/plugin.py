@@ -149,7 +149,7 @@ def _arguments(config: pytest.Config, item: pytest.Function) -> list[str]:
 # -- in each of the processes -----------------------------------------------------------------------------------
 
 
-class SkippedThere(Exception):  # noqa: N818 - it is no error
+class SkippedThere(Exception):
     """Carries the reason of a skip: pytest's own exception cannot be pickled."""
 
 

@@ -188,7 +188,7 @@ class Processes:
             reports = self._collect(time.monotonic() + self.timeout)
             silent = [worker for worker in self._workers if worker.rank not in reports]
             if silent or any(report.error is not None for report in reports.values()):
-                raise self._failure(_name(fn), reports, silent, starts)
+                raise self._failure(f"{_name(fn)} within {self.timeout:g} s", reports, silent, starts)
             self._used = last or not all(report.joined for report in reports.values())
         except BaseException:
             self._used = True
@@ -219,7 +219,7 @@ class Processes:
             ready = self._collect(time.monotonic() + START)
             missing = [worker for worker in self._workers if worker.rank not in ready or ready[worker.rank].error]
             if missing:
-                raise self._failure("their start", ready, missing, [0] * self.n)
+                raise self._failure(f"their start within {START:g} s", ready, missing, [0] * self.n)
         except BaseException:
             self._kill()
             raise
@@ -285,7 +285,7 @@ class Processes:
         failed = [report for report in reports.values() if report.error is not None]
         failed.sort(key=lambda report: (report.followed, report.ended))  # causes before consequences
         if not failed:
-            late = RuntimeError(f"{unfinished} of {self.n} did not finish {what} within {self.timeout:g} s.")
+            late = RuntimeError(f"{unfinished} of {self.n} did not finish {what}.")
             late.add_note(stacks)
             return late
         error = failed[0].error or AssertionError("unreachable")
