@@ -96,7 +96,9 @@ def main():
     say(comm.table())
 
     planned = fs.make_mesh(dict(mesh.shape), runtime="abstract")
-    plan = fs.shard_map(step(sharded_loss), mesh=planned, in_specs=(specs, P("data"), P("data")), out_specs=(specs, P()))
+    plan = fs.shard_map(
+        step(sharded_loss), mesh=planned, in_specs=(specs, P("data"), P("data")), out_specs=(specs, P())
+    )
     with fs.ledger() as counted:
         plan(initial_params(), *data(0))
     say(f"counted beforehand on an abstract mesh, without data: {int(counted.bytes()):,} bytes per device\n")

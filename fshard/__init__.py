@@ -9,6 +9,7 @@ from fshard.errors import (
     DeadlockError,
     FshardError,
     LayoutError,
+    LostProcessError,
     MeshError,
     MismatchError,
     PromiseError,
@@ -16,8 +17,8 @@ from fshard.errors import (
 )
 from fshard.explore.picture import Picture, picture, visualize
 from fshard.explore.treescope_records import treescope_sharding, use_treescope
+from fshard.mesh.calls import Handle
 from fshard.mesh.collectives import (
-    Handle,
     all_gather,
     all_to_all,
     axis_index,
@@ -51,6 +52,7 @@ __all__ = [
     "Layout",
     "LayoutError",
     "Ledger",
+    "LostProcessError",
     "Mesh",
     "MeshError",
     "MismatchError",

@@ -9,6 +9,7 @@ __all__ = [
     "DeadlockError",
     "FshardError",
     "LayoutError",
+    "LostProcessError",
     "MeshError",
     "MismatchError",
     "PromiseError",
@@ -46,3 +47,7 @@ class PromiseError(FshardError, RuntimeError):
 
 class CollectiveTimeoutError(FshardError, RuntimeError):
     """A collective between processes did not end in time."""
+
+
+class LostProcessError(FshardError, RuntimeError):
+    """Another process of the group is gone: it failed, or it ended too early."""

@@ -12,7 +12,7 @@ import threading
 from functools import cache
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import optree
 import torch
@@ -23,6 +23,8 @@ _OURS = (
     str(threading.__file__),
     "<frozen",
 )
+
+_TESTING = str(Path(__file__).parent / "testing")
 
 
 class Site(NamedTuple):
@@ -49,7 +51,7 @@ def site_of(frame: FrameType | None) -> Site:
 
 @cache
 def _is_plumbing(file: str) -> bool:
-    return file.startswith(_OURS)
+    return file.startswith(_OURS) and not file.startswith(_TESTING)  # whoever tests a runtime is a user of it
 
 
 def call_site() -> Site:
@@ -57,8 +59,20 @@ def call_site() -> Site:
     return site_of(sys._getframe(1))  # pyright: ignore[reportPrivateUsage]
 
 
+def _cell(file: str) -> str | None:
+    """Return the number of the notebook's cell that a file stands for, `In[3]`.  IPython is never imported."""
+    ipython: Any = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    name_of = getattr(getattr(shell, "compile", None), "format_code_name", None)
+    named = name_of(file) if name_of is not None else None
+    return None if named is None else named[1]
+
+
 def _short(file: str) -> str:
-    """Shorten a path to what tells files apart: relative to here if below, else the last two parts."""
+    """Shorten a path to what tells files apart: a cell's number, relative to here if below, else the last two parts."""
+    cell = _cell(file)
+    if cell is not None:
+        return cell
     path = Path(file)
     if path.is_absolute():
         here = Path.cwd()

@@ -370,7 +370,7 @@ PICTURES = [
     ),
     (
         lambda: fs.psum({"w": X, "n": [3, "four"]}, "a"),
-        "LayoutError: fs.psum takes tensors; leaf ['n'][0] is int; leaf ['n'][1] is str. Write torch.tensor(...) around "
+        'LayoutError: fs.psum takes tensors; leaf ["n"][0] is int; leaf ["n"][1] is str. Write torch.tensor(...) around '
         "numbers.",
     ),
     (
@@ -384,7 +384,7 @@ PICTURES = [
     ),
     (
         lambda: fs.send({"x": 1}, "b", to=0),
-        "LayoutError: fs.send takes tensors; leaf ['x'] is int. Write torch.tensor(...) around numbers.",
+        'LayoutError: fs.send takes tensors; leaf ["x"] is int. Write torch.tensor(...) around numbers.',
     ),
     (
         lambda: fs.axis_index("z"),

@@ -488,7 +488,7 @@ def test_a_forgotten_pvary_names_the_argument():
         'A promise of equality is broken: argument params["w"] of model, with spec P(), is equal along "data", so its gradient '
         'has to be; but it was used with each device\'s own data. Write params["w"] = fs.pvary(params["w"], "data") before '
         "that "
-        "use.\n  at HERE: along data, devices 1, 2, 3 differ from 0"
+        "use.\n  at HERE: places 1, 2, 3 along data differ from place 0"
     )
 
 
@@ -501,7 +501,7 @@ def test_a_forgotten_psum_names_the_result():
     assert promise_error(model, x, in_specs=P("data"), out_specs=P(), gradient=False) == (
         'A promise of equality is broken: result["loss"] of model, with out_spec P(), has to be equal along "data", but its '
         "values differ. Reduce it with fs.psum or fs.pmean, or say in its out_spec how it is cut.\n"
-        "  at HERE: along data, devices 1, 2, 3 differ from 0"
+        "  at HERE: places 1, 2, 3 along data differ from place 0"
     )
 
 
@@ -515,7 +515,7 @@ def test_a_forgotten_pvary_after_psum_names_the_collective():
         'A promise of equality is broken: the result of fs.psum over "data" is equal on all devices, so its gradient has '
         "to be; "
         'but it was used with each device\'s own data. Put fs.pvary(x, "data") around the result where that use begins.\n'
-        "  at HERE: along data, devices 1, 2, 3 differ from 0"
+        "  at HERE: places 1, 2, 3 along data differ from place 0"
     )
 
 
@@ -525,7 +525,7 @@ def test_a_diverging_argument_is_named():
     mapped = fs.shard_map(lambda weight: weight * 2, mesh=mesh, in_specs=P(), out_specs=P(), check=True)
     with pytest.raises(
         fs.PromiseError,
-        match=r"(?s)argument weight of <lambda>, with spec P\(\), has to be equal along .*devices 1, 3 differ from 0, 2",
+        match=r"(?s)argument weight of <lambda>, with spec P\(\), has to be equal along .*places 1, 3 along .*differ from places 0, 2",
     ):
         mapped(pieces)
 
@@ -536,7 +536,7 @@ def test_pvary_of_what_differs_is_named():
 
     assert promise_error(model, torch.arange(4.0), in_specs=P("data"), out_specs=P("data"), gradient=False) == (
         'A promise of equality is broken: the argument of fs.pvary over "data" has to be equal on all devices; use psum or '
-        "all_gather to make it so.\n  at HERE: along data, devices 1, 2, 3 differ from 0"
+        "all_gather to make it so.\n  at HERE: places 1, 2, 3 along data differ from place 0"
     )
 
 

@@ -16,7 +16,7 @@ def execute(notebook, folder):
     """Run all cells in place, in `folder`; a cell may fail only if it is tagged `raises-exception`."""
     # Without time stamps, so that running a notebook again changes only what it prints.
     place = {"metadata": {"path": folder}}
-    NotebookClient(notebook, timeout=300, record_timing=False, resources=place).execute()
+    NotebookClient(notebook, timeout=300, record_timing=False, coalesce_streams=True, resources=place).execute()
 
 
 def tame_cells(notebook):

@@ -46,7 +46,16 @@ def reshard_everything():
     whole = torch.arange(48.0).reshape(4, 4, 3)
     layouts = [
         fs.Layout(mesh, spec)
-        for spec in (P(), P("a"), P(None, ("b", "a")), P("b", "a"), P.flat("a", "b"), P.flat("b"), P(unreduced="a"), P("a", unreduced="b"))
+        for spec in (
+            P(),
+            P("a"),
+            P(None, ("b", "a")),
+            P("b", "a"),
+            P.flat("a", "b"),
+            P.flat("b"),
+            P(unreduced="a"),
+            P("a", unreduced="b"),
+        )
     ]
     for before in layouts:
         for after in layouts:
@@ -101,7 +110,9 @@ def to_and_from_torch():
         assert torch.equal(d.full_tensor(), whole)
         back = fs.from_dtensor(d)
         assert back.layout == x.layout and back.local.data_ptr() == x.local.data_ptr()
-    theirs = DTensor.from_local(torch.ones(2, 3), init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b")), [Shard(0), Shard(1)])
+    theirs = DTensor.from_local(
+        torch.ones(2, 3), init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b")), [Shard(0), Shard(1)]
+    )
     assert str(fs.typeof(fs.from_dtensor(theirs))) == "f32[4@a, 6@b]"
     messages = []
     for bad in (P.flat("data"), P(("model", "data"))):
@@ -133,7 +144,11 @@ def a_mesh_in_another_order():
 
     def main():
         mine = torch.tensor([float(dist.get_rank())])
-        return fs.axis_index(("a", "b")), fs.all_gather(mine, ("a", "b")).tolist(), fs.all_gather(mine, ("b", "a")).tolist()
+        return (
+            fs.axis_index(("a", "b")),
+            fs.all_gather(mine, ("a", "b")).tolist(),
+            fs.all_gather(mine, ("b", "a")).tolist(),
+        )
 
     return fs.run(main, mesh=mesh)[0]
 
@@ -182,8 +197,71 @@ def leave_one_out():
 
 
 def test_a_time_out_names_the_collective():
-    with pytest.raises(fs.CollectiveTimeoutError, match=r"psum of float32\[3\] over data .* at .*test_process.py.* in main did not end"):
+    with pytest.raises(
+        fs.CollectiveTimeoutError, match=r"psum of float32\[3\] over data .* at .*test_process.py.* in main did not end"
+    ):
         run_processes(leave_one_out, 2, timeout=30)
+
+
+def one_fails():
+    mesh = fs.make_mesh({"data": 2})
+
+    def main():
+        fs.psum(torch.ones(2), "data")
+        if fs.axis_index("data") == 1:
+            raise KeyError("mine")
+        try:
+            fs.psum(torch.ones(2), "data")
+        except fs.LostProcessError as error:
+            with open(os.environ["FSHARD_TEST_TELLS"], "w") as file:
+                file.write(str(error))
+            raise
+
+    fs.run(main, mesh=mesh)
+
+
+def test_whoever_waits_for_a_failed_process_is_told(tmp_path):
+    tells = tmp_path / "tells"
+    with pytest.raises(KeyError, match="mine"):
+        run_processes(one_fails, 2, environment={"FSHARD_TEST_TELLS": str(tells)}, timeout=30)
+    assert (
+        "psum of float32[2] over data" in tells.read_text()
+        and "Its own error is the one to look for" in tells.read_text()
+    )
+
+
+def psum(n):
+    return lambda: fs.psum(torch.ones(n), "data").sum().item()
+
+
+def nothing():
+    """Leave the collective out."""
+
+
+def exchange(other):
+    def both():
+        fs.send(torch.ones(3), "data", to=other)
+        return fs.recv(torch.ones(3), "data", source=other).sum().item() + psum(1)()
+
+    return both
+
+
+WRONG = {
+    "shape": (psum(2), psum(3)),
+    "collective": (lambda: fs.psum(torch.ones(2), "data"), lambda: fs.all_gather(torch.ones(2), "data")),
+    "line": (
+        lambda: fs.psum(torch.ones(2), "data"),
+        lambda: fs.psum(torch.ones(2), "data"),
+    ),
+    "missing": (psum(2), nothing),
+    "message": (lambda: fs.recv(torch.ones(2), "data", source=1), nothing),
+    "wrong message": (
+        lambda: fs.recv(torch.ones(2), "data", source=1),
+        lambda: fs.send(torch.ones(3), "data", to=0),
+    ),
+    "none": (exchange(1), exchange(0)),
+}
+"""What process 0 does, and what process 1 does."""
 
 
 def different(kind):
@@ -192,27 +270,8 @@ def different(kind):
     def main():
         first = fs.axis_index("data") == 0
         fs.psum(torch.ones(2), "data")
-        if kind == "shape":
-            fs.psum(torch.ones(2 if first else 3), "data")
-        elif kind == "collective" and first:
-            fs.psum(torch.ones(2), "data")
-        elif kind == "collective":
-            fs.all_gather(torch.ones(2), "data")
-        elif kind == "line" and first:
-            fs.psum(torch.ones(2), "data")
-        elif kind == "line":
-            fs.psum(torch.ones(2), "data")
-        elif kind == "missing" and first:
-            fs.psum(torch.ones(2), "data")
-        elif kind == "message" and first:
-            fs.recv(torch.ones(2), "data", source=1)
-        elif kind == "wrong message" and first:
-            fs.recv(torch.ones(2), "data", source=1)
-        elif kind == "wrong message":
-            fs.send(torch.ones(3), "data", to=0)
-        elif kind == "none":
-            fs.send(torch.ones(3), "data", to=int(first))
-            return fs.recv(torch.ones(3), "data", source=int(first)).sum().item() + fs.psum(torch.ones(()), "data").item()
+        here, elsewhere = WRONG[kind]
+        return here() if first else elsewhere()
 
     return fs.run(main, mesh=mesh)[0]
 
@@ -229,17 +288,19 @@ def checked():
         ("shape", fs.MismatchError, ["psum of float32[2] at", "psum of float32[3] at", "process 0", "process 1"]),
         ("collective", fs.MismatchError, ["psum of float32[2] at", "all_gather(dim=0) of float32[2] at"]),
         ("line", fs.MismatchError, ["Only the lines differ"]),
-        ("missing", fs.DeadlockError, ["process 0: waits in psum of float32[2] over data at", "process 1: has finished"]),
+        (
+            "missing",
+            fs.DeadlockError,
+            ["process 0: waits in psum of float32[2] over data at", "process 1: has finished"],
+        ),
         ("message", fs.DeadlockError, ["process 0: waits in recv of float32[2] from process 1 at"]),
         ("wrong message", fs.MismatchError, ["expects recv of float32[2] at", "what comes is float32[3]"]),
     ],
 )
 def test_checked_processes_do_not_hang(kind, error, words, checked):
+    ends = error is fs.DeadlockError  # that takes processes that really end
     with pytest.raises(error) as raised:
-        if error is fs.DeadlockError:  # it takes processes that really end
-            run_processes(different, 2, kind, environment={"FSHARD_CHECK": "1"}, timeout=30)
-        else:
-            checked.run(different, kind)
+        checked.run_last(different, kind) if ends else checked.run(different, kind)
     assert all(word in str(raised.value) for word in words)
 
 

@@ -10,170 +10,24 @@ sharded <-> sharded, replicated <-> replicated, used by all <-> unreduced.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import update_wrapper
-from typing import Any, Generic, ParamSpec
+from typing import Literal
 
-import optree
 import torch
 from torch import Tensor
 
 from fshard.errors import LayoutError
-from fshard.mesh import promise
-from fshard.mesh.differentiate import Bound, Finish, apply, transformed
-from fshard.mesh.extreme import apply_extreme
-from fshard.mesh.moves import AllGather, AllToAll, Alone, Broadcast, Extreme, Move, Permute, Psum, PsumScatter, Pvary
-from fshard.mesh.runtimes.protocol import Pending
+from fshard.mesh.calls import Call, Collective, call
+from fshard.mesh.moves import AllGather, AllToAll, Broadcast, Extreme, Permute, Psum, PsumScatter, Pvary
 from fshard.mesh.scope import Group, require
 from fshard.mesh.spec import Axes
-from fshard.source import Site, call_site
+from fshard.mesh.tree import PyTree
 
-PyTree = Any
-"""A tensor, or any nesting of containers that optree knows with tensors at the leaves."""
-
-NAMESPACE = "fshard"
-Params = ParamSpec("Params")
-
-
-@dataclass
-class Handle:
-    """A collective under way.  `wait` returns its result; until then other work can be done."""
-
-    _finish: Callable[[], PyTree] | None
-    _result: PyTree = None
-
-    def wait(self) -> PyTree:
-        """Return the result, as soon as it is there."""
-        if self._finish is not None:
-            self._result, self._finish = self._finish(), None
-        return self._result
-
-
-class Collective(Generic[Params]):
-    """A collective that can be called, or started and waited for later."""
-
-    def __init__(self, plan: Callable[Params, Call]) -> None:
-        self._plan = plan
-        update_wrapper(self, plan)
-
-    def __call__(self, *args: Params.args, **kwargs: Params.kwargs) -> PyTree:
-        """Run it."""
-        return self._plan(*args, **kwargs).run()
-
-    def start(self, *args: Params.args, **kwargs: Params.kwargs) -> Handle:
-        """Begin it and return a handle."""
-        return self._plan(*args, **kwargs).start()
-
-    def __repr__(self) -> str:
-        return f"<collective {self._plan.__name__}>"
-
-
-@dataclass
-class Call:
-    """One call of a collective: the leaves, sorted by what can travel together."""
-
-    leaves: list[Tensor]
-    structure: optree.PyTreeSpec
-    moves: list[Move]
-    group: Group
-    site: Site
-    guard: promise.Guard | None = None
-    after: Callable[[Tensor], Tensor] | None = None
-
-    def run(self) -> PyTree:
-        """Run it on all leaves."""
-        return self._finished([self._apply(bound, self._chosen(places)) for bound, places in self._batches()])
-
-    def start(self) -> Handle:
-        """Begin it on all leaves."""
-        alone = any(isinstance(move, Alone) for move in self.moves)
-        if alone or transformed():  # under torch.func nothing can be begun apart from its derivative
-            return Handle(self.run)
-        begun: list[tuple[Bound, tuple[Tensor, ...], Pending]] = []
-        for bound, places in self._batches():
-            xs = self._chosen(places)
-            begun.append((bound, xs, bound.start(tuple(x.detach() for x in xs))))
-        return Handle(lambda: self._finished([self._apply(Finish(bound, pending), xs) for bound, xs, pending in begun]))
-
-    def _batches(self) -> list[tuple[Bound, list[int]]]:
-        found: dict[tuple[torch.dtype, Move], list[int]] = {}
-        for place, (leaf, move) in enumerate(zip(self.leaves, self.moves, strict=True)):
-            found.setdefault((leaf.dtype, move), []).append(place)
-        return [(Bound(move, self.group, self.site), places) for (_, move), places in found.items()]
-
-    def _chosen(self, places: list[int]) -> tuple[Tensor, ...]:
-        return tuple(self.leaves[place] for place in places)
-
-    def _apply(self, linear: Bound | Finish, xs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        guard = self.guard
-        if guard is not None and guard.before:
-            xs = guard.apply(xs)
-        ys = apply_extreme(linear, xs) if isinstance(self.moves[0], Extreme) else apply(linear, xs)
-        if guard is not None and not guard.before:
-            ys = guard.apply(ys)
-        return ys
-
-    def _finished(self, results: list[tuple[Tensor, ...]]) -> PyTree:
-        out: list[Any] = [None] * len(self.leaves)
-        for (_, places), ys in zip(self._batches(), results, strict=True):
-            for place, y in zip(places, ys, strict=True):
-                out[place] = y if self.after is None else self.after(y)
-        return optree.tree_unflatten(self.structure, out)
-
-
-def _call(
-    what: str,
-    tree: PyTree,
-    axis: Axes,
-    move: Callable[[Tensor, Group], Move],
-    *,
-    before: Callable[[Tensor], Tensor] | None = None,
-    after: Callable[[Tensor, Group], Tensor] | None = None,
-    promised: str | None = None,
-    promised_before: bool = False,
-) -> Call:
-    scope = require(f"fs.{what}")
-    group = scope.group(axis, f"fs.{what}")
-    leaves, structure = tensors_of(what, tree)
-    tensors = leaves if before is None else [before(leaf) for leaf in leaves]
-    site = call_site()
-    guard = None
-    if scope.checked and promised is not None and group.world.has_values:
-        guard = promise.Guard(
-            group, site, promised.format(axes=" and ".join(f'"{name}"' for name in group.axes)), promised_before
-        )
-    return Call(
-        tensors,
-        structure,
-        [move(leaf, group) for leaf in tensors],
-        group,
-        site,
-        guard,
-        None if after is None else lambda y: after(y, group),
-    )
-
-
-def tensors_of(what: str, tree: PyTree) -> tuple[list[Tensor], optree.PyTreeSpec]:
-    """Return the leaves of a tree and its structure, or raise naming all leaves that are no tensors."""
-    paths, leaves, structure = optree.tree_flatten_with_path(tree, namespace=NAMESPACE)
-    wrong = [
-        f"{_path(path)} is {type(leaf).__name__}"
-        for path, leaf in zip(paths, leaves, strict=True)
-        if not isinstance(leaf, Tensor)
-    ]
-    if wrong:
-        raise LayoutError(f"fs.{what} takes tensors; {'; '.join(wrong)}. Write torch.tensor(...) around numbers.")
-    return leaves, structure
-
-
-def _path(path: tuple[Any, ...]) -> str:
-    return "the argument" if not path else "leaf " + "".join(f"[{part!r}]" for part in path)
+_PSUM, _PVARY = Psum(), Pvary()
 
 
 def _dim(what: str, leaf: Tensor, dim: int) -> int:
     if not -leaf.ndim <= dim < leaf.ndim:
-        raise LayoutError(f"fs.{what}: dim {dim} does not exist in a tensor of shape {tuple(leaf.shape)}.")
+        raise LayoutError(f"{what}: dim {dim} does not exist in a tensor of shape {tuple(leaf.shape)}.")
     return dim % leaf.ndim
 
 
@@ -181,7 +35,7 @@ def _divided(what: str, leaf: Tensor, dim: int, group: Group) -> int:
     dim = _dim(what, leaf, dim)
     if leaf.shape[dim] % group.size:
         raise LayoutError(
-            f"fs.{what}: dim {dim} has {leaf.shape[dim]} elements, which the {group.size} devices along "
+            f"{what}: dim {dim} has {leaf.shape[dim]} elements, which the {group.size} devices along "
             f"{'+'.join(group.axes)} do not divide (shape {tuple(leaf.shape)}). "
             f"Pad it to {leaf.shape[dim] + -leaf.shape[dim] % group.size}."
         )
@@ -191,12 +45,6 @@ def _divided(what: str, leaf: Tensor, dim: int, group: Group) -> int:
 def _countable(x: Tensor) -> Tensor:
     """Sum booleans as torch.sum does: by counting."""
     return x.to(torch.int64) if x.dtype == torch.bool else x
-
-
-_BROKEN = (
-    "the result of fs.{name} over {{axes}} is equal on all devices, so its gradient has to be; but it was used with each "
-    "device's own data. Put fs.pvary(x, {{axes}}) around the result where that use begins"
-)
 
 
 @Collective
@@ -211,7 +59,7 @@ def psum(tree: PyTree, axis: Axes) -> Call:
     >>> fs.run(lambda: fs.psum(torch.tensor(fs.axis_index("data")), "data"), mesh=mesh)
     [tensor(6), tensor(6), tensor(6), tensor(6)]
     """
-    return _call("psum", tree, axis, lambda x, group: Psum(), before=_countable, promised=_BROKEN.format(name="psum"))
+    return call("fs.psum", tree, axis, lambda x, group: _PSUM, before=_countable, equal="result")
 
 
 @Collective
@@ -229,20 +77,20 @@ def pmean(tree: PyTree, axis: Axes) -> Call:
             raise LayoutError(f"fs.pmean: the mean of {x.dtype} is no {x.dtype}. Write fs.pmean(x.float(), ...).")
         return x
 
-    return _call(
-        "pmean",
+    return call(
+        "fs.pmean",
         tree,
         axis,
-        lambda x, group: Psum(),
+        lambda x, group: _PSUM,
         before=averageable,
         after=lambda y, group: y / group.size,
-        promised=_BROKEN.format(name="pmean"),
+        equal="result",
     )
 
 
 def _ordered(what: str, x: Tensor) -> Tensor:
     if x.is_complex():
-        raise LayoutError(f"fs.{what}: complex numbers have no order. Compare x.abs().")
+        raise LayoutError(f"{what}: complex numbers have no order. Compare x.abs().")
     return x
 
 
@@ -257,13 +105,13 @@ def pmax(tree: PyTree, axis: Axes) -> Call:
     >>> fs.run(lambda: fs.pmax(torch.tensor(fs.axis_index("data")), "data"), mesh=mesh)[0]
     tensor(3)
     """
-    return _call(
-        "pmax",
+    return call(
+        "fs.pmax",
         tree,
         axis,
         lambda x, group: Extreme(True),
-        before=lambda x: _ordered("pmax", x),
-        promised=_BROKEN.format(name="pmax"),
+        before=lambda x: _ordered("fs.pmax", x),
+        equal="result",
     )
 
 
@@ -276,13 +124,13 @@ def pmin(tree: PyTree, axis: Axes) -> Call:
     >>> fs.run(lambda: fs.pmin(torch.tensor(fs.axis_index("data")), "data"), mesh=mesh)[0]
     tensor(0)
     """
-    return _call(
-        "pmin",
+    return call(
+        "fs.pmin",
         tree,
         axis,
         lambda x, group: Extreme(False),
-        before=lambda x: _ordered("pmin", x),
-        promised=_BROKEN.format(name="pmin"),
+        before=lambda x: _ordered("fs.pmin", x),
+        equal="result",
     )
 
 
@@ -302,14 +150,11 @@ def pvary(tree: PyTree, axis: Axes) -> Call:
     >>> fs.unshard(step(torch.tensor(2.0), torch.arange(4.0)))
     tensor(6.)
     """
-    promised = (
-        "the argument of fs.pvary over {axes} has to be equal on all devices; use psum or all_gather to make it so"
-    )
-    return _call("pvary", tree, axis, lambda x, group: Pvary(), promised=promised, promised_before=True)
+    return call("fs.pvary", tree, axis, lambda x, group: _PVARY, equal="argument")
 
 
 @Collective
-def all_gather(tree: PyTree, axis: Axes, *, dim: int = 0, to: str = "each") -> Call:
+def all_gather(tree: PyTree, axis: Axes, *, dim: int = 0, to: Literal["each", "replicated"] = "each") -> Call:
     """Put the pieces of all devices along `axis` side by side along `dim`.  Sends (n-1)/n of the result's bytes.
 
     `to="each"`: every device uses the whole for its own ends; the cotangents are summed and scattered (`psum_scatter`).
@@ -324,13 +169,13 @@ def all_gather(tree: PyTree, axis: Axes, *, dim: int = 0, to: str = "each") -> C
     if to not in ("each", "replicated"):
         raise LayoutError(f'fs.all_gather: `to` is "each" or "replicated", not {to!r}.')
     whole = to == "replicated"
-    return _call(
-        "all_gather",
+    return call(
+        "fs.all_gather",
         tree,
         axis,
-        lambda x, group: AllGather(_dim("all_gather", x, dim), whole),
+        lambda x, group: AllGather(_dim("fs.all_gather", x, dim), whole),
         before=lambda x: x if x.ndim else x.reshape(1),
-        promised=_BROKEN.format(name='all_gather(to="replicated")') if whole else None,
+        equal="result" if whole else None,
     )
 
 
@@ -343,11 +188,11 @@ def psum_scatter(tree: PyTree, axis: Axes, *, dim: int = 0) -> Call:
     >>> fs.run(lambda: fs.psum_scatter(torch.tensor([1.0, 2.0]), "data"), mesh=mesh)
     [tensor([2.]), tensor([4.])]
     """
-    return _call(
-        "psum_scatter",
+    return call(
+        "fs.psum_scatter",
         tree,
         axis,
-        lambda x, group: PsumScatter(_divided("psum_scatter", x, dim, group)),
+        lambda x, group: PsumScatter(_divided("fs.psum_scatter", x, dim, group)),
         before=_countable,
     )
 
@@ -364,11 +209,11 @@ def all_to_all(tree: PyTree, axis: Axes, *, dim: int | tuple[int, int] = 0) -> C
     [tensor([ 0, 10]), tensor([ 1, 11])]
     """
     split, concat = dim if isinstance(dim, tuple) else (dim, dim)
-    return _call(
-        "all_to_all",
+    return call(
+        "fs.all_to_all",
         tree,
         axis,
-        lambda x, group: AllToAll(_divided("all_to_all", x, split, group), _dim("all_to_all", x, concat)),
+        lambda x, group: AllToAll(_divided("fs.all_to_all", x, split, group), _dim("fs.all_to_all", x, concat)),
     )
 
 
@@ -386,7 +231,7 @@ def ppermute(tree: PyTree, axis: Axes, pairs: list[tuple[int, int]]) -> Call:
         _check_pairs(pairs, group)
         return Permute(tuple((source, to) for source, to in pairs))
 
-    return _call("ppermute", tree, axis, permute)
+    return call("fs.ppermute", tree, axis, permute)
 
 
 def _check_pairs(pairs: list[tuple[int, int]], group: Group) -> None:
@@ -416,17 +261,17 @@ def broadcast(tree: PyTree, axis: Axes, *, source: int = 0) -> Call:
     """
 
     def from_source(x: Tensor, group: Group) -> Broadcast:
-        check_index("broadcast", "source", source, group)
+        check_index("fs.broadcast", "source", source, group)
         return Broadcast(source)
 
-    return _call("broadcast", tree, axis, from_source, promised=_BROKEN.format(name="broadcast"))
+    return call("fs.broadcast", tree, axis, from_source, equal="result")
 
 
 def check_index(what: str, role: str, index: int, group: Group) -> None:
     """Raise unless `index` is a place along the group's axes."""
     if not 0 <= index < group.size:
         raise LayoutError(
-            f"fs.{what}: {role} {index} is not in 0..{group.size - 1}, the places along {'+'.join(group.axes)}."
+            f"{what}: {role} {index} is not in 0..{group.size - 1}, the places along {'+'.join(group.axes)}."
         )
 
 

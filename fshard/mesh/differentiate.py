@@ -60,10 +60,8 @@ def transformed() -> bool:
 
 def recorded(xs: Tensors) -> bool:
     """Return whether plain autograd follows one of these tensors, backward or forward."""
-    if torch.is_grad_enabled() and any(x.requires_grad for x in xs):
-        return True
-    level = forward_ad._current_level  # pyright: ignore[reportPrivateUsage]
-    return level >= 0 and any(_unpack_dual(x, level=level)[1] is not None for x in xs)
+    grad, level = torch.is_grad_enabled(), forward_ad._current_level  # pyright: ignore[reportPrivateUsage]
+    return any((grad and x.requires_grad) or (level >= 0 and _unpack_dual(x, level=level)[1] is not None) for x in xs)
 
 
 class _Recorded(Function):
@@ -79,9 +77,10 @@ class _Recorded(Function):
         return None, *apply(ctx.linear.transposed(), cotangents)
 
     @staticmethod
-    def jvp(ctx: Any, _: None, *tangents: Tensor) -> Tensors:
+    def jvp(ctx: Any, *grad_inputs: Any) -> Tensors:
+        _, *tangents = grad_inputs
         given = {id(tangent) for tangent in tangents}  # what is passed through has to be a view, autograd says
-        return tuple(y.view_as(y) if id(y) in given else y for y in apply(ctx.linear, tangents))
+        return tuple(y.view_as(y) if id(y) in given else y for y in apply(ctx.linear, tuple(tangents)))
 
 
 class _Transformed(Function):
@@ -99,9 +98,8 @@ class _Transformed(Function):
     jvp = _Recorded.jvp
 
     @staticmethod
-    def vmap(
-        info: Any, in_dims: tuple[int | None, ...], linear: LinearMap, *xs: Tensor
-    ) -> tuple[Tensors, tuple[int, ...]]:
+    def vmap(info: Any, in_dims: Any, *args: Any) -> tuple[Tensors, tuple[int, ...]]:
+        linear, *xs = args
         batched = tuple(leading(x, dim, info.batch_size) for x, dim in zip(xs, in_dims[1:], strict=True))
         ys = apply(linear.batched(), batched)
         return ys, (0,) * len(ys)
@@ -112,7 +110,7 @@ def leading(x: Tensor, dim: int | None, size: int) -> Tensor:
     return x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Bound:
     """A move on one group, called from one line: what a collective becomes when it is called."""
 

@@ -41,16 +41,16 @@ class _Extreme(Function):
         return None, *(cotangent * share for cotangent, share in zip(cotangents, shares, strict=True))
 
     @staticmethod
-    def jvp(ctx: Any, _: None, *tangents: Tensor) -> Tensors:
+    def jvp(ctx: Any, *grad_inputs: Any) -> Tensors:
+        _, *tangents = grad_inputs
         shares = _shares(ctx.bound, ctx.saved_tensors)
         return apply(
             _sum_like(ctx.bound), tuple(tangent * share for tangent, share in zip(tangents, shares, strict=True))
         )
 
     @staticmethod
-    def vmap(
-        info: Any, in_dims: tuple[int | None, ...], bound: Bound | Finish, *xs: Tensor
-    ) -> tuple[Tensors, tuple[int, ...]]:
+    def vmap(info: Any, in_dims: Any, *args: Any) -> tuple[Tensors, tuple[int, ...]]:
+        bound, *xs = args
         batched = tuple(leading(x, dim, info.batch_size) for x, dim in zip(xs, in_dims[1:], strict=True))
         return apply_extreme(bound.batched() if isinstance(bound, Bound) else bound, batched), (0,) * len(xs)
 

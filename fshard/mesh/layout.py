@@ -146,7 +146,8 @@ class Layout:
     def __hash__(self) -> int:
         return kept_hash(self, (self.mesh, self.spec, self.memory))
 
-    __getstate__ = without_hash
+    def __getstate__(self) -> dict[str, object]:
+        return without_hash(self)
 
     def __repr__(self) -> str:
         memory = "" if self.memory == "device" else f', "{self.memory}"'

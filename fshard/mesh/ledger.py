@@ -92,7 +92,7 @@ class Ledger:
         return table
 
     def __str__(self) -> str:
-        console = Console(file=StringIO(), width=110, force_terminal=False, color_system=None)
+        console = Console(file=StringIO(), width=110, force_terminal=False, force_jupyter=False, color_system=None)
         with console.capture() as shown:
             console.print(self.table())
         return shown.get().rstrip()
@@ -100,9 +100,10 @@ class Ledger:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        console = Console(file=StringIO(), width=110, record=True)
+        console = Console(file=StringIO(), width=110, record=True, force_jupyter=False)
         console.print(self.table())
-        return console.export_html(inline_styles=True, code_format='<pre style="line-height:1.2">{code}</pre>')
+        style = "line-height:1.2;font-family:ui-monospace,SFMono-Regular,Menlo,Consolas,monospace"
+        return console.export_html(inline_styles=True, code_format=f'<pre style="{style}">{{code}}</pre>')
 
     def _of(self, device: int | None) -> Sequence[Mapping[Row, Entry]]:
         return list(self.devices.values()) if device is None else [self.devices.get(device, {})]
@@ -118,7 +119,7 @@ def _total(rows: Mapping[Row, Entry], what: str, collective: str | None, axis: s
 
 
 def _number(count: Fraction) -> str:
-    return f"{int(count):,}" if count.denominator == 1 else f"{float(count):,.1f}"
+    return f"{int(count):,}" if count.denominator == 1 else f"{float(count):,.2f}"
 
 
 class _Open(threading.local):

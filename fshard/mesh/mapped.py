@@ -16,7 +16,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import optree
 import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
@@ -27,8 +26,8 @@ from fshard.errors import LayoutError
 from fshard.mesh.differentiate import Tensors, leading, transformed
 from fshard.mesh.mesh import Mesh
 from fshard.mesh.spmd import everywhere, held, is_outside
+from fshard.mesh.tree import flatten
 
-NAMESPACE = "fshard"
 _C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
 
 
@@ -162,7 +161,7 @@ class _RefuseTransformed(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         given: Any = (args, kwargs or {})
-        leaves = optree.tree_leaves(given, namespace=NAMESPACE)
+        leaves, _ = flatten(given)
         lost = [x for x in leaves if isinstance(x, Tensor) and is_functorch_wrapped_tensor(x)]
         if lost and not transformed():
             raise LayoutError(
@@ -252,8 +251,10 @@ def _vmap(run: Run, dims: tuple[int | None, ...], randomness: str) -> Run:
     """Return the run in which every device maps the program over a leading dim of some of its tensors."""
 
     def program(device: int, xs: Tensors) -> Tensors:
-        each = torch.func.vmap(lambda *one: run.program(device, one), in_dims=dims, randomness=randomness)
-        return each(*xs)
+        def of_one(*one: Any) -> Tensors:
+            return run.program(device, one)
+
+        return torch.func.vmap(of_one, in_dims=dims, randomness=randomness)(*xs)
 
     return replace(run, program=program, derived=True)
 
@@ -294,7 +295,8 @@ class _Mapped(Function):
         return None, None, None, *gradients
 
     @staticmethod
-    def jvp(ctx: Any, _run: None, _width: None, _tape: None, *tangents: Tensor | None) -> Tensors:
+    def jvp(ctx: Any, *grad_inputs: Any) -> Tensors:
+        _, _, _, *tangents = grad_inputs
         run, width, n = ctx.run, ctx.width, ctx.run.mesh.size
         flat: Tensors = ctx.saved_tensors
         moving = tuple(
@@ -309,7 +311,8 @@ class _Mapped(Function):
         return tuple(y for ys in found for y in ys)
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], run: Run, width: int, tape: Tape | None, *flat: Tensor) -> Any:
+    def vmap(info: Any, in_dims: Any, *args: Any) -> tuple[Tensors, tuple[int, ...]]:
+        run, width, _, *flat = args
         n, dims = run.mesh.size, in_dims[3:]
         mapped = [any(dims[device * width + place] is not None for device in range(n)) for place in range(width)]
         batched = tuple(

@@ -115,7 +115,8 @@ class Mesh:
     def __hash__(self) -> int:
         return kept_hash(self, (self.axes, self.runtime, self.device_type, self.parent, self.ranks))
 
-    __getstate__ = without_hash
+    def __getstate__(self) -> dict[str, object]:
+        return without_hash(self)
 
     def __str__(self) -> str:
         grid = ", ".join(f"{name}={size}" for name, size in self.axes)

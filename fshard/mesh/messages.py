@@ -12,17 +12,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import optree
 import torch
 from torch import Tensor
 
 from fshard.errors import LayoutError
-from fshard.mesh.collectives import Collective, Handle, PyTree, check_index, tensors_of
+from fshard.mesh.calls import Collective, Handle, tensors_of
+from fshard.mesh.collectives import check_index
 from fshard.mesh.differentiate import LinearMap, Tensors, apply
 from fshard.mesh.ledger import Row, active
 from fshard.mesh.moves import Permute
 from fshard.mesh.scope import Group, require
 from fshard.mesh.spec import Axes
+from fshard.mesh.tree import PyTree, Structure, unflatten
 from fshard.source import Site, call_site
 
 
@@ -108,7 +109,7 @@ class _Exchange:
     """One call of send or recv: a message for each dtype."""
 
     leaves: list[Tensor]
-    structure: optree.PyTreeSpec
+    structure: Structure | None
     linear: Callable[[Tensors], LinearMap]
     whole: bool
 
@@ -126,7 +127,7 @@ class _Exchange:
             for place, y in zip(chosen, ys, strict=False):
                 out[place] = y
         if self.whole:
-            return optree.tree_unflatten(self.structure, out)
+            return out[0] if self.structure is None else unflatten(self.structure, out)
         reals = [token.real if token.is_complex() else token for token in tokens]
         differentiable = [token for token in reals if token.dtype.is_floating_point]
         return sum(differentiable[1:], start=differentiable[0]) if differentiable else torch.zeros(())
@@ -153,8 +154,8 @@ def send(tree: PyTree, axis: Axes, to: int) -> Any:
     >>> fs.run(hand_on, mesh=fs.make_mesh({"pipe": 2}))
     [tensor(0.), tensor([1., 2.])]
     """
-    group, site, leaves, structure = _begin("send", tree, axis)
-    check_index("send", "`to`", to, group)
+    group, site, leaves, structure = _begin("fs.send", tree, axis)
+    check_index("fs.send", "`to`", to, group)
     return _Exchange(leaves, structure, lambda likes: Send(to, group, site, likes), whole=False)
 
 
@@ -162,14 +163,25 @@ def send(tree: PyTree, axis: Axes, to: int) -> Any:
 def recv(like: PyTree, axis: Axes, source: int) -> Any:
     """Receive what the device at place `source` along `axis` sends next: tensors of the shapes and dtypes of `like`.
 
-    If a tensor of `like` requires grad, the cotangent of what is received travels back to the sender.
+    If a tensor of `like` requires grad, the cotangent of what is received travels back to the sender; the sender then adds
+    the token of its `send` to what it differentiates.  (Gradients of such gradients are not defined.)
+
+    >>> import torch, fshard as fs
+    >>> def double():
+    ...     x = torch.ones(2, requires_grad=True)
+    ...     if fs.axis_index("pipe") == 0:
+    ...         return torch.autograd.grad(fs.send(x, "pipe", to=1), x)[0]
+    ...     y = fs.recv(x, "pipe", source=0)
+    ...     return torch.autograd.grad((2 * y).sum(), x)[0]
+    >>> fs.run(double, mesh=fs.make_mesh({"pipe": 2}))
+    [tensor([2., 2.]), tensor([0., 0.])]
     """
-    group, site, leaves, structure = _begin("recv", like, axis)
-    check_index("recv", "`source`", source, group)
+    group, site, leaves, structure = _begin("fs.recv", like, axis)
+    check_index("fs.recv", "`source`", source, group)
     return _Exchange(leaves, structure, lambda likes: Receive(source, group, site, likes, from_token=False), whole=True)
 
 
-def _begin(what: str, tree: PyTree, axis: Axes) -> tuple[Group, Site, list[Tensor], optree.PyTreeSpec]:
-    group = require(f"fs.{what}").group(axis, f"fs.{what}")
+def _begin(what: str, tree: PyTree, axis: Axes) -> tuple[Group, Site, list[Tensor], Structure | None]:
+    group = require(what).group(axis, what)
     leaves, structure = tensors_of(what, tree)
     return group, call_site(), leaves, structure

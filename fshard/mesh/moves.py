@@ -104,12 +104,21 @@ class Wired(Move, Protocol):
 
 def in_a_row(x: Tensor) -> Tensor:
     """Lay a tensor out as one row, with lazy conjugation and negation done.  (...) -> (elements,)"""
-    return x.resolve_conj().resolve_neg().reshape(-1)
+    return plain(x).reshape(-1)
+
+
+def plain(x: Tensor) -> Tensor:
+    """Return a tensor whose memory holds its values: a lazy conjugate or negative is worked out."""
+    return x.resolve_conj().resolve_neg() if x.is_conj() or x.is_neg() else x
 
 
 def _rows(x: Tensor, dim: int, n: int) -> Tensor:
     """Cut `dim` into n pieces and lay each out as a row.  (..., n*k, ...) -> (n, elements)"""
-    return x.resolve_conj().resolve_neg().unflatten(dim, (n, -1)).movedim(dim, 0).reshape(n, -1)
+    return (
+        plain(x).reshape(n, -1)
+        if dim == 0 and x.numel()
+        else plain(x).unflatten(dim, (n, -1)).movedim(dim, 0).reshape(n, -1)
+    )
 
 
 def _piece(shape: torch.Size, dim: int, n: int) -> list[int]:
@@ -118,6 +127,8 @@ def _piece(shape: torch.Size, dim: int, n: int) -> list[int]:
 
 def _joined(rows: Tensor, piece: Sequence[int], dim: int, n: int) -> Tensor:
     """Lay rows side by side along `dim`.  (n, elements) -> (..., n*k, ...)"""
+    if dim == 0:
+        return rows.reshape(n * piece[0], *piece[1:])
     return rows.reshape(n, *piece).movedim(0, dim).flatten(dim, dim + 1)
 
 

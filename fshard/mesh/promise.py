@@ -113,11 +113,14 @@ def _complaint(guard: Guard, place: int, xs: Sequence[Tensor], verdict: Tensor) 
     same = [index for index, equal in enumerate(verdict.tolist()) if equal]
     other = [index for index, equal in enumerate(verdict.tolist()) if not equal]
     which = f" (tensor {place} of {len(xs)})" if len(xs) > 1 else ""
+    along = "+".join(guard.group.axes)
     return (
         f"A promise of equality is broken: {guard.broken}.\n"
-        f"  at {guard.site}{which}: along {'+'.join(guard.group.axes)}, devices {_places(other)} differ from {_places(same)}"
+        f"  at {guard.site}{which}: {_places(other)} along {along} differ{'s' if len(other) == 1 else ''} "
+        f"from {_places(same)}"
     )
 
 
 def _places(places: list[int]) -> str:
-    return ", ".join(map(str, places[:8])) + (f" and {len(places) - 8} more" if len(places) > 8 else "")
+    shown = ", ".join(map(str, places[:8])) + (f" and {len(places) - 8} more" if len(places) > 8 else "")
+    return f"place {shown}" if len(places) == 1 else f"places {shown}"

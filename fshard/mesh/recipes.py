@@ -24,7 +24,7 @@ from fshard.mesh.scope import require
 from fshard.mesh.sharded import Sharded
 from fshard.mesh.spec import P
 from fshard.mesh.tree import PyTree, Structure, broadcast_prefix, flatten, flatten_with_paths, unflatten
-from fshard.source import Site, call_site
+from fshard.source import Site
 
 
 @dataclass(frozen=True)
@@ -78,9 +78,9 @@ class Mapping:
         x = take_steps(x, self.steps, self.shape, site)
         return x if self.promise is None else self.promise.hold(x, site)
 
-    def leave(self, x: Tensor) -> Tensor:
+    def leave(self, x: Tensor, site: Site) -> Tensor:
         """Hold one device's piece of a result to what its spec promises."""
-        return x if self.promise is None else self.promise.hold(x, call_site())
+        return x if self.promise is None else self.promise.hold(x, site)
 
 
 @dataclass(frozen=True)
@@ -241,7 +241,8 @@ class Recipes:
         promise = self._promise(
             spec,
             f"result{path} of {self.name}, with out_spec {spec}, has to be equal along {{axes}}, but its values differ. "
-            "Reduce it with fs.psum or fs.pmean, or say in its out_spec how it is cut",
+            "Reduce it with fs.psum or fs.pmean (if it is a gradient: mark the argument with fs.pvary where its use begins), "
+            "or say in its out_spec how it is cut",
             f"the gradient of result{path} of {self.name}, with out_spec {spec}, has to be equal along {{axes}}, but differs",
         )
         return Mapping(place, path, layout.global_shape(leaf.shape), layout, promise=promise)
@@ -272,5 +273,6 @@ def _broadcast(specs: PyTree, tree: PyTree) -> list[Any]:
     """Return the spec of every leaf of a tree, from a prefix tree of specs."""
     try:
         return broadcast_prefix(specs, tree, none_is_leaf=True)
-    except ValueError as error:
-        raise LayoutError(f"the specs {specs!r} are no prefix of the tree: {error}") from None
+    except ValueError:
+        _, structure = flatten(tree, sharded_is_leaf=True, none_is_leaf=True)
+        raise LayoutError(f"the specs {specs!r} are no prefix of the tree {structure}.") from None

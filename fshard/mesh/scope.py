@@ -103,7 +103,7 @@ class Scope:
         unknown = [name for name in names if name not in self.axes]
         if unknown or not names or len(set(names)) < len(names):
             known = ", ".join(f'"{name}"' for name in self.axes)
-            asked = ", ".join(repr(name) for name in names) or "no axis"
+            asked = ", ".join(f'"{name}"' for name in names) or "no axis"
             problem = "an axis is named twice" if names and not unknown else f"the axes bound here are {known}"
             raise ScopeError(f"{what} over {asked}: {problem}. Name axes of the mesh that shard_map or run was given.")
         dims = tuple(self.axes[name] for name in names)

@@ -28,7 +28,7 @@ from fshard.mesh.sharded import Sharded, in_memory
 from fshard.mesh.spec import Axes
 from fshard.mesh.spmd import inside, standing
 from fshard.mesh.tree import PyTree, Structure, unflatten
-from fshard.source import call_site
+from fshard.source import Site, call_site
 
 
 def shard_map(
@@ -94,7 +94,7 @@ def _call(f: Callable[..., PyTree], recipes: Recipes, recipe: ArgumentRecipe, le
     columns = [_column(leaves[entry.place], entry) for entry in recipe.entries]
     plain = [leaves[place] for place in recipe.plain]
     versions = [x._version for x in plain]
-    outputs = _Outputs(recipes, mesh)
+    outputs = _Outputs(recipes, mesh, site)
 
     def program(device: int, xs: Tensors) -> Tensors:
         own = list(leaves)
@@ -131,7 +131,8 @@ def _refuse_changed(name: str, recipe: ArgumentRecipe, plain: list[Tensor], vers
 class _Outputs:
     """The results of the devices: tensors travel as shards, all else has to be the same everywhere."""
 
-    def __init__(self, recipes: Recipes, mesh: Mesh) -> None:
+    def __init__(self, recipes: Recipes, mesh: Mesh, site: Site) -> None:
+        self.site = site
         self.recipes = recipes
         self.mesh = mesh
         self.taken: dict[int, tuple[ResultRecipe, Structure, list[Any]]] = {}
@@ -141,7 +142,7 @@ class _Outputs:
         recipe, structure, leaves = self.recipes.of_results(self.mesh, result)
         tensors = tuple(leaves[entry.place] for entry in recipe.entries)
         if recipe.work:
-            tensors = tuple(entry.leave(x) for x, entry in zip(tensors, recipe.entries, strict=True))
+            tensors = tuple(entry.leave(x, self.site) for x, entry in zip(tensors, recipe.entries, strict=True))
         for entry in recipe.entries:
             leaves[entry.place] = None
         self.taken[device] = recipe, structure, leaves

@@ -134,7 +134,8 @@ class P:
     def __hash__(self) -> int:
         return kept_hash(self, (self.entries, self.unreduced, self.flat_axes, self.shape))
 
-    __getstate__ = without_hash
+    def __getstate__(self) -> dict[str, object]:
+        return without_hash(self)
 
     def __repr__(self) -> str:
         parts = [_show(entry) for entry in self.entries]

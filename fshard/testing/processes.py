@@ -35,7 +35,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
+from fshard.errors import LostProcessError
 from fshard.mesh.runtimes import process
+from fshard.mesh.runtimes.link import LOST
 
 Result = TypeVar("Result")
 
@@ -106,7 +108,8 @@ class _Report:
     @property
     def followed(self) -> bool:
         """Whether it only lost the connection to a peer, which is what a failed one leaves behind."""
-        return isinstance(self.error, RuntimeError) and any(word in str(self.error) for word in _LOST)
+        told = isinstance(self.error, RuntimeError) and any(word in str(self.error) for word in LOST)
+        return told or isinstance(self.error, LostProcessError)
 
     def account(self, first: _Report) -> str:
         """Say what it raised, in a line if that only follows from what another has raised or is the same."""
@@ -120,7 +123,6 @@ class _Report:
 
 _OUR_FRAMES = f'  File "{__file__}"'
 """From here on outwards a stack is the same in every process."""
-_LOST = ("onnection closed", "onnection reset", "onnection refused", "roken pipe", "Socket closed")
 
 
 class Processes:

@@ -8,6 +8,7 @@ keeps the storages it has handed out, and hands one out again once nobody else r
 from __future__ import annotations
 
 import threading
+from math import prod
 from typing import Any
 
 import torch
@@ -25,12 +26,10 @@ _lock = threading.Lock()
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Return an uninitialised tensor on the CPU, in used memory if some of that size lies idle."""
-    fresh: Any = torch.empty(0, dtype=dtype)  # torch's stub of set_ knows no shape
-    size = fresh.element_size()
-    for length in shape:
-        size *= length
+    size = prod(shape) * dtype.itemsize
     if size < SMALLEST:
         return torch.empty(shape, dtype=dtype)
+    fresh: Any = torch.empty(0, dtype=dtype)  # torch's stub of set_ knows no shape
     with _lock:
         storage = next((kept for kept in _pool if kept.nbytes() == size and _idle(kept)), None)
         if storage is None:

@@ -9,8 +9,8 @@ Legend: n processes; `rows` is (n, elements) with a row for each process; `x` is
 
     reduce      small: recursive doubling        log2(n) rounds, the whole tensor each
                 large: scatter, then gather      each process sums one row
-    scatter     all_to_all, then a local sum     2 n messages at once
-    gather      everybody sends to everybody
+    scatter     exchange rows, then sum          the own row is not sent, nor copied
+    gather      everybody sends to everybody     the own row is copied meanwhile
 """
 
 from __future__ import annotations
@@ -27,28 +27,34 @@ from fshard.mesh.runtimes.link import Link, Wire, WireFunction
 
 SMALL = 1 << 20
 """Bytes up to which a reduction is best done in few rounds rather than in few bytes."""
+LARGE = 16 << 20
+"""Bytes from which on two processes gain by adding while they send."""
+PIECES = 4
+"""Into how many pieces they then cut a tensor."""
 
 _WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
+_KNOWN = {torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.uint8, torch.int8}
 
 
 def _bytes(x: Tensor) -> Tensor:
-    """View a contiguous tensor as bytes: what gloo is given, so that it never meets a dtype it does not know."""
-    return x.view(torch.uint8)
+    """View a contiguous tensor as bytes where gloo does not know its dtype: it never meets one that it refuses."""
+    return x if x.dtype in _KNOWN else x.view(torch.uint8)
 
 
 def _new(shape: Sequence[int], like: Tensor) -> Tensor:
     return empty(tuple(shape), like.dtype)
 
 
-def _exchange(link: Link, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> list[Any]:
+def _exchange(link: Link, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], tag: int) -> list[Any]:
     """Start to send `outgoing[i]` to process i and to receive `incoming[i]` from it, for all others."""
     others = [(link.index + step) % link.n for step in range(1, link.n)]
-    works: list[Any] = [link.pg.recv([_bytes(incoming[other])], other, 0) for other in reversed(others)]
-    return works + [link.pg.send([_bytes(outgoing[other])], other, 0) for other in others]
+    works: list[Any] = [link.pg.recv([_bytes(incoming[other])], other, tag) for other in reversed(others)]
+    return works + [link.pg.send([_bytes(outgoing[other])], other, tag) for other in others]
 
 
-def _all_to_all(link: Link, rows: Tensor, result: Tensor) -> list[Any]:
-    return [link.pg.alltoall_base(_bytes(result.view(-1)), _bytes(rows.view(-1)), [], [])]
+def _swap(link: Link, outgoing: Tensor, incoming: Tensor, other: int, tag: int) -> list[Any]:
+    """Start to send to one process and to receive from it."""
+    return [link.pg.recv([_bytes(incoming)], other, tag), link.pg.send([_bytes(outgoing)], other, tag)]
 
 
 def _combine(move: Wired) -> Callable[..., Tensor]:
@@ -57,98 +63,106 @@ def _combine(move: Wired) -> Callable[..., Tensor]:
     return torch.add
 
 
-def _tree(rows: Tensor, combine: Callable[..., Tensor], out: Tensor) -> Tensor:
-    """Reduce rows in the fixed tree, in their own memory, with the last step into `out`."""
-    wide = _WIDE.get(rows.dtype)
-    xs = list(rows if wide is None else rows.to(wide))
-    while len(xs) > 2:
-        paired = [combine(xs[place], xs[place + 1], out=xs[place]) for place in range(0, len(xs) - 1, 2)]
-        xs = paired + xs[2 * len(paired) :]
-    return combine(xs[0], xs[1], out=out) if wide is None else out.copy_(combine(xs[0], xs[1]))
-
-
 def reduce(link: Link, x: Tensor, move: Wired) -> Wire:
     """(elements,) -> (elements,): everybody gets the sum, or the extreme."""
-    combine, small = _combine(move), x.numel() * x.element_size() <= SMALL
-    if link.n == 2 and not small:
-        return _halves(link, x, combine)
+    combine, size = _combine(move), x.numel() * x.element_size()
     doubles = link.n & (link.n - 1) == 0
-    if doubles and small and (link.n == 2 or x.dtype not in _WIDE):  # a wide sum is rounded once, at the end
+    if link.n == 2 and size > LARGE:
+        return _in_pieces(link, x, combine)
+    if link.n == 2 or (doubles and size <= SMALL and x.dtype not in _WIDE):  # a wide sum is rounded once, at the end
         return _doubling(link, x, combine)
     return _scatter_gather(link, x, combine)
 
 
 def _doubling(link: Link, x: Tensor, combine: Callable[..., Tensor]) -> Wire:
     """Add with the neighbour, then with the neighbours' neighbours: the levels of the tree, one after the other."""
-    total, received, distance = x, _new(x.shape, x), 1
+    tag, total, received, distance = link.tag(), x, _new(x.shape, x), 1
     result = _new(x.shape, x)
     while distance < link.n:
-        other = link.index ^ distance
-        yield [link.pg.recv([_bytes(received)], other, 0), link.pg.send([_bytes(total)], other, 0)]
-        total = combine(total, received, out=result)
+        yield _swap(link, total, received, link.index ^ distance, tag)
+        pair = (received, total) if link.index & distance else (total, received)  # 0.0 and -0.0 keep their order
+        total = combine(*pair, out=result)
         distance *= 2
     return total
 
 
-def _halves(link: Link, x: Tensor, combine: Callable[..., Tensor]) -> Wire:
-    """Two processes: each adds one half and sends it to the other."""
-    middle = x.numel() // 2
-    mine, theirs = (slice(0, middle), slice(middle, None))[:: 1 if link.index == 0 else -1]
-    other, result = 1 - link.index, _new(x.shape, x)
-    received = _new(x[mine].shape, x)
-    yield [link.pg.recv([_bytes(received)], other, 0), link.pg.send([_bytes(x[theirs])], other, 0)]
-    combine(x[mine], received, out=result[mine])
-    yield [link.pg.recv([_bytes(result[theirs])], other, 0), link.pg.send([_bytes(result[mine])], other, 0)]
+def _in_pieces(link: Link, x: Tensor, combine: Callable[..., Tensor]) -> Wire:
+    """Two processes, much data: one piece is added while the next is on its way."""
+    received, result = _new(x.shape, x), _new(x.shape, x)
+    pieces = list(zip(x.chunk(PIECES), received.chunk(PIECES), result.chunk(PIECES), strict=True))
+    works = [_swap(link, mine, theirs, 1 - link.index, link.tag()) for mine, theirs, _ in pieces]
+    for work, (mine, theirs, out) in zip(works, pieces, strict=True):
+        yield work[:1]  # what arrives
+        combine(*((mine, theirs) if link.index == 0 else (theirs, mine)), out=out)
+    yield [sent for _, sent in works]
     return result
 
 
 def _scatter_gather(link: Link, x: Tensor, combine: Callable[..., Tensor]) -> Wire:
     """Each process sums one row of the tensor, then everybody gathers the rows."""
-    each = -(-x.numel() // link.n)
-    rows = x.new_zeros(link.n * each) if each * link.n != x.numel() else x
-    if rows is not x:
+    tag, each = link.tag(), -(-x.numel() // link.n)
+    rows = x
+    if each * link.n != x.numel():
+        rows = x.new_zeros(link.n * each)
         rows[: x.numel()] = x
-    received = _new((link.n, each), x)
-    yield _all_to_all(link, rows, received)
     result = _new((link.n, each), x)
-    _tree(received, combine, result[link.index])
-    yield _exchange(link, [result[link.index]] * link.n, list(result))
+    yield from _sum_rows(link, rows.view(link.n, each), combine, result[link.index])
+    yield _exchange(link, [result[link.index]] * link.n, list(result), tag)
     return result.view(-1)[: x.numel()]
+
+
+def _sum_rows(link: Link, rows: Tensor, combine: Callable[..., Tensor], out: Tensor) -> Wire:
+    """Send each row to its process and sum those that arrive, with the own one, in the fixed tree."""
+    arriving = list(_new(rows.shape, rows))
+    yield _exchange(link, list(rows), arriving, link.tag())
+    own, wide = rows[link.index], _WIDE.get(rows.dtype)
+    xs = [own if place == link.index else row for place, row in enumerate(arriving)]
+    if wide is not None:
+        return out.copy_(_tree([x.to(wide) for x in xs], combine, None, None))
+    return _tree(xs, combine, own, out)
+
+
+def _tree(xs: list[Tensor], combine: Callable[..., Tensor], kept: Tensor | None, out: Tensor | None) -> Tensor:
+    """Reduce in the fixed tree, in the tensors' own memory but for the one that is to be kept, at last into `out`."""
+    while len(xs) > 2:
+        pairs = [(xs[place], xs[place + 1]) for place in range(0, len(xs) - 1, 2)]
+        xs = [combine(a, b, out=b if a is kept else a) for a, b in pairs] + xs[2 * len(pairs) :]
+    return combine(xs[0], xs[1], out=out) if out is not None else combine(xs[0], xs[1])
 
 
 def gather(link: Link, x: Tensor, move: Wired) -> Wire:
     """(elements,) -> (n, elements): everybody gets everybody's."""
     result = _new((link.n, x.numel()), x)
-    works = _exchange(link, [x] * link.n, list(result))
-    result[link.index] = x
+    works = _exchange(link, [x] * link.n, list(result), link.tag())
+    result[link.index] = x  # while the others' are on their way
     yield works
     return result
 
 
 def scatter(link: Link, rows: Tensor, move: Wired) -> Wire:
     """(n, elements) -> (elements,): everybody gets the sum of the rows that were meant for it."""
-    received = _new(rows.shape, rows)
-    yield _all_to_all(link, rows, received)
-    return _tree(received, _combine(move), _new(rows.shape[1:], rows))
+    return (yield from _sum_rows(link, rows, _combine(move), _new(rows.shape[1:], rows)))
 
 
 def exchange(link: Link, rows: Tensor, move: Wired) -> Wire:
     """(n, elements) -> (n, elements): row i goes to process i."""
-    received = _new(rows.shape, rows)
-    yield _all_to_all(link, rows, received)
-    return received
+    result = _new(rows.shape, rows)
+    works = _exchange(link, list(rows), list(result), link.tag())
+    result[link.index] = rows[link.index]
+    yield works
+    return result
 
 
 def permute(link: Link, x: Tensor, move: Wired) -> Wire:
     """(elements,) -> (elements,): along the pairs of the move, zeros where none ends."""
     assert isinstance(move, Permute)
     works: list[Any] = []
-    result = None
+    tag, result = link.tag(), None
     for source, to in move.pairs:
         if to == link.index:
             result = x.clone() if source == to else _new(x.shape, x)
-            works += [link.pg.recv([_bytes(result)], source, 0)] if source != to else []
-    works += [link.pg.send([_bytes(x)], to, 0) for source, to in move.pairs if source == link.index != to]
+            works += [link.pg.recv([_bytes(result)], source, tag)] if source != to else []
+    works += [link.pg.send([_bytes(x)], to, tag) for source, to in move.pairs if source == link.index != to]
     yield works
     return torch.zeros_like(x) if result is None else result
 
@@ -156,8 +170,12 @@ def permute(link: Link, x: Tensor, move: Wired) -> Wire:
 def broadcast(link: Link, x: Tensor, move: Wired) -> Wire:
     """(elements,) -> (elements,): everybody gets the source's."""
     assert isinstance(move, Broadcast)
-    result = x.clone() if link.index == move.source else _new(x.shape, x)
-    yield [link.pg.broadcast(_bytes(result), move.source)]
+    result = _new(x.shape, x)
+    source = link.index == move.source
+    work = link.pg.broadcast(_bytes(x if source else result), move.source)
+    if source:
+        result.copy_(x)  # while it is on its way
+    yield [work]
     return result
 
 

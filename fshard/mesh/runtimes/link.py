@@ -7,16 +7,20 @@ finished later.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import cycle
 from typing import Any, Protocol
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fshard.errors import CollectiveTimeoutError
+from fshard.errors import CollectiveTimeoutError, LostProcessError
 from fshard.mesh.moves import Wired
+
+LOST = ("onnection closed", "onnection reset", "onnection refused", "roken pipe", "Socket closed")
+"""How a backend says that a peer is gone."""
 
 
 class Work(Protocol):
@@ -39,6 +43,15 @@ class Link:
     index: int
     n: int
     timeout: timedelta
+    _tags: Iterator[int] = field(default_factory=lambda: cycle(range(2, 1 << 20)), compare=False)
+
+    def tag(self) -> int:
+        """Return a tag for the messages of one collective.
+
+        Processes start their collectives in one order but may wait for them in another; the tag tells apart what the
+        later rounds of two collectives under way send.
+        """
+        return next(self._tags)
 
 
 class Running:
@@ -75,6 +88,11 @@ def finish(work: Work, timeout: timedelta, what: Callable[[], str]) -> None:
             raise CollectiveTimeoutError(
                 f"{what()} did not end within {timeout.total_seconds():g} s: another process of the group has not made "
                 f"the same call. Run with FSHARD_CHECK=1 to see where each process is. ({text.splitlines()[0]})"
+            ) from error
+        if any(word in text for word in LOST):
+            raise LostProcessError(
+                f"{what()} cannot end: another process of the group has failed or ended. Its own error is the one to look "
+                f"for. ({text.splitlines()[0]})"
             ) from error
         error.add_note(f"while waiting for {what()}")
         raise

@@ -38,16 +38,24 @@ if TYPE_CHECKING:
 _state: dict[str, Any] = {"world": None, "meshes": {}}
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Unpacking:
-    """A collective under way whose result has to be taken apart again."""
+    """A collective under way, on tensors of these shapes that travel as one buffer."""
 
     running: Running
-    unpack: Callable[[Tensor], tuple[Tensor, ...]]
+    move: Wired
+    shapes: list[torch.Size]
+    widths: list[int]
+    n: int
+    origin: torch.device
 
     def wait(self) -> tuple[Tensor, ...]:
         """Wait for it, and take it apart."""
-        return self.unpack(self.running.wait())
+        rows = self.running.wait()
+        if rows.device != self.origin:
+            rows = rows.to(self.origin)
+        parts = [rows] if len(self.shapes) == 1 else rows.split(self.widths, dim=-1)
+        return tuple([self.move.unpack(part, shape, self.n) for part, shape in zip(parts, self.shapes, strict=True)])
 
 
 @dataclass(frozen=True)
@@ -113,20 +121,12 @@ class ProcessWorld:
         if self._watch is not None:
             self._watch.meet(group, f"{describe(move)} of {_describe(xs)}", site)
         packed = [move.pack(x, n) for x in xs]
-        widths = [one.shape[-1] for one in packed]
         buffer = packed[0] if len(packed) == 1 else torch.cat(packed, dim=-1)
         origin = buffer.device
         buffer = (buffer.cpu() if self._staged else buffer).contiguous()
-        what = _What(f"{describe(move)} of {_describe(xs)}", group, site)
+        what = _What(move, xs, group, site)
         running = Running(self._wires[move.wire](self.link(group), buffer, move), self.timeout, what)
-        shapes = [x.shape for x in xs]
-
-        def unpack(rows: Tensor) -> tuple[Tensor, ...]:
-            rows = rows.to(origin) if rows.device != origin else rows
-            parts = [rows] if len(shapes) == 1 else rows.split(widths, dim=-1)
-            return tuple(move.unpack(part, shape, n) for part, shape in zip(parts, shapes, strict=True))
-
-        return Unpacking(running, unpack)
+        return Unpacking(running, move, [x.shape for x in xs], [one.shape[-1] for one in packed], n, origin)
 
     # -- messages -----------------------------------------------------------------------------------------------
 
@@ -161,14 +161,14 @@ class ProcessWorld:
             parts = flat.to(origin).split(sizes)
             return tuple(part.reshape(like.shape) for part, like in zip(parts, likes, strict=True))
 
-        return Receiving(works, buffer, take_apart, self.timeout, _What(f"recv of {_describe(likes)}", group, site))
+        return Receiving(works, buffer, take_apart, self.timeout, _What(None, likes, group, site))
 
     # -- groups -------------------------------------------------------------------------------------------------
 
     def link(self, group: Group) -> Link:
         """Return the group's processes as the backend knows them, making the group at the first call."""
         members = group.members
-        found = self._links.get(members)
+        found = self._links.get(members)  # looked up by the processes, which several groups may share
         if found is None:
             if members == tuple(range(dist.get_world_size())):
                 pg = dist.group.WORLD
@@ -186,16 +186,18 @@ class ProcessWorld:
         return self._links[members]
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class _What:
-    """The words for an error, made only when there is one."""
+    """The words for an error, made only when there is one; without a move it is a recv."""
 
-    call: str
+    move: Wired | None
+    xs: tuple[Tensor, ...]
     group: Group
     site: Site
 
     def __call__(self) -> str:
-        return f"{self.call} over {'+'.join(self.group.axes)} (processes {list(self.group.members)}) at {self.site}"
+        call = f"{describe(self.move) if self.move is not None else 'recv'} of {_describe(self.xs)}"
+        return f"{call} over {'+'.join(self.group.axes)} (processes {list(self.group.members)}) at {self.site}"
 
 
 def _describe(xs: tuple[Tensor, ...]) -> str:

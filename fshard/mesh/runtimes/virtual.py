@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor
 
-from fshard.errors import DeadlockError, MismatchError, ScopeError
+from fshard.errors import DeadlockError, MismatchError, PromiseError, ScopeError
 from fshard.mesh import ledger
 from fshard.mesh.layout import dtype_name
 from fshard.mesh.moves import describe
@@ -54,7 +54,7 @@ class _Stopped(BaseException):
     """Unwinds the other devices when one has failed; never seen outside."""
 
 
-@dataclass
+@dataclass(slots=True)
 class Slot:
     """One collective of one group, filling up as its devices arrive."""
 
@@ -68,7 +68,7 @@ class Slot:
     results: list[tuple[Tensor, ...]] | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Arrival:
     """One device's part in a slot: what `start` returns."""
 
@@ -81,13 +81,16 @@ class Arrival:
         """Park until the collective is complete, and return this device's results."""
         while self.slot.results is None:
             self.slot.waiting.append(self.device)
-            self.world.park(self.device, f"{_describe(self.slot)} at {self.slot.sites[self.index]}")
+            self.world.park(self.device, self)
         results = self.slot.results[self.index]
         self.slot.results[self.index] = ()  # so that nothing outlives its last use
         return results
 
+    def __str__(self) -> str:
+        return f"{_describe(self.slot)} at {self.slot.sites[self.index]}"
 
-@dataclass(frozen=True)
+
+@dataclass(slots=True)
 class Parcel:
     """One message's receiving end."""
 
@@ -95,17 +98,21 @@ class Parcel:
     route: tuple[int, int]
     device: int
     likes: tuple[Tensor, ...]
-    what: str
+    site: Site
+
+    def __str__(self) -> str:
+        source = self.world.name(self.route[0])
+        return f"recv of {_describe_values(_signature(self.likes))} from {source} at {self.site}"
 
     def wait(self) -> tuple[Tensor, ...]:
         """Park until the message is there, and open it."""
         world = self.world
         while not world.mail[self.route]:
             world.listening[self.route] = self.device
-            world.park(self.device, self.what)
+            world.park(self.device, self)
         tensors, described = world.mail[self.route].popleft()
         if _signature(tensors) != _signature(self.likes):
-            raise MismatchError(f"{world.name(self.device)} expects {self.what}, but what came is {described}.")
+            raise MismatchError(f"{world.name(self.device)} expects {self}, but what came is {described}.")
         return tensors
 
 
@@ -121,7 +128,7 @@ class VirtualWorld:
         self._slots: dict[object, deque[Slot]] = defaultdict(deque)
         self._batons = [threading.Lock() for _ in range(mesh.size)]
         self._ready = deque(range(mesh.size))
-        self._status: list[str | None] = ["has not started"] * mesh.size
+        self._status: list[Arrival | Parcel | str | None] = ["has not started"] * mesh.size
         self._random: list[Tensor] = []
         self._failure: tuple[int, BaseException] | None = None
         self._stopping = False
@@ -201,8 +208,10 @@ class VirtualWorld:
                 time.sleep(0.001)
 
     def _raise(self, device: int, error: BaseException) -> NoReturn:
-        if not isinstance(error, DeadlockError | MismatchError):
+        if not isinstance(error, DeadlockError | MismatchError | PromiseError):
             error.add_note(f"raised on {self.name(device)} of {self.mesh}")
+        if "Nested forward mode AD" in str(error):
+            error.add_note("torch has one forward-mode level per process, and the devices share it: use torch.func.jvp")
         raise error
 
     def _fail(self, device: int, error: BaseException) -> None:
@@ -219,7 +228,7 @@ class VirtualWorld:
 
     # -- the baton ----------------------------------------------------------------------------------------------
 
-    def park(self, device: int, what: str) -> None:
+    def park(self, device: int, what: Arrival | Parcel) -> None:
         """Hand the baton on, and sleep until somebody hands it back."""
         self._status[device] = what
         self._random[device] = random_state(self.mesh.device_type)
@@ -269,22 +278,23 @@ class VirtualWorld:
         """Lay down tensors for a collective; the last device of the group computes it."""
         if self._stopping:
             raise _Stopped
-        slots = self._slots[group.key, group.axes]
-        slot = next((slot for slot in slots if group.index not in slot.values), None)
-        signature = _signature(xs)
-        if slot is None:
+        index, slots, signature = group.index, self._slots[group.key], _signature(xs)
+        for slot in slots:
+            if index not in slot.values:
+                if slot.move != move or slot.signature != signature or slot.axes != group.axes:
+                    self._raise_mismatch(slot, move, signature, group, site)
+                break
+        else:
             slot = Slot(move, signature, group.axes, group.size)
             slots.append(slot)
-        elif slot.move != move or slot.signature != signature:
-            self._raise_mismatch(slot, move, signature, group, site)
-        slot.values[group.index] = xs
-        slot.sites[group.index] = site
+        slot.values[index] = xs
+        slot.sites[index] = site
         if len(slot.values) == slot.n:
             slots.remove(slot)
             slot.results = _meaning(slot)
             slot.values = {}
             self._ready.extend(slot.waiting)
-        return Arrival(self, slot, group.index, group.device)
+        return Arrival(self, slot, index, group.device)
 
     def _raise_mismatch(self, slot: Slot, move: Wired, signature: Signature, group: Group, site: Site) -> NoReturn:
         asked = Slot(move, signature, group.axes, group.size)
@@ -292,7 +302,7 @@ class VirtualWorld:
         lines = [(group.member(index), f"{_describe(slot)} at {slot.sites[index]}") for index in sorted(slot.values)]
         lines.append((mine, f"{_describe(asked)} at {site}"))
         raise MismatchError(
-            f"The devices of one group of {self.mesh} met in different collectives.\n"
+            f"The devices of one group of {self.mesh} met in one collective with different calls.\n"
             + _table([(self.name(device), what) for device, what in sorted(lines)])
             + "\nEvery device of a group has to call the same collectives in the same order, on equal shapes and dtypes."
         )
@@ -314,8 +324,7 @@ class VirtualWorld:
         if self._stopping:
             raise _Stopped
         route = group.member(source), group.device
-        what = f"recv of {_describe_values(_signature(likes))} from {self.name(route[0])} at {site}"
-        return Parcel(self, route, route[1], likes, what)
+        return Parcel(self, route, route[1], likes, site)
 
     def _check_mail(self) -> None:
         lost = [described for box in self.mail.values() for _, described in box]
@@ -332,10 +341,10 @@ class VirtualWorld:
         return _table([(self.name(device), _sentence(self._status[device])) for device in devices])
 
 
-def _sentence(status: str | None) -> str:
+def _sentence(status: Arrival | Parcel | str | None) -> str:
     if status is None:
         return "is running"
-    return status if status.startswith(("has ", "raised ")) else f"waits in {status}"
+    return status if isinstance(status, str) else f"waits in {status}"
 
 
 def _table(lines: list[tuple[str, str]]) -> str:
@@ -350,7 +359,7 @@ def _table(lines: list[tuple[str, str]]) -> str:
 
 
 def _signature(xs: tuple[Tensor, ...]) -> Signature:
-    return tuple((x.shape, x.dtype) for x in xs)
+    return tuple([(x.shape, x.dtype) for x in xs])
 
 
 def _describe_values(signature: Signature) -> str:

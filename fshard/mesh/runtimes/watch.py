@@ -67,7 +67,7 @@ class Watch:
         if len({call["call"] for call in calls.values()}) == 1:
             hint = " Only the lines differ; if that is meant, run with FSHARD_CHECK=shapes."
         raise MismatchError(
-            f"The processes of one group met in different collectives.\n{table}\n"
+            f"The processes of one group met in one collective with different calls.\n{table}\n"
             f"Every process of a group has to call the same collectives in the same order, on equal shapes and dtypes.{hint}"
         )
 

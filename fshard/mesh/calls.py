@@ -1,0 +1,195 @@
+"""Calling a collective on a tree: the leaves sorted by what can travel together, run now or started for later.
+
+psum({"a": f32, "b": bf16, "c": f32}, "data")   ->   two collectives: a and c in one buffer, b in another
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import update_wrapper
+from typing import Generic, Literal, ParamSpec
+
+import torch
+from torch import Tensor
+
+from fshard.errors import LayoutError
+from fshard.mesh.differentiate import Bound, Finish, Tensors, apply, transformed
+from fshard.mesh.extreme import apply_extreme
+from fshard.mesh.moves import Alone, Extreme, Move
+from fshard.mesh.promise import Guard
+from fshard.mesh.runtimes.protocol import Pending
+from fshard.mesh.scope import Group, Scope, require
+from fshard.mesh.spec import Axes
+from fshard.mesh.tree import PyTree, Structure, flatten, flatten_with_paths, unflatten
+from fshard.source import Site, call_site
+
+Params = ParamSpec("Params")
+
+
+@dataclass
+class Handle:
+    """A collective under way.  `wait` returns its result; until then other work can be done."""
+
+    _finish: Callable[[], PyTree] | None
+    _result: PyTree = None
+
+    def wait(self) -> PyTree:
+        """Return the result, as soon as it is there."""
+        if self._finish is not None:
+            self._result, self._finish = self._finish(), None
+        return self._result
+
+
+@dataclass(slots=True)
+class Batch:
+    """Leaves that travel together, and their places among all leaves."""
+
+    bound: Bound
+    xs: Tensors
+    places: list[int]
+
+    def run(self, linear: Bound | Finish, guard: Guard | None) -> Tensors:
+        """Apply the move (or wait for it, if it has been started), between guards."""
+        xs = guard.apply(self.xs) if guard is not None and guard.before else self.xs
+        ys = apply_extreme(linear, xs) if isinstance(self.bound.move, Extreme) else apply(linear, xs)
+        return guard.apply(ys) if guard is not None and not guard.before else ys
+
+
+@dataclass(slots=True)
+class Call:
+    """One call of a collective; `structure` is None for a single tensor."""
+
+    batches: list[Batch]
+    structure: Structure | None
+    guard: Guard | None
+    after: Callable[[Tensor, Group], Tensor] | None
+
+    def run(self) -> PyTree:
+        """Run it on all leaves."""
+        if self.structure is None and self.guard is None and self.after is None:
+            batch = self.batches[0]
+            return batch.run(batch.bound, None)[0]
+        return self._finished([batch.run(batch.bound, self.guard) for batch in self.batches])
+
+    def start(self) -> Handle:
+        """Begin it on all leaves."""
+        if transformed() or any(isinstance(batch.bound.move, Alone) for batch in self.batches):
+            return Handle(self.run)  # under torch.func nothing can be begun apart from its derivative
+        begun: list[Pending] = [batch.bound.start(tuple(x.detach() for x in batch.xs)) for batch in self.batches]
+
+        def finish() -> PyTree:
+            pairs = zip(self.batches, begun, strict=True)
+            return self._finished([batch.run(Finish(batch.bound, pending), self.guard) for batch, pending in pairs])
+
+        return Handle(finish)
+
+    def _finished(self, results: list[Tensors]) -> PyTree:
+        if self.after is not None:
+            group = self.batches[0].bound.group if self.batches else None
+            results = [tuple(self.after(y, group) for y in ys) for ys in results] if group is not None else results
+        if self.structure is None:
+            return results[0][0]
+        placed = {
+            place: y
+            for batch, ys in zip(self.batches, results, strict=True)
+            for place, y in zip(batch.places, ys, strict=True)
+        }
+        return unflatten(self.structure, [placed[place] for place in range(len(placed))])
+
+
+class Collective(Generic[Params]):
+    """A collective that can be called, or started and waited for later."""
+
+    def __init__(self, plan: Callable[Params, Call]) -> None:
+        self._plan = plan
+        update_wrapper(self, plan)
+        self.__signature__ = inspect.signature(plan).replace(return_annotation=PyTree)
+
+    def __call__(self, *args: Params.args, **kwargs: Params.kwargs) -> PyTree:
+        """Run it."""
+        return self._plan(*args, **kwargs).run()
+
+    def start(self, *args: Params.args, **kwargs: Params.kwargs) -> Handle:
+        """Begin it and return a handle."""
+        return self._plan(*args, **kwargs).start()
+
+    def __repr__(self) -> str:
+        return f"<collective fs.{self._plan.__name__}>"
+
+
+def call(
+    what: str,
+    tree: PyTree,
+    axis: Axes,
+    move: Callable[[Tensor, Group], Move],
+    *,
+    before: Callable[[Tensor], Tensor] | None = None,
+    after: Callable[[Tensor, Group], Tensor] | None = None,
+    equal: Literal["argument", "result", None] = None,
+) -> Call:
+    """Plan a collective on a tree.
+
+    Args:
+        what: its name, for messages.
+        tree: a tensor or a tree of tensors.
+        axis: the axes that it goes along.
+        move: what is to be done with a leaf.
+        before: applied to every leaf first; may refuse it.
+        after: applied to every result.
+        equal: what has to be equal on all devices: the argument's value, or the result's gradient.
+    """
+    scope = require(what)
+    group = scope.group(axis, what)
+    leaves, structure = tensors_of(what, tree)
+    if before is not None:
+        leaves = [before(leaf) for leaf in leaves]
+    site = call_site()
+    guard = _guard(what, scope, group, site, equal) if scope.checked and equal is not None else None
+    if structure is None:
+        (leaf,) = leaves
+        return Call([Batch(Bound(move(leaf, group), group, site), (leaf,), [0])], None, guard, after)
+    return Call(_batches(leaves, move, group, site), structure, guard, after)
+
+
+def _batches(leaves: list[Tensor], move: Callable[[Tensor, Group], Move], group: Group, site: Site) -> list[Batch]:
+    alike: dict[tuple[torch.dtype, Move], list[int]] = {}
+    for place, leaf in enumerate(leaves):
+        alike.setdefault((leaf.dtype, move(leaf, group)), []).append(place)
+    return [
+        Batch(Bound(own, group, site), tuple(leaves[place] for place in places), places)
+        for (_, own), places in alike.items()
+    ]
+
+
+def _guard(what: str, scope: Scope, group: Group, site: Site, equal: Literal["argument", "result"]) -> Guard | None:
+    if not scope.world.has_values:
+        return None
+    axes = " and ".join(f'"{name}"' for name in group.axes)
+    if equal == "argument":
+        words = (
+            f"the argument of {what} over {axes} has to be equal on all devices; use psum or all_gather to make it so"
+        )
+        return Guard(group, site, words, forward=True)
+    words = (
+        f"the result of {what} over {axes} is equal on all devices, so its gradient has to be; but it was used with each "
+        f"device's own data. Put fs.pvary(x, {axes}) around the result where that use begins"
+    )
+    return Guard(group, site, words)
+
+
+def tensors_of(what: str, tree: PyTree) -> tuple[list[Tensor], Structure | None]:
+    """Return the leaves of a tree and its structure, or raise naming all leaves that are no tensors."""
+    if isinstance(tree, Tensor):
+        return [tree], None
+    leaves, structure = flatten(tree)
+    if not all(isinstance(leaf, Tensor) for leaf in leaves):
+        paths, leaves, _ = flatten_with_paths(tree)
+        wrong = [
+            f"{f'leaf {path}' if path else 'the argument'} is {type(leaf).__name__}"
+            for path, leaf in zip(paths, leaves, strict=True)
+            if not isinstance(leaf, Tensor)
+        ]
+        raise LayoutError(f"{what} takes tensors; {'; '.join(wrong)}. Write torch.tensor(...) around numbers.")
+    return leaves, structure
