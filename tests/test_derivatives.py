@@ -500,7 +500,8 @@ def test_a_forgotten_psum_names_the_result():
 
     assert promise_error(model, x, in_specs=P("data"), out_specs=P(), gradient=False) == (
         'A promise of equality is broken: result["loss"] of model, with out_spec P(), has to be equal along "data", but its '
-        "values differ. Reduce it with fs.psum or fs.pmean, or say in its out_spec how it is cut.\n"
+        "values differ. Reduce it with fs.psum or fs.pmean (if it is a gradient: mark the argument with fs.pvary where its "
+        "use begins), or say in its out_spec how it is cut.\n"
         "  at HERE: places 1, 2, 3 along data differ from place 0"
     )
 
@@ -525,7 +526,7 @@ def test_a_diverging_argument_is_named():
     mapped = fs.shard_map(lambda weight: weight * 2, mesh=mesh, in_specs=P(), out_specs=P(), check=True)
     with pytest.raises(
         fs.PromiseError,
-        match=r"(?s)argument weight of <lambda>, with spec P\(\), has to be equal along .*places 1, 3 along .*differ from places 0, 2",
+        match=r"(?s)argument weight of <lambda>, with spec P\(\), has to be equal .*places 1, 3 .*differ from places 0, 2",
     ):
         mapped(pieces)
 
