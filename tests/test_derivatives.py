@@ -578,9 +578,9 @@ def test_a_captured_tensor_would_lose_its_gradient():
     with pytest.raises(fs.LayoutError) as caught:
         mapped(x)
     assert str(caught.value) == (
-        "The function uses a tensor from outside that requires grad (shape (4, 4), torch.float64) and is not one of its "
-        "arguments, so its gradient on Mesh(data=2; virtual, cpu) would be lost. Pass it as an argument with a spec, or "
-        "detach it."
+        "A result of the function depends on a tensor that requires grad (shape (4, 4), torch.float64) and is not one of "
+        "its arguments, so its gradient on Mesh(data=2; virtual, cpu) would be lost. Pass it as an argument with a spec; if "
+        "it was made inside, detach the result."
     )
     with torch.no_grad():
         close(fs.unshard(mapped(x)), x @ w)

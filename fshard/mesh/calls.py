@@ -183,13 +183,16 @@ def tensors_of(what: str, tree: PyTree) -> tuple[list[Tensor], Structure | None]
     """Return the leaves of a tree and its structure, or raise naming all leaves that are no tensors."""
     if isinstance(tree, Tensor):
         return [tree], None
-    leaves, structure = flatten(tree)
+    leaves, structure = flatten(tree, sharded_is_leaf=True)
     if not all(isinstance(leaf, Tensor) for leaf in leaves):
-        paths, leaves, _ = flatten_with_paths(tree)
+        paths, leaves, _ = flatten_with_paths(tree, sharded_is_leaf=True)
         wrong = [
             f"{f'leaf {path}' if path else 'the argument'} is {type(leaf).__name__}"
             for path, leaf in zip(paths, leaves, strict=True)
             if not isinstance(leaf, Tensor)
         ]
-        raise LayoutError(f"{what} takes tensors; {'; '.join(wrong)}. Write torch.tensor(...) around numbers.")
+        raise LayoutError(
+            f"{what} takes tensors; {'; '.join(wrong)}. Write torch.tensor(...) around numbers, and x.local for the own shard "
+            "of a Sharded."
+        )
     return leaves, structure

@@ -130,7 +130,9 @@ class Bound:
         for ledger in active():
             size = sum(x.numel() * x.element_size() for x in xs)
             row = Row(move.name, group.axes, self.site)
-            ledger.record(group.device, row, move.sent(size, group.index, group.size))
+            known = group.world.has_values  # else one device stands for all, the busiest among them
+            sent = move.sent(size, group.index, group.size) if known else move.busiest(size, group.size)
+            ledger.record(group.device, row, sent)
         return group.world.current().start(move, xs, group, self.site)
 
     def transposed(self) -> Bound:

@@ -11,7 +11,7 @@ itself, it can be differentiated again.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 from fshard.errors import LayoutError
 from fshard.mesh.differentiate import Tensors, leading, transformed
 from fshard.mesh.mesh import Mesh
+from fshard.mesh.runtimes.thread_state import random_state
 from fshard.mesh.spmd import everywhere, held, is_outside
 from fshard.mesh.tree import flatten
 
@@ -47,6 +48,7 @@ class Run:
         grad: whether grad mode was on where the run was asked for.
         within: whether it was asked for under a torch.func transform.
         derived: whether the program is another one's derivative, which has been run, and looked at, itself.
+        random: the random state that the forward began with; what repeats it begins with the same.
     """
 
     mesh: Mesh
@@ -56,11 +58,16 @@ class Run:
     grad: bool = True
     within: bool = False
     derived: bool = False
+    random: Tensor | None = None
 
     def devices(self, xs: list[Tensors], program: Callable[[int, Tensors], Tensors]) -> list[Tensors]:
         """Run a program on every device, each with its own tensors."""
         return everywhere(
-            self.mesh, lambda device: program(device, xs[device]), mapped=self.mapped, checked=self.checked
+            self.mesh,
+            lambda device: program(device, xs[device]),
+            mapped=self.mapped,
+            checked=self.checked,
+            random=self.random if self.derived else None,
         )
 
 
@@ -84,7 +91,8 @@ def run_mapped(
         own = tuple(column[0] for column in columns)
         (results,) = everywhere(mesh, lambda device: program(device, own), mapped=mapped, checked=checked)
         return [(result,) for result in results]
-    run = Run(mesh, program, mapped, checked, torch.is_grad_enabled(), transformed())
+    random = random_state(mesh.device_type)
+    run = Run(mesh, program, mapped, checked, torch.is_grad_enabled(), transformed(), random=random)
     flat = tuple(column[device] for device in held(mesh) for column in columns)
     per_device = _apply(run, len(columns), flat)
     return list(zip(*per_device, strict=True))
@@ -135,23 +143,34 @@ def _values(run: Run, width: int, tape: Tape | None, flat: Tensors) -> Tensors:
 
 
 def _refuse_captured(run: Run, inputs: list[Tensors], outputs: list[Tensors]) -> None:
-    """Raise if a result depends on a tensor that requires grad and was not passed in: its gradient would be lost."""
-    known = {id(x) for x in inputs[0]}
+    """Raise if a result depends on a tensor that requires grad and was not passed in: its gradient would be lost.
+
+    A leaf that the function made out of an argument, as `w.detach().requires_grad_()`, is no such tensor.
+    """
+    for xs, ys in zip(inputs, outputs, strict=True):
+        memory = {x.untyped_storage()._cdata for x in xs if x.device.type != "meta"}  # pyright: ignore[reportPrivateUsage]
+        for leaf in _leaves_of(ys):
+            if not any(leaf is x for x in xs) and leaf.untyped_storage()._cdata not in memory:  # pyright: ignore[reportPrivateUsage]
+                raise LayoutError(
+                    f"A result of the function depends on a tensor that requires grad (shape {tuple(leaf.shape)}, "
+                    f"{leaf.dtype}) and is not one of its arguments, so its gradient on {run.mesh} would be lost. Pass it as "
+                    "an argument with a spec; if it was made inside, detach the result."
+                )
+
+
+def _leaves_of(ys: Tensors) -> Iterator[Tensor]:
+    """Yield the leaves that require grad in the graph of some tensors."""
     seen: set[Any] = set()
-    nodes = [y.grad_fn for y in outputs[0] if y.grad_fn is not None]
+    nodes = [y.grad_fn for y in ys if y.grad_fn is not None]
+    yield from (y for y in ys if y.grad_fn is None and y.requires_grad)
     while nodes:
         node = nodes.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        variable = getattr(node, "variable", None)
-        if variable is not None and id(variable) not in known:
-            raise LayoutError(
-                f"The function uses a tensor from outside that requires grad (shape {tuple(variable.shape)}, {variable.dtype}) "
-                f"and is not one of its arguments, so its gradient on {run.mesh} would be lost. Pass it as an argument "
-                "with a spec, or detach it."
-            )
-        nodes += [before for before, _ in node.next_functions if before is not None]
+        if node not in seen:
+            seen.add(node)
+            variable = getattr(node, "variable", None)
+            if variable is not None:
+                yield variable
+            nodes += [before for before, _ in node.next_functions if before is not None]
 
 
 class _RefuseTransformed(TorchFunctionMode):

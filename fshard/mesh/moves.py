@@ -33,7 +33,18 @@ from torch import Tensor
 WireKind = Literal["reduce", "gather", "scatter", "exchange", "permute", "broadcast"]
 """The six ways in which rows of equal size cross a wire; every runtime knows these and no more."""
 
-_HALVES = {torch.float16, torch.bfloat16}
+_FLOAT8 = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz")
+WIDER: dict[torch.dtype, torch.dtype] = {
+    **{getattr(torch, name): torch.float32 for name in ("float16", "bfloat16", *_FLOAT8) if hasattr(torch, name)},
+    torch.uint16: torch.int32,
+    torch.uint32: torch.int64,
+    torch.uint64: torch.int64,
+}
+"""What is added and compared in a wider dtype: floats that round too soon, and integers that torch cannot add."""
+
+
+class _Binary(Protocol):
+    def __call__(self, input: Tensor, other: Tensor, /) -> Tensor: ...
 
 
 def tree_sum(xs: Sequence[Tensor]) -> Tensor:
@@ -44,12 +55,14 @@ def tree_sum(xs: Sequence[Tensor]) -> Tensor:
     >>> tree_sum([torch.tensor(1.0), torch.tensor(2.0), torch.tensor(4.0)])
     tensor(7.)
     """
+    return _tree_in(xs, torch.add)
+
+
+def _tree_in(xs: Sequence[Tensor], combine: _Binary) -> Tensor:
+    """Combine in the fixed tree, in the wider dtype if there is one, and round once."""
     dtype = xs[0].dtype
-    return _tree(list(xs) if dtype not in _HALVES else [x.float() for x in xs], torch.add).to(dtype)
-
-
-class _Binary(Protocol):
-    def __call__(self, input: Tensor, other: Tensor, /) -> Tensor: ...
+    wide = WIDER.get(dtype)
+    return _tree(list(xs), combine) if wide is None else _tree([x.to(wide) for x in xs], combine).to(dtype)
 
 
 def _tree(xs: list[Tensor], combine: _Binary) -> Tensor:
@@ -101,6 +114,10 @@ class Wired(Move, Protocol):
         """Return the bytes that the device at `index` sends, by the textbook, if it holds `size` bytes."""
         ...
 
+    def busiest(self, size: int, n: int) -> Fraction:
+        """Return the bytes that the busiest device sends."""
+        ...
+
 
 def in_a_row(x: Tensor) -> Tensor:
     """Lay a tensor out as one row, with lazy conjugation and negation done.  (...) -> (elements,)"""
@@ -132,6 +149,13 @@ def _joined(rows: Tensor, piece: Sequence[int], dim: int, n: int) -> Tensor:
     return rows.reshape(n, *piece).movedim(0, dim).flatten(dim, dim + 1)
 
 
+class _Even:
+    """What moves share in which all devices send alike."""
+
+    def busiest(self: Wired, size: int, n: int) -> Fraction:
+        return self.sent(size, 0, n)
+
+
 class _Flat:
     """What moves share that send the whole tensor and receive one of the same shape."""
 
@@ -143,7 +167,7 @@ class _Flat:
 
 
 @dataclass(frozen=True)
-class Psum(_Flat):
+class Psum(_Even, _Flat):
     """Sum over the devices.
 
     device 0  [1 2]   =>  [4 6]         (<= the cotangent passes through)
@@ -168,7 +192,7 @@ class Psum(_Flat):
 
 
 @dataclass(frozen=True)
-class Extreme(_Flat):
+class Extreme(_Even, _Flat):
     """Take the largest (or smallest) over the devices, element by element.  Not linear: see `collectives.pmax`.
 
     device 0  [1 9]   =>  [3 9]
@@ -183,7 +207,7 @@ class Extreme(_Flat):
         return "pmax" if self.largest else "pmin"
 
     def meaning(self, xs: list[Tensor]) -> list[Tensor]:
-        extreme = _tree(list(xs), torch.maximum if self.largest else torch.minimum)
+        extreme = _tree_in(xs, torch.maximum if self.largest else torch.minimum)
         return [extreme for _ in xs]
 
     def transposed(self) -> Move:
@@ -197,7 +221,7 @@ class Extreme(_Flat):
 
 
 @dataclass(frozen=True)
-class PsumScatter:
+class PsumScatter(_Even):
     """Sum over the devices, and leave each with its piece along `dim`.
 
     device 0  [1 2]   =>  [4]           (<= all_gather)
@@ -209,7 +233,7 @@ class PsumScatter:
     wire: ClassVar[WireKind] = "scatter"
 
     def meaning(self, xs: list[Tensor]) -> list[Tensor]:
-        return list(tree_sum(xs).chunk(len(xs), self.dim))
+        return [piece.clone() for piece in tree_sum(xs).chunk(len(xs), self.dim)]
 
     def transposed(self) -> Move:
         return AllGather(self.dim)
@@ -228,7 +252,7 @@ class PsumScatter:
 
 
 @dataclass(frozen=True)
-class AllGather:
+class AllGather(_Even):
     """Put the devices' pieces side by side along `dim`, everywhere.
 
     device 0  [1]     =>  [1 2]         (<= psum_scatter; with `replicated`: take the own piece)
@@ -261,7 +285,7 @@ class AllGather:
 
 
 @dataclass(frozen=True)
-class AllToAll:
+class AllToAll(_Even):
     """Cut `split` into a piece for each device, and put what arrives side by side along `concat`.
 
     device 0  [1 2]   =>  [1 3]         (<= the same with split and concat exchanged)
@@ -318,6 +342,9 @@ class Permute(_Flat):
     def sent(self, size: int, index: int, n: int) -> Fraction:
         return Fraction(size * any(origin == index != to for origin, to in self.pairs))
 
+    def busiest(self, size: int, n: int) -> Fraction:
+        return Fraction(size * any(origin != to for origin, to in self.pairs))
+
 
 @dataclass(frozen=True)
 class Broadcast(_Flat):
@@ -344,6 +371,9 @@ class Broadcast(_Flat):
 
     def sent(self, size: int, index: int, n: int) -> Fraction:
         return Fraction(size * ((index - self.source) % n != n - 1))
+
+    def busiest(self, size: int, n: int) -> Fraction:
+        return Fraction(size * (n > 1))
 
 
 class Alone:

@@ -153,7 +153,10 @@ def on_all(x: Tensor, layout: Layout) -> Tensors:
 def _each_leaf(what: str, tree: PyTree, layouts: PyTree, act: Callable[[Any, Layout], Any]) -> PyTree:
     """Apply to every leaf of a tree the layout that a prefix tree of layouts has for it; collect what is wrong."""
     paths, leaves, structure = flatten_with_paths(tree, sharded_is_leaf=True)
-    chosen = broadcast_prefix(layouts, tree)
+    try:
+        chosen = broadcast_prefix(layouts, tree)
+    except ValueError:
+        raise LayoutError(f"{what}: the layouts {layouts!r} are no prefix of the tree {structure}.") from None
     results: list[Any] = []
     with collected(what) as attempt:
         for path, leaf, layout in zip(paths, leaves, chosen, strict=True):
@@ -163,6 +166,10 @@ def _each_leaf(what: str, tree: PyTree, layouts: PyTree, act: Callable[[Any, Lay
                         f"a Layout is needed, found {type(layout).__name__}. Write fs.Layout(mesh, P(...))."
                     )
                 own = Layout(standing(layout.mesh), layout.spec, layout.memory)
+                if not isinstance(leaf, Tensor | Sharded):
+                    raise LayoutError(
+                        f"a tensor is needed, found {type(leaf).__name__}. Write torch.as_tensor(...) around it."
+                    )
                 own.check(leaf.shape)
                 results.append(act(leaf, own))
     return unflatten(structure, results)
@@ -208,9 +215,6 @@ def device_put(tree: PyTree, layout: PyTree) -> PyTree:
 
 
 def _put(x: Tensor, layout: Layout, site: Site) -> Sharded:
-    if not isinstance(x, Tensor):
-        raise LayoutError(f"a tensor is needed, found {type(x).__name__}. Write torch.as_tensor(...) around it.")
-
     def program(device: int, xs: Tensors) -> Tensors:
         piece = convert(xs[0], Layout(layout.mesh), layout, tuple(x.shape), site)
         return (piece.clone(memory_format=torch.contiguous_format),)  # a shard owns its memory
@@ -246,13 +250,14 @@ def _reshard(x: Sharded, layout: Layout, site: Site) -> Sharded:
         raise LayoutError(
             f"the tensor lies on {x.mesh} and cannot be moved to {layout.mesh}. Take it off with fs.unshard first."
         )
+    x.check()
     columns = [tuple(in_memory(shard, x.mesh, "device") for shard in x.shards)]
     (shards,) = run_mapped(x.mesh, lambda device, xs: (convert(xs[0], x.layout, layout, x.shape, site),), columns)
     return _with_memory(Sharded(x.shape, layout, shards))
 
 
 def unshard(tree: PyTree) -> PyTree:
-    """Return the whole of global arrays, as plain tensors; on a process mesh, on every process.
+    """Return the whole of global arrays, as plain tensors; on a process mesh, on every process.  All else stays as it is.
 
     >>> import torch, fshard as fs
     >>> from fshard import P
@@ -264,11 +269,10 @@ def unshard(tree: PyTree) -> PyTree:
     return map_leaves(lambda x: _unshard(x, site), tree)
 
 
-def _unshard(x: Any, site: Site) -> Tensor:
-    if isinstance(x, Tensor):
-        return x
+def _unshard(x: Any, site: Site) -> Any:
     if not isinstance(x, Sharded):
-        raise LayoutError(f"unshard takes Sharded tensors, found {type(x).__name__}.")
+        return x
+    x.check()
     if is_outside(x.mesh) and not transformed() and not recorded(x.shards):
         return _assemble(x, site)
     whole = _reshard(x, Layout(x.mesh), site)
@@ -300,7 +304,7 @@ def _summands(layout: Layout, device: int) -> list[int]:
 def _charge(x: Sharded, device: int, site: Site) -> None:
     """Write into the ledger what one device would send to have the whole."""
     for step in steps_between(x.layout, Layout(x.mesh), x.shape):
-        move = _MOVES.get(step.kind, lambda step: Summand())(step)
-        if not isinstance(move, Alone):
+        move = None if step.kind == "reshape" else _MOVES[step.kind](step)
+        if move is not None and not isinstance(move, Alone):
             for opened in ledger.active():
                 opened.record(device, Row(move.name, step.axes, site), step.elements * x.shards[0].element_size())

@@ -12,6 +12,7 @@ from collections.abc import Mapping as MappingOf
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from fshard.errors import LayoutError
@@ -91,6 +92,7 @@ class ArgumentRecipe:
     plain: tuple[int, ...]
     structure: Structure
     keywords: tuple[str, ...]
+    work: bool
 
     def call(self, f: Callable[..., PyTree], leaves: list[Any]) -> PyTree:
         """Call a function with these leaves."""
@@ -138,7 +140,9 @@ class Recipes:
             names = _names(self.f, len(args), tuple(kwargs))
             entries = self._entries(mesh, names, given)
             plain = tuple(entry.place for entry in entries if _has_version(leaves[entry.place]))
-            recipe = self._arguments[key] = ArgumentRecipe(entries, plain, structure, tuple(kwargs))
+            recipe = _kept(self._arguments)[key] = ArgumentRecipe(
+                entries, plain, structure, tuple(kwargs), any(entry.work for entry in entries)
+            )
         return recipe, leaves
 
     def _entries(self, mesh: Mesh, names: list[str], given: list[Any]) -> tuple[Mapping, ...]:
@@ -152,6 +156,11 @@ class Recipes:
                 with attempt(f"argument {name}"):
                     own = _broadcast(spec, value)
                 for at, leaf, leaf_spec in zip(paths, leaves, own, strict=False):
+                    if isinstance(leaf, np.ndarray) and isinstance(leaf_spec, P):
+                        with attempt(f"argument {name}{at}"):
+                            raise LayoutError(
+                                "it is a numpy array, which is not cut. Write torch.from_numpy(...) around it."
+                            )
                     if isinstance(leaf, Tensor | Sharded):
                         with attempt(f"argument {name}{at}"):
                             entries.append(self._argument(mesh, place, name + at, leaf, leaf_spec))
@@ -164,7 +173,7 @@ class Recipes:
         if isinstance(specs, P) or specs is None:
             return [specs] * len(names)
         if isinstance(specs, MappingOf):
-            unused = [key for key in specs if key not in names]
+            unused = [key for key in specs if key not in names and key not in _parameters(self.f)]
             if unused:
                 raise LayoutError(f"{what}: in_specs name {unused}, but the arguments given are {names}.")
             return [specs.get(name) for name in names]
@@ -216,7 +225,7 @@ class Recipes:
         key = mesh, structure, tuple(leaf.shape if isinstance(leaf, Tensor) else None for leaf in leaves)
         recipe = self._results.get(key)
         if recipe is None:
-            recipe = self._results[key] = self._result(mesh, result)
+            recipe = _kept(self._results)[key] = self._result(mesh, result)
         return recipe, structure, leaves
 
     def _result(self, mesh: Mesh, result: PyTree) -> ResultRecipe:
@@ -248,6 +257,13 @@ class Recipes:
         return Mapping(place, path, layout.global_shape(leaf.shape), layout, promise=promise)
 
 
+def _kept(recipes: dict[Any, Any]) -> dict[Any, Any]:
+    """Return where recipes are kept, emptied if a program has gone through very many shapes."""
+    if len(recipes) >= 512:
+        recipes.clear()
+    return recipes
+
+
 def _signature(leaf: Any) -> Any:
     """Return what a recipe depends on: a tensor's shape, a global array's layout as well, of anything else nothing."""
     if isinstance(leaf, Sharded):
@@ -259,13 +275,17 @@ def _has_version(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and not leaf.is_inference()
 
 
+def _parameters(f: Callable[..., Any]) -> MappingOf[str, inspect.Parameter]:
+    try:
+        return inspect.signature(f).parameters
+    except (TypeError, ValueError):  # some callables written in C do not tell
+        return {}
+
+
 def _names(f: Callable[..., Any], positional: int, keywords: tuple[str, ...]) -> list[str]:
     """Return the parameter names of positional arguments, followed by the keywords given."""
-    try:
-        parameters = list(inspect.signature(f).parameters.values())
-    except (TypeError, ValueError):  # some callables written in C do not tell
-        parameters = []
-    known = [one.name for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    known = [name for name, one in _parameters(f).items() if one.kind in kinds]
     return known[:positional] + [str(place) for place in range(len(known), positional)] + list(keywords)
 
 

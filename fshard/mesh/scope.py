@@ -94,7 +94,10 @@ class Scope:
 
     def group(self, axes: Axes, what: str) -> Group:
         """Return the group along `axes` through this device."""
-        found = self._groups.get(axes) if not isinstance(axes, list) else None
+        try:
+            found = self._groups.get(axes)
+        except TypeError:  # a list of axes, say
+            axes, found = as_axes(axes), None
         if found is None:
             found = self._groups[axes] = self._make(as_axes(axes), what)
         return found

@@ -13,20 +13,22 @@ shapes, and one for results.  A later call finds its recipes by key and only mov
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fshard.errors import LayoutError, MeshError, MismatchError
-from fshard.mesh.differentiate import Tensors
+from fshard.mesh.differentiate import LinearMap, Tensors, apply
 from fshard.mesh.mapped import run_mapped
 from fshard.mesh.mesh import Mesh
 from fshard.mesh.placing import on_all
 from fshard.mesh.recipes import ArgumentRecipe, Mapping, Recipes, ResultRecipe
 from fshard.mesh.sharded import Sharded, in_memory
 from fshard.mesh.spec import Axes
-from fshard.mesh.spmd import inside, standing
+from fshard.mesh.spmd import held, inside, standing
 from fshard.mesh.tree import PyTree, Structure, unflatten
 from fshard.source import Site, call_site
 
@@ -86,6 +88,11 @@ def _refuse_mapped_again(name: str, mesh: Mesh, mapped: tuple[str, ...]) -> None
             f"shard_map of {name}: axis {again} is already mapped by the shard_map around it. "
             f"Give that one axes=(...) without it, or this one a mesh of the other axes."
         )
+    if outer is not None and outer.mapped_axes and (mesh.parent or mesh.axes) != (outer.mesh.parent or outer.mesh.axes):
+        raise MeshError(
+            f"shard_map of {name} runs on {mesh} inside one on {outer.mesh}: its devices lie across axes that are mapped "
+            f"there. Give it some of the other axes, mesh[...] of the same mesh."
+        )
 
 
 def _call(f: Callable[..., PyTree], recipes: Recipes, recipe: ArgumentRecipe, leaves: list[Any], mesh: Mesh) -> PyTree:
@@ -97,21 +104,72 @@ def _call(f: Callable[..., PyTree], recipes: Recipes, recipe: ArgumentRecipe, le
     outputs = _Outputs(recipes, mesh, site)
 
     def program(device: int, xs: Tensors) -> Tensors:
+        entered = tuple(entry.enter(x, site) if entry.work else x for x, entry in zip(xs, recipe.entries, strict=True))
+        token: Tensors = ()
+        if recipe.work:
+            *joined, last = apply(Join(), entered)
+            entered, token = tuple(joined), (last,)
         own = list(leaves)
-        for x, entry in zip(xs, recipe.entries, strict=True):
-            own[entry.place] = entry.enter(x, site) if entry.work else x
-        return outputs.take(device, recipe.call(f, own))
+        for x, entry in zip(entered, recipe.entries, strict=True):
+            own[entry.place] = x
+        return outputs.take(device, recipe.call(f, own)) + token
 
     shards = run_mapped(mesh, program, columns, mapped=recipes.mapped, checked=recipes.checked)
+    if recipe.work:
+        shards.pop()
     if plain and [x._version for x in plain] != versions:
         _refuse_changed(recipes.name, recipe, plain, versions)
     return outputs.assemble(shards)
+
+
+@dataclass(frozen=True)
+class Join:
+    """The identity on all arguments together, and a zero.
+
+    What brings arguments in may have collectives in its backward.  Whatever each device makes of its arguments, they are to
+    go back together: the join's backward comes when the cotangents of all are there, zeros for those without; and the zero,
+    a hidden result of every device, sees to it that it comes at all.  `depth` counts the leading dims of vmaps.
+    """
+
+    depth: int = 0
+
+    def run(self, xs: Tensors) -> Tensors:
+        """Hand them on, with the zero."""
+        return *xs, torch.zeros(xs[0].shape[: self.depth])
+
+    def transposed(self) -> LinearMap:
+        """Return the map of the cotangents."""
+        return Part(self.depth)
+
+    def batched(self) -> LinearMap:
+        """Return the same with one more leading dim."""
+        return Join(self.depth + 1)
+
+
+@dataclass(frozen=True)
+class Part:
+    """The transpose of `Join`: let the zero go."""
+
+    depth: int = 0
+
+    def run(self, xs: Tensors) -> Tensors:
+        """Hand all but the last on."""
+        return xs[:-1]
+
+    def transposed(self) -> LinearMap:
+        """Return the map of the cotangents."""
+        return Join(self.depth)
+
+    def batched(self) -> LinearMap:
+        """Return the same with one more leading dim."""
+        return Part(self.depth + 1)
 
 
 def _column(value: Tensor | Sharded, entry: Mapping) -> Tensors:
     """Return the shards of one argument on the devices held here."""
     if not isinstance(value, Sharded):
         return on_all(value, entry.layout)
+    value.check()
     if value.layout.memory == "device":
         return value.shards
     return tuple(in_memory(shard, value.mesh, "device") for shard in value.shards)
@@ -159,19 +217,23 @@ class _Outputs:
                     "What is no tensor has to be the same on all devices."
                 )
         for entry, own in zip(recipe.entries, shards, strict=True):
-            if len(own) > 1:
-                self._check_shapes(own, entry, list(self.taken))
+            self._check_pieces(own, entry)
             leaves[entry.place] = Sharded(entry.shape, entry.layout, own)
         return unflatten(structure, leaves)
 
-    def _check_shapes(self, own: Tensors, entry: Mapping, devices: list[int]) -> None:
-        if all(shard.shape == own[0].shape for shard in own) and not entry.layout.spec.is_flat:
+    def _check_pieces(self, own: Tensors, entry: Mapping) -> None:
+        """Raise unless the devices' pieces are of one dtype and make up the whole."""
+        if len({x.dtype for x in own}) > 1:
+            raise LayoutError(
+                f"shard_map of {self.recipes.name}: result{entry.path} has another dtype on some devices: "
+                f"{', '.join(sorted({str(x.dtype) for x in own}))}."
+            )
+        if all(x.shape == own[0].shape for x in own) and not entry.layout.spec.is_flat:
             return
-        expected = [entry.layout.local_shape(entry.shape, device) for device in range(len(own))]
         wrong = [
-            f"device {self.mesh.coordinates(device)} returns {tuple(shard.shape)} instead of {shape}"
-            for device, (shard, shape) in enumerate(zip(own, expected, strict=True))
-            if tuple(shard.shape) != shape
+            f"device {self.mesh.coordinates(device)} returns {tuple(x.shape)} instead of {shape}"
+            for device, x in zip(held(self.mesh), own, strict=True)
+            if tuple(x.shape) != (shape := entry.layout.local_shape(entry.shape, device))
         ]
         if wrong:
             raise LayoutError(

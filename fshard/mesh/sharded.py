@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -76,9 +77,23 @@ class Sharded:
             f"{self!r} holds the shards of {len(self.shards)} devices here, so none is the local one. Take x.shards[device]."
         )
 
+    def check(self) -> None:
+        """Raise if the shards are not the pieces that the layout names: what was mapped over them was not elementwise."""
+        given = tuple(tuple(shard.shape) for shard in self.shards)
+        if given != _pieces(self.layout, self.shape, held(self.mesh)):
+            raise LayoutError(
+                f"The shards of this Sharded have shapes {', '.join(map(str, sorted(set(given))))}, which are not the pieces "
+                f"of a tensor of shape {self.shape} as {self.spec}. Trees of shards are for elementwise functions; use fs.shard_map."
+            )
+
     def __repr__(self) -> str:
         kinds = [type(shard).__name__ for shard in self.shards if not isinstance(shard, Tensor)]
         return f"Sharded {kinds[0] if kinds else typeof(self)} on {self.mesh}"
+
+
+@lru_cache(maxsize=4096)
+def _pieces(layout: Layout, shape: tuple[int, ...], devices: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    return tuple(layout.local_shape(shape, device) for device in devices)
 
 
 def _flatten(x: Sharded) -> tuple[tuple[Tensor, ...], tuple[tuple[int, ...], Layout], None]:

@@ -40,7 +40,11 @@ def as_axes(axes: Axes | Iterable[str] | None) -> tuple[str, ...]:
     """Return axis names as a tuple: none, one, or several."""
     if axes is None:
         return ()
-    return (axes,) if isinstance(axes, str) else tuple(axes)
+    names = (axes,) if isinstance(axes, str) else tuple(axes) if isinstance(axes, Iterable) else (axes,)
+    wrong = [name for name in names if not isinstance(name, str)]
+    if wrong:
+        raise LayoutError(f'An axis is a name like "data", or a tuple of names; found {", ".join(map(repr, wrong))}.')
+    return names
 
 
 @dataclass(frozen=True, init=False, repr=False)
@@ -82,7 +86,7 @@ class P:
         if not axes:
             raise LayoutError('P.flat() names no axis. Write P.flat("data"), or P() for a replicated tensor.')
         spec = cls.__new__(cls)
-        spec._set((), as_axes(unreduced), tuple(axes), shape)
+        spec._set((), as_axes(unreduced), as_axes(axes), shape)
         return spec
 
     def _set(

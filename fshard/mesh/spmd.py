@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from torch import Tensor
+
 from fshard.mesh.mesh import Mesh
 from fshard.mesh.runtimes.abstract import AbstractWorld
 from fshard.mesh.runtimes.process import ProcessWorld
@@ -57,9 +59,17 @@ def held(mesh: Mesh) -> tuple[int, ...]:
 
 
 def everywhere(
-    mesh: Mesh, body: Callable[[int], Result], *, mapped: tuple[str, ...] = (), checked: bool = False
+    mesh: Mesh,
+    body: Callable[[int], Result],
+    *,
+    mapped: tuple[str, ...] = (),
+    checked: bool = False,
+    random: Tensor | None = None,
 ) -> list[Result]:
-    """Run `body(device)` on every device that the caller stands for, each in its scope; return their results."""
+    """Run `body(device)` on every device that the caller stands for, each in its scope; return their results.
+
+    `random` is the random state that the devices of a virtual mesh begin with, if not the caller's.
+    """
     if is_outside(mesh):
         alone = Mesh(mesh.axes, mesh.runtime, mesh.device_type)
         virtual = VirtualWorld(alone)
@@ -68,7 +78,7 @@ def everywhere(
             with entered(Scope(virtual, alone, device, mapped=mapped, checked=checked)):
                 return body(device)
 
-        return virtual.run(on_thread)
+        return virtual.run(on_thread, random)
     outer = inside(mesh)
     scope = _scope(mesh, outer, mapped, checked)
     with entered(scope):
@@ -85,6 +95,8 @@ def _scope(mesh: Mesh, outer: Scope | None, mapped: tuple[str, ...], checked: bo
     key = mesh, mapped, checked
     found = scopes.get(key)
     if found is None:
+        if len(scopes) >= 512:
+            scopes.clear()
         found = scopes[key] = Scope(world, mesh, device_of(mesh), outer, mapped=mapped, checked=checked)
     return found
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fshard.mesh.moves import Broadcast, Extreme, Permute, Wired, WireKind
+from fshard.mesh.moves import WIDER, Broadcast, Extreme, Permute, Wired, WireKind
 from fshard.mesh.runtimes.buffers import empty
 from fshard.mesh.runtimes.link import Link, Wire, WireFunction
 
@@ -32,7 +32,6 @@ LARGE = 16 << 20
 PIECES = 4
 """Into how many pieces they then cut a tensor."""
 
-_WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 _KNOWN = {torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.uint8, torch.int8}
 
 
@@ -69,7 +68,7 @@ def reduce(link: Link, x: Tensor, move: Wired) -> Wire:
     doubles = link.n & (link.n - 1) == 0
     if link.n == 2 and size > LARGE:
         return _in_pieces(link, x, combine)
-    if link.n == 2 or (doubles and size <= SMALL and x.dtype not in _WIDE):  # a wide sum is rounded once, at the end
+    if link.n == 2 or (doubles and size <= SMALL and x.dtype not in WIDER):  # a wide sum is rounded once, at the end
         return _doubling(link, x, combine)
     return _scatter_gather(link, x, combine)
 
@@ -115,7 +114,7 @@ def _sum_rows(link: Link, rows: Tensor, combine: Callable[..., Tensor], out: Ten
     """Send each row to its process and sum those that arrive, with the own one, in the fixed tree."""
     arriving = list(_new(rows.shape, rows))
     yield _exchange(link, list(rows), arriving, link.tag())
-    own, wide = rows[link.index], _WIDE.get(rows.dtype)
+    own, wide = rows[link.index], WIDER.get(rows.dtype)
     xs = [own if place == link.index else row for place, row in enumerate(arriving)]
     if wide is not None:
         return out.copy_(_tree([x.to(wide) for x in xs], combine, None, None))

@@ -10,10 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fshard.mesh.moves import Broadcast, Extreme, Permute, Wired, WireKind
+from fshard.mesh.moves import WIDER, Broadcast, Extreme, Permute, Wired, WireKind
 from fshard.mesh.runtimes.link import Link, Wire, WireFunction
 
-_REDUCES_AS = {torch.bool: torch.uint8, torch.int16: torch.int32}
+_REDUCES_AS = {
+    **{dtype: wide for dtype, wide in WIDER.items() if dtype not in (torch.float16, torch.bfloat16)},
+    torch.bool: torch.uint8,
+    torch.int16: torch.int32,
+}
 """Dtypes that the backend cannot add or compare, and one that holds the same values and that it can."""
 
 

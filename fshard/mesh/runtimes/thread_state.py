@@ -5,12 +5,13 @@ autocast, modes and hooks.  And some things are set on purpose: one intra-op thr
 backward that runs in the thread that asks for it (a rendezvous in a shared backward thread would never end).
 
 Forward-mode differentiation is the one thing that torch keeps per *process*: its level, and in torch.func a count of
-nested jvps.  `shared_forward_level` enters a level before the threads start, so that all of them are "nested" and
+nested jvps.  `process_wide_state` enters a level before the threads start, so that all of them are "nested" and
 share it; tangents belong to tensors, so devices do not see each other's.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -116,28 +117,31 @@ def _leave_autocast() -> None:
         torch.clear_autocast_cache()
 
 
-@contextmanager
-def shared_forward_level() -> Generator[None]:
-    """Keep one forward-mode level open for all threads that start and end inside the block."""
-    nesting = functorch.JVP_NESTING
-    level = forward_ad.enter_dual_level() if forward_ad._current_level < 0 else None  # pyright: ignore[reportPrivateUsage]
-    functorch.JVP_NESTING = nesting + 1
-    try:
-        yield
-    finally:
-        functorch.JVP_NESTING = nesting
-        if level is not None:
-            forward_ad.exit_dual_level(level=level)
+_lock = threading.Lock()
+_runs: dict[str, int] = {"open": 0, "nesting": 0, "level": -1, "threads": 0}
+"""The runs that are under way, from several Python threads perhaps, and what to restore after the last of them."""
 
 
 @contextmanager
-def default_thread_count_kept() -> Generator[None]:
-    """Undo what `set_num_threads` in a device's thread would do to threads started later."""
-    count = torch.get_num_threads()
+def process_wide_state() -> Generator[None]:
+    """Keep one forward-mode level open for all device threads, and undo what they do to the default thread count."""
+    with _lock:
+        if _runs["open"] == 0:
+            _runs["nesting"], _runs["threads"] = functorch.JVP_NESTING, torch.get_num_threads()
+            outside = forward_ad._current_level < 0  # pyright: ignore[reportPrivateUsage]
+            _runs["level"] = forward_ad.enter_dual_level() if outside else -1
+            functorch.JVP_NESTING += 1
+        _runs["open"] += 1
     try:
         yield
     finally:
-        torch.set_num_threads(count)
+        with _lock:
+            _runs["open"] -= 1
+            if _runs["open"] == 0:
+                functorch.JVP_NESTING = _runs["nesting"]
+                if _runs["level"] >= 0:
+                    forward_ad.exit_dual_level(level=_runs["level"])
+                torch.set_num_threads(_runs["threads"])
 
 
 def random_state(device_type: str) -> Tensor:

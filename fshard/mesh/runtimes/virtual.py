@@ -20,7 +20,7 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from contextvars import copy_context
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -34,10 +34,9 @@ from fshard.mesh.layout import dtype_name
 from fshard.mesh.moves import describe
 from fshard.mesh.runtimes.thread_state import (
     ThreadState,
-    default_thread_count_kept,
+    process_wide_state,
     random_state,
     set_random_state,
-    shared_forward_level,
 )
 from fshard.mesh.scope import here
 
@@ -138,18 +137,23 @@ class VirtualWorld:
 
     # -- the run ------------------------------------------------------------------------------------------------
 
-    def run(self, body: Callable[[int], Any]) -> list[Any]:
-        """Run `body(device)` on every device and return the results; raise what the first device to fail raised."""
+    def run(self, body: Callable[[int], Any], random: Tensor | None = None) -> list[Any]:
+        """Run `body(device)` on every device and return the results; raise what the first device to fail raised.
+
+        Devices begin with the caller's random state, and the caller goes on with that of device 0; unless the run
+        repeats one that began with the state `random`: then the caller's own is left as it is.
+        """
         results: list[Any] = [None] * self.mesh.size
         state = ThreadState.capture(self.mesh.device_type)
         ledgers = tuple(ledger.active())
-        self._random = [random_state(self.mesh.device_type)] * self.mesh.size
+        before = random_state(self.mesh.device_type)
+        self._random = [before if random is None else random] * self.mesh.size
         for baton in self._batons:
             baton.acquire()
 
         def live(device: int) -> None:
-            self._batons[device].acquire()
             try:
+                self._batons[device].acquire()
                 if not self._stopping:
                     set_random_state(self.mesh.device_type, self._random[device])
                     self._status[device] = None
@@ -157,14 +161,15 @@ class VirtualWorld:
                     with state.restored():
                         results[device] = body(device)
                     self._status[device] = "has finished"
+                    self._random[device] = random_state(self.mesh.device_type)
+                    self._hand_on(device)
             except BaseException as error:
                 self._status[device] = f"raised {type(error).__name__}"
                 self._fail(device, error)
-            self._random[device] = random_state(self.mesh.device_type)
-            self._hand_on(device)
-            self._ended.append(device)
-            if len(self._ended) == self.mesh.size:
-                self._done.set()
+            finally:  # whatever happened: the run ends with the last of them
+                self._ended.append(device)
+                if len(self._ended) == self.mesh.size:
+                    self._done.set()
 
         threads = [
             threading.Thread(target=copy_context().run, args=(live, device), name=self.name(device), daemon=True)
@@ -174,15 +179,15 @@ class VirtualWorld:
             self._run_threads(threads)
         finally:
             self._over = True
-        set_random_state(self.mesh.device_type, self._random[0])
+        set_random_state(self.mesh.device_type, self._random[0] if random is None else before)
         if self._failure is not None:
             self._raise(*self._failure)
-        self._check_mail()
+        self._check_nothing_left()
         return results
 
     def _run_threads(self, threads: list[threading.Thread]) -> None:
         """Start all, and come back when none is left, also when interrupted."""
-        with shared_forward_level(), default_thread_count_kept():
+        with process_wide_state():
             try:
                 for thread in threads:
                     thread.start()
@@ -194,17 +199,17 @@ class VirtualWorld:
                 raise
             finally:
                 for thread in threads:
-                    if thread.ident is not None:
+                    if thread.ident is not None and _lives(thread):
                         thread.join()
 
     def _end(self, threads: list[threading.Thread]) -> None:
         """Interrupt the threads that are in the user's code, until all have ended."""
-        while len(self._ended) < len(threads):
+        while any(_lives(thread) for thread in threads):
             for device, thread in enumerate(threads):
                 if self._status[device] is None:
                     _interrupt(thread)
             until = time.monotonic() + 1.0  # then again, if the first was lost in a destructor, say
-            while len(self._ended) < len(threads) and time.monotonic() < until:
+            while any(_lives(thread) for thread in threads) and time.monotonic() < until:
                 time.sleep(0.001)
 
     def _raise(self, device: int, error: BaseException) -> NoReturn:
@@ -223,7 +228,7 @@ class VirtualWorld:
         """Wake all devices, to unwind."""
         self._stopping = True
         for baton in self._batons:
-            if baton.locked():
+            with suppress(RuntimeError):  # it is free already: another device failed at the same time
                 baton.release()
 
     # -- the baton ----------------------------------------------------------------------------------------------
@@ -283,6 +288,10 @@ class VirtualWorld:
             if index not in slot.values:
                 if slot.move != move or slot.signature != signature or slot.axes != group.axes:
                     self._raise_mismatch(slot, move, signature, group, site)
+                if site not in slot.sites.values() and _checks():
+                    self._raise_mismatch(
+                        slot, move, signature, group, site, " Only the lines differ: if that is meant, check=False."
+                    )
                 break
         else:
             slot = Slot(move, signature, group.axes, group.size)
@@ -296,7 +305,9 @@ class VirtualWorld:
             self._ready.extend(slot.waiting)
         return Arrival(self, slot, index, group.device)
 
-    def _raise_mismatch(self, slot: Slot, move: Wired, signature: Signature, group: Group, site: Site) -> NoReturn:
+    def _raise_mismatch(
+        self, slot: Slot, move: Wired, signature: Signature, group: Group, site: Site, hint: str = ""
+    ) -> NoReturn:
         asked = Slot(move, signature, group.axes, group.size)
         mine = group.device
         lines = [(group.member(index), f"{_describe(slot)} at {slot.sites[index]}") for index in sorted(slot.values)]
@@ -305,6 +316,7 @@ class VirtualWorld:
             f"The devices of one group of {self.mesh} met in one collective with different calls.\n"
             + _table([(self.name(device), what) for device, what in sorted(lines)])
             + "\nEvery device of a group has to call the same collectives in the same order, on equal shapes and dtypes."
+            + hint
         )
 
     # -- messages -----------------------------------------------------------------------------------------------
@@ -326,7 +338,13 @@ class VirtualWorld:
         route = group.member(source), group.device
         return Parcel(self, route, route[1], likes, site)
 
-    def _check_mail(self) -> None:
+    def _check_nothing_left(self) -> None:
+        begun = [slot for slots in self._slots.values() for slot in slots]
+        if begun:
+            lines = [f"{_describe(slot)} at {site}" for slot in begun for site in slot.sites.values()]
+            raise MismatchError(
+                "Collectives were started, but not by all devices of their group:\n  " + "\n  ".join(sorted(set(lines)))
+            )
         lost = [described for box in self.mail.values() for _, described in box]
         if lost:
             raise MismatchError("Messages were sent but never received:\n  " + "\n  ".join(lost))
@@ -339,6 +357,12 @@ class VirtualWorld:
 
     def _report(self, devices: range) -> str:
         return _table([(self.name(device), _sentence(self._status[device])) for device in devices])
+
+
+def _checks() -> bool:
+    """Return whether the calling device was asked to be checked."""
+    scope = here()
+    return scope is not None and scope.checked
 
 
 def _sentence(status: Arrival | Parcel | str | None) -> str:
@@ -392,6 +416,11 @@ def _independent(results: list[Tensor], given: list[Tensor]) -> list[Tensor]:
             own.append(result)
             seen.add(id(result))
     return own
+
+
+def _lives(thread: threading.Thread) -> bool:
+    """Return whether a thread still runs, by the list of those that do: `is_alive` may be wrong after an interrupt."""
+    return thread in threading.enumerate()
 
 
 def _interrupt(thread: threading.Thread) -> None:
