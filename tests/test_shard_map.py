@@ -333,3 +333,140 @@ def test_an_abstract_mesh_of_65536_devices_costs_no_more_than_one_of_8():
 
     small, large = cost(1), cost(8192)
     assert large < 3 * small + 0.02
+
+
+# -- what a review found ------------------------------------------------------------------------------------------
+
+
+def dropped(x):
+    return torch.nn.functional.dropout(x, 0.5)
+
+
+def test_a_backward_that_runs_again_draws_what_the_forward_drew(mesh):
+    from torch.utils.checkpoint import checkpoint
+
+    f = fs.shard_map(dropped, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check=False)
+    x = torch.ones(64, requires_grad=True)
+    y = fs.unshard(f(x))
+    for _ in range(2):
+        (gradient,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
+        assert torch.equal(gradient, y.detach())
+    y, pull = torch.func.vjp(lambda x: fs.unshard(f(x)), torch.ones(64))
+    assert torch.equal(pull(torch.ones(64))[0], y)
+    y = checkpoint(lambda x: fs.unshard(f(x)), x, use_reentrant=False)
+    (gradient,) = torch.autograd.grad(y.sum(), x)
+    assert torch.equal(gradient, y.detach())
+    torch.manual_seed(3)
+    fs.unshard(f(x))
+    after = torch.randn(2)
+    torch.manual_seed(3)
+    z = fs.unshard(f(x))
+    torch.autograd.grad(z.sum(), x, create_graph=True)
+    assert torch.equal(torch.randn(2), after)
+
+
+def test_a_captured_tensor_is_seen_on_every_device(mesh):
+    w = torch.ones(2, requires_grad=True)
+    f = fs.shard_map(
+        lambda x: x * w if fs.axis_index("data") == 1 else x * 3, mesh=mesh, in_specs=P("data"), out_specs=P("data")
+    )
+    with pytest.raises(fs.LayoutError, match="is not one of its arguments"):
+        f(torch.ones(4))
+
+
+def test_a_leaf_made_inside_out_of_an_argument_is_no_captured_tensor(mesh):
+    def step(w, x):
+        w = w.detach().requires_grad_()
+        loss = fs.psum((fs.pvary(w, "data") * x).sum(), "data")
+        return loss, torch.autograd.grad(loss, w, retain_graph=True)[0]
+
+    loss, gradient = fs.shard_map(step, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())(
+        torch.tensor(2.0), torch.arange(4.0)
+    )
+    assert (fs.unshard(loss).item(), fs.unshard(gradient).item()) == (12, 6)
+
+
+def test_another_mesh_inside_a_map_is_refused():
+    outer, inner = fs.make_mesh({"a": 2, "b": 2}), fs.make_mesh({"x": 4})
+
+    def f(x):
+        return fs.shard_map(lambda x: x, mesh=inner, in_specs=P("x"), out_specs=P("x"))(x).local
+
+    with pytest.raises(fs.MeshError, match="its devices lie across axes that are mapped there"):
+        fs.shard_map(f, mesh=outer, in_specs=P("a"), out_specs=P("a"))(torch.arange(8.0))
+
+
+def test_shards_that_are_no_pieces_any_more(mesh):
+    import optree
+
+    x = fs.device_put(torch.ones(4, 2), fs.Layout(mesh, P("data")))
+    y = optree.tree_map(lambda shard: shard.sum(0, keepdim=True), x, namespace="fshard")
+    for use in (fs.unshard, identity(mesh, P("data"), P("data")), lambda y: fs.reshard(y, fs.Layout(mesh))):
+        with pytest.raises(
+            fs.LayoutError, match=r"have shapes \(1, 2\), which are not the pieces of a tensor of shape \(4, 2\)"
+        ):
+            use(y)
+
+
+def test_a_global_array_is_no_local_tensor(mesh):
+    x = fs.device_put(torch.ones(4), fs.Layout(mesh, P("data")))
+    with pytest.raises(fs.LayoutError, match=r"the argument is Sharded\. .* and x\.local for the own shard"):
+        fs.run(lambda: fs.psum(x, "data"), mesh=mesh)
+
+
+def test_an_argument_that_only_some_devices_use(mesh):
+    def f(w, x):
+        y = (fs.pvary(w, "model") * x) if fs.axis_index("data") == 0 else x.detach()
+        return y.sum().reshape(1)
+
+    w, x = torch.ones(2, requires_grad=True), torch.arange(4.0, requires_grad=True)
+    f = fs.shard_map(f, mesh=mesh, in_specs=(P("data"), P("data")), out_specs=P("data"), check=False)
+    gradients = torch.autograd.grad(fs.unshard(f(w, x)).sum(), (w, x))
+    assert [g.tolist() for g in gradients] == [[2, 0], [1, 1, 0, 0]]
+
+
+def test_results_of_different_dtypes_are_refused(mesh):
+    with pytest.raises(fs.LayoutError, match="another dtype on some devices: torch.float32, torch.float64"):
+        fs.shard_map(
+            lambda x: x.double() if fs.axis_index("data") else x, mesh=mesh, in_specs=P("data"), out_specs=P("data")
+        )(torch.ones(2))
+
+
+def test_numpy_arrays_are_refused_rather_than_replicated(mesh):
+    import numpy as np
+
+    with pytest.raises(fs.LayoutError, match="it is a numpy array, which is not cut"):
+        identity(mesh, P("data"), P("data"))(np.ones(4))
+
+
+def test_a_spec_for_an_optional_argument_may_stay_unused(mesh):
+    def f(x, bias=None):
+        return x if bias is None else x + bias
+
+    f = fs.shard_map(f, mesh=mesh, in_specs={"x": P("data"), "bias": P()}, out_specs=P("data"))
+    assert fs.unshard(f(torch.ones(2))).tolist() == [1, 1] and fs.unshard(
+        f(torch.ones(2), torch.ones(()))
+    ).tolist() == [2, 2]
+
+
+def test_recipes_are_not_kept_without_bound(mesh):
+    from fshard.mesh.recipes import Recipes
+
+    recipes = Recipes(lambda x: x, "f", P(), P(), ("data", "model"), False)
+    for size in range(600):
+        recipes.of_arguments(mesh, (torch.empty(size),), {})
+    assert len(recipes._arguments) <= 512
+
+
+@pytest.mark.parametrize("make", [lambda: P(unreduced=3), lambda: P.flat(1), lambda: P("a", (2,))])
+def test_axes_that_are_no_names(make):
+    with pytest.raises(fs.LayoutError):
+        make()
+
+
+def test_what_is_put_has_to_be_tensors(mesh):
+    with pytest.raises(fs.LayoutError, match=r'\["a"\]: a tensor is needed, found int'):
+        fs.device_put({"a": 1, "b": torch.ones(2)}, fs.Layout(mesh))
+    with pytest.raises(fs.LayoutError, match="are no prefix of the tree"):
+        fs.device_put({"a": torch.ones(2)}, {"b": fs.Layout(mesh)})
+    assert fs.unshard({"a": 1}) == {"a": 1}

@@ -348,3 +348,121 @@ def test_a_gradient_asked_for_outside_is_refused():
     run(main, d=2)
     with pytest.raises(fs.ScopeError, match="differentiated outside the function that called it"):
         torch.autograd.grad(*kept[0])
+
+
+# -- what a review found ------------------------------------------------------------------------------------------
+
+
+def test_many_failures_at_once_end():
+    import sys
+
+    def main():
+        fs.psum(torch.ones(1), "d")
+        raise KeyError(fs.axis_index("d"))
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(30):
+            with pytest.raises(KeyError):
+                run(main, d=32)
+    finally:
+        sys.setswitchinterval(interval)
+
+
+def test_many_interrupts_end():
+    import sys
+
+    mesh = fs.make_mesh({"d": 8})
+
+    def main():
+        while True:
+            fs.psum(torch.ones(1), "d")
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for times in range(12):
+            timer = threading.Timer(0.01 + 0.003 * times, lambda: os.kill(os.getpid(), signal.SIGINT))
+            timer.start()
+            with pytest.raises(KeyboardInterrupt):
+                fs.run(main, mesh=mesh)
+            timer.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert fs.run(lambda: fs.axis_index("d"), mesh=mesh) == list(range(8))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*")
+def test_runs_from_several_python_threads_leave_torch_as_it_was():
+    threads = [
+        threading.Thread(target=lambda: [run(lambda: fs.psum(torch.ones(1), "d"), d=4) for _ in range(5)])
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert torch.func.jvp(torch.sin, (torch.zeros(()),), (torch.ones(()),))[1].item() == 1
+
+
+def test_a_started_collective_that_others_leave_out():
+    with pytest.raises(
+        fs.MismatchError, match=r"started, but not by all devices of their group:\n  psum over .* at .*test_virtual"
+    ):
+        run(lambda: fs.psum.start(torch.ones(1), "d") if fs.axis_index("d") == 0 else None, d=2)
+
+
+def test_gradients_do_not_depend_on_the_order_of_waiting():
+    def main():
+        x = torch.tensor([1.0 + fs.axis_index("d")], requires_grad=True)
+        handles = [fs.all_gather.start(x, "d"), fs.all_gather.start(2 * x, "d")]
+        if fs.axis_index("d") == 0:
+            a, b = handles[0].wait(), handles[1].wait()
+        else:
+            b, a = handles[1].wait(), handles[0].wait()
+        (gradient,) = torch.autograd.grad((a + 100 * b).sum(), x)
+        return a.tolist(), b.tolist(), gradient.item()
+
+    assert run(main, d=2) == [([1, 2], [2, 4], 402.0)] * 2
+
+
+def test_checked_devices_that_call_from_other_lines():
+    def main():
+        if fs.axis_index("d") == 0:
+            first = fs.psum(torch.tensor(1.0), "d")
+            second = fs.psum(torch.tensor(10.0), "d")
+        else:
+            second = fs.psum(torch.tensor(10.0), "d")
+            first = fs.psum(torch.tensor(1.0), "d")
+        return first.item(), second.item()
+
+    with pytest.raises(fs.MismatchError, match="Only the lines differ"):
+        fs.run(main, mesh=fs.make_mesh({"d": 2}), check=True)
+    assert run(main, d=2) == [(11, 11)] * 2
+
+
+def test_pieces_of_a_sum_share_no_memory():
+    def main():
+        x = torch.ones(4, requires_grad=True)
+        y = fs.psum_scatter(x, "d")
+        y += 1
+        return y.tolist(), torch.autograd.grad(y.sum(), x)[0].tolist()
+
+    assert run(main, d=2) == [([3, 3], [1, 1, 1, 1])] * 2
+    x = torch.ones(2)
+    run(lambda: fs.psum_scatter(x, "d").add_(1), d=1)
+    assert x.tolist() == [1, 1]
+
+
+def test_narrow_dtypes_are_summed_in_wider_ones():
+    def main():
+        small = torch.tensor([0.5, 1.5]).to(torch.float8_e4m3fn)
+        unsigned = torch.tensor([40000], dtype=torch.int32).to(torch.uint16)
+        return (
+            fs.psum(small, "d").float().tolist(),
+            fs.psum(unsigned, "d").int().tolist(),
+            fs.pmax(small, "d").float().tolist(),
+        )
+
+    assert run(main, d=2) == [([1.0, 3.0], [80000 - 65536], [0.5, 1.5])] * 2

@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 
 from fshard.errors import LayoutError
-from fshard.mesh.differentiate import Bound, Finish, Tensors, apply, transformed
+from fshard.mesh.differentiate import Begun, Bound, Tensors, apply, recorded, transformed
 from fshard.mesh.extreme import apply_extreme
 from fshard.mesh.moves import Alone, Extreme, Move
 from fshard.mesh.promise import Guard
-from fshard.mesh.runtimes.protocol import Pending
 from fshard.mesh.scope import Group, Scope, require
 from fshard.mesh.spec import Axes
 from fshard.mesh.tree import PyTree, Structure, flatten, flatten_with_paths, unflatten
@@ -30,7 +29,10 @@ Params = ParamSpec("Params")
 
 @dataclass
 class Handle:
-    """A collective under way.  `wait` returns its result; until then other work can be done."""
+    """A collective under way.  `wait` returns its result; until then other work can be done.
+
+    What was given to the collective must not be changed before `wait`, and a handle must not be dropped.
+    """
 
     _finish: Callable[[], PyTree] | None
     _result: PyTree = None
@@ -50,11 +52,30 @@ class Batch:
     xs: Tensors
     places: list[int]
 
-    def run(self, linear: Bound | Finish, guard: Guard | None) -> Tensors:
-        """Apply the move (or wait for it, if it has been started), between guards."""
+    def run(self, guard: Guard | None) -> Tensors:
+        """Apply the move, between guards."""
         xs = guard.apply(self.xs) if guard is not None and guard.before else self.xs
-        ys = apply_extreme(linear, xs) if isinstance(self.bound.move, Extreme) else apply(linear, xs)
+        ys = apply_extreme(self.bound, xs) if isinstance(self.bound.move, Extreme) else apply(self.bound, xs)
         return guard.apply(ys) if guard is not None and not guard.before else ys
+
+    def start(self, guard: Guard | None) -> Callable[[], Tensors]:
+        """Begin the move; return what finishes it.
+
+        Autograd is told now, by results that are filled in later: backwards come in the order in which collectives were
+        started, which is the same on all devices, and not in that in which each device waits for them.
+        """
+        pending = self.bound.start(tuple(x.detach() for x in self.xs))
+        if not recorded(self.xs):
+            return pending.wait
+        ys = apply(Begun(self.bound), self.xs)
+        ys = ys if guard is None else guard.apply(ys)
+
+        def fill() -> Tensors:
+            for y, result in zip(ys, pending.wait(), strict=True):
+                y.data = result
+            return ys
+
+        return fill
 
 
 @dataclass(slots=True)
@@ -69,21 +90,17 @@ class Call:
     def run(self) -> PyTree:
         """Run it on all leaves."""
         if self.structure is None and self.guard is None and self.after is None:
-            batch = self.batches[0]
-            return batch.run(batch.bound, None)[0]
-        return self._finished([batch.run(batch.bound, self.guard) for batch in self.batches])
+            return self.batches[0].run(None)[0]
+        return self._finished([batch.run(self.guard) for batch in self.batches])
 
     def start(self) -> Handle:
         """Begin it on all leaves."""
-        if transformed() or any(isinstance(batch.bound.move, Alone) for batch in self.batches):
-            return Handle(self.run)  # under torch.func nothing can be begun apart from its derivative
-        begun: list[Pending] = [batch.bound.start(tuple(x.detach() for x in batch.xs)) for batch in self.batches]
-
-        def finish() -> PyTree:
-            pairs = zip(self.batches, begun, strict=True)
-            return self._finished([batch.run(Finish(batch.bound, pending), self.guard) for batch, pending in pairs])
-
-        return Handle(finish)
+        alone = any(isinstance(batch.bound.move, Alone | Extreme) for batch in self.batches)
+        if alone or transformed():  # nothing to wait for, or nothing that could be told apart from its derivative
+            result = self.run()
+            return Handle(lambda: result)
+        finishes = [batch.start(self.guard) for batch in self.batches]
+        return Handle(lambda: self._finished([finish() for finish in finishes]))
 
     def _finished(self, results: list[Tensors]) -> PyTree:
         if self.after is not None:

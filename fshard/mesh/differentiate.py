@@ -21,6 +21,7 @@ from torch.autograd.function import Function
 
 from fshard.mesh.ledger import Row, active
 from fshard.mesh.moves import Alone, Move, Wired
+from fshard.mesh.runtimes.abstract import delivered
 from fshard.mesh.runtimes.protocol import Pending
 from fshard.mesh.scope import Group
 from fshard.source import Site
@@ -145,20 +146,21 @@ class Bound:
 
 
 @dataclass(frozen=True)
-class Finish:
-    """A map that has been started: running it means waiting for it."""
+class Begun:
+    """A move that has been started: its results are placeholders, of the right shape and without memory."""
 
-    linear: LinearMap
-    pending: Pending
+    bound: Bound
 
     def run(self, xs: Tensors) -> Tensors:
-        """Wait for what was started."""
-        return self.pending.wait()
+        """Return the placeholders."""
+        move, n = cast("Wired", self.bound.move), self.bound.group.size
+        shapes = (delivered(move, x.to("meta"), n).shape for x in xs)
+        return tuple(x.new_empty(()).expand(shape) for x, shape in zip(xs, shapes, strict=True))
 
     def transposed(self) -> LinearMap:
         """Return the transpose of what was started."""
-        return self.linear.transposed()
+        return self.bound.transposed()
 
     def batched(self) -> LinearMap:
-        """Return the map itself on batched tensors."""
-        return self.linear.batched()
+        """Return the move itself on batched tensors."""
+        return self.bound.batched()

@@ -13,24 +13,24 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.function import Function
 
-from fshard.mesh.differentiate import Bound, Finish, Tensors, apply, leading
+from fshard.mesh.differentiate import Bound, Tensors, apply, leading
 from fshard.mesh.moves import Psum
 
 
-def apply_extreme(bound: Bound | Finish, xs: Tensors) -> Tensors:
+def apply_extreme(bound: Bound, xs: Tensors) -> Tensors:
     """Apply pmax or pmin so that it can be differentiated."""
     return _Extreme.apply(bound, *xs)
 
 
 class _Extreme(Function):
     @staticmethod
-    def forward(bound: Bound | Finish, *xs: Tensor) -> Tensors:
+    def forward(bound: Bound, *xs: Tensor) -> Tensors:
         return bound.run(xs)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Bound | Finish, *Tensors], output: Tensors) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Bound, *Tensors], output: Tensors) -> None:
         bound, *xs = inputs
-        ctx.bound = bound.linear if isinstance(bound, Finish) else bound
+        ctx.bound = bound
         ctx.save_for_backward(*xs, *output)
         ctx.save_for_forward(*xs, *output)
         ctx.mark_non_differentiable(*(y for y in output if not y.is_floating_point()))
@@ -52,7 +52,7 @@ class _Extreme(Function):
     def vmap(info: Any, in_dims: Any, *args: Any) -> tuple[Tensors, tuple[int, ...]]:
         bound, *xs = args
         batched = tuple(leading(x, dim, info.batch_size) for x, dim in zip(xs, in_dims[1:], strict=True))
-        return apply_extreme(bound.batched() if isinstance(bound, Bound) else bound, batched), (0,) * len(xs)
+        return apply_extreme(bound.batched(), batched), (0,) * len(xs)
 
 
 def _sum_like(bound: Bound) -> Bound:

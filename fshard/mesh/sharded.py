@@ -83,7 +83,7 @@ class Sharded:
         if given != _pieces(self.layout, self.shape, held(self.mesh)):
             raise LayoutError(
                 f"The shards of this Sharded have shapes {', '.join(map(str, sorted(set(given))))}, which are not the pieces "
-                f"of a tensor of shape {self.shape} as {self.spec}. Trees of shards are for elementwise functions; use fs.shard_map."
+                f"of a tensor of shape {self.shape} as {self.spec}. Trees of shards are for elementwise functions."
             )
 
     def __repr__(self) -> str:

@@ -43,9 +43,7 @@ class AbstractWorld:
 
     def start(self, move: Wired, xs: tuple[Tensor, ...], group: Group, site: Site) -> Done:
         """Return tensors of the shapes that the collective would return."""
-        return Done(
-            tuple(move.unpack(_delivered(move, move.pack(x, group.size), group.size), x.shape, group.size) for x in xs)
-        )
+        return Done(tuple(delivered(move, x, group.size) for x in xs))
 
     def send(self, xs: tuple[Tensor, ...], group: Group, to: int, site: Site) -> None:
         """Send nothing: there is nobody."""
@@ -55,11 +53,14 @@ class AbstractWorld:
         return Done(tuple(torch.empty_like(like) for like in likes))
 
 
-def _delivered(move: Wired, packed: Tensor, n: int) -> Tensor:
+def delivered(move: Wired, x: Tensor, n: int) -> Tensor:
+    """Return an empty tensor of the shape that a move over n devices makes of `x`."""
+    packed = move.pack(x, n)
     match move.wire:
         case "gather":
-            return packed.new_empty((n, packed.shape[-1]))
+            rows = packed.new_empty((n, packed.shape[-1]))
         case "scatter":
-            return packed.new_empty(packed.shape[-1])
+            rows = packed.new_empty(packed.shape[-1])
         case "reduce" | "exchange" | "permute" | "broadcast":
-            return torch.empty_like(packed)
+            rows = torch.empty_like(packed)
+    return move.unpack(rows, x.shape, n)

@@ -61,6 +61,7 @@ class Running:
         self._wire, self._timeout, self._what = wire, timeout, what
         self._works: list[Any] = []
         self._result: Tensor | None = None
+        self.ended = False
         self._advance()
 
     def _advance(self) -> None:
@@ -75,6 +76,7 @@ class Running:
             for work in self._works:
                 finish(work, self._timeout, self._what)
             self._advance()
+        self.ended = True
         return self._result
 
 

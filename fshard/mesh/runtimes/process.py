@@ -87,6 +87,7 @@ class ProcessWorld:
         self._wires = native.WIRES if self.backend == "nccl" else gloo.WIRES
         self._staged = self.backend != "nccl"
         self.scopes: dict[object, Scope] = {}
+        self._under_way: list[Running] = []
         self._links: dict[tuple[int, ...], Link] = {}
         self._outgoing: list[tuple[Any, Tensor]] = []
         self._watch = Watch(self.rank) if watching() else None
@@ -125,7 +126,9 @@ class ProcessWorld:
         origin = buffer.device
         buffer = (buffer.cpu() if self._staged else buffer).contiguous()
         what = _What(move, xs, group, site)
+        self._under_way = [other for other in self._under_way if not other.ended]  # a dropped handle still sends
         running = Running(self._wires[move.wire](self.link(group), buffer, move), self.timeout, what)
+        self._under_way.append(running)
         return Unpacking(running, move, [x.shape for x in xs], [one.shape[-1] for one in packed], n, origin)
 
     # -- messages -----------------------------------------------------------------------------------------------
