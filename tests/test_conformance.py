@@ -1,5 +1,6 @@
 """Every collective means the same on every runtime: what its oracle says, to the last bit, and at the same cost."""
 
+import os
 from fractions import Fraction
 from itertools import islice
 
@@ -60,7 +61,7 @@ def test_two_processes(two, shape):
     ("shape", "step"), [({"a": 4}, 1), ({"a": 2, "b": 2}, 2), ({"a": 2, "b": 1, "c": 2}, 5)], ids=str
 )
 def test_four_processes(four, shape, step):
-    assert min(four.run(suite, shape, step=step)) > 300
+    assert min(four.run(suite, shape, step=1 if THOROUGH else step)) > 300
 
 
 @pytest.mark.parametrize("processes", ["two", "four"])
@@ -70,25 +71,37 @@ def test_large_tensors_between_processes(request, processes):
     pool.run(suite, shape, list(large_cases(fs.make_mesh(shape), 400_001)), step=3)
 
 
-@settings(max_examples=300)
-@given(st.data())
-def test_any_case_on_any_virtual_mesh(data):
+THOROUGH = os.environ.get("FSHARD_EXAMPLES") == "thorough"
+EXAMPLES = 500 if THOROUGH else 25
+"""For each collective; the bar is 500."""
+SHARED = [HealthCheck.function_scoped_fixture, HealthCheck.data_too_large]
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", sorted(ORACLES))
+@settings(max_examples=EXAMPLES)
+@given(data=st.data())
+def test_any_case_on_any_virtual_mesh(name, data):
     mesh = fs.make_mesh(data.draw(SHAPES))
-    check_runtime(mesh, [data.draw(drawn_cases(mesh))])
+    check_runtime(mesh, [data.draw(drawn_cases(mesh, name))])
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.data_too_large])
-@given(st.data())
-def test_any_case_on_two_processes(two, data):
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", sorted(ORACLES))
+@settings(max_examples=EXAMPLES, suppress_health_check=SHARED)
+@given(data=st.data())
+def test_any_case_on_two_processes(two, name, data):
     shape = {"a": 2}
-    two.run(suite, shape, data.draw(st.lists(drawn_cases(fs.make_mesh(shape)), max_size=8)))
+    two.run(suite, shape, [data.draw(drawn_cases(fs.make_mesh(shape), name))])
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.data_too_large])
-@given(st.data())
-def test_any_case_on_four_processes(four, data):
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", sorted(ORACLES))
+@settings(max_examples=EXAMPLES, suppress_health_check=SHARED)
+@given(data=st.data())
+def test_any_case_on_four_processes(four, name, data):
     shape = data.draw(st.sampled_from([{"a": 4}, {"a": 2, "b": 2}]))
-    four.run(suite, shape, data.draw(st.lists(drawn_cases(fs.make_mesh(shape)), max_size=8)))
+    four.run(suite, shape, [data.draw(drawn_cases(fs.make_mesh(shape), name))])
 
 
 # -- the suite itself ---------------------------------------------------------------------------------------------

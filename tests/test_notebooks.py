@@ -25,6 +25,10 @@ def tame_cells(notebook):
     return [cell.source for cell in tagged if all(output.output_type != "error" for output in cell.outputs)]
 
 
+def test_there_are_notebooks():
+    assert NOTEBOOKS
+
+
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook(path, tmp_path):

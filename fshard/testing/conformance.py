@@ -443,11 +443,11 @@ def large_cases(mesh: fs.Mesh, elements: int = 300_007) -> Iterator[Case]:
 
 
 @st.composite
-def drawn_cases(draw: st.DrawFn, mesh: fs.Mesh) -> Case:
-    """Draw any case for a mesh: axes, collective, options, road, and one tensor or a tree of up to five."""
+def drawn_cases(draw: st.DrawFn, mesh: fs.Mesh, name: str | None = None) -> Case:
+    """Draw any case for a mesh: axes, collective (or the one named), options, road, one tensor or a tree of up to five."""
     axes = draw(st.sampled_from(axes_choices(mesh)))
     n = prod(mesh.shape[name] for name in axes)
-    name = draw(st.sampled_from(sorted(ORACLES)))
+    name = name or draw(st.sampled_from(sorted(ORACLES)))
     oracle = ORACLES[name]
     options = draw(st.sampled_from(oracle.options(n)))
     dtypes = st.sampled_from([dtype for dtype in DTYPES if oracle.takes(dtype)])
