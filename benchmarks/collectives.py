@@ -11,6 +11,7 @@ over the rounds is shown; of several processes the slowest counts.  Ratios mean 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import threading
 import time
@@ -42,7 +43,7 @@ def shown(size: int) -> str:
 
 
 def virtual(console: Console) -> None:
-    """Microseconds per device for one collective on 16 floats."""
+    """Microseconds per device for one collective on a small tensor."""
     table = Table("collective", "8 devices", "64 devices", "256 devices", title="virtual: us per device (bar: 40 at 8)")
     calls: dict[str, Callable[[torch.Tensor], object]] = {
         "psum": lambda x: fs.psum(x, "d"),
@@ -54,7 +55,7 @@ def virtual(console: Console) -> None:
     for name, call in calls.items():
         row = [name]
         for n, rounds in ((8, 200), (64, 40), (256, 10)):
-            x = torch.ones(256)
+            x = torch.ones(max(n, 16))
 
             def main(call: Callable[[torch.Tensor], object] = call, rounds: int = rounds, x: torch.Tensor = x) -> float:
                 call(x)
@@ -171,10 +172,7 @@ def calls_of(x: torch.Tensor, n: int) -> dict[str, dict[str, Callable[[], object
 
 def gloo_process(sizes: list[int], only: list[str]) -> dict[tuple[str, int], Times]:
     """Run in every process: all collectives at all sizes."""
-    n = dist.get_world_size() if dist.is_initialized() else None
-    import os
-
-    n = n or int(os.environ["WORLD_SIZE"])
+    n = int(os.environ["WORLD_SIZE"])
     mesh = fs.make_mesh({"d": n}, device="cpu")
 
     def main() -> dict[tuple[str, int], Times]:
@@ -214,8 +212,6 @@ def gloo(console: Console, processes: list[int], sizes: list[int], only: list[st
 
 def fused_process() -> Times:
     """Run in every process: 64 tensors of 4 KB together, and one by one."""
-    import os
-
     mesh = fs.make_mesh({"d": int(os.environ["WORLD_SIZE"])}, device="cpu")
     xs = [torch.zeros(1024) for _ in range(64)]
     pairs: dict[str, Callable[[], object]] = {
@@ -242,8 +238,6 @@ def fused(console: Console, processes: list[int]) -> None:
 
 def map_process() -> dict[int, float]:
     """Run in every process: what shard_map costs around a function that does nothing."""
-    import os
-
     mesh = fs.make_mesh({"d": int(os.environ["WORLD_SIZE"])}, device="cpu")
     found: dict[int, float] = {}
     for leaves in (1, 10, 100):

@@ -11,6 +11,7 @@ sharded <-> sharded, replicated <-> replicated, used by all <-> unreduced.
 from __future__ import annotations
 
 from collections import Counter
+from functools import lru_cache
 from typing import Literal
 
 import torch
@@ -228,25 +229,21 @@ def ppermute(tree: PyTree, axis: Axes, pairs: list[tuple[int, int]]) -> Call:
     [tensor(0), tensor(1), tensor(2)]
     """
 
-    def permute(x: Tensor, group: Group) -> Permute:
-        _check_pairs(pairs, group)
-        return Permute(tuple((source, to) for source, to in pairs))
-
-    return call("fs.ppermute", tree, axis, permute)
+    along = tuple(map(tuple, pairs))
+    return call("fs.ppermute", tree, axis, lambda x, group: _permute(along, group.size, group.axes))
 
 
-def _check_pairs(pairs: list[tuple[int, int]], group: Group) -> None:
+@lru_cache(maxsize=256)
+def _permute(pairs: tuple[tuple[int, int], ...], n: int, axes: tuple[str, ...]) -> Permute:
+    """Return the move along some pairs, or raise naming all that is wrong with them."""
     ends = [("source", [source for source, _ in pairs]), ("destination", [to for _, to in pairs])]
     wrong: list[str] = []
     for what, places in ends:
-        wrong += [
-            f"{what} {place} is not in 0..{group.size - 1}"
-            for place in sorted({*places})
-            if not 0 <= place < group.size
-        ]
+        wrong += [f"{what} {place} is not in 0..{n - 1}" for place in sorted({*places}) if not 0 <= place < n]
         wrong += [f"{what} {place} is named more than once" for place, times in Counter(places).items() if times > 1]
     if wrong:
-        raise LayoutError(f"fs.ppermute over {'+'.join(group.axes)} with {pairs}: {'; '.join(wrong)}.")
+        raise LayoutError(f"fs.ppermute over {'+'.join(axes)} with {list(pairs)}: {'; '.join(wrong)}.")
+    return Permute(pairs)
 
 
 @Collective

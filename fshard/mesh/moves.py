@@ -298,8 +298,9 @@ class AllToAll(_Even):
     wire: ClassVar[WireKind] = "exchange"
 
     def meaning(self, xs: list[Tensor]) -> list[Tensor]:
-        pieces = [x.chunk(len(xs), self.split) for x in xs]
-        return [torch.cat([row[to] for row in pieces], self.concat) for to in range(len(xs))]
+        n, split, concat = len(xs), self.split + 1, self.concat
+        pieces = torch.stack(xs).unflatten(split, (n, xs[0].shape[self.split] // n))  # (from, ..., to, piece, ...)
+        return [row.movedim(0, concat).flatten(concat, concat + 1).clone() for row in pieces.unbind(split)]
 
     def transposed(self) -> Move:
         return AllToAll(self.concat, self.split)

@@ -24,6 +24,7 @@ from fshard.mesh.promise import Guard
 from fshard.mesh.scope import require
 from fshard.mesh.sharded import Sharded
 from fshard.mesh.spec import P
+from fshard.mesh.spmd import held
 from fshard.mesh.tree import PyTree, Structure, broadcast_prefix, flatten, flatten_with_paths, unflatten
 from fshard.source import Site
 
@@ -60,6 +61,7 @@ class Mapping:
         layout: how it lies inside (arguments) or is to lie (results).
         steps: from how an argument was given to how it lies.
         promise: what has to be equal, if that is checked.
+        piece: the shape of the first shard held here, as an argument is given.
     """
 
     place: int
@@ -68,6 +70,7 @@ class Mapping:
     layout: Layout
     steps: tuple[Step, ...] = ()
     promise: Promise | None = None
+    piece: tuple[int, ...] = ()
 
     @property
     def work(self) -> bool:
@@ -210,7 +213,8 @@ class Recipes:
             f"argument {path} of {self.name}, with spec {spec}, is equal along {{axes}}, so its gradient has to be; but it "
             f"was used with each device's own data. Write {path} = fs.pvary({path}, {{axes}}) before that use",
         )
-        return Mapping(place, path, shape, layout, steps_between(before, layout, shape), promise)
+        piece = before.local_shape(shape, held(mesh)[0])
+        return Mapping(place, path, shape, layout, steps_between(before, layout, shape), promise, piece)
 
     def _promise(self, spec: P, value: str, gradient: str) -> Promise | None:
         """Return what a spec promises by not naming an axis."""

@@ -169,9 +169,11 @@ def _column(value: Tensor | Sharded, entry: Mapping) -> Tensors:
     """Return the shards of one argument on the devices held here."""
     if not isinstance(value, Sharded):
         return on_all(value, entry.layout)
-    value.check()
+    shards = value.shards
+    if shards[0].shape != entry.piece or len(shards) > 1:
+        value.check()
     if value.layout.memory == "device":
-        return value.shards
+        return shards
     return tuple(in_memory(shard, value.mesh, "device") for shard in value.shards)
 
 

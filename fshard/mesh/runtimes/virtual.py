@@ -288,7 +288,7 @@ class VirtualWorld:
             if index not in slot.values:
                 if slot.move != move or slot.signature != signature or slot.axes != group.axes:
                     self._raise_mismatch(slot, move, signature, group, site)
-                if site not in slot.sites.values() and _checks():
+                if _checks() and site not in slot.sites.values():
                     self._raise_mismatch(
                         slot, move, signature, group, site, " Only the lines differ: if that is meant, check=False."
                     )
