@@ -240,6 +240,26 @@ def test_the_thread_count_is_one_inside_and_unchanged_outside():
     assert torch.get_num_threads() == before
 
 
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="processors are not told here")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_devices_share_a_processor_and_their_children_do_not(monkeypatch):
+    before = os.sched_getaffinity(0)
+
+    def main():
+        reading, writing = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.write(writing, str(len(os.sched_getaffinity(0))).encode())
+            os._exit(0)
+        os.waitpid(child, 0)
+        return len(os.sched_getaffinity(0)), int(os.read(reading, 8))
+
+    assert run(main, d=2) == [(1, len(before))] * 2
+    assert os.sched_getaffinity(0) == before
+    monkeypatch.setenv("FSHARD_PIN", "0")
+    assert run(lambda: len(os.sched_getaffinity(0)), d=2) == [len(before)] * 2
+
+
 def test_devices_draw_alike_until_they_seed_apart():
     def main():
         first = torch.randn(3)

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fshard.mesh.moves import WIDER, Broadcast, Extreme, Permute, Wired, WireKind
+from fshard.mesh.moves import WIDER, Broadcast, Extreme, Permute, Wired
 from fshard.mesh.runtimes.buffers import empty
 from fshard.mesh.runtimes.link import Link, Wire, WireFunction
 
@@ -178,11 +178,6 @@ def broadcast(link: Link, x: Tensor, move: Wired) -> Wire:
     return result
 
 
-WIRES: dict[WireKind, WireFunction] = {
-    "reduce": reduce,
-    "gather": gather,
-    "scatter": scatter,
-    "exchange": exchange,
-    "permute": permute,
-    "broadcast": broadcast,
+WIRES: dict[str, WireFunction] = {
+    wire.__name__: wire for wire in (reduce, gather, scatter, exchange, permute, broadcast)
 }
