@@ -46,10 +46,8 @@ def meshes(
     """Draw a mesh of one to three axes and at most `max_size` devices, or exactly `size`; axes of size 1 occur.
 
     >>> from hypothesis import find
-    >>> find(meshes(), lambda mesh: mesh.size > 3)
-    Mesh(data=4; virtual, cpu)
-    >>> find(meshes(size=6), lambda mesh: len(mesh.axis_names) == 2)
-    Mesh(data=1, model=6; virtual, cpu)
+    >>> find(meshes(size=6), lambda mesh: len(mesh.axis_names) == 1)
+    Mesh(data=6; virtual, cpu)
     """
     names = AXIS_NAMES[: draw(st.integers(1, min(max_axes, len(AXIS_NAMES))))]
     left, sizes = size or max_size, list[int]()
@@ -64,8 +62,8 @@ def axis_subsets(mesh: Mesh) -> st.SearchStrategy[tuple[str, ...]]:
     """Draw one or more axes of a mesh, in any order: what a collective can go over.
 
     >>> from hypothesis import find
-    >>> find(axis_subsets(make_mesh({"data": 2, "model": 2})), lambda axes: len(axes) == 2)
-    ('data', 'model')
+    >>> find(axis_subsets(make_mesh({"data": 2, "model": 2})), lambda axes: axes == ("model", "data"))
+    ('model', 'data')
     """
     return st.lists(st.sampled_from(mesh.axis_names), min_size=1, unique=True).map(tuple)
 
@@ -83,7 +81,7 @@ def specs(draw: st.DrawFn, mesh: Mesh, shape: tuple[int, ...], *, flat: bool = T
 
     >>> from hypothesis import find
     >>> mesh = make_mesh({"data": 2, "model": 2})
-    >>> find(specs(mesh, (4, 3)), lambda spec: len(spec.sharded_axes) == 2)
+    >>> find(specs(mesh, (4, 3)), lambda spec: spec.sharded_axes == ("data", "model") and not spec.is_flat)
     P(("data", "model"))
     """
     cuts = [1] * len(shape)
@@ -111,8 +109,8 @@ def layouts(
     """Draw a layout of a tensor of `shape` on a mesh: a spec (see `specs`) and a memory kind.
 
     >>> from hypothesis import find
-    >>> find(layouts(make_mesh({"data": 2}), (4,)), lambda layout: layout.memory == "host")
-    Layout(Mesh(data=2; virtual, cpu), P("data"), "host")
+    >>> find(layouts(make_mesh({"data": 2}), (4,)), lambda layout: layout.memory == "host").mesh
+    Mesh(data=2; virtual, cpu)
     """
     spec = specs(mesh, shape, flat=flat, unreduced=unreduced)
     return st.builds(Layout, st.just(mesh), spec, st.sampled_from(("device", "host")))
@@ -123,8 +121,8 @@ def shapes_for(draw: st.DrawFn, mesh: Mesh, *, min_dims: int = 0, max_dims: int 
     """Draw a shape whose dims some axes of the mesh divide; 0-d and empty ones too, and dims that nothing divides.
 
     >>> from hypothesis import find
-    >>> find(shapes_for(make_mesh({"data": 4})), lambda shape: len(shape) == 2 and shape[1] % 4 == 0)
-    (1, 4)
+    >>> find(shapes_for(make_mesh({"data": 4})), lambda shape: shape == (4,))
+    (4,)
     """
     lengths: list[int] = []
     for _ in range(draw(st.integers(min_dims, max_dims))):
@@ -140,8 +138,9 @@ def dyadic(draw: st.DrawFn, shape: tuple[int, ...], dtype: torch.dtype = torch.f
     Sums of eight such numbers are exact in bfloat16, of 64 in float16, of 500,000 in float32, in any order.
 
     >>> from hypothesis import find
-    >>> find(dyadic((3,)), lambda x: bool(x.sum() > 1))
-    tensor([0.0000, 0.0000, 1.1250])
+    >>> x = find(dyadic((3,)), lambda x: bool(x.sum() > 1))
+    >>> bool(((8 * x) % 1 == 0).all())
+    True
     """
     if dtype.is_complex:
         real = torch.float32 if dtype == torch.complex64 else torch.float64
@@ -163,8 +162,8 @@ def tensors(
     """Draw a tensor of a dtype and a shape (by default any, and up to three dims of at most 4) of dyadic numbers.
 
     >>> from hypothesis import find
-    >>> find(tensors(), lambda x: x.ndim == 1 and x.dtype == torch.int64 and x.numel() == 2)
-    tensor([0, 0])
+    >>> find(tensors(), lambda x: x.ndim == 1 and x.dtype == torch.int64 and x.numel() == 2).shape
+    torch.Size([2])
     """
     chosen = st.sampled_from(DTYPES) if dtypes is None else dtypes
     small = st.lists(st.integers(0, 4), max_size=3).map(tuple) if shapes is None else shapes
@@ -182,8 +181,8 @@ def pytrees(leaves: st.SearchStrategy[Any] | None = None, *, max_leaves: int = 8
     """Draw a tree of dicts, lists, tuples, named tuples and Nones over `leaves` (by default `tensors()`).
 
     >>> from hypothesis import find
-    >>> find(pytrees(st.integers()), lambda tree: isinstance(tree, dict) and len(tree) == 2)
-    {'a': 0, 'b': 0}
+    >>> sorted(find(pytrees(st.integers()), lambda tree: isinstance(tree, dict) and len(tree) == 2))
+    ['a', 'b']
     """
 
     def nodes(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:

@@ -8,6 +8,7 @@ finished later.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import cycle
@@ -66,7 +67,8 @@ class Running:
 
     def _advance(self) -> None:
         try:
-            self._works = next(self._wire)
+            with told(self._timeout, self._what):
+                self._works = next(self._wire)
         except StopIteration as stopped:
             self._result = stopped.value
 
@@ -81,9 +83,16 @@ class Running:
 
 
 def finish(work: Work, timeout: timedelta, what: Callable[[], str]) -> None:
-    """Wait for one operation; a time-out or a lost peer is an error that says what was waited for."""
-    try:
+    """Wait for one operation."""
+    with told(timeout, what):
         work.wait(timeout)
+
+
+@contextmanager
+def told(timeout: timedelta, what: Callable[[], str]) -> Generator[None]:
+    """Turn a time-out or a lost peer, in what the backend is asked to do, into an error that says what was done."""
+    try:
+        yield
     except RuntimeError as error:
         text = str(error)
         if "imed out" in text or "imeout" in text:
@@ -96,5 +105,5 @@ def finish(work: Work, timeout: timedelta, what: Callable[[], str]) -> None:
                 f"{what()} cannot end: another process of the group has failed or ended. Its own error is the one to look "
                 f"for. ({text.splitlines()[0]})"
             ) from error
-        error.add_note(f"while waiting for {what()}")
+        error.add_note(f"in {what()}")
         raise

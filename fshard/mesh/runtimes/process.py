@@ -26,7 +26,7 @@ from fshard.errors import MeshError
 from fshard.mesh.moves import describe
 from fshard.mesh.runtimes import gloo, native
 from fshard.mesh.runtimes.abstract import Done
-from fshard.mesh.runtimes.link import Link, Running, finish
+from fshard.mesh.runtimes.link import Link, Running, finish, told
 from fshard.mesh.runtimes.watch import Watch, watching
 
 if TYPE_CHECKING:
@@ -140,7 +140,8 @@ class ProcessWorld:
             self._watch.sent(group, to, f"{_describe(xs)}", site)
         buffer = torch.cat([x.detach().reshape(-1) for x in xs])
         buffer = (buffer.cpu() if self._staged else buffer).view(torch.uint8)
-        self._outgoing.append((self.link(group).pg.send([buffer], to, 1), buffer))
+        with told(self.timeout, _What(None, xs, group, site)):
+            self._outgoing.append((self.link(group).pg.send([buffer], to, 1), buffer))
 
     def finish(self, waiting: bool) -> None:
         """Make no more calls; `waiting` for what has been sent to arrive, for without its sender it never would."""
@@ -158,13 +159,15 @@ class ProcessWorld:
         origin, dtype = likes[0].device, likes[0].dtype
         sizes = [like.numel() for like in likes]
         buffer = torch.empty(sum(sizes), dtype=dtype, device="cpu" if self._staged else origin)
-        works = [self.link(group).pg.recv([buffer.view(torch.uint8)], source, 1)]
+        what = _What(None, likes, group, site)
+        with told(self.timeout, what):
+            works = [self.link(group).pg.recv([buffer.view(torch.uint8)], source, 1)]
 
         def take_apart(flat: Tensor) -> tuple[Tensor, ...]:
             parts = flat.to(origin).split(sizes)
             return tuple(part.reshape(like.shape) for part, like in zip(parts, likes, strict=True))
 
-        return Receiving(works, buffer, take_apart, self.timeout, _What(None, likes, group, site))
+        return Receiving(works, buffer, take_apart, self.timeout, what)
 
     # -- groups -------------------------------------------------------------------------------------------------
 
@@ -191,7 +194,7 @@ class ProcessWorld:
 
 @dataclass(slots=True)
 class _What:
-    """The words for an error, made only when there is one; without a move it is a recv."""
+    """The words for an error, made only when there is one; without a move it is a message."""
 
     move: Wired | None
     xs: tuple[Tensor, ...]
@@ -199,7 +202,7 @@ class _What:
     site: Site
 
     def __call__(self) -> str:
-        call = f"{describe(self.move) if self.move is not None else 'recv'} of {_describe(self.xs)}"
+        call = f"{describe(self.move) if self.move is not None else 'a message'} of {_describe(self.xs)}"
         return f"{call} over {'+'.join(self.group.axes)} (processes {list(self.group.members)}) at {self.site}"
 
 
