@@ -30,46 +30,10 @@ from typing import Any, ClassVar, Literal, Protocol, cast
 import torch
 from torch import Tensor
 
+from fshard.mesh.sums import tree_of, tree_sum
+
 WireKind = Literal["reduce", "gather", "scatter", "exchange", "permute", "broadcast"]
 """The six ways in which rows of equal size cross a wire; every runtime knows these and no more."""
-
-_FLOAT8 = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz")
-WIDER: dict[torch.dtype, torch.dtype] = {
-    **{getattr(torch, name): torch.float32 for name in ("float16", "bfloat16", *_FLOAT8) if hasattr(torch, name)},
-    torch.uint16: torch.int32,
-    torch.uint32: torch.int64,
-    torch.uint64: torch.int64,
-}
-"""What is added and compared in a wider dtype: floats that round too soon, and integers that torch cannot add."""
-
-
-class _Binary(Protocol):
-    def __call__(self, input: Tensor, other: Tensor, /) -> Tensor: ...
-
-
-def tree_sum(xs: Sequence[Tensor]) -> Tensor:
-    """Sum in one fixed binary tree, ((0 + 1) + (2 + 3)) + 4, so that the bits never depend on who adds.
-
-    Sixteen-bit floats are summed in 32 bits and rounded once.
-
-    >>> tree_sum([torch.tensor(1.0), torch.tensor(2.0), torch.tensor(4.0)])
-    tensor(7.)
-    """
-    return _tree_in(xs, torch.add)
-
-
-def _tree_in(xs: Sequence[Tensor], combine: _Binary) -> Tensor:
-    """Combine in the fixed tree, in the wider dtype if there is one, and round once."""
-    dtype = xs[0].dtype
-    wide = WIDER.get(dtype)
-    return _tree(list(xs), combine) if wide is None else _tree([x.to(wide) for x in xs], combine).to(dtype)
-
-
-def _tree(xs: list[Tensor], combine: _Binary) -> Tensor:
-    while len(xs) > 1:
-        paired = [combine(xs[place], xs[place + 1]) for place in range(0, len(xs) - 1, 2)]
-        xs = paired + xs[2 * len(paired) :]
-    return xs[0]
 
 
 class Move(Protocol):
@@ -207,7 +171,7 @@ class Extreme(_Even, _Flat):
         return "pmax" if self.largest else "pmin"
 
     def meaning(self, xs: list[Tensor]) -> list[Tensor]:
-        extreme = _tree_in(xs, torch.maximum if self.largest else torch.minimum)
+        extreme = tree_of(xs, torch.maximum if self.largest else torch.minimum)
         return [extreme for _ in xs]
 
     def transposed(self) -> Move:

@@ -23,12 +23,13 @@ from fshard.mesh.differentiate import Bound, LinearMap, Tensors, apply, recorded
 from fshard.mesh.layout import Layout, holders
 from fshard.mesh.ledger import Row
 from fshard.mesh.mapped import run_mapped
-from fshard.mesh.moves import AllGather, AllToAll, Alone, Move, Permute, Psum, PsumScatter, Summand, Take, tree_sum
+from fshard.mesh.moves import AllGather, AllToAll, Alone, Move, Permute, Psum, PsumScatter, Summand, Take
 from fshard.mesh.plan import Kind, Step, plan
 from fshard.mesh.scope import require
 from fshard.mesh.sharded import Sharded, in_memory
 from fshard.mesh.spec import P
 from fshard.mesh.spmd import held, is_outside, standing
+from fshard.mesh.sums import tree_sum
 from fshard.mesh.tree import PyTree, broadcast_prefix, flatten_with_paths, map_leaves, unflatten
 from fshard.source import Site, call_site
 

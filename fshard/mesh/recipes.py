@@ -7,8 +7,7 @@ kept under that key; all checks of the caller's mistakes are made on the way the
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from collections.abc import Mapping as MappingOf
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,7 +50,7 @@ class Promise:
 
 
 @dataclass(frozen=True)
-class Mapping:
+class Transfer:
     """What is done with one tensor: where it stands, how the whole lies, and the way there.
 
     Args:
@@ -91,7 +90,7 @@ class Mapping:
 class ArgumentRecipe:
     """The tensors among the arguments of a call, and how to call with others in their place."""
 
-    entries: tuple[Mapping, ...]
+    entries: tuple[Transfer, ...]
     plain: tuple[int, ...]
     structure: Structure
     keywords: tuple[str, ...]
@@ -108,7 +107,7 @@ class ArgumentRecipe:
 class ResultRecipe:
     """The tensors among the results of a call."""
 
-    entries: tuple[Mapping, ...]
+    entries: tuple[Transfer, ...]
     work: bool
 
 
@@ -148,9 +147,9 @@ class Recipes:
             )
         return recipe, leaves
 
-    def _entries(self, mesh: Mesh, names: list[str], given: list[Any]) -> tuple[Mapping, ...]:
+    def _entries(self, mesh: Mesh, names: list[str], given: list[Any]) -> tuple[Transfer, ...]:
         specs = self._per_argument(names)
-        entries: list[Mapping] = []
+        entries: list[Transfer] = []
         place = 0
         with collected(f"shard_map of {self.name}") as attempt:
             for name, value, spec in zip(names, given, specs, strict=True):
@@ -175,7 +174,7 @@ class Recipes:
         specs, what = self.in_specs, f"shard_map of {self.name}"
         if isinstance(specs, P) or specs is None:
             return [specs] * len(names)
-        if isinstance(specs, MappingOf):
+        if isinstance(specs, Mapping):
             unused = [key for key in specs if key not in names and key not in _parameters(self.f)]
             if unused:
                 raise LayoutError(f"{what}: in_specs name {unused}, but the arguments given are {names}.")
@@ -189,7 +188,7 @@ class Recipes:
             )
         return list(specs)
 
-    def _argument(self, mesh: Mesh, place: int, path: str, value: Tensor | Sharded, spec: Any) -> Mapping:
+    def _argument(self, mesh: Mesh, place: int, path: str, value: Tensor | Sharded, spec: Any) -> Transfer:
         if not isinstance(spec, P):
             raise LayoutError(
                 f"is a tensor, but its spec is {spec!r}. Give P() for a tensor that is the same on all devices."
@@ -214,7 +213,7 @@ class Recipes:
             f"was used with each device's own data. Write {path} = fs.pvary({path}, {{axes}}) before that use",
         )
         piece = before.local_shape(shape, held(mesh)[0])
-        return Mapping(place, path, shape, layout, steps_between(before, layout, shape), promise, piece)
+        return Transfer(place, path, shape, layout, steps_between(before, layout, shape), promise, piece)
 
     def _promise(self, spec: P, value: str, gradient: str) -> Promise | None:
         """Return what a spec promises by not naming an axis."""
@@ -234,7 +233,7 @@ class Recipes:
 
     def _result(self, mesh: Mesh, result: PyTree) -> ResultRecipe:
         paths, leaves, _ = flatten_with_paths(result, none_is_leaf=True)
-        entries: list[Mapping] = []
+        entries: list[Transfer] = []
         with collected(f"shard_map of {self.name}") as attempt:
             specs: list[Any] = []
             with attempt("result"):
@@ -245,7 +244,7 @@ class Recipes:
                         entries.append(self._result_entry(mesh, place, path, leaf, spec))
         return ResultRecipe(tuple(entries), any(entry.work for entry in entries))
 
-    def _result_entry(self, mesh: Mesh, place: int, path: str, leaf: Tensor, spec: Any) -> Mapping:
+    def _result_entry(self, mesh: Mesh, place: int, path: str, leaf: Tensor, spec: Any) -> Transfer:
         if not isinstance(spec, P):
             raise LayoutError(
                 f"is a tensor, but its out_spec is {spec!r}. Give P() for one that is equal on all devices."
@@ -258,7 +257,7 @@ class Recipes:
             "or say in its out_spec how it is cut",
             f"the gradient of result{path} of {self.name}, with out_spec {spec}, has to be equal along {{axes}}, but differs",
         )
-        return Mapping(place, path, layout.global_shape(leaf.shape), layout, promise=promise)
+        return Transfer(place, path, layout.global_shape(leaf.shape), layout, promise=promise)
 
 
 def _kept(recipes: dict[Any, Any]) -> dict[Any, Any]:
@@ -279,7 +278,7 @@ def _has_version(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and not leaf.is_inference()
 
 
-def _parameters(f: Callable[..., Any]) -> MappingOf[str, inspect.Parameter]:
+def _parameters(f: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
     try:
         return inspect.signature(f).parameters
     except (TypeError, ValueError):  # some callables written in C do not tell

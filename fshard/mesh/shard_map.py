@@ -6,8 +6,8 @@ An in_spec says how a device's piece is cut from the global value, an out_spec h
 axis that a spec does not name is a promise: along it, all devices hold the same.  With `check=True` promises are
 compared by value, forward and backward.
 
-What a call needs to know is worked out once per program: a `Recipe` for arguments of one structure, layouts and
-shapes, and one for results.  A later call finds its recipes by key and only moves tensors.
+What a call needs to know is worked out once per program: a recipe for arguments of one structure, layouts and
+shapes, and one for results (`recipes`).  A later call finds its recipes by key and only moves tensors.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fshard.mesh.differentiate import LinearMap, Tensors, apply
 from fshard.mesh.mapped import run_mapped
 from fshard.mesh.mesh import Mesh
 from fshard.mesh.placing import on_all
-from fshard.mesh.recipes import ArgumentRecipe, Mapping, Recipes, ResultRecipe
+from fshard.mesh.recipes import ArgumentRecipe, Recipes, ResultRecipe, Transfer
 from fshard.mesh.sharded import Sharded, in_memory
 from fshard.mesh.spec import Axes
 from fshard.mesh.spmd import held, inside, standing
@@ -165,7 +165,7 @@ class Part:
         return Part(self.depth + 1)
 
 
-def _column(value: Tensor | Sharded, entry: Mapping) -> Tensors:
+def _column(value: Tensor | Sharded, entry: Transfer) -> Tensors:
     """Return the shards of one argument on the devices held here."""
     if not isinstance(value, Sharded):
         return on_all(value, entry.layout)
@@ -223,7 +223,7 @@ class _Outputs:
             leaves[entry.place] = Sharded(entry.shape, entry.layout, own)
         return unflatten(structure, leaves)
 
-    def _check_pieces(self, own: Tensors, entry: Mapping) -> None:
+    def _check_pieces(self, own: Tensors, entry: Transfer) -> None:
         """Raise unless the devices' pieces are of one dtype and make up the whole."""
         if len({x.dtype for x in own}) > 1:
             raise LayoutError(

@@ -2,7 +2,7 @@
 
 gloo moves bytes well and reduces badly: its all_reduce and reduce_scatter take up to four times as long as moving the
 same bytes and adding them here.  So only bytes are moved, which makes every dtype work, and sums are made locally in
-the fixed tree of `moves.tree_sum`, which makes them deterministic.  The choice by size was measured: see
+the fixed tree of `sums`, which makes them deterministic.  The choice by size was measured: see
 `benchmarks/RESULTS.md`.
 
 Legend: n processes; `rows` is (n, elements) with a row for each process; `x` is (elements,).
@@ -21,9 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fshard.mesh.moves import WIDER, Broadcast, Extreme, Permute, Wired
+from fshard.mesh.moves import Broadcast, Extreme, Permute, Wired
 from fshard.mesh.runtimes.buffers import empty
 from fshard.mesh.runtimes.link import Link, Wire, WireFunction
+from fshard.mesh.sums import WIDER
 
 SMALL = 1 << 20
 """Bytes up to which a reduction is best done in few rounds rather than in few bytes."""

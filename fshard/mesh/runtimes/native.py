@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fshard.mesh.moves import WIDER, Broadcast, Extreme, Permute, Wired
+from fshard.mesh.moves import Broadcast, Extreme, Permute, Wired
 from fshard.mesh.runtimes.link import Link, Wire, WireFunction
+from fshard.mesh.sums import WIDER
 
 _REDUCES_AS = {
     **{dtype: wide for dtype, wide in WIDER.items() if dtype not in (torch.float16, torch.bfloat16)},
