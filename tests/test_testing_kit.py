@@ -180,15 +180,17 @@ def test_run_processes_sets_more_variables():
     assert run_processes(os.getenv, 1, "FSHARD_CHECK", environment={"FSHARD_CHECK": "1"}) == ["1"]
 
 
-def test_the_first_failure_is_raised_with_the_rest_as_notes(two):
-    with pytest.raises(KeyError, match="oops") as error:
-        two.run(fail, 2, 1, KeyError("oops"))
+def test_the_first_failure_is_raised_with_the_rest_as_notes():
+    with Processes(2) as pool:
+        with pytest.raises(KeyError, match="oops") as error:
+            pool.run(fail, 2, 1, KeyError("oops"))
+        again = pool.run(total, 2)  # the pool goes on
     said = notes(error)
     assert "in process 1 of 2:\nTraceback" in said
     assert "in fail\n    raise error" in said
     assert "process 1 wrote to stderr:\na last word" in said
-    assert "then process 0 failed:\nLostProcessError" in said
-    assert [x.tolist() for x in two.run(total, 2)] == [[2, 1], [2, 1]]  # and the pool goes on
+    assert "then process 0 failed:\nLostProcessError" in said, said
+    assert [x.tolist() for x in again] == [[2, 1], [2, 1]]
 
 
 def test_a_failure_does_not_cost_new_processes(two):

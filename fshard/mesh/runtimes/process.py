@@ -148,9 +148,10 @@ class ProcessWorld:
         with suppress(RuntimeError):  # of receivers that are no more
             for work, _ in self._outgoing if waiting else ():
                 work.wait(self.timeout)
-        self._outgoing = []
         if self._watch is not None:
             self._watch.finished()
+        for held in (self._outgoing, self._under_way, self._links, self.scopes):
+            held.clear()  # a connection closes with the last reference to it, and graphs still refer to this world
 
     def receive(self, likes: tuple[Tensor, ...], group: Group, source: int, site: Site) -> Receiving:
         """Start to receive tensors like these, as one buffer."""
