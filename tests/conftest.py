@@ -17,15 +17,15 @@ settings.register_profile("thorough", settings.get_profile("fshard"), max_exampl
 settings.load_profile(os.environ.get("FSHARD_EXAMPLES", "fshard"))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def two() -> Iterator[Processes]:
-    """Two processes, for all tests."""
+    """Two processes, for the tests of a module."""
     with Processes(2) as pool:
         yield pool
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def four() -> Iterator[Processes]:
-    """Four processes, for all tests."""
+    """Four processes, for the tests of a module."""
     with Processes(4) as pool:
         yield pool
