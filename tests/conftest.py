@@ -17,15 +17,25 @@ settings.register_profile("thorough", settings.get_profile("fshard"), max_exampl
 settings.load_profile(os.environ.get("FSHARD_EXAMPLES", "fshard"))
 
 
+LINKS = {"direct": {}, "gloo": {"FSHARD_DIRECT": "0"}}
+"""How the processes of one machine are linked: as they are by default, and as the processes of several are."""
+
+
+@pytest.fixture(scope="module", params=LINKS)
+def link(request: pytest.FixtureRequest) -> dict[str, str]:
+    """The environment that gives processes one kind of link."""
+    return LINKS[request.param]
+
+
 @pytest.fixture(scope="module")
-def two() -> Iterator[Processes]:
+def two(link: dict[str, str]) -> Iterator[Processes]:
     """Two processes, for the tests of a module."""
-    with Processes(2) as pool:
+    with Processes(2, environment=link) as pool:
         yield pool
 
 
 @pytest.fixture(scope="module")
-def four() -> Iterator[Processes]:
+def four(link: dict[str, str]) -> Iterator[Processes]:
     """Four processes, for the tests of a module."""
-    with Processes(4) as pool:
+    with Processes(4, environment=link) as pool:
         yield pool

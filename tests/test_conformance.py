@@ -64,11 +64,10 @@ def test_four_processes(four, shape, step):
     assert min(four.run(suite, shape, step=1 if THOROUGH else step)) > 300
 
 
-@pytest.mark.parametrize("processes", ["two", "four"])
-def test_large_tensors_between_processes(request, processes):
-    pool = request.getfixturevalue(processes)
-    shape = {"a": {"two": 2, "four": 4}[processes]}
-    pool.run(suite, shape, list(large_cases(fs.make_mesh(shape), 400_001)), step=3)
+@pytest.mark.parametrize("n", [2, 4])
+def test_large_tensors_between_processes(two, four, n):
+    shape = {"a": n}
+    {2: two, 4: four}[n].run(suite, shape, list(large_cases(fs.make_mesh(shape), 400_001)), step=3)
 
 
 THOROUGH = os.environ.get("FSHARD_EXAMPLES") == "thorough"

@@ -30,7 +30,7 @@ from typing import Any, ClassVar, Literal, Protocol, cast
 import torch
 from torch import Tensor
 
-from fshard.mesh.sums import tree_of, tree_sum
+from fshard.mesh.sums import Combine, tree_of, tree_sum
 
 WireKind = Literal["reduce", "gather", "scatter", "exchange", "permute", "broadcast"]
 """The six ways in which rows of equal size cross a wire; every runtime knows these and no more."""
@@ -171,7 +171,7 @@ class Extreme(_Even, _Flat):
         return "pmax" if self.largest else "pmin"
 
     def meaning(self, xs: list[Tensor]) -> list[Tensor]:
-        extreme = tree_of(xs, torch.maximum if self.largest else torch.minimum)
+        extreme = tree_of(xs, combining(self))
         return [extreme for _ in xs]
 
     def transposed(self) -> Move:
@@ -182,6 +182,13 @@ class Extreme(_Even, _Flat):
 
     def sent(self, size: int, index: int, n: int) -> Fraction:
         return Fraction(2 * (n - 1) * size, n)
+
+
+def combining(move: Move) -> Combine:
+    """Return what combines two tensors in a move that reduces."""
+    if isinstance(move, Extreme):
+        return torch.maximum if move.largest else torch.minimum
+    return torch.add
 
 
 @dataclass(frozen=True)

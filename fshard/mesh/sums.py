@@ -23,8 +23,10 @@ WIDER: dict[torch.dtype, torch.dtype] = {
 """What is added and compared in a wider dtype: floats that round too soon, and integers that torch cannot add."""
 
 
-class _Binary(Protocol):
-    def __call__(self, input: Tensor, other: Tensor, /) -> Tensor: ...
+class Combine(Protocol):
+    """torch.add, torch.maximum or torch.minimum."""
+
+    def __call__(self, input: Tensor, other: Tensor, /, *, out: Tensor | None = None) -> Tensor: ...
 
 
 def tree_sum(xs: Sequence[Tensor]) -> Tensor:
@@ -36,15 +38,26 @@ def tree_sum(xs: Sequence[Tensor]) -> Tensor:
     return tree_of(xs, torch.add)
 
 
-def tree_of(xs: Sequence[Tensor], combine: _Binary) -> Tensor:
+def tree_of(xs: Sequence[Tensor], combine: Combine) -> Tensor:
     """Combine in the fixed tree, in the wider dtype if there is one, and round once."""
     dtype = xs[0].dtype
     wide = WIDER.get(dtype)
     return _tree(list(xs), combine) if wide is None else _tree([x.to(wide) for x in xs], combine).to(dtype)
 
 
-def _tree(xs: list[Tensor], combine: _Binary) -> Tensor:
+def _tree(xs: list[Tensor], combine: Combine) -> Tensor:
     while len(xs) > 1:
         paired = [combine(xs[place], xs[place + 1]) for place in range(0, len(xs) - 1, 2)]
         xs = paired + xs[2 * len(paired) :]
     return xs[0]
+
+
+def combined(xs: list[Tensor], combine: Combine, kept: Tensor | None, out: Tensor) -> Tensor:
+    """Combine two or more tensors in the fixed tree into `out`, using up the memory of all but the one that is kept."""
+    wide = WIDER.get(out.dtype)
+    if wide is not None and (len(xs) > 2 or not wide.is_floating_point):  # a sum of two floats is rounded once anyway
+        return out.copy_(_tree([x.to(wide) for x in xs], combine))
+    while len(xs) > 2:
+        pairs = [(xs[place], xs[place + 1]) for place in range(0, len(xs) - 1, 2)]
+        xs = [combine(a, b, out=b if a is kept else a) for a, b in pairs] + xs[2 * len(pairs) :]
+    return combine(xs[0], xs[1], out=out)

@@ -15,16 +15,16 @@ Legend: n processes; `rows` is (n, elements) with a row for each process; `x` is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fshard.mesh.moves import Broadcast, Extreme, Permute, Wired
+from fshard.mesh.moves import Broadcast, Permute, Wired, combining
 from fshard.mesh.runtimes.buffers import empty
-from fshard.mesh.runtimes.link import Link, Wire, WireFunction
-from fshard.mesh.sums import WIDER
+from fshard.mesh.runtimes.link import GroupLink, Wire, WireFunction
+from fshard.mesh.sums import WIDER, Combine, combined
 
 SMALL = 1 << 20
 """Bytes up to which a reduction is best done in few rounds rather than in few bytes."""
@@ -45,27 +45,21 @@ def _new(shape: Sequence[int], like: Tensor) -> Tensor:
     return empty(tuple(shape), like.dtype)
 
 
-def _exchange(link: Link, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], tag: int) -> list[Any]:
+def _exchange(link: GroupLink, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], tag: int) -> list[Any]:
     """Start to send `outgoing[i]` to process i and to receive `incoming[i]` from it, for all others."""
     others = [(link.index + step) % link.n for step in range(1, link.n)]
     works: list[Any] = [link.pg.recv([_bytes(incoming[other])], other, tag) for other in reversed(others)]
     return works + [link.pg.send([_bytes(outgoing[other])], other, tag) for other in others]
 
 
-def _swap(link: Link, outgoing: Tensor, incoming: Tensor, other: int, tag: int) -> list[Any]:
+def _swap(link: GroupLink, outgoing: Tensor, incoming: Tensor, other: int, tag: int) -> list[Any]:
     """Start to send to one process and to receive from it."""
     return [link.pg.recv([_bytes(incoming)], other, tag), link.pg.send([_bytes(outgoing)], other, tag)]
 
 
-def _combine(move: Wired) -> Callable[..., Tensor]:
-    if isinstance(move, Extreme):
-        return torch.maximum if move.largest else torch.minimum
-    return torch.add
-
-
-def reduce(link: Link, x: Tensor, move: Wired) -> Wire:
+def reduce(link: GroupLink, x: Tensor, move: Wired) -> Wire:
     """(elements,) -> (elements,): everybody gets the sum, or the extreme."""
-    combine, size = _combine(move), x.numel() * x.element_size()
+    combine, size = combining(move), x.numel() * x.element_size()
     doubles = link.n & (link.n - 1) == 0
     if link.n == 2 and size > LARGE:
         return _in_pieces(link, x, combine)
@@ -74,31 +68,31 @@ def reduce(link: Link, x: Tensor, move: Wired) -> Wire:
     return _scatter_gather(link, x, combine)
 
 
-def _doubling(link: Link, x: Tensor, combine: Callable[..., Tensor]) -> Wire:
+def _doubling(link: GroupLink, x: Tensor, combine: Combine) -> Wire:
     """Add with the neighbour, then with the neighbours' neighbours: the levels of the tree, one after the other."""
     tag, total, received, distance = link.tag(), x, _new(x.shape, x), 1
     result = _new(x.shape, x)
     while distance < link.n:
         yield _swap(link, total, received, link.index ^ distance, tag)
-        pair = (received, total) if link.index & distance else (total, received)  # 0.0 and -0.0 keep their order
-        total = combine(*pair, out=result)
+        pair = [received, total] if link.index & distance else [total, received]  # 0.0 and -0.0 keep their order
+        total = combined(pair, combine, None, result)
         distance *= 2
     return total
 
 
-def _in_pieces(link: Link, x: Tensor, combine: Callable[..., Tensor]) -> Wire:
+def _in_pieces(link: GroupLink, x: Tensor, combine: Combine) -> Wire:
     """Two processes, much data: one piece is added while the next is on its way."""
     received, result = _new(x.shape, x), _new(x.shape, x)
     pieces = list(zip(x.chunk(PIECES), received.chunk(PIECES), result.chunk(PIECES), strict=True))
     works = [_swap(link, mine, theirs, 1 - link.index, link.tag()) for mine, theirs, _ in pieces]
     for work, (mine, theirs, out) in zip(works, pieces, strict=True):
         yield work[:1]  # what arrives
-        combine(*((mine, theirs) if link.index == 0 else (theirs, mine)), out=out)
+        combined([mine, theirs] if link.index == 0 else [theirs, mine], combine, None, out)
     yield [sent for _, sent in works]
     return result
 
 
-def _scatter_gather(link: Link, x: Tensor, combine: Callable[..., Tensor]) -> Wire:
+def _scatter_gather(link: GroupLink, x: Tensor, combine: Combine) -> Wire:
     """Each process sums one row of the tensor, then everybody gathers the rows."""
     tag, each = link.tag(), -(-x.numel() // link.n)
     rows = x
@@ -111,26 +105,15 @@ def _scatter_gather(link: Link, x: Tensor, combine: Callable[..., Tensor]) -> Wi
     return result.view(-1)[: x.numel()]
 
 
-def _sum_rows(link: Link, rows: Tensor, combine: Callable[..., Tensor], out: Tensor) -> Wire:
+def _sum_rows(link: GroupLink, rows: Tensor, combine: Combine, out: Tensor) -> Wire:
     """Send each row to its process and sum those that arrive, with the own one, in the fixed tree."""
     arriving = list(_new(rows.shape, rows))
     yield _exchange(link, list(rows), arriving, link.tag())
-    own, wide = rows[link.index], WIDER.get(rows.dtype)
-    xs = [own if place == link.index else row for place, row in enumerate(arriving)]
-    if wide is not None:
-        return out.copy_(_tree([x.to(wide) for x in xs], combine, None, None))
-    return _tree(xs, combine, own, out)
+    own = rows[link.index]
+    return combined([own if place == link.index else row for place, row in enumerate(arriving)], combine, own, out)
 
 
-def _tree(xs: list[Tensor], combine: Callable[..., Tensor], kept: Tensor | None, out: Tensor | None) -> Tensor:
-    """Reduce in the fixed tree, in the tensors' own memory but for the one that is to be kept, at last into `out`."""
-    while len(xs) > 2:
-        pairs = [(xs[place], xs[place + 1]) for place in range(0, len(xs) - 1, 2)]
-        xs = [combine(a, b, out=b if a is kept else a) for a, b in pairs] + xs[2 * len(pairs) :]
-    return combine(xs[0], xs[1], out=out) if out is not None else combine(xs[0], xs[1])
-
-
-def gather(link: Link, x: Tensor, move: Wired) -> Wire:
+def gather(link: GroupLink, x: Tensor, move: Wired) -> Wire:
     """(elements,) -> (n, elements): everybody gets everybody's."""
     result = _new((link.n, x.numel()), x)
     works = _exchange(link, [x] * link.n, list(result), link.tag())
@@ -139,12 +122,12 @@ def gather(link: Link, x: Tensor, move: Wired) -> Wire:
     return result
 
 
-def scatter(link: Link, rows: Tensor, move: Wired) -> Wire:
+def scatter(link: GroupLink, rows: Tensor, move: Wired) -> Wire:
     """(n, elements) -> (elements,): everybody gets the sum of the rows that were meant for it."""
-    return (yield from _sum_rows(link, rows, _combine(move), _new(rows.shape[1:], rows)))
+    return (yield from _sum_rows(link, rows, combining(move), _new(rows.shape[1:], rows)))
 
 
-def exchange(link: Link, rows: Tensor, move: Wired) -> Wire:
+def exchange(link: GroupLink, rows: Tensor, move: Wired) -> Wire:
     """(n, elements) -> (n, elements): row i goes to process i."""
     result = _new(rows.shape, rows)
     works = _exchange(link, list(rows), list(result), link.tag())
@@ -153,7 +136,7 @@ def exchange(link: Link, rows: Tensor, move: Wired) -> Wire:
     return result
 
 
-def permute(link: Link, x: Tensor, move: Wired) -> Wire:
+def permute(link: GroupLink, x: Tensor, move: Wired) -> Wire:
     """(elements,) -> (elements,): along the pairs of the move, zeros where none ends."""
     assert isinstance(move, Permute)
     works: list[Any] = []
@@ -167,7 +150,7 @@ def permute(link: Link, x: Tensor, move: Wired) -> Wire:
     return torch.zeros_like(x) if result is None else result
 
 
-def broadcast(link: Link, x: Tensor, move: Wired) -> Wire:
+def broadcast(link: GroupLink, x: Tensor, move: Wired) -> Wire:
     """(elements,) -> (elements,): everybody gets the source's."""
     assert isinstance(move, Broadcast)
     result = _new(x.shape, x)

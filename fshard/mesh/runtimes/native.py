@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fshard.mesh.moves import Broadcast, Extreme, Permute, Wired
-from fshard.mesh.runtimes.link import Link, Wire, WireFunction
+from fshard.mesh.runtimes.link import GroupLink, Wire, WireFunction
 from fshard.mesh.sums import WIDER
 
 _REDUCES_AS = {
@@ -37,7 +37,7 @@ def _operation(move: Wired) -> dist.ReduceOp.RedOpType:
     return dist.ReduceOp.SUM
 
 
-def reduce(link: Link, x: Tensor, move: Wired) -> Wire:
+def reduce(link: GroupLink, x: Tensor, move: Wired) -> Wire:
     """(elements,) -> (elements,): everybody gets the sum, or the extreme."""
     result = _reducible(x)
     result = result.clone() if result.data_ptr() == x.data_ptr() else result
@@ -45,14 +45,14 @@ def reduce(link: Link, x: Tensor, move: Wired) -> Wire:
     return _restored(result, x.dtype)
 
 
-def gather(link: Link, x: Tensor, move: Wired) -> Wire:
+def gather(link: GroupLink, x: Tensor, move: Wired) -> Wire:
     """(elements,) -> (n, elements): everybody gets everybody's."""
     result = x.new_empty(link.n * x.numel())
     yield [dist.all_gather_single(result.view(torch.uint8), x.view(torch.uint8), link.pg, async_op=True)]
     return result.view(link.n, -1)
 
 
-def scatter(link: Link, rows: Tensor, move: Wired) -> Wire:
+def scatter(link: GroupLink, rows: Tensor, move: Wired) -> Wire:
     """(n, elements) -> (elements,): everybody gets the sum of the rows that were meant for it."""
     given = _reducible(rows).contiguous()
     result = torch.empty_like(given[0])
@@ -60,7 +60,7 @@ def scatter(link: Link, rows: Tensor, move: Wired) -> Wire:
     return _restored(result, rows.dtype)
 
 
-def exchange(link: Link, rows: Tensor, move: Wired) -> Wire:
+def exchange(link: GroupLink, rows: Tensor, move: Wired) -> Wire:
     """(n, elements) -> (n, elements): row i goes to process i."""
     result = torch.empty_like(rows)
     given = rows.contiguous().view(-1)
@@ -70,7 +70,7 @@ def exchange(link: Link, rows: Tensor, move: Wired) -> Wire:
     return result
 
 
-def permute(link: Link, x: Tensor, move: Wired) -> Wire:
+def permute(link: GroupLink, x: Tensor, move: Wired) -> Wire:
     """(elements,) -> (elements,): along the pairs of the move, zeros where none ends."""
     assert isinstance(move, Permute)
     result, given = torch.zeros_like(x), x.view(torch.uint8)
@@ -86,7 +86,7 @@ def permute(link: Link, x: Tensor, move: Wired) -> Wire:
     return result
 
 
-def broadcast(link: Link, x: Tensor, move: Wired) -> Wire:
+def broadcast(link: GroupLink, x: Tensor, move: Wired) -> Wire:
     """(elements,) -> (elements,): everybody gets the source's."""
     assert isinstance(move, Broadcast)
     result = x.clone()

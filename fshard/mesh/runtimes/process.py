@@ -1,7 +1,8 @@
 """The process runtime: a process for every device, over torch.distributed.
 
 Groups come from torch's `DeviceMesh`, so a mesh can be handed to torch's own code and taken from it.  Tensors of one
-dtype travel as one buffer.  How a collective crosses the wire is one table per backend: `gloo.WIRES`, `native.WIRES`.
+dtype travel as one buffer.  How a collective crosses the wire is one table per kind of link: `direct.WIRES` among
+processes of one machine, `gloo.WIRES` beyond it, `native.WIRES` for NCCL.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -26,7 +26,9 @@ from fshard.errors import MeshError
 from fshard.mesh.moves import describe
 from fshard.mesh.runtimes import gloo, native
 from fshard.mesh.runtimes.abstract import Done
-from fshard.mesh.runtimes.link import Link, Running, finish, told
+from fshard.mesh.runtimes.direct import Direct
+from fshard.mesh.runtimes.link import GroupLink, Link, Running, What, Work, explain, shapes_of
+from fshard.mesh.runtimes.neighbours import meet
 from fshard.mesh.runtimes.watch import Watch, watching
 
 if TYPE_CHECKING:
@@ -58,21 +60,28 @@ class Unpacking:
         return tuple([self.move.unpack(part, shape, self.n) for part, shape in zip(parts, self.shapes, strict=True)])
 
 
-@dataclass(frozen=True)
 class Receiving:
     """A message under way."""
 
-    works: list[Any]
-    buffer: Tensor
-    take_apart: Callable[[Tensor], tuple[Tensor, ...]]
-    timeout: timedelta
-    what: Callable[[], str]
+    def __init__(
+        self, link: Link, likes: tuple[Tensor, ...], source: int, what: What, timeout: timedelta, device: torch.device
+    ) -> None:
+        self._likes, self._what, self._timeout = likes, what, timeout
+        self._sizes = [like.numel() for like in likes]
+        self._buffer = torch.empty(sum(self._sizes), dtype=likes[0].dtype, device=device)
+        try:
+            self._work = link.receive(self._buffer.view(torch.uint8), source, what)
+        except RuntimeError as error:
+            explain(error, timeout, what)
 
     def wait(self) -> tuple[Tensor, ...]:
         """Wait for it, and take it apart."""
-        for work in self.works:
-            finish(work, self.timeout, self.what)
-        return self.take_apart(self.buffer)
+        try:
+            self._work.wait(self._timeout)
+        except RuntimeError as error:
+            explain(error, self._timeout, self._what)
+        parts = self._buffer.to(self._likes[0].device).split(self._sizes)
+        return tuple(part.reshape(like.shape) for part, like in zip(parts, self._likes, strict=True))
 
 
 class ProcessWorld:
@@ -85,11 +94,12 @@ class ProcessWorld:
         self.timeout = timeout
         self.backend = dist.get_backend()
         self._wires = native.WIRES if self.backend == "nccl" else gloo.WIRES
+        self._neighbours = meet(timeout) if self.backend == "gloo" else {}
         self._staged = self.backend != "nccl"
         self.scopes: dict[object, Scope] = {}
-        self._under_way: list[Running] = []
+        self._under_way: set[Running] = set()
         self._links: dict[tuple[int, ...], Link] = {}
-        self._outgoing: list[tuple[Any, Tensor]] = []
+        self._outgoing: list[tuple[Work, Tensor]] = []
         self._watch = Watch(self.rank) if watching() else None
 
     @staticmethod
@@ -120,15 +130,13 @@ class ProcessWorld:
         if n == 1:
             return Done(tuple(move.meaning([x])[0].clone() for x in xs))
         if self._watch is not None:
-            self._watch.meet(group, f"{describe(move)} of {_describe(xs)}", site)
+            self._watch.meet(group, f"{describe(move)} of {shapes_of(xs)}", site)
         packed = [move.pack(x, n) for x in xs]
         buffer = packed[0] if len(packed) == 1 else torch.cat(packed, dim=-1)
         origin = buffer.device
         buffer = (buffer.cpu() if self._staged else buffer).contiguous()
-        what = _What(move, xs, group, site)
-        self._under_way = [other for other in self._under_way if not other.ended]  # a dropped handle still sends
-        running = Running(self._wires[move.wire](self.link(group), buffer, move), self.timeout, what)
-        self._under_way.append(running)
+        what = What(move, xs, group, site)
+        running = Running(self.link(group).begin(move, buffer, what), self.timeout, what, self._under_way)
         return Unpacking(running, move, [x.shape for x in xs], [one.shape[-1] for one in packed], n, origin)
 
     # -- messages -----------------------------------------------------------------------------------------------
@@ -137,11 +145,14 @@ class ProcessWorld:
         """Send tensors as one buffer, which is kept until it has left."""
         self._outgoing = [(work, kept) for work, kept in self._outgoing if not work.is_completed()]
         if self._watch is not None:
-            self._watch.sent(group, to, f"{_describe(xs)}", site)
+            self._watch.sent(group, to, f"{shapes_of(xs)}", site)
         buffer = torch.cat([x.detach().reshape(-1) for x in xs])
         buffer = (buffer.cpu() if self._staged else buffer).view(torch.uint8)
-        with told(self.timeout, _What(None, xs, group, site)):
-            self._outgoing.append((self.link(group).pg.send([buffer], to, 1), buffer))
+        what = What(None, xs, group, site)
+        try:
+            self._outgoing.append((self.link(group).send(buffer, to, what), buffer))
+        except RuntimeError as error:
+            explain(error, self.timeout, what)
 
     def finish(self, waiting: bool) -> None:
         """Make no more calls; `waiting` for what has been sent to arrive, for without its sender it never would."""
@@ -150,25 +161,18 @@ class ProcessWorld:
                 work.wait(self.timeout)
         if self._watch is not None:
             self._watch.finished()
+        for neighbour in self._neighbours.values():
+            neighbour.close()
         for held in (self._outgoing, self._under_way, self._links, self.scopes):
             held.clear()  # a connection closes with the last reference to it, and graphs still refer to this world
 
     def receive(self, likes: tuple[Tensor, ...], group: Group, source: int, site: Site) -> Receiving:
         """Start to receive tensors like these, as one buffer."""
         if self._watch is not None:
-            self._watch.expect(group, source, f"{_describe(likes)}", site)
-        origin, dtype = likes[0].device, likes[0].dtype
-        sizes = [like.numel() for like in likes]
-        buffer = torch.empty(sum(sizes), dtype=dtype, device="cpu" if self._staged else origin)
-        what = _What(None, likes, group, site)
-        with told(self.timeout, what):
-            works = [self.link(group).pg.recv([buffer.view(torch.uint8)], source, 1)]
-
-        def take_apart(flat: Tensor) -> tuple[Tensor, ...]:
-            parts = flat.to(origin).split(sizes)
-            return tuple(part.reshape(like.shape) for part, like in zip(parts, likes, strict=True))
-
-        return Receiving(works, buffer, take_apart, self.timeout, what)
+            self._watch.expect(group, source, f"{shapes_of(likes)}", site)
+        device = torch.device("cpu") if self._staged else likes[0].device
+        what = What(None, likes, group, site)
+        return Receiving(self.link(group), likes, source, what, self.timeout, device)
 
     # -- groups -------------------------------------------------------------------------------------------------
 
@@ -177,38 +181,26 @@ class ProcessWorld:
         members = group.members
         found = self._links.get(members)  # looked up by the processes, which several groups may share
         if found is None:
-            if members == tuple(range(dist.get_world_size())):
-                pg = dist.group.WORLD
+            if self.near(members):
+                found = self._links[members] = Direct(self._neighbours, members, self.rank, self.timeout)
+            elif members == tuple(range(dist.get_world_size())):
+                found = self.add(members, dist.group.WORLD)
             else:
-                pg = dist.new_group(list(members), use_local_synchronization=True, sort_ranks=False)
-            found = self.add(members, pg)
+                found = self.add(
+                    members, dist.new_group(list(members), use_local_synchronization=True, sort_ranks=False)
+                )
         return found
 
     def add(self, members: tuple[int, ...], pg: Any) -> Link:
-        """Remember a group that exists."""
-        if isinstance(pg, dist.ProcessGroup):
-            self._links[members] = Link(pg, members.index(self.rank), len(members), self.timeout)
-            if self.backend == "gloo":
-                calm_gloo_threads()
-        return self._links[members]
+        """Remember a group of torch.distributed that this process is in."""
+        self._links[members] = link = GroupLink(pg, members.index(self.rank), len(members), self._wires)
+        if self.backend == "gloo":
+            calm_gloo_threads()
+        return link
 
-
-@dataclass(slots=True)
-class _What:
-    """The words for an error, made only when there is one; without a move it is a message."""
-
-    move: Wired | None
-    xs: tuple[Tensor, ...]
-    group: Group
-    site: Site
-
-    def __call__(self) -> str:
-        call = f"{describe(self.move) if self.move is not None else 'a message'} of {_describe(self.xs)}"
-        return f"{call} over {'+'.join(self.group.axes)} (processes {list(self.group.members)}) at {self.site}"
-
-
-def _describe(xs: tuple[Tensor, ...]) -> str:
-    return ", ".join(f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" for x in xs)
+    def near(self, members: tuple[int, ...]) -> bool:
+        """Return whether all these processes are on this machine."""
+        return self._neighbours.keys() >= {*members} - {self.rank}
 
 
 # -- joining and leaving ----------------------------------------------------------------------------------------
@@ -232,6 +224,7 @@ def join(device_type: str, timeout: float | None) -> ProcessWorld:
         atexit.register(_leave_at_exit)
         _share_random_state()
     world = _state["world"] = ProcessWorld(limit)
+    calm_gloo_threads()
     return world
 
 
@@ -295,8 +288,9 @@ def remember(mesh: Mesh, known: DeviceMesh) -> None:
     _state["meshes"][mesh] = known
     world = ProcessWorld.of(mesh)
     for axis in mesh.axis_names:
-        pg = known.get_group(axis)
-        world.add(tuple(dist.get_process_group_ranks(pg)), pg)
+        pg: Any = known.get_group(axis)
+        if isinstance(pg, dist.ProcessGroup) and not world.near(members := tuple(dist.get_process_group_ranks(pg))):
+            world.add(members, pg)
 
 
 @lru_cache(maxsize=1)
