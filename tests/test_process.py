@@ -198,11 +198,11 @@ def leave_one_out():
     fs.run(main, mesh=mesh)
 
 
-def test_a_time_out_names_the_collective():
+def test_a_time_out_names_the_collective(link):
     with pytest.raises(
         fs.CollectiveTimeoutError, match=r"psum of float32\[3\] over data .* at .*test_process.py.* in main did not end"
     ):
-        run_processes(leave_one_out, 2, timeout=30)
+        run_processes(leave_one_out, 2, environment=link, timeout=30)
 
 
 def one_fails():
@@ -222,10 +222,10 @@ def one_fails():
     fs.run(main, mesh=mesh)
 
 
-def test_whoever_waits_for_a_failed_process_is_told(tmp_path):
+def test_whoever_waits_for_a_failed_process_is_told(tmp_path, link):
     tells = tmp_path / "tells"
     with pytest.raises(KeyError, match="mine"):
-        run_processes(one_fails, 2, environment={"FSHARD_TEST_TELLS": str(tells)}, timeout=30)
+        run_processes(one_fails, 2, environment={"FSHARD_TEST_TELLS": str(tells), **link}, timeout=30)
     assert (
         "psum of float32[2] over data" in tells.read_text()
         and "Its own error is the one to look for" in tells.read_text()

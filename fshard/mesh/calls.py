@@ -6,7 +6,7 @@ psum({"a": f32, "b": bf16, "c": f32}, "data")   ->   two collectives: a and c in
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import update_wrapper
 from typing import Generic, Literal, ParamSpec
@@ -44,19 +44,22 @@ class Handle:
         return self._result
 
 
-@dataclass(slots=True)
 class Batch:
     """Leaves that travel together, and their places among all leaves."""
 
-    bound: Bound
-    xs: Tensors
-    places: list[int]
+    __slots__ = ("bound", "places", "xs")
+
+    def __init__(self, bound: Bound, xs: Tensors, places: Sequence[int]) -> None:
+        self.bound, self.xs, self.places = bound, xs, places
 
     def run(self, guard: Guard | None) -> Tensors:
         """Apply the move, between guards."""
-        xs = guard.apply(self.xs) if guard is not None and guard.before else self.xs
-        ys = apply_extreme(self.bound, xs) if isinstance(self.bound.move, Extreme) else apply(self.bound, xs)
-        return guard.apply(ys) if guard is not None and not guard.before else ys
+        applied = apply_extreme if type(self.bound.move) is Extreme else apply
+        if guard is None:
+            return applied(self.bound, self.xs)
+        if guard.before:
+            return applied(self.bound, guard.apply(self.xs))
+        return guard.apply(applied(self.bound, self.xs))
 
     def start(self, guard: Guard | None) -> Callable[[], Tensors]:
         """Begin the move; return what finishes it.
@@ -78,14 +81,19 @@ class Batch:
         return fill
 
 
-@dataclass(slots=True)
 class Call:
     """One call of a collective; `structure` is None for a single tensor."""
 
-    batches: list[Batch]
-    structure: Structure | None
-    guard: Guard | None
-    after: Callable[[Tensor, Group], Tensor] | None
+    __slots__ = ("after", "batches", "guard", "structure")
+
+    def __init__(
+        self,
+        batches: Sequence[Batch],
+        structure: Structure | None,
+        guard: Guard | None,
+        after: Callable[[Tensor, Group], Tensor] | None,
+    ) -> None:
+        self.batches, self.structure, self.guard, self.after = batches, structure, guard, after
 
     def run(self) -> PyTree:
         """Run it on all leaves."""
@@ -159,14 +167,14 @@ def call(
     """
     scope = require(what)
     group = scope.group(axis, what)
+    site = call_site()
+    guard = _guard(what, scope, group, site, equal) if scope.checked and equal is not None else None
+    if isinstance(tree, Tensor):
+        leaf = tree if before is None else before(tree)
+        return Call((Batch(Bound(move(leaf, group), group, site), (leaf,), (0,)),), None, guard, after)
     leaves, structure = tensors_of(what, tree)
     if before is not None:
         leaves = [before(leaf) for leaf in leaves]
-    site = call_site()
-    guard = _guard(what, scope, group, site, equal) if scope.checked and equal is not None else None
-    if structure is None:
-        (leaf,) = leaves
-        return Call([Batch(Bound(move(leaf, group), group, site), (leaf,), [0])], None, guard, after)
     return Call(_batches(leaves, move, group, site), structure, guard, after)
 
 

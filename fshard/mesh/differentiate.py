@@ -62,7 +62,12 @@ def transformed() -> bool:
 def recorded(xs: Tensors) -> bool:
     """Return whether plain autograd follows one of these tensors, backward or forward."""
     grad, level = torch.is_grad_enabled(), forward_ad._current_level  # pyright: ignore[reportPrivateUsage]
-    return any((grad and x.requires_grad) or (level >= 0 and _unpack_dual(x, level=level)[1] is not None) for x in xs)
+    if not grad and level < 0:
+        return False
+    for x in xs:
+        if (grad and x.requires_grad) or (level >= 0 and _unpack_dual(x, level=level)[1] is not None):
+            return True
+    return False
 
 
 class _Recorded(Function):

@@ -85,7 +85,8 @@ class Wired(Move, Protocol):
 
 def in_a_row(x: Tensor) -> Tensor:
     """Lay a tensor out as one row, with lazy conjugation and negation done.  (...) -> (elements,)"""
-    return plain(x).reshape(-1)
+    x = plain(x)
+    return x if x.ndim == 1 else x.reshape(-1)
 
 
 def plain(x: Tensor) -> Tensor:
@@ -127,7 +128,7 @@ class _Flat:
         return in_a_row(x)
 
     def unpack(self, rows: Tensor, shape: torch.Size, n: int) -> Tensor:
-        return rows.reshape(shape)
+        return rows if rows.shape == shape else rows.reshape(shape)
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ import torch.distributed as dist
 
 INLINE = 64 << 10
 """Bytes up to which a tensor travels in the message itself."""
-GLANCES = 10
+GLANCES = 20
 """How often to look for a message, letting others run in between, before sleeping until it comes."""
 SLICE = 0.1
 """Seconds to sleep at most before looking at the clock."""

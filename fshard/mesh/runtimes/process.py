@@ -10,8 +10,8 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+from collections import defaultdict, deque
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fshard.errors import MeshError
+from fshard.errors import DeadlockError, MeshError, MismatchError
 from fshard.mesh.moves import describe
 from fshard.mesh.runtimes import gloo, native
 from fshard.mesh.runtimes.abstract import Done
@@ -40,24 +40,22 @@ if TYPE_CHECKING:
 _state: dict[str, Any] = {"world": None, "meshes": {}}
 
 
-@dataclass(slots=True)
 class Unpacking:
-    """A collective under way, on tensors of these shapes that travel as one buffer."""
+    """A collective under way, on tensors that travel as one buffer, in parts of these widths."""
 
-    running: Running
-    move: Wired
-    shapes: list[torch.Size]
-    widths: list[int]
-    n: int
-    origin: torch.device
+    __slots__ = ("_move", "_n", "_running", "_widths", "_xs")
+
+    def __init__(self, running: Running, move: Wired, xs: tuple[Tensor, ...], widths: list[int], n: int) -> None:
+        self._running, self._move, self._xs, self._widths, self._n = running, move, xs, widths, n
 
     def wait(self) -> tuple[Tensor, ...]:
         """Wait for it, and take it apart."""
-        rows = self.running.wait()
-        if rows.device != self.origin:
-            rows = rows.to(self.origin)
-        parts = [rows] if len(self.shapes) == 1 else rows.split(self.widths, dim=-1)
-        return tuple([self.move.unpack(part, shape, self.n) for part, shape in zip(parts, self.shapes, strict=True)])
+        rows, xs, unpack, n = self._running.wait(), self._xs, self._move.unpack, self._n
+        if rows.is_cpu and not xs[0].is_cpu:
+            rows = rows.to(xs[0].device)
+        if len(xs) == 1:
+            return (unpack(rows, xs[0].shape, n),)
+        return tuple([unpack(part, x.shape, n) for part, x in zip(rows.split(self._widths, dim=-1), xs, strict=True)])
 
 
 class Receiving:
@@ -100,6 +98,7 @@ class ProcessWorld:
         self._under_way: set[Running] = set()
         self._links: dict[tuple[int, ...], Link] = {}
         self._outgoing: list[tuple[Work, Tensor]] = []
+        self._to_itself: dict[tuple[int, ...], deque[tuple[Tensor, ...]]] = defaultdict(deque)
         self._watch = Watch(self.rank) if watching() else None
 
     @staticmethod
@@ -131,13 +130,18 @@ class ProcessWorld:
             return Done(tuple(move.meaning([x])[0].clone() for x in xs))
         if self._watch is not None:
             self._watch.meet(group, f"{describe(move)} of {shapes_of(xs)}", site)
-        packed = [move.pack(x, n) for x in xs]
-        buffer = packed[0] if len(packed) == 1 else torch.cat(packed, dim=-1)
-        origin = buffer.device
-        buffer = (buffer.cpu() if self._staged else buffer).contiguous()
-        what = What(move, xs, group, site)
+        what, widths = What(move, xs, group, site), list[int]()
+        if len(xs) == 1:
+            buffer = move.pack(xs[0], n)
+        else:
+            packed = [move.pack(x, n) for x in xs]
+            widths = [one.shape[-1] for one in packed]
+            buffer = torch.cat(packed, dim=-1)
+        if self._staged and not buffer.is_cpu:
+            buffer = buffer.cpu()
+        buffer = buffer.contiguous()
         running = Running(self.link(group).begin(move, buffer, what), self.timeout, what, self._under_way)
-        return Unpacking(running, move, [x.shape for x in xs], [one.shape[-1] for one in packed], n, origin)
+        return Unpacking(running, move, xs, widths, n)
 
     # -- messages -----------------------------------------------------------------------------------------------
 
@@ -146,6 +150,9 @@ class ProcessWorld:
         self._outgoing = [(work, kept) for work, kept in self._outgoing if not work.is_completed()]
         if self._watch is not None:
             self._watch.sent(group, to, f"{shapes_of(xs)}", site)
+        if to == group.index:
+            self._to_itself[group.members].append(tuple(x.detach().clone() for x in xs))
+            return
         buffer = torch.cat([x.detach().reshape(-1) for x in xs])
         buffer = (buffer.cpu() if self._staged else buffer).view(torch.uint8)
         what = What(None, xs, group, site)
@@ -163,16 +170,27 @@ class ProcessWorld:
             self._watch.finished()
         for neighbour in self._neighbours.values():
             neighbour.close()
-        for held in (self._outgoing, self._under_way, self._links, self.scopes):
+        for held in (self._outgoing, self._to_itself, self._under_way, self._links, self.scopes):
             held.clear()  # a connection closes with the last reference to it, and graphs still refer to this world
 
-    def receive(self, likes: tuple[Tensor, ...], group: Group, source: int, site: Site) -> Receiving:
+    def receive(self, likes: tuple[Tensor, ...], group: Group, source: int, site: Site) -> Receiving | Done:
         """Start to receive tensors like these, as one buffer."""
         if self._watch is not None:
             self._watch.expect(group, source, f"{shapes_of(likes)}", site)
+        if source == group.index:
+            return Done(self._from_itself(likes, group, site))
         device = torch.device("cpu") if self._staged else likes[0].device
         what = What(None, likes, group, site)
         return Receiving(self.link(group), likes, source, what, self.timeout, device)
+
+    def _from_itself(self, likes: tuple[Tensor, ...], group: Group, site: Site) -> tuple[Tensor, ...]:
+        sent, what = self._to_itself[group.members], What(None, likes, group, site)
+        if not sent:
+            raise DeadlockError(f"process {self.rank} waits for {what} from itself, but has sent none.")
+        xs = sent.popleft()
+        if shapes_of(xs) != shapes_of(likes):
+            raise MismatchError(f"process {self.rank} expects {what} from itself, but has sent {shapes_of(xs)}.")
+        return xs
 
     # -- groups -------------------------------------------------------------------------------------------------
 

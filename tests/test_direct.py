@@ -1,0 +1,225 @@
+"""Direct links, among processes of one machine: who is found, what they tell each other, and what they do not break."""
+
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fshard as fs
+from fshard.mesh.runtimes import direct, neighbours
+from fshard.mesh.runtimes.process import ProcessWorld
+from fshard.testing.processes import Processes, run_processes
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Processes]:
+    """Two processes with a direct link."""
+    with Processes(2) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def three() -> Iterator[Processes]:
+    """Three processes with direct links."""
+    with Processes(3) as pool:
+        yield pool
+
+
+def mapped(main, **shape):
+    shape = shape or {"d": int(os.environ["WORLD_SIZE"])}
+    return fs.run(main, mesh=fs.make_mesh(shape))[0]
+
+
+def kind_of_link():
+    mapped(lambda: fs.psum(torch.ones(1), "d"))
+    return [type(link).__name__ for link in ProcessWorld.of(fs.make_mesh({"d": 2}))._links.values()]
+
+
+def test_processes_of_one_machine_are_linked_directly_unless_told_otherwise():
+    assert run_processes(kind_of_link, 2) == [["Direct"]] * 2
+    assert run_processes(kind_of_link, 2, environment={"FSHARD_DIRECT": "0"}) == [["GroupLink"]] * 2
+
+
+def one_may_not_read():
+    if os.environ["RANK"] == "1":
+        neighbours._readable = lambda libc, row: False
+    return kind_of_link(), mapped(lambda: fs.psum(torch.ones(1), "d").item())
+
+
+def one_is_elsewhere():
+    if os.environ["RANK"] == "2":
+        neighbours._machine = lambda: 12345
+    mesh = fs.make_mesh({"a": 3})
+    total = fs.run(lambda: fs.psum(torch.ones(1), "a").item(), mesh=mesh)[0]
+    return sorted(ProcessWorld.of(mesh)._neighbours), total
+
+
+def test_if_one_may_not_read_another_nobody_is_linked_directly():
+    assert run_processes(one_may_not_read, 2) == [(["GroupLink"], 2.0)] * 2
+
+
+def test_processes_of_other_machines_are_reached_by_gloo():
+    assert run_processes(one_is_elsewhere, 3) == [([1], 3.0), ([0], 3.0), ([], 3.0)]
+
+
+# -- calls that differ --------------------------------------------------------------------------------------------
+
+ONES = {
+    "f32": torch.ones(4),
+    "i32": torch.ones(4, dtype=torch.int32),
+    "2x2": torch.ones(2, 2),
+    "large": torch.ones(1 << 20),
+}
+DIFFERENT = {
+    "dtype": (lambda: fs.psum(ONES["f32"], "d"), lambda: fs.psum(ONES["i32"], "d")),
+    "shape": (lambda: fs.psum(ONES["f32"], "d"), lambda: fs.psum(ONES["2x2"], "d")),
+    "collective": (lambda: fs.psum(ONES["f32"], "d"), lambda: fs.pmax(ONES["f32"], "d")),
+    "size": (lambda: fs.all_gather(ONES["f32"], "d"), lambda: fs.all_gather(ONES["large"], "d")),
+    "dim": (lambda: fs.all_to_all(ONES["2x2"], "d"), lambda: fs.all_to_all(ONES["2x2"], "d", dim=1)),
+    "large": (lambda: fs.psum(ONES["large"], "d"), lambda: fs.psum(ONES["large"].int(), "d")),
+    "message": (lambda: exchange(torch.float32), lambda: exchange(torch.int32)),
+}
+
+
+def exchange(dtype):
+    other = 1 - fs.axis_index("d")
+    fs.send(torch.ones(3, dtype=dtype), "d", to=other)
+    return fs.recv(torch.ones(3, dtype=dtype), "d", source=other)
+
+
+def call_differently(kind):
+    try:
+        mapped(lambda: DIFFERENT[kind][fs.axis_index("d")]())
+    except fs.MismatchError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("kind", DIFFERENT)
+def test_calls_that_differ_are_an_error_without_any_check(pair, kind):
+    for rank, text in enumerate(pair.run(call_differently, kind)):
+        assert "test_direct.py" in text and f"process {1 - rank} makes another call" in text
+
+
+# -- what is under way --------------------------------------------------------------------------------------------
+
+
+def many_under_way(count, size):
+    def main():
+        index = fs.axis_index("d")
+        handles = [fs.all_gather.start(torch.full((size,), index + 10.0 * call), "d") for call in range(count)]
+        for call in reversed(range(count)):
+            expected = torch.tensor([other + 10.0 * call for other in range(fs.axis_size("d"))]).repeat_interleave(size)
+            assert torch.equal(handles[call].wait(), expected), call
+        return True
+
+    return mapped(main)
+
+
+def test_whoever_starts_more_than_the_sockets_hold_waits_for_nobody_in_vain(pair, three):
+    assert all(pair.run(many_under_way, 400, 4000) + three.run(many_under_way, 60, 100_000))
+
+
+def messages_of_all_sizes():
+    def main():
+        index, other = fs.axis_index("d"), 1 - fs.axis_index("d")
+        sizes = [1, 20_000, 0, 300_000, 5, 1 << 20, 3]
+        for size in sizes:
+            fs.send(torch.full((size,), 1.0 + index), "d", to=other)
+        handles = [fs.recv.start(torch.empty(size), "d", source=other) for size in sizes]
+        for size, handle in zip(sizes, handles, strict=True):
+            assert torch.equal(handle.wait(), torch.full((size,), 1.0 + other))
+        return fs.psum(torch.ones(1), "d").item()
+
+    return mapped(main)
+
+
+def test_messages_small_and_large_arrive_in_order(pair):
+    assert pair.run(messages_of_all_sizes) == [2.0, 2.0]
+
+
+def to_oneself():
+    def main():
+        index = fs.axis_index("d")
+        fs.send(torch.full((3,), 1.0 + index), "d", to=index)
+        received = fs.recv(torch.empty(3), "d", source=index).tolist()
+        try:
+            fs.recv(torch.empty(3), "d", source=index)
+        except fs.DeadlockError as error:
+            return received, "from itself" in str(error)
+
+    return mapped(main)
+
+
+def test_a_process_can_send_to_itself(two):
+    assert two.run(to_oneself) == [([1.0] * 3, True), ([2.0] * 3, True)]
+
+
+def change_at_once():
+    def main():
+        index, n = fs.axis_index("d"), fs.axis_size("d")
+        for size in (100, 70_000, 400_001):
+            x = torch.empty(n * size)
+            for turn in range(20):
+                x.fill_(turn + index)
+                got = [
+                    (fs.psum(x, "d"), float(sum(turn + other for other in range(n)))),
+                    (fs.psum_scatter(x, "d"), float(sum(turn + other for other in range(n)))),
+                    (fs.broadcast(x, "d", source=turn % n), float(turn + turn % n)),
+                    (fs.ppermute(x, "d", [(one, (one + 1) % n) for one in range(n)]), float(turn + (index - 1) % n)),
+                ]
+                gathered = fs.all_gather(x[:size], "d"), fs.all_to_all(x, "d")
+                x.fill_(-1.0)  # what was given may be changed as soon as the call has returned
+                assert all(y.eq(value).all() for y, value in got)
+                for y in gathered:
+                    assert torch.equal(y, torch.arange(float(n)).add(turn).repeat_interleave(size))
+        return True
+
+    return mapped(main)
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_what_was_given_may_change_once_the_call_has_returned(pair, three, n):
+    assert all({2: pair, 3: three}[n].run(change_at_once))
+
+
+# -- those who go -------------------------------------------------------------------------------------------------
+
+
+def die_while_others_wait(size):
+    def main():
+        fs.psum(torch.ones(2), "d")
+        if fs.axis_index("d") == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            fs.psum(torch.ones(size), "d")
+        except fs.LostProcessError as error:
+            with open(os.environ["FSHARD_TEST_TELLS"], "w") as file:
+                file.write(str(error))
+            raise
+
+    return mapped(main)
+
+
+@pytest.mark.parametrize("size", [3, 1 << 20])
+def test_the_death_of_a_process_is_told_at_once(tmp_path, size):
+    tells = tmp_path / "tells"
+    with pytest.raises(RuntimeError):
+        run_processes(die_while_others_wait, 2, size, environment={"FSHARD_TEST_TELLS": str(tells)}, timeout=30)
+    assert f"psum of float32[{size}]" in tells.read_text()
+
+
+def native_groups_still_work():
+    mesh = fs.make_mesh({"d": 2})
+    world = ProcessWorld.of(mesh)
+    ours = mapped(lambda: fs.psum(torch.ones(3), "d"))
+    theirs = torch.ones(3)
+    dist.all_reduce(theirs)
+    return torch.equal(ours, theirs) and isinstance(world._links[0, 1], direct.Direct)
+
+
+def test_torch_may_use_its_groups_beside(pair):
+    assert all(pair.run(native_groups_still_work))
