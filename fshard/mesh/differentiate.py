@@ -64,10 +64,7 @@ def recorded(xs: Tensors) -> bool:
     grad, level = torch.is_grad_enabled(), forward_ad._current_level  # pyright: ignore[reportPrivateUsage]
     if not grad and level < 0:
         return False
-    for x in xs:
-        if (grad and x.requires_grad) or (level >= 0 and _unpack_dual(x, level=level)[1] is not None):
-            return True
-    return False
+    return any((grad and x.requires_grad) or (level >= 0 and _unpack_dual(x, level=level)[1] is not None) for x in xs)
 
 
 class _Recorded(Function):
