@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -10,7 +11,7 @@ import torch.distributed as dist
 
 import fshard as fs
 from fshard.mesh.runtimes import direct, neighbours
-from fshard.mesh.runtimes.process import ProcessWorld
+from fshard.mesh.runtimes.process import ProcessWorld, leave
 from fshard.testing.processes import Processes, run_processes
 
 
@@ -54,7 +55,7 @@ def one_is_elsewhere():
         neighbours._machine = lambda: 12345
     mesh = fs.make_mesh({"a": 3})
     total = fs.run(lambda: fs.psum(torch.ones(1), "a").item(), mesh=mesh)[0]
-    return sorted(ProcessWorld.of(mesh)._neighbours), total
+    return sorted(ProcessWorld.of(mesh)._neighbours.known), total
 
 
 def test_if_one_may_not_read_another_nobody_is_linked_directly():
@@ -94,6 +95,7 @@ def call_differently(kind):
     try:
         mapped(lambda: DIFFERENT[kind][fs.axis_index("d")]())
     except fs.MismatchError as error:
+        leave(waiting=False)
         return str(error)
     return None
 
@@ -121,6 +123,98 @@ def many_under_way(count, size):
 
 def test_whoever_starts_more_than_the_sockets_hold_waits_for_nobody_in_vain(pair, three):
     assert all(pair.run(many_under_way, 400, 4000) + three.run(many_under_way, 60, 100_000))
+
+
+WAITED = {
+    "psum small": lambda x: fs.psum.start(x[:900], "d"),
+    "psum doubling": lambda x: fs.psum.start(x[:50_000], "d"),
+    "psum large": lambda x: fs.psum.start(x, "d"),
+    "all_gather": lambda x: fs.all_gather.start(x, "d"),
+    "psum_scatter": lambda x: fs.psum_scatter.start(x, "d"),
+    "all_to_all": lambda x: fs.all_to_all.start(x, "d"),
+    "ppermute": lambda x: fs.ppermute.start(x, "d", [(0, 1), (1, 0)]),
+    "broadcast": lambda x: fs.broadcast.start(x, "d", source=1),
+}
+
+
+def wait_in_many_orders():
+    def main():
+        x = torch.arange(120_000.0 * fs.axis_size("d")) + fs.axis_index("d")
+        expected = [start(x).wait() for start in WAITED.values()]
+        for turn in range(12):
+            handles = [start(x) for start in WAITED.values()]
+            order = torch.randperm(len(handles), generator=torch.Generator().manual_seed(turn + fs.axis_index("d")))
+            assert all(torch.equal(handles[place].wait(), expected[place]) for place in order)
+        return True
+
+    return mapped(main)
+
+
+def wait_for_a_message_in_between():
+    def main():
+        x, index = torch.ones(500_000), fs.axis_index("d")
+        handle = fs.psum.start(x, "d")
+        if index == 0:
+            fs.recv(torch.empty(3), "d", source=1)
+            return handle.wait().sum().item()
+        total = handle.wait().sum().item()
+        fs.send(torch.ones(3), "d", to=0)
+        return total
+
+    return mapped(main)
+
+
+def test_handles_may_be_waited_for_in_any_order(pair, three):
+    assert all(pair.run(wait_in_many_orders) + three.run(wait_in_many_orders))
+    assert pair.run(wait_for_a_message_in_between) == [1e6, 1e6]
+
+
+def send_in_a_circle():
+    """Fill the socket to one process while that one waits for another."""
+
+    def main():
+        index, x = fs.axis_index("d"), torch.ones(16_000)
+        if index == 0:
+            for _ in range(400):
+                fs.send(x, "d", to=1)
+            fs.send(x, "d", to=2)
+        elif index == 1:
+            fs.recv(x, "d", source=2)
+            for _ in range(400):
+                fs.recv(x, "d", source=0)
+        else:
+            fs.recv(x, "d", source=0)
+            fs.send(x, "d", to=1)
+        return True
+
+    return mapped(main)
+
+
+def test_a_send_waits_for_no_receiver(three):
+    assert all(three.run(send_in_a_circle))
+
+
+def leave_early():
+    """One process leaves; what the others send each other arrives, and what was sent to it is forgotten."""
+
+    def main():
+        index, x = fs.axis_index("d"), torch.ones(16_000)
+        fs.psum(x, "d")
+        if index == 0:
+            fs.send(x, "d", to=2)
+            time.sleep(0.5)
+            for _ in range(400):
+                fs.send(x, "d", to=1)
+        elif index == 1:
+            time.sleep(1)
+            return sum(fs.recv(x, "d", source=0).sum().item() for _ in range(400))
+        return 0.0
+
+    return mapped(main)
+
+
+def test_who_leaves_does_not_disturb_the_others():
+    assert run_processes(leave_early, 3) == [0.0, 400 * 16_000.0, 0.0]
 
 
 def messages_of_all_sizes():
@@ -210,6 +304,30 @@ def test_the_death_of_a_process_is_told_at_once(tmp_path, size):
     with pytest.raises(RuntimeError):
         run_processes(die_while_others_wait, 2, size, environment={"FSHARD_TEST_TELLS": str(tells)}, timeout=30)
     assert f"psum of float32[{size}]" in tells.read_text()
+
+
+def fail_half_way():
+    """The source gives up and changes what it had offered; the other, who comes later, must not get that."""
+    mesh = fs.make_mesh({"d": 2}, timeout=1)
+
+    def main():
+        x = torch.ones(200_000)
+        if fs.axis_index("d") == 1:
+            time.sleep(2.5)
+        try:
+            return fs.broadcast(x, "d").unique().tolist()
+        except fs.CollectiveTimeoutError:
+            x.fill_(-7.0)
+            time.sleep(3)
+            return "gave up"
+        except fs.LostProcessError:
+            return "was told"
+
+    return fs.run(main, mesh=mesh)[0]
+
+
+def test_what_was_offered_in_vain_is_not_read():
+    assert run_processes(fail_half_way, 2, timeout=20) == ["gave up", "was told"]
 
 
 def native_groups_still_work():

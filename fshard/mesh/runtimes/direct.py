@@ -14,8 +14,9 @@ Legend: n processes; `rows` is (n, elements) with a row for each process; `x` is
 from __future__ import annotations
 
 import ctypes
+import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from datetime import timedelta
 from itertools import cycle
 
@@ -26,13 +27,15 @@ from fshard.errors import MismatchError
 from fshard.mesh.moves import Broadcast, Permute, Wired, combining
 from fshard.mesh.runtimes.buffers import empty
 from fshard.mesh.runtimes.link import What, Wire, Work
-from fshard.mesh.runtimes.neighbours import INLINE, INSIDE, READ, Message, Neighbour
+from fshard.mesh.runtimes.neighbours import INLINE, INSIDE, READ, Message, Need, Neighbours
 from fshard.mesh.sums import WIDER, Combine, combined
 
 SMALL = 256 << 10
 """Bytes up to which a reduction is best done in few rounds rather than in few bytes."""
-FOREVER = timedelta.max
-"""A link knows its own limit."""
+INLINE_MESSAGE = 4 << 10
+"""Bytes up to which a message of `send` is put into the socket: its receiver may take its time, and sockets fill."""
+MESSAGE, ANSWER = 4, 3
+"""What a key ends in: a bit that tells messages from collectives, and the part that says that a tensor has been read."""
 PIECE = 256 << 10
 """Bytes that are read and added at a time."""
 
@@ -40,35 +43,77 @@ PIECE = 256 << 10
 class Direct:
     """The link among the processes of one group, all of this machine."""
 
-    def __init__(
-        self, neighbours: Mapping[int, Neighbour], members: tuple[int, ...], rank: int, timeout: timedelta
-    ) -> None:
+    def __init__(self, neighbours: Neighbours, members: tuple[int, ...], rank: int, timeout: timedelta) -> None:
         self.index, self.n, self.timeout = members.index(rank), len(members), timeout.total_seconds()
-        self.peers = {place: neighbours[other] for place, other in enumerate(members) if other != rank}
+        self.neighbours = neighbours
+        self.peers = {place: neighbours.known[other] for place, other in enumerate(members) if other != rank}
         self.others = [(self.index + step) % self.n for step in range(1, self.n)]
+        self.lock = neighbours.lock
         self._group = zlib.crc32(repr(members).encode()) << 32
         self._calls = cycle(range(1 << 28))
-        self._sent: dict[int, Iterator[int]] = {}
-        self._received: dict[int, Iterator[int]] = {}
+        self._messages: dict[tuple[int, bool], Iterator[int]] = {}
 
     def begin(self, move: Wired, x: Tensor, what: What) -> Wire:
-        """Start a collective."""
-        turn = Turn(self, self._group | next(self._calls) << 3, what)
-        return WIRES[move.wire](turn, x, move)
+        """Return the wire that carries a move on a buffer."""
+        return WIRES[move.wire](Turn(self, self._group | next(self._calls) << 3, what), x, move)
+
+    def wait(self, needs: Sequence[Need], timeout: timedelta, go_on: Callable[[], bool]) -> None:
+        """Wait for messages, letting what else is under way go on."""
+        self.neighbours.wait(needs, self.timeout, go_on)
+
+    def ready(self, needs: Sequence[Need]) -> bool:
+        """Return whether all messages are there."""
+        return all(peer.look(key) for peer, key in needs)
+
+    def broken(self) -> None:
+        """Take leave of the group: after an error, others must not read what may no longer be there."""
+        for peer in self.peers.values():
+            peer.close()
 
     def send(self, x: Tensor, to: int, what: What) -> Work:
-        """Send a message; what is returned waits until the tensor may change again."""
-        turn = Turn(self, self._group | _next(self._sent, to) << 3 | 4, what)
-        turn.put(to, x.data_ptr(), x.nbytes)
-        return Leaving(turn, to, x)
+        """Send a message, from memory that is kept until it has been read."""
+        turn = Turn(self, self._message(to, sent=True), what)
+        if x.nbytes <= INLINE_MESSAGE:
+            turn.put(to, x.data_ptr(), x.nbytes)
+            return Sent(None)
+        turn.lies(to, x.data_ptr(), x.nbytes)
+        return Sent((self.peers[to], turn.key | ANSWER))
 
-    def receive(self, into: Tensor, source: int, what: What) -> Work:
-        """Receive the next message of a process, when the work that is returned is waited for."""
-        return Arriving(Turn(self, self._group | _next(self._received, source) << 3 | 4, what), source, into)
+    def receive(self, into: Tensor, source: int, what: What) -> Wire:
+        """Return the wire that receives the next message of a process."""
+        return _message(Turn(self, self._message(source, sent=False), what), source, into)
+
+    def _message(self, peer: int, *, sent: bool) -> int:
+        calls = self._messages.setdefault((peer, sent), cycle(range(1 << 28)))
+        return self._group | next(calls) << 3 | MESSAGE
 
 
-def _next(counters: dict[int, Iterator[int]], peer: int) -> int:
-    return next(counters.setdefault(peer, cycle(range(1 << 28))))
+def _message(turn: Turn, source: int, into: Tensor) -> Wire:
+    yield turn.needs(source)
+    turn.get(source, into.data_ptr(), into.nbytes)
+    return into
+
+
+class Sent:
+    """A message that has been sent, and the answer that says that it has been read, if one is to come."""
+
+    def __init__(self, answer: Need | None) -> None:
+        self._answer = answer
+
+    def is_completed(self) -> bool:
+        """Return whether its memory is needed no more: it has been read, or never will be."""
+        if self._answer is not None:
+            peer, key = self._answer
+            if peer.look(key) or peer.gone:
+                peer.inbox.pop(key, None)
+                self._answer = None
+        return self._answer is None
+
+    def wait(self, timeout: timedelta) -> None:
+        """Wait until it has been read."""
+        until = time.monotonic() + timeout.total_seconds()
+        while not self.is_completed() and time.monotonic() < until:
+            time.sleep(0.0002)
 
 
 class Turn:
@@ -77,36 +122,38 @@ class Turn:
     A message's key is the group, the number of the call, whether it is a collective or a message, and which part of it.
     """
 
-    __slots__ = ("index", "key", "n", "others", "peers", "stamp", "timeout", "what")
+    __slots__ = ("index", "key", "n", "neighbours", "others", "peers", "stamp", "timeout", "what")
 
     def __init__(self, link: Direct, key: int, what: What) -> None:
-        self.index, self.n, self.others, self.peers, self.timeout = (
-            link.index,
-            link.n,
-            link.others,
-            link.peers,
-            link.timeout,
-        )
+        self.index, self.n, self.others, self.peers = link.index, link.n, link.others, link.peers
+        self.neighbours, self.timeout = link.neighbours, link.timeout
         self.key, self.what, self.stamp = key, what, what.stamp
 
     def put(self, to: int, address: int, size: int, part: int = 0) -> None:
         """Let a process get a tensor: small ones travel at once, large ones must stay until they have been read."""
-        peer = self.peers[to]
-        post = peer.post if size > INLINE else peer.post_inside
-        post(self.key | part, address, size, self.stamp, self.timeout)
+        post = self.neighbours.post if size > INLINE else self.neighbours.post_inside
+        post(self.peers[to], self.key | part, address, size, self.stamp, self.timeout)
+
+    def lies(self, to: int, address: int, size: int, part: int = 0) -> None:
+        """Tell a process where a tensor lies, whatever its size."""
+        self.neighbours.post(self.peers[to], self.key | part, address, size, self.stamp, self.timeout)
+
+    def needs(self, *sources: int, part: int = 0) -> list[Need]:
+        """Return what to wait for before getting from these processes."""
+        return [(self.peers[source], self.key | part) for source in sources]
+
+    def answers(self, *readers: int, size: int) -> list[Need]:
+        """Return what to wait for before a tensor of this size, put for these processes, may change."""
+        return [(self.peers[reader], self.key | ANSWER) for reader in readers] if size > INLINE else []
 
     def get(self, source: int, into: int, size: int, part: int = 0) -> None:
-        """Get a tensor of a process."""
+        """Get a tensor of a process, which is there."""
         address, _, _, text = self._taken(source, size, part)
         if address == INSIDE:
             ctypes.memmove(into, text, size)
         else:
             self.read(source, into, address, size)
             self.done(source)
-
-    def lies(self, to: int, address: int, size: int, part: int = 0) -> None:
-        """Tell a process where a tensor lies, whatever its size."""
-        self.peers[to].post(self.key | part, address, size, self.stamp, self.timeout)
 
     def where(self, source: int, size: int, part: int = 0) -> int:
         """Return where a tensor lies that a process told of."""
@@ -118,19 +165,15 @@ class Turn:
 
     def done(self, source: int) -> None:
         """Tell a process that its tensor has been read."""
-        self.peers[source].post(self.key | 3, READ, 0, self.stamp, self.timeout)
+        self.neighbours.post(self.peers[source], self.key | ANSWER, READ, 0, self.stamp, self.timeout)
 
-    def settle(self, to: int, size: int) -> None:
-        """Wait until a process has read a tensor of this size, if it had to read it."""
-        if size > INLINE:
-            self.peers[to].take(self.key | 3, self.timeout)
-
-    def settled(self, to: int) -> bool:
-        """Return whether a process has said that it has read a tensor."""
-        return self.peers[to].came(self.key | 3)
+    def answered(self, needs: list[Need]) -> None:
+        """Put away the answers that have come."""
+        for peer, key in needs:
+            del peer.inbox[key]
 
     def _taken(self, source: int, size: int, part: int) -> Message:
-        message = self.peers[source].take(self.key | part, self.timeout)
+        message = self.peers[source].inbox.pop(self.key | part)
         if message[2] != self.stamp or message[1] != size:
             raise MismatchError(
                 f"{self.what}: process {self.peers[source].rank} makes another call, or makes it on another shape or dtype. "
@@ -138,47 +181,6 @@ class Turn:
                 "run with FSHARD_CHECK=1 to see both calls."
             )
         return message
-
-
-class Arriving:
-    """A message that is to come."""
-
-    __slots__ = ("into", "source", "turn")
-
-    def __init__(self, turn: Turn, source: int, into: Tensor) -> None:
-        self.turn, self.source, self.into = turn, source, into
-
-    def wait(self, timeout: timedelta = FOREVER) -> bool:
-        """Get it."""
-        self.turn.get(self.source, self.into.data_ptr(), self.into.nbytes)
-        return True
-
-    def is_completed(self) -> bool:
-        """Return False: nobody else will wait for it."""
-        return False
-
-
-class Leaving:
-    """A message that has been sent; its tensor must stay until it is done."""
-
-    __slots__ = ("kept", "to", "turn")
-
-    def __init__(self, turn: Turn, to: int, kept: Tensor) -> None:
-        self.turn, self.to = turn, to
-        self.kept = kept if kept.nbytes > INLINE else None
-
-    def wait(self, timeout: timedelta = FOREVER) -> bool:
-        """Wait until it has been read."""
-        if self.kept is not None:
-            self.turn.settle(self.to, self.kept.nbytes)
-            self.kept = None
-        return True
-
-    def is_completed(self) -> bool:
-        """Return whether it has been read."""
-        if self.kept is not None and self.turn.settled(self.to):
-            self.kept = None
-        return self.kept is None
 
 
 # -- the wires --------------------------------------------------------------------------------------------------
@@ -196,18 +198,24 @@ def reduce(turn: Turn, x: Tensor, move: Wired) -> Wire:
 def _doubling(turn: Turn, x: Tensor, combine: Combine) -> Wire:
     """Add with the neighbour, then with the neighbours' neighbours: the levels of the tree, one after the other."""
     total, received, result, size, distance = x, torch.empty_like(x), torch.empty_like(x), x.nbytes, 1
-    turn.put(turn.index ^ 1, x.data_ptr(), size)
-    yield ()
-    while True:
+    while distance < turn.n:
         other = turn.index ^ distance
+        turn.put(other, total.data_ptr(), size)
+        yield turn.needs(other)
         turn.get(other, received.data_ptr(), size)
-        turn.settle(other, size)
+        yield from _settled(turn, [other], size)
         pair = [received, total] if turn.index & distance else [total, received]  # 0.0 and -0.0 keep their order
         total = combined(pair, combine, None, result)
         distance *= 2
-        if distance == turn.n:
-            return total
-        turn.put(turn.index ^ distance, total.data_ptr(), size)
+    return total
+
+
+def _settled(turn: Turn, readers: Sequence[int], size: int) -> Generator[list[Need], None, None]:
+    """Wait until these processes have read what was put for them."""
+    answers = turn.answers(*readers, size=size)
+    if answers:
+        yield answers
+        turn.answered(answers)
 
 
 def _all_to_all(turn: Turn, x: Tensor, combine: Combine) -> Wire:
@@ -215,12 +223,11 @@ def _all_to_all(turn: Turn, x: Tensor, combine: Combine) -> Wire:
     size = x.nbytes
     for other in turn.others:
         turn.put(other, x.data_ptr(), size)
-    yield ()
+    yield turn.needs(*turn.others)
     xs = [x if place == turn.index else torch.empty_like(x) for place in range(turn.n)]
     for other in turn.others:
         turn.get(other, xs[other].data_ptr(), size)
-    for other in turn.others:
-        turn.settle(other, size)
+    yield from _settled(turn, turn.others, size)
     return combined(xs, combine, x, torch.empty_like(x))
 
 
@@ -231,19 +238,19 @@ def _in_parts(turn: Turn, x: Tensor, combine: Combine) -> Wire:
     result = _new((x.numel(),), x)
     for other in turn.others:
         turn.lies(other, x.data_ptr(), size)
-    yield ()
+    yield turn.needs(*turn.others)
     begin, end = parts[turn.index]
     places = {other: turn.where(other, size) + begin * item for other in turn.others}
     _sum(turn, places, x[begin:end], result[begin:end], combine)
     for other in turn.others:
         turn.lies(other, result.data_ptr(), size, part=1)
+    yield turn.needs(*turn.others, part=1)
     for other in turn.others:
         begin, end = parts[other]
         place = turn.where(other, size, part=1)
         turn.read(other, result.data_ptr() + begin * item, place + begin * item, (end - begin) * item)
         turn.done(other)
-    for other in turn.others:
-        turn.settle(other, size)
+    yield from _settled(turn, turn.others, size)
     return result
 
 
@@ -265,13 +272,12 @@ def scatter(turn: Turn, rows: Tensor, move: Wired) -> Wire:
     out = _new(own.shape, rows)
     for other in turn.others:
         turn.put(other, base + other * size, size)
-    yield ()
+    yield turn.needs(*turn.others)
     if size > INLINE:
         _sum(turn, {other: turn.where(other, size) for other in turn.others}, own, out, combine)
         for other in turn.others:
             turn.done(other)
-        for other in turn.others:
-            turn.settle(other, size)
+        yield from _settled(turn, turn.others, size)
         return out
     xs = [own if place == turn.index else torch.empty_like(own) for place in range(turn.n)]
     for other in turn.others:
@@ -284,7 +290,7 @@ def gather(turn: Turn, x: Tensor, move: Wired) -> Wire:
     size, result = x.nbytes, _new((turn.n, x.numel()), x)
     for other in turn.others:
         turn.put(other, x.data_ptr(), size)
-    return _collected(turn, x.data_ptr(), result, size, x)
+    return (yield from _collected(turn, x.data_ptr(), result, size))
 
 
 def exchange(turn: Turn, rows: Tensor, move: Wired) -> Wire:
@@ -292,18 +298,17 @@ def exchange(turn: Turn, rows: Tensor, move: Wired) -> Wire:
     size, base, result = rows.nbytes // turn.n, rows.data_ptr(), _new(rows.shape, rows)
     for other in turn.others:
         turn.put(other, base + other * size, size)
-    return _collected(turn, base + turn.index * size, result, size, rows)
+    return (yield from _collected(turn, base + turn.index * size, result, size))
 
 
-def _collected(turn: Turn, own: int, result: Tensor, size: int, kept: Tensor) -> Wire:
+def _collected(turn: Turn, own: int, result: Tensor, size: int) -> Wire:
     """Get a row from everybody; the own one lies at `own`."""
     base = result.data_ptr()
     ctypes.memmove(base + turn.index * size, own, size)
-    yield ()
+    yield turn.needs(*turn.others)
     for other in turn.others:
         turn.get(other, base + other * size, size)
-    for other in turn.others:
-        turn.settle(other, size)
+    yield from _settled(turn, turn.others, size)
     return result
 
 
@@ -311,19 +316,17 @@ def permute(turn: Turn, x: Tensor, move: Wired) -> Wire:
     """(elements,) -> (elements,): along the pairs of the move, zeros where none ends."""
     assert isinstance(move, Permute)
     size, here = x.nbytes, turn.index
-    source = next((source for source, to in move.pairs if to == here), None)
-    to = next((to for source, to in move.pairs if source == here), here)
-    if to != here:
+    sources = [source for source, to in move.pairs if to == here != source]
+    readers = [to for source, to in move.pairs if source == here != to]
+    for to in readers:
         turn.put(to, x.data_ptr(), size)
-    if source is None or source == here:
-        result = torch.zeros_like(x) if source is None else x.clone()
-        yield ()
-    else:
+    if sources:
         result = _new(x.shape, x)
-        yield ()
-        turn.get(source, result.data_ptr(), size)
-    if to != here:
-        turn.settle(to, size)
+        yield turn.needs(*sources)
+        turn.get(sources[0], result.data_ptr(), size)
+    else:
+        result = x.clone() if (here, here) in move.pairs else torch.zeros_like(x)
+    yield from _settled(turn, readers, size)
     return result
 
 
@@ -332,15 +335,13 @@ def broadcast(turn: Turn, x: Tensor, move: Wired) -> Wire:
     assert isinstance(move, Broadcast)
     size, result = x.nbytes, _new(x.shape, x)
     if turn.index != move.source:
-        yield ()
+        yield turn.needs(move.source)
         turn.get(move.source, result.data_ptr(), size)
         return result
     for other in turn.others:
         turn.put(other, x.data_ptr(), size)
     result.copy_(x)  # while the others read
-    yield ()
-    for other in turn.others:
-        turn.settle(other, size)
+    yield from _settled(turn, turn.others, size)
     return result
 
 

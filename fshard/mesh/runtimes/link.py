@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import lru_cache
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fshard.errors import CollectiveTimeoutError, LostProcessError
+from fshard.errors import CollectiveTimeoutError, FshardError, LostProcessError
 from fshard.mesh.moves import Wired, describe
 
 if TYPE_CHECKING:
@@ -33,9 +34,9 @@ FIRST_MESSAGE = 1 << 20
 
 
 class Work(Protocol):
-    """What is handed out for an operation under way, by torch.distributed and by direct links."""
+    """What torch.distributed hands out for an operation under way."""
 
-    def wait(self, timeout: timedelta = ...) -> bool:
+    def wait(self, timeout: timedelta) -> Any:
         """Block until it is done."""
         ...
 
@@ -45,6 +46,7 @@ class Work(Protocol):
 
 
 Wire = Generator[Sequence[Any], None, Tensor]
+"""Yields what it waits for, in its link's own terms."""
 
 
 class What:
@@ -81,16 +83,33 @@ def shapes_of(xs: tuple[Tensor, ...]) -> str:
 class Link(Protocol):
     """The processes of one group."""
 
+    @property
+    def lock(self) -> AbstractContextManager[Any]:
+        """What to hold while a wire takes a step."""
+        ...
+
     def begin(self, move: Wired, x: Tensor, what: What) -> Wire:
         """Return the wire that carries a move on a buffer."""
         ...
 
-    def send(self, x: Tensor, to: int, what: What) -> Work:
-        """Start to send bytes to the process at place `to`."""
+    def wait(self, needs: Sequence[Any], timeout: timedelta, go_on: Callable[[], bool]) -> None:
+        """Wait for what a wire has yielded; `go_on` lets other wires take a step, and says whether one could."""
         ...
 
-    def receive(self, into: Tensor, source: int, what: What) -> Work:
-        """Start to receive what the process at place `source` sends next."""
+    def ready(self, needs: Sequence[Any]) -> bool:
+        """Return whether what a wire has yielded is there, if that can be told without waiting."""
+        ...
+
+    def broken(self) -> None:
+        """Learn that a wire has ended by an error."""
+        ...
+
+    def send(self, x: Tensor, to: int, what: What) -> Work:
+        """Start to send bytes, whose memory is kept, to the process at place `to`."""
+        ...
+
+    def receive(self, into: Tensor, source: int, what: What) -> Wire:
+        """Return the wire that receives what the process at place `source` sends next."""
         ...
 
 
@@ -102,26 +121,37 @@ class GroupLink:
     index: int
     n: int
     wires: Mapping[str, WireFunction]
+    lock: AbstractContextManager[Any] = field(default_factory=nullcontext, compare=False)
     _tags: Iterator[int] = field(default_factory=lambda: cycle(range(2, FIRST_MESSAGE)), compare=False)
 
     def begin(self, move: Wired, x: Tensor, what: What) -> Wire:
         """Return the wire that carries a move on a buffer."""
         return self.wires[move.wire](self, x, move)
 
+    def wait(self, needs: Sequence[Work], timeout: timedelta, go_on: Callable[[], bool]) -> None:
+        """Wait for operations; the backend's own threads let others go on."""
+        for work in needs:
+            work.wait(timeout)
+
+    def ready(self, needs: Sequence[Work]) -> bool:
+        """Return False: a work knows only once it is waited for."""
+        return False
+
+    def broken(self) -> None:
+        """Do nothing: the backend breaks its group itself."""
+
     def send(self, x: Tensor, to: int, what: What) -> Work:
         """Start to send bytes; messages between two processes arrive in order."""
-        return self.pg.send([x], to, FIRST_MESSAGE)
+        work: Any = self.pg.send([x], to, FIRST_MESSAGE)
+        return work
 
-    def receive(self, into: Tensor, source: int, what: What) -> Work:
-        """Start to receive bytes."""
-        return self.pg.recv([into], source, FIRST_MESSAGE)
+    def receive(self, into: Tensor, source: int, what: What) -> Wire:
+        """Return the wire that receives the next message."""
+        yield [self.pg.recv([into], source, FIRST_MESSAGE)]
+        return into
 
     def tag(self) -> int:
-        """Return a tag for the messages of one collective.
-
-        Processes start their collectives in one order but may wait for them in another; the tag tells apart what the
-        later rounds of two collectives under way send.
-        """
+        """Return a tag for the messages of one collective: it tells apart what several under way send."""
         return next(self._tags)
 
 
@@ -131,39 +161,62 @@ WireFunction = Callable[[GroupLink, Tensor, Wired], Wire]
 class Running:
     """A wire that has been started.  Its buffers live in the generator, until it ends.
 
-    Whoever drops it unfinished leaves its peers reading and sending; so it is kept in `under_way` until it ends.
+    Until then it is kept in `under_way`: others may be reading from it, and whoever waits for another wire lets this one
+    take its steps as well, so that the order in which handles are waited for does not matter.
     """
 
-    __slots__ = ("__weakref__", "_result", "_timeout", "_under_way", "_what", "_wire", "_works")
+    __slots__ = ("_error", "_link", "_needs", "_result", "_timeout", "_under_way", "_what", "_wire")
 
-    def __init__(self, wire: Wire, timeout: timedelta, what: What, under_way: set[Running]) -> None:
-        self._wire, self._timeout, self._what, self._under_way = wire, timeout, what, under_way
-        self._works: Sequence[Work] = ()
+    def __init__(self, link: Link, wire: Wire, timeout: timedelta, what: What, under_way: set[Running]) -> None:
+        self._link, self._wire, self._timeout, self._what, self._under_way = link, wire, timeout, what, under_way
+        self._needs: Sequence[Any] = ()
         self._result: Tensor | None = None
+        self._error: BaseException | None = None
         under_way.add(self)
-        try:
-            self._works = next(wire)
-        except StopIteration as stopped:
-            self._end(stopped.value)
-        except RuntimeError as error:
-            explain(error, timeout, what)
+        self._step()
 
-    def _end(self, result: Tensor) -> None:
-        self._result = result
+    def _step(self) -> None:
+        """Let the wire go on to where it waits next, or to its end."""
+        try:
+            with self._link.lock:
+                self._needs = next(self._wire)
+        except StopIteration as stopped:
+            self._result = stopped.value
+            self._under_way.discard(self)
+        except BaseException as error:
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> NoReturn:
         self._under_way.discard(self)
+        self._link.broken()
+        self._wire.close()
+        if isinstance(error, RuntimeError) and not isinstance(error, FshardError):
+            explain(error, self._timeout, self._what)
+        raise error
+
+    def _others_go_on(self) -> bool:
+        """Let the other wires that can take a step take one."""
+        gone_on = False
+        for other in [*self._under_way] if len(self._under_way) > 1 else ():
+            if other is not self and other._link.ready(other._needs):
+                gone_on = True
+                try:
+                    other._step()
+                except Exception as error:  # which is raised where that one is waited for
+                    other._error = error
+        return gone_on
 
     def wait(self) -> Tensor:
         """Run it to its end."""
-        try:
-            while self._result is None:
-                for work in self._works:
-                    work.wait(self._timeout)
-                self._works = next(self._wire)
-        except StopIteration as stopped:
-            self._end(stopped.value)
-        except RuntimeError as error:
-            explain(error, self._timeout, self._what)
-        assert self._result is not None
+        while self._result is None:
+            if self._error is not None:
+                raise self._error
+            try:
+                self._link.wait(self._needs, self._timeout, self._others_go_on)
+            except BaseException as error:
+                self._fail(error)
+            if self._result is None:
+                self._step()
         return self._result
 
 

@@ -8,14 +8,15 @@ memory (process_vm_readv), once, and says that it has.
     "x lies at 0x7f.., 8 MB"   ------------------>   copies it
     may change x again         <------------------   "read"
 
-Every message bears a stamp of the call that it belongs to, so processes that are in different calls find out.  Nobody
-waits for a socket to take a message while another waits for the same: who cannot send first takes in what has arrived.
-A process that ends, or leaves the world, closes its sockets, and whoever waits for it is told.
+Every message bears a stamp of the call that it belongs to, so processes that are in different calls find out.  Whoever
+waits, for a message or for a socket to take one, takes in what all others send meanwhile, and lets all that is under way
+go on.  A process that ends, or leaves the world, closes its sockets, and whoever waits for it is told.
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import secrets
 import select
@@ -24,10 +25,11 @@ import struct
 import sys
 import time
 import zlib
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from threading import Lock
+from threading import RLock
 from typing import Any
 
 import torch
@@ -57,91 +59,43 @@ class _Span(ctypes.Structure):
 
 
 class Neighbour:
-    """Another process of this machine; `all` are all of them, by rank."""
+    """Another process of this machine: what it has sent waits in `inbox`, by key, until it is taken."""
 
-    def __init__(self, rank: int, pid: int, end: socket.socket, libc: Any, others: dict[int, Neighbour]) -> None:
-        self.rank, self.pid, self._socket, self._libc, self._all = rank, pid, end, libc, others
-        self._inbox: dict[int, Message] = {}
-        self._lock = Lock()
+    def __init__(self, rank: int, pid: int, end: socket.socket, libc: Any) -> None:
+        self.rank, self.pid, self.socket, self._libc = rank, pid, end, libc
+        self.inbox: dict[int, Message] = {}
+        self.gone = False
+        end.setblocking(True)  # whatever the default: with a time-out of Python's, flags are not heeded
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, int(SLICE * 1e6)))
 
-    def post(self, key: int, address: int, size: int, stamp: int, timeout: float) -> None:
-        """Send where a tensor lies (or READ)."""
-        self._send([_TRAILER.pack(key, address, size, stamp)], timeout)
+    def offer(self, message: list[Any]) -> bool:
+        """Send a message, if the socket takes it at once."""
+        try:
+            self.socket.sendmsg(message, (), socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            self.gone = True
+            raise self.lost(error) from error
+        return True
 
-    def post_inside(self, key: int, address: int, size: int, stamp: int, timeout: float) -> None:
-        """Send a small tensor itself."""
-        tensor = (ctypes.c_char * size).from_address(address) if size else _NOTHING
-        self._send([tensor, _TRAILER.pack(key, INSIDE, size, stamp)], timeout)
-
-    def _send(self, message: list[Any], timeout: float) -> None:
-        until = 0.0
-        while True:
+    def look(self, key: int | None = None) -> bool:
+        """Put what has come into the inbox, up to the message with this key; return whether that is there."""
+        while key not in self.inbox:
             try:
-                self._socket.sendmsg(message, (), socket.MSG_DONTWAIT)
-                return
+                text = b"" if self.gone else self.socket.recv(_LONGEST, socket.MSG_DONTWAIT)
             except BlockingIOError:
-                pass
-            except OSError as error:
-                raise self._gone() from error
-            for other in self._all.values():  # who may be waiting for us to take in what it sends
-                other.take_in()
-            select.select([], [self._socket], [], SLICE)
-            until = self._checked(until, timeout)
-
-    def _checked(self, until: float, timeout: float) -> float:
-        """Return when to give up, set at the first look at the clock; or give up."""
-        now = time.monotonic()
-        if until and now > until:
-            raise RuntimeError(f"Timed out waiting for process {self.rank}")
-        return until or now + timeout
-
-    def take(self, key: int, timeout: float) -> Message:
-        """Wait for the message with this key; others that come meanwhile are kept."""
-        until, glances = 0.0, GLANCES
-        while True:
-            with self._lock:
-                found = self._inbox.pop(key, None) or self._look(key, socket.MSG_DONTWAIT if glances else 0)
-            if found is not None:
-                return found
-            if glances:
-                glances -= 1
-                os.sched_yield()
-                continue
-            until = self._checked(until, timeout)
-
-    def came(self, key: int) -> bool:
-        """Return whether the message with this key has come, and forget it."""
-        with self._lock:
-            return (self._inbox.pop(key, None) or self._look(key, socket.MSG_DONTWAIT)) is not None
-
-    def take_in(self) -> None:
-        """Keep all messages that have come."""
-        with self._lock:
-            while self._look(None, socket.MSG_DONTWAIT) is not None:
-                pass
-
-    def _look(self, key: int | None, flags: int) -> Message | None:
-        """Receive messages until the one with this key (None: the next), or until nothing comes; keep the others."""
-        while True:
-            try:
-                text = self._socket.recv(_LONGEST, flags)
-            except BlockingIOError:
-                return None
+                return False
             except ConnectionResetError:  # it has gone without reading all; what it sent before can still be had
                 continue
-            except OSError as error:
-                raise self._gone() from error
+            except OSError:
+                text = b""
             if not text:
-                raise self._gone()
+                self.gone = True
+                return False
             found, address, size, stamp = _TRAILER.unpack_from(text, len(text) - _TRAILER.size)
-            message = address, size, stamp, text
-            if found == key:
-                return message
-            self._inbox[found] = message
-            if key is None:
-                return message
+            self.inbox[found] = address, size, stamp, text
+        return True
 
     def read(self, into: int, address: int, size: int) -> None:
         """Copy memory of the other process."""
@@ -151,28 +105,107 @@ class Neighbour:
             here, there = _Span(into + done, count), _Span(address + done, count)
             got = self._libc.process_vm_readv(self.pid, ctypes.byref(here), 1, ctypes.byref(there), 1, 0)
             if got <= 0:
-                reason = os.strerror(ctypes.get_errno())
-                self.take_in()  # which raises if the process has gone
-                raise RuntimeError(
-                    f"reading the memory of process {self.rank} failed: {reason}; FSHARD_DIRECT=0 avoids it"
-                )
+                raise self._unreadable(ctypes.get_errno())
             done += got
+
+    def _unreadable(self, code: int) -> RuntimeError:
+        """Say why memory cannot be read: a process that ends loses its memory shortly before its sockets."""
+        until = time.monotonic() + 1
+        while not self.gone and code in (0, errno.ESRCH, errno.EFAULT) and time.monotonic() < until:
+            self.look()
+            time.sleep(0.001)
+        if self.gone:
+            return self.lost()
+        return RuntimeError(
+            f"reading the memory of process {self.rank} failed: {os.strerror(code)}; FSHARD_DIRECT=0 avoids it"
+        )
 
     def close(self) -> None:
         """Take leave."""
-        with suppress(OSError, RuntimeError):
-            self.take_in()
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
+        with suppress(OSError):
+            self.look()  # else what is unread would look like an error at the other end
+            self.socket.shutdown(socket.SHUT_RDWR)
+        self.gone = True
 
-    def _gone(self) -> RuntimeError:
-        return RuntimeError(f"Connection closed by process {self.rank}")
+    def lost(self, error: OSError | None = None) -> RuntimeError:
+        """Return the error that says that it has gone."""
+        return RuntimeError(f"Connection closed by process {self.rank}" + (f": {error}" if error is not None else ""))
+
+
+Need = tuple[Neighbour, int]
+"""A message that is waited for: of whom, and its key."""
+
+
+class Neighbours:
+    """All other processes of this machine, by rank."""
+
+    def __init__(self, known: Mapping[int, Neighbour]) -> None:
+        self.known = known
+        self.lock = RLock()  # whoever takes a step has it; nobody sleeps with it
+        self._by_number = {one.socket.fileno(): one for one in known.values()}
+        self._poll = select.poll()
+        for number in self._by_number:
+            self._poll.register(number, select.POLLIN)
+
+    def post(self, to: Neighbour, key: int, address: int, size: int, stamp: int, timeout: float) -> None:
+        """Send where a tensor lies (or READ)."""
+        message = [_TRAILER.pack(key, address, size, stamp)]
+        if not to.offer(message):
+            self._press(to, message, timeout)
+
+    def post_inside(self, to: Neighbour, key: int, address: int, size: int, stamp: int, timeout: float) -> None:
+        """Send a small tensor itself."""
+        tensor = (ctypes.c_char * size).from_address(address) if size else _NOTHING
+        message = [tensor, _TRAILER.pack(key, INSIDE, size, stamp)]
+        if not to.offer(message):
+            self._press(to, message, timeout)
+
+    def _press(self, to: Neighbour, message: list[Any], timeout: float) -> None:
+        """Send when the socket takes it; meanwhile take in what others send, who may be waiting for that."""
+        until = time.monotonic() + timeout
+        while not to.offer(message):
+            self.sleep(0.001)
+            if time.monotonic() > until:
+                raise RuntimeError(f"Timed out sending to process {to.rank}")
+
+    def wait(self, needs: Sequence[Need], timeout: float, go_on: Callable[[], bool]) -> None:
+        """Wait for messages; meanwhile let whatever else is under way go on, for others may be waiting for that."""
+        until, glances = 0.0, GLANCES
+        for peer, key in needs:
+            while not peer.look(key):
+                if peer.gone:
+                    raise peer.lost()
+                if go_on():
+                    continue
+                if glances:
+                    glances -= 1
+                    os.sched_yield()
+                    continue
+                now = time.monotonic()
+                until = until or now + timeout
+                if now > until:
+                    raise RuntimeError(f"Timed out waiting for process {peer.rank}")
+                self.sleep(SLICE)
+
+    def sleep(self, seconds: float) -> None:
+        """Sleep until something has come, and take it in."""
+        for number, _ in self._poll.poll(seconds * 1e3):
+            with self.lock:
+                peer = self._by_number[number]
+                peer.look()
+                if peer.gone:
+                    self._poll.unregister(number)
+
+    def close(self) -> None:
+        """Take leave of all."""
+        for one in self.known.values():
+            one.close()
 
 
 # -- finding them -----------------------------------------------------------------------------------------------
 
 
-def meet(timeout: timedelta) -> dict[int, Neighbour]:
+def meet(timeout: timedelta) -> Neighbours:
     """Find the other processes of this machine, as all processes of the world do at this time.
 
     There are none if one of them may not read the memory of another.
@@ -189,17 +222,18 @@ def meet(timeout: timedelta) -> dict[int, Neighbour]:
         able = len(near) > 1 and _readable(libc, table[near[near.index(rank) - 1]])
         verdicts = _shared([able])  # from now on, all listen
         if not near or not all(verdicts[other][0] for other in near):
-            return {}
+            return Neighbours({})
         ends = {table[other][1]: _connected(table[other]) for other in near if other > rank}
-        while len(ends) < len(near) - 1:
+        awaited = {table[other][1] for other in near if other < rank}
+        while awaited:
             end, _ = listener.accept()
             pid, _, _ = struct.unpack("3i", end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-            ends[pid] = end
-    found: dict[int, Neighbour] = {}
-    for other in near:
-        if other != rank:
-            found[other] = Neighbour(other, table[other][1], ends[table[other][1]], libc, found)
-    return found
+            if pid in awaited:  # anybody may knock
+                awaited.remove(pid)
+                ends[pid] = end
+    return Neighbours(
+        {other: Neighbour(other, table[other][1], ends[table[other][1]], libc) for other in near if other != rank}
+    )
 
 
 def _shared(mine: list[int]) -> list[list[int]]:

@@ -28,7 +28,7 @@ from fshard.mesh.runtimes import gloo, native
 from fshard.mesh.runtimes.abstract import Done
 from fshard.mesh.runtimes.direct import Direct
 from fshard.mesh.runtimes.link import GroupLink, Link, Running, What, Work, explain, shapes_of
-from fshard.mesh.runtimes.neighbours import meet
+from fshard.mesh.runtimes.neighbours import Neighbours, meet
 from fshard.mesh.runtimes.watch import Watch, watching
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from fshard.mesh.scope import Group, Scope
     from fshard.source import Site
 
-_state: dict[str, Any] = {"world": None, "meshes": {}}
+_state: dict[str, Any] = {"world": None, "meshes": {}, "process": None}
 
 
 class Unpacking:
@@ -61,25 +61,15 @@ class Unpacking:
 class Receiving:
     """A message under way."""
 
-    def __init__(
-        self, link: Link, likes: tuple[Tensor, ...], source: int, what: What, timeout: timedelta, device: torch.device
-    ) -> None:
-        self._likes, self._what, self._timeout = likes, what, timeout
-        self._sizes = [like.numel() for like in likes]
-        self._buffer = torch.empty(sum(self._sizes), dtype=likes[0].dtype, device=device)
-        try:
-            self._work = link.receive(self._buffer.view(torch.uint8), source, what)
-        except RuntimeError as error:
-            explain(error, timeout, what)
+    def __init__(self, running: Running, likes: tuple[Tensor, ...]) -> None:
+        self._running, self._likes = running, likes
 
     def wait(self) -> tuple[Tensor, ...]:
         """Wait for it, and take it apart."""
-        try:
-            self._work.wait(self._timeout)
-        except RuntimeError as error:
-            explain(error, self._timeout, self._what)
-        parts = self._buffer.to(self._likes[0].device).split(self._sizes)
-        return tuple(part.reshape(like.shape) for part, like in zip(parts, self._likes, strict=True))
+        likes = self._likes
+        flat = self._running.wait().view(likes[0].dtype).to(likes[0].device)
+        parts = flat.split([like.numel() for like in likes])
+        return tuple(part.reshape(like.shape) for part, like in zip(parts, likes, strict=True))
 
 
 class ProcessWorld:
@@ -92,7 +82,7 @@ class ProcessWorld:
         self.timeout = timeout
         self.backend = dist.get_backend()
         self._wires = native.WIRES if self.backend == "nccl" else gloo.WIRES
-        self._neighbours = meet(timeout) if self.backend == "gloo" else {}
+        self._neighbours = meet(timeout) if self.backend == "gloo" else Neighbours({})
         self._staged = self.backend != "nccl"
         self.scopes: dict[object, Scope] = {}
         self._under_way: set[Running] = set()
@@ -140,7 +130,8 @@ class ProcessWorld:
         if self._staged and not buffer.is_cpu:
             buffer = buffer.cpu()
         buffer = buffer.contiguous()
-        running = Running(self.link(group).begin(move, buffer, what), self.timeout, what, self._under_way)
+        link = self.link(group)
+        running = Running(link, link.begin(move, buffer, what), self.timeout, what, self._under_way)
         return Unpacking(running, move, xs, widths, n)
 
     # -- messages -----------------------------------------------------------------------------------------------
@@ -163,13 +154,12 @@ class ProcessWorld:
 
     def finish(self, waiting: bool) -> None:
         """Make no more calls; `waiting` for what has been sent to arrive, for without its sender it never would."""
-        with suppress(RuntimeError):  # of receivers that are no more
-            for work, _ in self._outgoing if waiting else ():
+        for work, _ in self._outgoing if waiting else ():
+            with suppress(RuntimeError):  # of a receiver that is no more
                 work.wait(self.timeout)
         if self._watch is not None:
             self._watch.finished()
-        for neighbour in self._neighbours.values():
-            neighbour.close()
+        self._neighbours.close()
         for held in (self._outgoing, self._to_itself, self._under_way, self._links, self.scopes):
             held.clear()  # a connection closes with the last reference to it, and graphs still refer to this world
 
@@ -179,9 +169,11 @@ class ProcessWorld:
             self._watch.expect(group, source, f"{shapes_of(likes)}", site)
         if source == group.index:
             return Done(self._from_itself(likes, group, site))
-        device = torch.device("cpu") if self._staged else likes[0].device
-        what = What(None, likes, group, site)
-        return Receiving(self.link(group), likes, source, what, self.timeout, device)
+        size = sum(like.nbytes for like in likes)
+        buffer = torch.empty(size, dtype=torch.uint8, device="cpu" if self._staged else likes[0].device)
+        link, what = self.link(group), What(None, likes, group, site)
+        running = Running(link, link.receive(buffer, source, what), self.timeout, what, self._under_way)
+        return Receiving(running, likes)
 
     def _from_itself(self, likes: tuple[Tensor, ...], group: Group, site: Site) -> tuple[Tensor, ...]:
         sent, what = self._to_itself[group.members], What(None, likes, group, site)
@@ -218,7 +210,7 @@ class ProcessWorld:
 
     def near(self, members: tuple[int, ...]) -> bool:
         """Return whether all these processes are on this machine."""
-        return self._neighbours.keys() >= {*members} - {self.rank}
+        return self._neighbours.known.keys() >= {*members} - {self.rank}
 
 
 # -- joining and leaving ----------------------------------------------------------------------------------------
@@ -239,6 +231,7 @@ def join(device_type: str, timeout: float | None) -> ProcessWorld:
         if device_type == "cuda":
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
         dist.init_process_group(_backend(device_type), timeout=limit)
+        _state["process"] = os.getpid()
         atexit.register(_leave_at_exit)
         _share_random_state()
     world = _state["world"] = ProcessWorld(limit)
@@ -255,7 +248,8 @@ def leave(*, waiting: bool = True) -> None:
 
 
 def _leave_at_exit() -> None:
-    leave(waiting=not hasattr(sys, "last_value"))  # after an error, the others may never receive anything
+    if os.getpid() == _state["process"]:  # else this is a fork of the process that joined
+        leave(waiting=not hasattr(sys, "last_value"))  # after an error, the others may never receive anything
 
 
 def _backend(device_type: str) -> str:
