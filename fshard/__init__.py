@@ -4,6 +4,7 @@ A named mesh of devices, layouts as values, and pure functions on shards; one pr
 this process), on real ones (torch.distributed) and on none (shapes only).
 """
 
+from fshard import optim
 from fshard.errors import (
     CollectiveTimeoutError,
     DeadlockError,
@@ -12,6 +13,9 @@ from fshard.errors import (
     LostProcessError,
     MeshError,
     MismatchError,
+    ModuleError,
+    OptimizerError,
+    PolicyError,
     PromiseError,
     ScopeError,
 )
@@ -43,6 +47,15 @@ from fshard.mesh.run import run
 from fshard.mesh.shard_map import shard_map
 from fshard.mesh.sharded import Sharded, from_local, typeof
 from fshard.mesh.spec import P
+from fshard.optim.contract import Optimizer, apply_updates
+from fshard.optim.partition import partition_optimizer
+from fshard.transforms.functionalize import functionalize
+from fshard.transforms.gradient import grad, value_and_grad
+from fshard.transforms.randomness import keyed_random
+from fshard.transforms.remat import name, offload, remat, save_names
+from fshard.transforms.rules import fsdp, shard_params
+from fshard.transforms.step import train_step
+from fshard.transforms.use import gathered, whole
 
 __all__ = [
     "CollectiveTimeoutError",
@@ -56,14 +69,19 @@ __all__ = [
     "Mesh",
     "MeshError",
     "MismatchError",
+    "ModuleError",
+    "Optimizer",
+    "OptimizerError",
     "P",
     "Picture",
+    "PolicyError",
     "PromiseError",
     "ScopeError",
     "ShardType",
     "Sharded",
     "all_gather",
     "all_to_all",
+    "apply_updates",
     "axis_index",
     "axis_size",
     "broadcast",
@@ -71,8 +89,17 @@ __all__ = [
     "from_device_mesh",
     "from_dtensor",
     "from_local",
+    "fsdp",
+    "functionalize",
+    "gathered",
+    "grad",
+    "keyed_random",
     "ledger",
     "make_mesh",
+    "name",
+    "offload",
+    "optim",
+    "partition_optimizer",
     "picture",
     "pmax",
     "pmean",
@@ -82,15 +109,21 @@ __all__ = [
     "psum_scatter",
     "pvary",
     "recv",
+    "remat",
     "reshard",
     "run",
+    "save_names",
     "send",
     "shard_map",
+    "shard_params",
     "to_device_mesh",
     "to_dtensor",
+    "train_step",
     "treescope_sharding",
     "typeof",
     "unshard",
     "use_treescope",
+    "value_and_grad",
     "visualize",
+    "whole",
 ]

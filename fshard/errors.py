@@ -51,3 +51,15 @@ class CollectiveTimeoutError(FshardError, RuntimeError):
 
 class LostProcessError(FshardError, RuntimeError):
     """Another process of the group is gone: it failed, or it ended too early."""
+
+
+class OptimizerError(FshardError, ValueError):
+    """An optimizer that cannot be made as asked, or was given what it cannot work on."""
+
+
+class PolicyError(FshardError, ValueError):
+    """A policy of rematerialisation that there is not."""
+
+
+class ModuleError(FshardError, ValueError):
+    """A module that cannot be made a function, or tensors that are not the module's."""

@@ -21,8 +21,8 @@ MAY_IMPORT = {
     "errors": set(),
     "source": {"errors"},
     "mesh": GROUND,
-    "transforms": GROUND | {"mesh"},
     "optim": GROUND | {"mesh"},
+    "transforms": GROUND | {"mesh", "optim"},  # a training step is a gradient and an optimizer
     "pipeline": GROUND | {"mesh"},
     "booster": GROUND | {"mesh", "transforms", "optim", "pipeline"},
     "checkpoint": GROUND | {"mesh", "transforms", "optim", "pipeline"},

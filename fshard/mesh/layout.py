@@ -51,6 +51,7 @@ class Layout:
         mesh: the grid of devices.
         spec: which axes cut which dim.
         memory: "device" or "host".
+        unit: the name of the leaves that this one is gathered and reduced together with; says nothing of where it lies.
 
     >>> from fshard.mesh.make import make_mesh
     >>> layout = Layout(make_mesh({"data": 4, "model": 2}), P("data", "model"))
@@ -61,6 +62,7 @@ class Layout:
     mesh: Mesh
     spec: P = P()
     memory: Memory = "device"
+    unit: str | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.mesh, Mesh) or not isinstance(self.spec, P):
@@ -141,17 +143,18 @@ class Layout:
 
     def with_spec(self, spec: P) -> Layout:
         """Return this layout with another spec."""
-        return Layout(self.mesh, spec, self.memory)
+        return Layout(self.mesh, spec, self.memory, self.unit)
 
     def __hash__(self) -> int:
-        return kept_hash(self, (self.mesh, self.spec, self.memory))
+        return kept_hash(self, (self.mesh, self.spec, self.memory, self.unit))
 
     def __getstate__(self) -> dict[str, object]:
         return without_hash(self)
 
     def __repr__(self) -> str:
         memory = "" if self.memory == "device" else f', "{self.memory}"'
-        return f"Layout({self.mesh}, {self.spec}{memory})"
+        unit = "" if self.unit is None else f", unit={self.unit!r}"
+        return f"Layout({self.mesh}, {self.spec}{memory}{unit})"
 
 
 @dataclass(frozen=True)

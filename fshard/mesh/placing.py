@@ -1,12 +1,12 @@
 """Laying tensors on a mesh: `device_put`, `reshard`, `unshard`.
 
 Each is a function of one device, made of collectives and local moves that know their transpose, and run on every
-device that the caller stands for.  `plan` chooses the steps; this module takes them.
+device that the caller stands for.  `plan` chooses the steps, `steps` takes them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -14,92 +14,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from fshard.errors import LayoutError
 from fshard.mesh import ledger
-from fshard.mesh.arithmetic import chunk, flat_range
-from fshard.mesh.differentiate import Bound, LinearMap, Tensors, apply, recorded, transformed
+from fshard.mesh.differentiate import LinearMap, Tensors, apply, recorded, transformed
 from fshard.mesh.layout import Layout, holders
 from fshard.mesh.ledger import Row
 from fshard.mesh.mapped import run_mapped
-from fshard.mesh.moves import AllGather, AllToAll, Alone, Move, Permute, Psum, PsumScatter, Summand, Take
-from fshard.mesh.plan import Kind, Step, plan
-from fshard.mesh.scope import require
 from fshard.mesh.sharded import Sharded, in_memory
-from fshard.mesh.spec import P
 from fshard.mesh.spmd import held, is_outside, standing
+from fshard.mesh.steps import Way, convert, go, steps_between, wire_of
 from fshard.mesh.sums import tree_sum
 from fshard.mesh.tree import PyTree, broadcast_prefix, flatten_with_paths, map_leaves, unflatten
 from fshard.source import Site, call_site
-
-# -- what one device does ---------------------------------------------------------------------------------------
-
-
-def take_steps(x: Tensor, steps: tuple[Step, ...], shape: tuple[int, ...], site: Site) -> Tensor:
-    """Take the steps of a plan on one device, whose shard is `x`."""
-    for step in steps:
-        x = _take(x, step, shape, site)
-    return x
-
-
-_MOVES: dict[Kind, Callable[[Step], Move]] = {
-    "slice": lambda step: Take(step.dim),
-    "summand": lambda step: Summand(),
-    "psum": lambda step: Psum(),
-    "psum_scatter": lambda step: PsumScatter(step.dim),
-    "all_gather": lambda step: AllGather(step.dim, replicated=True),
-    "all_to_all": lambda step: AllToAll(step.other, step.dim),
-    "ppermute": lambda step: Permute(step.pairs),
-    "flat_slice": lambda step: Take(0),
-    "flat_scatter": lambda step: PsumScatter(0),
-    "flat_gather": lambda step: AllGather(0, replicated=True),
-    "flat_ppermute": lambda step: Permute(step.pairs),
-}
-
-
-def _take(x: Tensor, step: Step, shape: tuple[int, ...], site: Site) -> Tensor:
-    """Take one step; what is flat is filled up to even ranges for the way, and trimmed after it."""
-    scope = require("fs.reshard")
-    group = scope.group(step.axes, "fs.reshard")
-    if step.kind == "reshape":
-        return x.reshape(-1 if step.after.flat is not None else (shape[0] // group.size, *shape[1:]))
-
-    def do(y: Tensor) -> Tensor:
-        return apply(Bound(_MOVES[step.kind](step), group, site), (y,))[0]
-
-    if not step.kind.startswith("flat_"):
-        return do(x)
-    total = prod(shape)
-    if step.kind == "flat_gather":
-        return do(_padded(x, chunk(total, group.size)))[:total].reshape(shape)
-    target = scope.group(step.after.flat or (), "fs.reshard")
-    each = chunk(total, target.size)
-    start, stop = flat_range(total, target.size, target.index)
-    return do(_padded(x, each if step.kind == "flat_ppermute" else each * target.size))[: stop - start]
-
-
-def _padded(x: Tensor, length: int) -> Tensor:
-    """Flatten, and fill up with zeros to a length."""
-    flat = x.reshape(-1)
-    return flat if flat.numel() == length else pad(flat, (0, length - flat.numel()))
-
-
-def steps_between(before: Layout, after: Layout, shape: tuple[int, ...]) -> tuple[Step, ...]:
-    """Return the cheapest steps from one layout to another on the same mesh."""
-    return plan(_spec(before), _spec(after), shape, after.mesh.axes)
-
-
-def convert(x: Tensor, before: Layout, after: Layout, shape: tuple[int, ...], site: Site) -> Tensor:
-    """Return one device's shard in another layout on the same mesh.  From a replicated one, nothing is sent."""
-    return take_steps(x, steps_between(before, after, shape), shape, site)
-
-
-def _spec(layout: Layout) -> P:
-    """Return the spec without the shape that a flat one may carry, which says nothing about where things lie."""
-    spec = layout.spec
-    return spec if spec.shape is None else P.flat(*(spec.flat_axes or ()), unreduced=spec.unreduced)
-
 
 # -- between one tensor outside and a replicated one on all devices -----------------------------------------------
 
@@ -166,7 +93,7 @@ def _each_leaf(what: str, tree: PyTree, layouts: PyTree, act: Callable[[Any, Lay
                     raise LayoutError(
                         f"a Layout is needed, found {type(layout).__name__}. Write fs.Layout(mesh, P(...))."
                     )
-                own = Layout(standing(layout.mesh), layout.spec, layout.memory)
+                own = Layout(standing(layout.mesh), layout.spec, layout.memory, layout.unit)
                 if not isinstance(leaf, Tensor | Sharded):
                     raise LayoutError(
                         f"a tensor is needed, found {type(leaf).__name__}. Write torch.as_tensor(...) around it."
@@ -241,10 +168,18 @@ def reshard(tree: PyTree, layout: PyTree) -> PyTree:
     (f32[4, 4@data], {('all_to_all', ('data',)): (1, Fraction(12, 1))})
     """
     site = call_site()
-    return _each_leaf("reshard", tree, layout, lambda x, to: _reshard(x, to, site))
+    given: list[tuple[Sharded, Layout]] = []
+
+    def note(x: Any, to: Layout) -> int:
+        given.append((_movable(x, to), to))
+        return len(given) - 1
+
+    places = _each_leaf("reshard", tree, layout, note)
+    moved = reshard_all([x for x, _ in given], [to for _, to in given], site)
+    return map_leaves(lambda place: moved[place], places)
 
 
-def _reshard(x: Sharded, layout: Layout, site: Site) -> Sharded:
+def _movable(x: Any, layout: Layout) -> Sharded:
     if not isinstance(x, Sharded):
         raise LayoutError(f"a Sharded is needed, found {type(x).__name__}. Lay tensors on a mesh with fs.device_put.")
     if x.mesh != layout.mesh:
@@ -252,9 +187,30 @@ def _reshard(x: Sharded, layout: Layout, site: Site) -> Sharded:
             f"the tensor lies on {x.mesh} and cannot be moved to {layout.mesh}. Take it off with fs.unshard first."
         )
     x.check()
-    columns = [tuple(in_memory(shard, x.mesh, "device") for shard in x.shards)]
-    (shards,) = run_mapped(x.mesh, lambda device, xs: (convert(xs[0], x.layout, layout, x.shape, site),), columns)
-    return _with_memory(Sharded(x.shape, layout, shards))
+    return x
+
+
+def reshard_all(xs: Sequence[Sharded], layouts: Sequence[Layout], site: Site) -> list[Sharded]:
+    """Lay global arrays differently on their mesh, those that go the same way together; what is one stays one."""
+    moved = {(tuple(map(id, x.shards)), to): x for x, to in zip(xs, layouts, strict=True)}
+    for mesh in dict.fromkeys(x.mesh for x in xs):
+        keys = [key for key, x in moved.items() if x.mesh == mesh and x.layout != key[1]]
+        given = [moved[key] for key in keys]
+        ways = [Way(steps_between(x.layout, key[1], x.shape), x.shape) for key, x in zip(keys, given, strict=True)]
+        columns = [tuple(in_memory(shard, mesh, "device") for shard in x.shards) for x in given]
+        if any(way.steps for way in ways):
+
+            def program(device: int, own: Tensors, ways: Sequence[Way] = ways) -> Tensors:
+                return tuple(go(own, ways, site)())
+
+            columns = run_mapped(mesh, program, columns)
+        for key, x, shards in zip(keys, given, columns, strict=True):
+            moved[key] = _with_memory(Sharded(x.shape, key[1], tuple(shards)))
+    return [moved[tuple(map(id, x.shards)), to] for x, to in zip(xs, layouts, strict=True)]
+
+
+def _reshard(x: Sharded, layout: Layout, site: Site) -> Sharded:
+    return reshard_all([_movable(x, layout)], [layout], site)[0]
 
 
 def unshard(tree: PyTree) -> PyTree:
@@ -305,7 +261,7 @@ def _summands(layout: Layout, device: int) -> list[int]:
 def _charge(x: Sharded, device: int, site: Site) -> None:
     """Write into the ledger what one device would send to have the whole."""
     for step in steps_between(x.layout, Layout(x.mesh), x.shape):
-        move = None if step.kind == "reshape" else _MOVES[step.kind](step)
-        if move is not None and not isinstance(move, Alone):
+        move = wire_of(step)
+        if move is not None:
             for opened in ledger.active():
                 opened.record(device, Row(move.name, step.axes, site), step.elements * x.shards[0].element_size())

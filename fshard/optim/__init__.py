@@ -1,0 +1,59 @@
+"""Pure optimizers on trees: pairs of functions (init, update), most of them with a donated `step`.
+
+opt = chain(clip_by_global_norm(1.0), adamw(schedules.warmup_cosine(3e-4, warmup=100, steps=10_000)))
+state = opt.init(params)
+params, state = opt.step(grads, state, params)
+"""
+
+from fshard.optim import schedules
+from fshard.optim.accumulation import accumulate
+from fshard.optim.adafactor import adafactor
+from fshard.optim.adam import adam, adamw
+from fshard.optim.average import ema, ema_params
+from fshard.optim.chain import add_decayed_weights, chain, clip_by_global_norm, clip_by_value, scale
+from fshard.optim.choose import by_label, masked
+from fshard.optim.contract import Optimizer, OptimizerError, apply_updates, pure_step, step_of
+from fshard.optim.finite import all_finite, skip_if_not_finite
+from fshard.optim.foreign import from_torch
+from fshard.optim.lamb import lamb
+from fshard.optim.lion import lion
+from fshard.optim.master import with_master_weights
+from fshard.optim.muon import muon
+from fshard.optim.norms import global_norm
+from fshard.optim.schedules import Rate, Schedule
+from fshard.optim.sgd import sgd
+from fshard.optim.shampoo import shampoo
+
+__all__ = [
+    "Optimizer",
+    "OptimizerError",
+    "Rate",
+    "Schedule",
+    "accumulate",
+    "adafactor",
+    "adam",
+    "adamw",
+    "add_decayed_weights",
+    "all_finite",
+    "apply_updates",
+    "by_label",
+    "chain",
+    "clip_by_global_norm",
+    "clip_by_value",
+    "ema",
+    "ema_params",
+    "from_torch",
+    "global_norm",
+    "lamb",
+    "lion",
+    "masked",
+    "muon",
+    "pure_step",
+    "scale",
+    "schedules",
+    "sgd",
+    "shampoo",
+    "skip_if_not_finite",
+    "step_of",
+    "with_master_weights",
+]

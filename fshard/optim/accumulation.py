@@ -1,0 +1,87 @@
+"""Accumulation: one step for several gradients, with their mean.
+
+count    1   2   3   4   5   6          every=3
+sums     a  +b  +c   d  +e  +f
+step             x           x          with (a + b + c) / 3, then with (d + e + f) / 3
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fshard.mesh.tree import PyTree
+from fshard.optim.contract import Optimizer, OptimizerError, Update, no_updates
+from fshard.optim.leaves import Leaf, Leaves, count_from_zero, map_shards, trainable
+
+
+def accumulate(opt: Optimizer, every: int) -> Optimizer:
+    """Give the inner optimizer the mean of so many gradients at a time; between that, nothing moves.
+
+    A parameter that had no gradient in any of them has none in the mean; in a mean, no gradient counts as 0.
+
+    >>> import torch, fshard.optim as optim
+    >>> opt = accumulate(optim.sgd(1.0), every=2)
+    >>> params, state = [torch.ones(1)], opt.init([torch.ones(1)])
+    >>> for grad in (1.0, 3.0):
+    ...     params, state = opt.step([torch.tensor([grad])], state, params)
+    ...     print(params)
+    [tensor([1.])]
+    [tensor([-1.])]
+    """
+    if every < 1:
+        raise OptimizerError(f"accumulate: every is how many gradients make one step, at least 1; found {every}.")
+
+    def init(params: PyTree) -> PyTree:
+        at = Leaves.of(params)
+        sums = at.mapped(lambda leaf: map_shards(torch.zeros_like, leaf) if trainable(leaf) else None)
+        seen = at.mapped(lambda leaf: count_from_zero() if trainable(leaf) else None)
+        return {"count": count_from_zero(), "seen": seen, "sums": sums, "inner": opt.init(params)}
+
+    def at_last(otherwise: Callable[[PyTree, PyTree], PyTree], act: Update) -> Update:
+        def run(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+            state = state | _added(state, grads)
+            if int(state["count"]) % every:
+                return otherwise(grads, params), state
+            result, inner = act(_means(state, every), state["inner"], params)
+            return result, state | {
+                "seen": Leaves.of(state["seen"]).mapped(lambda n: None if n is None else torch.zeros_like(n)),
+                "sums": Leaves.of(state["sums"]).mapped(
+                    lambda x: None if x is None else map_shards(torch.zeros_like, x)
+                ),
+                "inner": inner,
+            }
+
+        return torch.no_grad()(run)
+
+    update = at_last(lambda grads, params: no_updates(grads), opt.update)
+    step = at_last(lambda grads, params: params, opt.step) if opt.step else None
+    return Optimizer(init, update, step, opt.elementwise)
+
+
+def _added(state: dict[str, Any], grads: PyTree) -> dict[str, Any]:
+    """Return the count, the sums and how many gradients each is of, with another gradient."""
+    sums, seen = Leaves.of(state["sums"]), Leaves.of(state["seen"])
+    given = sums.beside(grads, "grads")
+
+    def added(total: Leaf, grad: Leaf) -> Leaf:
+        if total is None or grad is None:
+            return total
+        return map_shards(lambda x, g: x + g.detach().to(x.dtype), total, grad)
+
+    return {
+        "count": state["count"] + 1,
+        "sums": sums.mapped(added, given),
+        "seen": seen.mapped(lambda n, grad: n if n is None or grad is None else n + 1, given),
+    }
+
+
+def _means(state: dict[str, Any], every: int) -> PyTree:
+    sums = Leaves.of(state["sums"])
+
+    def mean(total: Leaf, seen: Leaf) -> Leaf:
+        return map_shards(lambda x: x / every, total) if total is not None and int(seen) else None
+
+    return sums.mapped(mean, sums.beside(state["seen"], 'state["seen"]'))

@@ -1,0 +1,136 @@
+"""Transformations of gradients, and `chain`, which puts a row of them before an optimizer.
+
+    clip_by_global_norm(1.0) ─> add_decayed_weights(0.1) ─> sgd(0.1)          each has its own place in the state
+
+The last one of a chain says what the chain is: with a writer at the end it is a writer, whose `step` is the writer's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fshard.mesh.tree import PyTree
+from fshard.optim.contract import Optimizer, Update
+from fshard.optim.leaves import Leaf, Leaves, count_from_zero, map_shards, trainable
+from fshard.optim.norms import global_norm
+from fshard.optim.schedules import Rate, rate_at
+
+
+def chain(*transforms: Optimizer) -> Optimizer:
+    """Apply one after the other; the state is the tuple of theirs.
+
+    >>> import torch, fshard.optim as optim
+    >>> opt = chain(clip_by_value(1.0), optim.sgd(0.5))
+    >>> params, _ = opt.step([torch.tensor([8.0])], opt.init([torch.ones(1)]), [torch.ones(1)])
+    >>> params
+    [tensor([0.5000])]
+    """
+
+    def init(params: PyTree) -> PyTree:
+        return tuple(one.init(params) for one in transforms)
+
+    def through(last: Callable[[Optimizer], Update]) -> Update:
+        def run(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+            after: list[Any] = []
+            for place, (one, own) in enumerate(zip(transforms, state, strict=True)):
+                act = last(one) if place == len(transforms) - 1 else one.update
+                grads, own = act(grads, own, params)
+                after.append(own)
+            return grads, tuple(after)
+
+        return run
+
+    writes = transforms and transforms[-1].step
+    step = through(lambda one: one.step or one.update) if writes else None
+    return Optimizer(init, through(lambda one: one.update), step, all(one.elementwise for one in transforms))
+
+
+def scale(factor: Rate) -> Optimizer:
+    """Multiply gradients by a number, or by a schedule of numbers.
+
+    >>> import torch
+    >>> opt = scale(lambda count: count + 2.0)
+    >>> grads, state = opt.update([torch.ones(1)], opt.init([torch.ones(1)]), [torch.ones(1)])
+    >>> grads, state
+    ([tensor([2.])], {'count': tensor(1)})
+    """
+
+    def update(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+        by = rate_at(factor, int(state["count"]))
+        return _each(lambda grad: grad * by, grads), {"count": state["count"] + 1}
+
+    return Optimizer(lambda params: {"count": count_from_zero()}, torch.no_grad()(update))
+
+
+def clip_by_value(limit: float) -> Optimizer:
+    """Keep every element of the gradients between -limit and limit (of complex ones, both parts).
+
+    >>> import torch
+    >>> clip_by_value(1.0).update([torch.tensor([3.0, -2.0, 0.5])], (), None)[0]
+    [tensor([ 1.0000, -1.0000,  0.5000])]
+    """
+
+    def clipped(grad: Tensor) -> Tensor:
+        if grad.is_complex():
+            return torch.view_as_complex(torch.view_as_real(grad.resolve_conj()).clamp(-limit, limit))
+        return grad.clamp(-limit, limit)
+
+    return _stateless(lambda grads, params: _each(clipped, grads))
+
+
+def clip_by_global_norm(max_norm: float) -> Optimizer:
+    """Shrink gradients so that the norm of all of them is at most `max_norm`, whatever their layouts.
+
+    Communicates as `global_norm` does.  The factor is the one of torch.nn.utils.clip_grad_norm_.  It counts as
+    elementwise, since it does on any shards what it does on the whole.
+
+    >>> import torch
+    >>> clip_by_global_norm(1.0).update([torch.tensor([3.0]), torch.tensor([4.0])], (), None)[0]
+    [tensor([0.6000]), tensor([0.8000])]
+    """
+
+    def clipped(grads: PyTree, params: PyTree) -> PyTree:
+        factor = (max_norm / (global_norm(grads) + 1e-6)).clamp(max=1.0)
+        if factor.is_cpu and bool(factor == 1.0):  # known without waiting for a device
+            return grads
+        return _each(lambda grad: grad * factor.to(grad.device, grad.dtype), grads)
+
+    return _stateless(clipped)
+
+
+def add_decayed_weights(decay: float) -> Optimizer:
+    """Add to each gradient its parameter times `decay`: the gradient of half the sum of squares.
+
+    >>> import torch
+    >>> add_decayed_weights(0.5).update([torch.ones(1)], (), [torch.tensor([4.0])])[0]
+    [tensor([3.])]
+    """
+
+    def decayed(grads: PyTree, params: PyTree) -> PyTree:
+        at = Leaves.of(params)
+        return at.mapped(_decayed, at.gradients(grads))
+
+    def _decayed(param: Leaf, grad: Leaf) -> Leaf:
+        moved = grad is not None and trainable(param)
+        return map_shards(lambda g, p: g.add(p.detach().to(g.dtype), alpha=decay), grad, param) if moved else grad
+
+    return _stateless(decayed)
+
+
+def _stateless(transform: Callable[[PyTree, PyTree], PyTree]) -> Optimizer:
+    """Make a transformation of a function of gradients and parameters."""
+
+    @torch.no_grad()
+    def update(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+        return transform(grads, params), state
+
+    return Optimizer(lambda params: (), update)
+
+
+def _each(f: Callable[[Tensor], Tensor], grads: PyTree) -> PyTree:
+    """Apply a function to the shards of every gradient."""
+    return Leaves.of(grads).mapped(lambda grad: None if grad is None else map_shards(f, grad))

@@ -1,0 +1,112 @@
+"""Different treatment for different parameters: `masked` and `by_label`.
+
+To leave a parameter out, an optimizer is shown None in its place, and None for its gradient: it then has no state.
+
+    params   {"w": x, "bias": y}      labels {"w": "matrix", "bias": "vector"}
+    "matrix" sees {"w": x, "bias": None};  "vector" sees {"w": None, "bias": y};  their results are laid over each other
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from fshard.mesh.tree import PyTree
+from fshard.optim.contract import Optimizer, OptimizerError, Update, no_updates, step_of
+from fshard.optim.leaves import Leaf, Leaves
+
+
+def masked(opt: Optimizer, mask: PyTree | Callable[[str, Leaf], bool]) -> Optimizer:
+    """Apply an optimizer or a transformation to some of the parameters.
+
+    The others are left alone by an optimizer, and their gradients passed on by a transformation.
+
+    Args:
+        opt: what is applied.
+        mask: a tree of bools that is a prefix of the parameters, or a function of path (`["blocks"][0]["w"]`) and leaf.
+
+    >>> import torch, fshard.optim as optim
+    >>> opt = masked(optim.sgd(0.5), {"w": True, "b": False})
+    >>> params = {"w": torch.ones(1), "b": torch.ones(1)}
+    >>> opt.step(params, opt.init(params), params)[0]
+    {'w': tensor([0.5000]), 'b': tensor([1.])}
+    """
+    return by_label({True: opt, False: _passing if opt.step is None else _frozen}, mask, every=False)
+
+
+def by_label(
+    opts: Mapping[Any, Optimizer], labels: PyTree | Callable[[str, Leaf], Any], *, every: bool = True
+) -> Optimizer:
+    """Apply to each parameter the optimizer of its label; the state is a dict by label.
+
+    Args:
+        opts: an optimizer for each label.
+        labels: a tree of labels that is a prefix of the parameters, or a function of path and leaf.
+        every: whether it is an error if a label is not used.
+
+    >>> import torch, fshard.optim as optim
+    >>> opts = {"fast": optim.sgd(0.5), "slow": optim.sgd(0.25)}
+    >>> opt = by_label(opts, lambda path, leaf: "slow" if "b" in path else "fast")
+    >>> params = {"w": torch.ones(1), "b": torch.ones(1)}
+    >>> opt.step(params, opt.init(params), params)[0]
+    {'w': tensor([0.5000]), 'b': tensor([0.7500])}
+    """
+
+    def init(params: PyTree) -> PyTree:
+        at = Leaves.of(params)
+        chosen = at.chosen(labels)
+        _check(at, chosen, opts, every)
+        return {label: opt.init(_only(at, at.leaves, chosen, label)) for label, opt in opts.items()}
+
+    def through(of: Callable[[Optimizer], Update]) -> Update:
+        def run(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+            at = Leaves.of(params)
+            chosen, given = at.chosen(labels), at.beside(grads, "grads")
+            results: list[Leaf] = [None] * len(chosen)
+            after: dict[Any, PyTree] = {}
+            for label, opt in opts.items():
+                own, after[label] = of(opt)(
+                    _only(at, given, chosen, label), state[label], _only(at, at.leaves, chosen, label)
+                )
+                for place, leaf in enumerate(at.beside(own, f"the results of {label!r}")):
+                    if chosen[place] == label:
+                        results[place] = leaf
+            return at.rebuild(results), after
+
+        return run
+
+    writes = any(opt.step is not None for opt in opts.values())
+    step = through(step_of) if writes else None
+    return Optimizer(init, through(lambda opt: opt.update), step, all(opt.elementwise for opt in opts.values()))
+
+
+def _only(at: Leaves, leaves: list[Leaf], chosen: list[Any], label: Any) -> PyTree:
+    """Return the tree of the leaves of one label, None in place of the others."""
+    return at.rebuild([leaf if own == label else None for leaf, own in zip(leaves, chosen, strict=True)])
+
+
+def _check(at: Leaves, chosen: list[Any], opts: Mapping[Any, Optimizer], every: bool) -> None:
+    placed = [(path, label) for path, leaf, label in zip(at.paths, at.leaves, chosen, strict=True) if leaf is not None]
+    wrong = [f"params{path} is labelled {label!r}" for path, label in placed if label not in opts]
+    used = {label for _, label in placed}
+    unused = [repr(label) for label in opts if label not in used] if every and placed else []
+    complaints = ([f"there is no optimizer for: {'; '.join(wrong)}"] if wrong else []) + (
+        [f"no parameter is labelled {', '.join(unused)}"] if unused else []
+    )
+    if complaints:
+        raise OptimizerError(
+            f"by_label has optimizers for {', '.join(map(repr, opts))}, but {' and '.join(complaints)}. "
+            "Every parameter needs an optimizer, and every optimizer a parameter."
+        )
+
+
+def _nothing(params: PyTree) -> PyTree:
+    return ()
+
+
+_passing = Optimizer(_nothing, lambda grads, state, params: (grads, state))
+_frozen = Optimizer(
+    _nothing,
+    lambda grads, state, params: (no_updates(grads), state),
+    lambda grads, state, params: (params, state),
+)

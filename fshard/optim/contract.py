@@ -1,0 +1,113 @@
+"""`Optimizer`: a pair of pure functions, and what can be done with any such pair.
+
+An optimizer is a value.  `init(params)` makes its state; `update(grads, state, params)` returns what is to be added to
+the parameters, and the next state; nothing is changed.  A *transformation* (`clip_by_value`, `scale`) is such a pair
+too: it turns gradients into other gradients.  What also has a `step` is a *writer*: it returns the next parameters
+themselves, exactly as torch.optim would write them, and may use up the memory of what it was given.
+
+    gradients ─> transformation ─> ... ─> writer ─┬─ update ─> differences ── apply_updates ─> parameters
+                                                  └─ step ──────────────────────────────────> parameters
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from fshard.mesh.tree import PyTree, flatten, unflatten
+from fshard.optim import lists
+from fshard.optim.leaves import Leaf, Leaves, like, shards_of
+
+Update = Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
+"""A function of gradients, state and parameters: to updates (or parameters) and the next state."""
+
+
+class Optimizer(NamedTuple):
+    """An optimizer, or a transformation of gradients, as pure functions on trees.
+
+    Args:
+        init: from parameters to state.
+        update: from gradients, state and parameters to updates and state.  Changes nothing that it is given.  A gradient
+            that is None (an unused parameter) has the update None, and leaves state as it is.
+        step: from gradients, state and parameters to parameters and state.  May use up all that it is given: the
+            fast way.  None for a transformation of gradients.
+        elementwise: whether an element's update depends on that element alone (and on numbers): then it runs on any shards.
+
+    >>> import torch, fshard.optim as optim
+    >>> opt = optim.sgd(0.5)
+    >>> params = {"w": torch.tensor([1.0, 2.0])}
+    >>> updates, state = opt.update({"w": torch.tensor([2.0, 4.0])}, opt.init(params), params)
+    >>> updates, apply_updates(params, updates)
+    ({'w': tensor([-1., -2.])}, {'w': tensor([0., 0.])})
+    """
+
+    init: Callable[[PyTree], PyTree]
+    update: Update
+    step: Update | None = None
+    elementwise: bool = True
+
+
+@torch.no_grad()
+def apply_updates(params: PyTree, updates: PyTree) -> PyTree:
+    """Add updates to parameters, leaf by leaf.  An update of None leaves its parameter as it is; dtypes stay.
+
+    The sum is made in the wider of the two dtypes and rounded once.
+
+    >>> import torch
+    >>> apply_updates([torch.ones(2), torch.ones(1)], [torch.tensor([1.0, 2.0]), None])
+    [tensor([2., 3.]), tensor([1.])]
+    """
+    at = Leaves.of(params)
+    return at.mapped(_sum, at.gradients(updates, "updates"))
+
+
+def _sum(param: Leaf, update: Leaf) -> Leaf:
+    if update is None:
+        return param
+    sums = lists.add(shards_of(param), shards_of(update)) if shards_of(param) else []
+    return like(
+        param,
+        [
+            total.to(before.dtype).requires_grad_(before.requires_grad)
+            for total, before in zip(sums, shards_of(param), strict=True)
+        ],
+    )
+
+
+def no_updates(grads: PyTree) -> PyTree:
+    """Return updates that leave every parameter as it is."""
+    return Leaves.of(grads).mapped(lambda grad: None)
+
+
+def step_of(opt: Optimizer) -> Update:
+    """Return an optimizer's step: its own, or its update applied.
+
+    >>> import torch, fshard.optim as optim
+    >>> params, state = step_of(optim.scale(-1.0))([torch.ones(1)], optim.scale(-1.0).init([]), [torch.ones(1)])
+    >>> params
+    [tensor([0.])]
+    """
+
+    def applied(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+        updates, state = opt.update(grads, state, params)
+        return apply_updates(params, updates), state
+
+    return opt.step or applied
+
+
+def pure_step(opt: Optimizer) -> Update:
+    """Return an optimizer's step as a pure function: it is given copies."""
+    step = step_of(opt)
+    return lambda grads, state, params: step(copied(grads), copied(state), copied(params))
+
+
+@torch.no_grad()
+def copied(tree: PyTree) -> PyTree:
+    """Return a tree of copies; what was one tensor at two places is one again."""
+    leaves, structure = flatten(tree)
+    made: dict[int, Any] = {}
+    return unflatten(
+        structure, [made.setdefault(id(x), x.clone()) if id(x) not in made else made[id(x)] for x in leaves]
+    )

@@ -1,0 +1,58 @@
+"""Skipping a step whose gradients are not finite, on all devices or on none.
+
+What one device finds, all must know before any of them moves: the numbers of bad shards are added up over the mesh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from fshard.mesh.tree import PyTree
+from fshard.optim.contract import Optimizer, Update, no_updates
+from fshard.optim.leaves import Leaves, count_from_zero, shards_of
+from fshard.optim.norms import check_summable, sum_over_mesh
+
+
+def skip_if_not_finite(opt: Optimizer) -> Optimizer:
+    """Leave parameters and state as they are when any gradient, on any device, is infinite or not a number.
+
+    Communicates a `psum` of 8 bytes over the axes along which any gradient is cut; the host waits for the answer.
+    state["skipped"] counts how often that happened.
+
+    >>> import torch, fshard.optim as optim
+    >>> opt = skip_if_not_finite(optim.sgd(0.5))
+    >>> params, state = opt.step([torch.tensor([torch.inf])], opt.init([torch.ones(1)]), [torch.ones(1)])
+    >>> params, state["skipped"]
+    ([tensor([1.])], tensor(1))
+    """
+
+    def init(params: PyTree) -> PyTree:
+        return {"skipped": count_from_zero(), "inner": opt.init(params)}
+
+    def unless_finite(otherwise: Callable[[PyTree, PyTree], PyTree], act: Update) -> Update:
+        def run(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+            if not all_finite(grads):
+                return otherwise(grads, params), {"skipped": state["skipped"] + 1, "inner": state["inner"]}
+            result, inner = act(grads, state["inner"], params)
+            return result, {"skipped": state["skipped"], "inner": inner}
+
+        return run
+
+    update = unless_finite(lambda grads, params: no_updates(grads), opt.update)
+    step = unless_finite(lambda grads, params: params, opt.step) if opt.step else None
+    return Optimizer(init, update, step, opt.elementwise)
+
+
+@torch.no_grad()
+def all_finite(tree: PyTree) -> bool:
+    """Return whether every element of a tree is a finite number, on all devices; all get the same answer."""
+    at = Leaves.of(tree)
+    check_summable("all_finite", at)
+    leaves = [leaf for leaf in at.leaves if leaf is not None]
+    if not leaves:
+        return True
+    bad = [[(~shard.isfinite()).any() for shard in shards_of(leaf)] for leaf in leaves]
+    total = sum_over_mesh(leaves, bad, [0] * len(leaves))
+    return total.is_meta or not total.any().item()

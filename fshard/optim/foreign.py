@@ -1,0 +1,156 @@
+"""Any class of torch.optim as a pure pair.
+
+The class is a rule like any other: each shard is one torch parameter, whose state is put into a new optimizer before the
+step and taken out after it.  What state there is, is found by a step on copies with gradients of 0; values are
+not kept from it, since they are those after a step.  A leaf at its first step comes without state, so that it begins
+as the class wants.  torch's own "step" is our count of the leaf's steps.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fshard.errors import FshardError
+from fshard.optim.cells import Cells
+from fshard.optim.contract import Optimizer, OptimizerError
+from fshard.optim.rules import writer
+from fshard.optim.schedules import Rate
+from fshard.optim.whole import check_whole
+
+_TORCH_CLASSES: Any = torch.optim
+_OF_MATRICES = ("Adafactor", "Muon")
+_REFUSED = {
+    "LBFGS": "it calls the loss function several times in one step",
+    "SparseAdam": "it is for sparse gradients",
+}
+
+
+def from_torch(cls: type[torch.optim.Optimizer], *, elementwise: bool | None = None, **options: Any) -> Optimizer:
+    """Make a pure optimizer of a torch.optim class.
+
+    Args:
+        cls: the class, such as torch.optim.RMSprop.
+        elementwise: whether an element's update depends on that element alone.  Known for the classes of torch.optim.
+        options: of the class, `foreach` and `fused` among them; `lr` may be a schedule.
+
+    >>> import torch
+    >>> opt = from_torch(torch.optim.Adagrad, lr=0.5)
+    >>> params, state = opt.step([torch.tensor([2.0])], opt.init([torch.ones(1)]), [torch.ones(1)])
+    >>> params, state["sum"]
+    ([tensor([0.5000])], [tensor([4.])])
+    """
+    elementwise = _elementwise(cls, elementwise)
+    lr: Rate = options.pop("lr") if "lr" in options else _default_rate(cls, options)
+    dry = options if callable(lr) else options | {"lr": lr}
+    kept = _names(cls, dry)
+    on_device = bool(options.get("fused") or options.get("capturable"))  # where torch then keeps its counts
+
+    def rule(cells: Cells, lr: float) -> None:
+        params = [param.detach() for param in cells.params]
+        optimizer = _made(cls, params, options | {"lr": lr})
+        for place, (param, grad, t) in enumerate(zip(params, cells.grads, cells.steps, strict=True)):
+            param.grad = grad.clone()  # torch may write into it
+            if t > 1:
+                own = {name: column[place] for name, column in cells.state.items()}
+                optimizer.state[param] = _given(own, kept) | _step_before(kept, t, param.device if on_device else None)
+        optimizer.step()
+        for place, param in enumerate(params):
+            for name, column in cells.state.items():
+                _keep(column[place], optimizer.state[param].get(name))
+
+    def slot(name: str) -> Any:
+        return lambda shard: _zeros(_dry_step(cls, shard, dry).get(name))
+
+    slots = {name: slot(name) for name in kept if name != "step"}
+    check = None if elementwise else check_whole(f"from_torch({cls.__name__})")
+    return writer(lr, slots, rule, check=check, elementwise=elementwise)
+
+
+def _made(cls: Any, params: list[Tensor], options: dict[str, Any]) -> torch.optim.Optimizer:
+    try:
+        return cls(params, **options)
+    except FshardError:
+        raise
+    except (TypeError, ValueError) as error:
+        raise OptimizerError(f"from_torch: torch.optim.{cls.__name__} refused what it was given: {error}") from error
+
+
+@torch.no_grad()
+def _dry_step(cls: Any, shard: Tensor, options: dict[str, Any]) -> dict[str, Any]:
+    """Return the state that one step leaves behind."""
+    param = shard.detach().clone()
+    param.grad = torch.zeros_like(param)
+    optimizer = _made(cls, [param], options)
+    optimizer.step()
+    return dict(optimizer.state[param])
+
+
+def _names(cls: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """Return what state the class keeps of vectors and matrices: by name, an example."""
+    found: dict[str, Any] = {}
+    refusals: list[OptimizerError] = []
+    for shape in ((2,), (2, 2)):
+        try:
+            found |= {
+                name: value for name, value in _dry_step(cls, torch.ones(shape), options).items() if value is not None
+            }
+        except OptimizerError as error:
+            refusals.append(error)
+    if len(refusals) == 2:
+        raise refusals[0]
+    return found
+
+
+def _given(own: dict[str, Any], kept: dict[str, Any]) -> dict[str, Any]:
+    """Return the state of a parameter as torch keeps it: tensors, or numbers."""
+    return {
+        name: value if isinstance(kept[name], Tensor) else type(kept[name])(value.item())
+        for name, value in own.items()
+        if value is not None
+    }
+
+
+def _step_before(kept: dict[str, Any], t: float, device: torch.device | None) -> dict[str, Any]:
+    """Return the count of steps as torch keeps it, before step number t."""
+    if "step" not in kept:
+        return {}
+    example = kept["step"]
+    number = torch.full_like(example, t - 1, device=device) if isinstance(example, Tensor) else type(example)(t - 1)
+    return {"step": number}
+
+
+def _keep(slot: Tensor | None, value: Any) -> None:
+    """Write what torch keeps into the slot for it, unless it is the slot itself."""
+    if slot is not None and value is not None and value is not slot:
+        slot.copy_(torch.as_tensor(value))
+
+
+def _zeros(value: Any) -> Tensor | None:
+    return None if value is None else torch.zeros_like(torch.as_tensor(value))
+
+
+def _default_rate(cls: Any, options: dict[str, Any]) -> float:
+    return float(_made(cls, [torch.ones(2, 2)], options).defaults["lr"])
+
+
+def _elementwise(cls: Any, elementwise: bool | None) -> bool:
+    """Return whether a class is elementwise, or raise if that, or whether it can be used, is not known."""
+    name = getattr(cls, "__name__", str(cls))
+    if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
+        raise OptimizerError(
+            f"from_torch takes a class of torch.optim; found {name}. Write from_torch(torch.optim.RMSprop)."
+        )
+    own = getattr(_TORCH_CLASSES, name, None) is cls
+    if own and name in _REFUSED:
+        raise OptimizerError(
+            f"from_torch cannot make torch.optim.{name} a pure function of gradients: {_REFUSED[name]}."
+        )
+    if elementwise is None and not own:
+        raise OptimizerError(
+            f"from_torch does not know whether {name} is elementwise: whether an element's update depends on that element "
+            f"alone. Write from_torch({name}, elementwise=True) if so, else elementwise=False."
+        )
+    return name not in _OF_MATRICES if elementwise is None else elementwise

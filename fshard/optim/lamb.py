@@ -1,0 +1,92 @@
+"""LAMB (You et al. 2019): Adam's direction, as long in each leaf as the leaf's own norm says.
+
+Legend: p parameter, g gradient, m and v as in Adam, u direction.
+
+    u = m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) + decay p
+    p = p - lr |p| / |u| u          (no trust ratio where a norm is 0)
+
+The norms are those of whole leaves, whatever their layout: all of them in one vector, one collective a step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from fshard.optim import lists
+from fshard.optim.adam import denominators, moments
+from fshard.optim.cells import Cells
+from fshard.optim.contract import Optimizer
+from fshard.optim.leaves import Leaves
+from fshard.optim.norms import check_summable, squares, sum_over_mesh
+from fshard.optim.rules import writer
+from fshard.optim.schedules import Rate
+
+
+def lamb(
+    lr: Rate = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-6, weight_decay: float = 0.0
+) -> Optimizer:
+    """Make LAMB, for parameters in any layout.
+
+    Communicates a `psum` of 16 bytes a leaf over the axes along which any leaf is cut.
+
+    Args:
+        lr: learning rate, or a schedule.
+        betas: how slowly the means of the gradient and of its square forget.
+        eps: added to the root of the mean square.
+        weight_decay: added to the direction, times the parameter.
+
+    >>> import torch
+    >>> opt = lamb(0.5)
+    >>> opt.update([torch.tensor([9.0, 9.0])], opt.init([torch.tensor([3.0, 4.0])]), [torch.tensor([3.0, 4.0])])[0]
+    [tensor([-1.7678, -1.7678])]
+    """
+
+    def rule(cells: Cells, lr: float) -> None:
+        directions = [torch.empty(0)] * len(cells.params)
+        numbered = replace(cells, leaves=list(range(len(cells.params))))
+        for kind in numbered.kinds():
+            for place, direction in zip(kind.leaves, _directions(kind.real(), betas, eps, weight_decay), strict=True):
+                directions[place] = direction
+        for param, direction, ratio in zip(cells.params, directions, _ratios(cells, directions), strict=True):
+            real = torch.view_as_real(param) if param.is_complex() else param
+            real.sub_(direction * (lr * ratio).to(direction.device, direction.dtype))
+
+    slots = {"exp_avg": torch.zeros_like, "exp_avg_sq": torch.zeros_like}
+    return writer(lr, slots, rule, check=_check, elementwise=False)
+
+
+def _check(at: Leaves) -> None:
+    check_summable("lamb", at)
+
+
+def _directions(cells: Cells, betas: tuple[float, float], eps: float, weight_decay: float) -> tuple[Tensor, ...]:
+    m, v = cells.state["exp_avg"], cells.state["exp_avg_sq"]
+    moments(m, v, cells.grads, betas)
+    directions = lists.div(m, [1 - betas[0] ** t for t in cells.steps])
+    lists.div_(directions, denominators(v, cells.steps, betas[1], eps))
+    if weight_decay:
+        lists.add_(directions, cells.params, alpha=weight_decay)
+    return directions
+
+
+def _ratios(cells: Cells, directions: list[Tensor]) -> list[Tensor]:
+    """Return for each cell the ratio of the norms of its leaf and of its leaf's direction; 1 where one is 0."""
+    numbers = {leaf: number for number, leaf in enumerate(dict.fromkeys(cells.leaves))}
+    owners = dict(zip(cells.leaves, cells.owners, strict=True))
+    values: dict[int, tuple[list[Tensor], list[Tensor]]] = {leaf: ([], []) for leaf in numbers}
+    for leaf, *both in zip(cells.leaves, squares(cells.params), squares(directions), strict=True):
+        for column, value in zip(values[leaf], both, strict=True):
+            column.append(value)
+    places = [owners[leaf] for leaf in numbers]
+    sums = sum_over_mesh(
+        places * 2,
+        [values[leaf][which] for which in (0, 1) for leaf in numbers],
+        list(range(2 * len(numbers))),
+    )
+    of_params, of_directions = sums.reshape(2, -1).sqrt()  # (2, leaves)
+    usable = (of_params > 0) & (of_directions > 0)
+    ratios = torch.where(usable, of_params / of_directions, torch.ones_like(of_params))
+    return [ratios[numbers[leaf]] for leaf in cells.leaves]

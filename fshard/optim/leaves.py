@@ -1,0 +1,161 @@
+"""Trees that go together: the parameters, and what stands beside each of them.
+
+Gradients, updates and state are paired with the parameters leaf by leaf, a `Sharded` being one leaf and None another
+(an unused parameter has no gradient).  Only then does one go down to the shards, which are plain tensors.
+
+    params   {"w": Sharded(a, b), "bias": c}          a, b, c: tensors
+    grads    {"w": None,          "bias": d}          so: nothing for a and b; d for c
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fshard.errors import LayoutError
+from fshard.mesh.layout import Layout
+from fshard.mesh.sharded import Sharded
+from fshard.mesh.spec import P
+from fshard.mesh.tree import PyTree, Structure, broadcast_prefix, flatten, flatten_with_paths, unflatten
+
+Leaf = Any
+"""A tensor, a `Sharded`, or None."""
+
+
+def shards_of(leaf: Leaf) -> tuple[Tensor, ...]:
+    """Return the tensors that a leaf is made of: none, itself, or its shards."""
+    if leaf is None:
+        return ()
+    return leaf.shards if isinstance(leaf, Sharded) else (leaf,)
+
+
+def like(leaf: Leaf, shards: Sequence[Any]) -> Leaf:
+    """Return a leaf of new shards that lies as `leaf` does; replicated, if its shape is another one."""
+    if not isinstance(leaf, Sharded):
+        return shards[0] if shards else None
+    if any(shard is None for shard in shards):
+        return None
+    if [shard.shape for shard in shards] == [shard.shape for shard in leaf.shards]:
+        return Sharded(leaf.shape, leaf.layout, tuple(shards))
+    return Sharded(tuple(shards[0].shape), Layout(leaf.mesh, P(), leaf.layout.memory), tuple(shards))
+
+
+def map_shards(f: Callable[..., Tensor], leaf: Leaf, *others: Leaf) -> Leaf:
+    """Apply a function to each shard of a leaf, and to the shards that other leaves have beside it."""
+    return like(leaf, [f(*column) for column in zip(shards_of(leaf), *map(shards_of, others), strict=True)])
+
+
+def trainable(leaf: Leaf) -> bool:
+    """Return whether a leaf is of numbers that a gradient can move: floats or complex."""
+    return leaf is not None and (leaf.dtype.is_floating_point or leaf.dtype.is_complex)
+
+
+def key_of(leaf: Leaf) -> tuple[int, ...]:
+    """Return what tells whether two leaves are one (tied): the identity of their tensors."""
+    return tuple(map(id, shards_of(leaf)))
+
+
+@dataclass(frozen=True)
+class Leaves:
+    """The leaves of a tree, and how to put the tree together again."""
+
+    leaves: list[Leaf]
+    structure: Structure
+
+    @staticmethod
+    def of(tree: PyTree) -> Leaves:
+        """Take a tree apart."""
+        return Leaves(*flatten(tree, sharded_is_leaf=True, none_is_leaf=True))
+
+    @property
+    def paths(self) -> list[str]:
+        """Where each leaf stands, as the expression that leads there: `["blocks"][0]["w"]`."""
+        return flatten_with_paths(self.rebuild(self.leaves), sharded_is_leaf=True, none_is_leaf=True)[0]
+
+    def rebuild(self, leaves: Sequence[Leaf]) -> PyTree:
+        """Put a tree of this structure together from other leaves."""
+        return unflatten(self.structure, leaves)
+
+    def mapped(self, f: Callable[..., Leaf], *others: list[Leaf]) -> PyTree:
+        """Return a tree of this structure with f of each leaf and what stands beside it; ties stay ties."""
+        made: dict[object, Leaf] = {}
+        results: list[Leaf] = []
+        for column in zip(self.leaves, *others, strict=True):
+            key = tuple(map(key_of, column))
+            if key not in made:
+                made[key] = f(*column)
+            results.append(made[key])
+        return self.rebuild(results)
+
+    def beside(self, tree: PyTree, name: str) -> list[Leaf]:
+        """Return the leaves of another tree, which must have this structure."""
+        leaves, structure = flatten(tree, sharded_is_leaf=True, none_is_leaf=True)
+        if structure != self.structure:
+            raise LayoutError(
+                f"{name} and params are trees of different structure: {structure} and {self.structure}. "
+                "Give one leaf for each parameter; None where there is none."
+            )
+        return leaves
+
+    def gradients(self, tree: PyTree, name: str = "grads") -> list[Leaf]:
+        """Return the leaves of a tree that has for each parameter a tensor that lies as it does, or None."""
+        leaves = self.beside(tree, name)
+        wrong = [
+            i
+            for i, (param, leaf) in enumerate(zip(self.leaves, leaves, strict=True))
+            if leaf is not None and not _alike(param, leaf)
+        ]
+        if wrong:
+            found = [
+                f"\n  {self.paths[i] or 'the leaf'}: params has {_kind(self.leaves[i])}, {name} has {_kind(leaves[i])}"
+                for i in wrong
+            ]
+            raise LayoutError(
+                f"{name} must lie as params do, or be None:{''.join(found)}\n"
+                "Lay them alike: fs.reshard(grads, layout) or fs.device_put(params, layout)."
+            )
+        return leaves
+
+    def chosen(self, prefix: PyTree) -> list[Any]:
+        """Return what a prefix of this tree, or a function of path and leaf, says of each leaf."""
+        if callable(prefix):
+            return [prefix(path, leaf) for path, leaf in zip(self.paths, self.leaves, strict=True)]
+        try:
+            return broadcast_prefix(prefix, self.rebuild(self.leaves), none_is_leaf=True)
+        except ValueError:
+            raise LayoutError(
+                f"{prefix!r} is no prefix of the tree {self.structure}. Give one value, a tree of values that ends where "
+                "the parameters end or before, or a function of (path, leaf)."
+            ) from None
+
+    def firsts(self) -> list[int]:
+        """Return for each leaf the place of the first that is the same: ties are one parameter."""
+        seen: dict[tuple[int, ...], int] = {}
+        return [i if leaf is None else seen.setdefault(key_of(leaf), i) for i, leaf in enumerate(self.leaves)]
+
+
+def _alike(one: Leaf, other: Leaf) -> bool:
+    """Return whether two leaves lie alike."""
+    if isinstance(one, Sharded):
+        return isinstance(other, Sharded) and one.shape == other.shape and _cut(one.layout) == _cut(other.layout)
+    return isinstance(one, Tensor) and isinstance(other, Tensor) and one.shape == other.shape
+
+
+def _cut(layout: Layout) -> object:
+    """Return how a layout cuts, without the shape that a flat spec may have been written for."""
+    return layout.mesh, layout.spec.entries, layout.spec.flat_axes, layout.spec.unreduced
+
+
+def _kind(leaf: Leaf) -> str:
+    if leaf is None:
+        return "None"
+    return repr(leaf) if isinstance(leaf, Sharded) else f"a {type(leaf).__name__} of shape {tuple(leaf.shape)}"
+
+
+def count_from_zero() -> Tensor:
+    """Return a count, on the host: to read it never waits for a device."""
+    return torch.zeros((), dtype=torch.int64)

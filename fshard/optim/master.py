@@ -1,0 +1,89 @@
+"""Half-precision parameters that are rounded copies of float32 masters.
+
+The inner optimizer works on the masters, which live in the state and so lie as the state does; parameters are what the
+masters round to.  A difference of two half-precision numbers, taken in float32 and added in float32, rounds back to the
+second: so `apply_updates` gives the bits of `step`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fshard.mesh.tree import PyTree
+from fshard.optim.contract import Optimizer, copied, step_of
+from fshard.optim.leaves import Leaf, Leaves, map_shards, trainable
+
+_HALVES = (torch.bfloat16, torch.float16)
+
+
+def with_master_weights(opt: Optimizer) -> Optimizer:
+    """Let an optimizer work on float32 copies of bfloat16 and float16 parameters.
+
+    Parameters of other dtypes are their own masters.  state["master"] has None in their place.
+
+    >>> import torch, fshard.optim as optim
+    >>> opt = with_master_weights(optim.sgd(2.0**-10))
+    >>> params = [torch.ones(1, dtype=torch.bfloat16)]
+    >>> state = opt.init(params)
+    >>> for _ in range(4):
+    ...     params, state = opt.step([torch.ones(1, dtype=torch.bfloat16)], state, params)
+    >>> params, state["master"]  # four moves, each too small for bfloat16
+    ([tensor([0.9961], dtype=torch.bfloat16)], [tensor([0.9961])])
+    """
+
+    @torch.no_grad()
+    def init(params: PyTree) -> PyTree:
+        at = Leaves.of(params)
+        masters = at.mapped(lambda leaf: map_shards(_widened, leaf) if _is_half(leaf) else None)
+        return {"master": masters, "inner": opt.init(_over(at, masters))}
+
+    @torch.no_grad()
+    def step(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+        at = Leaves.of(params)
+        given = at.mapped(_gradient, at.gradients(grads))
+        moved, inner = step_of(opt)(given, state["inner"], _over(at, state["master"]))
+        after = at.beside(moved, "the optimizer's results")
+        masters = at.mapped(lambda old, new: new if _is_half(old) else None, after)
+        return at.mapped(_rounded, after), {"master": masters, "inner": inner}
+
+    @torch.no_grad()
+    def update(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+        moved, state = step(copied(grads), copied(state), copied(params))
+        at = Leaves.of(params)
+        return at.mapped(_update, at.beside(moved, "the optimizer's results"), at.gradients(grads)), state
+
+    return Optimizer(init, update, step, opt.elementwise)
+
+
+def _is_half(leaf: Leaf) -> bool:
+    return leaf is not None and leaf.dtype in _HALVES
+
+
+def _widened(x: Tensor) -> Tensor:
+    return x.detach().float()
+
+
+def _over(at: Leaves, masters: PyTree) -> PyTree:
+    """Lay the masters over the parameters that have one."""
+    return at.mapped(lambda p, m: p if m is None else m, at.beside(masters, 'state["master"]'))
+
+
+def _gradient(param: Leaf, grad: Leaf) -> Leaf:
+    return map_shards(_widened, grad) if grad is not None and _is_half(param) else grad
+
+
+def _rounded(param: Leaf, master: Leaf) -> Leaf:
+    if not _is_half(param):
+        return master
+    return map_shards(lambda p, m: m.to(p.dtype).requires_grad_(p.requires_grad), param, master)
+
+
+def _update(old: Leaf, new: Leaf, grad: Leaf) -> Leaf:
+    """Return what leads from old to new parameters; None where there was no gradient."""
+    return None if grad is None or not trainable(old) else map_shards(_difference, old, new)
+
+
+def _difference(old: Tensor, new: Tensor) -> Tensor:
+    wide = torch.promote_types(old.dtype, torch.float32)
+    return torch.where(new == old, 0, new.to(wide) - old.to(wide))  # an infinite one that stays moves by 0

@@ -1,0 +1,177 @@
+"""From a rule that writes parameters to an `Optimizer`.
+
+A rule is the arithmetic of an optimizer and nothing else: it is given *cells* (shards with their gradients, counts and
+state, as lists) and writes the next parameters and state into them, in the order of operations of torch.optim.  So
+
+    step(grads, state, params)    the rule writes into what it was given;
+    update(grads, state, params)  it writes into copies, and the update is their difference to the parameters.
+
+`step` thus has torch's bits.  The difference of two floats within a factor of two of each other is exact (Sterbenz), so
+parameters that an update moves no further than that get the same bits from `apply_updates`; others are off by a rounding.
+
+State is a dict: "count", of all steps, on the host; "step", of the steps of each leaf, as torch counts them; and the
+slots of the rule, named as in torch, each a tree beside the parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fshard.mesh.tree import PyTree
+from fshard.optim import lists
+from fshard.optim.cells import Cells, cells_of
+from fshard.optim.contract import Optimizer, OptimizerError
+from fshard.optim.leaves import Leaf, Leaves, count_from_zero, key_of, like, map_shards, shards_of, trainable
+from fshard.optim.schedules import Rate, rate_at
+
+Rule = Callable[[Cells, float], None]
+"""Write the next parameters and state into cells, at a learning rate."""
+Slots = Mapping[str, Callable[[Tensor], Tensor | None]]
+"""For each piece of state how it is made from a shard of a parameter; None where a leaf has no such piece."""
+
+
+def each_kind(rule: Rule, *, complex_as_real: bool = True) -> Rule:
+    """Return an elementwise rule that is given cells of one device and dtype at a time."""
+
+    def by_kind(cells: Cells, lr: float) -> None:
+        for kind in cells.kinds():
+            rule(kind.real() if complex_as_real else kind, lr)
+
+    return by_kind
+
+
+def writer(
+    lr: Rate,
+    slots: Slots,
+    rule: Rule,
+    *,
+    fast: Rule | None = None,
+    check: Callable[[Leaves], None] | None = None,
+    elementwise: bool = True,
+) -> Optimizer:
+    """Make an optimizer of a rule.
+
+    Args:
+        lr: the learning rate, or a schedule of it.
+        slots: the state of a shard.
+        rule: what writes it.
+        fast: a rule that does the same with other rounding, for `step`.
+        check: raises if there are parameters that the rule is not for.
+        elementwise: whether the rule runs on any shards.
+    """
+
+    def init(params: PyTree) -> PyTree:
+        at = Leaves.of(params)
+        if check:
+            check(at)
+        made = {"step": _once(at, lambda leaf: torch.zeros(()))}
+        for name, make in slots.items():
+            made[name] = _once(at, lambda leaf, make=make: like(leaf, list(map(make, shards_of(leaf)))))
+        return {"count": count_from_zero()} | {name: at.rebuild(column) for name, column in made.items()}
+
+    def write(grads: PyTree, state: PyTree, params: PyTree, chosen: Rule, donated: bool) -> tuple[Written, PyTree]:
+        written = Written.before(grads, state, params, donated)
+        if check:
+            check(written.at)
+        if written.cells.params:
+            chosen(written.cells, rate_at(lr, int(state["count"])))
+        columns = {name: written.at.rebuild(column) for name, column in written.columns.items()}
+        return written, {"count": state["count"] + 1} | columns
+
+    @torch.no_grad()
+    def update(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+        written, state = write(grads, state, params, rule, donated=False)
+        before = written.at.leaves
+        updates = {i: map_shards(Tensor.sub_, written.params[i], before[i]) for i in set(written.cells.leaves)}
+        return written.at.rebuild([updates.get(first) for first in written.firsts]), state
+
+    @torch.no_grad()
+    def step(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+        written, state = write(grads, state, params, fast or rule, donated=True)
+        return written.at.rebuild(written.params), state
+
+    return Optimizer(init, update, step, elementwise)
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a rule writes into, and the leaves that this memory is part of.
+
+    Args:
+        at: the parameters as they were.
+        firsts: for each leaf the first that is the same; tied leaves are written once.
+        params: the leaves of the next parameters.
+        columns: the leaves of "step" and of each slot.
+        cells: the shards among them that a rule writes.
+    """
+
+    at: Leaves
+    firsts: list[int]
+    params: list[Leaf]
+    columns: dict[str, list[Leaf]]
+    cells: Cells
+
+    @staticmethod
+    def before(grads: PyTree, state: PyTree, params: PyTree, donated: bool) -> Written:
+        """Pair gradients, state and parameters; take their memory if it was donated, else copies of it."""
+        at = Leaves.of(params)
+        given = at.gradients(grads)
+        columns = {name: at.beside(tree, f'state["{name}"]') for name, tree in state.items() if name != "count"}
+        firsts, after = at.firsts(), list(at.leaves)
+        _one_gradient_each(at, given, firsts)
+        moved = [
+            i
+            for i, (param, grad) in enumerate(zip(at.leaves, given, strict=True))
+            if firsts[i] == i and grad is not None and trainable(param)
+        ]
+        counts = lists.add([columns["step"][i] for i in moved], 1.0) if moved else ()
+        for i, count in zip(moved, counts, strict=True):
+            after[i] = _own(after[i], donated)
+            for name, column in columns.items():
+                column[i] = count if name == "step" else _own(column[i], donated)
+        for i, first in enumerate(firsts):
+            for column in (after, *columns.values()):
+                column[i] = column[first]
+        return Written(at, firsts, after, columns, cells_of(moved, at.leaves, after, given, columns))
+
+
+def _own(leaf: Leaf, donated: bool) -> Leaf:
+    """Return a leaf whose memory may be written: its own, if it was donated and no two elements share a place."""
+    shards = shards_of(leaf)
+    if not donated:
+        return like(leaf, [_copy(shard) for shard in shards])
+    if len(shards) < 2 and all(shard.is_contiguous() for shard in shards):
+        return leaf
+    places = [shard.data_ptr() if shard.numel() and not shard.is_meta else None for shard in shards]
+    shared = [
+        0 in shard.stride() or (place is not None and places.index(place) < i)
+        for i, (shard, place) in enumerate(zip(shards, places, strict=True))
+    ]
+    if not any(shared):
+        return leaf
+    return like(leaf, [_copy(shard) if copy else shard for shard, copy in zip(shards, shared, strict=True)])
+
+
+def _copy(x: Tensor) -> Tensor:
+    return x.detach().clone().requires_grad_(x.requires_grad)
+
+
+def _once(at: Leaves, make: Callable[[Leaf], Leaf]) -> list[Leaf]:
+    """Make something for each parameter; for tied ones the same thing."""
+    made = {i: make(at.leaves[i]) for i in set(at.firsts()) if trainable(at.leaves[i])}
+    return [made.get(first) for first in at.firsts()]
+
+
+def _one_gradient_each(at: Leaves, grads: list[Leaf], firsts: list[int]) -> None:
+    """Raise if tied parameters, which are one parameter, have different gradients."""
+    wrong = [(first, i) for i, first in enumerate(firsts) if i != first and key_of(grads[i]) != key_of(grads[first])]
+    if wrong:
+        found = "; ".join(f"params{at.paths[first]} and params{at.paths[i]}" for first, i in wrong)
+        raise OptimizerError(
+            f"These parameters are one and the same tensor, but have two gradients: {found}. "
+            "Give both places the sum as one tensor, or clone one parameter to untie them."
+        )

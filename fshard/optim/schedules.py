@@ -1,0 +1,121 @@
+r"""Learning rates as functions of the count of steps, from 0: plain floats in, plain floats out.
+
+Where torch.optim.lr_scheduler has the same schedule, the numbers are the same; ours are closed formulas, so a run that
+is resumed at any count goes on as it would have.
+
+    warmup_cosine     linear              one_cycle           step
+        _                                    _
+       / \            \                     / \               ---.
+      /   \            \                   /   \                 '---.
+     /     '-           '----             /     '-.                  '---
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import cos, pi
+
+Schedule = Callable[[int], float]
+"""From the count of steps taken before this one to the learning rate of this one."""
+Rate = float | Schedule
+"""A learning rate, or a schedule of them."""
+
+
+def rate_at(rate: Rate, count: int) -> float:
+    """Return the rate of the step that is taken after `count` others."""
+    return rate(count) if callable(rate) else rate
+
+
+def constant(value: float) -> Schedule:
+    """Return the same rate for ever.
+
+    >>> constant(0.1)(1000)
+    0.1
+    """
+    return lambda count: value
+
+
+def linear(start: float, end: float, steps: int) -> Schedule:
+    """Go in a straight line from `start` to `end` in so many steps, and stay there.
+
+    >>> rate = linear(1.0, 0.0, 4)
+    >>> [rate(count) for count in (0, 1, 4, 9)]
+    [1.0, 0.75, 0.0, 0.0]
+    """
+    return polynomial(start, end, steps, power=1.0)
+
+
+def polynomial(start: float, end: float, steps: int, *, power: float = 2.0) -> Schedule:
+    """Fall from `start` to `end` as a power of the steps that are left.
+
+    >>> rate = polynomial(1.0, 0.0, 4, power=2.0)
+    >>> [rate(count) for count in (0, 2, 4)]
+    [1.0, 0.25, 0.0]
+    """
+
+    def rate(count: int) -> float:
+        left = 1.0 - min(count, steps) / steps
+        return end + (start - end) * left**power
+
+    return rate
+
+
+def cosine(start: float, end: float, steps: int) -> Schedule:
+    """Go from `start` to `end` along half a wave, and stay there.
+
+    >>> [round(cosine(1.0, 0.0, 4)(count), 4) for count in (0, 1, 2, 4, 9)]
+    [1.0, 0.8536, 0.5, 0.0, 0.0]
+    """
+    return lambda count: end + (start - end) * (1.0 + cos(pi * min(count, steps) / steps)) / 2.0
+
+
+def warmup_cosine(peak: float, *, warmup: int, steps: int, end: float = 0.0) -> Schedule:
+    """Rise in a line from 0 to `peak` in `warmup` steps, then fall along a cosine to `end` at `steps`.
+
+    >>> rate = warmup_cosine(1.0, warmup=2, steps=6)
+    >>> [round(rate(count), 4) for count in range(7)]
+    [0.0, 0.5, 1.0, 0.8536, 0.5, 0.1464, 0.0]
+    """
+    fall = cosine(peak, end, max(steps - warmup, 1))
+    return lambda count: peak * count / warmup if count < warmup else fall(count - warmup)
+
+
+def step(start: float, *, every: int, factor: float = 0.1) -> Schedule:
+    """Multiply the rate by `factor` after every so many steps.
+
+    >>> [step(8.0, every=2, factor=0.5)(count) for count in range(5)]
+    [8.0, 8.0, 4.0, 4.0, 2.0]
+    """
+    return lambda count: start * factor ** (count // every)
+
+
+def one_cycle(
+    peak: float, *, steps: int, rise: float = 0.3, start_divisor: float = 25.0, end_divisor: float = 1e4
+) -> Schedule:
+    """Rise along a cosine from peak / start_divisor in the fraction `rise` of the steps; fall to start / end_divisor.
+
+    >>> rate = one_cycle(1.0, steps=10)
+    >>> [round(rate(count), 4) for count in (0, 2, 9)]
+    [0.04, 1.0, 0.0]
+    """
+    start = peak / start_divisor
+    top = rise * steps - 1.0
+    last = steps - 1.0
+
+    def rate(count: int) -> float:
+        if count <= top:
+            return peak + (start - peak) * (1.0 + cos(pi * count / top)) / 2.0
+        end, done = start / end_divisor, min((count - top) / (last - top), 1.0)
+        return end + (peak - end) * (1.0 + cos(pi * done)) / 2.0
+
+    return rate
+
+
+def inverse_sqrt(peak: float, *, warmup: int) -> Schedule:
+    """Rise in a line to `peak` in `warmup` steps, then fall as one over the square root of the count.
+
+    >>> [inverse_sqrt(1.0, warmup=4)(count) for count in (0, 2, 4, 16)]
+    [0.0, 0.5, 1.0, 0.5]
+    """
+    warmup = max(warmup, 1)
+    return lambda count: peak * min(count / warmup, (warmup / max(count, 1)) ** 0.5)

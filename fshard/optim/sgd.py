@@ -1,0 +1,103 @@
+"""Stochastic gradient descent, with the bits of torch.optim.SGD.
+
+Legend: p parameter, g gradient, b momentum buffer.
+
+    g = g + decay p
+    b = g at a leaf's first step, then   momentum b + (1 - dampening) g
+    p = p - lr b      (nesterov: p - lr (g + momentum b);  no momentum: p - lr g)
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from fshard.optim import lists
+from fshard.optim.cells import Cells
+from fshard.optim.contract import Optimizer, OptimizerError
+from fshard.optim.fused import fused_or
+from fshard.optim.rules import Rule, each_kind, writer
+from fshard.optim.schedules import Rate
+
+
+def sgd(
+    lr: Rate = 1e-3,
+    momentum: float = 0.0,
+    dampening: float = 0.0,
+    weight_decay: float = 0.0,
+    nesterov: bool = False,
+    *,
+    maximize: bool = False,
+    fused: bool | None = None,
+) -> Optimizer:
+    """Make gradient descent, with or without momentum.
+
+    Args:
+        lr: learning rate, or a schedule.
+        momentum: how much of the last move is made again.
+        dampening: how much less of the gradient goes into the momentum.
+        weight_decay: added to the gradient, times the parameter.
+        nesterov: look ahead along the momentum.
+        maximize: go up, not down.
+        fused: whether `step` uses torch's fused kernel: None where it can, False for the bits of torch's foreach.
+
+    >>> import torch
+    >>> opt = sgd(0.5, momentum=0.5)
+    >>> params, state = [torch.tensor([4.0])], opt.init([torch.tensor([4.0])])
+    >>> for _ in range(2):
+    ...     params, state = opt.step([torch.tensor([2.0])], state, params)
+    >>> params, state["momentum_buffer"]
+    ([tensor([1.5000])], [tensor([3.])])
+    """
+    if nesterov and (momentum <= 0 or dampening != 0):
+        raise OptimizerError(
+            f"sgd: nesterov needs momentum and no dampening; found momentum={momentum}, dampening={dampening}."
+        )
+    options = {"momentum": momentum, "dampening": dampening, "weight_decay": weight_decay}
+    flags = {"nesterov": nesterov, "maximize": maximize}
+    rule: Rule = partial(_sgd_rule, **options, **flags)
+    slots = {"momentum_buffer": torch.zeros_like} if momentum else {}
+    fast = fused_or(partial(_sgd_fused, **options, **flags), rule, fused)
+    return writer(lr, slots, each_kind(rule, complex_as_real=False), fast=fast)  # torch adds complex numbers here
+
+
+def _sgd_rule(
+    cells: Cells,
+    lr: float,
+    *,
+    momentum: float,
+    dampening: float,
+    weight_decay: float,
+    nesterov: bool,
+    maximize: bool,
+) -> None:
+    g: Any = lists.neg(cells.grads) if maximize else cells.grads
+    if weight_decay:
+        g = lists.add(g, cells.params, alpha=weight_decay)
+    if momentum:
+        b = cells.state["momentum_buffer"]
+        lists.mul_(b, momentum)
+        lists.add_(b, g, alpha=1 - dampening)
+        for buffer, grad, t in zip(b, g, cells.steps, strict=True):
+            if t == 1:
+                buffer.copy_(grad)
+        g = lists.add(g, b, alpha=momentum) if nesterov else b
+    lists.add_(cells.params, g, alpha=-lr)
+
+
+def _sgd_fused(cells: Cells, lr: float, *, momentum: float, **options: Any) -> None:
+    first = [place for place, t in enumerate(cells.steps) if t == 1]
+    later = [place for place, t in enumerate(cells.steps) if t > 1]
+    for places in filter(None, (first, later)):  # the kernel makes the first step of all its tensors, or of none
+        some = cells.only(places)
+        lists.fused_sgd_(
+            some.params,
+            some.grads,
+            some.state["momentum_buffer"] if momentum else [],
+            lr=lr,
+            momentum=momentum,
+            is_first_step=bool(momentum) and places is first,
+            **options,
+        )

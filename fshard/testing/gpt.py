@@ -1,0 +1,72 @@
+"""A small GPT as plain functions, with dropout and tied embeddings: what the tests train, and a pattern for your own.
+
+>>> params = init(layers=1)
+>>> loss_fn(params, batch(size=2), dropout=0.0).shape
+torch.Size([])
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+VOCABULARY, WIDTH, HEADS, LENGTH = 31, 16, 2, 12
+
+
+def init(layers: int = 2, seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    """Return parameters drawn from a seed."""
+    draw = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return (torch.randn(*shape, generator=draw) * 0.3).to(dtype)
+
+    return {
+        "embedding": normal(VOCABULARY, WIDTH),
+        "position": normal(LENGTH, WIDTH),
+        "blocks": [
+            {
+                "norm": torch.ones(WIDTH, dtype=dtype),
+                "qkv": normal(WIDTH, 3 * WIDTH),
+                "out": normal(WIDTH, WIDTH),
+                "up": normal(WIDTH, 4 * WIDTH),
+                "bias": normal(4 * WIDTH),
+                "down": normal(4 * WIDTH, WIDTH),
+            }
+            for _ in range(layers)
+        ],
+        "norm": torch.ones(WIDTH, dtype=dtype),
+    }
+
+
+def block(w: Any, x: Tensor, dropout: float) -> Tensor:
+    """Apply one block: attention, then an MLP."""
+    y = F.layer_norm(x, (WIDTH,)) * w["norm"]  # (batch, length, width)
+    q, k, v = (y @ w["qkv"]).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)  # (batch, heads, length, width/heads)
+    scores = (q @ k.transpose(-1, -2)) / q.shape[-1] ** 0.5
+    mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+    y = scores.masked_fill(~mask, float("-inf")).softmax(-1) @ v
+    x = x + F.dropout(y.transpose(1, 2).flatten(2) @ w["out"], dropout)
+    return x + F.dropout(F.gelu(x @ w["up"] + w["bias"]) @ w["down"], dropout)
+
+
+def loss_fn(params: Any, batch: dict[str, Tensor], dropout: float = 0.1) -> Tensor:
+    """Return the mean loss of predicting the next token."""
+    x = F.embedding(batch["x"], params["embedding"]) + params["position"][: batch["x"].shape[1]]
+    for w in params["blocks"]:
+        x = block(w, x, dropout)
+    x = F.layer_norm(x, (WIDTH,)) * params["norm"]
+    return F.cross_entropy((x @ params["embedding"].T).flatten(0, 1), batch["y"].flatten())
+
+
+def without_dropout(params: Any, batch: dict[str, Tensor]) -> Tensor:
+    """Return the same loss, without randomness."""
+    return loss_fn(params, batch, 0.0)
+
+
+def batch(size: int = 8, seed: int = 1) -> dict[str, Tensor]:
+    """Return random tokens, and those that follow them."""
+    tokens = torch.randint(0, VOCABULARY, (size, LENGTH + 1), generator=torch.Generator().manual_seed(seed))
+    return {"x": tokens[:, :-1], "y": tokens[:, 1:]}

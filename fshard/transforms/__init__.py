@@ -1,0 +1,1 @@
+"""What turns single-device functions into sharded ones."""

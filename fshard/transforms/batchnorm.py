@@ -1,0 +1,84 @@
+"""BatchNorm whose mean and variance are those of the batch on all devices.
+
+Each device knows its own count n, mean m and sum of squares about it.  One psum makes the whole batch's of
+
+    n,    n m,    n (v + m^2)        hence        mean = S1 / S0,    variance = S2 / S0 - mean^2
+
+in float64, in which the difference of two large squares does not matter: these are a few numbers per channel.  The sums
+are equal on all devices and then meet each device's own data, so they pass through `pvary`, whose backward is the psum
+that brings the gradients of all together.
+"""
+
+from __future__ import annotations
+
+import weakref
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
+
+from fshard.mesh.collectives import psum, pvary
+from fshard.mesh.spec import Axes
+
+
+def synchronise(module: nn.Module, axis: Axes | None) -> None:
+    """Let a BatchNorm take its statistics over all devices along `axis`; leave every other module as it is."""
+    if axis is not None and isinstance(module, _BatchNorm):
+        module.__dict__["forward"] = partial(_forward, weakref.ref(module), axis)  # weak, or it would refer to itself
+
+
+def _forward(reference: weakref.ref[_BatchNorm], axis: Axes, x: Tensor) -> Tensor:
+    layer: Any = reference()
+    if not layer.training and layer.running_mean is not None:
+        return type(layer).forward(layer, x)
+    layer._check_input_dim(x)
+    mean, variance, count = moments(x, axis)  # (channels), (channels), ()
+    if layer.training and layer.track_running_stats and layer.running_mean is not None:
+        _track(layer, mean.detach(), variance.detach(), count)
+    mean, variance = pvary((mean, variance), axis)
+    compute = torch.promote_types(x.dtype, torch.float32)
+    shape = [1, -1] + [1] * (x.ndim - 2)
+    scale = torch.rsqrt(variance + layer.eps).to(compute)
+    y = (x - mean.to(compute).view(shape)) * scale.view(shape)
+    if layer.affine:
+        y = y * layer.weight.view(shape) + layer.bias.view(shape)
+    return y.to(x.dtype)
+
+
+def moments(x: Tensor, axis: Axes) -> tuple[Tensor, Tensor, Tensor]:
+    """Return mean and variance of every channel (dim 1) over the devices along `axis`, and the count, in float64.
+
+    Sends 2(n-1)/n of 2 * channels + 1 numbers.
+
+    >>> import torch, fshard as fs
+    >>> def main():
+    ...     x = torch.full((1, 1), float(fs.axis_index("data")))
+    ...     return [m.item() for m in moments(x, "data")]
+    >>> fs.run(main, mesh=fs.make_mesh({"data": 4}))[0]
+    [1.5, 1.25, 4.0]
+    """
+    channels = x.shape[1]
+    n = x.numel() // max(channels, 1)
+    if n == 0:
+        own = x.sum(dim=[0, *range(2, x.ndim)]).double()  # zeros that autograd knows
+        sums = torch.cat([own, own, own.new_zeros(1)])
+    else:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        v, m = torch.var_mean(wide, dim=[0, *range(2, x.ndim)], correction=0)
+        v, m = v.double(), m.double()
+        sums = torch.cat([n * m, n * (v + m * m), m.new_full((1,), n)])
+    total, squares, count = psum(sums, axis).split([channels, channels, 1])
+    mean = total / count
+    return mean, squares / count - mean * mean, count[0]
+
+
+def _track(layer: Any, mean: Tensor, variance: Tensor, count: Tensor) -> None:
+    """Move the running statistics towards the batch's."""
+    batches = layer.num_batches_tracked
+    batches.add_(1)
+    weight: Any = 1 / batches if layer.momentum is None else layer.momentum
+    unbiased = variance * (count / (count - 1).clamp(min=1))
+    for running, new in ((layer.running_mean, mean), (layer.running_var, unbiased)):
+        running.mul_(1 - weight).add_(weight * new.to(running.dtype))

@@ -1,0 +1,202 @@
+"""`functionalize`: any module as a function of its parameters and buffers.
+
+    apply(params, buffers, *args) = module(*args), with these tensors in the place of its own   ->  output, new buffers
+
+Nothing is swapped in the module.  A call borrows a replica of its structure (see `replica`) from a pool, puts the
+tensors into it, runs it, and puts the replica back as it was.  So calls may overlap: on virtual devices, which are
+threads that take turns inside a forward, or one within the other.  A replica that something still refers to after the
+call, as a checkpoint does that will run a block again in backward, is left to it; the pool builds another.
+
+Buffers are lent as copies that share memory until one of them is written to, so a mask of many megabytes costs
+nothing, and what a forward does in place is seen in its result alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from traceback import clear_frames
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.jit import ScriptModule
+from torch.nn.parameter import is_lazy
+from torch.utils.checkpoint import _StopRecomputationError as StopRecomputation  # pyright: ignore[reportPrivateUsage]
+
+from fshard.mesh.differentiate import transformed
+from fshard.mesh.spec import Axes
+from fshard.transforms.batchnorm import synchronise
+from fshard.transforms.replica import Blueprint, ModuleError, Replica
+
+_C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
+_lazy_clone: Any = _C._VariableFunctions._lazy_clone
+
+Tensors = dict[str, Tensor]
+Apply = Callable[..., tuple[Any, Tensors]]
+
+
+def functionalize(module: nn.Module, *, sync_batchnorm: Axes | None = None) -> tuple[Apply, Tensors, Tensors]:
+    """Return a module as a pure function, and what is to be passed to it: `(apply, params, buffers)`.
+
+    `apply(params, buffers, *args, **kwargs)` returns `(output, new_buffers)` and changes nothing, not even the module.
+    `params` has every parameter by its name, a tied one once, under the first; frozen ones do not require grad.
+    `buffers` has all buffers, those that are not saved too.  They are detached and share the module's memory.
+
+    Args:
+        module: any module, as it is now; of later changes only `module.train()` and `eval()` are followed.
+        sync_batchnorm: the axes along which BatchNorm layers in training take mean and variance over all devices,
+            inside `shard_map` (one psum of 2 * channels + 1 numbers per layer).
+
+    What a forward keeps for itself, an attribute that it sets, say, is gone after the call: return it or make it a buffer.
+    apply does not keep the module alive (but the class of one with parametrizations does, in torch).
+
+    >>> import torch, fshard as fs
+    >>> layer = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
+    >>> apply, params, buffers = functionalize(layer)
+    >>> list(params)
+    ['0.weight', '0.bias', '1.weight', '1.bias']
+    >>> output, after = apply(params, buffers, torch.ones(4, 3))
+    >>> buffers["1.num_batches_tracked"], after["1.num_batches_tracked"]
+    (tensor(0), tensor(1))
+    """
+    _refuse_unready(module)
+    params, buffers = dict(module.named_parameters()), dict(module.named_buffers())
+    names = {id(x): name for name, x in (buffers | params).items()}
+    pool = _Pool(Blueprint(module, names, lambda layer: synchronise(layer, sync_batchnorm)))
+    check = _Check(type(module).__name__, params, buffers, [name for name, _ in module.named_modules()])
+    aliases = _aliases(module, names)
+
+    def apply(
+        params: Mapping[str, Any], buffers: Mapping[str, Any], /, *args: Any, **kwargs: Any
+    ) -> tuple[Any, Tensors]:
+        check(params, buffers)
+        replica = pool.take()
+        try:
+            lent = {name: _lend(x) for name, x in buffers.items()}
+            replica.fill({**params, **lent})
+            _place_new(replica, {name: lent[name] for name in lent.keys() - check.buffers})
+            output = replica.modules[0][1](*args, **kwargs)
+            return output, _new_state(replica, aliases, buffers, lent)
+        except StopRecomputation as stop:  # a checkpoint that runs apply again has what it wants
+            clear_frames(stop.__traceback__)  # which would still refer to the replica
+            raise
+        finally:
+            pool.give_back(replica)
+
+    return apply, _detached(params), _detached(buffers)
+
+
+def _detached(tensors: Mapping[str, Tensor]) -> Tensors:
+    return {name: x.detach().requires_grad_(x.requires_grad) for name, x in tensors.items()}
+
+
+class _Pool:
+    """The replicas that no call is using."""
+
+    def __init__(self, blueprint: Blueprint) -> None:
+        self._blueprint = blueprint
+        self._idle: list[Replica] = []
+
+    def take(self) -> Replica:
+        """Borrow a replica, in the mode that the module is in."""
+        try:
+            replica = self._idle.pop()  # not asked first whether there is one: threads
+        except IndexError:
+            replica = self._blueprint.build()
+        self._blueprint.follow(replica)
+        return replica
+
+    def give_back(self, replica: Replica) -> None:
+        """Empty a replica and keep it, unless somebody else still needs it as it is."""
+        if replica.is_at_rest():
+            replica.restore()
+            self._idle.append(replica)
+
+
+def _lend(x: Any) -> Any:
+    """Return a copy to write to; its memory is copied at the first write."""
+    if not isinstance(x, Tensor) or type(x) is not Tensor or transformed():
+        return x.clone() if isinstance(x, Tensor) else x
+    try:
+        return _lazy_clone(x)
+    except RuntimeError:  # memory that is not torch's own, numpy's for instance
+        return x.clone()
+
+
+def _untouched(lent: Any) -> bool:
+    return type(lent) is Tensor and not transformed() and _C._is_cow_tensor(lent)
+
+
+def _new_state(
+    replica: Replica, aliases: Mapping[str, str], given: Mapping[str, Any], lent: Mapping[str, Any]
+) -> Tensors:
+    """Read the buffers that stand in the modules after a call; those not written to are the given ones."""
+    after: dict[str, Any] = {}
+    for path, module in replica.modules:
+        for key, x in vars(module)["_buffers"].items():
+            name = f"{path}.{key}" if path else key
+            name = aliases.get(name, name)
+            if name not in given:
+                if x is not None:
+                    after[name] = x
+            elif x is not lent[name] or name not in after:  # of two names of one buffer, that which was bound anew
+                after[name] = given[name] if x is lent[name] and _untouched(x) else x
+    return after
+
+
+def _place_new(replica: Replica, made: Mapping[str, Any]) -> None:
+    """Put buffers that an earlier forward has made into the modules that made them."""
+    if made:
+        modules = dict(replica.modules)
+        for name, x in made.items():
+            path, _, key = name.rpartition(".")
+            vars(modules[path])["_buffers"][key] = x
+
+
+def _aliases(module: nn.Module, names: Mapping[int, str]) -> dict[str, str]:
+    """Return for every further name of a tied buffer the first one."""
+    every = {name: names[id(x)] for name, x in module.named_buffers(remove_duplicate=False)}
+    return {name: first for name, first in every.items() if name != first}
+
+
+# -- refusals -----------------------------------------------------------------------------------------------------
+
+
+class _Check:
+    """Compares what apply is given with what the module has."""
+
+    def __init__(self, title: str, params: Collection[str], buffers: Collection[str], modules: Collection[str]) -> None:
+        self.params, self.buffers = frozenset(params), frozenset(buffers)
+        self._title, self._modules = title, frozenset(modules)
+
+    def __call__(self, params: Mapping[str, Any], buffers: Mapping[str, Any]) -> None:
+        """Raise if a name is missing, or is none of the module's; a forward may have made further buffers."""
+        if params.keys() == self.params and buffers.keys() >= self.buffers:
+            made = buffers.keys() - self.buffers
+            if not made or all(name.rpartition(".")[0] in self._modules and name not in self.params for name in made):
+                return
+        wrong = [f'params["{name}"] is missing' for name in sorted(self.params - params.keys())]
+        wrong += [f'buffers["{name}"] is missing' for name in sorted(self.buffers - buffers.keys())]
+        wrong += [f'params["{name}"] is no parameter of it' for name in sorted(params.keys() - self.params)]
+        unknown = (name for name in buffers.keys() - self.buffers if name.rpartition(".")[0] not in self._modules)
+        wrong += [f'buffers["{name}"] is no buffer of it' for name in sorted(unknown)]
+        raise ModuleError(
+            f"apply of {self._title}: {'; '.join(wrong)}. Pass trees with the names that functionalize returned, "
+            "(params, buffers) in this order."
+        )
+
+
+def _refuse_unready(module: nn.Module) -> None:
+    """Raise naming everything that cannot be swapped."""
+    lazy = [name for name, x in (*module.named_parameters(), *module.named_buffers()) if is_lazy(x)]
+    if lazy:
+        raise ModuleError(
+            f"functionalize of {type(module).__name__}: {', '.join(lazy)} {'has' if len(lazy) == 1 else 'have'} no shape yet, "
+            "since the module is lazy. Run it once on an example first: module(example)."
+        )
+    scripted = [name or "the module itself" for name, part in module.named_modules() if isinstance(part, ScriptModule)]
+    if scripted:
+        raise ModuleError(
+            f"functionalize of {type(module).__name__}: {', '.join(scripted)} is compiled by torch.jit, which keeps parameters "
+            "where nobody can swap them. Give it the module before torch.jit.script."
+        )

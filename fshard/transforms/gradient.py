@@ -1,0 +1,471 @@
+"""`value_and_grad`: the gradient of an ordinary loss function, on parameters and a batch that lie on a mesh.
+
+Each device takes the loss of its own part of the batch; the loss of the whole is their mean, weighted by samples or by
+what `weight` counts.  Gradients come out as their layouts say: that is all that ZeRO 0 to 3 differ in.
+
+    parameters at rest   gradients     the way of a gradient
+    P()                  P()           psum                    (0)
+    P()                  flat          psum_scatter            (1, 2)
+    flat                 flat          psum_scatter            (3; gathered at use)
+
+Reproducible mode: the batch is cut into slices whose number does not depend on the mesh.  Gradients of slices are added
+in one binary tree, within a device and, by the collectives, on across devices; random draws are keyed by the slice.
+Then the bits are the same on any mesh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fshard.errors import LayoutError
+from fshard.mesh.collectives import psum
+from fshard.mesh.layout import Layout
+from fshard.mesh.mesh import Mesh
+from fshard.mesh.placing import collected, device_put
+from fshard.mesh.scope import require
+from fshard.mesh.sharded import Sharded
+from fshard.mesh.spec import P
+from fshard.mesh.spmd import everywhere, held, standing
+from fshard.mesh.steps import Way, steps_between
+from fshard.mesh.tree import PyTree, broadcast_prefix, flatten, flatten_with_paths, unflatten
+from fshard.source import Site, call_site
+from fshard.transforms.randomness import keyed_random
+from fshard.transforms.rules import named, parts_of, unit_of
+from fshard.transforms.use import Leaf, Manner, Tape, Unit
+
+Weight = Callable[[PyTree], Tensor | int | float]
+
+
+class Value(NamedTuple):
+    """What a step's forward and backward have found: the loss and what it was the mean over."""
+
+    loss: Tensor
+    weight: Tensor
+    aux: PyTree
+
+
+@dataclass(frozen=True)
+class How:
+    """All that `value_and_grad` was told but the parameters and the batch."""
+
+    loss_fn: Callable[..., Any]
+    mesh: Mesh
+    batch: PyTree
+    gradients: Callable[[Layout], Layout]
+    has_aux: bool
+    weight: Weight | None
+    accumulate: int
+    once: bool
+    slices: int | None
+    frozen: Callable[[str], bool]
+    manner: Manner
+
+
+def value_and_grad(
+    loss_fn: Callable[..., Any],
+    *,
+    mesh: Mesh,
+    batch: PyTree,
+    has_aux: bool = False,
+    weight: Weight | None = None,
+    accumulate: int = 1,
+    reduce_once: bool = True,
+    gradients: Callable[[Layout], Layout] | None = None,
+    frozen: Callable[[str], bool] | None = None,
+    reproducible: bool = False,
+    slices: int = 8,
+    reshard_after_forward: bool = True,
+    live_units: int = 2,
+    in_flight: int = 2,
+    compute: torch.dtype | None = None,
+    reduce: torch.dtype | None = None,
+) -> Callable[[PyTree, PyTree], tuple[Any, PyTree]]:
+    """Return a function of (params, batch) that gives the mean loss over the whole batch and its gradient.
+
+    Args:
+        loss_fn: `loss_fn(params, batch)` of one device: the mean loss over the samples that it is given; with `has_aux`, a
+            pair of that and a tree of tensors, which are averaged as the loss is.
+        mesh: the devices.
+        batch: how the batch is cut: a P, or a prefix tree of Ps.  Its axes are the ones that gradients are summed over.
+        has_aux: whether loss_fn returns a pair.
+        weight: what a part of the batch counts for: `weight(part)`, say its number of tokens.  By default all parts are of
+            one size and count the same.
+        accumulate: cut each device's part into so many, one after the other.
+        reduce_once: with `accumulate`, add gradients up locally and reduce the sum, instead of reducing each.  It sends less
+            and holds whole gradients meanwhile.
+        gradients: from a parameter's layout to its gradient's; by default they are the same.
+        frozen: whether the parameter at a path ("blocks[3].w") is not to be trained; integers never are.
+        reproducible: equal bits on every mesh: see the module.
+        slices: into how many slices the whole batch is cut in reproducible mode, whatever the mesh.
+        reshard_after_forward: gather sharded units again for the backward instead of keeping them.
+        live_units: how many sharded units are whole at a time.
+        in_flight: how many reductions may be under way while the backward goes on.
+        compute: the floating dtype that parameters and batch are used in, if not their own.
+        reduce: the dtype that gradients are reduced in, if not that of the computation.
+
+    The loss is a tensor, equal on all devices; a gradient is None where no device has used the parameter.
+
+    >>> import torch, fshard as fs
+    >>> from fshard import P
+    >>> mesh = fs.make_mesh({"data": 2})
+    >>> params = fs.shard_params({"w": torch.tensor([1.0, 2.0])}, fs.fsdp("data"), mesh=mesh)
+    >>> def loss_fn(params, batch):
+    ...     return (params["w"] * batch).sum(1).mean()
+    >>> loss, grads = fs.value_and_grad(loss_fn, mesh=mesh, batch=P("data"))(params, torch.ones(4, 2))
+    >>> loss, fs.typeof(grads["w"]), fs.unshard(grads["w"])
+    (tensor(3.), f32[2]{flat:data}, tensor([1., 1.]))
+    """
+    how = how_of(
+        loss_fn,
+        mesh=mesh,
+        batch=batch,
+        has_aux=has_aux,
+        weight=weight,
+        accumulate=accumulate,
+        reduce_once=reduce_once,
+        gradients=gradients,
+        frozen=frozen,
+        reproducible=reproducible,
+        slices=slices,
+        reshard_after_forward=reshard_after_forward,
+        live_units=live_units,
+        in_flight=in_flight,
+        compute=compute,
+        reduce=reduce,
+    )
+
+    def run(params: PyTree, batch: PyTree) -> tuple[Any, PyTree]:
+        value, grads = differentiate(how, params, batch, call_site())
+        return ((value.loss, value.aux) if has_aux else value.loss), grads
+
+    return run
+
+
+def how_of(
+    loss_fn: Callable[..., Any],
+    *,
+    mesh: Mesh,
+    batch: PyTree,
+    has_aux: bool = False,
+    weight: Weight | None = None,
+    accumulate: int = 1,
+    reduce_once: bool = True,
+    gradients: Callable[[Layout], Layout] | None = None,
+    frozen: Callable[[str], bool] | None = None,
+    reproducible: bool = False,
+    slices: int = 8,
+    reshard_after_forward: bool = True,
+    live_units: int = 2,
+    in_flight: int = 2,
+    compute: torch.dtype | None = None,
+    reduce: torch.dtype | None = None,
+) -> How:
+    """Return the options of `value_and_grad` as a value."""
+    small = {"accumulate": accumulate, "slices": slices, "live_units": live_units}
+    wrong = [f"{name}={value!r}" for name, value in small.items() if value < 1] + (
+        [f"in_flight={in_flight!r}"] if in_flight < 0 else []
+    )
+    if wrong:
+        raise LayoutError(f"value_and_grad: {', '.join(wrong)}: at least 1 is needed (in_flight: 0).")
+    manner = Manner(reshard_after_forward, live_units, in_flight, compute, reduce)
+    return How(
+        loss_fn,
+        mesh,
+        batch,
+        gradients or _as_they_lie,
+        has_aux,
+        weight,
+        accumulate,
+        reduce_once or reproducible,
+        slices if reproducible else None,
+        frozen or _none,
+        manner,
+    )
+
+
+def _as_they_lie(layout: Layout) -> Layout:
+    return layout
+
+
+def _none(path: str) -> bool:
+    return False
+
+
+def grad(loss_fn: Callable[..., Any], **options: Any) -> Callable[[PyTree, PyTree], PyTree]:
+    """Return a function of (params, batch) that gives the gradient of the mean loss: see `value_and_grad`.
+
+    >>> import torch, fshard as fs
+    >>> from fshard import P
+    >>> mesh = fs.make_mesh({"data": 2})
+    >>> w = fs.device_put(torch.tensor(3.0), fs.Layout(mesh))
+    >>> fs.unshard(fs.grad(lambda w, x: (w * x).mean(), mesh=mesh, batch=P("data"))(w, torch.arange(4.0)))
+    tensor(1.5000)
+    """
+    both = value_and_grad(loss_fn, **options)
+    return lambda params, batch: both(params, batch)[1]
+
+
+# -- what is worked out once per program --------------------------------------------------------------------------
+
+
+def differentiate(how: How, params: PyTree, batch: PyTree, site: Site) -> tuple[Value, PyTree]:
+    """Run forward and backward on all devices; return the loss and the gradients as they lie."""
+    mesh = standing(how.mesh)
+    paths, placed, structure = flatten_with_paths(params, sharded_is_leaf=True)
+    _refuse_unplaced(paths, placed, mesh)
+    parts, part_structure, axes = _placed(how, batch, mesh)
+    first = {id(x): place for place, x in reversed([*enumerate(placed)])}  # a tied leaf is one, wherever it stands
+    own = sorted(first.values())
+    key = tuple((paths[place], placed[place].shape, placed[place].dtype, placed[place].layout) for place in own)
+    leaves = _leaves(key, axes, how.gradients, how.frozen)
+    at = [own.index(first[id(x)]) for x in placed] if len(own) < len(placed) else list(range(len(placed)))
+    devices = held(mesh)
+    found: dict[int, tuple[Value, list[Tensor | None]]] = {}
+    drawn = int(torch.randint(1 << 62, ()).item())  # the same on every process
+
+    def on_device(device: int) -> None:
+        held_at = devices.index(device) if len(devices) > 1 else 0
+        tape = Tape(leaves, [placed[place].shards[held_at] for place in own], how.manner, site)
+        params = unflatten(structure, [tape.handles[place] for place in at])
+        mine = [x.shards[held_at] if isinstance(x, Sharded) else x for x in parts]
+        found[device] = _Step(how, tape, params, part_structure, axes, drawn).run(mine)
+
+    everywhere(mesh, on_device, mapped=mesh.axis_names)
+    results = [found[device] for device in devices]
+    grads = [
+        None if shards[0] is None else Sharded(placed[place].shape, how.gradients(placed[place].layout), tuple(shards))
+        for place, *shards in zip(own, *(gs for _, gs in results), strict=True)
+    ]
+    return results[0][0], unflatten(structure, [grads[place] for place in at])
+
+
+def _refuse_unplaced(paths: Sequence[str], leaves: Sequence[Any], mesh: Mesh) -> None:
+    wrong = [
+        f"{named(parts_of(path)) or 'the parameter'} is {type(x).__name__ if not isinstance(x, Sharded) else f'on {x.mesh}'}"
+        for path, x in zip(paths, leaves, strict=True)
+        if not isinstance(x, Sharded) or x.mesh != mesh
+    ]
+    if wrong:
+        raise LayoutError(
+            f"value_and_grad on {mesh}: {'; '.join(wrong)}. Lay the parameters on that mesh: "
+            'fs.shard_params(params, P(), mesh=mesh), or fs.fsdp("data") for ZeRO-3.'
+        )
+
+
+def _placed(how: How, batch: PyTree, mesh: Mesh) -> tuple[list[Any], Any, tuple[str, ...]]:
+    """Lay the batch on the mesh; return its leaves, its structure, and the axes that it is cut over."""
+    paths, leaves, structure = flatten_with_paths(batch, sharded_is_leaf=True, none_is_leaf=True)
+    try:
+        specs = broadcast_prefix(how.batch, batch, none_is_leaf=True)
+    except ValueError:
+        raise LayoutError(f"the batch specs {how.batch!r} are no prefix of the batch {structure}.") from None
+    placed: list[Any] = []
+    with collected("batch") as attempt:
+        for path, leaf, spec in zip(paths, leaves, specs, strict=True):
+            with attempt(path):
+                if isinstance(leaf, Tensor | Sharded):
+                    if not isinstance(spec, P):
+                        raise LayoutError(f"is a tensor, but its spec is {spec!r}. Give a P.")
+                    layout = Layout(mesh, spec)
+                    layout.check(leaf.shape)
+                    leaf = leaf if isinstance(leaf, Sharded) and leaf.layout == layout else device_put(leaf, layout)
+                placed.append(leaf)
+    cut = [axis for axis in mesh.axis_names if any(isinstance(spec, P) and axis in spec.axes for spec in specs)]
+    return placed, structure, tuple(cut)
+
+
+Key = tuple[tuple[str, tuple[int, ...], torch.dtype, Layout], ...]
+
+
+@lru_cache(maxsize=256)
+def _leaves(
+    key: Key, axes: tuple[str, ...], gradients: Callable[[Layout], Layout], frozen: Callable[[str], bool]
+) -> tuple[Leaf, ...]:
+    return tuple(_leaf(*one, axes, gradients, frozen) for one in key)
+
+
+def _leaf(
+    path: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    layout: Layout,
+    axes: tuple[str, ...],
+    gradients: Callable[[Layout], Layout],
+    frozen: Callable[[str], bool],
+) -> Leaf:
+    whole, reduce = Layout(layout.mesh), None
+    if (dtype.is_floating_point or dtype.is_complex) and not frozen(named(parts_of(path))):
+        summands = Layout(layout.mesh, P(unreduced=axes))
+        reduce = Way(steps_between(summands, gradients(layout), shape), shape)
+    gather = Way(steps_between(layout, whole, shape), shape)
+    return Leaf(path, shape, dtype, layout.unit or unit_of(path), gather, reduce)
+
+
+# -- what one device does -----------------------------------------------------------------------------------------
+
+
+class _Step:
+    """One device's forwards and backwards."""
+
+    def __init__(self, how: How, tape: Tape, params: PyTree, batch: Any, axes: tuple[str, ...], key: int) -> None:
+        self.how, self.tape, self.params, self.batch, self.axes, self.key = how, tape, params, batch, axes, key
+        scope = require("value_and_grad")
+        self.n = prod(scope.axes[axis][0] for axis in axes)
+        self.index = scope.group(axes, "value_and_grad").index if axes else 0
+
+    def run(self, parts: list[Any]) -> tuple[Value, list[Tensor | None]]:
+        """Return the loss of the whole batch, and this device's shards of the gradients."""
+        how, tape = self.how, self.tape
+        count = self._slices()
+        pieces = _cut(parts, count)
+        forest = Forest() if how.slices is not None else None
+        losses: list[tuple[Tensor, Tensor, PyTree]] = []
+        for place, piece in enumerate(pieces):
+            last = place == count - 1
+            if forest is not None:
+                tape.keep = forest.plant
+            elif how.once and not last:
+                tape.keep = lambda unit, gs: unit.keep(gs)
+            else:
+                tape.keep = None
+            tape.begin()
+            with keyed_random(self.key, 0, self.index * count + place):
+                losses.append(self._one(piece, count))
+            if forest is not None:
+                forest.grow()
+        self._reduce_rest(forest)
+        tape.begin()
+        return self._together(losses, count)
+
+    def _slices(self) -> int:
+        how = self.how
+        if how.slices is None:
+            return how.accumulate
+        if how.slices % self.n or (how.slices // self.n) % how.accumulate:
+            raise LayoutError(
+                f"reproducible mode cuts the batch into {how.slices} slices, which {self.n} devices do not share evenly "
+                f"in {how.accumulate} turns. Give a number of slices that all your meshes divide."
+            )
+        return how.slices // self.n
+
+    def _one(self, piece: list[Any], count: int) -> tuple[Tensor, Tensor, PyTree]:
+        """Forward and backward of one slice."""
+        how, tape = self.how, self.tape
+        batch = unflatten(self.batch, [_converted(x, how.manner.compute) for x in piece])
+        with torch.enable_grad(), tape.forward():
+            result = how.loss_fn(self.params, batch)
+            loss, aux = result if how.has_aux else (result, ())
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise LayoutError(f"the loss function has to return one number; found {found}. Take its mean.")
+        if how.weight is None:
+            counted, share = (
+                torch.ones((), dtype=torch.float64),
+                1.0 if how.slices is not None else 1.0 / (self.n * count),
+            )
+        else:
+            counted = torch.as_tensor(how.weight(batch), dtype=torch.float64).cpu()
+            share = float(counted)
+        if loss.requires_grad:
+            start = torch.full_like(loss, share)
+            torch.autograd.grad(loss, [tape.anchor], start, allow_unused=True)
+        return loss.detach(), counted, aux
+
+    def _reduce_rest(self, forest: Forest | None) -> None:
+        """Reduce what has been kept and not yet been reduced, in the order of the units."""
+        tape = self.tape
+        tape.keep = None
+        for unit in tape.units:
+            gs = forest.harvest(unit) if forest is not None else unit.kept
+            unit.kept = None
+            if gs is not None:
+                tape.reduce(unit, gs)
+        tape.finish()
+
+    def _together(self, losses: list[tuple[Tensor, Tensor, PyTree]], count: int) -> tuple[Value, list[Tensor | None]]:
+        """Average over slices and devices; a parameter that no device used has no gradient."""
+        how, tape = self.how, self.tape
+        leaves, structure = zip(*(flatten(aux) for _, _, aux in losses), strict=True)
+        rows = [
+            torch.stack(
+                [loss.double().cpu() * counted, counted, *(x.detach().double().cpu().sum() * counted for x in own)]
+            )
+            for (loss, counted, _), own in zip(losses, leaves, strict=True)
+        ]
+        while len(rows) > 1:  # the tree of the slices
+            rows = [a + b for a, b in zip(rows[::2], rows[1::2], strict=False)] + rows[len(rows) // 2 * 2 :]
+        both = torch.cat([rows[0], torch.tensor(tape.used, dtype=torch.float64)])
+        if self.n > 1:
+            both = psum(both, self.axes)
+        total, weight, *aux = both[: rows[0].numel()].unbind()
+        used = both[rows[0].numel() :].tolist()
+        divisor = float(weight) if how.weight is not None or how.slices is not None else 1.0
+        grads = [
+            (g if divisor == 1.0 else g / divisor) if g is not None and times else None
+            for g, times in zip(tape.sums, used, strict=True)
+        ]
+        dtype = losses[0][0].dtype
+        value = Value((total / weight).to(dtype), weight, unflatten(structure[0], [(x / weight).float() for x in aux]))
+        return value, grads
+
+
+def _converted(x: Any, compute: torch.dtype | None) -> Any:
+    return x.to(compute) if compute is not None and isinstance(x, Tensor) and x.is_floating_point() else x
+
+
+def _cut(parts: list[Any], count: int) -> list[list[Any]]:
+    """Cut every tensor of a batch along its first dim."""
+    if count == 1:
+        return [parts]
+    wrong = sorted({tuple(x.shape) for x in parts if isinstance(x, Tensor) and (x.ndim == 0 or x.shape[0] % count)})
+    if wrong:
+        raise LayoutError(
+            f"each device's part of the batch is to be cut into {count}, but has tensors of shape "
+            f"{', '.join(map(str, wrong))}. Give a batch whose first dim they divide."
+        )
+    chunks = [x.chunk(count) if isinstance(x, Tensor) else (x,) * count for x in parts]
+    return [[chunk[place] for chunk in chunks] for place in range(count)]
+
+
+class Forest:
+    """Gradients of slices, added in one binary tree: two trees of one height become one of the next.
+
+    slices   0 1 2 3 4 5 6 7    ->    ((0+1)+(2+3)) + ((4+5)+(6+7))
+    """
+
+    def __init__(self) -> None:
+        self._now: dict[Unit, list[Tensor | None]] = {}
+        self._trees: dict[Unit, list[tuple[int, list[Tensor | None]]]] = {}
+
+    def plant(self, unit: Unit, gs: list[Tensor | None]) -> None:
+        """Take what one use of a unit gave in this slice."""
+        known = self._now.get(unit)
+        self._now[unit] = gs if known is None else _added(known, gs)
+
+    def grow(self) -> None:
+        """End a slice."""
+        for unit, gs in self._now.items():
+            trees = self._trees.setdefault(unit, [])
+            trees.append((0, gs))
+            while len(trees) > 1 and trees[-1][0] == trees[-2][0]:
+                (height, left), (_, right) = trees[-2:]
+                trees[-2:] = [(height + 1, _added(left, right))]
+        self._now = {}
+
+    def harvest(self, unit: Unit) -> list[Tensor | None] | None:
+        """Return the sum of a unit's gradients."""
+        trees = [tree for _, tree in self._trees.pop(unit, [])]
+        while len(trees) > 1:
+            trees[-2:] = [_added(trees[-2], trees[-1])]
+        return trees[0] if trees else None
+
+
+def _added(left: list[Tensor | None], right: list[Tensor | None]) -> list[Tensor | None]:
+    return [b if a is None else a if b is None else a + b for a, b in zip(left, right, strict=True)]

@@ -1,0 +1,228 @@
+"""How parameters are laid out: `shard_params` and the rules that it takes.
+
+Rules are total and loud: a leaf that no rule is for, a rule that no leaf is for, and two rules that disagree about a
+leaf are errors, all reported at once.  Nothing is replicated because nobody said anything.
+
+    P("data")                                   the same for all leaves
+    {"emb": P("model"), "blocks": P()}          a prefix tree
+    {"blocks[*].attn.w": P(None, "model"), "**": P()}      patterns, anchored at both ends
+    lambda path, leaf: ...                      from a path and a leaf (its shape and dtype)
+    fsdp("data")                                everything flat, in units
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from torch import Tensor
+
+from fshard.errors import LayoutError
+from fshard.mesh.layout import Layout
+from fshard.mesh.mesh import Mesh
+from fshard.mesh.placing import collected, device_put
+from fshard.mesh.spec import P, as_axes
+from fshard.mesh.tree import PyTree, broadcast_prefix, flatten_with_paths, unflatten
+
+Rules = Any
+"""A P, a prefix tree of Ps, a mapping of path patterns to Ps, a function of (path, leaf), or `fsdp(...)`."""
+
+
+@lru_cache(maxsize=65536)
+def parts_of(path: str) -> tuple[str, ...]:
+    """Return the parts of a path or pattern: `["blocks"][3]["w"]`, `blocks[3].w` and `blocks.3.w` are one.
+
+    >>> parts_of('["blocks"][3]["attn.w"]')
+    ('blocks', '3', 'attn', 'w')
+    """
+    return tuple(part for part in re.split(r"[\[\].\"']+", path) if part)
+
+
+def named(parts: Sequence[str]) -> str:
+    """Return parts as a path that reads well.
+
+    >>> named(("blocks", "3", "attn", "w"))
+    'blocks[3].attn.w'
+    """
+    return "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in parts).removeprefix(".")
+
+
+@lru_cache(maxsize=65536)
+def matches(pattern: str, path: str) -> bool:
+    """Return whether a pattern is for a path: `*` stands for anything within a part, `**` for any number of parts.
+
+    >>> matches("blocks[*].attn.w", '["blocks"][3]["attn"]["w"]'), matches("blocks[*]", '["blocks"][3]["w"]')
+    (True, False)
+    """
+    return _match(parts_of(pattern), parts_of(path))
+
+
+def _match(pattern: tuple[str, ...], path: tuple[str, ...]) -> bool:
+    if not pattern:
+        return not path
+    if pattern[0] == "**":
+        return any(_match(pattern[1:], path[start:]) for start in range(len(path) + 1))
+    here = bool(path) and re.fullmatch(".*".join(map(re.escape, pattern[0].split("*"))), path[0])
+    return bool(here) and _match(pattern[1:], path[1:])
+
+
+def unit_of(path: str) -> str:
+    """Return the unit that a leaf is in unless something else is said: its repeated block, or what stands first.
+
+    >>> unit_of('["blocks"][3]["attn"]["w"]'), unit_of('["head"]["w"]')
+    ('blocks[3]', 'head')
+    """
+    parts = parts_of(path)
+    place = next((place for place, part in enumerate(parts) if part.isdigit()), 0)
+    return named(parts[: place + 1]) or "all"
+
+
+@dataclass(frozen=True)
+class Fsdp:
+    """The rules of `fsdp`."""
+
+    axes: tuple[str, ...]
+    unit: str | int | None
+
+    def layouts(self, mesh: Mesh, paths: Sequence[str], leaves: Sequence[Any]) -> list[Layout]:
+        """Return the layout of every leaf."""
+        spec = P.flat(*self.axes)
+        return [Layout(mesh, spec, unit=unit) for unit in self._units(paths, leaves)]
+
+    def _units(self, paths: Sequence[str], leaves: Sequence[Any]) -> list[str]:
+        if self.unit is None:
+            return [unit_of(path) for path in paths]
+        if isinstance(self.unit, int):
+            return _by_size(leaves, self.unit)
+        return [_by_pattern(self.unit, path) for path in paths]
+
+
+def _by_size(leaves: Sequence[Any], size: int) -> list[str]:
+    """Put leaves into units, in their order, each closed as soon as it has reached a size in bytes."""
+    units: list[str] = []
+    number, filled = 0, 0
+    for leaf in leaves:
+        if filled >= size:
+            number, filled = number + 1, 0
+        units.append(f"unit {number}")
+        filled += leaf.dtype.itemsize * _count(leaf.shape)
+    return units
+
+
+def _count(shape: Sequence[int]) -> int:
+    count = 1
+    for length in shape:
+        count *= length
+    return count
+
+
+def _by_pattern(pattern: str, path: str) -> str:
+    """Return the beginning of a path that a pattern is for; else the default unit."""
+    parts = parts_of(path)
+    for end in range(1, len(parts) + 1):
+        if _match(parts_of(pattern), parts[:end]):
+            return named(parts[:end])
+    return unit_of(path)
+
+
+def fsdp(axis: str | tuple[str, ...], *, unit: str | int | None = None) -> Fsdp:
+    """Return rules that flatten every parameter and cut it over `axis`: ZeRO-3 at rest.
+
+    Args:
+        axis: an axis, or several from major to minor.  Along axes that are not named, parameters are replicated: on a mesh
+            of {"node": 4, "data": 8}, `fsdp("data")` shards inside a node and replicates across nodes.
+        unit: what is gathered and reduced together: a path pattern ("layers[*]"), a size in bytes, or None for a unit per
+            repeated block.
+
+    >>> fsdp("data")
+    Fsdp(axes=('data',), unit=None)
+    """
+    return Fsdp(as_axes(axis), unit)
+
+
+def shard_params(params: PyTree, rules: Rules, *, mesh: Mesh) -> PyTree:
+    """Lay parameters on a mesh by rules.  Nothing is sent: every process is given the whole and keeps its pieces.
+
+    Args:
+        params: a tree of tensors, the same on every process.  A tensor that stands twice in it (tied) is laid out once.
+        rules: see the module: a P, a tree of Ps, patterns, a function, or `fsdp(...)`.
+        mesh: the devices.
+
+    >>> import torch, fshard as fs
+    >>> mesh = fs.make_mesh({"data": 4})
+    >>> params = fs.shard_params({"w": torch.zeros(3, 3), "b": torch.zeros(3)}, fs.fsdp("data"), mesh=mesh)
+    >>> fs.typeof(params["w"]), [tuple(shard.shape) for shard in params["w"].shards]
+    (f32[3, 3]{flat:data}, [(3,), (3,), (3,), (0,)])
+    """
+    paths, leaves, structure = flatten_with_paths(params, sharded_is_leaf=True)
+    layouts = layouts_of(params, rules, mesh)
+    done: dict[int, Any] = {}
+    with collected("shard_params") as attempt:
+        for path, leaf, layout in zip(paths, leaves, layouts, strict=True):
+            with attempt(named(parts_of(path))):
+                known = done.get(id(leaf))
+                if known is None:
+                    done[id(leaf)] = device_put(leaf.detach() if isinstance(leaf, Tensor) else leaf, layout)
+                elif known.spec != layout.spec:
+                    raise LayoutError(
+                        f"it is tied to a leaf that lies as {known.spec}, and cannot lie as {layout.spec}."
+                    )
+    return unflatten(structure, [done[id(leaf)] for leaf in leaves])
+
+
+def layouts_of(params: PyTree, rules: Rules, mesh: Mesh) -> list[Layout]:
+    """Return the layout of every leaf, or raise naming all that the rules leave open."""
+    paths, leaves, _ = flatten_with_paths(params, sharded_is_leaf=True)
+    if isinstance(rules, Fsdp):
+        return rules.layouts(mesh, paths, leaves)
+    specs = _specs(params, rules, paths, leaves)
+    wrong = [
+        f"{named(parts_of(path))}: {spec!r} is no P"
+        for path, spec in zip(paths, specs, strict=True)
+        if not isinstance(spec, P)
+    ]
+    if wrong:
+        raise LayoutError(f"shard_params: {'; '.join(wrong)}. Rules say how each leaf lies: P() where it is whole.")
+    return [Layout(mesh, spec, unit=unit_of(path)) for path, spec in zip(paths, specs, strict=True)]
+
+
+def _specs(params: PyTree, rules: Rules, paths: Sequence[str], leaves: Sequence[Any]) -> list[Any]:
+    if isinstance(rules, P):
+        return [rules] * len(leaves)
+    if callable(rules):
+        return [rules(named(parts_of(path)), leaf) for path, leaf in zip(paths, leaves, strict=True)]
+    try:
+        return broadcast_prefix(rules, params)
+    except ValueError:
+        if isinstance(rules, Mapping) and all(isinstance(value, P) for value in rules.values()):
+            return _by_patterns(rules, paths)
+        raise LayoutError(
+            f"shard_params: the rules {rules!r} are neither a prefix of the parameters nor patterns."
+        ) from None
+
+
+def _by_patterns(rules: Mapping[str, P], paths: Sequence[str]) -> list[P]:
+    complaints: list[str] = []
+    found: list[P] = []
+    for path in paths:
+        fitting = {pattern: spec for pattern, spec in rules.items() if matches(pattern, path)}
+        exact = {pattern: spec for pattern, spec in fitting.items() if "**" not in parts_of(pattern)} or fitting
+        if not exact:
+            complaints.append(f"no rule is for {named(parts_of(path))}")
+        elif len(set(exact.values())) > 1:
+            clash = " and ".join(f'"{pattern}" ({spec})' for pattern, spec in exact.items())
+            complaints.append(f"{clash} disagree about {named(parts_of(path))}")
+        found += list(exact.values())[:1]
+    complaints += [
+        f'no leaf is for the rule "{pattern}"' for pattern in rules if not any(matches(pattern, path) for path in paths)
+    ]
+    if complaints:
+        shown = ", ".join(named(parts_of(path)) for path in list(paths)[:8])
+        raise LayoutError(
+            "shard_params: " + "; ".join(complaints) + f". The leaves are {shown}{', ...' if len(paths) > 8 else ''}; "
+            '"**": P() replicates what no other rule is for.'
+        )
+    return found

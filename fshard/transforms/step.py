@@ -1,0 +1,99 @@
+"""`train_step`: gradient, optimizer and metrics as one pure function.
+
+params, state, batch ─> value_and_grad ─> opt.step ─> params, state, metrics
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from fshard.errors import LayoutError
+from fshard.mesh.mesh import Mesh
+from fshard.mesh.tree import PyTree
+from fshard.optim.contract import Update, copied, step_of
+from fshard.optim.norms import global_norm
+from fshard.source import call_site
+from fshard.transforms.gradient import How, differentiate, how_of
+
+Precision = Literal["bf16", "fp16"]
+_COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16, None: None}
+
+Metrics = dict[str, Any]
+"""loss, grad_norm and weight as tensors that are equal on all devices; finite, whether loss and gradients are; and aux."""
+
+
+class AnyOptimizer(Protocol):
+    """What a training step needs of an optimizer: `fs.optim.Optimizer` or `fs.partition_optimizer(...)`."""
+
+    @property
+    def init(self) -> Callable[[PyTree], PyTree]: ...
+    @property
+    def update(self) -> Update: ...
+    @property
+    def step(self) -> Update | None: ...
+
+
+def train_step(
+    loss_fn: Callable[..., Any],
+    opt: AnyOptimizer,
+    *,
+    mesh: Mesh,
+    batch: PyTree,
+    donate: bool = False,
+    precision: Precision | None = None,
+    **options: Any,
+) -> Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree, Metrics]]:
+    """Return a function of (params, state, batch) that takes one step of training.
+
+    Args:
+        loss_fn: an ordinary function of one device: see `value_and_grad`.
+        opt: an optimizer; `partition_optimizer` chooses what of it is divided among the devices.
+        mesh: the devices.
+        batch: how the batch is cut.
+        donate: the parameters and the state that are given may be used up: their memory becomes the results'.
+        precision: "bf16" or "fp16" computes in that dtype, with parameters and state in their own: gathered parameters and
+            gradients travel in 16 bits, the optimizer adds them to what it keeps.
+        options: those of `value_and_grad`: accumulate, weight, has_aux, frozen, reproducible, ...
+
+    The metrics are {"loss", "grad_norm", "weight", "finite"}, and "aux" with `has_aux`.
+
+    >>> import torch, fshard as fs
+    >>> from fshard import P
+    >>> mesh = fs.make_mesh({"data": 2})
+    >>> params = fs.shard_params({"w": torch.tensor([1.0, 2.0])}, fs.fsdp("data"), mesh=mesh)
+    >>> opt = fs.partition_optimizer(fs.optim.sgd(0.5), mesh=mesh, axis="data", stage=3)
+    >>> step = fs.train_step(lambda p, x: (p["w"] * x).sum(1).mean(), opt, mesh=mesh, batch=P("data"))
+    >>> params, state, metrics = step(params, opt.init(params), torch.ones(4, 2))
+    >>> fs.unshard(params["w"]), metrics["loss"], metrics["grad_norm"]
+    (tensor([0.5000, 1.5000]), tensor(3.), tensor(1.4142))
+    """
+    if precision not in _COMPUTE:
+        raise LayoutError(f'train_step: precision is "bf16", "fp16" or None, not {precision!r}.')
+    stage = getattr(opt, "stage", 0)
+    options.setdefault("gradients", getattr(opt, "gradients", None))
+    options.setdefault("reduce_once", stage < 2)
+    how = how_of(loss_fn, mesh=mesh, batch=batch, **options)
+    how = replace(how, manner=replace(how.manner, compute=how.manner.compute or _COMPUTE[precision]))
+    write = step_of(opt)  # pyright: ignore[reportArgumentType]  # a Partitioned has all that an Optimizer has
+
+    def step(params: PyTree, state: PyTree, batch: PyTree) -> tuple[PyTree, PyTree, Metrics]:
+        value, grads = differentiate(how, params, batch, call_site())
+        with torch.no_grad():
+            norm = global_norm(grads)
+            finite = bool(torch.isfinite(norm)) and bool(torch.isfinite(value.loss))
+            if not donate:
+                params, state = copied((params, state))
+            params, state = write(grads, state, params)
+        return params, state, _metrics(how, value.loss, norm, value.weight, finite, value.aux)
+
+    return step
+
+
+def _metrics(how: How, loss: Tensor, norm: Tensor, weight: Tensor, finite: bool, aux: PyTree) -> Metrics:
+    metrics = {"loss": loss, "grad_norm": norm.to(loss.dtype), "weight": weight, "finite": finite}
+    return {**metrics, "aux": aux} if how.has_aux else metrics

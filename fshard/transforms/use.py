@@ -1,0 +1,426 @@
+"""Parameters where they are used: gathered just before, let go just after, their gradients reduced when complete.
+
+Inside a loss function every parameter is a light *handle*.  The first operation that touches a leaf of a unit gathers
+the whole unit, as one multi-output autograd Function; that stands right before the block's own operations on the tape, so
+autograd comes to its backward, the reduction, right after the block's backward, while earlier blocks are still to come.
+
+    forward     gather 0 | block 0 | gather 1 | block 1 | ... | loss
+    backward    ... | block 1 | reduce 1 | block 0 | reduce 0           (gather 1, gather 0 again, as they are needed)
+
+A unit that lies sharded is let go when later ones have been gathered.  What autograd saves of it is kept as a note of
+where it lay (saved-tensor hooks), and reading the note gathers the unit again.  Where parameters lie whole (ZeRO 0 to 2)
+nothing is gathered and nothing let go: the same Function only reduces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import Function
+from torch.autograd.graph import saved_tensors_hooks
+
+from fshard.mesh.steps import Way, go
+from fshard.mesh.tree import PyTree, flatten, unflatten
+from fshard.source import Site
+
+_C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
+
+
+class Leaf(NamedTuple):
+    """What is to be done with one parameter: the ways to its use and of its gradient."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    unit: str
+    gather: Way
+    reduce: Way | None
+    """From the sum that each device holds a summand of, to the gradient's layout; None: it is not trained."""
+
+
+@dataclass(frozen=True)
+class Manner:
+    """How units are handled.
+
+    Args:
+        reshard: let sharded units go after their forward, and gather them again for the backward.
+        live: how many units that lie sharded are whole at a time.
+        in_flight: how many reductions may be under way; 0: each is waited for at once.
+        compute: the dtype that floating parameters are used in, None: their own.
+        reduce: the dtype that gradients are reduced in, None: the one they come in.
+    """
+
+    reshard: bool = True
+    live: int = 2
+    in_flight: int = 2
+    compute: torch.dtype | None = None
+    reduce: torch.dtype | None = None
+
+
+class Tape:
+    """The parameters of one device, through the slices of one step."""
+
+    def __init__(self, leaves: Sequence[Leaf], shards: Sequence[Tensor], manner: Manner, site: Site) -> None:
+        self.leaves, self.shards, self.manner, self.site = leaves, shards, manner, site
+        self.anchor = torch.zeros((), requires_grad=True)  # what makes autograd call the units' backwards
+        by_unit: dict[str, list[int]] = {}
+        for place, leaf in enumerate(leaves):
+            by_unit.setdefault(leaf.unit, []).append(place)
+        self.units = [Unit(self, places) for places in by_unit.values()]
+        self.handles: list[Any] = [None] * len(leaves)
+        for unit in self.units:
+            for at, place in enumerate(unit.places):
+                self.handles[place] = Handle(unit, at, leaves[place], manner.compute)
+        self.gathering = any(unit.sharded for unit in self.units)
+        self.used = [False] * len(leaves)
+        self.sums: list[Tensor | None] = [None] * len(leaves)
+        self.keep: Callable[[Unit, list[Tensor | None]], None] | None = None
+        self._live: list[Unit] = []
+        self._again: list[Unit] = []
+        self._under_way: list[tuple[Unit, list[int], Callable[[], list[Tensor]]]] = []
+        self.storages: dict[int, tuple[Unit, int]] = {}
+
+    # -- forward ------------------------------------------------------------------------------------------------
+
+    def forward(self) -> AbstractContextManager[Any]:
+        """Return the context in which the loss is computed."""
+        return saved_tensors_hooks(self._note, self._read) if self.gathering and self.manner.reshard else nullcontext()
+
+    @contextmanager
+    def unwatched(self) -> Generator[None]:
+        """Let autograd save tensors as they are for a while."""
+        watched = self.gathering and self.manner.reshard
+        if watched:
+            _C._autograd._pop_saved_tensors_default_hooks()
+        try:
+            yield
+        finally:
+            if watched:
+                _C._autograd._push_saved_tensors_default_hooks(self._note, self._read)
+
+    def gathered(self, unit: Unit) -> None:
+        """Let units go that were gathered before this one."""
+        self._live = [other for other in self._live if other is not unit] + [unit]
+        while self.manner.reshard and len(self._live) > self.manner.live:
+            self._live.pop(0).release()
+
+    def begin(self) -> None:
+        """Begin a slice: nothing of the one before is used again."""
+        for unit in self.units:
+            unit.release()
+            unit.awaited = 0
+        self._live.clear()
+
+    def _note(self, x: Tensor) -> Any:
+        found = self.storages.get(_storage(x))
+        if found is None or x.dtype != found[0].values[found[1]].dtype:
+            return x
+        return _Note(found[0], found[1], x.size(), x.stride(), int(x.storage_offset()))
+
+    def _read(self, note: Any) -> Tensor:
+        if not isinstance(note, _Note):
+            return note
+        return note.unit.again()[note.at].as_strided(note.size, note.stride, note.offset)
+
+    def regathered(self, unit: Unit) -> None:
+        """Let units go that were gathered for the backward before this one."""
+        self._again = [other for other in self._again if other is not unit] + [unit]
+        while len(self._again) > self.manner.live:
+            self._again.pop(0).forget()
+
+    # -- backward -----------------------------------------------------------------------------------------------
+
+    def receive(self, unit: Unit, gs: Sequence[Tensor | None]) -> None:
+        """Take the cotangents of one use of a unit."""
+        for place, g in zip(unit.places, gs, strict=True):
+            self.used[place] |= g is not None
+        if unit.sharded and self.manner.reshard:
+            unit.forget()
+        unit.awaited -= 1
+        if self.keep is not None:
+            self.keep(unit, list(gs))
+        elif unit.awaited:  # it was used, let go and used again: its uses are reduced together
+            unit.keep(list(gs))
+        else:
+            self.reduce(unit, unit.with_kept(list(gs)))
+
+    def reduce(self, unit: Unit, gs: Sequence[Tensor | None]) -> None:
+        """Start to reduce the gradients of a unit."""
+        chosen = [at for at, place in enumerate(unit.places) if self.leaves[place].reduce is not None]
+        xs: list[Tensor] = []
+        ways: list[Way] = []
+        for at in chosen:
+            leaf, g = self.leaves[unit.places[at]], gs[at]
+            g = g if g is not None else self.shards[unit.places[at]].new_zeros(leaf.shape)
+            xs.append(g if self.manner.reduce is None or not g.is_floating_point() else g.to(self.manner.reduce))
+            assert leaf.reduce is not None
+            ways.append(leaf.reduce)
+        finish = go(xs, ways, self.site, ahead=self.manner.in_flight > 0)
+        self._under_way.append((unit, [unit.places[at] for at in chosen], finish))
+        self.finish(self.manner.in_flight)
+
+    def finish(self, but: int = 0) -> None:
+        """Wait for reductions, the oldest first, until only so many are under way."""
+        while len(self._under_way) > but:
+            _, places, finish = self._under_way.pop(0)
+            for place, result in zip(places, finish(), strict=True):
+                known, dtype = self.sums[place], self.leaves[place].dtype
+                result = result.to(dtype)
+                self.sums[place] = result if known is None else known + result
+
+
+def _storage(x: Tensor) -> int:
+    """Return what tells a tensor's memory apart, as long as it lives."""
+    return x.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
+
+
+class _Note(NamedTuple):
+    """Where a saved tensor lay in a unit."""
+
+    unit: Unit
+    at: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class Unit:
+    """Leaves that are gathered and reduced together."""
+
+    __slots__ = ("awaited", "kept", "places", "sharded", "tape", "used", "values")
+
+    def __init__(self, tape: Tape, places: list[int]) -> None:
+        self.tape, self.places = tape, places
+        self.sharded = any(tape.leaves[place].gather.steps for place in places)
+        self.used: tuple[Tensor, ...] | None = None
+        self.values: list[Tensor] = []
+        self.kept: list[Tensor | None] | None = None
+        self.awaited = 0  # uses whose backward is still to come
+
+    def whole(self) -> tuple[Tensor, ...]:
+        """Return all leaves of the unit, whole and differentiable, gathering them if they are not at hand."""
+        used = self.used
+        if used is None:
+            trained = any(self.tape.leaves[place].reduce is not None for place in self.places)
+            if trained and torch.is_grad_enabled():
+                used = _Use.apply(self.tape.anchor, self)
+                self.awaited += 1
+            else:
+                used = tuple(self.gather())
+            self.used = used
+            if self.sharded:
+                self.tape.gathered(self)
+        return used
+
+    def gather(self) -> list[Tensor]:
+        """Return all leaves, whole."""
+        tape = self.tape
+        xs = [self._converted(tape.shards[place]) for place in self.places]
+        if not self.sharded:
+            return [x.detach() for x in xs]
+        with torch.no_grad():
+            self.values = go(xs, [tape.leaves[place].gather for place in self.places], tape.site)()
+        for at, x in enumerate(self.values):
+            tape.storages[_storage(x)] = self, at
+        return self.values
+
+    def _converted(self, x: Tensor) -> Tensor:
+        compute = self.tape.manner.compute
+        return x if compute is None or not x.is_floating_point() else x.detach().to(compute)
+
+    def again(self) -> list[Tensor]:
+        """Return all leaves for the backward, gathering them again if they have been let go."""
+        if not self.values:
+            self.gather()
+            self.tape.regathered(self)
+        return self.values
+
+    def release(self) -> None:
+        """Let the leaves go: the next use gathers them anew."""
+        self.used = None
+        self.forget()
+
+    def forget(self) -> None:
+        """Free what was gathered."""
+        for x in self.values:
+            self.tape.storages.pop(_storage(x), None)
+        self.values = []
+
+    def keep(self, gs: list[Tensor | None]) -> None:
+        """Add to what earlier slices gave, to be reduced together."""
+        if self.kept is None:
+            self.kept = gs
+            return
+        for at, g in enumerate(gs):
+            known = self.kept[at]
+            if g is not None:
+                self.kept[at] = g if known is None else known + g
+
+    def with_kept(self, gs: list[Tensor | None]) -> list[Tensor | None]:
+        """Return gradients together with those kept, of which none are left."""
+        if self.kept is not None:
+            self.keep(gs)
+            gs, self.kept = self.kept, None
+        return gs
+
+
+class _Use(Function):
+    """From nothing to the leaves of a unit; backward, their gradients are reduced."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, unit: Unit) -> tuple[Tensor, ...]:
+        ctx.unit = unit
+        ctx.set_materialize_grads(False)
+        values = unit.gather()
+        leaves = unit.tape.leaves
+        fixed = [x for x, place in zip(values, unit.places, strict=True) if leaves[place].reduce is None]
+        ctx.mark_non_differentiable(*fixed)
+        return tuple(values)
+
+    @staticmethod
+    def backward(ctx: Any, *gs: Tensor | None) -> tuple[None, None]:
+        ctx.unit.tape.receive(ctx.unit, gs)
+        return None, None
+
+
+class Handle:
+    """A parameter that is gathered when an operation touches it.  Shape and dtype are known without that."""
+
+    __slots__ = ("_at", "dtype", "shape", "unit")
+
+    def __init__(self, unit: Unit, at: int, leaf: Leaf, compute: torch.dtype | None) -> None:
+        self.unit, self._at = unit, at
+        self.shape = torch.Size(leaf.shape)
+        self.dtype = compute if compute is not None and leaf.dtype.is_floating_point else leaf.dtype
+
+    def whole(self) -> Tensor:
+        """Return the tensor."""
+        return self.unit.whole()[self._at]
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        return func(*_wholes(args), **(_wholes(kwargs) if kwargs else {}))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name not in _SPECIAL:
+            raise AttributeError(name)
+        return getattr(self.whole(), name)
+
+    @property
+    def ndim(self) -> int:
+        """How many dims it has."""
+        return len(self.shape)
+
+    def dim(self) -> int:
+        """Return how many dims it has."""
+        return len(self.shape)
+
+    def size(self, dim: int | None = None) -> Any:
+        """Return its shape, or the length of a dim."""
+        return self.shape if dim is None else self.shape[dim]
+
+    def numel(self) -> int:
+        """Return how many elements it has."""
+        return self.shape.numel()
+
+    def __len__(self) -> int:
+        return len(self.whole())
+
+    def __iter__(self) -> Any:
+        return iter(self.whole())
+
+    def __bool__(self) -> bool:
+        return bool(self.whole())
+
+    def __repr__(self) -> str:
+        return f"Handle({str(self.dtype).removeprefix('torch.')}{list(self.shape)})"
+
+
+_SPECIAL = {"__array__", "__float__", "__int__", "__index__"}
+_ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor")
+_OPERATORS = (
+    *_ARITHMETIC,
+    *("r" + name for name in _ARITHMETIC),
+    *("lt", "le", "gt", "ge", "eq", "ne", "neg", "pos", "abs", "invert", "getitem", "float", "int", "index", "complex"),
+)
+
+
+def _operator(name: str) -> Callable[..., Any]:
+    def run(self: Handle, *args: Any) -> Any:
+        return getattr(self.whole(), name)(*_wholes(args))
+
+    run.__name__ = name
+    return run
+
+
+for _name in _OPERATORS:
+    setattr(Handle, f"__{_name}__", _operator(f"__{_name}__"))
+Handle.__hash__ = object.__hash__  # type: ignore[method-assign]
+
+
+def _wholes(x: Any) -> Any:
+    """Put tensors in the place of handles, in whatever arguments torch's functions take."""
+    if type(x) is Handle:
+        return x.whole()
+    if type(x) is tuple or type(x) is list:
+        return type(x)(map(_wholes, x))
+    if type(x) is dict:
+        return {key: _wholes(value) for key, value in x.items()}
+    return x
+
+
+def whole(tree: PyTree) -> PyTree:
+    """Return a tree with tensors in the place of handles: for torch.func inside a loss function, which takes tensors only.
+
+    Outside a loss function there are no handles, and the tree is returned as it is.
+    """
+    leaves, structure = flatten(tree, sharded_is_leaf=True, none_is_leaf=True)
+    return unflatten(structure, [_wholes(leaf) for leaf in leaves])
+
+
+def gathered(fn: Callable[..., Any], *, keep: bool = False) -> Callable[..., Any]:
+    """Return a function whose parameters are gathered when it is called and let go when it returns.
+
+    Any loss function works without this mark; a marked block holds its parameters for exactly as long as it runs, and its
+    body sees plain tensors.
+
+    Args:
+        fn: a function that is called with parameters among its arguments.
+        keep: leave what autograd saves in it as it is, instead of gathering parameters again for the backward.  Then
+            torch.func works in it, which bears no saved-tensor hooks.
+
+    >>> import torch, fshard as fs
+    >>> block = fs.gathered(lambda w, x: torch.relu(x @ w))
+    >>> block(torch.eye(2), torch.tensor([-1.0, 2.0]))
+    tensor([0., 2.])
+    """
+
+    @wraps(fn)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        leaves, structure = flatten((args, kwargs), sharded_is_leaf=True, none_is_leaf=True)
+        units = {id(leaf.unit): leaf.unit for leaf in leaves if type(leaf) is Handle}
+        own_args, own_kwargs = unflatten(structure, [_wholes(leaf) for leaf in leaves])
+        tapes = {id(unit.tape): unit.tape for unit in units.values()}
+        try:
+            with ExitStack() as stack:
+                for tape in tapes.values() if keep else ():
+                    stack.enter_context(tape.unwatched())
+                return fn(*own_args, **own_kwargs)
+        finally:
+            for unit in units.values():
+                if unit.sharded and unit.tape.manner.reshard:
+                    unit.release()
+
+    return run

@@ -1,0 +1,375 @@
+"""A rematerialised function is the same function: values, derivatives of every kind, random draws, collectives."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.func import grad, jacfwd, jacrev, jvp, vmap
+
+import fshard as fs
+from fshard import P
+from fshard.testing.processes import Processes
+from fshard.transforms.randomness import keyed_random
+from fshard.transforms.remat import PolicyError, name, offload, remat, save_names
+
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+
+D = 4
+POLICIES = ["everything", "nothing", "dots", save_names("hidden"), offload("everything"), offload("dots")]
+POLICIES += [offload(save_names("hidden"))]
+NAMES = ["everything", "nothing", "dots", "names", "offload everything", "offload dots", "offload names"]
+each_policy = pytest.mark.parametrize("policy", POLICIES, ids=NAMES)
+
+
+def values(*shapes, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes]
+
+
+def mlp(w, v, x):
+    h = name((x @ w).relu_(), "hidden")  # in place: what is kept must notice
+    return (torch.nn.functional.dropout(h.sin(), 0.3) @ v).tanh()
+
+
+def loss(f, w, v, x):
+    with keyed_random(0):
+        return (f(w, v, x) ** 2).sum()
+
+
+def close(got, expected):
+    torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
+
+
+@each_policy
+def test_gradients_are_those_of_the_function(policy):
+    w, v, x = values((D, D), (D, D), (3, D))
+    expected = torch.autograd.grad(loss(mlp, w, v, x), (w, v, x))
+    again = remat(mlp, policy)
+    close(torch.autograd.grad(loss(again, w, v, x), (w, v, x)), expected)
+    y = loss(again, w, v, x)
+    for _ in range(2):  # a graph that is kept can be gone through again
+        close(torch.autograd.grad(y, (w, v, x), retain_graph=True), expected)
+
+
+@each_policy
+def test_double_backward(policy):
+    w, v, x = values((D, D), (D, D), (3, D))
+
+    def second(f):
+        (g,) = torch.autograd.grad(loss(f, w, v, x), w, create_graph=True)
+        return torch.autograd.grad((g**2).sum(), (w, v, x))
+
+    close(second(remat(mlp, policy)), second(mlp))
+
+
+@each_policy
+@pytest.mark.parametrize("inner", POLICIES, ids=NAMES)
+def test_nested(policy, inner):
+    w, v, x = values((D, D), (D, D), (3, D))
+
+    def twice(f):
+        return lambda w, v, x: f(w, v, name(f(w, v, x).exp(), "hidden") * 2)
+
+    nested = remat(twice(remat(mlp, inner)), policy)
+    close(
+        torch.autograd.grad(loss(nested, w, v, x), (w, v, x)),
+        torch.autograd.grad(loss(twice(mlp), w, v, x), (w, v, x)),
+    )
+
+
+TRANSFORMS = {
+    "grad": lambda f, w, v, x: grad(lambda w, v: loss(f, w, v, x), argnums=(0, 1))(w, v),
+    "grad of grad": lambda f, w, v, x: grad(lambda w: grad(lambda w: loss(f, w, v, x))(w).square().sum())(w),
+    "jvp": lambda f, w, v, x: jvp(lambda w: loss(f, w, v, x), (w,), (v,)),
+    "hvp": lambda f, w, v, x: jvp(lambda w: grad(lambda w: loss(f, w, v, x))(w), (w,), (v,)),
+    "hessian": lambda f, w, v, x: jacrev(lambda w: grad(lambda w: loss(f, w, v, x))(w))(w),
+    "forward over reverse, mapped": lambda f, w, v, x: jacfwd(
+        lambda w: grad(lambda w: loss(f, w, v, x))(w), randomness="same"
+    )(w),
+    "jacrev": lambda f, w, v, x: jacrev(lambda w: f(w, v, x))(w),
+    "vmap of grad": lambda f, w, v, x: vmap(grad(lambda w, x: loss(f, w, v, x)), (None, 0), randomness="same")(w, x),
+    "grad of vmap": lambda f, w, v, x: grad(
+        lambda w: vmap(lambda x: loss(f, w, v, x), randomness="same")(x).square().sum()
+    )(w),
+}
+
+
+@each_policy
+@pytest.mark.parametrize("kind", TRANSFORMS)
+def test_transforms_of_torch_func(kind, policy):
+    w, v, x = (t.detach() for t in values((D, D), (D, D), (3, D)))
+    with keyed_random(1):
+        expected = TRANSFORMS[kind](mlp_out_of_place, w, v, x)
+    with keyed_random(1):
+        close(TRANSFORMS[kind](remat(mlp_out_of_place, policy), w, v, x), expected)
+
+
+def mlp_out_of_place(w, v, x):
+    return (torch.nn.functional.dropout(name((x @ w).sigmoid(), "hidden").sin(), 0.3) @ v).tanh()
+
+
+def test_under_torch_func_a_captured_tensor_is_refused():
+    w = torch.randn(D, D)
+    with pytest.raises(fs.LayoutError, match=r"fs.remat of <lambda>: it uses a tensor from outside \(shape \(4, 4\), "):
+        grad(lambda w: remat(lambda x: (x @ w).sum())(torch.ones(2, D)))(w)
+
+
+# -- what is kept, and what runs again ------------------------------------------------------------------------------
+
+
+def count(f, policy, *args):
+    """Return how often each of two operations ran, forward and backward together."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    seen = {"mm": 0, "sin": 0, "exp": 0}
+
+    class Counting(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            op = func.overloadpacket.__name__
+            if op in seen:
+                seen[op] += 1
+            return func(*args, **(kwargs or {}))
+
+    with Counting():
+        remat(f, policy)(*args).sum().backward()
+    return seen
+
+
+def three(x, w):
+    return name((x @ w).sin(), "s").exp().square()
+
+
+@pytest.mark.parametrize(
+    ("policy", "mm", "sin", "exp"),
+    [
+        ("everything", 1, 1, 1),
+        ("nothing", 2, 2, 2),
+        ("dots", 1, 2, 2),
+        (save_names("s"), 2, 1, 2),
+        (save_names("other"), 2, 2, 2),
+    ],
+    ids=["everything", "nothing", "dots", "names", "other names"],
+)
+def test_what_runs_again(policy, mm, sin, exp):
+    w, x = values((D, D), (3, D))
+    x = x.detach()
+    with_backward = {"mm": mm + 1, "sin": sin, "exp": exp}  # the product's own backward is one more
+    assert count(three, policy, x, w) == with_backward
+
+
+def test_a_name_on_a_view_keeps_what_made_it():
+    w, x = values((D, D), (3, D))
+
+    def f(x, w):
+        return name((x @ w).sin().view(-1)[2:].reshape(2, 5), "s").exp().square()
+
+    assert count(f, save_names("s"), x.detach(), w)["sin"] == 1
+    close(torch.autograd.grad(remat(f, save_names("s"))(x, w).sum(), w), torch.autograd.grad(f(x, w).sum(), w))
+
+
+def kept_bytes(f, *args):
+    """Return how many bytes autograd keeps for backward, the arguments apart."""
+    seen = {}
+
+    def pack(x):
+        seen[x.untyped_storage()._cdata] = x.untyped_storage().nbytes()
+        return x
+
+    own = {x.untyped_storage()._cdata for x in args}
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        y = f(*args)
+    return sum(size for memory, size in seen.items() if memory not in own), y
+
+
+def test_nested_regions_keep_the_outermost_inputs_alone():
+    (x,) = values((1000,))
+    inner = remat(lambda x: x.sin().exp())
+    size, _ = kept_bytes(remat(lambda x: inner(inner(x).sin())), x)
+    assert size == 0
+
+
+# -- arguments and results ------------------------------------------------------------------------------------------
+
+
+class Lazy:
+    """A light handle: computes its tensor at first use."""
+
+    def __init__(self, make):
+        self.make = make
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        def real(x):
+            if isinstance(x, cls):
+                return x.make()
+            return type(x)(map(real, x)) if isinstance(x, tuple | list) else x
+
+        return func(*real(args), **{key: real(x) for key, x in (kwargs or {}).items()})
+
+
+@each_policy
+def test_trees_keywords_handles_and_plain_values(policy):
+    w, x = values((D, D), (3, D))
+
+    def f(tree, handle, power, *, flag, bias=None):
+        y = torch.matmul(tree["x"], tree["w"][0]) + torch.matmul(tree["x"], handle)
+        return {"y": y**power, "flag": flag, "none": bias, "pair": (y.sum(), tree["x"])}
+
+    def gradients(f):
+        out = f({"x": x, "w": [w]}, Lazy(lambda: w.sin()), 2, flag="yes")
+        assert out["flag"] == "yes" and out["none"] is None
+        return torch.autograd.grad(out["y"].sum() + out["pair"][0] + out["pair"][1].sum(), (w, x))
+
+    close(gradients(remat(f, policy)), gradients(f))
+
+
+def test_under_torch_func_with_trees_and_plain_values():
+    w = torch.randn(D, D)
+
+    @remat
+    def f(tree, power, *, flag):
+        return {"y": tree["w"] ** power, "flag": flag, "count": torch.tensor(3), "same": tree["w"]}
+
+    def total(w):
+        out = f({"w": w}, 2, flag="yes")
+        assert out["flag"] == "yes" and out["count"] == 3
+        return out["y"].sum() + out["same"].sum()
+
+    close(grad(total)(w), 2 * w + 1)
+
+
+def test_a_module():
+    layer = nn.Sequential(nn.Linear(D, D), nn.ReLU(inplace=True), nn.Dropout(0.5), nn.Linear(D, 1))
+    x = torch.randn(3, D)
+    with keyed_random(3):
+        expected = torch.autograd.grad(layer(x).sum(), list(layer.parameters()))
+    with keyed_random(3):
+        y = remat(layer, "dots")(x).sum()
+    close(torch.autograd.grad(y, list(layer.parameters())), expected)
+
+
+def test_without_gradients_nothing_is_kept():
+    x = torch.ones(2)
+    with torch.no_grad():
+        assert torch.equal(remat(torch.sin)(x), x.sin())
+
+
+def test_a_policy_that_there_is_not():
+    with pytest.raises(PolicyError, match='there is no policy \'some\'. Write "everything", "nothing", "dots", '):
+        remat(torch.sin, "some")
+
+
+# -- on devices -----------------------------------------------------------------------------------------------------
+
+
+def block(w, x):
+    """Column-parallel, then row-parallel: a gather, dropout, and a sum in the middle."""
+    w = fs.all_gather(fs.pvary(w, "model"), "data")
+    h = name((fs.pvary(x, "model") @ w).sin(), "hidden")
+    h = torch.nn.functional.dropout(h, 0.3)
+    y = fs.psum((h * (1 + fs.axis_index("model"))).exp(), "model")
+    return name(y, "hidden").sin()
+
+
+@each_policy
+@pytest.mark.parametrize("transform", ["autograd", "func"])
+def test_collectives_and_dropout_on_virtual_devices(policy, transform):
+    mesh = fs.make_mesh({"data": 2, "model": 2})
+    w, x = (t.detach() for t in values((D, D), (6, D)))
+
+    def step(f):
+        def total(w, x):
+            y = f(w, f(w, x)).square().sum()
+            return fs.psum(y, "data")
+
+        def device(w, x):
+            if transform == "func":
+                return grad(total)(w, x)
+            w = w.requires_grad_()
+            return torch.autograd.grad(total(w, x), w)[0]
+
+        torch.manual_seed(0)
+        run = fs.shard_map(device, mesh=mesh, in_specs=(P("data"), P("data")), out_specs=P("data"))
+        return fs.unshard(run(w, x))
+
+    close(step(remat(block, policy)), step(block))
+
+
+@each_policy
+def test_a_shard_map_inside(policy):
+    mesh = fs.make_mesh({"data": 4})
+    w, x = values((D, D), (8, D))
+
+    def f(w, x):
+        def own(w, x):
+            return (fs.pvary(w, "data").sin().T @ x.T).T
+
+        on_mesh = fs.shard_map(own, mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data"))
+        return name(fs.unshard(on_mesh(w, x)), "hidden").sin()
+
+    close(
+        torch.autograd.grad(remat(f, policy)(w, x).sum(), (w, x)),
+        torch.autograd.grad(f(w, x).sum(), (w, x)),
+    )
+
+
+def gradient_and_ledger(policy, x, runtime=None):
+    w = torch.linspace(-1, 1, D * D, dtype=torch.float64).reshape(D, D).to(x.device)
+
+    def device(w, x):
+        w = w.requires_grad_()
+        return torch.autograd.grad(remat(block, policy)(w, x).sum(), w)[0]
+
+    mesh = fs.make_mesh({"data": 2, "model": 2}, runtime=runtime)
+    step = fs.shard_map(device, mesh=mesh, in_specs=(P("data"), P("data")), out_specs=P("data"), check=False)
+    torch.manual_seed(0)
+    with fs.ledger() as comm:
+        result = step(w, x)
+    return result, {name: comm.calls(collective=name) for name in ("all_gather", "psum")}
+
+
+@each_policy
+def test_collectives_run_again_on_any_mesh(policy):
+    """One gather and one sum in forward; backward sums for a pvary of each argument that needs it."""
+    again = policy != "everything" and policy != offload("everything")
+    expected = {"all_gather": 1 + again, "psum": 2 + again}
+    for runtime, device in (("virtual", "cpu"), ("abstract", "meta")):
+        _, calls = gradient_and_ledger(policy, torch.ones(6, D, dtype=torch.float64, device=device), runtime)
+        assert calls == expected, runtime
+
+
+def on_processes(policy):
+    result, calls = gradient_and_ledger(policy, torch.linspace(-1, 1, 6 * D, dtype=torch.float64).reshape(6, D))
+    return fs.unshard(result), calls
+
+
+def test_the_same_on_processes():
+    with Processes(4) as four:
+        for policy in ("everything", "nothing", save_names("hidden")):
+            whole, calls = on_processes(policy)
+            for other, other_calls in four.run(on_processes, policy):
+                close(other, whole)
+                assert other_calls == calls
+
+
+def test_what_is_kept_of_memory_that_is_used_again():
+    """The memory of a result that is gone may be that of a later one, which no operation of the region has made."""
+    mesh = fs.make_mesh({"data": 4})
+
+    def f(x):
+        for _ in range(4):
+            x = name(fs.psum(x.sin().exp() / 8, "data"), "sum").sin() * (1 + x.cos().abs().detach())
+        return x.sum()
+
+    def device(f, x):
+        x = x.requires_grad_()
+        return torch.autograd.grad(f(x), x)[0]
+
+    (x,) = (t.detach() for t in values((4, 64)))
+    for policy in (save_names("sum"), "dots"):
+        got, expected = (
+            fs.shard_map(partial(device, g), mesh=mesh, in_specs=P("data"), out_specs=P("data"), check=False)(x)
+            for g in (remat(f, policy), f)
+        )
+        close(fs.unshard(got), fs.unshard(expected))

@@ -1,0 +1,551 @@
+"""ZeRO as a table of layouts: every stage, on every mesh, trains as one device does."""
+
+from fractions import Fraction
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fshard as fs
+from fshard import P
+from fshard.mesh.tree import flatten, map_leaves
+from fshard.testing import gpt
+
+STAGES = (0, 1, 2, 3)
+
+
+def placed(params, stage, mesh):
+    return fs.shard_params(params, fs.fsdp("data") if stage == 3 else P(), mesh=mesh)
+
+
+def optimizer(stage, mesh, opt=None):
+    return fs.partition_optimizer(opt or fs.optim.adamw(3e-3, fused=False), mesh=mesh, axis="data", stage=stage)
+
+
+def leaves_of(tree):
+    return flatten(fs.unshard(tree))[0]
+
+
+def train(mesh, stage, loss_fn=gpt.loss_fn, steps=4, params=None, opt=None, **options):
+    torch.manual_seed(7)
+    opt = optimizer(stage, mesh, opt)
+    params = placed(params or gpt.init(), stage, mesh)
+    state = opt.init(params)
+    step = fs.train_step(loss_fn, opt, mesh=mesh, batch=P("data"), **options)
+    losses = []
+    for turn in range(steps):
+        params, state, metrics = step(params, state, gpt.batch(seed=turn))
+        losses.append(metrics["loss"].item())
+    return losses, leaves_of(params)
+
+
+def serial(loss_fn, steps=4, dtype=torch.float32, params=None):
+    leaves, structure = flatten(params or gpt.init(dtype=dtype))
+    leaves = [x.clone().requires_grad_() for x in leaves]
+    opt = torch.optim.AdamW(leaves, 3e-3)
+    losses = []
+    for turn in range(steps):
+        opt.zero_grad()
+        loss = loss_fn(structure.unflatten(leaves), gpt.batch(seed=turn))
+        loss.backward()
+        opt.step()
+        losses.append(loss.item())
+    return losses, [x.detach() for x in leaves]
+
+
+def distance(xs, ys):
+    return max((x.double() - y.double()).abs().max().item() for x, y in zip(xs, ys, strict=True))
+
+
+# -- transparency -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [1, 2, 4, 8])
+@pytest.mark.parametrize("stage", STAGES)
+def test_every_stage_on_every_mesh_trains_as_torch_does_on_one_device(stage, n):
+    exact_losses, exact = serial(gpt.without_dropout, dtype=torch.float64)
+    _, params = serial(gpt.without_dropout)
+    bound = 4 * distance(params, exact)
+    ours_losses, ours = train(fs.make_mesh({"data": n}), stage, gpt.without_dropout)
+    assert distance(ours, exact) <= bound
+    assert max(abs(a - b) for a, b in zip(ours_losses, exact_losses, strict=True)) <= 1e-5
+
+
+@pytest.mark.parametrize(
+    "options", [{"accumulate": 2}, {"accumulate": 4, "reduce_once": False}, {"in_flight": 0}], ids=str
+)
+@pytest.mark.parametrize("stage", STAGES)
+def test_options_change_the_way_and_not_the_result(stage, options):
+    _, exact = serial(gpt.without_dropout, dtype=torch.float64)
+    _, params = serial(gpt.without_dropout)
+    _, ours = train(fs.make_mesh({"data": 2}), stage, gpt.without_dropout, **options)
+    assert distance(ours, exact) <= 4 * distance(params, exact)
+
+
+@pytest.mark.parametrize(
+    "options", [{"reshard_after_forward": False}, {"live_units": 1}, {"live_units": 5}, {"donate": True}], ids=str
+)
+def test_holding_units_longer_or_shorter_changes_no_bit(options):
+    mesh = fs.make_mesh({"data": 2})
+    losses, params = train(mesh, 3)
+    others, again = train(mesh, 3, **options)
+    assert losses == others and all(map(torch.equal, params, again))
+
+
+class Pair(NamedTuple):
+    left: torch.Tensor
+    right: list
+
+
+@st.composite
+def trees(draw):
+    """Parameters in containers of all kinds, of odd shapes, some of them not used."""
+    shape = st.lists(st.integers(0, 5), max_size=3).map(tuple)
+    leaf = st.builds(
+        lambda shape, seed: torch.randn(shape, generator=torch.Generator().manual_seed(seed)), shape, st.integers(0, 99)
+    )
+    leaf = leaf | leaf.map(lambda x: x.double()) | leaf.map(lambda x: x.T if x.ndim == 2 else x)
+    tree = st.recursive(
+        leaf,
+        lambda inner: (
+            st.lists(inner, min_size=1, max_size=3) | st.dictionaries(st.sampled_from("abc"), inner, min_size=1)
+        ),
+    )
+    return Pair(draw(leaf), [draw(tree), {"n": draw(tree)}])
+
+
+def any_loss(params, batch):
+    """Use two of three leaves, and a leaf twice."""
+    total = batch["x"].mean() * 0
+    for place, leaf in enumerate(flatten(params)[0]):
+        if place % 3 != 2:
+            total = (
+                total + (torch.sin(leaf * 1.5) * batch["x"].mean()).sum().float() + (leaf * leaf).sum().float() * 0.1
+            )
+    return total
+
+
+@settings(max_examples=30)
+@given(params=trees(), n=st.sampled_from([1, 2, 4]), stage=st.sampled_from(STAGES), accumulate=st.sampled_from([1, 2]))
+def test_any_tree_has_the_gradient_that_it_has_on_one_device(params, n, stage, accumulate):
+    mesh = fs.make_mesh({"data": n})
+    x = torch.arange(8.0) / 8
+    leaves, structure = flatten(params)
+    serial = [leaf.clone().requires_grad_() for leaf in leaves]
+    loss = any_loss(structure.unflatten(serial), {"x": x})
+    expected = torch.autograd.grad(loss, serial, allow_unused=True)
+    gradients = optimizer(stage, mesh).gradients
+    run = fs.value_and_grad(any_loss, mesh=mesh, batch=P("data"), gradients=gradients, accumulate=accumulate)
+    ours, grads = run(placed(params, stage, mesh), {"x": x})
+    torch.testing.assert_close(ours, loss.detach(), rtol=1e-5, atol=1e-5)
+    found = flatten(grads, sharded_is_leaf=True, none_is_leaf=True)[0]
+    for own, g in zip(found, expected, strict=True):
+        assert (own is None) == (g is None)
+        if g is not None:
+            torch.testing.assert_close(fs.unshard(own), g, rtol=1e-4, atol=1e-5)
+
+
+# -- reproducible mode ---------------------------------------------------------------------------------------------
+
+
+def reproducible(sizes, stages, steps):
+    found = [train(fs.make_mesh({"data": n}), stage, steps=steps, reproducible=True) for n in sizes for stage in stages]
+    return [(losses, [x.sum().item() for x in params], params) for losses, params in found]
+
+
+def test_reproducible_mode_gives_equal_bits_on_all_meshes_and_in_all_stages():
+    (losses, _, params), *others = reproducible((1, 2, 4, 8), STAGES, 10)
+    assert losses[0] > losses[-1]
+    for other, _, again in others:
+        assert other == losses and all(map(torch.equal, params, again))
+
+
+def test_reproducible_mode_gives_equal_bits_for_every_accumulation():
+    losses, params = train(fs.make_mesh({"data": 2}), 2, reproducible=True)
+    others, again = train(fs.make_mesh({"data": 2}), 2, reproducible=True, accumulate=2)
+    assert losses == others and all(map(torch.equal, params, again))
+
+
+def on_processes(n, steps):
+    return [train(fs.make_mesh({"data": n}), stage, steps=steps, reproducible=True) for stage in STAGES]
+
+
+def test_reproducible_mode_gives_equal_bits_between_processes(two, four):
+    losses, params = train(fs.make_mesh({"data": 1}), 0, steps=10, reproducible=True)
+    for found in (*two.run(on_processes, 2, 10), *four.run(on_processes, 4, 10)):
+        for other, again in found:
+            assert other == losses and all(map(torch.equal, params, again))
+
+
+def test_dropout_differs_between_devices_and_steps_and_not_between_runs():
+    def loss_fn(params, batch):
+        return (torch.nn.functional.dropout(torch.ones(64)) * params["w"] * batch.mean()).sum()
+
+    mesh = fs.make_mesh({"data": 2})
+    params = placed({"w": torch.ones(64)}, 0, mesh)
+    run = fs.value_and_grad(
+        loss_fn, mesh=mesh, batch=P("data"), gradients=lambda layout: fs.Layout(mesh, P(unreduced="data"))
+    )
+
+    def masks():
+        torch.manual_seed(3)
+        return [[shard.clone() for shard in run(params, torch.ones(2))[1]["w"].shards] for _ in range(2)]
+
+    (first, second), (third, fourth) = masks()
+    assert not torch.equal(first, second) and not torch.equal(first, third) and not torch.equal(third, fourth)
+    again = masks()
+    assert torch.equal(again[0][0], first) and torch.equal(again[1][1], fourth)
+
+
+# -- what is sent, and what is held -----------------------------------------------------------------------------------
+
+
+def sent_per_step(stage, n, **options):
+    mesh = fs.make_mesh({"data": n})
+    params = {"blocks": [{"w": torch.ones(8, 16), "b": torch.ones(16)} for _ in range(4)]}
+
+    def loss_fn(params, batch):
+        x = batch
+        for w in params["blocks"]:
+            x = torch.tanh(x @ w["w"] + w["b"])[:, :8]
+        return x.mean()
+
+    own, opt = placed(params, stage, mesh), optimizer(stage, mesh)
+    state = opt.init(own)
+    step = fs.train_step(loss_fn, opt, mesh=mesh, batch=P("data"), **options)
+    with fs.ledger() as comm:
+        step(own, state, torch.ones(8, 8))
+    size = sum(x.nbytes for x in flatten(params)[0])
+    numbers = comm.bytes(collective="psum") if stage else Fraction(0)  # the loss, the norm, and what was used
+    if stage == 0:
+        numbers = comm.bytes() - Fraction(2 * (n - 1) * size, n)
+    assert numbers < 400
+    return (comm.bytes() - numbers) / size
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_the_ledger_equals_the_theory(n):
+    part = Fraction(n - 1, n)
+    assert [sent_per_step(stage, n) for stage in (0, 1, 2)] == [2 * part] * 3
+    # The last block is still there when the backward begins, and the first is not needed: its input has no gradient.
+    assert sent_per_step(3, n, live_units=1) == 3 * part - 2 * part / 4
+    assert sent_per_step(3, n, reshard_after_forward=False) == 2 * part
+    assert sent_per_step(2, n, accumulate=2) == 3 * part
+    assert sent_per_step(2, n, accumulate=2, reduce_once=True) == 2 * part
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_device_holds_what_the_formula_says(stage, n):
+    mesh = fs.make_mesh({"data": n})
+    params = {"w": torch.ones(64, 3), "b": torch.ones(32)}
+    opt = optimizer(stage, mesh)
+    own = placed(params, stage, mesh)
+    state = opt.init(own)
+    count = 64 * 3 + 32
+
+    def held(tree):
+        return [
+            sum(
+                x.shards[device].numel()
+                for x in flatten(tree, sharded_is_leaf=True)[0]
+                if isinstance(x, fs.Sharded) and x.ndim
+            )
+            for device in range(n)
+        ]
+
+    assert held(own) == [count // n if stage == 3 else count] * n
+    assert held(state) == [2 * (count if stage == 0 else count // n)] * n
+
+
+# -- purity, donation, frozen and unused leaves ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_step_changes_nothing_that_it_is_given(stage):
+    mesh = fs.make_mesh({"data": 2})
+    opt, params = optimizer(stage, mesh), placed(gpt.init(), stage, mesh)
+    state = opt.init(params)
+    before = [x.clone() for x in flatten((params, state))[0]]
+    fs.train_step(gpt.loss_fn, opt, mesh=mesh, batch=P("data"))(params, state, gpt.batch())
+    assert all(map(torch.equal, before, flatten((params, state))[0]))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_frozen_integer_and_unused_leaves_stay_as_they_are(stage):
+    mesh = fs.make_mesh({"data": 2})
+    params = {
+        "w": torch.ones(3),
+        "fixed": torch.ones(3),
+        "unused": torch.ones(2),
+        "count": torch.arange(3),
+        "empty": torch.ones(0),
+    }
+
+    def loss_fn(p, x):
+        return ((p["w"] * p["fixed"]).sum() + p["count"].sum() + p["empty"].sum()) * x.mean()
+
+    opt = optimizer(stage, mesh, fs.optim.sgd(1.0))
+    own = placed(params, stage, mesh)
+    state = opt.init(own)
+    step = fs.train_step(loss_fn, opt, mesh=mesh, batch=P("data"), frozen=lambda path: path == "fixed")
+    new, state, _ = step(own, state, torch.ones(2))
+    new = fs.unshard(new)
+    assert torch.equal(new["w"], torch.zeros(3))
+    assert all(torch.equal(new[name], params[name]) for name in params if name != "w")
+    _, grads = fs.value_and_grad(loss_fn, mesh=mesh, batch=P("data"), frozen=lambda path: path == "fixed")(
+        own, torch.ones(2)
+    )
+    assert [name for name in params if grads[name] is None] == ["fixed", "unused", "count"]
+
+
+def test_a_leaf_that_one_device_uses_has_a_gradient_everywhere():
+    mesh = fs.make_mesh({"data": 2})
+
+    def loss_fn(p, x):
+        return p["a"].sum() * x.mean() + (p["b"].sum() if x.mean() > 0.5 else 0.0)
+
+    own = fs.shard_params({"a": torch.ones(2), "b": torch.ones(2)}, lambda path, leaf: P(), mesh=mesh)
+    own = map_leaves(lambda x: fs.Sharded(x.shape, fs.Layout(mesh, P(), unit="all"), x.shards), own)
+    _, grads = fs.value_and_grad(loss_fn, mesh=mesh, batch=P("data"))(own, torch.tensor([0.0, 1.0]))
+    assert fs.unshard(grads)["b"].tolist() == [0.5, 0.5]
+
+
+# -- means ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_means_are_weighted_by_what_counts(accumulate):
+    mesh = fs.make_mesh({"data": 2})
+    batch = {"x": torch.randn(8, 3), "mask": torch.tensor([1, 1, 1, 0, 1, 0, 1, 1.0])}
+
+    def loss_fn(w, batch):
+        each = (batch["x"] @ w).square()
+        return (each * batch["mask"]).sum() / batch["mask"].sum()
+
+    w = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
+    loss = loss_fn(w, batch)
+    loss.backward()
+    run = fs.value_and_grad(
+        loss_fn, mesh=mesh, batch=P("data"), weight=lambda batch: batch["mask"].sum(), accumulate=accumulate
+    )
+    ours, grads = run(fs.shard_params(w, fs.fsdp("data"), mesh=mesh), batch)
+    torch.testing.assert_close(ours, loss.detach())
+    torch.testing.assert_close(fs.unshard(grads), w.grad)
+
+
+def test_auxiliary_values_are_averaged():
+    mesh = fs.make_mesh({"data": 2})
+    own = fs.shard_params({"w": torch.ones(2)}, P(), mesh=mesh)
+    run = fs.value_and_grad(
+        lambda p, x: ((p["w"].sum() * x).mean(), {"mean": x.mean()}), mesh=mesh, batch=P("data"), has_aux=True
+    )
+    (loss, aux), _ = run(own, torch.arange(4.0))
+    assert (loss.item(), aux["mean"].item()) == (3.0, 1.5)
+
+
+# -- handles ---------------------------------------------------------------------------------------------------------------
+
+
+def test_torch_func_works_in_what_is_marked_as_gathered():
+    mesh = fs.make_mesh({"data": 2})
+    w, xs = torch.randn(3, 3), torch.randn(4, 3)
+
+    def per_sample(p, xs):
+        one = torch.func.grad(lambda w, x: torch.tanh(w @ x).sum())
+        return torch.func.vmap(one, in_dims=(None, 0))(p["w"], xs).square().sum((1, 2)).mean()
+
+    per_sample = fs.gathered(per_sample, keep=True)
+    reference = w.clone().requires_grad_()
+    expected = torch.autograd.grad(per_sample({"w": reference}, xs), reference)[0]
+    _, grads = fs.value_and_grad(per_sample, mesh=mesh, batch=P("data"))(
+        fs.shard_params({"w": w}, fs.fsdp("data"), mesh=mesh), xs
+    )
+    torch.testing.assert_close(fs.unshard(grads)["w"], expected)
+
+
+def test_handles_are_what_tensors_are():
+    mesh = fs.make_mesh({"data": 2})
+    w = torch.randn(4, 4)
+
+    def loss_fn(p, x):
+        h = p["w"]
+        assert (h.shape, h.ndim, h.size(0), h.numel(), h.dtype) == ((4, 4), 2, 4, 16, torch.float32)
+        found = [
+            h + 1,
+            1 - h,
+            h @ h,
+            h[0],
+            h.T,
+            h.reshape(-1),
+            -h,
+            torch.stack([h, h]),
+            torch.cat((h, h)),
+            h.sum(),
+            abs(h),
+            h > 0,
+        ]
+        ours = [
+            w + 1,
+            1 - w,
+            w @ w,
+            w[0],
+            w.T,
+            w.reshape(-1),
+            -w,
+            torch.stack([w, w]),
+            torch.cat((w, w)),
+            w.sum(),
+            abs(w),
+            w > 0,
+        ]
+        assert all(map(torch.equal, found, ours))
+        assert len(h) == 4 and torch.equal(torch.stack(list(h)), w)
+        return torch.einsum("ij,jk->", h, h) * x.mean()
+
+    fs.grad(loss_fn, mesh=mesh, batch=P("data"))(fs.shard_params({"w": w}, fs.fsdp("data"), mesh=mesh), torch.ones(2))
+
+
+def test_a_gradient_penalty_goes_through_gathered_parameters():
+    mesh = fs.make_mesh({"data": 2})
+    params = {"blocks": [{"w": torch.randn(3, 3)} for _ in range(4)]}
+    xs = torch.randn(4, 3)
+
+    def loss_fn(p, x):
+        x = x.clone().requires_grad_()
+        y = x
+        for w in p["blocks"]:
+            y = torch.tanh(y @ w["w"])
+        (g,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        return g.square().sum(1).mean()
+
+    leaves, structure = flatten(params)
+    serial = [x.clone().requires_grad_() for x in leaves]
+    expected = torch.autograd.grad(loss_fn(structure.unflatten(serial), xs), serial)
+    own = fs.shard_params(params, fs.fsdp("data"), mesh=mesh)
+    _, grads = fs.value_and_grad(loss_fn, mesh=mesh, batch=P("data"), live_units=1)(own, xs)
+    for ours, g in zip(leaves_of(grads), expected, strict=True):
+        torch.testing.assert_close(ours, g)
+
+
+# -- errors ------------------------------------------------------------------------------------------------------------------
+
+
+def test_wrong_calls_name_what_is_wrong():
+    mesh = fs.make_mesh({"data": 2})
+    own = fs.shard_params({"w": torch.ones(2)}, P(), mesh=mesh)
+    run = fs.value_and_grad(lambda p, x: p["w"] * x.mean(), mesh=mesh, batch=P("data"))
+    with pytest.raises(fs.LayoutError, match=r"has to return one number; found a tensor of shape \(2,\)"):
+        run(own, torch.ones(2))
+    with pytest.raises(fs.LayoutError, match="w is Tensor. Lay the parameters on that mesh"):
+        run({"w": torch.ones(2)}, torch.ones(2))
+    with pytest.raises(fs.LayoutError, match="dim 0 has 3 elements, which 2 devices"):
+        run(own, torch.ones(3))
+    with pytest.raises(fs.LayoutError, match="accumulate=0"):
+        fs.value_and_grad(lambda p, x: x, mesh=mesh, batch=P("data"), accumulate=0)
+    with pytest.raises(fs.LayoutError, match="cuts the batch into 3 slices, which 2 devices do not share"):
+        fs.grad(lambda p, x: (p["w"] * x).mean(), mesh=mesh, batch=P("data"), reproducible=True, slices=3)(
+            own, torch.ones(2)
+        )
+    with pytest.raises(fs.optim.OptimizerError, match="stages of ZeRO are 0, 1, 2 and 3; found 4"):
+        fs.partition_optimizer(fs.optim.sgd(1.0), mesh=mesh, axis="data", stage=4)
+    with pytest.raises(fs.optim.OptimizerError, match="not elementwise"):
+        fs.partition_optimizer(fs.optim.lamb(1.0), mesh=mesh, axis="data", stage=1)
+
+
+# -- rules ---------------------------------------------------------------------------------------------------------------------
+
+TREE = {"emb": torch.ones(4, 4), "blocks": [{"w": torch.ones(4, 4), "b": torch.ones(4)} for _ in range(2)]}
+
+
+def specs(rules):
+    own = fs.shard_params(TREE, rules, mesh=fs.make_mesh({"data": 2, "model": 2}))
+    return map_leaves(lambda x: x.spec, own)
+
+
+def test_rules_of_every_kind_lay_out_the_same():
+    expected = {"emb": P("model"), "blocks": [{"w": P(None, "model"), "b": P()}] * 2}
+    assert specs(expected) == expected
+    assert specs({"emb": P("model"), "blocks[*].w": P(None, "model"), "**.b": P()}) == expected
+    assert specs({"emb": P("model"), "blocks[*].w": P(None, "model"), "**": P()}) == expected
+    assert specs(lambda path, x: {"emb": P("model"), "w": P(None, "model")}.get(path.rsplit(".")[-1], P())) == expected
+    assert specs(P()) == {"emb": P(), "blocks": [{"w": P(), "b": P()}] * 2}
+    assert specs(fs.fsdp(("data", "model"))) == {
+        "emb": P.flat("data", "model"),
+        "blocks": [{"w": P.flat("data", "model"), "b": P.flat("data", "model")}] * 2,
+    }
+
+
+def test_rules_are_total_and_loud():
+    with pytest.raises(fs.LayoutError) as error:
+        specs({"emb": P("model"), "blocks[*].w": P(), "blocks[0].w": P("model"), "head.*": P()})
+    assert str(error.value) == (
+        'shard_params: no rule is for blocks[0].b; "blocks[*].w" (P()) and "blocks[0].w" (P("model")) disagree about blocks[0].w; '
+        'no rule is for blocks[1].b; no leaf is for the rule "head.*". '
+        'The leaves are blocks[0].b, blocks[0].w, blocks[1].b, blocks[1].w, emb; "**": P() replicates what no other rule is for.'
+    )
+
+
+def test_units_are_blocks_sizes_or_patterns():
+    def units(unit):
+        own = fs.shard_params(TREE, fs.fsdp("data", unit=unit), mesh=fs.make_mesh({"data": 2}))
+        return [x.layout.unit for x in flatten(own, sharded_is_leaf=True)[0]]
+
+    assert units(None) == ["blocks[0]", "blocks[0]", "blocks[1]", "blocks[1]", "emb"]
+    assert units(80) == ["unit 0", "unit 0", "unit 1", "unit 1", "unit 2"]
+    assert units("blocks") == ["blocks"] * 4 + ["emb"]
+
+
+def test_hybrid_sharding_cuts_inside_a_node_and_replicates_across():
+    mesh = fs.make_mesh({"node": 2, "data": 2})
+    own = fs.shard_params(gpt.init(), fs.fsdp("data"), mesh=mesh)
+    run = fs.value_and_grad(gpt.without_dropout, mesh=mesh, batch=P(("node", "data")))
+    _, grads = run(own, gpt.batch())
+    leaves, structure = flatten(gpt.init())
+    serial = [x.clone().requires_grad_() for x in leaves]
+    expected = torch.autograd.grad(gpt.without_dropout(structure.unflatten(serial), gpt.batch()), serial)
+    for ours, g in zip(leaves_of(grads), expected, strict=True):
+        torch.testing.assert_close(ours, g, rtol=1e-4, atol=1e-6)
+
+
+def test_a_tied_leaf_is_laid_out_once():
+    x = torch.ones(4)
+    own = fs.shard_params({"a": x, "b": x, "c": x.clone()}, fs.fsdp("data"), mesh=fs.make_mesh({"data": 2}))
+    assert own["a"] is own["b"] and own["a"] is not own["c"]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_tied_leaf_has_one_gradient_and_stays_tied(stage):
+    mesh, x = fs.make_mesh({"data": 2}), torch.ones(3)
+    opt = optimizer(stage, mesh, fs.optim.adamw(0.1, fused=False))
+    own = placed({"a": x, "b": [x]}, stage, mesh)
+
+    def loss_fn(p, batch):
+        return (2 * p["a"].sum() + 3 * p["b"][0].sum()) * batch.mean()
+
+    _, grads = fs.value_and_grad(loss_fn, mesh=mesh, batch=P("data"), gradients=opt.gradients)(own, torch.ones(2))
+    assert fs.unshard(grads)["a"].tolist() == [5.0] * 3 and grads["a"] is grads["b"][0]
+    own, _, metrics = fs.train_step(loss_fn, opt, mesh=mesh, batch=P("data"))(own, opt.init(own), torch.ones(2))
+    assert own["a"] is own["b"][0]
+    torch.testing.assert_close(metrics["grad_norm"].item(), 75**0.5)
+    torch.testing.assert_close(fs.unshard(own)["a"], torch.full((3,), 0.9 - 0.001))
+
+
+def test_training_works_over_tensor_sharded_parameters():
+    mesh = fs.make_mesh({"data": 2, "model": 2})
+    params = {"w": torch.randn(4, 6), "v": torch.randn(6, 4)}
+    rules = {"w": P(None, "model"), "v": P("model", "data")}
+    xs = torch.randn(8, 4)
+
+    def loss_fn(p, x):
+        return (torch.tanh(x @ p["w"]) @ p["v"]).square().mean()
+
+    leaves, structure = flatten(params)
+    serial = [x.clone().requires_grad_() for x in leaves]
+    expected = torch.autograd.grad(loss_fn(structure.unflatten(serial), xs), serial)
+    _, grads = fs.value_and_grad(loss_fn, mesh=mesh, batch=P("data"))(fs.shard_params(params, rules, mesh=mesh), xs)
+    assert grads["w"].spec == P(None, "model") and grads["v"].spec == P("model", "data")
+    for ours, g in zip(leaves_of(grads), expected, strict=True):
+        torch.testing.assert_close(ours, g)
