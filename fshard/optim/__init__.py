@@ -5,6 +5,7 @@ state = opt.init(params)
 params, state = opt.step(grads, state, params)
 """
 
+from fshard.errors import OptimizerError
 from fshard.optim import schedules
 from fshard.optim.accumulation import accumulate
 from fshard.optim.adafactor import adafactor
@@ -12,7 +13,7 @@ from fshard.optim.adam import adam, adamw
 from fshard.optim.average import ema, ema_params
 from fshard.optim.chain import add_decayed_weights, chain, clip_by_global_norm, clip_by_value, scale
 from fshard.optim.choose import by_label, masked
-from fshard.optim.contract import Optimizer, OptimizerError, apply_updates, pure_step, step_of
+from fshard.optim.contract import Optimizer, apply_updates, pure_step, step_of
 from fshard.optim.finite import all_finite, skip_if_not_finite
 from fshard.optim.foreign import from_torch
 from fshard.optim.lamb import lamb

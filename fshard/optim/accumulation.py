@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
+from fshard.errors import OptimizerError
 from fshard.mesh.tree import PyTree
-from fshard.optim.contract import Optimizer, OptimizerError, Update, no_updates
+from fshard.optim.contract import Optimizer, Update, no_updates
 from fshard.optim.leaves import Leaf, Leaves, count_from_zero, map_shards, trainable
 
 

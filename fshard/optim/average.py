@@ -7,8 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from fshard.errors import OptimizerError
 from fshard.mesh.tree import PyTree
-from fshard.optim.contract import Optimizer, OptimizerError, apply_updates, copied, step_of
+from fshard.optim.contract import Optimizer, apply_updates, copied, step_of
 from fshard.optim.leaves import Leaves, map_shards, trainable
 
 

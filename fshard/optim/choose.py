@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from fshard.errors import OptimizerError
 from fshard.mesh.tree import PyTree
-from fshard.optim.contract import Optimizer, OptimizerError, Update, no_updates, step_of
+from fshard.optim.contract import Optimizer, Update, no_updates, step_of
 from fshard.optim.leaves import Leaf, Leaves
 
 

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fshard.errors import FshardError
+from fshard.errors import FshardError, OptimizerError
 from fshard.optim.cells import Cells
-from fshard.optim.contract import Optimizer, OptimizerError
+from fshard.optim.contract import Optimizer
 from fshard.optim.rules import writer
 from fshard.optim.schedules import Rate
 from fshard.optim.whole import check_whole

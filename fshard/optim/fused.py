@@ -13,8 +13,8 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from fshard.errors import OptimizerError
 from fshard.optim.cells import Cells
-from fshard.optim.contract import OptimizerError
 from fshard.optim.rules import Rule
 
 _FULL = (torch.float32, torch.float64)

@@ -17,14 +17,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
-from fshard.errors import LayoutError
+from fshard.errors import LayoutError, OptimizerError
 from fshard.mesh.layout import Layout
 from fshard.mesh.mesh import Mesh
 from fshard.mesh.placing import reshard_all
 from fshard.mesh.sharded import Sharded
 from fshard.mesh.spec import P
 from fshard.mesh.tree import PyTree, flatten_with_paths, unflatten
-from fshard.optim.contract import Optimizer, OptimizerError, Update, step_of
+from fshard.optim.contract import Optimizer, Update, step_of
 from fshard.source import Site, call_site
 
 Stage = Literal[0, 1, 2, 3]

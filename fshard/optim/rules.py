@@ -21,10 +21,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fshard.errors import OptimizerError
 from fshard.mesh.tree import PyTree
 from fshard.optim import lists
 from fshard.optim.cells import Cells, cells_of
-from fshard.optim.contract import Optimizer, OptimizerError
+from fshard.optim.contract import Optimizer
 from fshard.optim.leaves import Leaf, Leaves, count_from_zero, key_of, like, map_shards, shards_of, trainable
 from fshard.optim.schedules import Rate, rate_at
 

@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 
+from fshard.errors import OptimizerError
 from fshard.optim import lists
 from fshard.optim.cells import Cells
-from fshard.optim.contract import Optimizer, OptimizerError
+from fshard.optim.contract import Optimizer
 from fshard.optim.fused import fused_or
 from fshard.optim.rules import Rule, each_kind, writer
 from fshard.optim.schedules import Rate
