@@ -7,6 +7,8 @@ Legend: p parameter, g gradient, r, c and v mean squares of rows, of columns and
 
     forget = t^decay      rho = min(lr, 1 / sqrt(t))      alpha = max(eps2, rms(p)) rho
     u = g / sqrt(r c / mean(r))      p = p - alpha u / max(1, rms(u) / d)
+
+(Of parameters of several dtypes, torch gives all the eps of the first one's, by mistake.  Not so here.)
 """
 
 from __future__ import annotations

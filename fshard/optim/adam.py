@@ -6,7 +6,7 @@ Legend: p parameter, g gradient, m and v running means of g and of its square, t
     p = p - lr / (1 - beta1^t)  m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
 
 Weight decay is added to the gradient by `adam` (g + decay p), and shrinks the parameter before it moves in `adamw`
-(p - lr decay p).  With `amsgrad` the largest v so far takes the place of v.
+(p - lr decay p).  With `amsgrad` the largest v so far takes the place of v.  Complex numbers are pairs of real ones.
 """
 
 from __future__ import annotations

@@ -6,6 +6,8 @@ Legend: p parameter, g gradient, b momentum; a, b, c coefficients of the quintic
 
     b = lerp(b, g, 1 - momentum)        u = orthogonal(nesterov: lerp(g, b, momentum))
     p = p - lr decay p - lr sqrt(max(1, rows / columns)) u
+
+(Of bfloat16 parameters without nesterov, torch normalises its own momentum in place, by mistake.  Not so here.)
 """
 
 from __future__ import annotations
