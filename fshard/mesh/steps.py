@@ -1,6 +1,7 @@
 """What one device does to have its shards in another layout: the steps of `plan`, taken with collectives.
 
-Leaves that stand at the same kind of step take it together, as one collective for each dtype.
+Leaves that stand at the same kind of step take it together, as one collective for each dtype; but large ones travel alone,
+because laying them out in one buffer would cost more than a message.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ from fshard.mesh.plan import Kind, Step, plan
 from fshard.mesh.scope import Scope, require
 from fshard.mesh.spec import P
 from fshard.source import Site
+
+LARGE = 1 << 20
+"""Bytes from which on a leaf travels alone."""
 
 _MOVES: dict[Kind, Callable[[Step], Move]] = {
     "slice": lambda step: Take(step.dim),
@@ -79,15 +83,17 @@ def go(xs: Sequence[Tensor], ways: Sequence[Way], site: Site, *, ahead: bool = F
     scope, results = require("fs.reshard"), list(xs)
     finishes: list[Callable[[], None]] = []
     for turn in range(max((len(way.steps) for way in ways), default=0)):
-        together: dict[tuple[Move, tuple[str, ...], torch.dtype], list[int]] = {}
+        together: dict[tuple[Move, tuple[str, ...], torch.dtype, int], list[int]] = {}
         for place, way in enumerate(ways):
             if turn < len(way.steps):
                 step = way.steps[turn]
                 if step.kind == "reshape":
                     results[place] = _reshaped(results[place], step, way.shape, scope)
                 else:
-                    together.setdefault((_MOVES[step.kind](step), step.axes, results[place].dtype), []).append(place)
-        for (move, axes, _), places in together.items():
+                    x, move = results[place], _MOVES[step.kind](step)
+                    alone = place if x.nbytes >= LARGE else -1
+                    together.setdefault((move, step.axes, x.dtype, alone), []).append(place)
+        for (move, axes, _, _), places in together.items():
             bound = Bound(move, scope.group(axes, "fs.reshard"), site)
             now = [(ways[place].steps[turn], ways[place].shape) for place in places]
             given = tuple(

@@ -31,8 +31,13 @@ from fshard.optim.leaves import Leaf, Leaves, shards_of
 
 
 @torch.no_grad()
-def global_norm(tree: PyTree) -> Tensor:
+def global_norm(tree: PyTree, *, exact: bool = True) -> Tensor:
     """Return the Euclidean norm of all elements of a tree, as a float64 number.
+
+    Args:
+        tree: tensors and `Sharded`s.
+        exact: square and add in float64, which makes the result the same however the tree is cut, but for the last bits of
+            a float64.  Else each shard is squared and added in its own dtype, several times as fast on a CPU.
 
     Communicates a `psum` of 8 bytes over the axes along which any leaf is cut; nothing if none is.  Tied leaves (the very
     same tensors) count once, None counts as nothing.
@@ -50,14 +55,17 @@ def global_norm(tree: PyTree) -> Tensor:
     check_summable("global_norm", at)
     if not leaves:
         return torch.zeros((), dtype=torch.float64)
-    return sum_over_mesh(leaves, [squares(shards_of(leaf)) for leaf in leaves], [0] * len(leaves)).sqrt()[0]
+    return sum_over_mesh(leaves, [squares(shards_of(leaf), exact=exact) for leaf in leaves], [0] * len(leaves)).sqrt()[
+        0
+    ]
 
 
-def squares(shards: Sequence[Tensor]) -> list[Tensor]:
-    """Return the sum of the squares of each shard, in float64."""
+def squares(shards: Sequence[Tensor], *, exact: bool = True) -> list[Tensor]:
+    """Return the sum of the squares of each shard, in float64; unless it is to be exact, from a norm in its own dtype."""
     if not shards:
         return []
-    return [norm.square() for norm in lists.norm(list(map(_real, shards)), 2, dtype=torch.float64)]
+    norms = lists.norm(list(map(_real, shards)), 2, dtype=torch.float64 if exact else None)
+    return [norm.double().square() for norm in norms]
 
 
 def _real(x: Tensor) -> Tensor:

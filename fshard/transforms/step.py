@@ -84,7 +84,7 @@ def train_step(
     def step(params: PyTree, state: PyTree, batch: PyTree) -> tuple[PyTree, PyTree, Metrics]:
         value, grads = differentiate(how, params, batch, call_site())
         with torch.no_grad():
-            norm = global_norm(grads)
+            norm = global_norm(grads, exact=how.slices is not None)
             finite = bool(torch.isfinite(norm)) and bool(torch.isfinite(value.loss))
             if not donate:
                 params, state = copied((params, state))
