@@ -336,14 +336,71 @@ def test_means_are_weighted_by_what_counts(accumulate):
     torch.testing.assert_close(fs.unshard(grads), w.grad)
 
 
-def test_auxiliary_values_are_averaged():
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_auxiliary_values_are_averaged(accumulate):
     mesh = fs.make_mesh({"data": 2})
     own = fs.shard_params({"w": torch.ones(2)}, P(), mesh=mesh)
-    run = fs.value_and_grad(
-        lambda p, x: ((p["w"].sum() * x).mean(), {"mean": x.mean()}), mesh=mesh, batch=P("data"), has_aux=True
-    )
+
+    def loss_fn(p, x):
+        return (p["w"].sum() * x).mean(), {"mean": x.mean(), "both": [torch.stack([x.mean(), -x.mean()])]}
+
+    run = fs.value_and_grad(loss_fn, mesh=mesh, batch=P("data"), has_aux=True, accumulate=accumulate)
     (loss, aux), _ = run(own, torch.arange(4.0))
-    assert (loss.item(), aux["mean"].item()) == (3.0, 1.5)
+    assert (loss.item(), aux["mean"].item(), aux["both"][0].tolist()) == (3.0, 1.5, [1.5, -1.5])
+
+
+def test_what_is_whole_on_every_device_is_in_every_slice():
+    mesh = fs.make_mesh({"data": 2})
+    own = fs.shard_params({"w": torch.ones(3)}, P(), mesh=mesh)
+    batch = {"x": torch.arange(4.0), "bias": torch.arange(3.0), "scale": torch.tensor(2.0), "name": "what is no tensor"}
+
+    def loss_fn(p, batch):
+        return ((p["w"] + batch["bias"]).sum() * batch["x"] * batch["scale"]).mean()
+
+    specs = {"x": P("data"), "bias": P(), "scale": P(), "name": None}
+    run = fs.value_and_grad(loss_fn, mesh=mesh, batch=specs, accumulate=2)
+    loss, grads = run(own, batch)
+    assert loss.item() == 6 * 1.5 * 2 and fs.unshard(grads)["w"].tolist() == [3.0] * 3
+
+
+# -- precision -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_half_precision_computes_in_it_and_keeps_masters(stage, precision):
+    seen = set()
+
+    def loss_fn(params, batch):
+        loss = gpt.without_dropout(params, batch)
+        seen.add((params["embedding"].dtype, loss.dtype))
+        return loss
+
+    opt = fs.optim.loss_scaled(fs.optim.adamw(3e-3, fused=False), initial=256.0)
+    losses, params = train(fs.make_mesh({"data": 2}), stage, loss_fn, opt=opt, precision=precision)
+    half = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    assert seen == {(half, half)} and all(x.dtype == torch.float32 for x in params)
+    exact_losses, exact = serial(gpt.without_dropout)
+    assert max(abs(a - b) for a, b in zip(losses, exact_losses, strict=True)) < 0.05
+    assert distance(params, exact) < 4 * 3e-3
+
+
+def test_an_overflow_on_one_device_is_skipped_by_all():
+    mesh = fs.make_mesh({"data": 2})
+    opt = fs.partition_optimizer(
+        fs.optim.loss_scaled(fs.optim.sgd(1.0), initial=2.0**14, interval=2), mesh=mesh, axis="data", stage=2
+    )
+    params = fs.shard_params({"w": torch.ones(4)}, P(), mesh=mesh)
+    state = opt.init(params)
+    step = fs.train_step(lambda p, x: (p["w"].sum() * x).mean(), opt, mesh=mesh, batch=P("data"), precision="fp16")
+    found = []
+    for x in ([0.5, 10.0], [0.5, 0.5], [0.5, 0.5], [0.5, 0.5]):
+        params, state, metrics = step(params, state, torch.tensor(x))
+        found.append((state["scale"].item(), fs.unshard(params["w"])[0].item(), bool(metrics["finite"])))
+    assert found == [(2.0**13, 1.0, False), (2.0**13, 0.5, True), (2.0**14, 0.0, True), (2.0**14, -0.5, True)]
+    assert state["skipped"] == 1
+    with pytest.raises(fs.LayoutError, match="needs a scaled loss"):
+        fs.train_step(lambda p, x: x, optimizer(0, mesh), mesh=mesh, batch=P("data"), precision="fp16")
 
 
 # -- handles ---------------------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from fshard.optim.lion import lion
 from fshard.optim.master import with_master_weights
 from fshard.optim.muon import muon
 from fshard.optim.norms import global_norm
+from fshard.optim.scaling import loss_scaled
 from fshard.optim.schedules import Rate, Schedule
 from fshard.optim.sgd import sgd
 from fshard.optim.shampoo import shampoo
@@ -47,6 +48,7 @@ __all__ = [
     "global_norm",
     "lamb",
     "lion",
+    "loss_scaled",
     "masked",
     "muon",
     "pure_step",

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from fshard.mesh.tree import PyTree, flatten, unflatten
 from fshard.optim import lists
@@ -34,6 +35,7 @@ class Optimizer(NamedTuple):
         step: from gradients, state and parameters to parameters and state.  May use up all that it is given: the
             fast way.  None for a transformation of gradients.
         elementwise: whether an element's update depends on that element alone (and on numbers): then it runs on any shards.
+        loss_scale: from the state to what the loss is to be multiplied by before its gradient is taken; None: nothing.
 
     >>> import torch, fshard.optim as optim
     >>> opt = optim.sgd(0.5)
@@ -47,6 +49,7 @@ class Optimizer(NamedTuple):
     update: Update
     step: Update | None = None
     elementwise: bool = True
+    loss_scale: Callable[[PyTree], Tensor] | None = None
 
 
 @torch.no_grad()

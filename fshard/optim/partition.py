@@ -17,6 +17,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
+from torch import Tensor
+
 from fshard.errors import LayoutError, OptimizerError
 from fshard.mesh.layout import Layout
 from fshard.mesh.mesh import Mesh
@@ -37,6 +39,7 @@ class Partitioned(NamedTuple):
     update: Update
     step: Update | None
     elementwise: bool
+    loss_scale: Callable[[PyTree], Tensor] | None
     gradients: Callable[[Layout], Layout]
     stage: Stage
 
@@ -71,7 +74,7 @@ def partition_optimizer(
     if stage not in (0, 1, 2, 3):
         raise OptimizerError(f"partition_optimizer: the stages of ZeRO are 0, 1, 2 and 3; found {stage!r}.")
     if stage == 0:
-        return Partitioned(opt.init, opt.update, opt.step, opt.elementwise, _same, 0)
+        return Partitioned(opt.init, opt.update, opt.step, opt.elementwise, opt.loss_scale, _same, 0)
     if not opt.elementwise:
         raise OptimizerError(
             f"partition_optimizer(stage={stage}): this optimizer says that it is not elementwise, so pieces of parameters "
@@ -96,7 +99,7 @@ def partition_optimizer(
         new, state = inner(_moved(grads, pieces_of, site), state, _moved(params, pieces_of, site))
         return _back(new, params, site), state
 
-    return Partitioned(init, update, step, True, pieces_of, stage)
+    return Partitioned(init, update, step, True, opt.loss_scale, pieces_of, stage)
 
 
 def _same(layout: Layout) -> Layout:

@@ -215,12 +215,12 @@ def grad(loss_fn: Callable[..., Any], **options: Any) -> Callable[[PyTree, PyTre
 # -- what is worked out once per program --------------------------------------------------------------------------
 
 
-def differentiate(how: How, params: PyTree, batch: PyTree, site: Site) -> tuple[Value, PyTree]:
-    """Run forward and backward on all devices; return the loss and the gradients as they lie."""
+def differentiate(how: How, params: PyTree, batch: PyTree, site: Site, scale: float = 1.0) -> tuple[Value, PyTree]:
+    """Run forward and backward on all devices; return the loss, and the gradients of `scale` times it as they lie."""
     mesh = standing(how.mesh)
     paths, placed, structure = flatten_with_paths(params, sharded_is_leaf=True)
     _refuse_unplaced(paths, placed, mesh)
-    parts, part_structure, axes = _placed(how, batch, mesh)
+    parts, cut, part_structure, axes = _placed(how, batch, mesh)
     first = {id(x): place for place, x in reversed([*enumerate(placed)])}  # a tied leaf is one, wherever it stands
     own = sorted(first.values())
     key = tuple((paths[place], placed[place].shape, placed[place].dtype, placed[place].layout) for place in own)
@@ -235,7 +235,7 @@ def differentiate(how: How, params: PyTree, batch: PyTree, site: Site) -> tuple[
         tape = Tape(leaves, [placed[place].shards[held_at] for place in own], how.manner, site)
         params = unflatten(structure, [tape.handles[place] for place in at])
         mine = [x.shards[held_at] if isinstance(x, Sharded) else x for x in parts]
-        found[device] = _Step(how, tape, params, part_structure, axes, drawn).run(mine)
+        found[device] = _Step(how, tape, params, part_structure, axes, drawn, scale).run(mine, cut)
 
     everywhere(mesh, on_device, mapped=mesh.axis_names)
     results = [found[device] for device in devices]
@@ -259,8 +259,8 @@ def _refuse_unplaced(paths: Sequence[str], leaves: Sequence[Any], mesh: Mesh) ->
         )
 
 
-def _placed(how: How, batch: PyTree, mesh: Mesh) -> tuple[list[Any], Any, tuple[str, ...]]:
-    """Lay the batch on the mesh; return its leaves, its structure, and the axes that it is cut over."""
+def _placed(how: How, batch: PyTree, mesh: Mesh) -> tuple[list[Any], list[bool], Any, tuple[str, ...]]:
+    """Lay the batch on the mesh; return its leaves, which have their samples cut, its structure, and the axes of the cuts."""
     paths, leaves, structure = flatten_with_paths(batch, sharded_is_leaf=True, none_is_leaf=True)
     try:
         specs = broadcast_prefix(how.batch, batch, none_is_leaf=True)
@@ -277,8 +277,9 @@ def _placed(how: How, batch: PyTree, mesh: Mesh) -> tuple[list[Any], Any, tuple[
                     layout.check(leaf.shape)
                     leaf = leaf if isinstance(leaf, Sharded) and leaf.layout == layout else device_put(leaf, layout)
                 placed.append(leaf)
-    cut = [axis for axis in mesh.axis_names if any(isinstance(spec, P) and axis in spec.axes for spec in specs)]
-    return placed, structure, tuple(cut)
+    over = tuple(axis for axis in mesh.axis_names if any(isinstance(spec, P) and axis in spec.axes for spec in specs))
+    cut = [isinstance(x, Sharded) and bool(x.ndim and x.spec.dims(x.ndim)[0]) for x in placed]
+    return placed, cut, structure, over
 
 
 Key = tuple[tuple[str, tuple[int, ...], torch.dtype, Layout], ...]
@@ -314,17 +315,20 @@ def _leaf(
 class _Step:
     """One device's forwards and backwards."""
 
-    def __init__(self, how: How, tape: Tape, params: PyTree, batch: Any, axes: tuple[str, ...], key: int) -> None:
-        self.how, self.tape, self.params, self.batch, self.axes, self.key = how, tape, params, batch, axes, key
+    def __init__(
+        self, how: How, tape: Tape, params: PyTree, batch: Any, axes: tuple[str, ...], key: int, scale: float
+    ) -> None:
+        self.how, self.tape, self.params, self.batch = how, tape, params, batch
+        self.axes, self.key, self.scale = axes, key, scale
         scope = require("value_and_grad")
         self.n = prod(scope.axes[axis][0] for axis in axes)
         self.index = scope.group(axes, "value_and_grad").index if axes else 0
 
-    def run(self, parts: list[Any]) -> tuple[Value, list[Tensor | None]]:
+    def run(self, parts: list[Any], cut: list[bool]) -> tuple[Value, list[Tensor | None]]:
         """Return the loss of the whole batch, and this device's shards of the gradients."""
         how, tape = self.how, self.tape
         count = self._slices()
-        pieces = _cut(parts, count)
+        pieces = _cut(parts, cut, count)
         forest = Forest() if how.slices is not None else None
         losses: list[tuple[Tensor, Tensor, PyTree]] = []
         for place, piece in enumerate(pieces):
@@ -374,7 +378,7 @@ class _Step:
             counted = torch.as_tensor(how.weight(batch), dtype=torch.float64).cpu()
             share = float(counted)
         if loss.requires_grad:
-            start = torch.full_like(loss, share)
+            start = torch.full_like(loss, share * self.scale)
             torch.autograd.grad(loss, [tape.anchor], start, allow_unused=True)
         return loss.detach(), counted, aux
 
@@ -392,27 +396,27 @@ class _Step:
     def _together(self, losses: list[tuple[Tensor, Tensor, PyTree]], count: int) -> tuple[Value, list[Tensor | None]]:
         """Average over slices and devices; a parameter that no device used has no gradient."""
         how, tape = self.how, self.tape
-        leaves, structure = zip(*(flatten(aux) for _, _, aux in losses), strict=True)
+        flat = [flatten(aux) for _, _, aux in losses]
         rows = [
-            torch.stack(
-                [loss.double().cpu() * counted, counted, *(x.detach().double().cpu().sum() * counted for x in own)]
-            )
-            for (loss, counted, _), own in zip(losses, leaves, strict=True)
+            torch.cat([x.detach().double().cpu().reshape(-1) for x in (loss, torch.ones(()), *leaves)]) * counted
+            for (loss, counted, _), (leaves, _) in zip(losses, flat, strict=True)
         ]
         while len(rows) > 1:  # the tree of the slices
             rows = [a + b for a, b in zip(rows[::2], rows[1::2], strict=False)] + rows[len(rows) // 2 * 2 :]
         both = torch.cat([rows[0], torch.tensor(tape.used, dtype=torch.float64)])
         if self.n > 1:
             both = psum(both, self.axes)
-        total, weight, *aux = both[: rows[0].numel()].unbind()
+        total, weight = both[:2].unbind()
         used = both[rows[0].numel() :].tolist()
         divisor = float(weight) if how.weight is not None or how.slices is not None else 1.0
         grads = [
             (g if divisor == 1.0 else g / divisor) if g is not None and times else None
             for g, times in zip(tape.sums, used, strict=True)
         ]
-        dtype = losses[0][0].dtype
-        value = Value((total / weight).to(dtype), weight, unflatten(structure[0], [(x / weight).float() for x in aux]))
+        leaves, structure = flat[0]
+        means = (both[2 : rows[0].numel()] / weight).split([x.numel() for x in leaves])
+        aux = unflatten(structure, [mean.reshape(x.shape).to(x) for mean, x in zip(means, leaves, strict=True)])
+        value = Value((total / weight).to(losses[0][0].dtype), weight, aux)
         return value, grads
 
 
@@ -420,17 +424,22 @@ def _converted(x: Any, compute: torch.dtype | None) -> Any:
     return x.to(compute) if compute is not None and isinstance(x, Tensor) and x.is_floating_point() else x
 
 
-def _cut(parts: list[Any], count: int) -> list[list[Any]]:
-    """Cut every tensor of a batch along its first dim."""
+def _cut(parts: list[Any], cut: list[bool], count: int) -> list[list[Any]]:
+    """Cut the tensors of a batch that hold samples into slices; what is whole on every device is in every slice."""
     if count == 1:
         return [parts]
-    wrong = sorted({tuple(x.shape) for x in parts if isinstance(x, Tensor) and (x.ndim == 0 or x.shape[0] % count)})
-    if wrong:
+    wrong = sorted({tuple(x.shape) for x, one in zip(parts, cut, strict=True) if one and x.shape[0] % count})
+    if wrong or not any(cut):
         raise LayoutError(
-            f"each device's part of the batch is to be cut into {count}, but has tensors of shape "
-            f"{', '.join(map(str, wrong))}. Give a batch whose first dim they divide."
+            f"each device's part of the batch is to be cut into {count} slices, but has "
+            + (
+                f"tensors of shape {', '.join(map(str, wrong))}"
+                if wrong
+                else "no tensor whose first dim is cut by its spec"
+            )
+            + ". Give a batch whose first dim they divide."
         )
-    chunks = [x.chunk(count) if isinstance(x, Tensor) else (x,) * count for x in parts]
+    chunks = [x.chunk(count) if one else (x,) * count for x, one in zip(parts, cut, strict=True)]
     return [[chunk[place] for chunk in chunks] for place in range(count)]
 
 

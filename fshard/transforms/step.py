@@ -18,13 +18,13 @@ from fshard.mesh.tree import PyTree
 from fshard.optim.contract import Update, copied, step_of
 from fshard.optim.norms import global_norm
 from fshard.source import call_site
-from fshard.transforms.gradient import How, differentiate, how_of
+from fshard.transforms.gradient import How, Value, differentiate, how_of
 
 Precision = Literal["bf16", "fp16"]
 _COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16, None: None}
 
 Metrics = dict[str, Any]
-"""loss, grad_norm and weight as tensors that are equal on all devices; finite, whether loss and gradients are; and aux."""
+"""loss, grad_norm, weight and finite (whether loss and gradients are) as 0-d tensors, equal on all devices; and aux."""
 
 
 class AnyOptimizer(Protocol):
@@ -36,6 +36,8 @@ class AnyOptimizer(Protocol):
     def update(self) -> Update: ...
     @property
     def step(self) -> Update | None: ...
+    @property
+    def loss_scale(self) -> Callable[[PyTree], Tensor] | None: ...
 
 
 def train_step(
@@ -56,8 +58,9 @@ def train_step(
         mesh: the devices.
         batch: how the batch is cut.
         donate: the parameters and the state that are given may be used up: their memory becomes the results'.
-        precision: "bf16" or "fp16" computes in that dtype, with parameters and state in their own: gathered parameters and
-            gradients travel in 16 bits, the optimizer adds them to what it keeps.
+        precision: "bf16" or "fp16" computes in that dtype, while parameters and state stay in their own (float32 masters).
+            Parameters are gathered in 16 bits; gradients are reduced in them (bf16) or in float32 (fp16), unless `reduce`
+            names another dtype.  "fp16" needs `fs.optim.loss_scaled(opt)`.
         options: those of `value_and_grad`: accumulate, weight, has_aux, frozen, reproducible, ...
 
     The metrics are {"loss", "grad_norm", "weight", "finite"}, and "aux" with `has_aux`.
@@ -74,26 +77,30 @@ def train_step(
     """
     if precision not in _COMPUTE:
         raise LayoutError(f'train_step: precision is "bf16", "fp16" or None, not {precision!r}.')
+    if precision == "fp16" and opt.loss_scale is None:
+        raise LayoutError('train_step: precision="fp16" needs a scaled loss. Write fs.optim.loss_scaled(opt).')
     stage = getattr(opt, "stage", 0)
     options.setdefault("gradients", getattr(opt, "gradients", None))
     options.setdefault("reduce_once", stage < 2)
     how = how_of(loss_fn, mesh=mesh, batch=batch, **options)
-    how = replace(how, manner=replace(how.manner, compute=how.manner.compute or _COMPUTE[precision]))
+    reduce = how.manner.reduce or (torch.float32 if precision == "fp16" else None)
+    how = replace(how, manner=replace(how.manner, compute=how.manner.compute or _COMPUTE[precision], reduce=reduce))
     write = step_of(opt)  # pyright: ignore[reportArgumentType]  # a Partitioned has all that an Optimizer has
 
     def step(params: PyTree, state: PyTree, batch: PyTree) -> tuple[PyTree, PyTree, Metrics]:
-        value, grads = differentiate(how, params, batch, call_site())
+        scale = float(opt.loss_scale(state)) if opt.loss_scale is not None else 1.0
+        value, grads = differentiate(how, params, batch, call_site(), scale)
         with torch.no_grad():
-            norm = global_norm(grads, exact=how.slices is not None)
-            finite = bool(torch.isfinite(norm)) and bool(torch.isfinite(value.loss))
+            norm = global_norm(grads, exact=how.slices is not None) / scale
             if not donate:
                 params, state = copied((params, state))
             params, state = write(grads, state, params)
-        return params, state, _metrics(how, value.loss, norm, value.weight, finite, value.aux)
+        return params, state, _metrics(how, value, norm)
 
     return step
 
 
-def _metrics(how: How, loss: Tensor, norm: Tensor, weight: Tensor, finite: bool, aux: PyTree) -> Metrics:
-    metrics = {"loss": loss, "grad_norm": norm.to(loss.dtype), "weight": weight, "finite": finite}
-    return {**metrics, "aux": aux} if how.has_aux else metrics
+def _metrics(how: How, value: Value, norm: Tensor) -> Metrics:
+    finite = torch.isfinite(norm) & torch.isfinite(value.loss).to(norm.device)
+    metrics = {"loss": value.loss, "grad_norm": norm.to(value.loss.dtype), "weight": value.weight, "finite": finite}
+    return {**metrics, "aux": value.aux} if how.has_aux else metrics
