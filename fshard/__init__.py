@@ -51,6 +51,7 @@ from fshard.optim.contract import Optimizer, apply_updates
 from fshard.optim.partition import partition_optimizer
 from fshard.transforms.functionalize import functionalize
 from fshard.transforms.gradient import grad, value_and_grad
+from fshard.transforms.initial import init_params
 from fshard.transforms.randomness import keyed_random
 from fshard.transforms.remat import name, offload, remat, save_names
 from fshard.transforms.rules import fsdp, shard_params
@@ -93,6 +94,7 @@ __all__ = [
     "functionalize",
     "gathered",
     "grad",
+    "init_params",
     "keyed_random",
     "ledger",
     "make_mesh",

@@ -1,5 +1,6 @@
 """ZeRO as a table of layouts: every stage, on every mesh, trains as one device does."""
 
+import weakref
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -543,6 +544,54 @@ def test_rules_are_total_and_loud():
         'no rule is for blocks[1].b; no leaf is for the rule "head.*". '
         'The leaves are blocks[0].b, blocks[0].w, blocks[1].b, blocks[1].w, emb; "**": P() replicates what no other rule is for.'
     )
+
+
+def a_model():
+    embedding = torch.nn.init.orthogonal_(torch.empty(8, 4))
+    blocks = []
+    for _ in range(6):
+        layer = torch.nn.Linear(4, 4)
+        with torch.no_grad():
+            layer.bias[1:3].fill_(7.0)
+        blocks.append({"w": layer.weight, "b": layer.bias, "scale": torch.tensor([1.0, 2.0]) * torch.randn(2)})
+    return {"embedding": embedding, "blocks": blocks, "head": embedding, "whole": torch.ones(3).double()}
+
+
+def test_parameters_born_sharded_are_those_that_would_have_been_drawn():
+    mesh = fs.make_mesh({"data": 2})
+    torch.manual_seed(11)
+    expected = a_model()
+    before = torch.get_rng_state()
+    own = fs.init_params(a_model, fs.fsdp("data"), mesh=mesh, seed=11)
+    assert torch.equal(torch.get_rng_state(), before) and own["embedding"] is own["head"]
+    assert all(map(torch.equal, leaves_of(own), flatten(expected)[0]))
+    torch.manual_seed(11)
+    again = fs.init_params(a_model, fs.fsdp("data"), mesh=mesh)
+    assert all(map(torch.equal, leaves_of(again), leaves_of(own)))
+
+
+def test_parameters_born_sharded_are_never_all_whole(monkeypatch):
+    from fshard.transforms import initial
+
+    alive, most, put = [], [], initial.device_put
+
+    def watched(x, layout):
+        alive.append(weakref.ref(x))
+        most.append(sum(ref() is not None for ref in alive))
+        return put(x, layout)
+
+    monkeypatch.setattr(initial, "device_put", watched)
+    fs.init_params(a_model, fs.fsdp("data"), mesh=fs.make_mesh({"data": 2}))
+    assert len(most) == 20 and max(most) == 1
+
+
+def test_parameters_whose_making_looks_at_values_are_refused():
+    mesh = fs.make_mesh({"data": 2})
+    with pytest.raises(fs.LayoutError, match="cannot be run without memory"):
+        fs.init_params(lambda: torch.ones(int(torch.ones(1).sum().item())), P(), mesh=mesh)
+    fixed = torch.ones(2)
+    with pytest.raises(fs.LayoutError, match="init_params: a was not made by the function"):
+        fs.init_params(lambda: {"a": fixed}, P(), mesh=mesh)
 
 
 def test_units_are_blocks_sizes_or_patterns():
