@@ -86,7 +86,16 @@ def test_options_change_the_way_and_not_the_result(stage, options):
 
 
 @pytest.mark.parametrize(
-    "options", [{"reshard_after_forward": False}, {"live_units": 1}, {"live_units": 5}, {"donate": True}], ids=str
+    "options",
+    [
+        {"reshard_after_forward": False},
+        {"live_units": 1},
+        {"live_units": 5},
+        {"prefetch": 0},
+        {"prefetch": 3},
+        {"donate": True},
+    ],
+    ids=str,
 )
 def test_holding_units_longer_or_shorter_changes_no_bit(options):
     mesh = fs.make_mesh({"data": 2})
@@ -501,8 +510,8 @@ def test_wrong_calls_name_what_is_wrong():
         run({"w": torch.ones(2)}, torch.ones(2))
     with pytest.raises(fs.LayoutError, match="dim 0 has 3 elements, which 2 devices"):
         run(own, torch.ones(3))
-    with pytest.raises(fs.LayoutError, match="accumulate=0"):
-        fs.value_and_grad(lambda p, x: x, mesh=mesh, batch=P("data"), accumulate=0)
+    with pytest.raises(fs.LayoutError, match="accumulate=0, prefetch=-1"):
+        fs.value_and_grad(lambda p, x: x, mesh=mesh, batch=P("data"), accumulate=0, prefetch=-1)
     with pytest.raises(fs.LayoutError, match="cuts the batch into 3 slices, which 2 devices do not share"):
         fs.grad(lambda p, x: (p["w"] * x).mean(), mesh=mesh, batch=P("data"), reproducible=True, slices=3)(
             own, torch.ones(2)

@@ -51,7 +51,8 @@ def global_norm(tree: PyTree, *, exact: bool = True) -> Tensor:
     (tensor(5., dtype=torch.float64), 1)
     """
     at = Leaves.of(tree)
-    leaves = [leaf for i, leaf in enumerate(at.leaves) if leaf is not None and at.firsts()[i] == i]
+    firsts = at.firsts()
+    leaves = [leaf for i, leaf in enumerate(at.leaves) if leaf is not None and firsts[i] == i]
     check_summable("global_norm", at)
     if not leaves:
         return torch.zeros((), dtype=torch.float64)

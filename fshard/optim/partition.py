@@ -15,6 +15,7 @@ is ready (`train_step`).  The state's layout is not described anywhere: the opti
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from torch import Tensor
@@ -106,6 +107,7 @@ def _same(layout: Layout) -> Layout:
     return layout
 
 
+@lru_cache(maxsize=4096)
 def pieces(layout: Layout, axes: tuple[str, ...]) -> Layout:
     """Return the layout of the pieces that devices along `axes` work on.
 

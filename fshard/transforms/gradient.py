@@ -16,7 +16,7 @@ Then the bits are the same on any mesh.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
@@ -38,7 +38,7 @@ from fshard.mesh.tree import PyTree, broadcast_prefix, flatten, flatten_with_pat
 from fshard.source import Site, call_site
 from fshard.transforms.randomness import keyed_random
 from fshard.transforms.rules import named, parts_of, unit_of
-from fshard.transforms.use import Leaf, Manner, Tape, Unit
+from fshard.transforms.use import Leaf, Manner, Order, Tape, Unit
 
 Weight = Callable[[PyTree], Tensor | int | float]
 
@@ -66,6 +66,7 @@ class How:
     slices: int | None
     frozen: Callable[[str], bool]
     manner: Manner
+    orders: dict[int, Order] = field(default_factory=dict[int, Order], compare=False)
 
 
 def value_and_grad(
@@ -83,6 +84,7 @@ def value_and_grad(
     slices: int = 8,
     reshard_after_forward: bool = True,
     live_units: int = 2,
+    prefetch: int = 1,
     in_flight: int = 2,
     compute: torch.dtype | None = None,
     reduce: torch.dtype | None = None,
@@ -105,7 +107,8 @@ def value_and_grad(
         reproducible: equal bits on every mesh: see the module.
         slices: into how many slices the whole batch is cut in reproducible mode, whatever the mesh.
         reshard_after_forward: gather sharded units again for the backward instead of keeping them.
-        live_units: how many sharded units are whole at a time.
+        live_units: how many sharded units are whole at a time, besides those that are gathered ahead.
+        prefetch: how many units to start gathering ahead of their use, in the order that the step before used them.
         in_flight: how many reductions may be under way while the backward goes on.
         compute: the floating dtype that parameters and batch are used in, if not their own.
         reduce: the dtype that gradients are reduced in, if not that of the computation.
@@ -136,6 +139,7 @@ def value_and_grad(
         slices=slices,
         reshard_after_forward=reshard_after_forward,
         live_units=live_units,
+        prefetch=prefetch,
         in_flight=in_flight,
         compute=compute,
         reduce=reduce,
@@ -163,6 +167,7 @@ def how_of(
     slices: int = 8,
     reshard_after_forward: bool = True,
     live_units: int = 2,
+    prefetch: int = 1,
     in_flight: int = 2,
     compute: torch.dtype | None = None,
     reduce: torch.dtype | None = None,
@@ -170,11 +175,11 @@ def how_of(
     """Return the options of `value_and_grad` as a value."""
     small = {"accumulate": accumulate, "slices": slices, "live_units": live_units}
     wrong = [f"{name}={value!r}" for name, value in small.items() if value < 1] + (
-        [f"in_flight={in_flight!r}"] if in_flight < 0 else []
+        [f"{name}={value!r}" for name, value in {"in_flight": in_flight, "prefetch": prefetch}.items() if value < 0]
     )
     if wrong:
-        raise LayoutError(f"value_and_grad: {', '.join(wrong)}: at least 1 is needed (in_flight: 0).")
-    manner = Manner(reshard_after_forward, live_units, in_flight, compute, reduce)
+        raise LayoutError(f"value_and_grad: {', '.join(wrong)}: at least 1 is needed (in_flight and prefetch: 0).")
+    manner = Manner(reshard_after_forward, live_units, prefetch, in_flight, compute, reduce)
     return How(
         loss_fn,
         mesh,
@@ -228,16 +233,20 @@ def differentiate(how: How, params: PyTree, batch: PyTree, site: Site, scale: fl
     at = [own.index(first[id(x)]) for x in placed] if len(own) < len(placed) else list(range(len(placed)))
     devices = held(mesh)
     found: dict[int, tuple[Value, list[Tensor | None]]] = {}
+    orders: list[Order] = []
+    expected = how.orders.get(id(leaves))  # a guess: a wrong one costs time only
     drawn = int(torch.randint(1 << 62, ()).item())  # the same on every process
 
     def on_device(device: int) -> None:
         held_at = devices.index(device) if len(devices) > 1 else 0
-        tape = Tape(leaves, [placed[place].shards[held_at] for place in own], how.manner, site)
+        tape = Tape(leaves, [placed[place].shards[held_at] for place in own], how.manner, site, expected)
         params = unflatten(structure, [tape.handles[place] for place in at])
         mine = [x.shards[held_at] if isinstance(x, Sharded) else x for x in parts]
         found[device] = _Step(how, tape, params, part_structure, axes, drawn, scale).run(mine, cut)
+        orders.append(tape.order)
 
     everywhere(mesh, on_device, mapped=mesh.axis_names)
+    how.orders[id(leaves)] = orders[0]
     results = [found[device] for device in devices]
     grads = [
         None if shards[0] is None else Sharded(placed[place].shape, how.gradients(placed[place].layout), tuple(shards))
@@ -345,7 +354,7 @@ class _Step:
             if forest is not None:
                 forest.grow()
         self._reduce_rest(forest)
-        tape.begin()
+        tape.end()
         return self._together(losses, count)
 
     def _slices(self) -> int:

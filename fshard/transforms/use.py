@@ -51,6 +51,7 @@ class Manner:
     Args:
         reshard: let sharded units go after their forward, and gather them again for the backward.
         live: how many units that lie sharded are whole at a time.
+        prefetch: how many units to start gathering ahead of their use, in the order of the step before.
         in_flight: how many reductions may be under way; 0: each is waited for at once.
         compute: the dtype that floating parameters are used in, None: their own.
         reduce: the dtype that gradients are reduced in, None: the one they come in.
@@ -58,21 +59,32 @@ class Manner:
 
     reshard: bool = True
     live: int = 2
+    prefetch: int = 1
     in_flight: int = 2
     compute: torch.dtype | None = None
     reduce: torch.dtype | None = None
 
 
-class Tape:
-    """The parameters of one device, through the slices of one step."""
+class Order(NamedTuple):
+    """In which order units were gathered, by number: forward, and again for the backward."""
 
-    def __init__(self, leaves: Sequence[Leaf], shards: Sequence[Tensor], manner: Manner, site: Site) -> None:
+    forward: list[int]
+    backward: list[int]
+
+
+class Tape:
+    """The parameters of one device, through the slices of one step.  `order` is that of an earlier step."""
+
+    def __init__(
+        self, leaves: Sequence[Leaf], shards: Sequence[Tensor], manner: Manner, site: Site, order: Order | None = None
+    ) -> None:
         self.leaves, self.shards, self.manner, self.site = leaves, shards, manner, site
         self.anchor = torch.zeros((), requires_grad=True)  # what makes autograd call the units' backwards
         by_unit: dict[str, list[int]] = {}
         for place, leaf in enumerate(leaves):
             by_unit.setdefault(leaf.unit, []).append(place)
-        self.units = [Unit(self, places) for places in by_unit.values()]
+        self.units = [Unit(self, number, places) for number, places in enumerate(by_unit.values())]
+        self.order, self.expected = Order([], []), order or Order([], [])
         self.handles: list[Any] = [None] * len(leaves)
         for unit in self.units:
             for at, place in enumerate(unit.places):
@@ -112,10 +124,25 @@ class Tape:
 
     def begin(self) -> None:
         """Begin a slice: nothing of the one before is used again."""
+        self.end()
+        self.order = Order([], [])
+
+    def end(self) -> None:
+        """End a slice."""
         for unit in self.units:
+            unit.arrive()  # if it was gathered ahead in vain: other devices count on it
             unit.release()
             unit.awaited = 0
         self._live.clear()
+        self._again.clear()
+
+    def look_ahead(self, seen: list[int], expected: list[int], unit: Unit) -> None:
+        """Note that a unit is gathered, and start to gather those that came after it the last time."""
+        place = len(seen)
+        seen.append(unit.number)
+        if place < len(expected) and expected[: place + 1] == seen:
+            for number in expected[place + 1 : place + 1 + self.manner.prefetch]:
+                self.units[number].start()
 
     def _note(self, x: Tensor) -> Any:
         found = self.storages.get(_storage(x))
@@ -193,10 +220,11 @@ class _Note(NamedTuple):
 class Unit:
     """Leaves that are gathered and reduced together."""
 
-    __slots__ = ("awaited", "kept", "places", "sharded", "tape", "used", "values")
+    __slots__ = ("awaited", "coming", "kept", "number", "places", "sharded", "tape", "used", "values")
 
-    def __init__(self, tape: Tape, places: list[int]) -> None:
-        self.tape, self.places = tape, places
+    def __init__(self, tape: Tape, number: int, places: list[int]) -> None:
+        self.tape, self.number, self.places = tape, number, places
+        self.coming: Callable[[], list[Tensor]] | None = None
         self.sharded = any(tape.leaves[place].gather.steps for place in places)
         self.used: tuple[Tensor, ...] | None = None
         self.values: list[Tensor] = []
@@ -216,19 +244,32 @@ class Unit:
             self.used = used
             if self.sharded:
                 self.tape.gathered(self)
+                self.tape.look_ahead(self.tape.order.forward, self.tape.expected.forward, self)
         return used
 
     def gather(self) -> list[Tensor]:
         """Return all leaves, whole."""
-        tape = self.tape
-        xs = [self._converted(tape.shards[place]) for place in self.places]
         if not self.sharded:
-            return [x.detach() for x in xs]
-        with torch.no_grad():
-            self.values = go(xs, [tape.leaves[place].gather for place in self.places], tape.site)()
-        for at, x in enumerate(self.values):
-            tape.storages[_storage(x)] = self, at
+            return [self._converted(self.tape.shards[place]).detach() for place in self.places]
+        self.start()
+        self.arrive()
         return self.values
+
+    def start(self) -> None:
+        """Start to gather the unit, unless it is at hand or under way."""
+        tape = self.tape
+        if self.sharded and not self.values and self.coming is None:
+            xs = [self._converted(tape.shards[place]) for place in self.places]
+            with torch.no_grad():
+                self.coming = go(xs, [tape.leaves[place].gather for place in self.places], tape.site, ahead=True)
+
+    def arrive(self) -> None:
+        """Wait for what is under way."""
+        if self.coming is not None:
+            with torch.no_grad():
+                self.values, self.coming = self.coming(), None
+            for at, x in enumerate(self.values):
+                self.tape.storages[_storage(x)] = self, at
 
     def _converted(self, x: Tensor) -> Tensor:
         compute = self.tape.manner.compute
@@ -239,6 +280,7 @@ class Unit:
         if not self.values:
             self.gather()
             self.tape.regathered(self)
+            self.tape.look_ahead(self.tape.order.backward, self.tape.expected.backward, self)
         return self.values
 
     def release(self) -> None:
