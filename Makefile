@@ -10,8 +10,8 @@ READY  := $(VENV)/.installed
 help:  ## show this list
 	@sed -n 's/^\([a-z]*\):.*## /\1	/p' $(MAKEFILE_LIST) | expand -t 12
 
-demo: $(READY)  ## run the demonstration on a virtual mesh
-	$(BIN)/python examples/demo.py
+demo: $(READY)  ## train a small GPT under ZeRO-3 on four virtual devices (ARGS="--stage 1" and more)
+	$(BIN)/python examples/train_gpt.py $(ARGS)
 
 test: $(READY)  ## run every test: tests/, doctests, notebooks (ARGS="-k name" chooses)
 	$(BIN)/python -m pytest $(ARGS)

@@ -4,5 +4,10 @@ oracles       what every collective means, on a plain list of tensors
 conformance   every collective × dtype × axes held to its oracle: `check_runtime(mesh)`, on any runtime
 processes     a function in real processes: `run_processes(fn, n)`
 strategies    meshes, layouts, tensors and trees for hypothesis
+certify       a sharded training run held to the run on one device, and optimizers to what they say of themselves
 plugin        for pytest: the `mesh` fixture and marker
 """
+
+from fshard.testing.certify import Certificate, certify, check_elementwise
+
+__all__ = ["Certificate", "certify", "check_elementwise"]

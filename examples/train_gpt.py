@@ -1,0 +1,166 @@
+"""Train a small GPT to write sentences, on several devices, under any stage of ZeRO.
+
+    python examples/train_gpt.py                                  ZeRO-3 on four virtual devices
+    python examples/train_gpt.py --stage 1 --devices 8
+    torchrun --nproc-per-node 2 examples/train_gpt.py             two processes
+
+The model and its loss are functions of one device. Which part of what lies where is said in `main`, in four lines. With
+--reproducible, every stage and every number of devices up to eight prints the same losses, to the last bit.
+"""
+
+import argparse
+import os
+import random
+from itertools import product
+
+import torch
+from optree import tree_leaves, tree_map
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from torch.nn import functional as F
+
+import fshard as fs
+from fshard import P
+
+# -- the text: sentences about one or about many, and where the s goes --------------------------------------------
+
+SENTENCES = [
+    f"{count} {look} {name}{'s' * many} {act}{'s' * (not many)} {place}"
+    for many, counts in enumerate([("a", "one", "the"), ("two", "three", "many")])
+    for count in counts
+    for look, name in product(("big", "small", "red"), ("cat", "dog", "bird", "frog"))
+    for act, place in product(("sleep", "sing", "wait", "dream"), ("here", "in a tree", "at sea"))
+]
+CORPUS = "".join(f"{sentence}. " for sentence in random.Random(0).choices(SENTENCES, k=1000))
+LETTERS = sorted(set(CORPUS))
+TOKENS = torch.tensor([LETTERS.index(letter) for letter in CORPUS])
+
+
+def batch_of(number, size):
+    """Cut pieces out of the text. Every process draws the same ones: a plain tensor is the whole batch."""
+    starts = torch.randint(len(TOKENS) - LENGTH, (size, 1), generator=torch.Generator().manual_seed(number))
+    pieces = TOKENS[starts + torch.arange(LENGTH + 1)]
+    return {"x": pieces[:, :-1], "y": pieces[:, 1:]}  # (size, length) each
+
+
+# -- the model, for one device --------------------------------------------------------------------------------------
+
+LAYERS, WIDTH, HEADS, LENGTH = 3, 64, 4, 64
+
+
+def new_params():
+    draw = torch.Generator().manual_seed(0)
+
+    def normal(rows, columns):
+        return torch.randn(rows, columns, generator=draw) * 0.1
+
+    def block():
+        return {
+            "qkv": normal(WIDTH, 3 * WIDTH),
+            "out": normal(WIDTH, WIDTH),
+            "up": normal(WIDTH, 4 * WIDTH),
+            "down": normal(4 * WIDTH, WIDTH),
+        }
+
+    return {
+        "letters": normal(len(LETTERS), WIDTH),
+        "places": normal(LENGTH, WIDTH),
+        "blocks": [block() for _ in range(LAYERS)],
+    }
+
+
+def block(w, x):
+    y = F.layer_norm(x, (WIDTH,)) @ w["qkv"]  # (batch, length, 3 * width)
+    q, k, v = y.unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)  # (batch, heads, length, width / heads)
+    y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    x = x + y.transpose(1, 2).flatten(2) @ w["out"]
+    return x + F.gelu(F.layer_norm(x, (WIDTH,)) @ w["up"]) @ w["down"]
+
+
+def predict(params, x):
+    """Return the scores of the letter that follows, at each place."""
+    y = F.embedding(x, params["letters"]) + params["places"][: x.shape[1]]
+    for w in params["blocks"]:
+        y = block(w, y)
+    return F.layer_norm(y, (WIDTH,)) @ params["letters"].T  # (batch, length, letters): the embedding is tied
+
+
+def loss_fn(params, batch):
+    return F.cross_entropy(predict(params, batch["x"]).flatten(0, 1), batch["y"].flatten())
+
+
+@torch.no_grad()
+def write(params, length):
+    """Go on after the first sentence, up to the last full stop."""
+    draw = torch.Generator().manual_seed(0)
+    first = x = TOKENS[: CORPUS.index(".") + 2]
+    for _ in range(length):
+        odds = predict(params, x[None, -LENGTH:])[0, -1].softmax(-1)
+        x = torch.cat([x, torch.multinomial(odds, 1, generator=draw)])
+    return "".join(LETTERS[token] for token in x[len(first) :]).rpartition(". ")[0]
+
+
+# -- the training, on many ------------------------------------------------------------------------------------------
+
+
+def held(tree):
+    """Return the bytes of a tree that one device holds."""
+    leaves = tree_leaves(tree, is_leaf=lambda leaf: isinstance(leaf, fs.Sharded), namespace="fshard")
+    return sum(leaf.shards[0].nbytes for leaf in leaves if isinstance(leaf, fs.Sharded))
+
+
+def options():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--stage", type=int, default=3, choices=range(4), help="of ZeRO")
+    parser.add_argument("--devices", type=int, default=4, help="virtual ones; torchrun brings its own")
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--accumulate", type=int, default=1, help="parts of a device's batch, one after the other")
+    parser.add_argument("--precision", choices=["bf16"], help="to compute in; parameters stay float32")
+    parser.add_argument("--reproducible", action="store_true", help="equal bits on any mesh")
+    return parser.parse_args()
+
+
+def main():
+    args = options()
+    mesh = fs.make_mesh({"data": int(os.environ.get("WORLD_SIZE", args.devices))})
+    console = Console(quiet=os.environ.get("RANK", "0") != "0", highlight=False)
+    console.print(f"[bold]ZeRO-{args.stage} on {mesh}[/]\n")
+
+    # What lies where: this is all that makes the program a parallel one.
+    params = fs.shard_params(new_params(), fs.fsdp("data") if args.stage == 3 else P(), mesh=mesh)
+    rate = fs.optim.schedules.warmup_cosine(1e-2, warmup=args.steps // 10, steps=args.steps)
+    adamw = fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.optim.adamw(rate))
+    opt = fs.partition_optimizer(adamw, mesh=mesh, axis="data", stage=args.stage)
+    how = {"accumulate": args.accumulate, "reproducible": args.reproducible, "precision": args.precision}
+    step = fs.train_step(loss_fn, opt, mesh=mesh, batch=P("data"), donate=True, **how)
+
+    state = opt.init(params)
+    fs.visualize(params)
+    with Progress(TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn(), console=console) as progress:
+        bar = progress.add_task("training", total=args.steps)
+        for number in range(1, args.steps + 1):
+            params, state, metrics = step(params, state, batch_of(number, args.batch))
+            loss, norm = metrics["loss"].item(), metrics["grad_norm"].item()
+            progress.update(bar, advance=1, description=f"loss {loss:.3f}")
+            if number == 1 or number % (args.steps // 5 or 1) == 0:
+                console.print(f"step {number:4}   loss {loss:.9g}   gradient {norm:.3f}")  # nine digits: every bit
+
+    text = write(tree_map(torch.Tensor.cpu, fs.unshard(params)), 500)
+    right = [sentence in SENTENCES for sentence in text.split(". ")]
+    console.print(f"\n[bold]It writes[/], {sum(right)} of {len(right)} sentences as they should be:")
+    console.print(f"{text}.\n")
+
+    batch = batch_of(0, args.batch)
+    _, grads = fs.value_and_grad(loss_fn, mesh=mesh, batch=P("data"), gradients=opt.gradients)(params, batch)
+    sizes = {"parameters": held(params), "gradients": held(grads), "optimizer state": held(state)}
+    console.print("[bold]A device holds[/]", *(f"{size:9,} bytes of {what}" for what, size in sizes.items()), sep="\n")
+    fs.visualize(params["blocks"][0]["up"])
+
+    with fs.ledger() as comm:
+        step(params, state, batch)
+    console.print("\n[bold]A step sends[/]", str(comm), sep="\n", soft_wrap=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,421 @@
+"""`certify` says that a sound run is sound, and of every mistake that is made here on purpose, which it is and where."""
+
+from dataclasses import FrozenInstanceError, replace
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import fshard as fs
+from fshard import P
+from fshard.mesh.tree import flatten, flatten_with_paths, unflatten
+from fshard.testing import certify, check_elementwise, gpt
+from fshard.testing.certify import dyadic
+from fshard.transforms import step as step_module
+
+STAGES = (0, 1, 2, 3)
+ADAMW = fs.optim.adamw(3e-3, fused=False)
+
+
+def mlp(params, x):
+    y = torch.tanh(x @ params["up"] + params["bias"]) @ params["down"]
+    return (y * params["scale"]).square().mean()
+
+
+def mlp_params():
+    draw = torch.Generator().manual_seed(1)
+    shapes = {"bias": (6,), "down": (6, 3), "scale": (), "up": (5, 6)}
+    return {name: torch.randn(shape, generator=draw) for name, shape in shapes.items()}
+
+
+X = torch.randn(8, 5, generator=torch.Generator().manual_seed(2))
+
+
+def certified(loss_fn=mlp, opt=None, sizes=None, **options):
+    mesh = fs.make_mesh(sizes or {"data": 4})
+    return certify(loss_fn, mlp_params(), X, opt or fs.optim.sgd(0.1, momentum=0.9), mesh=mesh, **options)
+
+
+def verdicts(certificate):
+    return {row.verdict for row in certificate.rows}
+
+
+def only(certificate, leaf):
+    """Return the reason of the first divergence, which has to be of this leaf, in every stage."""
+    stages = {row.stage for row in certificate.rows}
+    found = [next(r for r in certificate.rows if r.stage == stage and r.step == 0) for stage in sorted(stages)]
+    assert {row.leaf for row in found} == {leaf}
+    (reason,) = {row.reason for row in found}
+    with pytest.raises(AssertionError, match="the sharded run is not the run on one device") as error:
+        certificate.check()
+    assert str(certificate) in str(error.value) and not certificate.ok
+    return reason
+
+
+# -- what is sound -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_reproducible_mode_is_exact_with_dropout(n):
+    mesh = fs.make_mesh({"data": n})
+    found = certify(gpt.loss_fn, gpt.init(), gpt.batch(), ADAMW, mesh=mesh, reproducible=True)
+    assert verdicts(found.check()) == {"EXACT"}
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_without_the_mode_it_is_bounded(n):
+    mesh = fs.make_mesh({"data": n})
+    found = certify(gpt.without_dropout, gpt.init(), gpt.batch(), ADAMW, mesh=mesh).check()
+    assert verdicts(found) <= {"EXACT", "BOUNDED"} and (n == 1 or "BOUNDED" in verdicts(found))
+    assert all(row.error <= row.bound < 1e-5 for row in found.rows)
+
+
+@pytest.mark.parametrize("sizes", [{"data": 2}, {"data": 8}, {"node": 2, "data": 4}], ids=str)
+def test_what_is_linear_is_exact_on_any_layout_with_exact_inputs(sizes):
+    def linear(params, x):
+        return (x @ params["up"]).sum(1).mean() + params["bias"].sum() * x.mean() * 0 + params["down"].sum()
+
+    found = certified(linear, fs.optim.sgd(0.5), sizes, batch_spec=P(tuple(sizes)), exact_inputs=True).check()
+    assert [row.leaf for row in found.rows] == ["bias", "down", "scale", "up"] * 4
+    assert verdicts(found) == {"EXACT"}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"accumulate": 2},
+        {"precision": "bf16"},
+        {"donate": True},
+        {"frozen": lambda path: path == "bias"},
+        {"weight": lambda x: x.shape[0]},
+        {"reproducible": True, "accumulate": 2},
+    ],
+    ids=lambda options: "+".join(options),
+)
+def test_options_of_train_step_go_to_both_runs(options):
+    certified(sizes={"data": 2}, **options).check()
+
+
+def test_auxiliary_values_are_let_be():
+    certified(lambda params, x: (mlp(params, x), {"mean": x.mean()}), has_aux=True).check()
+
+
+def test_leaves_of_all_kinds_have_a_row():
+    w = torch.ones(3)
+    params = {"tied": [w, w], "unused": torch.ones(2), "count": torch.arange(3), "empty": torch.ones(0), "none": None}
+    params["double"], params["complex"] = torch.ones(5).double(), torch.ones(2, dtype=torch.complex64)
+
+    def loss_fn(p, x):
+        used = p["tied"][0].sum() + 2 * p["tied"][1].square().sum() + p["count"].sum() + p["empty"].sum()
+        return (used + p["double"].square().sum().float() + p["complex"].abs().square().sum()) * x.mean()
+
+    found = certify(loss_fn, params, X, ADAMW, mesh=fs.make_mesh({"data": 2})).check()
+    paths = ["complex", "count", "double", "empty", "none", "tied[0]", "tied[1]", "unused"]
+    assert [row.leaf for row in found.rows if row.stage == 3] == paths
+
+
+def test_the_loss_function_may_use_collectives():
+    def centred(params, x):
+        return mlp(params, x - fs.pmean(x.mean(0), "data"))
+
+    certified(centred).check()
+
+
+@pytest.mark.parametrize(
+    "opt", [ADAMW, fs.optim.lion(1e-3), fs.optim.adam(1e-3, eps=1e-12)], ids=["adamw", "lion", "adam"]
+)
+@pytest.mark.parametrize("seed", range(4))
+def test_a_gradient_that_is_only_rounding_is_no_divergence(opt, seed):
+    def loss_fn(p, x):
+        return -torch.log_softmax(x @ p["w"] + p["shift"], -1)[:, 0].mean()
+
+    draw = torch.Generator().manual_seed(seed)
+    params = {"shift": torch.randn(1, generator=draw), "w": torch.randn(5, 7, generator=draw)}
+    certify(loss_fn, params, X, opt, mesh=fs.make_mesh({"data": 4})).check()
+
+
+def on_processes():
+    mesh = fs.make_mesh({"data": 2})
+    bad = certify(lambda p, x: mlp(p, x) * fs.axis_size("data"), mlp_params(), X, fs.optim.sgd(0.1), mesh=mesh)
+    return certify(mlp, mlp_params(), X, ADAMW, mesh=mesh).ok, bad.first.leaf, bad.first.reason
+
+
+def test_processes_are_certified_too(two):
+    for ok, leaf, reason in two.run(on_processes):
+        assert ok and leaf == "bias" and "2 times too large" in reason
+
+
+# -- mistakes in the loss function ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("power", "reason"),
+    [
+        (1, '4 times too large: summed over "data" where it should be averaged'),
+        (
+            -1,
+            '4 times too small: averaged over "data" where it should be summed (or the loss function returns a sum, not a mean)',
+        ),
+        (0.5, '2 = √4 times too large: scaled by the root of the size of "data"'),
+        (-0.5, '2 = √4 times too small: scaled by the root of the size of "data"'),
+    ],
+)
+@pytest.mark.parametrize("opt", [None, ADAMW], ids=["sgd", "adamw"])
+def test_a_loss_scaled_by_the_size_of_an_axis(power, reason, opt):
+    found = certified(lambda params, x: mlp(params, x) * fs.axis_size("data") ** power, opt)
+    assert only(found, "bias") == f"step 0: the gradient is {reason}"
+
+
+def test_a_sum_where_a_mean_is_due():
+    def summed(params, x):
+        return mlp(params, x) * x.shape[0]
+
+    reason = only(certified(summed, accumulate=2), "bias")
+    assert '8 times too small: averaged over "data" and the 2 turns of accumulate where it should be summed' in reason
+
+
+@pytest.mark.parametrize(
+    ("sizes", "axes", "names"),
+    [
+        ({"node": 2, "data": 4}, ("data",), '"data"'),
+        ({"node": 2, "data": 4}, ("node",), '"node"'),
+        ({"node": 2, "data": 4}, ("node", "data"), '"node" x "data"'),
+        ({"node": 2, "data": 2}, ("data",), '"data" or "node"'),
+    ],
+    ids=str,
+)
+def test_factors_of_several_axes(sizes, axes, names):
+    found = certified(
+        lambda params, x: mlp(params, x) * fs.axis_size(axes), None, sizes, batch_spec=P(("node", "data"))
+    )
+    assert f"summed over {names} where it should be averaged" in only(found, "bias")
+
+
+def test_one_leaf_is_wrong_and_others_follow():
+    def loss_fn(params, x):
+        scaled = params["scale"] * fs.axis_size("data") - params["scale"].detach() * (fs.axis_size("data") - 1)
+        return mlp({**params, "scale": scaled}, x)
+
+    found = certified(loss_fn, stages=[0, 3])
+    assert only(found, "scale").startswith("step 0: the gradient is 4 times too large")
+    followers = {row.reason for row in found.rows if row.leaf == "up"}
+    assert followers == {"step 1: after scale has diverged"}
+    assert found.first.leaf == "scale" and found.first.stage == 0
+
+
+def test_one_device_counts_alone():
+    def loss_fn(params, x):
+        return mlp(params, x) * (fs.axis_index("data") == 0)
+
+    reason = only(certified(loss_fn), "bias")
+    assert reason == 'step 0: a reduction over "data" is missing: all have what device 0 adds to the sum'
+
+
+def test_reproducible_mode_finds_them_too():
+    def loss_fn(params, x):
+        return mlp(params, F.dropout(x, 0.1)) * fs.axis_size("data")
+
+    assert "4 times too large" in only(certified(loss_fn, reproducible=True), "bias")
+
+
+def test_what_has_no_simple_reason_is_named_by_its_place():
+    def loss_fn(params, x):
+        index = fs.axis_index("data")
+        return mlp(params, x) + params["up"].flatten()[7 + index] * index
+
+    reason = only(certified(loss_fn, stages=[3]), "up")
+    assert reason.startswith("step 0: unknown; the gradient first differs at [1, 2]: ")
+
+
+def test_a_random_loss_function_needs_reproducible_mode():
+    with pytest.raises(fs.PromiseError) as error:
+        certified(lambda params, x: mlp(params, F.dropout(x, 0.5)))
+    assert "certify: the loss function draws random numbers: twice on the same batch, it gave" in str(error.value)
+    assert "Call certify(..., reproducible=True), which compares with a mesh of one device" in str(error.value)
+
+
+def test_certify_leaves_random_numbers_as_they_were():
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    certified(steps=1)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+# -- mistakes in the library, put in here ---------------------------------------------------------------------------------
+
+
+def wrong_gradients(monkeypatch, of_leaf, leaf="down"):
+    """Let a training step have another gradient of one leaf: of_leaf(how, the right one, the summands)."""
+    right = step_module.differentiate
+
+    def wrong(how, params, batch, site, *scale):
+        value, grads = right(how, params, batch, site, *scale)
+        axes = tuple(axis for axis in how.mesh.axis_names if how.mesh.shape[axis] > 1)
+        summands = replace(how, gradients=lambda layout: fs.Layout(how.mesh, P(unreduced=axes)))
+        local = right(summands, params, batch, site, *scale)[1]
+        paths, leaves, structure = flatten_with_paths(grads, sharded_is_leaf=True)
+        place = paths.index(f'["{leaf}"]')
+        leaves[place] = of_leaf(leaves[place], flatten(local, sharded_is_leaf=True)[0][place])
+        return value, unflatten(structure, leaves)
+
+    monkeypatch.setattr(step_module, "differentiate", wrong)
+
+
+def pretended(layout, shape, wholes):
+    """Return what says that it lies as `layout`, made of pieces of a whole of each device's own."""
+    pieces = [fs.device_put(x, layout).shards[device] for device, x in enumerate(wholes)]
+    return fs.Sharded(shape, layout, tuple(pieces))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_forgotten_reduction(monkeypatch, stage):
+    wrong_gradients(monkeypatch, lambda g, local: pretended(g.layout, g.shape, local.shards))
+    reason = only(certified(stages=[stage]), "down")
+    assert reason == 'step 0: a reduction over "data" is missing: each device has what it adds to the sum'
+
+
+@pytest.mark.parametrize("axis", ["node", "data"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_reduction_over_one_of_two_axes_is_forgotten(monkeypatch, stage, axis):
+    def of_leaf(g, local):
+        partial = fs.reshard(local, fs.Layout(g.mesh, P(unreduced=axis)))
+        return pretended(g.layout, g.shape, partial.shards)
+
+    wrong_gradients(monkeypatch, of_leaf)
+    found = certified(sizes={"node": 2, "data": 2}, batch_spec=P(("node", "data")), stages=[stage])
+    assert only(found, "down").startswith(f'step 0: a reduction over "{axis}" is missing')
+
+
+def test_replicas_that_differ_are_seen(monkeypatch):
+    def of_leaf(g, local):
+        return fs.Sharded(g.shape, g.layout, (*g.shards[:3], g.shards[3] + 1))
+
+    wrong_gradients(monkeypatch, of_leaf)
+    assert "(device 3)" in only(certified(stages=[0]), "down")
+
+
+@pytest.mark.parametrize("factor", [4.0, 0.25, 2.0, 0.5])
+def test_gradients_scaled_after_the_reduction(monkeypatch, factor):
+    wrong_gradients(monkeypatch, lambda g, local: fs.Sharded(g.shape, g.layout, tuple(x * factor for x in g.shards)))
+    size = {
+        4.0: "4 times too large",
+        0.25: "4 times too small",
+        2.0: "2 = √4 times too large",
+        0.5: "2 = √4 times too small",
+    }
+    assert only(certified(), "down").startswith(f"step 0: the gradient is {size[factor]}")
+
+
+# -- mistakes in the optimizer -----------------------------------------------------------------------------------------
+
+
+def by_norm(grads, state, params):
+    """Divide by the norm of a leaf: of a piece of it, where it is in pieces."""
+    leaves, structure = flatten(grads)
+    return unflatten(structure, [-g / (1 + g.norm()) for g in leaves]), state
+
+
+BY_NORM = fs.Optimizer(lambda params: (), by_norm)
+
+
+def test_an_optimizer_that_is_not_elementwise():
+    certified(opt=BY_NORM, stages=[0]).check()
+    for stage in (1, 2, 3):
+        reason = only(certified(opt=BY_NORM, stages=[stage]), "bias")
+        assert reason.startswith(
+            "step 0: the gradient is right, the update is not: the optimizer is not elementwise, pieces give another result; "
+            "the parameter first differs at [0]: "
+        )
+
+
+@pytest.mark.parametrize(("factor", "size"), [(4.0, "4 times too large"), (0.25, "4 times too small")])
+def test_a_partitioned_optimizer_that_scales(monkeypatch, factor, size):
+    right = fs.partition_optimizer
+
+    def wrong(opt, **options):
+        own = right(opt, **options)
+
+        def step(grads, state, params):
+            leaves, structure = flatten(grads)
+            return own.step(unflatten(structure, [g * factor for g in leaves]), state, params)
+
+        return own._replace(step=step)
+
+    monkeypatch.setattr(fs, "partition_optimizer", wrong)
+    assert only(certified(), "bias") == (
+        f"step 0: the gradient is right, the update is not: it is {size}. "
+        'The optimizer multiplies or divides by the size of "data"'
+    )
+
+
+def test_a_partitioned_optimizer_that_scales_by_the_root(monkeypatch):
+    monkeypatch.setattr(fs, "partition_optimizer", None)
+    with pytest.raises(TypeError):
+        certified()
+
+
+@pytest.mark.parametrize(
+    "opt",
+    [
+        fs.optim.sgd(0.1, momentum=0.9, nesterov=True),
+        fs.optim.adamw(0.1),
+        fs.optim.lion(0.1),
+        fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.optim.adam(0.1)),
+        fs.optim.clip_by_value(0.1),
+        fs.optim.masked(fs.optim.sgd(0.1), {"bias": True, "matrix": False, "scale": True, "stack": True}),
+        fs.optim.from_torch(torch.optim.RMSprop, lr=0.1),
+    ],
+    ids=["sgd", "adamw", "lion", "clipped", "clip_by_value", "masked", "rmsprop"],
+)
+def test_elementwise_optimizers_are(opt):
+    check_elementwise(opt)
+
+
+def test_check_elementwise_names_the_first_element_that_differs():
+    params = {"a": torch.zeros(1), "w": torch.zeros(2, 3)}
+    with pytest.raises(
+        AssertionError, match=r"cut into 2 flat pieces, w first differs at \[0, 0\]: .* step 0\. Say elementwise=False"
+    ):
+        check_elementwise(BY_NORM, params)
+    with pytest.raises(fs.OptimizerError, match="says that it is not elementwise, so there is nothing"):
+        check_elementwise(fs.optim.muon(0.1))
+
+
+# -- the certificate ----------------------------------------------------------------------------------------------------
+
+
+def test_a_certificate_prints_as_a_table():
+    mesh = fs.make_mesh({"data": 2})
+    loss_fn, params = (
+        (lambda p, x: (p["w"] * x).sum(1).mean() * fs.axis_size("data")),
+        {"n": torch.ones(1), "w": torch.ones(5)},
+    )
+    found = certify(loss_fn, params, X, fs.optim.sgd(1.0), mesh=mesh, stages=[0, 3], exact_inputs=True)
+    assert repr(found) == str(found) and "DIVERGENT" in found._repr_html_()
+    lines = [
+        [cell.strip() for cell in line.split("│")[1:-1]] for line in str(found).splitlines() if line.startswith("│")
+    ]
+    assert [line[:3] for line in lines if line[2]] == [
+        ["0", "n", "EXACT"],
+        ["", "w", "DIVERGENT"],
+        ["3", "n", "EXACT"],
+        ["", "w", "DIVERGENT"],
+    ]
+    assert "Mesh(data=2; virtual, cpu) against one device and float64" in str(found)
+    with pytest.raises(FrozenInstanceError):
+        found.steps = 4
+
+
+def test_dyadic_keeps_ties_and_what_does_not_move():
+    x = torch.ones(2, 3)
+    drawn = dyadic({"a": x, "b": x, "c": x.clone(), "n": torch.arange(2), "z": torch.ones(2, dtype=torch.complex64)}, 0)
+    assert drawn["a"] is drawn["b"] and not torch.equal(drawn["a"], drawn["c"])
+    assert torch.equal(drawn["n"], torch.arange(2)) and drawn["z"].dtype == torch.complex64
+    assert ((8 * drawn["a"]) % 1 == 0).all() and drawn["a"].abs().max() <= 1
+
+
+def test_wrong_calls_name_what_is_wrong():
+    with pytest.raises(fs.LayoutError, match="steps=0"):
+        certified(steps=0)
+    with pytest.raises(fs.LayoutError, match="abstract"):
+        certify(mlp, mlp_params(), X, ADAMW, mesh=fs.make_mesh({"data": 2}, runtime="abstract"))
