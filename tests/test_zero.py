@@ -246,6 +246,30 @@ def test_the_ledger_equals_the_theory(n):
     assert sent_per_step(2, n, accumulate=2, reduce_once=True) == 2 * part
 
 
+def planned(runtime, n, stage, device):
+    mesh = fs.make_mesh({"data": n}, runtime=runtime)
+    params = {
+        "blocks": [{"w": torch.ones(16, 16, device=device), "b": torch.ones(16, device=device)} for _ in range(3)]
+    }
+
+    def loss_fn(params, batch):
+        for w in params["blocks"]:
+            batch = torch.tanh(batch @ w["w"] + w["b"])
+        return batch.mean()
+
+    opt, own = optimizer(stage, mesh), placed(params, stage, mesh)
+    step = fs.train_step(loss_fn, opt, mesh=mesh, batch=P("data"), accumulate=2)
+    with fs.ledger() as comm:
+        step(own, opt.init(own), torch.ones(4 * n, 16, device=device))
+    return [(row.collective, row.axes, row.site.function, calls, sent) for row, calls, sent in comm.rows()]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_plan_is_the_program_run_without_data(stage):
+    assert planned("abstract", 4, stage, "meta") == planned("virtual", 4, stage, "cpu")
+    assert planned("abstract", 4096, stage, "meta")
+
+
 @pytest.mark.parametrize("n", [1, 2, 4])
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_device_holds_what_the_formula_says(stage, n):

@@ -11,7 +11,7 @@ neighbours in a list are folded into one, so twelve equal blocks are one line an
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -106,7 +106,7 @@ def take_stock(tree: PyTree) -> Leaf | Branch:
     if isinstance(tree, Leaf):
         return tree
     if isinstance(tree, Sharded):
-        return Leaf(typeof(tree), tree.layout)
+        return Leaf(typeof(tree), replace(tree.layout, unit=None))  # blocks that lie alike are drawn as one
     if isinstance(tree, Tensor):
         return Leaf(typeof(tree), None)
     if tree is None or _is_leaf(tree):

@@ -25,9 +25,10 @@ import torch
 from torch import Tensor
 
 from fshard.errors import LayoutError
-from fshard.mesh.collectives import psum
+from fshard.mesh.differentiate import Bound
 from fshard.mesh.layout import Layout
 from fshard.mesh.mesh import Mesh
+from fshard.mesh.moves import Psum
 from fshard.mesh.placing import collected, device_put
 from fshard.mesh.scope import require
 from fshard.mesh.sharded import Sharded
@@ -380,12 +381,12 @@ class _Step:
             raise LayoutError(f"the loss function has to return one number; found {found}. Take its mean.")
         if how.weight is None:
             counted, share = (
-                torch.ones((), dtype=torch.float64),
+                loss.new_ones((), dtype=torch.float64),
                 1.0 if how.slices is not None else 1.0 / (self.n * count),
             )
         else:
-            counted = torch.as_tensor(how.weight(batch), dtype=torch.float64).cpu()
-            share = float(counted)
+            counted = torch.as_tensor(how.weight(batch), dtype=torch.float64, device=loss.device)
+            share = 1.0 if loss.is_meta else float(counted)
         if loss.requires_grad:
             start = torch.full_like(loss, share * self.scale)
             torch.autograd.grad(loss, [tape.anchor], start, allow_unused=True)
@@ -406,18 +407,21 @@ class _Step:
         """Average over slices and devices; a parameter that no device used has no gradient."""
         how, tape = self.how, self.tape
         flat = [flatten(aux) for _, _, aux in losses]
+        near = losses[0][0].device
         rows = [
-            torch.cat([x.detach().double().cpu().reshape(-1) for x in (loss, torch.ones(()), *leaves)]) * counted
+            torch.cat([x.detach().to(near, torch.float64).reshape(-1) for x in (loss, torch.ones(()), *leaves)])
+            * counted
             for (loss, counted, _), (leaves, _) in zip(losses, flat, strict=True)
         ]
         while len(rows) > 1:  # the tree of the slices
             rows = [a + b for a, b in zip(rows[::2], rows[1::2], strict=False)] + rows[len(rows) // 2 * 2 :]
-        both = torch.cat([rows[0], torch.tensor(tape.used, dtype=torch.float64)])
+        both = torch.cat([rows[0], torch.tensor(tape.used, dtype=torch.float64, device=near)])
         if self.n > 1:
-            both = psum(both, self.axes)
+            group = require("value_and_grad").group(self.axes, "value_and_grad")
+            (both,) = Bound(Psum(), group, tape.site).run((both,))
         total, weight = both[:2].unbind()
-        used = both[rows[0].numel() :].tolist()
-        divisor = float(weight) if how.weight is not None or how.slices is not None else 1.0
+        used = tape.used if both.is_meta else both[rows[0].numel() :].tolist()
+        divisor = float(weight) if not both.is_meta and (how.weight is not None or how.slices is not None) else 1.0
         grads = [
             (g if divisor == 1.0 else g / divisor) if g is not None and times else None
             for g, times in zip(tape.sums, used, strict=True)
@@ -425,7 +429,7 @@ class _Step:
         leaves, structure = flat[0]
         means = (both[2 : rows[0].numel()] / weight).split([x.numel() for x in leaves])
         aux = unflatten(structure, [mean.reshape(x.shape).to(x) for mean, x in zip(means, leaves, strict=True)])
-        value = Value((total / weight).to(losses[0][0].dtype), weight, aux)
+        value = Value((total / weight).to(torch.promote_types(losses[0][0].dtype, torch.float32)), weight, aux)
         return value, grads
 
 
