@@ -33,7 +33,7 @@ X = torch.randn(8, 5, generator=torch.Generator().manual_seed(2))
 
 def certified(loss_fn=mlp, opt=None, sizes=None, **options):
     mesh = fs.make_mesh(sizes or {"data": 4})
-    return certify(loss_fn, mlp_params(), X, opt or fs.optim.sgd(0.1, momentum=0.9), mesh=mesh, **options)
+    return certify(loss_fn, mlp_params(), X, opt or fs.optim.sgd(0.1, momentum=0.9, fused=False), mesh=mesh, **options)
 
 
 def verdicts(certificate):
@@ -134,6 +134,18 @@ def test_a_gradient_that_is_only_rounding_is_no_divergence(opt, seed):
     certify(loss_fn, params, X, opt, mesh=fs.make_mesh({"data": 4})).check()
 
 
+@pytest.mark.parametrize("opt", [ADAMW, fs.optim.lion(1e-2)], ids=["adamw", "lion"])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_minimum_is_no_divergence_though_it_is_curved(opt, seed):
+    draw = torch.Generator().manual_seed(seed)
+    x = torch.randn(8, 5, generator=draw)
+
+    def loss_fn(p, x):
+        return (x - p["mean"]).square().mean()  # at its minimum, the gradient is rounding alone
+
+    certify(loss_fn, {"mean": x.mean(0)}, x, opt, mesh=fs.make_mesh({"data": 4}), steps=4).check()
+
+
 def on_processes():
     mesh = fs.make_mesh({"data": 2})
     bad = certify(lambda p, x: mlp(p, x) * fs.axis_size("data"), mlp_params(), X, fs.optim.sgd(0.1), mesh=mesh)
@@ -225,6 +237,30 @@ def test_what_has_no_simple_reason_is_named_by_its_place():
 
     reason = only(certified(loss_fn, stages=[3]), "up")
     assert reason.startswith("step 0: unknown; the gradient first differs at [1, 2]: ")
+
+
+def test_a_parameter_that_only_the_mesh_uses():
+    def loss_fn(params, x):
+        return mlp(params if fs.axis_size("data") > 1 else {**params, "bias": params["bias"].detach()}, x)
+
+    assert "only the sharded run has a gradient" in only(certified(loss_fn), "bias")
+
+
+def test_what_is_not_finite_on_one_device_proves_nothing():
+    assert "the gradient on one device is not finite" in only(certified(lambda p, x: mlp(p, x / 0)), "bias")
+
+
+def test_errors_say_where_they_came_up():
+    def loss_fn(params, x):
+        return (x.float() @ params["up"]).mean()
+
+    with pytest.raises(RuntimeError) as error:
+        certified(loss_fn)
+    note = "certify: in the run on one device in float64: does the loss function name a dtype?"
+    assert error.value.__notes__[-1] == note
+    with pytest.raises(fs.LayoutError) as error:
+        certified(stages=[0], gradients=lambda layout: fs.Layout(layout.mesh, P(unreduced="data")))
+    assert "certify: in stage 0" in error.value.__notes__
 
 
 def test_a_random_loss_function_needs_reproducible_mode():
@@ -328,8 +364,8 @@ def test_an_optimizer_that_is_not_elementwise():
         )
 
 
-@pytest.mark.parametrize(("factor", "size"), [(4.0, "4 times too large"), (0.25, "4 times too small")])
-def test_a_partitioned_optimizer_that_scales(monkeypatch, factor, size):
+def stepping(monkeypatch, change):
+    """Let partitioned optimizers take their step on other gradients."""
     right = fs.partition_optimizer
 
     def wrong(opt, **options):
@@ -337,21 +373,34 @@ def test_a_partitioned_optimizer_that_scales(monkeypatch, factor, size):
 
         def step(grads, state, params):
             leaves, structure = flatten(grads)
-            return own.step(unflatten(structure, [g * factor for g in leaves]), state, params)
+            return own.step(unflatten(structure, [change(g) for g in leaves]), state, params)
 
         return own._replace(step=step)
 
     monkeypatch.setattr(fs, "partition_optimizer", wrong)
+
+
+@pytest.mark.parametrize(("factor", "size"), [(4.0, "4 times too large"), (0.25, "4 times too small")])
+def test_a_partitioned_optimizer_that_scales(monkeypatch, factor, size):
+    stepping(monkeypatch, lambda g: g * factor)
     assert only(certified(), "bias") == (
         f"step 0: the gradient is right, the update is not: it is {size}. "
         'The optimizer multiplies or divides by the size of "data"'
     )
 
 
-def test_a_partitioned_optimizer_that_scales_by_the_root(monkeypatch):
-    monkeypatch.setattr(fs, "partition_optimizer", None)
-    with pytest.raises(TypeError):
-        certified()
+@pytest.mark.parametrize("factor", [2.0, 0.5])
+def test_a_partitioned_optimizer_that_scales_by_the_root_may_take_norms_of_pieces(monkeypatch, factor):
+    stepping(monkeypatch, lambda g: g * factor)
+    assert "the optimizer is not elementwise" in only(certified(stages=[1]), "bias")
+    assert "the optimizer does not do the same on a mesh" in only(certified(stages=[0]), "bias")
+
+
+def test_an_optimizer_that_rounds_otherwise_breaks_reproducible_mode(monkeypatch):
+    whole = mlp_params()["bias"].numel()
+    stepping(monkeypatch, lambda g: g if g.numel() >= whole else g * (1 + 2**-18))
+    found = certified(reproducible=True, stages=[3])
+    assert "it differs by rounding, as a fused kernel may at the ends of pieces: try fused=False" in found.first.reason
 
 
 @pytest.mark.parametrize(

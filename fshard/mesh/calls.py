@@ -32,7 +32,8 @@ class Handle:
     """A collective under way.  `wait` returns its result; until then other work can be done.
 
     What was given to the collective must not be changed before `wait`, and a handle must not be dropped.  Handles may be
-    waited for in any order.  Other devices may need this one to come back to fshard meanwhile: do not wait for them by other means.
+    waited for in any order.  Other devices may need this one to come back to fshard meanwhile, so do not wait for them by
+    other means.
     """
 
     _finish: Callable[[], PyTree] | None

@@ -92,7 +92,7 @@ class Certificate:
         """Return the certificate as a rich table."""
         one = "a mesh of one device, bit for bit" if self.reproducible else "one device and float64"
         table = Table("stage", "leaf", "verdict", "error", "bound", "reason", title=f"{self.mesh} against {one}")
-        table.caption = f"of the worst element after {self.steps} steps, or where it diverges"
+        table.caption = f"of the worst element, after step {self.steps - 1} or where it diverges"
         stage = None
         for row in self.rows:
             if stage not in (None, row.stage):
@@ -181,16 +181,21 @@ def certify(
         )
     if exact_inputs:
         params, batch = dyadic(params, seed), dyadic(batch, seed + 1)
+    params, batch = (_mapped_once(lambda x: _on(mesh, x), tree) for tree in (params, batch))
     one = Mesh(tuple((name, 1) for name in mesh.axis_names), "virtual", mesh.device_type)
     task = Task(loss_fn, params, batch, opt, one, axis, batch_spec, steps, seed, options)
     if task.reproducible:
         alone = exact = [_whole(turn) for turn in _sharded(task, one, 0)]
     else:
         _refuse_random(task)
-        alone, exact = _serial(task), _serial(_widened(task))
+        alone = _serial(task)
+        with _noting("in the run on one device in float64: does the loss function name a dtype?"):
+            exact = _serial(_widened(task))
     bounds, rows = _bounds(task, alone, exact), list[Row]()
     for stage in stages:
-        rows += _judged(Comparison(task, mesh, stage, _sharded(task, mesh, stage), alone, exact, bounds))
+        with _noting(f"in stage {stage}"):
+            turns = _sharded(task, mesh, stage)
+        rows += _judged(Comparison(task, mesh, stage, turns, alone, exact, bounds))
     return Certificate(mesh, steps, task.reproducible, tuple(rows))
 
 
@@ -254,6 +259,19 @@ class Turn(NamedTuple):
     params: list[Leaf]
 
 
+@contextmanager
+def _noting(where: str) -> Generator[None]:
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"certify: {where}")
+        raise
+
+
+def _on(mesh: Mesh, x: Any) -> Any:
+    return x.to(mesh.device_type) if isinstance(x, Tensor) else x
+
+
 def _sharded(task: Task, mesh: Mesh, stage: Any) -> list[Turn]:
     """Train on a mesh, and note what the optimizer is given."""
     opt: Any = fs.partition_optimizer(task.opt, mesh=mesh, axis=task.axis, stage=stage)
@@ -277,18 +295,23 @@ def _placed(params: PyTree, task: Task, mesh: Mesh, stage: int) -> PyTree:
     return fs.shard_params(params, fs.fsdp(task.axis) if stage == 3 else P(), mesh=mesh)
 
 
-def _serial(task: Task) -> list[Turn]:
-    """Train on one device, with plain tensors, plain autograd and the optimizer as it is."""
+def _serial(task: Task, shifts: Sequence[Sequence[Leaf]] | None = None) -> list[Turn]:
+    """Train on one device, with plain tensors, plain autograd and the optimizer as it is, on gradients that are shifted."""
     step, params, turns = pure_step(task.opt), task.params, list[Turn]()
     state = task.opt.init(params)
     with _default_dtype(_leaves(params)):
-        for _ in range(task.steps):
+        for turn in range(task.steps):
             scale = _scale(task.opt, state)
-            grads = _gradient(task, params, scale)[1]
-            params, state = step(grads, state, params)
-            grads = _times(grads, 1 / scale)
+            grads = _times(_gradient(task, params, scale)[1], 1 / scale)
+            moved = grads if shifts is None else _plus(grads, shifts[turn])
+            params, state = step(_times(moved, scale), state, params)
             turns.append(Turn(_leaves(grads), _leaves(params)))
     return turns
+
+
+def _plus(grads: PyTree, shifts: Sequence[Leaf]) -> PyTree:
+    by = {id(g): shift for g, shift in zip(_leaves(grads), shifts, strict=True)}
+    return _mapped_once(lambda g: None if g is None else g + by[id(g)], grads)
 
 
 def _scale(opt: Any, state: PyTree) -> float:
@@ -333,7 +356,7 @@ def _refuse_random(task: Task) -> None:
     for key in ("one", "another"):
         with keyed_random(task.seed, key):
             losses.append(_gradient(task, task.params)[0])
-    if not torch.equal(*losses):
+    if not torch.allclose(*losses, rtol=0, atol=0, equal_nan=True):
         raise PromiseError(
             f"certify: the loss function draws random numbers: twice on the same batch, it gave {losses[0].item():.6g} and "
             f"{losses[1].item():.6g}. No serial run draws what the devices draw. Call certify(..., reproducible=True), which "
@@ -409,45 +432,39 @@ def _bounds(task: Task, alone: list[Turn], exact: list[Turn]) -> list[Turn]:
 
     gradient    4 x the error of its leaf on one device + a rounding of the largest of all (a sum that should be 0 is not)
     parameter   4 x the error of its leaf on one device + a rounding of its leaf's largest a step (few may be lucky)
-                + as far as the optimizer carries a shift of the gradients by their bound: Adam makes lr of a rounding
+    both        + as far as training carries a shift of all gradients by their bound: Adam makes lr of a rounding
     """
     if task.reproducible:
         return [Turn(*([_allowed(x, 0.0) for x in leaves] for leaves in turn)) for turn in alone]
-    grads: list[list[Leaf]] = []
-    for one, other in zip(alone, exact, strict=True):
+    own: list[Turn] = []
+    for step, (one, other) in enumerate(zip(alone, exact, strict=True)):
         largest = max(map(_size, other.grads), default=0.0)
-        grads.append([_bound(task, *pair, largest) for pair in zip(one.grads, other.grads, strict=True)])
-    up, down = (_shifted(task, exact, grads, sign) for sign in (1, -1))
-    params = [
-        [
-            _bound(task, a, b, (step + 1) * _size(b)) + (high - low).abs() if trainable(a) else _allowed(a, 0.0)
-            for a, b, high, low in zip(alone[step].params, exact[step].params, up[step], down[step], strict=True)
-        ]
-        for step in range(task.steps)
+        grads = [_bound(task, *pair, largest) for pair in zip(one.grads, other.grads, strict=True)]
+        params = [_bound(task, a, b, (step + 1) * _size(b)) for a, b in zip(one.params, other.params, strict=True)]
+        own.append(Turn(grads, params))
+    up = _serial(_widened(task), [turn.grads for turn in own])
+    down = _serial(_widened(task), [[None if x is None else -x for x in turn.grads] for turn in own])
+    return [Turn(*map(_wider, *turns)) for turns in zip(own, up, down, strict=True)]
+
+
+def _wider(bounds: list[Leaf], up: list[Leaf], down: list[Leaf]) -> list[Leaf]:
+    return [
+        bound if bound is None or not trainable(high) else bound + (high - low).abs()
+        for bound, high, low in zip(bounds, up, down, strict=True)
     ]
-    return [Turn(*both) for both in zip(grads, params, strict=True)]
 
 
 def _bound(task: Task, alone: Leaf, exact: Leaf, rounded: float) -> Leaf:
     if alone is None:
         return None
+    if not trainable(alone):
+        return _allowed(alone, 0.0)
     rounding = torch.finfo(task.compute or alone.dtype).eps * rounded
     return _allowed(alone, TIMES * _size(_wide(alone) - exact) + rounding)
 
 
 def _allowed(x: Leaf, bound: float) -> Leaf:
     return None if x is None else torch.full(x.shape, bound, dtype=torch.float64, device=x.device)
-
-
-def _shifted(task: Task, exact: list[Turn], by: list[list[Leaf]], sign: int) -> list[list[Leaf]]:
-    """Run the optimizer in float64 on gradients that are all shifted by their bounds; return the parameters."""
-    params, grads = _mapped_once(_wide, task.params), list[PyTree]()
-    structure = flatten(params, none_is_leaf=True)[1]
-    for turn, bounds in zip(exact, by, strict=True):
-        shifts = {id(g): bound for g, bound in zip(turn.grads, bounds, strict=True)}
-        shifted = _mapped_once(lambda g, by=shifts: None if g is None else g + sign * by[id(g)], turn.grads)
-        grads.append(unflatten(structure, shifted))
-    return _trained(task.opt, params, grads)
 
 
 @dataclass(frozen=True)
@@ -541,9 +558,9 @@ class Reasons:
         it, step = self._it, self._step
         found, alone = it.turns[step].grads[place], it.alone[step].grads[place]
         if found is None or alone is None:
-            has = "the sharded run has" if alone is None else "one device has"
+            has = "the sharded run" if alone is None else "the run on one device"
             if found is not alone:
-                return f"only {has} a gradient: does the loss function use the parameter on every device alike?"
+                return f"only {has} has a gradient: does the loss function use the parameter on all devices alike?"
         elif not torch.isfinite(alone).all():
             return "the gradient on one device is not finite"
         elif not it.gap(step, "grads", place).ok:
@@ -687,7 +704,7 @@ def _named(axes: tuple[str, ...]) -> str:
 def _first_difference(found: Leaf, whole: Tensor, tolerance: float) -> str:
     """Name the first element that differs by more than a tolerance, or at all, and the first device that has it."""
     for allowed in (tolerance * _size(whole), 0.0):
-        at = torch.arange(whole.numel()).reshape(whole.shape)
+        at = torch.arange(whole.numel(), device=whole.device).reshape(whole.shape)
         devices = held(found.mesh) if isinstance(found, Sharded) and not found.spec.unreduced else (0,)
         pairs = zip(devices, _side_by_side(found, whole), _side_by_side(found, at), strict=True)
         for device, (a, b), (_, numbers) in pairs:
@@ -757,7 +774,7 @@ def _uneven(x: Any, draw: torch.Generator) -> Any:
 def _trained(opt: Optimizer, params: PyTree, grads: list[PyTree]) -> list[list[Leaf]]:
     step, state, found = pure_step(opt), opt.init(params), list[list[Leaf]]()
     for each in grads:
-        params, state = step(_times(each, _scale(opt, state)), state, params)
+        params, state = step(each, state, params)
         found.append(_leaves(params))
     return found
 

@@ -15,6 +15,7 @@ Then the bits are the same on any mesh.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -24,18 +25,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fshard.errors import LayoutError
+from fshard.errors import LayoutError, MismatchError
 from fshard.mesh.differentiate import Bound
 from fshard.mesh.layout import Layout
 from fshard.mesh.mesh import Mesh
 from fshard.mesh.moves import Psum
 from fshard.mesh.placing import collected, device_put
-from fshard.mesh.scope import require
+from fshard.mesh.scope import Group, require
 from fshard.mesh.sharded import Sharded
 from fshard.mesh.spec import P
 from fshard.mesh.spmd import everywhere, held, standing
 from fshard.mesh.steps import Way, steps_between
-from fshard.mesh.tree import PyTree, broadcast_prefix, flatten, flatten_with_paths, unflatten
+from fshard.mesh.tree import PyTree, broadcast_prefix, flatten_with_paths, unflatten
 from fshard.source import Site, call_site
 from fshard.transforms.randomness import keyed_random
 from fshard.transforms.rules import named, parts_of, unit_of
@@ -67,7 +68,7 @@ class How:
     slices: int | None
     frozen: Callable[[str], bool]
     manner: Manner
-    orders: dict[int, Order] = field(default_factory=dict[int, Order], compare=False)
+    orders: dict[Any, Order] = field(default_factory=dict[Any, Order], compare=False)
 
 
 def value_and_grad(
@@ -114,7 +115,8 @@ def value_and_grad(
         compute: the floating dtype that parameters and batch are used in, if not their own.
         reduce: the dtype that gradients are reduced in, if not that of the computation.
 
-    The loss is a tensor, equal on all devices; a gradient is None where no device has used the parameter.
+    The loss is a tensor, equal on all devices; a gradient is None where no device has used the parameter.  loss_fn may call
+    collectives; what one makes equal on all devices and is then used with a device's own data has to go through `fs.pvary`.
 
     >>> import torch, fshard as fs
     >>> from fshard import P
@@ -235,19 +237,22 @@ def differentiate(how: How, params: PyTree, batch: PyTree, site: Site, scale: fl
     devices = held(mesh)
     found: dict[int, tuple[Value, list[Tensor | None]]] = {}
     orders: list[Order] = []
-    expected = how.orders.get(id(leaves))  # a guess: a wrong one costs time only
+    expected = how.orders.get(key)  # a guess: a wrong one costs time only
     drawn = int(torch.randint(1 << 62, ()).item())  # the same on every process
 
     def on_device(device: int) -> None:
         held_at = devices.index(device) if len(devices) > 1 else 0
         tape = Tape(leaves, [placed[place].shards[held_at] for place in own], how.manner, site, expected)
-        params = unflatten(structure, [tape.handles[place] for place in at])
+
+        def params_of() -> PyTree:
+            return unflatten(structure, [tape.handles[place] for place in at])
+
         mine = [x.shards[held_at] if isinstance(x, Sharded) else x for x in parts]
-        found[device] = _Step(how, tape, params, part_structure, axes, drawn, scale).run(mine, cut)
+        found[device] = _Step(how, tape, params_of, part_structure, axes, drawn, scale).run(mine, cut)
         orders.append(tape.order)
 
     everywhere(mesh, on_device, mapped=mesh.axis_names)
-    how.orders[id(leaves)] = orders[0]
+    how.orders[key] = orders[0]
     results = [found[device] for device in devices]
     grads = [
         None if shards[0] is None else Sharded(placed[place].shape, how.gradients(placed[place].layout), tuple(shards))
@@ -326,7 +331,14 @@ class _Step:
     """One device's forwards and backwards."""
 
     def __init__(
-        self, how: How, tape: Tape, params: PyTree, batch: Any, axes: tuple[str, ...], key: int, scale: float
+        self,
+        how: How,
+        tape: Tape,
+        params: Callable[[], PyTree],
+        batch: Any,
+        axes: tuple[str, ...],
+        key: int,
+        scale: float,
     ) -> None:
         self.how, self.tape, self.params, self.batch = how, tape, params, batch
         self.axes, self.key, self.scale = axes, key, scale
@@ -341,6 +353,7 @@ class _Step:
         pieces = _cut(parts, cut, count)
         forest = Forest() if how.slices is not None else None
         losses: list[tuple[Tensor, Tensor, PyTree]] = []
+        counts, shares = self._shares(pieces)
         for place, piece in enumerate(pieces):
             last = place == count - 1
             if forest is not None:
@@ -351,9 +364,10 @@ class _Step:
                 tape.keep = None
             tape.begin()
             with keyed_random(self.key, 0, self.index * count + place):
-                losses.append(self._one(piece, count))
+                losses.append(self._one(piece, counts[place], shares[place]))
             if forest is not None:
                 forest.grow()
+        tape.check_unchanged()
         self._reduce_rest(forest)
         tape.end()
         return self._together(losses, count)
@@ -369,28 +383,39 @@ class _Step:
             )
         return how.slices // self.n
 
-    def _one(self, piece: list[Any], count: int) -> tuple[Tensor, Tensor, PyTree]:
+    def _one(self, piece: list[Any], counted: Tensor, share: float) -> tuple[Tensor, Tensor, PyTree]:
         """Forward and backward of one slice."""
         how, tape = self.how, self.tape
         batch = unflatten(self.batch, [_converted(x, how.manner.compute) for x in piece])
         with torch.enable_grad(), tape.forward():
-            result = how.loss_fn(self.params, batch)
+            result = how.loss_fn(self.params(), batch)
             loss, aux = result if how.has_aux else (result, ())
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise LayoutError(f"the loss function has to return one number; found {found}. Take its mean.")
-        if how.weight is None:
-            counted, share = (
-                loss.new_ones((), dtype=torch.float64),
-                1.0 if how.slices is not None else 1.0 / (self.n * count),
-            )
-        else:
-            counted = torch.as_tensor(how.weight(batch), dtype=torch.float64, device=loss.device)
-            share = 1.0 if loss.is_meta else float(counted)
         if loss.requires_grad:
             start = torch.full_like(loss, share * self.scale)
             torch.autograd.grad(loss, [tape.anchor], start, allow_unused=True)
-        return loss.detach(), counted, aux
+        return loss.detach(), counted.to(loss.device), aux
+
+    def _shares(self, pieces: list[list[Any]]) -> tuple[list[Tensor], list[float]]:
+        """Return what each slice counts for, and its share of the mean (in reproducible mode, before the division)."""
+        how = self.how
+        if how.weight is None:
+            share = 1.0 if how.slices is not None else 1.0 / (self.n * len(pieces))
+            return [torch.ones((), dtype=torch.float64)] * len(pieces), [share] * len(pieces)
+        counts = [torch.as_tensor(how.weight(unflatten(self.batch, piece)), dtype=torch.float64) for piece in pieces]
+        if counts[0].is_meta:
+            return counts, [1.0] * len(pieces)
+        total = torch.stack(counts).sum()
+        if how.slices is not None:
+            return counts, [float(count) for count in counts]
+        if self.n > 1:
+            (total,) = Bound(Psum(), self._group(), self.tape.site).run((total,))
+        return counts, [float(count / total) for count in counts]
+
+    def _group(self) -> Group:
+        return require("value_and_grad").group(self.axes, "value_and_grad")
 
     def _reduce_rest(self, forest: Forest | None) -> None:
         """Reduce what has been kept and not yet been reduced, in the order of the units."""
@@ -406,7 +431,7 @@ class _Step:
     def _together(self, losses: list[tuple[Tensor, Tensor, PyTree]], count: int) -> tuple[Value, list[Tensor | None]]:
         """Average over slices and devices; a parameter that no device used has no gradient."""
         how, tape = self.how, self.tape
-        flat = [flatten(aux) for _, _, aux in losses]
+        flat = [_numbers(aux) for _, _, aux in losses]
         near = losses[0][0].device
         rows = [
             torch.cat([x.detach().to(near, torch.float64).reshape(-1) for x in (loss, torch.ones(()), *leaves)])
@@ -415,13 +440,18 @@ class _Step:
         ]
         while len(rows) > 1:  # the tree of the slices
             rows = [a + b for a, b in zip(rows[::2], rows[1::2], strict=False)] + rows[len(rows) // 2 * 2 :]
-        both = torch.cat([rows[0], torch.tensor(tape.used, dtype=torch.float64, device=near)])
+        mark = zlib.crc32(repr(tape.sequence).encode()) % (1 << 20)
+        more = [float(mark), float(mark**2), *map(float, tape.used)]
+        both = torch.cat([rows[0], torch.tensor(more, dtype=torch.float64, device=near)])
         if self.n > 1:
-            group = require("value_and_grad").group(self.axes, "value_and_grad")
-            (both,) = Bound(Psum(), group, tape.site).run((both,))
+            (both,) = Bound(Psum(), self._group(), tape.site).run((both,))
         total, weight = both[:2].unbind()
-        used = tape.used if both.is_meta else both[rows[0].numel() :].tolist()
-        divisor = float(weight) if not both.is_meta and (how.weight is not None or how.slices is not None) else 1.0
+        marks, squares, *used = (
+            both[rows[0].numel() :].tolist() if not both.is_meta else [0.0, 0.0, *map(float, tape.used)]
+        )
+        if marks**2 != self.n * squares:
+            raise MismatchError(_ANOTHER_ORDER)
+        divisor = float(weight) if how.slices is not None and not both.is_meta else 1.0
         grads = [
             (g if divisor == 1.0 else g / divisor) if g is not None and times else None
             for g, times in zip(tape.sums, used, strict=True)
@@ -430,7 +460,23 @@ class _Step:
         means = (both[2 : rows[0].numel()] / weight).split([x.numel() for x in leaves])
         aux = unflatten(structure, [mean.reshape(x.shape).to(x) for mean, x in zip(means, leaves, strict=True)])
         value = Value((total / weight).to(torch.promote_types(losses[0][0].dtype, torch.float32)), weight, aux)
+        tape.sums = []
         return value, grads
+
+
+def _numbers(aux: PyTree) -> tuple[list[Tensor], Any]:
+    """Return the leaves of what a loss function returns beside the loss, as tensors."""
+    paths, leaves, structure = flatten_with_paths(aux)
+    wrong = [
+        f"aux{path} is {type(x).__name__}"
+        for path, x in zip(paths, leaves, strict=True)
+        if not isinstance(x, Tensor | int | float)
+    ]
+    if wrong:
+        raise LayoutError(
+            f"has_aux: {'; '.join(wrong)}. What is returned beside the loss is averaged: give tensors or numbers."
+        )
+    return [torch.as_tensor(x) for x in leaves], structure
 
 
 def _converted(x: Any, compute: torch.dtype | None) -> Any:
@@ -454,6 +500,12 @@ def _cut(parts: list[Any], cut: list[bool], count: int) -> list[list[Any]]:
         )
     chunks = [x.chunk(count) if one else (x,) * count for x, one in zip(parts, cut, strict=True)]
     return [[chunk[place] for chunk in chunks] for place in range(count)]
+
+
+_ANOTHER_ORDER = (
+    "value_and_grad: devices used units of parameters in different orders, so gradients of one were added to those of another. "
+    'Where the order depends on the data, put the units into one: fs.fsdp(axis, unit="**") or a common layout.unit.'
+)
 
 
 class Forest:

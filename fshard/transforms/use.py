@@ -25,10 +25,13 @@ from torch import Tensor
 from torch.autograd.function import Function
 from torch.autograd.graph import saved_tensors_hooks
 
+from fshard.errors import LayoutError
 from fshard.mesh.steps import Way, go
 from fshard.mesh.tree import PyTree, flatten, unflatten
 from fshard.source import Site
+from fshard.transforms.rules import named, parts_of
 
+_VF: Any = torch
 _C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
 
 
@@ -80,9 +83,14 @@ class Tape:
     ) -> None:
         self.leaves, self.shards, self.manner, self.site = leaves, shards, manner, site
         self.anchor = torch.zeros((), requires_grad=True)  # what makes autograd call the units' backwards
+        self.sequence: list[
+            int
+        ] = []  # which units were gathered and reduced: the same on all devices, or they would mix them up
+        self._versions = [x._version for x in shards]
         by_unit: dict[str, list[int]] = {}
         for place, leaf in enumerate(leaves):
-            by_unit.setdefault(leaf.unit, []).append(place)
+            if leaf.dtype.is_floating_point or leaf.dtype.is_complex:
+                by_unit.setdefault(leaf.unit, []).append(place)
         self.units = [Unit(self, number, places) for number, places in enumerate(by_unit.values())]
         self.order, self.expected = Order([], []), order or Order([], [])
         self.handles: list[Any] = [None] * len(leaves)
@@ -90,6 +98,13 @@ class Tape:
             for at, place in enumerate(unit.places):
                 self.handles[place] = Handle(unit, at, leaves[place], manner.compute)
         self.gathering = any(unit.sharded for unit in self.units)
+        plain = [
+            place for place, handle in enumerate(self.handles) if handle is None
+        ]  # integers may be indices: no handles
+        for place, x in zip(
+            plain, go([shards[at] for at in plain], [leaves[at].gather for at in plain], site)(), strict=True
+        ):
+            self.handles[place] = x.detach()
         self.used = [False] * len(leaves)
         self.sums: list[Tensor | None] = [None] * len(leaves)
         self.keep: Callable[[Unit, list[Tensor | None]], None] | None = None
@@ -97,6 +112,19 @@ class Tape:
         self._again: list[Unit] = []
         self._under_way: list[tuple[Unit, list[int], Callable[[], list[Tensor]]]] = []
         self.storages: dict[int, tuple[Unit, int]] = {}
+
+    def check_unchanged(self) -> None:
+        """Raise if the loss function has changed a parameter in place."""
+        changed = [
+            named(parts_of(leaf.path))
+            for leaf, x, version in zip(self.leaves, self.shards, self._versions, strict=True)
+            if x._version != version
+        ]
+        if changed:
+            raise LayoutError(
+                f"the loss function changed parameters in place: {', '.join(changed)}. It has to be pure: work on a copy, "
+                "or return the new value with has_aux=True."
+            )
 
     # -- forward ------------------------------------------------------------------------------------------------
 
@@ -148,12 +176,14 @@ class Tape:
         found = self.storages.get(_storage(x))
         if found is None or x.dtype != found[0].values[found[1]].dtype:
             return x
-        return _Note(found[0], found[1], x.size(), x.stride(), int(x.storage_offset()))
+        return _Note(found[0], found[1], x.size(), x.stride(), int(x.storage_offset()), x.is_conj(), x.is_neg())
 
     def _read(self, note: Any) -> Tensor:
         if not isinstance(note, _Note):
             return note
-        return note.unit.again()[note.at].as_strided(note.size, note.stride, note.offset)
+        x = note.unit.again()[note.at].as_strided(note.size, note.stride, note.offset)
+        x = x.conj() if note.conj else x
+        return _VF._neg_view(x) if note.neg else x
 
     def regathered(self, unit: Unit) -> None:
         """Let units go that were gathered for the backward before this one."""
@@ -179,6 +209,7 @@ class Tape:
 
     def reduce(self, unit: Unit, gs: Sequence[Tensor | None]) -> None:
         """Start to reduce the gradients of a unit."""
+        self.sequence.append(2 * unit.number + 1)
         chosen = [at for at, place in enumerate(unit.places) if self.leaves[place].reduce is not None]
         xs: list[Tensor] = []
         ways: list[Way] = []
@@ -202,6 +233,10 @@ class Tape:
                 self.sums[place] = result if known is None else known + result
 
 
+def _in_backward() -> bool:
+    return _C._current_graph_task_id() != -1
+
+
 def _storage(x: Tensor) -> int:
     """Return what tells a tensor's memory apart, as long as it lives."""
     return x.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
@@ -215,6 +250,8 @@ class _Note(NamedTuple):
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
+    conj: bool
+    neg: bool
 
 
 class Unit:
@@ -238,10 +275,11 @@ class Unit:
             trained = any(self.tape.leaves[place].reduce is not None for place in self.places)
             if trained and torch.is_grad_enabled():
                 used = _Use.apply(self.tape.anchor, self)
-                self.awaited += 1
+                self.awaited += not _in_backward()  # a rematerialised use comes in a backward, and ends with it
             else:
-                used = tuple(self.gather())
-            self.used = used
+                used = tuple(x.detach() for x in self.gather())
+            if torch.is_grad_enabled() or not trained:
+                self.used = used
             if self.sharded:
                 self.tape.gathered(self)
                 self.tape.look_ahead(self.tape.order.forward, self.tape.expected.forward, self)
@@ -260,6 +298,7 @@ class Unit:
         tape = self.tape
         if self.sharded and not self.values and self.coming is None:
             xs = [self._converted(tape.shards[place]) for place in self.places]
+            tape.sequence.append(2 * self.number)
             with torch.no_grad():
                 self.coming = go(xs, [tape.leaves[place].gather for place in self.places], tape.site, ahead=True)
 
@@ -273,7 +312,7 @@ class Unit:
 
     def _converted(self, x: Tensor) -> Tensor:
         compute = self.tape.manner.compute
-        return x if compute is None or not x.is_floating_point() else x.detach().to(compute)
+        return x.detach() if compute is None or not x.is_floating_point() else x.detach().to(compute)
 
     def again(self) -> list[Tensor]:
         """Return all leaves for the backward, gathering them again if they have been let go."""
@@ -295,7 +334,8 @@ class Unit:
         self.values = []
 
     def keep(self, gs: list[Tensor | None]) -> None:
-        """Add to what earlier slices gave, to be reduced together."""
+        """Add to what earlier slices gave, to be reduced together; in 32 bits at least."""
+        gs = [g.float() if g is not None and g.dtype in (torch.bfloat16, torch.float16) else g for g in gs]
         if self.kept is None:
             self.kept = gs
             return
@@ -334,7 +374,7 @@ class _Use(Function):
 class Handle:
     """A parameter that is gathered when an operation touches it.  Shape and dtype are known without that."""
 
-    __slots__ = ("_at", "dtype", "shape", "unit")
+    __slots__ = ("__weakref__", "_at", "dtype", "shape", "unit")
 
     def __init__(self, unit: Unit, at: int, leaf: Leaf, compute: torch.dtype | None) -> None:
         self.unit, self._at = unit, at
