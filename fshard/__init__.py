@@ -4,6 +4,9 @@ A named mesh of devices, layouts as values, and pure functions on shards; one pr
 this process), on real ones (torch.distributed) and on none (shapes only).
 """
 
+from importlib import import_module
+from typing import Any
+
 from fshard import optim
 from fshard.errors import (
     CollectiveTimeoutError,
@@ -57,6 +60,14 @@ from fshard.transforms.remat import name, offload, remat, save_names
 from fshard.transforms.rules import fsdp, shard_params
 from fshard.transforms.step import train_step
 from fshard.transforms.use import gathered, whole
+
+
+def __getattr__(name: str) -> Any:
+    """Import `fshard.testing` when it is first asked for: it needs packages that only tests need."""
+    if name == "testing":
+        return import_module("fshard.testing")
+    raise AttributeError(f"module 'fshard' has no attribute {name!r}")
+
 
 __all__ = [
     "CollectiveTimeoutError",

@@ -172,6 +172,14 @@ def test_reproducible_mode_gives_equal_bits_on_all_meshes_and_in_all_stages():
         assert other == losses and all(map(torch.equal, params, again))
 
 
+@pytest.mark.parametrize(
+    "opt", [fs.optim.adamw(3e-3), fs.optim.sgd(0.1, momentum=0.9), fs.optim.lion(1e-3)], ids=["adamw", "sgd", "lion"]
+)
+def test_reproducible_mode_does_without_kernels_that_round_by_the_place(opt):
+    found = [train(fs.make_mesh({"data": n}), stage, opt=opt, reproducible=True) for n in (1, 4, 8) for stage in (1, 3)]
+    assert all(losses == found[0][0] and all(map(torch.equal, params, found[0][1])) for losses, params in found)
+
+
 def test_reproducible_mode_gives_equal_bits_for_every_accumulation():
     losses, params = train(fs.make_mesh({"data": 2}), 2, reproducible=True)
     others, again = train(fs.make_mesh({"data": 2}), 2, reproducible=True, accumulate=2)
