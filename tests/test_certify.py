@@ -371,11 +371,14 @@ def stepping(monkeypatch, change):
     def wrong(opt, **options):
         own = right(opt, **options)
 
-        def step(grads, state, params):
-            leaves, structure = flatten(grads)
-            return own.step(unflatten(structure, [change(g) for g in leaves]), state, params)
+        def on_other_gradients(act):
+            def run(grads, state, params):
+                leaves, structure = flatten(grads)
+                return act(unflatten(structure, [change(g) for g in leaves]), state, params)
 
-        return own._replace(step=step)
+            return run
+
+        return own._replace(step=on_other_gradients(own.step), update=on_other_gradients(own.update))
 
     monkeypatch.setattr(fs, "partition_optimizer", wrong)
 

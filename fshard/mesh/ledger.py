@@ -13,12 +13,11 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fractions import Fraction
-from io import StringIO
 from typing import NamedTuple
 
-from rich.console import Console
 from rich.table import Table
 
+from fshard.mesh.tables import as_html, as_text
 from fshard.source import Site
 
 
@@ -92,18 +91,12 @@ class Ledger:
         return table
 
     def __str__(self) -> str:
-        console = Console(file=StringIO(), width=110, force_terminal=False, force_jupyter=False, color_system=None)
-        with console.capture() as shown:
-            console.print(self.table())
-        return shown.get().rstrip()
+        return as_text(self.table())
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        console = Console(file=StringIO(), width=110, record=True, force_jupyter=False)
-        console.print(self.table())
-        style = "line-height:1.2;font-family:ui-monospace,SFMono-Regular,Menlo,Consolas,monospace"
-        return console.export_html(inline_styles=True, code_format=f'<pre style="{style}">{{code}}</pre>')
+        return as_html(self.table())
 
     def _of(self, device: int | None) -> Sequence[Mapping[Row, Entry]]:
         return list(self.devices.values()) if device is None else [self.devices.get(device, {})]

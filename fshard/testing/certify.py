@@ -19,13 +19,11 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from io import StringIO
 from itertools import combinations
 from math import inf, prod
 from typing import Any, Literal, NamedTuple
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
@@ -36,8 +34,9 @@ from fshard.mesh.mesh import Mesh
 from fshard.mesh.sharded import Sharded
 from fshard.mesh.spec import P
 from fshard.mesh.spmd import held
+from fshard.mesh.tables import as_html, as_text
 from fshard.mesh.tree import PyTree, flatten, flatten_with_paths, unflatten
-from fshard.optim.contract import Optimizer, copied, pure_step, step_of
+from fshard.optim.contract import Optimizer, Update, copied, pure_step, step_of
 from fshard.optim.leaves import Leaf, trainable
 from fshard.transforms.randomness import keyed_random
 from fshard.transforms.rules import named, parts_of
@@ -106,18 +105,12 @@ class Certificate:
         return table
 
     def __str__(self) -> str:
-        console = Console(file=StringIO(), width=110, force_terminal=False, force_jupyter=False, color_system=None)
-        with console.capture() as shown:
-            console.print(self.table())
-        return shown.get().rstrip()
+        return as_text(self.table())
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        console = Console(file=StringIO(), width=110, record=True, force_jupyter=False)
-        console.print(self.table())
-        style = "line-height:1.2;font-family:ui-monospace,SFMono-Regular,Menlo,Consolas,monospace"
-        return console.export_html(inline_styles=True, code_format=f'<pre style="{style}">{{code}}</pre>')
+        return as_html(self.table())
 
 
 def _first(rows: Sequence[Row]) -> Row | None:
@@ -277,13 +270,22 @@ def _sharded(task: Task, mesh: Mesh, stage: Any) -> list[Turn]:
     opt: Any = fs.partition_optimizer(task.opt, mesh=mesh, axis=task.axis, stage=stage)
     write, turns, given = step_of(opt), list[Turn](), list[PyTree]()
 
-    def noted(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
-        given.append(_times(grads, 1 / _scale(opt, state)))  # a copy: the step may use them up
-        return write(grads, state, params)
+    def noting(act: Update) -> Update:
+        def noted(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+            given.append(_times(grads, 1 / _scale(opt, state)))  # a copy: the step may use them up
+            return act(grads, state, params)
+
+        return noted
 
     params = _placed(task.params, task, mesh, stage)
     state = opt.init(params)
-    step = fs.train_step(task.loss_fn, opt._replace(step=noted), mesh=mesh, batch=task.batch_spec, **task.options)
+    step = fs.train_step(
+        task.loss_fn,
+        opt._replace(step=noting(write), update=noting(opt.update)),
+        mesh=mesh,
+        batch=task.batch_spec,
+        **task.options,
+    )
     for turn in range(task.steps):
         with keyed_random(task.seed, turn):
             params, state, _ = step(params, state, task.batch)
