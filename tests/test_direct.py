@@ -204,12 +204,16 @@ def leave_early():
         fs.psum(x, "d")
         if index == 0:
             fs.send(x, "d", to=2)
+            fs.recv(x, "d", source=2)  # now it may go
             time.sleep(0.5)
             for _ in range(400):
                 fs.send(x, "d", to=1)
         elif index == 1:
             time.sleep(1)
             return sum(fs.recv(x, "d", source=0).sum().item() for _ in range(400))
+        else:
+            time.sleep(0.2)  # so that the message to it is there, and is left unread
+            fs.send(x, "d", to=0)
         return 0.0
 
     return mapped(main)
