@@ -70,6 +70,14 @@ class What:
         return self._stamp
 
 
+class Stamped(Protocol):
+    """Which call it is, as a stamp and in words."""
+
+    @property
+    def stamp(self) -> int: ...
+    def __str__(self) -> str: ...
+
+
 @lru_cache(maxsize=4096)
 def _stamp(move: Wired | None, dtype: torch.dtype, shapes: tuple[torch.Size, ...]) -> int:
     return zlib.crc32(f"{move} {dtype} {shapes}".encode())
@@ -194,17 +202,18 @@ class Running:
             explain(error, self._timeout, self._what)
         raise error
 
+    def try_step(self) -> bool:
+        """Go on if what is needed is there; return whether it was.  An error is raised where this wire is waited for."""
+        if not self._link.ready(self._needs):
+            return False
+        try:
+            self._step()
+        except Exception as error:
+            self._error = error
+        return True
+
     def _others_go_on(self) -> bool:
-        """Let the other wires that can take a step take one."""
-        gone_on = False
-        for other in [*self._under_way] if len(self._under_way) > 1 else ():
-            if other is not self and other._link.ready(other._needs):
-                gone_on = True
-                try:
-                    other._step()
-                except Exception as error:  # which is raised where that one is waited for
-                    other._error = error
-        return gone_on
+        return len(self._under_way) > 1 and go_on(self._under_way, self)
 
     def wait(self) -> Tensor:
         """Run it to its end."""
@@ -218,6 +227,11 @@ class Running:
             if self._result is None:
                 self._step()
         return self._result
+
+
+def go_on(under_way: set[Running], but: Running | None = None) -> bool:
+    """Let the wires that can take a step take one; return whether one could."""
+    return sum(running.try_step() for running in [*under_way] if running is not but) > 0
 
 
 def explain(error: RuntimeError, timeout: timedelta, what: What) -> NoReturn:

@@ -119,6 +119,7 @@ class VirtualWorld:
     """The threads of one run, and what they hand to each other."""
 
     has_values = True
+    has_roads = False
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
@@ -266,6 +267,9 @@ class VirtualWorld:
         )
 
     # -- collectives --------------------------------------------------------------------------------------------
+
+    def road(self, move: Wired, group: Group, x: Tensor) -> None:
+        """Return None: there is nothing to be saved."""
 
     def current(self) -> VirtualWorld:
         """Return the run that the calling thread is a device of: gradients may be taken in a later run than this."""
