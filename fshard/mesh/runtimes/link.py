@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import lru_cache
 from itertools import cycle
+from threading import Event
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
@@ -22,6 +23,7 @@ from torch.distributed import ProcessGroup
 
 from fshard.errors import CollectiveTimeoutError, FshardError, LostProcessError
 from fshard.mesh.moves import Wired, describe
+from fshard.mesh.runtimes.helper import Helper
 
 if TYPE_CHECKING:
     from fshard.mesh.scope import Group
@@ -108,6 +110,10 @@ class Link(Protocol):
         """Return whether what a wire has yielded is there, if that can be told without waiting."""
         ...
 
+    def helper(self, what: What) -> Helper | None:
+        """Return who carries a collective on that is under way, if it does not by itself while others are waited for."""
+        ...
+
     def broken(self) -> None:
         """Learn that a wire has ended by an error."""
         ...
@@ -130,6 +136,7 @@ class GroupLink:
     n: int
     wires: Mapping[str, WireFunction]
     lock: AbstractContextManager[Any] = field(default_factory=nullcontext, compare=False)
+    _helper: Helper = field(default_factory=Helper, compare=False)
     _tags: Iterator[int] = field(default_factory=lambda: cycle(range(2, FIRST_MESSAGE)), compare=False)
 
     def begin(self, move: Wired, x: Tensor, what: What) -> Wire:
@@ -144,6 +151,10 @@ class GroupLink:
     def ready(self, needs: Sequence[Work]) -> bool:
         """Return False: a work knows only once it is waited for."""
         return False
+
+    def helper(self, what: What) -> Helper | None:
+        """Return the link's helper for sums, which have several rounds."""
+        return self._helper if what.move is not None and what.move.wire == "reduce" else None
 
     def broken(self) -> None:
         """Do nothing: the backend breaks its group itself."""
@@ -173,15 +184,31 @@ class Running:
     take its steps as well, so that the order in which handles are waited for does not matter.
     """
 
-    __slots__ = ("_error", "_link", "_needs", "_result", "_timeout", "_under_way", "_what", "_wire")
+    __slots__ = ("_ended", "_error", "_link", "_needs", "_result", "_timeout", "_under_way", "_what", "_wire")
 
-    def __init__(self, link: Link, wire: Wire, timeout: timedelta, what: What, under_way: set[Running]) -> None:
+    def __init__(self, link: Link, wire: Wire, timeout: timedelta, what: What, under_way: UnderWay) -> None:
         self._link, self._wire, self._timeout, self._what, self._under_way = link, wire, timeout, what, under_way
         self._needs: Sequence[Any] = ()
         self._result: Tensor | None = None
         self._error: BaseException | None = None
-        under_way.add(self)
+        self._ended: Event | None = None
+        for other in [*under_way]:
+            other.hand_over()
+        under_way[self] = None
         self._step()
+
+    def hand_over(self) -> None:
+        """Give it to its link's helper, if that has one: something else begins."""
+        helper = self._link.helper(self._what) if self._ended is None else None
+        if helper is not None:
+            self._ended = helper.carry_on(self)
+
+    def drive(self) -> None:
+        """Run it to its end; an error is raised where it is waited for."""
+        try:
+            self._run()
+        except BaseException as error:
+            self._error = error
 
     def _step(self) -> None:
         """Let the wire go on to where it waits next, or to its end."""
@@ -190,12 +217,12 @@ class Running:
                 self._needs = next(self._wire)
         except StopIteration as stopped:
             self._result = stopped.value
-            self._under_way.discard(self)
+            self._under_way.pop(self, None)
         except BaseException as error:
             self._fail(error)
 
     def _fail(self, error: BaseException) -> NoReturn:
-        self._under_way.discard(self)
+        self._under_way.pop(self, None)
         self._link.broken()
         self._wire.close()
         if isinstance(error, RuntimeError) and not isinstance(error, FshardError):
@@ -216,7 +243,16 @@ class Running:
         return len(self._under_way) > 1 and go_on(self._under_way, self)
 
     def wait(self) -> Tensor:
-        """Run it to its end."""
+        """Run it to its end, or wait for who does."""
+        if self._ended is None:
+            return self._run()
+        self._ended.wait()
+        if self._error is not None:
+            raise self._error
+        assert self._result is not None
+        return self._result
+
+    def _run(self) -> Tensor:
         while self._result is None:
             if self._error is not None:
                 raise self._error
@@ -229,7 +265,11 @@ class Running:
         return self._result
 
 
-def go_on(under_way: set[Running], but: Running | None = None) -> bool:
+UnderWay = dict[Running, None]
+"""What has been started and has not ended, in that order."""
+
+
+def go_on(under_way: UnderWay, but: Running | None = None) -> bool:
     """Let the wires that can take a step take one; return whether one could."""
     return sum(running.try_step() for running in [*under_way] if running is not but) > 0
 

@@ -28,7 +28,7 @@ from fshard.mesh.moves import describe
 from fshard.mesh.runtimes import gloo, native
 from fshard.mesh.runtimes.abstract import Done
 from fshard.mesh.runtimes.direct import Direct
-from fshard.mesh.runtimes.link import GroupLink, Link, Running, What, Work, explain, shapes_of
+from fshard.mesh.runtimes.link import GroupLink, Link, Running, UnderWay, What, Work, explain, shapes_of
 from fshard.mesh.runtimes.neighbours import Neighbours, meet
 from fshard.mesh.runtimes.road import Road
 from fshard.mesh.runtimes.watch import Watch, watching
@@ -88,7 +88,7 @@ class ProcessWorld:
         self._neighbours = meet(timeout) if self.backend == "gloo" else Neighbours({}, timeout)
         self._staged = self.backend != "nccl"
         self.scopes: dict[object, Scope] = {}
-        self._under_way: set[Running] = set()
+        self._under_way: UnderWay = {}
         self._links: dict[tuple[int, ...], Link] = {}
         self._outgoing: list[tuple[Work, Tensor]] = []
         self._to_itself: dict[tuple[int, ...], deque[tuple[Tensor, ...]]] = defaultdict(deque)

@@ -15,7 +15,7 @@ from torch import Tensor
 from fshard.errors import FshardError
 from fshard.mesh.moves import Wired
 from fshard.mesh.runtimes.direct import Direct
-from fshard.mesh.runtimes.link import Running, What, explain, go_on
+from fshard.mesh.runtimes.link import UnderWay, What, explain, go_on
 from fshard.source import call_site
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ class Road:
     __slots__ = ("_group", "_like", "_link", "_move", "_timeout", "_under_way", "_wire", "stamp")
 
     def __init__(
-        self, move: Wired, group: Group, x: Tensor, link: Direct, timeout: timedelta, under_way: set[Running]
+        self, move: Wired, group: Group, x: Tensor, link: Direct, timeout: timedelta, under_way: UnderWay
     ) -> None:
         self._move, self._group, self._like, self._link = move, group, x.to("meta"), link
         self._timeout, self._under_way, self.stamp = timeout, under_way, self._what().stamp
