@@ -31,8 +31,10 @@ if TYPE_CHECKING:
 
 LOST = ("onnection closed", "onnection reset", "onnection refused", "roken pipe", "Socket closed")
 """How a backend says that a peer is gone."""
-FIRST_MESSAGE = 1 << 20
-"""Where the tags of messages begin; those of collectives are smaller."""
+_STAMP = (1 << 20) - 1
+"""The part of a tag that tells calls apart that differ; above it stands the number of the call."""
+MESSAGE_TAG = 1 << 30
+"""The tag of messages; those of collectives are smaller."""
 
 
 class Work(Protocol):
@@ -137,11 +139,13 @@ class GroupLink:
     wires: Mapping[str, WireFunction]
     lock: AbstractContextManager[Any] = field(default_factory=nullcontext, compare=False)
     _helper: Helper = field(default_factory=Helper, compare=False)
-    _tags: Iterator[int] = field(default_factory=lambda: cycle(range(2, FIRST_MESSAGE)), compare=False)
+    _numbers: Iterator[int] = field(default_factory=lambda: cycle(range(1, MESSAGE_TAG // (_STAMP + 1))), compare=False)
 
     def begin(self, move: Wired, x: Tensor, what: What) -> Wire:
         """Return the wire that carries a move on a buffer."""
-        return self.wires[move.wire](self, x, move)
+        return self.wires[move.wire](
+            GroupCall(self.pg, self.index, self.n, what.stamp & _STAMP, self._numbers), x, move
+        )
 
     def wait(self, needs: Sequence[Work], timeout: timedelta, go_on: Callable[[], bool]) -> None:
         """Wait for operations; the backend's own threads let others go on."""
@@ -161,20 +165,34 @@ class GroupLink:
 
     def send(self, x: Tensor, to: int, what: What) -> Work:
         """Start to send bytes; messages between two processes arrive in order."""
-        work: Any = self.pg.send([x], to, FIRST_MESSAGE)
+        work: Any = self.pg.send([x], to, MESSAGE_TAG)
         return work
 
     def receive(self, into: Tensor, source: int, what: What) -> Wire:
         """Return the wire that receives the next message."""
-        yield [self.pg.recv([into], source, FIRST_MESSAGE)]
+        yield [self.pg.recv([into], source, MESSAGE_TAG)]
         return into
 
+
+@dataclass(frozen=True, slots=True)
+class GroupCall:
+    """One collective on a group of torch.distributed: what its wire needs to know."""
+
+    pg: ProcessGroup
+    index: int
+    n: int
+    _stamp: int
+    _numbers: Iterator[int]
+
     def tag(self) -> int:
-        """Return a tag for the messages of one collective: it tells apart what several under way send."""
-        return next(self._tags)
+        """Return a tag for messages: it tells apart what several collectives under way send, and calls that differ.
+
+        Processes that are in different calls so wait until their time is out; they do not take each other's bytes.
+        """
+        return next(self._numbers) * (_STAMP + 1) + self._stamp
 
 
-WireFunction = Callable[[GroupLink, Tensor, Wired], Wire]
+WireFunction = Callable[[GroupCall, Tensor, Wired], Wire]
 
 
 class Running:
