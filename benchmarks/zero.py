@@ -38,7 +38,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from models import WORKLOADS, Batch, Model, Module, Params, Unit, jax_loss, part
+from models import WORKLOADS, Batch, Model, Module, Params, Unit, part
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -404,7 +404,7 @@ def deepspeed(stage: int, model: Model, data: list[Batch], mesh: fs.Mesh) -> Ste
 
 def jax_devices(sharded: bool, model: Model, data: list[Batch], mesh: fs.Mesh) -> Step:
     """JAX with a host device for each process, all in process 0 (the others wait): data parallel, or sharded at rest."""
-    n, loss = mesh.size, jax_loss(model)
+    n = mesh.size
     if dist.get_rank() > 0:
         return lambda index: torch.full((), torch.nan)
     flags = f"--xla_force_host_platform_device_count={n} --xla_cpu_multi_thread_eigen=false"
@@ -428,7 +428,7 @@ def jax_devices(sharded: bool, model: Model, data: list[Batch], mesh: fs.Mesh) -
     layouts = jax.tree.map(lambda x: x.sharding, (params, first, second))
 
     def train(params: Any, first: Any, second: Any, count: Any, batch: Any) -> Any:
-        value, gradient = jax.value_and_grad(loss)(params, batch)
+        value, gradient = jax.value_and_grad(model.loss_in_jax)(params, batch)
         first = jax.tree.map(lambda m, g: BETAS[0] * m + (1 - BETAS[0]) * g, first, gradient)
         second = jax.tree.map(lambda v, g: BETAS[1] * v + (1 - BETAS[1]) * g * g, second, gradient)
 

@@ -1,0 +1,48 @@
+"""Timing of what is to be compared: in turn in one run, round after round, in an order drawn anew for each."""
+
+from __future__ import annotations
+
+import gc
+import random
+import time
+from collections.abc import Callable, Mapping
+from itertools import cycle
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
+Times = dict[str, list[float]]
+
+
+def interleaved(
+    calls: Mapping[str, Callable[[], Any]],
+    rounds: int,
+    *,
+    warm_up: int = 2,
+    ready: Callable[[], Any] = lambda: None,
+) -> Times:
+    """Return the seconds that each call took in each round but the first few; `ready` is waited for before and after.
+
+    >>> times = interleaved({"a": lambda: 1, "b": lambda: 2}, rounds=3)
+    >>> {name: len(row) for name, row in times.items()}
+    {'a': 3, 'b': 3}
+    """
+    times: Times = {name: [] for name in calls}
+    for turn in range(warm_up + rounds):
+        gc.collect()
+        for name in random.Random(turn).sample(list(calls), len(calls)):  # the same order in every process
+            ready()
+            began = time.perf_counter()
+            calls[name]()
+            times[name].append(time.perf_counter() - began)
+    return {name: row[warm_up:] for name, row in times.items()}
+
+
+def over(count: int, call: Callable[[int], Result]) -> Callable[[], Result]:
+    """Return a call that goes through 0, 1, ..., count - 1, and begins again.
+
+    >>> step = over(2, lambda index: f"batch {index}")
+    >>> step(), step(), step()
+    ('batch 0', 'batch 1', 'batch 0')
+    """
+    indices = cycle(range(count))
+    return lambda: call(next(indices))
