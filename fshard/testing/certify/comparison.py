@@ -65,6 +65,7 @@ def bounds_of(task: Task, alone: list[Turn], exact: list[Turn]) -> list[Turn]:
 
     gradient    4 x the error of its leaf on one device + a rounding of the largest of all (a sum that should be 0 is not)
     parameter   4 x the error of its leaf on one device + a rounding of its leaf's largest a step (few may be lucky)
+    float64     its error is not known, and taken to be one such rounding
     both        + as far as training carries a shift of all gradients by their bound: Adam makes lr of a rounding
     """
     if task.reproducible:
@@ -91,7 +92,10 @@ def _bound(task: Task, alone: Leaf, exact: Leaf, rounded: float) -> Leaf:
     if alone is None or not trainable(alone):
         return _allowed(alone, 0.0)
     rounding = torch.finfo(task.compute or alone.dtype).eps * rounded
-    return _allowed(alone, TIMES * largest(wide(alone) - exact) + rounding)
+    error = largest(wide(alone) - exact)
+    if task.compute is None and alone.dtype == exact.dtype:  # what is called exact is the same run, and rounds as well
+        error = max(error, rounding)
+    return _allowed(alone, TIMES * error + rounding)
 
 
 def _allowed(x: Leaf, bound: float) -> Leaf:
