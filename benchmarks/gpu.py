@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from models import Batch, Gpt, Model, Params
+from models import BATCHES, RATE, SEED, Batch, Gpt, Model, Params, Step
 from rich.console import Console
 from rich.table import Table
 from timing import interleaved, over
@@ -45,13 +45,11 @@ SIZES = {
     "350m": Gpt(width=1024, heads=16, depth=24, vocabulary=50304, length=1024, sequences=8),
     "tiny": Gpt(width=64, heads=4, depth=2, vocabulary=256, length=32, sequences=2),
 }
-RATE, SEED, BATCHES, STEPS, TOLERANCE = 3e-4, 0, 4, 4, 2e-2
+STEPS, TOLERANCE = 4, 2e-2
 DTYPES = {"bf16": torch.bfloat16, "masters": torch.float32}
 MIB = 1 << 20
 
 Loss = Callable[[Params, Batch], Tensor]
-Step = Callable[[int], Tensor]
-"""Train on batch `index`; return the loss before the step."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The models that are measured, each written once as plain functions, and as an nn.Module that holds the same.
+"""What is trained: models, each written once as plain functions and as an nn.Module that holds the same, and how.
 
 A model is a row of *units*: functions (params, x, batch) -> x, of which the first gets the inputs and the last returns
 the loss.  A unit's parameters are those whose names begin with its own: "blocks.0" has "blocks.0.attn.qkv".
@@ -17,10 +17,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+RATE, DECAY, BETAS, EPSILON = 3e-4, 1e-2, (0.9, 0.999), 1e-8  # AdamW's: torch's defaults but for the rate
+SEED, BATCHES = 0, 4
+
 Params = dict[str, Tensor]
 Batch = dict[str, Tensor]
 Unit = Callable[[Params, Tensor, Batch], Tensor]
 Shapes = dict[str, tuple[int, ...]]
+Step = Callable[[int], Tensor]
+"""Train on batch `index`; return the loss before the step, of this process's part or of the whole."""
 
 
 class Model(NamedTuple):

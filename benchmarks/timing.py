@@ -9,6 +9,9 @@ from collections.abc import Callable, Mapping
 from itertools import cycle
 from typing import Any, TypeVar
 
+import torch
+import torch.distributed as dist
+
 Result = TypeVar("Result")
 Times = dict[str, list[float]]
 
@@ -20,13 +23,15 @@ def interleaved(
     warm_up: int = 2,
     ready: Callable[[], Any] = lambda: None,
 ) -> Times:
-    """Return the seconds that each call took in each round but the first few; `ready` is waited for before and after.
+    """Return the seconds that each call took in each round but the first few; `ready` comes before each.
 
     >>> times = interleaved({"a": lambda: 1, "b": lambda: 2}, rounds=3)
     >>> {name: len(row) for name, row in times.items()}
     {'a': 3, 'b': 3}
     """
     times: Times = {name: [] for name in calls}
+    gc.collect()
+    gc.freeze()  # so that it costs little to collect what a round leaves
     for turn in range(warm_up + rounds):
         gc.collect()
         for name in random.Random(turn).sample(list(calls), len(calls)):  # the same order in every process
@@ -34,7 +39,15 @@ def interleaved(
             began = time.perf_counter()
             calls[name]()
             times[name].append(time.perf_counter() - began)
+    gc.unfreeze()
     return {name: row[warm_up:] for name, row in times.items()}
+
+
+def slowest(times: Times) -> Times:
+    """Return for each round the time of the process that took longest."""
+    rows = torch.tensor(list(times.values()), dtype=torch.float64)
+    dist.all_reduce(rows, dist.ReduceOp.MAX)
+    return dict(zip(times, rows.tolist(), strict=True))
 
 
 def over(count: int, call: Callable[[int], Result]) -> Callable[[], Result]:
