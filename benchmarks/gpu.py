@@ -172,7 +172,7 @@ def measure(console: Console, task: Task, rounds: int) -> None:
         return several
 
     calls = {name: steps_of(name, make) for name, make in variants.items()}
-    times = interleaved(calls, rounds, ready=lambda: wait(task.device))
+    times = interleaved(calls, rounds, between=gc.collect, ready=lambda: wait(task.device))
     middle = {name: statistics.median(row) / STEPS for name, row in times.items()}
     last = {name: torch.stack(row).float().mean().item() for name, row in losses.items()}
     title = f"{task.precision}, {'compiled' if task.compiled else 'not compiled'}: {rounds} rounds on {task.device}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import random
 import time
 from collections.abc import Callable, Mapping
@@ -21,25 +20,25 @@ def interleaved(
     rounds: int,
     *,
     warm_up: int = 2,
+    between: Callable[[], Any] = lambda: None,
     ready: Callable[[], Any] = lambda: None,
 ) -> Times:
-    """Return the seconds that each call took in each round but the first few; `ready` comes before each.
+    """Return the seconds that each call took in each round but the first few.
+
+    `between` comes before each round (`gc.collect`, where rounds leave much behind), `ready` before each call.
 
     >>> times = interleaved({"a": lambda: 1, "b": lambda: 2}, rounds=3)
     >>> {name: len(row) for name, row in times.items()}
     {'a': 3, 'b': 3}
     """
     times: Times = {name: [] for name in calls}
-    gc.collect()
-    gc.freeze()  # so that it costs little to collect what a round leaves
     for turn in range(warm_up + rounds):
-        gc.collect()
+        between()
         for name in random.Random(turn).sample(list(calls), len(calls)):  # the same order in every process
             ready()
             began = time.perf_counter()
             calls[name]()
             times[name].append(time.perf_counter() - began)
-    gc.unfreeze()
     return {name: row[warm_up:] for name, row in times.items()}
 
 

@@ -172,7 +172,7 @@ def timed_process(workload: str, names: list[str], rounds: int) -> dict[str, Fou
     model = WORKLOADS[workload]
     mesh, data = mesh_and_data(model)
     steps = {name: over(BATCHES, VARIANTS[name].make(model, data, mesh)) for name in names}
-    times = slowest(interleaved(steps, rounds, warm_up=WARM_UP, ready=dist.barrier))
+    times = slowest(interleaved(steps, rounds, warm_up=WARM_UP, between=gc.collect, ready=dist.barrier))
     found: dict[str, Found] = {}
     for name, step in steps.items():
         with Wire(mesh.size) as wire, fs.ledger() as comm:
