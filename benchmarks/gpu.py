@@ -199,7 +199,7 @@ def compiles(device: str) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", default=[*VARIANTS])
-    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--size", choices=SIZES, default="350m")
     parser.add_argument("--rounds", type=int, default=10)
     chosen = parser.parse_args()
