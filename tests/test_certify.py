@@ -70,6 +70,20 @@ def test_without_the_mode_it_is_bounded(n):
     assert all(row.error <= row.bound < 1e-5 for row in found.rows)
 
 
+@pytest.mark.parametrize("n", [4, 8])
+def test_a_model_in_float64_may_round_as_what_it_is_measured_by_does(n):
+    mesh, params = fs.make_mesh({"data": n}), gpt.init(layers=1, dtype=torch.float64)
+    found = certify(gpt.without_dropout, params, gpt.batch(), ADAMW, mesh=mesh, stages=[0, 3]).check()
+    assert "BOUNDED" in verdicts(found) and all(row.bound < 1e-13 for row in found.rows)
+    wrong = certify(
+        lambda p, x: gpt.without_dropout(p, x) * (1 + 1e-13 * fs.axis_index("data")),
+        *(params, gpt.batch(), ADAMW),
+        mesh=mesh,
+        stages=[0],
+    )
+    assert not wrong.ok
+
+
 @pytest.mark.parametrize("sizes", [{"data": 2}, {"data": 8}, {"node": 2, "data": 4}], ids=str)
 def test_what_is_linear_is_exact_on_any_layout_with_exact_inputs(sizes):
     def linear(params, x):
