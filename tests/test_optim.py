@@ -507,7 +507,7 @@ def test_whole_optimizers_refuse_pieces(name):
         '  params["b"] is Sharded f32[]{flat:data} on Mesh(data=2; virtual, cpu)\n'
         '  params["c"] is Sharded f32[0, 3]{flat:data} on Mesh(data=2; virtual, cpu)\n'
         '  params["d"] is Sharded f32[9]{flat:data} on Mesh(data=2; virtual, cpu)\n'
-        'Give each matrix to one device: fs.partition_optimizer(opt, unit="matrix", ...).'
+        "Give each matrix to one device: fs.partition_optimizer(opt, mesh=..., axis=..., stage=...)."
     )
 
 

@@ -49,6 +49,9 @@ def from_torch(cls: type[torch.optim.Optimizer], *, elementwise: bool | None = N
     on_device = bool(options.get("fused") or options.get("capturable"))  # where torch then keeps its counts
 
     def rule(cells: Cells, lr: float) -> None:
+        cells = cells.only([place for place, param in enumerate(cells.params) if param.numel()])
+        if not cells.params:
+            return
         params = [param.detach() for param in cells.params]
         optimizer = _made(cls, params, options | {"lr": lr})
         for place, (param, grad, t) in enumerate(zip(params, cells.grads, cells.steps, strict=True)):
@@ -62,7 +65,11 @@ def from_torch(cls: type[torch.optim.Optimizer], *, elementwise: bool | None = N
                 _keep(column[place], optimizer.state[param].get(name))
 
     def slot(name: str) -> Any:
-        return lambda shard: _zeros(_dry_step(cls, shard, dry).get(name))
+        def make(shard: Tensor) -> Tensor | None:
+            numbers = torch.ones_like(shard, device="cpu") if shard.is_meta and not elementwise else shard
+            return _zeros(_dry_step(cls, numbers, dry).get(name))
+
+        return make
 
     slots = {name: slot(name) for name in kept if name != "step"}
     check = None if elementwise else check_whole(f"from_torch({cls.__name__})")
