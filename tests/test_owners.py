@@ -255,6 +255,23 @@ def test_an_update_sends_a_share_of_a_share(stage):
     assert comm.by_collective() == expected
 
 
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=1), st.integers(1, 5), st.integers(1, 300))
+@settings(max_examples=50)
+def test_much_is_exchanged_in_turns(shapes, n, at_once):
+    mesh = fs.make_mesh({"data": n})
+    wholes = [numbers(shape, seed) for seed, shape in enumerate(shapes)]
+    flat = fs.Layout(mesh, P.flat("data"))
+    owned = [fs.Layout(mesh, P.owned("data", by=place % n)) for place in range(len(wholes))]
+    with pytest.MonkeyPatch.context() as patch, fs.ledger() as comm:
+        patch.setattr(fs.mesh.owners, "AT_ONCE", at_once)
+        collected = fs.reshard(fs.device_put(wholes, flat), owned)
+        spread = fs.reshard(collected, flat)
+    for xs in (collected, spread):
+        assert all(map(torch.equal, fs.unshard(xs), wholes))
+    row = max(sum(-(-w.numel() // n) for w in wholes[place::n]) for place in range(n)) * 4
+    assert (comm.calls() == 2) if 0 < row * n <= at_once else (row == 0 or comm.calls() >= 2)
+
+
 # -- what cannot be -----------------------------------------------------------------------------------------------------
 
 

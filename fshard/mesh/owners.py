@@ -25,6 +25,8 @@ from fshard.mesh.moves import AllToAll, Move, Pick
 
 MoveOn = Callable[[Move], Bound]
 """What binds a move to the group that the owners are members of."""
+AT_ONCE = 1 << 24
+"""Bytes that an exchange sends at once, about: more go in turns, so that little memory is held for them."""
 
 
 class Owned(NamedTuple):
@@ -56,14 +58,38 @@ def keep(one: Owned, on: MoveOn) -> Tensor:
 
 def collect(some: Sequence[Owned], on: MoveOn) -> list[Tensor]:
     """Put the flat ranges of tensors together at their owners."""
-    bound = on(AllToAll(0, 0))
+    return _in_turns(_collect, some, on(AllToAll(0, 0)))
+
+
+def hand_out(some: Sequence[Owned], on: MoveOn) -> list[Tensor]:
+    """Give every device its flat ranges of what owners hold."""
+    return _in_turns(_hand_out, some, on(AllToAll(0, 0)))
+
+
+def _in_turns(
+    exchange: Callable[[Sequence[Owned], Bound], list[Tensor]], some: Sequence[Owned], bound: Bound
+) -> list[Tensor]:
+    """Exchange what stands in the first columns of all rows, then in the next ones."""
+    columns = max(1, AT_ONCE // (bound.group.size * some[0].x.element_size()))
+    turns: dict[int, list[int]] = {}
+    for place, start in enumerate(_side_by_side(some, bound.group.size)[0]):
+        turns.setdefault(start // columns, []).append(place)
+    results: dict[int, Tensor] = {}
+    for turn in sorted(turns):
+        places = turns[turn]
+        results |= zip(places, exchange([some[place] for place in places], bound), strict=True)
+    return [results[place] for place in range(len(some))]
+
+
+def _collect(some: Sequence[Owned], bound: Bound) -> list[Tensor]:
     n, index = bound.group.size, bound.group.index
     starts, length = _side_by_side(some, n)
-    rows = [
-        _row([filled(one.x, chunk(one.size, n)) for one in some if one.owner == owner], length, some[0].x)
-        for owner in range(n)
-    ]
-    received = apply(bound, (torch.cat(rows),))[0].view(n, length)  # from each device a row of ranges
+
+    def row(owner: int) -> Tensor:
+        ranges = [filled(one.x, chunk(one.size, n)) for one in some if one.owner == owner]
+        return filled(torch.cat(ranges) if ranges else some[0].x.new_empty(0), length)
+
+    received = apply(bound, (torch.cat(list(map(row, range(n)))),))[0].view(n, length)  # from each device a row
     return [
         one.whole(True, _copied(received[:, start : start + chunk(one.size, n)])[: one.size])
         if one.owner == index
@@ -72,18 +98,22 @@ def collect(some: Sequence[Owned], on: MoveOn) -> list[Tensor]:
     ]
 
 
-def hand_out(some: Sequence[Owned], on: MoveOn) -> list[Tensor]:
-    """Give every device its flat ranges of what owners hold."""
-    bound = on(AllToAll(0, 0))
+def _hand_out(some: Sequence[Owned], bound: Bound) -> list[Tensor]:
     n, index = bound.group.size, bound.group.index
     starts, length = _side_by_side(some, n)
-    sizes = [chunk(one.size, n) if one.owner == index else 0 for one in some]
-    rows = torch.cat([filled(one.x, n * size).view(n, size) for one, size in zip(some, sizes, strict=True)], 1)
-    received = apply(bound, (pad(rows, (0, length - rows.shape[1])).reshape(-1),))[0].view(n, length)
-    ranges = [flat_range(one.size, n, index) for one in some]
+
+    def column(one: Owned) -> Tensor:
+        size = chunk(one.size, n) if one.owner == index else 0
+        return filled(one.x, n * size).view(n, size)  # a row for each device
+
+    columns = [column(one) for one in some]
+    spare = columns[0].new_zeros(n, length - sum(own.shape[1] for own in columns))
+    received = apply(bound, (torch.cat([*columns, spare], 1).reshape(-1),))[0].view(n, length)
     return [
         _copied(received[one.owner, start : start + stop - first])
-        for one, start, (first, stop) in zip(some, starts, ranges, strict=True)
+        for one, start, (first, stop) in zip(
+            some, starts, [flat_range(one.size, n, index) for one in some], strict=True
+        )
     ]
 
 
@@ -99,10 +129,6 @@ def _side_by_side(some: Sequence[Owned], n: int) -> tuple[list[int], int]:
 def _copied(x: Tensor) -> Tensor:
     """Flatten into memory of its own: a view would keep all rows alive, and products on odd addresses round differently."""
     return x.clone(memory_format=torch.contiguous_format).view(-1)
-
-
-def _row(ranges: list[Tensor], length: int, like: Tensor) -> Tensor:
-    return filled(torch.cat(ranges) if ranges else like.new_empty(0), length)
 
 
 def filled(x: Tensor, length: int) -> Tensor:

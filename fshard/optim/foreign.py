@@ -21,7 +21,12 @@ from fshard.optim.schedules import Rate
 from fshard.optim.whole import check_whole
 
 _TORCH_CLASSES: Any = torch.optim
-_OF_MATRICES = ("Adafactor", "Muon")
+_ELEMENTWISE = {
+    **dict.fromkeys(
+        ["Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"], True
+    ),
+    **dict.fromkeys(["Adafactor", "Muon"], False),
+}
 _REFUSED = {
     "LBFGS": "it calls the loss function several times in one step",
     "SparseAdam": "it is for sparse gradients",
@@ -155,9 +160,10 @@ def _elementwise(cls: Any, elementwise: bool | None) -> bool:
         raise OptimizerError(
             f"from_torch cannot make torch.optim.{name} a pure function of gradients: {_REFUSED[name]}."
         )
-    if elementwise is None and not own:
+    known = _ELEMENTWISE.get(name) if own else None
+    if elementwise is None and known is None:
         raise OptimizerError(
             f"from_torch does not know whether {name} is elementwise: whether an element's update depends on that element "
             f"alone. Write from_torch({name}, elementwise=True) if so, else elementwise=False."
         )
-    return name not in _OF_MATRICES if elementwise is None else elementwise
+    return bool(known) if elementwise is None else elementwise

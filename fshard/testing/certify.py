@@ -36,7 +36,7 @@ from fshard.mesh.spec import P
 from fshard.mesh.spmd import held
 from fshard.mesh.tables import as_html, as_text
 from fshard.mesh.tree import PyTree, flatten, flatten_with_paths, unflatten
-from fshard.optim.contract import Optimizer, Update, copied, pure_step, step_of
+from fshard.optim.contract import Optimizer, Update, copied, elementwise_leaves, pure_step, step_of
 from fshard.optim.leaves import Leaf, trainable
 from fshard.transforms.randomness import keyed_random
 from fshard.transforms.rules import named, parts_of
@@ -723,8 +723,9 @@ def _first_difference(found: Leaf, whole: Tensor, tolerance: float) -> str:
 def check_elementwise(opt: Optimizer, params: PyTree = None, *, steps: int = 3, seed: int = 0) -> None:
     """Hold an optimizer that says `elementwise=True` to its word: whole and in pieces, it has to do the same.
 
-    Parameters are cut flat over virtual meshes of several sizes, gradients are random, of very different sizes from
-    piece to piece.  What an optimizer communicates it may: `clip_by_global_norm` is no counterexample.
+    Parameters are cut flat (in a `by_label`, those whose optimizer says it) over virtual meshes of several sizes, gradients
+    are random, of very different sizes from piece to piece.  What an optimizer communicates it may: `clip_by_global_norm`
+    is no counterexample.
 
     Args:
         opt: an optimizer, or a transformation of gradients.
@@ -743,27 +744,31 @@ def check_elementwise(opt: Optimizer, params: PyTree = None, *, steps: int = 3, 
     ...
     AssertionError: ...
     """
-    if not opt.elementwise:
-        raise OptimizerError(
-            "check_elementwise: this optimizer says that it is not elementwise, so there is nothing to hold it to."
-        )
     draw = torch.Generator().manual_seed(seed)
     shapes = {"bias": (7,), "matrix": (6, 5), "scale": (), "stack": (2, 3, 4)}
     params = {name: torch.randn(shape, generator=draw) for name, shape in shapes.items()} if params is None else params
+    promised = elementwise_leaves(opt.elementwise, params)
+    if not any(promised):
+        raise OptimizerError(
+            "check_elementwise: this optimizer says that it is not elementwise, so there is nothing to hold it to."
+        )
     grads = [_mapped_once(lambda x: _uneven(x, draw), params) for _ in range(steps)]
     expected = _trained(opt, params, grads)
     paths = [named(parts_of(path)) or "params" for path in flatten_with_paths(params, none_is_leaf=True)[0]]
     for axes in ({"data": 2}, {"data": 3}, {"data": 2, "model": 2}, {"data": 7}):
         mesh = Mesh(tuple(axes.items()), "virtual", "cpu")
-        found = _trained(opt, _cut(params, mesh), [_cut(each, mesh) for each in grads])
+        found = _trained(opt, _cut(params, mesh, promised), [_cut(each, mesh, promised) for each in grads])
         for step, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
             for path, a, b in zip(paths, ours, theirs, strict=True):
                 _compare(path, a, b, step, mesh)
 
 
-def _cut(tree: PyTree, mesh: Mesh) -> PyTree:
-    layout = Layout(mesh, P.flat(*mesh.axis_names))
-    return _mapped_once(lambda x: fs.device_put(x, layout) if isinstance(x, Tensor) else x, tree)
+def _cut(tree: PyTree, mesh: Mesh, promised: list[bool]) -> PyTree:
+    leaves, structure = flatten(tree, none_is_leaf=True)
+    layouts = {True: Layout(mesh, P.flat(*mesh.axis_names)), False: Layout(mesh)}
+    cut = {id(x): layouts[one] for x, one in zip(leaves, promised, strict=True)}
+    made = {id(x): fs.device_put(x, cut[id(x)]) if isinstance(x, Tensor) else x for x in leaves}
+    return unflatten(structure, [made[id(x)] for x in leaves])
 
 
 def _uneven(x: Any, draw: torch.Generator) -> Any:
