@@ -14,6 +14,7 @@ from fshard.mesh.tree import flatten
 from fshard.optim.contract import copied, pure_step
 from fshard.optim.partition import shared_out
 from fshard.testing import gpt
+from tests.optimizers import ALL
 from tests.test_zero import placed, train
 
 STAGES = (1, 2, 3)
@@ -143,6 +144,46 @@ def test_training_gives_equal_bits_on_every_mesh_and_stage(make):
     for stage, n in ((0, 2), (1, 4), (2, 2), (2, 8), (3, 1), (3, 4)):
         losses, params = train(fs.make_mesh({"data": n}), stage, opt=make(), reproducible=True)
         assert losses == expected[0] and all(map(torch.equal, params, expected[1]))
+
+
+def loss_fn(params, x):
+    """A loss with another gradient for every sample."""
+    leaves = [leaf for leaf in flatten(params)[0] if leaf.numel()]
+    return sum(((leaf.sin().sum() + 1) * (place + x.sum(1)).cos()).mean() for place, leaf in enumerate(leaves))
+
+
+def types(tree):
+    leaves, structure = flatten(tree, sharded_is_leaf=True)
+    return structure, [fs.typeof(x) for x in leaves]
+
+
+def steps_of_training(opt, mesh, stage, params, batches, **options):
+    divided = fs.partition_optimizer(opt, mesh=mesh, axis="data", stage=stage)
+    params = placed(params, stage, mesh)
+    state = divided.init(params)
+    step = fs.train_step(loss_fn, divided, mesh=mesh, batch=P("data"), reproducible=True, **options)
+    before = types((params, state))
+    for batch in batches:
+        params, state, _ = step(params, state, batch)
+        assert types((params, state)) == before
+    return params, state
+
+
+@pytest.mark.parametrize("name", [*ALL, *OPTIMIZERS])
+@given(st.data())
+@settings(max_examples=5)
+def test_training_any_tree_has_equal_bits_and_keeps_all_types(name, data):
+    opt = {**ALL, **OPTIMIZERS}[name]
+    params, _ = data.draw(trees())
+    if not any(x.numel() for x in params.values()):
+        params["a"] = torch.ones(2, 2)
+    batches = [numbers((16, 2), data.draw(st.integers(0, 99))) for _ in range(2)]
+    n = data.draw(st.sampled_from([2, 1, 4, 8]))
+    accumulate = data.draw(st.sampled_from([turns for turns in (1, 2, 4, 8) if turns * n <= 8]))
+    stage = data.draw(st.sampled_from([0, *STAGES]))
+    expected = steps_of_training(opt, fs.make_mesh({"data": 1}), 0, params, batches)
+    found = steps_of_training(opt, fs.make_mesh({"data": n}), stage, params, batches, accumulate=accumulate)
+    assert same(found, fs.unshard(expected))
 
 
 @pytest.mark.parametrize("options", [{"accumulate": 2}, {"donate": True}, {"precision": "bf16"}])
