@@ -41,6 +41,8 @@ def specs(draw, mesh, shape):
         elif choice != "nothing":
             dims[choice].append(axis)
     unreduced = tuple(unreduced)
+    if cut and draw(st.booleans()):
+        return P.owned(*cut, by=draw(st.integers(0, prod(mesh[axis] for axis in cut) - 1)), unreduced=unreduced)
     return P.flat(*cut, unreduced=unreduced) if cut else P(*(tuple(dim) for dim in dims), unreduced=unreduced)
 
 
@@ -57,7 +59,8 @@ def as_laid(whole, layout):
     for device in range(layout.mesh.size):
         ranges = layout.ranges(whole.shape, device)
         source = whole.reshape(-1) if layout.spec.is_flat else whole
-        piece = source[tuple(slice(*one) for one in ranges)]
+        piece = source[tuple(slice(*one) for one in ranges)] if whole.ndim or layout.spec.is_flat else whole
+        piece = piece if layout.has_any(device) else piece.reshape(-1)[:0].reshape([0] * max(whole.ndim, 1))
         place = layout.mesh.coordinates(device)
         first = not any(place[axis] for axis in layout.spec.unreduced)
         pieces.append(piece.clone() if first else torch.zeros_like(piece))

@@ -147,6 +147,8 @@ def _sides(shape: Sequence[int], layout: Layout) -> tuple[Side, ...]:
     """Return the sides worth drawing: all that are cut, and the last whole ones until there are two."""
     if layout.spec.flat_axes is not None:
         return (_side(shape, layout, "flat", 0, layout.spec.flat_axes, _INSIDE),)
+    if layout.spec.owned_axes is not None:
+        return (_side(shape, layout, "owner", 0, layout.spec.owned_axes, _INSIDE),)
     dims = dict(enumerate(layout.spec.dims(len(shape))))
     cut = [dim for dim, axes in dims.items() if _parts(layout, axes) > 1]
     whole = [dim for dim in reversed(dims) if dim not in cut]
@@ -160,7 +162,8 @@ def _sides(shape: Sequence[int], layout: Layout) -> tuple[Side, ...]:
 
 
 def _undrawn(kind: ShardType, sides: Sequence[Side]) -> tuple[str, ...]:
-    left = set() if kind.spec.is_flat else set(range(len(kind.shape))) - {side.dim for side in sides}
+    as_one = kind.spec.is_flat or kind.spec.is_owned
+    left = set[int]() if as_one else set(range(len(kind.shape))) - {side.dim for side in sides}
     names = [f"dim {dim} ({kind.shape[dim]})" for dim in sorted(left)]
     return (f"not drawn, for whole: {', '.join(names)}",) if names else ()
 

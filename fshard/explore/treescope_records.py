@@ -32,7 +32,7 @@ def treescope_sharding(x: Sharded) -> Any:
     """
     from treescope.ndarray_adapters import ShardingInfo  # pyright: ignore[reportMissingImports]
 
-    if x.spec.is_flat or 0 in x.shape or x.mesh.size > _MOST:
+    if x.spec.is_flat or x.spec.is_owned or 0 in x.shape or x.mesh.size > _MOST:
         return None
     shard = x.layout.local_shape(x.shape)
     return ShardingInfo(

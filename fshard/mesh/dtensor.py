@@ -21,8 +21,8 @@ from fshard.mesh.spec import P
 def to_dtensor(x: Sharded) -> DTensor:
     """Return a DTensor that shares the local shard.  On a process mesh, and for layouts that DTensor has."""
     spec, mesh = x.spec, x.mesh
-    if spec.is_flat or x.layout.memory != "device":
-        raise LayoutError(f"{x!r} has no DTensor: flat and host layouts are fshard's own. Reshard it first.")
+    if spec.is_flat or spec.is_owned or x.layout.memory != "device":
+        raise LayoutError(f"{x!r} has no DTensor: flat, owned and host layouts are fshard's own. Reshard it first.")
     placements: list[Placement] = [Replicate()] * len(mesh.axis_names)
     for dim, axes in enumerate(spec.dims(x.ndim)):
         if list(axes) != sorted(axes, key=mesh.axis_names.index):

@@ -5,6 +5,7 @@ A layout is a mesh, a spec and a memory kind.  All questions about it (who holds
 
     f32[8@data, 6@model]          dim 0 cut over "data", dim 1 over "model"
     f32[8, 6]{flat:data}          flattened, then cut over "data"
+    f32[8, 6]{on:data=2}          whole on device 2 along "data", empty on the others
     f32[8, 6]{U:model}            whole everywhere, to be summed over "model"
     f32[8@data, 6]{host}          in the memory of the host
 """
@@ -73,6 +74,12 @@ class Layout:
         self.mesh.check_axes(self.spec.axes, f"Layout with {self.spec}")
         if self.memory not in get_args(Memory):
             raise LayoutError(f'Layout: memory is "device" or "host", not {self.memory!r}.')
+        places = prod(self.mesh.shape[axis] for axis in self.spec.owned_axes or ())
+        if self.spec.owner is not None and self.spec.owner >= places:
+            raise LayoutError(
+                f"Layout with {self.spec}: there are {places} devices along {' x '.join(self.spec.owned_axes or ())}, "
+                f"which are counted from 0. Give one below {places}."
+            )
 
     @property
     def replicated_axes(self) -> tuple[str, ...]:
@@ -87,9 +94,9 @@ class Layout:
     def check(self, shape: Sequence[int], what: str = "the tensor") -> None:
         """Raise if a tensor of `shape` cannot lie like this, naming every dim that does not divide."""
         spec, shape = self.spec, tuple(shape)
-        if spec.is_flat:
-            if spec.shape is not None and spec.shape != shape:
-                raise LayoutError(f"{what} has shape {shape}, but its spec {spec} was written for shape {spec.shape}.")
+        if spec.shape is not None and spec.shape != shape:
+            raise LayoutError(f"{what} has shape {shape}, but its spec {spec} was written for shape {spec.shape}.")
+        if spec.is_flat or spec.is_owned:
             return
         if len(spec.entries) > len(shape):
             raise LayoutError(
@@ -110,14 +117,20 @@ class Layout:
 
     def ranges(self, shape: Sequence[int], device: int) -> tuple[arithmetic.Range, ...]:
         """Return the range of each dim (or the one flat range) that `device` holds of a tensor of `shape`."""
-        coordinates = self.mesh.coordinates(device)
         if self.spec.flat_axes is not None:
-            index = arithmetic.ravel(
-                [coordinates[axis] for axis in self.spec.flat_axes],
-                [self.mesh.shape[axis] for axis in self.spec.flat_axes],
-            )
-            return (arithmetic.flat_range(prod(shape), self.flat_parts, index),)
-        return arithmetic.dim_ranges(shape, self.spec.dims(len(shape)), self.mesh.shape, coordinates)
+            return (arithmetic.flat_range(prod(shape), self.flat_parts, self._place(device, self.spec.flat_axes)),)
+        if not self.has_any(device):
+            return ((0, 0),) * max(len(shape), 1)
+        return arithmetic.dim_ranges(shape, self.spec.dims(len(shape)), self.mesh.shape, self.mesh.coordinates(device))
+
+    def has_any(self, device: int) -> bool:
+        """Return whether a device has a part in the tensor: where that is owned, only its owners have."""
+        return self.spec.owned_axes is None or self._place(device, self.spec.owned_axes) == self.spec.owner
+
+    def _place(self, device: int, axes: tuple[str, ...]) -> int:
+        """Return the place of a device along some axes, major to minor, as one number."""
+        coordinates = self.mesh.coordinates(device)
+        return arithmetic.ravel([coordinates[axis] for axis in axes], [self.mesh.shape[axis] for axis in axes])
 
     def local_shape(self, shape: Sequence[int], device: int = 0) -> tuple[int, ...]:
         """Return the shape of the shard that `device` holds of a tensor of `shape`."""
@@ -125,10 +138,11 @@ class Layout:
 
     def global_shape(self, local: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of the whole from the shape of a shard."""
-        if self.spec.is_flat:
+        if self.spec.is_flat or self.spec.is_owned:
             if self.spec.shape is None:
+                kind = "a flat" if self.spec.is_flat else "an owned"
                 raise LayoutError(
-                    f"The shape of the whole tensor cannot be read off a flat piece of shape {tuple(local)}. "
+                    f"The shape of the whole tensor cannot be read off {kind} piece of shape {tuple(local)}. "
                     f"Write it into the spec: {self.spec!r}"[:-1]
                     + ", shape=(...))."
                 )
@@ -176,6 +190,7 @@ class ShardType:
             for length, axes in zip(self.shape, self.spec.dims(len(self.shape)), strict=True)
         ]
         notes = [f"flat:{'+'.join(self.spec.flat_axes)}"] if self.spec.flat_axes else []
+        notes += [f"on:{'+'.join(self.spec.owned_axes)}={self.spec.owner}"] if self.spec.owned_axes else []
         notes += [f"U:{'+'.join(self.spec.unreduced)}"] if self.spec.unreduced else []
         notes += ["host"] if self.memory == "host" else []
         return f"{dtype_name(self.dtype)}[{', '.join(dims)}]" + (f"{{{', '.join(notes)}}}" if notes else "")
@@ -185,10 +200,11 @@ class ShardType:
 
 @lru_cache(maxsize=4096)
 def holders(layout: Layout) -> tuple[int, ...]:
-    """Return one device for each different piece: the first along every replicated and unreduced axis."""
+    """Return one device for each different piece that is any: the first along every replicated and unreduced axis."""
     still = set(layout.replicated_axes) | set(layout.spec.unreduced)
     return tuple(
         device
         for device in range(layout.mesh.size)
         if not any(place for axis, place in layout.mesh.coordinates(device).items() if axis in still)
+        and layout.has_any(device)
     )

@@ -28,21 +28,24 @@ Dims = tuple[tuple[str, ...], ...]
 Kind = Literal[
     "slice", "summand", "psum", "psum_scatter", "all_gather", "all_to_all", "ppermute",
     "reshape", "flat_slice", "flat_gather", "flat_scatter", "flat_ppermute",
+    "keep", "exchange",
 ]  # fmt: skip
 
 
 @dataclass(frozen=True)
 class State:
-    """A spec in normal form: the axes of every dim, or of the flat tensor, and those still to be summed over."""
+    """A spec in normal form: the axes of every dim, of the flat tensor or of its owner, and those still to be summed over."""
 
     dims: Dims
     unreduced: frozenset[str]
     flat: tuple[str, ...] | None
+    owned: tuple[str, ...] | None = None
+    owner: int | None = None
 
     @property
     def sharded(self) -> tuple[str, ...]:
-        """The axes that cut the tensor."""
-        return self.flat if self.flat is not None else tuple(chain.from_iterable(self.dims))
+        """The axes along which devices hold different pieces."""
+        return self.flat or self.owned or tuple(chain.from_iterable(self.dims))
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,7 @@ class Step:
     """One step of a plan: what to do over which axes, what that costs a device, and where it leads.
 
     `dim` is the dim that is cut, gathered or joined; `other` the dim that an all_to_all cuts; `pairs` who sends to
-    whom in a ppermute.
+    whom in a ppermute; `owner` who keeps the whole, or exchanges it for flat ranges.
     """
 
     kind: Kind
@@ -60,11 +63,12 @@ class Step:
     dim: int = 0
     other: int = 0
     pairs: tuple[tuple[int, int], ...] = ()
+    owner: int = 0
 
 
 def state_of(spec: P, ndim: int) -> State:
     """Return the normal form of a spec."""
-    return State(spec.dims(ndim), frozenset(spec.unreduced), spec.flat_axes)
+    return State(spec.dims(ndim), frozenset(spec.unreduced), spec.flat_axes, spec.owned_axes, spec.owner)
 
 
 def _cut(state: State, sizes: Mapping[str, int]) -> State:
@@ -73,8 +77,9 @@ def _cut(state: State, sizes: Mapping[str, int]) -> State:
     def real(axes: Iterable[str]) -> tuple[str, ...]:
         return tuple(axis for axis in axes if axis in sizes)
 
-    flat = None if state.flat is None else real(state.flat)
-    return State(tuple(map(real, state.dims)), frozenset(real(state.unreduced)), flat)
+    flat, owned = None if state.flat is None else real(state.flat), real(state.owned or ())
+    owner = state.owner if owned else None
+    return State(tuple(map(real, state.dims)), frozenset(real(state.unreduced)), flat, owned or None, owner)
 
 
 @lru_cache(maxsize=1024)
@@ -109,12 +114,25 @@ def plan(before: P, after: P, shape: tuple[int, ...], axes: tuple[tuple[str, int
 def _steps(state: State, goal: State, shape: tuple[int, ...], sizes: Mapping[str, int]) -> Iterator[Step]:
     total = prod(shape)
     parts = _parts(state.sharded, sizes)
-    local = Fraction(chunk(total, parts)) if state.flat is not None else Fraction(total, parts)
+    local = Fraction(total, parts) if state.flat is None else Fraction(chunk(total, parts))
+    if state.owned is not None:
+        yield from _sums(state, goal, sizes, Fraction(total))
+        yield _exchange(state, replace(state, flat=state.owned, owned=None, owner=None), total, sizes)
+        return
     yield from _sums(state, goal, sizes, local)
     if state.flat is None:
         yield from _dim_steps(state, goal, shape, sizes, local)
     else:
         yield from _flat_steps(state, goal, shape, sizes, local)
+    if goal.owned is not None and state.flat == goal.owned:
+        yield _exchange(state, replace(state, flat=None, owned=goal.owned, owner=goal.owner), total, sizes)
+
+
+def _exchange(before: State, after: State, total: int, sizes: Mapping[str, int]) -> Step:
+    """Collect flat ranges at the owner, or hand them out: alone it costs as if every device were an owner."""
+    axes, owner = (after.owned, after.owner) if after.owned is not None else (before.owned, before.owner)
+    n = _parts(axes or (), sizes)
+    return Step("exchange", axes or (), Fraction((n - 1) * chunk(total, n)), after, owner=owner or 0)
 
 
 def _parts(axes: tuple[str, ...], sizes: Mapping[str, int]) -> int:
@@ -173,6 +191,11 @@ def _dim_steps(
         yield Step("reshape", dims[0], Fraction(0), replace(state, dims=_with(dims, {0: ()}), flat=dims[0]))
     if goal.flat is not None and not any(dims):
         yield from _flatten(state, goal.flat, sizes, local)
+    if goal.owned is not None and not any(dims):
+        yield from _flatten(state, goal.owned, sizes, local)
+        if not set(goal.owned) & state.unreduced:
+            after = replace(state, owned=goal.owned, owner=goal.owner)
+            yield Step("keep", goal.owned, Fraction(0), after, owner=goal.owner or 0)
 
 
 def _gathers(state: State, shape: tuple[int, ...], sizes: Mapping[str, int], local: Fraction) -> Iterator[Step]:

@@ -1,13 +1,15 @@
 """`P`: how the dims of a tensor lie on the axes of a mesh.
 
 An entry per tensor dim says which axes of the mesh cut that dim: none, one, or several from major to minor.  What
-is not cut is whole on every device.  Two things more can be said: *flat* (the tensor flattened, then cut into even
-ranges, the last ones shorter or empty) and *unreduced* (the true value is the sum over those axes).
+is not cut is whole on every device.  Three things more can be said: *flat* (the tensor flattened, then cut into even
+ranges, the last ones shorter or empty), *owned* (whole on one device, nothing on the others) and *unreduced* (the true
+value is the sum over those axes).
 
     P("data", None)                 dim 0 over "data", dim 1 whole
     P(("data", "model"))            dim 0 over both axes, "data" major
     P(None, unreduced="model")      whole, but each device along "model" holds one summand
     P.flat("data")                  flattened and cut over "data"
+    P.owned("data", by=2)           whole on device 2 along "data", empty on the others
 """
 
 from __future__ import annotations
@@ -68,13 +70,15 @@ class P:
     entries: tuple[Axes | None, ...]
     unreduced: tuple[str, ...]
     flat_axes: tuple[str, ...] | None
+    owned_axes: tuple[str, ...] | None
+    owner: int | None
     shape: tuple[int, ...] | None
 
     def __init__(self, *entries: Axes | None, unreduced: Axes | None = None) -> None:
         normal = [_entry(entry) for entry in entries]
         while normal and normal[-1] is None:
             normal.pop()
-        self._set(tuple(normal), as_axes(unreduced), None, None)
+        self._set(tuple(normal), as_axes(unreduced))
 
     @classmethod
     def flat(cls, *axes: str, unreduced: Axes | None = None, shape: tuple[int, ...] | None = None) -> P:
@@ -86,20 +90,44 @@ class P:
         if not axes:
             raise LayoutError('P.flat() names no axis. Write P.flat("data"), or P() for a replicated tensor.')
         spec = cls.__new__(cls)
-        spec._set((), as_axes(unreduced), as_axes(axes), shape)
+        spec._set((), as_axes(unreduced), flat_axes=as_axes(axes), shape=shape)
+        return spec
+
+    @classmethod
+    def owned(cls, *axes: str, by: int, unreduced: Axes | None = None, shape: tuple[int, ...] | None = None) -> P:
+        """Leave the tensor whole on the device at place `by` along `axes`, counted major to minor.
+
+        The other devices hold an empty piece, every dim of which is 0 (a number's is an empty vector).  `shape` is as for
+        `flat`.
+
+        >>> P.owned("data", by=2)
+        P.owned("data", by=2)
+        """
+        if not axes or not isinstance(by, int) or by < 0:
+            raise LayoutError(
+                f"P.owned({', '.join(map(repr, axes))}{', ' if axes else ''}by={by!r}) names no axis, or no place along it. "
+                'Write P.owned("data", by=0).'
+            )
+        spec = cls.__new__(cls)
+        spec._set((), as_axes(unreduced), owned_axes=as_axes(axes), owner=by, shape=shape)
         return spec
 
     def _set(
         self,
         entries: tuple[Axes | None, ...],
         unreduced: tuple[str, ...],
-        flat_axes: tuple[str, ...] | None,
-        shape: tuple[int, ...] | None,
+        *,
+        flat_axes: tuple[str, ...] | None = None,
+        owned_axes: tuple[str, ...] | None = None,
+        owner: int | None = None,
+        shape: tuple[int, ...] | None = None,
     ) -> None:
         for name, value in {
             "entries": entries,
             "unreduced": tuple(sorted(unreduced)),
             "flat_axes": flat_axes,
+            "owned_axes": owned_axes,
+            "owner": owner,
             "shape": None if shape is None else tuple(shape),
         }.items():
             object.__setattr__(self, name, value)
@@ -112,7 +140,7 @@ class P:
     def _all_axes(self) -> list[str]:
         return (
             [axis for entry in self.entries for axis in as_axes(entry)]
-            + list(self.flat_axes or ())
+            + list(self.flat_axes or self.owned_axes or ())
             + list(self.unreduced)
         )
 
@@ -122,8 +150,22 @@ class P:
         return self.flat_axes is not None
 
     @property
+    def is_owned(self) -> bool:
+        """Whether the tensor is whole on one device, and nowhere else."""
+        return self.owned_axes is not None
+
+    @property
+    def shapeless(self) -> P:
+        """The spec without the shape that it may have been written for, which says nothing of where things lie."""
+        if self.shape is None:
+            return self
+        if self.owned_axes is not None and self.owner is not None:
+            return P.owned(*self.owned_axes, by=self.owner, unreduced=self.unreduced)
+        return P.flat(*(self.flat_axes or ()), unreduced=self.unreduced)
+
+    @property
     def sharded_axes(self) -> tuple[str, ...]:
-        """The axes that cut the tensor."""
+        """The axes along which devices hold different pieces of the tensor."""
         return tuple(axis for axis in self._all_axes() if axis not in self.unreduced)
 
     @property
@@ -136,7 +178,7 @@ class P:
         return tuple(as_axes(self.entries[dim]) if dim < len(self.entries) else () for dim in range(ndim))
 
     def __hash__(self) -> int:
-        return kept_hash(self, (self.entries, self.unreduced, self.flat_axes, self.shape))
+        return kept_hash(self, (self.entries, self.unreduced, self.flat_axes, self.owned_axes, self.owner, self.shape))
 
     def __getstate__(self) -> dict[str, object]:
         return without_hash(self)
@@ -146,6 +188,8 @@ class P:
         head = "P"
         if self.flat_axes is not None:
             head, parts = "P.flat", [_show(axis) for axis in self.flat_axes]
+        if self.owned_axes is not None:
+            head, parts = "P.owned", [*(_show(axis) for axis in self.owned_axes), f"by={self.owner}"]
         if self.unreduced:
             parts.append(f"unreduced={_show(_entry(self.unreduced))}")
         if self.shape is not None:

@@ -6,21 +6,19 @@ because laying them out in one buffer would cost more than a message.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import prod
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from fshard.mesh.arithmetic import chunk, flat_range
 from fshard.mesh.differentiate import Bound, Tensors, apply
 from fshard.mesh.layout import Layout
 from fshard.mesh.moves import AllGather, AllToAll, Alone, Move, Permute, Psum, PsumScatter, Summand, Take
+from fshard.mesh.owners import Owned, collect, filled, hand_out, keep
 from fshard.mesh.plan import Kind, Step, plan
 from fshard.mesh.scope import Scope, require
-from fshard.mesh.spec import P
 from fshard.source import Site
 
 LARGE = 1 << 20
@@ -50,13 +48,7 @@ class Way(NamedTuple):
 
 def steps_between(before: Layout, after: Layout, shape: tuple[int, ...]) -> tuple[Step, ...]:
     """Return the cheapest steps from one layout to another on the same mesh."""
-    return plan(_spec(before), _spec(after), shape, after.mesh.axes)
-
-
-def _spec(layout: Layout) -> P:
-    """Return the spec without the shape that a flat one may carry, which says nothing about where things lie."""
-    spec = layout.spec
-    return spec if spec.shape is None else P.flat(*(spec.flat_axes or ()), unreduced=spec.unreduced)
+    return plan(before.spec.shapeless, after.spec.shapeless, shape, after.mesh.axes)
 
 
 def convert(x: Tensor, before: Layout, after: Layout, shape: tuple[int, ...], site: Site) -> Tensor:
@@ -71,7 +63,9 @@ def take_steps(x: Tensor, steps: tuple[Step, ...], shape: tuple[int, ...], site:
 
 def wire_of(step: Step) -> Move | None:
     """Return the move that sends something in a step."""
-    move = None if step.kind == "reshape" else _MOVES[step.kind](step)
+    if step.kind == "exchange":
+        return AllToAll(0, 0)
+    move = _MOVES[step.kind](step) if step.kind in _MOVES else None
     return None if isinstance(move, Alone) else move
 
 
@@ -83,24 +77,21 @@ def go(xs: Sequence[Tensor], ways: Sequence[Way], site: Site, *, ahead: bool = F
     scope, results = require("fs.reshard"), list(xs)
     finishes: list[Callable[[], None]] = []
     for turn in range(max((len(way.steps) for way in ways), default=0)):
-        together: dict[tuple[Move, tuple[str, ...], torch.dtype, int], list[int]] = {}
-        for place, way in enumerate(ways):
-            if turn < len(way.steps):
-                step = way.steps[turn]
-                if step.kind == "reshape":
-                    results[place] = _reshaped(results[place], step, way.shape, scope)
-                else:
-                    x, move = results[place], _MOVES[step.kind](step)
-                    alone = place if x.nbytes >= LARGE else -1
-                    together.setdefault((move, step.axes, x.dtype, alone), []).append(place)
-        for (move, axes, _, _), places in together.items():
-            bound = Bound(move, scope.group(axes, "fs.reshard"), site)
+        for places in _together(results, ways, turn):
             now = [(ways[place].steps[turn], ways[place].shape) for place in places]
+            step = now[0][0]
+            if step.kind not in _MOVES:
+                for place, y in zip(
+                    places, _unmoved([results[place] for place in places], now, scope, site), strict=True
+                ):
+                    results[place] = y
+                continue
+            bound = Bound(_MOVES[step.kind](step), scope.group(step.axes, "fs.reshard"), site)
             given = tuple(
                 _before(results[place], step, shape, scope) for place, (step, shape) in zip(places, now, strict=True)
             )
             last = all(turn + 1 == len(ways[place].steps) for place in places)
-            if ahead and last and not isinstance(move, Alone):
+            if ahead and last and not isinstance(bound.move, Alone):
                 finishes.append(_later(bound.start(given).wait, results, places, now, scope))
             else:
                 _put(results, places, apply(bound, given), now, scope)
@@ -111,6 +102,33 @@ def go(xs: Sequence[Tensor], ways: Sequence[Way], site: Site, *, ahead: bool = F
         return results
 
     return finish
+
+
+def _together(xs: Sequence[Tensor], ways: Sequence[Way], turn: int) -> Iterable[list[int]]:
+    """Return the places of those leaves whose steps are one collective, or that need none."""
+    groups: dict[object, list[int]] = {}
+    for place, (x, way) in enumerate(zip(xs, ways, strict=True)):
+        if turn < len(way.steps):
+            step = way.steps[turn]
+            one = _MOVES[step.kind](step) if step.kind in _MOVES else (step.kind, step.after.owned is None)
+            alone = place if step.kind in _MOVES and x.nbytes >= LARGE else -1
+            groups.setdefault((one, step.axes, x.dtype, alone), []).append(place)
+    return groups.values()
+
+
+def _unmoved(xs: list[Tensor], now: list[tuple[Step, tuple[int, ...]]], scope: Scope, site: Site) -> list[Tensor]:
+    """Take a step that is no move of each tensor by itself: another shape, or one to or from owners."""
+    first = now[0][0]
+
+    def on(move: Move) -> Bound:
+        return Bound(move, scope.group(first.axes, "fs.reshard"), site)
+
+    if first.kind == "reshape":
+        return [_reshaped(x, step, shape, scope) for x, (step, shape) in zip(xs, now, strict=True)]
+    owned = [Owned(x, shape, step.owner) for x, (step, shape) in zip(xs, now, strict=True)]
+    if first.kind == "keep":
+        return [keep(one, on) for one in owned]
+    return collect(owned, on) if first.after.owned is not None else hand_out(owned, on)
 
 
 def _later(
@@ -142,10 +160,10 @@ def _before(x: Tensor, step: Step, shape: tuple[int, ...], scope: Scope) -> Tens
     if not step.kind.startswith("flat_"):
         return x
     if step.kind == "flat_gather":
-        return _padded(x, chunk(prod(shape), scope.group(step.axes, "fs.reshard").size))
+        return filled(x, chunk(prod(shape), scope.group(step.axes, "fs.reshard").size))
     target = scope.group(step.after.flat or (), "fs.reshard")
     each = chunk(prod(shape), target.size)
-    return _padded(x, each if step.kind == "flat_ppermute" else each * target.size)
+    return filled(x, each if step.kind == "flat_ppermute" else each * target.size)
 
 
 def _after(y: Tensor, step: Step, shape: tuple[int, ...], scope: Scope) -> Tensor:
@@ -158,9 +176,3 @@ def _after(y: Tensor, step: Step, shape: tuple[int, ...], scope: Scope) -> Tenso
     target = scope.group(step.after.flat or (), "fs.reshard")
     start, stop = flat_range(total, target.size, target.index)
     return y if y.numel() == stop - start else y[: stop - start]
-
-
-def _padded(x: Tensor, length: int) -> Tensor:
-    """Flatten, and fill up with zeros to a length."""
-    flat = x.reshape(-1)
-    return flat if flat.numel() == length else pad(flat, (0, length - flat.numel()))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fshard.mesh.tree import PyTree
-from fshard.optim.contract import Optimizer, Update
+from fshard.optim.contract import Elementwise, Optimizer, Update, elementwise_leaves
 from fshard.optim.leaves import Leaf, Leaves, count_from_zero, map_shards, trainable
 from fshard.optim.norms import global_norm
 from fshard.optim.schedules import Rate, rate_at
@@ -46,7 +46,16 @@ def chain(*transforms: Optimizer) -> Optimizer:
 
     writes = transforms and transforms[-1].step
     step = through(lambda one: one.step or one.update) if writes else None
-    return Optimizer(init, through(lambda one: one.update), step, all(one.elementwise for one in transforms))
+    return Optimizer(init, through(lambda one: one.update), step, _jointly([one.elementwise for one in transforms]))
+
+
+def _jointly(said: list[Elementwise]) -> Elementwise:
+    """Return whether all are elementwise, leaf by leaf where one of them says it leaf by leaf."""
+    if not any(map(callable, said)):
+        return all(said)
+    return lambda params: [
+        all(column) for column in zip(*(elementwise_leaves(one, params) for one in said), strict=True)
+    ]
 
 
 def scale(factor: Rate) -> Optimizer:

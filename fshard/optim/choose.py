@@ -13,7 +13,7 @@ from typing import Any
 
 from fshard.errors import OptimizerError
 from fshard.mesh.tree import PyTree
-from fshard.optim.contract import Optimizer, Update, no_updates, step_of
+from fshard.optim.contract import Elementwise, Optimizer, Update, elementwise_leaves, no_updates, step_of
 from fshard.optim.leaves import Leaf, Leaves
 
 
@@ -78,7 +78,22 @@ def by_label(
 
     writes = any(opt.step is not None for opt in opts.values())
     step = through(step_of) if writes else None
-    return Optimizer(init, through(lambda opt: opt.update), step, all(opt.elementwise for opt in opts.values()))
+    return Optimizer(init, through(lambda opt: opt.update), step, _elementwise(opts, labels))
+
+
+def _elementwise(opts: Mapping[Any, Optimizer], labels: PyTree | Callable[[str, Leaf], Any]) -> Elementwise:
+    """Return what the optimizer of each leaf says of itself; one answer if all say the same."""
+    said = [opt.elementwise for opt in opts.values()]
+    if all(one is True for one in said) or all(one is False for one in said):
+        return said == [True] * len(said)
+
+    def of_leaves(params: PyTree) -> list[bool]:
+        at = Leaves.of(params)
+        chosen = at.chosen(labels)
+        own = {label: elementwise_leaves(opt.elementwise, params) for label, opt in opts.items()}
+        return [label not in own or own[label][place] for place, label in enumerate(chosen)]
+
+    return of_leaves
 
 
 def _only(at: Leaves, leaves: list[Leaf], chosen: list[Any], label: Any) -> PyTree:

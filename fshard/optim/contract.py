@@ -23,6 +23,8 @@ from fshard.optim.leaves import Leaf, Leaves, like, shards_of
 
 Update = Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
 """A function of gradients, state and parameters: to updates (or parameters) and the next state."""
+Elementwise = bool | Callable[[PyTree], list[bool]]
+"""Whether an element's update depends on that element alone: of all parameters alike, or of each leaf of them."""
 
 
 class Optimizer(NamedTuple):
@@ -35,6 +37,7 @@ class Optimizer(NamedTuple):
         step: from gradients, state and parameters to parameters and state.  May use up all that it is given: the
             fast way.  None for a transformation of gradients.
         elementwise: whether an element's update depends on that element alone (and on numbers): then it runs on any shards.
+            A function of the parameters, where that differs from leaf to leaf (`by_label`).
         loss_scale: from the state to what the loss is to be multiplied by before its gradient is taken; None: nothing.
 
     >>> import torch, fshard.optim as optim
@@ -48,7 +51,7 @@ class Optimizer(NamedTuple):
     init: Callable[[PyTree], PyTree]
     update: Update
     step: Update | None = None
-    elementwise: bool = True
+    elementwise: Elementwise = True
     loss_scale: Callable[[PyTree], Tensor] | None = None
 
 
@@ -104,6 +107,11 @@ def pure_step(opt: Optimizer) -> Update:
     """Return an optimizer's step as a pure function: it is given copies."""
     step = step_of(opt)
     return lambda grads, state, params: step(copied(grads), copied(state), copied(params))
+
+
+def elementwise_leaves(elementwise: Elementwise, params: PyTree) -> list[bool]:
+    """Return for each leaf of the parameters whether an element's update depends on that element alone."""
+    return elementwise(params) if callable(elementwise) else [elementwise] * len(Leaves.of(params).leaves)
 
 
 @torch.no_grad()

@@ -31,18 +31,36 @@ def skip_if_not_finite(opt: Optimizer) -> Optimizer:
     def init(params: PyTree) -> PyTree:
         return {"skipped": count_from_zero(), "inner": opt.init(params)}
 
-    def unless_finite(otherwise: Callable[[PyTree, PyTree], PyTree], act: Update) -> Update:
+    def after(state: PyTree, finite: bool, inner: PyTree) -> PyTree:
+        return {"skipped": state["skipped"] + (not finite), "inner": inner}
+
+    update, step = if_finite(opt, after, lambda grads, state: grads)
+    return Optimizer(init, update, step, opt.elementwise)
+
+
+def if_finite(
+    opt: Optimizer, after: Callable[[PyTree, bool, PyTree], PyTree], given: Callable[[PyTree, PyTree], PyTree]
+) -> tuple[Update, Update | None]:
+    """Return an update and a step that act only if gradients are finite, on any state that has an "inner" one.
+
+    Args:
+        opt: what acts.
+        after: from the state, whether gradients were finite, and the next inner state, to the next state.
+        given: from gradients and state to the gradients that `opt` gets.
+    """
+
+    def guarded(act: Update, otherwise: Callable[[PyTree, PyTree], PyTree]) -> Update:
+        @torch.no_grad()
         def run(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
             if not all_finite(grads):
-                return otherwise(grads, params), {"skipped": state["skipped"] + 1, "inner": state["inner"]}
-            result, inner = act(grads, state["inner"], params)
-            return result, {"skipped": state["skipped"], "inner": inner}
+                return otherwise(grads, params), after(state, False, state["inner"])
+            result, inner = act(given(grads, state), state["inner"], params)
+            return result, after(state, True, inner)
 
         return run
 
-    update = unless_finite(lambda grads, params: no_updates(grads), opt.update)
-    step = unless_finite(lambda grads, params: params, opt.step) if opt.step else None
-    return Optimizer(init, update, step, opt.elementwise)
+    update = guarded(opt.update, lambda grads, params: no_updates(grads))
+    return update, guarded(opt.step, lambda grads, params: params) if opt.step else None
 
 
 @torch.no_grad()

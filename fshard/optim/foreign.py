@@ -21,7 +21,12 @@ from fshard.optim.schedules import Rate
 from fshard.optim.whole import check_whole
 
 _TORCH_CLASSES: Any = torch.optim
-_OF_MATRICES = ("Adafactor", "Muon")
+_ELEMENTWISE = {
+    **dict.fromkeys(
+        ["Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"], True
+    ),
+    **dict.fromkeys(["Adafactor", "Muon"], False),
+}
 _REFUSED = {
     "LBFGS": "it calls the loss function several times in one step",
     "SparseAdam": "it is for sparse gradients",
@@ -49,6 +54,9 @@ def from_torch(cls: type[torch.optim.Optimizer], *, elementwise: bool | None = N
     on_device = bool(options.get("fused") or options.get("capturable"))  # where torch then keeps its counts
 
     def rule(cells: Cells, lr: float) -> None:
+        cells = cells.only([place for place, param in enumerate(cells.params) if param.numel()])
+        if not cells.params:
+            return
         params = [param.detach() for param in cells.params]
         optimizer = _made(cls, params, options | {"lr": lr})
         for place, (param, grad, t) in enumerate(zip(params, cells.grads, cells.steps, strict=True)):
@@ -62,7 +70,11 @@ def from_torch(cls: type[torch.optim.Optimizer], *, elementwise: bool | None = N
                 _keep(column[place], optimizer.state[param].get(name))
 
     def slot(name: str) -> Any:
-        return lambda shard: _zeros(_dry_step(cls, shard, dry).get(name))
+        def make(shard: Tensor) -> Tensor | None:
+            numbers = torch.ones_like(shard, device="cpu") if shard.is_meta and not elementwise else shard
+            return _zeros(_dry_step(cls, numbers, dry).get(name))
+
+        return make
 
     slots = {name: slot(name) for name in kept if name != "step"}
     check = None if elementwise else check_whole(f"from_torch({cls.__name__})")
@@ -148,9 +160,10 @@ def _elementwise(cls: Any, elementwise: bool | None) -> bool:
         raise OptimizerError(
             f"from_torch cannot make torch.optim.{name} a pure function of gradients: {_REFUSED[name]}."
         )
-    if elementwise is None and not own:
+    known = _ELEMENTWISE.get(name) if own else None
+    if elementwise is None and known is None:
         raise OptimizerError(
             f"from_torch does not know whether {name} is elementwise: whether an element's update depends on that element "
             f"alone. Write from_torch({name}, elementwise=True) if so, else elementwise=False."
         )
-    return name not in _OF_MATRICES if elementwise is None else elementwise
+    return bool(known) if elementwise is None else elementwise

@@ -20,6 +20,7 @@ from fshard.errors import LayoutError
 from fshard.mesh.layout import Layout
 from fshard.mesh.sharded import Sharded
 from fshard.mesh.spec import P
+from fshard.mesh.spmd import held
 from fshard.mesh.tree import PyTree, Structure, broadcast_prefix, flatten, flatten_with_paths, unflatten
 
 Leaf = Any
@@ -42,6 +43,23 @@ def like(leaf: Leaf, shards: Sequence[Any]) -> Leaf:
     if [shard.shape for shard in shards] == [shard.shape for shard in leaf.shards]:
         return Sharded(leaf.shape, leaf.layout, tuple(shards))
     return Sharded(tuple(shards[0].shape), Layout(leaf.mesh, P(), leaf.layout.memory), tuple(shards))
+
+
+def made_of(leaf: Leaf, make: Callable[[Tensor], Tensor | None]) -> Leaf:
+    """Return what a function makes of each shard of a leaf.  What it makes of an owned one has the same owner."""
+    if not (isinstance(leaf, Sharded) and leaf.spec.is_owned):
+        return like(leaf, list(map(make, shards_of(leaf))))
+    placeholder = make(torch.empty(leaf.shape, dtype=leaf.dtype, device="meta"))
+    if placeholder is None:
+        return None
+    shape = tuple(placeholder.shape)
+    shards: list[Any] = [
+        make(shard)
+        if leaf.layout.has_any(device)
+        else placeholder.new_empty(leaf.layout.local_shape(shape, device), device=shard.device)
+        for device, shard in zip(held(leaf.mesh), leaf.shards, strict=True)
+    ]
+    return Sharded(shape, leaf.layout, tuple(shards))
 
 
 def map_shards(f: Callable[..., Tensor], leaf: Leaf, *others: Leaf) -> Leaf:
@@ -141,13 +159,13 @@ class Leaves:
 def _alike(one: Leaf, other: Leaf) -> bool:
     """Return whether two leaves lie alike."""
     if isinstance(one, Sharded):
-        return isinstance(other, Sharded) and one.shape == other.shape and _cut(one.layout) == _cut(other.layout)
+        return isinstance(other, Sharded) and one.shape == other.shape and _where(one.layout) == _where(other.layout)
     return isinstance(one, Tensor) and isinstance(other, Tensor) and one.shape == other.shape
 
 
-def _cut(layout: Layout) -> object:
-    """Return how a layout cuts, without the shape that a flat spec may have been written for."""
-    return layout.mesh, layout.spec.entries, layout.spec.flat_axes, layout.spec.unreduced
+def _where(layout: Layout) -> object:
+    """Return where a layout puts things, without the shape that its spec may have been written for."""
+    return layout.mesh, layout.spec.shapeless
 
 
 def _kind(leaf: Leaf) -> str:

@@ -1,12 +1,16 @@
 """`partition_optimizer`: ZeRO as a table of layouts.
 
-Where an element's update depends on that element alone, an optimizer runs on any piece of the parameters.  So to divide
-its work and its state among the devices, nothing about it has to be known: it is given pieces.
+Where an element's update depends on that element alone, an optimizer runs on any piece of the parameters: it is given
+flat ranges.  Where it depends on the whole matrix (Muon, Shampoo), each matrix is given to one device, its *owner*; to
+the others its piece is empty.  Nothing more has to be known of an optimizer.
 
     stage   parameters at rest   gradients                  state    after the update
     0       as they are          as the parameters          as they
     1, 2    replicated           pieces (psum_scatter)      pieces   all_gather of the parameters
     3       pieces               pieces (psum_scatter)      pieces
+
+Pieces are flat ranges, at rest and on the way.  Owners collect them just before the update and hand them out after it, in
+one exchange of a device's own share for another (`mesh.owners`); so gradients are reduced as ever, each unit's evenly.
 
 Stages 1 and 2 differ in when gradients are reduced, which is not the optimizer's business: once a step, or as each unit's
 is ready (`train_step`).  The state's layout is not described anywhere: the optimizer makes its state from pieces.
@@ -14,9 +18,10 @@ is ready (`train_step`).  The state's layout is not described anywhere: the opti
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Literal, NamedTuple
+from math import prod
+from typing import Literal, NamedTuple, get_args
 
 from torch import Tensor
 
@@ -26,11 +31,13 @@ from fshard.mesh.mesh import Mesh
 from fshard.mesh.placing import reshard_all
 from fshard.mesh.sharded import Sharded
 from fshard.mesh.spec import P
-from fshard.mesh.tree import PyTree, flatten_with_paths, unflatten
-from fshard.optim.contract import Optimizer, Update, step_of
+from fshard.mesh.tree import PyTree
+from fshard.optim.contract import Elementwise, Optimizer, Update, elementwise_leaves, step_of
+from fshard.optim.leaves import Leaf, Leaves, trainable
 from fshard.source import Site, call_site
 
 Stage = Literal[0, 1, 2, 3]
+Unit = Literal["elementwise", "matrix"]
 
 
 class Partitioned(NamedTuple):
@@ -39,7 +46,7 @@ class Partitioned(NamedTuple):
     init: Callable[[PyTree], PyTree]
     update: Update
     step: Update | None
-    elementwise: bool
+    elementwise: Elementwise
     loss_scale: Callable[[PyTree], Tensor] | None
     gradients: Callable[[Layout], Layout]
     stage: Stage
@@ -51,15 +58,21 @@ def partition_optimizer(
     mesh: Mesh,
     axis: str | tuple[str, ...],
     stage: Stage,
+    unit: Unit | None = None,
 ) -> Partitioned:
     """Divide an optimizer's state and work among the devices along `axis`.
 
     Args:
-        opt: any pair of init and update that is elementwise, or says so; others (Muon, Shampoo, LAMB) need stage 0.
+        opt: any pair of init and update.
         mesh: the devices that the parameters lie on.
         axis: an axis, or several, along which the parameters are replicated (stages 0 to 2) or cut (stage 3).
         stage: of ZeRO: 0 divides nothing, 1 and 2 state and gradients, 3 parameters as well.
-    What `update` and `step` send: an all_gather of the parameters in stages 1 and 2, else nothing.
+        unit: what is divided: every leaf into flat ranges ("elementwise"), or the leaves among owners that have each of them
+            whole, about equally much per owner ("matrix").  None: flat where the optimizer says that it is elementwise, in
+            `by_label` leaf by leaf, and owned elsewhere.
+
+    What `update` and `step` send: an all_gather of the parameters in stages 1 and 2; and for leaves that are owned, an
+    all_to_all of the device's share of the gradients, one of the parameters after the update, and in stage 3 one before.
 
     >>> import torch, fshard as fs
     >>> from fshard import P
@@ -70,37 +83,57 @@ def partition_optimizer(
     >>> params, state = opt.step(grads, opt.init(params), params)
     >>> fs.typeof(params["w"]), fs.unshard(params["w"])
     (f32[4], tensor([ 1.,  0., -1., -2.]))
+
+    >>> opt = fs.partition_optimizer(fs.optim.muon(0.1), mesh=mesh, axis="data", stage=1)
+    >>> params = fs.shard_params([torch.ones(4, 3), torch.ones(2, 3), torch.ones(2, 3)], P(), mesh=mesh)
+    >>> [fs.typeof(x) for x in opt.init(params)["momentum_buffer"]]
+    [f32[4, 3]{on:data=0}, f32[2, 3]{on:data=1}, f32[2, 3]{on:data=1}]
     """
     axes = mesh.check_axes(axis, "partition_optimizer(axis=)")
-    if stage not in (0, 1, 2, 3):
-        raise OptimizerError(f"partition_optimizer: the stages of ZeRO are 0, 1, 2 and 3; found {stage!r}.")
+    _check(opt, stage, unit)
     if stage == 0:
         return Partitioned(opt.init, opt.update, opt.step, opt.elementwise, opt.loss_scale, _same, 0)
-    if not opt.elementwise:
-        raise OptimizerError(
-            f"partition_optimizer(stage={stage}): this optimizer says that it is not elementwise, so pieces of parameters "
-            "would give it other results. Use stage=0."
-        )
-
-    def pieces_of(layout: Layout) -> Layout:
-        return pieces(layout, axes)
-
-    inner = step_of(opt)
+    flat = opt.elementwise if unit is None else unit == "elementwise"
 
     def init(params: PyTree) -> PyTree:
-        return opt.init(_moved(params, pieces_of, call_site()))
+        at = _placed(params)
+        (own,) = _laid(at, [at.leaves], _targets(at, flat, axes), call_site())
+        return opt.init(own)
 
-    def update(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
-        site = call_site()
-        updates, state = opt.update(_moved(grads, pieces_of, site), state, _moved(params, pieces_of, site))
-        return _back(updates, params, site), state
+    def through(act: Update) -> Update:
+        def run(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+            at, site = _placed(params), call_site()
+            given = at.beside(grads, "grads")
+            _refuse_unplaced(at, given)
+            grads, own = _laid(at, [given, at.leaves], _targets(at, flat, axes), site)
+            result, state = act(grads, state, own)
+            before = [leaf and leaf.layout for leaf in at.leaves]
+            return _laid(at, [at.beside(result, "the optimizer's results")], before, site)[0], state
 
-    def step(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
-        site = call_site()
-        new, state = inner(_moved(grads, pieces_of, site), state, _moved(params, pieces_of, site))
-        return _back(new, params, site), state
+        return run
 
-    return Partitioned(init, update, step, True, opt.loss_scale, pieces_of, stage)
+    return Partitioned(
+        init,
+        through(opt.update),
+        through(step_of(opt)),
+        opt.elementwise,
+        opt.loss_scale,
+        lambda layout: pieces(layout, axes),
+        stage,
+    )
+
+
+def _check(opt: Optimizer, stage: Stage, unit: Unit | None) -> None:
+    if stage not in get_args(Stage):
+        raise OptimizerError(f"partition_optimizer: the stages of ZeRO are 0, 1, 2 and 3; found {stage!r}.")
+    if unit not in (None, *get_args(Unit)):
+        raise OptimizerError(f'partition_optimizer: unit is "elementwise", "matrix" or None; found {unit!r}.')
+    if stage > 0 and unit == "elementwise" and opt.elementwise is not True:
+        raise OptimizerError(
+            f'partition_optimizer(stage={stage}, unit="elementwise"): this optimizer says that it is not elementwise, so '
+            'pieces of parameters would give it other results. Use unit="matrix", which gives each parameter whole to one '
+            "device, or leave it to the optimizer: unit=None."
+        )
 
 
 def _same(layout: Layout) -> Layout:
@@ -115,37 +148,68 @@ def pieces(layout: Layout, axes: tuple[str, ...]) -> Layout:
     """
     spec = layout.spec
     more = tuple(axis for axis in axes if axis not in spec.sharded_axes)
-    if not more:
-        return layout
-    flat = P.flat(*spec.sharded_axes, *more)
-    return Layout(layout.mesh, flat, layout.memory, layout.unit)
+    return layout.with_spec(P.flat(*spec.sharded_axes, *more)) if more else layout
 
 
-def _moved(tree: PyTree, to: Callable[[Layout], Layout], site: Site) -> PyTree:
-    """Lay all leaves of a tree differently."""
-    paths, leaves, structure = flatten_with_paths(tree, sharded_is_leaf=True, none_is_leaf=True)
-    places = [place for place, leaf in enumerate(leaves) if leaf is not None]
-    wrong = [
-        f"{paths[place] or 'the leaf'} is a {type(leaves[place]).__name__}"
-        for place in places
-        if not isinstance(leaves[place], Sharded)
-    ]
+def _targets(at: Leaves, flat: Elementwise, axes: tuple[str, ...]) -> list[Layout | None]:
+    """Return how each parameter is to lie for the update, None where there is nothing to update.
+
+    Of leaves that are cut over the same axes, each goes to the owner that has least so far, the largest first.
+    """
+    elementwise = elementwise_leaves(flat, at.rebuild(at.leaves))
+    firsts, targets = at.firsts(), list[Layout | None]([None] * len(at.leaves))
+    whole: dict[tuple[Mesh, tuple[str, ...]], list[int]] = {}
+    for place, (leaf, is_flat) in enumerate(zip(at.leaves, elementwise, strict=True)):
+        if not trainable(leaf) or firsts[place] != place:
+            continue
+        targets[place] = cut = pieces(leaf.layout, axes)
+        if not is_flat:
+            whole.setdefault((cut.mesh, cut.spec.sharded_axes), []).append(place)
+    for (mesh, over), places in whole.items():
+        owners = shared_out([prod(at.leaves[place].shape) for place in places], prod(mesh.shape[axis] for axis in over))
+        for place, owner in zip(places, owners, strict=True):
+            targets[place] = at.leaves[place].layout.with_spec(P.owned(*over, by=owner))
+    return [targets[first] for first in firsts]
+
+
+def shared_out(sizes: Sequence[int], n: int) -> list[int]:
+    """Share things of some sizes out among n owners, the largest first, each to the first who has least; return whose each is.
+
+    >>> shared_out([1, 5, 2, 2], 2)
+    [1, 0, 1, 1]
+    """
+    loads, owners = [0] * n, [0] * len(sizes)
+    for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
+        owners[place] = loads.index(min(loads))
+        loads[owners[place]] += sizes[place]
+    return owners
+
+
+def _placed(params: PyTree) -> Leaves:
+    at = Leaves.of(params)
+    _refuse_unplaced(at, at.leaves)
+    return at
+
+
+def _refuse_unplaced(at: Leaves, leaves: list[Leaf]) -> None:
+    wrong = [place for place, leaf in enumerate(leaves) if leaf is not None and not isinstance(leaf, Sharded)]
     if wrong:
-        raise LayoutError(
-            f"partition_optimizer: {'; '.join(wrong)}. Lay the parameters on the mesh with fs.shard_params."
-        )
-    moved = reshard_all([leaves[place] for place in places], [to(leaves[place].layout) for place in places], site)
-    for place, leaf in zip(places, moved, strict=True):
-        leaves[place] = leaf
-    return unflatten(structure, leaves)
+        found = "; ".join(f"{at.paths[place] or 'the leaf'} is a {type(leaves[place]).__name__}" for place in wrong)
+        raise LayoutError(f"partition_optimizer: {found}. Lay the parameters on the mesh with fs.shard_params.")
 
 
-def _back(tree: PyTree, params: PyTree, site: Site) -> PyTree:
-    """Lay updated leaves as the parameters lie; what was not updated is as it was."""
-    _, leaves, structure = flatten_with_paths(tree, sharded_is_leaf=True, none_is_leaf=True)
-    _, olds, _ = flatten_with_paths(params, sharded_is_leaf=True, none_is_leaf=True)
-    places = [place for place, leaf in enumerate(leaves) if leaf is not None]
-    moved = reshard_all([leaves[place] for place in places], [olds[place].layout for place in places], site)
-    for place, leaf in zip(places, moved, strict=True):
-        leaves[place] = leaf
-    return unflatten(structure, leaves)
+def _laid(at: Leaves, columns: Sequence[list[Leaf]], layouts: Sequence[Layout | None], site: Site) -> list[PyTree]:
+    """Return trees of leaves that lie as the layouts say, moved all in one go; where none is given they stay."""
+    places = [
+        (column, place, layout)
+        for column in range(len(columns))
+        for place, layout in enumerate(layouts)
+        if layout is not None and columns[column][place] is not None
+    ]
+    moved = reshard_all(
+        [columns[column][place] for column, place, _ in places], [layout for *_, layout in places], site
+    )
+    after = [list(column) for column in columns]
+    for (column, place, _), leaf in zip(places, moved, strict=True):
+        after[column][place] = leaf
+    return [at.rebuild(leaves) for leaves in after]

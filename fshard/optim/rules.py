@@ -26,7 +26,7 @@ from fshard.mesh.tree import PyTree
 from fshard.optim import lists
 from fshard.optim.cells import Cells, cells_of
 from fshard.optim.contract import Optimizer
-from fshard.optim.leaves import Leaf, Leaves, count_from_zero, key_of, like, map_shards, shards_of, trainable
+from fshard.optim.leaves import Leaf, Leaves, count_from_zero, key_of, like, made_of, map_shards, shards_of, trainable
 from fshard.optim.schedules import Rate, rate_at
 
 Rule = Callable[[Cells, float], None]
@@ -71,7 +71,7 @@ def writer(
             check(at)
         made = {"step": _once(at, lambda leaf: torch.zeros(()))}
         for name, make in slots.items():
-            made[name] = _once(at, lambda leaf, make=make: like(leaf, list(map(make, shards_of(leaf)))))
+            made[name] = _once(at, lambda leaf, make=make: made_of(leaf, make))
         return {"count": count_from_zero()} | {name: at.rebuild(column) for name, column in made.items()}
 
     def write(grads: PyTree, state: PyTree, params: PyTree, chosen: Rule, donated: bool) -> tuple[Written, PyTree]:

@@ -7,15 +7,15 @@ many finite steps in a row: a larger scale
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fshard.errors import OptimizerError
 from fshard.mesh.tree import PyTree
-from fshard.optim.contract import Optimizer, Update, no_updates
-from fshard.optim.finite import all_finite
+from fshard.optim.contract import Optimizer
+from fshard.optim.finite import if_finite
 from fshard.optim.leaves import Leaves, count_from_zero, map_shards
 
 
@@ -53,65 +53,67 @@ def loss_scaled(
     >>> params, state["scale"], state["skipped"]
     ([tensor([0.])], tensor(4.), tensor(1))
     """
-    wrong = [
-        text
-        for bad, text in [
-            (growth <= 1, f"growth={growth} has to be above 1"),
-            (not 0 < backoff < 1, f"backoff={backoff} has to lie between 0 and 1"),
-            (interval < 1 or hysteresis < 1, f"interval={interval} and hysteresis={hysteresis} have to be at least 1"),
-            (
-                not 0 < smallest <= initial <= largest,
-                f"smallest={smallest}, initial={initial}, largest={largest} out of order",
-            ),
-        ]
-        if bad
-    ]
-    if wrong:
-        raise OptimizerError(f"loss_scaled: {'; '.join(wrong)}.")
+    rule = Scaling(growth, backoff, interval, hysteresis, smallest, largest)
+    rule.check(initial)
 
     def init(params: PyTree) -> PyTree:
-        return {
-            "scale": torch.tensor(float(initial)),
-            "finite": count_from_zero(),
-            "patience": count_from_zero() + hysteresis,
-            "skipped": count_from_zero(),
-            "inner": opt.init(params),
-        }
+        counts = {"finite": count_from_zero(), "patience": count_from_zero() + hysteresis, "skipped": count_from_zero()}
+        return {"scale": torch.tensor(float(initial))} | counts | {"inner": opt.init(params)}
 
     def after(state: PyTree, finite: bool, inner: PyTree) -> PyTree:
-        """Return the next state."""
-        scale, good, patience = float(state["scale"]), int(state["finite"]), int(state["patience"])
-        if finite:
-            good += 1
-            if good >= interval:
-                scale, good, patience = min(scale * growth, largest), 0, hysteresis
-        else:
-            good, patience = 0, patience - 1
-            if patience < 1:
-                scale, patience = max(scale * backoff, smallest), 1
-        zero = count_from_zero()
-        return {
-            "scale": torch.tensor(scale),
-            "finite": zero + good,
-            "patience": zero + patience,
-            "skipped": state["skipped"] + (not finite),
-            "inner": inner,
-        }
+        now = Watched(float(state["scale"]), int(state["finite"]), int(state["patience"]))
+        scale, good, patience = rule.grown(now) if finite else rule.shrunk(now)
+        counts = {"finite": count_from_zero() + good, "patience": count_from_zero() + patience}
+        return {"scale": torch.tensor(scale)} | counts | {"skipped": state["skipped"] + (not finite), "inner": inner}
 
-    def scaled(otherwise: Callable[[PyTree, PyTree], PyTree], act: Update) -> Update:
-        @torch.no_grad()
-        def run(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
-            finite = all_finite(grads)
-            if not finite:
-                return otherwise(grads, params), after(state, finite, state["inner"])
-            result, inner = act(_divided(grads, float(state["scale"])), state["inner"], params)
-            return result, after(state, finite, inner)
-
-        return run
-
-    update = scaled(lambda grads, params: no_updates(grads), opt.update)
-    step = scaled(lambda grads, params: params, opt.step) if opt.step else None
+    update, step = if_finite(opt, after, lambda grads, state: _divided(grads, float(state["scale"])))
     return Optimizer(init, update, step, opt.elementwise, _scale_of)
+
+
+class Watched(NamedTuple):
+    """The scale, how many finite steps in a row it has seen, and how many bad ones it still puts up with."""
+
+    scale: float
+    finite: int
+    patience: int
+
+
+class Scaling(NamedTuple):
+    """When and how the scale changes: the arguments of `loss_scaled`."""
+
+    growth: float
+    backoff: float
+    interval: int
+    hysteresis: int
+    smallest: float
+    largest: float
+
+    def check(self, initial: float) -> None:
+        """Raise if the numbers make no sense; name all."""
+        growth, backoff, interval, hysteresis, smallest, largest = self
+        wrong = {
+            f"growth={growth} has to be above 1": growth <= 1,
+            f"backoff={backoff} has to lie between 0 and 1": not 0 < backoff < 1,
+            f"interval={interval} and hysteresis={hysteresis} have to be at least 1": min(interval, hysteresis) < 1,
+            f"smallest={smallest}, initial={initial}, largest={largest} out of order": not 0
+            < smallest
+            <= initial
+            <= largest,
+        }
+        if any(wrong.values()):
+            raise OptimizerError(f"loss_scaled: {'; '.join(text for text, bad in wrong.items() if bad)}.")
+
+    def grown(self, now: Watched) -> Watched:
+        """Return what follows a finite step: after `interval` of them a larger scale."""
+        if now.finite + 1 < self.interval:
+            return now._replace(finite=now.finite + 1)
+        return Watched(min(now.scale * self.growth, self.largest), 0, self.hysteresis)
+
+    def shrunk(self, now: Watched) -> Watched:
+        """Return what follows a step that was not finite: a smaller scale, when patience is at its end."""
+        if now.patience > 1:
+            return Watched(now.scale, 0, now.patience - 1)
+        return Watched(max(now.scale * self.backoff, self.smallest), 0, 1)
 
 
 def _scale_of(state: PyTree) -> Tensor:

@@ -18,7 +18,7 @@ def check_whole(name: str, *, refuse: Callable[[Leaf], str | None] = lambda leaf
         if cut:
             raise LayoutError(
                 f"{name} needs whole matrices, but these parameters are in pieces:{''.join(cut)}\n"
-                'Give each matrix to one device: fs.partition_optimizer(opt, unit="matrix", ...).'
+                "Give each matrix to one device: fs.partition_optimizer(opt, mesh=..., axis=..., stage=...)."
             )
         wrong = [f"\n  params{path}: {reason}" for path, leaf in found if (reason := refuse(leaf))]
         if wrong:
@@ -34,5 +34,5 @@ def is_whole(leaf: Leaf) -> bool:
     """Return whether every device that holds any of a leaf holds all of it."""
     if not isinstance(leaf, Sharded):
         return True
-    axes = (*leaf.spec.sharded_axes, *leaf.spec.unreduced)
+    axes = leaf.spec.unreduced if leaf.spec.is_owned else leaf.spec.axes
     return all(leaf.mesh.shape[axis] == 1 for axis in axes)

@@ -70,13 +70,13 @@ def axis_subsets(mesh: Mesh) -> st.SearchStrategy[tuple[str, ...]]:
 
 @st.composite
 def specs(draw: st.DrawFn, mesh: Mesh, shape: tuple[int, ...], *, flat: bool = True, unreduced: bool = True) -> P:
-    """Draw a spec in which a tensor of `shape` can lie: dims cut by one or several axes in any order, or flat.
+    """Draw a spec in which a tensor of `shape` can lie: dims cut by one or several axes in any order, flat, or owned.
 
     Args:
         draw: given by hypothesis.
         mesh: whose axes may be used.
         shape: of the whole tensor.
-        flat: whether the spec may be flat.
+        flat: whether the spec may be flat or owned.
         unreduced: whether axes may be unreduced.
 
     >>> from hypothesis import find
@@ -90,6 +90,10 @@ def specs(draw: st.DrawFn, mesh: Mesh, shape: tuple[int, ...], *, flat: bool = T
     if flat and draw(st.sampled_from((False, False, False, True))):
         chosen = draw(axis_subsets(mesh))
         over = [axis for axis in mesh.axis_names if unreduced and axis not in chosen and draw(st.booleans())]
+        places = prod(mesh.shape[axis] for axis in chosen)
+        owner = draw(st.sampled_from((None, *range(places))))
+        if owner is not None:
+            return P.owned(*chosen, by=owner, unreduced=tuple(over))
         return P.flat(*chosen, unreduced=tuple(over))
     for axis in draw(st.permutations(mesh.axis_names)):
         size = mesh.shape[axis]

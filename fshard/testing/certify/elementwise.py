@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from fshard.mesh.layout import Layout
 from fshard.mesh.mesh import Mesh
 from fshard.mesh.spec import P
 from fshard.mesh.tree import PyTree
-from fshard.optim.contract import Optimizer, pure_step
+from fshard.optim.contract import Optimizer, elementwise_leaves, pure_step
 from fshard.optim.leaves import Leaf, Leaves, trainable
 from fshard.testing.certify.beside import beside, first_difference, largest
 from fshard.transforms.rules import named, parts_of
@@ -22,8 +23,9 @@ from fshard.transforms.rules import named, parts_of
 def check_elementwise(opt: Optimizer, params: PyTree = None, *, steps: int = 3, seed: int = 0) -> None:
     """Hold an optimizer that says `elementwise=True` to its word: whole and in pieces, it has to do the same.
 
-    Parameters are cut flat over virtual meshes of several sizes, gradients are random, of very different sizes from
-    piece to piece.  What an optimizer communicates it may: `clip_by_global_norm` is no counterexample.
+    Parameters are cut flat (in a `by_label`, those whose optimizer says it) over virtual meshes of several sizes, gradients
+    are random, of very different sizes from piece to piece.  What an optimizer communicates it may: `clip_by_global_norm`
+    is no counterexample.
 
     Args:
         opt: an optimizer, or a transformation of gradients.
@@ -41,27 +43,30 @@ def check_elementwise(opt: Optimizer, params: PyTree = None, *, steps: int = 3, 
     ...
     AssertionError: ...
     """
-    if not opt.elementwise:
-        raise OptimizerError(
-            "check_elementwise: this optimizer says that it is not elementwise, so there is nothing to hold it to."
-        )
     draw = torch.Generator().manual_seed(seed)
     shapes = {"bias": (7,), "matrix": (6, 5), "scale": (), "stack": (2, 3, 4)}
     params = {name: torch.randn(shape, generator=draw) for name, shape in shapes.items()} if params is None else params
+    promised = elementwise_leaves(opt.elementwise, params)
+    if not any(promised):
+        raise OptimizerError(
+            "check_elementwise: this optimizer says that it is not elementwise, so there is nothing to hold it to."
+        )
     at = Leaves.of(params)
     grads = [at.mapped(lambda x: _uneven(x, draw)) for _ in range(steps)]
     expected = _trained(opt, params, grads)
     for axes in ({"data": 2}, {"data": 3}, {"data": 2, "model": 2}, {"data": 7}):
         mesh = Mesh(tuple(axes.items()), "virtual", "cpu")
-        found = _trained(opt, _cut(params, mesh), [_cut(each, mesh) for each in grads])
+        found = _trained(opt, _cut(params, mesh, promised), [_cut(each, mesh, promised) for each in grads])
         for step, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
             for path, a, b in zip(at.paths, ours, theirs, strict=True):
                 _compare(named(parts_of(path)) or "params", a, b, step, mesh)
 
 
-def _cut(tree: PyTree, mesh: Mesh) -> PyTree:
-    layout = Layout(mesh, P.flat(*mesh.axis_names))
-    return Leaves.of(tree).mapped(lambda x: fs.device_put(x, layout) if isinstance(x, Tensor) else x)
+def _cut(tree: PyTree, mesh: Mesh, promised: Sequence[bool]) -> PyTree:
+    layouts = {True: Layout(mesh, P.flat(*mesh.axis_names)), False: Layout(mesh)}
+    at = Leaves.of(tree)
+    cut = {id(x): layouts[one] for x, one in zip(at.leaves, promised, strict=True)}
+    return at.mapped(lambda x: fs.device_put(x, cut[id(x)]) if isinstance(x, Tensor) else x)
 
 
 def _uneven(x: Any, draw: torch.Generator) -> Any:

@@ -1,0 +1,102 @@
+"""Combinators: chains, masks, labels, skipping, accumulation, averages, master weights."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fshard as fs
+from fshard import P, optim
+from fshard.optim.contract import copied
+from tests.optimizers import by_step, by_update, example, leaves_of, same, trees
+
+
+def test_a_chain_steps_as_its_writer_does():
+    params, steps = example()
+    opt = optim.chain(optim.clip_by_value(0.5), optim.adamw(0.1, fused=False))
+    clipped = [optim.clip_by_value(0.5).update(grads, (), None)[0] for grads in steps]
+    assert same(by_step(opt, params, steps)[0], by_step(optim.adamw(0.1, fused=False), params, clipped)[0])
+    assert optim.chain(optim.adamw(0.1), optim.scale(0.5)).step is None
+
+
+def test_masked_optimizers_freeze_and_masked_transformations_pass_on():
+    params = {"w": torch.ones(2), "b": torch.ones(2)}
+    mask = {"w": True, "b": False}
+    frozen = optim.masked(optim.sgd(0.5), mask)
+    updates, _ = frozen.update(params, frozen.init(params), params)
+    assert updates["b"] is None and updates["w"].tolist() == [-0.5, -0.5]
+    passed = optim.masked(optim.scale(3.0), mask)
+    updates, _ = passed.update(params, passed.init(params), params)
+    assert updates["b"].tolist() == [1, 1] and updates["w"].tolist() == [3, 3]
+
+
+def test_labels_without_optimizers_and_optimizers_without_parameters_are_errors():
+    opt = optim.by_label({"a": optim.sgd(), "b": optim.sgd()}, {"w": "a", "v": "c", "u": "d"})
+    with pytest.raises(optim.OptimizerError) as error:
+        opt.init({"w": torch.ones(1), "v": torch.ones(1), "u": torch.ones(1)})
+    assert str(error.value) == (
+        "by_label has optimizers for 'a', 'b', but there is no optimizer for: params[\"u\"] is labelled 'd'; "
+        "params[\"v\"] is labelled 'c' and no parameter is labelled 'b'. "
+        "Every parameter needs an optimizer, and every optimizer a parameter."
+    )
+
+
+@pytest.mark.parametrize("bad", [torch.inf, torch.nan])
+def test_all_devices_skip_when_one_finds_a_bad_gradient(bad):
+    layout = fs.Layout(fs.make_mesh({"data": 4}), P("data"))
+    params = fs.device_put([torch.ones(8), torch.ones(4)], layout)
+    grads = torch.ones(8)
+    grads[7] = bad
+    opt = optim.skip_if_not_finite(optim.adamw(0.1))
+    state = opt.init(params)
+    with fs.ledger() as comm:
+        updates, after = opt.update(fs.device_put([grads, torch.ones(4)], layout), state, params)
+    assert updates == [None, None] and after["skipped"] == 1 and same(after["inner"], state["inner"])
+    assert comm.calls() == 1
+    _, after = opt.update(fs.device_put([torch.ones(8), torch.ones(4)], layout), after, params)
+    assert after["skipped"] == 1 and after["inner"]["count"] == 1
+
+
+def test_accumulation_is_one_step_with_the_mean():
+    params, steps = example(torch.float64)
+    opt = optim.accumulate(optim.adamw(0.1, fused=False), every=5)
+    at = optim.leaves.Leaves.of(params)
+    total = steps[0]
+    for grads in steps[1:]:
+        total = at.rebuild([a + b for a, b in zip(leaves_of(total), leaves_of(grads), strict=True)])
+    mean = optim.leaves.Leaves.of(total).mapped(lambda x: x / 5)
+    assert same(by_step(opt, params, steps)[0], by_step(optim.adamw(0.1, fused=False), params, [mean])[0])
+
+
+def test_the_average_of_parameters_is_kept_beside_them():
+    params, steps = example(torch.float64)
+    opt = optim.chain(optim.clip_by_value(1.0), optim.ema(optim.sgd(0.1, fused=False), 0.9))
+    expected, moving = copied(params), copied(params)
+    inner = optim.chain(optim.clip_by_value(1.0), optim.sgd(0.1, fused=False))
+    state = inner.init(moving)
+    for grads in steps:
+        moving, state = inner.step(copied(grads), state, moving)
+        for a, p in zip(leaves_of(expected), leaves_of(moving), strict=True):
+            a.lerp_(p, 1 - 0.9)
+    assert same(optim.ema_params(by_step(opt, params, steps)[1]), expected)
+    with pytest.raises(optim.OptimizerError, match="no average"):
+        optim.ema_params(state)
+
+
+@given(st.data())
+def test_master_weights_round_to_the_same_bits_by_update_and_by_step(data):
+    params, steps = data.draw(trees((torch.bfloat16, torch.float16)))
+    scale = data.draw(st.sampled_from([1e-4, 1.0, 1e2]))
+    opt = optim.with_master_weights(optim.adamw(scale, fused=False))
+    stepped, updated = by_step(opt, params, steps), by_update(opt, params, steps)
+    assert same(stepped, updated)
+    for master, p in zip(leaves_of(updated[1]["master"]), leaves_of(updated[0]), strict=True):
+        assert master.dtype == torch.float32
+        assert same([master.to(p.dtype)], [p])
+
+
+def test_master_weights_are_a_float32_run():
+    params, steps = example(torch.bfloat16)
+    wide = [optim.leaves.Leaves.of(tree).mapped(lambda x: x.float()) for tree in (params, *steps)]
+    _, state = by_step(optim.with_master_weights(optim.adamw(0.01, fused=False)), params, steps)
+    assert same(state["master"], by_step(optim.adamw(0.01, fused=False), wide[0], wide[1:])[0])

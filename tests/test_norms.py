@@ -1,0 +1,66 @@
+"""Norms over everything, wherever it lies."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fshard as fs
+import fshard.testing.strategies
+from fshard import P, optim
+from tests.optimizers import example, leaves_of, tensor
+
+
+@given(st.data())
+@settings(max_examples=60)
+def test_global_norm_counts_every_element_once(data):
+    mesh = data.draw(fs.testing.strategies.meshes())
+    tree, whole, cut = [], [], False
+    for _ in range(data.draw(st.integers(0, 4))):
+        shape = data.draw(fs.testing.strategies.shapes_for(mesh))
+        dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.complex64]))
+        x = data.draw(fs.testing.strategies.dyadic(shape, dtype))
+        whole.append(x)
+        if data.draw(st.booleans()):
+            layout = data.draw(fs.testing.strategies.layouts(mesh, shape, unreduced=False))
+            cut |= any(mesh.shape[axis] > 1 for axis in layout.spec.sharded_axes)
+            x = fs.device_put(x, layout)
+        tree.append(x)
+    with fs.ledger() as comm:
+        found = optim.global_norm(tree)
+    expected = sum(x.to(torch.complex128).abs().square().sum() for x in whole)
+    torch.testing.assert_close(found, torch.as_tensor(expected, dtype=torch.float64).sqrt())
+    assert comm.calls() == cut
+
+
+def test_global_norm_is_torchs_and_counts_ties_once():
+    xs = [tensor((5, 3), torch.float32, 0), tensor((7,), torch.float32, 1)]
+    expected = torch.nn.utils.get_total_norm(xs)
+    torch.testing.assert_close(optim.global_norm(xs).float(), expected)
+    assert torch.equal(optim.global_norm([*xs, xs[0], None]), optim.global_norm(xs))
+    assert optim.global_norm({}) == 0
+
+
+def test_global_norm_refuses_open_sums_and_two_meshes():
+    mesh, other = fs.make_mesh({"data": 2}), fs.make_mesh({"model": 2})
+    summed = fs.device_put(torch.ones(2), fs.Layout(mesh, P(unreduced="data")))
+    with pytest.raises(fs.LayoutError) as error:
+        optim.global_norm({"w": summed})
+    assert str(error.value) == (
+        'global_norm: a norm of sums that are not made yet would be wrong: ["w"] is Sharded f32[2]{U:data} on '
+        "Mesh(data=2; virtual, cpu). Reduce them first: fs.reshard(x, layout) to a layout without unreduced axes."
+    )
+    two = [fs.device_put(torch.ones(2), fs.Layout(m, P(m.axis_names[0]))) for m in (mesh, other)]
+    with pytest.raises(fs.LayoutError, match="on 2 meshes"):
+        optim.global_norm(two)
+
+
+def test_clip_by_global_norm_is_torchs():
+    params, (grads, *_) = example()
+    own = [torch.nn.Parameter(x) for x in leaves_of(params)]
+    for p, g in zip(own, leaves_of(grads), strict=True):
+        p.grad = g.clone()
+    torch.nn.utils.clip_grad_norm_(own, 1.0)
+    clipped, _ = optim.clip_by_global_norm(1.0).update(grads, (), params)
+    for a, p in zip(leaves_of(clipped), own, strict=True):
+        torch.testing.assert_close(a, p.grad)

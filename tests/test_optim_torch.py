@@ -1,0 +1,90 @@
+"""Optimizers have the bits of torch.optim, where torch has the same; fused kernels differ by rounding."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fshard import optim
+from tests.optimizers import FUSED, TWINS, WHEN, by_step, by_torch, example, leaves_of, same, suited, tensor, trees
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("name", TWINS)
+def test_steps_have_the_bits_of_torch(name, dtype, foreach):
+    make, cls, options = TWINS[name]
+    params, steps = suited(make, *example(dtype))
+    kernel = {} if make is optim.muon else {"foreach": foreach and make is not optim.adafactor}
+    ours = make(**options, **({"fused": False} if make in FUSED else {}))
+    expected = by_torch(cls, params, steps, **options, **kernel)
+    assert same(leaves_of(by_step(ours, params, steps)[0]), expected)
+
+
+@pytest.mark.parametrize("name", [name for name, twin in TWINS.items() if twin[0] in FUSED])
+@given(st.data())
+@settings(max_examples=30)
+def test_steps_on_any_tree_have_the_bits_of_torch(name, data):
+    make, cls, options = TWINS[name]
+    params, steps = data.draw(trees((torch.float32, torch.float64)))
+    expected = by_torch(cls, params, steps, foreach=False, **options)
+    assert same(leaves_of(by_step(make(**options, fused=False), params, steps)[0]), expected)
+
+
+@pytest.mark.parametrize("name", [name for name, twin in TWINS.items() if twin[0] in FUSED])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.complex64], ids=str)
+def test_other_dtypes_have_the_bits_of_torch_foreach(name, dtype):
+    make, cls, options = TWINS[name]
+    options = options if make is optim.sgd else {"eps": 1e-3, **options}
+    params, steps = example(dtype)
+    expected = by_torch(cls, params, steps, foreach=True, **options)
+    assert same(leaves_of(by_step(make(**options, fused=False), params, steps)[0]), expected)
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_a_schedule_is_read_before_each_step(name):
+    make, cls, options = TWINS[name]
+    params, steps = suited(make, *example())
+    options = {**options, "lr": 0.1}
+    ours = make(**{**options, "lr": WHEN}, **({"fused": False} if make in FUSED else {}))
+    expected = by_torch(cls, params, steps, WHEN, **options, **({} if make is optim.muon else {"foreach": False}))
+    assert same(leaves_of(by_step(ours, params, steps)[0]), expected)
+
+
+@pytest.mark.parametrize("name", [name for name, twin in TWINS.items() if twin[0] in FUSED])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64], ids=str)
+def test_fused_steps_are_foreach_steps_within_rounding(name, dtype):
+    make, _, options = TWINS[name]
+    params, steps = example(dtype)
+    fused, plain = (by_step(make(**options, fused=fused), params, steps)[0] for fused in (None, False))
+    for a, b in zip(leaves_of(fused), leaves_of(plain), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("name", [name for name, twin in TWINS.items() if twin[0] in FUSED])
+@given(st.data())
+@settings(max_examples=25)
+def test_fused_steps_of_any_tree(name, data):
+    make, _, options = TWINS[name]
+    params, steps = data.draw(trees((torch.float32, torch.float64, torch.bfloat16)))
+    fused, plain = (by_step(make(**options, fused=fused), params, steps) for fused in (None, False))
+    for a, b in zip(leaves_of(fused), leaves_of(plain), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_fused_kernels_that_are_wrong_are_not_used():
+    opt = optim.sgd(0.1, fused=True)
+    params = [torch.ones(64, dtype=torch.bfloat16)]
+    with pytest.raises(optim.OptimizerError) as error:
+        opt.step(params, opt.init(params), params)
+    assert str(error.value) == (
+        "fused=True, but for parameters of torch.bfloat16 on cpu there is no fused kernel that can be trusted, "
+        "or they are not contiguous. Leave fused=None."
+    )
+
+
+def test_fused_kernels_read_gradients_in_any_memory_order():
+    p, g = tensor((4, 6), torch.float32, 0), tensor((6, 4), torch.float32, 1).T
+    for make in FUSED:
+        fused, plain = (by_step(make(0.1, fused=fused), [p], [[g]])[0][0] for fused in (True, False))
+        torch.testing.assert_close(fused, plain)
