@@ -6,7 +6,6 @@ params, state, batch ─> value_and_grad ─> opt.step ─> params, state, metri
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, Literal, Protocol
 
 import torch
@@ -18,7 +17,8 @@ from fshard.mesh.tree import PyTree
 from fshard.optim.contract import Optimizer, Update, copied, step_of
 from fshard.optim.norms import global_norm
 from fshard.source import call_site
-from fshard.transforms.gradient import How, Value, differentiate, how_of
+from fshard.transforms.gradient import value_and_grad
+from fshard.transforms.means import Value
 
 Precision = Literal["bf16", "fp16"]
 _COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16, None: None}
@@ -79,30 +79,30 @@ def train_step(
         raise LayoutError(f'train_step: precision is "bf16", "fp16" or None, not {precision!r}.')
     if precision == "fp16" and opt.loss_scale is None:
         raise LayoutError('train_step: precision="fp16" needs a scaled loss. Write fs.optim.loss_scaled(opt).')
-    stage = getattr(opt, "stage", 0)
     options.setdefault("gradients", getattr(opt, "gradients", None))
-    options.setdefault("reduce_once", stage < 2)
-    how = how_of(loss_fn, mesh=mesh, batch=batch, **options)
-    reduce = how.manner.reduce or (torch.float32 if precision == "fp16" else None)
-    how = replace(how, manner=replace(how.manner, compute=how.manner.compute or _COMPUTE[precision], reduce=reduce))
+    options.setdefault("reduce_once", getattr(opt, "stage", 0) < 2)
+    options.setdefault("compute", _COMPUTE[precision])
+    options.setdefault("reduce", torch.float32 if precision == "fp16" else None)
+    gradient = value_and_grad(loss_fn, mesh=mesh, batch=batch, **options)
+    how = gradient.how
     write = step_of(opt)  # pyright: ignore[reportArgumentType]  # a Partitioned has all that an Optimizer has
     if how.slices is not None:  # torch's fused kernels round differently where a piece ends; updates do without them
         write = step_of(Optimizer(opt.init, opt.update))
 
     def step(params: PyTree, state: PyTree, batch: PyTree) -> tuple[PyTree, PyTree, Metrics]:
         scale = float(opt.loss_scale(state)) if opt.loss_scale is not None else 1.0
-        value, grads = differentiate(how, params, batch, call_site(), scale)
+        value, grads = gradient.run(params, batch, call_site(), scale)
         with torch.no_grad():
             norm = global_norm(grads, exact=how.slices is not None) / scale
             if not donate:
                 params, state = copied((params, state))
             params, state = write(grads, state, params)
-        return params, state, _metrics(how, value, norm)
+        return params, state, _metrics(value, norm, how.has_aux)
 
     return step
 
 
-def _metrics(how: How, value: Value, norm: Tensor) -> Metrics:
+def _metrics(value: Value, norm: Tensor, has_aux: bool) -> Metrics:
     finite = torch.isfinite(norm) & torch.isfinite(value.loss).to(norm.device)
     metrics = {"loss": value.loss, "grad_norm": norm.to(value.loss.dtype), "weight": value.weight, "finite": finite}
-    return {**metrics, "aux": value.aux} if how.has_aux else metrics
+    return {**metrics, "aux": value.aux} if has_aux else metrics
