@@ -1,7 +1,11 @@
 """`value_and_grad`: the gradient of an ordinary loss function, on parameters and a batch that lie on a mesh.
 
 Each device takes the loss of its own part of the batch; the loss of the whole is their mean, weighted by samples or by
-what `weight` counts.  Gradients come out as their layouts say: that is all that ZeRO 0 to 3 differ in.
+what `weight` counts.  So a batch of any size has the loss and the gradient that it has on one device, if the loss is a
+mean over samples, or with `weight` over what that counts.  A loss that talks to other devices itself (`fs.psum`) needs
+an even batch; `sync_batchnorm` does not.
+
+Gradients come out as their layouts say: that is all that ZeRO 0 to 3 differ in.
 
     parameters at rest   gradients     the way of a gradient
     P()                  P()           psum                    (0)
@@ -17,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import torch
@@ -61,14 +66,14 @@ def value_and_grad(
     """Return a function of (params, batch) that gives the mean loss over the whole batch and its gradient.
 
     Args:
-        loss_fn: `loss_fn(params, batch)` of one device: the mean loss over the samples that it is given; with `has_aux`, a
-            pair of that and a tree of tensors, which are averaged as the loss is.
+        loss_fn: `loss_fn(params, batch)` of one device: the mean loss over the samples that it is given, or the loss of each;
+            with `has_aux`, a pair of that and a tree of tensors, which are averaged as the loss is.
         mesh: the devices.
         batch: how the batch is cut: a P, or a prefix tree of Ps.  Its axes are the ones that gradients are summed over.
         has_aux: whether loss_fn returns a pair.
-        weight: what a part of the batch counts for: `weight(part)`, say its number of tokens.  By default all parts are of
-            one size and count the same.
-        accumulate: cut each device's part into so many, one after the other.
+        weight: what a part of the batch counts for: `weight(part)`, say its number of tokens.  By default a part counts for
+            its samples: how long the first dim is, where the batch is cut along it.
+        accumulate: cut each device's part into so many, one after the other.  Parts differ by one sample at most.
         reduce_once: with `accumulate`, add gradients up locally and reduce the sum, instead of reducing each.  It sends less
             and holds whole gradients meanwhile.
         gradients: from a parameter's layout to its gradient's; by default they are the same.
@@ -165,6 +170,7 @@ class Gradient:
         paths, leaves, structure = flatten_with_paths(params, sharded_is_leaf=True)
         _refuse_unplaced(paths, leaves, mesh)
         parts = placed(batch, self.specs, mesh)
+        parts.check(self.how.turns(prod(mesh.shape[axis] for axis in parts.axes)))
         first = {id(x): place for place, x in reversed([*enumerate(leaves)])}  # a tied leaf is one, wherever it stands
         own = sorted(first.values())
         at = [own.index(first[id(x)]) for x in leaves] if len(own) < len(leaves) else list(range(len(leaves)))
@@ -188,7 +194,8 @@ class Gradient:
             None if shards[0] is None else Sharded(leaf.shape, self.gradients(leaf.layout), tuple(shards))
             for leaf, *shards in zip([leaves[at] for at in own], *(gs for _, gs, _ in results), strict=True)
         ]
-        return value, unflatten(structure, [grads[place] for place in at])
+        samples = parts.cut.length if parts.cut is not None else None
+        return value._replace(samples=samples), unflatten(structure, [grads[place] for place in at])
 
     def _known(self, leaves: Sequence[tuple[str, Sharded]], axes: tuple[str, ...]) -> Known:
         """Return what is worked out once for parameters of these paths, shapes and layouts."""

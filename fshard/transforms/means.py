@@ -30,11 +30,15 @@ class Found(NamedTuple):
 
 
 class Value(NamedTuple):
-    """What all slices of all devices have found: the loss and what it was the mean over."""
+    """What all slices of all devices have found: the loss, and what it is the mean over.
+
+    `samples` are those of the batch; None: its tensors do not agree on how many there are.
+    """
 
     loss: Tensor
     weight: Tensor
     aux: PyTree
+    samples: int | None = None
 
 
 def summed(x: Tensor, group: Group | None, site: Site) -> Tensor:
@@ -49,8 +53,7 @@ def together(
     flat = [_numbers(one.aux) for one in found]
     near = found[0].loss.device
     rows = [
-        torch.cat([x.detach().to(near, torch.float64).reshape(-1) for x in (one.loss, torch.ones(()), *leaves)])
-        * one.weight
+        _weighted([one.loss, torch.ones(()), *leaves], one.weight, near)
         for one, (leaves, _) in zip(found, flat, strict=True)
     ]
     mark = float(zlib.crc32(repr(sequence).encode()) % (1 << 20))
@@ -67,6 +70,12 @@ def together(
     aux = unflatten(structure, [mean.reshape(x.shape).to(x) for mean, x in zip(means, leaves, strict=True)])
     loss = (total / weight).to(torch.promote_types(found[0].loss.dtype, torch.float32))
     return Value(loss, weight, aux), used
+
+
+def _weighted(xs: list[Tensor], weight: Tensor, near: torch.device) -> Tensor:
+    """Return numbers times what they count for; what counts for nothing is 0, even if it is not finite."""
+    row = torch.cat([x.detach().to(near, torch.float64).reshape(-1) for x in xs])
+    return torch.where(weight == 0, 0.0, row * weight)
 
 
 def _tree_sum(rows: list[Tensor]) -> Tensor:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,8 +16,9 @@ from torch import Tensor
 from fshard.errors import LayoutError
 from fshard.mesh.scope import require
 from fshard.mesh.tree import PyTree
-from fshard.transforms.batch import Batch
+from fshard.transforms.batch import Batch, Slice
 from fshard.transforms.forest import Forest
+from fshard.transforms.idle import idling
 from fshard.transforms.means import Found, Value, summed, together
 from fshard.transforms.randomness import keyed_random
 from fshard.transforms.use import Manner, Tape
@@ -48,6 +48,29 @@ class How:
     slices: int | None
     manner: Manner
 
+    def turns(self, n: int) -> int:
+        """Return how many slices each of n devices takes."""
+        if self.slices is None:
+            return self.accumulate
+        if self.slices % n or (self.slices // n) % self.accumulate:
+            raise LayoutError(
+                f"reproducible mode cuts the batch into {self.slices} slices, which {n} devices do not share evenly "
+                f"in {self.accumulate} turns. Give a number of slices that all your meshes divide."
+            )
+        return self.slices // n
+
+
+class Count(NamedTuple):
+    """What a slice counts for, and what its loss is multiplied by before it is differentiated."""
+
+    weight: Tensor
+    share: float
+
+    @property
+    def idle(self) -> bool:
+        """Whether it counts for nothing."""
+        return not self.weight.is_meta and not self.weight
+
 
 class Device:
     """One device in one step.
@@ -67,29 +90,27 @@ class Device:
     ) -> None:
         self.how, self.tape, self.params, self.batch, self.place = how, tape, params, batch, place
         self.key, self.scale = key, scale
-        scope = require("value_and_grad")
-        self.n = prod(scope.axes[axis][0] for axis in batch.axes)
-        self.group = scope.group(batch.axes, "value_and_grad") if batch.axes else None
+        self.group = require("value_and_grad").group(batch.axes, "value_and_grad") if batch.axes else None
 
     def run(self) -> tuple[Value, list[Tensor | None]]:
         """Return the loss of the whole batch, and this device's shards of the gradients."""
         how, tape = self.how, self.tape
-        count = self._slices()
-        pieces = self.batch.slices(self.place, count)
+        n, index = (self.group.size, self.group.index) if self.group is not None else (1, 0)
+        slices = self.batch.slices(self.place, how.turns(n))
+        counts = self._counts(slices)
         forest = Forest() if how.slices is not None else None
         found: list[Found] = []
-        counts, shares = self._shares(pieces)
-        index = self.group.index if self.group is not None else 0
-        for turn, piece in enumerate(pieces):
+        for turn, (slice, count) in enumerate(zip(slices, counts, strict=True)):
             if forest is not None:
                 tape.keep = forest.plant
-            elif how.once and turn < count - 1:
+            elif how.once and turn < len(slices) - 1:
                 tape.keep = lambda unit, gs: unit.keep(gs)
             else:
                 tape.keep = None
             tape.begin()
-            with keyed_random(self.key, 0, index * count + turn):
-                found.append(self._one(piece, counts[turn], shares[turn]))
+            tape.idle = count.idle
+            with keyed_random(self.key, 0, index * len(slices) + turn), idling(count.idle):
+                found.append(self._one(slice, count))
             if forest is not None:
                 forest.grow()
         tape.check_unchanged()
@@ -98,44 +119,44 @@ class Device:
         value, used = together(found, self.group, tape.used, tape.sequence, tape.site)
         return value, self._gradients(value, used)
 
-    def _slices(self) -> int:
-        how = self.how
-        if how.slices is None:
-            return how.accumulate
-        if how.slices % self.n or (how.slices // self.n) % how.accumulate:
-            raise LayoutError(
-                f"reproducible mode cuts the batch into {how.slices} slices, which {self.n} devices do not share evenly "
-                f"in {how.accumulate} turns. Give a number of slices that all your meshes divide."
-            )
-        return how.slices // self.n
-
-    def _shares(self, pieces: list[list[Any]]) -> tuple[list[Tensor], list[float]]:
-        """Return what each slice counts for, and its share of the mean (in reproducible mode, before the division)."""
-        how = self.how
+    def _counts(self, slices: list[Slice]) -> list[Count]:
+        """Return what each slice counts for."""
+        how, rows = self.how, [slice.rows for slice in slices]
         if how.weight is None:
-            share = 1.0 if how.slices is not None else 1.0 / (self.n * len(pieces))
-            return [torch.ones((), dtype=torch.float64)] * len(pieces), [share] * len(pieces)
-        counts = [torch.as_tensor(how.weight(self.batch.tree(piece)), dtype=torch.float64) for piece in pieces]
-        if counts[0].is_meta:
-            return counts, [1.0] * len(pieces)
+            total = self.batch.total(len(slices)) if how.slices is None else 1
+            return [Count(torch.tensor(float(each), dtype=torch.float64), each / total) for each in rows]
+        weights = [
+            torch.as_tensor(how.weight(self.batch.tree(slice.leaves)), dtype=torch.float64) * bool(slice.rows)
+            for slice in slices
+        ]
+        if weights[0].is_meta:
+            return [Count(weight, 1.0) for weight in weights]
         if how.slices is not None:
-            return counts, [float(count) for count in counts]
-        total = summed(torch.stack(counts).sum(), self.group, self.tape.site)
-        return counts, [float(count / total) for count in counts]
+            return [Count(weight, float(weight)) for weight in weights]
+        total = summed(torch.stack(weights).sum(), self.group, self.tape.site)
+        return [Count(weight, float(weight / total)) for weight in weights]
 
-    def _one(self, piece: list[Any], count: Tensor, share: float) -> Found:
+    def _one(self, slice: Slice, count: Count) -> Found:
         """Forward and backward of one slice."""
         how, tape = self.how, self.tape
         with torch.enable_grad(), tape.forward():
-            result = how.loss_fn(self.params(), self.batch.tree(piece, how.manner.compute))
+            result = how.loss_fn(self.params(), self.batch.tree(slice.leaves, how.manner.compute))
             loss, aux = result if how.has_aux else (result, ())
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-            raise LayoutError(f"the loss function has to return one number; found {found}. Take its mean.")
+            if not isinstance(loss, Tensor) or loss.numel() != 1:
+                loss = self._mean(loss, slice)
         if loss.requires_grad:
-            start = torch.full_like(loss, share * self.scale)
+            start = torch.full_like(loss, count.share * self.scale)
             torch.autograd.grad(loss, [tape.anchor], start, allow_unused=True)
-        return Found(loss.detach(), count.to(loss.device), aux)
+        return Found(loss.detach(), count.weight.to(loss.device), aux)
+
+    def _mean(self, loss: Any, slice: Slice) -> Tensor:
+        """Return the mean of the losses of the samples of a slice."""
+        samples = max(slice.rows, 1) if self.batch.cut is not None and self.how.weight is None else None
+        if isinstance(loss, Tensor) and loss.shape == (samples,):
+            return loss.mean()
+        found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        one_each = "" if samples is None else ", or one for each sample"
+        raise LayoutError(f"the loss function has to return one number{one_each}; found {found}. Take its mean.")
 
     def _reduce_rest(self, forest: Forest | None) -> None:
         """Reduce what has been kept and not yet been reduced, in the order of the units."""

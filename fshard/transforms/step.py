@@ -19,12 +19,20 @@ from fshard.optim.norms import global_norm
 from fshard.source import call_site
 from fshard.transforms.gradient import value_and_grad
 from fshard.transforms.means import Value
+from fshard.transforms.slices import How
 
 Precision = Literal["bf16", "fp16"]
 _COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16, None: None}
 
 Metrics = dict[str, Any]
-"""loss, grad_norm, weight and finite (whether loss and gradients are) as 0-d tensors, equal on all devices; and aux."""
+"""What is known of a step, equal on all devices.
+
+    loss, grad_norm    0-d tensors
+    finite             whether both are
+    samples            how many the batch has, unless its tensors do not agree
+    weight             with `weight=`: what the whole batch counts for, its number of tokens, say
+    aux                with `has_aux`: the mean of what the loss function returns beside the loss
+"""
 
 
 class AnyOptimizer(Protocol):
@@ -63,7 +71,7 @@ def train_step(
             names another dtype.  "fp16" needs `fs.optim.loss_scaled(opt)`.
         options: those of `value_and_grad`: accumulate, weight, has_aux, frozen, reproducible, ...
 
-    The metrics are {"loss", "grad_norm", "weight", "finite"}, and "aux" with `has_aux`.
+    The metrics are "loss", "grad_norm", "finite" and "samples"; with `weight` also "weight", with `has_aux` also "aux".
 
     >>> import torch, fshard as fs
     >>> from fshard import P
@@ -72,8 +80,8 @@ def train_step(
     >>> opt = fs.partition_optimizer(fs.optim.sgd(0.5), mesh=mesh, axis="data", stage=3)
     >>> step = fs.train_step(lambda p, x: (p["w"] * x).sum(1).mean(), opt, mesh=mesh, batch=P("data"))
     >>> params, state, metrics = step(params, opt.init(params), torch.ones(4, 2))
-    >>> fs.unshard(params["w"]), metrics["loss"], metrics["grad_norm"]
-    (tensor([0.5000, 1.5000]), tensor(3.), tensor(1.4142))
+    >>> fs.unshard(params["w"]), metrics["loss"], metrics["grad_norm"], metrics["samples"]
+    (tensor([0.5000, 1.5000]), tensor(3.), tensor(1.4142), tensor(4))
     """
     if precision not in _COMPUTE:
         raise LayoutError(f'train_step: precision is "bf16", "fp16" or None, not {precision!r}.')
@@ -97,12 +105,17 @@ def train_step(
             if not donate:
                 params, state = copied((params, state))
             params, state = write(grads, state, params)
-        return params, state, _metrics(value, norm, how.has_aux)
+        return params, state, _metrics(how, value, norm)
 
     return step
 
 
-def _metrics(value: Value, norm: Tensor, has_aux: bool) -> Metrics:
+def _metrics(how: How, value: Value, norm: Tensor) -> Metrics:
     finite = torch.isfinite(norm) & torch.isfinite(value.loss).to(norm.device)
-    metrics = {"loss": value.loss, "grad_norm": norm.to(value.loss.dtype), "weight": value.weight, "finite": finite}
-    return {**metrics, "aux": value.aux} if has_aux else metrics
+    metrics = {"loss": value.loss, "grad_norm": norm.to(value.loss.dtype), "finite": finite}
+    found = {
+        "samples": None if value.samples is None else torch.tensor(value.samples),
+        "weight": None if how.weight is None else value.weight,
+        "aux": value.aux if how.has_aux else None,
+    }
+    return {**metrics, **{name: x for name, x in found.items() if x is not None}}
