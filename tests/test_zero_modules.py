@@ -4,6 +4,7 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 import pytest
@@ -13,6 +14,7 @@ from torch.nn.utils.parametrizations import weight_norm
 
 import fshard as fs
 from fshard import P
+from fshard.mesh.tree import flatten
 
 STAGES = (0, 1, 2, 3)
 N = 2
@@ -238,14 +240,105 @@ def test_tied_parameters_are_one_and_unused_and_frozen_ones_stay(stage):
     assert same == {"blocks.1.weight", "blocks.1.bias", "unused.weight", "unused.bias"}
 
 
-@pytest.mark.xfail(
-    strict=True, reason="shard_params forgets requires_grad, and train_step trains what the module has frozen"
-)
+@pytest.mark.parametrize("opt", OPTIMIZERS)
 @pytest.mark.parametrize("stage", STAGES)
-def test_what_the_module_has_frozen_is_not_trained(stage):
+def test_what_the_module_has_frozen_is_not_trained(stage, opt):
     module = built(CASES["mlp"])
-    found = sharded(module, 6, "sgd", stage)
-    assert_same(found, serial(module, 6, "sgd"))
+    found = sharded(module, 6, opt, stage, donate=True)
+    assert_same(found, serial(module, 6, opt))
+
+
+@pytest.mark.parametrize("frozen", ["blocks.1.*", ["blocks[1].weight", "blocks[1].bias"], '["blocks"][1].**'], ids=str)
+def test_patterns_name_parameters_as_modules_do(frozen):
+    module = built(CASES["mlp"])
+    expected = serial(module, 6, "sgd")
+    for x in module.parameters():
+        x.requires_grad_(True)
+    assert_same(sharded(module, 6, "sgd", 3, frozen=frozen), expected)
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+@pytest.mark.parametrize("stage", STAGES)
+def test_no_state_and_no_messages_are_for_what_is_frozen(stage, n):
+    """A device holds two numbers for each trained one, the parameters at rest, and sends what training the rest takes."""
+    mesh = fs.make_mesh({"data": n})
+    base, head = nn.Linear(16, 32), nn.Linear(32, 16)
+    apply, params, buffers = fs.functionalize(nn.Sequential(base.requires_grad_(False), nn.Tanh(), head))
+    opt = fs.partition_optimizer(fs.optim.adamw(0.1, fused=False), mesh=mesh, axis="data", stage=stage)
+    own = placed(params, stage, mesh)
+    assert [x.layout.frozen for x in own.values()] == [True, True, False, False]
+    state = opt.init(own)
+    trained = sum(x.numel() for x in head.parameters())
+    everything = trained + sum(x.numel() for x in base.parameters())
+    pieces = [x for x in flatten(state, sharded_is_leaf=True)[0] if isinstance(x, fs.Sharded) and x.ndim]
+    for device in range(n):
+        assert sum(x.shards[device].numel() for x in own.values()) == everything // (n if stage == 3 else 1)
+        assert sum(x.shards[device].numel() for x in pieces) == 2 * trained // (n if stage else 1)
+    step = fs.train_step(lambda p, x: loss_of(apply(p, buffers, x)[0]), opt, mesh=mesh, batch=P("data"), live_units=2)
+    with fs.ledger() as comm:
+        after, state, _ = step(own, state, torch.ones(8, 16))
+    moved = 4 * Fraction(n - 1, n) * (2 * trained + (everything - trained if stage == 3 else 0))
+    assert moved <= comm.bytes() < moved + 400
+    assert all(
+        x is y for name in ("0.weight", "0.bias") for x, y in zip(own[name].shards, after[name].shards, strict=True)
+    )
+    assert [x.layout.frozen for x in after.values()] == [True, True, False, False]
+
+
+def test_parameters_are_frozen_where_they_are_laid_out():
+    mesh = fs.make_mesh({"data": 2})
+    tree = {"base": [torch.ones(2), torch.ones(2)], "head": torch.ones(2)}
+    own = fs.shard_params(tree, fs.fsdp("data"), mesh=mesh, frozen="base[*]")
+    assert [own["base"][0].layout.frozen, own["base"][1].layout.frozen, own["head"].layout.frozen] == [
+        True,
+        True,
+        False,
+    ]
+    born = fs.init_params(lambda: {"a": torch.ones(2), "b": torch.ones(2)}, P(), mesh=mesh, frozen="b")
+    assert [born["a"].layout.frozen, born["b"].layout.frozen] == [False, True]
+    assert fs.shard_params(born, fs.fsdp("data"), mesh=mesh)["b"].layout.frozen
+    _, grads = fs.value_and_grad(lambda p, x: (p["a"] * p["b"]).sum() * x.mean(), mesh=mesh, batch=P("data"))(
+        born, torch.ones(2)
+    )
+    assert grads["b"] is None and fs.unshard(grads["a"]).tolist() == [1.0, 1.0]
+
+
+def test_parameters_are_frozen_for_one_step_and_trained_in_another():
+    """Two programs that take turns on one tree: what one freezes, the other trains."""
+    mesh = fs.make_mesh({"data": 2})
+    own = fs.shard_params({"left": torch.ones(2), "right": torch.ones(2)}, P(), mesh=mesh)
+    opt = fs.partition_optimizer(fs.optim.sgd(1.0), mesh=mesh, axis="data", stage=1)
+
+    def loss_fn(p, x):
+        return (p["left"] * p["right"]).sum() * x.mean()
+
+    state = opt.init(own)
+    for frozen in ("left", "right"):
+        step = fs.train_step(loss_fn, opt, mesh=mesh, batch=P("data"), frozen=frozen)
+        own, state, _ = step(own, state, torch.full((2,), 0.5))
+    assert [x.tolist() for x in fs.unshard(own).values()] == [[0.75, 0.75], [0.5, 0.5]]
+
+
+def test_patterns_that_freeze_nothing_or_half_of_a_tie_are_refused():
+    mesh, x = fs.make_mesh({"data": 2}), torch.ones(2)
+    tree = {"0.weight": x, "0.bias": torch.ones(2), "tied": x}
+    unused = r'frozen: no leaf is for "0.wieght", "1.\*\*". The leaves are 0.bias, 0.weight, tied.'
+    with pytest.raises(fs.LayoutError, match=unused):
+        fs.shard_params(tree, P(), mesh=mesh, frozen=["0.wieght", "0.bias", "1.**"])
+    with pytest.raises(fs.LayoutError, match="of it and a leaf that it is tied to, one is frozen"):
+        fs.shard_params(tree, P(), mesh=mesh, frozen="tied")
+    own = fs.shard_params(tree, P(), mesh=mesh)
+
+    def gradient(frozen):
+        return fs.grad(lambda p, x: p["tied"].sum() * x.mean(), mesh=mesh, batch=P("data"), frozen=frozen)(
+            own, torch.ones(2)
+        )
+
+    with pytest.raises(fs.LayoutError, match=unused):
+        gradient(["0.wieght", "0.bias", "1.**"])
+    with pytest.raises(fs.LayoutError, match=r"frozen: 0.weight and tied are one parameter \(tied\)"):
+        gradient("tied")
+    assert gradient(["tied", "0.weight"])["tied"] is None
 
 
 # -- buffers ----------------------------------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from fshard.mesh.sharded import Sharded
 from fshard.mesh.spec import P
 from fshard.mesh.tree import PyTree, flatten_with_paths, unflatten
 from fshard.optim.contract import Optimizer, Update, step_of
+from fshard.optim.leaves import trainable
 from fshard.source import Site, call_site
 
 Stage = Literal[0, 1, 2, 3]
@@ -117,12 +118,11 @@ def pieces(layout: Layout, axes: tuple[str, ...]) -> Layout:
     more = tuple(axis for axis in axes if axis not in spec.sharded_axes)
     if not more:
         return layout
-    flat = P.flat(*spec.sharded_axes, *more)
-    return Layout(layout.mesh, flat, layout.memory, layout.unit)
+    return layout.with_spec(P.flat(*spec.sharded_axes, *more))
 
 
 def _moved(tree: PyTree, to: Callable[[Layout], Layout], site: Site) -> PyTree:
-    """Lay all leaves of a tree differently."""
+    """Lay all leaves of a tree differently; but those that are not trained."""
     paths, leaves, structure = flatten_with_paths(tree, sharded_is_leaf=True, none_is_leaf=True)
     places = [place for place, leaf in enumerate(leaves) if leaf is not None]
     wrong = [
@@ -134,7 +134,8 @@ def _moved(tree: PyTree, to: Callable[[Layout], Layout], site: Site) -> PyTree:
         raise LayoutError(
             f"partition_optimizer: {'; '.join(wrong)}. Lay the parameters on the mesh with fs.shard_params."
         )
-    moved = reshard_all([leaves[place] for place in places], [to(leaves[place].layout) for place in places], site)
+    given = [leaves[place] for place in places]
+    moved = reshard_all(given, [to(leaf.layout) if trainable(leaf) else leaf.layout for leaf in given], site)
     for place, leaf in zip(places, moved, strict=True):
         leaves[place] = leaf
     return unflatten(structure, leaves)

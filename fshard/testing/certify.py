@@ -26,6 +26,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from rich.table import Table
 from torch import Tensor
+from torch.nn import Parameter
 
 import fshard as fs
 from fshard.errors import LayoutError, OptimizerError, PromiseError
@@ -37,9 +38,9 @@ from fshard.mesh.spmd import held
 from fshard.mesh.tables import as_html, as_text
 from fshard.mesh.tree import PyTree, flatten, flatten_with_paths, unflatten
 from fshard.optim.contract import Optimizer, Update, copied, pure_step, step_of
-from fshard.optim.leaves import Leaf, trainable
+from fshard.optim.leaves import Leaf, is_frozen, trainable
 from fshard.transforms.randomness import keyed_random
-from fshard.transforms.rules import named, parts_of
+from fshard.transforms.rules import chosen, named, parts_of
 
 Verdict = Literal["EXACT", "BOUNDED", "DIVERGENT"]
 TIMES = 4
@@ -207,11 +208,11 @@ def dyadic(tree: PyTree, seed: int) -> PyTree:
     generator = torch.Generator().manual_seed(seed)
 
     def drawn(x: Any) -> Any:
-        if not isinstance(x, Tensor) or not trainable(x):
+        if not _floats(x):
             return x
         real = torch.view_as_real(x) if x.is_complex() else x
         numbers = (torch.randint(-8, 9, real.shape, generator=generator) / 8).to(real)
-        return torch.view_as_complex(numbers) if x.is_complex() else numbers
+        return _frozen_as(x, torch.view_as_complex(numbers) if x.is_complex() else numbers)
 
     return _mapped_once(drawn, tree)
 
@@ -328,13 +329,10 @@ def _times(tree: PyTree, factor: float) -> PyTree:
 
 def _gradient(task: Task, params: PyTree, scale: float = 1.0) -> tuple[Tensor, PyTree]:
     """Return the loss and its scaled gradient on whole tensors, on a mesh on which every axis has size 1."""
-    frozen = task.options.get("frozen") or (lambda path: False)
     paths, leaves, structure = flatten_with_paths(params)
-    tied = {id(x): (path, x) for path, x in reversed([*zip(paths, leaves, strict=True)])}
-    used = {
-        key: x.detach().requires_grad_(trainable(x) and not frozen(named(parts_of(path))))
-        for key, (path, x) in tied.items()
-    }
+    frozen = chosen(task.options.get("frozen") or (), paths, "frozen")
+    tied = {id(x): (fixed, x) for fixed, x in reversed([*zip(frozen, leaves, strict=True)])}
+    used = {key: x.detach().requires_grad_(trainable(x) and not fixed) for key, (fixed, x) in tied.items()}
     moving = {key: x for key, x in used.items() if x.requires_grad}
     computed = {key: _converted(x, task.compute) for key, x in used.items()}
 
@@ -375,9 +373,16 @@ def _widened(task: Task) -> Task:
 
 
 def _wide(x: Any) -> Any:
-    if not isinstance(x, Tensor) or not trainable(x):
-        return x
-    return x.to(torch.complex128 if x.is_complex() else torch.float64)
+    return _frozen_as(x, x.to(torch.complex128 if x.is_complex() else torch.float64)) if _floats(x) else x
+
+
+def _floats(x: Any) -> bool:
+    return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
+
+
+def _frozen_as(x: Tensor, new: Tensor) -> Tensor:
+    """Return a tensor that is frozen where another is."""
+    return Parameter(new.detach(), requires_grad=False) if is_frozen(x) else new
 
 
 def _converted(x: Any, compute: torch.dtype | None) -> Any:

@@ -35,10 +35,11 @@ from fshard.mesh.spec import P
 from fshard.mesh.spmd import everywhere, held, standing
 from fshard.mesh.steps import Way, steps_between
 from fshard.mesh.tree import PyTree, flatten_with_paths, unflatten
+from fshard.optim.leaves import trainable
 from fshard.source import Site, call_site
 from fshard.transforms.batch import placed
 from fshard.transforms.means import Value
-from fshard.transforms.rules import named, parts_of, unit_of
+from fshard.transforms.rules import Choice, chosen, named, parts_of, unit_of
 from fshard.transforms.slices import Device, How, Weight
 from fshard.transforms.use import Leaf, Manner, Order, Tape
 
@@ -53,7 +54,7 @@ def value_and_grad(
     accumulate: int = 1,
     reduce_once: bool = True,
     gradients: Callable[[Layout], Layout] | None = None,
-    frozen: Callable[[str], bool] | None = None,
+    frozen: Choice = (),
     reproducible: bool = False,
     slices: int = 8,
     reshard_after_forward: bool = True,
@@ -77,7 +78,8 @@ def value_and_grad(
         reduce_once: with `accumulate`, add gradients up locally and reduce the sum, instead of reducing each.  It sends less
             and holds whole gradients meanwhile.
         gradients: from a parameter's layout to its gradient's; by default they are the same.
-        frozen: whether the parameter at a path ("blocks[3].w") is not to be trained; integers never are.
+        frozen: which parameters have no gradient here: a path pattern, several, or a function of the path ("blocks[3].w").
+            What is never trained is better frozen by `shard_params`: it has no optimizer state either.
         reproducible: equal bits on every mesh: see the module.
         slices: into how many slices the whole batch is cut in reproducible mode, whatever the mesh.
         reshard_after_forward: gather sharded units again for the backward instead of keeping them.
@@ -109,15 +111,11 @@ def value_and_grad(
     manner = Manner(reshard_after_forward, live_units, prefetch, in_flight, compute, reduce)
     once = reduce_once or reproducible
     how = How(loss_fn, has_aux, weight, accumulate, once, slices if reproducible else None, manner)
-    return Gradient(how, mesh, batch, gradients or _as_they_lie, frozen or _none)
+    return Gradient(how, mesh, batch, gradients or _as_they_lie, frozen)
 
 
 def _as_they_lie(layout: Layout) -> Layout:
     return layout
-
-
-def _none(path: str) -> bool:
-    return False
 
 
 def grad(loss_fn: Callable[..., Any], **options: Any) -> Callable[[PyTree, PyTree], PyTree]:
@@ -134,7 +132,7 @@ def grad(loss_fn: Callable[..., Any], **options: Any) -> Callable[[PyTree, PyTre
     return lambda params, batch: both(params, batch)[1]
 
 
-Key = tuple[tuple[str, ...], tuple[tuple[str, tuple[int, ...], torch.dtype, Layout], ...]]
+Key = tuple[tuple[str, ...], tuple[tuple[str, int, tuple[int, ...], torch.dtype, Layout], ...]]
 
 
 @dataclass
@@ -156,7 +154,7 @@ class Gradient:
     mesh: Mesh
     specs: PyTree
     gradients: Callable[[Layout], Layout]
-    frozen: Callable[[str], bool]
+    frozen: Choice
     known: dict[Key, Known] = field(default_factory=dict[Key, Known], compare=False, repr=False)
 
     def __call__(self, params: PyTree, batch: PyTree) -> tuple[Any, PyTree]:
@@ -174,7 +172,7 @@ class Gradient:
         first = {id(x): place for place, x in reversed([*enumerate(leaves)])}  # a tied leaf is one, wherever it stands
         own = sorted(first.values())
         at = [own.index(first[id(x)]) for x in leaves] if len(own) < len(leaves) else list(range(len(leaves)))
-        known = self._known([(paths[place], leaves[place]) for place in own], parts.axes)
+        known = self._known(paths, leaves, at, parts.axes)
         drawn = int(torch.randint(1 << 62, ()).item())  # the same on every process
         devices = held(mesh)
 
@@ -197,20 +195,43 @@ class Gradient:
         samples = parts.cut.length if parts.cut is not None else None
         return value._replace(samples=samples), unflatten(structure, [grads[place] for place in at])
 
-    def _known(self, leaves: Sequence[tuple[str, Sharded]], axes: tuple[str, ...]) -> Known:
-        """Return what is worked out once for parameters of these paths, shapes and layouts."""
-        key = axes, tuple((path, x.shape, x.dtype, x.layout) for path, x in leaves)
+    def _known(
+        self, paths: Sequence[str], leaves: Sequence[Sharded], at: Sequence[int], axes: tuple[str, ...]
+    ) -> Known:
+        """Return what is worked out once for parameters of these paths, shapes, layouts and ties."""
+        key = (
+            axes,
+            tuple((path, place, x.shape, x.dtype, x.layout) for path, place, x in zip(paths, at, leaves, strict=True)),
+        )
         if key not in self.known:
-            self.known[key] = Known(tuple(self._leaf(path, x, axes) for path, x in leaves))
+            fixed = chosen(self.frozen, paths, "frozen")
+            _refuse_half_frozen(paths, at, fixed)
+            ways: dict[int, Leaf] = {}
+            for path, place, x, fix in zip(paths, at, leaves, fixed, strict=True):
+                ways.setdefault(place, self._leaf(path, x, axes, trained=trainable(x) and not fix))
+            self.known[key] = Known(tuple(ways[place] for place in sorted(ways)))
         return self.known[key]
 
-    def _leaf(self, path: str, x: Sharded, axes: tuple[str, ...]) -> Leaf:
+    def _leaf(self, path: str, x: Sharded, axes: tuple[str, ...], *, trained: bool) -> Leaf:
         layout, whole, reduce = x.layout, Layout(x.mesh), None
-        if (x.dtype.is_floating_point or x.dtype.is_complex) and not self.frozen(named(parts_of(path))):
+        if trained:
             summands = Layout(x.mesh, P(unreduced=axes))
             reduce = Way(steps_between(summands, self.gradients(layout), x.shape), x.shape)
         gather = Way(steps_between(layout, whole, x.shape), x.shape)
         return Leaf(path, x.shape, x.dtype, layout.unit or unit_of(path), gather, reduce)
+
+
+def _refuse_half_frozen(paths: Sequence[str], at: Sequence[int], fixed: Sequence[bool]) -> None:
+    """Raise naming parameters that are frozen under one name and trained under another."""
+    names: dict[int, list[str]] = {}
+    for path, place in zip(paths, at, strict=True):
+        names.setdefault(place, []).append(named(parts_of(path)))
+    half = {place for place, fix in zip(at, fixed, strict=True) if not fix} & {
+        place for place, fix in zip(at, fixed, strict=True) if fix
+    }
+    if half:
+        wrong = "; ".join(" and ".join(names[place]) for place in sorted(half))
+        raise LayoutError(f"frozen: {wrong} are one parameter (tied), and only one name of it is frozen. Freeze all.")
 
 
 def _refuse_unplaced(paths: Sequence[str], leaves: Sequence[Any], mesh: Mesh) -> None:
