@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,9 +38,9 @@ from fshard.mesh.tree import PyTree, flatten_with_paths, unflatten
 from fshard.optim.leaves import trainable
 from fshard.source import Site, call_site
 from fshard.transforms.batch import placed
-from fshard.transforms.means import Value
+from fshard.transforms.buffers import Buffers
 from fshard.transforms.rules import Choice, chosen, named, parts_of, unit_of
-from fshard.transforms.slices import Device, How, Weight
+from fshard.transforms.slices import Device, How, Result, Weight
 from fshard.transforms.use import Leaf, Manner, Order, Tape
 
 
@@ -49,6 +49,7 @@ def value_and_grad(
     *,
     mesh: Mesh,
     batch: PyTree,
+    has_buffers: bool = False,
     has_aux: bool = False,
     weight: Weight | None = None,
     accumulate: int = 1,
@@ -71,7 +72,9 @@ def value_and_grad(
             with `has_aux`, a pair of that and a tree of tensors, which are averaged as the loss is.
         mesh: the devices.
         batch: how the batch is cut: a P, or a prefix tree of Ps.  Its axes are the ones that gradients are summed over.
-        has_aux: whether loss_fn returns a pair.
+        has_buffers: whether loss_fn has buffers, of BatchNorm say: it is then `loss_fn(params, buffers, batch)` and returns
+            (loss, new buffers), and so does the result: see `buffers`.
+        has_aux: whether loss_fn returns something more, last.
         weight: what a part of the batch counts for: `weight(part)`, say its number of tokens.  By default a part counts for
             its samples: how long the first dim is, where the batch is cut along it.
         accumulate: cut each device's part into so many, one after the other.  Parts differ by one sample at most.
@@ -110,7 +113,7 @@ def value_and_grad(
         raise LayoutError(f"value_and_grad: {', '.join(wrong)}: at least 1 is needed (in_flight and prefetch: 0).")
     manner = Manner(reshard_after_forward, live_units, prefetch, in_flight, compute, reduce)
     once = reduce_once or reproducible
-    how = How(loss_fn, has_aux, weight, accumulate, once, slices if reproducible else None, manner)
+    how = How(loss_fn, has_buffers, has_aux, weight, accumulate, once, slices if reproducible else None, manner)
     return Gradient(how, mesh, batch, gradients or _as_they_lie, frozen)
 
 
@@ -118,7 +121,7 @@ def _as_they_lie(layout: Layout) -> Layout:
     return layout
 
 
-def grad(loss_fn: Callable[..., Any], **options: Any) -> Callable[[PyTree, PyTree], PyTree]:
+def grad(loss_fn: Callable[..., Any], **options: Any) -> Callable[..., PyTree]:
     """Return a function of (params, batch) that gives the gradient of the mean loss: see `value_and_grad`.
 
     >>> import torch, fshard as fs
@@ -129,7 +132,7 @@ def grad(loss_fn: Callable[..., Any], **options: Any) -> Callable[[PyTree, PyTre
     tensor(1.5000)
     """
     both = value_and_grad(loss_fn, **options)
-    return lambda params, batch: both(params, batch)[1]
+    return lambda params, *given: both(params, *given)[1]
 
 
 Key = tuple[tuple[str, ...], tuple[tuple[str, int, tuple[int, ...], torch.dtype, Layout], ...]]
@@ -146,6 +149,19 @@ class Known:
     order: Order | None = None
 
 
+class Value(NamedTuple):
+    """What a step has found: the loss, what it is the mean over, and what the loss function returns beside it.
+
+    `samples` are those of the batch; None: its tensors do not agree on how many there are.
+    """
+
+    loss: Tensor
+    weight: Tensor
+    samples: int | None
+    buffers: PyTree
+    aux: PyTree
+
+
 @dataclass(frozen=True)
 class Gradient:
     """What `value_and_grad` returns: a function of (params, batch), which remembers what it has worked out."""
@@ -157,12 +173,16 @@ class Gradient:
     frozen: Choice
     known: dict[Key, Known] = field(default_factory=dict[Key, Known], compare=False, repr=False)
 
-    def __call__(self, params: PyTree, batch: PyTree) -> tuple[Any, PyTree]:
-        """Return the loss (with `has_aux`, a pair) and the gradient."""
-        value, grads = self.run(params, batch, call_site())
-        return ((value.loss, value.aux) if self.how.has_aux else value.loss), grads
+    def __call__(self, params: PyTree, *given: PyTree) -> tuple[Any, PyTree]:
+        """Return the loss, or what comes with it too, and the gradient."""
+        buffers, batch = given if self.how.has_buffers else ((), *given)
+        value, grads = self.run(params, buffers, batch, call_site())
+        rest = (value.buffers,) * self.how.has_buffers + (value.aux,) * self.how.has_aux
+        return ((value.loss, *rest) if rest else value.loss), grads
 
-    def run(self, params: PyTree, batch: PyTree, site: Site, scale: float = 1.0) -> tuple[Value, PyTree]:
+    def run(
+        self, params: PyTree, buffers: PyTree, batch: PyTree, site: Site, scale: float = 1.0
+    ) -> tuple[Value, PyTree]:
         """Run forward and backward on all devices; return the loss, and the gradients of `scale` times it as they lie."""
         mesh = standing(self.mesh)
         paths, leaves, structure = flatten_with_paths(params, sharded_is_leaf=True)
@@ -174,26 +194,28 @@ class Gradient:
         at = [own.index(first[id(x)]) for x in leaves] if len(own) < len(leaves) else list(range(len(leaves)))
         known = self._known(paths, leaves, at, parts.axes)
         drawn = int(torch.randint(1 << 62, ()).item())  # the same on every process
-        devices = held(mesh)
+        devices, memory = held(mesh), Buffers(buffers, mesh)
 
-        def on_device(device: int) -> tuple[Value, list[Tensor | None], Order]:
+        def on_device(device: int) -> Result:
             place = devices.index(device) if len(devices) > 1 else 0
             tape = Tape(known.leaves, [leaves[at].shards[place] for at in own], self.how.manner, site, known.order)
 
             def tree() -> PyTree:
                 return unflatten(structure, [tape.handles[place] for place in at])
 
-            value, shards = Device(self.how, tape, tree, parts, place, drawn, scale).run()
-            return value, shards, tape.order
+            return Device(self.how, tape, tree, memory, parts, place, drawn, scale).run()
 
         results = everywhere(mesh, on_device, mapped=mesh.axis_names)
-        value, _, known.order = results[0]
+        mean, known.order = results[0].mean, results[0].order
         grads = [
             None if shards[0] is None else Sharded(leaf.shape, self.gradients(leaf.layout), tuple(shards))
-            for leaf, *shards in zip([leaves[at] for at in own], *(gs for _, gs, _ in results), strict=True)
+            for leaf, *shards in zip([leaves[at] for at in own], *(result.gradients for result in results), strict=True)
         ]
         samples = parts.cut.length if parts.cut is not None else None
-        return value._replace(samples=samples), unflatten(structure, [grads[place] for place in at])
+        after = memory.after([result.buffers for result in results])
+        return Value(mean.loss, mean.weight, samples, after, mean.aux), unflatten(
+            structure, [grads[place] for place in at]
+        )
 
     def _known(
         self, paths: Sequence[str], leaves: Sequence[Sharded], at: Sequence[int], axes: tuple[str, ...]

@@ -19,26 +19,16 @@ from fshard.mesh.moves import Psum
 from fshard.mesh.scope import Group
 from fshard.mesh.tree import PyTree, Structure, flatten_with_paths, unflatten
 from fshard.source import Site
+from fshard.transforms.rules import named, parts_of
 
 
 class Found(NamedTuple):
-    """What one slice has found, and what it counts for."""
+    """What one slice has found, or the mean of what all have, and what it counts for."""
 
     loss: Tensor
     weight: Tensor
     aux: PyTree
-
-
-class Value(NamedTuple):
-    """What all slices of all devices have found: the loss, and what it is the mean over.
-
-    `samples` are those of the batch; None: its tensors do not agree on how many there are.
-    """
-
-    loss: Tensor
-    weight: Tensor
-    aux: PyTree
-    samples: int | None = None
+    buffers: dict[str, Tensor]
 
 
 def summed(x: Tensor, group: Group | None, site: Site) -> Tensor:
@@ -48,9 +38,9 @@ def summed(x: Tensor, group: Group | None, site: Site) -> Tensor:
 
 def together(
     found: list[Found], group: Group | None, used: list[bool], sequence: list[int], site: Site
-) -> tuple[Value, list[bool]]:
+) -> tuple[Found, list[bool]]:
     """Average what was found, and say which parameters were used on any device; refuse if units came in different orders."""
-    flat = [_numbers(one.aux) for one in found]
+    flat = [_numbers({"aux": one.aux, "buffers": one.buffers}) for one in found]
     near = found[0].loss.device
     rows = [
         _weighted([one.loss, torch.ones(()), *leaves], one.weight, near)
@@ -67,9 +57,14 @@ def together(
         used = [times > 0 for times in users]
     leaves, structure = flat[0]
     means = (sums[2 : own.numel()] / weight).split([x.numel() for x in leaves])
-    aux = unflatten(structure, [mean.reshape(x.shape).to(x) for mean, x in zip(means, leaves, strict=True)])
+    rest = unflatten(structure, [_like(x, mean) for mean, x in zip(means, leaves, strict=True)])
     loss = (total / weight).to(torch.promote_types(found[0].loss.dtype, torch.float32))
-    return Value(loss, weight, aux), used
+    return Found(loss, weight, rest["aux"], rest["buffers"]), used
+
+
+def _like(x: Tensor, mean: Tensor) -> Tensor:
+    """Return a mean in the shape and dtype of what it is the mean of; whole numbers are rounded."""
+    return (mean if x.is_floating_point() else mean.round()).reshape(x.shape).to(x)
 
 
 def _weighted(xs: list[Tensor], weight: Tensor, near: torch.device) -> Tensor:
@@ -89,13 +84,13 @@ def _numbers(aux: PyTree) -> tuple[list[Tensor], Structure]:
     """Return the leaves of what a loss function returns beside the loss, as tensors."""
     paths, leaves, structure = flatten_with_paths(aux)
     wrong = [
-        f"aux{path} is {type(x).__name__}"
+        f"{named(parts_of(path))} is {'complex' if isinstance(x, Tensor) else type(x).__name__}"
         for path, x in zip(paths, leaves, strict=True)
-        if not isinstance(x, Tensor | int | float)
+        if not isinstance(x, Tensor | int | float) or (isinstance(x, Tensor) and x.is_complex())
     ]
     if wrong:
         raise LayoutError(
-            f"has_aux: {'; '.join(wrong)}. What is returned beside the loss is averaged: give tensors or numbers."
+            f"value_and_grad: {'; '.join(wrong)}. What is returned beside the loss is averaged: give tensors or real numbers."
         )
     return [torch.as_tensor(x) for x in leaves], structure
 

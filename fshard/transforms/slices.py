@@ -17,11 +17,12 @@ from fshard.errors import LayoutError
 from fshard.mesh.scope import require
 from fshard.mesh.tree import PyTree
 from fshard.transforms.batch import Batch, Slice
+from fshard.transforms.buffers import Buffers, New
 from fshard.transforms.forest import Forest
 from fshard.transforms.idle import idling
-from fshard.transforms.means import Found, Value, summed, together
+from fshard.transforms.means import Found, summed, together
 from fshard.transforms.randomness import keyed_random
-from fshard.transforms.use import Manner, Tape
+from fshard.transforms.use import Manner, Order, Tape
 
 Weight = Callable[[PyTree], Tensor | int | float]
 
@@ -32,7 +33,8 @@ class How:
 
     Args:
         loss_fn: of (params, batch).
-        has_aux: whether it returns a pair.
+        has_buffers: whether it takes and returns buffers: (params, buffers, batch) -> (loss, buffers).
+        has_aux: whether it returns something more.
         weight: what a part of the batch counts for.
         accumulate: into how many turns a device's part is cut.
         once: whether gradients are added up over the turns before they are reduced.
@@ -41,6 +43,7 @@ class How:
     """
 
     loss_fn: Callable[..., Any]
+    has_buffers: bool
     has_aux: bool
     weight: Weight | None
     accumulate: int
@@ -72,6 +75,15 @@ class Count(NamedTuple):
         return not self.weight.is_meta and not self.weight
 
 
+class Result(NamedTuple):
+    """What a device has in the end: means over the whole batch, its shards of the gradients, buffers, the order of units."""
+
+    mean: Found
+    gradients: list[Tensor | None]
+    buffers: New
+    order: Order
+
+
 class Device:
     """One device in one step.
 
@@ -79,6 +91,7 @@ class Device:
         how: what it does.
         tape: its parameters.
         params: gives them as the tree that the loss function takes.
+        buffers: that it takes besides.
         batch: the batch, of which it has a part.
         place: where its shards stand among those at hand.
         key: of its random draws; the same on all devices.
@@ -86,20 +99,29 @@ class Device:
     """
 
     def __init__(
-        self, how: How, tape: Tape, params: Callable[[], PyTree], batch: Batch, place: int, key: int, scale: float
+        self,
+        how: How,
+        tape: Tape,
+        params: Callable[[], PyTree],
+        buffers: Buffers,
+        batch: Batch,
+        place: int,
+        key: int,
+        scale: float,
     ) -> None:
-        self.how, self.tape, self.params, self.batch, self.place = how, tape, params, batch, place
-        self.key, self.scale = key, scale
+        self.how, self.tape, self.params, self.buffers, self.batch = how, tape, params, buffers, batch
+        self.place, self.key, self.scale = place, key, scale
         self.group = require("value_and_grad").group(batch.axes, "value_and_grad") if batch.axes else None
 
-    def run(self) -> tuple[Value, list[Tensor | None]]:
-        """Return the loss of the whole batch, and this device's shards of the gradients."""
+    def run(self) -> Result:
+        """Take all slices."""
         how, tape = self.how, self.tape
         n, index = (self.group.size, self.group.index) if self.group is not None else (1, 0)
         slices = self.batch.slices(self.place, how.turns(n))
         counts = self._counts(slices)
         forest = Forest() if how.slices is not None else None
         found: list[Found] = []
+        new = self.buffers.compared(self.place, self.buffers.part(self.place))
         for turn, (slice, count) in enumerate(zip(slices, counts, strict=True)):
             if forest is not None:
                 tape.keep = forest.plant
@@ -110,14 +132,15 @@ class Device:
             tape.begin()
             tape.idle = count.idle
             with keyed_random(self.key, 0, index * len(slices) + turn), idling(count.idle):
-                found.append(self._one(slice, count))
+                one, new = self._one(slice, count)
+            found.append(one)
             if forest is not None:
                 forest.grow()
         tape.check_unchanged()
         self._reduce_rest(forest)
         tape.end()
-        value, used = together(found, self.group, tape.used, tape.sequence, tape.site)
-        return value, self._gradients(value, used)
+        mean, used = together(found, self.group, tape.used, tape.sequence, tape.site)
+        return Result(mean, self._gradients(mean, used), new._replace(changed=mean.buffers), tape.order)
 
     def _counts(self, slices: list[Slice]) -> list[Count]:
         """Return what each slice counts for."""
@@ -136,18 +159,34 @@ class Device:
         total = summed(torch.stack(weights).sum(), self.group, self.tape.site)
         return [Count(weight, float(weight / total)) for weight in weights]
 
-    def _one(self, slice: Slice, count: Count) -> Found:
+    def _one(self, slice: Slice, count: Count) -> tuple[Found, New]:
         """Forward and backward of one slice."""
         how, tape = self.how, self.tape
         with torch.enable_grad(), tape.forward():
-            result = how.loss_fn(self.params(), self.batch.tree(slice.leaves, how.manner.compute))
-            loss, aux = result if how.has_aux else (result, ())
+            loss, buffers, aux = self._called(self.batch.tree(slice.leaves, how.manner.compute))
             if not isinstance(loss, Tensor) or loss.numel() != 1:
                 loss = self._mean(loss, slice)
         if loss.requires_grad:
             start = torch.full_like(loss, count.share * self.scale)
             torch.autograd.grad(loss, [tape.anchor], start, allow_unused=True)
-        return Found(loss.detach(), count.weight.to(loss.device), aux)
+        new = self.buffers.compared(self.place, buffers)
+        return Found(loss.detach(), count.weight.to(loss.device), aux, new.changed), new
+
+    def _called(self, batch: PyTree) -> tuple[Any, PyTree, PyTree]:
+        """Call the loss function; return the loss, buffers and what else there is."""
+        how = self.how
+        given = self.buffers.part(self.place)
+        result = how.loss_fn(self.params(), *((given,) if how.has_buffers else ()), batch)
+        wanted = ["loss", *(["buffers"] if how.has_buffers else []), *(["aux"] if how.has_aux else [])]
+        if len(wanted) == 1:
+            return result, given, ()
+        if not isinstance(result, tuple | list) or len(result) != len(wanted):
+            size = f" of {len(result)}" if isinstance(result, tuple | list) else ""
+            raise LayoutError(
+                f"the loss function has to return ({', '.join(wanted)}); found a {type(result).__name__}{size}."
+            )
+        named = dict(zip(wanted, result, strict=True))
+        return named["loss"], named.get("buffers", given), named.get("aux", ())
 
     def _mean(self, loss: Any, slice: Slice) -> Tensor:
         """Return the mean of the losses of the samples of a slice."""
@@ -169,10 +208,10 @@ class Device:
                 tape.reduce(unit, gs)
         tape.finish()
 
-    def _gradients(self, value: Value, used: list[bool]) -> list[Tensor | None]:
+    def _gradients(self, mean: Found, used: list[bool]) -> list[Tensor | None]:
         """Return the gradients; a parameter that no device used has none."""
-        meta = value.weight.is_meta
-        divisor = float(value.weight) if self.how.slices is not None and not meta else 1.0
+        meta = mean.weight.is_meta
+        divisor = float(mean.weight) if self.how.slices is not None and not meta else 1.0
         sums, self.tape.sums = self.tape.sums, []
         return [
             (g if divisor == 1.0 else g / divisor) if g is not None and wanted else None

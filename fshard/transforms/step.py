@@ -1,6 +1,7 @@
 """`train_step`: gradient, optimizer and metrics as one pure function.
 
-params, state, batch ─> value_and_grad ─> opt.step ─> params, state, metrics
+params, state, batch           ─> value_and_grad ─> opt.step ─> params, state, metrics
+params, state, buffers, batch  ─> (with buffers, of BatchNorm say)  ─> params, state, buffers, metrics
 """
 
 from __future__ import annotations
@@ -17,8 +18,7 @@ from fshard.mesh.tree import PyTree
 from fshard.optim.contract import Optimizer, Update, copied, step_of
 from fshard.optim.norms import global_norm
 from fshard.source import call_site
-from fshard.transforms.gradient import value_and_grad
-from fshard.transforms.means import Value
+from fshard.transforms.gradient import Value, value_and_grad
 from fshard.transforms.slices import How
 
 Precision = Literal["bf16", "fp16"]
@@ -57,8 +57,8 @@ def train_step(
     donate: bool = False,
     precision: Precision | None = None,
     **options: Any,
-) -> Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree, Metrics]]:
-    """Return a function of (params, state, batch) that takes one step of training.
+) -> Callable[..., Any]:
+    """Return a function of (params, state, batch) that takes one step of training; it returns (params, state, metrics).
 
     Args:
         loss_fn: an ordinary function of one device: see `value_and_grad`.
@@ -69,7 +69,8 @@ def train_step(
         precision: "bf16" or "fp16" computes in that dtype, while parameters and state stay in their own (float32 masters).
             Parameters are gathered in 16 bits; gradients are reduced in them (bf16) or in float32 (fp16), unless `reduce`
             names another dtype.  "fp16" needs `fs.optim.loss_scaled(opt)`.
-        options: those of `value_and_grad`: accumulate, weight, has_aux, frozen, reproducible, ...
+        options: those of `value_and_grad`: accumulate, weight, has_aux, frozen, reproducible, ...  With `has_buffers`, a step
+            takes (params, state, buffers, batch) and returns (params, state, buffers, metrics).
 
     The metrics are "loss", "grad_norm", "finite" and "samples"; with `weight` also "weight", with `has_aux` also "aux".
 
@@ -82,6 +83,18 @@ def train_step(
     >>> params, state, metrics = step(params, opt.init(params), torch.ones(4, 2))
     >>> fs.unshard(params["w"]), metrics["loss"], metrics["grad_norm"], metrics["samples"]
     (tensor([0.5000, 1.5000]), tensor(3.), tensor(1.4142), tensor(4))
+
+    A module with BatchNorm: its buffers go in and come out.
+
+    >>> apply, params, buffers = fs.functionalize(torch.nn.BatchNorm1d(2), sync_batchnorm="data")
+    >>> def loss_fn(params, buffers, x):
+    ...     y, buffers = apply(params, buffers, x)
+    ...     return y.square().mean(), buffers
+    >>> params = fs.shard_params(params, fs.fsdp("data"), mesh=mesh)
+    >>> step = fs.train_step(loss_fn, opt, mesh=mesh, batch=P("data"), has_buffers=True)
+    >>> params, state, buffers, metrics = step(params, opt.init(params), buffers, torch.full((3, 2), 5.0))
+    >>> buffers["running_mean"], buffers["num_batches_tracked"]
+    (tensor([0.5000, 0.5000]), tensor(1))
     """
     if precision not in _COMPUTE:
         raise LayoutError(f'train_step: precision is "bf16", "fp16" or None, not {precision!r}.')
@@ -97,15 +110,16 @@ def train_step(
     if how.slices is not None:  # torch's fused kernels round differently where a piece ends; updates do without them
         write = step_of(Optimizer(opt.init, opt.update))
 
-    def step(params: PyTree, state: PyTree, batch: PyTree) -> tuple[PyTree, PyTree, Metrics]:
+    def step(params: PyTree, state: PyTree, *given: PyTree) -> tuple[Any, ...]:
+        buffers, batch = given if how.has_buffers else ((), *given)
         scale = float(opt.loss_scale(state)) if opt.loss_scale is not None else 1.0
-        value, grads = gradient.run(params, batch, call_site(), scale)
+        value, grads = gradient.run(params, buffers, batch, call_site(), scale)
         with torch.no_grad():
             norm = global_norm(grads, exact=how.slices is not None) / scale
             if not donate:
                 params, state = copied((params, state))
             params, state = write(grads, state, params)
-        return params, state, _metrics(how, value, norm)
+        return params, state, *((value.buffers,) if how.has_buffers else ()), _metrics(how, value, norm)
 
     return step
 
