@@ -62,6 +62,7 @@ def value_and_grad(
     live_units: int = 2,
     prefetch: int = 1,
     in_flight: int = 2,
+    bucket: int = 1 << 20,
     compute: torch.dtype | None = None,
     reduce: torch.dtype | None = None,
 ) -> Gradient:
@@ -89,6 +90,8 @@ def value_and_grad(
         live_units: how many sharded units are whole at a time, besides those that are gathered ahead.
         prefetch: how many units to start gathering ahead of their use, in the order that the step before used them.
         in_flight: how many reductions may be under way while the backward goes on.
+        bucket: about how many bytes of gradients are reduced together where parameters lie whole (ZeRO 0 to 2): units wait, in
+            the order of the backward, until there are so many.  0: each unit alone.
         compute: the floating dtype that parameters and batch are used in, if not their own.
         reduce: the dtype that gradients are reduced in, if not that of the computation.
 
@@ -105,13 +108,15 @@ def value_and_grad(
     >>> loss, fs.typeof(grads["w"]), fs.unshard(grads["w"])
     (tensor(3.), f32[2]{flat:data}, tensor([1., 1.]))
     """
-    small = {"accumulate": accumulate, "slices": slices, "live_units": live_units}
-    wrong = [f"{name}={value!r}" for name, value in small.items() if value < 1] + (
-        [f"{name}={value!r}" for name, value in {"in_flight": in_flight, "prefetch": prefetch}.items() if value < 0]
-    )
+    counts = {"accumulate": accumulate, "slices": slices, "live_units": live_units}
+    sizes = {"in_flight": in_flight, "prefetch": prefetch, "bucket": bucket}
+    wrong = [f"{name}={value!r}" for name, value in counts.items() if value < 1]
+    wrong += [f"{name}={value!r}" for name, value in sizes.items() if value < 0]
     if wrong:
-        raise LayoutError(f"value_and_grad: {', '.join(wrong)}: at least 1 is needed (in_flight and prefetch: 0).")
-    manner = Manner(reshard_after_forward, live_units, prefetch, in_flight, compute, reduce)
+        raise LayoutError(
+            f"value_and_grad: {', '.join(wrong)}: at least 1 is needed (in_flight, prefetch and bucket: 0)."
+        )
+    manner = Manner(reshard_after_forward, live_units, prefetch, in_flight, bucket, compute, reduce)
     once = reduce_once or reproducible
     how = How(loss_fn, has_buffers, has_aux, weight, accumulate, once, slices if reproducible else None, manner)
     return Gradient(how, mesh, batch, gradients or _as_they_lie, frozen)

@@ -136,6 +136,8 @@ class Device:
             found.append(one)
             if forest is not None:
                 forest.grow()
+            if tape.keep is None:
+                tape.send()
         tape.check_unchanged()
         self._reduce_rest(forest)
         tape.end()
@@ -206,6 +208,7 @@ class Device:
             unit.kept = None
             if gs is not None:
                 tape.reduce(unit, gs)
+        tape.send()
         tape.finish()
 
     def _gradients(self, mean: Found, used: list[bool]) -> list[Tensor | None]:
