@@ -101,6 +101,7 @@ def test_what_is_linear_is_exact_on_any_layout_with_exact_inputs(sizes):
         {"precision": "bf16"},
         {"donate": True},
         {"frozen": lambda path: path == "bias"},
+        {"frozen": ["bias", "s*"]},
         {"weight": lambda x: x.shape[0]},
         {"reproducible": True, "accumulate": 2},
     ],
@@ -126,6 +127,14 @@ def test_leaves_of_all_kinds_have_a_row():
     found = certify(loss_fn, params, X, ADAMW, mesh=fs.make_mesh({"data": 2})).check()
     paths = ["complex", "count", "double", "empty", "none", "tied[0]", "tied[1]", "unused"]
     assert [row.leaf for row in found.rows if row.stage == 3] == paths
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_what_is_frozen_stays_as_it_is_in_both_runs(exact):
+    params = mlp_params()
+    params["up"] = torch.nn.Parameter(params["up"], requires_grad=False)
+    found = certify(mlp, params, X, ADAMW, mesh=fs.make_mesh({"data": 2}), exact_inputs=exact).check()
+    assert {row.verdict for row in found.rows if row.leaf == "up"} == {"EXACT"}
 
 
 def test_the_loss_function_may_use_collectives():

@@ -7,16 +7,17 @@ device 1   w[2:4]  |  whole[2:4]
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 import fshard as fs
 from fshard.mesh.layout import Layout
 from fshard.mesh.sharded import Sharded
 from fshard.mesh.spmd import held
-from fshard.optim.leaves import Leaf, trainable
+from fshard.optim.leaves import Leaf, is_frozen
 
 
 class Piece(NamedTuple):
@@ -75,6 +76,14 @@ def largest(x: Tensor | None) -> float:
 
 def wide(x: Any) -> Any:
     """Return what is floating in float64, all else as it is."""
-    if not isinstance(x, Tensor) or not trainable(x):
-        return x
-    return x.to(torch.complex128 if x.is_complex() else torch.float64)
+    return frozen_as(x, x.to(torch.complex128 if x.is_complex() else torch.float64)) if is_floating(x) else x
+
+
+def is_floating(x: Any) -> TypeGuard[Tensor]:
+    """Return whether this is a tensor of numbers that rounding concerns."""
+    return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
+
+
+def frozen_as(x: Tensor, new: Tensor) -> Tensor:
+    """Return a new tensor, frozen if another one is."""
+    return Parameter(new.detach(), requires_grad=False) if is_frozen(x) else new

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from fshard.mesh.tree import PyTree
-from fshard.optim.leaves import Leaves, trainable
+from fshard.optim.leaves import Leaves
+from fshard.testing.certify.beside import frozen_as, is_floating
 
 
 def dyadic(tree: PyTree, seed: int) -> PyTree:
@@ -26,10 +26,10 @@ def dyadic(tree: PyTree, seed: int) -> PyTree:
     generator = torch.Generator().manual_seed(seed)
 
     def drawn(x: Any) -> Any:
-        if not isinstance(x, Tensor) or not trainable(x):
+        if not is_floating(x):
             return x
         real = torch.view_as_real(x) if x.is_complex() else x
         numbers = (torch.randint(-8, 9, real.shape, generator=generator) / 8).to(real)
-        return torch.view_as_complex(numbers) if x.is_complex() else numbers
+        return frozen_as(x, torch.view_as_complex(numbers) if x.is_complex() else numbers)
 
     return Leaves.of(tree).mapped(drawn)

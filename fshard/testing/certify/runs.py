@@ -17,9 +17,9 @@ from fshard.mesh.spec import P
 from fshard.mesh.tree import PyTree
 from fshard.optim.contract import Optimizer, Update, copied, pure_step, step_of
 from fshard.optim.leaves import Leaf, Leaves, map_shards, trainable
-from fshard.testing.certify.beside import wide
+from fshard.testing.certify.beside import is_floating, wide
 from fshard.transforms.randomness import keyed_random
-from fshard.transforms.rules import named, parts_of
+from fshard.transforms.rules import chosen
 
 _COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16, None: None}
 
@@ -131,12 +131,12 @@ def on_one_device(task: Task, shifts: Sequence[Sequence[Leaf]] | None = None) ->
 
 def gradient(task: Task, params: PyTree, scale: float = 1.0) -> tuple[Tensor, PyTree]:
     """Return the loss and its scaled gradient on whole tensors, on a mesh on which every axis has size 1."""
-    frozen = task.options.get("frozen") or (lambda path: False)
     at = Leaves.of(params)
+    frozen = chosen(task.options.get("frozen") or (), at.paths, "frozen")
     moving = {
         id(x): x.detach().requires_grad_()
-        for i, (path, x, first) in enumerate(zip(at.paths, at.leaves, at.firsts(), strict=True))
-        if i == first and trainable(x) and not frozen(named(parts_of(path)))
+        for i, (x, first, fixed) in enumerate(zip(at.leaves, at.firsts(), frozen, strict=True))
+        if i == first and trainable(x) and not fixed
     }
 
     def used(x: Any) -> Any:
@@ -184,7 +184,7 @@ def _converted(x: Any, compute: torch.dtype | None) -> Any:
 @contextmanager
 def _default_dtype(leaves: Sequence[Leaf]) -> Generator[None]:
     """Make float64 the dtype of new tensors where the parameters are float64, so that constants in a loss are, too."""
-    before, floats = torch.get_default_dtype(), {x.dtype for x in leaves if trainable(x)}
+    before, floats = torch.get_default_dtype(), {x.dtype for x in leaves if is_floating(x)}
     torch.set_default_dtype(torch.float64 if floats and floats <= {torch.float64, torch.complex128} else before)
     try:
         yield
