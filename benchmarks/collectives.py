@@ -12,15 +12,17 @@ from __future__ import annotations
 
 import argparse
 import os
-import statistics
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
+from statistics import median
 
 import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
+from timing import Times, interleaved, slowest
 
 import fshard as fs
 from fshard import P
@@ -28,11 +30,7 @@ from fshard.testing.processes import run_processes
 
 KB, MB = 1 << 10, 1 << 20
 SIZES = [KB, 16 * KB, 64 * KB, 256 * KB, MB, 4 * MB, 8 * MB, 32 * MB]
-Times = dict[str, list[float]]
-
-
-def median(times: list[float]) -> float:
-    return statistics.median(times)
+Calls = dict[str, Callable[[], object]]
 
 
 def shown(size: int) -> str:
@@ -81,13 +79,8 @@ def matmul(console: Console) -> None:
         return fs.psum(x.sum(), "d")
 
     runs = {n: fs.shard_map(step, mesh=fs.make_mesh({"d": n}), in_specs=P("d"), out_specs=P()) for n in (1, 8)}
-    times: dict[int, list[float]] = {1: [], 8: []}
-    for _ in range(9):
-        for n, run in runs.items():
-            began = time.perf_counter()
-            run(x)
-            times[n].append(time.perf_counter() - began)
-    one, eight = median(times[1]), median(times[8])
+    times = interleaved({str(n): partial(run, x) for n, run in runs.items()}, rounds=8, warm_up=1)
+    one, eight = median(times["1"]), median(times["8"])
     table = Table("", "ms", "ratio", title="a matmul-bound step (bar: 1.25)")
     table.add_row("one device, all rows", f"{one * 1e3:.0f}", "1.00")
     table.add_row("eight devices, an eighth each", f"{eight * 1e3:.0f}", f"{eight / one:.2f}")
@@ -114,21 +107,12 @@ def deadlock(console: Console) -> None:
 # -- processes ----------------------------------------------------------------------------------------------------
 
 
-def compare(pairs: dict[str, Callable[[], object]], rounds: int) -> Times:
-    """Time each call in turn, round after round; all processes begin each together, and the slowest counts."""
-    times: Times = {name: [] for name in pairs}
-    for _ in range(rounds + 2):
-        for name, call in pairs.items():
-            dist.barrier()
-            began = time.perf_counter()
-            call()
-            times[name].append(time.perf_counter() - began)
-    flat = torch.tensor([times[name][2:] for name in pairs])
-    dist.all_reduce(flat, dist.ReduceOp.MAX)
-    return {name: row.tolist() for name, row in zip(pairs, flat, strict=True)}
+def compare(calls: Calls, rounds: int) -> Times:
+    """Time calls in turn; all processes begin each together, and the slowest counts."""
+    return slowest(interleaved(calls, rounds, ready=dist.barrier))
 
 
-def calls_of(x: torch.Tensor, n: int) -> dict[str, dict[str, Callable[[], object]]]:
+def calls_of(x: torch.Tensor, n: int) -> dict[str, Calls]:
     """Return for each collective ours, torch's own, and what torch's costs as a pure function where it is in place."""
     work, piece = x.clone(), x[: x.numel() // n].clone()
     whole, scattered, exchanged = torch.empty(n * x.numel()), torch.empty_like(piece), torch.empty_like(x)
@@ -180,9 +164,9 @@ def gloo_process(sizes: list[int], only: list[str]) -> dict[tuple[str, int], Tim
         for size in sizes:
             x = torch.zeros(size // 4)
             rounds = 60 if size <= MB else 20 if size <= 8 * MB else 10
-            for name, pairs in calls_of(x, n).items():
+            for name, calls in calls_of(x, n).items():
                 if not only or name in only:
-                    found[name, size] = compare(pairs, rounds)
+                    found[name, size] = compare(calls, rounds)
         return found
 
     return fs.run(main, mesh=mesh)[0]
@@ -190,49 +174,43 @@ def gloo_process(sizes: list[int], only: list[str]) -> dict[tuple[str, int], Tim
 
 def gloo(console: Console, processes: list[int], sizes: list[int], only: list[str]) -> None:
     """Ours against torch.distributed's own call, by size."""
+    titles = {
+        "torch": "ratio to torch's call into a buffer at hand",
+        "pure": "ratio to torch's call into a new tensor, as ours",
+        "": "ours, ms",
+    }
     for n in processes:
         found = run_processes(gloo_process, n, sizes, only, timeout=560)[0]
-        for against in ("torch", "pure"):
-            words = (
-                "torch's call into a buffer at hand"
-                if against == "torch"
-                else "torch's call into a new tensor, as ours"
-            )
-            table = Table("collective", *map(shown, sizes), title=f"gloo, {n} processes: ratio to {words}")
+        for against, title in titles.items():
+            table = Table("collective", *map(shown, sizes), title=f"gloo, {n} processes: {title}")
             for name in dict.fromkeys(name for name, _ in found):
-                rows = [found[name, size] for size in sizes]
-                if against in rows[0]:
-                    table.add_row(name, *(f"{median(row['ours']) / median(row[against]):.2f}" for row in rows))
+                rows = [{call: median(times) for call, times in found[name, size].items()} for size in sizes]
+                if not against:
+                    table.add_row(name, *(f"{row['ours'] * 1e3:.2f}" for row in rows))
+                elif against in rows[0]:
+                    table.add_row(name, *(f"{row['ours'] / row[against]:.2f}" for row in rows))
             console.print(table)
-        table = Table("collective", *map(shown, sizes), title=f"gloo, {n} processes: ours, ms")
-        for name in dict.fromkeys(name for name, _ in found):
-            table.add_row(name, *(f"{median(found[name, size]['ours']) * 1e3:.2f}" for size in sizes))
-        console.print(table)
 
 
 def fused_process() -> Times:
     """Run in every process: 64 tensors of 4 KB together, and one by one."""
     mesh = fs.make_mesh({"d": int(os.environ["WORLD_SIZE"])}, device="cpu")
     xs = [torch.zeros(1024) for _ in range(64)]
-    pairs: dict[str, Callable[[], object]] = {
+    calls: Calls = {
         "together": lambda: fs.psum(xs, "d"),
         "ours one by one": lambda: [fs.psum(x, "d") for x in xs],
         "torch one by one": lambda: [dist.all_reduce(x) for x in xs],
     }
-    return fs.run(lambda: compare(pairs, 20), mesh=mesh)[0]
+    return fs.run(lambda: compare(calls, 20), mesh=mesh)[0]
 
 
 def fused(console: Console, processes: list[int]) -> None:
     """A tree of many small tensors is one collective."""
-    table = Table(
-        "processes", "ours one by one", "torch one by one", title="64 x 4 KB psum: times the cost of one tree (bar: 10)"
-    )
+    singly = ("ours one by one", "torch one by one")
+    table = Table("processes", *singly, title="64 x 4 KB psum: times the cost of one tree (bar: 10)")
     for n in processes:
-        times = run_processes(fused_process, n, timeout=300)[0]
-        together = median(times["together"])
-        table.add_row(
-            str(n), *(f"{median(times[name]) / together:.1f}" for name in ("ours one by one", "torch one by one"))
-        )
+        found = {call: median(times) for call, times in run_processes(fused_process, n, timeout=300)[0].items()}
+        table.add_row(str(n), *(f"{found[call] / found['together']:.1f}" for call in singly))
     console.print(table)
 
 
@@ -263,29 +241,23 @@ def map_cost(console: Console) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parts = ["virtual", "matmul", "deadlock", "map", "fused", "gloo"]
-    parser.add_argument("parts", nargs="*", default=parts)
+    parser.add_argument("parts", nargs="*")
     parser.add_argument("--processes", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES)
     parser.add_argument("--only", nargs="+", default=[])
-    chosen = parser.parse_args()
-    console = Console(width=120)
-    for part in chosen.parts:
-        match part:
-            case "virtual":
-                virtual(console)
-            case "matmul":
-                matmul(console)
-            case "deadlock":
-                deadlock(console)
-            case "map":
-                map_cost(console)
-            case "fused":
-                fused(console, chosen.processes)
-            case "gloo":
-                gloo(console, chosen.processes, chosen.sizes, chosen.only)
-            case _:
-                parser.error(f"{part!r} is none of {', '.join(parts)}")
+    chosen, console = parser.parse_args(), Console(width=120)
+    parts = {
+        "virtual": virtual,
+        "matmul": matmul,
+        "deadlock": deadlock,
+        "map": map_cost,
+        "fused": partial(fused, processes=chosen.processes),
+        "gloo": partial(gloo, processes=chosen.processes, sizes=chosen.sizes, only=chosen.only),
+    }
+    if unknown := set(chosen.parts) - set(parts):
+        parser.error(f"{', '.join(sorted(unknown))}: none of {', '.join(parts)}")
+    for part in chosen.parts or parts:
+        parts[part](console)
 
 
 if __name__ == "__main__":

@@ -70,6 +70,20 @@ def test_without_the_mode_it_is_bounded(n):
     assert all(row.error <= row.bound < 1e-5 for row in found.rows)
 
 
+@pytest.mark.parametrize("n", [4, 8])
+def test_a_model_in_float64_may_round_as_what_it_is_measured_by_does(n):
+    mesh, params = fs.make_mesh({"data": n}), gpt.init(layers=1, dtype=torch.float64)
+    found = certify(gpt.without_dropout, params, gpt.batch(), ADAMW, mesh=mesh, stages=[0, 3]).check()
+    assert "BOUNDED" in verdicts(found) and all(row.bound < 1e-13 for row in found.rows)
+    wrong = certify(
+        lambda p, x: gpt.without_dropout(p, x) * (1 + 1e-13 * fs.axis_index("data")),
+        *(params, gpt.batch(), ADAMW),
+        mesh=mesh,
+        stages=[0],
+    )
+    assert not wrong.ok
+
+
 @pytest.mark.parametrize("sizes", [{"data": 2}, {"data": 8}, {"node": 2, "data": 4}], ids=str)
 def test_what_is_linear_is_exact_on_any_layout_with_exact_inputs(sizes):
     def linear(params, x):
@@ -87,6 +101,7 @@ def test_what_is_linear_is_exact_on_any_layout_with_exact_inputs(sizes):
         {"precision": "bf16"},
         {"donate": True},
         {"frozen": lambda path: path == "bias"},
+        {"frozen": ["bias", "s*"]},
         {"weight": lambda x: x.shape[0]},
         {"reproducible": True, "accumulate": 2},
     ],
@@ -112,6 +127,14 @@ def test_leaves_of_all_kinds_have_a_row():
     found = certify(loss_fn, params, X, ADAMW, mesh=fs.make_mesh({"data": 2})).check()
     paths = ["complex", "count", "double", "empty", "none", "tied[0]", "tied[1]", "unused"]
     assert [row.leaf for row in found.rows if row.stage == 3] == paths
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_what_is_frozen_stays_as_it_is_in_both_runs(exact):
+    params = mlp_params()
+    params["up"] = torch.nn.Parameter(params["up"], requires_grad=False)
+    found = certify(mlp, params, X, ADAMW, mesh=fs.make_mesh({"data": 2}), exact_inputs=exact).check()
+    assert {row.verdict for row in found.rows if row.leaf == "up"} == {"EXACT"}
 
 
 def test_the_loss_function_may_use_collectives():

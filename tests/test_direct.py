@@ -127,50 +127,6 @@ def test_whoever_starts_more_than_the_sockets_hold_waits_for_nobody_in_vain(pair
     assert all(pair.run(many_under_way, 400, 4000) + three.run(many_under_way, 60, 100_000))
 
 
-WAITED = {
-    "psum small": lambda x: fs.psum.start(x[:900], "d"),
-    "psum doubling": lambda x: fs.psum.start(x[:50_000], "d"),
-    "psum large": lambda x: fs.psum.start(x, "d"),
-    "all_gather": lambda x: fs.all_gather.start(x, "d"),
-    "psum_scatter": lambda x: fs.psum_scatter.start(x, "d"),
-    "all_to_all": lambda x: fs.all_to_all.start(x, "d"),
-    "ppermute": lambda x: fs.ppermute.start(x, "d", [(0, 1), (1, 0)]),
-    "broadcast": lambda x: fs.broadcast.start(x, "d", source=1),
-}
-
-
-def wait_in_many_orders():
-    def main():
-        x = torch.arange(120_000.0 * fs.axis_size("d")) + fs.axis_index("d")
-        expected = [start(x).wait() for start in WAITED.values()]
-        for turn in range(12):
-            handles = [start(x) for start in WAITED.values()]
-            order = torch.randperm(len(handles), generator=torch.Generator().manual_seed(turn + fs.axis_index("d")))
-            assert all(torch.equal(handles[place].wait(), expected[place]) for place in order)
-        return True
-
-    return mapped(main)
-
-
-def wait_for_a_message_in_between():
-    def main():
-        x, index = torch.ones(500_000), fs.axis_index("d")
-        handle = fs.psum.start(x, "d")
-        if index == 0:
-            fs.recv(torch.empty(3), "d", source=1)
-            return handle.wait().sum().item()
-        total = handle.wait().sum().item()
-        fs.send(torch.ones(3), "d", to=0)
-        return total
-
-    return mapped(main)
-
-
-def test_handles_may_be_waited_for_in_any_order(pair, three):
-    assert all(pair.run(wait_in_many_orders) + three.run(wait_in_many_orders))
-    assert pair.run(wait_for_a_message_in_between) == [1e6, 1e6]
-
-
 def send_in_a_circle():
     """Fill the socket to one process while that one waits for another."""
 

@@ -391,7 +391,11 @@ def test_what_is_returned():
         "net.embedding.weight": True,
         "frozen.weight": False,
     }
-    assert all(p.is_leaf and type(p) is torch.Tensor for p in params.values())
+    assert all(p.is_leaf for p in params.values())
+    assert [type(p) for p in params.values()] == [
+        torch.Tensor,
+        nn.Parameter,
+    ]  # a plain tensor does not say that it is frozen
     assert params["net.embedding.weight"].data_ptr() == module.net.embedding.weight.data_ptr()
     assert buffers == {"counter": torch.tensor(3)}
 

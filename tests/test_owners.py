@@ -298,7 +298,7 @@ def test_an_update_sends_a_share_of_a_share(stage):
     assert comm.by_collective() == expected
 
 
-@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=1), st.integers(1, 5), st.integers(1, 300))
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=1), st.integers(2, 5), st.integers(1, 300))
 @settings(max_examples=50)
 def test_much_is_exchanged_in_turns(shapes, n, at_once):
     mesh = fs.make_mesh({"data": n})

@@ -401,3 +401,29 @@ def wire_of_many_sizes():
 
 def test_sums_of_all_sizes_are_the_same_tree(two, four):
     assert all(two.run(wire_of_many_sizes) + run_processes(wire_of_many_sizes, 3) + four.run(wire_of_many_sizes))
+
+
+def differ_over_gloo(kind):
+    """Processes that are in different calls of equal size."""
+    mesh = fs.make_mesh({"d": 2}, timeout=1)
+    x = torch.ones(4)
+
+    def main():
+        first = fs.axis_index("d") == 0
+        try:
+            if kind == "dtype":
+                fs.psum(x if first else x.int(), "d")
+            elif kind == "shape":
+                fs.all_gather(x if first else x.reshape(2, 2), "d")
+            else:
+                fs.psum(x, "d") if first else fs.pmax(x, "d")
+        except (fs.CollectiveTimeoutError, fs.LostProcessError) as error:
+            return str(error)
+
+    return fs.run(main, mesh=mesh)[0]
+
+
+@pytest.mark.parametrize("kind", ["dtype", "shape", "collective"])
+def test_calls_that_differ_do_not_take_each_others_bytes_over_gloo(kind):
+    for text in run_processes(differ_over_gloo, 2, kind, environment={"FSHARD_DIRECT": "0"}, timeout=60):
+        assert "test_process.py" in text

@@ -1,5 +1,6 @@
 """Reshard: from any layout to any layout, by the fewest bytes."""
 
+import itertools
 from fractions import Fraction
 from math import prod
 
@@ -182,3 +183,21 @@ def test_another_mesh_is_refused():
     x = fs.device_put(torch.ones(4), fs.Layout(fs.make_mesh({"a": 2}), P("a")))
     with pytest.raises(fs.LayoutError, match="cannot be moved to"):
         fs.reshard(x, fs.Layout(fs.make_mesh({"a": 4}), P("a")))
+
+
+@pytest.mark.parametrize("axes", [{"a": 1}, {"a": 1, "b": 2}, {"a": 2, "b": 1}], ids=str)
+@pytest.mark.parametrize("shape", [(), (0,), (6,), (4, 6)], ids=str)
+def test_an_axis_of_one_device_is_no_axis_on_the_way(shape, axes):
+    mesh = fs.make_mesh(axes)
+    names = tuple(axes)
+    specs = [P(), P(unreduced="a"), P.flat("a"), P.flat(*names), P.flat(*reversed(names))]
+    specs += [P(name) for name in names if shape and shape[0] % axes[name] == 0]
+    x = torch.arange(float(torch.Size(shape).numel())).reshape(shape)
+    for before, after in itertools.product(specs, specs):
+        y = fs.device_put(x, fs.Layout(mesh, before))
+        with fs.ledger() as comm:
+            z = fs.reshard(y, fs.Layout(mesh, after))
+        assert torch.equal(fs.unshard(z), x)
+        assert [tuple(shard.shape) for shard in z.shards] == [z.layout.local_shape(shape, d) for d in range(mesh.size)]
+        assert all("a" not in axes or mesh.shape["a"] > 1 for _, axes in comm.by_collective())
+        assert mesh.size > 1 or not comm.calls()

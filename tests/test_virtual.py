@@ -486,3 +486,29 @@ def test_narrow_dtypes_are_summed_in_wider_ones():
         )
 
     assert run(main, d=2) == [([1.0, 3.0], [80000 - 65536], [0.5, 1.5])] * 2
+
+
+def test_one_device_runs_in_the_callers_thread_with_all_its_processors():
+    threads = torch.get_num_threads()
+    mesh = fs.make_mesh({"d": 1})
+    assert fs.run(lambda: (threading.current_thread(), torch.get_num_threads()), mesh=mesh) == [
+        (threading.current_thread(), threads)
+    ]
+
+
+def test_one_device_goes_on_with_the_callers_random_state_and_hands_it_back():
+    mesh = fs.make_mesh({"d": 1})
+    torch.manual_seed(3)
+    expected = torch.rand(3)
+    torch.manual_seed(3)
+    (inside,) = fs.run(lambda: torch.rand(2), mesh=mesh)
+    assert torch.equal(torch.cat([inside, torch.rand(1)]), expected)
+
+
+def test_one_device_that_waits_for_a_message_is_a_deadlock_and_one_that_fails_says_which():
+    mesh = fs.make_mesh({"d": 1})
+    with pytest.raises(fs.DeadlockError, match="recv of"):
+        fs.run(lambda: fs.recv(torch.ones(1), "d", source=0), mesh=mesh)
+    with pytest.raises(ZeroDivisionError) as error:
+        fs.run(lambda: 1 / 0, mesh=mesh)
+    assert "raised on" in error.value.__notes__[0]

@@ -4,6 +4,7 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 import pytest
@@ -13,6 +14,7 @@ from torch.nn.utils.parametrizations import weight_norm
 
 import fshard as fs
 from fshard import P
+from fshard.mesh.tree import flatten
 
 STAGES = (0, 1, 2, 3)
 N = 2
@@ -238,14 +240,105 @@ def test_tied_parameters_are_one_and_unused_and_frozen_ones_stay(stage):
     assert same == {"blocks.1.weight", "blocks.1.bias", "unused.weight", "unused.bias"}
 
 
-@pytest.mark.xfail(
-    strict=True, reason="shard_params forgets requires_grad, and train_step trains what the module has frozen"
-)
+@pytest.mark.parametrize("opt", OPTIMIZERS)
 @pytest.mark.parametrize("stage", STAGES)
-def test_what_the_module_has_frozen_is_not_trained(stage):
+def test_what_the_module_has_frozen_is_not_trained(stage, opt):
     module = built(CASES["mlp"])
-    found = sharded(module, 6, "sgd", stage)
-    assert_same(found, serial(module, 6, "sgd"))
+    found = sharded(module, 6, opt, stage, donate=True)
+    assert_same(found, serial(module, 6, opt))
+
+
+@pytest.mark.parametrize("frozen", ["blocks.1.*", ["blocks[1].weight", "blocks[1].bias"], '["blocks"][1].**'], ids=str)
+def test_patterns_name_parameters_as_modules_do(frozen):
+    module = built(CASES["mlp"])
+    expected = serial(module, 6, "sgd")
+    for x in module.parameters():
+        x.requires_grad_(True)
+    assert_same(sharded(module, 6, "sgd", 3, frozen=frozen), expected)
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+@pytest.mark.parametrize("stage", STAGES)
+def test_no_state_and_no_messages_are_for_what_is_frozen(stage, n):
+    """A device holds two numbers for each trained one, the parameters at rest, and sends what training the rest takes."""
+    mesh = fs.make_mesh({"data": n})
+    base, head = nn.Linear(16, 32), nn.Linear(32, 16)
+    apply, params, buffers = fs.functionalize(nn.Sequential(base.requires_grad_(False), nn.Tanh(), head))
+    opt = fs.partition_optimizer(fs.optim.adamw(0.1, fused=False), mesh=mesh, axis="data", stage=stage)
+    own = placed(params, stage, mesh)
+    assert [x.layout.frozen for x in own.values()] == [True, True, False, False]
+    state = opt.init(own)
+    trained = sum(x.numel() for x in head.parameters())
+    everything = trained + sum(x.numel() for x in base.parameters())
+    pieces = [x for x in flatten(state, sharded_is_leaf=True)[0] if isinstance(x, fs.Sharded) and x.ndim]
+    for device in range(n):
+        assert sum(x.shards[device].numel() for x in own.values()) == everything // (n if stage == 3 else 1)
+        assert sum(x.shards[device].numel() for x in pieces) == 2 * trained // (n if stage else 1)
+    step = fs.train_step(lambda p, x: loss_of(apply(p, buffers, x)[0]), opt, mesh=mesh, batch=P("data"), live_units=2)
+    with fs.ledger() as comm:
+        after, state, _ = step(own, state, torch.ones(8, 16))
+    moved = 4 * Fraction(n - 1, n) * (2 * trained + (everything - trained if stage == 3 else 0))
+    assert moved <= comm.bytes() < moved + 400
+    assert all(
+        x is y for name in ("0.weight", "0.bias") for x, y in zip(own[name].shards, after[name].shards, strict=True)
+    )
+    assert [x.layout.frozen for x in after.values()] == [True, True, False, False]
+
+
+def test_parameters_are_frozen_where_they_are_laid_out():
+    mesh = fs.make_mesh({"data": 2})
+    tree = {"base": [torch.ones(2), torch.ones(2)], "head": torch.ones(2)}
+    own = fs.shard_params(tree, fs.fsdp("data"), mesh=mesh, frozen="base[*]")
+    assert [own["base"][0].layout.frozen, own["base"][1].layout.frozen, own["head"].layout.frozen] == [
+        True,
+        True,
+        False,
+    ]
+    born = fs.init_params(lambda: {"a": torch.ones(2), "b": torch.ones(2)}, P(), mesh=mesh, frozen="b")
+    assert [born["a"].layout.frozen, born["b"].layout.frozen] == [False, True]
+    assert fs.shard_params(born, fs.fsdp("data"), mesh=mesh)["b"].layout.frozen
+    _, grads = fs.value_and_grad(lambda p, x: (p["a"] * p["b"]).sum() * x.mean(), mesh=mesh, batch=P("data"))(
+        born, torch.ones(2)
+    )
+    assert grads["b"] is None and fs.unshard(grads["a"]).tolist() == [1.0, 1.0]
+
+
+def test_parameters_are_frozen_for_one_step_and_trained_in_another():
+    """Two programs that take turns on one tree: what one freezes, the other trains."""
+    mesh = fs.make_mesh({"data": 2})
+    own = fs.shard_params({"left": torch.ones(2), "right": torch.ones(2)}, P(), mesh=mesh)
+    opt = fs.partition_optimizer(fs.optim.sgd(1.0), mesh=mesh, axis="data", stage=1)
+
+    def loss_fn(p, x):
+        return (p["left"] * p["right"]).sum() * x.mean()
+
+    state = opt.init(own)
+    for frozen in ("left", "right"):
+        step = fs.train_step(loss_fn, opt, mesh=mesh, batch=P("data"), frozen=frozen)
+        own, state, _ = step(own, state, torch.full((2,), 0.5))
+    assert [x.tolist() for x in fs.unshard(own).values()] == [[0.75, 0.75], [0.5, 0.5]]
+
+
+def test_patterns_that_freeze_nothing_or_half_of_a_tie_are_refused():
+    mesh, x = fs.make_mesh({"data": 2}), torch.ones(2)
+    tree = {"0.weight": x, "0.bias": torch.ones(2), "tied": x}
+    unused = r'frozen: no leaf is for "0.wieght", "1.\*\*". The leaves are 0.bias, 0.weight, tied.'
+    with pytest.raises(fs.LayoutError, match=unused):
+        fs.shard_params(tree, P(), mesh=mesh, frozen=["0.wieght", "0.bias", "1.**"])
+    with pytest.raises(fs.LayoutError, match="of it and a leaf that it is tied to, one is frozen"):
+        fs.shard_params(tree, P(), mesh=mesh, frozen="tied")
+    own = fs.shard_params(tree, P(), mesh=mesh)
+
+    def gradient(frozen):
+        return fs.grad(lambda p, x: p["tied"].sum() * x.mean(), mesh=mesh, batch=P("data"), frozen=frozen)(
+            own, torch.ones(2)
+        )
+
+    with pytest.raises(fs.LayoutError, match=unused):
+        gradient(["0.wieght", "0.bias", "1.**"])
+    with pytest.raises(fs.LayoutError, match=r"frozen: 0.weight and tied are one parameter \(tied\)"):
+        gradient("tied")
+    assert gradient(["tied", "0.weight"])["tied"] is None
 
 
 # -- buffers ----------------------------------------------------------------------------------------------------------------
@@ -256,30 +349,134 @@ def batch_normed() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 3)).double()
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_batchnorm_trains_as_on_one_device_with_its_buffers_in_the_batch(stage):
-    """Buffers go in whole, as a part of the batch, and come out as the auxiliary value."""
-    module = batch_normed()
-    losses, expected = serial(module, 6, "sgd")
-    mesh = fs.make_mesh({"data": N})
+def with_buffers(module, stage, n=N, size=8, lay=lambda buffers, mesh: buffers, **options):
+    """Train a module whose buffers go from step to step."""
+    mesh = fs.make_mesh({"data": n})
     apply, params, buffers = fs.functionalize(module, sync_batchnorm="data")
     opt = fs.partition_optimizer(OPTIMIZERS["sgd"][0](), mesh=mesh, axis="data", stage=stage)
 
-    def loss_fn(params, batch):
-        y, buffers = apply(params, batch["buffers"], batch["x"])
+    def loss_fn(params, buffers, x):
+        y, buffers = apply(params, buffers, x)
         return loss_of(y), buffers
 
-    step = fs.train_step(loss_fn, opt, mesh=mesh, batch={"x": P("data"), "buffers": P()}, has_aux=True)
-    own = placed(params, stage, mesh)
-    state, found = opt.init(own), []
+    step = fs.train_step(loss_fn, opt, mesh=mesh, batch=P("data"), has_buffers=True, **options)
+    own, buffers = placed(params, stage, mesh), lay(buffers, mesh)
+    state, losses = opt.init(own), []
     for x in batches(6):
-        own, state, metrics = step(own, state, {"x": x, "buffers": buffers})
-        buffers = metrics["aux"]
-        found.append(metrics["loss"].item())
-    assert_same((found, fs.unshard(own)), (losses, expected))
-    for name, x in expected.named_buffers():
-        assert buffers[name].dtype == x.dtype
-        torch.testing.assert_close(buffers[name], x, rtol=1e-10, atol=1e-12)
+        own, state, buffers, metrics = step(own, state, buffers, x[:size])
+        losses.append(metrics["loss"].item())
+    return losses, fs.unshard(own), buffers
+
+
+def assert_same_buffers(found, expected):
+    theirs = dict(expected.named_buffers())
+    assert found.keys() == theirs.keys()
+    for name, x in theirs.items():
+        assert found[name].dtype == x.dtype
+        torch.testing.assert_close(fs.unshard(found[name]), x, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+@pytest.mark.parametrize("stage", STAGES)
+def test_batchnorm_trains_as_on_one_device(stage, n):
+    losses, params, buffers = with_buffers(batch_normed(), stage, n)
+    expected = serial(batch_normed(), 6, "sgd")
+    assert_same((losses, params), expected)
+    assert_same_buffers(buffers, expected[1])
+
+
+def batchnorm_on_processes(n):
+    return [with_buffers(batch_normed(), stage, n, size) for stage in (1, 3) for size in (8, 5)]
+
+
+def test_batchnorm_trains_on_processes_as_on_one_device(two, four):
+    def close(found, expected):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
+
+    expected = [with_buffers(batch_normed(), 0, 1, size) for _ in (1, 3) for size in (8, 5)]
+    for pool, n in ((two, 2), (four, 4)):
+        for found in pool.run(batchnorm_on_processes, n):
+            for ours, theirs in zip(found, expected, strict=True):
+                close(ours, theirs)
+
+
+def test_a_step_is_one_update_of_the_buffers_however_a_batch_is_accumulated():
+    """The mean over slices: torch, on each slice from the same buffers."""
+    module = nn.BatchNorm1d(6).double()
+    mesh = fs.make_mesh({"data": 2})
+    apply, params, buffers = fs.functionalize(module)
+
+    def loss_fn(params, buffers, x):
+        y, buffers = apply(params, buffers, x)
+        return y.square().mean(), buffers, {"first": y[0]}
+
+    (x,) = batches(6, 1)
+    run = fs.value_and_grad(loss_fn, mesh=mesh, batch=P("data"), accumulate=2, has_buffers=True, has_aux=True)
+    (_, found, aux), grads = run(fs.shard_params(params, P(), mesh=mesh), buffers, x)
+    slices = [copy.deepcopy(module) for _ in range(4)]
+    first = [one(part)[0] for one, part in zip(slices, x.chunk(4), strict=True)]
+    torch.testing.assert_close(aux["first"], torch.stack(first).mean(0))
+    for name in ("running_mean", "running_var"):
+        torch.testing.assert_close(
+            found[name], torch.stack([dict(one.named_buffers())[name] for one in slices]).mean(0)
+        )
+    assert found["num_batches_tracked"] == 1 and grads["weight"] is not None
+    assert buffers["num_batches_tracked"] == 0
+
+
+@pytest.mark.parametrize(
+    "options", [{"reproducible": True, "slices": 4}, {"accumulate": 2}, {"reshard_after_forward": False}], ids=str
+)
+def test_buffers_are_the_same_in_every_stage_and_way(options):
+    losses, params, buffers = with_buffers(batch_normed(), 0, 2, **options)
+    for stage in (1, 3):
+        others, again, after = with_buffers(batch_normed(), stage, 2, **options)
+        torch.testing.assert_close((others, again, after), (losses, params, buffers), rtol=1e-10, atol=1e-12)
+
+
+def test_buffers_keep_their_own_dtype():
+    _, _, buffers = with_buffers(batch_normed().float(), 3, precision="bf16")
+    assert [x.dtype for x in buffers.values()] == [torch.float32, torch.float32, torch.int64]
+    assert buffers["1.num_batches_tracked"] == STEPS
+
+
+def test_buffers_that_lie_on_the_mesh_come_back_so():
+    def lay(buffers, mesh):
+        return fs.device_put(buffers, fs.Layout(mesh))
+
+    _, _, found = with_buffers(batch_normed(), 3, lay=lay)
+    assert all(isinstance(x, fs.Sharded) and x.spec == P() for x in found.values())
+    assert_same_buffers(found, serial(batch_normed(), 6, "sgd")[1])
+    with pytest.raises(fs.LayoutError, match=r"buffers lie whole .*; 1.running_mean lies as P.flat\(\"data\"\)"):
+        with_buffers(
+            batch_normed(), 3, lay=lambda buffers, mesh: fs.device_put(buffers, fs.Layout(mesh, P.flat("data")))
+        )
+
+
+def test_buffers_that_are_handed_back_are_not_sent():
+    mesh = fs.make_mesh({"data": 2})
+    own = fs.shard_params({"w": torch.ones(())}, P(), mesh=mesh)
+    buffers = {"mask": torch.ones(1000), "seen": torch.tensor(0.0), "name": "what is no tensor"}
+
+    def loss_fn(p, buffers, x):
+        return (p["w"] * x * buffers["mask"].mean()).mean(), buffers | {
+            "seen": buffers["seen"] + x.mean(),
+            "new": x.sum(),
+        }
+
+    run = fs.value_and_grad(loss_fn, mesh=mesh, batch=P("data"), has_buffers=True)
+    with fs.ledger() as comm:
+        (_, after), _ = run(own, buffers, torch.arange(4.0))
+    assert comm.bytes() < 100
+    assert after["mask"] is buffers["mask"] and (after["seen"], after["new"], after["name"]) == (
+        1.5,
+        3.0,
+        buffers["name"],
+    )
+    with pytest.raises(fs.LayoutError, match=r"has to return \(loss, buffers\); found a Tensor"):
+        fs.value_and_grad(lambda p, b, x: p["w"] * x.mean(), mesh=mesh, batch=P("data"), has_buffers=True)(
+            own, buffers, torch.ones(2)
+        )
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -57,6 +57,15 @@ def even_range(total: int, parts: int, index: int) -> Range:
     return index * each, (index + 1) * each
 
 
+def balanced_range(total: int, parts: int, index: int) -> Range:
+    """Return the range of part `index` where lengths differ by one at most; parts of parts are the same.
+
+    >>> [balanced_range(5, 4, index) for index in range(4)], [balanced_range(5, 2, index) for index in range(2)]
+    ([(0, 1), (1, 2), (2, 3), (3, 5)], [(0, 2), (2, 5)])
+    """
+    return index * total // parts, (index + 1) * total // parts
+
+
 def chunk(total: int, parts: int) -> int:
     """Return the length of every flat range but the last ones."""
     return -(-total // parts)

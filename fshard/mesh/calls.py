@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import update_wrapper
-from typing import Generic, Literal, ParamSpec
+from typing import Generic, Literal, ParamSpec, TypeGuard, cast
 
 import torch
 from torch import Tensor
@@ -17,14 +17,23 @@ from torch import Tensor
 from fshard.errors import LayoutError
 from fshard.mesh.differentiate import Begun, Bound, Tensors, apply, recorded, transformed
 from fshard.mesh.extreme import apply_extreme
-from fshard.mesh.moves import Alone, Extreme, Move
+from fshard.mesh.ledger import active
+from fshard.mesh.moves import Alone, Extreme, Move, Wired
 from fshard.mesh.promise import Guard
-from fshard.mesh.scope import Group, Scope, require
+from fshard.mesh.scope import Group, Scope, here, require
 from fshard.mesh.spec import Axes
 from fshard.mesh.tree import PyTree, Structure, flatten, flatten_with_paths, unflatten
 from fshard.source import Site, call_site
 
 Params = ParamSpec("Params")
+
+MOST_ROADS = 1024
+"""How many short ways are kept by a scope."""
+
+
+def _unknown(x: Tensor) -> Tensor:
+    """Stand for a way that has not been looked for."""
+    raise NotImplementedError
 
 
 @dataclass
@@ -103,6 +112,15 @@ class Call:
             return self.batches[0].run(None)[0]
         return self._finished([batch.run(self.guard) for batch in self.batches])
 
+    def road(self, tree: PyTree) -> Callable[[Tensor], Tensor] | None:
+        """Return the short way for calls like this one, on single tensors, if there is one."""
+        if self.structure is not None or self.guard is not None or self.batches[0].xs[0] is not tree:
+            return None
+        move, group = self.batches[0].bound.move, self.batches[0].bound.group
+        road = None if isinstance(move, Alone) else group.world.road(cast("Wired", move), group, tree)
+        after = self.after
+        return road if road is None or after is None else lambda x: after(road(x), group)
+
     def start(self) -> Handle:
         """Begin it on all leaves."""
         alone = any(isinstance(batch.bound.move, Alone | Extreme) for batch in self.batches)
@@ -135,8 +153,21 @@ class Collective(Generic[Params]):
         self.__signature__ = inspect.signature(plan).replace(return_annotation=PyTree)
 
     def __call__(self, *args: Params.args, **kwargs: Params.kwargs) -> PyTree:
-        """Run it."""
-        return self._plan(*args, **kwargs).run()
+        """Run it: by the short way, if one is known for a tensor like this."""
+        scope = here()
+        if scope is None or scope.roads is None or not args or not _plain(x := args[0]):
+            return self._plan(*args, **kwargs).run()
+        key = (self, x.shape, x.dtype, *args[1:], *kwargs.items())
+        try:
+            road = scope.roads.get(key, _unknown)
+        except TypeError:  # a list, say, is no key
+            key = (self, x.shape, x.dtype, repr(args[1:]), repr(kwargs))
+            road = scope.roads.get(key, _unknown)
+        if road is _unknown:
+            if len(scope.roads) == MOST_ROADS:
+                scope.roads.clear()
+            road = scope.roads[key] = self._plan(*args, **kwargs).road(x)
+        return self._plan(*args, **kwargs).run() if road is None else road(x)
 
     def start(self, *args: Params.args, **kwargs: Params.kwargs) -> Handle:
         """Begin it and return a handle."""
@@ -144,6 +175,19 @@ class Collective(Generic[Params]):
 
     def __repr__(self) -> str:
         return f"<collective fs.{self._plan.__name__}>"
+
+
+def _plain(x: object) -> TypeGuard[Tensor]:
+    """Return whether this is a tensor that needs to be moved and nothing else: no gradient, no ledger, no layout."""
+    return (
+        type(x) is Tensor
+        and x.is_cpu
+        and not recorded((x,))
+        and not transformed()
+        and not active()
+        and x.is_contiguous()
+        and not (x.is_conj() or x.is_neg())
+    )
 
 
 def call(

@@ -53,6 +53,7 @@ class Layout:
         spec: which axes cut which dim.
         memory: "device" or "host".
         unit: the name of the leaves that this one is gathered and reduced together with; says nothing of where it lies.
+        frozen: whether it is a parameter that is not trained: it has no gradient and no optimizer state.
 
     >>> from fshard.mesh.make import make_mesh
     >>> layout = Layout(make_mesh({"data": 4, "model": 2}), P("data", "model"))
@@ -64,6 +65,7 @@ class Layout:
     spec: P = P()
     memory: Memory = "device"
     unit: str | None = None
+    frozen: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.mesh, Mesh) or not isinstance(self.spec, P):
@@ -157,10 +159,14 @@ class Layout:
 
     def with_spec(self, spec: P) -> Layout:
         """Return this layout with another spec."""
-        return Layout(self.mesh, spec, self.memory, self.unit)
+        return Layout(self.mesh, spec, self.memory, self.unit, self.frozen)
+
+    def on(self, mesh: Mesh) -> Layout:
+        """Return this layout on another mesh."""
+        return Layout(mesh, self.spec, self.memory, self.unit, self.frozen)
 
     def __hash__(self) -> int:
-        return kept_hash(self, (self.mesh, self.spec, self.memory, self.unit))
+        return kept_hash(self, (self.mesh, self.spec, self.memory, self.unit, self.frozen))
 
     def __getstate__(self) -> dict[str, object]:
         return without_hash(self)
@@ -168,7 +174,7 @@ class Layout:
     def __repr__(self) -> str:
         memory = "" if self.memory == "device" else f', "{self.memory}"'
         unit = "" if self.unit is None else f", unit={self.unit!r}"
-        return f"Layout({self.mesh}, {self.spec}{memory}{unit})"
+        return f"Layout({self.mesh}, {self.spec}{memory}{unit}{', frozen=True' if self.frozen else ''})"
 
 
 @dataclass(frozen=True)

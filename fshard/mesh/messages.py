@@ -132,6 +132,9 @@ class _Exchange:
         differentiable = [token for token in reals if token.dtype.is_floating_point]
         return sum(differentiable[1:], start=differentiable[0]) if differentiable else torch.zeros(())
 
+    def road(self, tree: PyTree) -> None:
+        """Return None: a message has no shorter way."""
+
     def start(self) -> Handle:
         """Return a handle; sending is under way at once, receiving is waited for."""
         if self.whole:

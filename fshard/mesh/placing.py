@@ -93,7 +93,7 @@ def _each_leaf(what: str, tree: PyTree, layouts: PyTree, act: Callable[[Any, Lay
                     raise LayoutError(
                         f"a Layout is needed, found {type(layout).__name__}. Write fs.Layout(mesh, P(...))."
                     )
-                own = Layout(standing(layout.mesh), layout.spec, layout.memory, layout.unit)
+                own = layout.on(standing(layout.mesh))
                 if not isinstance(leaf, Tensor | Sharded):
                     raise LayoutError(
                         f"a tensor is needed, found {type(leaf).__name__}. Write torch.as_tensor(...) around it."

@@ -12,7 +12,7 @@ a full gather happens only where nothing cheaper leads there.  Pure data: nothin
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
@@ -71,6 +71,17 @@ def state_of(spec: P, ndim: int) -> State:
     return State(spec.dims(ndim), frozenset(spec.unreduced), spec.flat_axes, spec.owned_axes, spec.owner)
 
 
+def _cut(state: State, sizes: Mapping[str, int]) -> State:
+    """Return a state without the axes along which there is one device: they cut nothing, and there is nobody to ask."""
+
+    def real(axes: Iterable[str]) -> tuple[str, ...]:
+        return tuple(axis for axis in axes if axis in sizes)
+
+    flat, owned = None if state.flat is None else real(state.flat), real(state.owned or ())
+    owner = state.owner if owned else None
+    return State(tuple(map(real, state.dims)), frozenset(real(state.unreduced)), flat, owned or None, owner)
+
+
 @lru_cache(maxsize=1024)
 def plan(before: P, after: P, shape: tuple[int, ...], axes: tuple[tuple[str, int], ...]) -> tuple[Step, ...]:
     """Return the cheapest steps from one spec to another, for a tensor of `shape` on a mesh of `axes`.
@@ -80,8 +91,8 @@ def plan(before: P, after: P, shape: tuple[int, ...], axes: tuple[tuple[str, int
     >>> [step.kind for step in plan(P("data"), P("model"), (8,), (("data", 4), ("model", 2)))]
     ['slice', 'ppermute', 'all_gather']
     """
-    sizes = dict(axes)
-    start, goal = state_of(before, len(shape)), state_of(after, len(shape))
+    sizes = {axis: size for axis, size in axes if size > 1}
+    start, goal = _cut(state_of(before, len(shape)), sizes), _cut(state_of(after, len(shape)), sizes)
     order = count()  # settles ties: states themselves have no order
     queue: list[tuple[Fraction, int, int, State, tuple[Step, ...]]] = [(Fraction(0), 0, next(order), start, ())]
     done: set[State] = set()
@@ -217,6 +228,9 @@ def _same_cut(state: State, goal: State, sizes: Mapping[str, int]) -> Iterator[S
 def _flatten(state: State, axes: tuple[str, ...], sizes: Mapping[str, int], local: Fraction) -> Iterator[Step]:
     """Go from a whole tensor to flat ranges: free if it is equal on all devices, else by summing."""
     n = _parts(axes, sizes)
+    if not axes:
+        yield Step("reshape", axes, Fraction(0), replace(state, flat=axes))
+        return
     if not set(axes) & state.unreduced:
         yield Step("flat_slice", axes, Fraction(0), replace(state, flat=axes))
     if set(axes) <= state.unreduced:
@@ -229,9 +243,11 @@ def _flat_steps(
 ) -> Iterator[Step]:
     axes = state.flat or ()
     total, n = prod(shape), _parts(axes, sizes)
-    yield Step("flat_gather", axes, (n - 1) * local, replace(state, flat=None))
-    if shape and shape[0] % n == 0:
-        yield Step("reshape", axes, Fraction(0), replace(state, flat=None, dims=_with(state.dims, {0: axes})))
+    if axes:
+        yield Step("flat_gather", axes, (n - 1) * local, replace(state, flat=None))
+    if not axes or (shape and shape[0] % n == 0):
+        cut = _with(state.dims, {0: axes}) if axes else state.dims
+        yield Step("reshape", axes, Fraction(0), replace(state, flat=None, dims=cut))
     targets = [*permutations(axes)]
     if goal.flat is not None and _parts(goal.flat, sizes) == n and not set(goal.flat) & state.unreduced:
         targets.append(goal.flat)

@@ -8,12 +8,14 @@ outer and an inner `shard_map` combine, and a group is three integers per axis h
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING
+
+from torch import Tensor
 
 from fshard.errors import ScopeError
 from fshard.mesh.arithmetic import ravel, unravel
@@ -90,6 +92,7 @@ class Scope:
         own = {name: (size, mesh.strides[name]) for name, size in mesh.axes}
         self.axes: Mapping[str, tuple[int, int]] = {**(outer.axes if outer else {}), **own}
         self._groups: dict[Axes, Group] = {}
+        self.roads: dict[object, Callable[[Tensor], Tensor] | None] | None = {} if world.has_roads else None
         self.inner: dict[object, Scope] = {}
 
     def group(self, axes: Axes, what: str) -> Group:

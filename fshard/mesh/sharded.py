@@ -137,7 +137,7 @@ def from_local(piece: Tensor | Callable[..., Tensor], layout: Layout, *, shape: 
     >>> fs.unshard(fs.from_local(lambda data: torch.full((2,), data), fs.Layout(mesh, P("data"))))
     tensor([0, 0, 1, 1])
     """
-    layout = Layout(standing(layout.mesh), layout.spec, layout.memory, layout.unit)
+    layout = layout.on(standing(layout.mesh))
     devices = held(layout.mesh)
     if isinstance(piece, Tensor) and len(devices) > 1:
         raise LayoutError(

@@ -149,8 +149,10 @@ def _put(
 
 
 def _reshaped(x: Tensor, step: Step, shape: tuple[int, ...], scope: Scope) -> Tensor:
-    size = scope.group(step.axes, "fs.reshard").size
-    return x.reshape(-1 if step.after.flat is not None else (shape[0] // size, *shape[1:]))
+    if step.after.flat is not None:
+        return x.reshape(-1)
+    size = scope.group(step.axes, "fs.reshard").size if step.axes else 1
+    return x.reshape((shape[0] // size, *shape[1:]) if size > 1 else shape)
 
 
 def _before(x: Tensor, step: Step, shape: tuple[int, ...], scope: Scope) -> Tensor:

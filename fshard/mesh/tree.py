@@ -7,6 +7,7 @@ A `Sharded` is a node whose children are its shards (so that elementwise code ne
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import optree
@@ -41,11 +42,16 @@ def flatten_with_paths(
     tree: PyTree, *, sharded_is_leaf: bool = False, none_is_leaf: bool = False
 ) -> tuple[list[str], list[Any], Structure]:
     """Return where each leaf stands, as the expression that leads there (`["w"][3]`), the leaves and the structure."""
-    is_leaf = _is_global if sharded_is_leaf else None
-    paths, leaves, structure = _o.tree_flatten_with_path(
-        tree, is_leaf=is_leaf, none_is_leaf=none_is_leaf, namespace=NAMESPACE
-    )
-    return ["".join(_entry(entry) for entry in path) for path in paths], leaves, structure
+    leaves, structure = flatten(tree, sharded_is_leaf=sharded_is_leaf, none_is_leaf=none_is_leaf)
+    try:
+        return [*_paths(structure)], leaves, structure
+    except TypeError:  # what a node holds beside its children has no hash
+        return [*_paths.__wrapped__(structure)], leaves, structure
+
+
+@lru_cache(maxsize=256)
+def _paths(structure: Structure) -> tuple[str, ...]:
+    return tuple("".join(_entry(entry) for entry in path) for path in structure.paths())
 
 
 def _entry(entry: object) -> str:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fshard.mesh.tree import PyTree, flatten, unflatten
 from fshard.optim import lists
-from fshard.optim.leaves import Leaf, Leaves, like, shards_of
+from fshard.optim.leaves import Leaf, Leaves, is_frozen, like, shards_of
 
 Update = Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
 """A function of gradients, state and parameters: to updates (or parameters) and the next state."""
@@ -116,9 +116,10 @@ def elementwise_leaves(elementwise: Elementwise, params: PyTree) -> list[bool]:
 
 @torch.no_grad()
 def copied(tree: PyTree) -> PyTree:
-    """Return a tree of copies; what was one tensor at two places is one again."""
+    """Return a tree of copies; what was one tensor at two places is one again.  Nobody writes to what is frozen."""
     leaves, structure = flatten(tree)
-    made: dict[int, Any] = {}
+    frozen = [leaf for leaf in flatten(tree, sharded_is_leaf=True)[0] if is_frozen(leaf)]
+    made: dict[int, Any] = {id(x): x for leaf in frozen for x in shards_of(leaf)}
     return unflatten(
         structure, [made.setdefault(id(x), x.clone()) if id(x) not in made else made[id(x)] for x in leaves]
     )

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from fshard.errors import LayoutError
 from fshard.mesh.layout import Layout
@@ -67,9 +68,20 @@ def map_shards(f: Callable[..., Tensor], leaf: Leaf, *others: Leaf) -> Leaf:
     return like(leaf, [f(*column) for column in zip(shards_of(leaf), *map(shards_of, others), strict=True)])
 
 
+def is_frozen(leaf: Leaf) -> bool:
+    """Return whether a leaf was said to stay as it is: by its layout, or as a Parameter that does not require grad.
+
+    >>> is_frozen(torch.ones(1)), is_frozen(torch.nn.Parameter(torch.ones(1), requires_grad=False))
+    (False, True)
+    """
+    if isinstance(leaf, Sharded):
+        return leaf.layout.frozen
+    return isinstance(leaf, Parameter) and not leaf.requires_grad
+
+
 def trainable(leaf: Leaf) -> bool:
-    """Return whether a leaf is of numbers that a gradient can move: floats or complex."""
-    return leaf is not None and (leaf.dtype.is_floating_point or leaf.dtype.is_complex)
+    """Return whether a leaf is of numbers that a gradient may move: floats or complex, and not frozen."""
+    return leaf is not None and (leaf.dtype.is_floating_point or leaf.dtype.is_complex) and not is_frozen(leaf)
 
 
 def key_of(leaf: Leaf) -> tuple[int, ...]:

@@ -57,7 +57,7 @@ def with_master_weights(opt: Optimizer) -> Optimizer:
 
 
 def _is_half(leaf: Leaf) -> bool:
-    return leaf is not None and leaf.dtype in _HALVES
+    return trainable(leaf) and leaf.dtype in _HALVES
 
 
 def _widened(x: Tensor) -> Tensor:

@@ -56,9 +56,9 @@ def global_norm(tree: PyTree, *, exact: bool = True) -> Tensor:
     check_summable("global_norm", at)
     if not leaves:
         return torch.zeros((), dtype=torch.float64)
-    return sum_over_mesh(leaves, [squares(shards_of(leaf), exact=exact) for leaf in leaves], [0] * len(leaves)).sqrt()[
-        0
-    ]
+    found = iter(squares([shard for leaf in leaves for shard in shards_of(leaf)], exact=exact))
+    values = [[next(found) for _ in shards_of(leaf)] for leaf in leaves]
+    return sum_over_mesh(leaves, values, [0] * len(leaves)).sqrt()[0]
 
 
 def squares(shards: Sequence[Tensor], *, exact: bool = True) -> list[Tensor]:
@@ -66,6 +66,9 @@ def squares(shards: Sequence[Tensor], *, exact: bool = True) -> list[Tensor]:
     if not shards:
         return []
     norms = lists.norm(list(map(_real, shards)), 2, dtype=torch.float64 if exact else None)
+    near = norms[0].device
+    if all(norm.device == near for norm in norms):
+        return list(torch.stack([*norms]).double().square().unbind())
     return [norm.double().square() for norm in norms]
 
 
@@ -77,7 +80,8 @@ def _real(x: Tensor) -> Tensor:
 
 def check_summable(what: str, at: Leaves) -> None:
     """Raise if leaves lie on several meshes, or are sums that have not been made yet; name all of them."""
-    if not any(isinstance(leaf, Sharded) for leaf in at.leaves):
+    placed = [leaf for leaf in at.leaves if isinstance(leaf, Sharded)]
+    if all(leaf.mesh is placed[0].mesh and not leaf.spec.unreduced for leaf in placed):
         return
     placed = [
         (path or "the leaf", leaf) for path, leaf in zip(at.paths, at.leaves, strict=True) if isinstance(leaf, Sharded)

@@ -8,6 +8,6 @@ certify       a sharded training run held to the run on one device, and optimize
 plugin        for pytest: the `mesh` fixture and marker
 """
 
-from fshard.testing.certify import Certificate, certify, check_elementwise
+from fshard.testing.certify import Certificate, certify, check_elementwise, dyadic
 
-__all__ = ["Certificate", "certify", "check_elementwise"]
+__all__ = ["Certificate", "certify", "check_elementwise", "dyadic"]

@@ -21,6 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPriva
 
 from fshard.mesh.collectives import psum, pvary
 from fshard.mesh.spec import Axes
+from fshard.transforms.idle import is_idle
 
 
 def synchronise(module: nn.Module, axis: Axes | None) -> None:
@@ -59,6 +60,7 @@ def moments(x: Tensor, axis: Axes) -> tuple[Tensor, Tensor, Tensor]:
     >>> fs.run(main, mesh=fs.make_mesh({"data": 4}))[0]
     [1.5, 1.25, 4.0]
     """
+    x = x[:0] if is_idle() else x
     channels = x.shape[1]
     n = x.numel() // max(channels, 1)
     if n == 0:

@@ -39,7 +39,8 @@ def functionalize(module: nn.Module, *, sync_batchnorm: Axes | None = None) -> t
     """Return a module as a pure function, and what is to be passed to it: `(apply, params, buffers)`.
 
     `apply(params, buffers, *args, **kwargs)` returns `(output, new_buffers)` and changes nothing, not even the module.
-    `params` has every parameter by its name, a tied one once, under the first; frozen ones do not require grad.
+    `params` has every parameter by its name, a tied one once, under the first; those that do not require grad are Parameters
+    that say so, and `shard_params` and optimizers leave them as they are.
     `buffers` has all buffers, those that are not saved too.  They are detached and share the module's memory.
 
     Args:
@@ -83,7 +84,8 @@ def functionalize(module: nn.Module, *, sync_batchnorm: Axes | None = None) -> t
         finally:
             pool.give_back(replica)
 
-    return apply, _detached(params), _detached(buffers)
+    frozen = {name: nn.Parameter(x.detach(), requires_grad=False) for name, x in params.items() if not x.requires_grad}
+    return apply, {**_detached(params), **frozen}, _detached(buffers)
 
 
 def _detached(tensors: Mapping[str, Tensor]) -> Tensors:

@@ -24,12 +24,14 @@ from fshard.errors import LayoutError
 from fshard.mesh.mesh import Mesh
 from fshard.mesh.placing import device_put
 from fshard.mesh.tree import PyTree, flatten_with_paths, unflatten
-from fshard.transforms.rules import Rules, layouts_of, named, parts_of
+from fshard.transforms.rules import Choice, Rules, layouts_of, named, parts_of
 
 _tree: Any = optree
 
 
-def init_params(init_fn: Callable[[], PyTree], rules: Rules, *, mesh: Mesh, seed: int | None = None) -> PyTree:
+def init_params(
+    init_fn: Callable[[], PyTree], rules: Rules, *, mesh: Mesh, seed: int | None = None, frozen: Choice = ()
+) -> PyTree:
     """Return the parameters that `init_fn()` makes, laid out by rules, without holding all of them at once.
 
     Args:
@@ -37,6 +39,7 @@ def init_params(init_fn: Callable[[], PyTree], rules: Rules, *, mesh: Mesh, seed
             values: no `.item()`, no branch on a tensor.
         rules: see `shard_params`.
         mesh: the devices.
+        frozen: which are not to be trained: see `shard_params`.
         seed: draw as after `torch.manual_seed(seed)`, and leave the generator as it was; None: draw from it as it is.
 
     Nothing is sent: every process draws all numbers and keeps its pieces.
@@ -64,7 +67,7 @@ def init_params(init_fn: Callable[[], PyTree], rules: Rules, *, mesh: Mesh, seed
         raise LayoutError(
             f"init_params: {', '.join(foreign)} was not made by the function. Lay it out with fs.shard_params."
         )
-    layouts = layouts_of(made, rules, mesh)
+    layouts = layouts_of(made, rules, mesh, frozen)
     placed: dict[int, Any] = {}
 
     def place(number: int, x: Tensor) -> None:

@@ -8,13 +8,16 @@ leaf are errors, all reported at once.  Nothing is replicated because nobody sai
     {"blocks[*].attn.w": P(None, "model"), "**": P()}      patterns, anchored at both ends
     lambda path, leaf: ...                      from a path and a leaf (its shape and dtype)
     fsdp("data")                                everything flat, in units
+
+A pattern may write a path in any way: `blocks[3].w`, `blocks.3.w` as modules name it, `["blocks"][3]["w"]`.  A function
+is given it as `blocks[3].w`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -26,9 +29,12 @@ from fshard.mesh.mesh import Mesh
 from fshard.mesh.placing import collected, device_put
 from fshard.mesh.spec import P, as_axes
 from fshard.mesh.tree import PyTree, broadcast_prefix, flatten_with_paths, unflatten
+from fshard.optim.leaves import is_frozen
 
 Rules = Any
 """A P, a prefix tree of Ps, a mapping of path patterns to Ps, a function of (path, leaf), or `fsdp(...)`."""
+Choice = str | Sequence[str] | Callable[[str], bool]
+"""Some of the parameters: a path pattern, several, or a function of the path."""
 
 
 @lru_cache(maxsize=65536)
@@ -44,10 +50,10 @@ def parts_of(path: str) -> tuple[str, ...]:
 def named(parts: Sequence[str]) -> str:
     """Return parts as a path that reads well.
 
-    >>> named(("blocks", "3", "attn", "w"))
-    'blocks[3].attn.w'
+    >>> named(("blocks", "3", "attn", "w")), named(("0", "weight"))
+    ('blocks[3].attn.w', '0.weight')
     """
-    return "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in parts).removeprefix(".")
+    return "".join(f"[{part}]" if place and part.isdigit() else f".{part}" for place, part in enumerate(parts))[1:]
 
 
 @lru_cache(maxsize=65536)
@@ -143,13 +149,36 @@ def fsdp(axis: str | tuple[str, ...], *, unit: str | int | None = None) -> Fsdp:
     return Fsdp(as_axes(axis), unit)
 
 
-def shard_params(params: PyTree, rules: Rules, *, mesh: Mesh) -> PyTree:
+def chosen(choice: Choice, paths: Sequence[str], what: str) -> list[bool]:
+    """Return which paths are chosen, or raise naming all patterns that are for none.
+
+    >>> chosen(["0.*", "head"], ['["0.weight"]', '["0.bias"]', '["head"]', '["1.weight"]'], "frozen")
+    [True, True, True, False]
+    """
+    if callable(choice):
+        return [bool(choice(named(parts_of(path)))) for path in paths]
+    patterns = [choice] if isinstance(choice, str) else [*choice]
+    idle = [pattern for pattern in patterns if not any(matches(pattern, path) for path in paths)]
+    if idle:
+        wrong = ", ".join(f'"{pattern}"' for pattern in idle)
+        raise LayoutError(f"{what}: no leaf is for {wrong}. {_listed(paths)}.")
+    return [any(matches(pattern, path) for pattern in patterns) for path in paths]
+
+
+def _listed(paths: Sequence[str]) -> str:
+    shown = ", ".join(named(parts_of(path)) for path in list(paths)[:8])
+    return f"The leaves are {shown}{', ...' if len(paths) > 8 else ''}"
+
+
+def shard_params(params: PyTree, rules: Rules, *, mesh: Mesh, frozen: Choice = ()) -> PyTree:
     """Lay parameters on a mesh by rules.  Nothing is sent: every process is given the whole and keeps its pieces.
 
     Args:
         params: a tree of tensors, the same on every process.  A tensor that stands twice in it (tied) is laid out once.
         rules: see the module: a P, a tree of Ps, patterns, a function, or `fsdp(...)`.
         mesh: the devices.
+        frozen: which are not to be trained: a path pattern, several, or a function of the path.  They lie as the others, and
+            never have a gradient or optimizer state.  A Parameter that does not require grad is frozen anyway.
 
     >>> import torch, fshard as fs
     >>> mesh = fs.make_mesh({"data": 4})
@@ -158,7 +187,7 @@ def shard_params(params: PyTree, rules: Rules, *, mesh: Mesh) -> PyTree:
     (f32[3, 3]{flat:data}, [(3,), (3,), (3,), (0,)])
     """
     paths, leaves, structure = flatten_with_paths(params, sharded_is_leaf=True)
-    layouts = layouts_of(params, rules, mesh)
+    layouts = layouts_of(params, rules, mesh, frozen)
     done: dict[int, Any] = {}
     with collected("shard_params") as attempt:
         for path, leaf, layout in zip(paths, leaves, layouts, strict=True):
@@ -170,14 +199,23 @@ def shard_params(params: PyTree, rules: Rules, *, mesh: Mesh) -> PyTree:
                     raise LayoutError(
                         f"it is tied to a leaf that lies as {known.spec}, and cannot lie as {layout.spec}."
                     )
+                elif known.layout.frozen != layout.frozen:
+                    raise LayoutError("of it and a leaf that it is tied to, one is frozen. Freeze both: they are one.")
     return unflatten(structure, [done[id(leaf)] for leaf in leaves])
 
 
-def layouts_of(params: PyTree, rules: Rules, mesh: Mesh) -> list[Layout]:
+def layouts_of(params: PyTree, rules: Rules, mesh: Mesh, frozen: Choice) -> list[Layout]:
     """Return the layout of every leaf, or raise naming all that the rules leave open."""
     paths, leaves, _ = flatten_with_paths(params, sharded_is_leaf=True)
-    if isinstance(rules, Fsdp):
-        return rules.layouts(mesh, paths, leaves)
+    layouts = rules.layouts(mesh, paths, leaves) if isinstance(rules, Fsdp) else _layouts(params, rules, mesh)
+    fixed = chosen(frozen, paths, "frozen")
+    return [
+        replace(layout, frozen=fix or is_frozen(leaf)) for leaf, layout, fix in zip(leaves, layouts, fixed, strict=True)
+    ]
+
+
+def _layouts(params: PyTree, rules: Rules, mesh: Mesh) -> list[Layout]:
+    paths, leaves, _ = flatten_with_paths(params, sharded_is_leaf=True)
     specs = _specs(params, rules, paths, leaves)
     wrong = [
         f"{named(parts_of(path))}: {spec!r} is no P"
@@ -220,9 +258,7 @@ def _by_patterns(rules: Mapping[str, P], paths: Sequence[str]) -> list[P]:
         f'no leaf is for the rule "{pattern}"' for pattern in rules if not any(matches(pattern, path) for path in paths)
     ]
     if complaints:
-        shown = ", ".join(named(parts_of(path)) for path in list(paths)[:8])
         raise LayoutError(
-            "shard_params: " + "; ".join(complaints) + f". The leaves are {shown}{', ...' if len(paths) > 8 else ''}; "
-            '"**": P() replicates what no other rule is for.'
+            f'shard_params: {"; ".join(complaints)}. {_listed(paths)}; "**": P() replicates what no other rule is for.'
         )
     return found

@@ -1,12 +1,12 @@
 """`train_step`: gradient, optimizer and metrics as one pure function.
 
-params, state, batch ─> value_and_grad ─> opt.step ─> params, state, metrics
+params, state, batch           ─> value_and_grad ─> opt.step ─> params, state, metrics
+params, state, buffers, batch  ─> (with buffers, of BatchNorm say)  ─> params, state, buffers, metrics
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, Literal, Protocol
 
 import torch
@@ -18,13 +18,21 @@ from fshard.mesh.tree import PyTree
 from fshard.optim.contract import Optimizer, Update, copied, step_of
 from fshard.optim.norms import global_norm
 from fshard.source import call_site
-from fshard.transforms.gradient import How, Value, differentiate, how_of
+from fshard.transforms.gradient import Value, value_and_grad
+from fshard.transforms.slices import How
 
 Precision = Literal["bf16", "fp16"]
 _COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16, None: None}
 
 Metrics = dict[str, Any]
-"""loss, grad_norm, weight and finite (whether loss and gradients are) as 0-d tensors, equal on all devices; and aux."""
+"""What is known of a step, equal on all devices.
+
+    loss, grad_norm    0-d tensors
+    finite             whether both are
+    samples            how many the batch has, unless its tensors do not agree
+    weight             with `weight=`: what the whole batch counts for, its number of tokens, say
+    aux                with `has_aux`: the mean of what the loss function returns beside the loss
+"""
 
 
 class AnyOptimizer(Protocol):
@@ -49,8 +57,8 @@ def train_step(
     donate: bool = False,
     precision: Precision | None = None,
     **options: Any,
-) -> Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree, Metrics]]:
-    """Return a function of (params, state, batch) that takes one step of training.
+) -> Callable[..., Any]:
+    """Return a function of (params, state, batch) that takes one step of training; it returns (params, state, metrics).
 
     Args:
         loss_fn: an ordinary function of one device: see `value_and_grad`.
@@ -61,9 +69,10 @@ def train_step(
         precision: "bf16" or "fp16" computes in that dtype, while parameters and state stay in their own (float32 masters).
             Parameters are gathered in 16 bits; gradients are reduced in them (bf16) or in float32 (fp16), unless `reduce`
             names another dtype.  "fp16" needs `fs.optim.loss_scaled(opt)`.
-        options: those of `value_and_grad`: accumulate, weight, has_aux, frozen, reproducible, ...
+        options: those of `value_and_grad`: accumulate, weight, has_aux, frozen, reproducible, ...  With `has_buffers`, a step
+            takes (params, state, buffers, batch) and returns (params, state, buffers, metrics).
 
-    The metrics are {"loss", "grad_norm", "weight", "finite"}, and "aux" with `has_aux`.
+    The metrics are "loss", "grad_norm", "finite" and "samples"; with `weight` also "weight", with `has_aux` also "aux".
 
     >>> import torch, fshard as fs
     >>> from fshard import P
@@ -72,37 +81,55 @@ def train_step(
     >>> opt = fs.partition_optimizer(fs.optim.sgd(0.5), mesh=mesh, axis="data", stage=3)
     >>> step = fs.train_step(lambda p, x: (p["w"] * x).sum(1).mean(), opt, mesh=mesh, batch=P("data"))
     >>> params, state, metrics = step(params, opt.init(params), torch.ones(4, 2))
-    >>> fs.unshard(params["w"]), metrics["loss"], metrics["grad_norm"]
-    (tensor([0.5000, 1.5000]), tensor(3.), tensor(1.4142))
+    >>> fs.unshard(params["w"]), metrics["loss"], metrics["grad_norm"], metrics["samples"]
+    (tensor([0.5000, 1.5000]), tensor(3.), tensor(1.4142), tensor(4))
+
+    A module with BatchNorm: its buffers go in and come out.
+
+    >>> apply, params, buffers = fs.functionalize(torch.nn.BatchNorm1d(2), sync_batchnorm="data")
+    >>> def loss_fn(params, buffers, x):
+    ...     y, buffers = apply(params, buffers, x)
+    ...     return y.square().mean(), buffers
+    >>> params = fs.shard_params(params, fs.fsdp("data"), mesh=mesh)
+    >>> step = fs.train_step(loss_fn, opt, mesh=mesh, batch=P("data"), has_buffers=True)
+    >>> params, state, buffers, metrics = step(params, opt.init(params), buffers, torch.full((3, 2), 5.0))
+    >>> buffers["running_mean"], buffers["num_batches_tracked"]
+    (tensor([0.5000, 0.5000]), tensor(1))
     """
     if precision not in _COMPUTE:
         raise LayoutError(f'train_step: precision is "bf16", "fp16" or None, not {precision!r}.')
     if precision == "fp16" and opt.loss_scale is None:
         raise LayoutError('train_step: precision="fp16" needs a scaled loss. Write fs.optim.loss_scaled(opt).')
-    stage = getattr(opt, "stage", 0)
     options.setdefault("gradients", getattr(opt, "gradients", None))
-    options.setdefault("reduce_once", stage < 2)
-    how = how_of(loss_fn, mesh=mesh, batch=batch, **options)
-    reduce = how.manner.reduce or (torch.float32 if precision == "fp16" else None)
-    how = replace(how, manner=replace(how.manner, compute=how.manner.compute or _COMPUTE[precision], reduce=reduce))
+    options.setdefault("reduce_once", getattr(opt, "stage", 0) < 2)
+    options.setdefault("compute", _COMPUTE[precision])
+    options.setdefault("reduce", torch.float32 if precision == "fp16" else None)
+    gradient = value_and_grad(loss_fn, mesh=mesh, batch=batch, **options)
+    how = gradient.how
     write = step_of(opt)  # pyright: ignore[reportArgumentType]  # a Partitioned has all that an Optimizer has
     if how.slices is not None:  # torch's fused kernels round differently where a piece ends; updates do without them
         write = step_of(Optimizer(opt.init, opt.update))
 
-    def step(params: PyTree, state: PyTree, batch: PyTree) -> tuple[PyTree, PyTree, Metrics]:
+    def step(params: PyTree, state: PyTree, *given: PyTree) -> tuple[Any, ...]:
+        buffers, batch = given if how.has_buffers else ((), *given)
         scale = float(opt.loss_scale(state)) if opt.loss_scale is not None else 1.0
-        value, grads = differentiate(how, params, batch, call_site(), scale)
+        value, grads = gradient.run(params, buffers, batch, call_site(), scale)
         with torch.no_grad():
             norm = global_norm(grads, exact=how.slices is not None) / scale
             if not donate:
                 params, state = copied((params, state))
             params, state = write(grads, state, params)
-        return params, state, _metrics(how, value, norm)
+        return params, state, *((value.buffers,) if how.has_buffers else ()), _metrics(how, value, norm)
 
     return step
 
 
 def _metrics(how: How, value: Value, norm: Tensor) -> Metrics:
     finite = torch.isfinite(norm) & torch.isfinite(value.loss).to(norm.device)
-    metrics = {"loss": value.loss, "grad_norm": norm.to(value.loss.dtype), "weight": value.weight, "finite": finite}
-    return {**metrics, "aux": value.aux} if how.has_aux else metrics
+    metrics = {"loss": value.loss, "grad_norm": norm.to(value.loss.dtype), "finite": finite}
+    found = {
+        "samples": None if value.samples is None else torch.tensor(value.samples),
+        "weight": None if how.weight is None else value.weight,
+        "aux": value.aux if how.has_aux else None,
+    }
+    return {**metrics, **{name: x for name, x in found.items() if x is not None}}

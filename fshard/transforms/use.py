@@ -56,6 +56,7 @@ class Manner:
         live: how many units that lie sharded are whole at a time.
         prefetch: how many units to start gathering ahead of their use, in the order of the step before.
         in_flight: how many reductions may be under way; 0: each is waited for at once.
+        bucket: about how many bytes of gradients to reduce together, of units that lie whole.
         compute: the dtype that floating parameters are used in, None: their own.
         reduce: the dtype that gradients are reduced in, None: the one they come in.
     """
@@ -64,6 +65,7 @@ class Manner:
     live: int = 2
     prefetch: int = 1
     in_flight: int = 2
+    bucket: int = 1 << 20
     compute: torch.dtype | None = None
     reduce: torch.dtype | None = None
 
@@ -108,9 +110,11 @@ class Tape:
         self.used = [False] * len(leaves)
         self.sums: list[Tensor | None] = [None] * len(leaves)
         self.keep: Callable[[Unit, list[Tensor | None]], None] | None = None
+        self.idle = False  # whether what is computed counts for nothing
         self._live: list[Unit] = []
         self._again: list[Unit] = []
-        self._under_way: list[tuple[Unit, list[int], Callable[[], list[Tensor]]]] = []
+        self._bucket: list[tuple[int, Tensor, Way]] = []
+        self._under_way: list[tuple[list[int], Callable[[], list[Tensor]]]] = []
         self.storages: dict[int, tuple[Unit, int]] = {}
 
     def check_unchanged(self) -> None:
@@ -195,6 +199,8 @@ class Tape:
 
     def receive(self, unit: Unit, gs: Sequence[Tensor | None]) -> None:
         """Take the cotangents of one use of a unit."""
+        if self.idle:
+            gs = [None if g is None else torch.zeros_like(g) for g in gs]
         for place, g in zip(unit.places, gs, strict=True):
             self.used[place] |= g is not None
         if unit.sharded and self.manner.reshard:
@@ -208,25 +214,29 @@ class Tape:
             self.reduce(unit, unit.with_kept(list(gs)))
 
     def reduce(self, unit: Unit, gs: Sequence[Tensor | None]) -> None:
-        """Start to reduce the gradients of a unit."""
+        """Reduce the gradients of a unit, if it lies whole together with those that come before and after."""
         self.sequence.append(2 * unit.number + 1)
-        chosen = [at for at, place in enumerate(unit.places) if self.leaves[place].reduce is not None]
-        xs: list[Tensor] = []
-        ways: list[Way] = []
-        for at in chosen:
-            leaf, g = self.leaves[unit.places[at]], gs[at]
-            g = g if g is not None else self.shards[unit.places[at]].new_zeros(leaf.shape)
-            xs.append(g if self.manner.reduce is None or not g.is_floating_point() else g.to(self.manner.reduce))
-            assert leaf.reduce is not None
-            ways.append(leaf.reduce)
-        finish = go(xs, ways, self.site, ahead=self.manner.in_flight > 0)
-        self._under_way.append((unit, [unit.places[at] for at in chosen], finish))
-        self.finish(self.manner.in_flight)
+        for place, g in zip(unit.places, gs, strict=True):
+            leaf, to = self.leaves[place], self.manner.reduce
+            if leaf.reduce is not None:
+                g = g if g is not None else self.shards[place].new_zeros(leaf.shape)
+                g = g if to is None or not g.is_floating_point() else g.to(to)
+                self._bucket.append((place, g, leaf.reduce))
+        if unit.sharded or sum(g.nbytes for _, g, _ in self._bucket) >= self.manner.bucket:
+            self.send()
+
+    def send(self) -> None:
+        """Start to reduce what is in the bucket."""
+        if self._bucket:
+            places, xs, ways = map(list, zip(*self._bucket, strict=True))
+            self._bucket = []
+            self._under_way.append((places, go(xs, ways, self.site, ahead=self.manner.in_flight > 0)))
+            self.finish(self.manner.in_flight)
 
     def finish(self, but: int = 0) -> None:
         """Wait for reductions, the oldest first, until only so many are under way."""
         while len(self._under_way) > but:
-            _, places, finish = self._under_way.pop(0)
+            places, finish = self._under_way.pop(0)
             for place, result in zip(places, finish(), strict=True):
                 known, dtype = self.sums[place], self.leaves[place].dtype
                 result = result.to(dtype)

@@ -33,9 +33,13 @@ class AbstractWorld:
     """Answers every collective with empty tensors of the right shape."""
 
     has_values = False
+    has_roads = False
 
     def __init__(self) -> None:
         self.scopes: dict[object, Scope] = {}
+
+    def road(self, move: Wired, group: Group, x: Tensor) -> None:
+        """Return None: there is nothing to be saved."""
 
     def current(self) -> AbstractWorld:
         """Return itself: it has no state."""

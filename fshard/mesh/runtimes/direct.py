@@ -5,7 +5,8 @@ the others, added, and written to the result at once, so there is no buffer for 
 
 Legend: n processes; `rows` is (n, elements) with a row for each process; `x` is (elements,).
 
-    reduce      small: recursive doubling        log2(n) rounds (or one in which all get all)
+    small rows  one swap: see `swaps`
+    reduce      not large: recursive doubling    log2(n) rounds
                 large: scatter, then gather      each process sums its part of everybody's x
     scatter     each reads its row of everybody's
     gather, exchange, permute, broadcast         each reads what it gets
@@ -23,17 +24,20 @@ from itertools import cycle
 import torch
 from torch import Tensor
 
-from fshard.errors import MismatchError
 from fshard.mesh.moves import Broadcast, Permute, Wired, combining
 from fshard.mesh.runtimes.buffers import empty
-from fshard.mesh.runtimes.link import What, Wire, Work
-from fshard.mesh.runtimes.neighbours import INLINE, INSIDE, READ, Message, Need, Neighbours
+from fshard.mesh.runtimes.link import Stamped, What, Wire, Work
+from fshard.mesh.runtimes.neighbours import INLINE, SLICE, Need, Neighbours, differs
+from fshard.mesh.runtimes.rings import INSIDE, READ, Message
+from fshard.mesh.runtimes.swaps import Swapping, swap_of
 from fshard.mesh.sums import WIDER, Combine, combined
 
+FEW = 192 << 10
+"""Bytes up to which a process may send its tensor to all others, to be added there."""
 SMALL = 256 << 10
 """Bytes up to which a reduction is best done in few rounds rather than in few bytes."""
 INLINE_MESSAGE = 4 << 10
-"""Bytes up to which a message of `send` is put into the socket: its receiver may take its time, and sockets fill."""
+"""Bytes up to which a message of `send` is put into the ring: its receiver may take its time, and rings fill."""
 MESSAGE, ANSWER = 4, 3
 """What a key ends in: a bit that tells messages from collectives, and the part that says that a tensor has been read."""
 PIECE = 256 << 10
@@ -43,8 +47,8 @@ PIECE = 256 << 10
 class Direct:
     """The link among the processes of one group, all of this machine."""
 
-    def __init__(self, neighbours: Neighbours, members: tuple[int, ...], rank: int, timeout: timedelta) -> None:
-        self.index, self.n, self.timeout = members.index(rank), len(members), timeout.total_seconds()
+    def __init__(self, neighbours: Neighbours, members: tuple[int, ...], rank: int) -> None:
+        self.index, self.n = members.index(rank), len(members)
         self.neighbours = neighbours
         self.peers = {place: neighbours.known[other] for place, other in enumerate(members) if other != rank}
         self.others = [(self.index + step) % self.n for step in range(1, self.n)]
@@ -55,15 +59,31 @@ class Direct:
 
     def begin(self, move: Wired, x: Tensor, what: What) -> Wire:
         """Return the wire that carries a move on a buffer."""
-        return WIRES[move.wire](Turn(self, self._group | next(self._calls) << 3, what), x, move)
+        return self.carrier(move, x, what)(self.number(), x)
+
+    def carrier(self, move: Wired, x: Tensor, what: Stamped) -> Callable[[int, Tensor], Wire]:
+        """Return what makes wires for a move on buffers like this one, given the number of the call."""
+        swap = swap_of(move, self.index, self.n)
+        size = x.nbytes // swap.cut
+        if size <= INLINE and (move.wire != "reduce" or len(self.others) * size <= FEW):
+            return Swapping(move, swap, x, self.neighbours, self.peers, what).wire
+        wire = WIRES[move.wire]
+        return lambda key, x: wire(Turn(self, key, what), x, move)
+
+    def number(self) -> int:
+        """Return the key of the next collective's messages."""
+        return self._group | next(self._calls) << 3
 
     def wait(self, needs: Sequence[Need], timeout: timedelta, go_on: Callable[[], bool]) -> None:
         """Wait for messages, letting what else is under way go on."""
-        self.neighbours.wait(needs, self.timeout, go_on)
+        self.neighbours.wait(needs, go_on)
 
     def ready(self, needs: Sequence[Need]) -> bool:
         """Return whether all messages are there."""
-        return all(peer.look(key) for peer, key in needs)
+        return all(self.neighbours.look(peer, key) for peer, key in needs)
+
+    def helper(self, what: What) -> None:
+        """Return None: whoever waits lets all go on."""
 
     def broken(self) -> None:
         """Take leave of the group: after an error, others must not read what may no longer be there."""
@@ -73,11 +93,12 @@ class Direct:
     def send(self, x: Tensor, to: int, what: What) -> Work:
         """Send a message, from memory that is kept until it has been read."""
         turn = Turn(self, self._message(to, sent=True), what)
-        if x.nbytes <= INLINE_MESSAGE:
-            turn.put(to, x.data_ptr(), x.nbytes)
-            return Sent(None)
-        turn.lies(to, x.data_ptr(), x.nbytes)
-        return Sent((self.peers[to], turn.key | ANSWER))
+        with self.lock:
+            if x.nbytes <= INLINE_MESSAGE:
+                turn.put(to, x.data_ptr(), x.nbytes)
+                return Sent(self.neighbours, None)
+            turn.lies(to, x.data_ptr(), x.nbytes)
+        return Sent(self.neighbours, (self.peers[to], turn.key | ANSWER))
 
     def receive(self, into: Tensor, source: int, what: What) -> Wire:
         """Return the wire that receives the next message of a process."""
@@ -97,14 +118,14 @@ def _message(turn: Turn, source: int, into: Tensor) -> Wire:
 class Sent:
     """A message that has been sent, and the answer that says that it has been read, if one is to come."""
 
-    def __init__(self, answer: Need | None) -> None:
-        self._answer = answer
+    def __init__(self, neighbours: Neighbours, answer: Need | None) -> None:
+        self._neighbours, self._answer = neighbours, answer
 
     def is_completed(self) -> bool:
         """Return whether its memory is needed no more: it has been read, or never will be."""
         if self._answer is not None:
             peer, key = self._answer
-            if peer.look(key) or peer.gone:
+            if self._neighbours.look(peer, key) or peer.gone:
                 peer.inbox.pop(key, None)
                 self._answer = None
         return self._answer is None
@@ -113,7 +134,7 @@ class Sent:
         """Wait until it has been read."""
         until = time.monotonic() + timeout.total_seconds()
         while not self.is_completed() and time.monotonic() < until:
-            time.sleep(0.0002)
+            self._neighbours.sleep(SLICE)
 
 
 class Turn:
@@ -122,21 +143,23 @@ class Turn:
     A message's key is the group, the number of the call, whether it is a collective or a message, and which part of it.
     """
 
-    __slots__ = ("index", "key", "n", "neighbours", "others", "peers", "stamp", "timeout", "what")
+    __slots__ = ("index", "key", "n", "neighbours", "others", "peers", "stamp", "what")
 
-    def __init__(self, link: Direct, key: int, what: What) -> None:
+    def __init__(self, link: Direct, key: int, what: Stamped) -> None:
         self.index, self.n, self.others, self.peers = link.index, link.n, link.others, link.peers
-        self.neighbours, self.timeout = link.neighbours, link.timeout
-        self.key, self.what, self.stamp = key, what, what.stamp
+        self.neighbours, self.key, self.what, self.stamp = link.neighbours, key, what, what.stamp
 
     def put(self, to: int, address: int, size: int, part: int = 0) -> None:
         """Let a process get a tensor: small ones travel at once, large ones must stay until they have been read."""
-        post = self.neighbours.post if size > INLINE else self.neighbours.post_inside
-        post(self.peers[to], self.key | part, address, size, self.stamp, self.timeout)
+        if size > INLINE:
+            self.lies(to, address, size, part)
+        elif not self.peers[to].offer(self.key | part, INSIDE, size, self.stamp, address):
+            self.neighbours.press(self.peers[to], (self.key | part, INSIDE, size, self.stamp, address))
 
     def lies(self, to: int, address: int, size: int, part: int = 0) -> None:
         """Tell a process where a tensor lies, whatever its size."""
-        self.neighbours.post(self.peers[to], self.key | part, address, size, self.stamp, self.timeout)
+        if not self.peers[to].offer(self.key | part, address, size, self.stamp):
+            self.neighbours.press(self.peers[to], (self.key | part, address, size, self.stamp))
 
     def needs(self, *sources: int, part: int = 0) -> list[Need]:
         """Return what to wait for before getting from these processes."""
@@ -148,9 +171,9 @@ class Turn:
 
     def get(self, source: int, into: int, size: int, part: int = 0) -> None:
         """Get a tensor of a process, which is there."""
-        address, _, _, text = self._taken(source, size, part)
+        address, _, _, place = self._taken(source, size, part)
         if address == INSIDE:
-            ctypes.memmove(into, text, size)
+            ctypes.memmove(into, place, size)
         else:
             self.read(source, into, address, size)
             self.done(source)
@@ -165,7 +188,7 @@ class Turn:
 
     def done(self, source: int) -> None:
         """Tell a process that its tensor has been read."""
-        self.neighbours.post(self.peers[source], self.key | ANSWER, READ, 0, self.stamp, self.timeout)
+        self.lies(source, READ, 0, ANSWER)
 
     def answered(self, needs: list[Need]) -> None:
         """Put away the answers that have come."""
@@ -175,11 +198,7 @@ class Turn:
     def _taken(self, source: int, size: int, part: int) -> Message:
         message = self.peers[source].inbox.pop(self.key | part)
         if message[2] != self.stamp or message[1] != size:
-            raise MismatchError(
-                f"{self.what}: process {self.peers[source].rank} makes another call, or makes it on another shape or dtype. "
-                "Every process of a group has to call the same collectives in the same order, on equal shapes and dtypes; "
-                "run with FSHARD_CHECK=1 to see both calls."
-            )
+            raise differs(self.what, self.peers[source])
         return message
 
 
@@ -189,18 +208,19 @@ class Turn:
 def reduce(turn: Turn, x: Tensor, move: Wired) -> Wire:
     """(elements,) -> (elements,): everybody gets the sum, or the extreme."""
     combine = combining(move)
-    if x.nbytes > SMALL:
-        return _in_parts(turn, x, combine)
     doubles = turn.n & (turn.n - 1) == 0 and (turn.n == 2 or x.dtype not in WIDER)  # wide sums are rounded once
-    return _doubling(turn, x, combine) if doubles else _all_to_all(turn, x, combine)
+    return _doubling(turn, x, combine) if doubles and x.nbytes <= SMALL else _in_parts(turn, x, combine)
 
 
 def _doubling(turn: Turn, x: Tensor, combine: Combine) -> Wire:
     """Add with the neighbour, then with the neighbours' neighbours: the levels of the tree, one after the other."""
-    total, received, result, size, distance = x, torch.empty_like(x), torch.empty_like(x), x.nbytes, 1
+    total, size, distance = x, x.nbytes, 1
+    received = result = x
     while distance < turn.n:
         other = turn.index ^ distance
         turn.put(other, total.data_ptr(), size)
+        if distance == 1:
+            received, result = torch.empty_like(x), torch.empty_like(x)
         yield turn.needs(other)
         turn.get(other, received.data_ptr(), size)
         yield from _settled(turn, [other], size)
@@ -216,19 +236,6 @@ def _settled(turn: Turn, readers: Sequence[int], size: int) -> Generator[list[Ne
     if answers:
         yield answers
         turn.answered(answers)
-
-
-def _all_to_all(turn: Turn, x: Tensor, combine: Combine) -> Wire:
-    """Everybody gets everybody's, and adds."""
-    size = x.nbytes
-    for other in turn.others:
-        turn.put(other, x.data_ptr(), size)
-    yield turn.needs(*turn.others)
-    xs = [x if place == turn.index else torch.empty_like(x) for place in range(turn.n)]
-    for other in turn.others:
-        turn.get(other, xs[other].data_ptr(), size)
-    yield from _settled(turn, turn.others, size)
-    return combined(xs, combine, x, torch.empty_like(x))
 
 
 def _in_parts(turn: Turn, x: Tensor, combine: Combine) -> Wire:
@@ -268,10 +275,11 @@ def _sum(turn: Turn, places: dict[int, int], own: Tensor, out: Tensor, combine: 
 
 def scatter(turn: Turn, rows: Tensor, move: Wired) -> Wire:
     """(n, elements) -> (elements,): everybody gets the sum of the rows that were meant for it."""
-    combine, size, base, own = combining(move), rows.nbytes // turn.n, rows.data_ptr(), rows[turn.index]
-    out = _new(own.shape, rows)
+    base, size = rows.data_ptr(), rows.nbytes // turn.n
     for other in turn.others:
         turn.put(other, base + other * size, size)
+    combine, own = combining(move), rows[turn.index]
+    out = _new(own.shape, rows)
     yield turn.needs(*turn.others)
     if size > INLINE:
         _sum(turn, {other: turn.where(other, size) for other in turn.others}, own, out, combine)
@@ -287,18 +295,18 @@ def scatter(turn: Turn, rows: Tensor, move: Wired) -> Wire:
 
 def gather(turn: Turn, x: Tensor, move: Wired) -> Wire:
     """(elements,) -> (n, elements): everybody gets everybody's."""
-    size, result = x.nbytes, _new((turn.n, x.numel()), x)
+    own, size = x.data_ptr(), x.nbytes
     for other in turn.others:
-        turn.put(other, x.data_ptr(), size)
-    return (yield from _collected(turn, x.data_ptr(), result, size))
+        turn.put(other, own, size)
+    return (yield from _collected(turn, own, _new((turn.n, x.numel()), x), size))
 
 
 def exchange(turn: Turn, rows: Tensor, move: Wired) -> Wire:
     """(n, elements) -> (n, elements): row i goes to process i."""
-    size, base, result = rows.nbytes // turn.n, rows.data_ptr(), _new(rows.shape, rows)
+    base, size = rows.data_ptr(), rows.nbytes // turn.n
     for other in turn.others:
         turn.put(other, base + other * size, size)
-    return (yield from _collected(turn, base + turn.index * size, result, size))
+    return (yield from _collected(turn, base + turn.index * size, _new(rows.shape, rows), size))
 
 
 def _collected(turn: Turn, own: int, result: Tensor, size: int) -> Wire:
@@ -333,13 +341,14 @@ def permute(turn: Turn, x: Tensor, move: Wired) -> Wire:
 def broadcast(turn: Turn, x: Tensor, move: Wired) -> Wire:
     """(elements,) -> (elements,): everybody gets the source's."""
     assert isinstance(move, Broadcast)
-    size, result = x.nbytes, _new(x.shape, x)
+    size = x.nbytes
+    for other in turn.others if turn.index == move.source else ():
+        turn.put(other, x.data_ptr(), size)
+    result = _new(x.shape, x)
     if turn.index != move.source:
         yield turn.needs(move.source)
         turn.get(move.source, result.data_ptr(), size)
         return result
-    for other in turn.others:
-        turn.put(other, x.data_ptr(), size)
     result.copy_(x)  # while the others read
     yield from _settled(turn, turn.others, size)
     return result

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from fshard.mesh.moves import Broadcast, Permute, Wired, combining
 from fshard.mesh.runtimes.buffers import empty
-from fshard.mesh.runtimes.link import GroupLink, Wire, WireFunction
+from fshard.mesh.runtimes.link import GroupCall, Wire, WireFunction
 from fshard.mesh.sums import WIDER, Combine, combined
 
 SMALL = 1 << 20
@@ -45,117 +45,117 @@ def _new(shape: Sequence[int], like: Tensor) -> Tensor:
     return empty(tuple(shape), like.dtype)
 
 
-def _exchange(link: GroupLink, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], tag: int) -> list[Any]:
+def _exchange(call: GroupCall, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], tag: int) -> list[Any]:
     """Start to send `outgoing[i]` to process i and to receive `incoming[i]` from it, for all others."""
-    others = [(link.index + step) % link.n for step in range(1, link.n)]
-    works: list[Any] = [link.pg.recv([_bytes(incoming[other])], other, tag) for other in reversed(others)]
-    return works + [link.pg.send([_bytes(outgoing[other])], other, tag) for other in others]
+    others = [(call.index + step) % call.n for step in range(1, call.n)]
+    works: list[Any] = [call.pg.recv([_bytes(incoming[other])], other, tag) for other in reversed(others)]
+    return works + [call.pg.send([_bytes(outgoing[other])], other, tag) for other in others]
 
 
-def _swap(link: GroupLink, outgoing: Tensor, incoming: Tensor, other: int, tag: int) -> list[Any]:
+def _swap(call: GroupCall, outgoing: Tensor, incoming: Tensor, other: int, tag: int) -> list[Any]:
     """Start to send to one process and to receive from it."""
-    return [link.pg.recv([_bytes(incoming)], other, tag), link.pg.send([_bytes(outgoing)], other, tag)]
+    return [call.pg.recv([_bytes(incoming)], other, tag), call.pg.send([_bytes(outgoing)], other, tag)]
 
 
-def reduce(link: GroupLink, x: Tensor, move: Wired) -> Wire:
+def reduce(call: GroupCall, x: Tensor, move: Wired) -> Wire:
     """(elements,) -> (elements,): everybody gets the sum, or the extreme."""
     combine, size = combining(move), x.numel() * x.element_size()
-    doubles = link.n & (link.n - 1) == 0
-    if link.n == 2 and size > LARGE:
-        return _in_pieces(link, x, combine)
-    if link.n == 2 or (doubles and size <= SMALL and x.dtype not in WIDER):  # a wide sum is rounded once, at the end
-        return _doubling(link, x, combine)
-    return _scatter_gather(link, x, combine)
+    doubles = call.n & (call.n - 1) == 0
+    if call.n == 2 and size > LARGE:
+        return _in_pieces(call, x, combine)
+    if call.n == 2 or (doubles and size <= SMALL and x.dtype not in WIDER):  # a wide sum is rounded once, at the end
+        return _doubling(call, x, combine)
+    return _scatter_gather(call, x, combine)
 
 
-def _doubling(link: GroupLink, x: Tensor, combine: Combine) -> Wire:
+def _doubling(call: GroupCall, x: Tensor, combine: Combine) -> Wire:
     """Add with the neighbour, then with the neighbours' neighbours: the levels of the tree, one after the other."""
-    tag, total, received, distance = link.tag(), x, _new(x.shape, x), 1
+    tag, total, received, distance = call.tag(), x, _new(x.shape, x), 1
     result = _new(x.shape, x)
-    while distance < link.n:
-        yield _swap(link, total, received, link.index ^ distance, tag)
-        pair = [received, total] if link.index & distance else [total, received]  # 0.0 and -0.0 keep their order
+    while distance < call.n:
+        yield _swap(call, total, received, call.index ^ distance, tag)
+        pair = [received, total] if call.index & distance else [total, received]  # 0.0 and -0.0 keep their order
         total = combined(pair, combine, None, result)
         distance *= 2
     return total
 
 
-def _in_pieces(link: GroupLink, x: Tensor, combine: Combine) -> Wire:
+def _in_pieces(call: GroupCall, x: Tensor, combine: Combine) -> Wire:
     """Two processes, much data: one piece is added while the next is on its way."""
     received, result = _new(x.shape, x), _new(x.shape, x)
     pieces = list(zip(x.chunk(PIECES), received.chunk(PIECES), result.chunk(PIECES), strict=True))
-    works = [_swap(link, mine, theirs, 1 - link.index, link.tag()) for mine, theirs, _ in pieces]
+    works = [_swap(call, mine, theirs, 1 - call.index, call.tag()) for mine, theirs, _ in pieces]
     for work, (mine, theirs, out) in zip(works, pieces, strict=True):
         yield work[:1]  # what arrives
-        combined([mine, theirs] if link.index == 0 else [theirs, mine], combine, None, out)
+        combined([mine, theirs] if call.index == 0 else [theirs, mine], combine, None, out)
     yield [sent for _, sent in works]
     return result
 
 
-def _scatter_gather(link: GroupLink, x: Tensor, combine: Combine) -> Wire:
+def _scatter_gather(call: GroupCall, x: Tensor, combine: Combine) -> Wire:
     """Each process sums one row of the tensor, then everybody gathers the rows."""
-    tag, each = link.tag(), -(-x.numel() // link.n)
+    tag, each = call.tag(), -(-x.numel() // call.n)
     rows = x
-    if each * link.n != x.numel():
-        rows = x.new_zeros(link.n * each)
+    if each * call.n != x.numel():
+        rows = x.new_zeros(call.n * each)
         rows[: x.numel()] = x
-    result = _new((link.n, each), x)
-    yield from _sum_rows(link, rows.view(link.n, each), combine, result[link.index])
-    yield _exchange(link, [result[link.index]] * link.n, list(result), tag)
+    result = _new((call.n, each), x)
+    yield from _sum_rows(call, rows.view(call.n, each), combine, result[call.index])
+    yield _exchange(call, [result[call.index]] * call.n, list(result), tag)
     return result.view(-1)[: x.numel()]
 
 
-def _sum_rows(link: GroupLink, rows: Tensor, combine: Combine, out: Tensor) -> Wire:
+def _sum_rows(call: GroupCall, rows: Tensor, combine: Combine, out: Tensor) -> Wire:
     """Send each row to its process and sum those that arrive, with the own one, in the fixed tree."""
     arriving = list(_new(rows.shape, rows))
-    yield _exchange(link, list(rows), arriving, link.tag())
-    own = rows[link.index]
-    return combined([own if place == link.index else row for place, row in enumerate(arriving)], combine, own, out)
+    yield _exchange(call, list(rows), arriving, call.tag())
+    own = rows[call.index]
+    return combined([own if place == call.index else row for place, row in enumerate(arriving)], combine, own, out)
 
 
-def gather(link: GroupLink, x: Tensor, move: Wired) -> Wire:
+def gather(call: GroupCall, x: Tensor, move: Wired) -> Wire:
     """(elements,) -> (n, elements): everybody gets everybody's."""
-    result = _new((link.n, x.numel()), x)
-    works = _exchange(link, [x] * link.n, list(result), link.tag())
-    result[link.index] = x  # while the others' are on their way
+    result = _new((call.n, x.numel()), x)
+    works = _exchange(call, [x] * call.n, list(result), call.tag())
+    result[call.index] = x  # while the others' are on their way
     yield works
     return result
 
 
-def scatter(link: GroupLink, rows: Tensor, move: Wired) -> Wire:
+def scatter(call: GroupCall, rows: Tensor, move: Wired) -> Wire:
     """(n, elements) -> (elements,): everybody gets the sum of the rows that were meant for it."""
-    return (yield from _sum_rows(link, rows, combining(move), _new(rows.shape[1:], rows)))
+    return (yield from _sum_rows(call, rows, combining(move), _new(rows.shape[1:], rows)))
 
 
-def exchange(link: GroupLink, rows: Tensor, move: Wired) -> Wire:
+def exchange(call: GroupCall, rows: Tensor, move: Wired) -> Wire:
     """(n, elements) -> (n, elements): row i goes to process i."""
     result = _new(rows.shape, rows)
-    works = _exchange(link, list(rows), list(result), link.tag())
-    result[link.index] = rows[link.index]
+    works = _exchange(call, list(rows), list(result), call.tag())
+    result[call.index] = rows[call.index]
     yield works
     return result
 
 
-def permute(link: GroupLink, x: Tensor, move: Wired) -> Wire:
+def permute(call: GroupCall, x: Tensor, move: Wired) -> Wire:
     """(elements,) -> (elements,): along the pairs of the move, zeros where none ends."""
     assert isinstance(move, Permute)
     works: list[Any] = []
-    tag, result = link.tag(), None
+    tag, result = call.tag(), None
     for source, to in move.pairs:
-        if to == link.index:
+        if to == call.index:
             result = x.clone() if source == to else _new(x.shape, x)
-            works += [link.pg.recv([_bytes(result)], source, tag)] if source != to else []
-    works += [link.pg.send([_bytes(x)], to, tag) for source, to in move.pairs if source == link.index != to]
+            works += [call.pg.recv([_bytes(result)], source, tag)] if source != to else []
+    works += [call.pg.send([_bytes(x)], to, tag) for source, to in move.pairs if source == call.index != to]
     yield works
     return torch.zeros_like(x) if result is None else result
 
 
-def broadcast(link: GroupLink, x: Tensor, move: Wired) -> Wire:
+def broadcast(call: GroupCall, x: Tensor, move: Wired) -> Wire:
     """(elements,) -> (elements,): everybody gets the source's."""
     assert isinstance(move, Broadcast)
     result = _new(x.shape, x)
-    source = link.index == move.source
-    work = link.pg.broadcast(_bytes(x if source else result), move.source)
+    source = call.index == move.source
+    work = call.pg.broadcast(_bytes(x if source else result), move.source)
     if source:
         result.copy_(x)  # while it is on its way
     yield [work]

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import lru_cache
 from itertools import cycle
+from threading import Event
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
@@ -22,6 +23,7 @@ from torch.distributed import ProcessGroup
 
 from fshard.errors import CollectiveTimeoutError, FshardError, LostProcessError
 from fshard.mesh.moves import Wired, describe
+from fshard.mesh.runtimes.helper import Helper
 
 if TYPE_CHECKING:
     from fshard.mesh.scope import Group
@@ -29,8 +31,10 @@ if TYPE_CHECKING:
 
 LOST = ("onnection closed", "onnection reset", "onnection refused", "roken pipe", "Socket closed")
 """How a backend says that a peer is gone."""
-FIRST_MESSAGE = 1 << 20
-"""Where the tags of messages begin; those of collectives are smaller."""
+_STAMP = (1 << 20) - 1
+"""The part of a tag that tells calls apart that differ; above it stands the number of the call."""
+MESSAGE_TAG = 1 << 30
+"""The tag of messages; those of collectives are smaller."""
 
 
 class Work(Protocol):
@@ -70,6 +74,14 @@ class What:
         return self._stamp
 
 
+class Stamped(Protocol):
+    """Which call it is, as a stamp and in words."""
+
+    @property
+    def stamp(self) -> int: ...
+    def __str__(self) -> str: ...
+
+
 @lru_cache(maxsize=4096)
 def _stamp(move: Wired | None, dtype: torch.dtype, shapes: tuple[torch.Size, ...]) -> int:
     return zlib.crc32(f"{move} {dtype} {shapes}".encode())
@@ -100,6 +112,10 @@ class Link(Protocol):
         """Return whether what a wire has yielded is there, if that can be told without waiting."""
         ...
 
+    def helper(self, what: What) -> Helper | None:
+        """Return who carries a collective on that is under way, if it does not by itself while others are waited for."""
+        ...
+
     def broken(self) -> None:
         """Learn that a wire has ended by an error."""
         ...
@@ -122,11 +138,14 @@ class GroupLink:
     n: int
     wires: Mapping[str, WireFunction]
     lock: AbstractContextManager[Any] = field(default_factory=nullcontext, compare=False)
-    _tags: Iterator[int] = field(default_factory=lambda: cycle(range(2, FIRST_MESSAGE)), compare=False)
+    _helper: Helper = field(default_factory=Helper, compare=False)
+    _numbers: Iterator[int] = field(default_factory=lambda: cycle(range(1, MESSAGE_TAG // (_STAMP + 1))), compare=False)
 
     def begin(self, move: Wired, x: Tensor, what: What) -> Wire:
         """Return the wire that carries a move on a buffer."""
-        return self.wires[move.wire](self, x, move)
+        return self.wires[move.wire](
+            GroupCall(self.pg, self.index, self.n, what.stamp & _STAMP, self._numbers), x, move
+        )
 
     def wait(self, needs: Sequence[Work], timeout: timedelta, go_on: Callable[[], bool]) -> None:
         """Wait for operations; the backend's own threads let others go on."""
@@ -137,25 +156,43 @@ class GroupLink:
         """Return False: a work knows only once it is waited for."""
         return False
 
+    def helper(self, what: What) -> Helper | None:
+        """Return the link's helper for sums, which have several rounds."""
+        return self._helper if what.move is not None and what.move.wire == "reduce" else None
+
     def broken(self) -> None:
         """Do nothing: the backend breaks its group itself."""
 
     def send(self, x: Tensor, to: int, what: What) -> Work:
         """Start to send bytes; messages between two processes arrive in order."""
-        work: Any = self.pg.send([x], to, FIRST_MESSAGE)
+        work: Any = self.pg.send([x], to, MESSAGE_TAG)
         return work
 
     def receive(self, into: Tensor, source: int, what: What) -> Wire:
         """Return the wire that receives the next message."""
-        yield [self.pg.recv([into], source, FIRST_MESSAGE)]
+        yield [self.pg.recv([into], source, MESSAGE_TAG)]
         return into
 
+
+@dataclass(frozen=True, slots=True)
+class GroupCall:
+    """One collective on a group of torch.distributed: what its wire needs to know."""
+
+    pg: ProcessGroup
+    index: int
+    n: int
+    _stamp: int
+    _numbers: Iterator[int]
+
     def tag(self) -> int:
-        """Return a tag for the messages of one collective: it tells apart what several under way send."""
-        return next(self._tags)
+        """Return a tag for messages: it tells apart what several collectives under way send, and calls that differ.
+
+        Processes that are in different calls so wait until their time is out; they do not take each other's bytes.
+        """
+        return next(self._numbers) * (_STAMP + 1) + self._stamp
 
 
-WireFunction = Callable[[GroupLink, Tensor, Wired], Wire]
+WireFunction = Callable[[GroupCall, Tensor, Wired], Wire]
 
 
 class Running:
@@ -165,15 +202,31 @@ class Running:
     take its steps as well, so that the order in which handles are waited for does not matter.
     """
 
-    __slots__ = ("_error", "_link", "_needs", "_result", "_timeout", "_under_way", "_what", "_wire")
+    __slots__ = ("_ended", "_error", "_link", "_needs", "_result", "_timeout", "_under_way", "_what", "_wire")
 
-    def __init__(self, link: Link, wire: Wire, timeout: timedelta, what: What, under_way: set[Running]) -> None:
+    def __init__(self, link: Link, wire: Wire, timeout: timedelta, what: What, under_way: UnderWay) -> None:
         self._link, self._wire, self._timeout, self._what, self._under_way = link, wire, timeout, what, under_way
         self._needs: Sequence[Any] = ()
         self._result: Tensor | None = None
         self._error: BaseException | None = None
-        under_way.add(self)
+        self._ended: Event | None = None
+        for other in [*under_way]:
+            other.hand_over()
+        under_way[self] = None
         self._step()
+
+    def hand_over(self) -> None:
+        """Give it to its link's helper, if that has one: something else begins."""
+        helper = self._link.helper(self._what) if self._ended is None else None
+        if helper is not None:
+            self._ended = helper.carry_on(self)
+
+    def drive(self) -> None:
+        """Run it to its end; an error is raised where it is waited for."""
+        try:
+            self._run()
+        except BaseException as error:
+            self._error = error
 
     def _step(self) -> None:
         """Let the wire go on to where it waits next, or to its end."""
@@ -182,32 +235,42 @@ class Running:
                 self._needs = next(self._wire)
         except StopIteration as stopped:
             self._result = stopped.value
-            self._under_way.discard(self)
+            self._under_way.pop(self, None)
         except BaseException as error:
             self._fail(error)
 
     def _fail(self, error: BaseException) -> NoReturn:
-        self._under_way.discard(self)
+        self._under_way.pop(self, None)
         self._link.broken()
         self._wire.close()
         if isinstance(error, RuntimeError) and not isinstance(error, FshardError):
             explain(error, self._timeout, self._what)
         raise error
 
+    def try_step(self) -> bool:
+        """Go on if what is needed is there; return whether it was.  An error is raised where this wire is waited for."""
+        if not self._link.ready(self._needs):
+            return False
+        try:
+            self._step()
+        except Exception as error:
+            self._error = error
+        return True
+
     def _others_go_on(self) -> bool:
-        """Let the other wires that can take a step take one."""
-        gone_on = False
-        for other in [*self._under_way] if len(self._under_way) > 1 else ():
-            if other is not self and other._link.ready(other._needs):
-                gone_on = True
-                try:
-                    other._step()
-                except Exception as error:  # which is raised where that one is waited for
-                    other._error = error
-        return gone_on
+        return len(self._under_way) > 1 and go_on(self._under_way, self)
 
     def wait(self) -> Tensor:
-        """Run it to its end."""
+        """Run it to its end, or wait for who does."""
+        if self._ended is None:
+            return self._run()
+        self._ended.wait()
+        if self._error is not None:
+            raise self._error
+        assert self._result is not None
+        return self._result
+
+    def _run(self) -> Tensor:
         while self._result is None:
             if self._error is not None:
                 raise self._error
@@ -218,6 +281,15 @@ class Running:
             if self._result is None:
                 self._step()
         return self._result
+
+
+UnderWay = dict[Running, None]
+"""What has been started and has not ended, in that order."""
+
+
+def go_on(under_way: UnderWay, but: Running | None = None) -> bool:
+    """Let the wires that can take a step take one; return whether one could."""
+    return sum(running.try_step() for running in [*under_way] if running is not but) > 0
 
 
 def explain(error: RuntimeError, timeout: timedelta, what: What) -> NoReturn:

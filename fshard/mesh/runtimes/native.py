@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fshard.mesh.moves import Broadcast, Extreme, Permute, Wired
-from fshard.mesh.runtimes.link import GroupLink, Wire, WireFunction
+from fshard.mesh.runtimes.link import GroupCall, Wire, WireFunction
 from fshard.mesh.sums import WIDER
 
 _REDUCES_AS = {
@@ -37,60 +37,60 @@ def _operation(move: Wired) -> dist.ReduceOp.RedOpType:
     return dist.ReduceOp.SUM
 
 
-def reduce(link: GroupLink, x: Tensor, move: Wired) -> Wire:
+def reduce(call: GroupCall, x: Tensor, move: Wired) -> Wire:
     """(elements,) -> (elements,): everybody gets the sum, or the extreme."""
     result = _reducible(x)
     result = result.clone() if result.data_ptr() == x.data_ptr() else result
-    yield [dist.all_reduce(result, _operation(move), link.pg, async_op=True)]
+    yield [dist.all_reduce(result, _operation(move), call.pg, async_op=True)]
     return _restored(result, x.dtype)
 
 
-def gather(link: GroupLink, x: Tensor, move: Wired) -> Wire:
+def gather(call: GroupCall, x: Tensor, move: Wired) -> Wire:
     """(elements,) -> (n, elements): everybody gets everybody's."""
-    result = x.new_empty(link.n * x.numel())
-    yield [dist.all_gather_single(result.view(torch.uint8), x.view(torch.uint8), link.pg, async_op=True)]
-    return result.view(link.n, -1)
+    result = x.new_empty(call.n * x.numel())
+    yield [dist.all_gather_single(result.view(torch.uint8), x.view(torch.uint8), call.pg, async_op=True)]
+    return result.view(call.n, -1)
 
 
-def scatter(link: GroupLink, rows: Tensor, move: Wired) -> Wire:
+def scatter(call: GroupCall, rows: Tensor, move: Wired) -> Wire:
     """(n, elements) -> (elements,): everybody gets the sum of the rows that were meant for it."""
     given = _reducible(rows).contiguous()
     result = torch.empty_like(given[0])
-    yield [dist.reduce_scatter_single(result, given.flatten(0, 1), _operation(move), link.pg, async_op=True)]
+    yield [dist.reduce_scatter_single(result, given.flatten(0, 1), _operation(move), call.pg, async_op=True)]
     return _restored(result, rows.dtype)
 
 
-def exchange(link: GroupLink, rows: Tensor, move: Wired) -> Wire:
+def exchange(call: GroupCall, rows: Tensor, move: Wired) -> Wire:
     """(n, elements) -> (n, elements): row i goes to process i."""
     result = torch.empty_like(rows)
     given = rows.contiguous().view(-1)
     yield [
-        dist.all_to_all_single(result.view(-1).view(torch.uint8), given.view(torch.uint8), group=link.pg, async_op=True)
+        dist.all_to_all_single(result.view(-1).view(torch.uint8), given.view(torch.uint8), group=call.pg, async_op=True)
     ]
     return result
 
 
-def permute(link: GroupLink, x: Tensor, move: Wired) -> Wire:
+def permute(call: GroupCall, x: Tensor, move: Wired) -> Wire:
     """(elements,) -> (elements,): along the pairs of the move, zeros where none ends."""
     assert isinstance(move, Permute)
     result, given = torch.zeros_like(x), x.view(torch.uint8)
     messages: list[dist.P2POp] = []
     for source, to in move.pairs:
-        if source == to == link.index:
+        if source == to == call.index:
             result.copy_(x)
-        elif to == link.index:
-            messages.append(dist.P2POp(dist.irecv, result.view(torch.uint8), group=link.pg, group_peer=source))
-        elif source == link.index:
-            messages.append(dist.P2POp(dist.isend, given, group=link.pg, group_peer=to))
+        elif to == call.index:
+            messages.append(dist.P2POp(dist.irecv, result.view(torch.uint8), group=call.pg, group_peer=source))
+        elif source == call.index:
+            messages.append(dist.P2POp(dist.isend, given, group=call.pg, group_peer=to))
     yield dist.batch_isend_irecv(messages) if messages else []
     return result
 
 
-def broadcast(link: GroupLink, x: Tensor, move: Wired) -> Wire:
+def broadcast(call: GroupCall, x: Tensor, move: Wired) -> Wire:
     """(elements,) -> (elements,): everybody gets the source's."""
     assert isinstance(move, Broadcast)
     result = x.clone()
-    yield [dist.broadcast(result.view(torch.uint8), group=link.pg, group_src=move.source, async_op=True)]
+    yield [dist.broadcast(result.view(torch.uint8), group=call.pg, group_src=move.source, async_op=True)]
     return result
 
 

@@ -1,16 +1,17 @@
-"""The processes of one machine: words between them go through sockets, bytes are copied from where they lie.
+"""The processes of one machine: words between them go through shared memory, bytes are copied from where they lie.
 
-gloo sends everything over loopback TCP, by threads of its own.  Neighbours need neither.  A short message over a Unix
-socket holds a small tensor, or says where a large one lies; then the receiver copies it straight out of the sender's
-memory (process_vm_readv), once, and says that it has.
+gloo sends everything over loopback TCP, by threads of its own.  Neighbours need neither.  A short message in a ring
+(see `rings`) holds a small tensor, or says where a large one lies; then the receiver copies it straight out of the
+sender's memory (process_vm_readv), once, and says that it has.
 
     process 0                                        process 1
     "x lies at 0x7f.., 8 MB"   ------------------>   copies it
     may change x again         <------------------   "read"
 
 Every message bears a stamp of the call that it belongs to, so processes that are in different calls find out.  Whoever
-waits, for a message or for a socket to take one, takes in what all others send meanwhile, and lets all that is under way
-go on.  A process that ends, or leaves the world, closes its sockets, and whoever waits for it is told.
+waits, for a message or for a ring to have room, takes in what all others send meanwhile, and lets all that is under way
+go on.  A Unix socket between each two wakes who sleeps.  A process that ends, or leaves the world, closes its sockets,
+and whoever waits for it is told.
 """
 
 from __future__ import annotations
@@ -35,23 +36,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fshard.errors import MismatchError
+from fshard.mesh.runtimes import rings
+from fshard.mesh.runtimes.rings import ASLEEP, Putter, Taker
+
 INLINE = 64 << 10
 """Bytes up to which a tensor travels in the message itself."""
-GLANCES = 20
+GLANCES = 100
 """How often to look for a message, letting others run in between, before sleeping until it comes."""
 SLICE = 0.1
 """Seconds to sleep at most before looking at the clock."""
-
-INSIDE, READ = 0, 1
-"""What a message says instead of an address: the tensor is inside; or, as an answer, it has been read."""
-
-Message = tuple[int, int, int, bytes]
-"""An address (or INSIDE, or READ), a size, a stamp; and all that came, which begins with the tensor if it is inside."""
-
-_TRAILER = struct.Struct("=QQQQ")
-_LONGEST = INLINE + _TRAILER.size
 _LARGEST_READ = 1 << 30
-_NOTHING = memoryview(b"")
 
 
 class _Span(ctypes.Structure):
@@ -63,39 +58,29 @@ class Neighbour:
 
     def __init__(self, rank: int, pid: int, end: socket.socket, libc: Any) -> None:
         self.rank, self.pid, self.socket, self._libc = rank, pid, end, libc
-        self.inbox: dict[int, Message] = {}
-        self.gone = False
         end.setblocking(True)  # whatever the default: with a time-out of Python's, flags are not heeded
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+        mine = rings.made()
+        socket.send_fds(end, [b"ring"], [mine])
+        _, (theirs,), _, _ = socket.recv_fds(end, 4, 1)
+        self.outgoing, self.incoming = Putter(mine, self._wake), Taker(theirs)
+        for number in (mine, theirs):
+            os.close(number)
+        self.offer, self.look, self.inbox = self.outgoing.put, self.incoming.look, self.incoming.inbox
+        self.gone = False
 
-    def offer(self, message: list[Any]) -> bool:
-        """Send a message, if the socket takes it at once."""
+    def _wake(self) -> None:
+        with suppress(OSError):  # it has gone, or has been woken often enough
+            self.socket.send(b"!", socket.MSG_DONTWAIT)
+
+    def hear(self) -> None:
+        """Take in that it has woken this process, or has gone."""
         try:
-            self.socket.sendmsg(message, (), socket.MSG_DONTWAIT)
+            while not self.gone:
+                self.gone = not self.socket.recv(1, socket.MSG_DONTWAIT)
         except BlockingIOError:
-            return False
-        except OSError as error:
+            pass
+        except OSError:
             self.gone = True
-            raise self.lost(error) from error
-        return True
-
-    def look(self, key: int | None = None) -> bool:
-        """Put what has come into the inbox, up to the message with this key; return whether that is there."""
-        while key not in self.inbox:
-            try:
-                text = b"" if self.gone else self.socket.recv(_LONGEST, socket.MSG_DONTWAIT)
-            except BlockingIOError:
-                return False
-            except ConnectionResetError:  # it has gone without reading all; what it sent before can still be had
-                continue
-            except OSError:
-                text = b""
-            if not text:
-                self.gone = True
-                return False
-            found, address, size, stamp = _TRAILER.unpack_from(text, len(text) - _TRAILER.size)
-            self.inbox[found] = address, size, stamp, text
-        return True
 
     def read(self, into: int, address: int, size: int) -> None:
         """Copy memory of the other process."""
@@ -107,12 +92,14 @@ class Neighbour:
             if got <= 0:
                 raise self._unreadable(ctypes.get_errno())
             done += got
+        if self.incoming.closed:
+            raise self.lost()
 
     def _unreadable(self, code: int) -> RuntimeError:
         """Say why memory cannot be read: a process that ends loses its memory shortly before its sockets."""
         until = time.monotonic() + 1
         while not self.gone and code in (0, errno.ESRCH, errno.EFAULT) and time.monotonic() < until:
-            self.look()
+            self.hear()
             time.sleep(0.001)
         if self.gone:
             return self.lost()
@@ -122,14 +109,23 @@ class Neighbour:
 
     def close(self) -> None:
         """Take leave."""
+        self.outgoing.close()
         with suppress(OSError):
-            self.look()  # else what is unread would look like an error at the other end
             self.socket.shutdown(socket.SHUT_RDWR)
         self.gone = True
 
-    def lost(self, error: OSError | None = None) -> RuntimeError:
+    def lost(self) -> RuntimeError:
         """Return the error that says that it has gone."""
-        return RuntimeError(f"Connection closed by process {self.rank}" + (f": {error}" if error is not None else ""))
+        return RuntimeError(f"Connection closed by process {self.rank}")
+
+
+def differs(what: object, peer: Neighbour) -> MismatchError:
+    """Return the error that says that a neighbour is in another call."""
+    return MismatchError(
+        f"{what}: process {peer.rank} makes another call, or makes it on another shape or dtype. "
+        "Every process of a group has to call the same collectives in the same order, on equal shapes and dtypes; "
+        "run with FSHARD_CHECK=1 to see both calls."
+    )
 
 
 Need = tuple[Neighbour, int]
@@ -139,41 +135,31 @@ Need = tuple[Neighbour, int]
 class Neighbours:
     """All other processes of this machine, by rank."""
 
-    def __init__(self, known: Mapping[int, Neighbour]) -> None:
-        self.known = known
-        self.lock = RLock()  # whoever takes a step has it; nobody sleeps with it
+    def __init__(self, known: Mapping[int, Neighbour], timeout: timedelta, libc: Any = None) -> None:
+        self.known, self.timeout, self._libc = known, timeout.total_seconds(), libc
+        self.lock = RLock()  # whoever takes a step or looks has it
+        self._sleepers = 0
         self._by_number = {one.socket.fileno(): one for one in known.values()}
         self._poll = select.poll()
         for number in self._by_number:
             self._poll.register(number, select.POLLIN)
 
-    def post(self, to: Neighbour, key: int, address: int, size: int, stamp: int, timeout: float) -> None:
-        """Send where a tensor lies (or READ)."""
-        message = [_TRAILER.pack(key, address, size, stamp)]
-        if not to.offer(message):
-            self._press(to, message, timeout)
-
-    def post_inside(self, to: Neighbour, key: int, address: int, size: int, stamp: int, timeout: float) -> None:
-        """Send a small tensor itself."""
-        tensor = (ctypes.c_char * size).from_address(address) if size else _NOTHING
-        message = [tensor, _TRAILER.pack(key, INSIDE, size, stamp)]
-        if not to.offer(message):
-            self._press(to, message, timeout)
-
-    def _press(self, to: Neighbour, message: list[Any], timeout: float) -> None:
-        """Send when the socket takes it; meanwhile take in what others send, who may be waiting for that."""
-        until = time.monotonic() + timeout
-        while not to.offer(message):
+    def press(self, to: Neighbour, message: tuple[int, ...]) -> None:
+        """Send when there is room; meanwhile take in what others send, who may be waiting for that."""
+        until = time.monotonic() + self.timeout
+        while not to.offer(*message):
             self.sleep(0.001)
+            if to.gone:
+                raise to.lost()
             if time.monotonic() > until:
                 raise RuntimeError(f"Timed out sending to process {to.rank}")
 
-    def wait(self, needs: Sequence[Need], timeout: float, go_on: Callable[[], bool]) -> None:
+    def wait(self, needs: Sequence[Need], go_on: Callable[[], bool]) -> None:
         """Wait for messages; meanwhile let whatever else is under way go on, for others may be waiting for that."""
         until, glances = 0.0, GLANCES
         for peer, key in needs:
-            while not peer.look(key):
-                if peer.gone:
+            while not self.look(peer, key):
+                if peer.gone and not self.look(peer, key):
                     raise peer.lost()
                 if go_on():
                     continue
@@ -182,19 +168,39 @@ class Neighbours:
                     os.sched_yield()
                     continue
                 now = time.monotonic()
-                until = until or now + timeout
+                until = until or now + self.timeout
                 if now > until:
                     raise RuntimeError(f"Timed out waiting for process {peer.rank}")
                 self.sleep(SLICE)
 
+    def look(self, peer: Neighbour, key: int) -> bool:
+        """Return whether a message has come."""
+        with self.lock:
+            return peer.look(key)
+
     def sleep(self, seconds: float) -> None:
         """Sleep until something has come, and take it in."""
-        for number, _ in self._poll.poll(seconds * 1e3):
-            with self.lock:
+        with self.lock:
+            self._sleepers += 1
+            self._say_asleep(1)
+        rings.fence(self._libc)
+        came = any(peer.incoming.filled for peer in self.known.values())
+        heard = self._poll.poll(0 if came else seconds * 1e3)
+        with self.lock:
+            self._sleepers -= 1
+            if not self._sleepers:
+                self._say_asleep(0)
+            for number, _ in heard:
                 peer = self._by_number[number]
-                peer.look()
+                peer.hear()
                 if peer.gone:
                     self._poll.unregister(number)
+            for peer in self.known.values():
+                peer.look(None)
+
+    def _say_asleep(self, asleep: int) -> None:
+        for peer in self.known.values():
+            peer.incoming.words[ASLEEP] = asleep
 
     def close(self) -> None:
         """Take leave of all."""
@@ -222,7 +228,7 @@ def meet(timeout: timedelta) -> Neighbours:
         able = len(near) > 1 and _readable(libc, table[near[near.index(rank) - 1]])
         verdicts = _shared([able])  # from now on, all listen
         if not near or not all(verdicts[other][0] for other in near):
-            return Neighbours({})
+            return Neighbours({}, timeout)
         ends = {table[other][1]: _connected(table[other]) for other in near if other > rank}
         awaited = {table[other][1] for other in near if other < rank}
         while awaited:
@@ -231,9 +237,8 @@ def meet(timeout: timedelta) -> Neighbours:
             if pid in awaited:  # anybody may knock
                 awaited.remove(pid)
                 ends[pid] = end
-    return Neighbours(
-        {other: Neighbour(other, table[other][1], ends[table[other][1]], libc) for other in near if other != rank}
-    )
+    known = {other: Neighbour(other, table[other][1], ends[table[other][1]], libc) for other in near if other != rank}
+    return Neighbours(known, timeout, libc)
 
 
 def _shared(mine: list[int]) -> list[list[int]]:
@@ -266,7 +271,7 @@ def _libc() -> Any:
     if sys.platform != "linux" or os.environ.get("FSHARD_DIRECT", "1") == "0":
         return None
     libc: Any = ctypes.CDLL(None, use_errno=True)
-    if not hasattr(libc, "process_vm_readv"):
+    if not hasattr(libc, "process_vm_readv") or not rings.able(libc):
         return None
     word = ctypes.c_ulong
     libc.process_vm_readv.restype = ctypes.c_ssize_t

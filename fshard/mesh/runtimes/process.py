@@ -11,6 +11,7 @@ import atexit
 import os
 import sys
 from collections import defaultdict, deque
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from functools import lru_cache
@@ -27,8 +28,9 @@ from fshard.mesh.moves import describe
 from fshard.mesh.runtimes import gloo, native
 from fshard.mesh.runtimes.abstract import Done
 from fshard.mesh.runtimes.direct import Direct
-from fshard.mesh.runtimes.link import GroupLink, Link, Running, What, Work, explain, shapes_of
+from fshard.mesh.runtimes.link import GroupLink, Link, Running, UnderWay, What, Work, explain, shapes_of
 from fshard.mesh.runtimes.neighbours import Neighbours, meet
+from fshard.mesh.runtimes.road import Road
 from fshard.mesh.runtimes.watch import Watch, watching
 
 if TYPE_CHECKING:
@@ -76,16 +78,17 @@ class ProcessWorld:
     """This process among the others."""
 
     has_values = True
+    has_roads = True
 
     def __init__(self, timeout: timedelta) -> None:
         self.rank = dist.get_rank()
         self.timeout = timeout
         self.backend = dist.get_backend()
         self._wires = native.WIRES if self.backend == "nccl" else gloo.WIRES
-        self._neighbours = meet(timeout) if self.backend == "gloo" else Neighbours({})
+        self._neighbours = meet(timeout) if self.backend == "gloo" else Neighbours({}, timeout)
         self._staged = self.backend != "nccl"
         self.scopes: dict[object, Scope] = {}
-        self._under_way: set[Running] = set()
+        self._under_way: UnderWay = {}
         self._links: dict[tuple[int, ...], Link] = {}
         self._outgoing: list[tuple[Work, Tensor]] = []
         self._to_itself: dict[tuple[int, ...], deque[tuple[Tensor, ...]]] = defaultdict(deque)
@@ -133,6 +136,14 @@ class ProcessWorld:
         link = self.link(group)
         running = Running(link, link.begin(move, buffer, what), self.timeout, what, self._under_way)
         return Unpacking(running, move, xs, widths, n)
+
+    def road(self, move: Wired, group: Group, x: Tensor) -> Callable[[Tensor], Tensor] | None:
+        """Return the short way for tensors like this one: there is one among neighbours, where nobody watches."""
+        if group.size == 1 or self._watch is not None or not self.near(group.members):
+            return None
+        link = self.link(group)
+        assert isinstance(link, Direct)
+        return Road(move, group, x, link, self.timeout, self._under_way).take
 
     # -- messages -----------------------------------------------------------------------------------------------
 
@@ -192,7 +203,7 @@ class ProcessWorld:
         found = self._links.get(members)  # looked up by the processes, which several groups may share
         if found is None:
             if self.near(members):
-                found = self._links[members] = Direct(self._neighbours, members, self.rank, self.timeout)
+                found = self._links[members] = Direct(self._neighbours, members, self.rank)
             elif members == tuple(range(dist.get_world_size())):
                 found = self.add(members, dist.group.WORLD)
             else:

@@ -6,6 +6,7 @@ gradients, ledgers) is the same code on all runtimes, so a fourth runtime is ano
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
@@ -30,6 +31,15 @@ class World(Protocol):
     @property
     def has_values(self) -> bool:
         """Whether tensors hold data: False where only shapes travel."""
+        ...
+
+    @property
+    def has_roads(self) -> bool:
+        """Whether `road` may find one."""
+        ...
+
+    def road(self, move: Wired, group: Group, x: Tensor) -> Callable[[Tensor], Tensor] | None:
+        """Return a short way to run one collective on tensors of this shape and dtype, if there is one."""
         ...
 
     def current(self) -> World:

@@ -119,6 +119,7 @@ class VirtualWorld:
     """The threads of one run, and what they hand to each other."""
 
     has_values = True
+    has_roads = False
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
@@ -143,6 +144,8 @@ class VirtualWorld:
         Devices begin with the caller's random state, and the caller goes on with that of device 0; unless the run
         repeats one that began with the state `random`: then the caller's own is left as it is.
         """
+        if self.mesh.size == 1:
+            return [self._run_alone(body, random)]
         results: list[Any] = [None] * self.mesh.size
         state = ThreadState.capture(self.mesh.device_type)
         ledgers = tuple(ledger.active())
@@ -184,6 +187,28 @@ class VirtualWorld:
             self._raise(*self._failure)
         self._check_nothing_left()
         return results
+
+    def _run_alone(self, body: Callable[[int], Any], random: Tensor | None) -> Any:
+        """Run the only device in the caller's own thread, and with all its processors: nobody has to be waited for."""
+        before = random_state(self.mesh.device_type) if random is not None else None
+        self._ready.clear()
+        try:
+            with (
+                process_wide_state(),
+                torch.autograd.set_multithreading_enabled(False),
+                torch.set_grad_enabled(torch.is_grad_enabled()),
+            ):
+                if random is not None:
+                    set_random_state(self.mesh.device_type, random)
+                result = body(0)
+        except Exception as error:
+            self._raise(0, error)
+        finally:
+            self._over = True
+            if before is not None:
+                set_random_state(self.mesh.device_type, before)
+        self._check_nothing_left()
+        return result
 
     def _run_threads(self, threads: list[threading.Thread]) -> None:
         """Start all, and come back when none is left, also when interrupted."""
@@ -236,9 +261,9 @@ class VirtualWorld:
     def park(self, device: int, what: Arrival | Parcel) -> None:
         """Hand the baton on, and sleep until somebody hands it back."""
         self._status[device] = what
-        self._random[device] = random_state(self.mesh.device_type)
         if not self._ready:
             self._raise_deadlock()
+        self._random[device] = random_state(self.mesh.device_type)
         self._hand_on(device)
         self._batons[device].acquire()
         if self._stopping:
@@ -266,6 +291,9 @@ class VirtualWorld:
         )
 
     # -- collectives --------------------------------------------------------------------------------------------
+
+    def road(self, move: Wired, group: Group, x: Tensor) -> None:
+        """Return None: there is nothing to be saved."""
 
     def current(self) -> VirtualWorld:
         """Return the run that the calling thread is a device of: gradients may be taken in a later run than this."""

@@ -1,0 +1,60 @@
+"""Timing of what is to be compared: in turn in one run, round after round, in an order drawn anew for each."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Mapping
+from itertools import cycle
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+Result = TypeVar("Result")
+Times = dict[str, list[float]]
+
+
+def interleaved(
+    calls: Mapping[str, Callable[[], Any]],
+    rounds: int,
+    *,
+    warm_up: int = 2,
+    between: Callable[[], Any] = lambda: None,
+    ready: Callable[[], Any] = lambda: None,
+) -> Times:
+    """Return the seconds that each call took in each round but the first few.
+
+    `between` comes before each round (`gc.collect`, where rounds leave much behind), `ready` before each call.
+
+    >>> times = interleaved({"a": lambda: 1, "b": lambda: 2}, rounds=3)
+    >>> {name: len(row) for name, row in times.items()}
+    {'a': 3, 'b': 3}
+    """
+    times: Times = {name: [] for name in calls}
+    for turn in range(warm_up + rounds):
+        between()
+        for name in random.Random(turn).sample(list(calls), len(calls)):  # the same order in every process
+            ready()
+            began = time.perf_counter()
+            calls[name]()
+            times[name].append(time.perf_counter() - began)
+    return {name: row[warm_up:] for name, row in times.items()}
+
+
+def slowest(times: Times) -> Times:
+    """Return for each round the time of the process that took longest."""
+    rows = torch.tensor(list(times.values()), dtype=torch.float64)
+    dist.all_reduce(rows, dist.ReduceOp.MAX)
+    return dict(zip(times, rows.tolist(), strict=True))
+
+
+def over(count: int, call: Callable[[int], Result]) -> Callable[[], Result]:
+    """Return a call that goes through 0, 1, ..., count - 1, and begins again.
+
+    >>> step = over(2, lambda index: f"batch {index}")
+    >>> step(), step(), step()
+    ('batch 0', 'batch 1', 'batch 0')
+    """
+    indices = cycle(range(count))
+    return lambda: call(next(indices))

@@ -1,0 +1,107 @@
+"""Small collectives among neighbours: each is one swap of rows, and which rows go where is data.
+
+index 1 of 3        sends          gets              of which it makes
+gather, reduce      x to 0, 2      rows 0, 2         all rows, or their sum
+exchange, scatter   row i to i     rows 0, 2         all rows, or their sum
+permute, broadcast  x to some      x of one          x
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from fshard.mesh.moves import Broadcast, Permute, Wired, combining
+from fshard.mesh.runtimes.link import Stamped, Wire
+from fshard.mesh.runtimes.neighbours import Need, Neighbour, Neighbours, differs
+from fshard.mesh.runtimes.rings import INSIDE
+from fshard.mesh.sums import combined
+
+
+@dataclass(frozen=True)
+class Swap:
+    """The rows that one process sends and gets: (place of the other, row of x), (place of the other, row of the result)."""
+
+    sends: Sequence[tuple[int, int]]
+    gets: Sequence[tuple[int, int]]
+    keeps: tuple[int, int] | None
+    """The row of x that becomes a row of the result."""
+    cut: int
+    """How many rows x has."""
+    rows: int
+    """How many rows the result has."""
+    summed: bool = False
+
+
+@lru_cache(maxsize=1024)
+def swap_of(move: Wired, index: int, n: int) -> Swap:
+    """Return what the process at `index` of `n` does in a move whose rows are small."""
+    others = [(index + step) % n for step in range(1, n)]
+    everybodys = [(other, other) for other in others]
+    if isinstance(move, Permute):
+        sends = [(to, 0) for source, to in move.pairs if source == index != to]
+        gets = [(source, 0) for source, to in move.pairs if to == index != source]
+        return Swap(sends, gets, (0, 0) if (index, index) in move.pairs else None, 1, 1)
+    if isinstance(move, Broadcast):
+        if index == move.source:
+            return Swap([(other, 0) for other in others], [], (0, 0), 1, 1)
+        return Swap([], [(move.source, 0)], None, 1, 1)
+    if move.wire in ("scatter", "exchange"):
+        return Swap(everybodys, everybodys, (index, index), n, n, move.wire == "scatter")
+    return Swap([(other, 0) for other in others], everybodys, (0, index), 1, n, move.wire == "reduce")
+
+
+class Swapping:
+    """A swap of rows of one size among neighbours, which can be made any number of times."""
+
+    __slots__ = (
+        "_combine",
+        "_dtype",
+        "_gets",
+        "_keeps",
+        "_length",
+        "_neighbours",
+        "_sends",
+        "_shape",
+        "_size",
+        "_what",
+    )
+
+    def __init__(
+        self, move: Wired, swap: Swap, x: Tensor, neighbours: Neighbours, peers: dict[int, Neighbour], what: Stamped
+    ) -> None:
+        self._neighbours, self._what, self._dtype = neighbours, what, x.dtype
+        self._length, self._size = x.numel() // swap.cut, x.nbytes // swap.cut
+        self._sends = [(peers[to], row * self._size) for to, row in swap.sends]
+        self._gets = [(peers[source], row * self._size) for source, row in swap.gets]
+        self._keeps = None if swap.keeps is None else (swap.keeps[0] * self._size, swap.keeps[1] * self._size)
+        self._shape = (self._length,) if swap.rows == 1 else (swap.rows, self._length)
+        self._combine = combining(move) if swap.summed else None
+
+    def wire(self, key: int, x: Tensor) -> Wire:
+        """Send, wait, and get."""
+        size, stamp, base = self._size, self._what.stamp, x.data_ptr()
+        for peer, at in self._sends:
+            if not peer.offer(key, INSIDE, size, stamp, base + at):
+                self._neighbours.press(peer, (key, INSIDE, size, stamp, base + at))
+        needs: list[Need] = [(peer, key) for peer, _ in self._gets]
+        yield needs
+        result = torch.empty(self._shape, dtype=self._dtype)
+        into = result.data_ptr()
+        if self._keeps is not None:
+            ctypes.memmove(into + self._keeps[1], base + self._keeps[0], size)
+        elif not needs:
+            result.zero_()
+        for peer, at in self._gets:
+            address, there, other, place = peer.inbox.pop(key)
+            if other != stamp or there != size or address != INSIDE:
+                raise differs(self._what, peer)
+            ctypes.memmove(into + at, place, size)
+        if self._combine is None:
+            return result
+        return combined(list(result), self._combine, None, torch.empty(self._length, dtype=self._dtype))

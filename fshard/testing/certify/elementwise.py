@@ -1,0 +1,96 @@
+"""A property of optimizers: that an element's update depends on that element alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import fshard as fs
+from fshard.errors import OptimizerError
+from fshard.mesh.layout import Layout
+from fshard.mesh.mesh import Mesh
+from fshard.mesh.spec import P
+from fshard.mesh.tree import PyTree
+from fshard.optim.contract import Optimizer, elementwise_leaves, pure_step
+from fshard.optim.leaves import Leaf, Leaves, trainable
+from fshard.testing.certify.beside import beside, first_difference, largest
+from fshard.transforms.rules import named, parts_of
+
+
+def check_elementwise(opt: Optimizer, params: PyTree = None, *, steps: int = 3, seed: int = 0) -> None:
+    """Hold an optimizer that says `elementwise=True` to its word: whole and in pieces, it has to do the same.
+
+    Parameters are cut flat (in a `by_label`, those whose optimizer says it) over virtual meshes of several sizes, gradients
+    are random, of very different sizes from piece to piece.  What an optimizer communicates it may: `clip_by_global_norm`
+    is no counterexample.
+
+    Args:
+        opt: an optimizer, or a transformation of gradients.
+        params: what to run it on, by default a few leaves of odd shapes.
+        steps: how many.
+        seed: of the gradients.
+
+    >>> import optree, torch, fshard as fs
+    >>> check_elementwise(fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.optim.adamw(0.1)))
+    >>> check_elementwise(fs.optim.lamb(0.1)._replace(elementwise=True))  # it knows of pieces: it asks the others
+    >>> def update(grads, state, params):
+    ...     return optree.tree_map(lambda g: -g / g.norm(), grads, namespace="fshard"), state
+    >>> check_elementwise(fs.Optimizer(lambda params: (), update), {"w": torch.zeros(4)}, steps=1)
+    Traceback (most recent call last):
+    ...
+    AssertionError: ...
+    """
+    draw = torch.Generator().manual_seed(seed)
+    shapes = {"bias": (7,), "matrix": (6, 5), "scale": (), "stack": (2, 3, 4)}
+    params = {name: torch.randn(shape, generator=draw) for name, shape in shapes.items()} if params is None else params
+    promised = elementwise_leaves(opt.elementwise, params)
+    if not any(promised):
+        raise OptimizerError(
+            "check_elementwise: this optimizer says that it is not elementwise, so there is nothing to hold it to."
+        )
+    at = Leaves.of(params)
+    grads = [at.mapped(lambda x: _uneven(x, draw)) for _ in range(steps)]
+    expected = _trained(opt, params, grads)
+    for axes in ({"data": 2}, {"data": 3}, {"data": 2, "model": 2}, {"data": 7}):
+        mesh = Mesh(tuple(axes.items()), "virtual", "cpu")
+        found = _trained(opt, _cut(params, mesh, promised), [_cut(each, mesh, promised) for each in grads])
+        for step, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+            for path, a, b in zip(at.paths, ours, theirs, strict=True):
+                _compare(named(parts_of(path)) or "params", a, b, step, mesh)
+
+
+def _cut(tree: PyTree, mesh: Mesh, promised: Sequence[bool]) -> PyTree:
+    layouts = {True: Layout(mesh, P.flat(*mesh.axis_names)), False: Layout(mesh)}
+    at = Leaves.of(tree)
+    cut = {id(x): layouts[one] for x, one in zip(at.leaves, promised, strict=True)}
+    return at.mapped(lambda x: fs.device_put(x, cut[id(x)]) if isinstance(x, Tensor) else x)
+
+
+def _uneven(x: Any, draw: torch.Generator) -> Any:
+    """Return a gradient whose elements grow from the first to the last, by up to 16 times."""
+    if not isinstance(x, Tensor) or not trainable(x):
+        return None
+    return (torch.randn(x.shape, generator=draw) * torch.logspace(-2, 2, x.numel(), base=4).reshape(x.shape)).to(x)
+
+
+def _trained(opt: Optimizer, params: PyTree, grads: list[PyTree]) -> list[list[Leaf]]:
+    step, state, found = pure_step(opt), opt.init(params), list[list[Leaf]]()
+    for each in grads:
+        params, state = step(each, state, params)
+        found.append(Leaves.of(params).leaves)
+    return found
+
+
+def _compare(path: str, found: Leaf, expected: Leaf, step: int, mesh: Mesh) -> None:
+    if expected is None:
+        return
+    tolerance = 1e-3 if expected.dtype.itemsize < 4 else 1e-5
+    if not all(largest(piece.error) <= tolerance * largest(expected) for piece in beside(found, expected)):
+        raise AssertionError(
+            f"the optimizer says elementwise=True, but cut into {mesh.size} flat pieces, {path} first differs at "
+            f"{first_difference(found, expected, tolerance)}, step {step}. Say elementwise=False, or ask the other pieces for "
+            "what you need of them, as clip_by_global_norm does."
+        )

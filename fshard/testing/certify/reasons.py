@@ -1,0 +1,174 @@
+"""Why a leaf diverges: the gradient is looked at, and then the update that was made of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property, partial
+from itertools import combinations
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import fshard as fs
+from fshard.mesh.layout import Layout
+from fshard.mesh.mesh import Mesh
+from fshard.mesh.sharded import Sharded
+from fshard.mesh.spec import P
+from fshard.mesh.spmd import held
+from fshard.mesh.tree import flatten
+from fshard.optim.leaves import Leaf, Leaves
+from fshard.testing.certify.beside import Piece, beside, first_difference, near, piece_of
+from fshard.testing.certify.comparison import Comparison
+from fshard.transforms.randomness import keyed_random
+
+
+class Reasons:
+    """Why leaves diverge in a stage's first step that has any that do."""
+
+    def __init__(self, it: Comparison, step: int) -> None:
+        self._it, self._step = it, step
+        self._factors = _factors(it.mesh, it.task.options.get("accumulate", 1))
+        self._tolerance = 1e-3 if it.task.compute is None else 5e-2  # how near is equal
+
+    def of(self, place: int) -> str:
+        """Say why one leaf does."""
+        it, step = self._it, self._step
+        found, alone = it.turns[step].grads[place], it.alone[step].grads[place]
+        if found is None or alone is None:
+            has = "the sharded run" if alone is None else "the run on one device"
+            if found is not alone:
+                return f"only {has} has a gradient: does the loss function use the parameter on all devices alike?"
+        elif not torch.isfinite(alone).all():
+            return "the gradient on one device is not finite"
+        elif not it.gap(step, "grads", place).ok:
+            return self._of_gradient(place, found, alone)
+        return self._of_update(place)
+
+    def _of_gradient(self, place: int, found: Leaf, alone: Tensor) -> str:
+        pieces = beside(found, alone)
+        if (factor := self._factor(pieces)) is not None:
+            return f"the gradient is {factor.size}: {factor.reason}"
+        if (missing := self._missing(place, found)) is not None:
+            return missing
+        if near(pieces, self._tolerance):
+            return "the gradient differs by rounding: it is added up in another order than on one device"
+        return f"unknown; the gradient first differs at {first_difference(found, alone, self._tolerance)}"
+
+    def _of_update(self, place: int) -> str:
+        it, step = self._it, self._step
+        found, alone = it.turns[step].params[place], it.alone[step].params[place]
+        pieces, olds = beside(found, alone), beside(found, self._before[place])
+        updates = [
+            Piece(one.device, one.found - old.expected, one.expected - old.expected)
+            for one, old in zip(pieces, olds, strict=True)
+        ]
+        told = "the gradient is right, the update is not: "
+        factor = self._factor(updates)
+        if factor is not None and not factor.root:
+            return f"{told}it is {factor.size}. The optimizer multiplies or divides by the size of {factor.axes}"
+        if near(pieces, 1e-5):
+            return f"{told}it differs by rounding, as a fused kernel may at the ends of pieces: try fused=False"
+        why = "does not do the same on a mesh" if it.stage == 0 else "is not elementwise, pieces give another result"
+        at = first_difference(found, alone, self._tolerance)
+        return f"{told}the optimizer {why}; the parameter first differs at {at}"
+
+    def _factor(self, pieces: Sequence[Piece]) -> Factor | None:
+        """Return the likely constant between pieces and what stands beside them."""
+        return next((one for one in self._factors if near(pieces, self._tolerance, times=one.value)), None)
+
+    def _missing(self, place: int, found: Leaf) -> str | None:
+        """Compare a gradient with sums over fewer axes: then what each device holds is its own, or one device's."""
+        mesh = self._it.mesh
+        if self._local is None or not isinstance(found, Sharded):
+            return None
+        local: Sharded = self._local[place]
+        for axes in _subsets(local.spec.unreduced):
+            sums = dict(zip(held(mesh), fs.reshard(local, Layout(mesh, P(unreduced=axes))).shards, strict=True))
+            own = [
+                one._replace(expected=piece_of(sums[one.device], found.layout, one.device))
+                for one in beside(found, sums[held(mesh)[0]])
+            ]
+            told = f"a reduction over {_named(axes)} is missing:"
+            for times in (1, prod(mesh.shape[axis] for axis in axes)):  # a sum over the others, or their mean
+                if near(own, self._tolerance, times=times):
+                    return f"{told} each device has what it adds to the sum"
+                for device, summed in sums.items():
+                    if near(beside(found, summed), self._tolerance, times=times):
+                        return f"{told} all have what device {device} adds to the sum"
+        return None
+
+    @property
+    def _before(self) -> list[Leaf]:
+        """The parameters that the step began with."""
+        it, step = self._it, self._step
+        return it.alone[step - 1].params if step else Leaves.of(it.task.params).leaves
+
+    @cached_property
+    def _local(self) -> list[Leaf] | None:
+        """The gradients of this step before any sum over devices, from the parameters that it began with."""
+        it, task = self._it, self._it.task
+        wanted = {axis for spec in flatten(task.batch_spec)[0] if isinstance(spec, P) for axis in spec.axes}
+        axes = tuple(axis for axis in it.mesh.axis_names if axis in wanted and it.mesh.shape[axis] > 1)
+        if not axes:
+            return None
+        left_out = ("donate", "precision", "gradients", "compute")
+        options: dict[str, Any] = {key: x for key, x in task.options.items() if key not in left_out}
+        summands, compute = Layout(it.mesh, P(unreduced=axes)), task.compute
+        differentiated = partial(fs.value_and_grad, gradients=lambda layout: summands, compute=compute)
+        run = differentiated(task.loss_fn, mesh=it.mesh, batch=task.batch_spec, **options)
+        params = task.placed(Leaves.of(task.params).rebuild(self._before), it.mesh, it.stage)
+        with keyed_random(task.seed, self._step):
+            _, grads = run(params, task.batch)
+        return Leaves.of(grads).leaves
+
+
+# -- the constants that gradients are often wrong by ----------------------------------------------------------------
+
+
+class Factor(NamedTuple):
+    """A constant that gradients are often wrong by."""
+
+    value: float
+    size: str
+    axes: str
+    reason: str
+    root: bool = False
+
+
+def _factors(mesh: Mesh, accumulate: int) -> list[Factor]:
+    """List the constants that sizes of axes, and the turns of accumulate, give: what is likelier comes first."""
+    turns = f"the {accumulate} turns of accumulate"
+    sizes: dict[int, list[str]] = {}
+    for axes in reversed(_subsets(tuple(axis for axis in mesh.axis_names if mesh.shape[axis] > 1))):
+        n = prod(mesh.shape[axis] for axis in axes)
+        sizes.setdefault(n, []).append(_named(axes))
+        if accumulate > 1:
+            sizes.setdefault(n * accumulate, []).append(f"{_named(axes)} and {turns}")
+    if accumulate > 1:
+        sizes.setdefault(accumulate, []).append(turns)
+    whole: list[Factor] = []
+    roots: list[Factor] = []
+    for n, names in sizes.items():
+        over = " or ".join(names)
+        summed = f"averaged over {over} where it should be summed (or the loss function returns a sum, not a mean)"
+        root, scaled = f"{n**0.5:.4g} = √{n}", f"scaled by the root of the size of {over}"
+        whole += [
+            Factor(n, f"{n} times too large", over, f"summed over {over} where it should be averaged"),
+            Factor(1 / n, f"{n} times too small", over, summed),
+        ]
+        roots += [
+            Factor(n**0.5, f"{root} times too large", over, scaled, root=True),
+            Factor(n**-0.5, f"{root} times too small", over, scaled, root=True),
+        ]
+    return whole + roots
+
+
+def _subsets(axes: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """List the choices of one or more axes, the whole first."""
+    return [some for size in range(len(axes), 0, -1) for some in combinations(axes, size)]
+
+
+def _named(axes: tuple[str, ...]) -> str:
+    return " x ".join(f'"{axis}"' for axis in axes)

@@ -1,0 +1,192 @@
+"""The runs that are compared: on a mesh by `train_step`, and on one device by plain autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import fshard as fs
+from fshard.errors import PromiseError
+from fshard.mesh.mesh import Mesh
+from fshard.mesh.spec import P
+from fshard.mesh.tree import PyTree
+from fshard.optim.contract import Optimizer, Update, copied, pure_step, step_of
+from fshard.optim.leaves import Leaf, Leaves, map_shards, trainable
+from fshard.testing.certify.beside import is_floating, wide
+from fshard.transforms.randomness import keyed_random
+from fshard.transforms.rules import chosen
+
+_COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16, None: None}
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is to be trained, and how: what `certify` was told."""
+
+    loss_fn: Callable[..., Any]
+    params: PyTree
+    batch: PyTree
+    opt: Optimizer
+    one: Mesh
+    axis: str | tuple[str, ...]
+    batch_spec: PyTree
+    steps: int
+    seed: int
+    options: Mapping[str, Any]
+
+    @property
+    def reproducible(self) -> bool:
+        """Whether equal bits are promised."""
+        return bool(self.options.get("reproducible"))
+
+    @property
+    def compute(self) -> torch.dtype | None:
+        """The dtype that is computed in, if not that of the parameters."""
+        return self.options.get("compute") or _COMPUTE.get(self.options.get("precision"))
+
+    def wide(self) -> Task:
+        """Return the same task in float64."""
+        options = {key: x for key, x in self.options.items() if key not in ("compute", "precision")}
+        params, batch = (Leaves.of(tree).mapped(wide) for tree in (self.params, self.batch))
+        return replace(self, params=params, batch=batch, options=options)
+
+    def placed(self, params: PyTree, mesh: Mesh, stage: int) -> PyTree:
+        """Lay parameters on a mesh as a stage of ZeRO has them."""
+        return fs.shard_params(params, fs.fsdp(self.axis) if stage == 3 else P(), mesh=mesh)
+
+
+class Turn(NamedTuple):
+    """Gradients that the optimizer was given in one step, and parameters that it made, in the order of the tree."""
+
+    grads: list[Leaf]
+    params: list[Leaf]
+
+    @staticmethod
+    def of(grads: PyTree, params: PyTree) -> Turn:
+        """Take the trees apart."""
+        return Turn(Leaves.of(grads).leaves, Leaves.of(params).leaves)
+
+    def whole(self) -> Turn:
+        """Return whole tensors."""
+        return Turn(*([fs.unshard(leaf) for leaf in leaves] for leaves in self))
+
+
+# -- on a mesh ----------------------------------------------------------------------------------------------------
+
+
+def on_mesh(task: Task, mesh: Mesh, stage: Any) -> list[Turn]:
+    """Train on a mesh, and note what the optimizer is given."""
+    opt: Any = fs.partition_optimizer(task.opt, mesh=mesh, axis=task.axis, stage=stage)
+    write, turns, given = step_of(opt), list[Turn](), list[PyTree]()
+
+    def noting(act: Update) -> Update:
+        def noted(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+            given.append(_times(grads, 1 / _scale(opt, state)))  # a copy: the step may use them up
+            return act(grads, state, params)
+
+        return noted
+
+    params = task.placed(task.params, mesh, stage)
+    state = opt.init(params)
+    noted = opt._replace(step=noting(write), update=noting(opt.update))
+    step = fs.train_step(task.loss_fn, noted, mesh=mesh, batch=task.batch_spec, **task.options)
+    for turn in range(task.steps):
+        with keyed_random(task.seed, turn):
+            params, state, _ = step(params, state, task.batch)
+        turns.append(Turn.of(given[-1], copied(params)))
+    return turns
+
+
+def _scale(opt: Any, state: PyTree) -> float:
+    """Return what an optimizer wants the loss to be multiplied by."""
+    return float(opt.loss_scale(state)) if getattr(opt, "loss_scale", None) is not None else 1.0
+
+
+@torch.no_grad()
+def _times(tree: PyTree, factor: float) -> PyTree:
+    return Leaves.of(tree).mapped(lambda leaf: map_shards(lambda x: x * factor, leaf))
+
+
+# -- on one device ------------------------------------------------------------------------------------------------
+
+
+def on_one_device(task: Task, shifts: Sequence[Sequence[Leaf]] | None = None) -> list[Turn]:
+    """Train with plain tensors, plain autograd and the optimizer as it is, on gradients that are shifted."""
+    step, params, turns = pure_step(task.opt), task.params, list[Turn]()
+    state = task.opt.init(params)
+    with _default_dtype(Leaves.of(params).leaves):
+        for turn in range(task.steps):
+            scale = _scale(task.opt, state)
+            grads = _times(gradient(task, params, scale)[1], 1 / scale)
+            moved = grads if shifts is None else _plus(grads, shifts[turn])
+            params, state = step(_times(moved, scale), state, params)
+            turns.append(Turn.of(grads, params))
+    return turns
+
+
+def gradient(task: Task, params: PyTree, scale: float = 1.0) -> tuple[Tensor, PyTree]:
+    """Return the loss and its scaled gradient on whole tensors, on a mesh on which every axis has size 1."""
+    at = Leaves.of(params)
+    frozen = chosen(task.options.get("frozen") or (), at.paths, "frozen")
+    moving = {
+        id(x): x.detach().requires_grad_()
+        for i, (x, first, fixed) in enumerate(zip(at.leaves, at.firsts(), frozen, strict=True))
+        if i == first and trainable(x) and not fixed
+    }
+
+    def used(x: Any) -> Any:
+        return _converted(moving.get(id(x), x.detach() if isinstance(x, Tensor) else x), task.compute)
+
+    def program() -> tuple[Tensor, Sequence[Tensor | None]]:
+        batch = Leaves.of(task.batch).mapped(lambda x: _converted(x, task.compute))
+        result = task.loss_fn(at.mapped(used), batch)
+        loss = result[0] if task.options.get("has_aux") else result
+        if not loss.requires_grad:
+            return loss, ()
+        start = torch.full_like(loss, scale)
+        return loss.detach(), torch.autograd.grad(loss, [*moving.values()], start, allow_unused=True)
+
+    with torch.enable_grad():
+        ((loss, found),) = fs.run(program, mesh=task.one)
+    grads = dict(zip(moving, found, strict=False))
+    return loss, at.rebuild([grads.get(id(x)) for x in at.leaves])
+
+
+def refuse_random(task: Task) -> None:
+    """Raise if the loss function draws random numbers."""
+    losses: list[Tensor] = []
+    for key in ("one", "another"):
+        with keyed_random(task.seed, key):
+            losses.append(gradient(task, task.params)[0])
+    if not torch.allclose(*losses, rtol=0, atol=0, equal_nan=True):
+        raise PromiseError(
+            f"certify: the loss function draws random numbers: twice on the same batch, it gave {losses[0].item():.6g} and "
+            f"{losses[1].item():.6g}. No serial run draws what the devices draw. Call certify(..., reproducible=True), which "
+            "compares with a mesh of one device, or give a loss function without dropout."
+        )
+
+
+def _plus(grads: PyTree, shifts: Sequence[Leaf]) -> PyTree:
+    at = Leaves.of(grads)
+    by = {id(g): shift for g, shift in zip(at.leaves, shifts, strict=True)}
+    return at.mapped(lambda g: None if g is None else g + by[id(g)])
+
+
+def _converted(x: Any, compute: torch.dtype | None) -> Any:
+    return x.to(compute) if compute is not None and isinstance(x, Tensor) and x.is_floating_point() else x
+
+
+@contextmanager
+def _default_dtype(leaves: Sequence[Leaf]) -> Generator[None]:
+    """Make float64 the dtype of new tensors where the parameters are float64, so that constants in a loss are, too."""
+    before, floats = torch.get_default_dtype(), {x.dtype for x in leaves if is_floating(x)}
+    torch.set_default_dtype(torch.float64 if floats and floats <= {torch.float64, torch.complex128} else before)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

@@ -1,0 +1,178 @@
+"""The batch of a step: laid on the mesh, and cut into the slices that each device takes one after the other.
+
+A batch of any size is cut as evenly as can be: slices differ by one sample at most.  Where there are fewer samples than
+slices, some have none.  Such a slice is given a neighbour's sample, so that any loss function can run on it and devices
+stay together; what comes of it counts for nothing.
+
+    5 samples, 2 devices, 2 slices each         3 samples
+    device 0    [0] [1]                         device 0    [(0)] [0]
+    device 1    [2] [3 4]                       device 1    [1] [2]
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fshard.errors import LayoutError
+from fshard.mesh.arithmetic import Range, balanced_range, ravel
+from fshard.mesh.layout import Layout
+from fshard.mesh.mesh import Mesh
+from fshard.mesh.placing import collected, device_put, unshard
+from fshard.mesh.sharded import Sharded, in_memory
+from fshard.mesh.spec import P
+from fshard.mesh.spmd import held
+from fshard.mesh.tree import PyTree, Structure, broadcast_prefix, flatten_with_paths, unflatten
+
+
+class Cut(NamedTuple):
+    """How the samples of a tensor are cut: along which axes, over how many devices, and how many samples there are."""
+
+    axes: tuple[str, ...]
+    parts: int
+    length: int
+
+    def ranges(self, mesh: Mesh, device: int, count: int) -> list[Range]:
+        """Return which samples a device takes, in `count` slices."""
+        at = mesh.coordinates(device)
+        index = ravel([at[axis] for axis in self.axes], [mesh.shape[axis] for axis in self.axes])
+        return [balanced_range(self.length, self.parts * count, index * count + turn) for turn in range(count)]
+
+
+def _filled(found: Range, length: int) -> Range:
+    """Return a range of `length` samples; one neighbour, where it is empty."""
+    start, stop = found
+    at = min(start, length - 1)
+    return (start, stop) if stop > start else (at, at + 1)
+
+
+class Slice(NamedTuple):
+    """What a device computes on at a time: leaves of the batch, and what they count for by the number of samples."""
+
+    leaves: list[Any]
+    rows: int
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A batch on a mesh.
+
+    Args:
+        mesh: the devices.
+        devices: those at hand.
+        columns: for each leaf, what each of these has of it.
+        cuts: how the samples of each leaf are cut; None: it is whole in every slice.
+        structure: of the tree that they are the leaves of.
+        axes: along which anything is cut.
+    """
+
+    mesh: Mesh
+    devices: tuple[int, ...]
+    columns: list[tuple[Any, ...]]
+    cuts: list[Cut | None]
+    structure: Structure
+    axes: tuple[str, ...]
+
+    @property
+    def cut(self) -> Cut | None:
+        """How samples are cut, if all tensors that hold some say the same."""
+        kinds = {cut for cut in self.cuts if cut is not None}
+        return kinds.pop() if len(kinds) == 1 else None
+
+    def total(self, count: int) -> int:
+        """Return what all slices of all devices count for together."""
+        n = prod(self.mesh.shape[axis] for axis in self.axes)
+        return n * count if self.cut is None else self.cut.length * n // self.cut.parts
+
+    def check(self, count: int) -> None:
+        """Raise if there is no way to cut the batch into `count` slices for each device."""
+        kinds = {cut for cut in self.cuts if cut is not None}
+        if count > 1 and not kinds:
+            raise LayoutError(
+                f"each device's part of the batch is to be cut into {count} slices, but has no tensor whose first dim is cut "
+                'by its spec. Say which tensors hold samples: batch=P("data").'
+            )
+        if any(cut.length == 0 for cut in kinds):
+            raise LayoutError("the batch has no samples. Leave it out.")
+        if len(kinds) > 1 and any(cut.length % (cut.parts * count) for cut in kinds):
+            found = ", ".join(f"{cut.length} over {' x '.join(cut.axes)}" for cut in sorted(kinds))
+            raise LayoutError(
+                f"the tensors of the batch are cut differently ({found}), and not evenly into {count} slices for each device, "
+                "so nobody knows which samples belong together. Give them numbers of samples that divide."
+            )
+
+    def slices(self, place: int, count: int) -> list[Slice]:
+        """Cut what the device has whose shards stand at `place`."""
+        device = self.devices[place]
+        own = [column[place] for column in self.columns]
+        ranges = {cut: cut.ranges(self.mesh, device, count) for cut in self.cuts if cut is not None}
+
+        def one(turn: int) -> Slice:
+            leaves = [x if cut is None else _rows(x, ranges[cut], turn) for x, cut in zip(own, self.cuts, strict=True)]
+            start, stop = (0, 1) if self.cut is None else ranges[self.cut][turn]
+            return Slice(leaves, stop - start)
+
+        return [one(turn) for turn in range(count)]
+
+    def tree(self, leaves: list[Any], dtype: torch.dtype | None = None) -> PyTree:
+        """Put leaves together again, floating ones in a dtype."""
+        if dtype is not None:
+            leaves = [x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for x in leaves]
+        return unflatten(self.structure, leaves)
+
+
+def _rows(x: Tensor, ranges: list[Range], turn: int) -> Tensor:
+    """Return the samples of one slice from a device's part."""
+    start, stop = ranges[turn]
+    first = ranges[0][0]
+    return x[slice(*_filled((start - first, stop - first), len(x)))]
+
+
+def placed(batch: PyTree, specs: PyTree, mesh: Mesh) -> Batch:
+    """Lay a batch on a mesh by a P, or a prefix tree of Ps."""
+    paths, leaves, structure = flatten_with_paths(batch, sharded_is_leaf=True, none_is_leaf=True)
+    try:
+        chosen = broadcast_prefix(specs, batch, none_is_leaf=True)
+    except ValueError:
+        raise LayoutError(f"the batch specs {specs!r} are no prefix of the batch {structure}.") from None
+    columns: list[tuple[Any, ...]] = []
+    cuts: list[Cut | None] = []
+    with collected("batch") as attempt:
+        for path, leaf, spec in zip(paths, leaves, chosen, strict=True):
+            with attempt(path):
+                cut, column = _placed(leaf, spec, mesh)
+                cuts.append(cut)
+                columns.append(column)
+    over = tuple(axis for axis in mesh.axis_names if any(isinstance(spec, P) and axis in spec.axes for spec in chosen))
+    return Batch(mesh, held(mesh), columns, cuts, structure, over)
+
+
+def _placed(leaf: Any, spec: Any, mesh: Mesh) -> tuple[Cut | None, tuple[Any, ...]]:
+    """Lay a leaf on a mesh; return how its samples are cut, and what the devices at hand have of it."""
+    if not isinstance(leaf, Tensor | Sharded):
+        return None, (leaf,) * len(held(mesh))
+    if not isinstance(spec, P):
+        raise LayoutError(f"is a tensor, but its spec is {spec!r}. Give a P.")
+    layout = Layout(mesh, spec)
+    first, *others = spec.dims(leaf.ndim) or [()]
+    cut = Cut(first, prod(mesh.shape[axis] for axis in first), leaf.shape[0]) if first else None
+    if cut is not None and cut.length % cut.parts:
+        return cut, _unevenly(unshard(leaf), cut, Layout(mesh, P(None, *others)))
+    layout.check(leaf.shape)
+    laid = leaf if isinstance(leaf, Sharded) and leaf.layout == layout else device_put(leaf, layout)
+    return cut, laid.shards
+
+
+def _unevenly(x: Tensor, cut: Cut, others: Layout) -> tuple[Tensor, ...]:
+    """Return each device's samples of a tensor whose other dims lie as `others` says."""
+    others.check(x.shape)
+    pieces: list[Tensor] = []
+    for device in held(others.mesh):
+        (own,) = cut.ranges(others.mesh, device, 1)
+        _, *inside = others.ranges(x.shape, device)
+        pieces.append(x[tuple(slice(*each) for each in (_filled(own, cut.length), *inside))].clone())
+    return tuple(in_memory(piece, others.mesh, "device") for piece in pieces)

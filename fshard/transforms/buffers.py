@@ -1,0 +1,75 @@
+"""Buffers: what a loss function remembers from one step to the next, as the running statistics of BatchNorm.
+
+They lie whole on all devices.  Every slice of a step starts from the same ones, and what comes back is the mean over all
+slices, weighted as the loss is.  So a step is one update of the buffers, on any mesh and however the batch is cut.
+A buffer that the loss function hands back as it is (a mask, a table) is not sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from fshard.errors import LayoutError
+from fshard.mesh.layout import Layout
+from fshard.mesh.mesh import Mesh
+from fshard.mesh.placing import device_put
+from fshard.mesh.sharded import Sharded
+from fshard.mesh.spec import P
+from fshard.mesh.tree import PyTree, Structure, flatten_with_paths, unflatten
+from fshard.transforms.rules import named, parts_of
+
+
+class New(NamedTuple):
+    """Buffers after a step: where they stand, and those that are not as they were given."""
+
+    paths: list[str]
+    structure: Structure
+    changed: dict[str, Tensor]
+
+
+class Buffers:
+    """The buffers that a step is given."""
+
+    def __init__(self, tree: PyTree, mesh: Mesh) -> None:
+        paths, leaves, self._structure = flatten_with_paths(tree, sharded_is_leaf=True, none_is_leaf=True)
+        wrong = [
+            f"{named(parts_of(path))} lies as {x.spec} on {x.mesh}"
+            for path, x in zip(paths, leaves, strict=True)
+            if isinstance(x, Sharded) and (x.mesh, x.spec) != (mesh, P())
+        ]
+        if wrong:
+            raise LayoutError(
+                f"buffers lie whole on all devices of {mesh}, but {'; '.join(wrong)}. Lay them out as P(), or give tensors."
+            )
+        self._whole = Layout(mesh)
+        self._given = dict(zip(paths, leaves, strict=True))
+        laid = [device_put(x, self._whole) if isinstance(x, Tensor) else x for x in leaves]
+        self._columns = [x.shards if isinstance(x, Sharded) else (x,) * mesh.size for x in laid]
+
+    def part(self, place: int) -> PyTree:
+        """Return what the device has whose shards stand at `place`."""
+        return unflatten(self._structure, [column[place] for column in self._columns])
+
+    def compared(self, place: int, tree: PyTree) -> New:
+        """Return what the loss function has made of them there."""
+        paths, leaves, structure = flatten_with_paths(tree, none_is_leaf=True)
+        before = {path: column[place] for path, column in zip(self._given, self._columns, strict=True)}
+        changed = {
+            path: x for path, x in zip(paths, leaves, strict=True) if path not in before or x is not before[path]
+        }
+        return New(paths, structure, changed)
+
+    def after(self, found: Sequence[New]) -> PyTree:
+        """Return the buffers for the next step, from what each device at hand has; they lie as those that were given."""
+
+        def leaf(path: str) -> Any:
+            given = self._given.get(path)
+            if path not in found[0].changed:
+                return given
+            shards = tuple(new.changed[path] for new in found)
+            return Sharded(tuple(shards[0].shape), self._whole, shards) if isinstance(given, Sharded) else shards[0]
+
+        return unflatten(found[0].structure, [leaf(path) for path in found[0].paths])

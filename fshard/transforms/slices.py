@@ -1,0 +1,222 @@
+"""What one device does in a step: forward and backward of its slices, one after the other.
+
+slice 0          slice 1          last slice
+gradients kept   kept, added up   added up, reduced as each unit's are ready
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fshard.errors import LayoutError
+from fshard.mesh.scope import require
+from fshard.mesh.tree import PyTree
+from fshard.transforms.batch import Batch, Slice
+from fshard.transforms.buffers import Buffers, New
+from fshard.transforms.forest import Forest
+from fshard.transforms.idle import idling
+from fshard.transforms.means import Found, summed, together
+from fshard.transforms.randomness import keyed_random
+from fshard.transforms.use import Manner, Order, Tape
+
+Weight = Callable[[PyTree], Tensor | int | float]
+
+
+@dataclass(frozen=True)
+class How:
+    """How each device takes the gradient of its part.
+
+    Args:
+        loss_fn: of (params, batch).
+        has_buffers: whether it takes and returns buffers: (params, buffers, batch) -> (loss, buffers).
+        has_aux: whether it returns something more.
+        weight: what a part of the batch counts for.
+        accumulate: into how many turns a device's part is cut.
+        once: whether gradients are added up over the turns before they are reduced.
+        slices: into how many slices the whole batch is cut in reproducible mode; None: another mode.
+        manner: how units are handled.
+    """
+
+    loss_fn: Callable[..., Any]
+    has_buffers: bool
+    has_aux: bool
+    weight: Weight | None
+    accumulate: int
+    once: bool
+    slices: int | None
+    manner: Manner
+
+    def turns(self, n: int) -> int:
+        """Return how many slices each of n devices takes."""
+        if self.slices is None:
+            return self.accumulate
+        if self.slices % n or (self.slices // n) % self.accumulate:
+            raise LayoutError(
+                f"reproducible mode cuts the batch into {self.slices} slices, which {n} devices do not share evenly "
+                f"in {self.accumulate} turns. Give a number of slices that all your meshes divide."
+            )
+        return self.slices // n
+
+
+class Count(NamedTuple):
+    """What a slice counts for, and what its loss is multiplied by before it is differentiated."""
+
+    weight: Tensor
+    share: float
+
+    @property
+    def idle(self) -> bool:
+        """Whether it counts for nothing."""
+        return not self.weight.is_meta and not self.weight
+
+
+class Result(NamedTuple):
+    """What a device has in the end: means over the whole batch, its shards of the gradients, buffers, the order of units."""
+
+    mean: Found
+    gradients: list[Tensor | None]
+    buffers: New
+    order: Order
+
+
+class Device:
+    """One device in one step.
+
+    Args:
+        how: what it does.
+        tape: its parameters.
+        params: gives them as the tree that the loss function takes.
+        buffers: that it takes besides.
+        batch: the batch, of which it has a part.
+        place: where its shards stand among those at hand.
+        key: of its random draws; the same on all devices.
+        scale: what the loss is multiplied by for the backward.
+    """
+
+    def __init__(
+        self,
+        how: How,
+        tape: Tape,
+        params: Callable[[], PyTree],
+        buffers: Buffers,
+        batch: Batch,
+        place: int,
+        key: int,
+        scale: float,
+    ) -> None:
+        self.how, self.tape, self.params, self.buffers, self.batch = how, tape, params, buffers, batch
+        self.place, self.key, self.scale = place, key, scale
+        self.group = require("value_and_grad").group(batch.axes, "value_and_grad") if batch.axes else None
+
+    def run(self) -> Result:
+        """Take all slices."""
+        how, tape = self.how, self.tape
+        n, index = (self.group.size, self.group.index) if self.group is not None else (1, 0)
+        slices = self.batch.slices(self.place, how.turns(n))
+        counts = self._counts(slices)
+        forest = Forest() if how.slices is not None else None
+        found: list[Found] = []
+        new = self.buffers.compared(self.place, self.buffers.part(self.place))
+        for turn, (slice, count) in enumerate(zip(slices, counts, strict=True)):
+            if forest is not None:
+                tape.keep = forest.plant
+            elif how.once and turn < len(slices) - 1:
+                tape.keep = lambda unit, gs: unit.keep(gs)
+            else:
+                tape.keep = None
+            tape.begin()
+            tape.idle = count.idle
+            with keyed_random(self.key, 0, index * len(slices) + turn), idling(count.idle):
+                one, new = self._one(slice, count)
+            found.append(one)
+            if forest is not None:
+                forest.grow()
+            if tape.keep is None:
+                tape.send()
+        tape.check_unchanged()
+        self._reduce_rest(forest)
+        tape.end()
+        mean, used = together(found, self.group, tape.used, tape.sequence, tape.site)
+        return Result(mean, self._gradients(mean, used), new._replace(changed=mean.buffers), tape.order)
+
+    def _counts(self, slices: list[Slice]) -> list[Count]:
+        """Return what each slice counts for."""
+        how, rows = self.how, [slice.rows for slice in slices]
+        if how.weight is None:
+            total = self.batch.total(len(slices)) if how.slices is None else 1
+            return [Count(torch.tensor(float(each), dtype=torch.float64), each / total) for each in rows]
+        weights = [
+            torch.as_tensor(how.weight(self.batch.tree(slice.leaves)), dtype=torch.float64) * bool(slice.rows)
+            for slice in slices
+        ]
+        if weights[0].is_meta:
+            return [Count(weight, 1.0) for weight in weights]
+        if how.slices is not None:
+            return [Count(weight, float(weight)) for weight in weights]
+        total = summed(torch.stack(weights).sum(), self.group, self.tape.site)
+        return [Count(weight, float(weight / total)) for weight in weights]
+
+    def _one(self, slice: Slice, count: Count) -> tuple[Found, New]:
+        """Forward and backward of one slice."""
+        how, tape = self.how, self.tape
+        with torch.enable_grad(), tape.forward():
+            loss, buffers, aux = self._called(self.batch.tree(slice.leaves, how.manner.compute))
+            if not isinstance(loss, Tensor) or loss.numel() != 1:
+                loss = self._mean(loss, slice)
+        if loss.requires_grad:
+            start = torch.full_like(loss, count.share * self.scale)
+            torch.autograd.grad(loss, [tape.anchor], start, allow_unused=True)
+        new = self.buffers.compared(self.place, buffers)
+        return Found(loss.detach(), count.weight.to(loss.device), aux, new.changed), new
+
+    def _called(self, batch: PyTree) -> tuple[Any, PyTree, PyTree]:
+        """Call the loss function; return the loss, buffers and what else there is."""
+        how = self.how
+        given = self.buffers.part(self.place)
+        result = how.loss_fn(self.params(), *((given,) if how.has_buffers else ()), batch)
+        wanted = ["loss", *(["buffers"] if how.has_buffers else []), *(["aux"] if how.has_aux else [])]
+        if len(wanted) == 1:
+            return result, given, ()
+        if not isinstance(result, tuple | list) or len(result) != len(wanted):
+            size = f" of {len(result)}" if isinstance(result, tuple | list) else ""
+            raise LayoutError(
+                f"the loss function has to return ({', '.join(wanted)}); found a {type(result).__name__}{size}."
+            )
+        named = dict(zip(wanted, result, strict=True))
+        return named["loss"], named.get("buffers", given), named.get("aux", ())
+
+    def _mean(self, loss: Any, slice: Slice) -> Tensor:
+        """Return the mean of the losses of the samples of a slice."""
+        samples = max(slice.rows, 1) if self.batch.cut is not None and self.how.weight is None else None
+        if isinstance(loss, Tensor) and loss.shape == (samples,):
+            return loss.mean()
+        found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        one_each = "" if samples is None else ", or one for each sample"
+        raise LayoutError(f"the loss function has to return one number{one_each}; found {found}. Take its mean.")
+
+    def _reduce_rest(self, forest: Forest | None) -> None:
+        """Reduce what has been kept and not yet been reduced, in the order of the units."""
+        tape = self.tape
+        tape.keep = None
+        for unit in tape.units:
+            gs = forest.harvest(unit) if forest is not None else unit.kept
+            unit.kept = None
+            if gs is not None:
+                tape.reduce(unit, gs)
+        tape.send()
+        tape.finish()
+
+    def _gradients(self, mean: Found, used: list[bool]) -> list[Tensor | None]:
+        """Return the gradients; a parameter that no device used has none."""
+        meta = mean.weight.is_meta
+        divisor = float(mean.weight) if self.how.slices is not None and not meta else 1.0
+        sums, self.tape.sums = self.tape.sums, []
+        return [
+            (g if divisor == 1.0 else g / divisor) if g is not None and wanted else None
+            for g, wanted in zip(sums, used, strict=True)
+        ]

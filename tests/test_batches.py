@@ -1,0 +1,249 @@
+"""Batches of any size: the gradient, and the mean, are those of one device on the whole batch."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import fshard as fs
+from fshard import P
+
+STAGES = (0, 1, 2, 3)
+SIZES = (1, 2, 3, 5, 7, 8, 13)
+
+
+def params():
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "blocks": [torch.randn(4, 4, dtype=torch.float64, generator=generator) for _ in range(2)],
+        "bias": torch.randn(3, dtype=torch.float64, generator=generator),
+    }
+
+
+def batch_of(size, masked=False):
+    generator = torch.Generator().manual_seed(size)
+    x = torch.randn(size, 4, dtype=torch.float64, generator=generator)
+    mask = torch.randint(0, 2, (size, 3), generator=generator).double() if masked else torch.ones(size, 3).double()
+    mask[-1] = 1.0  # there is something to predict
+    return {"x": x, "mask": mask}
+
+
+def each(params, batch):
+    """Return the losses of all tokens: (batch, 3)."""
+    x = batch["x"]
+    for w in params["blocks"]:
+        x = torch.tanh(x @ w)
+    return (x[:, :3] + params["bias"]).square()
+
+
+def mean(params, batch):
+    return each(params, batch).mean()
+
+
+def per_sample(params, batch):
+    return each(params, batch).mean(1)
+
+
+def masked_mean(params, batch):
+    return (each(params, batch) * batch["mask"]).sum() / batch["mask"].sum()
+
+
+def serial(loss_fn, params, batch):
+    leaves = [x.clone().requires_grad_() for x in (*params["blocks"], params["bias"])]
+    loss = loss_fn({"blocks": leaves[:2], "bias": leaves[2]}, batch).mean()
+    return loss.detach(), torch.autograd.grad(loss, leaves)
+
+
+def sharded(loss_fn, params, batch, n, stage=0, **options):
+    mesh = fs.make_mesh({"data": n})
+    opt = fs.partition_optimizer(fs.optim.sgd(1.0), mesh=mesh, axis="data", stage=stage)
+    own = fs.shard_params(params, fs.fsdp("data") if stage == 3 else P(), mesh=mesh)
+    run = fs.value_and_grad(loss_fn, mesh=mesh, batch=P("data"), gradients=opt.gradients, **options)
+    loss, grads = run(own, batch)
+    return loss, [fs.unshard(g) for g in (*grads["blocks"], grads["bias"])]
+
+
+def assert_serial(found, expected):
+    torch.testing.assert_close(found[0], expected[0], rtol=1e-12, atol=1e-14)
+    for ours, g in zip(found[1], expected[1], strict=True):
+        torch.testing.assert_close(ours, g, rtol=1e-11, atol=1e-13)
+
+
+# -- the serial gradient ----------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60)
+@given(
+    size=st.integers(1, 13),
+    n=st.sampled_from([1, 2, 3, 4, 8]),
+    stage=st.sampled_from(STAGES),
+    accumulate=st.integers(1, 3),
+    kind=st.sampled_from(["mean", "per sample", "masked"]),
+    mode=st.sampled_from([{}, {"reduce_once": False}, {"reproducible": True, "slices": 24}]),
+)
+def test_a_batch_of_any_size_has_the_gradient_of_one_device(size, n, stage, accumulate, kind, mode):
+    batch = batch_of(size, masked=kind == "masked")
+    loss_fn = {"mean": mean, "per sample": per_sample, "masked": masked_mean}[kind]
+    weight = {"weight": lambda batch: batch["mask"].sum()} if kind == "masked" else {}
+    accumulate = 1 if mode.get("reproducible") else accumulate
+    found = sharded(loss_fn, params(), batch, n, stage, accumulate=accumulate, **mode, **weight)
+    assert_serial(found, serial(loss_fn, params(), batch))
+
+
+def reproducible(n, stage, size):
+    batch = {name: x.float() for name, x in batch_of(size).items()}
+    own = {"blocks": [x.float() for x in params()["blocks"]], "bias": params()["bias"].float()}
+    torch.manual_seed(3)
+
+    def with_dropout(params, batch):
+        return nn.functional.dropout(each(params, batch), 0.5).mean()
+
+    return sharded(with_dropout, own, batch, n, stage, reproducible=True)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_reproducible_mode_gives_equal_bits_for_a_batch_of_any_size(size):
+    loss, grads = reproducible(1, 0, size)
+    for n in (2, 4, 8):
+        for stage in (0, 3):
+            other, again = reproducible(n, stage, size)
+            assert torch.equal(loss, other) and all(map(torch.equal, grads, again))
+
+
+def on_processes(n):
+    found = [sharded(mean, params(), batch_of(size), n, stage) for size in SIZES for stage in (1, 3)]
+    bits = [reproducible(n, 2, size) for size in SIZES]
+    return found, bits
+
+
+def test_processes_share_a_batch_of_any_size(two, four):
+    expected = [serial(mean, params(), batch_of(size)) for size in SIZES for _ in (1, 3)]
+    bits = [reproducible(1, 0, size) for size in SIZES]
+    for pool, n in ((two, 2), (four, 4)):
+        for found, again in pool.run(on_processes, n):
+            for ours, theirs in zip(found, expected, strict=True):
+                assert_serial(ours, theirs)
+            for (loss, grads), (other, others) in zip(bits, again, strict=True):
+                assert torch.equal(loss, other) and all(map(torch.equal, grads, others))
+
+
+def test_samples_may_be_cut_over_several_axes_and_other_dims_too():
+    mesh = fs.make_mesh({"node": 2, "data": 2, "seq": 2})
+    x = torch.arange(7 * 4.0).reshape(7, 4).double()
+    w = torch.tensor(1.5, dtype=torch.float64)
+    own = fs.shard_params({"w": w}, P(), mesh=mesh)
+
+    def loss_fn(p, batch):
+        assert batch["x"].shape[1] == 2
+        return ((p["w"] * batch["x"]).sin() * batch["y"][:, None]).mean()
+
+    specs = {"x": P(("node", "data"), "seq"), "y": P(("node", "data"))}
+    run = fs.value_and_grad(loss_fn, mesh=mesh, batch=specs, accumulate=2)
+    loss, grads = run(own, {"x": x, "y": x[:, 0]})
+    leaf = w.clone().requires_grad_()
+    expected = ((leaf * x).sin() * x[:, :1]).mean()
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach())
+    torch.testing.assert_close(fs.unshard(grads)["w"], leaf.grad)
+
+
+@pytest.mark.parametrize("spec", [P(), P.flat("data")], ids=str)
+def test_an_uneven_batch_may_lie_on_the_mesh_already(spec):
+    mesh = fs.make_mesh({"data": 2})
+    own = fs.shard_params({"w": torch.ones(())}, P(), mesh=mesh)
+    x = fs.device_put(torch.tensor([1.0, 2.0, 6.0]), fs.Layout(mesh, spec))
+    loss, grads = fs.value_and_grad(lambda p, x: (p["w"] * x).mean(), mesh=mesh, batch=P("data"))(own, x)
+    assert (loss.item(), fs.unshard(grads)["w"].item()) == (3.0, 3.0)
+
+
+def test_what_counts_for_nothing_adds_nothing_even_where_it_is_not_finite():
+    """The losses of the first device's samples are 0 / 0."""
+    mesh = fs.make_mesh({"data": 2})
+    batch = {"x": torch.arange(4.0), "mask": torch.tensor([0.0, 0.0, 1.0, 1.0])}
+
+    def loss_fn(w, batch):
+        loss = (w * batch["x"] * batch["mask"]).sum() / batch["mask"].sum()
+        return loss, {"mean": loss}
+
+    run = fs.value_and_grad(loss_fn, mesh=mesh, batch=P("data"), weight=lambda batch: batch["mask"].sum(), has_aux=True)
+    (loss, aux), grads = run(fs.shard_params(torch.tensor(2.0), P(), mesh=mesh), batch)
+    assert (loss.item(), aux["mean"].item(), fs.unshard(grads).item()) == (5.0, 5.0, 2.5)
+
+
+@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_synchronised_batchnorm_sees_each_sample_once(size, n):
+    """Devices without samples take part in its sums and add nothing to them."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Tanh(), nn.Linear(3, 1)).double()
+    mesh = fs.make_mesh({"data": n})
+    apply, own, buffers = fs.functionalize(module, sync_batchnorm="data")
+    x = batch_of(size)["x"]
+
+    def loss_fn(params, x):
+        return apply(params, buffers, x)[0].square().mean()
+
+    run = fs.value_and_grad(loss_fn, mesh=mesh, batch=P("data"))
+    loss, grads = run(fs.shard_params(own, fs.fsdp("data"), mesh=mesh), x)
+    expected = module(x).square().mean()
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach())
+    for name, p in module.named_parameters():
+        torch.testing.assert_close(fs.unshard(grads[name]), p.grad)
+
+
+# -- metrics and errors -----------------------------------------------------------------------------------------------
+
+
+DATA = P("data")
+
+
+def metrics_of(loss_fn, batch, spec=DATA, **options):
+    mesh = fs.make_mesh({"data": 2})
+    opt = fs.partition_optimizer(fs.optim.sgd(1.0), mesh=mesh, axis="data", stage=1)
+    own = fs.shard_params({"w": torch.ones(())}, P(), mesh=mesh)
+    return fs.train_step(loss_fn, opt, mesh=mesh, batch=spec, **options)(own, opt.init(own), batch)[2]
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate": 4}, {"reproducible": True}], ids=str)
+def test_metrics_count_samples_and_what_weight_counts(options):
+    batch = {"x": torch.randn(32, 3), "mask": torch.ones(32, 3)}
+    batch["mask"][:, 2] = 0
+
+    def loss_fn(p, batch):
+        return (p["w"] * batch["x"] * batch["mask"]).sum() / batch["mask"].sum()
+
+    metrics = metrics_of(loss_fn, batch, **options)
+    assert metrics.keys() == {"loss", "grad_norm", "finite", "samples"}
+    assert metrics["samples"].item() == 32 and metrics["samples"].dtype == torch.int64
+    metrics = metrics_of(loss_fn, batch, weight=lambda part: part["mask"].sum(), **options)
+    assert metrics.keys() == {"loss", "grad_norm", "finite", "samples", "weight"}
+    assert (metrics["samples"].item(), metrics["weight"].item()) == (32, 64)
+
+
+def test_tensors_that_hold_different_numbers_of_samples_are_cut_evenly_or_not_at_all():
+    def loss_fn(p, batch):
+        return p["w"] * (batch["x"].mean() + batch["y"].mean())
+
+    metrics = metrics_of(loss_fn, {"x": torch.ones(4), "y": torch.arange(8.0)})
+    assert metrics.keys() == {"loss", "grad_norm", "finite"} and metrics["loss"] == 4.5
+    message = r"cut differently \(3 over data, 8 over data\), and not evenly into 1 slices for each device"
+    with pytest.raises(fs.LayoutError, match=message):
+        metrics_of(loss_fn, {"x": torch.ones(3), "y": torch.ones(8)})
+
+
+def test_batches_that_cannot_be_cut_are_refused():
+    def loss_fn(p, x):
+        return (p["w"] * x).mean()
+
+    with pytest.raises(fs.LayoutError, match="the batch has no samples"):
+        metrics_of(loss_fn, torch.ones(0))
+    with pytest.raises(fs.LayoutError, match="is to be cut into 2 slices, but has no tensor whose first dim is cut"):
+        metrics_of(loss_fn, torch.ones(4), spec=P(), accumulate=2)
+    with pytest.raises(fs.LayoutError, match=r"return one number; found a tensor of shape \(2,\)"):
+        metrics_of(lambda p, x: p["w"] * x, torch.ones(4), weight=len)
+    mesh = fs.make_mesh({"data": 3, "seq": 2})
+    own = fs.shard_params({"w": torch.ones(())}, P(), mesh=mesh)
+    with pytest.raises(fs.LayoutError, match="dim 1 has 3 elements, which 2 devices"):
+        fs.grad(loss_fn, mesh=mesh, batch=P("data", "seq"))(own, torch.ones(4, 3))
