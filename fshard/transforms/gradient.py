@@ -40,7 +40,7 @@ from fshard.mesh.tree import PyTree, broadcast_prefix, flatten_with_paths, unfla
 from fshard.source import Site, call_site
 from fshard.transforms.randomness import keyed_random
 from fshard.transforms.rules import named, parts_of, unit_of
-from fshard.transforms.use import Leaf, Manner, Order, Tape, Unit
+from fshard.transforms.use import Leaf, Manner, Order, Tape, Unit, followed
 
 Weight = Callable[[PyTree], Tensor | int | float]
 
@@ -388,7 +388,7 @@ class _Step:
         how, tape = self.how, self.tape
         batch = unflatten(self.batch, [_converted(x, how.manner.compute) for x in piece])
         with torch.enable_grad(), tape.forward():
-            result = how.loss_fn(self.params(), batch)
+            result = followed(how.loss_fn)(self.params(), batch)
             loss, aux = result if how.has_aux else (result, ())
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__

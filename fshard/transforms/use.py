@@ -22,13 +22,17 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.function import Function
 from torch.autograd.graph import saved_tensors_hooks
 
 from fshard.errors import LayoutError
+from fshard.mesh.differentiate import transformed
+from fshard.mesh.scope import require
 from fshard.mesh.steps import Way, go
 from fshard.mesh.tree import PyTree, flatten, unflatten
 from fshard.source import Site
+from fshard.transforms.handle import Handle, handles_of, wholes
 from fshard.transforms.rules import named, parts_of
 
 _VF: Any = torch
@@ -82,6 +86,7 @@ class Tape:
         self, leaves: Sequence[Leaf], shards: Sequence[Tensor], manner: Manner, site: Site, order: Order | None = None
     ) -> None:
         self.leaves, self.shards, self.manner, self.site = leaves, shards, manner, site
+        self.scope = require("value_and_grad")
         self.anchor = torch.zeros((), requires_grad=True)  # what makes autograd call the units' backwards
         self.sequence: list[
             int
@@ -94,9 +99,9 @@ class Tape:
         self.units = [Unit(self, number, places) for number, places in enumerate(by_unit.values())]
         self.order, self.expected = Order([], []), order or Order([], [])
         self.handles: list[Any] = [None] * len(leaves)
-        for unit in self.units:
-            for at, place in enumerate(unit.places):
-                self.handles[place] = Handle(unit, at, leaves[place], manner.compute)
+        places = [place for unit in self.units for place in unit.places]
+        for place, handle in zip(places, handles_of(self), strict=True):
+            self.handles[place] = handle
         self.gathering = any(unit.sharded for unit in self.units)
         plain = [
             place for place, handle in enumerate(self.handles) if handle is None
@@ -128,9 +133,17 @@ class Tape:
 
     # -- forward ------------------------------------------------------------------------------------------------
 
-    def forward(self) -> AbstractContextManager[Any]:
-        """Return the context in which the loss is computed."""
-        return saved_tensors_hooks(self._note, self._read) if self.gathering and self.manner.reshard else nullcontext()
+    @contextmanager
+    def forward(self) -> Generator[None]:
+        """Compute the loss in this context."""
+        watched = self.gathering and self.manner.reshard
+        try:
+            with saved_tensors_hooks(self._note, self._read) if watched else nullcontext():
+                yield
+        except RuntimeError as error:
+            if watched and "support saved tensor hooks" in str(error):
+                raise LayoutError(_NO_HOOKS) from error
+            raise
 
     @contextmanager
     def unwatched(self) -> Generator[None]:
@@ -173,6 +186,8 @@ class Tape:
                 self.units[number].start()
 
     def _note(self, x: Tensor) -> Any:
+        if type(x) is Handle:
+            return x
         found = self.storages.get(_storage(x))
         if found is None or x.dtype != found[0].values[found[1]].dtype:
             return x
@@ -207,6 +222,13 @@ class Tape:
         else:
             self.reduce(unit, unit.with_kept(list(gs)))
 
+    def receive_aside(self, unit: Unit, gs: Sequence[Tensor | None]) -> None:
+        """Take the cotangents that came to a unit's handles themselves, to be reduced after the backward."""
+        if any(g is not None for g in gs):
+            for place, g in zip(unit.places, gs, strict=True):
+                self.used[place] |= g is not None
+            (self.keep or Unit.keep)(unit, list(gs))
+
     def reduce(self, unit: Unit, gs: Sequence[Tensor | None]) -> None:
         """Start to reduce the gradients of a unit."""
         self.sequence.append(2 * unit.number + 1)
@@ -231,6 +253,17 @@ class Tape:
                 known, dtype = self.sums[place], self.leaves[place].dtype
                 result = result.to(dtype)
                 self.sums[place] = result if known is None else known + result
+
+
+_NO_HOOKS = (
+    "torch.func's grad, vjp, jacrev and hessian bear no saved-tensor hooks, by which parameters are gathered again for the "
+    "backward. Mark the function that uses them, fs.gathered(fn, keep=True), or pass reshard_after_forward=False."
+)
+
+
+def _untransformed() -> AbstractContextManager[Any]:
+    """Return a context without torch.func's transforms: parameters come from outside of them."""
+    return temporarily_clear_interpreter_stack() if transformed() else nullcontext()
 
 
 def _in_backward() -> bool:
@@ -274,10 +307,12 @@ class Unit:
         if used is None:
             trained = any(self.tape.leaves[place].reduce is not None for place in self.places)
             if trained and torch.is_grad_enabled():
-                used = _Use.apply(self.tape.anchor, self)
+                with _untransformed():
+                    used = _Use.apply(self.tape.anchor, self)
                 self.awaited += not _in_backward()  # a rematerialised use comes in a backward, and ends with it
             else:
-                used = tuple(x.detach() for x in self.gather())
+                with _untransformed():
+                    used = tuple(x.detach() for x in self.gather())
             if torch.is_grad_enabled() or not trained:
                 self.used = used
             if self.sharded:
@@ -371,105 +406,13 @@ class _Use(Function):
         return None, None
 
 
-class Handle:
-    """A parameter that is gathered when an operation touches it.  Shape and dtype are known without that."""
-
-    __slots__ = ("__weakref__", "_at", "dtype", "shape", "unit")
-
-    def __init__(self, unit: Unit, at: int, leaf: Leaf, compute: torch.dtype | None) -> None:
-        self.unit, self._at = unit, at
-        self.shape = torch.Size(leaf.shape)
-        self.dtype = compute if compute is not None and leaf.dtype.is_floating_point else leaf.dtype
-
-    def whole(self) -> Tensor:
-        """Return the tensor."""
-        return self.unit.whole()[self._at]
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        return func(*_wholes(args), **(_wholes(kwargs) if kwargs else {}))
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") and name not in _SPECIAL:
-            raise AttributeError(name)
-        return getattr(self.whole(), name)
-
-    @property
-    def ndim(self) -> int:
-        """How many dims it has."""
-        return len(self.shape)
-
-    def dim(self) -> int:
-        """Return how many dims it has."""
-        return len(self.shape)
-
-    def size(self, dim: int | None = None) -> Any:
-        """Return its shape, or the length of a dim."""
-        return self.shape if dim is None else self.shape[dim]
-
-    def numel(self) -> int:
-        """Return how many elements it has."""
-        return self.shape.numel()
-
-    def __len__(self) -> int:
-        return len(self.whole())
-
-    def __iter__(self) -> Any:
-        return iter(self.whole())
-
-    def __bool__(self) -> bool:
-        return bool(self.whole())
-
-    def __repr__(self) -> str:
-        return f"Handle({str(self.dtype).removeprefix('torch.')}{list(self.shape)})"
-
-
-_SPECIAL = {"__array__", "__float__", "__int__", "__index__"}
-_ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor")
-_OPERATORS = (
-    *_ARITHMETIC,
-    *("r" + name for name in _ARITHMETIC),
-    *("lt", "le", "gt", "ge", "eq", "ne", "neg", "pos", "abs", "invert", "getitem", "float", "int", "index", "complex"),
-)
-
-
-def _operator(name: str) -> Callable[..., Any]:
-    def run(self: Handle, *args: Any) -> Any:
-        return getattr(self.whole(), name)(*_wholes(args))
-
-    run.__name__ = name
-    return run
-
-
-for _name in _OPERATORS:
-    setattr(Handle, f"__{_name}__", _operator(f"__{_name}__"))
-Handle.__hash__ = object.__hash__  # type: ignore[method-assign]
-
-
-def _wholes(x: Any) -> Any:
-    """Put tensors in the place of handles, in whatever arguments torch's functions take."""
-    if type(x) is Handle:
-        return x.whole()
-    if type(x) is tuple or type(x) is list:
-        return type(x)(map(_wholes, x))
-    if type(x) is dict:
-        return {key: _wholes(value) for key, value in x.items()}
-    return x
-
-
 def whole(tree: PyTree) -> PyTree:
-    """Return a tree with tensors in the place of handles: for torch.func inside a loss function, which takes tensors only.
+    """Return a tree with plain tensors in the place of parameters, gathered.
 
     Outside a loss function there are no handles, and the tree is returned as it is.
     """
     leaves, structure = flatten(tree, sharded_is_leaf=True, none_is_leaf=True)
-    return unflatten(structure, [_wholes(leaf) for leaf in leaves])
+    return unflatten(structure, [wholes(leaf) for leaf in leaves])
 
 
 def gathered(fn: Callable[..., Any], *, keep: bool = False) -> Callable[..., Any]:
@@ -493,7 +436,7 @@ def gathered(fn: Callable[..., Any], *, keep: bool = False) -> Callable[..., Any
     def run(*args: Any, **kwargs: Any) -> Any:
         leaves, structure = flatten((args, kwargs), sharded_is_leaf=True, none_is_leaf=True)
         units = {id(leaf.unit): leaf.unit for leaf in leaves if type(leaf) is Handle}
-        own_args, own_kwargs = unflatten(structure, [_wholes(leaf) for leaf in leaves])
+        own_args, own_kwargs = unflatten(structure, [wholes(leaf) for leaf in leaves])
         tapes = {id(unit.tape): unit.tape for unit in units.values()}
         try:
             with ExitStack() as stack:
@@ -506,3 +449,8 @@ def gathered(fn: Callable[..., Any], *, keep: bool = False) -> Callable[..., Any
                     unit.release()
 
     return run
+
+
+def followed(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a loss function as it is to be called with handles: what torch.compile has made takes gathered parameters."""
+    return gathered(loss_fn) if hasattr(loss_fn, "_torchdynamo_orig_callable") else loss_fn
