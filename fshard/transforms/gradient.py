@@ -25,11 +25,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fshard.errors import LayoutError, MismatchError
-from fshard.mesh.differentiate import Bound
+from fshard.errors import DeadlockError, LayoutError, MismatchError
 from fshard.mesh.layout import Layout
 from fshard.mesh.mesh import Mesh
-from fshard.mesh.moves import Psum
 from fshard.mesh.placing import collected, device_put
 from fshard.mesh.scope import Group, require
 from fshard.mesh.sharded import Sharded
@@ -38,6 +36,7 @@ from fshard.mesh.spmd import everywhere, held, standing
 from fshard.mesh.steps import Way, steps_between
 from fshard.mesh.tree import PyTree, broadcast_prefix, flatten_with_paths, unflatten
 from fshard.source import Site, call_site
+from fshard.transforms.agree import disagreement, exchanged, summed
 from fshard.transforms.randomness import keyed_random
 from fshard.transforms.rules import named, parts_of, unit_of
 from fshard.transforms.use import Leaf, Manner, Order, Tape, Unit, followed
@@ -237,12 +236,15 @@ def differentiate(how: How, params: PyTree, batch: PyTree, site: Site, scale: fl
     devices = held(mesh)
     found: dict[int, tuple[Value, list[Tensor | None]]] = {}
     orders: list[Order] = []
+    tapes: dict[int, Tape] = {}
     expected = how.orders.get(key)  # a guess: a wrong one costs time only
     drawn = int(torch.randint(1 << 62, ()).item())  # the same on every process
 
     def on_device(device: int) -> None:
         held_at = devices.index(device) if len(devices) > 1 else 0
-        tape = Tape(leaves, [placed[place].shards[held_at] for place in own], how.manner, site, expected)
+        tape = tapes[device] = Tape(
+            leaves, [placed[place].shards[held_at] for place in own], how.manner, site, expected
+        )
 
         def params_of() -> PyTree:
             return unflatten(structure, [tape.handles[place] for place in at])
@@ -251,7 +253,14 @@ def differentiate(how: How, params: PyTree, batch: PyTree, site: Site, scale: fl
         found[device] = _Step(how, tape, params_of, part_structure, axes, drawn, scale).run(mine, cut)
         orders.append(tape.order)
 
-    everywhere(mesh, on_device, mapped=mesh.axis_names)
+    try:
+        everywhere(mesh, on_device, mapped=mesh.axis_names)
+    except (MismatchError, DeadlockError) as error:
+        sequences = {device: tape.sequence for device, tape in tapes.items()}
+        known = disagreement(mesh, sequences, next(iter(tapes.values())).words())
+        if known and known not in str(error):
+            raise MismatchError(f"{error}\nvalue_and_grad: {known}") from error
+        raise
     how.orders[key] = orders[0]
     results = [found[device] for device in devices]
     grads = [
@@ -354,6 +363,7 @@ class _Step:
         forest = Forest() if how.slices is not None else None
         losses: list[tuple[Tensor, Tensor, PyTree]] = []
         counts, shares = self._shares(pieces)
+        tape.wide = how.once and forest is None and count > 1
         for place, piece in enumerate(pieces):
             last = place == count - 1
             if forest is not None:
@@ -368,7 +378,10 @@ class _Step:
             if forest is not None:
                 forest.grow()
         tape.check_unchanged()
-        self._reduce_rest(forest)
+        if forest is not None:
+            for unit in tape.units:
+                unit.kept = forest.harvest(unit)
+            tape.end_backward()
         tape.end()
         return self._together(losses, count)
 
@@ -393,9 +406,12 @@ class _Step:
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise LayoutError(f"the loss function has to return one number; found {found}. Take its mean.")
+        tape.begin_backward(self._group())
         if loss.requires_grad:
             start = torch.full_like(loss, share * self.scale)
             torch.autograd.grad(loss, [tape.anchor], start, allow_unused=True)
+        if tape.keep is None:
+            tape.end_backward()
         return loss.detach(), counted.to(loss.device), aux
 
     def _shares(self, pieces: list[list[Any]]) -> tuple[list[Tensor], list[float]]:
@@ -410,23 +426,11 @@ class _Step:
         total = torch.stack(counts).sum()
         if how.slices is not None:
             return counts, [float(count) for count in counts]
-        if self.n > 1:
-            (total,) = Bound(Psum(), self._group(), self.tape.site).run((total,))
+        total = summed(total, self._group(), self.tape.site)
         return counts, [float(count / total) for count in counts]
 
-    def _group(self) -> Group:
-        return require("value_and_grad").group(self.axes, "value_and_grad")
-
-    def _reduce_rest(self, forest: Forest | None) -> None:
-        """Reduce what has been kept and not yet been reduced, in the order of the units."""
-        tape = self.tape
-        tape.keep = None
-        for unit in tape.units:
-            gs = forest.harvest(unit) if forest is not None else unit.kept
-            unit.kept = None
-            if gs is not None:
-                tape.reduce(unit, gs)
-        tape.finish()
+    def _group(self) -> Group | None:
+        return require("value_and_grad").group(self.axes, "value_and_grad") if self.n > 1 else None
 
     def _together(self, losses: list[tuple[Tensor, Tensor, PyTree]], count: int) -> tuple[Value, list[Tensor | None]]:
         """Average over slices and devices; a parameter that no device used has no gradient."""
@@ -441,16 +445,20 @@ class _Step:
         while len(rows) > 1:  # the tree of the slices
             rows = [a + b for a, b in zip(rows[::2], rows[1::2], strict=False)] + rows[len(rows) // 2 * 2 :]
         mark = zlib.crc32(repr(tape.sequence).encode()) % (1 << 20)
-        more = [float(mark), float(mark**2), *map(float, tape.used)]
-        both = torch.cat([rows[0], torch.tensor(more, dtype=torch.float64, device=near)])
-        if self.n > 1:
-            (both,) = Bound(Psum(), self._group(), tape.site).run((both,))
+        more = [
+            float(mark),
+            float(mark**2),
+            *(float(unit.kept is not None) for unit in tape.units),
+            *map(float, tape.used),
+        ]
+        own = torch.cat([rows[0], torch.tensor(more, dtype=torch.float64, device=near)])
+        both = summed(own, self._group(), tape.site)
         total, weight = both[:2].unbind()
-        marks, squares, *used = (
-            both[rows[0].numel() :].tolist() if not both.is_meta else [0.0, 0.0, *map(float, tape.used)]
-        )
-        if marks**2 != self.n * squares:
-            raise MismatchError(_ANOTHER_ORDER)
+        marks, squares, *flags = more if both.is_meta else both[rows[0].numel() :].tolist()
+        if not both.is_meta and marks**2 != self.n * squares:
+            raise MismatchError(self._another_order(near))
+        kept, used = flags[: len(tape.units)], flags[len(tape.units) :]
+        tape.reduce_rest(kept, used)
         divisor = float(weight) if how.slices is not None and not both.is_meta else 1.0
         grads = [
             (g if divisor == 1.0 else g / divisor) if g is not None and times else None
@@ -462,6 +470,13 @@ class _Step:
         value = Value((total / weight).to(torch.promote_types(losses[0][0].dtype, torch.float32)), weight, aux)
         tape.sums = []
         return value, grads
+
+    def _another_order(self, near: torch.device) -> str:
+        group, tape = self._group(), self.tape
+        assert group is not None
+        sequences = exchanged(tape.sequence, group, tape.site, near)
+        known = disagreement(tape.scope.mesh, sequences, tape.words())
+        return f"value_and_grad: devices gathered different units, so one was given another's values: {known}"
 
 
 def _numbers(aux: PyTree) -> tuple[list[Tensor], Any]:
@@ -500,12 +515,6 @@ def _cut(parts: list[Any], cut: list[bool], count: int) -> list[list[Any]]:
         )
     chunks = [x.chunk(count) if one else (x,) * count for x, one in zip(parts, cut, strict=True)]
     return [[chunk[place] for chunk in chunks] for place in range(count)]
-
-
-_ANOTHER_ORDER = (
-    "value_and_grad: devices used units of parameters in different orders, so gradients of one were added to those of another. "
-    'Where the order depends on the data, put the units into one: fs.fsdp(axis, unit="**") or a common layout.unit.'
-)
 
 
 class Forest:

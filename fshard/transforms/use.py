@@ -28,10 +28,11 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from fshard.errors import LayoutError
 from fshard.mesh.differentiate import transformed
-from fshard.mesh.scope import require
+from fshard.mesh.scope import Group, require
 from fshard.mesh.steps import Way, go
 from fshard.mesh.tree import PyTree, flatten, unflatten
 from fshard.source import Site
+from fshard.transforms.agree import agreed_turns
 from fshard.transforms.handle import Handle, handles_of, wholes
 from fshard.transforms.rules import named, parts_of
 
@@ -73,10 +74,11 @@ class Manner:
 
 
 class Order(NamedTuple):
-    """In which order units were gathered, by number: forward, and again for the backward."""
+    """In which order units were gathered, by number: forward, and again for the backward; and the turns of reductions."""
 
     forward: list[int]
     backward: list[int]
+    turns: list[int]
 
 
 class Tape:
@@ -88,16 +90,16 @@ class Tape:
         self.leaves, self.shards, self.manner, self.site = leaves, shards, manner, site
         self.scope = require("value_and_grad")
         self.anchor = torch.zeros((), requires_grad=True)  # what makes autograd call the units' backwards
-        self.sequence: list[
-            int
-        ] = []  # which units were gathered and reduced: the same on all devices, or they would mix them up
+        self.sequence: list[int] = []  # which units were gathered: the same on all devices, or they would mix them up
         self._versions = [x._version for x in shards]
         by_unit: dict[str, list[int]] = {}
         for place, leaf in enumerate(leaves):
             if leaf.dtype.is_floating_point or leaf.dtype.is_complex:
                 by_unit.setdefault(leaf.unit, []).append(place)
         self.units = [Unit(self, number, places) for number, places in enumerate(by_unit.values())]
-        self.order, self.expected = Order([], []), order or Order([], [])
+        self.order, self.expected = Order([], [], []), order or Order([], [], [])
+        self.turns = list(self.expected.turns)
+        self.wide = False  # whether gradients are added up before they are reduced
         self.handles: list[Any] = [None] * len(leaves)
         places = [place for unit in self.units for place in unit.places]
         for place, handle in zip(places, handles_of(self), strict=True):
@@ -113,6 +115,9 @@ class Tape:
         self.used = [False] * len(leaves)
         self.sums: list[Tensor | None] = [None] * len(leaves)
         self.keep: Callable[[Unit, list[Tensor | None]], None] | None = None
+        self.first: list[int] = []  # the units that the forward has used so far
+        self._turn = 0
+        self._waiting: dict[int, list[Tensor | None]] = {}
         self._live: list[Unit] = []
         self._again: list[Unit] = []
         self._under_way: list[tuple[Unit, list[int], Callable[[], list[Tensor]]]] = []
@@ -166,7 +171,7 @@ class Tape:
     def begin(self) -> None:
         """Begin a slice: nothing of the one before is used again."""
         self.end()
-        self.order = Order([], [])
+        self.order, self.first = Order([], [], self.turns), []
 
     def end(self) -> None:
         """End a slice."""
@@ -220,7 +225,7 @@ class Tape:
         elif unit.awaited:  # it was used, let go and used again: its uses are reduced together
             unit.keep(list(gs))
         else:
-            self.reduce(unit, unit.with_kept(list(gs)))
+            self._complete(unit, unit.with_kept(list(gs)))
 
     def receive_aside(self, unit: Unit, gs: Sequence[Tensor | None]) -> None:
         """Take the cotangents that came to a unit's handles themselves, to be reduced after the backward."""
@@ -229,21 +234,70 @@ class Tape:
                 self.used[place] |= g is not None
             (self.keep or Unit.keep)(unit, list(gs))
 
+    def begin_backward(self, group: Group | None) -> None:
+        """Agree on the turns of reductions, unless they are known."""
+        if not self.turns and any(leaf.reduce is not None for leaf in self.leaves):
+            self.turns = agreed_turns(self.first, len(self.units), group, self.site, self.shards[0].device)
+        self._turn = 0
+
+    def _complete(self, unit: Unit, gs: list[Tensor | None]) -> None:
+        """Reduce what has its turn, now that a unit's gradients are there."""
+        self._waiting[unit.number] = gs
+        while self._turn < len(self.turns) and self.turns[self._turn] in self._waiting:
+            self._next()
+
+    def _next(self) -> None:
+        unit = self.units[self.turns[self._turn]]
+        self._turn += 1
+        gs = self._waiting.pop(unit.number, None)
+        self.reduce(unit, unit.with_kept([None] * len(unit.places)) if gs is None else gs)
+
+    def end_backward(self) -> None:
+        """Reduce all whose turn has not come, and keep what has none for the end of the step."""
+        while self._turn < len(self.turns):
+            self._next()
+        for number, gs in self._waiting.items():
+            self.units[number].keep(gs)
+        self._waiting.clear()
+
+    def reduce_rest(self, kept: Sequence[float], used: Sequence[float]) -> None:
+        """Reduce what some device has kept; note the turns of the next step."""
+        rest = [unit for unit, times in zip(self.units, kept, strict=True) if times]
+        for unit in rest:
+            self.reduce(unit, unit.with_kept([None] * len(unit.places)))
+        self.finish()
+        turns = dict.fromkeys([*self.turns, *(unit.number for unit in rest)])
+        turns = [number for number in turns if any(used[place] for place in self.units[number].places)]
+        self.order = self.order._replace(turns=turns)
+
     def reduce(self, unit: Unit, gs: Sequence[Tensor | None]) -> None:
-        """Start to reduce the gradients of a unit."""
-        self.sequence.append(2 * unit.number + 1)
+        """Start to reduce the gradients of a unit: all devices do so in one order."""
         chosen = [at for at, place in enumerate(unit.places) if self.leaves[place].reduce is not None]
         xs: list[Tensor] = []
         ways: list[Way] = []
         for at in chosen:
             leaf, g = self.leaves[unit.places[at]], gs[at]
-            g = g if g is not None else self.shards[unit.places[at]].new_zeros(leaf.shape)
-            xs.append(g if self.manner.reduce is None or not g.is_floating_point() else g.to(self.manner.reduce))
+            dtype = self._reduced_in(leaf)  # whatever this device has: others may have none
+            near = self.shards[unit.places[at]]
+            xs.append(near.new_zeros(leaf.shape, dtype=dtype) if g is None else g.to(dtype))
             assert leaf.reduce is not None
             ways.append(leaf.reduce)
         finish = go(xs, ways, self.site, ahead=self.manner.in_flight > 0)
         self._under_way.append((unit, [unit.places[at] for at in chosen], finish))
         self.finish(self.manner.in_flight)
+
+    def _reduced_in(self, leaf: Leaf) -> torch.dtype:
+        if leaf.dtype.is_complex:
+            return leaf.dtype
+        used = self.manner.compute or leaf.dtype
+        return self.manner.reduce or (torch.promote_types(used, torch.float32) if self.wide else used)
+
+    def words(self) -> list[str]:
+        """Return what each unit is called, and what it holds."""
+        return [
+            f"{self.leaves[unit.places[0]].unit} ({', '.join(named(parts_of(self.leaves[at].path)) for at in unit.places)})"
+            for unit in self.units
+        ]
 
     def finish(self, but: int = 0) -> None:
         """Wait for reductions, the oldest first, until only so many are under way."""
@@ -309,7 +363,9 @@ class Unit:
             if trained and torch.is_grad_enabled():
                 with _untransformed():
                     used = _Use.apply(self.tape.anchor, self)
-                self.awaited += not _in_backward()  # a rematerialised use comes in a backward, and ends with it
+                if not _in_backward():  # a rematerialised use comes in a backward, and ends with it
+                    self.awaited += 1
+                    self.tape.first += [self.number] if self.number not in self.tape.first else []
             else:
                 with _untransformed():
                     used = tuple(x.detach() for x in self.gather())
@@ -333,7 +389,7 @@ class Unit:
         tape = self.tape
         if self.sharded and not self.values and self.coming is None:
             xs = [self._converted(tape.shards[place]) for place in self.places]
-            tape.sequence.append(2 * self.number)
+            tape.sequence.append(self.number)
             with torch.no_grad():
                 self.coming = go(xs, [tape.leaves[place].gather for place in self.places], tape.site, ahead=True)
 
