@@ -99,7 +99,7 @@ def value_and_grad(
         batch: how the batch is cut: a P, or a prefix tree of Ps.  Its axes are the ones that gradients are summed over.
         has_aux: whether loss_fn returns a pair.
         weight: what a part of the batch counts for: `weight(part)`, say its number of tokens.  By default all parts are of
-            one size and count the same.
+            one size and count the same.  A part that counts 0 adds nothing, even if its loss is no number.
         accumulate: cut each device's part into so many, one after the other.
         reduce_once: with `accumulate`, add gradients up locally and reduce the sum, instead of reducing each.  It sends less
             and holds whole gradients meanwhile.
@@ -406,7 +406,7 @@ class _Step:
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise LayoutError(f"the loss function has to return one number; found {found}. Take its mean.")
-        tape.begin_backward(self._group())
+        tape.begin_backward(self._group(), counts=share != 0)
         if loss.requires_grad:
             start = torch.full_like(loss, share * self.scale)
             torch.autograd.grad(loss, [tape.anchor], start, allow_unused=True)
@@ -439,7 +439,8 @@ class _Step:
         near = losses[0][0].device
         rows = [
             torch.cat([x.detach().to(near, torch.float64).reshape(-1) for x in (loss, torch.ones(()), *leaves)])
-            * counted
+            .where(counted != 0, 0.0)  # a mean over nothing is no number
+            .mul(counted)
             for (loss, counted, _), (leaves, _) in zip(losses, flat, strict=True)
         ]
         while len(rows) > 1:  # the tree of the slices

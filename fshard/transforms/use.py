@@ -116,7 +116,7 @@ class Tape:
         self.sums: list[Tensor | None] = [None] * len(leaves)
         self.keep: Callable[[Unit, list[Tensor | None]], None] | None = None
         self.first: list[int] = []  # the units that the forward has used so far
-        self._turn = 0
+        self._turn, self._counts = 0, True
         self._waiting: dict[int, list[Tensor | None]] = {}
         self._live: list[Unit] = []
         self._again: list[Unit] = []
@@ -215,27 +215,31 @@ class Tape:
 
     def receive(self, unit: Unit, gs: Sequence[Tensor | None]) -> None:
         """Take the cotangents of one use of a unit."""
-        for place, g in zip(unit.places, gs, strict=True):
-            self.used[place] |= g is not None
+        gs = self._noted(unit, gs)
         if unit.sharded and self.manner.reshard:
             unit.forget()
         unit.awaited -= 1
         if self.keep is not None:
-            self.keep(unit, list(gs))
+            self.keep(unit, gs)
         elif unit.awaited:  # it was used, let go and used again: its uses are reduced together
-            unit.keep(list(gs))
+            unit.keep(gs)
         else:
-            self._complete(unit, unit.with_kept(list(gs)))
+            self._complete(unit, unit.with_kept(gs))
 
     def receive_aside(self, unit: Unit, gs: Sequence[Tensor | None]) -> None:
         """Take the cotangents that came to a unit's handles themselves, to be reduced after the backward."""
         if any(g is not None for g in gs):
-            for place, g in zip(unit.places, gs, strict=True):
-                self.used[place] |= g is not None
-            (self.keep or Unit.keep)(unit, list(gs))
+            (self.keep or Unit.keep)(unit, self._noted(unit, gs))
 
-    def begin_backward(self, group: Group | None) -> None:
-        """Agree on the turns of reductions, unless they are known."""
+    def _noted(self, unit: Unit, gs: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Note which leaves were used; return what counts of their cotangents."""
+        for place, g in zip(unit.places, gs, strict=True):
+            self.used[place] |= g is not None
+        return [g if self._counts else None for g in gs]
+
+    def begin_backward(self, group: Group | None, *, counts: bool = True) -> None:
+        """Agree on the turns of reductions, unless they are known; of a slice that does not count, gradients are 0."""
+        self._counts = counts
         if not self.turns and any(leaf.reduce is not None for leaf in self.leaves):
             self.turns = agreed_turns(self.first, len(self.units), group, self.site, self.shards[0].device)
         self._turn = 0
