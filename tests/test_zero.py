@@ -671,6 +671,9 @@ def test_units_are_blocks_sizes_or_patterns():
     assert units(None) == ["blocks[0]", "blocks[0]", "blocks[1]", "blocks[1]", "emb"]
     assert units(80) == ["unit 0", "unit 0", "unit 1", "unit 1", "unit 2"]
     assert units("blocks") == ["blocks"] * 4 + ["emb"]
+    assert units(["blocks", "blocks[1]", "*[*].b"]) == ["blocks[0].b", "blocks", "blocks[1].b", "blocks[1]", "emb"]
+    with pytest.raises(fs.LayoutError, match=r'no leaf is in a unit "block" or "w"\. The leaves are blocks\[0\]\.b, '):
+        units(["block", "emb", "w"])
 
 
 def test_hybrid_sharding_cuts_inside_a_node_and_replicates_across():
