@@ -108,7 +108,8 @@ def value_and_grad(
         reproducible: equal bits on every mesh: see the module.
         slices: into how many slices the whole batch is cut in reproducible mode, whatever the mesh.
         reshard_after_forward: gather sharded units again for the backward instead of keeping them.
-        live_units: how many sharded units are whole at a time, besides those that are gathered ahead.
+        live_units: how many sharded units are whole at a time, besides those that are gathered ahead, and in the backward
+            those of a rematerialised block that has been run again.
         prefetch: how many units to start gathering ahead of their use, in the order that the step before used them.
         in_flight: how many reductions may be under way while the backward goes on.
         compute: the floating dtype that parameters and batch are used in, if not their own.

@@ -58,7 +58,8 @@ class Manner:
 
     Args:
         reshard: let sharded units go after their forward, and gather them again for the backward.
-        live: how many units that lie sharded are whole at a time.
+        live: how many units that lie sharded are whole at a time, besides those under way and those that a
+            rematerialised block holds.
         prefetch: how many units to start gathering ahead of their use, in the order of the step before.
         in_flight: how many reductions may be under way; 0: each is waited for at once.
         compute: the dtype that floating parameters are used in, None: their own.
@@ -118,8 +119,7 @@ class Tape:
         self.first: list[int] = []  # the units that the forward has used so far
         self._turn, self._counts = 0, True
         self._waiting: dict[int, list[Tensor | None]] = {}
-        self._live: list[Unit] = []
-        self._again: list[Unit] = []
+        self.live: list[Unit] = []  # the units that lie sharded and are whole, the last used last
         self._under_way: list[tuple[Unit, list[int], Callable[[], list[Tensor]]]] = []
         self.storages: dict[int, tuple[Unit, int]] = {}
 
@@ -162,11 +162,12 @@ class Tape:
             if watched:
                 _C._autograd._push_saved_tensors_default_hooks(self._note, self._read)
 
-    def gathered(self, unit: Unit) -> None:
-        """Let units go that were gathered before this one."""
-        self._live = [other for other in self._live if other is not unit] + [unit]
-        while self.manner.reshard and len(self._live) > self.manner.live:
-            self._live.pop(0).release()
+    def make_room(self, unit: Unit) -> None:
+        """Let units go that have not been used for the longest time, so that one more can be whole."""
+        self.live = [other for other in self.live if other is not unit]
+        while self.manner.reshard and len(self.live) >= self.manner.live:
+            self.live[0].release()
+        self.live.append(unit)
 
     def begin(self) -> None:
         """Begin a slice: nothing of the one before is used again."""
@@ -179,8 +180,6 @@ class Tape:
             unit.arrive()  # if it was gathered ahead in vain: other devices count on it
             unit.release()
             unit.awaited = 0
-        self._live.clear()
-        self._again.clear()
 
     def look_ahead(self, seen: list[int], expected: list[int], unit: Unit) -> None:
         """Note that a unit is gathered, and start to gather those that came after it the last time."""
@@ -205,19 +204,13 @@ class Tape:
         x = x.conj() if note.conj else x
         return _VF._neg_view(x) if note.neg else x
 
-    def regathered(self, unit: Unit) -> None:
-        """Let units go that were gathered for the backward before this one."""
-        self._again = [other for other in self._again if other is not unit] + [unit]
-        while len(self._again) > self.manner.live:
-            self._again.pop(0).forget()
-
     # -- backward -----------------------------------------------------------------------------------------------
 
     def receive(self, unit: Unit, gs: Sequence[Tensor | None]) -> None:
         """Take the cotangents of one use of a unit."""
         gs = self._noted(unit, gs)
         if unit.sharded and self.manner.reshard:
-            unit.forget()
+            unit.release()
         unit.awaited -= 1
         if self.keep is not None:
             self.keep(unit, gs)
@@ -363,6 +356,8 @@ class Unit:
         """Return all leaves of the unit, whole and differentiable, gathering them if they are not at hand."""
         used = self.used
         if used is None:
+            if self.sharded:
+                self.tape.make_room(self)
             trained = any(self.tape.leaves[place].reduce is not None for place in self.places)
             if trained and torch.is_grad_enabled():
                 with _untransformed():
@@ -371,12 +366,11 @@ class Unit:
                     self.awaited += 1
                     self.tape.first += [self.number] if self.number not in self.tape.first else []
             else:
-                with _untransformed():
+                with _untransformed(), torch.no_grad():
                     used = tuple(x.detach() for x in self.gather())
             if torch.is_grad_enabled() or not trained:
                 self.used = used
             if self.sharded:
-                self.tape.gathered(self)
                 self.tape.look_ahead(self.tape.order.forward, self.tape.expected.forward, self)
         return used
 
@@ -392,9 +386,9 @@ class Unit:
         """Start to gather the unit, unless it is at hand or under way."""
         tape = self.tape
         if self.sharded and not self.values and self.coming is None:
-            xs = [self._converted(tape.shards[place]) for place in self.places]
             tape.sequence.append(self.number)
             with torch.no_grad():
+                xs = [self._converted(tape.shards[place]) for place in self.places]
                 self.coming = go(xs, [tape.leaves[place].gather for place in self.places], tape.site, ahead=True)
 
     def arrive(self) -> None:
@@ -412,21 +406,18 @@ class Unit:
     def again(self) -> list[Tensor]:
         """Return all leaves for the backward, gathering them again if they have been let go."""
         if not self.values:
+            self.tape.make_room(self)
             self.gather()
-            self.tape.regathered(self)
             self.tape.look_ahead(self.tape.order.backward, self.tape.expected.backward, self)
         return self.values
 
     def release(self) -> None:
         """Let the leaves go: the next use gathers them anew."""
         self.used = None
-        self.forget()
-
-    def forget(self) -> None:
-        """Free what was gathered."""
         for x in self.values:
             self.tape.storages.pop(_storage(x), None)
         self.values = []
+        self.tape.live = [other for other in self.tape.live if other is not self]
 
     def keep(self, gs: list[Tensor | None]) -> None:
         """Add to what earlier slices gave, to be reduced together; in 32 bits at least."""
