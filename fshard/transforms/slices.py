@@ -13,16 +13,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fshard.errors import LayoutError
+from fshard.errors import LayoutError, MismatchError
 from fshard.mesh.scope import require
 from fshard.mesh.tree import PyTree
+from fshard.transforms.agree import alike, disagreement, exchanged, marks, summed
 from fshard.transforms.batch import Batch, Slice
 from fshard.transforms.buffers import Buffers, New
 from fshard.transforms.forest import Forest
 from fshard.transforms.idle import idling
-from fshard.transforms.means import Found, summed, together
+from fshard.transforms.means import Found, together
 from fshard.transforms.randomness import keyed_random
-from fshard.transforms.use import Manner, Order, Tape
+from fshard.transforms.use import Manner, Order, Tape, followed
 
 Weight = Callable[[PyTree], Tensor | int | float]
 
@@ -122,6 +123,7 @@ class Device:
         forest = Forest() if how.slices is not None else None
         found: list[Found] = []
         new = self.buffers.compared(self.place, self.buffers.part(self.place))
+        tape.wide = how.once and forest is None and len(slices) > 1
         for turn, (slice, count) in enumerate(zip(slices, counts, strict=True)):
             if forest is not None:
                 tape.keep = forest.plant
@@ -137,11 +139,14 @@ class Device:
             if forest is not None:
                 forest.grow()
             if tape.keep is None:
-                tape.send()
+                tape.end_backward()
         tape.check_unchanged()
-        self._reduce_rest(forest)
+        if forest is not None:
+            for unit in tape.units:
+                unit.kept = forest.harvest(unit)
+            tape.end_backward()
         tape.end()
-        mean, used = together(found, self.group, tape.used, tape.sequence, tape.site)
+        mean, used = self._together(found)
         return Result(mean, self._gradients(mean, used), new._replace(changed=mean.buffers), tape.order)
 
     def _counts(self, slices: list[Slice]) -> list[Count]:
@@ -168,6 +173,7 @@ class Device:
             loss, buffers, aux = self._called(self.batch.tree(slice.leaves, how.manner.compute))
             if not isinstance(loss, Tensor) or loss.numel() != 1:
                 loss = self._mean(loss, slice)
+        tape.begin_backward(self.group)
         if loss.requires_grad:
             start = torch.full_like(loss, count.share * self.scale)
             torch.autograd.grad(loss, [tape.anchor], start, allow_unused=True)
@@ -178,7 +184,7 @@ class Device:
         """Call the loss function; return the loss, buffers and what else there is."""
         how = self.how
         given = self.buffers.part(self.place)
-        result = how.loss_fn(self.params(), *((given,) if how.has_buffers else ()), batch)
+        result = followed(how.loss_fn)(self.params(), *((given,) if how.has_buffers else ()), batch)
         wanted = ["loss", *(["buffers"] if how.has_buffers else []), *(["aux"] if how.has_aux else [])]
         if len(wanted) == 1:
             return result, given, ()
@@ -199,19 +205,25 @@ class Device:
         one_each = "" if samples is None else ", or one for each sample"
         raise LayoutError(f"the loss function has to return one number{one_each}; found {found}. Take its mean.")
 
-    def _reduce_rest(self, forest: Forest | None) -> None:
-        """Reduce what has been kept and not yet been reduced, in the order of the units."""
+    def _together(self, found: list[Found]) -> tuple[Found, list[float]]:
+        """Average what was found and reduce what is left; return also how many devices have used each parameter."""
         tape = self.tape
-        tape.keep = None
-        for unit in tape.units:
-            gs = forest.harvest(unit) if forest is not None else unit.kept
-            unit.kept = None
-            if gs is not None:
-                tape.reduce(unit, gs)
-        tape.send()
-        tape.finish()
+        own, kept = marks(tape.sequence), [float(unit.kept is not None) for unit in tape.units]
+        mean, sums = together(found, [*own, *kept, *map(float, tape.used)], self.group, tape.site)
+        if not alike(sums[: len(own)]):
+            raise MismatchError(self._another_order(mean.loss.device))
+        kept, used = sums[len(own) : len(own) + len(kept)], sums[len(own) + len(kept) :]
+        tape.reduce_rest(kept, used)
+        return mean, used
 
-    def _gradients(self, mean: Found, used: list[bool]) -> list[Tensor | None]:
+    def _another_order(self, near: torch.device) -> str:
+        group, tape = self.group, self.tape
+        assert group is not None
+        sequences = exchanged(tape.sequence, group, tape.site, near)
+        known = disagreement(tape.scope.mesh, sequences, tape.words())
+        return f"value_and_grad: devices gathered different units, so one was given another's values: {known}"
+
+    def _gradients(self, mean: Found, used: list[float]) -> list[Tensor | None]:
         """Return the gradients; a parameter that no device used has none."""
         meta = mean.weight.is_meta
         divisor = float(mean.weight) if self.how.slices is not None and not meta else 1.0

@@ -22,13 +22,18 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.function import Function
 from torch.autograd.graph import saved_tensors_hooks
 
 from fshard.errors import LayoutError
+from fshard.mesh.differentiate import transformed
+from fshard.mesh.scope import Group, require
 from fshard.mesh.steps import Way, go
 from fshard.mesh.tree import PyTree, flatten, unflatten
 from fshard.source import Site
+from fshard.transforms.agree import agreed_turns
+from fshard.transforms.handle import Handle, handles_of, wholes
 from fshard.transforms.rules import named, parts_of
 
 _VF: Any = torch
@@ -53,7 +58,8 @@ class Manner:
 
     Args:
         reshard: let sharded units go after their forward, and gather them again for the backward.
-        live: how many units that lie sharded are whole at a time.
+        live: how many units that lie sharded are whole at a time, besides those under way and those that a
+            rematerialised block holds.
         prefetch: how many units to start gathering ahead of their use, in the order of the step before.
         in_flight: how many reductions may be under way; 0: each is waited for at once.
         bucket: about how many bytes of gradients to reduce together, of units that lie whole.
@@ -71,10 +77,11 @@ class Manner:
 
 
 class Order(NamedTuple):
-    """In which order units were gathered, by number: forward, and again for the backward."""
+    """In which order units were gathered, by number: forward, and again for the backward; and the turns of reductions."""
 
     forward: list[int]
     backward: list[int]
+    turns: list[int]
 
 
 class Tape:
@@ -84,21 +91,22 @@ class Tape:
         self, leaves: Sequence[Leaf], shards: Sequence[Tensor], manner: Manner, site: Site, order: Order | None = None
     ) -> None:
         self.leaves, self.shards, self.manner, self.site = leaves, shards, manner, site
+        self.scope = require("value_and_grad")
         self.anchor = torch.zeros((), requires_grad=True)  # what makes autograd call the units' backwards
-        self.sequence: list[
-            int
-        ] = []  # which units were gathered and reduced: the same on all devices, or they would mix them up
+        self.sequence: list[int] = []  # which units were gathered: the same on all devices, or they would mix them up
         self._versions = [x._version for x in shards]
         by_unit: dict[str, list[int]] = {}
         for place, leaf in enumerate(leaves):
             if leaf.dtype.is_floating_point or leaf.dtype.is_complex:
                 by_unit.setdefault(leaf.unit, []).append(place)
         self.units = [Unit(self, number, places) for number, places in enumerate(by_unit.values())]
-        self.order, self.expected = Order([], []), order or Order([], [])
+        self.order, self.expected = Order([], [], []), order or Order([], [], [])
+        self.turns = list(self.expected.turns)
+        self.wide = False  # whether gradients are added up before they are reduced
         self.handles: list[Any] = [None] * len(leaves)
-        for unit in self.units:
-            for at, place in enumerate(unit.places):
-                self.handles[place] = Handle(unit, at, leaves[place], manner.compute)
+        places = [place for unit in self.units for place in unit.places]
+        for place, handle in zip(places, handles_of(self), strict=True):
+            self.handles[place] = handle
         self.gathering = any(unit.sharded for unit in self.units)
         plain = [
             place for place, handle in enumerate(self.handles) if handle is None
@@ -110,9 +118,11 @@ class Tape:
         self.used = [False] * len(leaves)
         self.sums: list[Tensor | None] = [None] * len(leaves)
         self.keep: Callable[[Unit, list[Tensor | None]], None] | None = None
+        self.first: list[int] = []  # the units that the forward has used so far
         self.idle = False  # whether what is computed counts for nothing
-        self._live: list[Unit] = []
-        self._again: list[Unit] = []
+        self._turn = 0
+        self._waiting: dict[int, list[Tensor | None]] = {}
+        self.live: list[Unit] = []  # the units that lie sharded and are whole, the last used last
         self._bucket: list[tuple[int, Tensor, Way]] = []
         self._under_way: list[tuple[list[int], Callable[[], list[Tensor]]]] = []
         self.storages: dict[int, tuple[Unit, int]] = {}
@@ -132,9 +142,17 @@ class Tape:
 
     # -- forward ------------------------------------------------------------------------------------------------
 
-    def forward(self) -> AbstractContextManager[Any]:
-        """Return the context in which the loss is computed."""
-        return saved_tensors_hooks(self._note, self._read) if self.gathering and self.manner.reshard else nullcontext()
+    @contextmanager
+    def forward(self) -> Generator[None]:
+        """Compute the loss in this context."""
+        watched = self.gathering and self.manner.reshard
+        try:
+            with saved_tensors_hooks(self._note, self._read) if watched else nullcontext():
+                yield
+        except RuntimeError as error:
+            if watched and "support saved tensor hooks" in str(error):
+                raise LayoutError(_NO_HOOKS) from error
+            raise
 
     @contextmanager
     def unwatched(self) -> Generator[None]:
@@ -148,16 +166,17 @@ class Tape:
             if watched:
                 _C._autograd._push_saved_tensors_default_hooks(self._note, self._read)
 
-    def gathered(self, unit: Unit) -> None:
-        """Let units go that were gathered before this one."""
-        self._live = [other for other in self._live if other is not unit] + [unit]
-        while self.manner.reshard and len(self._live) > self.manner.live:
-            self._live.pop(0).release()
+    def make_room(self, unit: Unit) -> None:
+        """Let units go that have not been used for the longest time, so that one more can be whole."""
+        self.live = [other for other in self.live if other is not unit]
+        while self.manner.reshard and len(self.live) >= self.manner.live:
+            self.live[0].release()
+        self.live.append(unit)
 
     def begin(self) -> None:
         """Begin a slice: nothing of the one before is used again."""
         self.end()
-        self.order = Order([], [])
+        self.order, self.first = Order([], [], self.turns), []
 
     def end(self) -> None:
         """End a slice."""
@@ -165,8 +184,6 @@ class Tape:
             unit.arrive()  # if it was gathered ahead in vain: other devices count on it
             unit.release()
             unit.awaited = 0
-        self._live.clear()
-        self._again.clear()
 
     def look_ahead(self, seen: list[int], expected: list[int], unit: Unit) -> None:
         """Note that a unit is gathered, and start to gather those that came after it the last time."""
@@ -177,6 +194,8 @@ class Tape:
                 self.units[number].start()
 
     def _note(self, x: Tensor) -> Any:
+        if type(x) is Handle:
+            return x
         found = self.storages.get(_storage(x))
         if found is None or x.dtype != found[0].values[found[1]].dtype:
             return x
@@ -189,51 +208,106 @@ class Tape:
         x = x.conj() if note.conj else x
         return _VF._neg_view(x) if note.neg else x
 
-    def regathered(self, unit: Unit) -> None:
-        """Let units go that were gathered for the backward before this one."""
-        self._again = [other for other in self._again if other is not unit] + [unit]
-        while len(self._again) > self.manner.live:
-            self._again.pop(0).forget()
-
     # -- backward -----------------------------------------------------------------------------------------------
 
     def receive(self, unit: Unit, gs: Sequence[Tensor | None]) -> None:
         """Take the cotangents of one use of a unit."""
-        if self.idle:
-            gs = [None if g is None else torch.zeros_like(g) for g in gs]
-        for place, g in zip(unit.places, gs, strict=True):
-            self.used[place] |= g is not None
+        gs = self._noted(unit, gs)
         if unit.sharded and self.manner.reshard:
-            unit.forget()
+            unit.release()
         unit.awaited -= 1
         if self.keep is not None:
-            self.keep(unit, list(gs))
+            self.keep(unit, gs)
         elif unit.awaited:  # it was used, let go and used again: its uses are reduced together
-            unit.keep(list(gs))
+            unit.keep(gs)
         else:
-            self.reduce(unit, unit.with_kept(list(gs)))
+            self._complete(unit, unit.with_kept(gs))
+
+    def receive_aside(self, unit: Unit, gs: Sequence[Tensor | None]) -> None:
+        """Take the cotangents that came to a unit's handles themselves, to be reduced after the backward."""
+        if any(g is not None for g in gs):
+            (self.keep or Unit.keep)(unit, self._noted(unit, gs))
+
+    def _noted(self, unit: Unit, gs: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Note which leaves were used; return what counts of their cotangents."""
+        for place, g in zip(unit.places, gs, strict=True):
+            self.used[place] |= g is not None
+        return [None if self.idle else g for g in gs]
+
+    def begin_backward(self, group: Group | None) -> None:
+        """Agree on the turns of reductions, unless they are known."""
+        if not self.turns and any(leaf.reduce is not None for leaf in self.leaves):
+            self.turns = agreed_turns(self.first, len(self.units), group, self.site, self.shards[0].device)
+        self._turn = 0
+
+    def _complete(self, unit: Unit, gs: list[Tensor | None]) -> None:
+        """Reduce what has its turn, now that a unit's gradients are there."""
+        self._waiting[unit.number] = gs
+        while self._turn < len(self.turns) and self.turns[self._turn] in self._waiting:
+            self._next()
+
+    def _next(self) -> None:
+        unit = self.units[self.turns[self._turn]]
+        self._turn += 1
+        gs = self._waiting.pop(unit.number, None)
+        self.reduce(unit, unit.with_kept([None] * len(unit.places)) if gs is None else gs)
+
+    def end_backward(self) -> None:
+        """Reduce all whose turn has not come, and keep what has none for the end of the step."""
+        while self._turn < len(self.turns):
+            self._next()
+        self._send()
+        for number, gs in self._waiting.items():
+            self.units[number].keep(gs)
+        self._waiting.clear()
+
+    def reduce_rest(self, kept: Sequence[float], used: Sequence[float]) -> None:
+        """Reduce what some device has kept; note the turns of the next step."""
+        rest = [unit for unit, times in zip(self.units, kept, strict=True) if times]
+        for unit in rest:
+            self.reduce(unit, unit.with_kept([None] * len(unit.places)))
+        self._send()
+        self._finish()
+        turns = dict.fromkeys([*self.turns, *(unit.number for unit in rest)])
+        turns = [number for number in turns if any(used[place] for place in self.units[number].places)]
+        self.order = self.order._replace(turns=turns)
 
     def reduce(self, unit: Unit, gs: Sequence[Tensor | None]) -> None:
-        """Reduce the gradients of a unit, if it lies whole together with those that come before and after."""
-        self.sequence.append(2 * unit.number + 1)
+        """Reduce the gradients of a unit, if it lies whole together with those that come before and after.
+
+        All devices do so in one order, and in one dtype whatever they have, so their buckets are alike.
+        """
         for place, g in zip(unit.places, gs, strict=True):
-            leaf, to = self.leaves[place], self.manner.reduce
+            leaf, near = self.leaves[place], self.shards[place]
             if leaf.reduce is not None:
-                g = g if g is not None else self.shards[place].new_zeros(leaf.shape)
-                g = g if to is None or not g.is_floating_point() else g.to(to)
+                dtype = self._reduced_in(leaf)
+                g = near.new_zeros(leaf.shape, dtype=dtype) if g is None else g.to(dtype)
                 self._bucket.append((place, g, leaf.reduce))
         if unit.sharded or sum(g.nbytes for _, g, _ in self._bucket) >= self.manner.bucket:
-            self.send()
+            self._send()
 
-    def send(self) -> None:
+    def _send(self) -> None:
         """Start to reduce what is in the bucket."""
         if self._bucket:
             places, xs, ways = map(list, zip(*self._bucket, strict=True))
             self._bucket = []
             self._under_way.append((places, go(xs, ways, self.site, ahead=self.manner.in_flight > 0)))
-            self.finish(self.manner.in_flight)
+            self._finish(self.manner.in_flight)
 
-    def finish(self, but: int = 0) -> None:
+    def _reduced_in(self, leaf: Leaf) -> torch.dtype:
+        if leaf.dtype.is_complex:
+            return leaf.dtype
+        used = self.manner.compute or leaf.dtype
+        return self.manner.reduce or (torch.promote_types(used, torch.float32) if self.wide else used)
+
+    def words(self) -> list[str]:
+        """Return what each unit is called, and what it holds."""
+        return [
+            f"{self.leaves[unit.places[0]].unit} ({', '.join(named(parts_of(self.leaves[at].path)) for at in unit.places)})"
+            for unit in self.units
+        ]
+
+    def _finish(self, but: int = 0) -> None:
         """Wait for reductions, the oldest first, until only so many are under way."""
         while len(self._under_way) > but:
             places, finish = self._under_way.pop(0)
@@ -241,6 +315,17 @@ class Tape:
                 known, dtype = self.sums[place], self.leaves[place].dtype
                 result = result.to(dtype)
                 self.sums[place] = result if known is None else known + result
+
+
+_NO_HOOKS = (
+    "torch.func's grad, vjp, jacrev and hessian bear no saved-tensor hooks, by which parameters are gathered again for the "
+    "backward. Mark the function that uses them, fs.gathered(fn, keep=True), or pass reshard_after_forward=False."
+)
+
+
+def _untransformed() -> AbstractContextManager[Any]:
+    """Return a context without torch.func's transforms: parameters come from outside of them."""
+    return temporarily_clear_interpreter_stack() if transformed() else nullcontext()
 
 
 def _in_backward() -> bool:
@@ -282,16 +367,21 @@ class Unit:
         """Return all leaves of the unit, whole and differentiable, gathering them if they are not at hand."""
         used = self.used
         if used is None:
+            if self.sharded:
+                self.tape.make_room(self)
             trained = any(self.tape.leaves[place].reduce is not None for place in self.places)
             if trained and torch.is_grad_enabled():
-                used = _Use.apply(self.tape.anchor, self)
-                self.awaited += not _in_backward()  # a rematerialised use comes in a backward, and ends with it
+                with _untransformed():
+                    used = _Use.apply(self.tape.anchor, self)
+                if not _in_backward():  # a rematerialised use comes in a backward, and ends with it
+                    self.awaited += 1
+                    self.tape.first += [self.number] if self.number not in self.tape.first else []
             else:
-                used = tuple(x.detach() for x in self.gather())
+                with _untransformed(), torch.no_grad():
+                    used = tuple(x.detach() for x in self.gather())
             if torch.is_grad_enabled() or not trained:
                 self.used = used
             if self.sharded:
-                self.tape.gathered(self)
                 self.tape.look_ahead(self.tape.order.forward, self.tape.expected.forward, self)
         return used
 
@@ -307,9 +397,9 @@ class Unit:
         """Start to gather the unit, unless it is at hand or under way."""
         tape = self.tape
         if self.sharded and not self.values and self.coming is None:
-            xs = [self._converted(tape.shards[place]) for place in self.places]
-            tape.sequence.append(2 * self.number)
+            tape.sequence.append(self.number)
             with torch.no_grad():
+                xs = [self._converted(tape.shards[place]) for place in self.places]
                 self.coming = go(xs, [tape.leaves[place].gather for place in self.places], tape.site, ahead=True)
 
     def arrive(self) -> None:
@@ -327,21 +417,18 @@ class Unit:
     def again(self) -> list[Tensor]:
         """Return all leaves for the backward, gathering them again if they have been let go."""
         if not self.values:
+            self.tape.make_room(self)
             self.gather()
-            self.tape.regathered(self)
             self.tape.look_ahead(self.tape.order.backward, self.tape.expected.backward, self)
         return self.values
 
     def release(self) -> None:
         """Let the leaves go: the next use gathers them anew."""
         self.used = None
-        self.forget()
-
-    def forget(self) -> None:
-        """Free what was gathered."""
         for x in self.values:
             self.tape.storages.pop(_storage(x), None)
         self.values = []
+        self.tape.live = [other for other in self.tape.live if other is not self]
 
     def keep(self, gs: list[Tensor | None]) -> None:
         """Add to what earlier slices gave, to be reduced together; in 32 bits at least."""
@@ -381,105 +468,13 @@ class _Use(Function):
         return None, None
 
 
-class Handle:
-    """A parameter that is gathered when an operation touches it.  Shape and dtype are known without that."""
-
-    __slots__ = ("__weakref__", "_at", "dtype", "shape", "unit")
-
-    def __init__(self, unit: Unit, at: int, leaf: Leaf, compute: torch.dtype | None) -> None:
-        self.unit, self._at = unit, at
-        self.shape = torch.Size(leaf.shape)
-        self.dtype = compute if compute is not None and leaf.dtype.is_floating_point else leaf.dtype
-
-    def whole(self) -> Tensor:
-        """Return the tensor."""
-        return self.unit.whole()[self._at]
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        return func(*_wholes(args), **(_wholes(kwargs) if kwargs else {}))
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") and name not in _SPECIAL:
-            raise AttributeError(name)
-        return getattr(self.whole(), name)
-
-    @property
-    def ndim(self) -> int:
-        """How many dims it has."""
-        return len(self.shape)
-
-    def dim(self) -> int:
-        """Return how many dims it has."""
-        return len(self.shape)
-
-    def size(self, dim: int | None = None) -> Any:
-        """Return its shape, or the length of a dim."""
-        return self.shape if dim is None else self.shape[dim]
-
-    def numel(self) -> int:
-        """Return how many elements it has."""
-        return self.shape.numel()
-
-    def __len__(self) -> int:
-        return len(self.whole())
-
-    def __iter__(self) -> Any:
-        return iter(self.whole())
-
-    def __bool__(self) -> bool:
-        return bool(self.whole())
-
-    def __repr__(self) -> str:
-        return f"Handle({str(self.dtype).removeprefix('torch.')}{list(self.shape)})"
-
-
-_SPECIAL = {"__array__", "__float__", "__int__", "__index__"}
-_ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor")
-_OPERATORS = (
-    *_ARITHMETIC,
-    *("r" + name for name in _ARITHMETIC),
-    *("lt", "le", "gt", "ge", "eq", "ne", "neg", "pos", "abs", "invert", "getitem", "float", "int", "index", "complex"),
-)
-
-
-def _operator(name: str) -> Callable[..., Any]:
-    def run(self: Handle, *args: Any) -> Any:
-        return getattr(self.whole(), name)(*_wholes(args))
-
-    run.__name__ = name
-    return run
-
-
-for _name in _OPERATORS:
-    setattr(Handle, f"__{_name}__", _operator(f"__{_name}__"))
-Handle.__hash__ = object.__hash__  # type: ignore[method-assign]
-
-
-def _wholes(x: Any) -> Any:
-    """Put tensors in the place of handles, in whatever arguments torch's functions take."""
-    if type(x) is Handle:
-        return x.whole()
-    if type(x) is tuple or type(x) is list:
-        return type(x)(map(_wholes, x))
-    if type(x) is dict:
-        return {key: _wholes(value) for key, value in x.items()}
-    return x
-
-
 def whole(tree: PyTree) -> PyTree:
-    """Return a tree with tensors in the place of handles: for torch.func inside a loss function, which takes tensors only.
+    """Return a tree with plain tensors in the place of parameters, gathered.
 
     Outside a loss function there are no handles, and the tree is returned as it is.
     """
     leaves, structure = flatten(tree, sharded_is_leaf=True, none_is_leaf=True)
-    return unflatten(structure, [_wholes(leaf) for leaf in leaves])
+    return unflatten(structure, [wholes(leaf) for leaf in leaves])
 
 
 def gathered(fn: Callable[..., Any], *, keep: bool = False) -> Callable[..., Any]:
@@ -503,7 +498,7 @@ def gathered(fn: Callable[..., Any], *, keep: bool = False) -> Callable[..., Any
     def run(*args: Any, **kwargs: Any) -> Any:
         leaves, structure = flatten((args, kwargs), sharded_is_leaf=True, none_is_leaf=True)
         units = {id(leaf.unit): leaf.unit for leaf in leaves if type(leaf) is Handle}
-        own_args, own_kwargs = unflatten(structure, [_wholes(leaf) for leaf in leaves])
+        own_args, own_kwargs = unflatten(structure, [wholes(leaf) for leaf in leaves])
         tapes = {id(unit.tape): unit.tape for unit in units.values()}
         try:
             with ExitStack() as stack:
@@ -516,3 +511,8 @@ def gathered(fn: Callable[..., Any], *, keep: bool = False) -> Callable[..., Any
                     unit.release()
 
     return run
+
+
+def followed(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a loss function as it is to be called with handles: what torch.compile has made takes gathered parameters."""
+    return gathered(loss_fn) if hasattr(loss_fn, "_torchdynamo_orig_callable") else loss_fn
