@@ -73,7 +73,7 @@ def _in_turns(
     columns = max(1, AT_ONCE // (bound.group.size * some[0].x.element_size()))
     turns: dict[int, list[int]] = {}
     for place, start in enumerate(_side_by_side(some, bound.group.size)[0]):
-        turns.setdefault(start // columns, []).append(place)
+        turns.setdefault(start // columns if some[place].size else 0, []).append(place)
     results: dict[int, Tensor] = {}
     for turn in sorted(turns):
         places = turns[turn]
