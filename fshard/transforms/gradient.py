@@ -39,7 +39,9 @@ from fshard.source import Site, call_site
 from fshard.transforms.agree import disagreement, exchanged, summed
 from fshard.transforms.randomness import keyed_random
 from fshard.transforms.rules import named, parts_of, unit_of
-from fshard.transforms.use import Leaf, Manner, Order, Tape, Unit, followed
+from fshard.transforms.tape import Order, Tape
+from fshard.transforms.units import Leaf, Manner, Unit
+from fshard.transforms.use import followed
 
 Weight = Callable[[PyTree], Tensor | int | float]
 
@@ -364,15 +366,15 @@ class _Step:
         forest = Forest() if how.slices is not None else None
         losses: list[tuple[Tensor, Tensor, PyTree]] = []
         counts, shares = self._shares(pieces)
-        tape.wide = how.once and forest is None and count > 1
+        tape.reductions.wide = how.once and forest is None and count > 1
         for place, piece in enumerate(pieces):
             last = place == count - 1
             if forest is not None:
-                tape.keep = forest.plant
+                tape.reductions.keep = forest.plant
             elif how.once and not last:
-                tape.keep = lambda unit, gs: unit.keep(gs)
+                tape.reductions.keep = lambda unit, gs: unit.keep(gs)
             else:
-                tape.keep = None
+                tape.reductions.keep = None
             tape.begin()
             with keyed_random(self.key, 0, self.index * count + place):
                 losses.append(self._one(piece, counts[place], shares[place]))
@@ -382,7 +384,7 @@ class _Step:
         if forest is not None:
             for unit in tape.units:
                 unit.kept = forest.harvest(unit)
-            tape.end_backward()
+            tape.reductions.end()
         tape.end()
         return self._together(losses, count)
 
@@ -401,7 +403,7 @@ class _Step:
         """Forward and backward of one slice."""
         how, tape = self.how, self.tape
         batch = unflatten(self.batch, [_converted(x, how.manner.compute) for x in piece])
-        with torch.enable_grad(), tape.forward():
+        with torch.enable_grad(), tape.saved.watching():
             result = followed(how.loss_fn)(self.params(), batch)
             loss, aux = result if how.has_aux else (result, ())
         if not isinstance(loss, Tensor) or loss.numel() != 1:
@@ -411,8 +413,8 @@ class _Step:
         if loss.requires_grad:
             start = torch.full_like(loss, share * self.scale)
             torch.autograd.grad(loss, [tape.anchor], start, allow_unused=True)
-        if tape.keep is None:
-            tape.end_backward()
+        if tape.reductions.keep is None:
+            tape.reductions.end()
         return loss.detach(), counted.to(loss.device), aux
 
     def _shares(self, pieces: list[list[Any]]) -> tuple[list[Tensor], list[float]]:
@@ -451,7 +453,7 @@ class _Step:
             float(mark),
             float(mark**2),
             *(float(unit.kept is not None) for unit in tape.units),
-            *map(float, tape.used),
+            *map(float, tape.reductions.used),
         ]
         own = torch.cat([rows[0], torch.tensor(more, dtype=torch.float64, device=near)])
         both = summed(own, self._group(), tape.site)
@@ -460,17 +462,17 @@ class _Step:
         if not both.is_meta and marks**2 != self.n * squares:
             raise MismatchError(self._another_order(near))
         kept, used = flags[: len(tape.units)], flags[len(tape.units) :]
-        tape.reduce_rest(kept, used)
+        tape.reductions.rest(kept, used)
         divisor = float(weight) if how.slices is not None and not both.is_meta else 1.0
         grads = [
             (g if divisor == 1.0 else g / divisor) if g is not None and times else None
-            for g, times in zip(tape.sums, used, strict=True)
+            for g, times in zip(tape.reductions.sums, used, strict=True)
         ]
         leaves, structure = flat[0]
         means = (both[2 : rows[0].numel()] / weight).split([x.numel() for x in leaves])
         aux = unflatten(structure, [mean.reshape(x.shape).to(x) for mean, x in zip(means, leaves, strict=True)])
         value = Value((total / weight).to(torch.promote_types(losses[0][0].dtype, torch.float32)), weight, aux)
-        tape.sums = []
+        tape.reductions.sums = []
         return value, grads
 
     def _another_order(self, near: torch.device) -> str:
