@@ -112,10 +112,10 @@ def test_who_has_no_gradient_sends_zeros_of_the_same_dtype(options):
 
 
 def test_reductions_begin_in_the_backward_though_their_order_is_agreed(monkeypatch):
-    from fshard.transforms.use import Tape
+    from fshard.transforms.reductions import Reductions
 
     began: list[list[int]] = []
-    reduce, end = Tape.reduce, Tape.end_backward
+    reduce, end = Reductions.reduce, Reductions.end
 
     def watched(self, unit, gs):
         began[-1].append(unit.number)
@@ -125,8 +125,8 @@ def test_reductions_begin_in_the_backward_though_their_order_is_agreed(monkeypat
         began.append([])
         end(self)
 
-    monkeypatch.setattr(Tape, "reduce", watched)
-    monkeypatch.setattr(Tape, "end_backward", ended)
+    monkeypatch.setattr(Reductions, "reduce", watched)
+    monkeypatch.setattr(Reductions, "end", ended)
     began.append([])
     gradients(2, 1, [[0b1111], [0b1111]])
     assert began == [[3, 2, 1, 0, 4], [3, 2, 1, 0, 4], []]  # each backward, and after it nothing is left

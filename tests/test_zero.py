@@ -306,9 +306,9 @@ def test_gradients_are_reduced_in_buckets_of_about_so_many_bytes(stage):
 
 
 def test_a_bucket_is_sent_as_soon_as_it_is_full(monkeypatch):
-    from fshard.transforms.use import Tape
+    from fshard.transforms.reductions import Reductions
 
-    order, receive, send = [], Tape.receive, Tape.send
+    order, receive, send = [], Reductions.receive, Reductions.send
 
     def noted(self, unit, gs):
         order.append(self.leaves[unit.places[0]].unit)
@@ -318,8 +318,8 @@ def test_a_bucket_is_sent_as_soon_as_it_is_full(monkeypatch):
         order.append(len(self._bucket))
         send(self)
 
-    monkeypatch.setattr(Tape, "receive", noted)
-    monkeypatch.setattr(Tape, "send", sent)
+    monkeypatch.setattr(Reductions, "receive", noted)
+    monkeypatch.setattr(Reductions, "send", sent)
     mesh = fs.make_mesh({"data": 1})
     params = placed({"blocks": [torch.ones(4, 4) for _ in range(5)]}, 0, mesh)
 

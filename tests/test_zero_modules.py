@@ -571,17 +571,17 @@ def test_a_rematerialised_module_trains_as_in_torch(stage):
 
 
 def test_gradients_of_rematerialised_blocks_are_reduced_as_soon_as_they_are_ready(monkeypatch):
-    from fshard.transforms.use import Tape
+    from fshard.transforms.reductions import Reductions
 
     kept: list[str] = []
-    receive = Tape.receive
+    receive = Reductions.receive
 
     def spy(self, unit, gs):
         receive(self, unit, gs)
         if unit.kept is not None:
             kept.append(self.leaves[unit.places[0]].unit)
 
-    monkeypatch.setattr(Tape, "receive", spy)
+    monkeypatch.setattr(Reductions, "receive", spy)
     tower_gradient(fs.remat, 3, live_units=1)
     assert kept == []
 
@@ -597,7 +597,7 @@ def most_whole(monkeypatch, loss_fn, own, mesh, width=6, **options) -> Most:
     """Return what was whole at most in the second of two steps."""
     from torch.multiprocessing.reductions import StorageWeakRef
 
-    from fshard.transforms.use import Unit
+    from fshard.transforms.units import Unit
 
     alive: dict[Any, list[list[Any]]] = {}
     most: list[Most] = []

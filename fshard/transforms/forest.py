@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fshard.transforms.use import Unit
+from fshard.transforms.units import Unit
 
 
 class Forest:

@@ -42,7 +42,8 @@ from fshard.transforms.batch import placed
 from fshard.transforms.buffers import Buffers
 from fshard.transforms.rules import Choice, chosen, named, parts_of, unit_of
 from fshard.transforms.slices import Device, How, Result, Weight
-from fshard.transforms.use import Leaf, Manner, Order, Tape
+from fshard.transforms.tape import Order, Tape
+from fshard.transforms.units import Leaf, Manner
 
 
 def value_and_grad(

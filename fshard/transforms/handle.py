@@ -24,7 +24,8 @@ from fshard.mesh.scope import here
 from fshard.transforms.rules import named, parts_of
 
 if TYPE_CHECKING:
-    from fshard.transforms.use import Tape, Unit
+    from fshard.transforms.tape import Tape
+    from fshard.transforms.units import Unit
 
 _compiler: Any = torch._C._dynamo.eval_frame.get_eval_frame_callback  # type: ignore[attr-defined]
 """What torch.compile runs the present frame with, None outside of it."""
@@ -144,7 +145,7 @@ class _Aside(Function):
         start = 0
         for unit in tape.units:
             stop = start + len(unit.places)
-            tape.receive_aside(unit, gs[start:stop])
+            tape.reductions.receive_aside(unit, gs[start:stop])
             start = stop
         return None, None
 

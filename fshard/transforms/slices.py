@@ -23,7 +23,9 @@ from fshard.transforms.forest import Forest
 from fshard.transforms.idle import idling
 from fshard.transforms.means import Found, together
 from fshard.transforms.randomness import keyed_random
-from fshard.transforms.use import Manner, Order, Tape, followed
+from fshard.transforms.tape import Order, Tape
+from fshard.transforms.units import Manner
+from fshard.transforms.use import followed
 
 Weight = Callable[[PyTree], Tensor | int | float]
 
@@ -123,28 +125,27 @@ class Device:
         forest = Forest() if how.slices is not None else None
         found: list[Found] = []
         new = self.buffers.compared(self.place, self.buffers.part(self.place))
-        tape.wide = how.once and forest is None and len(slices) > 1
+        tape.reductions.wide = how.once and forest is None and len(slices) > 1
         for turn, (slice, count) in enumerate(zip(slices, counts, strict=True)):
             if forest is not None:
-                tape.keep = forest.plant
+                tape.reductions.keep = forest.plant
             elif how.once and turn < len(slices) - 1:
-                tape.keep = lambda unit, gs: unit.keep(gs)
+                tape.reductions.keep = lambda unit, gs: unit.keep(gs)
             else:
-                tape.keep = None
+                tape.reductions.keep = None
             tape.begin()
-            tape.idle = count.idle
             with keyed_random(self.key, 0, index * len(slices) + turn), idling(count.idle):
                 one, new = self._one(slice, count)
             found.append(one)
             if forest is not None:
                 forest.grow()
-            if tape.keep is None:
-                tape.end_backward()
+            if tape.reductions.keep is None:
+                tape.reductions.end()
         tape.check_unchanged()
         if forest is not None:
             for unit in tape.units:
                 unit.kept = forest.harvest(unit)
-            tape.end_backward()
+            tape.reductions.end()
         tape.end()
         mean, used = self._together(found)
         return Result(mean, self._gradients(mean, used), new._replace(changed=mean.buffers), tape.order)
@@ -169,11 +170,11 @@ class Device:
     def _one(self, slice: Slice, count: Count) -> tuple[Found, New]:
         """Forward and backward of one slice."""
         how, tape = self.how, self.tape
-        with torch.enable_grad(), tape.forward():
+        with torch.enable_grad(), tape.saved.watching():
             loss, buffers, aux = self._called(self.batch.tree(slice.leaves, how.manner.compute))
             if not isinstance(loss, Tensor) or loss.numel() != 1:
                 loss = self._mean(loss, slice)
-        tape.begin_backward(self.group)
+        tape.begin_backward(self.group, idle=count.idle)
         if loss.requires_grad:
             start = torch.full_like(loss, count.share * self.scale)
             torch.autograd.grad(loss, [tape.anchor], start, allow_unused=True)
@@ -209,11 +210,11 @@ class Device:
         """Average what was found and reduce what is left; return also how many devices have used each parameter."""
         tape = self.tape
         own, kept = marks(tape.sequence), [float(unit.kept is not None) for unit in tape.units]
-        mean, sums = together(found, [*own, *kept, *map(float, tape.used)], self.group, tape.site)
+        mean, sums = together(found, [*own, *kept, *map(float, tape.reductions.used)], self.group, tape.site)
         if not alike(sums[: len(own)]):
             raise MismatchError(self._another_order(mean.loss.device))
         kept, used = sums[len(own) : len(own) + len(kept)], sums[len(own) + len(kept) :]
-        tape.reduce_rest(kept, used)
+        tape.reductions.rest(kept, used)
         return mean, used
 
     def _another_order(self, near: torch.device) -> str:
@@ -227,7 +228,8 @@ class Device:
         """Return the gradients; a parameter that no device used has none."""
         meta = mean.weight.is_meta
         divisor = float(mean.weight) if self.how.slices is not None and not meta else 1.0
-        sums, self.tape.sums = self.tape.sums, []
+        reductions = self.tape.reductions
+        sums, reductions.sums = reductions.sums, []
         return [
             (g if divisor == 1.0 else g / divisor) if g is not None and wanted else None
             for g, wanted in zip(sums, used, strict=True)
