@@ -330,7 +330,7 @@ def _times(tree: PyTree, factor: float) -> PyTree:
 def _gradient(task: Task, params: PyTree, scale: float = 1.0) -> tuple[Tensor, PyTree]:
     """Return the loss and its scaled gradient on whole tensors, on a mesh on which every axis has size 1."""
     paths, leaves, structure = flatten_with_paths(params)
-    frozen = chosen(task.options.get("frozen") or (), paths, "frozen")
+    frozen = chosen(task.options.get("frozen"), paths, "frozen")
     tied = {id(x): (fixed, x) for fixed, x in reversed([*zip(frozen, leaves, strict=True)])}
     used = {key: x.detach().requires_grad_(trainable(x) and not fixed) for key, (fixed, x) in tied.items()}
     moving = {key: x for key, x in used.items() if x.requires_grad}

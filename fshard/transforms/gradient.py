@@ -55,7 +55,7 @@ def value_and_grad(
     accumulate: int = 1,
     reduce_once: bool = True,
     gradients: Callable[[Layout], Layout] | None = None,
-    frozen: Choice = (),
+    frozen: Choice = None,
     reproducible: bool = False,
     slices: int = 8,
     reshard_after_forward: bool = True,
