@@ -176,7 +176,7 @@ class Gradient:
     specs: PyTree
     gradients: Callable[[Layout], Layout]
     frozen: Choice
-    known: dict[Key, Known] = field(default_factory=dict[Key, Known], compare=False, repr=False)
+    known: dict[Key, Known] = field(init=False, default_factory=dict[Key, Known], compare=False, repr=False)
 
     def __call__(self, params: PyTree, *given: PyTree) -> tuple[Any, PyTree]:
         """Return the loss, or what comes with it too, and the gradient."""
