@@ -1,6 +1,8 @@
 """`certify` says that a sound run is sound, and of every mistake that is made here on purpose, which it is and where."""
 
 from dataclasses import FrozenInstanceError, replace
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -304,20 +306,23 @@ def test_certify_leaves_random_numbers_as_they_were():
 
 
 def wrong_gradients(monkeypatch, of_leaf, leaf="down"):
-    """Let a training step have another gradient of one leaf: of_leaf(how, the right one, the summands)."""
-    right = step_module.differentiate
+    """Let a training step have another gradient of one leaf: of_leaf(the right one, the summands)."""
 
-    def wrong(how, params, batch, site, *scale):
-        value, grads = right(how, params, batch, site, *scale)
-        axes = tuple(axis for axis in how.mesh.axis_names if how.mesh.shape[axis] > 1)
-        summands = replace(how, gradients=lambda layout: fs.Layout(how.mesh, P(unreduced=axes)))
-        local = right(summands, params, batch, site, *scale)[1]
+    def wrong(right, *given):
+        value, grads = right.run(*given)
+        axes = tuple(axis for axis in right.mesh.axis_names if right.mesh.shape[axis] > 1)
+        summands = replace(right, gradients=lambda layout: fs.Layout(right.mesh, P(unreduced=axes)))
+        local = summands.run(*given)[1]
         paths, leaves, structure = flatten_with_paths(grads, sharded_is_leaf=True)
         place = paths.index(f'["{leaf}"]')
         leaves[place] = of_leaf(leaves[place], flatten(local, sharded_is_leaf=True)[0][place])
         return value, unflatten(structure, leaves)
 
-    monkeypatch.setattr(step_module, "differentiate", wrong)
+    def made(*args, **options):
+        right = fs.value_and_grad(*args, **options)
+        return SimpleNamespace(how=right.how, run=partial(wrong, right))
+
+    monkeypatch.setattr(step_module, "value_and_grad", made)
 
 
 def pretended(layout, shape, wholes):

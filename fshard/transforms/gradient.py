@@ -57,7 +57,7 @@ def value_and_grad(
     accumulate: int = 1,
     reduce_once: bool = True,
     gradients: Callable[[Layout], Layout] | None = None,
-    frozen: Choice = (),
+    frozen: Choice = None,
     reproducible: bool = False,
     slices: int = 8,
     reshard_after_forward: bool = True,
@@ -180,7 +180,7 @@ class Gradient:
     specs: PyTree
     gradients: Callable[[Layout], Layout]
     frozen: Choice
-    known: dict[Key, Known] = field(default_factory=dict[Key, Known], compare=False, repr=False)
+    known: dict[Key, Known] = field(init=False, default_factory=dict[Key, Known], compare=False, repr=False)
 
     def __call__(self, params: PyTree, *given: PyTree) -> tuple[Any, PyTree]:
         """Return the loss, or what comes with it too, and the gradient."""

@@ -30,7 +30,7 @@ _tree: Any = optree
 
 
 def init_params(
-    init_fn: Callable[[], PyTree], rules: Rules, *, mesh: Mesh, seed: int | None = None, frozen: Choice = ()
+    init_fn: Callable[[], PyTree], rules: Rules, *, mesh: Mesh, seed: int | None = None, frozen: Choice = None
 ) -> PyTree:
     """Return the parameters that `init_fn()` makes, laid out by rules, without holding all of them at once.
 

@@ -33,8 +33,8 @@ from fshard.optim.leaves import is_frozen
 
 Rules = Any
 """A P, a prefix tree of Ps, a mapping of path patterns to Ps, a function of (path, leaf), or `fsdp(...)`."""
-Choice = str | Sequence[str] | Callable[[str], bool]
-"""Some of the parameters: a path pattern, several, or a function of the path."""
+Choice = str | Sequence[str] | Callable[[str], bool] | None
+"""Some of the parameters: a path pattern, several, a function of the path; None of them."""
 
 
 @lru_cache(maxsize=65536)
@@ -191,7 +191,7 @@ def chosen(choice: Choice, paths: Sequence[str], what: str) -> list[bool]:
     """
     if callable(choice):
         return [bool(choice(named(parts_of(path)))) for path in paths]
-    patterns = [choice] if isinstance(choice, str) else [*choice]
+    patterns = [choice] if isinstance(choice, str) else [*(choice or ())]
     idle = [pattern for pattern in patterns if not any(matches(pattern, path) for path in paths)]
     if idle:
         wrong = ", ".join(f'"{pattern}"' for pattern in idle)
@@ -204,7 +204,7 @@ def _listed(paths: Sequence[str]) -> str:
     return f"The leaves are {shown}{', ...' if len(paths) > 8 else ''}"
 
 
-def shard_params(params: PyTree, rules: Rules, *, mesh: Mesh, frozen: Choice = ()) -> PyTree:
+def shard_params(params: PyTree, rules: Rules, *, mesh: Mesh, frozen: Choice = None) -> PyTree:
     """Lay parameters on a mesh by rules.  Nothing is sent: every process is given the whole and keeps its pieces.
 
     Args:

@@ -132,7 +132,7 @@ def on_one_device(task: Task, shifts: Sequence[Sequence[Leaf]] | None = None) ->
 def gradient(task: Task, params: PyTree, scale: float = 1.0) -> tuple[Tensor, PyTree]:
     """Return the loss and its scaled gradient on whole tensors, on a mesh on which every axis has size 1."""
     at = Leaves.of(params)
-    frozen = chosen(task.options.get("frozen") or (), at.paths, "frozen")
+    frozen = chosen(task.options.get("frozen"), at.paths, "frozen")
     moving = {
         id(x): x.detach().requires_grad_()
         for i, (x, first, fixed) in enumerate(zip(at.leaves, at.firsts(), frozen, strict=True))
