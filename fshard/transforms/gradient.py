@@ -255,6 +255,7 @@ def differentiate(how: How, params: PyTree, batch: PyTree, site: Site, scale: fl
         mine = [x.shards[held_at] if isinstance(x, Sharded) else x for x in parts]
         found[device] = _Step(how, tape, params_of, part_structure, axes, drawn, scale).run(mine, cut)
         orders.append(tape.order)
+        tape.close()
 
     try:
         everywhere(mesh, on_device, mapped=mesh.axis_names)
@@ -472,7 +473,6 @@ class _Step:
         means = (both[2 : rows[0].numel()] / weight).split([x.numel() for x in leaves])
         aux = unflatten(structure, [mean.reshape(x.shape).to(x) for mean, x in zip(means, leaves, strict=True)])
         value = Value((total / weight).to(torch.promote_types(losses[0][0].dtype, torch.float32)), weight, aux)
-        tape.reductions.sums = []
         return value, grads
 
     def _another_order(self, near: torch.device) -> str:
