@@ -653,6 +653,32 @@ def test_a_block_that_is_run_again_holds_its_own_units_too(monkeypatch, live):
     assert most_whole(monkeypatch, loss_fn, own, mesh, live_units=live, prefetch=0).units <= live + 3
 
 
+def test_what_takes_many_units_at_once_leaves_none_of_them_behind(monkeypatch):
+    """One block of six units, though two may be whole at a time: the backward takes them one after the other."""
+    seen: list[int] = []
+
+    def loss_fn(p, x):
+        y = fs.gathered(lambda p, x: tower(p, x, lambda block: block))(p, x)
+        seen.append(sum(not memory.itself.expired() for memory in p["head"].unit.tape.saved._known.values()))
+        return y
+
+    mesh = fs.make_mesh({"data": N})
+    gc.collect()
+    gc.disable()
+    torch.manual_seed(5)
+    try:
+        _, grads = fs.value_and_grad(loss_fn, mesh=mesh, batch=P("data"))(
+            placed(tower_params(), 3, mesh), batches(6)[0]
+        )
+    finally:
+        gc.enable()
+    assert seen == [0] * N
+    torch.manual_seed(5)
+    plain = fs.grad(lambda p, x: tower(p, x, lambda block: block), mesh=mesh, batch=P("data"))
+    expected = plain(placed(tower_params(), 0, mesh), batches(6)[0])
+    torch.testing.assert_close(fs.unshard(grads["head"]), fs.unshard(expected["head"]))
+
+
 class Nested(nn.Module):
     """Names that say nothing of units: a stack, and a head tied to what stands before it."""
 
@@ -811,7 +837,7 @@ def test_the_given_parameters_take_no_part_in_autograd():
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_gradients_do_not_outlive_their_step_until_the_next_garbage_collection(stage):
+def test_parameters_and_gradients_do_not_outlive_their_step_until_the_next_garbage_collection(stage):
     mesh = fs.make_mesh({"data": N})
     own = placed({"w": torch.ones(8, 8)}, stage, mesh)
     run = fs.value_and_grad(lambda p, x: (x @ p["w"]).mean(), mesh=mesh, batch=P("data"))
@@ -819,8 +845,8 @@ def test_gradients_do_not_outlive_their_step_until_the_next_garbage_collection(s
     gc.disable()
     try:
         _, grads = run(own, torch.ones(2, 8))
-        dead = [weakref.ref(shard) for shard in grads["w"].shards]
-        del grads
-        assert [ref() for ref in dead] == [None] * N
+        dead = [weakref.ref(shard) for shard in (*grads["w"].shards, *own["w"].shards)]
+        del grads, own
+        assert [ref() for ref in dead] == [None] * 2 * N
     finally:
         gc.enable()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from fshard.errors import LayoutError
 from fshard.transforms.handle import Handle
@@ -36,22 +37,33 @@ class _Note(NamedTuple):
     neg: bool
 
 
+class _Memory(NamedTuple):
+    """The memory of a leaf that has been gathered.  It may go, but as long as this is there, nothing else has its name."""
+
+    unit: Unit
+    at: int
+    dtype: torch.dtype
+    itself: StorageWeakRef
+
+
 class Saved:
-    """The memory of all units that are whole, and the hooks of autograd that look into it; `needed`: if any is let go."""
+    """The memory of all units that have been gathered in a slice, and the hooks of autograd that ask whose a tensor's is.
+
+    A unit's memory outlasts the unit being let go if an operation that takes many units holds it; `needed`: if any is let go.
+    """
 
     def __init__(self, needed: bool) -> None:
         self._needed = needed
-        self._known: dict[int, tuple[Unit, int]] = {}
+        self._known: dict[int, _Memory] = {}
 
     def know(self, unit: Unit) -> None:
         """Note the memory of a unit that has been gathered."""
-        for at, x in enumerate(unit.values):
-            self._known[_storage(x)] = unit, at
+        for at, x in enumerate(unit.values if self._needed else ()):
+            self._known[_storage(x)] = _Memory(unit, at, x.dtype, StorageWeakRef(x.untyped_storage()))
 
-    def forget(self, unit: Unit) -> None:
-        """Forget the memory of a unit that is let go."""
-        for x in unit.values:
-            self._known.pop(_storage(x), None)
+    def clear(self) -> None:
+        """End a slice."""
+        self._known.clear()
 
     @contextmanager
     def watching(self) -> Generator[None]:
@@ -79,9 +91,9 @@ class Saved:
         if type(x) is Handle:
             return x
         found = self._known.get(_storage(x))
-        if found is None or x.dtype != found[0].values[found[1]].dtype:
+        if found is None or x.dtype != found.dtype:
             return x
-        return _Note(*found, x.size(), x.stride(), int(x.storage_offset()), x.is_conj(), x.is_neg())
+        return _Note(found.unit, found.at, x.size(), x.stride(), int(x.storage_offset()), x.is_conj(), x.is_neg())
 
     def _read(self, note: Any) -> Tensor:
         if not isinstance(note, _Note):

@@ -148,7 +148,9 @@ class Device:
             tape.reductions.end()
         tape.end()
         mean, used = self._together(found)
-        return Result(mean, self._gradients(mean, used), new._replace(changed=mean.buffers), tape.order)
+        gradients = self._gradients(mean, used)
+        tape.close()
+        return Result(mean, gradients, new._replace(changed=mean.buffers), tape.order)
 
     def _counts(self, slices: list[Slice]) -> list[Count]:
         """Return what each slice counts for."""
@@ -228,9 +230,7 @@ class Device:
         """Return the gradients; a parameter that no device used has none."""
         meta = mean.weight.is_meta
         divisor = float(mean.weight) if self.how.slices is not None and not meta else 1.0
-        reductions = self.tape.reductions
-        sums, reductions.sums = reductions.sums, []
         return [
             (g if divisor == 1.0 else g / divisor) if g is not None and wanted else None
-            for g, wanted in zip(sums, used, strict=True)
+            for g, wanted in zip(self.tape.reductions.sums, used, strict=True)
         ]

@@ -97,6 +97,12 @@ class Tape:
             unit.arrive()  # if it was gathered ahead in vain: other devices count on it
             unit.release()
             unit.awaited = 0
+        self.saved.clear()
+
+    def close(self) -> None:
+        """Let everything go that a step has used: units refer to the tape and it to them, so it would stay for a while."""
+        self.shards, self.handles = (), []
+        self.reductions.shards, self.reductions.sums = (), []
 
     def look_ahead(self, seen: list[int], expected: list[int], unit: Unit) -> None:
         """Note that a unit is gathered, and start to gather those that came after it the last time."""

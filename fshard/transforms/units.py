@@ -135,9 +135,7 @@ class Unit:
 
     def release(self) -> None:
         """Let the leaves go: the next use gathers them anew."""
-        self.used = None
-        self.tape.saved.forget(self)
-        self.values = []
+        self.used, self.values = None, []
         self.tape.live = [other for other in self.tape.live if other is not self]
 
     def went_back(self) -> None:
