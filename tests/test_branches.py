@@ -74,7 +74,8 @@ def assert_serial(found, steps, loss_fn=routed):
 
 OPTIONS = [
     {},
-    {"in_flight": 0},
+    {"bucket": 0},
+    {"bucket": 100, "in_flight": 0},
     {"accumulate": 2},
     {"accumulate": 2, "reduce_once": False},
     {"reproducible": True, "slices": 4},
@@ -88,8 +89,24 @@ OPTIONS = [
     options=st.sampled_from(OPTIONS),
 )
 def test_any_branches_have_the_gradients_that_they_have_on_one_device(steps, stage, options):
-    n = 4 if len(options) < 1 or "in_flight" in options else 2
+    n = 4 if not options or "bucket" in options else 2
     assert_serial(gradients(stage, n, steps, **options), steps)
+
+
+@settings(max_examples=30)
+@given(
+    codes=st.lists(st.integers(0, 2 << EXPERTS), min_size=8, max_size=8),
+    stage=st.sampled_from([0, 2]),
+    accumulate=st.sampled_from([1, 2]),
+)
+def test_any_branches_have_the_same_bits_on_any_mesh_in_reproducible_mode(codes, stage, accumulate):
+    found = [gradients(stage, n, [codes], reproducible=True, slices=8, accumulate=accumulate)[0] for n in (1, 2, 4)]
+    for first, *others in zip(*found, strict=True):
+        assert all(first is None if g is None else bits(g) == bits(first) for g in others)
+
+
+def bits(x):
+    return x.numpy().tobytes()
 
 
 STEPS = [[0b0011, 0b0101], [0b0011, 0b0101], [0b1000, 0b0000], [0b0110 + 16, 0b0110], [0b1111, 0b1111]]

@@ -122,7 +122,7 @@ class Device:
         n, index = (self.group.size, self.group.index) if self.group is not None else (1, 0)
         slices = self.batch.slices(self.place, how.turns(n))
         counts = self._counts(slices)
-        forest = Forest() if how.slices is not None else None
+        forest = Forest(tape.units) if how.slices is not None else None
         found: list[Found] = []
         new = self.buffers.compared(self.place, self.buffers.part(self.place))
         tape.reductions.wide = how.once and forest is None and len(slices) > 1
