@@ -57,7 +57,7 @@ from fshard.transforms.gradient import grad, value_and_grad
 from fshard.transforms.initial import init_params
 from fshard.transforms.randomness import keyed_random
 from fshard.transforms.remat import name, offload, remat, save_names
-from fshard.transforms.rules import fsdp, shard_params
+from fshard.transforms.rules import fsdp, shard_params, units_of
 from fshard.transforms.step import train_step
 from fshard.transforms.use import gathered, whole
 
@@ -134,6 +134,7 @@ __all__ = [
     "train_step",
     "treescope_sharding",
     "typeof",
+    "units_of",
     "unshard",
     "use_treescope",
     "value_and_grad",

@@ -1,163 +1,253 @@
-"""Handles: several collectives under way, waited for in whatever order, over both kinds of links."""
+"""Parameters inside a loss function are tensors to whoever asks, and to modules, torch.func and autograd Functions."""
 
-import os
-import threading
-import time
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, jvp, vmap
+from torch.utils.checkpoint import checkpoint
 
 import fshard as fs
-from fshard.mesh.runtimes import neighbours
-from fshard.testing.processes import run_processes
+from fshard import P
 
-WAITED = {
-    "psum small": lambda x: fs.psum.start(x[:900], "d"),
-    "psum doubling": lambda x: fs.psum.start(x[:50_000], "d"),
-    "psum large": lambda x: fs.psum.start(x, "d"),
-    "all_gather": lambda x: fs.all_gather.start(x, "d"),
-    "psum_scatter": lambda x: fs.psum_scatter.start(x, "d"),
-    "all_to_all": lambda x: fs.all_to_all.start(x, "d"),
-    "ppermute": lambda x: fs.ppermute.start(x, "d", [(0, 1), (1, 0)]),
-    "broadcast": lambda x: fs.broadcast.start(x, "d", source=1),
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+
+STAGES = (0, 3)
+
+
+def rules(stage: int) -> Any:
+    return fs.fsdp("data") if stage == 3 else P()
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def serial(loss_fn: Callable[..., Tensor], params: dict, batch: Tensor) -> list[Tensor]:
+    leaves = {name: x.clone().requires_grad_() for name, x in params.items()}
+    return list(torch.autograd.grad(loss_fn(leaves, batch), list(leaves.values())))
+
+
+def sharded(loss_fn, params, batch, stage, n=2, **options):
+    mesh = fs.make_mesh({"data": n})
+    own = fs.shard_params(params, rules(stage), mesh=mesh)
+    _, grads = fs.value_and_grad(loss_fn, mesh=mesh, batch=P("data"), **options)(own, batch)
+    return [fs.unshard(grads[name]) for name in params]
+
+
+def assert_all_close(found, expected):
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+
+
+# -- what a handle is --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_handle_is_a_tensor_that_knows_its_kind_before_it_is_gathered(stage):
+    mesh = fs.make_mesh({"data": 2})
+    own = fs.shard_params({"w": torch.ones(4, 3), "fixed": torch.ones(2)}, rules(stage), mesh=mesh)
+    gathered = []
+
+    def loss_fn(p, x):
+        w, fixed = p["w"], p["fixed"]
+        assert isinstance(w, Tensor)
+        with fs.ledger() as comm:
+            known = w.shape, w.size(), w.size(1), w.ndim, w.dim(), w.numel(), len(w), w.dtype, w.device, w.is_cuda
+            assert known == ((4, 3), (4, 3), 3, 2, 2, 12, 4, torch.float32, torch.device("cpu"), False)
+            assert (w.requires_grad, fixed.requires_grad) == (True, False)
+            assert (w.is_floating_point(), w.element_size(), w.nbytes) == (True, 4, 48)
+            assert repr(w) == "Handle(float32[4, 3])" and {w: 1}[w] == 1
+        gathered.append(comm.calls())
+        copies = w.data, w.detach(), torch.utils._pytree.tree_map(lambda x: x + 0, {"a": [w]})["a"][0]
+        assert all(torch.equal(x, torch.ones(4, 3)) for x in copies)
+        assert [x.requires_grad for x in copies] == [False, False, True]
+        return (w @ x[0, :3] + fixed.sum()).mean()
+
+    run = fs.value_and_grad(loss_fn, mesh=mesh, batch=P("data"), frozen=lambda path: path == "fixed")
+    run(own, torch.ones(2, 3))
+    assert gathered == [0, 0]
+
+
+class Product(torch.autograd.Function):
+    """A Function of the user's, which torch calls without asking what class its arguments are of."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x @ w
+
+    @staticmethod
+    def backward(ctx, g):
+        x, w = ctx.saved_tensors
+        return g @ w.T, x.T @ g
+
+
+def per_sample(p, x):
+    one = grad(lambda w, x: (w @ x @ p["v"]).sin().sum())
+    return vmap(one, in_dims=(None, 0))(p["w"], x).square().sum((1, 2)).mean()
+
+
+LOSSES: dict[str, Callable[..., Tensor]] = {
+    "operators": lambda p, x: ((x @ p["w"] @ p["v"].T) ** 2).mean(),
+    "a Function": lambda p, x: (Product.apply(Product.apply(x, p["w"]), p["v"].T) ** 2).mean(),
+    "a Function and operators": lambda p, x: (Product.apply(x @ p["w"], p["w"]) @ p["v"]).sin().mean(),
+    "vmap over samples": lambda p, x: vmap(lambda x, w: (w @ x @ p["v"]).sin().sum(), (0, None))(x, p["w"]).mean(),
+    "vmap over rows": lambda p, x: vmap(lambda row: (row @ p["v"]).sin().sum())(p["w"]).mean() * x.mean(),
+    "jvp": lambda p, x: jvp(lambda w: (x @ w @ p["v"]).sin(), (p["w"],), (p["v"],))[1].sum(1).mean(),
+    "checkpoint": lambda p, x: checkpoint(lambda w, x: (x @ w).sin() @ p["v"], p["w"], x, use_reentrant=False).mean(),
 }
 
 
-def wait_in_many_orders():
-    def main():
-        x = torch.arange(120_000.0 * fs.axis_size("d")) + fs.axis_index("d")
-        expected = [start(x).wait() for start in WAITED.values()]
-        for turn in range(12):
-            handles = [start(x) for start in WAITED.values()]
-            order = torch.randperm(len(handles), generator=torch.Generator().manual_seed(turn + fs.axis_index("d")))
-            assert all(torch.equal(handles[place].wait(), expected[place]) for place in order)
-        return True
-
-    return fs.run(main, mesh=fs.make_mesh({"d": int(os.environ["WORLD_SIZE"])}))[0]
+@pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"reproducible": True, "slices": 4}], ids=str)
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("name", LOSSES)
+def test_gradients_come_by_every_way(name, stage, options):
+    params, x = {"w": draw(3, 3), "v": draw(3, 3, seed=1)}, draw(8, 3, seed=2)
+    found = sharded(LOSSES[name], params, x, stage, live_units=1, **options)
+    assert_all_close(found, serial(LOSSES[name], params, x))
 
 
-def wait_for_a_message_in_between():
-    def main():
-        x, index = torch.ones(5_000_000), fs.axis_index("d")
-        handle = fs.psum.start(x, "d")
-        if index == 0:
-            fs.recv(torch.empty(3), "d", source=1)
-            return handle.wait().sum().item()
-        total = handle.wait().sum().item()
-        if index == 1:
-            fs.send(torch.ones(3), "d", to=0)
-        return total
-
-    return fs.run(main, mesh=fs.make_mesh({"d": int(os.environ["WORLD_SIZE"])}))[0]
+def test_torch_func_takes_handles_where_nothing_is_gathered_again():
+    params, x = {"w": draw(3, 3), "v": draw(3, 3, seed=1)}, draw(8, 3, seed=2)
+    expected = serial(per_sample, params, x)
+    assert_all_close(sharded(per_sample, params, x, 0), expected)
+    assert_all_close(sharded(per_sample, params, x, 3, reshard_after_forward=False), expected)
+    assert_all_close(sharded(fs.gathered(per_sample, keep=True), params, x, 3), expected)
+    with pytest.raises(fs.LayoutError, match=r"Mark the function that uses them, fs.gathered\(fn, keep=True\)"):
+        sharded(per_sample, params, x, 3)
 
 
-def test_handles_may_be_waited_for_in_any_order(two, four):
-    assert all(two.run(wait_in_many_orders) + four.run(wait_in_many_orders))
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
+)  # dynamo looks at it
+def test_what_is_compiled_takes_gathered_parameters():
+    params, x = {"w": draw(3, 3), "v": draw(3, 3, seed=1)}, draw(8, 3, seed=2)
+    plain = LOSSES["operators"]
+    expected = serial(plain, params, x)
+    whole = torch.compile(plain, backend="eager", fullgraph=True)
+    part = torch.compile(lambda w, x: x @ w, backend="eager")
+    marked = fs.gathered(part)
+    for stage in STAGES:
+        assert_all_close(sharded(whole, params, x, stage), expected)
+        assert_all_close(sharded(lambda p, x: ((marked(p["w"], x) @ p["v"].T) ** 2).mean(), params, x, stage), expected)
+        with pytest.raises(fs.LayoutError, match=r"torch.compile cannot follow .* fs.gathered\(torch.compile\(fn\)\)"):
+            sharded(lambda p, x: ((part(p["w"], x) @ p["v"].T) ** 2).mean(), params, x, stage)
 
 
-def test_a_message_may_be_waited_for_while_a_sum_is_under_way(two, four):
-    assert two.run(wait_for_a_message_in_between) == [1e7] * 2
-    assert four.run(wait_for_a_message_in_between) == [2e7] * 4
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_collective_takes_a_handle(stage):
+    x = draw(4, 3)
+
+    def loss_fn(p, x):
+        moved = fs.psum_scatter(fs.all_gather(p["w"], "data"), "data"), fs.all_to_all([p["w"]], "data")[0]
+        return (sum(moved).square().mean() + fs.psum.start(p["w"], "data").wait().mean()) * x.mean()
+
+    def same(p, x):
+        return loss_fn({"w": p["w"] * 1}, x)
+
+    assert_all_close(sharded(loss_fn, {"w": x}, x, stage), sharded(same, {"w": x}, x, stage))
 
 
-def wait_in_vain():
-    mesh = fs.make_mesh({"d": 2}, timeout=1)
-
-    def main():
-        if fs.axis_index("d") == 1:
-            time.sleep(4)
-            return "came too late"
-        handle = fs.psum.start(torch.ones(5_000_000), "d")
-        fs.all_gather.start(torch.ones(3), "d")  # something else: from now on a helper carries the sum on
-        try:
-            handle.wait()
-        except fs.CollectiveTimeoutError as error:
-            return str(error)
-
-    return fs.run(main, mesh=mesh)[0]
+# -- functional_call ------------------------------------------------------------------------------------------------------
 
 
-def test_what_fails_in_the_helper_is_raised_where_it_is_waited_for():
-    text, _ = run_processes(wait_in_vain, 2, environment={"FSHARD_DIRECT": "0"}, timeout=60)
-    assert "psum of float32[5000000]" in text and "test_handles.py" in text and "within 1 s" in text
+class Words(nn.Module):
+    """An embedding tied to the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.norm, self.head = nn.Embedding(7, 6), nn.LayerNorm(6), nn.Linear(6, 7, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.embedding((x.abs() * 5).long().clamp(max=6))))
 
 
-def two_threads():
-    """One thread sums, another one exchanges messages."""
-    mesh = fs.make_mesh({"d": int(os.environ["WORLD_SIZE"])}, timeout=20)
-    failed = []
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
 
-    def sums():
-        for i in range(60):
-            x = torch.full((20_000 if i % 2 else 4,), float(i), dtype=torch.bfloat16)
-            assert (fs.psum(x, "d") == fs.axis_size("d") * x).all()
-
-    def messages():
-        place, n = fs.axis_index("d"), fs.axis_size("d")
-        for i in range(200):
-            fs.send(torch.full((4,), float(i)), "d", to=(place + 1) % n)
-            assert fs.recv(torch.empty(4), "d", source=(place - 1) % n)[0] == i
-
-    def work(main):
-        try:
-            fs.run(main, mesh=mesh)
-        except BaseException as error:
-            failed.append(f"{main.__name__}: {error!r}")
-
-    threads = [threading.Thread(target=work, args=(main,)) for main in (sums, messages)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return failed
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.unflatten(1, (3, 6))
+        return self.attention(x, x, x)[0]
 
 
-@pytest.mark.parametrize("environment", [{}, {"FSHARD_DIRECT": "0"}], ids=["direct", "gloo"])
-def test_two_threads_of_a_process_may_call_beside_each_other(environment):
-    assert run_processes(two_threads, 3, environment=environment, timeout=90) == [[]] * 3
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(6, 5, num_layers=2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lstm(x.unflatten(1, (3, 6)))[0]
 
 
-def on_two_machines():
-    """Sums go over gloo, and meanwhile something else goes directly; the processes wait in different orders."""
-    machine = 100 + int(os.environ["RANK"]) // 2
-    neighbours._machine = lambda: machine
-    mesh = fs.make_mesh({"machine": 2, "d": 2}, timeout=20)
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(18, 18) for _ in range(3))
 
-    def main():
-        x, y = torch.ones(1000, dtype=torch.bfloat16), torch.ones(4)
-        handle = fs.psum.start(x, ("machine", "d"))
-        if fs.axis_index("d") == 0:
-            near, far = fs.psum(y, "d"), handle.wait()
-        else:
-            far, near = handle.wait(), fs.psum(y, "d")
-        return far[0].item(), near[0].item()
-
-    return [fs.run(main, mesh=mesh)[0] for _ in range(2)]
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(checkpoint(layer, x, use_reentrant=False))
+        return x
 
 
-def test_what_goes_over_gloo_goes_on_while_neighbours_are_waited_for():
-    assert run_processes(on_two_machines, 4, timeout=90) == [[(4.0, 2.0)] * 2] * 4
+def encoder() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0, batch_first=True)
+    return nn.Sequential(nn.Unflatten(1, (3, 6)), nn.TransformerEncoder(layer, 2, enable_nested_tensor=False))
 
 
-def wait_once_more():
-    mesh = fs.make_mesh({"d": 2}, timeout=1)
-
-    def main():
-        fs.psum(torch.ones(2), "d")
-        if fs.axis_index("d") == 1:
-            time.sleep(4)
-            return "came too late"
-        handle = fs.psum.start(torch.ones(4), "d")
-        told = []
-        for _ in range(2):
-            try:
-                handle.wait()
-            except fs.CollectiveTimeoutError as error:
-                told.append(str(error))
-        return told[0] == told[1]
-
-    return fs.run(main, mesh=mesh)[0]
+MODULES: dict[str, Callable[[], nn.Module]] = {
+    "linear": lambda: nn.Sequential(nn.Linear(18, 6), nn.Tanh(), nn.Linear(6, 3)),
+    "convolution": lambda: nn.Sequential(nn.Unflatten(1, (2, 9)), nn.Conv1d(2, 3, 2), nn.GroupNorm(3, 3), nn.PReLU(3)),
+    "tied": Words,
+    "attention": Attention,
+    "encoder": encoder,
+    "lstm": Recurrent,
+}
 
 
-def test_whoever_waits_once_more_is_told_once_more():
-    assert run_processes(wait_once_more, 2, timeout=60) == [True, "came too late"]
+def by_functional_call(name: str, stage: int, n: int = 2, wrap: Callable[..., Any] = lambda fn: fn) -> list[Tensor]:
+    """Return a module's gradients, minus those of the module itself on the whole batch."""
+    torch.manual_seed(0)
+    module, x = MODULES[name]().double(), draw(8, 18, seed=1)
+    params = {key: value.detach() for key, value in module.named_parameters()}
+    called = wrap(lambda p, x: functional_call(module, p, (x,)))
+    found = sharded(lambda p, x: called(p, x).sin().square().mean(), params, x, stage, n, live_units=1)
+    module(x).sin().square().mean().backward()
+    return [ours - x.grad for ours, x in zip(found, module.parameters(), strict=True)]
+
+
+def assert_zero(differences):
+    assert differences and max(x.abs().max().item() for x in differences) < 1e-12
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_functional_call_of_any_module(name):
+    assert_zero(by_functional_call(name, 0))
+    assert_zero(by_functional_call(name, 3, n=1))
+    assert_zero(by_functional_call(name, 3, wrap=fs.gathered))
+
+
+def every_module() -> list[list[Tensor]]:
+    return [by_functional_call(name, stage) for name in MODULES for stage in STAGES]
+
+
+def test_functional_call_of_any_module_on_processes(two):
+    for found in two.run(every_module):
+        for differences in found:
+            assert_zero(differences)
+
+
+def test_functional_call_waiting_in_the_middle_is_refused_where_devices_share_the_module():
+    mesh, module = fs.make_mesh({"data": 2}), nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    before = dict(module.named_parameters())
+    own = fs.shard_params({name: x.detach() for name, x in before.items()}, fs.fsdp("data"), mesh=mesh)
+    with pytest.raises(fs.FshardError) as error:
+        fs.grad(lambda p, x: functional_call(module, p, (x,)).mean(), mesh=mesh, batch=P("data"))(own, torch.ones(4, 3))
+    assert str(error.value).startswith("device 1 of Mesh(data=2; virtual, cpu) came upon device 0's parameter ")
+    assert all(x is before[name] for name, x in module.named_parameters())

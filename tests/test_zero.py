@@ -286,7 +286,8 @@ def reductions(stage, **options):
     own = placed(params, stage, mesh)
     with fs.ledger() as comm:
         _, grads = run(own, torch.randn(4, 32))
-    return comm.calls(collective="psum_scatter" if stage else "psum") - (stage == 0), leaves_of(grads)
+    others = 0 if stage else 2  # of means, and in a first step of the turns that units take
+    return comm.calls(collective="psum_scatter" if stage else "psum") - others, leaves_of(grads)
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -306,9 +307,9 @@ def test_gradients_are_reduced_in_buckets_of_about_so_many_bytes(stage):
 
 
 def test_a_bucket_is_sent_as_soon_as_it_is_full(monkeypatch):
-    from fshard.transforms.use import Tape
+    from fshard.transforms.reductions import Reductions
 
-    order, receive, send = [], Tape.receive, Tape.send
+    order, receive, send = [], Reductions.receive, Reductions.send
 
     def noted(self, unit, gs):
         order.append(self.leaves[unit.places[0]].unit)
@@ -318,8 +319,8 @@ def test_a_bucket_is_sent_as_soon_as_it_is_full(monkeypatch):
         order.append(len(self._bucket))
         send(self)
 
-    monkeypatch.setattr(Tape, "receive", noted)
-    monkeypatch.setattr(Tape, "send", sent)
+    monkeypatch.setattr(Reductions, "receive", noted)
+    monkeypatch.setattr(Reductions, "send", sent)
     mesh = fs.make_mesh({"data": 1})
     params = placed({"blocks": [torch.ones(4, 4) for _ in range(5)]}, 0, mesh)
 
@@ -455,6 +456,34 @@ def test_means_are_weighted_by_what_counts(accumulate):
     ours, grads = run(fs.shard_params(w, fs.fsdp("data"), mesh=mesh), batch)
     torch.testing.assert_close(ours, loss.detach())
     torch.testing.assert_close(fs.unshard(grads), w.grad)
+
+
+@settings(max_examples=40)
+@given(
+    mask=st.lists(st.integers(0, 1), min_size=8, max_size=8).filter(any),
+    stage=st.sampled_from((0, 3)),
+    options=st.sampled_from([{}, {"accumulate": 2}, {"accumulate": 2, "reduce_once": False}, {"reproducible": True}]),
+)
+def test_a_part_without_weight_adds_nothing_though_its_own_mean_is_no_number(mask, stage, options):
+    mesh = fs.make_mesh({"data": 2})
+    x = torch.randn(8, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    batch = {"x": x, "mask": torch.tensor(mask).double()}
+
+    def loss_fn(params, batch):
+        loss = ((batch["x"] @ params["w"]).square() * batch["mask"]).sum() / batch["mask"].sum()
+        return loss, {"twice": 2 * loss}
+
+    w = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64, requires_grad=True)
+    loss, _ = loss_fn({"w": w}, batch)
+    loss.backward()
+    own = placed({"w": w.detach()}, stage, mesh)
+    run = fs.value_and_grad(
+        loss_fn, mesh=mesh, batch=P("data"), has_aux=True, weight=lambda batch: batch["mask"].sum(), slices=4, **options
+    )
+    (ours, aux), grads = run(own, batch)
+    torch.testing.assert_close(
+        [ours, aux["twice"], fs.unshard(grads)["w"]], [loss, 2 * loss, w.grad], check_dtype=False
+    )
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -720,6 +749,9 @@ def test_units_are_blocks_sizes_or_patterns():
     assert units(None) == ["blocks[0]", "blocks[0]", "blocks[1]", "blocks[1]", "emb"]
     assert units(80) == ["unit 0", "unit 0", "unit 1", "unit 1", "unit 2"]
     assert units("blocks") == ["blocks"] * 4 + ["emb"]
+    assert units(["blocks", "blocks[1]", "*[*].b"]) == ["blocks[0].b", "blocks", "blocks[1].b", "blocks[1]", "emb"]
+    with pytest.raises(fs.LayoutError, match=r'no leaf is in a unit "block" or "w"\. The leaves are blocks\[0\]\.b, '):
+        units(["block", "emb", "w"])
 
 
 def test_hybrid_sharding_cuts_inside_a_node_and_replicates_across():

@@ -571,19 +571,177 @@ def test_a_rematerialised_module_trains_as_in_torch(stage):
 
 
 def test_gradients_of_rematerialised_blocks_are_reduced_as_soon_as_they_are_ready(monkeypatch):
-    from fshard.transforms.use import Tape
+    from fshard.transforms.reductions import Reductions
 
     kept: list[str] = []
-    receive = Tape.receive
+    receive = Reductions.receive
 
     def spy(self, unit, gs):
         receive(self, unit, gs)
         if unit.kept is not None:
             kept.append(self.leaves[unit.places[0]].unit)
 
-    monkeypatch.setattr(Tape, "receive", spy)
+    monkeypatch.setattr(Reductions, "receive", spy)
     tower_gradient(fs.remat, 3, live_units=1)
     assert kept == []
+
+
+class Most(NamedTuple):
+    """How many gathered units and bytes of them were there at a time; of a unit that is there twice, both."""
+
+    units: int
+    bytes: int
+
+
+def most_whole(monkeypatch, loss_fn, own, mesh, width=6, **options) -> Most:
+    """Return what was whole at most in the second of two steps."""
+    from torch.multiprocessing.reductions import StorageWeakRef
+
+    from fshard.transforms.units import Unit
+
+    alive: dict[Any, list[list[Any]]] = {}
+    most: list[Most] = []
+    arrive = Unit.arrive
+
+    def watched(self):
+        coming = self.coming is not None
+        arrive(self)
+        copies = alive.setdefault(self.tape, [])
+        if coming:
+            copies.append([(StorageWeakRef(x.untyped_storage()), x.nbytes) for x in self.values])
+        there = [[size for memory, size in copy if not memory.expired()] for copy in copies]
+        most.append(Most(sum(map(bool, there)), sum(map(sum, there))))
+
+    monkeypatch.setattr(Unit, "arrive", watched)
+    run = fs.value_and_grad(loss_fn, mesh=mesh, batch=P("data"), **options)
+    gc.collect()
+    gc.disable()  # what is to be let go has to go by itself
+    try:
+        for _ in range(2):  # the second gathers ahead
+            alive.clear()
+            most.clear()
+            run(own, batches(width)[0])
+    finally:
+        gc.enable()
+    return Most(*map(max, zip(*most, strict=True)))
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("live", [1, 3])
+@pytest.mark.parametrize("name", ["plain", *WRAPS])
+def test_no_more_units_are_whole_than_was_said(monkeypatch, name, live, prefetch):
+    wrap = {"plain": lambda block: block, **WRAPS}[name]
+    options, mesh = {"live_units": live, "prefetch": prefetch}, fs.make_mesh({"data": N})
+    found = most_whole(monkeypatch, lambda p, x: tower(p, x, wrap), placed(tower_params(), 3, mesh), mesh, **options)
+    assert 1 <= found.units <= live + prefetch
+
+
+@pytest.mark.parametrize("live", [1, 2, 4])
+def test_a_block_that_is_run_again_holds_its_own_units_too(monkeypatch, live):
+    """The unit of `shared` stands inside and outside of blocks of three units, and may be there for both."""
+
+    def loss_fn(p, x):
+        def pair(left, right, x):
+            return torch.tanh(x @ left["up"] @ p["shared"]["w"]) @ left["down"] + x @ right["up"] @ right["down"]
+
+        for place in (0, 2):
+            x = fs.remat(pair)(*p["blocks"][place : place + 2], x) + (x @ p["shared"]["w"][:6, :6]).sin()
+        return loss_of(x @ p["head"])
+
+    mesh = fs.make_mesh({"data": N})
+    own = placed(tower_params() | {"shared": {"w": torch.eye(9, dtype=torch.float64)}}, 3, mesh)
+    assert most_whole(monkeypatch, loss_fn, own, mesh, live_units=live, prefetch=0).units <= live + 3
+
+
+def test_what_takes_many_units_at_once_leaves_none_of_them_behind(monkeypatch):
+    """One block of six units, though two may be whole at a time: the backward takes them one after the other."""
+    seen: list[int] = []
+
+    def loss_fn(p, x):
+        y = fs.gathered(lambda p, x: tower(p, x, lambda block: block))(p, x)
+        seen.append(sum(not memory.itself.expired() for memory in p["head"].unit.tape.saved._known.values()))
+        return y
+
+    mesh = fs.make_mesh({"data": N})
+    gc.collect()
+    gc.disable()
+    torch.manual_seed(5)
+    try:
+        _, grads = fs.value_and_grad(loss_fn, mesh=mesh, batch=P("data"))(
+            placed(tower_params(), 3, mesh), batches(6)[0]
+        )
+    finally:
+        gc.enable()
+    assert seen == [0] * N
+    torch.manual_seed(5)
+    plain = fs.grad(lambda p, x: tower(p, x, lambda block: block), mesh=mesh, batch=P("data"))
+    expected = plain(placed(tower_params(), 0, mesh), batches(6)[0])
+    torch.testing.assert_close(fs.unshard(grads["head"]), fs.unshard(expected["head"]))
+
+
+class Nested(nn.Module):
+    """Names that say nothing of units: a stack, and a head tied to what stands before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0, batch_first=True)
+        self.body = nn.Sequential(nn.Linear(6, 6), nn.TransformerEncoder(layer, 4, enable_nested_tensor=False))
+        self.head = nn.Linear(6, 6)
+        self.head.weight = self.body[0].weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x.unflatten(1, (3, 6))))
+
+
+@pytest.mark.parametrize("live", [1, 2])
+def test_units_by_class_bound_what_is_whole(monkeypatch, live):
+    module = built(Case(Nested, 18))
+    apply, params, buffers = fs.functionalize(module)
+    mesh = fs.make_mesh({"data": N})
+    units = fs.units_of(module, nn.TransformerEncoderLayer, nn.Linear)
+    assert len(units) == 1 + 4 * 4 + 1 and units[:3] == (
+        "body.0",
+        "body.1.layers.0",
+        "body.1.layers.0.self_attn.out_proj",
+    )
+    units = fs.units_of(module, nn.TransformerEncoderLayer)
+    assert units == tuple(f"body.1.layers.{layer}" for layer in range(4))
+    own = fs.shard_params(params, fs.fsdp("data", unit=units), mesh=mesh)
+    layer = sum(x.nbytes for name, x in params.items() if name.startswith("body.1.layers.0."))
+    found = most_whole(
+        monkeypatch,
+        lambda p, x: loss_of(apply(p, buffers, x)[0]),
+        own,
+        mesh,
+        18,
+        live_units=live,
+        prefetch=0,
+    )
+    assert found.bytes <= live * layer < sum(x.nbytes for x in params.values())
+    coarse = fs.shard_params(params, fs.fsdp("data", unit=["body", "head"]), mesh=mesh)
+    whole = most_whole(
+        monkeypatch, lambda p, x: loss_of(apply(p, buffers, x)[0]), coarse, mesh, 18, live_units=live, prefetch=0
+    )
+    assert whole.bytes > 4 * layer
+
+
+def test_units_of_classes_that_are_not_there_are_refused():
+    with pytest.raises(fs.ModuleError) as error:
+        fs.units_of(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), nn.Conv1d, nn.ReLU)
+    assert str(error.value) == (
+        "units_of: Sequential has no Conv1d or ReLU with parameters inside. Its modules are Linear, ReLU, Sequential."
+    )
+
+
+def test_names_are_kept_though_units_are_gathered_ahead():
+    mesh = fs.make_mesh({"data": N})
+    run = fs.value_and_grad(lambda p, x: tower(p, x, WRAPS["names"]), mesh=mesh, batch=P("data"), live_units=1)
+    own = placed(tower_params(), 3, mesh)
+    losses = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        losses.append(run(own, batches(6)[0])[0])
+    assert torch.equal(*losses)
 
 
 # -- what a loss function may do with parameters ------------------------------------------------------------------------------
@@ -679,7 +837,7 @@ def test_the_given_parameters_take_no_part_in_autograd():
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_gradients_do_not_outlive_their_step_until_the_next_garbage_collection(stage):
+def test_parameters_and_gradients_do_not_outlive_their_step_until_the_next_garbage_collection(stage):
     mesh = fs.make_mesh({"data": N})
     own = placed({"w": torch.ones(8, 8)}, stage, mesh)
     run = fs.value_and_grad(lambda p, x: (x @ p["w"]).mean(), mesh=mesh, batch=P("data"))
@@ -687,8 +845,8 @@ def test_gradients_do_not_outlive_their_step_until_the_next_garbage_collection(s
     gc.disable()
     try:
         _, grads = run(own, torch.ones(2, 8))
-        dead = [weakref.ref(shard) for shard in grads["w"].shards]
-        del grads
-        assert [ref() for ref in dead] == [None] * N
+        dead = [weakref.ref(shard) for shard in (*grads["w"].shards, *own["w"].shards)]
+        del grads, own
+        assert [ref() for ref in dead] == [None] * 2 * N
     finally:
         gc.enable()

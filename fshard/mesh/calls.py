@@ -13,6 +13,7 @@ from typing import Generic, Literal, ParamSpec, TypeGuard, cast
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from fshard.errors import LayoutError
 from fshard.mesh.differentiate import Begun, Bound, Tensors, apply, recorded, transformed
@@ -233,7 +234,7 @@ def call(
     site = call_site()
     guard = _guard(what, scope, group, site, equal) if scope.checked and equal is not None else None
     if isinstance(tree, Tensor):
-        leaf = tree if before is None else before(tree)
+        leaf = _bare(tree) if before is None else before(_bare(tree))
         return Call((Batch(Bound(move(leaf, group), group, site), (leaf,), (0,)),), None, guard, after)
     leaves, structure = tensors_of(what, tree)
     if before is not None:
@@ -268,9 +269,9 @@ def _guard(what: str, scope: Scope, group: Group, site: Site, equal: Literal["ar
 
 
 def tensors_of(what: str, tree: PyTree) -> tuple[list[Tensor], Structure | None]:
-    """Return the leaves of a tree and its structure, or raise naming all leaves that are no tensors."""
+    """Return the leaves of a tree, as plain tensors, and its structure, or raise naming all leaves that are no tensors."""
     if isinstance(tree, Tensor):
-        return [tree], None
+        return [_bare(tree)], None
     leaves, structure = flatten(tree, sharded_is_leaf=True)
     if not all(isinstance(leaf, Tensor) for leaf in leaves):
         paths, leaves, _ = flatten_with_paths(tree, sharded_is_leaf=True)
@@ -283,4 +284,9 @@ def tensors_of(what: str, tree: PyTree) -> tuple[list[Tensor], Structure | None]
             f"{what} takes tensors; {'; '.join(wrong)}. Write torch.tensor(...) around numbers, and x.local for the own shard "
             "of a Sharded."
         )
-    return leaves, structure
+    return [_bare(leaf) for leaf in leaves], structure
+
+
+def _bare(x: Tensor) -> Tensor:
+    """Return what a subclass, a parameter that is not gathered yet for one, gives to an operation."""
+    return x if type(x) is Tensor or type(x) is Parameter else x.view_as(x)

@@ -19,7 +19,7 @@ Then the bits are the same on any mesh.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple
@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fshard.errors import LayoutError
+from fshard.errors import DeadlockError, LayoutError, MismatchError
 from fshard.mesh.layout import Layout
 from fshard.mesh.mesh import Mesh
 from fshard.mesh.sharded import Sharded
@@ -37,11 +37,13 @@ from fshard.mesh.steps import Way, steps_between
 from fshard.mesh.tree import PyTree, flatten_with_paths, unflatten
 from fshard.optim.leaves import trainable
 from fshard.source import Site, call_site
+from fshard.transforms.agree import disagreement
 from fshard.transforms.batch import placed
 from fshard.transforms.buffers import Buffers
 from fshard.transforms.rules import Choice, chosen, named, parts_of, unit_of
 from fshard.transforms.slices import Device, How, Result, Weight
-from fshard.transforms.use import Leaf, Manner, Order, Tape
+from fshard.transforms.tape import Order, Tape
+from fshard.transforms.units import Leaf, Manner
 
 
 def value_and_grad(
@@ -77,7 +79,8 @@ def value_and_grad(
             (loss, new buffers), and so does the result: see `buffers`.
         has_aux: whether loss_fn returns something more, last.
         weight: what a part of the batch counts for: `weight(part)`, say its number of tokens.  By default a part counts for
-            its samples: how long the first dim is, where the batch is cut along it.
+            its samples: how long the first dim is, where the batch is cut along it.  A part that counts 0 adds nothing, even
+            if its loss is no number.
         accumulate: cut each device's part into so many, one after the other.  Parts differ by one sample at most.
         reduce_once: with `accumulate`, add gradients up locally and reduce the sum, instead of reducing each.  It sends less
             and holds whole gradients meanwhile.
@@ -87,7 +90,8 @@ def value_and_grad(
         reproducible: equal bits on every mesh: see the module.
         slices: into how many slices the whole batch is cut in reproducible mode, whatever the mesh.
         reshard_after_forward: gather sharded units again for the backward instead of keeping them.
-        live_units: how many sharded units are whole at a time, besides those that are gathered ahead.
+        live_units: how many sharded units are whole at a time, besides those that are gathered ahead, and in the backward
+            those of a rematerialised block that has been run again.
         prefetch: how many units to start gathering ahead of their use, in the order that the step before used them.
         in_flight: how many reductions may be under way while the backward goes on.
         bucket: about how many bytes of gradients are reduced together where parameters lie whole (ZeRO 0 to 2): units wait, in
@@ -147,7 +151,7 @@ Key = tuple[tuple[str, ...], tuple[tuple[str, int, tuple[int, ...], torch.dtype,
 class Known:
     """What is known of a tree of parameters: the ways of its leaves, and the order in which units were last used.
 
-    The order is a guess: a wrong one costs time only.
+    What is gathered ahead is a guess: a wrong one costs time only.  All devices have agreed on the turns of reductions.
     """
 
     leaves: tuple[Leaf, ...]
@@ -199,18 +203,26 @@ class Gradient:
         at = [own.index(first[id(x)]) for x in leaves] if len(own) < len(leaves) else list(range(len(leaves)))
         known = self._known(paths, leaves, at, parts.axes)
         drawn = int(torch.randint(1 << 62, ()).item())  # the same on every process
-        devices, memory = held(mesh), Buffers(buffers, mesh)
+        devices, memory, tapes = held(mesh), Buffers(buffers, mesh), dict[int, Tape]()
 
         def on_device(device: int) -> Result:
             place = devices.index(device) if len(devices) > 1 else 0
-            tape = Tape(known.leaves, [leaves[at].shards[place] for at in own], self.how.manner, site, known.order)
+            tape = tapes[device] = Tape(
+                known.leaves, [leaves[at].shards[place] for at in own], self.how.manner, site, known.order
+            )
 
             def tree() -> PyTree:
                 return unflatten(structure, [tape.handles[place] for place in at])
 
             return Device(self.how, tape, tree, memory, parts, place, drawn, scale).run()
 
-        results = everywhere(mesh, on_device, mapped=mesh.axis_names)
+        try:
+            results = everywhere(mesh, on_device, mapped=mesh.axis_names)
+        except (MismatchError, DeadlockError) as error:
+            difference = _difference(mesh, tapes)
+            if difference and difference not in str(error):
+                raise MismatchError(f"{error}\nvalue_and_grad: {difference}") from error
+            raise
         mean, known.order = results[0].mean, results[0].order
         grads = [
             None if shards[0] is None else Sharded(leaf.shape, self.gradients(leaf.layout), tuple(shards))
@@ -246,6 +258,12 @@ class Gradient:
             reduce = Way(steps_between(summands, self.gradients(layout), x.shape), x.shape)
         gather = Way(steps_between(layout, whole, x.shape), x.shape)
         return Leaf(path, x.shape, x.dtype, layout.unit or unit_of(path), gather, reduce)
+
+
+def _difference(mesh: Mesh, tapes: Mapping[int, Tape]) -> str:
+    """Say which devices have gathered other units than others."""
+    gathered = {device: tape.sequence for device, tape in tapes.items()}
+    return disagreement(mesh, gathered, next(iter(tapes.values())).words()) if tapes else ""
 
 
 def _refuse_half_frozen(paths: Sequence[str], at: Sequence[int], fixed: Sequence[bool]) -> None:

@@ -7,18 +7,16 @@ Every slice has a number that it counts for.  All numbers of a step go into one 
 
 from __future__ import annotations
 
-import zlib
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fshard.errors import LayoutError, MismatchError
-from fshard.mesh.differentiate import Bound
-from fshard.mesh.moves import Psum
+from fshard.errors import LayoutError
 from fshard.mesh.scope import Group
 from fshard.mesh.tree import PyTree, Structure, flatten_with_paths, unflatten
 from fshard.source import Site
+from fshard.transforms.agree import summed
 from fshard.transforms.rules import named, parts_of
 
 
@@ -31,35 +29,24 @@ class Found(NamedTuple):
     buffers: dict[str, Tensor]
 
 
-def summed(x: Tensor, group: Group | None, site: Site) -> Tensor:
-    """Return the sum over a group of devices; None is one device."""
-    return x if group is None or group.size == 1 else Bound(Psum(), group, site).run((x,))[0]
-
-
-def together(
-    found: list[Found], group: Group | None, used: list[bool], sequence: list[int], site: Site
-) -> tuple[Found, list[bool]]:
-    """Average what was found, and say which parameters were used on any device; refuse if units came in different orders."""
+def together(found: list[Found], more: list[float], group: Group | None, site: Site) -> tuple[Found, list[float]]:
+    """Average what was found; return also the sums of the devices' other numbers."""
     flat = [_numbers({"aux": one.aux, "buffers": one.buffers}) for one in found]
     near = found[0].loss.device
     rows = [
         _weighted([one.loss, torch.ones(()), *leaves], one.weight, near)
         for one, (leaves, _) in zip(found, flat, strict=True)
     ]
-    mark = float(zlib.crc32(repr(sequence).encode()) % (1 << 20))
-    marks = torch.tensor([1.0, mark, mark**2, *map(float, used)], dtype=torch.float64, device=near)
     own = _tree_sum(rows)
-    total, weight, *_ = sums = summed(torch.cat([own, marks]), group, site)
+    sums = summed(torch.cat([own, torch.tensor(more, dtype=torch.float64, device=near)]), group, site)
+    total, weight, *_ = sums
     if not sums.is_meta:
-        n, first, second, *users = sums[own.numel() :].tolist()
-        if first**2 != n * second:
-            raise MismatchError(_ANOTHER_ORDER)
-        used = [times > 0 for times in users]
+        more = sums[own.numel() :].tolist()
     leaves, structure = flat[0]
     means = (sums[2 : own.numel()] / weight).split([x.numel() for x in leaves])
     rest = unflatten(structure, [_like(x, mean) for mean, x in zip(means, leaves, strict=True)])
     loss = (total / weight).to(torch.promote_types(found[0].loss.dtype, torch.float32))
-    return Found(loss, weight, rest["aux"], rest["buffers"]), used
+    return Found(loss, weight, rest["aux"], rest["buffers"]), more
 
 
 def _like(x: Tensor, mean: Tensor) -> Tensor:
@@ -93,9 +80,3 @@ def _numbers(aux: PyTree) -> tuple[list[Tensor], Structure]:
             f"value_and_grad: {'; '.join(wrong)}. What is returned beside the loss is averaged: give tensors or real numbers."
         )
     return [torch.as_tensor(x) for x in leaves], structure
-
-
-_ANOTHER_ORDER = (
-    "value_and_grad: devices used units of parameters in different orders, so gradients of one were added to those of another. "
-    'Where the order depends on the data, put the units into one: fs.fsdp(axis, unit="**") or a common layout.unit.'
-)

@@ -21,9 +21,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from fshard.errors import LayoutError
+from fshard.errors import LayoutError, ModuleError
 from fshard.mesh.layout import Layout
 from fshard.mesh.mesh import Mesh
 from fshard.mesh.placing import collected, device_put
@@ -91,7 +91,7 @@ class Fsdp:
     """The rules of `fsdp`."""
 
     axes: tuple[str, ...]
-    unit: str | int | None
+    unit: str | tuple[str, ...] | int | None
 
     def layouts(self, mesh: Mesh, paths: Sequence[str], leaves: Sequence[Any]) -> list[Layout]:
         """Return the layout of every leaf."""
@@ -103,7 +103,7 @@ class Fsdp:
             return [unit_of(path) for path in paths]
         if isinstance(self.unit, int):
             return _by_size(leaves, self.unit)
-        return [_by_pattern(self.unit, path) for path in paths]
+        return _by_unit_patterns((self.unit,) if isinstance(self.unit, str) else self.unit, paths)
 
 
 def _by_size(leaves: Sequence[Any], size: int) -> list[str]:
@@ -125,28 +125,62 @@ def _count(shape: Sequence[int]) -> int:
     return count
 
 
-def _by_pattern(pattern: str, path: str) -> str:
-    """Return the beginning of a path that a pattern is for; else the default unit."""
-    parts = parts_of(path)
-    for end in range(1, len(parts) + 1):
-        if _match(parts_of(pattern), parts[:end]):
-            return named(parts[:end])
-    return unit_of(path)
+def _by_unit_patterns(patterns: Sequence[str], paths: Sequence[str]) -> list[str]:
+    """Put leaves into the units that patterns are for, the innermost that a leaf is in; others into their default one."""
+    begins = [[parts_of(path)[:end] for end in range(len(parts_of(path)), 0, -1)] for path in paths]
+    asked = {pattern: parts_of(pattern) for pattern in patterns}
+    unused = [
+        f'"{name}"' for name, one in asked.items() if not any(_match(one, begin) for row in begins for begin in row)
+    ]
+    if unused:
+        raise LayoutError(
+            f"fsdp: no leaf is in a unit {' or '.join(unused)}. {_listed(paths)}; a pattern begins where their paths do."
+        )
+    found = [
+        next((begin for begin in row if any(_match(one, begin) for one in asked.values())), None) for row in begins
+    ]
+    return [unit_of(path) if begin is None else named(begin) for path, begin in zip(paths, found, strict=True)]
 
 
-def fsdp(axis: str | tuple[str, ...], *, unit: str | int | None = None) -> Fsdp:
+def units_of(module: nn.Module, *kinds: type[nn.Module]) -> tuple[str, ...]:
+    """Return where the modules of some classes stand in a module, as units for `fsdp`.
+
+    Each is gathered for itself, of nested ones each for what the inner ones leave.  The names are those of the parameters
+    that `functionalize` returns.
+
+    >>> import torch
+    >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU(), torch.nn.Linear(2, 2))
+    >>> units_of(model, torch.nn.Linear)
+    ('0', '2')
+    """
+    owned = [f".{name}" for name, _ in module.named_parameters()]  # a tied parameter is in the unit of its first owner
+    found = tuple(
+        name
+        for name, part in module.named_modules()
+        if name and isinstance(part, kinds) and any(path.startswith(f".{name}.") for path in owned)
+    )
+    if not found:
+        present = sorted({type(part).__name__ for part in module.modules()})
+        asked = " or ".join(kind.__name__ for kind in kinds) or "of no class"
+        raise ModuleError(
+            f"units_of: {type(module).__name__} has no {asked} with parameters inside. Its modules are {', '.join(present)}."
+        )
+    return found
+
+
+def fsdp(axis: str | tuple[str, ...], *, unit: str | Sequence[str] | int | None = None) -> Fsdp:
     """Return rules that flatten every parameter and cut it over `axis`: ZeRO-3 at rest.
 
     Args:
         axis: an axis, or several from major to minor.  Along axes that are not named, parameters are replicated: on a mesh
             of {"node": 4, "data": 8}, `fsdp("data")` shards inside a node and replicates across nodes.
-        unit: what is gathered and reduced together: a path pattern ("layers[*]"), a size in bytes, or None for a unit per
-            repeated block.
+        unit: what is gathered and reduced together: a path pattern ("layers[*]") or several, of which the innermost counts
+            (`units_of(module, nn.TransformerEncoderLayer)`), a size in bytes, or None for a unit per repeated block.
 
     >>> fsdp("data")
     Fsdp(axes=('data',), unit=None)
     """
-    return Fsdp(as_axes(axis), unit)
+    return Fsdp(as_axes(axis), unit if unit is None or isinstance(unit, str | int) else tuple(unit))
 
 
 def chosen(choice: Choice, paths: Sequence[str], what: str) -> list[bool]:

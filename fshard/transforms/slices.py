@@ -13,16 +13,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fshard.errors import LayoutError
+from fshard.errors import LayoutError, MismatchError
 from fshard.mesh.scope import require
 from fshard.mesh.tree import PyTree
+from fshard.transforms.agree import alike, disagreement, exchanged, marks, summed
 from fshard.transforms.batch import Batch, Slice
 from fshard.transforms.buffers import Buffers, New
 from fshard.transforms.forest import Forest
 from fshard.transforms.idle import idling
-from fshard.transforms.means import Found, summed, together
+from fshard.transforms.means import Found, together
 from fshard.transforms.randomness import keyed_random
-from fshard.transforms.use import Manner, Order, Tape
+from fshard.transforms.tape import Order, Tape
+from fshard.transforms.units import Manner
+from fshard.transforms.use import followed
 
 Weight = Callable[[PyTree], Tensor | int | float]
 
@@ -119,30 +122,35 @@ class Device:
         n, index = (self.group.size, self.group.index) if self.group is not None else (1, 0)
         slices = self.batch.slices(self.place, how.turns(n))
         counts = self._counts(slices)
-        forest = Forest() if how.slices is not None else None
+        forest = Forest(tape.units) if how.slices is not None else None
         found: list[Found] = []
         new = self.buffers.compared(self.place, self.buffers.part(self.place))
+        tape.reductions.wide = how.once and forest is None and len(slices) > 1
         for turn, (slice, count) in enumerate(zip(slices, counts, strict=True)):
             if forest is not None:
-                tape.keep = forest.plant
+                tape.reductions.keep = forest.plant
             elif how.once and turn < len(slices) - 1:
-                tape.keep = lambda unit, gs: unit.keep(gs)
+                tape.reductions.keep = lambda unit, gs: unit.keep(gs)
             else:
-                tape.keep = None
+                tape.reductions.keep = None
             tape.begin()
-            tape.idle = count.idle
             with keyed_random(self.key, 0, index * len(slices) + turn), idling(count.idle):
                 one, new = self._one(slice, count)
             found.append(one)
             if forest is not None:
                 forest.grow()
-            if tape.keep is None:
-                tape.send()
+            if tape.reductions.keep is None:
+                tape.reductions.end()
         tape.check_unchanged()
-        self._reduce_rest(forest)
+        if forest is not None:
+            for unit in tape.units:
+                unit.kept = forest.harvest(unit)
+            tape.reductions.end()
         tape.end()
-        mean, used = together(found, self.group, tape.used, tape.sequence, tape.site)
-        return Result(mean, self._gradients(mean, used), new._replace(changed=mean.buffers), tape.order)
+        mean, used = self._together(found)
+        gradients = self._gradients(mean, used)
+        tape.close()
+        return Result(mean, gradients, new._replace(changed=mean.buffers), tape.order)
 
     def _counts(self, slices: list[Slice]) -> list[Count]:
         """Return what each slice counts for."""
@@ -164,10 +172,11 @@ class Device:
     def _one(self, slice: Slice, count: Count) -> tuple[Found, New]:
         """Forward and backward of one slice."""
         how, tape = self.how, self.tape
-        with torch.enable_grad(), tape.forward():
+        with torch.enable_grad(), tape.saved.watching():
             loss, buffers, aux = self._called(self.batch.tree(slice.leaves, how.manner.compute))
             if not isinstance(loss, Tensor) or loss.numel() != 1:
                 loss = self._mean(loss, slice)
+        tape.begin_backward(self.group, idle=count.idle)
         if loss.requires_grad:
             start = torch.full_like(loss, count.share * self.scale)
             torch.autograd.grad(loss, [tape.anchor], start, allow_unused=True)
@@ -178,7 +187,7 @@ class Device:
         """Call the loss function; return the loss, buffers and what else there is."""
         how = self.how
         given = self.buffers.part(self.place)
-        result = how.loss_fn(self.params(), *((given,) if how.has_buffers else ()), batch)
+        result = followed(how.loss_fn)(self.params(), *((given,) if how.has_buffers else ()), batch)
         wanted = ["loss", *(["buffers"] if how.has_buffers else []), *(["aux"] if how.has_aux else [])]
         if len(wanted) == 1:
             return result, given, ()
@@ -199,24 +208,29 @@ class Device:
         one_each = "" if samples is None else ", or one for each sample"
         raise LayoutError(f"the loss function has to return one number{one_each}; found {found}. Take its mean.")
 
-    def _reduce_rest(self, forest: Forest | None) -> None:
-        """Reduce what has been kept and not yet been reduced, in the order of the units."""
+    def _together(self, found: list[Found]) -> tuple[Found, list[float]]:
+        """Average what was found and reduce what is left; return also how many devices have used each parameter."""
         tape = self.tape
-        tape.keep = None
-        for unit in tape.units:
-            gs = forest.harvest(unit) if forest is not None else unit.kept
-            unit.kept = None
-            if gs is not None:
-                tape.reduce(unit, gs)
-        tape.send()
-        tape.finish()
+        own, kept = marks(tape.sequence), [float(unit.kept is not None) for unit in tape.units]
+        mean, sums = together(found, [*own, *kept, *map(float, tape.reductions.used)], self.group, tape.site)
+        if not alike(sums[: len(own)]):
+            raise MismatchError(self._another_order(mean.loss.device))
+        kept, used = sums[len(own) : len(own) + len(kept)], sums[len(own) + len(kept) :]
+        tape.reductions.rest(kept, used)
+        return mean, used
 
-    def _gradients(self, mean: Found, used: list[bool]) -> list[Tensor | None]:
+    def _another_order(self, near: torch.device) -> str:
+        group, tape = self.group, self.tape
+        assert group is not None
+        sequences = exchanged(tape.sequence, group, tape.site, near)
+        known = disagreement(tape.scope.mesh, sequences, tape.words())
+        return f"value_and_grad: devices gathered different units, so one was given another's values: {known}"
+
+    def _gradients(self, mean: Found, used: list[float]) -> list[Tensor | None]:
         """Return the gradients; a parameter that no device used has none."""
         meta = mean.weight.is_meta
         divisor = float(mean.weight) if self.how.slices is not None and not meta else 1.0
-        sums, self.tape.sums = self.tape.sums, []
         return [
             (g if divisor == 1.0 else g / divisor) if g is not None and wanted else None
-            for g, wanted in zip(sums, used, strict=True)
+            for g, wanted in zip(self.tape.reductions.sums, used, strict=True)
         ]

@@ -1,0 +1,115 @@
+"""What all devices have to do alike: reduce units in one order, and gather the same ones.
+
+Gradients become complete in an order that may depend on the data, and some never do where a branch has left them out.  So
+units are reduced in turns that all devices agree on: a unit whose turn has not come waits, one that is missing after the
+backward is reduced as zeros, and one that nobody has counted on comes last.
+
+    turns       head  blocks[1]  blocks[0]            agreed in the first step: how device 0 used them, backwards
+    device 0    head  blocks[0]              ->       head  blocks[1] = 0  blocks[0]
+    device 1    head  blocks[1]              ->       head  blocks[1]      blocks[0] = 0
+
+A gather is for all devices by nature: where they differ, it can only be said who wanted what.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from fshard.mesh.differentiate import Bound
+from fshard.mesh.mesh import Mesh
+from fshard.mesh.moves import Psum
+from fshard.mesh.scope import Group
+from fshard.source import Site
+
+
+def summed(row: Tensor, group: Group | None, site: Site) -> Tensor:
+    """Return the sum of the devices' rows of numbers; a device alone has it already."""
+    return row if group is None or group.size == 1 else Bound(Psum(), group, site).run((row,))[0]
+
+
+def agreed_turns(used: Sequence[int], count: int, group: Group | None, site: Site, device: torch.device) -> list[int]:
+    """Return the order in which `count` units are reduced, from those that each device has used, in its order.
+
+    That of the first device, backwards; then what only others have used.
+    """
+    rows = torch.zeros(2, count, dtype=torch.float64)  # when the first device used a unit, from 1 on; how many have
+    for place, number in enumerate(used):
+        rows[0, number] = 0.0 if group is not None and group.index else 1.0 + place
+        rows[1, number] = 1.0
+    found = summed(rows.flatten().to(device), group, site)
+    if found.is_meta:
+        return list(reversed(used))
+    first, users = found.view(2, count).tolist()
+    used = [number for number in range(count) if users[number]]
+    return sorted(used, key=lambda number: -first[number])
+
+
+def marks(sequence: Sequence[int]) -> list[float]:
+    """Return numbers whose sums over devices tell whether all have gathered the same units in one order: see `alike`.
+
+    >>> here, there = marks([0, 1]), marks([1, 0])
+    >>> alike([a + b for a, b in zip(here, here)]), alike([a + b for a, b in zip(here, there)])
+    (True, False)
+    """
+    mark = float(zlib.crc32(repr(sequence).encode()) % (1 << 20))
+    return [1.0, mark, mark**2]
+
+
+def alike(sums: Sequence[float]) -> bool:
+    """Return whether the marks that these are the sums of are all the same."""
+    n, first, second = sums
+    return first**2 == n * second
+
+
+def exchanged(own: Sequence[int], group: Group, site: Site, device: torch.device) -> dict[int, list[int]]:
+    """Return every device's list of numbers, by the device's number in the mesh."""
+    lengths = torch.zeros(group.size, dtype=torch.float64)
+    lengths[group.index] = len(own)
+    counts = [int(length) for length in summed(lengths.to(device), group, site).tolist()]
+    rows = torch.zeros(group.size, max(counts), dtype=torch.float64)
+    rows[group.index, : len(own)] = torch.tensor(own, dtype=torch.float64)
+    found = summed(rows.flatten().to(device), group, site).view_as(rows).tolist()
+    return {
+        group.member(index): [int(number) for number in row[:count]]
+        for index, (row, count) in enumerate(zip(found, counts, strict=True))
+    }
+
+
+def disagreement(mesh: Mesh, gathered: Mapping[int, Sequence[int]], words: Sequence[str]) -> str:
+    """Say where devices have gathered different units, nothing where they have not; `words` describe the units.
+
+    >>> import fshard as fs
+    >>> disagreement(fs.make_mesh({"data": 2}), {0: [0, 1], 1: [0]}, ["head (head.w)", "tail (tail.w)"])
+    '(data=0) has gathered tail (tail.w), (data=1) has not. A gather takes all devices. ...'
+    """
+    if len(gathered) == 1:  # a process, which knows nothing of the others
+        ((device, numbers),) = gathered.items()
+        here = ", then ".join(words[number] for number in numbers)
+        return f"{_named(mesh, device)} has gathered {here}. {_CURE}" if numbers else ""
+    shared = min(map(len, gathered.values()))
+    start = next((at for at in range(shared) if len({one[at] for one in gathered.values()}) > 1), shared)
+    found: dict[int, list[str]] = {}
+    for device, one in gathered.items():
+        found.setdefault(one[start] if start < len(one) else -1, []).append(_named(mesh, device))
+    if len(found) == 1:
+        return ""
+    parts = [
+        f"{' and '.join(devices)} {'has' if len(devices) == 1 else 'have'} "
+        + ("not" if number < 0 else f"gathered {words[number]}")
+        for number, devices in sorted(found.items(), key=lambda item: (item[0] < 0, item[0]))
+    ]
+    return f"{', '.join(parts)}. {_CURE}"
+
+
+def _named(mesh: Mesh, device: int) -> str:
+    return f"({', '.join(f'{axis}={at}' for axis, at in mesh.coordinates(device).items())})"
+
+
+_CURE = (
+    "A gather takes all devices. Let each of them call the part that needs it, marked fs.gathered(part, keep=True), and branch "
+    "inside; or put it into a unit that all use: fs.fsdp(axis, unit=...)."
+)

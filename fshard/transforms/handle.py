@@ -1,0 +1,155 @@
+"""`Handle`: a parameter as a tensor without memory, whose unit is gathered when an operation touches it.
+
+It is a tensor to whoever asks: shape, dtype and device are known, and modules take it.  There are two ways to its values:
+
+    torch.f(h, x)       __torch_function__    f runs on the gathered tensors, and gradients come to their unit (`_Use`)
+    what f calls in C++ __torch_dispatch__    f has been given h itself, and gradients come to h's own node (`_Aside`)
+
+The first is the usual one.  On the second go an autograd Function, an operator of the user's, and torch.func, which do not
+ask a tensor's class.  What it gives is added to the unit's gradients after the backward.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import Function
+
+from fshard.errors import LayoutError, ModuleError
+from fshard.mesh.scope import here
+from fshard.transforms.rules import named, parts_of
+
+if TYPE_CHECKING:
+    from fshard.transforms.tape import Tape
+    from fshard.transforms.units import Unit
+
+_compiler: Any = torch._C._dynamo.eval_frame.get_eval_frame_callback  # type: ignore[attr-defined]
+"""What torch.compile runs the present frame with, None outside of it."""
+_C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
+_T: Any = Tensor
+_KNOWN = frozenset(
+    {
+        *(getattr(_T, name).__get__ for name in ("device", "dtype", "is_leaf", "itemsize", "layout", "nbytes", "ndim")),
+        *(
+            getattr(_T, name).__get__
+            for name in ("is_cpu", "is_cuda", "is_meta", "is_sparse", "requires_grad", "shape")
+        ),
+        *(_T.__len__, _T.dim, _T.element_size, _T.get_device, _T.is_complex, _T.is_floating_point),
+        *(_T.nelement, _T.numel, _T.size),
+    }
+)
+"""What a handle knows without its values."""
+
+
+_COMPILED = (
+    "torch.compile cannot follow a parameter that is gathered when it is used. Compile the whole loss function, or a part that "
+    "is called with gathered parameters: fs.gathered(torch.compile(fn))."
+)
+
+
+class Handle(Tensor):
+    """A parameter inside a loss function."""
+
+    unit: Unit
+    at: int
+
+    @staticmethod
+    def of(unit: Unit, at: int) -> Handle:
+        """Return the handle of a unit's leaf."""
+        tape, place = unit.tape, unit.places[at]
+        leaf, x = tape.leaves[place], tape.shards[place]
+        dtype = tape.manner.compute if tape.manner.compute is not None and leaf.dtype.is_floating_point else leaf.dtype
+        made = _T._make_wrapper_subclass(Handle, leaf.shape, dtype=dtype, device=x.device)
+        made.unit, made.at = unit, at
+        return made
+
+    def whole(self) -> Tensor:
+        """Return the tensor."""
+        if torch.compiler.is_compiling() or _compiler():
+            raise LayoutError(_COMPILED)
+        self._check_device()
+        return self.unit.whole()[self.at]
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func in _KNOWN:
+            with _C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        return func(*wholes(args), **(wholes(kwargs) if kwargs else {}))
+
+    @classmethod
+    def __torch_dispatch__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        with torch.no_grad():
+            return func(*wholes(args), **(wholes(kwargs) if kwargs else {}))
+
+    def _check_device(self) -> None:
+        """Raise if another device has come by this handle."""
+        tape, scope = self.unit.tape, here()
+        if scope is not None and scope.device != tape.scope.device and scope.mesh is tape.scope.mesh:
+            path = named(parts_of(tape.leaves[self.unit.places[self.at]].path))
+            raise ModuleError(
+                f"device {scope.device} of {scope.mesh} came upon device {tape.scope.device}'s parameter {path}: virtual "
+                "devices are threads and share what the loss function changes, as torch.func.functional_call changes a "
+                "module. Write apply, params, buffers = fs.functionalize(module), or fs.gathered around the call."
+            )
+
+    def __hash__(self) -> int:
+        self._check_device()  # functional_call asks for it before it touches the module
+        return id(self)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"Handle({str(self.dtype).removeprefix('torch.')}{list(self.shape)})"
+
+
+def wholes(x: Any) -> Any:
+    """Put tensors in the place of handles, in whatever arguments torch's functions take."""
+    if type(x) is Handle:
+        return x.whole()
+    if type(x) is tuple or type(x) is list:
+        return type(x)(map(wholes, x))
+    if type(x) is dict:
+        return {key: wholes(value) for key, value in x.items()}
+    return x
+
+
+class _Aside(Function):
+    """From nothing to the handles of a tape; backward, what came to the handles themselves is kept for their units."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, tape: Tape) -> tuple[Tensor, ...]:
+        ctx.tape = weakref.ref(tape)
+        ctx.set_materialize_grads(False)
+        handles = [Handle.of(unit, at) for unit in tape.units for at in range(len(unit.places))]
+        ctx.mark_non_differentiable(*(h for h in handles if tape.leaves[h.unit.places[h.at]].reduce is None))
+        return tuple(handles)
+
+    @staticmethod
+    def backward(ctx: Any, *gs: Tensor | None) -> tuple[None, None]:
+        tape: Tape = ctx.tape()
+        start = 0
+        for unit in tape.units:
+            stop = start + len(unit.places)
+            tape.reductions.receive_aside(unit, gs[start:stop])
+            start = stop
+        return None, None
+
+
+def handles_of(tape: Tape) -> tuple[Tensor, ...]:
+    """Return the handles of all leaves of all units, in their order."""
+    return _Aside.apply(tape.anchor, tape)  # type: ignore[no-any-return]

@@ -1,0 +1,149 @@
+"""Gradients on their way: collected from a unit's uses, reduced when it has its turn, added up over slices.
+
+                  complete            its turn (`agree`)         full               arrived
+a unit's uses  ─────────────>  waiting  ─────────────>  bucket  ──────>  under way  ─────────>  sums
+      └─ kept: of earlier slices, and what a slice of its own is to be added to
+
+All devices take turns in one order, and reduce in one dtype whatever they have; so their buckets are alike.  A unit that
+lies sharded is not kept waiting in a bucket: its whole gradients are to go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from fshard.mesh.scope import Group
+from fshard.mesh.steps import Way, go
+from fshard.source import Site
+from fshard.transforms.agree import agreed_turns
+from fshard.transforms.units import Leaf, Manner, Unit
+
+
+class Reductions:
+    """The gradients of one device, through the slices of one step.
+
+    Args:
+        units: what is reduced together.
+        leaves: the parameters, and `shards` what this device holds of them.
+        turns: the order in which units are reduced, by number; none if devices have not agreed yet.
+
+    `used` says of each leaf whether this device has used it, `sums` are the reduced gradients.  `keep` takes what a slice
+    gives where it is not to be reduced yet; `wide`: sums of slices are reduced in 32 bits at least.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        leaves: Sequence[Leaf],
+        shards: Sequence[Tensor],
+        manner: Manner,
+        site: Site,
+        turns: Sequence[int],
+    ) -> None:
+        self.units, self.leaves, self.shards, self.manner, self.site = units, leaves, shards, manner, site
+        self.turns, self.wide = list(turns), False
+        self.used = [False] * len(leaves)
+        self.sums: list[Tensor | None] = [None] * len(leaves)
+        self.keep: Callable[[Unit, list[Tensor | None]], None] | None = None
+        self._turn, self._idle = 0, False
+        self._waiting: dict[int, list[Tensor | None]] = {}
+        self._bucket: list[tuple[int, Tensor, Way]] = []
+        self._under_way: list[tuple[list[int], Callable[[], list[Tensor]]]] = []
+
+    def begin(self, used: Sequence[int], group: Group | None, *, idle: bool) -> None:
+        """Begin a backward: agree on the turns, unless they are known.  Of an idle slice, gradients are 0."""
+        self._idle, self._turn = idle, 0
+        if not self.turns and any(leaf.reduce is not None for leaf in self.leaves):
+            self.turns = agreed_turns(used, len(self.units), group, self.site, self.shards[0].device)
+
+    def receive(self, unit: Unit, gs: Sequence[Tensor | None]) -> None:
+        """Take the cotangents of one use of a unit."""
+        gs = self._noted(unit, gs)
+        unit.went_back()
+        if self.keep is not None:
+            self.keep(unit, gs)
+        elif unit.awaited:  # it was used, let go and used again: its uses are reduced together
+            unit.keep(gs)
+        else:
+            self._complete(unit, unit.with_kept(gs))
+
+    def receive_aside(self, unit: Unit, gs: Sequence[Tensor | None]) -> None:
+        """Take the cotangents that came to a unit's handles themselves, to be reduced after the backward."""
+        if any(g is not None for g in gs):
+            (self.keep or Unit.keep)(unit, self._noted(unit, gs))
+
+    def _noted(self, unit: Unit, gs: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Note which leaves were used; return what counts of their cotangents."""
+        for place, g in zip(unit.places, gs, strict=True):
+            self.used[place] |= g is not None
+        return [None if self._idle else g for g in gs]
+
+    def _complete(self, unit: Unit, gs: list[Tensor | None]) -> None:
+        """Reduce what has its turn, now that a unit's gradients are there."""
+        if unit.number in self._waiting:
+            unit.keep(gs)
+        else:
+            self._waiting[unit.number] = gs
+        while self._turn < len(self.turns) and self.turns[self._turn] in self._waiting:
+            self._next()
+
+    def _next(self) -> None:
+        unit = self.units[self.turns[self._turn]]
+        self._turn += 1
+        self.reduce(unit, unit.with_kept(self._waiting.pop(unit.number, [None] * len(unit.places))))
+
+    def end(self) -> None:
+        """Reduce all whose turn has not come, and keep what has none for the end of the step."""
+        while self._turn < len(self.turns):
+            self._next()
+        self.send()
+        for number, gs in self._waiting.items():
+            self.units[number].keep(gs)
+        self._waiting.clear()
+
+    def rest(self, kept: Sequence[float], used: Sequence[float]) -> None:
+        """Reduce what some device has kept; set the turns of the next step."""
+        rest = [unit for unit, times in zip(self.units, kept, strict=True) if times]
+        for unit in rest:
+            self.reduce(unit, unit.with_kept([None] * len(unit.places)))
+        self.send()
+        self.finish()
+        turns = dict.fromkeys([*self.turns, *(unit.number for unit in rest)])
+        self.turns = [number for number in turns if any(used[place] for place in self.units[number].places)]
+
+    def reduce(self, unit: Unit, gs: Sequence[Tensor | None]) -> None:
+        """Reduce the gradients of a unit, if it lies whole together with those that come before and after."""
+        for place, g in zip(unit.places, gs, strict=True):
+            leaf, near = self.leaves[place], self.shards[place]
+            if leaf.reduce is not None:
+                dtype = self._reduced_in(leaf)
+                g = near.new_zeros(leaf.shape, dtype=dtype) if g is None else g.to(dtype)
+                self._bucket.append((place, g, leaf.reduce))
+        if unit.sharded or sum(g.nbytes for _, g, _ in self._bucket) >= self.manner.bucket:
+            self.send()
+
+    def send(self) -> None:
+        """Start to reduce what is in the bucket."""
+        if self._bucket:
+            places, xs, ways = map(list, zip(*self._bucket, strict=True))
+            self._bucket = []
+            self._under_way.append((places, go(xs, ways, self.site, ahead=self.manner.in_flight > 0)))
+            self.finish(self.manner.in_flight)
+
+    def _reduced_in(self, leaf: Leaf) -> torch.dtype:
+        if leaf.dtype.is_complex:
+            return leaf.dtype
+        used = self.manner.compute or leaf.dtype
+        return self.manner.reduce or (torch.promote_types(used, torch.float32) if self.wide else used)
+
+    def finish(self, but: int = 0) -> None:
+        """Wait for reductions, the oldest first, until only so many are under way."""
+        while len(self._under_way) > but:
+            places, finish = self._under_way.pop(0)
+            for place, result in zip(places, finish(), strict=True):
+                known, dtype = self.sums[place], self.leaves[place].dtype
+                result = result.to(dtype)
+                self.sums[place] = result if known is None else known + result

@@ -1,0 +1,133 @@
+"""Parameters where they are used: gathered just before, let go just after, their gradients reduced when complete.
+
+Inside a loss function every parameter is a light *handle* (`handle`).  The first operation that touches a leaf of a unit
+gathers the whole unit (`units`), and autograd comes to the backward of that, the reduction (`reductions`), right after the
+backward of the block that uses it, while earlier blocks are still to come.
+
+    forward     gather 0 | block 0 | gather 1 | block 1 | ... | loss
+    backward    ... | block 1 | reduce 1 | block 0 | reduce 0           (gather 1, gather 0 again, as they are needed)
+
+A unit that lies sharded is let go when later ones are gathered; what autograd saves of it is a note of where it lay
+(`saved`).  Where parameters lie whole (ZeRO 0 to 2) nothing is gathered and nothing let go: the same Function only reduces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fshard.errors import LayoutError
+from fshard.mesh.scope import Group, require
+from fshard.mesh.steps import go
+from fshard.source import Site
+from fshard.transforms.handle import handles_of
+from fshard.transforms.reductions import Reductions
+from fshard.transforms.rules import named, parts_of
+from fshard.transforms.saved import Saved
+from fshard.transforms.units import Leaf, Manner, Unit
+
+
+class Order(NamedTuple):
+    """In which order units were gathered, by number: forward, and again for the backward; and the turns of reductions."""
+
+    forward: list[int]
+    backward: list[int]
+    turns: list[int]
+
+
+class Tape:
+    """The parameters of one device, through the slices of one step.  `order` is that of an earlier step."""
+
+    def __init__(
+        self, leaves: Sequence[Leaf], shards: Sequence[Tensor], manner: Manner, site: Site, order: Order | None = None
+    ) -> None:
+        self.leaves, self.shards, self.manner, self.site = leaves, shards, manner, site
+        self.scope = require("value_and_grad")
+        self.anchor = torch.zeros((), requires_grad=True)  # what makes autograd call the units' backwards
+        self.sequence: list[int] = []  # which units were gathered: the same on all devices, or they would mix them up
+        self.live: list[Unit] = []  # the units that lie sharded and are whole, the last used last
+        self.first: list[int] = []  # the units that the forward has used, in the order of their first use
+        self._versions = [x._version for x in shards]
+        self.seen, self.expected = Order([], [], []), order or Order([], [], [])
+        by_unit: dict[str, list[int]] = {}
+        for place, leaf in enumerate(leaves):
+            if leaf.dtype.is_floating_point or leaf.dtype.is_complex:
+                by_unit.setdefault(leaf.unit, []).append(place)
+        self.units = [Unit(self, number, places) for number, places in enumerate(by_unit.values())]
+        self.saved = Saved(manner.reshard and any(unit.sharded for unit in self.units))
+        self.reductions = Reductions(self.units, leaves, shards, manner, site, self.expected.turns)
+        self.handles = self._handles()
+
+    def _handles(self) -> list[Tensor]:
+        """Return what stands for the parameters: handles; integers themselves, since they may be indices."""
+        places = [place for unit in self.units for place in unit.places]
+        found = dict(zip(places, handles_of(self), strict=True))
+        plain = [place for place in range(len(self.leaves)) if place not in found]
+        finish = go([self.shards[place] for place in plain], [self.leaves[place].gather for place in plain], self.site)
+        found.update((place, x.detach()) for place, x in zip(plain, finish(), strict=True))
+        return [found[place] for place in range(len(self.leaves))]
+
+    @property
+    def order(self) -> Order:
+        """What the next step may expect."""
+        return self.seen._replace(turns=self.reductions.turns)
+
+    def make_room(self, unit: Unit) -> None:
+        """Let units go that have not been used for the longest time, so that one more can be whole."""
+        self.live = [other for other in self.live if other is not unit]
+        while self.manner.reshard and len(self.live) >= self.manner.live:
+            self.live[0].release()
+        self.live.append(unit)
+
+    def begin(self) -> None:
+        """Begin a slice: nothing of the one before is used again."""
+        self.end()
+        self.seen, self.first = Order([], [], []), []
+
+    def begin_backward(self, group: Group | None, *, idle: bool) -> None:
+        """Begin the backward of a slice; an idle one counts for nothing."""
+        self.reductions.begin(self.first, group, idle=idle)
+
+    def end(self) -> None:
+        """End a slice."""
+        for unit in self.units:
+            unit.arrive()  # if it was gathered ahead in vain: other devices count on it
+            unit.release()
+            unit.awaited = 0
+        self.saved.clear()
+
+    def close(self) -> None:
+        """Let everything go that a step has used: units refer to the tape and it to them, so it would stay for a while."""
+        self.shards, self.handles = (), []
+        self.reductions.shards, self.reductions.sums = (), []
+
+    def look_ahead(self, seen: list[int], expected: list[int], unit: Unit) -> None:
+        """Note that a unit is gathered, and start to gather those that came after it the last time."""
+        place = len(seen)
+        seen.append(unit.number)
+        if place < len(expected) and expected[: place + 1] == seen:
+            for number in expected[place + 1 : place + 1 + self.manner.prefetch]:
+                self.units[number].start()
+
+    def check_unchanged(self) -> None:
+        """Raise if the loss function has changed a parameter in place."""
+        changed = [
+            named(parts_of(leaf.path))
+            for leaf, x, version in zip(self.leaves, self.shards, self._versions, strict=True)
+            if x._version != version
+        ]
+        if changed:
+            raise LayoutError(
+                f"the loss function changed parameters in place: {', '.join(changed)}. It has to be pure: work on a copy, "
+                "or return the new value with has_aux=True."
+            )
+
+    def words(self) -> list[str]:
+        """Return what each unit is called, and what it holds."""
+        return [
+            f"{self.leaves[unit.places[0]].unit} ({', '.join(named(parts_of(self.leaves[at].path)) for at in unit.places)})"
+            for unit in self.units
+        ]

@@ -1,0 +1,191 @@
+"""`Unit`: leaves that are gathered and reduced together, by one multi-output autograd Function.
+
+It stands right before the first operation that uses the unit on autograd's tape, so its backward, the reduction, comes right
+after the backward of all of them, while that of earlier units is still to come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.autograd.function import Function
+
+from fshard.mesh.differentiate import transformed
+from fshard.mesh.steps import Way, go
+
+if TYPE_CHECKING:
+    from fshard.transforms.tape import Tape
+
+_C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
+
+
+class Leaf(NamedTuple):
+    """What is to be done with one parameter: the ways to its use and of its gradient."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    unit: str
+    gather: Way
+    reduce: Way | None
+    """From the sum that each device holds a summand of, to the gradient's layout; None: it is not trained."""
+
+
+@dataclass(frozen=True)
+class Manner:
+    """How units are handled.
+
+    Args:
+        reshard: let sharded units go after their forward, and gather them again for the backward.
+        live: how many units that lie sharded are whole at a time, besides those under way and those that a
+            rematerialised block holds.
+        prefetch: how many units to start gathering ahead of their use, in the order of the step before.
+        in_flight: how many reductions may be under way; 0: each is waited for at once.
+        bucket: about how many bytes of gradients to reduce together, of units that lie whole.
+        compute: the dtype that floating parameters are used in, None: their own.
+        reduce: the dtype that gradients are reduced in, None: the one they come in.
+    """
+
+    reshard: bool = True
+    live: int = 2
+    prefetch: int = 1
+    in_flight: int = 2
+    bucket: int = 1 << 20
+    compute: torch.dtype | None = None
+    reduce: torch.dtype | None = None
+
+
+class Unit:
+    """Leaves that are gathered and reduced together."""
+
+    __slots__ = ("awaited", "coming", "kept", "number", "places", "sharded", "tape", "used", "values")
+
+    def __init__(self, tape: Tape, number: int, places: list[int]) -> None:
+        self.tape, self.number, self.places = tape, number, places
+        self.coming: Callable[[], list[Tensor]] | None = None
+        self.sharded = any(tape.leaves[place].gather.steps for place in places)
+        self.used: tuple[Tensor, ...] | None = None
+        self.values: list[Tensor] = []
+        self.kept: list[Tensor | None] | None = None
+        self.awaited = 0  # uses whose backward is still to come
+
+    def whole(self) -> tuple[Tensor, ...]:
+        """Return all leaves of the unit, whole and differentiable, gathering them if they are not at hand."""
+        used = self.used
+        if used is None:
+            if self.sharded:
+                self.tape.make_room(self)
+            trained = any(self.tape.leaves[place].reduce is not None for place in self.places)
+            if trained and torch.is_grad_enabled():
+                with _untransformed():
+                    used = _Use.apply(self.tape.anchor, self)
+                if not _in_backward():  # a rematerialised use comes in a backward, and ends with it
+                    self.awaited += 1
+                    self.tape.first += [self.number] if self.number not in self.tape.first else []
+            else:
+                with _untransformed(), torch.no_grad():
+                    used = tuple(x.detach() for x in self.gather())
+            if torch.is_grad_enabled() or not trained:
+                self.used = used
+            if self.sharded:
+                self.tape.look_ahead(self.tape.seen.forward, self.tape.expected.forward, self)
+        return used
+
+    def gather(self) -> list[Tensor]:
+        """Return all leaves, whole."""
+        if not self.sharded:
+            return [self._converted(self.tape.shards[place]).detach() for place in self.places]
+        self.start()
+        self.arrive()
+        return self.values
+
+    def start(self) -> None:
+        """Start to gather the unit, unless it is at hand or under way."""
+        tape = self.tape
+        if self.sharded and not self.values and self.coming is None:
+            tape.sequence.append(self.number)
+            with torch.no_grad():
+                xs = [self._converted(tape.shards[place]) for place in self.places]
+                self.coming = go(xs, [tape.leaves[place].gather for place in self.places], tape.site, ahead=True)
+
+    def arrive(self) -> None:
+        """Wait for what is under way."""
+        if self.coming is not None:
+            with torch.no_grad():
+                self.values, self.coming = self.coming(), None
+            self.tape.saved.know(self)
+
+    def _converted(self, x: Tensor) -> Tensor:
+        compute = self.tape.manner.compute
+        return x.detach() if compute is None or not x.is_floating_point() else x.detach().to(compute)
+
+    def again(self) -> list[Tensor]:
+        """Return all leaves for the backward, gathering them again if they have been let go."""
+        if not self.values:
+            self.tape.make_room(self)
+            self.gather()
+            self.tape.look_ahead(self.tape.seen.backward, self.tape.expected.backward, self)
+        return self.values
+
+    def release(self) -> None:
+        """Let the leaves go: the next use gathers them anew."""
+        self.used, self.values = None, []
+        self.tape.live = [other for other in self.tape.live if other is not self]
+
+    def went_back(self) -> None:
+        """Note that the backward of one use has ended."""
+        self.awaited -= 1
+        if self.sharded and self.tape.manner.reshard:
+            self.release()
+
+    def keep(self, gs: list[Tensor | None]) -> None:
+        """Add to what earlier slices gave, to be reduced together; in 32 bits at least."""
+        gs = [g.float() if g is not None and g.dtype in (torch.bfloat16, torch.float16) else g for g in gs]
+        if self.kept is None:
+            self.kept = gs
+            return
+        for at, g in enumerate(gs):
+            known = self.kept[at]
+            if g is not None:
+                self.kept[at] = g if known is None else known + g
+
+    def with_kept(self, gs: list[Tensor | None]) -> list[Tensor | None]:
+        """Return gradients together with those kept, of which none are left."""
+        if self.kept is not None:
+            self.keep(gs)
+            gs, self.kept = self.kept, None
+        return gs
+
+
+class _Use(Function):
+    """From nothing to the leaves of a unit; backward, their gradients are reduced."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, unit: Unit) -> tuple[Tensor, ...]:
+        ctx.unit = unit
+        ctx.set_materialize_grads(False)
+        values = unit.gather()
+        leaves = unit.tape.leaves
+        fixed = [x for x, place in zip(values, unit.places, strict=True) if leaves[place].reduce is None]
+        ctx.mark_non_differentiable(*fixed)
+        return tuple(values)
+
+    @staticmethod
+    def backward(ctx: Any, *gs: Tensor | None) -> tuple[None, None]:
+        ctx.unit.tape.reductions.receive(ctx.unit, gs)
+        return None, None
+
+
+def _untransformed() -> AbstractContextManager[Any]:
+    """Return a context without torch.func's transforms: parameters come from outside of them."""
+    return temporarily_clear_interpreter_stack() if transformed() else nullcontext()
+
+
+def _in_backward() -> bool:
+    return _C._current_graph_task_id() != -1
