@@ -208,8 +208,10 @@ def _laid(at: Leaves, columns: Sequence[list[Leaf]], layouts: Sequence[Layout | 
         (column, place, layout)
         for column in range(len(columns))
         for place, layout in enumerate(layouts)
-        if layout is not None and columns[column][place] is not None
+        if layout is not None and (leaf := columns[column][place]) is not None and leaf.layout is not layout
     ]
+    if not places:
+        return [at.rebuild(leaves) for leaves in columns]
     moved = reshard_all(
         [columns[column][place] for column, place, _ in places], [layout for *_, layout in places], site
     )

@@ -169,9 +169,13 @@ def _refuse_others_state(at: Leaves, columns: Mapping[str, list[Leaf]]) -> None:
     wrong = [
         (name, i)
         for name, column in columns.items()
+        if name != "step"
         for i, (param, slot) in enumerate(zip(at.leaves, column, strict=True))
-        if name != "step" and slot is not None and param is not None
-        if param.ndim and slot.shape == param.shape and not alike(param, slot)  # a number of a leaf is no piece of it
+        if slot is not None
+        and param is not None
+        and param.ndim
+        and getattr(slot, "layout", 0) is not getattr(param, "layout", 1)
+        if slot.shape == param.shape and not alike(param, slot)  # a number of a leaf is no piece of it
     ]
     if wrong:
         found = "".join(
