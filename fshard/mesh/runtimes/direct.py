@@ -34,7 +34,7 @@ from fshard.mesh.sums import WIDER, Combine, combined
 
 FEW = 192 << 10
 """Bytes up to which a process may send its tensor to all others, to be added there."""
-SMALL = 256 << 10
+SMALL = 1 << 20
 """Bytes up to which a reduction is best done in few rounds rather than in few bytes."""
 INLINE_MESSAGE = 4 << 10
 """Bytes up to which a message of `send` is put into the ring: its receiver may take its time, and rings fill."""
