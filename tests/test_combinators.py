@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 import fshard as fs
 from fshard import P, optim
+from fshard.mesh.tree import map_leaves
 from fshard.optim.contract import copied
 from tests.optimizers import by_step, by_update, example, leaves_of, same, trees
 
@@ -84,15 +85,16 @@ def test_the_average_of_parameters_is_kept_beside_them():
 
 
 @given(st.data())
-def test_master_weights_round_to_the_same_bits_by_update_and_by_step(data):
+def test_master_weights_round_to_the_bits_of_a_float32_run_by_update_and_by_step(data):
     params, steps = data.draw(trees((torch.bfloat16, torch.float16)))
-    scale = data.draw(st.sampled_from([1e-4, 1.0, 1e2]))
-    opt = optim.with_master_weights(optim.adamw(scale, fused=False))
-    stepped, updated = by_step(opt, params, steps), by_update(opt, params, steps)
-    assert same(stepped, updated)
-    for master, p in zip(leaves_of(updated[1]["master"]), leaves_of(updated[0]), strict=True):
-        assert master.dtype == torch.float32
-        assert same([master.to(p.dtype)], [p])
+    inner = optim.adamw(data.draw(st.sampled_from([1e-4, 1.0, 1e2])))
+    wide = [optim.leaves.Leaves.of(tree).mapped(lambda x: x if x is None else x.float()) for tree in (params, *steps)]
+    for run in (by_step, by_update):
+        after, state = run(optim.with_master_weights(inner), params, steps)
+        alone, _ = run(inner, wide[0], wide[1:])
+        assert same(state["master"], alone)
+        for master, p in zip(leaves_of(state["master"]), leaves_of(after), strict=True):
+            assert same([master.to(p.dtype)], [p])
 
 
 def test_master_weights_are_a_float32_run():
@@ -100,3 +102,42 @@ def test_master_weights_are_a_float32_run():
     wide = [optim.leaves.Leaves.of(tree).mapped(lambda x: x.float()) for tree in (params, *steps)]
     _, state = by_step(optim.with_master_weights(optim.adamw(0.01, fused=False)), params, steps)
     assert same(state["master"], by_step(optim.adamw(0.01, fused=False), wide[0], wide[1:])[0])
+
+
+@pytest.mark.parametrize(("made", "used"), [(0, 2), (2, 0), (0, 3), (3, 0)])
+def test_a_state_that_was_made_for_another_stage_is_refused(made, used):
+    mesh = fs.make_mesh({"data": 2})
+    opts = {
+        stage: fs.partition_optimizer(fs.optim.adamw(0.1), mesh=mesh, axis="data", stage=stage)
+        for stage in (made, used)
+    }
+    rules = {stage: fs.fsdp("data") if stage == 3 else P() for stage in (made, used)}
+    params = {
+        stage: fs.shard_params({"w": torch.ones(6, 3), "b": torch.ones(3)}, rules[stage], mesh=mesh) for stage in rules
+    }
+    state = opts[made].init(params[made])
+    grads = map_leaves(lambda x: fs.device_put(torch.ones(x.shape), opts[used].gradients(x.layout)), params[used])
+    for act in (opts[used].step, opts[used].update):
+        with pytest.raises(fs.LayoutError) as error:
+            (act or opts[used].update)(grads, state, params[used])
+        assert all(
+            f'state["{slot}"]["{leaf}"]' in str(error.value) for slot in ("exp_avg", "exp_avg_sq") for leaf in "wb"
+        )
+
+
+@pytest.mark.parametrize(
+    "state", [None, {}, fs.optim.sgd(0.1, momentum=0.9).init({"w": torch.ones(2)})], ids=["None", "empty", "sgd's"]
+)
+def test_a_state_of_another_optimizer_is_refused(state):
+    params = {"w": torch.ones(2)}
+    with pytest.raises(fs.OptimizerError, match="was not made by this optimizer's init"):
+        fs.optim.adamw(0.1).update(params, state, params)
+
+
+def test_copies_of_tied_arrays_are_tied():
+    mesh = fs.make_mesh({"data": 2})
+    x = torch.ones(4)
+    tied = fs.shard_params({"a": x, "b": x}, P(), mesh=mesh)
+    assert tied["a"] is tied["b"]
+    copies = copied(tied)
+    assert copies["a"] is copies["b"] and copies["a"].shards[0] is not tied["a"].shards[0]

@@ -303,3 +303,73 @@ def native_groups_still_work():
 
 def test_torch_may_use_its_groups_beside(pair):
     assert all(pair.run(native_groups_still_work))
+
+
+def calls_after_a_failure():
+    """Process 0 gives up and calls something else; process 1, who is late, must not take that for its own call."""
+    mesh = fs.make_mesh({"d": 2}, timeout=1)
+
+    def main():
+        fs.psum(torch.ones(1), "d")
+        if fs.axis_index("d") == 1:
+            time.sleep(3)
+        told = []
+        for value in (10.0, 0.5):
+            try:
+                told.append(fs.psum(torch.tensor([value]), "d").item())
+            except (fs.CollectiveTimeoutError, fs.LostProcessError) as error:
+                told.append(type(error).__name__)
+        time.sleep(3 * (1 - fs.axis_index("d")))
+        return told
+
+    return fs.run(main, mesh=mesh)[0]
+
+
+def test_who_gave_up_sends_nothing_more():
+    first, second = run_processes(calls_after_a_failure, 2, timeout=60)
+    assert first == ["CollectiveTimeoutError", "LostProcessError"] and second[1] == "LostProcessError"
+
+
+def send_much_before_a_sum():
+    """With checks, processes meet in a store before they sum; nobody empties a ring meanwhile."""
+
+    def main():
+        x = torch.ones(1000)
+        if fs.axis_index("d") == 0:
+            for _ in range(400):
+                fs.send(x, "d", to=1)
+        fs.psum(x, "d")
+        return sum(fs.recv(x, "d", source=0).sum().item() for _ in range(400)) if fs.axis_index("d") else 0.0
+
+    return fs.run(main, mesh=fs.make_mesh({"d": 2}, timeout=20))[0]
+
+
+def test_many_small_messages_fill_no_ring():
+    assert run_processes(send_much_before_a_sum, 2, environment={"FSHARD_CHECK": "1"}, timeout=60) == [0.0, 400_000.0]
+
+
+def die_with_a_child(tells):
+    """A process has forked, and dies; its child lives on."""
+
+    def main():
+        fs.psum(torch.ones(2), "d")
+        if fs.axis_index("d") == 1:
+            if os.fork() == 0:
+                time.sleep(20)
+                os._exit(0)
+            os.kill(os.getpid(), signal.SIGKILL)
+        began = time.monotonic()
+        try:
+            fs.psum(torch.ones(2), "d")
+        except fs.LostProcessError:
+            with open(tells, "w") as file:
+                file.write(str(time.monotonic() - began))
+            raise
+
+    return fs.run(main, mesh=fs.make_mesh({"d": 2}))[0]
+
+
+def test_the_death_of_a_process_is_told_though_its_child_lives(tmp_path):
+    with pytest.raises(RuntimeError):
+        run_processes(die_with_a_child, 2, str(tmp_path / "tells"), timeout=40)
+    assert float((tmp_path / "tells").read_text()) < 10

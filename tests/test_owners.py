@@ -248,7 +248,9 @@ def test_state_of_another_shape_lies_with_its_matrix():
     assert [x.shape for x in state["right"]["b"].shards] == [(0, 0), (3, 3)]
 
 
-def test_tied_matrices_have_one_owner_and_integers_stay():
+@pytest.mark.parametrize("at_once", [1, 1 << 20])
+def test_tied_matrices_have_one_owner_and_integers_stay(at_once, monkeypatch):
+    monkeypatch.setattr(optim.partition, "AT_ONCE", at_once)
     mesh = fs.make_mesh({"data": 2})
     w = torch.ones(3, 2)
     params = fs.shard_params({"a": w, "b": torch.ones(2, 2), "c": w, "steps": torch.tensor([3])}, P(), mesh=mesh)

@@ -32,6 +32,10 @@ MOST_ROADS = 1024
 """How many short ways are kept by a scope."""
 
 
+_PLAIN = {str, int, bool, tuple, list}
+"""What the arguments of collectives are, beside tensors."""
+
+
 def _unknown(x: Tensor) -> Tensor:
     """Stand for a way that has not been looked for."""
     raise NotImplementedError
@@ -158,17 +162,30 @@ class Collective(Generic[Params]):
         scope = here()
         if scope is None or scope.roads is None or not args or not _plain(x := args[0]):
             return self._plan(*args, **kwargs).run()
-        key = (self, x.shape, x.dtype, *args[1:], *kwargs.items())
-        try:
-            road = scope.roads.get(key, _unknown)
-        except TypeError:  # a list, say, is no key
-            key = (self, x.shape, x.dtype, repr(args[1:]), repr(kwargs))
-            road = scope.roads.get(key, _unknown)
+        key = self._key(x, args[1:], kwargs)
+        road = scope.roads.get(key, _unknown)
         if road is _unknown:
-            if len(scope.roads) == MOST_ROADS:
-                scope.roads.clear()
-            road = scope.roads[key] = self._plan(*args, **kwargs).road(x)
+            call = self._plan(*args, **kwargs)
+            road = None if key is None else call.road(x)
+            if key is not None:
+                if len(scope.roads) == MOST_ROADS:
+                    scope.roads.clear()
+                scope.roads[key] = road
+            return call.run() if road is None else road(x)
         return self._plan(*args, **kwargs).run() if road is None else road(x)
+
+    def _key(self, x: Tensor, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+        """Return what tells this call from others, or None if it cannot be told: an iterator, say, is another each time."""
+        for given in args, kwargs.values():
+            for one in given:
+                if type(one) not in _PLAIN:
+                    return None
+        try:
+            key = (self, x.shape, x.dtype, args, *kwargs.items())
+            hash(key)
+        except TypeError:  # there is a list
+            return (self, x.shape, x.dtype, repr(args), repr(kwargs))
+        return key
 
     def start(self, *args: Params.args, **kwargs: Params.kwargs) -> Handle:
         """Begin it and return a handle."""

@@ -55,7 +55,8 @@ def _tree(xs: list[Tensor], combine: Combine) -> Tensor:
 def combined(xs: list[Tensor], combine: Combine, kept: Tensor | None, out: Tensor) -> Tensor:
     """Combine two or more tensors in the fixed tree into `out`, using up the memory of all but the one that is kept."""
     wide = WIDER.get(out.dtype)
-    if wide is not None and (len(xs) > 2 or not wide.is_floating_point):  # a sum of two floats is rounded once anyway
+    once = wide is not None and wide.is_floating_point and out.element_size() > 1  # so a sum of two is rounded once
+    if wide is not None and (len(xs) > 2 or not once):
         return out.copy_(_tree([x.to(wide) for x in xs], combine))
     while len(xs) > 2:
         pairs = [(xs[place], xs[place + 1]) for place in range(0, len(xs) - 1, 2)]

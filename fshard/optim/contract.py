@@ -12,14 +12,14 @@ themselves, exactly as torch.optim would write them, and may use up the memory o
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fshard.mesh.tree import PyTree, flatten, unflatten
+from fshard.mesh.tree import PyTree
 from fshard.optim import lists
-from fshard.optim.leaves import Leaf, Leaves, is_frozen, like, shards_of
+from fshard.optim.leaves import Leaf, Leaves, is_frozen, like, map_shards, shards_of
 
 Update = Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
 """A function of gradients, state and parameters: to updates (or parameters) and the next state."""
@@ -117,9 +117,11 @@ def elementwise_leaves(elementwise: Elementwise, params: PyTree) -> list[bool]:
 @torch.no_grad()
 def copied(tree: PyTree) -> PyTree:
     """Return a tree of copies; what was one tensor at two places is one again.  Nobody writes to what is frozen."""
-    leaves, structure = flatten(tree)
-    frozen = [leaf for leaf in flatten(tree, sharded_is_leaf=True)[0] if is_frozen(leaf)]
-    made: dict[int, Any] = {id(x): x for leaf in frozen for x in shards_of(leaf)}
-    return unflatten(
-        structure, [made.setdefault(id(x), x.clone()) if id(x) not in made else made[id(x)] for x in leaves]
-    )
+    made: dict[int, Tensor] = {}
+
+    def copy(x: Tensor) -> Tensor:
+        if id(x) not in made:
+            made[id(x)] = x.clone()
+        return made[id(x)]
+
+    return Leaves.of(tree).mapped(lambda leaf: leaf if leaf is None or is_frozen(leaf) else map_shards(copy, leaf))

@@ -137,11 +137,11 @@ class Leaves:
         wrong = [
             i
             for i, (param, leaf) in enumerate(zip(self.leaves, leaves, strict=True))
-            if leaf is not None and not _alike(param, leaf)
+            if leaf is not None and not alike(param, leaf)
         ]
         if wrong:
             found = [
-                f"\n  {self.paths[i] or 'the leaf'}: params has {_kind(self.leaves[i])}, {name} has {_kind(leaves[i])}"
+                f"\n  {self.paths[i] or 'the leaf'}: params has {kind_of(self.leaves[i])}, {name} has {kind_of(leaves[i])}"
                 for i in wrong
             ]
             raise LayoutError(
@@ -168,10 +168,12 @@ class Leaves:
         return [i if leaf is None else seen.setdefault(key_of(leaf), i) for i, leaf in enumerate(self.leaves)]
 
 
-def _alike(one: Leaf, other: Leaf) -> bool:
+def alike(one: Leaf, other: Leaf) -> bool:
     """Return whether two leaves lie alike."""
     if isinstance(one, Sharded):
-        return isinstance(other, Sharded) and one.shape == other.shape and _where(one.layout) == _where(other.layout)
+        if not isinstance(other, Sharded) or one.shape != other.shape:
+            return False
+        return one.layout is other.layout or _where(one.layout) == _where(other.layout)
     return isinstance(one, Tensor) and isinstance(other, Tensor) and one.shape == other.shape
 
 
@@ -180,7 +182,8 @@ def _where(layout: Layout) -> object:
     return layout.mesh, layout.spec.shapeless
 
 
-def _kind(leaf: Leaf) -> str:
+def kind_of(leaf: Leaf) -> str:
+    """Return what a leaf is, in words."""
     if leaf is None:
         return "None"
     return repr(leaf) if isinstance(leaf, Sharded) else f"a {type(leaf).__name__} of shape {tuple(leaf.shape)}"

@@ -2,7 +2,7 @@
 
 The inner optimizer works on the masters, which live in the state and so lie as the state does; parameters are what the
 masters round to.  A difference of two half-precision numbers, taken in float32 and added in float32, rounds back to the
-second: so `apply_updates` gives the bits of `step`.
+second: so `apply_updates` gives what the inner optimizer's own update gives, and nothing is rounded twice.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fshard.mesh.tree import PyTree
-from fshard.optim.contract import Optimizer, copied, step_of
+from fshard.optim.contract import Optimizer, Update, step_of
 from fshard.optim.leaves import Leaf, Leaves, map_shards, trainable
 
 _HALVES = (torch.bfloat16, torch.float16)
@@ -38,22 +38,27 @@ def with_master_weights(opt: Optimizer) -> Optimizer:
         masters = at.mapped(lambda leaf: map_shards(_widened, leaf) if _is_half(leaf) else None)
         return {"master": masters, "inner": opt.init(_over(at, masters))}
 
-    @torch.no_grad()
-    def step(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
-        at = Leaves.of(params)
-        given = at.mapped(_gradient, at.gradients(grads))
-        moved, inner = step_of(opt)(given, state["inner"], _over(at, state["master"]))
-        after = at.beside(moved, "the optimizer's results")
-        masters = at.mapped(lambda old, new: new if _is_half(old) else None, after)
-        return at.mapped(_rounded, after), {"master": masters, "inner": inner}
+    def through(act: Update) -> Update:
+        @torch.no_grad()
+        def run(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+            at = Leaves.of(params)
+            given = at.mapped(_gradient, at.gradients(grads))
+            moved, inner = act(given, state["inner"], _over(at, state["master"]))
+            after = at.beside(moved, "the optimizer's results")
+            masters = at.mapped(lambda old, new: new if _is_half(old) else None, after)
+            return at.mapped(_rounded, after), {"master": masters, "inner": inner}
+
+        return run
+
+    pure = through(step_of(opt._replace(step=None)))
 
     @torch.no_grad()
     def update(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
-        moved, state = step(copied(grads), copied(state), copied(params))
+        moved, state = pure(grads, state, params)
         at = Leaves.of(params)
         return at.mapped(_update, at.beside(moved, "the optimizer's results"), at.gradients(grads)), state
 
-    return Optimizer(init, update, step, opt.elementwise)
+    return Optimizer(init, update, through(step_of(opt)), opt.elementwise)
 
 
 def _is_half(leaf: Leaf) -> bool:

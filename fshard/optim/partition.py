@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from itertools import accumulate
 from math import prod
 from typing import Literal, NamedTuple, get_args
 
@@ -38,6 +39,8 @@ from fshard.source import Site, call_site
 
 Stage = Literal[0, 1, 2, 3]
 Unit = Literal["elementwise", "matrix"]
+AT_ONCE = 1 << 26
+"""Bytes of parameters, about, that are put together at once in a step that may use up the old ones."""
 
 
 class Partitioned(NamedTuple):
@@ -100,22 +103,23 @@ def partition_optimizer(
         (own,) = _laid(at, [at.leaves], _targets(at, flat, axes), call_site())
         return opt.init(own)
 
-    def through(act: Update) -> Update:
+    def through(act: Update, *, donated: bool) -> Update:
         def run(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
             at, site = _placed(params), call_site()
             given = at.beside(grads, "grads")
             _refuse_unplaced(at, given)
             grads, own = _laid(at, [given, at.leaves], _targets(at, flat, axes), site)
             result, state = act(grads, state, own)
-            before = [leaf and leaf.layout for leaf in at.leaves]
-            return _laid(at, [at.beside(result, "the optimizer's results")], before, site)[0], state
+            after = at.beside(result, "the optimizer's results")
+            del given, grads, own, result  # what `after` holds is then the last that is held of old memory
+            return (_handed_over if donated else _back)(at, after, site), state
 
         return run
 
     return Partitioned(
         init,
-        through(opt.update),
-        through(step_of(opt)),
+        through(opt.update, donated=False),
+        through(step_of(opt), donated=True),
         opt.elementwise,
         opt.loss_scale,
         lambda layout: pieces(layout, axes),
@@ -213,3 +217,34 @@ def _laid(at: Leaves, columns: Sequence[list[Leaf]], layouts: Sequence[Layout | 
     for (column, place, _), leaf in zip(places, moved, strict=True):
         after[column][place] = leaf
     return [at.rebuild(leaves) for leaves in after]
+
+
+def _back(at: Leaves, after: list[Leaf], site: Site) -> PyTree:
+    """Lay results as the parameters lie."""
+    return _laid(at, [after], [leaf and leaf.layout for leaf in at.leaves], site)[0]
+
+
+def _handed_over(at: Leaves, after: list[Leaf], site: Site) -> PyTree:
+    """Lay results as the parameters lie, and let the parameters' tensors be the results: their old memory is free.
+
+    That is done for some at a time, so little more than one copy of the parameters is ever held.  Uses up `after`.
+    """
+    firsts, turns = at.firsts(), dict[int, list[int]]()
+    after[:] = [leaf if firsts[place] == place else None for place, leaf in enumerate(after)]
+    for place, end in enumerate(accumulate(prod(leaf.shape) * leaf.dtype.itemsize if leaf else 0 for leaf in after)):
+        turns.setdefault(end // AT_ONCE, []).append(place)
+    for places in turns.values():
+        some = _back(at, [leaf if place in places else None for place, leaf in enumerate(after)], site)
+        for place, new in enumerate(Leaves.of(some).leaves):
+            after[place] = _become(at.leaves[place], new) if new else after[place]
+        del some
+    return at.rebuild([after[first] for first in firsts])
+
+
+def _become(old: Sharded, new: Sharded) -> Sharded:
+    """Let the tensors of one array be those of another."""
+    if old.dtype != new.dtype:
+        return new
+    for target, source in zip(old.shards, new.shards, strict=True):
+        target.data = source
+    return old

@@ -21,12 +21,24 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fshard.errors import OptimizerError
+from fshard.errors import LayoutError, OptimizerError
 from fshard.mesh.tree import PyTree
 from fshard.optim import lists
 from fshard.optim.cells import Cells, cells_of
 from fshard.optim.contract import Optimizer
-from fshard.optim.leaves import Leaf, Leaves, count_from_zero, key_of, like, made_of, map_shards, shards_of, trainable
+from fshard.optim.leaves import (
+    Leaf,
+    Leaves,
+    alike,
+    count_from_zero,
+    key_of,
+    kind_of,
+    like,
+    made_of,
+    map_shards,
+    shards_of,
+    trainable,
+)
 from fshard.optim.schedules import Rate, rate_at
 
 Rule = Callable[[Cells, float], None]
@@ -75,6 +87,7 @@ def writer(
         return {"count": count_from_zero()} | {name: at.rebuild(column) for name, column in made.items()}
 
     def write(grads: PyTree, state: PyTree, params: PyTree, chosen: Rule, donated: bool) -> tuple[Written, PyTree]:
+        _refuse_strange_state(state, {"count", "step", *slots})
         written = Written.before(grads, state, params, donated)
         if check:
             check(written.at)
@@ -122,6 +135,7 @@ class Written:
         at = Leaves.of(params)
         given = at.gradients(grads)
         columns = {name: at.beside(tree, f'state["{name}"]') for name, tree in state.items() if name != "count"}
+        _refuse_others_state(at, columns)
         firsts, after = at.firsts(), list(at.leaves)
         _one_gradient_each(at, given, firsts)
         moved = [
@@ -138,6 +152,36 @@ class Written:
             for column in (after, *columns.values()):
                 column[i] = column[first]
         return Written(at, firsts, after, columns, cells_of(moved, at.leaves, after, given, columns))
+
+
+def _refuse_strange_state(state: PyTree, names: set[str]) -> None:
+    found = {*map(str, state)} if isinstance(state, dict) else None  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+    if found != names:
+        has = f"is a {type(state).__name__}" if found is None else f"has {sorted(found)}"
+        raise OptimizerError(
+            f"This state was not made by this optimizer's init: it {has}, and {sorted(names)} is needed. "
+            "Write state = opt.init(params)."
+        )
+
+
+def _refuse_others_state(at: Leaves, columns: Mapping[str, list[Leaf]]) -> None:
+    """Raise naming the state that is as large as its parameter and lies otherwise: it was made for another layout."""
+    wrong = [
+        (name, i)
+        for name, column in columns.items()
+        for i, (param, slot) in enumerate(zip(at.leaves, column, strict=True))
+        if name != "step" and slot is not None and param is not None
+        if param.ndim and slot.shape == param.shape and not alike(param, slot)  # a number of a leaf is no piece of it
+    ]
+    if wrong:
+        found = "".join(
+            f'\n  state["{name}"]{at.paths[i]}: {kind_of(columns[name][i])}, beside {kind_of(at.leaves[i])}'
+            for name, i in wrong
+        )
+        raise LayoutError(
+            f"This state was made for parameters that lie otherwise, by another stage or mesh perhaps:{found}\n"
+            "Make it by this optimizer's init, or lay it alike: fs.reshard(state, layouts)."
+        )
 
 
 def _own(leaf: Leaf, donated: bool) -> Leaf:

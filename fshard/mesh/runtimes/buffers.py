@@ -28,8 +28,8 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Return an uninitialised tensor on the CPU, in used memory if some of that size lies idle."""
     size = prod(shape) * dtype.itemsize
     if size < SMALLEST:
-        return torch.empty(shape, dtype=dtype)
-    fresh: Any = torch.empty(0, dtype=dtype)  # torch's stub of set_ knows no shape
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    fresh: Any = torch.empty(0, dtype=dtype, device="cpu")  # torch's stub of set_ knows no shape
     with _lock:
         storage = next((kept for kept in _pool if kept.nbytes() == size and _idle(kept)), None)
         if storage is None:

@@ -94,7 +94,7 @@ class Direct:
         """Send a message, from memory that is kept until it has been read."""
         turn = Turn(self, self._message(to, sent=True), what)
         with self.lock:
-            if x.nbytes <= INLINE_MESSAGE:
+            if x.nbytes <= INLINE_MESSAGE and self.peers[to].outgoing.roomy:
                 turn.put(to, x.data_ptr(), x.nbytes)
                 return Sent(self.neighbours, None)
             turn.lies(to, x.data_ptr(), x.nbytes)

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import lru_cache
 from itertools import cycle
-from threading import Event
+from threading import Event, Lock
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
@@ -202,7 +202,18 @@ class Running:
     take its steps as well, so that the order in which handles are waited for does not matter.
     """
 
-    __slots__ = ("_ended", "_error", "_link", "_needs", "_result", "_timeout", "_under_way", "_what", "_wire")
+    __slots__ = (
+        "_turn",
+        "_ended",
+        "_error",
+        "_link",
+        "_needs",
+        "_result",
+        "_timeout",
+        "_under_way",
+        "_what",
+        "_wire",
+    )
 
     def __init__(self, link: Link, wire: Wire, timeout: timedelta, what: What, under_way: UnderWay) -> None:
         self._link, self._wire, self._timeout, self._what, self._under_way = link, wire, timeout, what, under_way
@@ -210,23 +221,25 @@ class Running:
         self._result: Tensor | None = None
         self._error: BaseException | None = None
         self._ended: Event | None = None
-        for other in [*under_way]:
-            other.hand_over()
+        self._turn = Lock()  # whoever drives the wire has it
+        hand_over(under_way)
         under_way[self] = None
-        self._step()
+        with self._turn:
+            self._step()
 
     def hand_over(self) -> None:
-        """Give it to its link's helper, if that has one: something else begins."""
-        helper = self._link.helper(self._what) if self._ended is None else None
-        if helper is not None:
-            self._ended = helper.carry_on(self)
+        """Give it to its link's helper, if that has one: something else begins.  Unless a thread waits for it already."""
+        helper = self._link.helper(self._what)
+        if helper is not None and self._turn.acquire(blocking=False):
+            try:
+                self._ended = self._ended or helper.carry_on(self)
+            finally:
+                self._turn.release()
 
     def drive(self) -> None:
         """Run it to its end; an error is raised where it is waited for."""
-        try:
+        with self._turn, suppress(BaseException):
             self._run()
-        except BaseException as error:
-            self._error = error
 
     def _step(self) -> None:
         """Let the wire go on to where it waits next, or to its end."""
@@ -243,27 +256,35 @@ class Running:
         self._under_way.pop(self, None)
         self._link.broken()
         self._wire.close()
-        if isinstance(error, RuntimeError) and not isinstance(error, FshardError):
-            explain(error, self._timeout, self._what)
-        raise error
+        try:
+            if isinstance(error, RuntimeError) and not isinstance(error, FshardError):
+                explain(error, self._timeout, self._what)
+            raise error
+        except BaseException as told:
+            self._error = told  # whoever waits once more is told once more
+            raise
 
     def try_step(self) -> bool:
         """Go on if what is needed is there; return whether it was.  An error is raised where this wire is waited for."""
-        if not self._link.ready(self._needs):
+        if not self._turn.acquire(blocking=False):
             return False
         try:
-            self._step()
-        except Exception as error:
-            self._error = error
-        return True
+            if self._result is not None or self._error is not None or not self._link.ready(self._needs):
+                return False
+            with suppress(Exception):
+                self._step()
+            return True
+        finally:
+            self._turn.release()
 
     def _others_go_on(self) -> bool:
         return len(self._under_way) > 1 and go_on(self._under_way, self)
 
     def wait(self) -> Tensor:
         """Run it to its end, or wait for who does."""
-        if self._ended is None:
-            return self._run()
+        with self._turn:
+            if self._ended is None:
+                return self._run()
         self._ended.wait()
         if self._error is not None:
             raise self._error
@@ -285,6 +306,12 @@ class Running:
 
 UnderWay = dict[Running, None]
 """What has been started and has not ended, in that order."""
+
+
+def hand_over(under_way: UnderWay) -> None:
+    """Give what is under way to helpers, where it would not go on by itself: something else begins."""
+    for running in [*under_way]:
+        running.hand_over()
 
 
 def go_on(under_way: UnderWay, but: Running | None = None) -> bool:

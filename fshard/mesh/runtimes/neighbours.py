@@ -31,7 +31,8 @@ from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from threading import RLock
-from typing import Any
+from typing import Any, NoReturn
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -68,6 +69,9 @@ class Neighbour:
         self.offer, self.look, self.inbox = self.outgoing.put, self.incoming.look, self.incoming.inbox
         self.gone = False
 
+    def _has_gone(self, *message: Any) -> NoReturn:
+        raise self.lost()
+
     def _wake(self) -> None:
         with suppress(OSError):  # it has gone, or has been woken often enough
             self.socket.send(b"!", socket.MSG_DONTWAIT)
@@ -78,9 +82,10 @@ class Neighbour:
             while not self.gone:
                 self.gone = not self.socket.recv(1, socket.MSG_DONTWAIT)
         except BlockingIOError:
-            pass
+            return
         except OSError:
             self.gone = True
+        self.offer = self._has_gone
 
     def read(self, into: int, address: int, size: int) -> None:
         """Copy memory of the other process."""
@@ -112,7 +117,7 @@ class Neighbour:
         self.outgoing.close()
         with suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
-        self.gone = True
+        self.gone, self.offer = True, self._has_gone
 
     def lost(self) -> RuntimeError:
         """Return the error that says that it has gone."""
@@ -140,9 +145,9 @@ class Neighbours:
         self.lock = RLock()  # whoever takes a step or looks has it
         self._sleepers = 0
         self._by_number = {one.socket.fileno(): one for one in known.values()}
-        self._poll = select.poll()
-        for number in self._by_number:
-            self._poll.register(number, select.POLLIN)
+        if known:
+            this = ref(self)
+            os.register_at_fork(after_in_child=lambda: _forget(this()))
 
     def press(self, to: Neighbour, message: tuple[int, ...]) -> None:
         """Send when there is room; meanwhile take in what others send, who may be waiting for that."""
@@ -183,29 +188,48 @@ class Neighbours:
         with self.lock:
             self._sleepers += 1
             self._say_asleep(1)
-        rings.fence(self._libc)
-        came = any(peer.incoming.filled for peer in self.known.values())
-        heard = self._poll.poll(0 if came else seconds * 1e3)
+        try:
+            heard = self._heard(seconds)
+        finally:
+            with self.lock:
+                self._sleepers -= 1
+                if not self._sleepers:
+                    self._say_asleep(0)
         with self.lock:
-            self._sleepers -= 1
-            if not self._sleepers:
-                self._say_asleep(0)
-            for number, _ in heard:
-                peer = self._by_number[number]
-                peer.hear()
-                if peer.gone:
-                    self._poll.unregister(number)
+            for number in heard:
+                self._by_number[number].hear()
             for peer in self.known.values():
                 peer.look(None)
+
+    def _heard(self, seconds: float) -> list[int]:
+        """Sleep; return whose sockets have something to say."""
+        rings.fence(self._libc)
+        came = any(peer.incoming.filled for peer in self.known.values())
+        poll = select.poll()  # of its own: several threads may sleep
+        for number, peer in self._by_number.items():
+            if not peer.gone:
+                poll.register(number, select.POLLIN)
+        return [number for number, _ in poll.poll(0 if came else seconds * 1e3)]
 
     def _say_asleep(self, asleep: int) -> None:
         for peer in self.known.values():
             peer.incoming.words[ASLEEP] = asleep
 
+    def forget(self) -> None:
+        """Let go of the sockets in a child of this process: else the others would not be told when this one ends."""
+        for one in self.known.values():
+            one.socket.close()
+            one.gone = True
+
     def close(self) -> None:
         """Take leave of all."""
         for one in self.known.values():
             one.close()
+
+
+def _forget(neighbours: Neighbours | None) -> None:
+    if neighbours is not None:
+        neighbours.forget()
 
 
 # -- finding them -----------------------------------------------------------------------------------------------

@@ -73,6 +73,11 @@ class Putter(Ring):
             self._wake()
         return True
 
+    @property
+    def roomy(self) -> bool:
+        """Whether at least half of the ring is free."""
+        return self._at - self.words[TAIL] < SIZE // 2
+
     def close(self) -> None:
         """Say that nothing more will come, and that memory that was told of must no longer be read."""
         self.words[CLOSED] = 1
@@ -143,7 +148,16 @@ def able(libc: Any) -> bool:
         platform.machine() == "x86_64"
         and hasattr(os, "memfd_create")
         and libc.syscall(_MEMBARRIER, _REGISTER, 0, 0) == 0
+        and _can_be_made()
     )
+
+
+def _can_be_made() -> bool:
+    try:
+        os.close(made())
+    except OSError:
+        return False
+    return True
 
 
 def fence(libc: Any) -> None:

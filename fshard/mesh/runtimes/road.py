@@ -15,7 +15,7 @@ from torch import Tensor
 from fshard.errors import FshardError
 from fshard.mesh.moves import Wired
 from fshard.mesh.runtimes.direct import Direct
-from fshard.mesh.runtimes.link import UnderWay, What, explain, go_on
+from fshard.mesh.runtimes.link import UnderWay, What, explain, go_on, hand_over
 from fshard.source import call_site
 
 if TYPE_CHECKING:
@@ -44,7 +44,10 @@ class Road:
         """Run it to its end, now."""
         move, link = self._move, self._link
         neighbours, n = link.neighbours, link.n
-        wire = self._wire(link.number(), move.pack(x, n))
+        if self._under_way:
+            hand_over(self._under_way)
+        buffer = move.pack(x, n).contiguous()
+        wire = self._wire(link.number(), buffer)
         try:
             while True:
                 with neighbours.lock:

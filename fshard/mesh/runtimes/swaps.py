@@ -91,7 +91,7 @@ class Swapping:
                 self._neighbours.press(peer, (key, INSIDE, size, stamp, base + at))
         needs: list[Need] = [(peer, key) for peer, _ in self._gets]
         yield needs
-        result = torch.empty(self._shape, dtype=self._dtype)
+        result = torch.empty(self._shape, dtype=self._dtype, device="cpu")
         into = result.data_ptr()
         if self._keeps is not None:
             ctypes.memmove(into + self._keeps[1], base + self._keeps[0], size)
@@ -104,4 +104,4 @@ class Swapping:
             ctypes.memmove(into + at, place, size)
         if self._combine is None:
             return result
-        return combined(list(result), self._combine, None, torch.empty(self._length, dtype=self._dtype))
+        return combined(list(result), self._combine, None, torch.empty(self._length, dtype=self._dtype, device="cpu"))
