@@ -79,7 +79,7 @@ def wait_in_vain():
 
 def test_what_fails_in_the_helper_is_raised_where_it_is_waited_for():
     text, _ = run_processes(wait_in_vain, 2, environment={"FSHARD_DIRECT": "0"}, timeout=60)
-    assert "psum of float32[5000000]" in text and "test_handles.py" in text and "within 1 s" in text
+    assert "psum of float32[5000000]" in text and "test_async_handles.py" in text and "within 1 s" in text
 
 
 def two_threads():
