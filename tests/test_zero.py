@@ -1,5 +1,7 @@
 """ZeRO as a table of layouts: every stage, on every mesh, trains as one device does."""
 
+import io
+import operator
 import weakref
 from fractions import Fraction
 from typing import NamedTuple
@@ -787,6 +789,54 @@ def test_a_tied_leaf_has_one_gradient_and_stays_tied(stage):
     assert own["a"] is own["b"][0]
     torch.testing.assert_close(metrics["grad_norm"].item(), 75**0.5)
     torch.testing.assert_close(fs.unshard(own)["a"], torch.full((3,), 0.9 - 0.001))
+
+
+def handed_back(tree):
+    return tree
+
+
+def rebuilt(tree):
+    return map_leaves(lambda x: fs.Sharded(x.shape, x.layout, x.shards) if isinstance(x, fs.Sharded) else x, tree)
+
+
+def saved_and_loaded(tree):
+    leaves, structure = flatten(tree)
+    file = io.BytesIO()
+    torch.save(leaves, file)
+    file.seek(0)
+    return structure.unflatten(torch.load(file))
+
+
+@pytest.mark.parametrize("between", [handed_back, rebuilt, saved_and_loaded])
+@pytest.mark.parametrize(
+    ("opt", "scales"),
+    [
+        (fs.optim.accumulate(fs.optim.sgd(0.1, fused=False), 2), (1.0, 2.0, 3.0, 1.0)),
+        (fs.optim.loss_scaled(fs.optim.sgd(0.1, fused=False)), (1.0, torch.inf, 2.0, 1.0)),
+        (fs.optim.skip_if_not_finite(fs.optim.sgd(0.1, fused=False)), (1.0, torch.inf, 2.0, 1.0)),
+    ],
+    ids=["accumulate", "loss_scaled", "skip_if_not_finite"],
+)
+def test_a_tie_lasts_through_steps_that_give_parameters_back_and_through_trees_made_anew(opt, scales, between):
+    def loss_fn(p, x):
+        return (p["emb"][0] @ p["head"].T).square().mean() * x.mean()
+
+    def trained(n, stage):
+        mesh, x = fs.make_mesh({"data": n}), torch.arange(6.0).view(2, 3) / 6
+        divided = optimizer(stage, mesh, opt)
+        own = placed({"emb": x, "head": x}, stage, mesh)
+        state = divided.init(own)
+        step = fs.train_step(loss_fn, divided, mesh=mesh, batch=P("data"))
+        for scale in scales:
+            own, state, _ = step(*between((own, state)), torch.full((2,), scale))
+        emb, head = own["emb"], own["head"]
+        assert all(map(operator.is_, emb.shards, head.shards))
+        return fs.unshard(emb)
+
+    found = [trained(n, stage) for n in (1, 2) for stage in STAGES]
+    assert not torch.equal(found[0], torch.arange(6.0).view(2, 3) / 6)
+    for again in found[1:]:
+        torch.testing.assert_close(again, found[0])
 
 
 def test_training_works_over_tensor_sharded_parameters():

@@ -35,7 +35,7 @@ from fshard.mesh.spec import P
 from fshard.mesh.spmd import everywhere, held, standing
 from fshard.mesh.steps import Way, steps_between
 from fshard.mesh.tree import PyTree, flatten_with_paths, unflatten
-from fshard.optim.leaves import trainable
+from fshard.optim.leaves import firsts_of, trainable
 from fshard.source import Site, call_site
 from fshard.transforms.agree import disagreement
 from fshard.transforms.batch import placed
@@ -198,9 +198,10 @@ class Gradient:
         _refuse_unplaced(paths, leaves, mesh)
         parts = placed(batch, self.specs, mesh)
         parts.check(self.how.turns(prod(mesh.shape[axis] for axis in parts.axes)))
-        first = {id(x): place for place, x in reversed([*enumerate(leaves)])}  # a tied leaf is one, wherever it stands
-        own = sorted(first.values())
-        at = [own.index(first[id(x)]) for x in leaves] if len(own) < len(leaves) else list(range(len(leaves)))
+        first = firsts_of(leaves)  # a tied leaf is one, wherever it stands
+        own = sorted({*first})
+        number = {place: number for number, place in enumerate(own)}
+        at = [number[place] for place in first]
         known = self._known(paths, leaves, at, parts.axes)
         drawn = int(torch.randint(1 << 62, ()).item())  # the same on every process
         devices, memory, tapes = held(mesh), Buffers(buffers, mesh), dict[int, Tape]()
