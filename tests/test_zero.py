@@ -204,6 +204,53 @@ def test_reproducible_mode_gives_equal_bits_for_every_accumulation():
     assert losses == others and all(map(torch.equal, params, again))
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"precision": "bf16"},
+        {"precision": "fp16"},
+        {"compute": torch.bfloat16},
+        {"precision": "bf16", "reduce": torch.float64},
+    ],
+    ids=str,
+)
+def test_reproducible_mode_gives_equal_bits_in_16_bits(options):
+    opt = fs.optim.loss_scaled(fs.optim.adamw(3e-3))
+    found = [
+        train(fs.make_mesh({"data": n}), stage, opt=opt, reproducible=True, **options)
+        for n in (1, 2, 4, 8)
+        for stage in (0, 2, 3)
+    ]
+    assert found[0][0][0] > found[0][0][-1]
+    assert all(losses == found[0][0] and all(map(torch.equal, params, found[0][1])) for losses, params in found)
+
+
+def test_reproducible_mode_gives_equal_bits_for_parameters_of_16_bits():
+    params, xs = {"w": torch.randn(5, 7).bfloat16(), "v": torch.randn(7, 3)}, torch.randn(8, 5)
+
+    def gradients(n, stage):
+        mesh = fs.make_mesh({"data": n})
+        run = fs.grad(
+            lambda p, x: (torch.tanh(x.bfloat16() @ p["w"]).float() @ p["v"]).square().mean(),
+            mesh=mesh,
+            batch=P("data"),
+            reproducible=True,
+            gradients=optimizer(stage, mesh).gradients,
+        )
+        return leaves_of(run(placed(params, stage, mesh), xs))
+
+    expected = gradients(1, 0)
+    for n in (2, 4, 8):
+        for stage in STAGES:
+            assert all(map(torch.equal, expected, gradients(n, stage)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_reproducible_mode_refuses_sums_in_16_bits(dtype):
+    with pytest.raises(fs.LayoutError, match=f"reduce={dtype}.: sums in 16 bits are rounded at other places"):
+        fs.grad(lambda p, x: x.mean(), mesh=fs.make_mesh({"data": 2}), batch=P("data"), reproducible=True, reduce=dtype)
+
+
 def on_processes(n, steps):
     return [train(fs.make_mesh({"data": n}), stage, steps=steps, reproducible=True) for stage in STAGES]
 
