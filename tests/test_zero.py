@@ -709,6 +709,21 @@ def test_wrong_calls_name_what_is_wrong():
         fs.partition_optimizer(fs.optim.sgd(1.0), mesh=mesh, axis="data", stage=4)
 
 
+@pytest.mark.parametrize("stage", STAGES)
+def test_inference_mode_is_refused(stage):
+    mesh = fs.make_mesh({"data": 2})
+    opt, params = optimizer(stage, mesh), placed({"w": torch.ones(2)}, stage, mesh)
+    state = opt.init(params)
+    step = fs.train_step(lambda p, x: (p["w"] * x).sum(1).mean(), opt, mesh=mesh, batch=P("data"))
+    with (
+        torch.inference_mode(),
+        pytest.raises(fs.LayoutError, match=r"under torch.inference_mode\(\): nothing is recorded"),
+    ):
+        step(params, state, torch.ones(2, 2))
+    with torch.inference_mode(), torch.inference_mode(False):
+        assert step(params, state, torch.ones(2, 2))[2]["grad_norm"] > 1
+
+
 # -- rules ---------------------------------------------------------------------------------------------------------------------
 
 TREE = {"emb": torch.ones(4, 4), "blocks": [{"w": torch.ones(4, 4), "b": torch.ones(4)} for _ in range(2)]}

@@ -199,6 +199,11 @@ class Gradient:
         self, params: PyTree, buffers: PyTree, batch: PyTree, site: Site, scale: float = 1.0
     ) -> tuple[Value, PyTree]:
         """Run forward and backward on all devices; return the loss, and the gradients of `scale` times it as they lie."""
+        if torch.is_inference_mode_enabled():
+            raise LayoutError(
+                "value_and_grad under torch.inference_mode(): nothing is recorded there, so there is no gradient. "
+                "Call it outside, or in torch.inference_mode(False)."
+            )
         mesh = standing(self.mesh)
         paths, leaves, structure = flatten_with_paths(params, sharded_is_leaf=True)
         _refuse_unplaced(paths, leaves, mesh)
