@@ -709,6 +709,27 @@ def test_wrong_calls_name_what_is_wrong():
         fs.partition_optimizer(fs.optim.sgd(1.0), mesh=mesh, axis="data", stage=4)
 
 
+@pytest.mark.parametrize("compute", [None, torch.bfloat16])
+@pytest.mark.parametrize("live_units", [1, 2])
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_change_of_parameters_in_place_is_refused(stage, n, live_units, compute):
+    def loss_fn(p, x):
+        with torch.no_grad():
+            p[0]["w"].add_(1.0)
+            p[2]["v"].mul_(2.0)
+        for own in p:
+            x = x @ own["w"] + own["v"]
+        return x.mean()
+
+    mesh = fs.make_mesh({"data": n})
+    opt = optimizer(stage, mesh)
+    params = placed([{"w": torch.eye(2), "v": torch.zeros(2)} for _ in range(3)], stage, mesh)
+    step = fs.train_step(loss_fn, opt, mesh=mesh, batch=P("data"), live_units=live_units, compute=compute)
+    with pytest.raises(fs.LayoutError, match=r"changed parameters in place: 0\.w, 2\.v\. It has to be pure"):
+        step(params, opt.init(params), torch.ones(2, 2))
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_inference_mode_is_refused(stage):
     mesh = fs.make_mesh({"data": 2})
