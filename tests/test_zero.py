@@ -1,5 +1,7 @@
 """ZeRO as a table of layouts: every stage, on every mesh, trains as one device does."""
 
+import io
+import operator
 import weakref
 from fractions import Fraction
 from typing import NamedTuple
@@ -200,6 +202,53 @@ def test_reproducible_mode_gives_equal_bits_for_every_accumulation():
     losses, params = train(fs.make_mesh({"data": 2}), 2, reproducible=True)
     others, again = train(fs.make_mesh({"data": 2}), 2, reproducible=True, accumulate=2)
     assert losses == others and all(map(torch.equal, params, again))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"precision": "bf16"},
+        {"precision": "fp16"},
+        {"compute": torch.bfloat16},
+        {"precision": "bf16", "reduce": torch.float64},
+    ],
+    ids=str,
+)
+def test_reproducible_mode_gives_equal_bits_in_16_bits(options):
+    opt = fs.optim.loss_scaled(fs.optim.adamw(3e-3))
+    found = [
+        train(fs.make_mesh({"data": n}), stage, opt=opt, reproducible=True, **options)
+        for n in (1, 2, 4, 8)
+        for stage in (0, 2, 3)
+    ]
+    assert found[0][0][0] > found[0][0][-1]
+    assert all(losses == found[0][0] and all(map(torch.equal, params, found[0][1])) for losses, params in found)
+
+
+def test_reproducible_mode_gives_equal_bits_for_parameters_of_16_bits():
+    params, xs = {"w": torch.randn(5, 7).bfloat16(), "v": torch.randn(7, 3)}, torch.randn(8, 5)
+
+    def gradients(n, stage):
+        mesh = fs.make_mesh({"data": n})
+        run = fs.grad(
+            lambda p, x: (torch.tanh(x.bfloat16() @ p["w"]).float() @ p["v"]).square().mean(),
+            mesh=mesh,
+            batch=P("data"),
+            reproducible=True,
+            gradients=optimizer(stage, mesh).gradients,
+        )
+        return leaves_of(run(placed(params, stage, mesh), xs))
+
+    expected = gradients(1, 0)
+    for n in (2, 4, 8):
+        for stage in STAGES:
+            assert all(map(torch.equal, expected, gradients(n, stage)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_reproducible_mode_refuses_sums_in_16_bits(dtype):
+    with pytest.raises(fs.LayoutError, match=f"reduce={dtype}.: sums in 16 bits are rounded at other places"):
+        fs.grad(lambda p, x: x.mean(), mesh=fs.make_mesh({"data": 2}), batch=P("data"), reproducible=True, reduce=dtype)
 
 
 def on_processes(n, steps):
@@ -660,6 +709,42 @@ def test_wrong_calls_name_what_is_wrong():
         fs.partition_optimizer(fs.optim.sgd(1.0), mesh=mesh, axis="data", stage=4)
 
 
+@pytest.mark.parametrize("compute", [None, torch.bfloat16])
+@pytest.mark.parametrize("live_units", [1, 2])
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_change_of_parameters_in_place_is_refused(stage, n, live_units, compute):
+    def loss_fn(p, x):
+        with torch.no_grad():
+            p[0]["w"].add_(1.0)
+            p[2]["v"].mul_(2.0)
+        for own in p:
+            x = x @ own["w"] + own["v"]
+        return x.mean()
+
+    mesh = fs.make_mesh({"data": n})
+    opt = optimizer(stage, mesh)
+    params = placed([{"w": torch.eye(2), "v": torch.zeros(2)} for _ in range(3)], stage, mesh)
+    step = fs.train_step(loss_fn, opt, mesh=mesh, batch=P("data"), live_units=live_units, compute=compute)
+    with pytest.raises(fs.LayoutError, match=r"changed parameters in place: 0\.w, 2\.v\. It has to be pure"):
+        step(params, opt.init(params), torch.ones(2, 2))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_inference_mode_is_refused(stage):
+    mesh = fs.make_mesh({"data": 2})
+    opt, params = optimizer(stage, mesh), placed({"w": torch.ones(2)}, stage, mesh)
+    state = opt.init(params)
+    step = fs.train_step(lambda p, x: (p["w"] * x).sum(1).mean(), opt, mesh=mesh, batch=P("data"))
+    with (
+        torch.inference_mode(),
+        pytest.raises(fs.LayoutError, match=r"under torch.inference_mode\(\): nothing is recorded"),
+    ):
+        step(params, state, torch.ones(2, 2))
+    with torch.inference_mode(), torch.inference_mode(False):
+        assert step(params, state, torch.ones(2, 2))[2]["grad_norm"] > 1
+
+
 # -- rules ---------------------------------------------------------------------------------------------------------------------
 
 TREE = {"emb": torch.ones(4, 4), "blocks": [{"w": torch.ones(4, 4), "b": torch.ones(4)} for _ in range(2)]}
@@ -787,6 +872,54 @@ def test_a_tied_leaf_has_one_gradient_and_stays_tied(stage):
     assert own["a"] is own["b"][0]
     torch.testing.assert_close(metrics["grad_norm"].item(), 75**0.5)
     torch.testing.assert_close(fs.unshard(own)["a"], torch.full((3,), 0.9 - 0.001))
+
+
+def handed_back(tree):
+    return tree
+
+
+def rebuilt(tree):
+    return map_leaves(lambda x: fs.Sharded(x.shape, x.layout, x.shards) if isinstance(x, fs.Sharded) else x, tree)
+
+
+def saved_and_loaded(tree):
+    leaves, structure = flatten(tree)
+    file = io.BytesIO()
+    torch.save(leaves, file)
+    file.seek(0)
+    return structure.unflatten(torch.load(file))
+
+
+@pytest.mark.parametrize("between", [handed_back, rebuilt, saved_and_loaded])
+@pytest.mark.parametrize(
+    ("opt", "scales"),
+    [
+        (fs.optim.accumulate(fs.optim.sgd(0.1, fused=False), 2), (1.0, 2.0, 3.0, 1.0)),
+        (fs.optim.loss_scaled(fs.optim.sgd(0.1, fused=False)), (1.0, torch.inf, 2.0, 1.0)),
+        (fs.optim.skip_if_not_finite(fs.optim.sgd(0.1, fused=False)), (1.0, torch.inf, 2.0, 1.0)),
+    ],
+    ids=["accumulate", "loss_scaled", "skip_if_not_finite"],
+)
+def test_a_tie_lasts_through_steps_that_give_parameters_back_and_through_trees_made_anew(opt, scales, between):
+    def loss_fn(p, x):
+        return (p["emb"][0] @ p["head"].T).square().mean() * x.mean()
+
+    def trained(n, stage):
+        mesh, x = fs.make_mesh({"data": n}), torch.arange(6.0).view(2, 3) / 6
+        divided = optimizer(stage, mesh, opt)
+        own = placed({"emb": x, "head": x}, stage, mesh)
+        state = divided.init(own)
+        step = fs.train_step(loss_fn, divided, mesh=mesh, batch=P("data"))
+        for scale in scales:
+            own, state, _ = step(*between((own, state)), torch.full((2,), scale))
+        emb, head = own["emb"], own["head"]
+        assert all(map(operator.is_, emb.shards, head.shards))
+        return fs.unshard(emb)
+
+    found = [trained(n, stage) for n in (1, 2) for stage in STAGES]
+    assert not torch.equal(found[0], torch.arange(6.0).view(2, 3) / 6)
+    for again in found[1:]:
+        torch.testing.assert_close(again, found[0])
 
 
 def test_training_works_over_tensor_sharded_parameters():

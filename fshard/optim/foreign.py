@@ -39,7 +39,9 @@ def from_torch(cls: type[torch.optim.Optimizer], *, elementwise: bool | None = N
     Args:
         cls: the class, such as torch.optim.RMSprop.
         elementwise: whether an element's update depends on that element alone.  Known for the classes of torch.optim.
-        options: of the class, `foreach` and `fused` among them; `lr` may be a schedule.
+        options: of the class, `foreach` and `fused` among them; `lr` may be a schedule.  A fused kernel rounds differently at
+            the end of a tensor, so with `fused=True` the last bits depend on where tensors are cut: on the mesh and the stage,
+            in reproducible mode too.
 
     >>> import torch
     >>> opt = from_torch(torch.optim.Adagrad, lr=0.5)

@@ -89,6 +89,17 @@ def key_of(leaf: Leaf) -> tuple[int, ...]:
     return tuple(map(id, shards_of(leaf)))
 
 
+def firsts_of(leaves: Sequence[Leaf]) -> list[int]:
+    """Return for each leaf the place of the first that is the same, whichever objects hold its tensors.
+
+    >>> x = torch.ones(2)
+    >>> firsts_of([x, torch.ones(2), x])
+    [0, 1, 0]
+    """
+    seen: dict[tuple[int, ...], int] = {}
+    return [i if leaf is None else seen.setdefault(key_of(leaf), i) for i, leaf in enumerate(leaves)]
+
+
 @dataclass(frozen=True)
 class Leaves:
     """The leaves of a tree, and how to put the tree together again."""
@@ -164,8 +175,7 @@ class Leaves:
 
     def firsts(self) -> list[int]:
         """Return for each leaf the place of the first that is the same: ties are one parameter."""
-        seen: dict[tuple[int, ...], int] = {}
-        return [i if leaf is None else seen.setdefault(key_of(leaf), i) for i, leaf in enumerate(self.leaves)]
+        return firsts_of(self.leaves)
 
 
 def alike(one: Leaf, other: Leaf) -> bool:

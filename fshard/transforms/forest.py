@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
 from fshard.transforms.units import Unit
+
+Gradients = list[Tensor | None]
+"""Of the leaves of a unit."""
 
 
 class Forest:
@@ -14,14 +17,17 @@ class Forest:
 
     slices   0 1 2 3 4 5 6 7    ->    ((0+1)+(2+3)) + ((4+5)+(6+7))
 
-    A slice that has not used a unit stands in its tree as nothing, which is 0: the other devices have zeros for it.
+    A slice that has not used a unit stands in its tree as nothing, which is 0: the other devices have zeros for it.  Uses of
+    a unit in one slice are added as autograd adds them, in their own dtype; slices as devices add them, in the dtype that
+    `widened` gives.
     """
 
-    def __init__(self, units: Sequence[Unit]) -> None:
-        self._now: dict[Unit, list[Tensor | None]] = {}
-        self._trees: dict[Unit, list[tuple[int, list[Tensor | None]]]] = {unit: [] for unit in units}
+    def __init__(self, units: Sequence[Unit], widened: Callable[[Unit, Gradients], Gradients]) -> None:
+        self._widened = widened
+        self._now: dict[Unit, Gradients] = {}
+        self._trees: dict[Unit, list[tuple[int, Gradients]]] = {unit: [] for unit in units}
 
-    def plant(self, unit: Unit, gs: list[Tensor | None]) -> None:
+    def plant(self, unit: Unit, gs: Gradients) -> None:
         """Take what one use of a unit gave in this slice."""
         known = self._now.get(unit)
         self._now[unit] = gs if known is None else _added(known, gs)
@@ -29,13 +35,13 @@ class Forest:
     def grow(self) -> None:
         """End a slice."""
         for unit, trees in self._trees.items():
-            trees.append((0, self._now.get(unit, [None] * len(unit.places))))
+            trees.append((0, self._widened(unit, self._now.get(unit, [None] * len(unit.places)))))
             while len(trees) > 1 and trees[-1][0] == trees[-2][0]:
                 (height, left), (_, right) = trees[-2:]
                 trees[-2:] = [(height + 1, _added(left, right))]
         self._now = {}
 
-    def harvest(self, unit: Unit) -> list[Tensor | None] | None:
+    def harvest(self, unit: Unit) -> Gradients | None:
         """Return the sum of a unit's gradients; None if no slice has used it."""
         trees = [tree for _, tree in self._trees.pop(unit)]
         while len(trees) > 1:
@@ -44,7 +50,7 @@ class Forest:
         return gs if any(g is not None for g in gs) else None
 
 
-def _added(left: list[Tensor | None], right: list[Tensor | None]) -> list[Tensor | None]:
+def _added(left: Gradients, right: Gradients) -> Gradients:
     return [_sum(a, b) for a, b in zip(left, right, strict=True)]
 
 

@@ -13,8 +13,8 @@ Gradients come out as their layouts say: that is all that ZeRO 0 to 3 differ in.
     flat                 flat          psum_scatter            (3; gathered at use)
 
 Reproducible mode: the batch is cut into slices whose number does not depend on the mesh.  Gradients of slices are added
-in one binary tree, within a device and, by the collectives, on across devices; random draws are keyed by the slice.
-Then the bits are the same on any mesh.
+in one binary tree, within a device and, by the collectives, on across devices, in 32 bits at least (sums in 16 would be
+rounded at other places on other meshes); random draws are keyed by the slice.  Then the bits are the same on any mesh.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from fshard.mesh.spec import P
 from fshard.mesh.spmd import everywhere, held, standing
 from fshard.mesh.steps import Way, steps_between
 from fshard.mesh.tree import PyTree, flatten_with_paths, unflatten
-from fshard.optim.leaves import trainable
+from fshard.optim.leaves import firsts_of, trainable
 from fshard.source import Site, call_site
 from fshard.transforms.agree import disagreement
 from fshard.transforms.batch import placed
@@ -97,7 +97,8 @@ def value_and_grad(
         bucket: about how many bytes of gradients are reduced together where parameters lie whole (ZeRO 0 to 2): units wait, in
             the order of the backward, until there are so many.  0: each unit alone.
         compute: the floating dtype that parameters and batch are used in, if not their own.
-        reduce: the dtype that gradients are reduced in, if not that of the computation.
+        reduce: the dtype that gradients are reduced in, if not that of the computation, or in reproducible mode and where
+            slices are added up, that or float32, whichever is wider.
 
     The loss is a tensor, equal on all devices; a gradient is None where no device has used the parameter.  loss_fn may call
     collectives; what one makes equal on all devices and is then used with a device's own data has to go through `fs.pvary`.
@@ -119,6 +120,11 @@ def value_and_grad(
     if wrong:
         raise LayoutError(
             f"value_and_grad: {', '.join(wrong)}: at least 1 is needed (in_flight, prefetch and bucket: 0)."
+        )
+    if reproducible and reduce in (torch.bfloat16, torch.float16):
+        raise LayoutError(
+            f"value_and_grad(reproducible=True, reduce={reduce}): sums in 16 bits are rounded at other places on other meshes. "
+            "Give reduce=torch.float32, or leave it out."
         )
     manner = Manner(reshard_after_forward, live_units, prefetch, in_flight, bucket, compute, reduce)
     once = reduce_once or reproducible
@@ -193,14 +199,20 @@ class Gradient:
         self, params: PyTree, buffers: PyTree, batch: PyTree, site: Site, scale: float = 1.0
     ) -> tuple[Value, PyTree]:
         """Run forward and backward on all devices; return the loss, and the gradients of `scale` times it as they lie."""
+        if torch.is_inference_mode_enabled():
+            raise LayoutError(
+                "value_and_grad under torch.inference_mode(): nothing is recorded there, so there is no gradient. "
+                "Call it outside, or in torch.inference_mode(False)."
+            )
         mesh = standing(self.mesh)
         paths, leaves, structure = flatten_with_paths(params, sharded_is_leaf=True)
         _refuse_unplaced(paths, leaves, mesh)
         parts = placed(batch, self.specs, mesh)
         parts.check(self.how.turns(prod(mesh.shape[axis] for axis in parts.axes)))
-        first = {id(x): place for place, x in reversed([*enumerate(leaves)])}  # a tied leaf is one, wherever it stands
-        own = sorted(first.values())
-        at = [own.index(first[id(x)]) for x in leaves] if len(own) < len(leaves) else list(range(len(leaves)))
+        first = firsts_of(leaves)  # a tied leaf is one, wherever it stands
+        own = sorted({*first})
+        number = {place: number for number, place in enumerate(own)}
+        at = [number[place] for place in first]
         known = self._known(paths, leaves, at, parts.axes)
         drawn = int(torch.randint(1 << 62, ()).item())  # the same on every process
         devices, memory, tapes = held(mesh), Buffers(buffers, mesh), dict[int, Tape]()

@@ -116,14 +116,20 @@ class Reductions:
 
     def reduce(self, unit: Unit, gs: Sequence[Tensor | None]) -> None:
         """Reduce the gradients of a unit, if it lies whole together with those that come before and after."""
-        for place, g in zip(unit.places, gs, strict=True):
+        for place, g in zip(unit.places, self.as_reduced(unit, gs), strict=True):
             leaf, near = self.leaves[place], self.shards[place]
             if leaf.reduce is not None:
-                dtype = self._reduced_in(leaf)
-                g = near.new_zeros(leaf.shape, dtype=dtype) if g is None else g.to(dtype)
+                g = near.new_zeros(leaf.shape, dtype=self._reduced_in(leaf)) if g is None else g
                 self._bucket.append((place, g, leaf.reduce))
         if unit.sharded or sum(g.nbytes for _, g, _ in self._bucket) >= self.manner.bucket:
             self.send()
+
+    def as_reduced(self, unit: Unit, gs: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Return gradients of a unit in the dtypes that they are reduced in."""
+        return [
+            None if g is None else g.to(self._reduced_in(self.leaves[place]))
+            for place, g in zip(unit.places, gs, strict=True)
+        ]
 
     def send(self) -> None:
         """Start to reduce what is in the bucket."""

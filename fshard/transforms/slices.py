@@ -122,30 +122,31 @@ class Device:
         n, index = (self.group.size, self.group.index) if self.group is not None else (1, 0)
         slices = self.batch.slices(self.place, how.turns(n))
         counts = self._counts(slices)
-        forest = Forest(tape.units) if how.slices is not None else None
+        forest = Forest(tape.units, tape.reductions.as_reduced) if how.slices is not None else None
         found: list[Found] = []
         new = self.buffers.compared(self.place, self.buffers.part(self.place))
-        tape.reductions.wide = how.once and forest is None and len(slices) > 1
+        reductions = tape.reductions
+        reductions.wide = forest is not None or (how.once and len(slices) > 1)
         for turn, (slice, count) in enumerate(zip(slices, counts, strict=True)):
             if forest is not None:
-                tape.reductions.keep = forest.plant
+                reductions.keep = forest.plant
             elif how.once and turn < len(slices) - 1:
-                tape.reductions.keep = lambda unit, gs: unit.keep(gs)
+                reductions.keep = lambda unit, gs: unit.keep(gs)
             else:
-                tape.reductions.keep = None
+                reductions.keep = None
             tape.begin()
             with keyed_random(self.key, 0, index * len(slices) + turn), idling(count.idle):
                 one, new = self._one(slice, count)
             found.append(one)
             if forest is not None:
                 forest.grow()
-            if tape.reductions.keep is None:
-                tape.reductions.end()
+            if reductions.keep is None:
+                reductions.end()
         tape.check_unchanged()
         if forest is not None:
             for unit in tape.units:
                 unit.kept = forest.harvest(unit)
-            tape.reductions.end()
+            reductions.end()
         tape.end()
         mean, used = self._together(found)
         gradients = self._gradients(mean, used)

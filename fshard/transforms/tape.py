@@ -50,6 +50,7 @@ class Tape:
         self.sequence: list[int] = []  # which units were gathered: the same on all devices, or they would mix them up
         self.live: list[Unit] = []  # the units that lie sharded and are whole, the last used last
         self.first: list[int] = []  # the units that the forward has used, in the order of their first use
+        self.changed: set[int] = set()  # the leaves that the loss function was found to have changed
         self._versions = [x._version for x in shards]
         self.seen, self.expected = Order([], [], []), order or Order([], [], [])
         by_unit: dict[str, list[int]] = {}
@@ -114,14 +115,16 @@ class Tape:
 
     def check_unchanged(self) -> None:
         """Raise if the loss function has changed a parameter in place."""
-        changed = [
-            named(parts_of(leaf.path))
-            for leaf, x, version in zip(self.leaves, self.shards, self._versions, strict=True)
+        changed = self.changed.union(*(unit.changed() for unit in self.units))
+        changed |= {
+            place
+            for place, (x, version) in enumerate(zip(self.shards, self._versions, strict=True))
             if x._version != version
-        ]
+        }
         if changed:
+            names = ", ".join(named(parts_of(self.leaves[place].path)) for place in sorted(changed))
             raise LayoutError(
-                f"the loss function changed parameters in place: {', '.join(changed)}. It has to be pure: work on a copy, "
+                f"the loss function changed parameters in place: {names}. It has to be pure: work on a copy, "
                 "or return the new value with has_aux=True."
             )
 

@@ -64,7 +64,7 @@ class Manner:
 class Unit:
     """Leaves that are gathered and reduced together."""
 
-    __slots__ = ("awaited", "coming", "kept", "number", "places", "sharded", "tape", "used", "values")
+    __slots__ = ("awaited", "coming", "kept", "number", "places", "sharded", "tape", "used", "values", "versions")
 
     def __init__(self, tape: Tape, number: int, places: list[int]) -> None:
         self.tape, self.number, self.places = tape, number, places
@@ -72,6 +72,7 @@ class Unit:
         self.sharded = any(tape.leaves[place].gather.steps for place in places)
         self.used: tuple[Tensor, ...] | None = None
         self.values: list[Tensor] = []
+        self.versions: list[int] = []
         self.kept: list[Tensor | None] | None = None
         self.awaited = 0  # uses whose backward is still to come
 
@@ -99,11 +100,20 @@ class Unit:
 
     def gather(self) -> list[Tensor]:
         """Return all leaves, whole."""
-        if not self.sharded:
-            return [self._converted(self.tape.shards[place]).detach() for place in self.places]
-        self.start()
-        self.arrive()
+        if self.sharded:
+            self.start()
+            self.arrive()
+        elif not self.values:
+            self._take([self._converted(self.tape.shards[place]).detach() for place in self.places])
         return self.values
+
+    def _take(self, values: list[Tensor]) -> None:
+        self.values, self.versions = values, [x._version for x in values]
+
+    def changed(self) -> set[int]:
+        """Return which of the leaves at hand somebody has changed in place."""
+        at_hand = zip(self.places, self.values, self.versions, strict=False)  # none, if they have been let go
+        return {place for place, x, version in at_hand if x._version != version}
 
     def start(self) -> None:
         """Start to gather the unit, unless it is at hand or under way."""
@@ -118,7 +128,8 @@ class Unit:
         """Wait for what is under way."""
         if self.coming is not None:
             with torch.no_grad():
-                self.values, self.coming = self.coming(), None
+                values, self.coming = self.coming(), None
+            self._take(values)
             self.tape.saved.know(self)
 
     def _converted(self, x: Tensor) -> Tensor:
@@ -135,7 +146,8 @@ class Unit:
 
     def release(self) -> None:
         """Let the leaves go: the next use gathers them anew."""
-        self.used, self.values = None, []
+        self.tape.changed |= self.changed()
+        self.used, self.values, self.versions = None, [], []
         self.tape.live = [other for other in self.tape.live if other is not self]
 
     def went_back(self) -> None:
