@@ -745,6 +745,65 @@ def test_inference_mode_is_refused(stage):
         assert step(params, state, torch.ones(2, 2))[2]["grad_norm"] > 1
 
 
+def returned(*given):
+    return lambda p, x: given if len(given) > 1 else given[0]
+
+
+def called(loss_fn=lambda p, x: (x * p["w"]).mean(), batch=None, opt=None, **options):
+    mesh = fs.make_mesh({"data": 2})
+    opt = opt or optimizer(0, mesh)
+    params = placed({"w": torch.ones(2)}, 0, mesh)
+    step = fs.train_step(loss_fn, opt, mesh=mesh, batch=P("data"), **options)
+    return step(params, opt.init(params), torch.ones(4, 2) if batch is None else batch)
+
+
+def kept_from(stage):
+    mesh, kept = fs.make_mesh({"data": 2}), []
+    params = placed({"w": torch.ones(2)}, stage, mesh)
+    fs.grad(lambda p, x: kept.append(p["w"]) or (p["w"] * x).mean(), mesh=mesh, batch=P("data"))(
+        params, torch.ones(4, 2)
+    )
+    return kept[0]
+
+
+SGD = torch.optim.SGD([torch.ones(1)], lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: called(acumulate=2, wieght=3), "train_step has no option acumulate, wieght. .*weight, accumulate"),
+        (lambda: called(accumulate=2.0, prefetch=0.5), "accumulate=2.0, prefetch=0.5: a whole number of at least 1 is"),
+        (
+            lambda: called(weight=lambda x: x[:, 0]),
+            r"weight= has to return one number .*found a tensor of shape \(2,\)",
+        ),
+        (lambda: called(weight=lambda x: None), "weight= has to return one number .*found None"),
+        (lambda: called(frozen=[3, "w"]), "frozen: 3 is no path pattern"),
+        (lambda: called(gradients=lambda layout: None), "gradients=.* has to return a Layout for w; found None"),
+        (lambda: called(has_aux=True), r"has to return \(loss, aux\); found a Tensor"),
+        (lambda: called(returned(torch.ones(()), {})), "one number, .*found tuple. Say has_aux=True"),
+        (lambda: called(lambda p, x: p["w"].sum() * 1j), "a number of torch.complex64, which has no gradient"),
+        (lambda: called(lambda p, x: p["w"].argmax()), "a number of torch.int64, which has no gradient"),
+        (
+            lambda: called(batch={"x": torch.ones(4, 2).numpy()}),
+            r'batch: \["x"\]: is of class ndarray, which is not cut. Write torch.as_tensor',
+        ),
+        (lambda: called(opt=SGD), r"train_step: SGD is no pair of init and update. .*fs.optim.from_torch"),
+        (
+            lambda: fs.partition_optimizer(torch.optim.SGD, mesh=fs.make_mesh({"data": 2}), axis="data", stage=1),
+            "partition_optimizer: SGD is no pair of init and update",
+        ),
+        (lambda: kept_from(0) + 1, "w is a parameter of a step that is over"),
+        (lambda: kept_from(3) + 1, "w is a parameter of a step that is over"),
+        (lambda: fs.whole(kept_from(3)), "w is a parameter of a step that is over"),
+    ],
+)
+def test_slips_have_one_clear_error(call, message):
+    with pytest.raises(fs.FshardError, match=message):
+        call()
+
+
 # -- rules ---------------------------------------------------------------------------------------------------------------------
 
 TREE = {"emb": torch.ones(4, 4), "blocks": [{"w": torch.ones(4, 4), "b": torch.ones(4)} for _ in range(2)]}

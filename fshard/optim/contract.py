@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fshard.errors import OptimizerError
 from fshard.mesh.tree import PyTree
 from fshard.optim import lists
 from fshard.optim.leaves import Leaf, Leaves, is_frozen, like, map_shards, shards_of
@@ -101,6 +102,16 @@ def step_of(opt: Optimizer) -> Update:
         return apply_updates(params, updates), state
 
     return opt.step or applied
+
+
+def check_optimizer(opt: object, who: str) -> None:
+    """Raise unless something is an optimizer, or one that is partitioned."""
+    if not all(callable(getattr(opt, name, None)) for name in ("init", "update")):
+        name = opt.__name__ if isinstance(opt, type) else type(opt).__name__
+        raise OptimizerError(
+            f"{who}: {name} is no pair of init and update. Write fs.optim.adamw(...), or make one of a class of torch: "
+            "fs.optim.from_torch(torch.optim.RMSprop, lr=...)."
+        )
 
 
 def pure_step(opt: Optimizer) -> Update:

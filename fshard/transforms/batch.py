@@ -154,6 +154,10 @@ def placed(batch: PyTree, specs: PyTree, mesh: Mesh) -> Batch:
 def _placed(leaf: Any, spec: Any, mesh: Mesh) -> tuple[Cut | None, tuple[Any, ...]]:
     """Lay a leaf on a mesh; return how its samples are cut, and what the devices at hand have of it."""
     if not isinstance(leaf, Tensor | Sharded):
+        if getattr(leaf, "ndim", 0) and isinstance(spec, P) and spec.axes:
+            raise LayoutError(
+                f"is of class {type(leaf).__name__}, which is not cut. Write torch.as_tensor(...) around it."
+            )
         return None, (leaf,) * len(held(mesh))
     if not isinstance(spec, P):
         raise LayoutError(f"is a tensor, but its spec is {spec!r}. Give a P.")

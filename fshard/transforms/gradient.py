@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
@@ -115,11 +116,15 @@ def value_and_grad(
     """
     counts = {"accumulate": accumulate, "slices": slices, "live_units": live_units}
     sizes = {"in_flight": in_flight, "prefetch": prefetch, "bucket": bucket}
-    wrong = [f"{name}={value!r}" for name, value in counts.items() if value < 1]
-    wrong += [f"{name}={value!r}" for name, value in sizes.items() if value < 0]
+    wrong = [
+        f"{name}={value!r}"
+        for least, values in ((1, counts), (0, sizes))
+        for name, value in values.items()
+        if not isinstance(value, Integral) or value < least
+    ]
     if wrong:
         raise LayoutError(
-            f"value_and_grad: {', '.join(wrong)}: at least 1 is needed (in_flight, prefetch and bucket: 0)."
+            f"value_and_grad: {', '.join(wrong)}: a whole number of at least 1 is needed (in_flight, prefetch and bucket: 0)."
         )
     if reproducible and reduce in (torch.bfloat16, torch.float16):
         raise LayoutError(
@@ -267,7 +272,13 @@ class Gradient:
         layout, whole, reduce = x.layout, Layout(x.mesh), None
         if trained:
             summands = Layout(x.mesh, P(unreduced=axes))
-            reduce = Way(steps_between(summands, self.gradients(layout), x.shape), x.shape)
+            wanted = self.gradients(layout)
+            if not isinstance(wanted, Layout):  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise LayoutError(
+                    f"value_and_grad: gradients={self.gradients!r} has to return a Layout for {named(parts_of(path))}; found "
+                    f"{wanted!r}. Write opt.gradients of a partitioned optimizer, or leave it out."
+                )
+            reduce = Way(steps_between(summands, wanted, x.shape), x.shape)
         gather = Way(steps_between(layout, whole, x.shape), x.shape)
         return Leaf(path, x.shape, x.dtype, layout.unit or unit_of(path), gather, reduce)
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import Function
 
-from fshard.errors import LayoutError, ModuleError
+from fshard.errors import LayoutError, ModuleError, ScopeError
 from fshard.mesh.scope import here
 from fshard.transforms.rules import named, parts_of
 
@@ -72,7 +72,16 @@ class Handle(Tensor):
         if torch.compiler.is_compiling() or _compiler():
             raise LayoutError(_COMPILED)
         self._check_device()
+        if self.unit.tape.over:
+            raise ScopeError(
+                f"{self._path} is a parameter of a step that is over: it was kept from inside a loss function. Return what is "
+                "needed of it with has_aux=True, or take it from the parameters that the step returns."
+            )
         return self.unit.whole()[self.at]
+
+    @property
+    def _path(self) -> str:
+        return named(parts_of(self.unit.tape.leaves[self.unit.places[self.at]].path))
 
     @classmethod
     def __torch_function__(
@@ -102,9 +111,8 @@ class Handle(Tensor):
         """Raise if another device has come by this handle."""
         tape, scope = self.unit.tape, here()
         if scope is not None and scope.device != tape.scope.device and scope.mesh is tape.scope.mesh:
-            path = named(parts_of(tape.leaves[self.unit.places[self.at]].path))
             raise ModuleError(
-                f"device {scope.device} of {scope.mesh} came upon device {tape.scope.device}'s parameter {path}: virtual "
+                f"device {scope.device} of {scope.mesh} came upon device {tape.scope.device}'s parameter {self._path}: virtual "
                 "devices are threads and share what the loss function changes, as torch.func.functional_call changes a "
                 "module. Write apply, params, buffers = fs.functionalize(module), or fs.gathered around the call."
             )

@@ -192,6 +192,9 @@ def chosen(choice: Choice, paths: Sequence[str], what: str) -> list[bool]:
     if callable(choice):
         return [bool(choice(named(parts_of(path)))) for path in paths]
     patterns = [choice] if isinstance(choice, str) else [*(choice or ())]
+    strange = [repr(pattern) for pattern in patterns if not isinstance(pattern, str)]  # pyright: ignore[reportUnnecessaryIsInstance]
+    if strange:
+        raise LayoutError(f"{what}: {', '.join(strange)} is no path pattern. Give patterns, or a function of the path.")
     idle = [pattern for pattern in patterns if not any(matches(pattern, path) for path in paths)]
     if idle:
         wrong = ", ".join(f'"{pattern}"' for pattern in idle)

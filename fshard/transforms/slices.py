@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
@@ -159,10 +160,7 @@ class Device:
         if how.weight is None:
             total = self.batch.total(len(slices)) if how.slices is None else 1
             return [Count(torch.tensor(float(each), dtype=torch.float64), each / total) for each in rows]
-        weights = [
-            torch.as_tensor(how.weight(self.batch.tree(slice.leaves)), dtype=torch.float64) * bool(slice.rows)
-            for slice in slices
-        ]
+        weights = [_one_number(how.weight(self.batch.tree(slice.leaves))) * bool(slice.rows) for slice in slices]
         if weights[0].is_meta:
             return [Count(weight, 1.0) for weight in weights]
         if how.slices is not None:
@@ -177,6 +175,10 @@ class Device:
             loss, buffers, aux = self._called(self.batch.tree(slice.leaves, how.manner.compute))
             if not isinstance(loss, Tensor) or loss.numel() != 1:
                 loss = self._mean(loss, slice)
+        if not loss.is_floating_point():
+            raise LayoutError(
+                f"the loss function returned a number of {loss.dtype}, which has no gradient. Return a real floating one."
+            )
         tape.begin_backward(self.group, idle=count.idle)
         if loss.requires_grad:
             start = torch.full_like(loss, count.share * self.scale)
@@ -207,7 +209,8 @@ class Device:
             return loss.mean()
         found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         one_each = "" if samples is None else ", or one for each sample"
-        raise LayoutError(f"the loss function has to return one number{one_each}; found {found}. Take its mean.")
+        cure = "Say has_aux=True" if isinstance(loss, tuple | list) else "Take its mean"
+        raise LayoutError(f"the loss function has to return one number{one_each}; found {found}. {cure}.")
 
     def _together(self, found: list[Found]) -> tuple[Found, list[float]]:
         """Average what was found and reduce what is left; return also how many devices have used each parameter."""
@@ -235,3 +238,11 @@ class Device:
             (g if divisor == 1.0 else g / divisor) if g is not None and wanted else None
             for g, wanted in zip(self.tape.reductions.sums, used, strict=True)
         ]
+
+
+def _one_number(weight: Any) -> Tensor:
+    """Return what a part counts for."""
+    if isinstance(weight, Real) or (isinstance(weight, Tensor) and weight.numel() == 1):
+        return torch.as_tensor(weight, dtype=torch.float64).reshape(())
+    found = f"a tensor of shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else repr(weight)
+    raise LayoutError(f"weight= has to return one number for a part of the batch; found {found}.")

@@ -7,6 +7,7 @@ params, state, buffers, batch  ─> (with buffers, of BatchNorm say)  ─> param
 from __future__ import annotations
 
 from collections.abc import Callable
+from inspect import signature
 from typing import Any, Literal, Protocol
 
 import torch
@@ -15,13 +16,14 @@ from torch import Tensor
 from fshard.errors import LayoutError
 from fshard.mesh.mesh import Mesh
 from fshard.mesh.tree import PyTree
-from fshard.optim.contract import Optimizer, Update, copied, step_of
+from fshard.optim.contract import Optimizer, Update, check_optimizer, copied, step_of
 from fshard.optim.norms import global_norm
 from fshard.source import call_site
 from fshard.transforms.gradient import Value, value_and_grad
 from fshard.transforms.slices import How
 
 Precision = Literal["bf16", "fp16"]
+_OPTIONS = [name for name in signature(value_and_grad).parameters if name not in ("loss_fn", "mesh", "batch")]
 _COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16, None: None}
 
 Metrics = dict[str, Any]
@@ -96,6 +98,13 @@ def train_step(
     >>> buffers["running_mean"], buffers["num_batches_tracked"]
     (tensor([0.5000, 0.5000]), tensor(1))
     """
+    check_optimizer(opt, "train_step")
+    unknown = [name for name in options if name not in _OPTIONS]
+    if unknown:
+        raise LayoutError(
+            f"train_step has no option {', '.join(unknown)}. Besides its own it has those of value_and_grad: "
+            f"{', '.join(_OPTIONS)}."
+        )
     if precision not in _COMPUTE:
         raise LayoutError(f'train_step: precision is "bf16", "fp16" or None, not {precision!r}.')
     if precision == "fp16" and opt.loss_scale is None:

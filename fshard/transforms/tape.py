@@ -50,6 +50,7 @@ class Tape:
         self.sequence: list[int] = []  # which units were gathered: the same on all devices, or they would mix them up
         self.live: list[Unit] = []  # the units that lie sharded and are whole, the last used last
         self.first: list[int] = []  # the units that the forward has used, in the order of their first use
+        self.over = False
         self.changed: set[int] = set()  # the leaves that the loss function was found to have changed
         self._versions = [x._version for x in shards]
         self.seen, self.expected = Order([], [], []), order or Order([], [], [])
@@ -102,7 +103,7 @@ class Tape:
 
     def close(self) -> None:
         """Let everything go that a step has used: units refer to the tape and it to them, so it would stay for a while."""
-        self.shards, self.handles = (), []
+        self.over, self.shards, self.handles = True, (), []
         self.reductions.shards, self.reductions.sums = (), []
 
     def look_ahead(self, seen: list[int], expected: list[int], unit: Unit) -> None:
