@@ -133,7 +133,7 @@ def _group(axis):
 
 def test_device_meshes_and_dtensors(four):
     flat, order = four.run(to_and_from_torch)[0]
-    assert "flat and host layouts are fshard's own" in flat
+    assert "flat, owned and host layouts are fshard's own" in flat
     assert "dim 0 is cut by ('model', 'data'), not in the mesh's order" in order
 
 
