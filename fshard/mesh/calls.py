@@ -36,11 +36,6 @@ _PLAIN = {str, int, bool, tuple, list}
 """What the arguments of collectives are, beside tensors."""
 
 
-def _unknown(x: Tensor) -> Tensor:
-    """Stand for a way that has not been looked for."""
-    raise NotImplementedError
-
-
 @dataclass
 class Handle:
     """A collective under way.  `wait` returns its result; until then other work can be done.
@@ -162,16 +157,12 @@ class Collective(Generic[Params]):
         scope = here()
         if scope is None or scope.roads is None or not args or not _plain(x := args[0]):
             return self._plan(*args, **kwargs).run()
-        key = self._key(x, args[1:], kwargs)
-        road = scope.roads.get(key, _unknown)
-        if road is _unknown:
-            call = self._plan(*args, **kwargs)
-            road = None if key is None else call.road(x)
-            if key is not None:
-                if len(scope.roads) == MOST_ROADS:
-                    scope.roads.clear()
-                scope.roads[key] = road
-            return call.run() if road is None else road(x)
+        roads, key = scope.roads, self._key(x, args[1:], kwargs)
+        if key is not None and key not in roads:
+            if len(roads) == MOST_ROADS:
+                roads.clear()
+            roads[key] = self._plan(*args, **kwargs).road(x)
+        road = roads.get(key)
         return self._plan(*args, **kwargs).run() if road is None else road(x)
 
     def _key(self, x: Tensor, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
