@@ -413,6 +413,28 @@ def test_many_interrupts_end():
     assert fs.run(lambda: fs.axis_index("d"), mesh=mesh) == list(range(8))
 
 
+def test_an_interrupt_that_comes_too_late_disturbs_nothing(monkeypatch):
+    from fshard.mesh.runtimes import virtual
+
+    interrupt, asked = virtual._interrupt, threading.Event()
+
+    def slowly(thread, error):
+        if error is not None:  # the device finishes between being found at work and being interrupted
+            asked.set()
+            time.sleep(0.1)
+        interrupt(thread, error)
+
+    def main():
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+        asked.wait()
+
+    monkeypatch.setattr(virtual, "_interrupt", slowly)
+    before = threading.active_count()
+    with pytest.raises(KeyboardInterrupt):
+        fs.run(main, mesh=fs.make_mesh({"d": 2}))
+    assert threading.active_count() == before
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*")
 def test_runs_from_several_python_threads_leave_torch_as_it_was():
     threads = [

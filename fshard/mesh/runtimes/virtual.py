@@ -133,8 +133,9 @@ class VirtualWorld:
         self._failure: tuple[int, BaseException] | None = None
         self._stopping = False
         self._over = False
-        self._ended: list[int] = []
+        self._ended: set[int] = set()
         self._done = threading.Event()
+        self._leaving = threading.Lock()
 
     # -- the run ------------------------------------------------------------------------------------------------
 
@@ -170,12 +171,16 @@ class VirtualWorld:
                 self._status[device] = f"raised {type(error).__name__}"
                 self._fail(device, error)
             finally:  # whatever happened: the run ends with the last of them
-                self._ended.append(device)
-                if len(self._ended) == self.mesh.size:
-                    self._done.set()
+                self._leave(device)
+
+        def begin(device: int) -> None:
+            try:
+                live(device)
+            except _Stopped:  # the interrupt came too late to stop anything
+                self._leave(device)
 
         threads = [
-            threading.Thread(target=copy_context().run, args=(live, device), name=self.name(device), daemon=True)
+            threading.Thread(target=copy_context().run, args=(begin, device), name=self.name(device), daemon=True)
             for device in range(self.mesh.size)
         ]
         try:
@@ -231,11 +236,22 @@ class VirtualWorld:
         """Interrupt the threads that are in the user's code, until all have ended."""
         while any(_lives(thread) for thread in threads):
             for device, thread in enumerate(threads):
-                if self._status[device] is None:
-                    _interrupt(thread)
+                with self._leaving:
+                    if self._status[device] is None:
+                        _interrupt(thread, _Stopped)
             until = time.monotonic() + 1.0  # then again, if the first was lost in a destructor, say
             while any(_lives(thread) for thread in threads) and time.monotonic() < until:
                 time.sleep(0.001)
+
+    def _leave(self, device: int) -> None:
+        """Let a device's thread end, which nobody interrupts any more; a second time changes nothing."""
+        with self._leaving:
+            if self._status[device] is None:
+                self._status[device] = "was interrupted"
+            _interrupt(threading.current_thread(), None)
+        self._ended.add(device)
+        if len(self._ended) == self.mesh.size:
+            self._done.set()
 
     def _raise(self, device: int, error: BaseException) -> NoReturn:
         if not isinstance(error, DeadlockError | MismatchError | PromiseError):
@@ -451,7 +467,8 @@ def _lives(thread: threading.Thread) -> bool:
     return thread in threading.enumerate()
 
 
-def _interrupt(thread: threading.Thread) -> None:
-    """Raise `_Stopped` in a thread that runs Python code."""
+def _interrupt(thread: threading.Thread, error: type[BaseException] | None) -> None:
+    """Raise an error in a thread as soon as it runs Python code; None takes back one that it has not yet seen."""
     if thread.ident is not None:
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(_Stopped))
+        what = ctypes.py_object(error) if error is not None else None
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), what)
