@@ -1,5 +1,6 @@
 """Handles: several collectives under way, waited for in whatever order, over both kinds of links."""
 
+import gc
 import os
 import threading
 import time
@@ -161,3 +162,19 @@ def wait_once_more():
 
 def test_whoever_waits_once_more_is_told_once_more():
     assert run_processes(wait_once_more, 2, timeout=60) == [True, "came too late"]
+
+
+def helpers_after_leaving():
+    from fshard.mesh.runtimes.process import leave
+
+    wait_for_a_message_in_between()
+    helpers = [thread for thread in threading.enumerate() if thread.name == "fshard-helper"]
+    leave()
+    gc.collect()
+    for thread in helpers:
+        thread.join(10)
+    return len(helpers), [thread.is_alive() for thread in helpers]
+
+
+def test_the_helper_goes_with_the_link():
+    assert run_processes(helpers_after_leaving, 2, environment={"FSHARD_DIRECT": "0"}) == [(1, [False]), (0, [])]

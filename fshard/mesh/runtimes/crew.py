@@ -48,7 +48,11 @@ class Crew:
         raise `Stopped` in those that are `busy`.
         """
         try:
-            self._send_for_all(begin)
+            try:  # an interrupt comes at the earliest when this has been called
+                _thread.start_new_thread(self._start, (begin,))
+            except RuntimeError:
+                self._started.release()
+                raise
             _wait_for(self._ended)
             if self._trouble is not None:
                 raise self._trouble
@@ -60,21 +64,15 @@ class Crew:
             for thread in self._living():
                 thread.join()
 
-    def _send_for_all(self, begin: Callable[[], None]) -> None:
-        try:
-            _thread.start_new_thread(self._start, (begin,))
-        except RuntimeError:
-            self._started.release()
-            raise
-
     def _start(self, begin: Callable[[], None]) -> None:
         try:
             for thread in self._threads:
                 thread.start()
-            begin()
         except RuntimeError as error:  # the system gives no more threads
             self._trouble = error
             self._ended.release()
+        else:
+            begin()
         finally:
             self._started.release()
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from queue import SimpleQueue
 from threading import Event, Thread
 from typing import Protocol
+from weakref import finalize
 
 import torch
 
@@ -23,26 +24,31 @@ class Drivable(Protocol):
         ...
 
 
+Given = SimpleQueue[tuple[Drivable, Event, bool] | None]
+
+
 class Helper:
-    """Carries on what it is given, in order.  Its thread begins with the first."""
+    """Carries on what it is given, in order.  Its thread begins with the first, and ends when nobody has the helper."""
 
     def __init__(self) -> None:
-        self._given: SimpleQueue[tuple[Drivable, Event, bool]] = SimpleQueue()
-        self._thread: Thread | None = None
+        self._given: Given = SimpleQueue()
+        self._begun = False
 
     def carry_on(self, running: Drivable) -> Event:
         """Carry this on; return what is set when it has ended."""
-        if self._thread is None:
-            self._thread = Thread(target=self._work, name="fshard-helper", daemon=True)
-            self._thread.start()
+        if not self._begun:
+            self._begun = True
+            Thread(target=_work, args=(self._given,), name="fshard-helper", daemon=True).start()
+            finalize(self, self._given.put, None)
         ended = Event()
         self._given.put((running, ended, torch.is_inference_mode_enabled()))
         return ended
 
-    def _work(self) -> None:
-        while True:
-            running, ended, inference = self._given.get()
-            with torch.inference_mode(inference):
-                running.drive()
-            del running
-            ended.set()
+
+def _work(given: Given) -> None:
+    while (task := given.get()) is not None:
+        running, ended, inference = task
+        with torch.inference_mode(inference):
+            running.drive()
+        del running, task
+        ended.set()

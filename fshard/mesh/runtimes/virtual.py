@@ -166,7 +166,7 @@ class VirtualWorld:
         try:
             with process_wide_state():
                 crew.run(
-                    begin=lambda: self._batons[self._ready.popleft()].release(),
+                    begin=lambda: self._wake(self._ready.popleft()),
                     stop=self._stop,
                     busy=lambda device: self._status[device] is None,
                 )
@@ -215,9 +215,12 @@ class VirtualWorld:
     def _stop(self) -> None:
         """Wake all devices, to unwind."""
         self._stopping = True
-        for baton in self._batons:
-            with suppress(RuntimeError):  # it is free already: another device failed at the same time
-                baton.release()
+        for device in range(self.mesh.size):
+            self._wake(device)
+
+    def _wake(self, device: int) -> None:
+        with suppress(RuntimeError):  # its baton is free already: the run was stopped, perhaps twice at the same time
+            self._batons[device].release()
 
     # -- the baton ----------------------------------------------------------------------------------------------
 
