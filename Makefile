@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.installed
+WORKERS ?= 2
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test bench check format notebooks docs clean
@@ -13,8 +14,8 @@ help:  ## show this list
 demo: $(READY)  ## train a small GPT under ZeRO-3 on four virtual devices (ARGS="--stage 1" and more)
 	$(BIN)/python examples/train_gpt.py $(ARGS)
 
-test: $(READY)  ## run every test: tests/, doctests, notebooks (ARGS="-k name" chooses)
-	$(BIN)/python -m pytest $(ARGS)
+test: $(READY)  ## run every test: tests/, doctests, notebooks (ARGS="-k name" chooses, WORKERS=0 runs one at a time)
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(ARGS)
 
 bench: $(READY)  ## measure the collectives and print the table
 	$(BIN)/python benchmarks/collectives.py

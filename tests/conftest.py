@@ -29,7 +29,7 @@ def link(request: pytest.FixtureRequest) -> dict[str, str]:
 
 @pytest.fixture(scope="session")
 def two(link: dict[str, str]) -> Iterator[Processes]:
-    """Two processes, for all tests that leave them as they were."""
+    """Two processes, for all tests that leave them as they were; each is an interpreter with a hash seed of its own."""
     with Processes(2, environment=link, fresh=True) as pool:
         yield pool
 
@@ -37,5 +37,5 @@ def two(link: dict[str, str]) -> Iterator[Processes]:
 @pytest.fixture(scope="session")
 def four(link: dict[str, str]) -> Iterator[Processes]:
     """Four processes, for all tests that leave them as they were."""
-    with Processes(4, environment=link, fresh=True) as pool:
+    with Processes(4, environment=link) as pool:
         yield pool

@@ -1,6 +1,7 @@
 """Rooms import only downwards, and the public API is sorted, documented and annotated."""
 
 import ast
+import functools
 import inspect
 from collections.abc import Iterator
 from itertools import pairwise
@@ -132,6 +133,7 @@ def test_a_proper_import_passes(path, source):
 # The public API.
 
 
+@functools.cache
 def attribute_docstrings() -> dict[str, str]:
     """Collect the strings below `NAME = value`: so are documented constants and aliases, which hold none."""
     found: dict[str, str] = {}

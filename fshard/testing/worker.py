@@ -25,6 +25,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -32,7 +33,7 @@ from fshard.errors import LostProcessError
 from fshard.mesh.runtimes import process
 from fshard.mesh.runtimes.link import LOST
 
-GRACE = 2.0
+GRACE = 5.0
 """Seconds that the other processes have to end by themselves once one has failed."""
 
 
@@ -157,6 +158,8 @@ def _live(rank: int, connection: Connection, environment: dict[str, str], stderr
     """Be process `rank`: take tasks until the parent closes the connection."""
     os.environ.clear()  # a copy has those that its model was started with
     os.environ.update(environment)
+    torch.default_generator.seed()  # and it draws as it did
+    np.random.seed()
     gc.freeze()  # what has been imported lives on: it need not be looked through
     torch.set_num_threads(1)
     _redirect(stderr)
