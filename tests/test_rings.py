@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import fshard as fs
 from fshard.mesh.runtimes import neighbours, rings
 from fshard.mesh.scope import here
+from fshard.mesh.sums import tree_sum
 from fshard.testing.processes import Processes, run_processes
 
 pytestmark = pytest.mark.skipif(neighbours._libc() is None, reason="this system does not read other processes' memory")
@@ -200,3 +201,30 @@ def odd_calls():
 @pytest.mark.parametrize("environment", [{}, {"FSHARD_DIRECT": "0"}, {"FSHARD_CHECK": "1"}], ids=str)
 def test_calls_that_need_care_go_the_right_way(environment):
     assert run_processes(odd_calls, 2, environment=environment) == [[2.0, 2.0]] * 2
+
+
+def rows_of(place, dtype):
+    n = int(os.environ.get("WORLD_SIZE", "4"))
+    x = torch.randn(n, 20_000, generator=torch.Generator().manual_seed(place))
+    return (100 * x).to(dtype)
+
+
+def scatter_twice(dtype):
+    """The second is waited for first, so the rows of the first are put away out of the ring."""
+
+    def main():
+        x = rows_of(fs.axis_index("d"), dtype)
+        before = x.clone()
+        first, second = fs.psum_scatter.start(x, "d"), fs.psum_scatter.start(x.flip(1), "d")
+        later, sooner = second.wait(), first.wait()
+        return x.equal(before), sooner, later
+
+    return fs.run(main, mesh=fs.make_mesh({"d": int(os.environ["WORLD_SIZE"])}))[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=str)
+def test_rows_are_summed_where_they_lie_and_what_was_given_stays(dtype):
+    results = run_processes(scatter_twice, 4, dtype)
+    for place, (kept, sooner, later) in enumerate(results):
+        expected = tree_sum([rows_of(other, dtype)[place] for other in range(4)])
+        assert kept and sooner.flatten().equal(expected) and later.flatten().equal(expected.flip(0))

@@ -41,8 +41,8 @@ from fshard.errors import MismatchError
 from fshard.mesh.runtimes import rings
 from fshard.mesh.runtimes.rings import ASLEEP, Putter, Taker
 
-INLINE = 64 << 10
-"""Bytes up to which a tensor travels in the message itself."""
+INLINE = 256 << 10
+"""Bytes up to which a tensor travels in the message itself: that is a copy more, but nobody waits until it has been read."""
 GLANCES = 100
 """How often to look for a message, letting others run in between, before sleeping until it comes."""
 SLICE = 0.1

@@ -20,7 +20,10 @@ from fshard.mesh.moves import Broadcast, Permute, Wired, combining
 from fshard.mesh.runtimes.link import Stamped, Wire
 from fshard.mesh.runtimes.neighbours import Need, Neighbour, Neighbours, differs
 from fshard.mesh.runtimes.rings import INSIDE
-from fshard.mesh.sums import combined
+from fshard.mesh.sums import Combine, combined
+
+LARGE = 16 << 10
+"""Bytes of a row from which on rows are summed where they lie."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,8 @@ class Swapping:
                 self._neighbours.press(peer, (key, INSIDE, size, stamp, base + at))
         needs: list[Need] = [(peer, key) for peer, _ in self._gets]
         yield needs
+        if self._combine is not None and size >= LARGE:
+            return self._sum(key, x, self._combine)
         result = torch.empty(self._shape, dtype=self._dtype, device="cpu")
         into = result.data_ptr()
         if self._keeps is not None:
@@ -98,10 +103,26 @@ class Swapping:
         elif not needs:
             result.zero_()
         for peer, at in self._gets:
-            address, there, other, place = peer.inbox.pop(key)
-            if other != stamp or there != size or address != INSIDE:
-                raise differs(self._what, peer)
-            ctypes.memmove(into + at, place, size)
+            ctypes.memmove(into + at, self._taken(peer, key), size)
         if self._combine is None:
             return result
         return combined(list(result), self._combine, None, torch.empty(self._length, dtype=self._dtype, device="cpu"))
+
+    def _sum(self, key: int, x: Tensor, combine: Combine) -> Tensor:
+        """Sum rows where they lie, which for few bytes would not be worth its preparation."""
+        own, rows = None, dict[int, Tensor]()
+        if self._keeps is not None:
+            own = rows[self._keeps[1]] = x.reshape(-1, self._length)[self._keeps[0] // self._size]
+        for peer, at in self._gets:
+            place = self._taken(peer, key)
+            lies = bytearray(place) if isinstance(place, bytes) else (ctypes.c_char * self._size).from_address(place)
+            rows[at] = torch.frombuffer(lies, dtype=self._dtype)
+        total = torch.empty(self._length, dtype=self._dtype, device="cpu")
+        return combined([rows[at] for at in sorted(rows)], combine, own, total)
+
+    def _taken(self, peer: Neighbour, key: int) -> int | bytes:
+        """Return where the row of a process lies, or its bytes."""
+        address, size, stamp, place = peer.inbox.pop(key)
+        if stamp != self._what.stamp or size != self._size or address != INSIDE:
+            raise differs(self._what, peer)
+        return place
