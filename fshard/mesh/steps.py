@@ -7,6 +7,7 @@ because laying them out in one buffer would cost more than a message.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
@@ -46,6 +47,7 @@ class Way(NamedTuple):
     shape: tuple[int, ...]
 
 
+@lru_cache(maxsize=4096)
 def steps_between(before: Layout, after: Layout, shape: tuple[int, ...]) -> tuple[Step, ...]:
     """Return the cheapest steps from one layout to another on the same mesh."""
     return plan(before.spec.shapeless, after.spec.shapeless, shape, after.mesh.axes)
