@@ -176,7 +176,7 @@ class Value(NamedTuple):
     """
 
     loss: Tensor
-    weight: Tensor
+    weight: float
     samples: int | None
     buffers: PyTree
     aux: PyTree
