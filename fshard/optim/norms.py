@@ -14,6 +14,7 @@ Plain tensors are global values and are added at the end.  Sums are made in floa
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from math import inf
 
 import torch
@@ -91,8 +92,8 @@ def _real(x: Tensor) -> Tensor:
 
 def check_summable(what: str, at: Leaves) -> None:
     """Raise if leaves lie on several meshes, or are sums that have not been made yet; name all of them."""
-    placed = [leaf for leaf in at.leaves if isinstance(leaf, Sharded)]
-    if all(leaf.mesh is placed[0].mesh and not leaf.spec.unreduced for leaf in placed):
+    layouts = {leaf.layout for leaf in at.leaves if isinstance(leaf, Sharded)}
+    if len({layout.mesh for layout in layouts}) < 2 and not any(layout.spec.unreduced for layout in layouts):
         return
     placed = [
         (path or "the leaf", leaf) for path, leaf in zip(at.paths, at.leaves, strict=True) if isinstance(leaf, Sharded)
@@ -121,7 +122,7 @@ def sum_over_mesh(leaves: Sequence[Leaf], row: Callable[[Places], Tensor]) -> Te
     Returns:
         The sum of the rows, the same on all devices.
     """
-    cut = [_cut_axes(leaf) for leaf in leaves]
+    cut = [_cut_axes(leaf.layout) if isinstance(leaf, Sharded) else () for leaf in leaves]
     total = row([(i, 0) for i, axes in enumerate(cut) if not axes])
     mesh = next((leaf.mesh for leaf, axes in zip(leaves, cut, strict=True) if axes), None)
     if mesh is None:
@@ -136,8 +137,7 @@ def sum_over_mesh(leaves: Sequence[Leaf], row: Callable[[Places], Tensor]) -> Te
     return total + reshard(summands, Layout(mesh)).shards[0].to(total.device)
 
 
-def _cut_axes(leaf: Leaf) -> tuple[str, ...]:
+@lru_cache(maxsize=4096)
+def _cut_axes(layout: Layout) -> tuple[str, ...]:
     """Return the axes along which devices hold different pieces."""
-    if not isinstance(leaf, Sharded):
-        return ()
-    return tuple(axis for axis in leaf.spec.sharded_axes if leaf.mesh.shape[axis] > 1)
+    return tuple(axis for axis in layout.spec.sharded_axes if layout.mesh.shape[axis] > 1)

@@ -104,7 +104,7 @@ class Unit:
             self.start()
             self.arrive()
         elif not self.values:
-            self._take([self._converted(self.tape.shards[place]).detach() for place in self.places])
+            self._take([self._converted(self.tape.shards[place]) for place in self.places])
         return self.values
 
     def _take(self, values: list[Tensor]) -> None:
