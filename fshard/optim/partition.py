@@ -149,10 +149,10 @@ def _same(layout: Layout) -> Layout:
 def pieces(layout: Layout, axes: tuple[str, ...]) -> Layout:
     """Return the layout of the pieces that devices along `axes` work on.
 
-    What is already cut over some of the axes keeps that cut; the others cut it further, flat.
+    What is already cut over some of the axes keeps that cut; the others cut it further, flat.  One device alone cuts nothing.
     """
     spec = layout.spec
-    more = tuple(axis for axis in axes if axis not in spec.sharded_axes)
+    more = tuple(axis for axis in axes if axis not in spec.sharded_axes and layout.mesh.shape[axis] > 1)
     return layout.with_spec(P.flat(*spec.sharded_axes, *more)) if more else layout
 
 
@@ -168,7 +168,7 @@ def _targets(at: Leaves, flat: Elementwise, axes: tuple[str, ...]) -> list[Layou
         if not trainable(leaf) or firsts[place] != place:
             continue
         targets[place] = cut = pieces(leaf.layout, axes)
-        if not is_flat:
+        if not is_flat and cut.spec.sharded_axes:
             whole.setdefault((cut.mesh, cut.spec.sharded_axes), []).append(place)
     for (mesh, over), places in whole.items():
         owners = shared_out([prod(at.leaves[place].shape) for place in places], prod(mesh.shape[axis] for axis in over))

@@ -69,7 +69,7 @@ class Unit:
     def __init__(self, tape: Tape, number: int, places: list[int]) -> None:
         self.tape, self.number, self.places = tape, number, places
         self.coming: Callable[[], list[Tensor]] | None = None
-        self.sharded = any(tape.leaves[place].gather.steps for place in places)
+        self.sharded = any(step.kind != "reshape" for place in places for step in tape.leaves[place].gather.steps)
         self.used: tuple[Tensor, ...] | None = None
         self.values: list[Tensor] = []
         self.versions: list[int] = []
@@ -104,7 +104,8 @@ class Unit:
             self.start()
             self.arrive()
         elif not self.values:
-            self._take([self._converted(self.tape.shards[place]) for place in self.places])
+            xs = [self._converted(self.tape.shards[place]) for place in self.places]
+            self._take(go(xs, [self.tape.leaves[place].gather for place in self.places], self.tape.site)())
         return self.values
 
     def _take(self, values: list[Tensor]) -> None:
