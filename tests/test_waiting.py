@@ -20,11 +20,16 @@ from fshard.transforms.handle import Handle
 
 
 class Watch(TorchDispatchMode):
-    """Note where the host waits for tensors that lie `there`; those that lie `here` may be read, but not brought there."""
+    """Note where the host waits for tensors that lie `there`; those that lie `here` may be read, but not brought there.
 
-    def __init__(self, there, here, monkeypatch):
+    `known` are the tensors that devices have told of, for one makes the results of a collective for all.
+    """
+
+    def __init__(self, there, here, monkeypatch, known=None):
         super().__init__()
-        self.there, self.here = ({memory(x): x for x in xs} for xs in (there, here))  # held: no other gets its name
+        self.there, self.here = known or ({}, {})
+        for tensors, own in ((there, self.there), (here, self.here)):
+            own |= {memory(x): x for x in tensors}  # held: no other memory gets its name
         self.waits = []
         tolist = Tensor.tolist
         monkeypatch.setattr(Tensor, "tolist", lambda x: self.note("tolist", self.has(x)) or tolist(x))
@@ -69,9 +74,13 @@ def with_aux(params, batch):
     return loss, {"twice": 2 * loss.detach(), "one": 1}
 
 
-def waits(monkeypatch, opt, stage=0, loss_fn=loss_fn, **options):
-    """Return where the host waits in the second and third step."""
-    mesh = fs.make_mesh({"data": 1})
+def waits(monkeypatch, opt, stage=0, loss_fn=loss_fn, n=1, **options):
+    """Return where the host of each device waits in the second and third step."""
+    mesh = fs.make_mesh({"data": n})
+    return fs.run(steps, monkeypatch, opt, stage, loss_fn, mesh, options, ({}, {}), mesh=mesh)
+
+
+def steps(monkeypatch, opt, stage, loss_fn, mesh, options, known):
     generator = torch.Generator().manual_seed(0)
     params = {"w": torch.randn(4, 3, generator=generator), "scale": torch.ones(3), "unused": torch.ones(2)}
     params = fs.shard_params(params, fs.fsdp("data") if stage == 3 else P(), mesh=mesh)
@@ -83,13 +92,14 @@ def waits(monkeypatch, opt, stage=0, loss_fn=loss_fn, **options):
     params, state, _ = step(params, state, batch)
     on_host = [x for x in tensors(state) if not x.ndim]  # counts and scales
     there = [x for x in tensors((params, state, batch)) if not any(x is one for one in on_host)]
-    with Watch(there, on_host, monkeypatch) as watch:
+    with Watch(there, on_host, monkeypatch, known) as watch:
         for _ in range(2):
             params, state, metrics = step(params, state, batch)
     assert all(watch.has(metrics[name]) for name in ("loss", "grad_norm", "finite"))
     return watch.waits
 
 
+@pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize(
     "options",
@@ -105,24 +115,24 @@ def waits(monkeypatch, opt, stage=0, loss_fn=loss_fn, **options):
     ],
     ids=str,
 )
-def test_on_one_device_the_host_never_waits(monkeypatch, stage, options):
-    assert waits(monkeypatch, fs.optim.adamw(0.1), stage, **options) == []
+def test_the_host_does_not_wait(monkeypatch, stage, n, options):
+    assert waits(monkeypatch, fs.optim.adamw(0.1), stage, n=n, **options) == [[]] * n
 
 
 @pytest.mark.parametrize("name", ["sgd", "adam", "adamw", "lion", "lamb"])
 def test_no_optimizer_waits(monkeypatch, name):
-    assert waits(monkeypatch, getattr(fs.optim, name)(0.1)) == []
+    assert waits(monkeypatch, getattr(fs.optim, name)(0.1)) == [[]]
 
 
 @pytest.mark.parametrize("precision", [None, "fp16"])
 def test_the_loss_scale_waits_once_a_step(monkeypatch, precision):
     found = waits(monkeypatch, fs.optim.loss_scaled(fs.optim.adamw(0.1)), precision=precision)
-    assert found == ["_local_scalar_dense.default in all_finite"] * 2
+    assert found == [["_local_scalar_dense.default in all_finite"] * 2]
 
 
 def test_weights_on_the_device_are_read_once_a_step(monkeypatch):
     found = waits(monkeypatch, fs.optim.adamw(0.1), weight=lambda part: (part["y"] > 0).sum(), accumulate=2)
-    assert found == ["tolist in _counts"] * 2
+    assert found == [["tolist in _counts"] * 2]
 
 
 def test_the_watch_sees_what_waits(monkeypatch):
