@@ -217,7 +217,7 @@ class ProcessWorld:
         """Return the group's processes for what lies in the memory of hosts, where their own backend is for devices."""
         members = group.members
         if members not in self._hosts:
-            pg = dist.new_group(list(members), backend="gloo", use_local_synchronization=True, sort_ranks=False)
+            pg: Any = dist.new_group(list(members), backend="gloo", use_local_synchronization=True, sort_ranks=False)
             self._hosts[members] = GroupLink(pg, members.index(self.rank), len(members), gloo.WIRES)
             calm_gloo_threads()
         return self._hosts[members]
