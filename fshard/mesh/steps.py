@@ -193,7 +193,8 @@ def _after(y: Tensor, step: Step, shape: tuple[int, ...], scope: Scope) -> Tenso
         return y
     total = prod(shape)
     if step.kind == "flat_gather":
-        return (y if y.numel() == total else y[:total]).reshape(shape)
+        flat = y if y.numel() == total else y[:total]
+        return flat if len(shape) == 1 else flat.reshape(shape)
     start, stop = _own_range(step, shape, scope)
     return y if y.numel() == stop - start else y[: stop - start]
 
