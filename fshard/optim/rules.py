@@ -9,8 +9,8 @@ state, as lists) and writes the next parameters and state into them, in the orde
 `step` thus has torch's bits.  The difference of two floats within a factor of two of each other is exact (Sterbenz), so
 parameters that an update moves no further than that get the same bits from `apply_updates`; others are off by a rounding.
 
-State is a dict: "count", of all steps, on the host; "step", of the steps of each leaf, as torch counts them; and the
-slots of the rule, named as in torch, each a tree beside the parameters.
+State is a dict: "count", of all steps, on the host; "step", of the steps of each leaf, as torch counts them, but one tensor
+for all leaves that have made as many; and the slots of the rule, named as in torch, each a tree beside the parameters.
 """
 
 from __future__ import annotations

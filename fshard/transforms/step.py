@@ -74,7 +74,9 @@ def train_step(
         options: those of `value_and_grad`: accumulate, weight, has_aux, frozen, reproducible, ...  With `has_buffers`, a step
             takes (params, state, buffers, batch) and returns (params, state, buffers, metrics).
 
-    The metrics are "loss", "grad_norm", "finite" and "samples"; with `weight` also "weight", with `has_aux` also "aux".
+    The metrics are "loss", "grad_norm", "finite" and "samples"; with `weight` also "weight", with `has_aux` also "aux".  The
+    host waits for no device before it has launched the update, unless the optimizer does: `loss_scaled` and
+    `skip_if_not_finite` once, Adafactor as in torch once a leaf.
 
     >>> import torch, fshard as fs
     >>> from fshard import P
