@@ -475,9 +475,9 @@ def test_frozen_integer_and_unused_leaves_stay_as_they_are(stage):
 def trees_that_differ_in_one_thing(mesh):
     """Return trees of parameters for one loss function, of which each has another gradient, or one that lies otherwise."""
 
-    def laid(names=("a", "b"), rows=4, dtype=torch.float32, spec=P(), tied=False, **options):
-        a = fs.device_put(torch.ones(rows, dtype=dtype), fs.Layout(mesh, spec, **options))
-        b = a if tied else fs.device_put(torch.ones(rows, dtype=dtype), fs.Layout(mesh, spec))
+    def laid(names=("a", "b"), rows=4, dtype=torch.float32, spec=None, tied=False, **options):
+        a = fs.device_put(torch.ones(rows, dtype=dtype), fs.Layout(mesh, spec or P(), **options))
+        b = a if tied else fs.device_put(torch.ones(rows, dtype=dtype), fs.Layout(mesh, spec or P()))
         return dict(zip(names, (a, b), strict=True))
 
     return [
