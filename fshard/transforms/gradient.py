@@ -245,8 +245,8 @@ class Gradient:
             raise
         mean, known.order = results[0].mean, results[0].order
         grads = [
-            None if shards[0] is None else Sharded(leaf.shape, self.gradients(leaf.layout), tuple(shards))
-            for leaf, *shards in zip([leaves[at] for at in own], *(result.gradients for result in results), strict=True)
+            None if shards[0] is None else Sharded(leaf.shape, leaf.gradient, tuple(shards))
+            for leaf, *shards in zip(known.leaves, *(result.gradients for result in results), strict=True)
         ]
         samples = parts.cut.length if parts.cut is not None else None
         after = memory.after([result.buffers for result in results])
@@ -277,6 +277,7 @@ class Gradient:
 
     def _leaf(self, path: str, x: Sharded, axes: tuple[str, ...], *, trained: bool) -> Leaf:
         layout, whole, reduce = x.layout, Layout(x.mesh), None
+        wanted = layout
         if trained:
             summands = Layout(x.mesh, P(unreduced=axes))
             wanted = self.gradients(layout)
@@ -287,7 +288,7 @@ class Gradient:
                 )
             reduce = Way(steps_between(summands, wanted, x.shape), x.shape)
         gather = Way(steps_between(layout, whole, x.shape), x.shape)
-        return Leaf(path, x.shape, x.dtype, layout.unit or unit_of(path), gather, reduce)
+        return Leaf(path, x.shape, x.dtype, layout.unit or unit_of(path), gather, reduce, wanted)
 
 
 def _difference(mesh: Mesh, tapes: Mapping[int, Tape]) -> str:

@@ -17,6 +17,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.function import Function
 
 from fshard.mesh.differentiate import transformed
+from fshard.mesh.layout import Layout
 from fshard.mesh.steps import Way, go
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ _C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
 
 
 class Leaf(NamedTuple):
-    """What is to be done with one parameter: the ways to its use and of its gradient."""
+    """What is to be done with one parameter: the ways to its use and of its gradient, and how that is to lie."""
 
     path: str
     shape: tuple[int, ...]
@@ -35,6 +36,7 @@ class Leaf(NamedTuple):
     gather: Way
     reduce: Way | None
     """From the sum that each device holds a summand of, to the gradient's layout; None: it is not trained."""
+    gradient: Layout
 
 
 @dataclass(frozen=True)
