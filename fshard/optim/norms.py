@@ -23,13 +23,14 @@ from torch import Tensor
 from fshard.errors import LayoutError
 from fshard.mesh.layout import Layout
 from fshard.mesh.mesh import Mesh
-from fshard.mesh.placing import reshard
+from fshard.mesh.placing import reshard_all
 from fshard.mesh.sharded import Sharded
 from fshard.mesh.spec import P
 from fshard.mesh.spmd import held
 from fshard.mesh.tree import PyTree
 from fshard.optim import lists
 from fshard.optim.leaves import Leaf, Leaves, shards_of
+from fshard.source import call_site
 
 Places = Sequence[tuple[int, int]]
 """Some shards: by the number of the leaf, and which of its shards at hand."""
@@ -134,7 +135,8 @@ def sum_over_mesh(leaves: Sequence[Leaf], row: Callable[[Places], Tensor]) -> Te
         first = {axes: not any(place[axis] for axis in over if axis not in axes) for axes in {*cut}}
         parts.append(row([(i, index) for i, axes in enumerate(cut) if axes and first[axes]]))
     summands = Sharded(tuple(total.shape), Layout(mesh, P(unreduced=over)), tuple(parts))
-    return total + reshard(summands, Layout(mesh)).shards[0].to(total.device)
+    (sums,) = reshard_all([summands], [Layout(mesh)], call_site())
+    return total + sums.shards[0].to(total.device)
 
 
 @lru_cache(maxsize=4096)
