@@ -126,10 +126,8 @@ class Reductions:
 
     def as_reduced(self, unit: Unit, gs: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Return gradients of a unit in the dtypes that they are reduced in."""
-        return [
-            None if g is None else g.to(self._reduced_in(self.leaves[place]))
-            for place, g in zip(unit.places, gs, strict=True)
-        ]
+        dtypes = [self._reduced_in(self.leaves[place]) for place in unit.places]
+        return [g if g is None or g.dtype is dtype else g.to(dtype) for g, dtype in zip(gs, dtypes, strict=True)]
 
     def send(self) -> None:
         """Start to reduce what is in the bucket."""
@@ -151,5 +149,5 @@ class Reductions:
             places, finish = self._under_way.pop(0)
             for place, result in zip(places, finish(), strict=True):
                 known, dtype = self.sums[place], self.leaves[place].dtype
-                result = result.to(dtype)
+                result = result if result.dtype is dtype else result.to(dtype)
                 self.sums[place] = result if known is None else known + result
