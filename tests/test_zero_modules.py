@@ -636,6 +636,16 @@ def test_no_more_units_are_whole_than_was_said(monkeypatch, name, live, prefetch
     assert 1 <= found.units <= live + prefetch
 
 
+def test_no_more_units_are_whole_beside_torch_func(monkeypatch):
+    def loss_fn(p, x):
+        slopes = torch.func.vmap(torch.func.grad(lambda row: (row @ p["head"]).sin().sum()))(x)
+        return tower(p, x + slopes, lambda block: block)
+
+    mesh = fs.make_mesh({"data": N})
+    found = most_whole(monkeypatch, loss_fn, placed(tower_params(), 3, mesh), mesh, live_units=1, prefetch=1)
+    assert found.units <= 2 + 1  # the transform holds the head
+
+
 @pytest.mark.parametrize("live", [1, 2, 4])
 def test_a_block_that_is_run_again_holds_its_own_units_too(monkeypatch, live):
     """The unit of `shared` stands inside and outside of blocks of three units, and may be there for both."""

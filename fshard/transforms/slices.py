@@ -171,8 +171,9 @@ class Device:
     def _one(self, slice: Slice, count: Count) -> tuple[Found, New]:
         """Forward and backward of one slice."""
         how, tape = self.how, self.tape
-        with torch.enable_grad(), tape.saved.watching():
-            loss, buffers, aux = self._called(self.batch.tree(slice.leaves, how.manner.compute))
+        with torch.enable_grad():
+            batch = self.batch.tree(slice.leaves, how.manner.compute)
+            loss, buffers, aux = tape.saved.watch(lambda: self._called(batch), tape.begin)
             if not isinstance(loss, Tensor) or loss.numel() != 1:
                 loss = self._mean(loss, slice)
         if not loss.is_floating_point():
