@@ -535,6 +535,63 @@ def test_a_part_without_weight_adds_nothing_though_its_own_mean_is_no_number(mas
     )
 
 
+@pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"reproducible": True, "slices": 4}], ids=str)
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ([0.0] * 4, "weight= gave 0 for all of the batch"),
+        ([1.0, 2.0, -1.0, -1.0], "weight= gave .*: what a part of the batch counts for is finite and at least 0"),
+        ([float("nan"), 1.0, 1.0, 1.0], "weight= gave nan.*: what a part"),
+        ([1.0, float("inf"), 1.0, 1.0], "weight= gave inf.*: what a part"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_parts_count_for_something(stage, weights, message, options):
+    mesh = fs.make_mesh({"data": 2})
+    opt, params = optimizer(stage, mesh), placed({"w": torch.ones(3)}, stage, mesh)
+
+    def loss_fn(p, batch):
+        return (p["w"] * batch["x"]).mean()
+
+    step = fs.train_step(
+        loss_fn,
+        opt,
+        mesh=mesh,
+        batch=P("data"),
+        weight=lambda part: part["w"].amax() + part["w"].amin(),
+        donate=True,
+        **options,
+    )
+    with pytest.raises(fs.LayoutError, match=message):
+        step(params, opt.init(params), {"x": torch.ones(4, 3), "w": torch.tensor(weights)})
+    assert torch.equal(fs.unshard(params["w"]), torch.ones(3))
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"reproducible": True, "slices": 4}], ids=str)
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_loss_that_is_cut_off_from_all_that_is_trained_is_refused(stage, options):
+    mesh = fs.make_mesh({"data": 2})
+    params = placed({"w": torch.ones(3), "v": torch.ones(3)}, stage, mesh)
+    x = torch.arange(12.0).reshape(4, 3)
+
+    def run(loss_fn, **more):
+        return fs.value_and_grad(loss_fn, mesh=mesh, batch=P("data"), **more, **options)(params, x)
+
+    def loss_fn(p, x):
+        return (p["w"] * x).mean()
+
+    for cut_off in (lambda p, x: loss_fn(p, x).detach(), lambda p, x: x.mean(), torch.no_grad()(loss_fn)):
+        with pytest.raises(fs.LayoutError, match="the loss depends on no parameter that is trained, on any device"):
+            run(cut_off)
+    with pytest.raises(fs.LayoutError, match="the loss depends on no parameter that is trained"):
+        run(loss_fn, frozen="w")
+    loss, grads = run(loss_fn, frozen=["w", "v"])
+    assert loss == 5.5 and grads == {"w": None, "v": None}
+    _, grads = run(lambda p, x: loss_fn(p, x) if x[0, 0] > 5 else loss_fn(p, x).detach())  # one device learns
+    assert grads["v"] is None and grads["w"] is not None
+
+
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_auxiliary_values_are_averaged(accumulate):
     mesh = fs.make_mesh({"data": 2})
@@ -711,11 +768,12 @@ def test_wrong_calls_name_what_is_wrong():
 
 @pytest.mark.parametrize("compute", [None, torch.bfloat16])
 @pytest.mark.parametrize("live_units", [1, 2])
+@pytest.mark.parametrize("recorded", [False, True])
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_change_of_parameters_in_place_is_refused(stage, n, live_units, compute):
+def test_a_change_of_parameters_in_place_is_refused(stage, n, recorded, live_units, compute):
     def loss_fn(p, x):
-        with torch.no_grad():
+        with torch.set_grad_enabled(recorded):
             p[0]["w"].add_(1.0)
             p[2]["v"].mul_(2.0)
         for own in p:
@@ -728,6 +786,15 @@ def test_a_change_of_parameters_in_place_is_refused(stage, n, live_units, comput
     step = fs.train_step(loss_fn, opt, mesh=mesh, batch=P("data"), live_units=live_units, compute=compute)
     with pytest.raises(fs.LayoutError, match=r"changed parameters in place: 0\.w, 2\.v\. It has to be pure"):
         step(params, opt.init(params), torch.ones(2, 2))
+
+
+@pytest.mark.parametrize("change", [lambda w: w.T.mul_(2.0), lambda w: w[0].zero_(), lambda w: w.__setitem__(0, 1.0)])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_change_of_a_part_of_a_parameter_is_refused(stage, change):
+    mesh = fs.make_mesh({"data": 2})
+    run = fs.grad(lambda p, x: (x @ p["w"]).sum() + (change(p["w"]) is p), mesh=mesh, batch=P("data"))
+    with pytest.raises(fs.LayoutError, match=r"changed parameters in place: w\. It has to be pure"):
+        run(placed({"w": torch.eye(2)}, stage, mesh), torch.ones(2, 2))
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -794,6 +861,12 @@ SGD = torch.optim.SGD([torch.ones(1)], lr=0.1)
             lambda: fs.partition_optimizer(torch.optim.SGD, mesh=fs.make_mesh({"data": 2}), axis="data", stage=1),
             "partition_optimizer: SGD is no pair of init and update",
         ),
+        (lambda: called(lambda p, x: (x * p["w"]).mean().detach()), "depends on no parameter that is trained"),
+        (
+            lambda: called(lambda p, x: torch.tensor((x * p["w"]).mean().item())),
+            "depends on no parameter that is trained",
+        ),
+        (lambda: called(lambda p, x: x.mean()), r"value_and_grad: the loss depends on no parameter that is trained"),
         (lambda: kept_from(0) + 1, "w is a parameter of a step that is over"),
         (lambda: kept_from(3) + 1, "w is a parameter of a step that is over"),
         (lambda: fs.whole(kept_from(3)), "w is a parameter of a step that is over"),
@@ -807,6 +880,52 @@ def test_slips_have_one_clear_error(call, message):
 # -- rules ---------------------------------------------------------------------------------------------------------------------
 
 TREE = {"emb": torch.ones(4, 4), "blocks": [{"w": torch.ones(4, 4), "b": torch.ones(4)} for _ in range(2)]}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("distant", [{"params"}, {"state"}, {"batch"}, {"params", "state", "batch"}], ids=sorted)
+@pytest.mark.parametrize("made", ["outside", "inside"])
+def test_what_was_laid_out_elsewhere_is_named(stage, distant, made):
+    mesh = fs.make_mesh({"data": 2})
+    opt = optimizer(stage, mesh, fs.optim.adamw(1e-3))
+    step = fs.train_step(lambda p, x: (p["w"] * x).mean(), opt, mesh=mesh, batch=P("data"))
+
+    def given():
+        params = placed({"w": torch.ones(4)}, stage, mesh)
+        return {
+            "params": params,
+            "state": opt.init(params),
+            "batch": fs.device_put(torch.ones(4, 4), fs.Layout(mesh, P("data"))),
+        }
+
+    def mixed(far, near):
+        return step(*({**near, **{name: far[name] for name in distant}}.values()))
+
+    if made == "outside":
+        far = given()
+        with pytest.raises(fs.LayoutError) as error:
+            fs.run(lambda: mixed(far, given()), mesh=mesh)
+    else:
+        far = fs.run(given, mesh=mesh)[0]
+        with pytest.raises(fs.LayoutError) as error:
+            mixed(far, given())
+    message = str(error.value).split("\n")[0]
+    where = "outside of fs.run and used inside" if made == "outside" else "inside of fs.run and used outside"
+    assert f"laid out {where}: " in message
+    assert {part.split(".")[0] for part in message.split(": ")[2].split(". ")[0].split(", ")} == distant
+
+
+def test_a_step_inside_of_run_is_the_step_outside():
+    mesh = fs.make_mesh({"data": 2})
+
+    def trained():
+        opt = optimizer(3, mesh, fs.optim.adamw(1e-2))
+        params = placed({"w": torch.arange(6.0)}, 3, mesh)
+        step = fs.train_step(lambda p, x: (p["w"] * x).sum(1).mean(), opt, mesh=mesh, batch=P("data"))
+        params, _, metrics = step(params, opt.init(params), torch.arange(24.0).reshape(4, 6))
+        return fs.unshard(params["w"]), metrics["loss"]
+
+    assert all(map(torch.equal, xs, trained()) for xs in fs.run(trained, mesh=mesh))
 
 
 def specs(rules):

@@ -41,6 +41,7 @@ from fshard.source import Site, call_site
 from fshard.transforms.agree import disagreement
 from fshard.transforms.batch import placed
 from fshard.transforms.buffers import Buffers
+from fshard.transforms.nearby import refuse_distant
 from fshard.transforms.rules import Choice, chosen, named, parts_of, unit_of
 from fshard.transforms.slices import Device, How, Result, Weight
 from fshard.transforms.tape import Order, Tape
@@ -81,7 +82,7 @@ def value_and_grad(
         has_aux: whether loss_fn returns something more, last.
         weight: what a part of the batch counts for: `weight(part)`, say its number of tokens.  By default a part counts for
             its samples: how long the first dim is, where the batch is cut along it.  A part that counts 0 adds nothing, even
-            if its loss is no number.
+            if its loss is no number; no part counts less, and a batch that counts for nothing at all is refused.
         accumulate: cut each device's part into so many, one after the other.  Parts differ by one sample at most.
         reduce_once: with `accumulate`, add gradients up locally and reduce the sum, instead of reducing each.  It sends less
             and holds whole gradients meanwhile.
@@ -196,6 +197,7 @@ class Gradient:
     def __call__(self, params: PyTree, *given: PyTree) -> tuple[Any, PyTree]:
         """Return the loss, or what comes with it too, and the gradient."""
         buffers, batch = given if self.how.has_buffers else ((), *given)
+        refuse_distant(self.mesh, "value_and_grad", params=params, buffers=buffers, batch=batch)
         value, grads = self.run(params, buffers, batch, call_site())
         rest = (value.buffers,) * self.how.has_buffers + (value.aux,) * self.how.has_aux
         return ((value.loss, *rest) if rest else value.loss), grads

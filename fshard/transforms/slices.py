@@ -6,8 +6,9 @@ gradients kept   kept, added up   added up, reduced as each unit's are ready
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import inf
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -163,10 +164,13 @@ class Device:
         weights = [_one_number(how.weight(self.batch.tree(slice.leaves))) * bool(slice.rows) for slice in slices]
         if weights[0].is_meta:
             return [Count(weight, 1.0) for weight in weights]
-        if how.slices is not None:
-            return [Count(weight, float(weight)) for weight in weights]
-        total = summed(torch.stack(weights).sum(), self.group, self.tape.site)
-        return [Count(weight, float(weight / total)) for weight in weights]
+        numbers = torch.stack(weights)
+        shares = numbers.tolist()
+        _refuse_weights(shares)
+        if how.slices is None:
+            total = _something(summed(numbers.sum(), self.group, self.tape.site))
+            shares = [each / total for each in shares]
+        return list(map(Count, weights, shares))
 
     def _one(self, slice: Slice, count: Count) -> tuple[Found, New]:
         """Forward and backward of one slice."""
@@ -221,6 +225,9 @@ class Device:
         if not alike(sums[: len(own)]):
             raise MismatchError(self._another_order(mean.loss.device))
         kept, used = sums[len(own) : len(own) + len(kept)], sums[len(own) + len(kept) :]
+        trained = [leaf.reduce is not None for leaf in tape.leaves]
+        if any(trained) and not any(times for times, moves in zip(used, trained, strict=True) if moves):
+            raise LayoutError(_DETACHED)
         tape.reductions.rest(kept, used)
         return mean, used
 
@@ -234,11 +241,28 @@ class Device:
     def _gradients(self, mean: Found, used: list[float]) -> list[Tensor | None]:
         """Return the gradients; a parameter that no device used has none."""
         meta = mean.weight.is_meta
-        divisor = float(mean.weight) if self.how.slices is not None and not meta else 1.0
+        divisor = _something(mean.weight) if self.how.slices is not None and not meta else 1.0
         return [
             (g if divisor == 1.0 else g / divisor) if g is not None and wanted else None
             for g, wanted in zip(self.tape.reductions.sums, used, strict=True)
         ]
+
+
+def _refuse_weights(weights: Sequence[float]) -> None:
+    wrong = [str(weight) for weight in weights if not 0 <= weight < inf]
+    if wrong:
+        raise LayoutError(
+            f"weight= gave {', '.join(wrong)}: what a part of the batch counts for is finite and at least 0."
+        )
+
+
+def _something(total: Tensor) -> float:
+    """Return what the whole batch counts for."""
+    if not total:
+        raise LayoutError(
+            "weight= gave 0 for all of the batch: its mean loss would be one over nothing. Leave the batch out."
+        )
+    return float(total)
 
 
 def _one_number(weight: Any) -> Tensor:
@@ -247,3 +271,9 @@ def _one_number(weight: Any) -> Tensor:
         return torch.as_tensor(weight, dtype=torch.float64).reshape(())
     found = f"a tensor of shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else repr(weight)
     raise LayoutError(f"weight= has to return one number for a part of the batch; found {found}.")
+
+
+_DETACHED = (
+    "value_and_grad: the loss depends on no parameter that is trained, on any device, so nothing would be learnt. Was it cut "
+    "off by detach(), item(), no_grad() or torch.tensor(...), or are all parameters that it uses frozen?"
+)

@@ -20,6 +20,7 @@ from fshard.optim.contract import Optimizer, Update, check_optimizer, copied, st
 from fshard.optim.norms import global_norm
 from fshard.source import call_site
 from fshard.transforms.gradient import Value, value_and_grad
+from fshard.transforms.nearby import refuse_distant
 from fshard.transforms.slices import How
 
 Precision = Literal["bf16", "fp16"]
@@ -121,6 +122,7 @@ def train_step(
 
     def step(params: PyTree, state: PyTree, *given: PyTree) -> tuple[Any, ...]:
         buffers, batch = given if how.has_buffers else ((), *given)
+        refuse_distant(mesh, "train_step", params=params, state=state, buffers=buffers, batch=batch)
         scale = float(opt.loss_scale(state)) if opt.loss_scale is not None else 1.0
         value, grads = gradient.run(params, buffers, batch, call_site(), scale)
         with torch.no_grad():

@@ -182,7 +182,9 @@ class _Use(Function):
     def forward(ctx: Any, anchor: Tensor, unit: Unit) -> tuple[Tensor, ...]:
         ctx.unit = unit
         ctx.set_materialize_grads(False)
-        values = unit.gather()
+        values = [
+            x.detach() for x in unit.gather()
+        ]  # autograd forbids to change views: `check_unchanged` does it better
         leaves = unit.tape.leaves
         fixed = [x for x, place in zip(values, unit.places, strict=True) if leaves[place].reduce is None]
         ctx.mark_non_differentiable(*fixed)
