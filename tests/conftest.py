@@ -21,21 +21,21 @@ LINKS = {"direct": {}, "gloo": {"FSHARD_DIRECT": "0"}}
 """How the processes of one machine are linked: as they are by default, and as the processes of several are."""
 
 
-@pytest.fixture(scope="module", params=LINKS)
+@pytest.fixture(scope="session", params=LINKS)
 def link(request: pytest.FixtureRequest) -> dict[str, str]:
     """The environment that gives processes one kind of link."""
     return LINKS[request.param]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def two(link: dict[str, str]) -> Iterator[Processes]:
-    """Two processes, for the tests of a module."""
-    with Processes(2, environment=link) as pool:
+    """Two processes, for all tests that leave them as they were."""
+    with Processes(2, environment=link, fresh=True) as pool:
         yield pool
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def four(link: dict[str, str]) -> Iterator[Processes]:
-    """Four processes, for the tests of a module."""
-    with Processes(4, environment=link) as pool:
+    """Four processes, for all tests that leave them as they were."""
+    with Processes(4, environment=link, fresh=True) as pool:
         yield pool

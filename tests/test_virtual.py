@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 import time
+import types
 
 import pytest
 import torch
@@ -414,25 +415,48 @@ def test_many_interrupts_end():
 
 
 def test_an_interrupt_that_comes_too_late_disturbs_nothing(monkeypatch):
-    from fshard.mesh.runtimes import virtual
+    from fshard.mesh.runtimes import crew
 
-    interrupt, asked = virtual._interrupt, threading.Event()
+    raise_in, asked = crew._raise_in, threading.Event()
 
     def slowly(thread, error):
-        if error is not None:  # the device finishes between being found at work and being interrupted
-            asked.set()
-            time.sleep(0.1)
-        interrupt(thread, error)
+        asked.set()
+        time.sleep(0.1)  # the device finishes between being found at work and being interrupted
+        raise_in(thread, error)
 
     def main():
         threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
         asked.wait()
 
-    monkeypatch.setattr(virtual, "_interrupt", slowly)
+    monkeypatch.setattr(crew, "_raise_in", slowly)
     before = threading.active_count()
     with pytest.raises(KeyboardInterrupt):
         fs.run(main, mesh=fs.make_mesh({"d": 2}))
     assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("allowed", [0, 1, 3])
+def test_a_run_that_gets_no_more_threads_leaves_none(monkeypatch, allowed):
+    import _thread
+
+    from fshard.mesh.runtimes import crew
+
+    started = []
+
+    def start(function, arguments, *more):
+        if len(started) == allowed:
+            raise RuntimeError("can't start new thread")
+        started.append(function)
+        return _thread.start_new_thread(function, arguments, *more)
+
+    before = threading.active_count()
+    with monkeypatch.context() as patch:
+        patch.setattr(crew, "_thread", types.SimpleNamespace(start_new_thread=start))
+        patch.setattr(threading, "_start_new_thread", start)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            run(lambda: fs.psum(torch.ones(1), "d"), d=4)
+    assert threading.active_count() == before
+    assert run(lambda: fs.axis_index("d"), d=4) == [0, 1, 2, 3]
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*")

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from fshard.testing.worker import GRACE, Report, Worker, read, spawn, stacks_of
+from fshard.testing.worker import GRACE, Report, Worker, read, stacks_of, start
 
 Result = TypeVar("Result")
 
@@ -37,6 +37,7 @@ def run_processes(
     backend: str = "gloo",
     environment: Mapping[str, str] | None = None,
     timeout: float = 60.0,
+    fresh: bool = False,
     **kwargs: Any,
 ) -> list[Result]:
     """Run `fn(*args, **kwargs)` in `n` new processes, set up as torchrun would, and return what each returned.
@@ -49,6 +50,8 @@ def run_processes(
         backend: "gloo" (on CPUs, whatever GPUs there are) or "nccl".
         environment: more variables for the processes, such as {"FSHARD_CHECK": "1"}.
         timeout: seconds that `fn` may take.
+        fresh: start each process as a new interpreter, with a hash seed of its own, as torchrun does. It takes
+            seconds; otherwise, on Linux, they are forked from one process that has imported torch.
         kwargs: handed to `fn` in every process.
 
     Raises what the first process to fail raised, with its traceback and what became of the others as notes; a
@@ -59,7 +62,7 @@ def run_processes(
 
         assert [x.tolist() for x in run_processes(total, 2)] == [[2, 2], [2, 2]]
     """
-    with Processes(n, backend=backend, environment=environment, timeout=timeout) as pool:
+    with Processes(n, backend=backend, environment=environment, timeout=timeout, fresh=fresh) as pool:
         return pool.run_last(fn, *args, **kwargs)
 
 
@@ -74,6 +77,7 @@ class Processes:
         backend: "gloo" or "nccl".
         environment: more variables for the processes.
         timeout: seconds that one call may take.
+        fresh: start each process as a new interpreter: see `run_processes`.
 
         with Processes(2) as pool:
             pool.run(function, 1)
@@ -81,13 +85,19 @@ class Processes:
     """
 
     def __init__(
-        self, n: int, *, backend: str = "gloo", environment: Mapping[str, str] | None = None, timeout: float = 60.0
+        self,
+        n: int,
+        *,
+        backend: str = "gloo",
+        environment: Mapping[str, str] | None = None,
+        timeout: float = 60.0,
+        fresh: bool = False,
     ) -> None:
         if n < 1 or backend not in ("gloo", "nccl"):
             raise ValueError(
                 f'Processes({n}, backend={backend!r}): at least one process, over "gloo" or "nccl", is needed.'
             )
-        self.n, self.timeout = n, timeout
+        self.n, self.timeout, self._fresh = n, timeout, fresh
         self._hidden = {"CUDA_VISIBLE_DEVICES": ""} if backend == "gloo" else {}
         self._environment = dict(environment or {})
         self._workers: list[Worker] = []
@@ -155,7 +165,7 @@ class Processes:
             return
         try:
             for rank in range(self.n):
-                self._workers.append(spawn(rank, self._variables(rank)))
+                self._workers.append(start(rank, self._variables(rank), fresh=self._fresh))
             ready = self._collect(time.monotonic() + START)
             missing = [worker for worker in self._workers if worker.rank not in ready or ready[worker.rank].error]
             if missing:

@@ -13,13 +13,15 @@ import multiprocessing as mp
 import os
 import pickle
 import signal
+import sys
 import tempfile
 import threading
 import time
 import traceback
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
+from multiprocessing.context import ForkServerContext, SpawnContext
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +41,7 @@ class Worker:
     """One process, as the parent sees it.  What it writes to stderr goes into a file, read only if it fails."""
 
     rank: int
-    process: SpawnProcess
+    process: BaseProcess
     connection: Connection
     stderr: Path
 
@@ -122,21 +124,40 @@ def stacks_of(workers: list[Worker], starts: list[int]) -> str:
 # -- in the process ---------------------------------------------------------------------------------------------
 
 
-def spawn(rank: int, variables: dict[str, str]) -> Worker:
+def start(rank: int, variables: dict[str, str], *, fresh: bool) -> Worker:
     """Start process `rank` with these environment variables."""
-    context = mp.get_context("spawn")
+    context = _interpreters() if fresh else _copies()
     ours, theirs = context.Pipe()
     handle, stderr = tempfile.mkstemp(prefix="fshard-", suffix=".stderr")
     os.close(handle)
-    child = context.Process(target=_live, args=(rank, theirs, variables, stderr), daemon=True, name=f"process {rank}")
+    environment = {**os.environ, **variables}
+    child = context.Process(target=_live, args=(rank, theirs, environment, stderr), daemon=True, name=f"process {rank}")
     child.start()
     theirs.close()
     return Worker(rank, child, ours, Path(stderr))
 
 
-def _live(rank: int, connection: Connection, variables: dict[str, str], stderr: str) -> None:
+def _interpreters() -> SpawnContext:
+    return mp.get_context("spawn")
+
+
+def _copies() -> ForkServerContext | SpawnContext:
+    """Let processes be forked from one that has imported torch and done nothing else: threads, GPUs, groups.
+
+    Not where a fork is not safe even then (on macOS) or unknown (on Windows): a process is a new interpreter there.
+    """
+    if sys.platform != "linux":
+        return _interpreters()
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["__main__", __name__])
+    return context
+
+
+def _live(rank: int, connection: Connection, environment: dict[str, str], stderr: str) -> None:
     """Be process `rank`: take tasks until the parent closes the connection."""
-    os.environ.update(variables)
+    os.environ.clear()  # a copy has those that its model was started with
+    os.environ.update(environment)
+    gc.freeze()  # what has been imported lives on: it need not be looked through
     torch.set_num_threads(1)
     _redirect(stderr)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends us

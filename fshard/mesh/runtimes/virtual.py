@@ -15,13 +15,10 @@ as processes do that were seeded alike.
 
 from __future__ import annotations
 
-import ctypes
 import threading
-import time
 from collections import defaultdict, deque
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
-from contextvars import copy_context
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -32,6 +29,7 @@ from fshard.errors import DeadlockError, MismatchError, PromiseError, ScopeError
 from fshard.mesh import ledger
 from fshard.mesh.layout import dtype_name
 from fshard.mesh.moves import describe
+from fshard.mesh.runtimes.crew import Crew, Stopped
 from fshard.mesh.runtimes.thread_state import (
     ThreadState,
     process_wide_state,
@@ -47,10 +45,6 @@ if TYPE_CHECKING:
     from fshard.source import Site
 
 Signature = tuple[tuple[torch.Size, torch.dtype], ...]
-
-
-class _Stopped(BaseException):
-    """Unwinds the other devices when one has failed; never seen outside."""
 
 
 @dataclass(slots=True)
@@ -133,9 +127,6 @@ class VirtualWorld:
         self._failure: tuple[int, BaseException] | None = None
         self._stopping = False
         self._over = False
-        self._ended: set[int] = set()
-        self._done = threading.Event()
-        self._leaving = threading.Lock()
 
     # -- the run ------------------------------------------------------------------------------------------------
 
@@ -170,21 +161,15 @@ class VirtualWorld:
             except BaseException as error:
                 self._status[device] = f"raised {type(error).__name__}"
                 self._fail(device, error)
-            finally:  # whatever happened: the run ends with the last of them
-                self._leave(device)
 
-        def begin(device: int) -> None:
-            try:
-                live(device)
-            except _Stopped:  # the interrupt came too late to stop anything
-                self._leave(device)
-
-        threads = [
-            threading.Thread(target=copy_context().run, args=(begin, device), name=self.name(device), daemon=True)
-            for device in range(self.mesh.size)
-        ]
+        crew = Crew([self.name(device) for device in range(self.mesh.size)], live)
         try:
-            self._run_threads(threads)
+            with process_wide_state():
+                crew.run(
+                    begin=lambda: self._batons[self._ready.popleft()].release(),
+                    stop=self._stop,
+                    busy=lambda device: self._status[device] is None,
+                )
         finally:
             self._over = True
         set_random_state(self.mesh.device_type, self._random[0] if random is None else before)
@@ -215,44 +200,6 @@ class VirtualWorld:
         self._check_nothing_left()
         return result
 
-    def _run_threads(self, threads: list[threading.Thread]) -> None:
-        """Start all, and come back when none is left, also when interrupted."""
-        with process_wide_state():
-            try:
-                for thread in threads:
-                    thread.start()
-                self._batons[self._ready.popleft()].release()
-                self._done.wait()  # not join: in Python 3.11 a join that is interrupted takes the thread for dead
-            except BaseException:  # Ctrl-C, or no more threads to be had: end what runs, then say so
-                self._stop()
-                self._end([thread for thread in threads if thread.ident is not None])
-                raise
-            finally:
-                for thread in threads:
-                    if thread.ident is not None and _lives(thread):
-                        thread.join()
-
-    def _end(self, threads: list[threading.Thread]) -> None:
-        """Interrupt the threads that are in the user's code, until all have ended."""
-        while any(_lives(thread) for thread in threads):
-            for device, thread in enumerate(threads):
-                with self._leaving:
-                    if self._status[device] is None:
-                        _interrupt(thread, _Stopped)
-            until = time.monotonic() + 1.0  # then again, if the first was lost in a destructor, say
-            while any(_lives(thread) for thread in threads) and time.monotonic() < until:
-                time.sleep(0.001)
-
-    def _leave(self, device: int) -> None:
-        """Let a device's thread end, which nobody interrupts any more; a second time changes nothing."""
-        with self._leaving:
-            if self._status[device] is None:
-                self._status[device] = "was interrupted"
-            _interrupt(threading.current_thread(), None)
-        self._ended.add(device)
-        if len(self._ended) == self.mesh.size:
-            self._done.set()
-
     def _raise(self, device: int, error: BaseException) -> NoReturn:
         if not isinstance(error, DeadlockError | MismatchError | PromiseError):
             error.add_note(f"raised on {self.name(device)} of {self.mesh}")
@@ -261,7 +208,7 @@ class VirtualWorld:
         raise error
 
     def _fail(self, device: int, error: BaseException) -> None:
-        if self._failure is None and not isinstance(error, _Stopped):
+        if self._failure is None and not isinstance(error, Stopped):
             self._failure = device, error
         self._stop()
 
@@ -283,7 +230,7 @@ class VirtualWorld:
         self._hand_on(device)
         self._batons[device].acquire()
         if self._stopping:
-            raise _Stopped
+            raise Stopped
         set_random_state(self.mesh.device_type, self._random[device])
         self._status[device] = None
 
@@ -326,7 +273,7 @@ class VirtualWorld:
     def start(self, move: Wired, xs: tuple[Tensor, ...], group: Group, site: Site) -> Arrival:
         """Lay down tensors for a collective; the last device of the group computes it."""
         if self._stopping:
-            raise _Stopped
+            raise Stopped
         index, slots, signature = group.index, self._slots[group.key], _signature(xs)
         for slot in slots:
             if index not in slot.values:
@@ -368,7 +315,7 @@ class VirtualWorld:
     def send(self, xs: tuple[Tensor, ...], group: Group, to: int, site: Site) -> None:
         """Put copies into the mail; the sender runs on."""
         if self._stopping:
-            raise _Stopped
+            raise Stopped
         route = group.device, group.member(to)
         described = f"{_describe_values(_signature(xs))} sent by {self.name(route[0])} at {site}"
         self.mail[route].append((tuple(x.detach().clone() for x in xs), described))
@@ -378,7 +325,7 @@ class VirtualWorld:
     def receive(self, likes: tuple[Tensor, ...], group: Group, source: int, site: Site) -> Parcel:
         """Ask for the next message from the device at index `source`."""
         if self._stopping:
-            raise _Stopped
+            raise Stopped
         route = group.member(source), group.device
         return Parcel(self, route, route[1], likes, site)
 
@@ -460,15 +407,3 @@ def _independent(results: list[Tensor], given: list[Tensor]) -> list[Tensor]:
             own.append(result)
             seen.add(id(result))
     return own
-
-
-def _lives(thread: threading.Thread) -> bool:
-    """Return whether a thread still runs, by the list of those that do: `is_alive` may be wrong after an interrupt."""
-    return thread in threading.enumerate()
-
-
-def _interrupt(thread: threading.Thread, error: type[BaseException] | None) -> None:
-    """Raise an error in a thread as soon as it runs Python code; None takes back one that it has not yet seen."""
-    if thread.ident is not None:
-        what = ctypes.py_object(error) if error is not None else None
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), what)
