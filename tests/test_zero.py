@@ -245,6 +245,66 @@ def test_reproducible_mode_gives_equal_bits_for_parameters_of_16_bits():
             assert all(map(torch.equal, expected, gradients(n, stage)))
 
 
+USES = {
+    "plain": lambda w, x: torch.tanh(x @ w),
+    "a view, twice": lambda w, x: (lambda v: torch.tanh(x @ v) @ v)(w.T),
+    "marked": fs.gathered(lambda w, x: torch.tanh(x @ w).sin() @ w),
+    "rematerialised": fs.remat(lambda w, x: torch.tanh(x @ w) @ w),
+    "torch.func": lambda w, x: torch.func.vmap(lambda row, w: (w @ row).tanh(), (0, None))(x, w),
+}
+
+
+@settings(max_examples=40)
+@given(
+    uses=st.lists(st.tuples(st.integers(0, 2), st.sampled_from(sorted(USES))), min_size=3, max_size=9),
+    n=st.sampled_from([1, 2, 4]),
+    live_units=st.integers(1, 2),
+    options=st.sampled_from([{}, {"compute": torch.bfloat16}, {"accumulate": 2}, {"reshard_after_forward": False}]),
+)
+def test_reproducible_mode_gives_equal_bits_however_often_a_parameter_is_used(uses, n, live_units, options):
+    n = 2 if "accumulate" in options else n
+    generator = torch.Generator().manual_seed(1)
+    params = [torch.randn(8, 8, generator=generator) / 3 for _ in range(3)]
+    xs = torch.randn(8, 8, generator=generator)
+
+    def loss_fn(p, x):
+        for place, how in uses:
+            x = USES[how](p[place], x)
+        return x.square().mean()
+
+    def gradients(n, stage, **options):
+        run = fs.grad(loss_fn, mesh=fs.make_mesh({"data": n}), batch=P("data"), reproducible=True, slices=4, **options)
+        found = flatten(
+            run(placed(params, stage, fs.make_mesh({"data": n})), xs), sharded_is_leaf=True, none_is_leaf=True
+        )[0]
+        return [None if g is None else fs.unshard(g) for g in found]
+
+    compute = {key: x for key, x in options.items() if key == "compute"}
+    for ours, g in zip(gradients(n, 3, live_units=live_units, **options), gradients(1, 0, **compute), strict=True):
+        assert (ours is None) == (g is None)
+        assert g is None or torch.equal(ours, g)
+
+
+@pytest.mark.parametrize("options", [{}, {"weight": lambda x: 100 * len(x)}, {"accumulate": 2}], ids=str)
+@pytest.mark.parametrize(("dtype", "compute"), [(torch.float16, None), (torch.float32, torch.float16)], ids=str)
+@pytest.mark.parametrize("stage", STAGES)
+def test_sums_over_a_batch_do_not_overflow_in_reproducible_mode(stage, dtype, compute, options):
+    """The gradient fits into 16 bits, the sum over all samples that it is the mean of does not."""
+    mesh, x = fs.make_mesh({"data": 2}), torch.full((64, 4), 5000.0, dtype=torch.float16)
+    run = fs.grad(
+        lambda p, x: (p["w"] * x).sum(1).mean(),
+        mesh=mesh,
+        batch=P("data"),
+        gradients=optimizer(stage, mesh).gradients,
+        compute=compute,
+        reproducible=True,
+        slices=4,
+        **options,
+    )
+    g = fs.unshard(run(placed({"w": torch.ones(4, dtype=dtype)}, stage, mesh), x)["w"])
+    assert g.dtype == dtype and torch.equal(g, torch.full((4,), 5000.0, dtype=dtype))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_reproducible_mode_refuses_sums_in_16_bits(dtype):
     with pytest.raises(fs.LayoutError, match=f"reduce={dtype}.: sums in 16 bits are rounded at other places"):

@@ -79,7 +79,7 @@ class Handle(Tensor):
                 f"{self._path} is a parameter of a step that is over: it was kept from inside a loss function. Return what is "
                 "needed of it with has_aux=True, or take it from the parameters that the step returns."
             )
-        return self.unit.whole()[self.at]
+        return self.unit.leaf(self.at)
 
     @property
     def _path(self) -> str:
@@ -179,7 +179,7 @@ class _Aside(Function):
         start = 0
         for unit in tape.units:
             stop = start + len(unit.places)
-            tape.reductions.receive_aside(unit, gs[start:stop])
+            tape.reductions.receive_apart(unit, gs[start:stop])
             start = stop
         return None, None
 

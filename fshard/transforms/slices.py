@@ -69,7 +69,7 @@ class How:
 
 
 class Count(NamedTuple):
-    """What a slice counts for, and what its loss is multiplied by before it is differentiated."""
+    """What a slice counts for, and what its gradient is multiplied by."""
 
     weight: Tensor
     share: float
@@ -128,6 +128,7 @@ class Device:
         found: list[Found] = []
         new = self.buffers.compared(self.place, self.buffers.part(self.place))
         reductions = tape.reductions
+        reductions.singly = forest is not None
         reductions.wide = forest is not None or (how.once and len(slices) > 1)
         for turn, (slice, count) in enumerate(zip(slices, counts, strict=True)):
             if forest is not None:
@@ -141,7 +142,7 @@ class Device:
                 one, new = self._one(slice, count)
             found.append(one)
             if forest is not None:
-                forest.grow()
+                forest.grow(count.share)
             if reductions.keep is None:
                 reductions.end()
         tape.check_unchanged()
@@ -186,7 +187,8 @@ class Device:
             )
         tape.begin_backward(self.group, idle=count.idle)
         if loss.requires_grad:
-            start = torch.full_like(loss, count.share * self.scale)
+            share = count.share if how.slices is None else 1.0  # in reproducible mode sums are weighted, in 32 bits
+            start = torch.full_like(loss, share * self.scale)
             torch.autograd.grad(loss, [tape.anchor], start, allow_unused=True)
         new = self.buffers.compared(self.place, buffers)
         return Found(loss.detach(), count.weight.to(loss.device), aux, new.changed), new
@@ -243,8 +245,8 @@ class Device:
         meta = mean.weight.is_meta
         divisor = _something(mean.weight) if self.how.slices is not None and not meta else 1.0
         return [
-            (g if divisor == 1.0 else g / divisor) if g is not None and wanted else None
-            for g, wanted in zip(self.tape.reductions.sums, used, strict=True)
+            (g if divisor == 1.0 else g / divisor).to(leaf.dtype) if g is not None and wanted else None
+            for g, leaf, wanted in zip(self.tape.reductions.sums, self.tape.leaves, used, strict=True)
         ]
 
 
