@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fshard.errors import DeadlockError, LayoutError, MismatchError
+from fshard.errors import CollectiveTimeoutError, DeadlockError, LayoutError, MismatchError
 from fshard.mesh.layout import Layout
 from fshard.mesh.mesh import Mesh
 from fshard.mesh.sharded import Sharded
@@ -38,7 +38,7 @@ from fshard.mesh.steps import Way, steps_between
 from fshard.mesh.tree import PyTree, flatten_with_paths, unflatten
 from fshard.optim.leaves import firsts_of, trainable
 from fshard.source import Site, call_site
-from fshard.transforms.agree import disagreement
+from fshard.transforms.agree import CURE, disagreement
 from fshard.transforms.batch import placed
 from fshard.transforms.buffers import Buffers
 from fshard.transforms.nearby import refuse_distant
@@ -239,8 +239,11 @@ class Gradient:
             results = everywhere(mesh, on_device, mapped=mesh.axis_names)
         except (MismatchError, DeadlockError) as error:
             difference = _difference(mesh, tapes)
-            if difference and difference not in str(error):
+            if difference and CURE not in str(error):
                 raise MismatchError(f"{error}\nvalue_and_grad: {difference}") from error
+            raise
+        except CollectiveTimeoutError as error:
+            error.add_note(f"value_and_grad: {_difference(mesh, tapes)}")
             raise
         mean, known.order = results[0].mean, results[0].order
         grads = [
