@@ -245,9 +245,14 @@ def test_reproducible_mode_gives_equal_bits_for_parameters_of_16_bits():
             assert all(map(torch.equal, expected, gradients(n, stage)))
 
 
+def by_view(w, x):
+    v = w.T
+    return torch.tanh(x @ v) @ v
+
+
 USES = {
     "plain": lambda w, x: torch.tanh(x @ w),
-    "a view, twice": lambda w, x: (lambda v: torch.tanh(x @ v) @ v)(w.T),
+    "a view, twice": by_view,
     "marked": fs.gathered(lambda w, x: torch.tanh(x @ w).sin() @ w),
     "rematerialised": fs.remat(lambda w, x: torch.tanh(x @ w) @ w),
     "torch.func": lambda w, x: torch.func.vmap(lambda row, w: (w @ row).tanh(), (0, None))(x, w),

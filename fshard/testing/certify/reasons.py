@@ -48,9 +48,8 @@ class Reasons:
 
     def of_buffer(self, place: int) -> str:
         """Say why a buffer does."""
-        at = first_difference(
-            *(turns[self._step].buffers[place] for turns in (self._it.turns, self._it.alone)), self._tolerance
-        )
+        found, alone = (turns[self._step].buffers[place] for turns in (self._it.turns, self._it.alone))
+        at = first_difference(found, alone, self._tolerance)
         return (
             f"it first differs at {at}. Is it of each device's own part of the batch? BatchNorm has to be synchronised, "
             "fs.functionalize(module, sync_batchnorm=axis), and its batch not be cut by accumulate"
