@@ -327,6 +327,36 @@ def test_reproducible_mode_gives_equal_bits_between_processes(two, four):
             assert other == losses and all(map(torch.equal, params, again))
 
 
+def with_threads(count):
+    """Take a step on sums that torch cuts among its threads."""
+    torch.set_num_threads(count)
+    try:
+        generator = torch.Generator().manual_seed(0)
+        params = {"w": torch.randn(512, 512, generator=generator) / 20, "b": torch.randn(512, generator=generator)}
+        mesh = fs.make_mesh({"data": 2})
+        own = placed(params, 3, mesh)
+
+        def loss_fn(p, x):
+            for _ in range(3):
+                x = torch.nn.functional.layer_norm(torch.tanh(x @ p["w"] + p["b"]), (512,))
+            return x.square().mean()
+
+        opt = optimizer(3, mesh, fs.optim.adamw(1e-2))
+        step = fs.train_step(loss_fn, opt, mesh=mesh, batch=P("data"), reproducible=True, slices=4)
+        own, _, metrics = step(own, opt.init(own), torch.randn(1024, 512, generator=generator))
+        after = torch.get_num_threads()
+        return after, [metrics["loss"], metrics["grad_norm"], *leaves_of(own)]
+    finally:
+        torch.set_num_threads(1)
+
+
+def test_reproducible_mode_does_not_depend_on_the_number_of_threads(two):
+    expected = with_threads(1)[1]
+    for count in (1, 3):
+        for after, found in two.run(with_threads, count):
+            assert after == count and all(map(torch.equal, found, expected))
+
+
 def test_dropout_differs_between_devices_and_steps_and_not_between_runs():
     def loss_fn(params, batch):
         return (torch.nn.functional.dropout(torch.ones(64)) * params["w"] * batch.mean()).sum()

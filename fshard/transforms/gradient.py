@@ -14,7 +14,8 @@ Gradients come out as their layouts say: that is all that ZeRO 0 to 3 differ in.
 
 Reproducible mode: the batch is cut into slices whose number does not depend on the mesh.  Gradients of slices are added
 in one binary tree, within a device and, by the collectives, on across devices, in 32 bits at least (sums in 16 would be
-rounded at other places on other meshes); random draws are keyed by the slice.  Then the bits are the same on any mesh.
+rounded at other places on other meshes); random draws are keyed by the slice; torch computes with one thread.  Then the
+bits are the same on any mesh.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ from fshard.transforms.nearby import refuse_distant
 from fshard.transforms.rules import Choice, chosen, named, parts_of, unit_of
 from fshard.transforms.slices import Device, How, Result, Weight
 from fshard.transforms.tape import Order, Tape
+from fshard.transforms.threads import one_thread
 from fshard.transforms.units import Leaf, Manner
 
 
@@ -236,7 +238,8 @@ class Gradient:
             return Device(self.how, tape, tree, memory, parts, place, drawn, scale).run()
 
         try:
-            results = everywhere(mesh, on_device, mapped=mesh.axis_names)
+            with one_thread(self.how.slices is not None):
+                results = everywhere(mesh, on_device, mapped=mesh.axis_names)
         except (MismatchError, DeadlockError) as error:
             difference = _difference(mesh, tapes)
             if difference and CURE not in str(error):

@@ -22,6 +22,7 @@ from fshard.source import call_site
 from fshard.transforms.gradient import Value, value_and_grad
 from fshard.transforms.nearby import refuse_distant
 from fshard.transforms.slices import How
+from fshard.transforms.threads import one_thread
 
 Precision = Literal["bf16", "fp16"]
 _OPTIONS = [name for name in signature(value_and_grad).parameters if name not in ("loss_fn", "mesh", "batch")]
@@ -125,7 +126,7 @@ def train_step(
         refuse_distant(mesh, "train_step", params=params, state=state, buffers=buffers, batch=batch)
         scale = float(opt.loss_scale(state)) if opt.loss_scale is not None else 1.0
         value, grads = gradient.run(params, buffers, batch, call_site(), scale)
-        with torch.no_grad():
+        with torch.no_grad(), one_thread(how.slices is not None):
             norm = global_norm(grads, exact=how.slices is not None) / scale
             if not donate:
                 params, state = copied((params, state))
