@@ -2,8 +2,8 @@
 
 Each device takes the loss of its own part of the batch; the loss of the whole is their mean, weighted by samples or by
 what `weight` counts.  So a batch of any size has the loss and the gradient that it has on one device, if the loss is a
-mean over samples, or with `weight` over what that counts.  A loss that talks to other devices itself (`fs.psum`) needs
-an even batch; `sync_batchnorm` does not.
+mean over samples, or with `weight` over what that counts.  A loss that talks to other devices itself needs an even batch
+for `fs.pmean`, and for a sum samples on all devices (see `uneven`); `sync_batchnorm` needs neither.
 
 Gradients come out as their layouts say: that is all that ZeRO 0 to 3 differ in.
 

@@ -7,8 +7,9 @@ gradients kept   kept, added up   added up, reduced as each unit's are ready
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from math import inf
+from math import inf, prod
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fshard.errors import LayoutError, MismatchError
-from fshard.mesh.scope import require
+from fshard.mesh.scope import minding, require
 from fshard.mesh.tree import PyTree
 from fshard.transforms.agree import alike, disagreement, exchanged, marks, summed
 from fshard.transforms.batch import Batch, Slice
@@ -26,6 +27,7 @@ from fshard.transforms.idle import idling
 from fshard.transforms.means import Found, together
 from fshard.transforms.randomness import keyed_random
 from fshard.transforms.tape import Order, Tape
+from fshard.transforms.uneven import objection
 from fshard.transforms.units import Manner
 from fshard.transforms.use import followed
 
@@ -116,6 +118,7 @@ class Device:
     ) -> None:
         self.how, self.tape, self.params, self.buffers, self.batch = how, tape, params, buffers, batch
         self.place, self.key, self.scale = place, key, scale
+        self.objection = objection(batch, how.turns(prod(batch.mesh.shape[axis] for axis in batch.axes)))
         self.group = require("value_and_grad").group(batch.axes, "value_and_grad") if batch.axes else None
 
     def run(self) -> Result:
@@ -197,7 +200,8 @@ class Device:
         """Call the loss function; return the loss, buffers and what else there is."""
         how = self.how
         given = self.buffers.part(self.place)
-        result = followed(how.loss_fn)(self.params(), *((given,) if how.has_buffers else ()), batch)
+        with minding(self.objection) if self.objection is not None else nullcontext():
+            result = followed(how.loss_fn)(self.params(), *((given,) if how.has_buffers else ()), batch)
         wanted = ["loss", *(["buffers"] if how.has_buffers else []), *(["aux"] if how.has_aux else [])]
         if len(wanted) == 1:
             return result, given, ()
