@@ -7,11 +7,13 @@ inside               the calling device's own     its own
 
 from __future__ import annotations
 
+from typing import Any
+
 from fshard.errors import LayoutError
 from fshard.mesh.mesh import Mesh
 from fshard.mesh.sharded import Sharded
 from fshard.mesh.spmd import held
-from fshard.mesh.tree import PyTree, flatten_with_paths
+from fshard.mesh.tree import PyTree, flatten, flatten_with_paths
 from fshard.transforms.rules import named, parts_of
 
 
@@ -28,13 +30,24 @@ def refuse_distant(mesh: Mesh, what: str, **trees: PyTree) -> None:
     """
     if mesh.runtime != "virtual":
         return
-    wrong, inside = list[str](), False
-    for name, tree in trees.items():
-        paths, leaves, _ = flatten_with_paths(tree, sharded_is_leaf=True)
-        for path, x in zip(paths, leaves, strict=True):
-            if isinstance(x, Sharded) and len(x.shards) != len(held(x.mesh)):
-                wrong.append(".".join((name, *filter(None, [named(parts_of(path))]))))
-                inside = len(x.shards) > 1
-    if wrong:
-        where = "outside of fs.run and used inside" if inside else "inside of fs.run and used outside"
-        raise LayoutError(f"{what}: laid out {where}: {', '.join(wrong)}. Lay out everything where the step is called.")
+    counts = dict[int, int]()  # by mesh
+
+    def distant(x: Any) -> bool:
+        if not isinstance(x, Sharded):
+            return False
+        lies_on = x.layout.mesh
+        if id(lies_on) not in counts:
+            counts[id(lies_on)] = len(held(lies_on))
+        return len(x.shards) != counts[id(lies_on)]
+
+    found = [x for x in flatten(list(trees.values()), sharded_is_leaf=True)[0] if distant(x)]
+    if not found:
+        return
+    where = "outside of fs.run and used inside" if len(found[0].shards) > 1 else "inside of fs.run and used outside"
+    names = [
+        ".".join((name, *filter(None, [named(parts_of(path))])))
+        for name, tree in trees.items()
+        for path, x in zip(*flatten_with_paths(tree, sharded_is_leaf=True)[:2], strict=True)
+        if distant(x)
+    ]
+    raise LayoutError(f"{what}: laid out {where}: {', '.join(names)}. Lay out everything where the step is called.")
