@@ -13,7 +13,10 @@ from fshard import P
 from fshard.mesh.runtimes import direct, gloo, native
 from fshard.mesh.runtimes.link import GroupLink
 from fshard.mesh.runtimes.process import ProcessWorld
+from fshard.mesh.scope import require
+from fshard.source import call_site
 from fshard.testing.processes import Processes, run_processes
+from fshard.transforms.agree import summed
 
 
 def the_example():
@@ -347,6 +350,27 @@ def native_wires():
 @pytest.mark.filterwarnings("default")
 def test_the_native_table_means_the_same(two):
     assert two.run(native_wires) == [True, True]
+
+
+def between_hosts():
+    """Sum rows of numbers, as if the processes' own backend took only what lies on devices."""
+    mesh = fs.make_mesh({"d": 2})
+    world = ProcessWorld.of(mesh)
+    world._staged = False
+
+    def main():
+        group = require("here").group("d", "here")
+        return summed((torch.tensor([1.0, float(group.index)]), torch.ones(1)), group, call_site())
+
+    try:
+        found = fs.run(main, mesh=mesh)[0]
+    finally:
+        world._staged = True
+    return [row.tolist() for row in found], list(world._hosts)
+
+
+def test_hosts_have_a_link_of_their_own(two):
+    assert two.run(between_hosts) == [([[2.0, 1.0], [2.0]], [(0, 1)])] * 2
 
 
 def large_results():

@@ -567,6 +567,51 @@ def test_frozen_integer_and_unused_leaves_stay_as_they_are(stage):
     assert [name for name in params if grads[name] is None] == ["fixed", "unused", "count"]
 
 
+def trees_that_differ_in_one_thing(mesh):
+    """Return trees of parameters for one loss function, of which each has another gradient, or one that lies otherwise."""
+
+    def laid(names=("a", "b"), rows=4, dtype=torch.float32, spec=None, tied=False, **options):
+        a = fs.device_put(torch.ones(rows, dtype=dtype), fs.Layout(mesh, spec or P(), **options))
+        b = a if tied else fs.device_put(torch.ones(rows, dtype=dtype), fs.Layout(mesh, spec or P()))
+        return dict(zip(names, (a, b), strict=True))
+
+    return [
+        laid(),
+        laid(names=("c", "d")),
+        laid(rows=2),
+        laid(dtype=torch.float64),
+        laid(spec=P("data")),
+        laid(spec=P.flat("data")),
+        laid(unit="mine"),
+        laid(frozen=True),
+        laid(tied=True),
+    ]
+
+
+@settings(max_examples=20)
+@given(order=st.lists(st.integers(0, 8), min_size=2, max_size=20), known=st.sampled_from([1, 3, 64]))
+def test_what_is_remembered_of_parameters_depends_on_all_that_they_are(order, known):
+    def loss_fn(params, x):
+        a, b = params.values()
+        return (a.sum() * x).mean() + 3 * b.sum()
+
+    def gradient():
+        return fs.value_and_grad(loss_fn, mesh=mesh, batch=P("data"), frozen=lambda path: path == "c")
+
+    mesh = fs.make_mesh({"data": 2})
+    trees, one, batch = trees_that_differ_in_one_thing(mesh), gradient(), torch.arange(2.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fshard.transforms.gradient.KNOWN", known)
+        for number in order:
+            ours, fresh = (run(trees[number], batch)[1] for run in (one, gradient()))
+            assert ours.keys() == fresh.keys()
+            for x, y in zip(ours.values(), fresh.values(), strict=True):
+                assert (x is None) == (y is None)
+                assert x is None or (x.layout == y.layout and x.layout.unit == y.layout.unit)
+                assert x is None or (x.dtype == y.dtype and torch.equal(fs.unshard(x), fs.unshard(y)))
+    assert len(one.known) == min(known, len(set(order)))
+
+
 def test_a_leaf_that_one_device_uses_has_a_gradient_everywhere():
     mesh = fs.make_mesh({"data": 2})
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import prod
 from typing import Literal, get_args
 
@@ -23,7 +23,7 @@ import torch
 from fshard.errors import LayoutError
 from fshard.mesh import arithmetic
 from fshard.mesh.mesh import Mesh
-from fshard.mesh.spec import P, kept_hash, without_hash
+from fshard.mesh.spec import P, without_hash
 
 Memory = Literal["device", "host"]
 """The memory that a shard lives in: the device's own, or the host's."""
@@ -165,8 +165,12 @@ class Layout:
         """Return this layout on another mesh."""
         return Layout(mesh, self.spec, self.memory, self.unit, self.frozen)
 
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.mesh, self.spec, self.memory, self.unit, self.frozen))
+
     def __hash__(self) -> int:
-        return kept_hash(self, (self.mesh, self.spec, self.memory, self.unit, self.frozen))
+        return self._hash
 
     def __getstate__(self) -> dict[str, object]:
         return without_hash(self)

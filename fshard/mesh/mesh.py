@@ -13,13 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from types import MappingProxyType
 from typing import Literal, get_args
 
 from fshard.errors import MeshError
 from fshard.mesh import arithmetic
-from fshard.mesh.spec import Axes, as_axes, kept_hash, without_hash
+from fshard.mesh.spec import Axes, as_axes, without_hash
 
 Runtime = Literal["virtual", "process", "abstract"]
 """Where devices live: threads of this process, processes of torch.distributed, or nowhere (shapes only)."""
@@ -112,8 +113,12 @@ class Mesh:
     def __iter__(self) -> Iterator[str]:
         return iter(self.axis_names)
 
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.axes, self.runtime, self.device_type, self.parent, self.ranks))
+
     def __hash__(self) -> int:
-        return kept_hash(self, (self.axes, self.runtime, self.device_type, self.parent, self.ranks))
+        return self._hash
 
     def __getstate__(self) -> dict[str, object]:
         return without_hash(self)

@@ -217,7 +217,7 @@ class PsumScatter(_Even):
         return _rows(x, self.dim, n)
 
     def unpack(self, rows: Tensor, shape: torch.Size, n: int) -> Tensor:
-        return rows.reshape(_piece(shape, self.dim, n))
+        return rows if len(shape) == 1 else rows.reshape(_piece(shape, self.dim, n))
 
     def sent(self, size: int, index: int, n: int) -> Fraction:
         return Fraction((n - 1) * size, n)

@@ -133,5 +133,5 @@ def _copied(x: Tensor) -> Tensor:
 
 def filled(x: Tensor, length: int) -> Tensor:
     """Flatten, and fill up with zeros to a length."""
-    flat = x.reshape(-1)
+    flat = x if x.ndim == 1 else x.reshape(-1)
     return flat if flat.numel() == length else pad(flat, (0, length - flat.numel()))

@@ -18,9 +18,10 @@ from torch import Tensor
 from fshard.errors import LayoutError
 from fshard.mesh import ledger
 from fshard.mesh.differentiate import LinearMap, Tensors, apply, recorded, transformed
-from fshard.mesh.layout import Layout, holders
+from fshard.mesh.layout import Layout, Memory, holders
 from fshard.mesh.ledger import Row
 from fshard.mesh.mapped import run_mapped
+from fshard.mesh.mesh import Mesh
 from fshard.mesh.sharded import Sharded, in_memory
 from fshard.mesh.spmd import held, is_outside, standing
 from fshard.mesh.steps import Way, convert, go, steps_between, wire_of
@@ -148,11 +149,14 @@ def _put(x: Tensor, layout: Layout, site: Site) -> Sharded:
         return (piece.clone(memory_format=torch.contiguous_format),)  # a shard owns its memory
 
     (shards,) = run_mapped(layout.mesh, program, [on_all(x, layout)])
-    return _with_memory(Sharded(tuple(x.shape), layout, shards))
+    return _with_memory(Sharded(tuple(x.shape), layout, shards), layout.memory)
 
 
-def _with_memory(x: Sharded) -> Sharded:
-    return Sharded(x.shape, x.layout, tuple(in_memory(shard, x.mesh, x.layout.memory) for shard in x.shards))
+def _with_memory(x: Sharded, memory: Memory) -> Sharded:
+    """Return the same with its shards in the devices' memory, or in the host's, which they may be in."""
+    if "host" not in (memory, x.layout.memory):
+        return x
+    return Sharded(x.shape, x.layout, tuple(in_memory(shard, x.mesh, memory) for shard in x.shards))
 
 
 def reshard(tree: PyTree, layout: PyTree) -> PyTree:
@@ -192,21 +196,25 @@ def _movable(x: Any, layout: Layout) -> Sharded:
 
 def reshard_all(xs: Sequence[Sharded], layouts: Sequence[Layout], site: Site) -> list[Sharded]:
     """Lay global arrays differently on their mesh, those that go the same way together; what is one stays one."""
-    moved = {(tuple(map(id, x.shards)), to): x for x, to in zip(xs, layouts, strict=True)}
-    for mesh in dict.fromkeys(x.mesh for x in xs):
-        keys = [key for key, x in moved.items() if x.mesh == mesh and x.layout != key[1]]
-        given = [moved[key] for key in keys]
-        ways = [Way(steps_between(x.layout, key[1], x.shape), x.shape) for key, x in zip(keys, given, strict=True)]
-        columns = [tuple(in_memory(shard, mesh, "device") for shard in x.shards) for x in given]
+    keys = [(tuple(map(id, x.shards)), to) for x, to in zip(xs, layouts, strict=True)]
+    moved = dict(zip(keys, xs, strict=True))
+    on_mesh: dict[Mesh, list[tuple[tuple[int, ...], Layout]]] = {}
+    for key, x in moved.items():
+        if x.layout is not key[1] and x.layout != key[1]:
+            on_mesh.setdefault(x.mesh, []).append(key)
+    for mesh, some in on_mesh.items():
+        given = [moved[key] for key in some]
+        ways = [Way(steps_between(x.layout, key[1], x.shape), x.shape) for key, x in zip(some, given, strict=True)]
+        columns = [_with_memory(x, "device").shards for x in given]
         if any(way.steps for way in ways):
 
             def program(device: int, own: Tensors, ways: Sequence[Way] = ways) -> Tensors:
                 return tuple(go(own, ways, site)())
 
             columns = run_mapped(mesh, program, columns)
-        for key, x, shards in zip(keys, given, columns, strict=True):
-            moved[key] = _with_memory(Sharded(x.shape, key[1], tuple(shards)))
-    return [moved[tuple(map(id, x.shards)), to] for x, to in zip(xs, layouts, strict=True)]
+        for key, x, shards in zip(some, given, columns, strict=True):
+            moved[key] = _with_memory(Sharded(x.shape, key[1], tuple(shards)), key[1].memory)
+    return [moved[key] for key in keys]
 
 
 def _reshard(x: Sharded, layout: Layout, site: Site) -> Sharded:

@@ -17,20 +17,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 from fshard.errors import LayoutError
 
 Axes = str | tuple[str, ...]
 """One axis of the mesh by name, or several from major to minor."""
-
-
-def kept_hash(value: object, parts: tuple[object, ...]) -> int:
-    """Return the hash of a frozen value, computed once: layouts are the keys of what is planned once per program."""
-    found = value.__dict__.get("_hash")
-    if found is None:
-        found = hash(parts)
-        object.__setattr__(value, "_hash", found)
-    return found
 
 
 def without_hash(value: object, /) -> dict[str, object]:
@@ -177,8 +169,12 @@ class P:
         """Return the axes of each of `ndim` dims, () where a dim is whole."""
         return tuple(as_axes(self.entries[dim]) if dim < len(self.entries) else () for dim in range(ndim))
 
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.entries, self.unreduced, self.flat_axes, self.owned_axes, self.owner, self.shape))
+
     def __hash__(self) -> int:
-        return kept_hash(self, (self.entries, self.unreduced, self.flat_axes, self.owned_axes, self.owner, self.shape))
+        return self._hash  # computed once: layouts are the keys of what is planned once per program
 
     def __getstate__(self) -> dict[str, object]:
         return without_hash(self)

@@ -7,13 +7,14 @@ because laying them out in one buffer would cost more than a message.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
 from torch import Tensor
 
-from fshard.mesh.arithmetic import chunk, flat_range
-from fshard.mesh.differentiate import Bound, Tensors, apply
+from fshard.mesh.arithmetic import Range, chunk, flat_range
+from fshard.mesh.differentiate import Bound, Tensors, apply, recorded, transformed
 from fshard.mesh.layout import Layout
 from fshard.mesh.moves import AllGather, AllToAll, Alone, Move, Permute, Psum, PsumScatter, Summand, Take
 from fshard.mesh.owners import Owned, collect, filled, hand_out, keep
@@ -24,19 +25,30 @@ from fshard.source import Site
 LARGE = 1 << 20
 """Bytes from which on a leaf travels alone."""
 
-_MOVES: dict[Kind, Callable[[Step], Move]] = {
-    "slice": lambda step: Take(step.dim),
-    "summand": lambda step: Summand(),
-    "psum": lambda step: Psum(),
-    "psum_scatter": lambda step: PsumScatter(step.dim),
-    "all_gather": lambda step: AllGather(step.dim, replicated=True),
-    "all_to_all": lambda step: AllToAll(step.other, step.dim),
-    "ppermute": lambda step: Permute(step.pairs),
-    "flat_slice": lambda step: Take(0),
-    "flat_scatter": lambda step: PsumScatter(0),
-    "flat_gather": lambda step: AllGather(0, replicated=True),
-    "flat_ppermute": lambda step: Permute(step.pairs),
+_Pairs = tuple[tuple[int, int], ...]
+_MOVES: dict[Kind, Callable[[int, int, _Pairs], Move]] = {
+    "slice": lambda dim, other, pairs: Take(dim),
+    "summand": lambda dim, other, pairs: Summand(),
+    "psum": lambda dim, other, pairs: Psum(),
+    "psum_scatter": lambda dim, other, pairs: PsumScatter(dim),
+    "all_gather": lambda dim, other, pairs: AllGather(dim, replicated=True),
+    "all_to_all": lambda dim, other, pairs: AllToAll(other, dim),
+    "ppermute": lambda dim, other, pairs: Permute(pairs),
+    "flat_slice": lambda dim, other, pairs: Take(0),
+    "flat_scatter": lambda dim, other, pairs: PsumScatter(0),
+    "flat_gather": lambda dim, other, pairs: AllGather(0, replicated=True),
+    "flat_ppermute": lambda dim, other, pairs: Permute(pairs),
 }
+
+
+@lru_cache(maxsize=1024)
+def _move(kind: Kind, dim: int, other: int, pairs: _Pairs) -> Move:
+    return _MOVES[kind](dim, other, pairs)
+
+
+def move_of(step: Step) -> Move | None:
+    """Return the move that a step is; None if it is none, but another shape or an exchange with owners."""
+    return _move(step.kind, step.dim, step.other, step.pairs) if step.kind in _MOVES else None
 
 
 class Way(NamedTuple):
@@ -46,6 +58,7 @@ class Way(NamedTuple):
     shape: tuple[int, ...]
 
 
+@lru_cache(maxsize=4096)
 def steps_between(before: Layout, after: Layout, shape: tuple[int, ...]) -> tuple[Step, ...]:
     """Return the cheapest steps from one layout to another on the same mesh."""
     return plan(before.spec.shapeless, after.spec.shapeless, shape, after.mesh.axes)
@@ -65,7 +78,7 @@ def wire_of(step: Step) -> Move | None:
     """Return the move that sends something in a step."""
     if step.kind == "exchange":
         return AllToAll(0, 0)
-    move = _MOVES[step.kind](step) if step.kind in _MOVES else None
+    move = move_of(step)
     return None if isinstance(move, Alone) else move
 
 
@@ -80,18 +93,18 @@ def go(xs: Sequence[Tensor], ways: Sequence[Way], site: Site, *, ahead: bool = F
         for places in _together(results, ways, turn):
             now = [(ways[place].steps[turn], ways[place].shape) for place in places]
             step = now[0][0]
-            if step.kind not in _MOVES:
-                for place, y in zip(
-                    places, _unmoved([results[place] for place in places], now, scope, site), strict=True
-                ):
+            move = move_of(step)
+            if move is None or (step.kind == "flat_slice" and _is_plain(results[place] for place in places)):
+                own = _unmoved([results[place] for place in places], now, scope, site)
+                for place, y in zip(places, own, strict=True):
                     results[place] = y
                 continue
-            bound = Bound(_MOVES[step.kind](step), scope.group(step.axes, "fs.reshard"), site)
+            bound = Bound(move, scope.group(step.axes, "fs.reshard"), site)
             given = tuple(
                 _before(results[place], step, shape, scope) for place, (step, shape) in zip(places, now, strict=True)
             )
             last = all(turn + 1 == len(ways[place].steps) for place in places)
-            if ahead and last and not isinstance(bound.move, Alone):
+            if ahead and last and not isinstance(move, Alone):
                 finishes.append(_later(bound.start(given).wait, results, places, now, scope))
             else:
                 _put(results, places, apply(bound, given), now, scope)
@@ -110,25 +123,33 @@ def _together(xs: Sequence[Tensor], ways: Sequence[Way], turn: int) -> Iterable[
     for place, (x, way) in enumerate(zip(xs, ways, strict=True)):
         if turn < len(way.steps):
             step = way.steps[turn]
-            one = _MOVES[step.kind](step) if step.kind in _MOVES else (step.kind, step.after.owned is None)
-            alone = place if step.kind in _MOVES and x.nbytes >= LARGE else -1
+            move = move_of(step)
+            one = move if move is not None and step.kind != "flat_slice" else (step.kind, step.after.owned is None)
+            alone = place if move is not None and x.nbytes >= LARGE else -1
             groups.setdefault((one, step.axes, x.dtype, alone), []).append(place)
     return groups.values()
 
 
 def _unmoved(xs: list[Tensor], now: list[tuple[Step, tuple[int, ...]]], scope: Scope, site: Site) -> list[Tensor]:
-    """Take a step that is no move of each tensor by itself: another shape, or one to or from owners."""
+    """Take a step that is no move of each tensor by itself: another shape, a range, or one to or from owners."""
     first = now[0][0]
 
     def on(move: Move) -> Bound:
         return Bound(move, scope.group(first.axes, "fs.reshard"), site)
 
+    if first.kind == "flat_slice":
+        return [x.reshape(-1)[slice(*_own_range(step, shape, scope))] for x, (step, shape) in zip(xs, now, strict=True)]
     if first.kind == "reshape":
         return [_reshaped(x, step, shape, scope) for x, (step, shape) in zip(xs, now, strict=True)]
     owned = [Owned(x, shape, step.owner) for x, (step, shape) in zip(xs, now, strict=True)]
     if first.kind == "keep":
         return [keep(one, on) for one in owned]
     return collect(owned, on) if first.after.owned is not None else hand_out(owned, on)
+
+
+def _is_plain(xs: Iterable[Tensor]) -> bool:
+    """Return whether no derivative of what is done to these tensors is asked for."""
+    return not transformed() and not recorded(tuple(xs))
 
 
 def _later(
@@ -172,7 +193,12 @@ def _after(y: Tensor, step: Step, shape: tuple[int, ...], scope: Scope) -> Tenso
         return y
     total = prod(shape)
     if step.kind == "flat_gather":
-        return (y if y.numel() == total else y[:total]).reshape(shape)
-    target = scope.group(step.after.flat or (), "fs.reshard")
-    start, stop = flat_range(total, target.size, target.index)
+        flat = y if y.numel() == total else y[:total]
+        return flat if len(shape) == 1 else flat.reshape(shape)
+    start, stop = _own_range(step, shape, scope)
     return y if y.numel() == stop - start else y[: stop - start]
+
+
+def _own_range(step: Step, shape: tuple[int, ...], scope: Scope) -> Range:
+    target = scope.group(step.after.flat or (), "fs.reshard")
+    return flat_range(prod(shape), target.size, target.index)

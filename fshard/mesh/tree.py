@@ -18,22 +18,18 @@ PyTree = Any
 Structure = optree.PyTreeSpec
 _o: Any = optree  # its annotations know no "any tree", which is what is passed here
 
-_leaf_classes: list[type] = []
+_is_global: list[Callable[[Any], bool]] = []
 
 
 def register_node(kind: type, flatten: Callable[[Any], Any], unflatten: Callable[[Any, Any], Any]) -> None:
-    """Make a class of global arrays a node of trees."""
+    """Make the class of global arrays a node of trees."""
     _o.register_pytree_node(kind, flatten, unflatten, namespace=NAMESPACE)
-    _leaf_classes.append(kind)
-
-
-def _is_global(x: object) -> bool:
-    return isinstance(x, tuple(_leaf_classes))
+    _is_global.append(kind.__instancecheck__)  # asked of every node of every tree: no frame of Python for it
 
 
 def flatten(tree: PyTree, *, sharded_is_leaf: bool = False, none_is_leaf: bool = False) -> tuple[list[Any], Structure]:
     """Return the leaves of a tree and its structure."""
-    is_leaf = _is_global if sharded_is_leaf else None
+    is_leaf = _is_global[0] if sharded_is_leaf else None
     leaves, structure = _o.tree_flatten(tree, is_leaf=is_leaf, none_is_leaf=none_is_leaf, namespace=NAMESPACE)
     return leaves, structure
 
@@ -65,9 +61,9 @@ def unflatten(structure: Structure, leaves: Sequence[Any]) -> PyTree:
 
 def map_leaves(f: Callable[[Any], Any], tree: PyTree) -> PyTree:
     """Apply a function to every leaf; a `Sharded` is one."""
-    return _o.tree_map(f, tree, is_leaf=_is_global, namespace=NAMESPACE)
+    return _o.tree_map(f, tree, is_leaf=_is_global[0], namespace=NAMESPACE)
 
 
 def broadcast_prefix(prefix: PyTree, tree: PyTree, *, none_is_leaf: bool = False) -> list[Any]:
     """Return for every leaf of a tree what a prefix of the tree says of it; ValueError if it is no prefix."""
-    return _o.broadcast_prefix(prefix, tree, is_leaf=_is_global, none_is_leaf=none_is_leaf, namespace=NAMESPACE)
+    return _o.broadcast_prefix(prefix, tree, is_leaf=_is_global[0], none_is_leaf=none_is_leaf, namespace=NAMESPACE)

@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from fshard.mesh.tree import PyTree
 from fshard.optim.contract import Optimizer, Update, no_updates
 from fshard.optim.leaves import Leaves, count_from_zero, shards_of
-from fshard.optim.norms import check_summable, sum_over_mesh
+from fshard.optim.norms import Places, check_summable, largest, sum_over_mesh
 
 
 def skip_if_not_finite(opt: Optimizer) -> Optimizer:
@@ -71,6 +72,11 @@ def all_finite(tree: PyTree) -> bool:
     leaves = [leaf for leaf in at.leaves if leaf is not None]
     if not leaves:
         return True
-    bad = [[(~shard.isfinite()).any() for shard in shards_of(leaf)] for leaf in leaves]
-    total = sum_over_mesh(leaves, bad, [0] * len(leaves))
+    near = shards_of(leaves[0])[0].device
+
+    def bad(places: Places) -> Tensor:
+        found = largest([shards_of(leaves[i])[at] for i, at in places], near)
+        return (~found.isfinite()).sum(0, keepdim=True).double()
+
+    total = sum_over_mesh(leaves, bad)
     return total.is_meta or not total.any().item()

@@ -20,7 +20,7 @@ from fshard.optim.adam import denominators, moments
 from fshard.optim.cells import Cells
 from fshard.optim.contract import Optimizer
 from fshard.optim.leaves import Leaves
-from fshard.optim.norms import check_summable, squares, sum_over_mesh
+from fshard.optim.norms import Places, check_summable, squares, sum_over_mesh
 from fshard.optim.rules import writer
 from fshard.optim.schedules import Rate
 
@@ -74,18 +74,19 @@ def _directions(cells: Cells, betas: tuple[float, float], eps: float, weight_dec
 
 def _ratios(cells: Cells, directions: list[Tensor]) -> list[Tensor]:
     """Return for each cell the ratio of the norms of its leaf and of its leaf's direction; 1 where one is 0."""
-    numbers = {leaf: number for number, leaf in enumerate(dict.fromkeys(cells.leaves))}
+    near, numbers = cells.params[0].device, {leaf: number for number, leaf in enumerate(dict.fromkeys(cells.leaves))}
+    found: list[list[tuple[Tensor, Tensor]]] = [[] for _ in numbers]  # of each leaf, for each of its shards
+    for leaf, *both in zip(cells.leaves, squares(cells.params, near), squares(directions, near), strict=True):
+        found[numbers[leaf]].append((both[0], both[1]))
+
+    def row(places: Places) -> Tensor:
+        here = dict(places)
+        none = (torch.zeros((), dtype=torch.float64, device=near),) * 2
+        own = [found[number][here[number]] if number in here else none for number in range(len(found))]
+        return torch.stack([value for column in zip(*own, strict=True) for value in column])
+
     owners = dict(zip(cells.leaves, cells.owners, strict=True))
-    values: dict[int, tuple[list[Tensor], list[Tensor]]] = {leaf: ([], []) for leaf in numbers}
-    for leaf, *both in zip(cells.leaves, squares(cells.params), squares(directions), strict=True):
-        for column, value in zip(values[leaf], both, strict=True):
-            column.append(value)
-    places = [owners[leaf] for leaf in numbers]
-    sums = sum_over_mesh(
-        places * 2,
-        [values[leaf][which] for which in (0, 1) for leaf in numbers],
-        list(range(2 * len(numbers))),
-    )
+    sums = sum_over_mesh([owners[leaf] for leaf in numbers], row)
     of_params, of_directions = sums.reshape(2, -1).sqrt()  # (2, leaves)
     usable = (of_params > 0) & (of_directions > 0)
     ratios = torch.where(usable, of_params / of_directions, torch.ones_like(of_params))

@@ -86,7 +86,9 @@ def trainable(leaf: Leaf) -> bool:
 
 def key_of(leaf: Leaf) -> tuple[int, ...]:
     """Return what tells whether two leaves are one (tied): the identity of their tensors."""
-    return tuple(map(id, shards_of(leaf)))
+    if isinstance(leaf, Sharded):
+        return tuple(map(id, leaf.shards))
+    return () if leaf is None else (id(leaf),)
 
 
 def firsts_of(leaves: Sequence[Leaf]) -> list[int]:

@@ -13,7 +13,9 @@ Plain tensors are global values and are added at the end.  Sums are made in floa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from math import inf
 
 import torch
 from torch import Tensor
@@ -21,13 +23,17 @@ from torch import Tensor
 from fshard.errors import LayoutError
 from fshard.mesh.layout import Layout
 from fshard.mesh.mesh import Mesh
-from fshard.mesh.placing import reshard
+from fshard.mesh.placing import reshard_all
 from fshard.mesh.sharded import Sharded
 from fshard.mesh.spec import P
 from fshard.mesh.spmd import held
 from fshard.mesh.tree import PyTree
 from fshard.optim import lists
 from fshard.optim.leaves import Leaf, Leaves, shards_of
+from fshard.source import call_site
+
+Places = Sequence[tuple[int, int]]
+"""Some shards: by the number of the leaf, and which of its shards at hand."""
 
 
 @torch.no_grad()
@@ -56,20 +62,27 @@ def global_norm(tree: PyTree, *, exact: bool = True) -> Tensor:
     check_summable("global_norm", at)
     if not leaves:
         return torch.zeros((), dtype=torch.float64)
-    found = iter(squares([shard for leaf in leaves for shard in shards_of(leaf)], exact=exact))
-    values = [[next(found) for _ in shards_of(leaf)] for leaf in leaves]
-    return sum_over_mesh(leaves, values, [0] * len(leaves)).sqrt()[0]
+    near = shards_of(leaves[0])[0].device
+
+    def row(places: Places) -> Tensor:
+        return squares([shards_of(leaves[i])[at] for i, at in places], near, exact=exact).sum(0, keepdim=True)
+
+    return sum_over_mesh(leaves, row).sqrt()[0]
 
 
-def squares(shards: Sequence[Tensor], *, exact: bool = True) -> list[Tensor]:
-    """Return the sum of the squares of each shard, in float64; unless it is to be exact, from a norm in its own dtype."""
-    if not shards:
-        return []
-    norms = lists.norm(list(map(_real, shards)), 2, dtype=torch.float64 if exact else None)
-    near = norms[0].device
-    if all(norm.device == near for norm in norms):
-        return list(torch.stack([*norms]).double().square().unbind())
-    return [norm.double().square() for norm in norms]
+def largest(shards: Sequence[Tensor], near: torch.device) -> Tensor:
+    """Return the largest absolute value in each shard that has any; not a number, if one is not."""
+    return _norms([shard for shard in shards if shard.numel()], near, inf, None)
+
+
+def squares(shards: Sequence[Tensor], near: torch.device, *, exact: bool = True) -> Tensor:
+    """Return the sums of the squares of each shard, in float64; unless they are to be exact, from norms in its own dtype."""
+    return _norms(shards, near, 2, torch.float64 if exact else None).square()
+
+
+def _norms(shards: Sequence[Tensor], near: torch.device, order: float, dtype: torch.dtype | None) -> Tensor:
+    norms = lists.norm(list(map(_real, shards)), order, dtype=dtype) if shards else [torch.zeros((), device=near)]
+    return torch.stack([norm.to(near) for norm in norms]).double()
 
 
 def _real(x: Tensor) -> Tensor:
@@ -80,8 +93,8 @@ def _real(x: Tensor) -> Tensor:
 
 def check_summable(what: str, at: Leaves) -> None:
     """Raise if leaves lie on several meshes, or are sums that have not been made yet; name all of them."""
-    placed = [leaf for leaf in at.leaves if isinstance(leaf, Sharded)]
-    if all(leaf.mesh is placed[0].mesh and not leaf.spec.unreduced for leaf in placed):
+    layouts = {leaf.layout for leaf in at.leaves if isinstance(leaf, Sharded)}
+    if len({layout.mesh for layout in layouts}) < 2 and not any(layout.spec.unreduced for layout in layouts):
         return
     placed = [
         (path or "the leaf", leaf) for path, leaf in zip(at.paths, at.leaves, strict=True) if isinstance(leaf, Sharded)
@@ -100,48 +113,33 @@ def check_summable(what: str, at: Leaves) -> None:
         raise LayoutError(f"{what}: the leaves lie on {len(meshes)} meshes: {found}. Lay them on one.")
 
 
-def sum_over_mesh(leaves: Sequence[Leaf], values: Sequence[Sequence[Tensor]], slots: Sequence[int]) -> Tensor:
-    """Add up numbers that were computed from each shard of each leaf.
+def sum_over_mesh(leaves: Sequence[Leaf], row: Callable[[Places], Tensor]) -> Tensor:
+    """Add up what each device finds in its shards of some leaves.
 
     Args:
-        leaves: whose layouts say which numbers are of the same elements; not unreduced, on one mesh.
-        values: for each leaf a 0-d number per shard.
-        slots: for each leaf which entry of the result its numbers add to.
+        leaves: whose layouts say which shards hold the same elements; not unreduced, on one mesh.
+        row: from shards, which a device at hand counts, to a float64 vector of what is found in them: zeros, if there are none.
 
     Returns:
-        A float64 vector, the same on all devices, where the first number is.
+        The sum of the rows, the same on all devices.
     """
-    size = max(slots) + 1
-    near = values[0][0].device
-    cut = [_cut_axes(leaf) for leaf in leaves]
+    cut = [_cut_axes(leaf.layout) if isinstance(leaf, Sharded) else () for leaf in leaves]
+    total = row([(i, 0) for i, axes in enumerate(cut) if not axes])
     mesh = next((leaf.mesh for leaf, axes in zip(leaves, cut, strict=True) if axes), None)
-    whole = [i for i, axes in enumerate(cut) if not axes]
-    total = _collect([values[i][0] for i in whole], [slots[i] for i in whole], size, near)
     if mesh is None:
         return total
     over = tuple(axis for axis in mesh.axis_names if any(axis in axes for axes in cut))
     parts: list[Tensor] = []
     for index, device in enumerate(held(mesh)):
         place = mesh.coordinates(device)
-        mine = [i for i, axes in enumerate(cut) if axes and not any(place[axis] for axis in over if axis not in axes)]
-        parts.append(_collect([values[i][index] for i in mine], [slots[i] for i in mine], size, near))
-    summands = Sharded((size,), Layout(mesh, P(unreduced=over)), tuple(parts))
-    return total + reshard(summands, Layout(mesh)).shards[0].to(near)
+        first = {axes: not any(place[axis] for axis in over if axis not in axes) for axes in {*cut}}
+        parts.append(row([(i, index) for i, axes in enumerate(cut) if axes and first[axes]]))
+    summands = Sharded(tuple(total.shape), Layout(mesh, P(unreduced=over)), tuple(parts))
+    (sums,) = reshard_all([summands], [Layout(mesh)], call_site())
+    return total + sums.shards[0].to(total.device)
 
 
-def _cut_axes(leaf: Leaf) -> tuple[str, ...]:
+@lru_cache(maxsize=4096)
+def _cut_axes(layout: Layout) -> tuple[str, ...]:
     """Return the axes along which devices hold different pieces."""
-    if not isinstance(leaf, Sharded):
-        return ()
-    return tuple(axis for axis in leaf.spec.sharded_axes if leaf.mesh.shape[axis] > 1)
-
-
-def _collect(values: list[Tensor], slots: list[int], size: int, device: torch.device) -> Tensor:
-    """Add each number to its slot of a vector."""
-    total = torch.zeros(size, dtype=torch.float64, device=device)
-    if not values:
-        return total
-    numbers = torch.stack([value.to(device, torch.float64) for value in values])
-    if slots == list(range(size)):
-        return numbers
-    return total.index_add(0, torch.tensor(slots, device=device), numbers)
+    return tuple(axis for axis in layout.spec.sharded_axes if layout.mesh.shape[axis] > 1)

@@ -145,15 +145,19 @@ def _same(layout: Layout) -> Layout:
     return layout
 
 
-@lru_cache(maxsize=4096)
 def pieces(layout: Layout, axes: tuple[str, ...]) -> Layout:
     """Return the layout of the pieces that devices along `axes` work on.
 
-    What is already cut over some of the axes keeps that cut; the others cut it further, flat.
+    What is already cut over some of the axes keeps that cut; the others cut it further, flat.  One device alone cuts nothing.
     """
+    return _cut_further(layout, axes) or layout  # itself: layouts are first told apart by identity
+
+
+@lru_cache(maxsize=4096)
+def _cut_further(layout: Layout, axes: tuple[str, ...]) -> Layout | None:
     spec = layout.spec
-    more = tuple(axis for axis in axes if axis not in spec.sharded_axes)
-    return layout.with_spec(P.flat(*spec.sharded_axes, *more)) if more else layout
+    more = tuple(axis for axis in axes if axis not in spec.sharded_axes and layout.mesh.shape[axis] > 1)
+    return layout.with_spec(P.flat(*spec.sharded_axes, *more)) if more else None
 
 
 def _targets(at: Leaves, flat: Elementwise, axes: tuple[str, ...]) -> list[Layout | None]:
@@ -168,7 +172,7 @@ def _targets(at: Leaves, flat: Elementwise, axes: tuple[str, ...]) -> list[Layou
         if not trainable(leaf) or firsts[place] != place:
             continue
         targets[place] = cut = pieces(leaf.layout, axes)
-        if not is_flat:
+        if not is_flat and cut.spec.sharded_axes:
             whole.setdefault((cut.mesh, cut.spec.sharded_axes), []).append(place)
     for (mesh, over), places in whole.items():
         owners = shared_out([prod(at.leaves[place].shape) for place in places], prod(mesh.shape[axis] for axis in over))

@@ -9,8 +9,8 @@ state, as lists) and writes the next parameters and state into them, in the orde
 `step` thus has torch's bits.  The difference of two floats within a factor of two of each other is exact (Sterbenz), so
 parameters that an update moves no further than that get the same bits from `apply_updates`; others are off by a rounding.
 
-State is a dict: "count", of all steps, on the host; "step", of the steps of each leaf, as torch counts them; and the
-slots of the rule, named as in torch, each a tree beside the parameters.
+State is a dict: "count", of all steps, on the host; "step", of the steps of each leaf, as torch counts them, but one tensor
+for all leaves that have made as many; and the slots of the rule, named as in torch, each a tree beside the parameters.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from torch import Tensor
 
 from fshard.errors import LayoutError, OptimizerError
 from fshard.mesh.tree import PyTree
-from fshard.optim import lists
 from fshard.optim.cells import Cells, cells_of
 from fshard.optim.contract import Optimizer
 from fshard.optim.leaves import (
@@ -81,7 +80,8 @@ def writer(
         at = Leaves.of(params)
         if check:
             check(at)
-        made = {"step": _once(at, lambda leaf: torch.zeros(()))}
+        zero = torch.zeros(())
+        made = {"step": _once(at, lambda leaf: zero)}
         for name, make in slots.items():
             made[name] = _once(at, lambda leaf, make=make: made_of(leaf, make))
         return {"count": count_from_zero()} | {name: at.rebuild(column) for name, column in made.items()}
@@ -143,14 +143,12 @@ class Written:
             for i, (param, grad) in enumerate(zip(at.leaves, given, strict=True))
             if firsts[i] == i and grad is not None and trainable(param)
         ]
-        counts = lists.add([columns["step"][i] for i in moved], 1.0) if moved else ()
-        for i, count in zip(moved, counts, strict=True):
-            after[i] = _own(after[i], donated)
-            for name, column in columns.items():
-                column[i] = count if name == "step" else _own(column[i], donated)
-        for i, first in enumerate(firsts):
-            for column in (after, *columns.values()):
-                column[i] = column[first]
+        made: dict[float, Tensor] = {}
+        for name, column in {"params": after, **columns}.items():
+            for i in moved:
+                column[i] = _next(column[i], made) if name == "step" else _own(column[i], donated)
+            if len({*firsts}) < len(firsts):
+                column[:] = [column[first] for first in firsts]
         return Written(at, firsts, after, columns, cells_of(moved, at.leaves, after, given, columns))
 
 
@@ -188,13 +186,20 @@ def _refuse_others_state(at: Leaves, columns: Mapping[str, list[Leaf]]) -> None:
         )
 
 
+def _next(count: Tensor, made: dict[float, Tensor]) -> Tensor:
+    """Return the next count, one tensor for all leaves that have it; `made` are those that are there."""
+    number = count.item() + 1.0
+    found = made.get(number)
+    return made.setdefault(number, torch.full_like(count, number)) if found is None else found
+
+
 def _own(leaf: Leaf, donated: bool) -> Leaf:
     """Return a leaf whose memory may be written: its own, if it was donated and no two elements share a place."""
     shards = shards_of(leaf)
+    if donated and len(shards) == 1 and shards[0].is_contiguous():
+        return leaf
     if not donated:
         return like(leaf, [_copy(shard) for shard in shards])
-    if len(shards) < 2 and all(shard.is_contiguous() for shard in shards):
-        return leaf
     places = [shard.data_ptr() if shard.numel() and not shard.is_meta else None for shard in shards]
     shared = [
         0 in shard.stride() or (place is not None and places.index(place) < i)

@@ -9,6 +9,8 @@ backward is reduced as zeros, and one that nobody has counted on comes last.
     device 1    head  blocks[1]              ->       head  blocks[1]      blocks[0] = 0
 
 A gather is for all devices by nature: where they differ, it can only be said who wanted what.
+
+All this is known on the host and asked of other hosts: no accelerator is waited for.
 """
 
 from __future__ import annotations
@@ -26,21 +28,29 @@ from fshard.mesh.scope import Group
 from fshard.source import Site
 
 
-def summed(row: Tensor, group: Group | None, site: Site) -> Tensor:
-    """Return the sum of the devices' rows of numbers; a device alone has it already."""
-    return row if group is None or group.size == 1 else Bound(Psum(), group, site).run((row,))[0]
+def summed(rows: tuple[Tensor, ...], group: Group | None, site: Site) -> tuple[Tensor, ...]:
+    """Return the sums of the devices' rows of numbers, of all rows in one memory at once; a device alone has them already."""
+    if group is None or group.size == 1:
+        return rows
+    psum = Bound(Psum(), group, site).run
+    return psum(rows) if len({row.device for row in rows}) == 1 else tuple(psum((row,))[0] for row in rows)
 
 
-def agreed_turns(used: Sequence[int], count: int, group: Group | None, site: Site, device: torch.device) -> list[int]:
+def on_host(numbers: Sequence[float], near: torch.device) -> Tensor:
+    """Return a row of numbers in the memory of the host; without values, where devices have none."""
+    return torch.tensor(numbers, dtype=torch.float64, device=near if near.type == "meta" else "cpu")
+
+
+def agreed_turns(used: Sequence[int], count: int, group: Group | None, site: Site, near: torch.device) -> list[int]:
     """Return the order in which `count` units are reduced, from those that each device has used, in its order.
 
     That of the first device, backwards; then what only others have used.
     """
-    rows = torch.zeros(2, count, dtype=torch.float64)  # when the first device used a unit, from 1 on; how many have
+    first, users = [0.0] * count, [0.0] * count  # when the first device used a unit, from 1 on; how many have
     for place, number in enumerate(used):
-        rows[0, number] = 0.0 if group is not None and group.index else 1.0 + place
-        rows[1, number] = 1.0
-    found = summed(rows.flatten().to(device), group, site)
+        first[number] = 0.0 if group is not None and group.index else 1.0 + place
+        users[number] = 1.0
+    (found,) = summed((on_host([*first, *users], near),), group, site)
     if found.is_meta:
         return list(reversed(used))
     first, users = found.view(2, count).tolist()
@@ -65,14 +75,14 @@ def alike(sums: Sequence[float]) -> bool:
     return first**2 == n * second
 
 
-def exchanged(own: Sequence[int], group: Group, site: Site, device: torch.device) -> dict[int, list[int]]:
+def exchanged(own: Sequence[int], group: Group, site: Site) -> dict[int, list[int]]:
     """Return every device's list of numbers, by the device's number in the mesh."""
     lengths = torch.zeros(group.size, dtype=torch.float64)
     lengths[group.index] = len(own)
-    counts = [int(length) for length in summed(lengths.to(device), group, site).tolist()]
+    counts = [int(length) for length in summed((lengths,), group, site)[0].tolist()]
     rows = torch.zeros(group.size, max(counts), dtype=torch.float64)
     rows[group.index, : len(own)] = torch.tensor(own, dtype=torch.float64)
-    found = summed(rows.flatten().to(device), group, site).view_as(rows).tolist()
+    found = summed((rows.flatten(),), group, site)[0].view_as(rows).tolist()
     return {
         group.member(index): [int(number) for number in row[:count]]
         for index, (row, count) in enumerate(zip(found, counts, strict=True))

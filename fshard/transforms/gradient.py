@@ -36,7 +36,7 @@ from fshard.mesh.sharded import Sharded
 from fshard.mesh.spec import P
 from fshard.mesh.spmd import everywhere, held, standing
 from fshard.mesh.steps import Way, steps_between
-from fshard.mesh.tree import PyTree, flatten_with_paths, unflatten
+from fshard.mesh.tree import PyTree, Structure, flatten_with_paths, unflatten
 from fshard.optim.leaves import firsts_of, trainable
 from fshard.source import Site, call_site
 from fshard.transforms.agree import CURE, disagreement
@@ -84,7 +84,8 @@ def value_and_grad(
         has_aux: whether loss_fn returns something more, last.
         weight: what a part of the batch counts for: `weight(part)`, say its number of tokens.  By default a part counts for
             its samples: how long the first dim is, where the batch is cut along it.  A part that counts 0 adds nothing, even
-            if its loss is no number; no part counts less, and a batch that counts for nothing at all is refused.
+            if its loss is no number; no part counts less, and a batch that counts for nothing at all is refused.  For a number
+            that lies on a device the host waits, once a step.
         accumulate: cut each device's part into so many, one after the other.  Parts differ by one sample at most.
         reduce_once: with `accumulate`, add gradients up locally and reduce the sum, instead of reducing each.  It sends less
             and holds whole gradients meanwhile.
@@ -158,18 +159,21 @@ def grad(loss_fn: Callable[..., Any], **options: Any) -> Callable[..., PyTree]:
     return lambda params, *given: both(params, *given)[1]
 
 
-Key = tuple[tuple[str, ...], tuple[tuple[str, int, tuple[int, ...], torch.dtype, Layout], ...]]
-
-
 @dataclass
 class Known:
     """What is known of a tree of parameters: the ways of its leaves, and the order in which units were last used.
 
     What is gathered ahead is a guess: a wrong one costs time only.  All devices have agreed on the turns of reductions.
+    `key` is what it depends on: it is compared, for to hash it takes longer where little is known.
     """
 
+    key: object
     leaves: tuple[Leaf, ...]
     order: Order | None = None
+
+
+KNOWN = 64
+"""How many trees a gradient remembers."""
 
 
 class Value(NamedTuple):
@@ -179,7 +183,7 @@ class Value(NamedTuple):
     """
 
     loss: Tensor
-    weight: Tensor
+    weight: float
     samples: int | None
     buffers: PyTree
     aux: PyTree
@@ -194,7 +198,7 @@ class Gradient:
     specs: PyTree
     gradients: Callable[[Layout], Layout]
     frozen: Choice
-    known: dict[Key, Known] = field(init=False, default_factory=dict[Key, Known], compare=False, repr=False)
+    known: list[Known] = field(init=False, default_factory=list[Known], compare=False, repr=False)
 
     def __call__(self, params: PyTree, *given: PyTree) -> tuple[Any, PyTree]:
         """Return the loss, or what comes with it too, and the gradient."""
@@ -222,7 +226,7 @@ class Gradient:
         own = sorted({*first})
         number = {place: number for number, place in enumerate(own)}
         at = [number[place] for place in first]
-        known = self._known(paths, leaves, at, parts.axes)
+        known = self._known(structure, paths, leaves, at, parts.axes)
         drawn = int(torch.randint(1 << 62, ()).item())  # the same on every process
         devices, memory, tapes = held(mesh), Buffers(buffers, mesh), dict[int, Tape]()
 
@@ -250,8 +254,8 @@ class Gradient:
             raise
         mean, known.order = results[0].mean, results[0].order
         grads = [
-            None if shards[0] is None else Sharded(leaf.shape, self.gradients(leaf.layout), tuple(shards))
-            for leaf, *shards in zip([leaves[at] for at in own], *(result.gradients for result in results), strict=True)
+            None if shards[0] is None else Sharded(leaf.shape, leaf.gradient, tuple(shards))
+            for leaf, *shards in zip(known.leaves, *(result.gradients for result in results), strict=True)
         ]
         samples = parts.cut.length if parts.cut is not None else None
         after = memory.after([result.buffers for result in results])
@@ -260,24 +264,29 @@ class Gradient:
         )
 
     def _known(
-        self, paths: Sequence[str], leaves: Sequence[Sharded], at: Sequence[int], axes: tuple[str, ...]
+        self,
+        structure: Structure,
+        paths: Sequence[str],
+        leaves: Sequence[Sharded],
+        at: Sequence[int],
+        axes: tuple[str, ...],
     ) -> Known:
-        """Return what is worked out once for parameters of these paths, shapes, layouts and ties."""
-        key = (
-            axes,
-            tuple((path, place, x.shape, x.dtype, x.layout) for path, place, x in zip(paths, at, leaves, strict=True)),
-        )
-        if key not in self.known:
+        """Return what is worked out once for parameters of these paths, ties, shapes, dtypes and layouts."""
+        key = structure, at, axes, [x.shape for x in leaves], [x.dtype for x in leaves], [x.layout for x in leaves]
+        found = next((known for known in self.known if known.key == key), None)
+        if found is None:
             fixed = chosen(self.frozen, paths, "frozen")
             _refuse_half_frozen(paths, at, fixed)
             ways: dict[int, Leaf] = {}
             for path, place, x, fix in zip(paths, at, leaves, fixed, strict=True):
                 ways.setdefault(place, self._leaf(path, x, axes, trained=trainable(x) and not fix))
-            self.known[key] = Known(tuple(ways[place] for place in sorted(ways)))
-        return self.known[key]
+            found = Known(key, tuple(ways[place] for place in sorted(ways)))
+            self.known[:] = [found, *self.known[: KNOWN - 1]]
+        return found
 
     def _leaf(self, path: str, x: Sharded, axes: tuple[str, ...], *, trained: bool) -> Leaf:
         layout, whole, reduce = x.layout, Layout(x.mesh), None
+        wanted = layout
         if trained:
             summands = Layout(x.mesh, P(unreduced=axes))
             wanted = self.gradients(layout)
@@ -288,7 +297,7 @@ class Gradient:
                 )
             reduce = Way(steps_between(summands, wanted, x.shape), x.shape)
         gather = Way(steps_between(layout, whole, x.shape), x.shape)
-        return Leaf(path, x.shape, x.dtype, layout.unit or unit_of(path), gather, reduce)
+        return Leaf(path, x.shape, x.dtype, layout.unit or unit_of(path), gather, reduce, wanted)
 
 
 def _difference(mesh: Mesh, tapes: Mapping[int, Tape]) -> str:
@@ -314,7 +323,7 @@ def _refuse_unplaced(paths: Sequence[str], leaves: Sequence[Any], mesh: Mesh) ->
     wrong = [
         f"{named(parts_of(path)) or 'the parameter'} is {type(x).__name__ if not isinstance(x, Sharded) else f'on {x.mesh}'}"
         for path, x in zip(paths, leaves, strict=True)
-        if not isinstance(x, Sharded) or x.mesh != mesh
+        if not isinstance(x, Sharded) or (x.mesh is not mesh and x.mesh != mesh)
     ]
     if wrong:
         raise LayoutError(

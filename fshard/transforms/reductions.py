@@ -127,10 +127,8 @@ class Reductions:
 
     def as_reduced(self, unit: Unit, gs: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Return gradients of a unit in the dtypes that they are reduced in."""
-        return [
-            None if g is None else g.to(self._reduced_in(self.leaves[place]))
-            for place, g in zip(unit.places, gs, strict=True)
-        ]
+        dtypes = [self._reduced_in(self.leaves[place]) for place in unit.places]
+        return [g if g is None or g.dtype is dtype else g.to(dtype) for g, dtype in zip(gs, dtypes, strict=True)]
 
     def send(self) -> None:
         """Start to reduce what is in the bucket."""
@@ -151,6 +149,7 @@ class Reductions:
         while len(self._under_way) > but:
             places, finish = self._under_way.pop(0)
             for place, result in zip(places, finish(), strict=True):
-                known = self.sums[place]
-                result = result.to(torch.promote_types(result.dtype, self.leaves[place].dtype))
+                known, leaf = self.sums[place], self.leaves[place]
+                if result.dtype is not leaf.dtype:
+                    result = result.to(torch.promote_types(result.dtype, leaf.dtype))
                 self.sums[place] = result if known is None else known + result

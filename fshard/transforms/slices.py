@@ -19,7 +19,7 @@ from torch import Tensor
 from fshard.errors import LayoutError, MismatchError
 from fshard.mesh.scope import minding, require
 from fshard.mesh.tree import PyTree
-from fshard.transforms.agree import alike, disagreement, exchanged, marks, summed
+from fshard.transforms.agree import alike, disagreement, exchanged, marks, on_host, summed
 from fshard.transforms.batch import Batch, Slice
 from fshard.transforms.buffers import Buffers, New
 from fshard.transforms.forest import Forest
@@ -73,13 +73,13 @@ class How:
 class Count(NamedTuple):
     """What a slice counts for, and what its gradient is multiplied by."""
 
-    weight: Tensor
+    weight: float
     share: float
 
     @property
     def idle(self) -> bool:
         """Whether it counts for nothing."""
-        return not self.weight.is_meta and not self.weight
+        return not self.weight
 
 
 class Result(NamedTuple):
@@ -164,17 +164,17 @@ class Device:
         how, rows = self.how, [slice.rows for slice in slices]
         if how.weight is None:
             total = self.batch.total(len(slices)) if how.slices is None else 1
-            return [Count(torch.tensor(float(each), dtype=torch.float64), each / total) for each in rows]
-        weights = [_one_number(how.weight(self.batch.tree(slice.leaves))) * bool(slice.rows) for slice in slices]
-        if weights[0].is_meta:
-            return [Count(weight, 1.0) for weight in weights]
-        numbers = torch.stack(weights)
-        shares = numbers.tolist()
-        _refuse_weights(shares)
-        if how.slices is None:
-            total = _something(summed(numbers.sum(), self.group, self.tape.site))
-            shares = [each / total for each in shares]
-        return list(map(Count, weights, shares))
+            return [Count(float(each), each / total) for each in rows]
+        found = torch.stack([_one_number(how.weight(self.batch.tree(slice.leaves))) for slice in slices])
+        if found.is_meta:
+            return [Count(1.0, 1.0)] * len(slices)
+        weights = [weight * bool(each) for weight, each in zip(found.tolist(), rows, strict=True)]
+        _refuse_weights(weights)
+        if how.slices is not None:
+            return [Count(weight, weight) for weight in weights]
+        (sums,) = summed((on_host([sum(weights)], found.device),), self.group, self.tape.site)
+        total = _something(sums.item())
+        return [Count(weight, weight / total) for weight in weights]
 
     def _one(self, slice: Slice, count: Count) -> tuple[Found, New]:
         """Forward and backward of one slice."""
@@ -194,7 +194,7 @@ class Device:
             start = torch.full_like(loss, share * self.scale)
             torch.autograd.grad(loss, [tape.anchor], start, allow_unused=True)
         new = self.buffers.compared(self.place, buffers)
-        return Found(loss.detach(), count.weight.to(loss.device), aux, new.changed), new
+        return Found(loss.detach(), count.weight, aux, new.changed), new
 
     def _called(self, batch: PyTree) -> tuple[Any, PyTree, PyTree]:
         """Call the loss function; return the loss, buffers and what else there is."""
@@ -229,7 +229,7 @@ class Device:
         own, kept = marks(tape.sequence), [float(unit.kept is not None) for unit in tape.units]
         mean, sums = together(found, [*own, *kept, *map(float, tape.reductions.used)], self.group, tape.site)
         if not alike(sums[: len(own)]):
-            raise MismatchError(self._another_order(mean.loss.device))
+            raise MismatchError(self._another_order())
         kept, used = sums[len(own) : len(own) + len(kept)], sums[len(own) + len(kept) :]
         trained = [leaf.reduce is not None for leaf in tape.leaves]
         if any(trained) and not any(times for times, moves in zip(used, trained, strict=True) if moves):
@@ -237,17 +237,16 @@ class Device:
         tape.reductions.rest(kept, used)
         return mean, used
 
-    def _another_order(self, near: torch.device) -> str:
+    def _another_order(self) -> str:
         group, tape = self.group, self.tape
         assert group is not None
-        sequences = exchanged(tape.sequence, group, tape.site, near)
+        sequences = exchanged(tape.sequence, group, tape.site)
         known = disagreement(tape.scope.mesh, sequences, tape.words())
         return f"value_and_grad: devices gathered different units, so one was given another's values: {known}"
 
     def _gradients(self, mean: Found, used: list[float]) -> list[Tensor | None]:
         """Return the gradients; a parameter that no device used has none."""
-        meta = mean.weight.is_meta
-        divisor = _something(mean.weight) if self.how.slices is not None and not meta else 1.0
+        divisor = 1.0 if self.how.slices is None or mean.loss.is_meta else _something(mean.weight)
         return [
             (g if divisor == 1.0 else g / divisor).to(leaf.dtype) if g is not None and wanted else None
             for g, leaf, wanted in zip(self.tape.reductions.sums, self.tape.leaves, used, strict=True)
@@ -262,13 +261,13 @@ def _refuse_weights(weights: Sequence[float]) -> None:
         )
 
 
-def _something(total: Tensor) -> float:
+def _something(total: float) -> float:
     """Return what the whole batch counts for."""
     if not total:
         raise LayoutError(
             "weight= gave 0 for all of the batch: its mean loss would be one over nothing. Leave the batch out."
         )
-    return float(total)
+    return total
 
 
 def _one_number(weight: Any) -> Tensor:

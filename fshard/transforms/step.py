@@ -76,7 +76,9 @@ def train_step(
         options: those of `value_and_grad`: accumulate, weight, has_aux, frozen, reproducible, ...  With `has_buffers`, a step
             takes (params, state, buffers, batch) and returns (params, state, buffers, metrics).
 
-    The metrics are "loss", "grad_norm", "finite" and "samples"; with `weight` also "weight", with `has_aux` also "aux".
+    The metrics are "loss", "grad_norm", "finite" and "samples"; with `weight` also "weight", with `has_aux` also "aux".  The
+    host waits for no device before it has launched the update, unless the optimizer does: `loss_scaled` and
+    `skip_if_not_finite` once, Adafactor as in torch once a leaf.
 
     >>> import torch, fshard as fs
     >>> from fshard import P
@@ -137,11 +139,11 @@ def train_step(
 
 
 def _metrics(how: How, value: Value, norm: Tensor) -> Metrics:
-    finite = torch.isfinite(norm) & torch.isfinite(value.loss).to(norm.device)
+    finite, near = torch.isfinite(norm) & torch.isfinite(value.loss), value.loss.device
     metrics = {"loss": value.loss, "grad_norm": norm.to(value.loss.dtype), "finite": finite}
     found = {
         "samples": None if value.samples is None else torch.tensor(value.samples),
-        "weight": None if how.weight is None else value.weight,
+        "weight": None if how.weight is None else torch.full((), value.weight, dtype=torch.float64, device=near),
         "aux": value.aux if how.has_aux else None,
     }
     return {**metrics, **{name: x for name, x in found.items() if x is not None}}

@@ -17,6 +17,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.function import Function
 
 from fshard.mesh.differentiate import transformed
+from fshard.mesh.layout import Layout
 from fshard.mesh.steps import Way, go
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ _C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
 
 
 class Leaf(NamedTuple):
-    """What is to be done with one parameter: the ways to its use and of its gradient."""
+    """What is to be done with one parameter: the ways to its use and of its gradient, and how that is to lie."""
 
     path: str
     shape: tuple[int, ...]
@@ -35,6 +36,7 @@ class Leaf(NamedTuple):
     gather: Way
     reduce: Way | None
     """From the sum that each device holds a summand of, to the gradient's layout; None: it is not trained."""
+    gradient: Layout
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ class Unit:
     def __init__(self, tape: Tape, number: int, places: list[int]) -> None:
         self.tape, self.number, self.places = tape, number, places
         self.coming: Callable[[], list[Tensor]] | None = None
-        self.sharded = any(tape.leaves[place].gather.steps for place in places)
+        self.sharded = any(step.kind != "reshape" for place in places for step in tape.leaves[place].gather.steps)
         self.used: tuple[Tensor, ...] | None = None
         self.values: list[Tensor] = []
         self.versions: list[int] = []
@@ -112,7 +114,8 @@ class Unit:
             self.start()
             self.arrive()
         elif not self.values:
-            self._take([self._converted(self.tape.shards[place]).detach() for place in self.places])
+            xs = [self._converted(self.tape.shards[place]) for place in self.places]
+            self._take(go(xs, [self.tape.leaves[place].gather for place in self.places], self.tape.site)())
         return self.values
 
     def _take(self, values: list[Tensor]) -> None:

@@ -90,6 +90,7 @@ class ProcessWorld:
         self.scopes: dict[object, Scope] = {}
         self._under_way: UnderWay = {}
         self._links: dict[tuple[int, ...], Link] = {}
+        self._hosts: dict[tuple[int, ...], Link] = {}
         self._outgoing: list[tuple[Work, Tensor]] = []
         self._to_itself: dict[tuple[int, ...], deque[tuple[Tensor, ...]]] = defaultdict(deque)
         self._watch = Watch(self.rank) if watching() else None
@@ -133,7 +134,7 @@ class ProcessWorld:
         if self._staged and not buffer.is_cpu:
             buffer = buffer.cpu()
         buffer = buffer.contiguous()
-        link = self.link(group)
+        link = self.link(group) if self._staged or not buffer.is_cpu else self.host_link(group)
         running = Running(link, link.begin(move, buffer, what), self.timeout, what, self._under_way)
         return Unpacking(running, move, xs, widths, n)
 
@@ -171,7 +172,7 @@ class ProcessWorld:
         if self._watch is not None:
             self._watch.finished()
         self._neighbours.close()
-        for held in (self._outgoing, self._to_itself, self._under_way, self._links, self.scopes):
+        for held in (self._outgoing, self._to_itself, self._under_way, self._links, self._hosts, self.scopes):
             held.clear()  # a connection closes with the last reference to it, and graphs still refer to this world
 
     def receive(self, likes: tuple[Tensor, ...], group: Group, source: int, site: Site) -> Receiving | Done:
@@ -211,6 +212,15 @@ class ProcessWorld:
                     members, dist.new_group(list(members), use_local_synchronization=True, sort_ranks=False)
                 )
         return found
+
+    def host_link(self, group: Group) -> Link:
+        """Return the group's processes for what lies in the memory of hosts, where their own backend is for devices."""
+        members = group.members
+        if members not in self._hosts:
+            pg: Any = dist.new_group(list(members), backend="gloo", use_local_synchronization=True, sort_ranks=False)
+            self._hosts[members] = GroupLink(pg, members.index(self.rank), len(members), gloo.WIRES)
+            calm_gloo_threads()
+        return self._hosts[members]
 
     def add(self, members: tuple[int, ...], pg: Any) -> Link:
         """Remember a group of torch.distributed that this process is in."""

@@ -1,0 +1,147 @@
+"""What would make the host wait for an accelerator: a number read off a tensor that is there, or one brought there.
+
+No accelerator is needed to see it: parameters, state and batch are taken for tensors that lie there, and so is all that is
+computed from them.  What is made of Python's numbers, and computed from that alone, lies on the host; zeros, say, may lie
+anywhere.
+"""
+
+import traceback
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import fshard as fs
+from fshard import P
+from fshard.mesh.tree import flatten
+from fshard.transforms.handle import Handle
+
+
+class Watch(TorchDispatchMode):
+    """Note where the host waits for tensors that lie `there`; those that lie `here` may be read, but not brought there.
+
+    `known` are the tensors that devices have told of, for one makes the results of a collective for all.
+    """
+
+    def __init__(self, there, here, monkeypatch, known=None):
+        super().__init__()
+        self.there, self.here = known or ({}, {})
+        for tensors, own in ((there, self.there), (here, self.here)):
+            own |= {memory(x): x for x in tensors}  # held: no other memory gets its name
+        self.waits = []
+        tolist = Tensor.tolist
+        monkeypatch.setattr(Tensor, "tolist", lambda x: self.note("tolist", self.has(x)) or tolist(x))
+
+    def has(self, x):
+        return isinstance(x, Handle) or memory(x) in self.there
+
+    def note(self, what, waits):
+        if waits:
+            frames = [f for f in traceback.extract_stack() if "/fshard/" in f.filename]
+            self.waits.append(f"{what} in {frames[-1].name}" if frames else what)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        there, here = any(map(self.has, given)), any(memory(x) in self.here for x in given)
+        reads = func is torch.ops.aten._local_scalar_dense.default
+        self.note(func.__name__, there and (here or reads))
+        result = func(*args, **(kwargs or {}))
+        made = {memory(x): x for x in tree_leaves(result) if isinstance(x, Tensor)}
+        if there:
+            self.there |= made
+        elif here or func is torch.ops.aten.lift_fresh.default:  # the tensor that torch.tensor makes of numbers
+            self.here |= made
+        return result
+
+
+def memory(x):
+    return x.untyped_storage()._cdata
+
+
+def tensors(tree):
+    return flatten(tree)[0]
+
+
+def loss_fn(params, batch):
+    y = torch.nn.functional.layer_norm(batch["x"] @ params["w"], (3,), params["scale"])
+    return ((y - batch["y"]) ** 2).mean()
+
+
+def with_aux(params, batch):
+    loss = loss_fn(params, batch)
+    return loss, {"twice": 2 * loss.detach(), "one": 1}
+
+
+def waits(monkeypatch, opt, stage=0, loss_fn=loss_fn, n=1, **options):
+    """Return where the host of each device waits in the second and third step."""
+    mesh = fs.make_mesh({"data": n})
+    return fs.run(steps, monkeypatch, opt, stage, loss_fn, mesh, options, ({}, {}), mesh=mesh)
+
+
+def steps(monkeypatch, opt, stage, loss_fn, mesh, options, known):
+    generator = torch.Generator().manual_seed(0)
+    params = {"w": torch.randn(4, 3, generator=generator), "scale": torch.ones(3), "unused": torch.ones(2)}
+    params = fs.shard_params(params, fs.fsdp("data") if stage == 3 else P(), mesh=mesh)
+    opt = fs.partition_optimizer(opt, mesh=mesh, axis="data", stage=stage)
+    state = opt.init(params)
+    step = fs.train_step(loss_fn, opt, mesh=mesh, batch=P("data"), **options)
+    batch = {"x": torch.randn(8, 4, generator=generator), "y": torch.randn(8, 3, generator=generator)}
+    batch = fs.device_put(batch, fs.Layout(mesh, P("data")))
+    params, state, _ = step(params, state, batch)
+    on_host = [x for x in tensors(state) if not x.ndim]  # counts and scales
+    there = [x for x in tensors((params, state, batch)) if not any(x is one for one in on_host)]
+    with Watch(there, on_host, monkeypatch, known) as watch:
+        for _ in range(2):
+            params, state, metrics = step(params, state, batch)
+    assert all(watch.has(metrics[name]) for name in ("loss", "grad_norm", "finite"))
+    return watch.waits
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"donate": True},
+        {"accumulate": 2},
+        {"accumulate": 2, "reduce_once": False},
+        {"precision": "bf16"},
+        {"reproducible": True},
+        {"loss_fn": with_aux, "has_aux": True},
+        {"weight": lambda part: 7},
+    ],
+    ids=str,
+)
+def test_the_host_does_not_wait(monkeypatch, stage, n, options):
+    assert waits(monkeypatch, fs.optim.adamw(0.1), stage, n=n, **options) == [[]] * n
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam", "adamw", "lion", "lamb"])
+def test_no_optimizer_waits(monkeypatch, name):
+    assert waits(monkeypatch, getattr(fs.optim, name)(0.1)) == [[]]
+
+
+@pytest.mark.parametrize("precision", [None, "fp16"])
+def test_the_loss_scale_waits_once_a_step(monkeypatch, precision):
+    found = waits(monkeypatch, fs.optim.loss_scaled(fs.optim.adamw(0.1)), precision=precision)
+    assert found == [["_local_scalar_dense.default in all_finite"] * 2]
+
+
+def test_weights_on_the_device_are_read_once_a_step(monkeypatch):
+    found = waits(monkeypatch, fs.optim.adamw(0.1), weight=lambda part: (part["y"] > 0).sum(), accumulate=2)
+    assert found == [["tolist in _counts"] * 2]
+
+
+def test_the_watch_sees_what_waits(monkeypatch):
+    x, host = torch.ones(2), torch.ones(2)
+    with Watch([x], [host], monkeypatch) as watch:
+        y = x * 2 + torch.zeros(2)
+        assert (host.sum().item(), host.tolist()) == (2.0, [1.0, 1.0])
+        assert watch.waits == []
+        assert (y.sum().item(), y.tolist()) == (4.0, [2.0, 2.0])
+        assert bool((torch.tensor([1.0, 1.0]) + y).sum() == 6)
+    item = "_local_scalar_dense.default"
+    assert watch.waits == [item, "tolist", "add.Tensor", item]
