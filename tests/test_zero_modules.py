@@ -330,9 +330,10 @@ def test_patterns_that_freeze_nothing_or_half_of_a_tie_are_refused():
     own = fs.shard_params(tree, P(), mesh=mesh)
 
     def gradient(frozen):
-        return fs.grad(lambda p, x: p["tied"].sum() * x.mean(), mesh=mesh, batch=P("data"), frozen=frozen)(
-            own, torch.ones(2)
+        run = fs.grad(
+            lambda p, x: (p["tied"] + p["0.bias"]).sum() * x.mean(), mesh=mesh, batch=P("data"), frozen=frozen
         )
+        return run(own, torch.ones(2))
 
     with pytest.raises(fs.LayoutError, match=unused):
         gradient(["0.wieght", "0.bias", "1.**"])
