@@ -193,6 +193,68 @@ def test_synchronised_batchnorm_sees_each_sample_once(size, n):
         torch.testing.assert_close(fs.unshard(grads[name]), p.grad)
 
 
+def centred(collective):
+    def loss_fn(params, x):
+        return (params * (x - collective(x))).square().sum(1).mean()
+
+    return loss_fn
+
+
+MEANS = {
+    "pmean": lambda x: fs.pmean(x.mean(0), "data"),
+    "psum": lambda x: fs.psum(x.sum(0), "data") / fs.psum(torch.tensor(float(len(x))), "data"),
+    "gather": lambda x: fs.psum_scatter(fs.all_gather(x.mean(0), "data"), "data") / 4,
+    "pmax": lambda x: fs.pmax(x.amax(0), "data"),
+}
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize(
+    ("size", "refused"), [(8, set()), (16, set()), (7, {"pmean"}), (5, {"pmean"}), (3, {"pmean", "psum", "gather"})]
+)
+@pytest.mark.parametrize("name", MEANS)
+def test_collectives_in_a_loss_function_take_the_batches_that_they_are_right_for(name, size, refused, stage):
+    mesh = fs.make_mesh({"data": 4})
+    x = torch.randn(size, 3, generator=torch.Generator().manual_seed(0))
+    own = fs.shard_params(torch.ones(3), fs.fsdp("data") if stage else P(), mesh=mesh)
+    run = fs.value_and_grad(centred(MEANS[name]), mesh=mesh, batch=P("data"))
+    if name in refused:
+        with pytest.raises(
+            fs.LayoutError, match=f"in the loss function.*{size} samples of the batch are cut into 4 slices"
+        ):
+            run(own, x)
+        return
+    loss, _ = run(own, x)
+    if name in ("pmean", "psum"):
+        torch.testing.assert_close(loss, (x - x.mean(0)).square().sum(1).mean())
+
+
+def even_then_uneven(collective):
+    """Calls of one shape, so that the second could go the way of the first."""
+    mesh = fs.make_mesh({"data": 2})
+    own = fs.shard_params(torch.ones(3), P(), mesh=mesh)
+    run = fs.value_and_grad(centred(MEANS[collective]), mesh=mesh, batch=P("data"))
+    run(own, torch.ones(4, 3))
+    try:
+        run(own, torch.ones(5, 3))
+    except fs.LayoutError as error:
+        return str(error)
+
+
+def test_collectives_between_processes_are_looked_at_anew_for_each_batch(two):
+    assert all("fs.pmean in the loss function" in found for found in two.run(even_then_uneven, "pmean"))
+    assert two.run(even_then_uneven, "psum") == [None, None]
+
+
+def test_a_loss_function_may_talk_along_axes_that_do_not_cut_the_batch():
+    mesh = fs.make_mesh({"data": 2, "model": 2})
+    own = fs.shard_params(torch.ones(3), P(), mesh=mesh)
+    run = fs.value_and_grad(
+        lambda p, x: (fs.pmean(p, "model") * x).sum(1).mean(), mesh=mesh, batch=P("data"), accumulate=2
+    )
+    assert run(own, torch.ones(3, 3))[0] == 3
+
+
 # -- metrics and errors -----------------------------------------------------------------------------------------------
 
 

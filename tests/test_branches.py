@@ -184,9 +184,29 @@ def test_a_gather_that_not_all_processes_want_is_an_error_that_names_it():
     with Processes(2) as two:
         for found in two.run(refused, [0b0001, 0b0010]):
             assert re.search(r"\(data=0\) has gathered experts\[0\] .*, \(data=1\) has gathered experts\[1\] ", found)
+            assert found.count("A gather takes all devices") == 1
         first, second = two.run(refused, [0b0001, 0b0000])
     assert "(data=0) has gathered root (root), then experts[0] (experts[0].b, experts[0].w). A gather takes" in first
     assert "(data=1) has gathered root (root). A gather takes all devices." in second
+
+
+def refused_or_late(codes):
+    try:
+        gradients(3, 2, [codes])
+    except (fs.MismatchError, fs.CollectiveTimeoutError) as error:
+        return type(error), "\n".join([str(error), *getattr(error, "__notes__", [])])
+
+
+def test_a_gather_that_not_all_want_is_named_over_gloo_alone():
+    """Checked at once, else as soon as the time is out; and never in a way that ends the process."""
+    apart = {"FSHARD_DIRECT": "0"}
+    for more, kind in (({"FSHARD_CHECK": "1"}, fs.MismatchError), ({"FSHARD_TIMEOUT": "2"}, fs.CollectiveTimeoutError)):
+        with Processes(2, environment={**apart, **more}) as two:
+            (kind_0, first), (kind_1, second) = two.run(refused_or_late, [0b0001, 0b0000])
+        assert kind_0 is kind_1 is kind
+        assert "all_gather(dim=0, replicated=True)" in first and "psum" in second
+        assert "(data=0) has gathered root (root), then experts[0] (experts[0].b, experts[0].w). A gather" in first
+        assert "(data=1) has gathered root (root). A gather takes all devices." in second
 
 
 def marked(params, batch):

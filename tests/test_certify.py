@@ -117,6 +117,60 @@ def test_auxiliary_values_are_let_be():
     certified(lambda params, x: (mlp(params, x), {"mean": x.mean()}), has_aux=True).check()
 
 
+# -- buffers -------------------------------------------------------------------------------------------------------
+
+
+def batch_normed(sync):
+    """A loss with buffers, its parameters and its buffers."""
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.BatchNorm1d(4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
+    apply, params, buffers = fs.functionalize(module, sync_batchnorm=sync)
+
+    def loss_fn(params, buffers, x):
+        y, buffers = apply(params, buffers, x)
+        return y.square().mean(), buffers
+
+    return loss_fn, params, buffers
+
+
+@pytest.mark.parametrize("options", [{}, {"donate": True}, {"has_buffers": True}, {"precision": "bf16"}], ids=str)
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_a_loss_function_with_buffers_is_certified_and_so_are_they(n, options):
+    loss_fn, params, buffers = batch_normed("data")
+    mesh = fs.make_mesh({"data": n})
+    found = certify(loss_fn, params, X, ADAMW, mesh=mesh, buffers=buffers, **options).check()
+    names = [f"buffers.1.{name}" for name in ("num_batches_tracked", "running_mean", "running_var")]
+    assert [row.leaf for row in found.rows if row.stage == 3][-3:] == names
+    assert {row.verdict for row in found.rows if row.leaf == names[0]} == {"EXACT"}
+
+
+def test_buffers_come_before_what_else_is_returned_and_reproducible_mode_is_exact_with_them():
+    def loss_fn(params, buffers, x):
+        mean = x.mean(0)
+        loss = mlp(params, x - buffers["mean"])
+        return loss, {"mean": 0.5 * buffers["mean"] + 0.5 * mean, "none": None}, {"largest": x.amax()}
+
+    given = {"buffers": {"mean": torch.ones(5), "none": None}, "has_aux": True}
+    assert "BOUNDED" in verdicts(certified(loss_fn, **given).check())
+    found = certified(loss_fn, reproducible=True, **given).check()
+    assert verdicts(found) == {"EXACT"}
+    wrong = certified(
+        loss_fn=lambda p, b, x: (mlp(p, x), {"mean": x[0]}), buffers={"mean": torch.ones(5)}, stages=[0, 3]
+    )
+    assert "BatchNorm has to be synchronised" in only(wrong, "buffers.mean")
+
+
+def test_batchnorm_that_is_not_synchronised_diverges():
+    loss_fn, params, buffers = batch_normed(None)
+    found = certify(loss_fn, params, X, ADAMW, mesh=fs.make_mesh({"data": 2}), buffers=buffers, stages=[0])
+    (row,) = (row for row in found.rows if row.leaf == "buffers.1.running_var")
+    assert row.verdict == "DIVERGENT" and "sync_batchnorm=axis" in row.reason
+
+
+def test_a_loss_of_each_sample_is_certified():
+    certified(lambda p, x: (torch.tanh(x @ p["up"] + p["bias"]) @ p["down"]).square().mean(1) * p["scale"]).check()
+
+
 def test_leaves_of_all_kinds_have_a_row():
     w = torch.ones(3)
     params = {"tied": [w, w], "unused": torch.ones(2), "count": torch.arange(3), "empty": torch.ones(0), "none": None}
@@ -495,6 +549,12 @@ def test_a_certificate_prints_as_a_table():
     assert "Mesh(data=2; virtual, cpu) against one device and float64" in str(found)
     with pytest.raises(FrozenInstanceError):
         found.steps = 4
+
+
+def test_buffers_are_given_where_there_are_some():
+    for given in ({"has_buffers": True}, {"has_buffers": False, "buffers": {"n": torch.ones(1)}}):
+        with pytest.raises(fs.LayoutError, match="a loss function that has_buffers is given them by buffers="):
+            certified(**given)
 
 
 def test_dyadic_keeps_ties_and_what_does_not_move():

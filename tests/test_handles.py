@@ -1,12 +1,14 @@
 """Parameters inside a loss function are tensors to whoever asks, and to modules, torch.func and autograd Functions."""
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import functional_call, grad, jvp, vmap
+from torch.func import functional_call, grad, hessian, jacrev, jvp, vjp, vmap
 from torch.utils.checkpoint import checkpoint
 
 import fshard as fs
@@ -110,14 +112,142 @@ def test_gradients_come_by_every_way(name, stage, options):
     assert_all_close(found, serial(LOSSES[name], params, x))
 
 
-def test_torch_func_takes_handles_where_nothing_is_gathered_again():
+# -- torch.func ------------------------------------------------------------------------------------------------------------
+
+
+def of_captured(p, x):
+    """The derivative by what is no parameter; parameters come from outside, one of them as a view."""
+    w = p["w"].T
+    one = grad(lambda x: (x @ w).sin().sum() * (p["v"] @ x).cos().sum())
+    return vmap(one)(x).square().sum(1).mean()
+
+
+def of_jacobians(p, x):
+    jacobian = vmap(jacrev(lambda w, v, row: (row @ w @ v).tanh(), argnums=(0, 1)), in_dims=(None, None, 0))
+    return sum(each.square().sum((1, 2, 3)) for each in jacobian(p["w"], p["v"], x)).mean()
+
+
+def of_hessians(p, x):
+    curvature = vmap(hessian(lambda v, row: (row @ v).sin().sum()), in_dims=(None, 0))(p["v"], x)
+    return (curvature.square().sum((1, 2, 3, 4)) * (x @ p["w"].T).sum(1)).mean()
+
+
+def of_pullbacks(p, x):
+    def one(row):
+        y, pull = vjp(lambda p: (row @ p["w"] @ p["v"]).sin(), p)
+        return sum(g.square().sum() for g in pull(y)[0].values())
+
+    return vmap(one)(x).mean()
+
+
+def between(p, x):
+    """Transforms among operations that know nothing of them, and of the same parameters."""
+    x = torch.tanh(F.linear(x, p["w"], p["v"][0]))
+    return per_sample(p, x + vmap(grad(lambda row: (row @ p["v"].T).sin().sum()))(x)) + (x @ p["w"]).mean()
+
+
+TRANSFORMED = [per_sample, of_captured, of_jacobians, of_hessians, of_pullbacks, between]
+OPTIONS = [{}, {"accumulate": 2}, {"reproducible": True, "slices": 4}, {"reshard_after_forward": False}]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("loss_fn", TRANSFORMED, ids=lambda fn: fn.__name__)
+def test_torch_func_works_in_every_stage(loss_fn, options):
     params, x = {"w": draw(3, 3), "v": draw(3, 3, seed=1)}, draw(8, 3, seed=2)
-    expected = serial(per_sample, params, x)
-    assert_all_close(sharded(per_sample, params, x, 0), expected)
-    assert_all_close(sharded(per_sample, params, x, 3, reshard_after_forward=False), expected)
-    assert_all_close(sharded(fs.gathered(per_sample, keep=True), params, x, 3), expected)
-    with pytest.raises(fs.LayoutError, match=r"Mark the function that uses them, fs.gathered\(fn, keep=True\)"):
-        sharded(per_sample, params, x, 3)
+    expected = serial(loss_fn, params, x)
+    for stage in STAGES:
+        assert_all_close(sharded(loss_fn, params, x, stage, live_units=1, **options), expected)
+    assert_all_close(sharded(fs.gathered(loss_fn, keep=True), params, x, 3, **options), expected)
+
+
+def every_transform() -> list[list[Tensor]]:
+    params, x = {"w": draw(3, 3), "v": draw(3, 3, seed=1)}, draw(8, 3, seed=2)
+    return [sharded(loss_fn, params, x, 3) for loss_fn in TRANSFORMED]
+
+
+def test_torch_func_works_between_processes(two):
+    params, x = {"w": draw(3, 3), "v": draw(3, 3, seed=1)}, draw(8, 3, seed=2)
+    for found in two.run(every_transform):
+        for loss_fn, grads in zip(TRANSFORMED, found, strict=True):
+            assert_all_close(grads, serial(loss_fn, params, x))
+
+
+def layers(p, x, head):
+    for w in p["layers"]:
+        x = torch.tanh(F.linear(x, w))
+    return head(p["head"], x)
+
+
+def by_sample(w, x):
+    return vmap(grad(lambda w, row: (w @ row).sin().sum()), in_dims=(None, 0))(w, x).square().sum((1, 2)).mean()
+
+
+def test_a_loss_function_with_torch_func_is_begun_anew_once_and_then_gathers_what_any_other_does():
+    mesh, begun = fs.make_mesh({"data": 2}), []
+    params = {"layers": [draw(4, 4, seed=layer) for layer in range(4)], "head": draw(4, 4, seed=4)}
+    own = fs.shard_params(params, fs.fsdp("data"), mesh=mesh)
+
+    def calls(head):
+        run = fs.value_and_grad(
+            lambda p, x: begun.append(0) or layers(p, x, head), mesh=mesh, batch=P("data"), live_units=1
+        )
+        found = []
+        for _ in range(2):
+            begun.clear()
+            with fs.ledger() as comm:
+                run(own, draw(4, 4, seed=5))
+            found.append((len(begun), comm.calls()))
+        return found
+
+    (_, plain), (first, again) = calls(lambda w, x: (x @ w).sin().mean()), calls(by_sample)
+    assert again == plain
+    assert first == (2 * plain[0], plain[1] + 5)  # five units are gathered once more
+
+
+def test_a_loss_function_that_is_begun_anew_draws_the_same_random_numbers():
+    mesh, x = fs.make_mesh({"data": 2}), draw(8, 3, seed=2)
+
+    def loss_fn(p, x):
+        return per_sample(p, F.dropout(x @ p["w"], 0.5))
+
+    def steps(stage):
+        own = fs.shard_params({"w": draw(3, 3), "v": draw(3, 3, seed=1)}, rules(stage), mesh=mesh)
+        run = fs.grad(loss_fn, mesh=mesh, batch=P("data"))
+        torch.manual_seed(3)
+        return [fs.unshard(g) for _ in range(2) for g in run(own, x).values()]
+
+    assert all(map(torch.equal, steps(3), steps(0)))
+
+
+@pytest.mark.parametrize("wrap", [fs.remat, lambda fn: lambda *xs: checkpoint(fn, *xs, use_reentrant=False)])
+def test_torch_func_beside_what_is_rematerialised(wrap):
+    def loss_fn(p, x):
+        x = wrap(lambda w, x: torch.tanh(x @ w.T).sin())(p["w"], x)
+        return per_sample(p, wrap(fs.gathered(lambda w, x: torch.tanh(x @ w).cos() @ w, keep=True))(p["v"], x))
+
+    params, x = {"w": draw(3, 3), "v": draw(3, 3, seed=1)}, draw(8, 3, seed=2)
+    assert_all_close(sharded(loss_fn, params, x, 3, live_units=1), serial(loss_fn, params, x))
+
+
+def test_what_is_rematerialised_stays_so_where_a_part_of_it_keeps_what_it_saves():
+    kept = []
+
+    def loss_fn(p, x):
+        def block(w, x):
+            x = fs.gathered(lambda w, x: x @ w, keep=True)(w, x)
+            saved = torch.exp(x)
+            kept.append(weakref.ref(saved))
+            return saved * 1
+
+        y = fs.remat(block)(p["w"], x)
+        kept.append(kept[-1]() is None)
+        return y.mean()
+
+    sharded(loss_fn, {"w": draw(3, 3)}, draw(8, 3, seed=2), 3, n=1)
+    assert kept[1] is True
+
+
+# -- torch.compile ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.filterwarnings(
@@ -250,4 +380,8 @@ def test_functional_call_waiting_in_the_middle_is_refused_where_devices_share_th
     with pytest.raises(fs.FshardError) as error:
         fs.grad(lambda p, x: functional_call(module, p, (x,)).mean(), mesh=mesh, batch=P("data"))(own, torch.ones(4, 3))
     assert str(error.value).startswith("device 1 of Mesh(data=2; virtual, cpu) came upon device 0's parameter ")
+    assert (
+        "as torch.func.functional_call changes a module. Write apply, params, buffers = fs.functionalize(module)"
+        in str(error.value)
+    )
     assert all(x is before[name] for name, x in module.named_parameters())

@@ -113,7 +113,7 @@ def steps(monkeypatch, opt, stage, loss_fn, mesh, options, known):
         {"loss_fn": with_aux, "has_aux": True},
         {"weight": lambda part: 7},
     ],
-    ids=str,
+    ids=lambda options: ", ".join(options) or "plain",
 )
 def test_the_host_does_not_wait(monkeypatch, stage, n, options):
     assert waits(monkeypatch, fs.optim.adamw(0.1), stage, n=n, **options) == [[]] * n

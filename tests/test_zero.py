@@ -245,6 +245,71 @@ def test_reproducible_mode_gives_equal_bits_for_parameters_of_16_bits():
             assert all(map(torch.equal, expected, gradients(n, stage)))
 
 
+def by_view(w, x):
+    v = w.T
+    return torch.tanh(x @ v) @ v
+
+
+USES = {
+    "plain": lambda w, x: torch.tanh(x @ w),
+    "a view, twice": by_view,
+    "marked": fs.gathered(lambda w, x: torch.tanh(x @ w).sin() @ w),
+    "rematerialised": fs.remat(lambda w, x: torch.tanh(x @ w) @ w),
+    "torch.func": lambda w, x: torch.func.vmap(lambda row, w: (w @ row).tanh(), (0, None))(x, w),
+}
+
+
+@settings(max_examples=40)
+@given(
+    uses=st.lists(st.tuples(st.integers(0, 2), st.sampled_from(sorted(USES))), min_size=3, max_size=9),
+    n=st.sampled_from([1, 2, 4]),
+    live_units=st.integers(1, 2),
+    options=st.sampled_from([{}, {"compute": torch.bfloat16}, {"accumulate": 2}, {"reshard_after_forward": False}]),
+)
+def test_reproducible_mode_gives_equal_bits_however_often_a_parameter_is_used(uses, n, live_units, options):
+    n = 2 if "accumulate" in options else n
+    generator = torch.Generator().manual_seed(1)
+    params = [torch.randn(8, 8, generator=generator) / 3 for _ in range(3)]
+    xs = torch.randn(8, 8, generator=generator)
+
+    def loss_fn(p, x):
+        for place, how in uses:
+            x = USES[how](p[place], x)
+        return x.square().mean()
+
+    def gradients(n, stage, **options):
+        run = fs.grad(loss_fn, mesh=fs.make_mesh({"data": n}), batch=P("data"), reproducible=True, slices=4, **options)
+        found = flatten(
+            run(placed(params, stage, fs.make_mesh({"data": n})), xs), sharded_is_leaf=True, none_is_leaf=True
+        )[0]
+        return [None if g is None else fs.unshard(g) for g in found]
+
+    compute = {key: x for key, x in options.items() if key == "compute"}
+    for ours, g in zip(gradients(n, 3, live_units=live_units, **options), gradients(1, 0, **compute), strict=True):
+        assert (ours is None) == (g is None)
+        assert g is None or torch.equal(ours, g)
+
+
+@pytest.mark.parametrize("options", [{}, {"weight": lambda x: 100 * len(x)}, {"accumulate": 2}], ids=str)
+@pytest.mark.parametrize(("dtype", "compute"), [(torch.float16, None), (torch.float32, torch.float16)], ids=str)
+@pytest.mark.parametrize("stage", STAGES)
+def test_sums_over_a_batch_do_not_overflow_in_reproducible_mode(stage, dtype, compute, options):
+    """The gradient fits into 16 bits, the sum over all samples that it is the mean of does not."""
+    mesh, x = fs.make_mesh({"data": 2}), torch.full((64, 4), 5000.0, dtype=torch.float16)
+    run = fs.grad(
+        lambda p, x: (p["w"] * x).sum(1).mean(),
+        mesh=mesh,
+        batch=P("data"),
+        gradients=optimizer(stage, mesh).gradients,
+        compute=compute,
+        reproducible=True,
+        slices=4,
+        **options,
+    )
+    g = fs.unshard(run(placed({"w": torch.ones(4, dtype=dtype)}, stage, mesh), x)["w"])
+    assert g.dtype == dtype and torch.equal(g, torch.full((4,), 5000.0, dtype=dtype))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_reproducible_mode_refuses_sums_in_16_bits(dtype):
     with pytest.raises(fs.LayoutError, match=f"reduce={dtype}.: sums in 16 bits are rounded at other places"):
@@ -260,6 +325,36 @@ def test_reproducible_mode_gives_equal_bits_between_processes(two, four):
     for found in (*two.run(on_processes, 2, 10), *four.run(on_processes, 4, 10)):
         for other, again in found:
             assert other == losses and all(map(torch.equal, params, again))
+
+
+def with_threads(count):
+    """Take a step on sums that torch cuts among its threads."""
+    torch.set_num_threads(count)
+    try:
+        generator = torch.Generator().manual_seed(0)
+        params = {"w": torch.randn(512, 512, generator=generator) / 20, "b": torch.randn(512, generator=generator)}
+        mesh = fs.make_mesh({"data": 2})
+        own = placed(params, 3, mesh)
+
+        def loss_fn(p, x):
+            for _ in range(3):
+                x = torch.nn.functional.layer_norm(torch.tanh(x @ p["w"] + p["b"]), (512,))
+            return x.square().mean()
+
+        opt = optimizer(3, mesh, fs.optim.adamw(1e-2))
+        step = fs.train_step(loss_fn, opt, mesh=mesh, batch=P("data"), reproducible=True, slices=4)
+        own, _, metrics = step(own, opt.init(own), torch.randn(1024, 512, generator=generator))
+        after = torch.get_num_threads()
+        return after, [metrics["loss"], metrics["grad_norm"], *leaves_of(own)]
+    finally:
+        torch.set_num_threads(1)
+
+
+def test_reproducible_mode_does_not_depend_on_the_number_of_threads(two):
+    expected = with_threads(1)[1]
+    for count in (1, 3):
+        for after, found in two.run(with_threads, count):
+            assert after == count and all(map(torch.equal, found, expected))
 
 
 def test_dropout_differs_between_devices_and_steps_and_not_between_runs():
@@ -580,6 +675,63 @@ def test_a_part_without_weight_adds_nothing_though_its_own_mean_is_no_number(mas
     )
 
 
+@pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"reproducible": True, "slices": 4}], ids=str)
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ([0.0] * 4, "weight= gave 0 for all of the batch"),
+        ([1.0, 2.0, -1.0, -1.0], "weight= gave .*: what a part of the batch counts for is finite and at least 0"),
+        ([float("nan"), 1.0, 1.0, 1.0], "weight= gave nan.*: what a part"),
+        ([1.0, float("inf"), 1.0, 1.0], "weight= gave inf.*: what a part"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_parts_count_for_something(stage, weights, message, options):
+    mesh = fs.make_mesh({"data": 2})
+    opt, params = optimizer(stage, mesh), placed({"w": torch.ones(3)}, stage, mesh)
+
+    def loss_fn(p, batch):
+        return (p["w"] * batch["x"]).mean()
+
+    step = fs.train_step(
+        loss_fn,
+        opt,
+        mesh=mesh,
+        batch=P("data"),
+        weight=lambda part: part["w"].amax() + part["w"].amin(),
+        donate=True,
+        **options,
+    )
+    with pytest.raises(fs.LayoutError, match=message):
+        step(params, opt.init(params), {"x": torch.ones(4, 3), "w": torch.tensor(weights)})
+    assert torch.equal(fs.unshard(params["w"]), torch.ones(3))
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"reproducible": True, "slices": 4}], ids=str)
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_loss_that_is_cut_off_from_all_that_is_trained_is_refused(stage, options):
+    mesh = fs.make_mesh({"data": 2})
+    params = placed({"w": torch.ones(3), "v": torch.ones(3)}, stage, mesh)
+    x = torch.arange(12.0).reshape(4, 3)
+
+    def run(loss_fn, **more):
+        return fs.value_and_grad(loss_fn, mesh=mesh, batch=P("data"), **more, **options)(params, x)
+
+    def loss_fn(p, x):
+        return (p["w"] * x).mean()
+
+    for cut_off in (lambda p, x: loss_fn(p, x).detach(), lambda p, x: x.mean(), torch.no_grad()(loss_fn)):
+        with pytest.raises(fs.LayoutError, match="the loss depends on no parameter that is trained, on any device"):
+            run(cut_off)
+    with pytest.raises(fs.LayoutError, match="the loss depends on no parameter that is trained"):
+        run(loss_fn, frozen="w")
+    loss, grads = run(loss_fn, frozen=["w", "v"])
+    assert loss == 5.5 and grads == {"w": None, "v": None}
+    _, grads = run(lambda p, x: loss_fn(p, x) if x[0, 0] > 5 else loss_fn(p, x).detach())  # one device learns
+    assert grads["v"] is None and grads["w"] is not None
+
+
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_auxiliary_values_are_averaged(accumulate):
     mesh = fs.make_mesh({"data": 2})
@@ -756,11 +908,12 @@ def test_wrong_calls_name_what_is_wrong():
 
 @pytest.mark.parametrize("compute", [None, torch.bfloat16])
 @pytest.mark.parametrize("live_units", [1, 2])
+@pytest.mark.parametrize("recorded", [False, True])
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_change_of_parameters_in_place_is_refused(stage, n, live_units, compute):
+def test_a_change_of_parameters_in_place_is_refused(stage, n, recorded, live_units, compute):
     def loss_fn(p, x):
-        with torch.no_grad():
+        with torch.set_grad_enabled(recorded):
             p[0]["w"].add_(1.0)
             p[2]["v"].mul_(2.0)
         for own in p:
@@ -773,6 +926,15 @@ def test_a_change_of_parameters_in_place_is_refused(stage, n, live_units, comput
     step = fs.train_step(loss_fn, opt, mesh=mesh, batch=P("data"), live_units=live_units, compute=compute)
     with pytest.raises(fs.LayoutError, match=r"changed parameters in place: 0\.w, 2\.v\. It has to be pure"):
         step(params, opt.init(params), torch.ones(2, 2))
+
+
+@pytest.mark.parametrize("change", [lambda w: w.T.mul_(2.0), lambda w: w[0].zero_(), lambda w: w.__setitem__(0, 1.0)])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_change_of_a_part_of_a_parameter_is_refused(stage, change):
+    mesh = fs.make_mesh({"data": 2})
+    run = fs.grad(lambda p, x: (x @ p["w"]).sum() + (change(p["w"]) is p), mesh=mesh, batch=P("data"))
+    with pytest.raises(fs.LayoutError, match=r"changed parameters in place: w\. It has to be pure"):
+        run(placed({"w": torch.eye(2)}, stage, mesh), torch.ones(2, 2))
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -839,6 +1001,12 @@ SGD = torch.optim.SGD([torch.ones(1)], lr=0.1)
             lambda: fs.partition_optimizer(torch.optim.SGD, mesh=fs.make_mesh({"data": 2}), axis="data", stage=1),
             "partition_optimizer: SGD is no pair of init and update",
         ),
+        (lambda: called(lambda p, x: (x * p["w"]).mean().detach()), "depends on no parameter that is trained"),
+        (
+            lambda: called(lambda p, x: torch.tensor((x * p["w"]).mean().item())),
+            "depends on no parameter that is trained",
+        ),
+        (lambda: called(lambda p, x: x.mean()), r"value_and_grad: the loss depends on no parameter that is trained"),
         (lambda: kept_from(0) + 1, "w is a parameter of a step that is over"),
         (lambda: kept_from(3) + 1, "w is a parameter of a step that is over"),
         (lambda: fs.whole(kept_from(3)), "w is a parameter of a step that is over"),
@@ -852,6 +1020,52 @@ def test_slips_have_one_clear_error(call, message):
 # -- rules ---------------------------------------------------------------------------------------------------------------------
 
 TREE = {"emb": torch.ones(4, 4), "blocks": [{"w": torch.ones(4, 4), "b": torch.ones(4)} for _ in range(2)]}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("distant", [{"params"}, {"state"}, {"batch"}, {"params", "state", "batch"}], ids=sorted)
+@pytest.mark.parametrize("made", ["outside", "inside"])
+def test_what_was_laid_out_elsewhere_is_named(stage, distant, made):
+    mesh = fs.make_mesh({"data": 2})
+    opt = optimizer(stage, mesh, fs.optim.adamw(1e-3))
+    step = fs.train_step(lambda p, x: (p["w"] * x).mean(), opt, mesh=mesh, batch=P("data"))
+
+    def given():
+        params = placed({"w": torch.ones(4)}, stage, mesh)
+        return {
+            "params": params,
+            "state": opt.init(params),
+            "batch": fs.device_put(torch.ones(4, 4), fs.Layout(mesh, P("data"))),
+        }
+
+    def mixed(far, near):
+        return step(*({**near, **{name: far[name] for name in distant}}.values()))
+
+    if made == "outside":
+        far = given()
+        with pytest.raises(fs.LayoutError) as error:
+            fs.run(lambda: mixed(far, given()), mesh=mesh)
+    else:
+        far = fs.run(given, mesh=mesh)[0]
+        with pytest.raises(fs.LayoutError) as error:
+            mixed(far, given())
+    message = str(error.value).split("\n")[0]
+    where = "outside of fs.run and used inside" if made == "outside" else "inside of fs.run and used outside"
+    assert f"laid out {where}: " in message
+    assert {part.split(".")[0] for part in message.split(": ")[2].split(". ")[0].split(", ")} == distant
+
+
+def test_a_step_inside_of_run_is_the_step_outside():
+    mesh = fs.make_mesh({"data": 2})
+
+    def trained():
+        opt = optimizer(3, mesh, fs.optim.adamw(1e-2))
+        params = placed({"w": torch.arange(6.0)}, 3, mesh)
+        step = fs.train_step(lambda p, x: (p["w"] * x).sum(1).mean(), opt, mesh=mesh, batch=P("data"))
+        params, _, metrics = step(params, opt.init(params), torch.arange(24.0).reshape(4, 6))
+        return fs.unshard(params["w"]), metrics["loss"]
+
+    assert all(map(torch.equal, xs, trained()) for xs in fs.run(trained, mesh=mesh))
 
 
 def specs(rules):

@@ -330,9 +330,10 @@ def test_patterns_that_freeze_nothing_or_half_of_a_tie_are_refused():
     own = fs.shard_params(tree, P(), mesh=mesh)
 
     def gradient(frozen):
-        return fs.grad(lambda p, x: p["tied"].sum() * x.mean(), mesh=mesh, batch=P("data"), frozen=frozen)(
-            own, torch.ones(2)
+        run = fs.grad(
+            lambda p, x: (p["tied"] + p["0.bias"]).sum() * x.mean(), mesh=mesh, batch=P("data"), frozen=frozen
         )
+        return run(own, torch.ones(2))
 
     with pytest.raises(fs.LayoutError, match=unused):
         gradient(["0.wieght", "0.bias", "1.**"])
@@ -634,6 +635,16 @@ def test_no_more_units_are_whole_than_was_said(monkeypatch, name, live, prefetch
     options, mesh = {"live_units": live, "prefetch": prefetch}, fs.make_mesh({"data": N})
     found = most_whole(monkeypatch, lambda p, x: tower(p, x, wrap), placed(tower_params(), 3, mesh), mesh, **options)
     assert 1 <= found.units <= live + prefetch
+
+
+def test_no_more_units_are_whole_beside_torch_func(monkeypatch):
+    def loss_fn(p, x):
+        slopes = torch.func.vmap(torch.func.grad(lambda row: (row @ p["head"]).sin().sum()))(x)
+        return tower(p, x + slopes, lambda block: block)
+
+    mesh = fs.make_mesh({"data": N})
+    found = most_whole(monkeypatch, loss_fn, placed(tower_params(), 3, mesh), mesh, live_units=1, prefetch=1)
+    assert found.units <= 2 + 1  # the transform holds the head
 
 
 @pytest.mark.parametrize("live", [1, 2, 4])

@@ -222,6 +222,8 @@ def call(
     """
     scope = require(what)
     group = scope.group(axis, what)
+    if scope.objection is not None:
+        scope.objection(what, group)
     site = call_site()
     guard = _guard(what, scope, group, site, equal) if scope.checked and equal is not None else None
     if isinstance(tree, Tensor):

@@ -70,6 +70,10 @@ class Group:
         return tuple(numbers) if self.ranks is None else tuple(self.ranks[number] for number in numbers)
 
 
+Objection = Callable[[str, Group], None]
+"""Raises, if the device may not call the collective of this name on this group."""
+
+
 class Scope:
     """The place of one device: what `shard_map` and `run` set up, and collectives look up."""
 
@@ -94,6 +98,7 @@ class Scope:
         self._groups: dict[Axes, Group] = {}
         self.roads: dict[object, Callable[[Tensor], Tensor] | None] | None = {} if world.has_roads else None
         self.inner: dict[object, Scope] = {}
+        self.objection: Objection | None = None
 
     def group(self, axes: Axes, what: str) -> Group:
         """Return the group along `axes` through this device."""
@@ -124,6 +129,23 @@ class _Here(threading.local):
 
 
 _here = _Here()
+
+
+@contextmanager
+def minding(objection: Objection | None) -> Generator[None]:
+    """Let an objection look at each collective that the calling device plans in this scope."""
+    scope = _here.scope
+    if scope is None:
+        yield
+        return
+    before = scope.objection, scope.roads
+    scope.objection = objection
+    if objection is not None:
+        scope.roads = None  # nobody would look at what goes the short way
+    try:
+        yield
+    finally:
+        scope.objection, scope.roads = before
 
 
 def here() -> Scope | None:

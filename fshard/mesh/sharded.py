@@ -79,6 +79,9 @@ class Sharded:
 
     def check(self) -> None:
         """Raise if the shards are not the pieces that the layout names: what was mapped over them was not elementwise."""
+        if len(self.shards) != len(held(self.mesh)):
+            was, used = ("outside of", "inside") if len(self.shards) > 1 else ("inside of", "outside")
+            raise LayoutError(f"{self!r} was made {was} fs.run and is used {used}. Make it where it is used.")
         given = tuple(tuple(shard.shape) for shard in self.shards)
         if given != _pieces(self.layout, self.shape, held(self.mesh)):
             raise LayoutError(

@@ -99,7 +99,7 @@ def disagreement(mesh: Mesh, gathered: Mapping[int, Sequence[int]], words: Seque
     if len(gathered) == 1:  # a process, which knows nothing of the others
         ((device, numbers),) = gathered.items()
         here = ", then ".join(words[number] for number in numbers)
-        return f"{_named(mesh, device)} has gathered {here}. {_CURE}" if numbers else ""
+        return f"{_named(mesh, device)} has gathered {here}. {CURE}" if numbers else ""
     shared = min(map(len, gathered.values()))
     start = next((at for at in range(shared) if len({one[at] for one in gathered.values()}) > 1), shared)
     found: dict[int, list[str]] = {}
@@ -112,14 +112,14 @@ def disagreement(mesh: Mesh, gathered: Mapping[int, Sequence[int]], words: Seque
         + ("not" if number < 0 else f"gathered {words[number]}")
         for number, devices in sorted(found.items(), key=lambda item: (item[0] < 0, item[0]))
     ]
-    return f"{', '.join(parts)}. {_CURE}"
+    return f"{', '.join(parts)}. {CURE}"
 
 
 def _named(mesh: Mesh, device: int) -> str:
     return f"({', '.join(f'{axis}={at}' for axis, at in mesh.coordinates(device).items())})"
 
 
-_CURE = (
+CURE = (
     "A gather takes all devices. Let each of them call the part that needs it, marked fs.gathered(part, keep=True), and branch "
     "inside; or put it into a unit that all use: fs.fsdp(axis, unit=...)."
 )

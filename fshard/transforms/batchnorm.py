@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 
 from fshard.mesh.collectives import psum, pvary
+from fshard.mesh.scope import minding
 from fshard.mesh.spec import Axes
 from fshard.transforms.idle import is_idle
 
@@ -71,7 +72,8 @@ def moments(x: Tensor, axis: Axes) -> tuple[Tensor, Tensor, Tensor]:
         v, m = torch.var_mean(wide, dim=[0, *range(2, x.ndim)], correction=0)
         v, m = v.double(), m.double()
         sums = torch.cat([n * m, n * (v + m * m), m.new_full((1,), n)])
-    total, squares, count = psum(sums, axis).split([channels, channels, 1])
+    with minding(None):
+        total, squares, count = psum(sums, axis).split([channels, channels, 1])
     mean = total / count
     return mean, squares / count - mean * mean, count[0]
 

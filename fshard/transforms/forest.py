@@ -18,8 +18,8 @@ class Forest:
     slices   0 1 2 3 4 5 6 7    ->    ((0+1)+(2+3)) + ((4+5)+(6+7))
 
     A slice that has not used a unit stands in its tree as nothing, which is 0: the other devices have zeros for it.  Uses of
-    a unit in one slice are added as autograd adds them, in their own dtype; slices as devices add them, in the dtype that
-    `widened` gives.
+    a leaf in one slice are added one after the other, the last first, as autograd adds them, in their own dtype; slices as
+    devices add them, each times what it counts for, in the dtype that `widened` gives.
     """
 
     def __init__(self, units: Sequence[Unit], widened: Callable[[Unit, Gradients], Gradients]) -> None:
@@ -28,14 +28,18 @@ class Forest:
         self._trees: dict[Unit, list[tuple[int, Gradients]]] = {unit: [] for unit in units}
 
     def plant(self, unit: Unit, gs: Gradients) -> None:
-        """Take what one use of a unit gave in this slice."""
-        known = self._now.get(unit)
-        self._now[unit] = gs if known is None else _added(known, gs)
+        """Take what one use of some leaves of a unit gave in this slice."""
+        now = self._now.setdefault(unit, [None] * len(unit.places))
+        for at, g in enumerate(gs):
+            if g is not None:
+                known = now[at]
+                now[at] = g if known is None else known + g
 
-    def grow(self) -> None:
-        """End a slice."""
+    def grow(self, weight: float) -> None:
+        """End a slice, which counts for so much."""
         for unit, trees in self._trees.items():
-            trees.append((0, self._widened(unit, self._now.get(unit, [None] * len(unit.places)))))
+            gs = self._widened(unit, self._now.get(unit, [None] * len(unit.places)))
+            trees.append((0, gs if weight == 1.0 else [None if g is None else g * weight for g in gs]))
             while len(trees) > 1 and trees[-1][0] == trees[-2][0]:
                 (height, left), (_, right) = trees[-2:]
                 trees[-2:] = [(height + 1, _added(left, right))]

@@ -2,8 +2,8 @@
 
 Each device takes the loss of its own part of the batch; the loss of the whole is their mean, weighted by samples or by
 what `weight` counts.  So a batch of any size has the loss and the gradient that it has on one device, if the loss is a
-mean over samples, or with `weight` over what that counts.  A loss that talks to other devices itself (`fs.psum`) needs
-an even batch; `sync_batchnorm` does not.
+mean over samples, or with `weight` over what that counts.  A loss that talks to other devices itself needs an even batch
+for `fs.pmean`, and for a sum samples on all devices (see `uneven`); `sync_batchnorm` needs neither.
 
 Gradients come out as their layouts say: that is all that ZeRO 0 to 3 differ in.
 
@@ -14,7 +14,8 @@ Gradients come out as their layouts say: that is all that ZeRO 0 to 3 differ in.
 
 Reproducible mode: the batch is cut into slices whose number does not depend on the mesh.  Gradients of slices are added
 in one binary tree, within a device and, by the collectives, on across devices, in 32 bits at least (sums in 16 would be
-rounded at other places on other meshes); random draws are keyed by the slice.  Then the bits are the same on any mesh.
+rounded at other places on other meshes); random draws are keyed by the slice; torch computes with one thread.  Then the
+bits are the same on any mesh.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fshard.errors import DeadlockError, LayoutError, MismatchError
+from fshard.errors import CollectiveTimeoutError, DeadlockError, LayoutError, MismatchError
 from fshard.mesh.layout import Layout
 from fshard.mesh.mesh import Mesh
 from fshard.mesh.sharded import Sharded
@@ -38,12 +39,14 @@ from fshard.mesh.steps import Way, steps_between
 from fshard.mesh.tree import PyTree, Structure, flatten_with_paths, unflatten
 from fshard.optim.leaves import firsts_of, trainable
 from fshard.source import Site, call_site
-from fshard.transforms.agree import disagreement
+from fshard.transforms.agree import CURE, disagreement
 from fshard.transforms.batch import placed
 from fshard.transforms.buffers import Buffers
+from fshard.transforms.nearby import refuse_distant
 from fshard.transforms.rules import Choice, chosen, named, parts_of, unit_of
 from fshard.transforms.slices import Device, How, Result, Weight
 from fshard.transforms.tape import Order, Tape
+from fshard.transforms.threads import one_thread
 from fshard.transforms.units import Leaf, Manner
 
 
@@ -81,7 +84,8 @@ def value_and_grad(
         has_aux: whether loss_fn returns something more, last.
         weight: what a part of the batch counts for: `weight(part)`, say its number of tokens.  By default a part counts for
             its samples: how long the first dim is, where the batch is cut along it.  A part that counts 0 adds nothing, even
-            if its loss is no number.  For a number that lies on a device the host waits, once a step.
+            if its loss is no number; no part counts less, and a batch that counts for nothing at all is refused.  For a number
+            that lies on a device the host waits, once a step.
         accumulate: cut each device's part into so many, one after the other.  Parts differ by one sample at most.
         reduce_once: with `accumulate`, add gradients up locally and reduce the sum, instead of reducing each.  It sends less
             and holds whole gradients meanwhile.
@@ -199,6 +203,7 @@ class Gradient:
     def __call__(self, params: PyTree, *given: PyTree) -> tuple[Any, PyTree]:
         """Return the loss, or what comes with it too, and the gradient."""
         buffers, batch = given if self.how.has_buffers else ((), *given)
+        refuse_distant(self.mesh, "value_and_grad", params=params, buffers=buffers, batch=batch)
         value, grads = self.run(params, buffers, batch, call_site())
         rest = (value.buffers,) * self.how.has_buffers + (value.aux,) * self.how.has_aux
         return ((value.loss, *rest) if rest else value.loss), grads
@@ -237,11 +242,15 @@ class Gradient:
             return Device(self.how, tape, tree, memory, parts, place, drawn, scale).run()
 
         try:
-            results = everywhere(mesh, on_device, mapped=mesh.axis_names)
+            with one_thread(self.how.slices is not None):
+                results = everywhere(mesh, on_device, mapped=mesh.axis_names)
         except (MismatchError, DeadlockError) as error:
             difference = _difference(mesh, tapes)
-            if difference and difference not in str(error):
+            if difference and CURE not in str(error):
                 raise MismatchError(f"{error}\nvalue_and_grad: {difference}") from error
+            raise
+        except CollectiveTimeoutError as error:
+            error.add_note(f"value_and_grad: {_difference(mesh, tapes)}")
             raise
         mean, known.order = results[0].mean, results[0].order
         grads = [

@@ -11,8 +11,10 @@ ask a tensor's class.  What it gives is added to the unit's gradients after the 
 
 from __future__ import annotations
 
+import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -77,7 +79,7 @@ class Handle(Tensor):
                 f"{self._path} is a parameter of a step that is over: it was kept from inside a loss function. Return what is "
                 "needed of it with has_aux=True, or take it from the parameters that the step returns."
             )
-        return self.unit.whole()[self.at]
+        return self.unit.leaf(self.at)
 
     @property
     def _path(self) -> str:
@@ -94,7 +96,11 @@ class Handle(Tensor):
         if func in _KNOWN:
             with _C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        return func(*wholes(args), **(wholes(kwargs) if kwargs else {}))
+        own_args, own_kwargs = wholes(args), wholes(kwargs) if kwargs else {}
+        if _here.context is None:
+            return func(*own_args, **own_kwargs)
+        with _here.context():
+            return func(*own_args, **own_kwargs)
 
     @classmethod
     def __torch_dispatch__(
@@ -125,6 +131,26 @@ class Handle(Tensor):
         return f"Handle({str(self.dtype).removeprefix('torch.')}{list(self.shape)})"
 
 
+Context = Callable[[], AbstractContextManager[Any]]
+
+
+class _Here(threading.local):
+    context: Context | None = None
+
+
+_here = _Here()
+
+
+@contextmanager
+def around_each(context: Context | None) -> Generator[None]:
+    """Run each operation that the calling thread does on handles in a context of its own."""
+    before, _here.context = _here.context, context
+    try:
+        yield
+    finally:
+        _here.context = before
+
+
 def wholes(x: Any) -> Any:
     """Put tensors in the place of handles, in whatever arguments torch's functions take."""
     if type(x) is Handle:
@@ -153,7 +179,7 @@ class _Aside(Function):
         start = 0
         for unit in tape.units:
             stop = start + len(unit.places)
-            tape.reductions.receive_aside(unit, gs[start:stop])
+            tape.reductions.receive_apart(unit, gs[start:stop])
             start = stop
         return None, None
 

@@ -30,8 +30,9 @@ class Reductions:
         leaves: the parameters, and `shards` what this device holds of them.
         turns: the order in which units are reduced, by number; none if devices have not agreed yet.
 
-    `used` says of each leaf whether this device has used it, `sums` are the reduced gradients.  `keep` takes what a slice
-    gives where it is not to be reduced yet; `wide`: sums of slices are reduced in 32 bits at least.
+    `used` says of each leaf whether this device has used it; `sums` are the reduced gradients, in no fewer bits than came.
+    `keep` takes what a slice gives where it is not to be reduced yet; `wide`: sums of slices are reduced in 32 bits at
+    least; `singly`: each use of a leaf is received by itself.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class Reductions:
         turns: Sequence[int],
     ) -> None:
         self.units, self.leaves, self.shards, self.manner, self.site = units, leaves, shards, manner, site
-        self.turns, self.wide = list(turns), False
+        self.turns, self.wide, self.singly = list(turns), False, False
         self.used = [False] * len(leaves)
         self.sums: list[Tensor | None] = [None] * len(leaves)
         self.keep: Callable[[Unit, list[Tensor | None]], None] | None = None
@@ -70,8 +71,8 @@ class Reductions:
         else:
             self._complete(unit, unit.with_kept(gs))
 
-    def receive_aside(self, unit: Unit, gs: Sequence[Tensor | None]) -> None:
-        """Take the cotangents that came to a unit's handles themselves, to be reduced after the backward."""
+    def receive_apart(self, unit: Unit, gs: Sequence[Tensor | None]) -> None:
+        """Take cotangents that came to a unit's handles themselves, or of one use alone, to be reduced after the backward."""
         if any(g is not None for g in gs):
             (self.keep or Unit.keep)(unit, self._noted(unit, gs))
 
@@ -148,6 +149,7 @@ class Reductions:
         while len(self._under_way) > but:
             places, finish = self._under_way.pop(0)
             for place, result in zip(places, finish(), strict=True):
-                known, dtype = self.sums[place], self.leaves[place].dtype
-                result = result if result.dtype is dtype else result.to(dtype)
+                known, leaf = self.sums[place], self.leaves[place]
+                if result.dtype is not leaf.dtype:
+                    result = result.to(torch.promote_types(result.dtype, leaf.dtype))
                 self.sums[place] = result if known is None else known + result

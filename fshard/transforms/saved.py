@@ -2,27 +2,32 @@
 
 forward     w = gathered  ─save─>  (unit, at, size, stride, offset)          w is let go
 backward    the note is read: the unit is gathered again, and the same view of it taken
+
+Notes are taken by saved-tensor hooks, which torch.func's grad, vjp and jacrev refuse to run under.  Where a loss function
+calls one of these it is begun anew, and from then on hooks stand only around each operation that is given a parameter
+itself.  What is saved later, a view of a parameter say, or inside of such a transform, is kept as it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fshard.errors import LayoutError
-from fshard.transforms.handle import Handle
+from fshard.transforms.handle import Handle, around_each
+from fshard.transforms.randomness import drawing_from, random_state
 
 if TYPE_CHECKING:
     from fshard.transforms.units import Unit
 
 _VF: Any = torch
-_C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
+_hooks: Any = torch._C._autograd  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+Result = TypeVar("Result")
 
 
 class _Note(NamedTuple):
@@ -49,11 +54,15 @@ class _Memory(NamedTuple):
 class Saved:
     """The memory of all units that have been gathered in a slice, and the hooks of autograd that ask whose a tensor's is.
 
-    A unit's memory outlasts the unit being let go if an operation that takes many units holds it; `needed`: if any is let go.
+    A unit's memory outlasts the unit being let go if an operation that takes many units holds it.
+
+    Args:
+        needed: whether any unit is let go.
+        closely: whether hooks stand around single operations only.
     """
 
-    def __init__(self, needed: bool) -> None:
-        self._needed = needed
+    def __init__(self, needed: bool, closely: bool) -> None:
+        self._needed, self.closely = needed, closely
         self._known: dict[int, _Memory] = {}
 
     def know(self, unit: Unit) -> None:
@@ -65,27 +74,29 @@ class Saved:
         """End a slice."""
         self._known.clear()
 
-    @contextmanager
-    def watching(self) -> Generator[None]:
-        """Keep notes in the place of what is saved in this context."""
-        try:
-            with saved_tensors_hooks(self._note, self._read) if self._needed else nullcontext():
-                yield
-        except RuntimeError as error:
-            if self._needed and "support saved tensor hooks" in str(error):
-                raise LayoutError(_NO_HOOKS) from error
-            raise
+    def watch(self, forward: Callable[[], Result], begin: Callable[[], None]) -> Result:
+        """Run the forward of a slice, and keep notes in the place of what it saves; `begin` the slice anew if need be."""
+        if not self._needed:
+            return forward()
+        if not self.closely:
+            state = random_state()
+            try:
+                with saved_tensors_hooks(self._note, self._read):
+                    return forward()
+            except RuntimeError as error:
+                if "support saved tensor hooks" not in str(error):
+                    raise
+            self.closely = True
+            begin()
+            with drawing_from(state):
+                return self.watch(forward, begin)
+        with around_each(self._closely):
+            return forward()
 
-    @contextmanager
-    def unwatched(self) -> Generator[None]:
-        """Let autograd save tensors as they are for a while."""
-        if self._needed:
-            _C._autograd._pop_saved_tensors_default_hooks()
-        try:
-            yield
-        finally:
-            if self._needed:
-                _C._autograd._push_saved_tensors_default_hooks(self._note, self._read)
+    def _closely(self) -> AbstractContextManager[Any]:
+        """Return the context of one operation: hooks, unless a transform forbids them or somebody else has some."""
+        free = _hooks._saved_tensors_hooks_is_enabled() and _hooks._top_saved_tensors_default_hooks(False) is None
+        return saved_tensors_hooks(self._note, self._read) if free else nullcontext()
 
     def _note(self, x: Tensor) -> Any:
         if type(x) is Handle:
@@ -103,12 +114,21 @@ class Saved:
         return _VF._neg_view(x) if note.neg else x
 
 
+@contextmanager
+def unwatched() -> Generator[None]:
+    """Let autograd save tensors as they are for a while, whoever asks for something else."""
+    before: list[Any] = []
+    while (hooks := _hooks._top_saved_tensors_default_hooks(False)) is not None:
+        before.append(hooks)
+        _hooks._pop_saved_tensors_default_hooks()
+    try:
+        with around_each(None):
+            yield
+    finally:
+        for hooks in reversed(before):
+            _hooks._push_saved_tensors_default_hooks(*hooks)
+
+
 def _storage(x: Tensor) -> int:
     """Return what tells a tensor's memory apart, as long as it lives."""
     return x.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
-
-
-_NO_HOOKS = (
-    "torch.func's grad, vjp, jacrev and hessian bear no saved-tensor hooks, by which parameters are gathered again for the "
-    "backward. Mark the function that uses them, fs.gathered(fn, keep=True), or pass reshard_after_forward=False."
-)

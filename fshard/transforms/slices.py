@@ -6,9 +6,10 @@ gradients kept   kept, added up   added up, reduced as each unit's are ready
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from math import nan
+from math import inf, prod
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fshard.errors import LayoutError, MismatchError
-from fshard.mesh.scope import require
+from fshard.mesh.scope import minding, require
 from fshard.mesh.tree import PyTree
 from fshard.transforms.agree import alike, disagreement, exchanged, marks, on_host, summed
 from fshard.transforms.batch import Batch, Slice
@@ -26,6 +27,7 @@ from fshard.transforms.idle import idling
 from fshard.transforms.means import Found, together
 from fshard.transforms.randomness import keyed_random
 from fshard.transforms.tape import Order, Tape
+from fshard.transforms.uneven import objection
 from fshard.transforms.units import Manner
 from fshard.transforms.use import followed
 
@@ -69,7 +71,7 @@ class How:
 
 
 class Count(NamedTuple):
-    """What a slice counts for, and what its loss is multiplied by before it is differentiated."""
+    """What a slice counts for, and what its gradient is multiplied by."""
 
     weight: float
     share: float
@@ -116,6 +118,7 @@ class Device:
     ) -> None:
         self.how, self.tape, self.params, self.buffers, self.batch = how, tape, params, buffers, batch
         self.place, self.key, self.scale = place, key, scale
+        self.objection = objection(batch, how.turns(prod(batch.mesh.shape[axis] for axis in batch.axes)))
         self.group = require("value_and_grad").group(batch.axes, "value_and_grad") if batch.axes else None
 
     def run(self) -> Result:
@@ -128,6 +131,7 @@ class Device:
         found: list[Found] = []
         new = self.buffers.compared(self.place, self.buffers.part(self.place))
         reductions = tape.reductions
+        reductions.singly = forest is not None
         reductions.wide = forest is not None or (how.once and len(slices) > 1)
         for turn, (slice, count) in enumerate(zip(slices, counts, strict=True)):
             if forest is not None:
@@ -141,7 +145,7 @@ class Device:
                 one, new = self._one(slice, count)
             found.append(one)
             if forest is not None:
-                forest.grow()
+                forest.grow(count.share)
             if reductions.keep is None:
                 reductions.end()
         tape.check_unchanged()
@@ -165,17 +169,19 @@ class Device:
         if found.is_meta:
             return [Count(1.0, 1.0)] * len(slices)
         weights = [weight * bool(each) for weight, each in zip(found.tolist(), rows, strict=True)]
+        _refuse_weights(weights)
         if how.slices is not None:
             return [Count(weight, weight) for weight in weights]
         (sums,) = summed((on_host([sum(weights)], found.device),), self.group, self.tape.site)
-        total = sums.item()
-        return [Count(weight, weight / total if total else nan) for weight in weights]
+        total = _something(sums.item())
+        return [Count(weight, weight / total) for weight in weights]
 
     def _one(self, slice: Slice, count: Count) -> tuple[Found, New]:
         """Forward and backward of one slice."""
         how, tape = self.how, self.tape
-        with torch.enable_grad(), tape.saved.watching():
-            loss, buffers, aux = self._called(self.batch.tree(slice.leaves, how.manner.compute))
+        with torch.enable_grad():
+            batch = self.batch.tree(slice.leaves, how.manner.compute)
+            loss, buffers, aux = tape.saved.watch(lambda: self._called(batch), tape.begin)
             if not isinstance(loss, Tensor) or loss.numel() != 1:
                 loss = self._mean(loss, slice)
         if not loss.is_floating_point():
@@ -184,7 +190,8 @@ class Device:
             )
         tape.begin_backward(self.group, idle=count.idle)
         if loss.requires_grad:
-            start = torch.full_like(loss, count.share * self.scale)
+            share = count.share if how.slices is None else 1.0  # in reproducible mode sums are weighted, in 32 bits
+            start = torch.full_like(loss, share * self.scale)
             torch.autograd.grad(loss, [tape.anchor], start, allow_unused=True)
         new = self.buffers.compared(self.place, buffers)
         return Found(loss.detach(), count.weight, aux, new.changed), new
@@ -193,7 +200,8 @@ class Device:
         """Call the loss function; return the loss, buffers and what else there is."""
         how = self.how
         given = self.buffers.part(self.place)
-        result = followed(how.loss_fn)(self.params(), *((given,) if how.has_buffers else ()), batch)
+        with minding(self.objection) if self.objection is not None else nullcontext():
+            result = followed(how.loss_fn)(self.params(), *((given,) if how.has_buffers else ()), batch)
         wanted = ["loss", *(["buffers"] if how.has_buffers else []), *(["aux"] if how.has_aux else [])]
         if len(wanted) == 1:
             return result, given, ()
@@ -223,6 +231,9 @@ class Device:
         if not alike(sums[: len(own)]):
             raise MismatchError(self._another_order())
         kept, used = sums[len(own) : len(own) + len(kept)], sums[len(own) + len(kept) :]
+        trained = [leaf.reduce is not None for leaf in tape.leaves]
+        if any(trained) and not any(times for times, moves in zip(used, trained, strict=True) if moves):
+            raise LayoutError(_DETACHED)
         tape.reductions.rest(kept, used)
         return mean, used
 
@@ -235,11 +246,28 @@ class Device:
 
     def _gradients(self, mean: Found, used: list[float]) -> list[Tensor | None]:
         """Return the gradients; a parameter that no device used has none."""
-        divisor = 1.0 if self.how.slices is None or mean.loss.is_meta else mean.weight
+        divisor = 1.0 if self.how.slices is None or mean.loss.is_meta else _something(mean.weight)
         return [
-            (g if divisor == 1.0 else g / divisor) if g is not None and wanted else None
-            for g, wanted in zip(self.tape.reductions.sums, used, strict=True)
+            (g if divisor == 1.0 else g / divisor).to(leaf.dtype) if g is not None and wanted else None
+            for g, leaf, wanted in zip(self.tape.reductions.sums, self.tape.leaves, used, strict=True)
         ]
+
+
+def _refuse_weights(weights: Sequence[float]) -> None:
+    wrong = [str(weight) for weight in weights if not 0 <= weight < inf]
+    if wrong:
+        raise LayoutError(
+            f"weight= gave {', '.join(wrong)}: what a part of the batch counts for is finite and at least 0."
+        )
+
+
+def _something(total: float) -> float:
+    """Return what the whole batch counts for."""
+    if not total:
+        raise LayoutError(
+            "weight= gave 0 for all of the batch: its mean loss would be one over nothing. Leave the batch out."
+        )
+    return total
 
 
 def _one_number(weight: Any) -> Tensor:
@@ -248,3 +276,9 @@ def _one_number(weight: Any) -> Tensor:
         return torch.as_tensor(weight, dtype=torch.float64).reshape(())
     found = f"a tensor of shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else repr(weight)
     raise LayoutError(f"weight= has to return one number for a part of the batch; found {found}.")
+
+
+_DETACHED = (
+    "value_and_grad: the loss depends on no parameter that is trained, on any device, so nothing would be learnt. Was it cut "
+    "off by detach(), item(), no_grad() or torch.tensor(...), or are all parameters that it uses frozen?"
+)

@@ -20,7 +20,9 @@ from fshard.optim.contract import Optimizer, Update, check_optimizer, copied, st
 from fshard.optim.norms import global_norm
 from fshard.source import call_site
 from fshard.transforms.gradient import Value, value_and_grad
+from fshard.transforms.nearby import refuse_distant
 from fshard.transforms.slices import How
+from fshard.transforms.threads import one_thread
 
 Precision = Literal["bf16", "fp16"]
 _OPTIONS = [name for name in signature(value_and_grad).parameters if name not in ("loss_fn", "mesh", "batch")]
@@ -123,9 +125,10 @@ def train_step(
 
     def step(params: PyTree, state: PyTree, *given: PyTree) -> tuple[Any, ...]:
         buffers, batch = given if how.has_buffers else ((), *given)
+        refuse_distant(mesh, "train_step", params=params, state=state, buffers=buffers, batch=batch)
         scale = float(opt.loss_scale(state)) if opt.loss_scale is not None else 1.0
         value, grads = gradient.run(params, buffers, batch, call_site(), scale)
-        with torch.no_grad():
+        with torch.no_grad(), one_thread(how.slices is not None):
             norm = global_norm(grads, exact=how.slices is not None) / scale
             if not donate:
                 params, state = copied((params, state))

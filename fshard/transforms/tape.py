@@ -31,11 +31,16 @@ from fshard.transforms.units import Leaf, Manner, Unit
 
 
 class Order(NamedTuple):
-    """In which order units were gathered, by number: forward, and again for the backward; and the turns of reductions."""
+    """What one step can tell the next.
+
+    In which order units were gathered, by number: forward, and again for the backward; the turns of reductions; whether
+    the loss function uses torch.func, so that what it saves has to be watched closely.
+    """
 
     forward: list[int]
     backward: list[int]
     turns: list[int]
+    closely: bool = False
 
 
 class Tape:
@@ -59,7 +64,7 @@ class Tape:
             if leaf.dtype.is_floating_point or leaf.dtype.is_complex:
                 by_unit.setdefault(leaf.unit, []).append(place)
         self.units = [Unit(self, number, places) for number, places in enumerate(by_unit.values())]
-        self.saved = Saved(manner.reshard and any(unit.sharded for unit in self.units))
+        self.saved = Saved(manner.reshard and any(unit.sharded for unit in self.units), self.expected.closely)
         self.reductions = Reductions(self.units, leaves, shards, manner, site, self.expected.turns)
         self.handles = self._handles()
 
@@ -75,7 +80,7 @@ class Tape:
     @property
     def order(self) -> Order:
         """What the next step may expect."""
-        return self.seen._replace(turns=self.reductions.turns)
+        return self.seen._replace(turns=self.reductions.turns, closely=self.saved.closely)
 
     def make_room(self, unit: Unit) -> None:
         """Let units go that have not been used for the longest time, so that one more can be whole."""

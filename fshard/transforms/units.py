@@ -100,6 +100,14 @@ class Unit:
                 self.tape.look_ahead(self.tape.seen.forward, self.tape.expected.forward, self)
         return used
 
+    def leaf(self, at: int) -> Tensor:
+        """Return one leaf, whole and differentiable, for one use."""
+        x = self.whole()[at]
+        if self.tape.reductions.singly and x.requires_grad:
+            with _untransformed():
+                x = _Once.apply(x, self, at)
+        return x
+
     def gather(self) -> list[Tensor]:
         """Return all leaves, whole."""
         if self.sharded:
@@ -185,7 +193,9 @@ class _Use(Function):
     def forward(ctx: Any, anchor: Tensor, unit: Unit) -> tuple[Tensor, ...]:
         ctx.unit = unit
         ctx.set_materialize_grads(False)
-        values = unit.gather()
+        values = [
+            x.detach() for x in unit.gather()
+        ]  # autograd forbids to change views: `check_unchanged` does it better
         leaves = unit.tape.leaves
         fixed = [x for x, place in zip(values, unit.places, strict=True) if leaves[place].reduce is None]
         ctx.mark_non_differentiable(*fixed)
@@ -195,6 +205,26 @@ class _Use(Function):
     def backward(ctx: Any, *gs: Tensor | None) -> tuple[None, None]:
         ctx.unit.tape.reductions.receive(ctx.unit, gs)
         return None, None
+
+
+class _Once(Function):
+    """The same leaf for one use; backward, its cotangent goes by itself.
+
+    Autograd would add up all that come to a `_Use`, of which there are more where a unit was let go in between.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, unit: Unit, at: int) -> Tensor:
+        ctx.unit, ctx.at = unit, at
+        ctx.set_materialize_grads(False)
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gs: Tensor | None) -> tuple[None, None, None]:
+        own: list[Tensor | None] = [None] * len(ctx.unit.places)
+        (own[ctx.at],) = gs
+        ctx.unit.tape.reductions.receive_apart(ctx.unit, own)
+        return None, None, None
 
 
 def _untransformed() -> AbstractContextManager[Any]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import nullcontext
 from functools import wraps
 from typing import Any
 
 from fshard.mesh.tree import PyTree, flatten, unflatten
 from fshard.transforms.handle import Handle, wholes
+from fshard.transforms.saved import unwatched
 
 
 def whole(tree: PyTree) -> PyTree:
@@ -28,8 +29,7 @@ def gathered(fn: Callable[..., Any], *, keep: bool = False) -> Callable[..., Any
 
     Args:
         fn: a function that is called with parameters among its arguments.
-        keep: leave what autograd saves in it as it is, instead of gathering parameters again for the backward.  Then
-            torch.func works in it, which bears no saved-tensor hooks.
+        keep: leave what autograd saves in it as it is, instead of gathering parameters again for the backward.
 
     >>> import torch, fshard as fs
     >>> block = fs.gathered(lambda w, x: torch.relu(x @ w))
@@ -42,11 +42,8 @@ def gathered(fn: Callable[..., Any], *, keep: bool = False) -> Callable[..., Any
         leaves, structure = flatten((args, kwargs), sharded_is_leaf=True, none_is_leaf=True)
         units = {id(leaf.unit): leaf.unit for leaf in leaves if type(leaf) is Handle}
         own_args, own_kwargs = unflatten(structure, [wholes(leaf) for leaf in leaves])
-        tapes = {id(unit.tape): unit.tape for unit in units.values()}
         try:
-            with ExitStack() as stack:
-                for tape in tapes.values() if keep else ():
-                    stack.enter_context(tape.saved.unwatched())
+            with unwatched() if keep and units else nullcontext():
                 return fn(*own_args, **own_kwargs)
         finally:
             for unit in units.values():

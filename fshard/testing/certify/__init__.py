@@ -49,6 +49,7 @@ def certify(
     mesh: Mesh,
     axis: str | tuple[str, ...] = "data",
     batch_spec: PyTree = P("data"),
+    buffers: PyTree = None,
     stages: Sequence[Literal[0, 1, 2, 3]] = (0, 1, 2, 3),
     steps: int = 3,
     exact_inputs: bool = False,
@@ -71,6 +72,7 @@ def certify(
         mesh: the devices.
         axis: over which parameters (stage 3) and the optimizer (1 to 3) are divided.
         batch_spec: how the batch is cut.
+        buffers: whole tensors that the loss function takes and returns, if it `has_buffers`; they are judged too.
         stages: of ZeRO.
         steps: how many.
         exact_inputs: draw parameters and the floats of the batch anew, as small dyadic rationals: see `dyadic`.
@@ -95,9 +97,12 @@ def certify(
         )
     if exact_inputs:
         params, batch = dyadic(params, seed), dyadic(batch, seed + 1)
-    params, batch = (Leaves.of(tree).mapped(lambda x: _on(mesh, x)) for tree in (params, batch))
+    if bool(options.get("has_buffers", buffers is not None)) != (buffers is not None):
+        raise LayoutError("certify: a loss function that has_buffers is given them by buffers=, and none else is.")
+    options["has_buffers"] = buffers is not None
+    params, buffers, batch = (Leaves.of(tree).mapped(lambda x: _on(mesh, x)) for tree in (params, buffers, batch))
     one = Mesh(tuple((name, 1) for name in mesh.axis_names), "virtual", mesh.device_type)
-    task = Task(loss_fn, params, batch, opt, one, axis, batch_spec, steps, seed, options)
+    task = Task(loss_fn, params, buffers, batch, opt, one, axis, batch_spec, steps, seed, options)
     if task.reproducible:
         alone = exact = [turn.whole() for turn in on_mesh(task, one, 0)]
     else:

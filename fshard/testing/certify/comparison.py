@@ -13,6 +13,7 @@ from fshard.optim.leaves import Leaf, trainable
 from fshard.testing.certify.beside import beside, largest, wide
 from fshard.testing.certify.runs import Task, Turn, on_one_device
 
+What = Literal["grads", "params", "buffers"]
 TIMES = 4
 """How much further from float64 the sharded run may be than the one on one device."""
 
@@ -42,8 +43,8 @@ class Comparison:
     exact: list[Turn]
     bounds: list[Turn]
 
-    def gap(self, step: int, what: Literal["grads", "params"], place: int) -> Gap:
-        """Compare a gradient, or a parameter after a step."""
+    def gap(self, step: int, what: What, place: int) -> Gap:
+        """Compare a gradient, or a parameter or buffer after a step."""
         every = (self.turns, self.alone, self.exact, self.bounds)
         found, alone, exact, bound = (getattr(turns[step], what)[place] for turns in every)
         if found is None or alone is None:
@@ -64,9 +65,9 @@ def bounds_of(task: Task, alone: list[Turn], exact: list[Turn]) -> list[Turn]:
     """Return how far from float64 each element may be, in each step: not at all where bits are promised.
 
     gradient    4 x the error of its leaf on one device + a rounding of the largest of all (a sum that should be 0 is not)
-    parameter   4 x the error of its leaf on one device + a rounding of its leaf's largest a step (few may be lucky)
+    others      4 x the error of the leaf on one device + a rounding of the leaf's largest a step (few may be lucky)
     float64     its error is not known, and taken to be one such rounding
-    both        + as far as training carries a shift of all gradients by their bound: Adam makes lr of a rounding
+    all         + as far as training carries a shift of all gradients by their bound: Adam makes lr of a rounding
     """
     if task.reproducible:
         return [Turn(*([_allowed(x, 0.0) for x in leaves] for leaves in turn)) for turn in alone]
@@ -74,8 +75,11 @@ def bounds_of(task: Task, alone: list[Turn], exact: list[Turn]) -> list[Turn]:
     for step, (one, other) in enumerate(zip(alone, exact, strict=True)):
         most = max(map(largest, other.grads), default=0.0)
         grads = [_bound(task, *pair, most) for pair in zip(one.grads, other.grads, strict=True)]
-        params = [_bound(task, a, b, (step + 1) * largest(b)) for a, b in zip(one.params, other.params, strict=True)]
-        own.append(Turn(grads, params))
+        params, buffers = (
+            [_bound(task, a, b, (step + 1) * largest(b)) for a, b in zip(*pair, strict=True)]
+            for pair in ((one.params, other.params), (one.buffers, other.buffers))
+        )
+        own.append(Turn(grads, params, buffers))
     up = on_one_device(task.wide(), [turn.grads for turn in own])
     down = on_one_device(task.wide(), [[None if x is None else -x for x in turn.grads] for turn in own])
     return [Turn(*map(_wider, *turns)) for turns in zip(own, up, down, strict=True)]

@@ -46,6 +46,15 @@ class Reasons:
             return self._of_gradient(place, found, alone)
         return self._of_update(place)
 
+    def of_buffer(self, place: int) -> str:
+        """Say why a buffer does."""
+        found, alone = (turns[self._step].buffers[place] for turns in (self._it.turns, self._it.alone))
+        at = first_difference(found, alone, self._tolerance)
+        return (
+            f"it first differs at {at}. Is it of each device's own part of the batch? BatchNorm has to be synchronised, "
+            "fs.functionalize(module, sync_batchnorm=axis), and its batch not be cut by accumulate"
+        )
+
     def _of_gradient(self, place: int, found: Leaf, alone: Tensor) -> str:
         pieces = beside(found, alone)
         if (factor := self._factor(pieces)) is not None:
@@ -119,8 +128,9 @@ class Reasons:
         differentiated = partial(fs.value_and_grad, gradients=lambda layout: summands, compute=compute)
         run = differentiated(task.loss_fn, mesh=it.mesh, batch=task.batch_spec, **options)
         params = task.placed(Leaves.of(task.params).rebuild(self._before), it.mesh, it.stage)
+        buffers = Leaves.of(task.buffers).rebuild(it.alone[self._step - 1].buffers) if self._step else task.buffers
         with keyed_random(task.seed, self._step):
-            _, grads = run(params, task.batch)
+            _, grads = run(params, *([buffers] if task.has_buffers else []), task.batch)
         return Leaves.of(grads).leaves
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import fshard as fs
 from fshard.errors import PromiseError
+from fshard.mesh.layout import Layout
 from fshard.mesh.mesh import Mesh
 from fshard.mesh.spec import P
 from fshard.mesh.tree import PyTree
@@ -30,6 +31,7 @@ class Task:
 
     loss_fn: Callable[..., Any]
     params: PyTree
+    buffers: PyTree
     batch: PyTree
     opt: Optimizer
     one: Mesh
@@ -45,6 +47,11 @@ class Task:
         return bool(self.options.get("reproducible"))
 
     @property
+    def has_buffers(self) -> bool:
+        """Whether the loss function takes and returns buffers."""
+        return bool(self.options.get("has_buffers"))
+
+    @property
     def compute(self) -> torch.dtype | None:
         """The dtype that is computed in, if not that of the parameters."""
         return self.options.get("compute") or _COMPUTE.get(self.options.get("precision"))
@@ -52,8 +59,8 @@ class Task:
     def wide(self) -> Task:
         """Return the same task in float64."""
         options = {key: x for key, x in self.options.items() if key not in ("compute", "precision")}
-        params, batch = (Leaves.of(tree).mapped(wide) for tree in (self.params, self.batch))
-        return replace(self, params=params, batch=batch, options=options)
+        params, buffers, batch = (Leaves.of(tree).mapped(wide) for tree in (self.params, self.buffers, self.batch))
+        return replace(self, params=params, buffers=buffers, batch=batch, options=options)
 
     def placed(self, params: PyTree, mesh: Mesh, stage: int) -> PyTree:
         """Lay parameters on a mesh as a stage of ZeRO has them."""
@@ -61,15 +68,16 @@ class Task:
 
 
 class Turn(NamedTuple):
-    """Gradients that the optimizer was given in one step, and parameters that it made, in the order of the tree."""
+    """Gradients that the optimizer was given in one step, parameters that it made, and buffers, in the order of the trees."""
 
     grads: list[Leaf]
     params: list[Leaf]
+    buffers: list[Leaf]
 
     @staticmethod
-    def of(grads: PyTree, params: PyTree) -> Turn:
+    def of(*trees: PyTree) -> Turn:
         """Take the trees apart."""
-        return Turn(Leaves.of(grads).leaves, Leaves.of(params).leaves)
+        return Turn(*(Leaves.of(tree).leaves for tree in trees))
 
     def whole(self) -> Turn:
         """Return whole tensors."""
@@ -92,13 +100,14 @@ def on_mesh(task: Task, mesh: Mesh, stage: Any) -> list[Turn]:
         return noted
 
     params = task.placed(task.params, mesh, stage)
-    state = opt.init(params)
+    state, buffers = opt.init(params), fs.device_put(task.buffers, Layout(mesh))
     noted = opt._replace(step=noting(write), update=noting(opt.update))
     step = fs.train_step(task.loss_fn, noted, mesh=mesh, batch=task.batch_spec, **task.options)
     for turn in range(task.steps):
         with keyed_random(task.seed, turn):
-            params, state, _ = step(params, state, task.batch)
-        turns.append(Turn.of(given[-1], copied(params)))
+            params, state, *new, _ = step(params, state, *([buffers] if task.has_buffers else []), task.batch)
+        buffers = new[0] if new else buffers
+        turns.append(Turn.of(given[-1], copied(params), copied(buffers)))
     return turns
 
 
@@ -117,20 +126,21 @@ def _times(tree: PyTree, factor: float) -> PyTree:
 
 def on_one_device(task: Task, shifts: Sequence[Sequence[Leaf]] | None = None) -> list[Turn]:
     """Train with plain tensors, plain autograd and the optimizer as it is, on gradients that are shifted."""
-    step, params, turns = pure_step(task.opt), task.params, list[Turn]()
+    step, params, buffers, turns = pure_step(task.opt), task.params, task.buffers, list[Turn]()
     state = task.opt.init(params)
     with _default_dtype(Leaves.of(params).leaves):
         for turn in range(task.steps):
             scale = _scale(task.opt, state)
-            grads = _times(gradient(task, params, scale)[1], 1 / scale)
+            _, grads, buffers = gradient(task, params, buffers, scale)
+            grads = _times(grads, 1 / scale)
             moved = grads if shifts is None else _plus(grads, shifts[turn])
             params, state = step(_times(moved, scale), state, params)
-            turns.append(Turn.of(grads, params))
+            turns.append(Turn.of(grads, params, buffers))
     return turns
 
 
-def gradient(task: Task, params: PyTree, scale: float = 1.0) -> tuple[Tensor, PyTree]:
-    """Return the loss and its scaled gradient on whole tensors, on a mesh on which every axis has size 1."""
+def gradient(task: Task, params: PyTree, buffers: PyTree, scale: float = 1.0) -> tuple[Tensor, PyTree, PyTree]:
+    """Return the loss, its scaled gradient and new buffers on whole tensors, on a mesh on which every axis has size 1."""
     at = Leaves.of(params)
     frozen = chosen(task.options.get("frozen"), at.paths, "frozen")
     moving = {
@@ -142,19 +152,24 @@ def gradient(task: Task, params: PyTree, scale: float = 1.0) -> tuple[Tensor, Py
     def used(x: Any) -> Any:
         return _converted(moving.get(id(x), x.detach() if isinstance(x, Tensor) else x), task.compute)
 
-    def program() -> tuple[Tensor, Sequence[Tensor | None]]:
+    def program() -> tuple[Tensor, Sequence[Tensor | None], PyTree]:
         batch = Leaves.of(task.batch).mapped(lambda x: _converted(x, task.compute))
-        result = task.loss_fn(at.mapped(used), batch)
-        loss = result[0] if task.options.get("has_aux") else result
+        result = task.loss_fn(at.mapped(used), *([buffers] if task.has_buffers else []), batch)
+        loss, *more = result if task.has_buffers or task.options.get("has_aux") else (result,)
+        loss, after = (
+            loss.mean(),
+            more[0] if task.has_buffers else buffers,
+        )  # the mean of a number, or of one for each sample
         if not loss.requires_grad:
-            return loss, ()
+            return loss, (), after
         start = torch.full_like(loss, scale)
-        return loss.detach(), torch.autograd.grad(loss, [*moving.values()], start, allow_unused=True)
+        return loss.detach(), torch.autograd.grad(loss, [*moving.values()], start, allow_unused=True), after
 
     with torch.enable_grad():
-        ((loss, found),) = fs.run(program, mesh=task.one)
+        ((loss, found, after),) = fs.run(program, mesh=task.one)
     grads = dict(zip(moving, found, strict=False))
-    return loss, at.rebuild([grads.get(id(x)) for x in at.leaves])
+    after = Leaves.of(after).mapped(lambda x: x.detach() if isinstance(x, Tensor) else x)
+    return loss, at.rebuild([grads.get(id(x)) for x in at.leaves]), after
 
 
 def refuse_random(task: Task) -> None:
@@ -162,7 +177,7 @@ def refuse_random(task: Task) -> None:
     losses: list[Tensor] = []
     for key in ("one", "another"):
         with keyed_random(task.seed, key):
-            losses.append(gradient(task, task.params)[0])
+            losses.append(gradient(task, task.params, task.buffers)[0])
     if not torch.allclose(*losses, rtol=0, atol=0, equal_nan=True):
         raise PromiseError(
             f"certify: the loss function draws random numbers: twice on the same batch, it gave {losses[0].item():.6g} and "
