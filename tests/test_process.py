@@ -1,6 +1,10 @@
 """The process runtime: the same program on gloo, torch's own meshes and tensors, hangs that are errors."""
 
+import contextlib
 import os
+import re
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -451,3 +455,35 @@ def differ_over_gloo(kind):
 def test_calls_that_differ_do_not_take_each_others_bytes_over_gloo(kind):
     for text in run_processes(differ_over_gloo, 2, kind, environment={"FSHARD_DIRECT": "0"}, timeout=60):
         assert "test_process.py" in text
+
+
+def call_one_that(what):
+    mesh = fs.make_mesh({"data": 2}, timeout=3)
+    if dist.get_rank() == 1 and what == "dies":
+        os._exit(3)
+    if dist.get_rank() == 1 and what == "is late":
+        time.sleep(9)
+        return "late"
+    began = time.monotonic()
+    try:
+        fs.run(lambda: fs.psum(torch.ones(2), "data"), mesh=mesh)
+    except (fs.LostProcessError, fs.CollectiveTimeoutError) as error:
+        text = f"{type(error).__name__}: {error}"
+    (Path(os.environ["SAID"]) / "said").write_text(f"{time.monotonic() - began:.0f} s {text}")
+    return text
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("dies", r"[0-2] s LostProcessError: psum .* at .*test_process"),
+        ("is late", r"[34] s CollectiveTimeoutError: psum"),
+    ],
+)
+def test_whoever_is_watched_does_not_wait_for_ever(what, words, tmp_path):
+    environment = {"FSHARD_CHECK": "1", "SAID": str(tmp_path)}
+    with contextlib.suppress(RuntimeError):
+        run_processes(call_one_that, 2, what, environment=environment, timeout=30)
+    said = (tmp_path / "said").read_text()
+    assert re.match(words, said), said
+    assert what == "dies" or "process 1: runs" in said

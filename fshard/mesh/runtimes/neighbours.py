@@ -215,6 +215,13 @@ class Neighbours:
         for peer in self.known.values():
             peer.incoming.words[ASLEEP] = asleep
 
+    def has_gone(self, rank: int) -> bool:
+        """Return whether a process is a neighbour, and has gone."""
+        peer = self.known.get(rank)
+        if peer is not None and not peer.gone:
+            self.sleep(0)
+        return peer is not None and peer.gone
+
     def forget(self) -> None:
         """Let go of the sockets in a child of this process: else the others would not be told when this one ends."""
         for one in self.known.values():

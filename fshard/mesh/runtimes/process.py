@@ -93,7 +93,7 @@ class ProcessWorld:
         self._hosts: dict[tuple[int, ...], Link] = {}
         self._outgoing: list[tuple[Work, Tensor]] = []
         self._to_itself: dict[tuple[int, ...], deque[tuple[Tensor, ...]]] = defaultdict(deque)
-        self._watch = Watch(self.rank) if watching() else None
+        self._watch = Watch(self.rank, timeout, self._neighbours.has_gone) if watching() else None
 
     @staticmethod
     def of(mesh: Mesh) -> ProcessWorld:

@@ -4,8 +4,12 @@ Before each collective a process writes its call into the store that all share, 
 watched, for the others of its group.  If the calls differ, every process raises.  While it waits, it reads what all
 processes say of themselves: if each waits or has finished, and no wait can end, nobody ever will go on, and it raises.
 
-That verdict cannot be wrong: states are read first and calls afterwards, and calls are only ever added.  A process that
-went on in between did so because its group was complete, and that is seen in the calls.
+A process that dies says nothing: those that wait for it raise as soon as its neighbours know that it has gone, and at
+the latest when the time-out is over.  A collective that is started waits for its group as well, so here all processes
+have to start theirs in one order, also those of different groups.
+
+The verdict of a deadlock cannot be wrong: states are read first and calls afterwards, and calls are only ever added.
+A process that went on in between did so because its group was complete, and that is seen in the calls.
 """
 
 from __future__ import annotations
@@ -15,11 +19,13 @@ import json
 import os
 import time
 from collections import defaultdict
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch.distributed as dist
 
-from fshard.errors import DeadlockError, MismatchError
+from fshard.errors import CollectiveTimeoutError, DeadlockError, LostProcessError, MismatchError
 
 if TYPE_CHECKING:
     from fshard.mesh.scope import Group
@@ -37,8 +43,8 @@ def watching() -> bool:
 class Watch:
     """One process's account of itself, and its view of the others."""
 
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
+    def __init__(self, rank: int, timeout: timedelta, gone: Callable[[int], bool]) -> None:
+        self.rank, self._timeout, self._gone = rank, timeout.total_seconds(), gone
         self.size = dist.get_world_size()
         default: Any = dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
         self.store = dist.PrefixStore("fshard", default)  # pyright: ignore[reportPrivateImportUsage]
@@ -55,7 +61,7 @@ class Watch:
         self.store.set(f"call/{name}/{turn}/{self.rank}", mine)
         if turn >= 2:  # all have passed the turn before this one, so nobody reads the one before that
             self.store.delete_key(f"call/{name}/{turn - 2}/{self.rank}")
-        self._wait(keys, f"waits in {call} over {'+'.join(group.axes)} at {site}")
+        self._wait(keys, group.members, f"{call} over {'+'.join(group.axes)} at {site}")
         calls = {rank: json.loads(self.store.get(key)) for rank, key in zip(group.members, keys, strict=True)}
         compared = {(call["call"], call["site"] if self.lines else "") for call in calls.values()}
         if len(compared) > 1:
@@ -80,7 +86,7 @@ class Watch:
         """Wait until the message has been sent, and raise unless it is the one expected."""
         route = f"{group.members[source]}>{self.rank}"
         key = f"sent/{route}/{self._next(route)}"
-        self._wait([key], f"waits in recv of {what} from process {group.members[source]} at {site}")
+        self._wait([key], [group.members[source]], f"recv of {what} from process {group.members[source]} at {site}")
         message = json.loads(self.store.get(key))
         self.store.delete_key(key)
         if message["what"] != what:
@@ -107,18 +113,35 @@ class Watch:
     def _say(self, what: str, keys: list[str], text: str) -> None:
         self.store.set(f"state/{self.rank}", json.dumps({"what": what, "keys": keys, "text": text}))
 
-    def _wait(self, keys: list[str], text: str) -> None:
+    def _wait(self, keys: list[str], ranks: Sequence[int], text: str) -> None:
+        """Wait for the keys that these processes set, for what the text says."""
         if self.store.check(keys):
             return
-        self._say("waits", keys, text)
-        pause, looked = 0.0002, time.monotonic()
+        self._say("waits", keys, f"waits in {text}")
+        began = looked = time.monotonic()
+        pause = 0.0002
         while not self.store.check(keys):
             time.sleep(pause)
             pause = min(2 * pause, LOOK)
             if time.monotonic() - looked > LOOK:
                 self._look()
+                self._give_up(ranks, text, late=time.monotonic() - began > self._timeout)
                 looked = time.monotonic()
         self._say("runs", [], "")
+
+    def _give_up(self, ranks: Sequence[int], text: str, *, late: bool) -> None:
+        """Raise if one of these processes has gone without a word, or if it is too late."""
+        lost = [rank for rank in ranks if rank != self.rank and self._gone(rank)]
+        if not lost and not late:
+            return
+        states = self._states()
+        lost = [rank for rank in lost if states[rank]["what"] != "has finished"]
+        if lost:
+            raise LostProcessError(
+                f"{text} cannot end: process {lost[0]} has failed or ended. Its own error is the one to look for."
+            )
+        if late:
+            raise CollectiveTimeoutError(f"{text} did not end within {self._timeout:g} s.\n{_table(states)}")
 
     def _states(self) -> list[dict[str, Any]]:
         keys = [f"state/{rank}" for rank in range(self.size)]
@@ -132,9 +155,11 @@ class Watch:
             for state in states
         )
         if stuck:
-            table = "\n".join(
-                f"  process {rank}: {state['text'] or state['what']}" for rank, state in enumerate(states)
-            )
             raise DeadlockError(
-                f"No process can go on.\n{table}\nEvery process of a group has to call the same collectives in the same order."
+                f"No process can go on.\n{_table(states)}\n"
+                "Every process of a group has to call the same collectives in the same order."
             )
+
+
+def _table(states: list[dict[str, Any]]) -> str:
+    return "\n".join(f"  process {rank}: {state['text'] or state['what']}" for rank, state in enumerate(states))
