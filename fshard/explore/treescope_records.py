@@ -10,6 +10,7 @@ looks like copies.
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 from fshard.mesh.placing import unshard
@@ -27,15 +28,13 @@ def treescope_sharding(x: Sharded) -> Any:
     >>> from fshard import P
     >>> from fshard.explore.treescope_records import treescope_sharding
     >>> x = fs.device_put(torch.zeros(4, 6), fs.Layout(fs.make_mesh({"data": 2}), P("data")))
-    >>> treescope_sharding(x).device_index_to_shard_slices  # doctest: +SKIP
+    >>> treescope_sharding(x).device_index_to_shard_slices
     {0: (slice(0, 2, None), slice(None, None, None)), 1: (slice(2, 4, None), slice(None, None, None))}
     """
-    from treescope.ndarray_adapters import ShardingInfo  # pyright: ignore[reportMissingImports]
-
     if x.spec.is_flat or x.spec.is_owned or 0 in x.shape or x.mesh.size > _MOST:
         return None
     shard = x.layout.local_shape(x.shape)
-    return ShardingInfo(
+    return _of("ndarray_adapters").ShardingInfo(
         shard_shape=shard,
         device_index_to_shard_slices={device: _slices(x, device) for device in range(x.mesh.size)},
         device_type=x.mesh.device_type.upper(),
@@ -48,22 +47,21 @@ def use_treescope() -> None:
 
     Needs treescope.
     """
-    from treescope import rendering_parts, type_registries  # pyright: ignore[reportMissingImports]
+    parts, registries = _of("rendering_parts"), _of("type_registries")
 
-    def in_one_line(x: Sharded, path: str | None, subtree_renderer: Any) -> Any:
-        return rendering_parts.build_one_line_tree_node(line=repr(x), path=path)
+    def in_one_line(node: Sharded, path: str | None, subtree_renderer: Any) -> Any:
+        return parts.build_one_line_tree_node(line=repr(node), path=path)
 
-    type_registries.NDARRAY_ADAPTER_REGISTRY[Sharded] = ShardedAdapter()
-    type_registries.TREESCOPE_HANDLER_REGISTRY[Sharded] = in_one_line
+    registries.NDARRAY_ADAPTER_REGISTRY[Sharded] = ShardedAdapter()
+    registries.TREESCOPE_HANDLER_REGISTRY[Sharded] = in_one_line
 
 
 class ShardedAdapter:
     """What treescope asks of an array (its `NDArrayAdapter`), answered for a `Sharded`."""
 
     def get_axis_info_for_array_data(self, array: Sharded) -> tuple[Any, ...]:
-        from treescope.ndarray_adapters import PositionalAxisInfo  # pyright: ignore[reportMissingImports]
-
-        return tuple(PositionalAxisInfo(dim, length) for dim, length in enumerate(array.shape))
+        info = _of("ndarray_adapters").PositionalAxisInfo
+        return tuple(info(dim, length) for dim, length in enumerate(array.shape))
 
     def get_array_data_with_truncation(self, array: Sharded, mask: Any, edge_items_per_axis: tuple[Any, ...]) -> Any:
         return _of_tensors().get_array_data_with_truncation(unshard(array).detach().cpu(), mask, edge_items_per_axis)
@@ -83,9 +81,12 @@ class ShardedAdapter:
 
 
 def _of_tensors() -> Any:
-    from treescope.external.torch_support import TorchTensorAdapter  # pyright: ignore[reportMissingImports]
+    return _of("external.torch_support").TorchTensorAdapter()
 
-    return TorchTensorAdapter()
+
+def _of(module: str) -> Any:
+    """Import a part of treescope, which may not be there and declares no types."""
+    return import_module(f"treescope.{module}")
 
 
 def _slices(x: Sharded, device: int) -> tuple[slice, ...]:

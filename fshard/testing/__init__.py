@@ -9,5 +9,6 @@ plugin        for pytest: the `mesh` fixture and marker
 """
 
 from fshard.testing.certify import Certificate, certify, check_elementwise, dyadic
+from fshard.testing.processes import Processes, run_processes
 
-__all__ = ["Certificate", "certify", "check_elementwise", "dyadic"]
+__all__ = ["Certificate", "Processes", "certify", "check_elementwise", "dyadic", "run_processes"]
