@@ -1144,6 +1144,59 @@ def test_parameters_whose_making_looks_at_values_are_refused():
         fs.init_params(lambda: {"a": fixed}, P(), mesh=mesh)
 
 
+def drawn(init_fn):
+    torch.manual_seed(3)
+    return flatten(init_fn())[0]
+
+
+def a_replaced_weight():
+    layer = torch.nn.Linear(3, 2)
+    layer.weight.data = torch.full((2, 3), 7.0)
+    with torch.no_grad():
+        layer.weight[0] += torch.randn(3)
+    return [layer.weight, layer.bias]
+
+
+def bits_read_otherwise():
+    whole = torch.arange(8, dtype=torch.int16)
+    complex = torch.randn(3, dtype=torch.complex64)
+    return [whole.view(torch.bfloat16)[2:4], torch.view_as_real(complex), complex.conj(), complex.conj().imag]
+
+
+def turned_in_place():
+    x, y = torch.randn(2, 3), torch.randn(1, 3)
+    turned, squeezed = x * 2, y + torch.zeros(3, 1)
+    x.t_()
+    y.squeeze_(0)
+    return [x, y, turned, squeezed, x @ turned]
+
+
+def many_at_once():
+    xs = [torch.randn(2), torch.randn(3)]
+    torch._foreach_mul_(xs, 2.0)
+    return xs
+
+
+def decompositions():
+    x = torch.randn(4, 4)
+    return [torch.linalg.svd(x)[0], torch.linalg.qr(x)[0], torch.linalg.eigh(x @ x.T)[1], torch.fft.fft2(x).real]
+
+
+@pytest.mark.parametrize(
+    "init_fn",
+    [a_replaced_weight, bits_read_otherwise, turned_in_place, many_at_once, decompositions],
+)
+def test_parameters_born_sharded_may_be_made_in_any_way(init_fn):
+    own = fs.init_params(init_fn, P(), mesh=fs.make_mesh({"data": 2}), seed=3)
+    for found, expected in zip(leaves_of(own), drawn(init_fn), strict=True):
+        torch.testing.assert_close(found, expected.detach(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("shape", [(3, 4), (4, 3), (2, 6), (4, 4), (2, 3, 2)])
+def test_orthogonal_parameters_are_born_sharded(shape):
+    test_parameters_born_sharded_may_be_made_in_any_way(lambda: [torch.nn.init.orthogonal_(torch.empty(shape))])
+
+
 def test_units_are_blocks_sizes_or_patterns():
     def units(unit):
         own = fs.shard_params(TREE, fs.fsdp("data", unit=unit), mesh=fs.make_mesh({"data": 2}))
