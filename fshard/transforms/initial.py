@@ -139,11 +139,11 @@ class _Recording(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        given = _tree.tree_map(self._place, (args, kwargs or {}))
+        places, named_places = _tree.tree_map(self._place, (args, kwargs or {}))
         out = func(*args, **(kwargs or {}))
         results = [self._place(x) for x in _tree.tree_leaves(out) if isinstance(x, FakeTensor)]
         if results or func._schema.is_mutable:
-            self.operations.append(_Operation(func, *given, results))
+            self.operations.append(_Operation(func, places, named_places, results))
         return out
 
     def made(self, x: Any) -> bool:
