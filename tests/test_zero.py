@@ -1096,6 +1096,45 @@ def test_rules_are_total_and_loud():
     )
 
 
+def test_all_that_is_wrong_with_rules_is_said_at_once():
+    with pytest.raises(fs.LayoutError) as error:
+        specs({"emb": P("foo"), "blocks": P("bar")})
+    lines = str(error.value).splitlines()
+    assert [line.split(":")[0].strip() for line in lines[1:]] == [
+        "blocks[0].b", "blocks[0].w", "blocks[1].b", "blocks[1].w", "emb",
+    ]  # fmt: skip
+    assert 'has no axis "bar"' in lines[1] and 'has no axis "foo"' in lines[5]
+    params = {"a": torch.ones(3, 2), **dict.fromkeys("bcef", torch.ones(2)), "d": 3}
+    rules = {"a": P("data"), "b": P("foo"), "[de]": P(), "d": P(), "e": P(unreduced="data"), "f": P()}
+    with pytest.raises(fs.LayoutError) as error:
+        fs.shard_params(params, rules, mesh=fs.make_mesh({"data": 2}), frozen="g")
+    assert [line.split(":")[0].strip() for line in str(error.value).splitlines()] == [
+        "shard_params", "frozen", "no rule is for c; no leaf is for the rule \"[de]\". The leaves are a, b, c, d, e, f; \"**\"",
+        "a", "b", "d", "e",
+    ]  # fmt: skip
+    with pytest.raises(fs.LayoutError, match="init_params: no rule is for b"):
+        fs.init_params(lambda: {"a": torch.ones(2), "b": torch.ones(2)}, {"a": P()}, mesh=fs.make_mesh({"data": 2}))
+
+
+def test_two_stars_alone_are_for_what_no_other_rule_is_for():
+    w, rest = P(None, "model"), {"emb": P(), "blocks": [{"w": P(None, "model"), "b": P()}] * 2}
+    assert specs({"**.w": w, "**": P()}) == specs({"**": P(), "**.w": w}) == rest
+    assert specs({"blocks[*].w": w, "blocks.**": P(), "**": P("model")}) == {**rest, "emb": P("model")}
+    with pytest.raises(fs.LayoutError, match="disagree about"):
+        specs({"**.w": w, "blocks.**": P(), "**": P()})
+
+
+@pytest.mark.parametrize("unit", [0, -5, True, [], 2e7, [3], torch.nn.Linear])
+def test_a_unit_that_says_nothing_is_refused(unit):
+    with pytest.raises(fs.LayoutError, match="fsdp: unit=.* is no path pattern"):
+        fs.fsdp("data", unit=unit)
+
+
+def test_no_parameter_is_a_sum_that_is_not_made_yet():
+    with pytest.raises(fs.LayoutError, match=r'P\(unreduced="data"\) is a sum that is not made yet'):
+        fs.shard_params({"w": torch.ones(2)}, P(unreduced="data"), mesh=fs.make_mesh({"data": 2}))
+
+
 def a_model():
     embedding = torch.nn.init.orthogonal_(torch.empty(8, 4))
     blocks = []

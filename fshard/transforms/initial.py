@@ -66,7 +66,7 @@ def init_params(
         raise LayoutError(
             f"init_params: {', '.join(foreign)} was not made by the function. Lay it out with fs.shard_params."
         )
-    layouts = layouts_of(made, rules, mesh, frozen)
+    layouts = layouts_of(made, rules, mesh, frozen, "init_params")
     placed: dict[int, Any] = {}
 
     def place(number: int, x: Tensor) -> None:
