@@ -570,3 +570,18 @@ def test_wrong_calls_name_what_is_wrong():
         certified(steps=0)
     with pytest.raises(fs.LayoutError, match="abstract"):
         certify(mlp, mlp_params(), X, ADAMW, mesh=fs.make_mesh({"data": 2}, runtime="abstract"))
+
+
+def test_what_is_laid_out_already_is_refused():
+    mesh = fs.make_mesh({"data": 2})
+    params = {"a": fs.shard_params(torch.ones(2), P(), mesh=mesh), "b": torch.ones(2)}
+    opt = fs.partition_optimizer(ADAMW, mesh=mesh, axis="data", stage=1)
+    with pytest.raises(fs.LayoutError) as error:
+        certify(mlp, params, fs.shard_params([X], P(), mesh=mesh), opt, mesh)
+    assert str(error.value).startswith('certify: params["a"], batch[0], the optimizer are laid on a mesh already.')
+
+
+def test_a_scale_that_16_bits_cannot_hold_of_the_whole_loss_is_certified():
+    params = {name: x / 8 for name, x in mlp_params().items()}
+    found = certify(mlp, params, X, fs.optim.loss_scaled(ADAMW), fs.make_mesh({"data": 2}), precision="fp16")
+    assert verdicts(found.check()) <= {"EXACT", "BOUNDED"}

@@ -1096,6 +1096,45 @@ def test_rules_are_total_and_loud():
     )
 
 
+def test_all_that_is_wrong_with_rules_is_said_at_once():
+    with pytest.raises(fs.LayoutError) as error:
+        specs({"emb": P("foo"), "blocks": P("bar")})
+    lines = str(error.value).splitlines()
+    assert [line.split(":")[0].strip() for line in lines[1:]] == [
+        "blocks[0].b", "blocks[0].w", "blocks[1].b", "blocks[1].w", "emb",
+    ]  # fmt: skip
+    assert 'has no axis "bar"' in lines[1] and 'has no axis "foo"' in lines[5]
+    params = {"a": torch.ones(3, 2), **dict.fromkeys("bcef", torch.ones(2)), "d": 3}
+    rules = {"a": P("data"), "b": P("foo"), "[de]": P(), "d": P(), "e": P(unreduced="data"), "f": P()}
+    with pytest.raises(fs.LayoutError) as error:
+        fs.shard_params(params, rules, mesh=fs.make_mesh({"data": 2}), frozen="g")
+    assert [line.split(":")[0].strip() for line in str(error.value).splitlines()] == [
+        "shard_params", "frozen", "no rule is for c; no leaf is for the rule \"[de]\". The leaves are a, b, c, d, e, f; \"**\"",
+        "a", "b", "d", "e",
+    ]  # fmt: skip
+    with pytest.raises(fs.LayoutError, match="init_params: no rule is for b"):
+        fs.init_params(lambda: {"a": torch.ones(2), "b": torch.ones(2)}, {"a": P()}, mesh=fs.make_mesh({"data": 2}))
+
+
+def test_two_stars_alone_are_for_what_no_other_rule_is_for():
+    w, rest = P(None, "model"), {"emb": P(), "blocks": [{"w": P(None, "model"), "b": P()}] * 2}
+    assert specs({"**.w": w, "**": P()}) == specs({"**": P(), "**.w": w}) == rest
+    assert specs({"blocks[*].w": w, "blocks.**": P(), "**": P("model")}) == {**rest, "emb": P("model")}
+    with pytest.raises(fs.LayoutError, match="disagree about"):
+        specs({"**.w": w, "blocks.**": P(), "**": P()})
+
+
+@pytest.mark.parametrize("unit", [0, -5, True, [], 2e7, [3], torch.nn.Linear])
+def test_a_unit_that_says_nothing_is_refused(unit):
+    with pytest.raises(fs.LayoutError, match="fsdp: unit=.* is no path pattern"):
+        fs.fsdp("data", unit=unit)
+
+
+def test_no_parameter_is_a_sum_that_is_not_made_yet():
+    with pytest.raises(fs.LayoutError, match=r'P\(unreduced="data"\) is a sum that is not made yet'):
+        fs.shard_params({"w": torch.ones(2)}, P(unreduced="data"), mesh=fs.make_mesh({"data": 2}))
+
+
 def a_model():
     embedding = torch.nn.init.orthogonal_(torch.empty(8, 4))
     blocks = []
@@ -1142,6 +1181,59 @@ def test_parameters_whose_making_looks_at_values_are_refused():
     fixed = torch.ones(2)
     with pytest.raises(fs.LayoutError, match="init_params: a was not made by the function"):
         fs.init_params(lambda: {"a": fixed}, P(), mesh=mesh)
+
+
+def drawn(init_fn):
+    torch.manual_seed(3)
+    return flatten(init_fn())[0]
+
+
+def a_replaced_weight():
+    layer = torch.nn.Linear(3, 2)
+    layer.weight.data = torch.full((2, 3), 7.0)
+    with torch.no_grad():
+        layer.weight[0] += torch.randn(3)
+    return [layer.weight, layer.bias]
+
+
+def bits_read_otherwise():
+    whole = torch.arange(8, dtype=torch.int16)
+    complex = torch.randn(3, dtype=torch.complex64)
+    return [whole.view(torch.bfloat16)[2:4], torch.view_as_real(complex), complex.conj(), complex.conj().imag]
+
+
+def turned_in_place():
+    x, y = torch.randn(2, 3), torch.randn(1, 3)
+    turned, squeezed = x * 2, y + torch.zeros(3, 1)
+    x.t_()
+    y.squeeze_(0)
+    return [x, y, turned, squeezed, x @ turned]
+
+
+def many_at_once():
+    xs = [torch.randn(2), torch.randn(3)]
+    torch._foreach_mul_(xs, 2.0)
+    return xs
+
+
+def decompositions():
+    x = torch.randn(4, 4)
+    return [torch.linalg.svd(x)[0], torch.linalg.qr(x)[0], torch.linalg.eigh(x @ x.T)[1], torch.fft.fft2(x).real]
+
+
+@pytest.mark.parametrize(
+    "init_fn",
+    [a_replaced_weight, bits_read_otherwise, turned_in_place, many_at_once, decompositions],
+)
+def test_parameters_born_sharded_may_be_made_in_any_way(init_fn):
+    own = fs.init_params(init_fn, P(), mesh=fs.make_mesh({"data": 2}), seed=3)
+    for found, expected in zip(leaves_of(own), drawn(init_fn), strict=True):
+        torch.testing.assert_close(found, expected.detach(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("shape", [(3, 4), (4, 3), (2, 6), (4, 4), (2, 3, 2)])
+def test_orthogonal_parameters_are_born_sharded(shape):
+    test_parameters_born_sharded_may_be_made_in_any_way(lambda: [torch.nn.init.orthogonal_(torch.empty(shape))])
 
 
 def test_units_are_blocks_sizes_or_patterns():

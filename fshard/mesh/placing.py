@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fshard.errors import LayoutError
+from fshard.errors import LayoutError, MeshError
 from fshard.mesh import ledger
 from fshard.mesh.differentiate import LinearMap, Tensors, apply, recorded, transformed
 from fshard.mesh.layout import Layout, Memory, holders
@@ -95,25 +95,28 @@ def _each_leaf(what: str, tree: PyTree, layouts: PyTree, act: Callable[[Any, Lay
                         f"a Layout is needed, found {type(layout).__name__}. Write fs.Layout(mesh, P(...))."
                     )
                 own = layout.on(standing(layout.mesh))
-                if not isinstance(leaf, Tensor | Sharded):
-                    raise LayoutError(
-                        f"a tensor is needed, found {type(leaf).__name__}. Write torch.as_tensor(...) around it."
-                    )
-                own.check(leaf.shape)
+                refuse_unfit(leaf, own)
                 results.append(act(leaf, own))
     return unflatten(structure, results)
 
 
+def refuse_unfit(leaf: Any, layout: Layout) -> None:
+    """Raise if a leaf cannot lie so."""
+    if not isinstance(leaf, Tensor | Sharded):
+        raise LayoutError(f"a tensor is needed, found {type(leaf).__name__}. Write torch.as_tensor(...) around it.")
+    layout.check(leaf.shape)
+
+
 @contextmanager
 def collected(what: str) -> Generator[Callable[[str], Any]]:
-    """Collect the layout errors of several attempts and raise them as one, with the path of each."""
+    """Collect the errors of several attempts to lay something out and raise them as one, with the path of each."""
     complaints: list[str] = []
 
     @contextmanager
     def attempt(path: str) -> Generator[None]:
         try:
             yield
-        except LayoutError as error:
+        except (LayoutError, MeshError) as error:
             complaints.append(f"{path}: {error}" if path else str(error))
 
     yield attempt

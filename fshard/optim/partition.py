@@ -69,7 +69,8 @@ def partition_optimizer(
         opt: any pair of init and update.
         mesh: the devices that the parameters lie on.
         axis: an axis, or several, along which the parameters are replicated (stages 0 to 2) or cut (stage 3).
-        stage: of ZeRO: 0 divides nothing, 1 and 2 state and gradients, 3 parameters as well.
+        stage: of ZeRO: 0 divides nothing, 1 and 2 state and gradients, 3 parameters as well.  The parameters lie as
+            `shard_params` laid them, and stay so: one that is whole along `axis` is treated in stage 3 as in 2.
         unit: what is divided: every leaf into flat ranges ("elementwise"), or the leaves among owners that have each of them
             whole, about equally much per owner ("matrix").  None: flat where the optimizer says that it is elementwise, in
             `by_label` leaf by leaf, and owned elsewhere.

@@ -12,11 +12,12 @@ that the function would have drawn by itself.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import optree
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -60,14 +61,12 @@ def init_params(
             "If it has to look at values, call it and lay its result out with fs.shard_params."
         ) from error
     paths, leaves, structure = flatten_with_paths(made)
-    foreign = [
-        named(parts_of(path)) for path, leaf in zip(paths, leaves, strict=True) if not isinstance(leaf, FakeTensor)
-    ]
+    foreign = [named(parts_of(path)) for path, leaf in zip(paths, leaves, strict=True) if not recording.made(leaf)]
     if foreign:
         raise LayoutError(
             f"init_params: {', '.join(foreign)} was not made by the function. Lay it out with fs.shard_params."
         )
-    layouts = layouts_of(made, rules, mesh, frozen)
+    layouts = layouts_of(made, rules, mesh, frozen, "init_params")
     placed: dict[int, Any] = {}
 
     def place(number: int, x: Tensor) -> None:
@@ -86,13 +85,47 @@ def init_params(
     return unflatten(structure, [placed[first[id(leaf)]] for leaf in leaves])
 
 
+@dataclass(frozen=True)
+class _Place:
+    """Where a tensor without memory lay at one moment: operations may move it, and `x.data = y` does without one."""
+
+    memory: int
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    conjugated: bool
+    negated: bool
+
+    def within(self, memory: UntypedStorage) -> Tensor:
+        """Return the tensor that lies so in real memory."""
+        x = torch.empty(0, dtype=self.dtype, device=memory.device)
+        x = x.set_(memory, self.offset, self.size, self.stride)  # pyright: ignore[reportArgumentType]
+        x = x.conj() if self.conjugated else x
+        return torch._neg_view(x) if self.negated else x  # pyright: ignore
+
+
 class _Operation(NamedTuple):
-    """What was done: on which tensors, without memory, and what came out."""
+    """What was done: on which tensors, and what came out."""
 
     func: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    results: list[FakeTensor]
+    args: Any
+    kwargs: Any
+    results: list[_Place]
+
+    def places(self) -> list[_Place]:
+        """Return where all that it touches lies."""
+        return [x for x in _tree.tree_leaves((self.args, self.kwargs, self.results)) if isinstance(x, _Place)]
+
+    def repeat(self, real: dict[int, UntypedStorage]) -> None:
+        """Do it again in real memory."""
+        args, kwargs = _tree.tree_map(
+            lambda x: x.within(real[x.memory]) if isinstance(x, _Place) else x, (self.args, self.kwargs)
+        )
+        out = [x for x in _tree.tree_leaves(self.func(*args, **kwargs)) if isinstance(x, Tensor)]
+        for place, x in zip(self.results, out, strict=True):
+            if place.memory not in real:
+                real[place.memory] = _lying(x, place).untyped_storage()
 
 
 class _Recording(TorchDispatchMode):
@@ -101,51 +134,56 @@ class _Recording(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.operations: list[_Operation] = []
+        self.memories: dict[int, UntypedStorage] = {}  # held, so that none is taken for another that came later
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        places, named_places = _tree.tree_map(self._place, (args, kwargs or {}))
         out = func(*args, **(kwargs or {}))
-        results = [x for x in _tree.tree_leaves(out) if isinstance(x, FakeTensor)]
-        if results:
-            self.operations.append(_Operation(func, args, kwargs or {}, results))
+        results = [self._place(x) for x in _tree.tree_leaves(out) if isinstance(x, FakeTensor)]
+        if results or func._schema.is_mutable:
+            self.operations.append(_Operation(func, places, named_places, results))
         return out
+
+    def made(self, x: Any) -> bool:
+        """Return whether a tensor's memory came out of an operation."""
+        return isinstance(x, FakeTensor) and x.untyped_storage()._cdata in self.memories  # pyright: ignore
 
     def repeat(self, leaves: Sequence[FakeTensor], place: Callable[[int, Tensor], None]) -> None:
         """Do all operations in real memory; hand over each leaf as soon as nothing more will be done to it."""
-        last = {
-            _storage(x): turn
-            for turn, operation in enumerate(self.operations)
-            for x in _tree.tree_leaves((operation.args, operation.kwargs, operation.results))
-            if isinstance(x, FakeTensor)
-        }
+        last = {x.memory: turn for turn, operation in enumerate(self.operations) for x in operation.places()}
         ends: dict[int, list[int]] = {}
-        for storage, turn in last.items():
-            ends.setdefault(turn, []).append(storage)
-        wanted: dict[int, dict[int, int]] = {}
+        for memory, turn in last.items():
+            ends.setdefault(turn, []).append(memory)
+        wanted: dict[int, dict[int, tuple[int, _Place]]] = {}
         for number, leaf in reversed([*enumerate(leaves)]):
-            wanted.setdefault(_storage(leaf), {})[id(leaf)] = number
-        real: dict[int, Tensor] = {}  # of each memory, any tensor in it
+            own = self._place(leaf)
+            wanted.setdefault(own.memory, {})[id(leaf)] = number, own
+        real: dict[int, UntypedStorage] = {}
         for turn, operation in enumerate(self.operations):
-            args, kwargs = _tree.tree_map(lambda x: _real(x, real), (operation.args, operation.kwargs))
-            out = [x for x in _tree.tree_leaves(operation.func(*args, **kwargs)) if isinstance(x, Tensor)]
-            for fake, x in zip(operation.results, out, strict=True):
-                real.setdefault(_storage(fake), x)
-            for storage in ends.get(turn, ()):
-                for number in wanted.get(storage, {}).values():
-                    place(number, _real(leaves[number], real))
-                real.pop(storage, None)
+            operation.repeat(real)
+            for memory in ends.get(turn, ()):
+                for number, own in wanted.get(memory, {}).values():
+                    place(number, own.within(real[memory]))
+                real.pop(memory, None)
+
+    def _place(self, x: Any) -> Any:
+        """Return where a tensor without memory lies now; all else as it is."""
+        if not isinstance(x, FakeTensor):
+            return x
+        memory = x.untyped_storage()
+        number: int = memory._cdata  # pyright: ignore[reportPrivateUsage]
+        self.memories[number] = memory
+        return _Place(number, x.dtype, x.size(), x.stride(), int(x.storage_offset()), x.is_conj(), x.is_neg())
 
 
-def _storage(x: Tensor) -> int:
-    return x.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
-
-
-def _real(x: Any, real: dict[int, Tensor]) -> Any:
-    """Return the tensor in real memory that stands for one without."""
-    if not isinstance(x, FakeTensor):
+def _lying(x: Tensor, place: _Place) -> Tensor:
+    """Return what came out of an operation as it was foreseen to lie: some libraries choose other strides."""
+    if (x.stride(), x.storage_offset(), x.is_conj(), x.is_neg()) == (
+        place.stride, place.offset, place.conjugated, place.negated
+    ):  # fmt: skip
         return x
-    base = real[_storage(x)]
-    return (
-        base.as_strided(x.size(), x.stride(), int(x.storage_offset())) if base.dtype == x.dtype else base.view(x.dtype)
-    )
+    memory = torch.empty(place.offset + x.numel(), dtype=x.dtype, device=x.device).untyped_storage()
+    place.within(memory).copy_(x)
+    return place.within(memory)

@@ -1,7 +1,7 @@
 """How parameters are laid out: `shard_params` and the rules that it takes.
 
-Rules are total and loud: a leaf that no rule is for, a rule that no leaf is for, and two rules that disagree about a
-leaf are errors, all reported at once.  Nothing is replicated because nobody said anything.
+Rules are total and loud: a leaf that no rule is for, a rule that no leaf is for, two rules that disagree about a leaf, and
+a leaf that cannot lie as it should are errors, all reported at once.  Nothing is replicated because nobody said anything.
 
     P("data")                                   the same for all leaves
     {"emb": P("model"), "blocks": P()}          a prefix tree
@@ -9,15 +9,16 @@ leaf are errors, all reported at once.  Nothing is replicated because nobody sai
     lambda path, leaf: ...                      from a path and a leaf (its shape and dtype)
     fsdp("data")                                everything flat, in units
 
-A pattern may write a path in any way: `blocks[3].w`, `blocks.3.w` as modules name it, `["blocks"][3]["w"]`.  A function
-is given it as `blocks[3].w`.
+Patterns have no order: those with `**` count for a leaf that no other is for, and `**` alone for what is left then.  They
+may write a path in any way: `blocks[3].w`, `blocks.3.w` as modules name it, `["blocks"][3]["w"]`.  A function is given it as
+`blocks[3].w`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -26,7 +27,7 @@ from torch import Tensor, nn
 from fshard.errors import LayoutError, ModuleError
 from fshard.mesh.layout import Layout
 from fshard.mesh.mesh import Mesh
-from fshard.mesh.placing import collected, device_put
+from fshard.mesh.placing import collected, device_put, refuse_unfit
 from fshard.mesh.spec import P, as_axes
 from fshard.mesh.tree import PyTree, broadcast_prefix, flatten_with_paths, unflatten
 from fshard.optim.leaves import is_frozen
@@ -93,12 +94,8 @@ class Fsdp:
     axes: tuple[str, ...]
     unit: str | tuple[str, ...] | int | None
 
-    def layouts(self, mesh: Mesh, paths: Sequence[str], leaves: Sequence[Any]) -> list[Layout]:
-        """Return the layout of every leaf."""
-        spec = P.flat(*self.axes)
-        return [Layout(mesh, spec, unit=unit) for unit in self._units(paths, leaves)]
-
-    def _units(self, paths: Sequence[str], leaves: Sequence[Any]) -> list[str]:
+    def units(self, paths: Sequence[str], leaves: Sequence[Any]) -> list[str]:
+        """Return the unit of every leaf."""
         if self.unit is None:
             return [unit_of(path) for path in paths]
         if isinstance(self.unit, int):
@@ -180,7 +177,14 @@ def fsdp(axis: str | tuple[str, ...], *, unit: str | Sequence[str] | int | None 
     >>> fsdp("data")
     Fsdp(axes=('data',), unit=None)
     """
-    return Fsdp(as_axes(axis), unit if unit is None or isinstance(unit, str | int) else tuple(unit))
+    given: list[Any] = [*unit] if isinstance(unit, Iterable) and not isinstance(unit, str) else [unit]
+    alone = unit is None or isinstance(unit, str) or (type(unit) is int and unit > 0)
+    if not (alone or (given and all(isinstance(one, str) for one in given))):
+        raise LayoutError(
+            f"fsdp: unit={unit!r} is no path pattern, nor several, nor a whole number of bytes above 0. "
+            'Write fsdp(..., unit="blocks[*]"), unit=20_000_000, or leave it out for a unit per repeated block.'
+        )
+    return Fsdp(as_axes(axis), given[0] if alone else tuple(given))
 
 
 def chosen(choice: Choice, paths: Sequence[str], what: str) -> list[bool]:
@@ -241,61 +245,76 @@ def shard_params(params: PyTree, rules: Rules, *, mesh: Mesh, frozen: Choice = N
     return unflatten(structure, [done[id(leaf)] for leaf in leaves])
 
 
-def layouts_of(params: PyTree, rules: Rules, mesh: Mesh, frozen: Choice) -> list[Layout]:
-    """Return the layout of every leaf, or raise naming all that the rules leave open."""
+def layouts_of(params: PyTree, rules: Rules, mesh: Mesh, frozen: Choice, what: str = "shard_params") -> list[Layout]:
+    """Return the layout of every leaf, or raise naming all that is wrong with the rules and all that they leave open."""
     paths, leaves, _ = flatten_with_paths(params, sharded_is_leaf=True)
-    layouts = rules.layouts(mesh, paths, leaves) if isinstance(rules, Fsdp) else _layouts(params, rules, mesh)
-    fixed = chosen(frozen, paths, "frozen")
-    return [
-        replace(layout, frozen=fix or is_frozen(leaf)) for leaf, layout, fix in zip(leaves, layouts, fixed, strict=True)
-    ]
+    if isinstance(rules, P | Fsdp):
+        mesh.check_axes(rules.axes, f"{what} with {rules}")
+    units, fixed, specs, layouts = [unit_of(path) for path in paths], [False] * len(paths), list[Any](), list[Layout]()
+    with collected(what) as attempt:
+        with attempt(""):
+            fixed = chosen(frozen, paths, "frozen")
+        with attempt(""):
+            units = rules.units(paths, leaves) if isinstance(rules, Fsdp) else units
+        with attempt(""):
+            specs, wrong = _specs(params, rules, paths, leaves)
+            if wrong:
+                raise LayoutError(wrong)
+        for path, leaf, spec, unit, fix in zip(paths, leaves, specs, units, fixed, strict=False):
+            with attempt(named(parts_of(path))):
+                if spec is not _OPEN:
+                    layout = Layout(mesh, _of_parameter(spec), unit=unit, frozen=fix or is_frozen(leaf))
+                    refuse_unfit(leaf, layout)
+                    layouts.append(layout)
+    return layouts
 
 
-def _layouts(params: PyTree, rules: Rules, mesh: Mesh) -> list[Layout]:
-    paths, leaves, _ = flatten_with_paths(params, sharded_is_leaf=True)
-    specs = _specs(params, rules, paths, leaves)
-    wrong = [
-        f"{named(parts_of(path))}: {spec!r} is no P"
-        for path, spec in zip(paths, specs, strict=True)
-        if not isinstance(spec, P)
-    ]
-    if wrong:
-        raise LayoutError(f"shard_params: {'; '.join(wrong)}. Rules say how each leaf lies: P() where it is whole.")
-    return [Layout(mesh, spec, unit=unit_of(path)) for path, spec in zip(paths, specs, strict=True)]
+_OPEN: Any = object()
+"""What patterns say of a leaf that none or several are for."""
 
 
-def _specs(params: PyTree, rules: Rules, paths: Sequence[str], leaves: Sequence[Any]) -> list[Any]:
-    if isinstance(rules, P):
-        return [rules] * len(leaves)
+def _specs(params: PyTree, rules: Rules, paths: Sequence[str], leaves: Sequence[Any]) -> tuple[list[Any], str]:
+    """Return what rules say of each leaf, and what is wrong where they are patterns."""
+    if isinstance(rules, P | Fsdp):
+        return [rules if isinstance(rules, P) else P.flat(*rules.axes)] * len(leaves), ""
     if callable(rules):
-        return [rules(named(parts_of(path)), leaf) for path, leaf in zip(paths, leaves, strict=True)]
+        return [rules(named(parts_of(path)), leaf) for path, leaf in zip(paths, leaves, strict=True)], ""
     try:
-        return broadcast_prefix(rules, params)
+        return broadcast_prefix(rules, params), ""
     except ValueError:
         if isinstance(rules, Mapping) and all(isinstance(value, P) for value in rules.values()):
             return _by_patterns(rules, paths)
-        raise LayoutError(
-            f"shard_params: the rules {rules!r} are neither a prefix of the parameters nor patterns."
-        ) from None
+        raise LayoutError(f"the rules {rules!r} are neither a prefix of the parameters nor patterns.") from None
 
 
-def _by_patterns(rules: Mapping[str, P], paths: Sequence[str]) -> list[P]:
+def _by_patterns(rules: Mapping[str, P], paths: Sequence[str]) -> tuple[list[Any], str]:
     complaints: list[str] = []
-    found: list[P] = []
+    found: list[Any] = []
     for path in paths:
-        fitting = {pattern: spec for pattern, spec in rules.items() if matches(pattern, path)}
-        exact = {pattern: spec for pattern, spec in fitting.items() if "**" not in parts_of(pattern)} or fitting
-        if not exact:
+        fitting = _fitting(rules, path)
+        if not fitting:
             complaints.append(f"no rule is for {named(parts_of(path))}")
-        elif len(set(exact.values())) > 1:
-            clash = " and ".join(f'"{pattern}" ({spec})' for pattern, spec in exact.items())
+        elif len({*fitting.values()}) > 1:
+            clash = " and ".join(f'"{pattern}" ({spec})' for pattern, spec in fitting.items())
             complaints.append(f"{clash} disagree about {named(parts_of(path))}")
-        found += list(exact.values())[:1]
+        found.append(fitting.popitem()[1] if len({*fitting.values()}) == 1 else _OPEN)
     complaints += [
         f'no leaf is for the rule "{pattern}"' for pattern in rules if not any(matches(pattern, path) for path in paths)
     ]
-    if complaints:
-        raise LayoutError(
-            f'shard_params: {"; ".join(complaints)}. {_listed(paths)}; "**": P() replicates what no other rule is for.'
-        )
-    return found
+    hint = f'. {_listed(paths)}; "**": P() replicates what no other rule is for.'
+    return found, "; ".join(complaints) + hint if complaints else ""
+
+
+def _fitting(rules: Mapping[str, P], path: str) -> dict[str, P]:
+    """Return the patterns that count for a path: those without `**` before those with it, and `**` alone at last."""
+    fitting = [pattern for pattern in rules if matches(pattern, path)]
+    ranks = [("**" in parts_of(pattern)) + ({*parts_of(pattern)} == {"**"}) for pattern in fitting]
+    return {pattern: rules[pattern] for pattern, rank in zip(fitting, ranks, strict=True) if rank == min(ranks)}
+
+
+def _of_parameter(spec: Any) -> P:
+    if not isinstance(spec, P):
+        raise LayoutError(f"{spec!r} is no P. Rules say how each leaf lies: P() where it is whole.")
+    if spec.unreduced:
+        raise LayoutError(f"{spec} is a sum that is not made yet, which no parameter is. Leave unreduced= out.")
+    return spec

@@ -26,10 +26,12 @@ from torch import Tensor
 
 from fshard.errors import LayoutError
 from fshard.mesh.mesh import Mesh
+from fshard.mesh.sharded import Sharded
 from fshard.mesh.spec import P
-from fshard.mesh.tree import PyTree
+from fshard.mesh.tree import PyTree, flatten_with_paths
 from fshard.optim.contract import Optimizer
 from fshard.optim.leaves import Leaves
+from fshard.optim.partition import Partitioned
 from fshard.testing.certify.certificate import Certificate, Row
 from fshard.testing.certify.comparison import Comparison, bounds_of
 from fshard.testing.certify.elementwise import check_elementwise
@@ -45,8 +47,8 @@ def certify(
     params: PyTree,
     batch: PyTree,
     opt: Optimizer,
-    *,
     mesh: Mesh,
+    *,
     axis: str | tuple[str, ...] = "data",
     batch_spec: PyTree = P("data"),
     buffers: PyTree = None,
@@ -95,6 +97,7 @@ def certify(
         raise LayoutError(
             f"certify: it compares numbers, so it needs a mesh with values and steps; found {mesh}, {steps=}."
         )
+    _refuse_laid_out(opt, params=params, batch=batch, buffers=buffers)
     if exact_inputs:
         params, batch = dyadic(params, seed), dyadic(batch, seed + 1)
     if bool(options.get("has_buffers", buffers is not None)) != (buffers is not None):
@@ -116,6 +119,22 @@ def certify(
             turns = on_mesh(task, mesh, stage)
         rows += judged(Comparison(task, mesh, stage, turns, alone, exact, bounds))
     return Certificate(mesh, steps, task.reproducible, tuple(rows))
+
+
+def _refuse_laid_out(opt: Optimizer, **trees: PyTree) -> None:
+    """Raise if something lies on a mesh already, naming all that does."""
+    laid = [
+        name + path
+        for name, tree in trees.items()
+        for path, leaf in zip(*flatten_with_paths(tree, sharded_is_leaf=True)[:2], strict=True)
+        if isinstance(leaf, Sharded)
+    ]
+    laid += ["the optimizer"] if isinstance(opt, Partitioned) else []
+    if laid:
+        raise LayoutError(
+            f"certify: {', '.join(laid)} {'is' if len(laid) == 1 else 'are'} laid on a mesh already. It does that itself, for "
+            "every stage: give whole tensors (fs.unshard), and the optimizer as it was before fs.partition_optimizer."
+        )
 
 
 def _on(mesh: Mesh, x: Any) -> Any:

@@ -162,14 +162,25 @@ def gradient(task: Task, params: PyTree, buffers: PyTree, scale: float = 1.0) ->
         )  # the mean of a number, or of one for each sample
         if not loss.requires_grad:
             return loss, (), after
-        start = torch.full_like(loss, scale)
-        return loss.detach(), torch.autograd.grad(loss, [*moving.values()], start, allow_unused=True), after
+        start = _within(loss.dtype, scale)
+        found = torch.autograd.grad(loss, [*moving.values()], torch.full_like(loss, start), allow_unused=True)
+        return loss.detach(), [None if g is None else g * (scale / start) for g in found], after
 
     with torch.enable_grad():
         ((loss, found, after),) = fs.run(program, mesh=task.one)
     grads = dict(zip(moving, found, strict=False))
     after = Leaves.of(after).mapped(lambda x: x.detach() if isinstance(x, Tensor) else x)
     return loss, at.rebuild([grads.get(id(x)) for x in at.leaves]), after
+
+
+def _within(dtype: torch.dtype, scale: float) -> float:
+    """Return a scale, halved until it is a number of this dtype.
+
+    The loss of one device is scaled at once, that of n by a part each: what 16 bits hold of a part may overflow here.
+    """
+    while scale > torch.finfo(dtype).max:
+        scale /= 2
+    return scale
 
 
 def refuse_random(task: Task) -> None:
