@@ -14,7 +14,7 @@ import torch
 
 from fshard.errors import OptimizerError
 from fshard.mesh.tree import PyTree
-from fshard.optim.contract import Optimizer, Update, no_updates
+from fshard.optim.contract import Optimizer, Update, no_updates, scale_inside
 from fshard.optim.leaves import Leaf, Leaves, count_from_zero, map_shards, trainable
 
 
@@ -59,7 +59,7 @@ def accumulate(opt: Optimizer, every: int) -> Optimizer:
 
     update = at_last(lambda grads, params: no_updates(grads), opt.update)
     step = at_last(lambda grads, params: params, opt.step) if opt.step else None
-    return Optimizer(init, update, step, opt.elementwise)
+    return Optimizer(init, update, step, opt.elementwise, scale_inside(opt, "inner"))
 
 
 def _added(state: dict[str, Any], grads: PyTree) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fshard.mesh.tree import PyTree
-from fshard.optim.contract import Elementwise, Optimizer, Update, elementwise_leaves
+from fshard.optim.contract import Elementwise, Optimizer, Update, elementwise_leaves, refuse_scaled, scale_inside
 from fshard.optim.leaves import Leaf, Leaves, count_from_zero, map_shards, trainable
 from fshard.optim.norms import global_norm
 from fshard.optim.schedules import Rate, rate_at
@@ -29,6 +29,7 @@ def chain(*transforms: Optimizer) -> Optimizer:
     >>> params
     [tensor([0.5000])]
     """
+    refuse_scaled("chain", transforms[1:], "what stands before it would get gradients that are still scaled")
 
     def init(params: PyTree) -> PyTree:
         return tuple(one.init(params) for one in transforms)
@@ -46,7 +47,9 @@ def chain(*transforms: Optimizer) -> Optimizer:
 
     writes = transforms and transforms[-1].step
     step = through(lambda one: one.step or one.update) if writes else None
-    return Optimizer(init, through(lambda one: one.update), step, _jointly([one.elementwise for one in transforms]))
+    elementwise = _jointly([one.elementwise for one in transforms])
+    loss_scale = scale_inside(transforms[0], 0) if transforms else None
+    return Optimizer(init, through(lambda one: one.update), step, elementwise, loss_scale)
 
 
 def _jointly(said: list[Elementwise]) -> Elementwise:
