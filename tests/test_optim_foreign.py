@@ -53,3 +53,83 @@ def test_of_a_class_that_torch_may_add_it_is_asked(monkeypatch):
     with pytest.raises(optim.OptimizerError, match="does not know whether Later is elementwise"):
         optim.from_torch(later)
     assert optim.from_torch(later, elementwise=True).elementwise
+
+
+class Own(torch.optim.Optimizer):
+    """A class that keeps what `remember` keeps."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad, alpha=group["lr"] / self.remember(group, self.state[p]))
+
+
+def in_group(self, group, state):
+    group["step"] = group.get("step", 0) + 1
+    return group["step"]
+
+
+def on_object(self, group, state):
+    self.count = getattr(self, "count", 0) + 1
+    return self.count
+
+
+def in_shared_state(self, group, state):
+    self.state["all"]["n"] = self.state["all"].get("n", 0) + 1
+    return self.state["all"]["n"]
+
+
+def in_list(self, group, state):
+    state.setdefault("history", []).append(1.0)
+    return len(state["history"])
+
+
+def late(self, group, state):
+    if "n" in state:
+        state["more"] = 1
+    state["n"] = state.get("n", 0) + 1
+    return state["n"]
+
+
+def in_number(self, group, state):
+    state["n"] = state.get("n", 0) + 1
+    return state["n"]
+
+
+LOST = {
+    in_group: 'param_groups[0]["step"], which steps change',
+    on_object: "count, which steps change",
+    in_shared_state: "state['all'], which steps change",
+    in_list: 'state[param]["history"], a list',
+    late: 'state[param]["more"], which comes at the second step',
+}
+
+
+@pytest.mark.parametrize("remember", LOST, ids=lambda f: f.__name__)
+def test_a_class_that_remembers_what_would_be_lost_is_refused(remember):
+    cls = type("Mine", (Own,), {"remember": remember})
+    with pytest.raises(optim.OptimizerError) as error:
+        optim.from_torch(cls, elementwise=True)
+    assert str(error.value) == (
+        f"from_torch cannot make Mine a pure function of gradients: it would lose {LOST[remember]}. "
+        "What is kept from step to step are tensors and numbers in state[param], from the first step on."
+    )
+
+
+def test_all_that_would_be_lost_is_named():
+    cls = type("Mine", (Own,), {"remember": lambda *given: max(f(*given) for f in LOST)})
+    with pytest.raises(optim.OptimizerError) as error:
+        optim.from_torch(cls, elementwise=True)
+    assert all(text in str(error.value) for text in LOST.values())
+
+
+def test_a_class_that_keeps_numbers_of_each_parameter_has_torchs_bits():
+    cls = type("Mine", (Own,), {"remember": in_number})
+    params, steps = example()
+    opt = optim.from_torch(cls, elementwise=True)
+    assert same(leaves_of(by_step(opt, params, steps)[0]), by_torch(cls, params, steps))
