@@ -11,6 +11,7 @@ from fshard.errors import OptimizerError
 from fshard.mesh.tree import PyTree
 from fshard.optim.contract import Optimizer, apply_updates, copied, scale_inside, step_of
 from fshard.optim.leaves import Leaves, map_shards, trainable
+from fshard.optim.numbers import refuse, within
 
 
 def ema(opt: Optimizer, decay: float) -> Optimizer:
@@ -24,6 +25,7 @@ def ema(opt: Optimizer, decay: float) -> Optimizer:
     >>> params, ema_params(state)
     ([tensor([0.])], [tensor([0.5000])])
     """
+    refuse("ema", within(0, 1, decay=decay))
 
     def init(params: PyTree) -> PyTree:
         return {"ema": copied(params), "inner": opt.init(params)}

@@ -17,6 +17,7 @@ from fshard.mesh.tree import PyTree
 from fshard.optim.contract import Elementwise, Optimizer, Update, elementwise_leaves, refuse_scaled, scale_inside
 from fshard.optim.leaves import Leaf, Leaves, count_from_zero, map_shards, trainable
 from fshard.optim.norms import global_norm
+from fshard.optim.numbers import at_least, refuse
 from fshard.optim.schedules import Rate, rate_at
 
 
@@ -86,6 +87,8 @@ def clip_by_value(limit: float) -> Optimizer:
     [tensor([ 1.0000, -1.0000,  0.5000])]
     """
 
+    refuse("clip_by_value", at_least(0, limit=limit))
+
     def clipped(grad: Tensor) -> Tensor:
         if grad.is_complex():
             return torch.view_as_complex(torch.view_as_real(grad.resolve_conj()).clamp(-limit, limit))
@@ -104,6 +107,8 @@ def clip_by_global_norm(max_norm: float) -> Optimizer:
     >>> clip_by_global_norm(1.0).update([torch.tensor([3.0]), torch.tensor([4.0])], (), None)[0]
     [tensor([0.6000]), tensor([0.8000])]
     """
+
+    refuse("clip_by_global_norm", at_least(0, max_norm=max_norm))
 
     def clipped(grads: PyTree, params: PyTree) -> PyTree:
         factor = (max_norm / (global_norm(grads) + 1e-6)).clamp(max=1.0)

@@ -12,11 +12,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fshard.errors import OptimizerError
 from fshard.mesh.tree import PyTree
 from fshard.optim.contract import Optimizer, refuse_scaled
 from fshard.optim.finite import if_finite
 from fshard.optim.leaves import Leaves, count_from_zero, map_shards
+from fshard.optim.numbers import refuse
 
 
 def loss_scaled(
@@ -102,8 +102,7 @@ class Scaling(NamedTuple):
             <= initial
             <= largest,
         }
-        if any(wrong.values()):
-            raise OptimizerError(f"loss_scaled: {'; '.join(text for text, bad in wrong.items() if bad)}.")
+        refuse("loss_scaled", [text for text, bad in wrong.items() if bad])
 
     def grown(self, now: Watched) -> Watched:
         """Return what follows a finite step: after `interval` of them a larger scale."""
