@@ -5,9 +5,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fshard import optim
+import fshard as fs
+from fshard import P, optim
 from fshard.testing import check_elementwise
-from tests.optimizers import FOREIGN, by_step, by_torch, example, leaves_of, same, suited, trees
+from tests.optimizers import FOREIGN, by_step, by_torch, by_update, example, leaves_of, same, suited, tensor, trees
 
 
 @pytest.mark.parametrize("cls", FOREIGN, ids=lambda cls: cls.__name__)
@@ -133,3 +134,34 @@ def test_a_class_that_keeps_numbers_of_each_parameter_has_torchs_bits():
     params, steps = example()
     opt = optim.from_torch(cls, elementwise=True)
     assert same(leaves_of(by_step(opt, params, steps)[0]), by_torch(cls, params, steps))
+
+
+@pytest.mark.parametrize("shape", [(33, 17), (1,), (4099,)])
+def test_a_fused_class_is_fused_in_steps_alone(shape):
+    grads = [[torch.randn(shape, generator=torch.Generator().manual_seed(seed))] for seed in range(4)]
+    params = [torch.ones(shape)]
+    fused, plain = (optim.from_torch(torch.optim.Adam, lr=0.1, fused=fused) for fused in (True, False))
+    assert same(by_update(fused, params, grads), by_update(plain, params, grads))
+    assert same(by_step(fused, params, grads)[0], by_torch(torch.optim.Adam, params, grads, lr=0.1, fused=True))
+
+
+def test_in_reproducible_mode_a_fused_class_has_equal_bits_on_any_mesh():
+    def trained(n):
+        mesh = fs.make_mesh({"data": n})
+        params = fs.shard_params({"w": torch.linspace(-1, 1, 33 * 7).reshape(33, 7)}, fs.fsdp("data"), mesh=mesh)
+        opt = optim.ema(optim.from_torch(torch.optim.Adam, lr=0.1, fused=True), 0.5)
+        opt = fs.partition_optimizer(opt, mesh=mesh, axis="data", stage=3)
+        step = fs.train_step(
+            lambda p, x: (x @ p["w"]).sin().sum(1).mean(),
+            opt,
+            mesh=mesh,
+            batch=P("data"),
+            reproducible=True,
+            slices=8,
+        )
+        state = opt.init(params)
+        for seed in range(4):
+            params, state, _ = step(params, state, tensor((8, 33), torch.float32, seed))
+        return fs.unshard(params["w"])
+
+    assert all(torch.equal(trained(n), trained(1)) for n in (2, 4, 8))

@@ -16,7 +16,7 @@ from torch import Tensor
 from fshard.errors import FshardError, OptimizerError
 from fshard.optim.cells import Cells
 from fshard.optim.contract import Optimizer
-from fshard.optim.rules import writer
+from fshard.optim.rules import Rule, writer
 from fshard.optim.schedules import Rate
 from fshard.optim.whole import check_whole
 
@@ -40,8 +40,8 @@ def from_torch(cls: type[torch.optim.Optimizer], *, elementwise: bool | None = N
         cls: the class, such as torch.optim.RMSprop.
         elementwise: whether an element's update depends on that element alone.  Known for the classes of torch.optim.
         options: of the class, `foreach` and `fused` among them; `lr` may be a schedule.  A fused kernel rounds differently at
-            the end of a tensor, so with `fused=True` the last bits depend on where tensors are cut: on the mesh and the stage,
-            in reproducible mode too.
+            the end of a tensor, so with `fused=True` the last bits of `step` depend on where tensors are cut: on the mesh and
+            the stage.  `update` does without it, and so does reproducible mode.
 
     >>> import torch
     >>> opt = from_torch(torch.optim.Adagrad, lr=0.5)
@@ -53,6 +53,23 @@ def from_torch(cls: type[torch.optim.Optimizer], *, elementwise: bool | None = N
     lr: Rate = options.pop("lr") if "lr" in options else _default_rate(cls, options)
     dry = options if callable(lr) else options | {"lr": lr}
     kept = _names(cls, dry)
+    rule = _rule(cls, options | {"fused": False} if options.get("fused") else options, kept)
+    fast = _rule(cls, options, kept) if options.get("fused") else None
+
+    def slot(name: str) -> Any:
+        def make(shard: Tensor) -> Tensor | None:
+            numbers = torch.ones_like(shard, device="cpu") if shard.is_meta and not elementwise else shard
+            return _zeros(_dry_step(cls, numbers, dry).get(name))
+
+        return make
+
+    slots = {name: slot(name) for name in kept if name != "step"}
+    check = None if elementwise else check_whole(f"from_torch({cls.__name__})")
+    return writer(lr, slots, rule, fast=fast, check=check, elementwise=elementwise)
+
+
+def _rule(cls: Any, options: dict[str, Any], kept: dict[str, Any]) -> Rule:
+    """Return the rule that is a step of a new optimizer of a class, with the state that it kept."""
     on_device = bool(options.get("fused") or options.get("capturable"))  # where torch then keeps its counts
 
     def rule(cells: Cells, lr: float) -> None:
@@ -71,16 +88,7 @@ def from_torch(cls: type[torch.optim.Optimizer], *, elementwise: bool | None = N
             for name, column in cells.state.items():
                 _keep(column[place], optimizer.state[param].get(name))
 
-    def slot(name: str) -> Any:
-        def make(shard: Tensor) -> Tensor | None:
-            numbers = torch.ones_like(shard, device="cpu") if shard.is_meta and not elementwise else shard
-            return _zeros(_dry_step(cls, numbers, dry).get(name))
-
-        return make
-
-    slots = {name: slot(name) for name in kept if name != "step"}
-    check = None if elementwise else check_whole(f"from_torch({cls.__name__})")
-    return writer(lr, slots, rule, check=check, elementwise=elementwise)
+    return rule
 
 
 def _made(cls: Any, params: list[Tensor], options: dict[str, Any]) -> torch.optim.Optimizer:
