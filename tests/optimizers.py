@@ -77,8 +77,8 @@ ELEMENTWISE = {
     "add_decayed_weights": optim.add_decayed_weights(0.1),
     "chain": optim.chain(optim.clip_by_value(0.5), optim.add_decayed_weights(0.1), optim.sgd(0.1, fused=False)),
     "chain of transformations": optim.chain(optim.adamw(0.1), optim.scale(0.5)),
-    "masked": optim.masked(optim.adamw(0.1, fused=False), lambda path, leaf: leaf is not None and leaf.ndim > 1),
-    "masked transformation": optim.masked(optim.scale(-1.0), lambda path, leaf: leaf is not None and leaf.ndim > 1),
+    "masked": optim.masked(optim.adamw(0.1, fused=False), lambda path, leaf: leaf.ndim > 1),
+    "masked transformation": optim.masked(optim.scale(-1.0), lambda path, leaf: leaf.ndim > 1),
     "by_label": optim.by_label(
         {"a": optim.adam(0.1, fused=False), "b": optim.sgd(0.1)},
         lambda path, leaf: "a" if "a" in path else "b",
@@ -104,7 +104,7 @@ WHOLE = {
     "adafactor": optim.adafactor(0.1),
     "muon": optim.by_label(
         {"muon": optim.muon(0.1), "adamw": optim.adamw(0.1, fused=False)},
-        lambda path, leaf: "muon" if leaf is not None and leaf.ndim == 2 else "adamw",
+        lambda path, leaf: "muon" if leaf.ndim == 2 else "adamw",
         every=False,
     ),
     "shampoo": optim.shampoo(0.1, momentum=0.9),

@@ -517,9 +517,7 @@ def test_check_elementwise_names_the_first_element_that_differs():
 
 def test_check_elementwise_holds_each_leaf_to_what_its_own_optimizer_says():
     def mixed(others):
-        return fs.optim.by_label(
-            {True: fs.optim.muon(0.1), False: others}, lambda path, leaf: leaf is not None and leaf.ndim == 2
-        )
+        return fs.optim.by_label({True: fs.optim.muon(0.1), False: others}, lambda path, leaf: leaf.ndim == 2)
 
     check_elementwise(mixed(fs.optim.adamw(0.1)))
     with pytest.raises(AssertionError, match="flat pieces, bias first differs"):

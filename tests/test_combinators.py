@@ -42,6 +42,22 @@ def test_labels_without_optimizers_and_optimizers_without_parameters_are_errors(
     )
 
 
+def test_masks_and_labels_are_asked_about_leaves_that_are_there():
+    def is_matrix(path, leaf):
+        return leaf.ndim == 2
+
+    params = {"w": torch.ones(2, 2), "b": torch.ones(2), "none": None}
+    decayed = optim.masked(optim.add_decayed_weights(1.0), lambda path, leaf: "w" in path)
+    opt = optim.by_label({True: optim.chain(decayed, optim.sgd(0.5)), False: optim.sgd(0.25)}, is_matrix)
+    for act in (optim.step_of(opt), optim.pure_step(opt)):
+        after, _ = act(copied(params), opt.init(params), copied(params))
+        assert after["none"] is None and after["w"].tolist() == [[0.0, 0.0]] * 2 and after["b"].tolist() == [0.75] * 2
+    mesh = fs.make_mesh({"data": 2})
+    laid = fs.shard_params(params, P(), mesh=mesh)
+    divided = fs.partition_optimizer(optim.masked(optim.muon(0.5), is_matrix), mesh=mesh, axis="data", stage=1)
+    assert divided.init(laid)[True]["momentum_buffer"]["none"] is None
+
+
 @pytest.mark.parametrize("bad", [torch.inf, torch.nan])
 def test_all_devices_skip_when_one_finds_a_bad_gradient(bad):
     layout = fs.Layout(fs.make_mesh({"data": 4}), P("data"))

@@ -21,11 +21,11 @@ STAGES = (1, 2, 3)
 
 
 def is_matrix(path, leaf):
-    return leaf is not None and leaf.ndim == 2
+    return leaf.ndim == 2
 
 
 def is_not_empty(path, leaf):
-    return leaf is not None and 0 not in leaf.shape
+    return 0 not in leaf.shape
 
 
 def matrices_and_others(matrices, others):

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fshard import optim
+import fshard as fs
+from fshard import P, optim
 
 FINITE = st.lists(st.booleans(), max_size=30)
 
@@ -53,3 +54,62 @@ def test_numbers_that_make_no_sense_are_all_named():
         "loss_scaled: growth=1.0 has to be above 1; backoff=1.0 has to lie between 0 and 1; interval=0 and hysteresis=1 have "
         "to be at least 1; smallest=2.0, initial=1.0, largest=16777216.0 out of order."
     )
+
+
+AROUND = {
+    "ema": lambda opt: optim.ema(opt, 0.5),
+    "with_master_weights": optim.with_master_weights,
+    "accumulate": lambda opt: optim.accumulate(opt, 2),
+    "masked": lambda opt: optim.masked(opt, {"w": True, "b": False}),
+    "by_label": lambda opt: optim.by_label({"all": opt}, "all"),
+    "first of a chain": lambda opt: optim.chain(opt, optim.sgd(1.0, maximize=True)),
+}
+
+
+def trained(opt, stage):
+    """What three steps of training on two devices make of parameters in bfloat16 and float32."""
+    mesh = fs.make_mesh({"data": 2})
+    params = {"w": torch.tensor([1.0, 2.0, 3.0], dtype=torch.bfloat16), "b": torch.ones(2)}
+    params = fs.shard_params(params, fs.fsdp("data") if stage == 3 else P(), mesh=mesh)
+    opt = fs.partition_optimizer(opt, mesh=mesh, axis="data", stage=stage)
+    step = fs.train_step(
+        lambda p, x: (p["w"] * x).square().sum(1).mean() + p["b"].square().sum(), opt, mesh=mesh, batch=P("data")
+    )
+    state = opt.init(params)
+    for _ in range(3):
+        params, state, _ = step(params, state, torch.arange(12.0).reshape(4, 3) / 8)
+    return {name: fs.unshard(leaf) for name, leaf in params.items()}
+
+
+@given(st.lists(st.sampled_from(list(AROUND)), max_size=4), st.sampled_from([0, 1, 3]))
+@settings(max_examples=30, deadline=None)
+def test_in_whatever_stands_around_it_a_scaled_loss_trains_as_one_that_is_not_scaled(names, stage):
+    opts = {True: optim.loss_scaled(optim.sgd(0.125)), False: optim.sgd(0.125)}
+    for name in names:
+        opts = {scaled: AROUND[name](opt) for scaled, opt in opts.items()}
+    found, expected = trained(opts[True], stage), trained(opts[False], stage)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_who_keeps_others_from_true_gradients_or_from_bad_ones_may_not_have_a_scaled_loss_inside():
+    scaled = optim.ema(optim.loss_scaled(optim.sgd(0.5)), 0.5)
+    for name, wrap, why in [
+        ("chain", lambda: optim.chain(optim.clip_by_value(1.0), scaled), "what stands before it would get gradients"),
+        (
+            "by_label",
+            lambda: optim.by_label({"a": scaled, "b": optim.sgd(0.5)}, {}),
+            "the other labels' optimizers would",
+        ),
+        (
+            "masked",
+            lambda: optim.masked(optim.loss_scaled(optim.scale(1.0)), True),
+            "the other parameters' gradients would",
+        ),
+        ("skip_if_not_finite", lambda: optim.skip_if_not_finite(scaled), "the scale would never learn"),
+        ("loss_scaled", lambda: optim.loss_scaled(scaled), "gradients would be divided twice"),
+    ]:
+        with pytest.raises(optim.OptimizerError) as error:
+            wrap()
+        text = str(error.value)
+        assert text.startswith(f"{name}: loss_scaled cannot stand inside, since {why}")
+        assert text.endswith("Put one loss_scaled around all of it.")

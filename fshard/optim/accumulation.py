@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from fshard.errors import OptimizerError
 from fshard.mesh.tree import PyTree
-from fshard.optim.contract import Optimizer, Update, no_updates
+from fshard.optim.contract import Optimizer, Update, no_updates, scale_inside
 from fshard.optim.leaves import Leaf, Leaves, count_from_zero, map_shards, trainable
+from fshard.optim.numbers import count_from, refuse
 
 
 def accumulate(opt: Optimizer, every: int) -> Optimizer:
@@ -32,8 +32,7 @@ def accumulate(opt: Optimizer, every: int) -> Optimizer:
     [tensor([1.])]
     [tensor([-1.])]
     """
-    if every < 1:
-        raise OptimizerError(f"accumulate: every is how many gradients make one step, at least 1; found {every}.")
+    refuse("accumulate", count_from(1, every=every))
 
     def init(params: PyTree) -> PyTree:
         at = Leaves.of(params)
@@ -59,7 +58,7 @@ def accumulate(opt: Optimizer, every: int) -> Optimizer:
 
     update = at_last(lambda grads, params: no_updates(grads), opt.update)
     step = at_last(lambda grads, params: params, opt.step) if opt.step else None
-    return Optimizer(init, update, step, opt.elementwise)
+    return Optimizer(init, update, step, opt.elementwise, scale_inside(opt, "inner"))
 
 
 def _added(state: dict[str, Any], grads: PyTree) -> dict[str, Any]:

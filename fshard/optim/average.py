@@ -9,8 +9,9 @@ from torch import Tensor
 
 from fshard.errors import OptimizerError
 from fshard.mesh.tree import PyTree
-from fshard.optim.contract import Optimizer, apply_updates, copied, step_of
+from fshard.optim.contract import Optimizer, apply_updates, copied, scale_inside, step_of
 from fshard.optim.leaves import Leaves, map_shards, trainable
+from fshard.optim.numbers import refuse, within
 
 
 def ema(opt: Optimizer, decay: float) -> Optimizer:
@@ -24,6 +25,7 @@ def ema(opt: Optimizer, decay: float) -> Optimizer:
     >>> params, ema_params(state)
     ([tensor([0.])], [tensor([0.5000])])
     """
+    refuse("ema", within(0, 1, decay=decay))
 
     def init(params: PyTree) -> PyTree:
         return {"ema": copied(params), "inner": opt.init(params)}
@@ -43,7 +45,7 @@ def ema(opt: Optimizer, decay: float) -> Optimizer:
         params, inner = step_of(opt)(grads, state["inner"], params)
         return params, {"ema": averaged(state, params, lambda a, p: a.lerp_(p, 1 - decay)), "inner": inner}
 
-    return Optimizer(init, update, step, opt.elementwise)
+    return Optimizer(init, update, step, opt.elementwise, scale_inside(opt, "inner"))
 
 
 def ema_params(state: PyTree) -> PyTree:

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from fshard.mesh.tree import PyTree
-from fshard.optim.contract import Elementwise, Optimizer, Update, elementwise_leaves
+from fshard.optim.contract import Elementwise, Optimizer, Update, elementwise_leaves, refuse_scaled, scale_inside
 from fshard.optim.leaves import Leaf, Leaves, count_from_zero, map_shards, trainable
 from fshard.optim.norms import global_norm
+from fshard.optim.numbers import at_least, refuse
 from fshard.optim.schedules import Rate, rate_at
 
 
@@ -29,6 +30,7 @@ def chain(*transforms: Optimizer) -> Optimizer:
     >>> params
     [tensor([0.5000])]
     """
+    refuse_scaled("chain", transforms[1:], "what stands before it would get gradients that are still scaled")
 
     def init(params: PyTree) -> PyTree:
         return tuple(one.init(params) for one in transforms)
@@ -46,7 +48,9 @@ def chain(*transforms: Optimizer) -> Optimizer:
 
     writes = transforms and transforms[-1].step
     step = through(lambda one: one.step or one.update) if writes else None
-    return Optimizer(init, through(lambda one: one.update), step, _jointly([one.elementwise for one in transforms]))
+    elementwise = _jointly([one.elementwise for one in transforms])
+    loss_scale = scale_inside(transforms[0], 0) if transforms else None
+    return Optimizer(init, through(lambda one: one.update), step, elementwise, loss_scale)
 
 
 def _jointly(said: list[Elementwise]) -> Elementwise:
@@ -83,6 +87,8 @@ def clip_by_value(limit: float) -> Optimizer:
     [tensor([ 1.0000, -1.0000,  0.5000])]
     """
 
+    refuse("clip_by_value", at_least(0, limit=limit))
+
     def clipped(grad: Tensor) -> Tensor:
         if grad.is_complex():
             return torch.view_as_complex(torch.view_as_real(grad.resolve_conj()).clamp(-limit, limit))
@@ -101,6 +107,8 @@ def clip_by_global_norm(max_norm: float) -> Optimizer:
     >>> clip_by_global_norm(1.0).update([torch.tensor([3.0]), torch.tensor([4.0])], (), None)[0]
     [tensor([0.6000]), tensor([0.8000])]
     """
+
+    refuse("clip_by_global_norm", at_least(0, max_norm=max_norm))
 
     def clipped(grads: PyTree, params: PyTree) -> PyTree:
         factor = (max_norm / (global_norm(grads) + 1e-6)).clamp(max=1.0)

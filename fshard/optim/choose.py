@@ -13,7 +13,16 @@ from typing import Any
 
 from fshard.errors import OptimizerError
 from fshard.mesh.tree import PyTree
-from fshard.optim.contract import Elementwise, Optimizer, Update, elementwise_leaves, no_updates, step_of
+from fshard.optim.contract import (
+    Elementwise,
+    Optimizer,
+    Update,
+    elementwise_leaves,
+    no_updates,
+    refuse_scaled,
+    scale_inside,
+    step_of,
+)
 from fshard.optim.leaves import Leaf, Leaves
 
 
@@ -32,7 +41,10 @@ def masked(opt: Optimizer, mask: PyTree | Callable[[str, Leaf], bool]) -> Optimi
     >>> opt.step(params, opt.init(params), params)[0]
     {'w': tensor([0.5000]), 'b': tensor([1.])}
     """
-    return by_label({True: opt, False: _passing if opt.step is None else _frozen}, mask, every=False)
+    if opt.step is not None:
+        return by_label({True: opt, False: _frozen}, mask, every=False)
+    refuse_scaled("masked", [opt], "the other parameters' gradients would be passed on still scaled")
+    return by_label({True: opt, False: _passing}, mask, every=False)
 
 
 def by_label(
@@ -52,6 +64,11 @@ def by_label(
     >>> opt.step(params, opt.init(params), params)[0]
     {'w': tensor([0.5000]), 'b': tensor([0.7500])}
     """
+    moving = [label for label, opt in opts.items() if opt is not _frozen]
+    if len(moving) > 1:
+        refuse_scaled(
+            "by_label", opts.values(), "the other labels' optimizers would get gradients that are still scaled"
+        )
 
     def init(params: PyTree) -> PyTree:
         at = Leaves.of(params)
@@ -78,7 +95,8 @@ def by_label(
 
     writes = any(opt.step is not None for opt in opts.values())
     step = through(step_of) if writes else None
-    return Optimizer(init, through(lambda opt: opt.update), step, _elementwise(opts, labels))
+    loss_scale = scale_inside(opts[moving[0]], moving[0]) if moving else None
+    return Optimizer(init, through(lambda opt: opt.update), step, _elementwise(opts, labels), loss_scale)
 
 
 def _elementwise(opts: Mapping[Any, Optimizer], labels: PyTree | Callable[[str, Leaf], Any]) -> Elementwise:

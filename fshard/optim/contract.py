@@ -11,8 +11,8 @@ themselves, exactly as torch.optim would write them, and may use up the memory o
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -102,6 +102,26 @@ def step_of(opt: Optimizer) -> Update:
         return apply_updates(params, updates), state
 
     return opt.step or applied
+
+
+def scale_inside(opt: Optimizer, place: Any) -> Callable[[PyTree], Tensor] | None:
+    """Return an optimizer's `loss_scale` as one of the state that has that optimizer's own at a place.
+
+    >>> import torch, fshard.optim as optim
+    >>> opt = optim.loss_scaled(optim.sgd(0.5), initial=8.0)
+    >>> scale_inside(opt, "inner")({"inner": opt.init([torch.ones(1)])})
+    tensor(8.)
+    """
+    scale = opt.loss_scale
+    return None if scale is None else lambda state: scale(state[place])
+
+
+def refuse_scaled(who: str, opts: Iterable[Optimizer], why: str) -> None:
+    """Raise if an optimizer scales the loss where others would not know of it."""
+    if any(opt.loss_scale is not None for opt in opts):
+        raise OptimizerError(
+            f"{who}: loss_scaled cannot stand inside, since {why}. Put one loss_scaled around all of it."
+        )
 
 
 def check_optimizer(opt: object, who: str) -> None:

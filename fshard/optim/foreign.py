@@ -1,9 +1,9 @@
 """Any class of torch.optim as a pure pair.
 
 The class is a rule like any other: each shard is one torch parameter, whose state is put into a new optimizer before the
-step and taken out after it.  What state there is, is found by a step on copies with gradients of 0; values are
-not kept from it, since they are those after a step.  A leaf at its first step comes without state, so that it begins
-as the class wants.  torch's own "step" is our count of the leaf's steps.
+step and taken out after it.  What state there is, is found by steps on examples; values are not kept from them, since
+they are those after a step.  A leaf at its first step comes without state, so that it begins as the class wants.
+torch's own "step" is our count of the leaf's steps.  A class that remembers more than that is refused.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from fshard.errors import FshardError, OptimizerError
 from fshard.optim.cells import Cells
 from fshard.optim.contract import Optimizer
-from fshard.optim.rules import writer
+from fshard.optim.rules import Rule, writer
 from fshard.optim.schedules import Rate
 from fshard.optim.whole import check_whole
 
@@ -40,8 +40,8 @@ def from_torch(cls: type[torch.optim.Optimizer], *, elementwise: bool | None = N
         cls: the class, such as torch.optim.RMSprop.
         elementwise: whether an element's update depends on that element alone.  Known for the classes of torch.optim.
         options: of the class, `foreach` and `fused` among them; `lr` may be a schedule.  A fused kernel rounds differently at
-            the end of a tensor, so with `fused=True` the last bits depend on where tensors are cut: on the mesh and the stage,
-            in reproducible mode too.
+            the end of a tensor, so with `fused=True` the last bits of `step` depend on where tensors are cut: on the mesh and
+            the stage.  `update` does without it, and so does reproducible mode.
 
     >>> import torch
     >>> opt = from_torch(torch.optim.Adagrad, lr=0.5)
@@ -53,6 +53,23 @@ def from_torch(cls: type[torch.optim.Optimizer], *, elementwise: bool | None = N
     lr: Rate = options.pop("lr") if "lr" in options else _default_rate(cls, options)
     dry = options if callable(lr) else options | {"lr": lr}
     kept = _names(cls, dry)
+    rule = _rule(cls, options | {"fused": False} if options.get("fused") else options, kept)
+    fast = _rule(cls, options, kept) if options.get("fused") else None
+
+    def slot(name: str) -> Any:
+        def make(shard: Tensor) -> Tensor | None:
+            numbers = torch.ones_like(shard, device="cpu") if shard.is_meta and not elementwise else shard
+            return _zeros(_dry_step(cls, numbers, dry).get(name))
+
+        return make
+
+    slots = {name: slot(name) for name in kept if name != "step"}
+    check = None if elementwise else check_whole(f"from_torch({cls.__name__})")
+    return writer(lr, slots, rule, fast=fast, check=check, elementwise=elementwise)
+
+
+def _rule(cls: Any, options: dict[str, Any], kept: dict[str, Any]) -> Rule:
+    """Return the rule that is a step of a new optimizer of a class, with the state that it kept."""
     on_device = bool(options.get("fused") or options.get("capturable"))  # where torch then keeps its counts
 
     def rule(cells: Cells, lr: float) -> None:
@@ -71,16 +88,7 @@ def from_torch(cls: type[torch.optim.Optimizer], *, elementwise: bool | None = N
             for name, column in cells.state.items():
                 _keep(column[place], optimizer.state[param].get(name))
 
-    def slot(name: str) -> Any:
-        def make(shard: Tensor) -> Tensor | None:
-            numbers = torch.ones_like(shard, device="cpu") if shard.is_meta and not elementwise else shard
-            return _zeros(_dry_step(cls, numbers, dry).get(name))
-
-        return make
-
-    slots = {name: slot(name) for name in kept if name != "step"}
-    check = None if elementwise else check_whole(f"from_torch({cls.__name__})")
-    return writer(lr, slots, rule, check=check, elementwise=elementwise)
+    return rule
 
 
 def _made(cls: Any, params: list[Tensor], options: dict[str, Any]) -> torch.optim.Optimizer:
@@ -103,19 +111,54 @@ def _dry_step(cls: Any, shard: Tensor, options: dict[str, Any]) -> dict[str, Any
 
 
 def _names(cls: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """Return what state the class keeps of vectors and matrices: by name, an example."""
+    """Return what state the class keeps of vectors and matrices: by name, an example.  Raise if there is more to keep."""
     found: dict[str, Any] = {}
+    lost: dict[str, None] = {}
     refusals: list[OptimizerError] = []
     for shape in ((2,), (2, 2)):
+        param = torch.ones(shape)
         try:
-            found |= {
-                name: value for name, value in _dry_step(cls, torch.ones(shape), options).items() if value is not None
-            }
+            optimizer = _made(cls, [param], options)
         except OptimizerError as error:
             refusals.append(error)
+            continue
+        elsewhere = _elsewhere(optimizer)
+        first, second = _stepped(optimizer, param), _stepped(optimizer, param)
+        changed = [name for name, x in _elsewhere(optimizer).items() if elsewhere.get(name) != x]
+        strange = {name: x for name, x in first.items() if not isinstance(x, Tensor | int | float)}
+        late = [name for name in second if name not in first]
+        lost |= {f"{name}, which steps change": None for name in changed}
+        lost |= {f'state[param]["{name}"], a {type(x).__name__}': None for name, x in strange.items()}
+        lost |= {f'state[param]["{name}"], which comes at the second step': None for name in late}
+        found |= first
     if len(refusals) == 2:
         raise refusals[0]
+    if lost:
+        raise OptimizerError(
+            f"from_torch cannot make {cls.__name__} a pure function of gradients: it would lose {'; '.join(lost)}. "
+            "What is kept from step to step are tensors and numbers in state[param], from the first step on."
+        )
     return found
+
+
+@torch.no_grad()
+def _stepped(optimizer: torch.optim.Optimizer, param: Tensor) -> dict[str, Any]:
+    """Let an optimizer make a step; return the state of the parameter."""
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    return {name: value for name, value in optimizer.state[param].items() if value is not None}
+
+
+def _elsewhere(optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """Return what an optimizer holds besides parameters and the state of each, as text."""
+    groups = {
+        f'param_groups[0]["{name}"]': repr(value)
+        for name, value in optimizer.param_groups[0].items()
+        if name != "params"
+    }
+    shared = {f"state[{key!r}]": repr(value) for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
+    known = ("state", "param_groups")
+    return groups | shared | {name: repr(value) for name, value in vars(optimizer).items() if name not in known}
 
 
 def _given(own: dict[str, Any], kept: dict[str, Any]) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from fshard.optim.cells import Cells
 from fshard.optim.contract import Optimizer
 from fshard.optim.leaves import Leaves
 from fshard.optim.norms import Places, check_summable, squares, sum_over_mesh
+from fshard.optim.numbers import at_least, below, refuse
 from fshard.optim.rules import writer
 from fshard.optim.schedules import Rate
 
@@ -43,6 +44,8 @@ def lamb(
     >>> opt.update([torch.tensor([9.0, 9.0])], opt.init([torch.tensor([3.0, 4.0])]), [torch.tensor([3.0, 4.0])])[0]
     [tensor([-1.7678, -1.7678])]
     """
+    sizes = at_least(0, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+    refuse("lamb", sizes, below(1, betas=betas))
 
     def rule(cells: Cells, lr: float) -> None:
         directions = [torch.empty(0)] * len(cells.params)

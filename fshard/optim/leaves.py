@@ -164,9 +164,10 @@ class Leaves:
         return leaves
 
     def chosen(self, prefix: PyTree) -> list[Any]:
-        """Return what a prefix of this tree, or a function of path and leaf, says of each leaf."""
+        """Return what a prefix of this tree, or a function of path and leaf, says of each leaf; nobody is asked of None."""
         if callable(prefix):
-            return [prefix(path, leaf) for path, leaf in zip(self.paths, self.leaves, strict=True)]
+            placed = zip(self.paths, self.leaves, strict=True)
+            return [None if leaf is None else prefix(path, leaf) for path, leaf in placed]
         try:
             return broadcast_prefix(prefix, self.rebuild(self.leaves), none_is_leaf=True)
         except ValueError:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fshard.mesh.tree import PyTree
-from fshard.optim.contract import Optimizer, Update, step_of
+from fshard.optim.contract import Optimizer, Update, scale_inside, step_of
 from fshard.optim.leaves import Leaf, Leaves, map_shards, trainable
 
 _HALVES = (torch.bfloat16, torch.float16)
@@ -58,7 +58,7 @@ def with_master_weights(opt: Optimizer) -> Optimizer:
         at = Leaves.of(params)
         return at.mapped(_update, at.beside(moved, "the optimizer's results"), at.gradients(grads)), state
 
-    return Optimizer(init, update, through(step_of(opt)), opt.elementwise)
+    return Optimizer(init, update, through(step_of(opt)), opt.elementwise, scale_inside(opt, "inner"))
 
 
 def _is_half(leaf: Leaf) -> bool:

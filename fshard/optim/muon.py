@@ -22,6 +22,7 @@ from fshard.optim.adafactor import refuse_complex
 from fshard.optim.cells import Cells
 from fshard.optim.contract import Optimizer
 from fshard.optim.leaves import Leaf
+from fshard.optim.numbers import at_least, refuse
 from fshard.optim.rules import writer
 from fshard.optim.schedules import Rate
 from fshard.optim.whole import check_whole
@@ -57,6 +58,7 @@ def muon(
     >>> opt.update([torch.eye(2) * 100], opt.init([torch.zeros(2, 2)]), [torch.zeros(2, 2)])[0][0].diagonal()
     tensor([-1.1250, -1.1250])
     """
+    refuse("muon", at_least(0, lr=lr, weight_decay=weight_decay, momentum=momentum, eps=eps))
 
     def rule(cells: Cells, lr: float) -> None:
         for p, g, b in zip(cells.params, cells.grads, cells.state["momentum_buffer"], strict=True):

@@ -12,11 +12,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fshard.errors import OptimizerError
 from fshard.mesh.tree import PyTree
-from fshard.optim.contract import Optimizer
+from fshard.optim.contract import Optimizer, refuse_scaled
 from fshard.optim.finite import if_finite
 from fshard.optim.leaves import Leaves, count_from_zero, map_shards
+from fshard.optim.numbers import refuse
 
 
 def loss_scaled(
@@ -33,7 +33,8 @@ def loss_scaled(
     """Let an optimizer take gradients of a scaled loss; `train_step` reads the scale from the state and applies it.
 
     Args:
-        opt: the optimizer, with its chain: it gets gradients of the true size.
+        opt: the optimizer, with its chain: it gets gradients of the true size.  `ema`, `accumulate`, `masked` and
+            `with_master_weights` may also stand around the result.
         initial: the scale to begin with.  Powers of two change no bit of a gradient.
         growth: what the scale is multiplied by after `interval` finite steps in a row.
         backoff: what it is multiplied by after `hysteresis` steps that were not finite.
@@ -55,6 +56,7 @@ def loss_scaled(
     """
     rule = Scaling(growth, backoff, interval, hysteresis, smallest, largest)
     rule.check(initial)
+    refuse_scaled("loss_scaled", [opt], "gradients would be divided twice")
 
     def init(params: PyTree) -> PyTree:
         counts = {"finite": count_from_zero(), "patience": count_from_zero() + hysteresis, "skipped": count_from_zero()}
@@ -100,8 +102,7 @@ class Scaling(NamedTuple):
             <= initial
             <= largest,
         }
-        if any(wrong.values()):
-            raise OptimizerError(f"loss_scaled: {'; '.join(text for text, bad in wrong.items() if bad)}.")
+        refuse("loss_scaled", [text for text, bad in wrong.items() if bad])
 
     def grown(self, now: Watched) -> Watched:
         """Return what follows a finite step: after `interval` of them a larger scale."""

@@ -15,6 +15,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import cos, pi
 
+from fshard.optim.numbers import above, at_least, refuse, within
+
 Schedule = Callable[[int], float]
 """From the count of steps taken before this one to the learning rate of this one."""
 Rate = float | Schedule
@@ -42,6 +44,7 @@ def linear(start: float, end: float, steps: int) -> Schedule:
     >>> [rate(count) for count in (0, 1, 4, 9)]
     [1.0, 0.75, 0.0, 0.0]
     """
+    refuse("schedules.linear", at_least(1, steps=steps))
     return polynomial(start, end, steps, power=1.0)
 
 
@@ -52,6 +55,7 @@ def polynomial(start: float, end: float, steps: int, *, power: float = 2.0) -> S
     >>> [rate(count) for count in (0, 2, 4)]
     [1.0, 0.25, 0.0]
     """
+    refuse("schedules.polynomial", at_least(1, steps=steps), at_least(0, power=power))
 
     def rate(count: int) -> float:
         left = 1.0 - min(count, steps) / steps
@@ -66,6 +70,7 @@ def cosine(start: float, end: float, steps: int) -> Schedule:
     >>> [round(cosine(1.0, 0.0, 4)(count), 4) for count in (0, 1, 2, 4, 9)]
     [1.0, 0.8536, 0.5, 0.0, 0.0]
     """
+    refuse("schedules.cosine", at_least(1, steps=steps))
     return lambda count: end + (start - end) * (1.0 + cos(pi * min(count, steps) / steps)) / 2.0
 
 
@@ -76,6 +81,7 @@ def warmup_cosine(peak: float, *, warmup: int, steps: int, end: float = 0.0) -> 
     >>> [round(rate(count), 4) for count in range(7)]
     [0.0, 0.5, 1.0, 0.8536, 0.5, 0.1464, 0.0]
     """
+    refuse("schedules.warmup_cosine", at_least(0, warmup=warmup), at_least(1, steps=steps))
     fall = cosine(peak, end, max(steps - warmup, 1))
     return lambda count: peak * count / warmup if count < warmup else fall(count - warmup)
 
@@ -86,6 +92,7 @@ def step(start: float, *, every: int, factor: float = 0.1) -> Schedule:
     >>> [step(8.0, every=2, factor=0.5)(count) for count in range(5)]
     [8.0, 8.0, 4.0, 4.0, 2.0]
     """
+    refuse("schedules.step", at_least(1, every=every))
     return lambda count: start * factor ** (count // every)
 
 
@@ -98,17 +105,24 @@ def one_cycle(
     >>> [round(rate(count), 4) for count in (0, 2, 9)]
     [0.04, 1.0, 0.0]
     """
+    divisors = above(0, start_divisor=start_divisor, end_divisor=end_divisor)
+    refuse("schedules.one_cycle", at_least(1, steps=steps), within(0, 1, rise=rise), divisors)
     start = peak / start_divisor
     top = rise * steps - 1.0
     last = steps - 1.0
 
     def rate(count: int) -> float:
         if count <= top:
-            return peak + (start - peak) * (1.0 + cos(pi * count / top)) / 2.0
-        end, done = start / end_divisor, min((count - top) / (last - top), 1.0)
+            return peak + (start - peak) * (1.0 + cos(pi * _part(count, top))) / 2.0
+        end, done = start / end_divisor, _part(count - top, last - top)
         return end + (peak - end) * (1.0 + cos(pi * done)) / 2.0
 
     return rate
+
+
+def _part(done: float, whole: float) -> float:
+    """Return how much of a whole is done; of nothing, all."""
+    return min(done / whole, 1.0) if whole else 1.0
 
 
 def inverse_sqrt(peak: float, *, warmup: int) -> Schedule:

@@ -20,6 +20,7 @@ from torch import Tensor
 from fshard.optim.adafactor import refuse_complex
 from fshard.optim.cells import Cells
 from fshard.optim.contract import Optimizer
+from fshard.optim.numbers import at_least, refuse
 from fshard.optim.rules import writer
 from fshard.optim.schedules import Rate
 from fshard.optim.whole import check_whole
@@ -43,6 +44,7 @@ def shampoo(
     >>> opt.update([grad], opt.init([torch.zeros(2, 2)]), [torch.zeros(2, 2)])[0][0].diagonal()
     tensor([-1., -1.])
     """
+    refuse("shampoo", at_least(0, lr=lr, momentum=momentum, weight_decay=weight_decay, eps=eps))
 
     def rule(cells: Cells, lr: float) -> None:
         columns = (cells.state[name] for name in ("left", "right", "momentum_buffer"))
