@@ -144,12 +144,14 @@ def device_put(tree: PyTree, layout: PyTree) -> PyTree:
 
 
 def _put(x: Tensor, layout: Layout, site: Site) -> Sharded:
+    shape = tuple(x.shape)
+
     def program(device: int, xs: Tensors) -> Tensors:
-        piece = convert(xs[0], Layout(layout.mesh), layout, tuple(x.shape), site)
+        piece = convert(xs[0], Layout(layout.mesh), layout, shape, site)
         return (piece.clone(memory_format=torch.contiguous_format),)  # a shard owns its memory
 
     (shards,) = run_mapped(layout.mesh, program, [on_all(x, layout)])
-    return _with_memory(Sharded(tuple(x.shape), layout, shards), layout.memory)
+    return _with_memory(Sharded(shape, layout, shards), layout.memory)
 
 
 def _with_memory(x: Sharded, memory: Memory) -> Sharded:
