@@ -312,6 +312,40 @@ def test_the_same_program_on_an_abstract_mesh():
     assert books[0] == books[1]
 
 
+def squares_on(mesh, w):
+    return fs.unshard(
+        fs.shard_map(lambda w: fs.psum((w**2).sum(), "data"), mesh=mesh, in_specs=P("data"), out_specs=P())(w)
+    )
+
+
+def test_an_abstract_mesh_gives_gradients_to_meta_tensors():
+    mesh = fs.make_mesh({"data": 4}, runtime="abstract")
+    w = torch.ones(8, device="meta", requires_grad=True)
+    squares_on(mesh, w).backward()
+    assert w.grad.shape == (8,)
+    assert torch.func.grad(lambda w: squares_on(mesh, w))(w.detach()).is_meta
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # in torch's first jvp
+def test_an_abstract_mesh_has_no_gradient_for_a_tensor_with_values():
+    mesh = fs.make_mesh({"data": 4}, runtime="abstract")
+    w = torch.ones(8, requires_grad=True)
+    y = squares_on(mesh, w)
+    assert y.is_meta
+    assert torch.func.jvp(lambda w: squares_on(mesh, w), (w.detach(),), (torch.ones(8),))[1].is_meta
+    for ask in (
+        y.backward,
+        lambda: torch.autograd.grad(squares_on(mesh, w), w, create_graph=True),
+        lambda: torch.func.grad(lambda w: squares_on(mesh, w))(w.detach()),
+    ):
+        with pytest.raises(fs.LayoutError) as caught:
+            ask()
+        assert str(caught.value) == (
+            "A gradient of shape (8,) was asked for at a tensor with values, but on an abstract mesh it has none. "
+            'Give the mesh meta tensors: x.detach().to("meta").requires_grad_().'
+        )
+
+
 def test_an_abstract_mesh_of_65536_devices_costs_no_more_than_one_of_8():
     import time
 
