@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fshard.errors import LayoutError
+from fshard.errors import FshardError, LayoutError, MeshError
 from fshard.mesh import ledger
 from fshard.mesh.differentiate import LinearMap, Tensors, apply, recorded, transformed
 from fshard.mesh.layout import Layout, Memory, holders
@@ -106,19 +106,22 @@ def _each_leaf(what: str, tree: PyTree, layouts: PyTree, act: Callable[[Any, Lay
 
 @contextmanager
 def collected(what: str) -> Generator[Callable[[str], Any]]:
-    """Collect the layout errors of several attempts and raise them as one, with the path of each."""
+    """Collect the errors of several attempts, of axes that a mesh lacks too, and raise them as one, with the path of each."""
     complaints: list[str] = []
+    kinds: set[type[FshardError]] = set()
 
     @contextmanager
     def attempt(path: str) -> Generator[None]:
         try:
             yield
-        except LayoutError as error:
+        except (LayoutError, MeshError) as error:
+            kinds.add(type(error))
             complaints.append(f"{path}: {error}" if path else str(error))
 
     yield attempt
     if complaints:
-        raise LayoutError(f"{what}: " + ("\n  " if len(complaints) > 1 else "") + "\n  ".join(complaints))
+        kind = MeshError if kinds == {MeshError} else LayoutError
+        raise kind(f"{what}: " + ("\n  " if len(complaints) > 1 else "") + "\n  ".join(complaints))
 
 
 def device_put(tree: PyTree, layout: PyTree) -> PyTree:
