@@ -609,3 +609,59 @@ def test_a_captured_tensor_of_a_transform_would_lose_its_derivative():
             "that is not one of its arguments, so its derivative would be lost. Pass it as an argument with a spec, or "
             "detach it."
         )
+
+
+@pytest.mark.parametrize("memory", ["device", "host"])
+def test_torch_func_looks_through_device_put_and_reshard(memory):
+    mesh = fs.make_mesh({"data": 2, "model": 2})
+    x, v = torch.arange(16.0).reshape(4, 4), torch.ones(4, 4)
+
+    def squares(x):
+        y = fs.device_put(x, fs.Layout(mesh, P("data"), memory))
+        return fs.unshard(fs.reshard(y, fs.Layout(mesh, P(None, "model"), memory))).pow(2).sum()
+
+    assert torch.equal(torch.func.grad(squares)(x), 2 * x)
+    assert torch.equal(torch.func.jvp(squares, (x,), (v,))[1], 2 * x.sum())
+    assert torch.equal(torch.func.jvp(torch.func.grad(squares), (x,), (v,))[1], 2 * v)
+    assert torch.equal(torch.func.vmap(torch.func.grad(squares))(torch.stack([x, v])), torch.stack([2 * x, 2 * v]))
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda x: x.shape[0],
+        lambda x: x.size(0),
+        len,
+        lambda x: x.dim() * 2,
+        lambda x: x.numel() // 4,
+        lambda x: 4 * torch.ones((), dtype=x.dtype, device=x.device),
+        lambda x: 4 * x.is_floating_point(),
+        lambda x: 4 * torch.is_floating_point(x),
+    ],
+)
+def test_a_function_may_read_what_an_outer_tensor_of_torch_func_is_like(read):
+    mesh = fs.make_mesh({"data": 2})
+
+    def f(x):
+        return fs.unshard(
+            fs.shard_map(lambda y: y * read(x), mesh=mesh, in_specs=P("data"), out_specs=P("data"))(x)
+        ).sum()
+
+    x = torch.ones(4, 4)
+    assert torch.equal(torch.func.grad(f)(x), 4 * x)
+    assert torch.equal(torch.func.jvp(f, (x,), (x,))[1], torch.tensor(64.0))
+
+
+@pytest.mark.parametrize(
+    "use", [lambda x: x.T, lambda x: x.sum(), lambda x: x[0], lambda x: torch.zeros(4, 4).copy_(x)]
+)
+def test_a_function_may_not_compute_with_an_outer_tensor_of_torch_func(use):
+    mesh = fs.make_mesh({"data": 2})
+
+    def f(x):
+        return fs.unshard(
+            fs.shard_map(lambda y: y + use(x).sum(), mesh=mesh, in_specs=P("data"), out_specs=P("data"))(x)
+        ).sum()
+
+    with pytest.raises(fs.LayoutError, match="its derivative would be lost"):
+        torch.func.grad(f)(torch.ones(4, 4))

@@ -1,6 +1,7 @@
 """Reshard: from any layout to any layout, by the fewest bytes."""
 
 import itertools
+import time
 from fractions import Fraction
 from math import prod
 
@@ -159,6 +160,38 @@ def test_reshards_on_a_large_abstract_mesh():
             y = fs.reshard(x, fs.Layout(mesh, P("b", "a")))
         assert y.shards[0].shape == (65536 // 4, 65536 // size)
         assert comm.bytes() > 0
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (P(("a", "b"), ("c", "d")), P(("a", "b"))),
+        (P(("a", "b"), ("c", "d")), P()),
+        (P(("a", "b"), ("c", "d")), P(("c", "d"), ("a", "b"))),
+        (P(("a", "b")), P(("c", "d"))),
+        (P.flat("a", "b"), P.flat("d", "c")),
+        (P(("a", "b", "c"), "d"), P()),
+    ],
+    ids=str,
+)
+def test_the_first_reshard_on_65536_devices_costs_no_more_than_on_256(before, after):
+    def cost(each):
+        mesh = fs.make_mesh(dict.fromkeys("abcd", each), runtime="abstract")
+        shape = (65536, 65536)
+        piece = torch.empty(fs.Layout(mesh, before).local_shape(shape), device="meta", requires_grad=True)
+        x = fs.from_local(piece, fs.Layout(mesh, before), shape=shape)
+        began = time.process_time()
+        with fs.ledger() as comm:
+            y = fs.reshard(x, fs.Layout(mesh, after))
+            whole = fs.unshard(y)
+            torch.autograd.grad(whole, piece, torch.empty_like(whole))
+        assert y.shards[0].shape == y.layout.local_shape(shape)
+        assert comm.bytes() > 0
+        return time.process_time() - began
+
+    cost(2)
+    small, large = cost(4), cost(16)
+    assert large < 3 * small + 0.3  # to pair 65,536 devices takes as long for each step that is weighed
 
 
 def test_what_cannot_be_laid_out_is_said_with_all_offenders():

@@ -186,6 +186,63 @@ def test_a_tensor_on_another_mesh_is_refused(mesh):
         identity(mesh, P(), P())(x)
 
 
+def test_the_global_array_of_an_inner_map_is_refused_at_once(mesh):
+    def outer(x):
+        inner = fs.shard_map(lambda y: y, mesh=mesh["model"], in_specs=P(None, "model"), out_specs=P(None, "model"))
+        return {"y": inner(x), "n": 1}
+
+    with pytest.raises(fs.LayoutError) as caught:
+        fs.shard_map(outer, mesh=mesh, in_specs=P("data"), out_specs=P("data"), axes="data")(torch.ones(4, 4))
+    assert str(caught.value) == (
+        'shard_map of outer: result["y"]: it is a Sharded on Mesh(model=2 of data=2, model=2; virtual, cpu), which only the '
+        "devices there can use. Return fs.unshard(x), or x.local for the own shard."
+    )
+
+
+def test_unknown_axes_are_named_with_all_other_offenders_before_the_function_runs(mesh):
+    ran = []
+
+    def f(a, b, c):
+        ran.append(a)
+        return a, {"b": b}
+
+    in_specs, out_specs = (P("dta"), P("data"), P("modl")), (P("x"), {"b": P("data", "y")})
+    with pytest.raises(fs.LayoutError) as caught:
+        fs.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs)(torch.ones(2), torch.ones(3), torch.ones(2))
+    text = str(caught.value)
+    assert text.startswith("shard_map of f: ") and len(text.splitlines()) == 6
+    for part in ("argument a: ", "argument b: ", "argument c: ", "out_specs[0]: ", 'out_specs[1]["b"]: '):
+        assert part in text
+    for part in ('no axis "dta"', 'no axis "modl"', 'no axis "x"', 'no axis "y"', "dim 0 has 3 elements"):
+        assert part in text
+    with pytest.raises(fs.MeshError, match=r'shard_map of f: out_specs: .* no axis "y"'):
+        fs.shard_map(f, mesh=mesh, in_specs=P(), out_specs=P("y"))(*[torch.ones(2)] * 3)
+    assert not ran
+
+
+def test_results_that_are_no_tensors(mesh):
+    import numpy as np
+
+    def returning(make, out_specs):
+        return fs.shard_map(lambda x: make(), mesh=mesh, in_specs=P(), out_specs=out_specs)(torch.ones(2))
+
+    assert returning(lambda: np.arange(3), None).tolist() == [0, 1, 2]
+    assert np.isnan(returning(lambda: np.array([float("nan")]), None)).all()
+    nan = returning(lambda: float("nan"), None)
+    assert nan != nan
+    with pytest.raises(fs.LayoutError, match=r'result\["x"\]: it is a numpy array, which is not put together'):
+        returning(lambda: {"x": np.arange(3)}, P("data"))
+    differing = [
+        lambda: np.full(3, fs.axis_index("data")),
+        lambda: np.zeros(1 + fs.axis_index("data")),
+        lambda: np.zeros(1) if fs.axis_index("data") else 0.0,
+        lambda: float("nan") if fs.axis_index("data") else 0.0,
+    ]
+    for make in differing:
+        with pytest.raises(fs.MismatchError, match="return different trees or values"):
+            returning(make, None)
+
+
 # -- from_local, Sharded ------------------------------------------------------------------------------------------
 
 
@@ -310,6 +367,40 @@ def test_the_same_program_on_an_abstract_mesh():
         assert (loss.shape, gradient.shape) == ((), (3, 5))
         books.append(comm.devices[0])
     assert books[0] == books[1]
+
+
+def squares_on(mesh, w):
+    return fs.unshard(
+        fs.shard_map(lambda w: fs.psum((w**2).sum(), "data"), mesh=mesh, in_specs=P("data"), out_specs=P())(w)
+    )
+
+
+def test_an_abstract_mesh_gives_gradients_to_meta_tensors():
+    mesh = fs.make_mesh({"data": 4}, runtime="abstract")
+    w = torch.ones(8, device="meta", requires_grad=True)
+    squares_on(mesh, w).backward()
+    assert w.grad.shape == (8,)
+    assert torch.func.grad(lambda w: squares_on(mesh, w))(w.detach()).is_meta
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # in torch's first jvp
+def test_an_abstract_mesh_has_no_gradient_for_a_tensor_with_values():
+    mesh = fs.make_mesh({"data": 4}, runtime="abstract")
+    w = torch.ones(8, requires_grad=True)
+    y = squares_on(mesh, w)
+    assert y.is_meta
+    assert torch.func.jvp(lambda w: squares_on(mesh, w), (w.detach(),), (torch.ones(8),))[1].is_meta
+    for ask in (
+        y.backward,
+        lambda: torch.autograd.grad(squares_on(mesh, w), w, create_graph=True),
+        lambda: torch.func.grad(lambda w: squares_on(mesh, w))(w.detach()),
+    ):
+        with pytest.raises(fs.LayoutError) as caught:
+            ask()
+        assert str(caught.value) == (
+            "A gradient of shape (8,) was asked for at a tensor with values, but on an abstract mesh it has none. "
+            'Give the mesh meta tensors: x.detach().to("meta").requires_grad_().'
+        )
 
 
 def test_an_abstract_mesh_of_65536_devices_costs_no_more_than_one_of_8():

@@ -11,23 +11,20 @@ itself, it can be differentiated again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd.function import Function
-from torch.overrides import TorchFunctionMode
 
-from fshard.errors import LayoutError
+from fshard.mesh.captured import RefuseTransformed, refuse_captured
 from fshard.mesh.differentiate import Tensors, leading, transformed
 from fshard.mesh.mesh import Mesh
 from fshard.mesh.runtimes.thread_state import random_state
 from fshard.mesh.spmd import everywhere, held, is_outside
-from fshard.mesh.tree import flatten
 
 _C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
 
@@ -130,7 +127,7 @@ def _values(run: Run, width: int, tape: Tape | None, flat: Tensors) -> Tensors:
         ]
 
     def taped(device: int, xs: Tensors) -> Tensors:
-        watch = _RefuseTransformed() if run.within and not run.derived else nullcontext()
+        watch = RefuseTransformed() if run.within and not run.derived else nullcontext()
         with torch.set_grad_enabled(run.grad), watch:
             return run.program(device, xs)
 
@@ -138,57 +135,8 @@ def _values(run: Run, width: int, tape: Tape | None, flat: Tensors) -> Tensors:
     if tape is not None:
         tape.inputs, tape.outputs = inputs, outputs
     if not run.derived:
-        _refuse_captured(run, inputs, outputs)
+        refuse_captured(run.mesh, inputs, outputs)
     return tuple(y.detach() for ys in outputs for y in ys)
-
-
-def _refuse_captured(run: Run, inputs: list[Tensors], outputs: list[Tensors]) -> None:
-    """Raise if a result depends on a tensor that requires grad and was not passed in: its gradient would be lost.
-
-    A leaf that the function made out of an argument, as `w.detach().requires_grad_()`, is no such tensor.
-    """
-    for xs, ys in zip(inputs, outputs, strict=True):
-        memory = {x.untyped_storage()._cdata for x in xs if x.device.type != "meta"}  # pyright: ignore[reportPrivateUsage]
-        for leaf in _leaves_of(ys):
-            if not any(leaf is x for x in xs) and leaf.untyped_storage()._cdata not in memory:  # pyright: ignore[reportPrivateUsage]
-                raise LayoutError(
-                    f"A result of the function depends on a tensor that requires grad (shape {tuple(leaf.shape)}, "
-                    f"{leaf.dtype}) and is not one of its arguments, so its gradient on {run.mesh} would be lost. Pass it as "
-                    "an argument with a spec; if it was made inside, detach the result."
-                )
-
-
-def _leaves_of(ys: Tensors) -> Iterator[Tensor]:
-    """Yield the leaves that require grad in the graph of some tensors."""
-    seen: set[Any] = set()
-    nodes = [y.grad_fn for y in ys if y.grad_fn is not None]
-    yield from (y for y in ys if y.grad_fn is None and y.requires_grad)
-    while nodes:
-        node = nodes.pop()
-        if node not in seen:
-            seen.add(node)
-            variable = getattr(node, "variable", None)
-            if variable is not None:
-                yield variable
-            nodes += [before for before, _ in node.next_functions if before is not None]
-
-
-class _RefuseTransformed(TorchFunctionMode):
-    """Raise where a device meets a tensor of a torch.func transform around the run: its derivative would be lost."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        given: Any = (args, kwargs or {})
-        leaves, _ = flatten(given)
-        lost = [x for x in leaves if isinstance(x, Tensor) and is_functorch_wrapped_tensor(x)]
-        if lost and not transformed():
-            raise LayoutError(
-                f"The function uses a tensor from outside (shape {tuple(lost[0].shape)}, {lost[0].dtype}) that a transform of "
-                "torch.func looks at and that is not one of its arguments, so its derivative would be lost. Pass it as an "
-                "argument with a spec, or detach it."
-            )
-        return func(*args, **(kwargs or {}))
 
 
 def _pull_back(run: Run, tape: Tape, cotangents: Tensors) -> tuple[Tensor | None, ...]:

@@ -30,6 +30,7 @@ from typing import Any, ClassVar, Literal, Protocol, cast
 import torch
 from torch import Tensor
 
+from fshard.mesh.matching import Pairs, moving, turned
 from fshard.mesh.sums import Combine, tree_of, tree_sum
 
 WireKind = Literal["reduce", "gather", "scatter", "exchange", "permute", "broadcast"]
@@ -298,7 +299,7 @@ class Permute(_Flat):
     device 1  [2]         [1]
     """
 
-    pairs: tuple[tuple[int, int], ...]
+    pairs: Pairs
     name = "ppermute"
     wire: ClassVar[WireKind] = "permute"
 
@@ -307,7 +308,7 @@ class Permute(_Flat):
         return [source[place] if place in source else torch.zeros_like(x) for place, x in enumerate(xs)]
 
     def transposed(self) -> Move:
-        return Permute(tuple((to, origin) for origin, to in self.pairs))
+        return Permute(turned(self.pairs))
 
     def batched(self) -> Permute:
         return self
@@ -316,7 +317,7 @@ class Permute(_Flat):
         return Fraction(size * any(origin == index != to for origin, to in self.pairs))
 
     def busiest(self, size: int, n: int) -> Fraction:
-        return Fraction(size * any(origin != to for origin, to in self.pairs))
+        return Fraction(size * moving(self.pairs))
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fshard.errors import LayoutError, MeshError
+from fshard.errors import FshardError, LayoutError, MeshError
 from fshard.mesh import ledger
 from fshard.mesh.differentiate import LinearMap, Tensors, apply, recorded, transformed
 from fshard.mesh.layout import Layout, Memory, holders
@@ -109,19 +109,22 @@ def refuse_unfit(leaf: Any, layout: Layout) -> None:
 
 @contextmanager
 def collected(what: str) -> Generator[Callable[[str], Any]]:
-    """Collect the errors of several attempts to lay something out and raise them as one, with the path of each."""
+    """Collect the errors of several attempts, of axes that a mesh lacks too, and raise them as one, with the path of each."""
     complaints: list[str] = []
+    kinds: set[type[FshardError]] = set()
 
     @contextmanager
     def attempt(path: str) -> Generator[None]:
         try:
             yield
         except (LayoutError, MeshError) as error:
+            kinds.add(type(error))
             complaints.append(f"{path}: {error}" if path else str(error))
 
     yield attempt
     if complaints:
-        raise LayoutError(f"{what}: " + ("\n  " if len(complaints) > 1 else "") + "\n  ".join(complaints))
+        kind = MeshError if kinds == {MeshError} else LayoutError
+        raise kind(f"{what}: " + ("\n  " if len(complaints) > 1 else "") + "\n  ".join(complaints))
 
 
 def device_put(tree: PyTree, layout: PyTree) -> PyTree:
@@ -147,12 +150,14 @@ def device_put(tree: PyTree, layout: PyTree) -> PyTree:
 
 
 def _put(x: Tensor, layout: Layout, site: Site) -> Sharded:
+    shape = tuple(x.shape)
+
     def program(device: int, xs: Tensors) -> Tensors:
-        piece = convert(xs[0], Layout(layout.mesh), layout, tuple(x.shape), site)
+        piece = convert(xs[0], Layout(layout.mesh), layout, shape, site)
         return (piece.clone(memory_format=torch.contiguous_format),)  # a shard owns its memory
 
     (shards,) = run_mapped(layout.mesh, program, [on_all(x, layout)])
-    return _with_memory(Sharded(tuple(x.shape), layout, shards), layout.memory)
+    return _with_memory(Sharded(shape, layout, shards), layout.memory)
 
 
 def _with_memory(x: Sharded, memory: Memory) -> Sharded:

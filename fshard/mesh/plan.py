@@ -21,10 +21,10 @@ from math import prod
 from typing import Literal
 
 from fshard.errors import LayoutError
-from fshard.mesh.arithmetic import chunk, ravel, unravel
+from fshard.mesh.arithmetic import chunk
+from fshard.mesh.matching import Dims, Matching, Pairs
 from fshard.mesh.spec import P
 
-Dims = tuple[tuple[str, ...], ...]
 Kind = Literal[
     "slice", "summand", "psum", "psum_scatter", "all_gather", "all_to_all", "ppermute",
     "reshape", "flat_slice", "flat_gather", "flat_scatter", "flat_ppermute",
@@ -62,7 +62,7 @@ class Step:
     after: State
     dim: int = 0
     other: int = 0
-    pairs: tuple[tuple[int, int], ...] = ()
+    pairs: Pairs = ()
     owner: int = 0
 
 
@@ -267,34 +267,9 @@ def _permutation(
     kind: Literal["ppermute", "flat_ppermute"], before: State, after: State, sizes: Mapping[str, int], local: Fraction
 ) -> Step:
     axes = tuple(axis for axis in sizes if axis in before.sharded or axis in after.sharded)
-    return Step(
-        kind, axes, local, after, pairs=_pairs(_cuts(before), _cuts(after), tuple((axis, sizes[axis]) for axis in axes))
-    )
+    matching = Matching(_cuts(before), _cuts(after), tuple((axis, sizes[axis]) for axis in axes))
+    return Step(kind, axes, local, after, pairs=matching)
 
 
 def _cuts(state: State) -> Dims:
     return state.dims if state.flat is None else (state.flat,)
-
-
-@lru_cache(maxsize=256)
-def _pairs(before: Dims, after: Dims, axes: tuple[tuple[str, int], ...]) -> tuple[tuple[int, int], ...]:
-    """Match every device to one that holds the piece it wants; who holds it already keeps it."""
-    sizes = dict(axes)
-
-    def piece(dims: Dims, device: int) -> tuple[int, ...]:
-        place = dict(zip(sizes, unravel(device, list(sizes.values())), strict=True))
-        return tuple(ravel([place[axis] for axis in names], [sizes[axis] for axis in names]) for names in dims)
-
-    devices = range(prod(sizes.values()))
-    wanted = {device: piece(after, device) for device in devices}
-    spare: dict[tuple[int, ...], list[int]] = {}
-    pairs: list[tuple[int, int]] = []
-    for device in devices:
-        held = piece(before, device)
-        if held == wanted[device]:
-            del wanted[device]
-            pairs.append((device, device))
-        else:
-            spare.setdefault(held, []).append(device)
-    pairs += [(spare[asked].pop(0), device) for device, asked in wanted.items()]
-    return tuple(sorted(pairs))

@@ -168,6 +168,10 @@ class Recipes:
                         with attempt(f"argument {name}{at}"):
                             entries.append(self._argument(mesh, place, name + at, leaf, leaf_spec))
                     place += 1
+            for at, spec in zip(*flatten_with_paths(self.out_specs)[:2], strict=True):
+                if isinstance(spec, P):
+                    with attempt(f"out_specs{at}"):
+                        Layout(mesh, spec)  # before anything runs
         return tuple(entries)
 
     def _per_argument(self, names: list[str]) -> list[PyTree]:
@@ -226,22 +230,23 @@ class Recipes:
     def of_results(self, mesh: Mesh, result: PyTree) -> tuple[ResultRecipe, Structure, list[Any]]:
         """Return the recipe for one device's result, its structure and its leaves."""
         leaves, structure = flatten(result, none_is_leaf=True)
-        key = mesh, structure, tuple(leaf.shape if isinstance(leaf, Tensor) else None for leaf in leaves)
+        key = mesh, structure, tuple(leaf.shape if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves)
         recipe = self._results.get(key)
         if recipe is None:
             recipe = _kept(self._results)[key] = self._result(mesh, result)
         return recipe, structure, leaves
 
     def _result(self, mesh: Mesh, result: PyTree) -> ResultRecipe:
-        paths, leaves, _ = flatten_with_paths(result, none_is_leaf=True)
+        paths, leaves, _ = flatten_with_paths(result, sharded_is_leaf=True, none_is_leaf=True)
         entries: list[Transfer] = []
         with collected(f"shard_map of {self.name}") as attempt:
             specs: list[Any] = []
             with attempt("result"):
                 specs = _broadcast(self.out_specs, result)
             for place, (path, leaf, spec) in enumerate(zip(paths, leaves, specs, strict=False)):
-                if isinstance(leaf, Tensor):
-                    with attempt(f"result{path}"):
+                with attempt(f"result{path}"):
+                    _refuse_foreign(leaf, spec)
+                    if isinstance(leaf, Tensor):
                         entries.append(self._result_entry(mesh, place, path, leaf, spec))
         return ResultRecipe(tuple(entries), any(entry.work for entry in entries))
 
@@ -261,6 +266,17 @@ class Recipes:
         return Transfer(place, path, layout.global_shape(leaf.shape), layout, promise=promise)
 
 
+def _refuse_foreign(leaf: Any, spec: Any) -> None:
+    """Raise for a result that would have to be put together and cannot be."""
+    if isinstance(leaf, Sharded):
+        raise LayoutError(
+            f"it is a Sharded on {leaf.mesh}, which only the devices there can use. Return fs.unshard(x), or x.local for "
+            "the own shard."
+        )
+    if isinstance(leaf, np.ndarray) and isinstance(spec, P):
+        raise LayoutError("it is a numpy array, which is not put together. Return torch.from_numpy(...) of it.")
+
+
 def _kept(recipes: dict[Any, Any]) -> dict[Any, Any]:
     """Return where recipes are kept, emptied if a program has gone through very many shapes."""
     if len(recipes) >= 512:
@@ -269,10 +285,10 @@ def _kept(recipes: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def _signature(leaf: Any) -> Any:
-    """Return what a recipe depends on: a tensor's shape, a global array's layout as well, of anything else nothing."""
+    """Return what a recipe depends on: a tensor's shape, a global array's layout as well, of anything else what it is."""
     if isinstance(leaf, Sharded):
         return leaf.layout, leaf.shape
-    return (leaf.shape, leaf.is_inference()) if isinstance(leaf, Tensor) else None
+    return (leaf.shape, leaf.is_inference()) if isinstance(leaf, Tensor) else type(leaf)
 
 
 def _has_version(leaf: Any) -> bool:

@@ -16,6 +16,7 @@ from torch import Tensor
 from fshard.mesh.arithmetic import Range, chunk, flat_range
 from fshard.mesh.differentiate import Bound, Tensors, apply, recorded, transformed
 from fshard.mesh.layout import Layout
+from fshard.mesh.matching import Pairs
 from fshard.mesh.moves import AllGather, AllToAll, Alone, Move, Permute, Psum, PsumScatter, Summand, Take
 from fshard.mesh.owners import Owned, collect, filled, hand_out, keep
 from fshard.mesh.plan import Kind, Step, plan
@@ -25,8 +26,7 @@ from fshard.source import Site
 LARGE = 1 << 20
 """Bytes from which on a leaf travels alone."""
 
-_Pairs = tuple[tuple[int, int], ...]
-_MOVES: dict[Kind, Callable[[int, int, _Pairs], Move]] = {
+_MOVES: dict[Kind, Callable[[int, int, Pairs], Move]] = {
     "slice": lambda dim, other, pairs: Take(dim),
     "summand": lambda dim, other, pairs: Summand(),
     "psum": lambda dim, other, pairs: Psum(),
@@ -42,7 +42,7 @@ _MOVES: dict[Kind, Callable[[int, int, _Pairs], Move]] = {
 
 
 @lru_cache(maxsize=1024)
-def _move(kind: Kind, dim: int, other: int, pairs: _Pairs) -> Move:
+def _move(kind: Kind, dim: int, other: int, pairs: Pairs) -> Move:
     return _MOVES[kind](dim, other, pairs)
 
 
