@@ -7,6 +7,7 @@ import time
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 import fshard as fs
 from fshard.mesh.runtimes import neighbours
@@ -59,6 +60,26 @@ def test_handles_may_be_waited_for_in_any_order(two, four):
 def test_a_message_may_be_waited_for_while_a_sum_is_under_way(two, four):
     assert two.run(wait_for_a_message_in_between) == [1e7] * 2
     assert four.run(wait_for_a_message_in_between) == [2e7] * 4
+
+
+def tangents_of_started_calls():
+    calls = {**WAITED, "pmean": lambda x: fs.pmean.start(x, "d"), "tree": lambda x: fs.psum.start({"x": x}, "d")}
+
+    def main():
+        x = torch.arange(6.0) + fs.axis_index("d")
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(torch.ones(6), x)
+            results = {name: start(dual).wait() for name, start in calls.items()}
+            results["tree"] = results["tree"]["x"]
+            found = {name: forward_ad.unpack_dual(y).tangent for name, y in results.items()}
+        expected = {name: start(x).wait() for name, start in calls.items()} | {"tree": fs.psum(x, "d")}
+        return all(torch.equal(found[name], expected[name]) for name in calls)
+
+    return fs.run(main, mesh=fs.make_mesh({"d": int(os.environ["WORLD_SIZE"])}))[0]
+
+
+def test_a_started_collective_has_the_tangents_of_one_that_is_called(two):
+    assert all(two.run(tangents_of_started_calls))
 
 
 def wait_in_vain():

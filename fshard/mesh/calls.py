@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fshard.errors import LayoutError
-from fshard.mesh.differentiate import Begun, Bound, Tensors, apply, recorded, transformed
+from fshard.mesh.differentiate import Begun, Bound, Tensors, apply, has_tangent, recorded, transformed
 from fshard.mesh.extreme import apply_extreme
 from fshard.mesh.ledger import active
 from fshard.mesh.moves import Alone, Extreme, Move, Wired
@@ -123,7 +123,7 @@ class Call:
 
     def start(self) -> Handle:
         """Begin it on all leaves."""
-        alone = any(isinstance(batch.bound.move, Alone | Extreme) for batch in self.batches)
+        alone = any(isinstance(batch.bound.move, Alone | Extreme) or has_tangent(batch.xs) for batch in self.batches)
         if alone or transformed():  # nothing to wait for, or nothing that could be told apart from its derivative
             result = self.run()
             return Handle(lambda: result)

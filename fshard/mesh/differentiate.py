@@ -61,10 +61,13 @@ def transformed() -> bool:
 
 def recorded(xs: Tensors) -> bool:
     """Return whether plain autograd follows one of these tensors, backward or forward."""
-    grad, level = torch.is_grad_enabled(), forward_ad._current_level  # pyright: ignore[reportPrivateUsage]
-    if not grad and level < 0:
-        return False
-    return any((grad and x.requires_grad) or (level >= 0 and _unpack_dual(x, level=level)[1] is not None) for x in xs)
+    return (torch.is_grad_enabled() and any(x.requires_grad for x in xs)) or has_tangent(xs)
+
+
+def has_tangent(xs: Tensors) -> bool:
+    """Return whether plain forward mode follows one of these tensors."""
+    level = forward_ad._current_level  # pyright: ignore[reportPrivateUsage]
+    return level >= 0 and any(_unpack_dual(x, level=level)[1] is not None for x in xs)
 
 
 class _Recorded(Function):
