@@ -21,6 +21,7 @@ from torch.autograd.function import Function
 
 from fshard.mesh.ledger import Row, active
 from fshard.mesh.moves import Alone, Move, Wired
+from fshard.mesh.purpose import serving
 from fshard.mesh.runtimes.abstract import delivered
 from fshard.mesh.runtimes.protocol import Pending
 from fshard.mesh.scope import Group
@@ -80,13 +81,16 @@ class _Recorded(Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *apply(ctx.linear.transposed(), cotangents)
+        with serving("cotangents"):
+            return None, *apply(ctx.linear.transposed(), cotangents)
 
     @staticmethod
     def jvp(ctx: Any, *grad_inputs: Any) -> Tensors:
         _, *tangents = grad_inputs
         given = {id(tangent) for tangent in tangents}  # what is passed through has to be a view, autograd says
-        return tuple(y.view_as(y) if id(y) in given else y for y in apply(ctx.linear, tuple(tangents)))
+        with serving("tangents"):
+            ys = apply(ctx.linear, tuple(tangents))
+        return tuple(y.view_as(y) if id(y) in given else y for y in ys)
 
 
 class _Transformed(Function):
