@@ -405,6 +405,42 @@ PICTURES = [
         "LayoutError: fs.pmean: the mean of torch.int64 is no torch.int64. Write fs.pmean(x.float(), ...).",
     ),
     (
+        lambda: fs.psum_scatter({"x": torch.ones(3), "y": torch.ones(6), "z": [torch.ones(())]}, "a"),
+        'LayoutError: fs.psum_scatter: \n  leaf ["x"]: dim 0 has 3 elements, which the 2 devices along a do not divide (shape '
+        '(3,)). Pad it to 4.\n  leaf ["z"][0]: dim 0 does not exist in a tensor of shape ().',
+    ),
+    (
+        lambda: fs.all_gather({"x": torch.ones(3), "y": torch.ones(3), "z": X}, "a", dim=1),
+        'LayoutError: fs.all_gather: leaf ["x"], ["y"]: dim 1 does not exist in a tensor of shape (3,).',
+    ),
+    (
+        lambda: fs.pmean({"x": X.long(), "y": X.bool(), "z": X}, "a"),
+        'LayoutError: fs.pmean: \n  leaf ["x"]: the mean of torch.int64 is no torch.int64. Write fs.pmean(x.float(), ...).\n'
+        '  leaf ["y"]: the mean of torch.bool is no torch.bool. Write fs.pmean(x.float(), ...).',
+    ),
+    (
+        lambda: fs.pmax([X + 1j, X, X + 2j], "a"),
+        "LayoutError: fs.pmax: leaf [0], [2]: complex numbers have no order. Compare x.abs().",
+    ),
+    (
+        lambda: fs.pmean(X.to(torch.float8_e5m2), "a"),
+        "LayoutError: fs.pmean: torch does not divide torch.float8_e5m2. Write fs.pmean(x.float(), ...).",
+    ),
+    (
+        lambda: fs.ppermute(X, "a", [0, (0, 1), ("x", 1), (0, 1, 2)]),
+        "LayoutError: fs.ppermute: `pairs` are (source, destination), two whole numbers each; these are not: "
+        "[0, ('x', 1), (0, 1, 2)].",
+    ),
+    (
+        lambda: fs.all_to_all(X, "a", dim=(0, 1, 2)),
+        "LayoutError: fs.all_to_all: `dim` is one dim, or the pair (to cut, to join along), not (0, 1, 2).",
+    ),
+    (lambda: fs.psum_scatter(X, "a", dim="x"), "LayoutError: fs.psum_scatter: a dim is a whole number, not 'x'."),
+    (
+        lambda: fs.broadcast(X, "b", source="x"),
+        "LayoutError: fs.broadcast: source 'x' is not in 0..2, the places along b.",
+    ),
+    (
         lambda: fs.send({"x": 1}, "b", to=0),
         'LayoutError: fs.send takes tensors; leaf ["x"] is int. Write torch.tensor(...) around numbers, and x.local for the '
         "own shard of a Sharded.",

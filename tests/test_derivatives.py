@@ -520,6 +520,23 @@ def test_a_forgotten_pvary_after_psum_names_the_collective():
     )
 
 
+def test_a_forgotten_pvary_over_two_axes_is_written_as_one_would_write_it():
+    def model(w, x):
+        return fs.psum((w * x).sum(), ("data", "model"))
+
+    w, mesh = torch.ones(2, requires_grad=True), fs.make_mesh({"data": 2, "model": 2})
+    mapped = fs.shard_map(model, mesh=mesh, in_specs=(P(), P(("data", "model"))), out_specs=P(), check=True)
+    with pytest.raises(fs.PromiseError, match=r'Write w = fs.pvary\(w, \("data", "model"\)\) before'):
+        fs.unshard(mapped(w, torch.arange(8.0))).backward()
+
+    def uses(x):
+        return x * fs.psum(x, ("data", "model"))
+
+    mapped = fs.shard_map(uses, mesh=mesh, in_specs=P(("data", "model")), out_specs=P(("data", "model")), check=True)
+    with pytest.raises(fs.PromiseError, match=r'Put fs.pvary\(x, \("data", "model"\)\) around'):
+        fs.unshard(mapped(torch.arange(4.0, requires_grad=True))).sum().backward()
+
+
 def test_a_diverging_argument_is_named():
     mesh = fs.make_mesh({"data": 2, "model": 2})
     pieces = fs.from_local(lambda data, model: torch.tensor([float(model)]), fs.Layout(mesh, P()))

@@ -102,6 +102,54 @@ def call_differently(kind):
     return None
 
 
+def uneven_jvp(w, first):
+    torch.func.jvp(lambda w: fs.psum(w * 1 if first else torch.ones(2), "d"), (w,), (w * 10,))
+    fs.psum(torch.ones(2), "d")
+
+
+def uneven_backward(w, first):
+    y = fs.all_gather(w * 1 if first else torch.ones(2), "d")
+    if first:
+        torch.autograd.grad(y.sum(), w)
+    fs.psum_scatter(torch.arange(4.0), "d")
+
+
+def uneven_message(w, first):
+    def hand_on(w):
+        return fs.send(w, "d", to=1) if first else fs.recv(torch.empty(2), "d", source=0)
+
+    torch.func.jvp(lambda w: hand_on(w * 1), (w,), (w * 10,))
+    hand_on(w)
+
+
+UNEVEN = {uneven_jvp: "tangents", uneven_backward: "cotangents", uneven_message: "tangents"}
+
+
+def differentiate_unevenly(f):
+    return lambda: f(torch.tensor([1.0, 2.0], requires_grad=True), fs.axis_index("d") == 0)
+
+
+def uneven_between_processes(f):
+    try:
+        mapped(differentiate_unevenly(f))
+    except fs.MismatchError as error:
+        leave(waiting=False)
+        return str(error)
+    return None
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("f", UNEVEN, ids=lambda f: f.__name__)
+def test_what_only_some_devices_differentiate_is_an_error(pair, f):
+    told = [text for text in pair.run(uneven_between_processes, f) if text is not None]
+    assert len(told) == (1 if f is uneven_message else 2)  # a sender does not wait for its receiver
+    with pytest.raises(fs.MismatchError) as error:
+        fs.run(differentiate_unevenly(f), mesh=fs.make_mesh({"d": 2}))
+    for text in [*told, str(error.value)]:
+        assert "what some devices of a group differentiate, all have to" in text
+        assert f"for {UNEVEN[f]}" in text and "for values" in text
+
+
 @pytest.mark.parametrize("kind", DIFFERENT)
 def test_calls_that_differ_are_an_error_without_any_check(pair, kind):
     for rank, text in enumerate(pair.run(call_differently, kind)):

@@ -55,6 +55,9 @@ def test_device_numbers_are_row_major():
         ({}, "it has no axis"),
         ({"": 2}, "axis name '' is not a name like \"data\""),
         ({"data": True}, "axis 'data' has size True"),
+        (["a", "b"], "make_mesh takes names with sizes, {\"data\": 4, \"model\": 2} say, not ['a', 'b']."),
+        (["ab", "cd"], "not ['ab', 'cd']."),
+        (5, 'make_mesh takes names with sizes, {"data": 4, "model": 2} say, not 5.'),
     ],
 )
 def test_meshes_that_cannot_be(axes, text):

@@ -16,13 +16,13 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fshard.errors import LayoutError
-from fshard.mesh.differentiate import Begun, Bound, Tensors, apply, recorded, transformed
+from fshard.mesh.differentiate import Begun, Bound, Tensors, apply, has_tangent, recorded, transformed
 from fshard.mesh.extreme import apply_extreme
 from fshard.mesh.ledger import active
 from fshard.mesh.moves import Alone, Extreme, Move, Wired
 from fshard.mesh.promise import Guard
 from fshard.mesh.scope import Group, Scope, here, require
-from fshard.mesh.spec import Axes
+from fshard.mesh.spec import Axes, as_written
 from fshard.mesh.tree import PyTree, Structure, flatten, flatten_with_paths, unflatten
 from fshard.source import Site, call_site
 
@@ -123,7 +123,7 @@ class Call:
 
     def start(self) -> Handle:
         """Begin it on all leaves."""
-        alone = any(isinstance(batch.bound.move, Alone | Extreme) for batch in self.batches)
+        alone = any(isinstance(batch.bound.move, Alone | Extreme) or has_tangent(batch.xs) for batch in self.batches)
         if alone or transformed():  # nothing to wait for, or nothing that could be told apart from its derivative
             result = self.run()
             return Handle(lambda: result)
@@ -226,21 +226,42 @@ def call(
         scope.objection(what, group)
     site = call_site()
     guard = _guard(what, scope, group, site, equal) if scope.checked and equal is not None else None
+
+    def prepared(x: Tensor) -> tuple[Tensor, Move]:
+        x = x if before is None else before(x)
+        return x, move(x, group)
+
     if isinstance(tree, Tensor):
-        leaf = _bare(tree) if before is None else before(_bare(tree))
-        return Call((Batch(Bound(move(leaf, group), group, site), (leaf,), (0,)),), None, guard, after)
+        leaf, own = prepared(_bare(tree))
+        return Call((Batch(Bound(own, group, site), (leaf,), (0,)),), None, guard, after)
     leaves, structure = tensors_of(what, tree)
-    if before is not None:
-        leaves = [before(leaf) for leaf in leaves]
-    return Call(_batches(leaves, move, group, site), structure, guard, after)
+    return Call(_batches(_all_prepared(what, tree, leaves, prepared), group, site), structure, guard, after)
 
 
-def _batches(leaves: list[Tensor], move: Callable[[Tensor, Group], Move], group: Group, site: Site) -> list[Batch]:
-    alike: dict[tuple[torch.dtype, Move], list[int]] = {}
+def _all_prepared(
+    what: str, tree: PyTree, leaves: list[Tensor], prepared: Callable[[Tensor], tuple[Tensor, Move]]
+) -> list[tuple[Tensor, Move]]:
+    """Prepare all leaves of a tree, or raise naming all that cannot be, by what is wrong with them."""
+    ready: list[tuple[Tensor, Move]] = []
+    wrong: dict[str, list[int]] = {}
     for place, leaf in enumerate(leaves):
-        alike.setdefault((leaf.dtype, move(leaf, group)), []).append(place)
+        try:
+            ready.append(prepared(leaf))
+        except LayoutError as error:
+            wrong.setdefault(str(error).removeprefix(f"{what}: "), []).append(place)
+    if wrong:
+        paths, _, _ = flatten_with_paths(tree, sharded_is_leaf=True)
+        told = [f"leaf {', '.join(paths[place] for place in places)}: {text}" for text, places in wrong.items()]
+        raise LayoutError(f"{what}: " + ("\n  " if len(told) > 1 else "") + "\n  ".join(told))
+    return ready
+
+
+def _batches(leaves: list[tuple[Tensor, Move]], group: Group, site: Site) -> list[Batch]:
+    alike: dict[tuple[torch.dtype, Move], list[int]] = {}
+    for place, (leaf, own) in enumerate(leaves):
+        alike.setdefault((leaf.dtype, own), []).append(place)
     return [
-        Batch(Bound(own, group, site), tuple(leaves[place] for place in places), places)
+        Batch(Bound(own, group, site), tuple(leaves[place][0] for place in places), places)
         for (_, own), places in alike.items()
     ]
 
@@ -248,7 +269,7 @@ def _batches(leaves: list[Tensor], move: Callable[[Tensor, Group], Move], group:
 def _guard(what: str, scope: Scope, group: Group, site: Site, equal: Literal["argument", "result"]) -> Guard | None:
     if not scope.world.has_values:
         return None
-    axes = " and ".join(f'"{name}"' for name in group.axes)
+    axes = as_written(group.axes)
     if equal == "argument":
         words = (
             f"the argument of {what} over {axes} has to be equal on all devices; use psum or all_gather to make it so"

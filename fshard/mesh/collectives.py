@@ -11,8 +11,10 @@ sharded <-> sharded, replicated <-> replicated, used by all <-> unreduced.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import Literal
+from numbers import Integral
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
@@ -28,6 +30,8 @@ _PSUM, _PVARY = Psum(), Pvary()
 
 
 def _dim(what: str, leaf: Tensor, dim: int) -> int:
+    if not isinstance(dim, Integral):
+        raise LayoutError(f"{what}: a dim is a whole number, not {dim!r}.")
     if not -leaf.ndim <= dim < leaf.ndim:
         raise LayoutError(f"{what}: dim {dim} does not exist in a tensor of shape {tuple(leaf.shape)}.")
     return dim % leaf.ndim
@@ -77,6 +81,9 @@ def pmean(tree: PyTree, axis: Axes) -> Call:
     def averageable(x: Tensor) -> Tensor:
         if not (x.is_floating_point() or x.is_complex()):
             raise LayoutError(f"fs.pmean: the mean of {x.dtype} is no {x.dtype}. Write fs.pmean(x.float(), ...).")
+        if x.dtype.itemsize == 1 or x.dtype == torch.complex32:
+            wider = "x.to(torch.complex64)" if x.is_complex() else "x.float()"
+            raise LayoutError(f"fs.pmean: torch does not divide {x.dtype}. Write fs.pmean({wider}, ...).")
         return x
 
     return call(
@@ -210,6 +217,8 @@ def all_to_all(tree: PyTree, axis: Axes, *, dim: int | tuple[int, int] = 0) -> C
     >>> fs.run(lambda: fs.all_to_all(torch.arange(2) + 10 * fs.axis_index("data"), "data"), mesh=mesh)
     [tensor([ 0, 10]), tensor([ 1, 11])]
     """
+    if isinstance(dim, tuple) and len(dim) != 2:
+        raise LayoutError(f"fs.all_to_all: `dim` is one dim, or the pair (to cut, to join along), not {dim!r}.")
     split, concat = dim if isinstance(dim, tuple) else (dim, dim)
     return call(
         "fs.all_to_all",
@@ -229,8 +238,19 @@ def ppermute(tree: PyTree, axis: Axes, pairs: list[tuple[int, int]]) -> Call:
     [tensor(0), tensor(1), tensor(2)]
     """
 
-    along = tuple(map(tuple, pairs))
-    return call("fs.ppermute", tree, axis, lambda x, group: _permute(along, group.size, group.axes))
+    along = tuple(pairs)
+    wrong = [pair for pair in along if not _is_pair(pair)]
+    if wrong:
+        raise LayoutError(
+            f"fs.ppermute: `pairs` are (source, destination), two whole numbers each; these are not: {wrong!r}."
+        )
+    return call("fs.ppermute", tree, axis, lambda x, group: _permute(tuple(map(tuple, along)), group.size, group.axes))
+
+
+def _is_pair(pair: object) -> bool:
+    if not isinstance(pair, tuple | list) or len(ends := cast("Sequence[object]", pair)) != 2:
+        return False
+    return all(isinstance(place, Integral) for place in ends)
 
 
 @lru_cache(maxsize=256)
@@ -265,9 +285,9 @@ def broadcast(tree: PyTree, axis: Axes, *, source: int = 0) -> Call:
 
 def check_index(what: str, role: str, index: int, group: Group) -> None:
     """Raise unless `index` is a place along the group's axes."""
-    if not 0 <= index < group.size:
+    if not isinstance(index, Integral) or not 0 <= index < group.size:
         raise LayoutError(
-            f"{what}: {role} {index} is not in 0..{group.size - 1}, the places along {'+'.join(group.axes)}."
+            f"{what}: {role} {index!r} is not in 0..{group.size - 1}, the places along {'+'.join(group.axes)}."
         )
 
 

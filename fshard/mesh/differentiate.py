@@ -21,6 +21,7 @@ from torch.autograd.function import Function
 
 from fshard.mesh.ledger import Row, active
 from fshard.mesh.moves import Alone, Move, Wired
+from fshard.mesh.purpose import serving
 from fshard.mesh.runtimes.abstract import delivered
 from fshard.mesh.runtimes.protocol import Pending
 from fshard.mesh.scope import Group
@@ -61,10 +62,13 @@ def transformed() -> bool:
 
 def recorded(xs: Tensors) -> bool:
     """Return whether plain autograd follows one of these tensors, backward or forward."""
-    grad, level = torch.is_grad_enabled(), forward_ad._current_level  # pyright: ignore[reportPrivateUsage]
-    if not grad and level < 0:
-        return False
-    return any((grad and x.requires_grad) or (level >= 0 and _unpack_dual(x, level=level)[1] is not None) for x in xs)
+    return (torch.is_grad_enabled() and any(x.requires_grad for x in xs)) or has_tangent(xs)
+
+
+def has_tangent(xs: Tensors) -> bool:
+    """Return whether plain forward mode follows one of these tensors."""
+    level = forward_ad._current_level  # pyright: ignore[reportPrivateUsage]
+    return level >= 0 and any(_unpack_dual(x, level=level)[1] is not None for x in xs)
 
 
 class _Recorded(Function):
@@ -77,13 +81,16 @@ class _Recorded(Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *apply(ctx.linear.transposed(), cotangents)
+        with serving("cotangents"):
+            return None, *apply(ctx.linear.transposed(), cotangents)
 
     @staticmethod
     def jvp(ctx: Any, *grad_inputs: Any) -> Tensors:
         _, *tangents = grad_inputs
         given = {id(tangent) for tangent in tangents}  # what is passed through has to be a view, autograd says
-        return tuple(y.view_as(y) if id(y) in given else y for y in apply(ctx.linear, tuple(tangents)))
+        with serving("tangents"):
+            ys = apply(ctx.linear, tuple(tangents))
+        return tuple(y.view_as(y) if id(y) in given else y for y in ys)
 
 
 class _Transformed(Function):

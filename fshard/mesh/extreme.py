@@ -15,6 +15,7 @@ from torch.autograd.function import Function
 
 from fshard.mesh.differentiate import Bound, Tensors, apply, leading
 from fshard.mesh.moves import Psum
+from fshard.mesh.purpose import serving
 
 
 def apply_extreme(bound: Bound, xs: Tensors) -> Tensors:
@@ -37,16 +38,17 @@ class _Extreme(Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
-        shares = _shares(ctx.bound, ctx.saved_tensors)
+        with serving("cotangents"):
+            shares = _shares(ctx.bound, ctx.saved_tensors)
         return None, *(cotangent * share for cotangent, share in zip(cotangents, shares, strict=True))
 
     @staticmethod
     def jvp(ctx: Any, *grad_inputs: Any) -> Tensors:
         _, *tangents = grad_inputs
-        shares = _shares(ctx.bound, ctx.saved_tensors)
-        return apply(
-            _sum_like(ctx.bound), tuple(tangent * share for tangent, share in zip(tangents, shares, strict=True))
-        )
+        with serving("tangents"):
+            shares = _shares(ctx.bound, ctx.saved_tensors)
+            parts = tuple(tangent * share for tangent, share in zip(tangents, shares, strict=True))
+            return apply(_sum_like(ctx.bound), parts)
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> tuple[Tensors, tuple[int, ...]]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -35,7 +36,7 @@ def make_mesh(
     >>> make_mesh({"data": 4, "model": 2})
     Mesh(data=4, model=2; virtual, cpu)
     """
-    pairs = tuple(axes.items()) if isinstance(axes, Mapping) else tuple((name, size) for name, size in axes)
+    pairs = _pairs(axes)
     scope = here()
     if runtime is None:
         runtime = scope.mesh.runtime if scope else "process" if process.under_torchrun() else "virtual"
@@ -57,6 +58,15 @@ def make_mesh(
             )
         process.device_mesh(mesh)
     return mesh
+
+
+def _pairs(axes: Any) -> tuple[tuple[str, int], ...]:
+    pairs: Any = axes.items() if isinstance(axes, Mapping) else axes
+    if isinstance(pairs, Iterable) and not isinstance(pairs, str):
+        pairs = tuple(cast("Iterable[Any]", pairs))
+        if all(isinstance(pair, tuple | list) and len(cast("list[Any]", pair)) == 2 for pair in pairs):
+            return tuple((name, size) for name, size in pairs)
+    raise MeshError(f'make_mesh takes names with sizes, {{"data": 4, "model": 2}} say, not {axes!r}.')
 
 
 def _device_type(runtime: Runtime, device: str | None) -> str:

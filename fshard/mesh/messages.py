@@ -1,16 +1,20 @@
 """Point-to-point messages: `send` and `recv`, for pipelines.
 
 A send does not wait for its receiver; a recv waits for its message.  Messages between two devices arrive in the order
-they were sent.  Both can be differentiated: the cotangent of what was received travels back to whoever sent it.  For
-that, `send` returns a *token*, a zero that is to be added to what is differentiated on the sending device; without the
-token the sender's backward does not know that it has something to wait for.
+they were sent, and go to the receives in the order in which those were called or started.
+
+Both can be differentiated: the cotangent of what was received travels back to whoever sent it.  For that, `send`
+returns a *token*, a zero that is to be added to what is differentiated on the sending device; without the token the
+sender's backward does not know that it has something to wait for.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -21,6 +25,7 @@ from fshard.mesh.collectives import check_index
 from fshard.mesh.differentiate import LinearMap, Tensors, apply
 from fshard.mesh.ledger import Row, active
 from fshard.mesh.moves import Permute
+from fshard.mesh.runtimes.protocol import World
 from fshard.mesh.scope import Group, require
 from fshard.mesh.spec import Axes
 from fshard.mesh.tree import PyTree, Structure, unflatten
@@ -67,6 +72,8 @@ class Receive:
 
     def run(self, xs: Tensors) -> Tensors:
         """Wait for the message."""
+        if self.from_token:
+            _settle(_started(self.group, self.source))
         likes = self.likes if self.from_token else xs
         return self.group.world.current().receive(likes, self.group, self.source, self.site).wait()
 
@@ -104,17 +111,39 @@ def _no_vmap() -> LayoutError:
     )
 
 
+Started = deque[Handle]
+"""What a device has started to receive from another, in that order, and has not waited for."""
+
+_all_started: WeakKeyDictionary[World, dict[tuple[int, int], Started]] = WeakKeyDictionary()
+
+
+def _started(group: Group, source: int) -> Started:
+    ways = _all_started.setdefault(group.world.current(), {})
+    return ways.setdefault((group.device, group.member(source)), deque())
+
+
+def _settle(started: Started) -> None:
+    """Receive what was started: the messages come in that order, whatever is waited for first."""
+    while started:
+        started.popleft().wait()
+
+
 @dataclass
 class _Exchange:
-    """One call of send or recv: a message for each dtype."""
+    """One call of send or recv: a message for each dtype.  A recv comes after those that were `started` before it."""
 
     leaves: list[Tensor]
     structure: Structure | None
     linear: Callable[[Tensors], LinearMap]
-    whole: bool
+    started: Started | None = None
 
     def run(self) -> PyTree:
         """Send or receive now."""
+        if self.started is not None:
+            _settle(self.started)
+        return self._run()
+
+    def _run(self) -> PyTree:
         places: dict[torch.dtype, list[int]] = {}
         for place, leaf in enumerate(self.leaves):
             places.setdefault(leaf.dtype, []).append(place)
@@ -123,10 +152,10 @@ class _Exchange:
         for chosen in places.values():
             xs = tuple(self.leaves[place] for place in chosen)
             ys = apply(self.linear(tuple(x.detach() for x in xs)), xs)
-            tokens += ys if not self.whole else []
+            tokens += ys if self.started is None else []
             for place, y in zip(chosen, ys, strict=False):
                 out[place] = y
-        if self.whole:
+        if self.started is not None:
             return out[0] if self.structure is None else unflatten(self.structure, out)
         reals = [token.real if token.is_complex() else token for token in tokens]
         differentiable = [token for token in reals if token.dtype.is_floating_point]
@@ -136,11 +165,24 @@ class _Exchange:
         """Return None: a message has no shorter way."""
 
     def start(self) -> Handle:
-        """Return a handle; sending is under way at once, receiving is waited for."""
-        if self.whole:
-            return Handle(self.run)
-        token = self.run()
-        return Handle(lambda: token)
+        """Return a handle; sending is under way at once, receiving has its place among the messages."""
+        started, graded = self.started, torch.is_grad_enabled()
+        if started is None:
+            token = self.run()
+            return Handle(lambda: token)
+
+        def receive() -> PyTree:
+            with torch.set_grad_enabled(graded):
+                return self._run()
+
+        def in_turn() -> PyTree:
+            while any(other is own for other in started):
+                started.popleft().wait()
+            return own.wait()
+
+        own = Handle(receive)
+        started.append(own)
+        return Handle(in_turn)
 
 
 @Collective
@@ -159,7 +201,7 @@ def send(tree: PyTree, axis: Axes, to: int) -> Any:
     """
     group, site, leaves, structure = _begin("fs.send", tree, axis)
     check_index("fs.send", "`to`", to, group)
-    return _Exchange(leaves, structure, lambda likes: Send(to, group, site, likes), whole=False)
+    return _Exchange(leaves, structure, lambda likes: Send(to, group, site, likes))
 
 
 @Collective
@@ -181,7 +223,11 @@ def recv(like: PyTree, axis: Axes, source: int) -> Any:
     """
     group, site, leaves, structure = _begin("fs.recv", like, axis)
     check_index("fs.recv", "`source`", source, group)
-    return _Exchange(leaves, structure, lambda likes: Receive(source, group, site, likes, from_token=False), whole=True)
+
+    def receiving(likes: Tensors) -> Receive:
+        return Receive(source, group, site, likes, from_token=False)
+
+    return _Exchange(leaves, structure, receiving, _started(group, source))
 
 
 def _begin(what: str, tree: PyTree, axis: Axes) -> tuple[Group, Site, list[Tensor], Structure | None]:

@@ -22,7 +22,7 @@ from fshard.mesh.plan import Step
 from fshard.mesh.promise import Guard
 from fshard.mesh.scope import require
 from fshard.mesh.sharded import Sharded
-from fshard.mesh.spec import P
+from fshard.mesh.spec import P, as_written
 from fshard.mesh.spmd import held
 from fshard.mesh.steps import steps_between, take_steps
 from fshard.mesh.tree import PyTree, Structure, broadcast_prefix, flatten, flatten_with_paths, unflatten
@@ -43,7 +43,7 @@ class Promise:
         if not scope.world.has_values:
             return x
         group = scope.group(self.axes, "fs.shard_map")
-        named = " and ".join(f'"{axis}"' for axis in self.axes)
+        named = as_written(self.axes)
         (x,) = Guard(group, site, self.value.format(axes=named), forward=True).apply((x,))
         if x.is_floating_point() or x.is_complex():
             (x,) = Guard(group, site, self.gradient.format(axes=named)).apply((x,))

@@ -41,6 +41,16 @@ def as_axes(axes: Axes | Iterable[str] | None) -> tuple[str, ...]:
     return names
 
 
+def as_written(axes: tuple[str, ...]) -> str:
+    """Return axis names as a caller would write them.
+
+    >>> print(as_written(("data",)), as_written(("data", "model")))
+    "data" ("data", "model")
+    """
+    names = ", ".join(f'"{axis}"' for axis in axes)
+    return names if len(axes) == 1 else f"({names})"
+
+
 @dataclass(frozen=True, init=False, repr=False)
 class P:
     """Say which mesh axes cut each dim of a tensor.

@@ -198,7 +198,7 @@ class Turn:
     def _taken(self, source: int, size: int, part: int) -> Message:
         message = self.peers[source].inbox.pop(self.key | part)
         if message[2] != self.stamp or message[1] != size:
-            raise differs(self.what, self.peers[source])
+            raise differs(self.what, self.peers[source], message[2])
         return message
 
 

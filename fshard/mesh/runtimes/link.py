@@ -23,6 +23,7 @@ from torch.distributed import ProcessGroup
 
 from fshard.errors import CollectiveTimeoutError, FshardError, LostProcessError
 from fshard.mesh.moves import Wired, describe
+from fshard.mesh.purpose import PURPOSES, Purpose, named, purpose
 from fshard.mesh.runtimes.helper import Helper
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ LOST = ("onnection closed", "onnection reset", "onnection refused", "roken pipe"
 _STAMP = (1 << 20) - 1
 """The part of a tag that tells calls apart that differ; above it stands the number of the call."""
 MESSAGE_TAG = 1 << 30
-"""The tag of messages; those of collectives are smaller."""
+"""The tag of messages, to which what they are for is added; those of collectives are smaller."""
 
 
 class Work(Protocol):
@@ -56,21 +57,24 @@ Wire = Generator[Sequence[Any], None, Tensor]
 class What:
     """Which call it is: in words, made only when there is an error, and as a stamp.  Without a move it is a message."""
 
-    __slots__ = ("_stamp", "group", "move", "site", "xs")
+    __slots__ = ("_stamp", "group", "move", "purpose", "site", "xs")
 
     def __init__(self, move: Wired | None, xs: tuple[Tensor, ...], group: Group, site: Site) -> None:
         self.move, self.xs, self.group, self.site = move, xs, group, site
+        self.purpose: Purpose = purpose()
         self._stamp: int | None = None
 
     def __str__(self) -> str:
-        call = f"{describe(self.move) if self.move is not None else 'a message'} of {shapes_of(self.xs)}"
+        name = named(describe(self.move) if self.move is not None else "a message", self.purpose)
+        call = f"{name} of {shapes_of(self.xs)}"
         return f"{call} over {'+'.join(self.group.axes)} (processes {list(self.group.members)}) at {self.site}"
 
     @property
     def stamp(self) -> int:
-        """A number that differs where collectives, shapes or dtypes do."""
+        """A number that differs where collectives, shapes or dtypes do; its last two bits say what the call is for."""
         if self._stamp is None:
-            self._stamp = _stamp(self.move, self.xs[0].dtype, tuple([x.shape for x in self.xs]))
+            own = _stamp(self.move, self.xs[0].dtype, tuple([x.shape for x in self.xs]))
+            self._stamp = own & ~3 | PURPOSES.index(self.purpose)
         return self._stamp
 
 
@@ -165,13 +169,17 @@ class GroupLink:
 
     def send(self, x: Tensor, to: int, what: What) -> Work:
         """Start to send bytes; messages between two processes arrive in order."""
-        work: Any = self.pg.send([x], to, MESSAGE_TAG)
+        work: Any = self.pg.send([x], to, _message_tag(what))
         return work
 
     def receive(self, into: Tensor, source: int, what: What) -> Wire:
         """Return the wire that receives the next message."""
-        yield [self.pg.recv([into], source, MESSAGE_TAG)]
+        yield [self.pg.recv([into], source, _message_tag(what))]
         return into
+
+
+def _message_tag(what: What) -> int:
+    return MESSAGE_TAG + PURPOSES.index(what.purpose)
 
 
 @dataclass(frozen=True, slots=True)

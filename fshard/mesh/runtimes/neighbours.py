@@ -31,15 +31,19 @@ from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from threading import RLock
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import ref
 
 import torch
 import torch.distributed as dist
 
 from fshard.errors import MismatchError
+from fshard.mesh.purpose import PURPOSES, uneven
 from fshard.mesh.runtimes import rings
 from fshard.mesh.runtimes.rings import ASLEEP, Putter, Taker
+
+if TYPE_CHECKING:
+    from fshard.mesh.runtimes.link import Stamped
 
 INLINE = 256 << 10
 """Bytes up to which a tensor travels in the message itself: that is a copy more, but nobody waits until it has been read."""
@@ -124,12 +128,13 @@ class Neighbour:
         return RuntimeError(f"Connection closed by process {self.rank}")
 
 
-def differs(what: object, peer: Neighbour) -> MismatchError:
+def differs(what: Stamped, peer: Neighbour, stamp: int) -> MismatchError:
     """Return the error that says that a neighbour is in another call."""
+    mine, others = PURPOSES[what.stamp & 3], PURPOSES[stamp & 3]
     return MismatchError(
         f"{what}: process {peer.rank} makes another call, or makes it on another shape or dtype. "
         "Every process of a group has to call the same collectives in the same order, on equal shapes and dtypes; "
-        "run with FSHARD_CHECK=1 to see both calls."
+        f"run with FSHARD_CHECK=1 to see both calls.{uneven(mine, others)}"
     )
 
 

@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fshard.errors import DeadlockError, MeshError, MismatchError
 from fshard.mesh.moves import describe
+from fshard.mesh.purpose import Purpose, named, purpose, uneven
 from fshard.mesh.runtimes import gloo, native
 from fshard.mesh.runtimes.abstract import Done
 from fshard.mesh.runtimes.direct import Direct
@@ -92,7 +93,7 @@ class ProcessWorld:
         self._links: dict[tuple[int, ...], Link] = {}
         self._hosts: dict[tuple[int, ...], Link] = {}
         self._outgoing: list[tuple[Work, Tensor]] = []
-        self._to_itself: dict[tuple[int, ...], deque[tuple[Tensor, ...]]] = defaultdict(deque)
+        self._to_itself: dict[tuple[int, ...], deque[tuple[Purpose, tuple[Tensor, ...]]]] = defaultdict(deque)
         self._watch = Watch(self.rank, timeout, self._neighbours.has_gone) if watching() else None
 
     @staticmethod
@@ -123,7 +124,7 @@ class ProcessWorld:
         if n == 1:
             return Done(tuple(move.meaning([x])[0].clone() for x in xs))
         if self._watch is not None:
-            self._watch.meet(group, f"{describe(move)} of {shapes_of(xs)}", site)
+            self._watch.meet(group, f"{named(describe(move), purpose())} of {shapes_of(xs)}", site)
         what, widths = What(move, xs, group, site), list[int]()
         if len(xs) == 1:
             buffer = move.pack(xs[0], n)
@@ -152,9 +153,9 @@ class ProcessWorld:
         """Send tensors as one buffer, which is kept until it has left."""
         self._outgoing = [(work, kept) for work, kept in self._outgoing if not work.is_completed()]
         if self._watch is not None:
-            self._watch.sent(group, to, f"{shapes_of(xs)}", site)
+            self._watch.sent(group, to, named(shapes_of(xs), purpose()), site)
         if to == group.index:
-            self._to_itself[group.members].append(tuple(x.detach().clone() for x in xs))
+            self._to_itself[group.members].append((purpose(), tuple(x.detach().clone() for x in xs)))
             return
         buffer = torch.cat([x.detach().reshape(-1) for x in xs])
         buffer = (buffer.cpu() if self._staged else buffer).view(torch.uint8)
@@ -178,7 +179,7 @@ class ProcessWorld:
     def receive(self, likes: tuple[Tensor, ...], group: Group, source: int, site: Site) -> Receiving | Done:
         """Start to receive tensors like these, as one buffer."""
         if self._watch is not None:
-            self._watch.expect(group, source, f"{shapes_of(likes)}", site)
+            self._watch.expect(group, source, named(shapes_of(likes), purpose()), site)
         if source == group.index:
             return Done(self._from_itself(likes, group, site))
         size = sum(like.nbytes for like in likes)
@@ -191,9 +192,12 @@ class ProcessWorld:
         sent, what = self._to_itself[group.members], What(None, likes, group, site)
         if not sent:
             raise DeadlockError(f"process {self.rank} waits for {what} from itself, but has sent none.")
-        xs = sent.popleft()
-        if shapes_of(xs) != shapes_of(likes):
-            raise MismatchError(f"process {self.rank} expects {what} from itself, but has sent {shapes_of(xs)}.")
+        meant, xs = sent.popleft()
+        if shapes_of(xs) != shapes_of(likes) or meant != what.purpose:
+            raise MismatchError(
+                f"process {self.rank} expects {what} from itself, but has sent {named(shapes_of(xs), meant)}."
+                + uneven(what.purpose, meant)
+            )
         return xs
 
     # -- groups -------------------------------------------------------------------------------------------------

@@ -124,5 +124,5 @@ class Swapping:
         """Return where the row of a process lies, or its bytes."""
         address, size, stamp, place = peer.inbox.pop(key)
         if stamp != self._what.stamp or size != self._size or address != INSIDE:
-            raise differs(self._what, peer)
+            raise differs(self._what, peer, stamp)
         return place

@@ -29,6 +29,7 @@ from fshard.errors import DeadlockError, MismatchError, PromiseError, ScopeError
 from fshard.mesh import ledger
 from fshard.mesh.layout import dtype_name
 from fshard.mesh.moves import describe
+from fshard.mesh.purpose import Purpose, named, purpose, uneven
 from fshard.mesh.runtimes.crew import Crew, Stopped
 from fshard.mesh.runtimes.thread_state import (
     ThreadState,
@@ -55,6 +56,7 @@ class Slot:
     signature: Signature
     axes: tuple[str, ...]
     n: int
+    purpose: Purpose = field(default_factory=purpose)
     values: dict[int, tuple[Tensor, ...]] = field(default_factory=dict[int, tuple[Tensor, ...]])
     sites: dict[int, Site] = field(default_factory=dict[int, "Site"])
     waiting: list[int] = field(default_factory=list[int])
@@ -92,10 +94,11 @@ class Parcel:
     device: int
     likes: tuple[Tensor, ...]
     site: Site
+    purpose: Purpose = field(default_factory=purpose)
 
     def __str__(self) -> str:
         source = self.world.name(self.route[0])
-        return f"recv of {_describe_values(_signature(self.likes))} from {source} at {self.site}"
+        return f"recv of {named(_describe_values(_signature(self.likes)), self.purpose)} from {source} at {self.site}"
 
     def wait(self) -> tuple[Tensor, ...]:
         """Park until the message is there, and open it."""
@@ -103,9 +106,11 @@ class Parcel:
         while not world.mail[self.route]:
             world.listening[self.route] = self.device
             world.park(self.device, self)
-        tensors, described = world.mail[self.route].popleft()
-        if _signature(tensors) != _signature(self.likes):
-            raise MismatchError(f"{world.name(self.device)} expects {self}, but what came is {described}.")
+        tensors, meant, described = world.mail[self.route].popleft()
+        if _signature(tensors) != _signature(self.likes) or meant != self.purpose:
+            raise MismatchError(
+                f"{world.name(self.device)} expects {self}, but what came is {described}." + uneven(self.purpose, meant)
+            )
         return tensors
 
 
@@ -117,7 +122,7 @@ class VirtualWorld:
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
-        self.mail: dict[tuple[int, int], deque[tuple[tuple[Tensor, ...], str]]] = defaultdict(deque)
+        self.mail: dict[tuple[int, int], deque[tuple[tuple[Tensor, ...], Purpose, str]]] = defaultdict(deque)
         self.listening: dict[tuple[int, int], int] = {}
         self._slots: dict[object, deque[Slot]] = defaultdict(deque)
         self._batons = [threading.Lock() for _ in range(mesh.size)]
@@ -280,7 +285,8 @@ class VirtualWorld:
         index, slots, signature = group.index, self._slots[group.key], _signature(xs)
         for slot in slots:
             if index not in slot.values:
-                if slot.move != move or slot.signature != signature or slot.axes != group.axes:
+                asked = move, signature, group.axes, purpose()
+                if asked != (slot.move, slot.signature, slot.axes, slot.purpose):
                     self._raise_mismatch(slot, move, signature, group, site)
                 if _checks() and site not in slot.sites.values():
                     self._raise_mismatch(
@@ -311,6 +317,7 @@ class VirtualWorld:
             + _table([(self.name(device), what) for device, what in sorted(lines)])
             + "\nEvery device of a group has to call the same collectives in the same order, on equal shapes and dtypes."
             + hint
+            + uneven(asked.purpose, slot.purpose)
         )
 
     # -- messages -----------------------------------------------------------------------------------------------
@@ -320,8 +327,8 @@ class VirtualWorld:
         if self._stopping:
             raise Stopped
         route = group.device, group.member(to)
-        described = f"{_describe_values(_signature(xs))} sent by {self.name(route[0])} at {site}"
-        self.mail[route].append((tuple(x.detach().clone() for x in xs), described))
+        described = f"{named(_describe_values(_signature(xs)), purpose())} sent by {self.name(route[0])} at {site}"
+        self.mail[route].append((tuple(x.detach().clone() for x in xs), purpose(), described))
         if route in self.listening:
             self._ready.append(self.listening.pop(route))
 
@@ -339,7 +346,7 @@ class VirtualWorld:
             raise MismatchError(
                 "Collectives were started, but not by all devices of their group:\n  " + "\n  ".join(sorted(set(lines)))
             )
-        lost = [described for box in self.mail.values() for _, described in box]
+        lost = [described for box in self.mail.values() for *_, described in box]
         if lost:
             raise MismatchError("Messages were sent but never received:\n  " + "\n  ".join(lost))
 
@@ -386,7 +393,7 @@ def _describe_values(signature: Signature) -> str:
 
 def _describe(slot: Slot) -> str:
     over = ", ".join(f'"{axis}"' for axis in slot.axes)
-    return f"{describe(slot.move)} over {over} of {_describe_values(slot.signature)}"
+    return f"{named(describe(slot.move), slot.purpose)} over {over} of {_describe_values(slot.signature)}"
 
 
 def _meaning(slot: Slot) -> list[tuple[Tensor, ...]]:
