@@ -68,7 +68,7 @@ def _directions(cells: Cells, betas: tuple[float, float], eps: float, weight_dec
     directions = lists.div(m, [1 - betas[0] ** t for t in cells.steps])
     lists.div_(directions, denominators(v, cells.steps, betas[1], eps))
     if weight_decay:
-        lists.add_(directions, cells.params, alpha=weight_decay)
+        lists.add_multiple_(directions, cells.params, weight_decay)
     return directions
 
 
