@@ -81,3 +81,15 @@ def test_a_class_of_torch_computes_16_bits_in_32_and_rounds_once(cls, dtype):
     found, _ = by_step(optim.from_torch(cls, **FOREIGN[cls]), params, [grads])
     wide = by_torch(cls, [x.float() for x in params], [[g.float() for g in grads]], **FOREIGN[cls])
     assert same(leaves_of(found), [x.to(dtype) for x in wide])
+
+
+@pytest.mark.parametrize(
+    "opt",
+    [optim.chain(optim.clip_by_global_norm(0.1), optim.sgd(0.1)), optim.lamb(0.1, weight_decay=0.1), optim.adamw(0.01)],
+    ids=["clip_by_global_norm", "lamb", "adamw"],
+)
+def test_steps_in_float64_and_their_norms_have_equal_bits_on_all_meshes_and_in_all_stages(opt):
+    expected, seen = trained(opt, torch.float64, 1, 0)
+    for n, stage in ((1, 3), (2, 1), (4, 2), (8, 3)):
+        found, again = trained(opt, torch.float64, n, stage)
+        assert same(found, expected) and again == seen
