@@ -1,13 +1,17 @@
 """Norms over everything, wherever it lies."""
 
+from fractions import Fraction
+from math import hypot, inf, isnan, nan
+
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import fshard as fs
 import fshard.testing.strategies
 from fshard import P, optim
+from fshard.optim.digits import digits_of, number_of
 from tests.optimizers import example, leaves_of, tensor
 
 
@@ -64,3 +68,34 @@ def test_clip_by_global_norm_is_torchs():
     clipped, _ = optim.clip_by_global_norm(1.0).update(grads, (), params)
     for a, p in zip(leaves_of(clipped), own, strict=True):
         torch.testing.assert_close(a, p.grad)
+
+
+NUMBERS = st.floats(0, allow_infinity=False, max_value=2.0**1000)
+
+
+@given(st.lists(NUMBERS, max_size=40), st.data())
+@settings(max_examples=200)
+def test_sums_in_digits_are_exact_and_have_the_same_bits_in_any_order_and_cut(numbers, data):
+    mixed = torch.tensor(data.draw(st.permutations(numbers)), dtype=torch.float64)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(numbers)), max_size=4)))
+    pieces = [digits_of(piece) for piece in mixed.tensor_split(cuts)]
+    found = number_of(torch.stack(pieces).sum(0))
+    assert torch.equal(found, number_of(digits_of(torch.tensor(numbers, dtype=torch.float64))))
+    exact = sum(map(Fraction, numbers))
+    assert abs(Fraction(found.item()) - exact) <= exact * Fraction(2) ** -50
+
+
+@given(st.lists(st.floats(-1e150, 1e150) | st.floats(-1, 1), max_size=20), st.integers(0, 20), st.booleans())
+def test_the_norm_of_float64_is_that_of_math(numbers, cut, exact):
+    assume(not any(0 < abs(x) < 1e-140 for x in numbers))  # whose squares are no normal numbers
+    x = torch.tensor(numbers, dtype=torch.float64)
+    found = optim.global_norm([x[:cut], x[cut:].clone()], exact=exact).item()
+    assert found == pytest.approx(hypot(*numbers), rel=1e-14)
+
+
+@pytest.mark.parametrize("strange", [inf, 1e200, nan])
+def test_a_norm_of_float64_that_is_not_finite_says_so(strange):
+    x = tensor((100_000,), torch.float64, 0)
+    x[70_000] = strange
+    found = optim.global_norm([x, tensor((3,), torch.float64, 1)]).item()
+    assert isnan(found) if isnan(strange) else found == inf

@@ -1,5 +1,7 @@
 """Optimizers have the bits of torch.optim, where torch has the same; fused kernels differ by rounding."""
 
+from math import ceil
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -32,13 +34,38 @@ def test_steps_on_any_tree_have_the_bits_of_torch(name, data):
 
 
 @pytest.mark.parametrize("name", [name for name, twin in TWINS.items() if twin[0] in FUSED])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.complex64], ids=str)
-def test_other_dtypes_have_the_bits_of_torch_foreach(name, dtype):
+def test_complex_numbers_have_the_bits_of_torch_foreach(name):
     make, cls, options = TWINS[name]
     options = options if make is optim.sgd else {"eps": 1e-3, **options}
-    params, steps = example(dtype)
+    params, steps = example(torch.complex64)
     expected = by_torch(cls, params, steps, foreach=True, **options)
     assert same(leaves_of(by_step(make(**options, fused=False), params, steps)[0]), expected)
+
+
+@pytest.mark.parametrize("name", [name for name, twin in TWINS.items() if twin[0] in FUSED])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_16_bits_have_the_bits_of_torch_foreach_where_torch_rounds_once(name, dtype):
+    """Where multiples are added, that is in the middle of a tensor, and of factors that 16 bits hold."""
+    make, cls, options = TWINS[name]
+    added = make is not optim.adamw and ("decay" in name or make is optim.sgd)  # it adds multiples
+    options = options if make is optim.sgd else {"eps": 1e-3, **options}
+    if added:
+        held = {"lr", "weight_decay", "momentum", "dampening"}
+        options = {key: ceil(value * 128) / 128 if key in held else value for key, value in options.items()}
+        params, *steps = ([tensor((n,), dtype, 10 * t + n) for n in (64, 192)] for t in range(6))
+    else:
+        params, steps = example(dtype)
+    expected = by_torch(cls, params, steps, foreach=True, **options)
+    assert same(leaves_of(by_step(make(**options, fused=False), params, steps)[0]), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_multiples_in_16_bits_are_rounded_once_wherever_they_stand(dtype):
+    p, g = tensor((77,), dtype, 0), tensor((77,), dtype, 1)
+    (found,), _ = by_step(optim.sgd(0.0123), [p], [[g]])
+    assert torch.equal(found, (p.double() - 0.0123 * g.double()).to(dtype))
+    (added,), _ = optim.add_decayed_weights(0.0123).update([g], (), [p])
+    assert torch.equal(added, (g.double() + 0.0123 * p.double()).to(dtype))
 
 
 @pytest.mark.parametrize("name", TWINS)

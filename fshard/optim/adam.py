@@ -113,7 +113,7 @@ def _adam_rule(
     if weight_decay and decoupled:
         lists.mul_(p, 1 - lr * weight_decay)
     elif weight_decay:
-        g = lists.add(g, p, alpha=weight_decay)
+        g = lists.add_multiple(g, p, weight_decay)
     moments(m, v, g, betas)
     if amsgrad:
         lists.maximum_(cells.state["max_exp_avg_sq"], v)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fshard.mesh.tree import PyTree
+from fshard.optim import lists
 from fshard.optim.contract import Elementwise, Optimizer, Update, elementwise_leaves, refuse_scaled, scale_inside
 from fshard.optim.leaves import Leaf, Leaves, count_from_zero, map_shards, trainable
 from fshard.optim.norms import global_norm
@@ -133,7 +134,10 @@ def add_decayed_weights(decay: float) -> Optimizer:
 
     def _decayed(param: Leaf, grad: Leaf) -> Leaf:
         moved = grad is not None and trainable(param)
-        return map_shards(lambda g, p: g.add(p.detach().to(g.dtype), alpha=decay), grad, param) if moved else grad
+        return map_shards(_sum, grad, param) if moved else grad
+
+    def _sum(grad: Tensor, param: Tensor) -> Tensor:
+        return lists.add_multiple([grad], [param.detach().to(grad.dtype)], decay)[0]
 
     return _stateless(decayed)
 

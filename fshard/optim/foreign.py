@@ -4,10 +4,14 @@ The class is a rule like any other: each shard is one torch parameter, whose sta
 step and taken out after it.  What state there is, is found by steps on examples; values are not kept from them, since
 they are those after a step.  A leaf at its first step comes without state, so that it begins as the class wants.
 torch's own "step" is our count of the leaf's steps.  A class that remembers more than that is refused.
+
+On a CPU an elementwise class computes 16 bits in 32, and is rounded once a step: `torch.add(alpha=)`, of which these classes
+are made, rounds 16 bits by the place of an element in its tensor, so the bits would depend on the mesh.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +20,7 @@ from torch import Tensor
 from fshard.errors import FshardError, OptimizerError
 from fshard.optim.cells import Cells
 from fshard.optim.contract import Optimizer
+from fshard.optim.lists import rounds_by_place
 from fshard.optim.rules import Rule, writer
 from fshard.optim.schedules import Rate
 from fshard.optim.whole import check_whole
@@ -65,6 +70,7 @@ def from_torch(cls: type[torch.optim.Optimizer], *, elementwise: bool | None = N
 
     slots = {name: slot(name) for name in kept if name != "step"}
     check = None if elementwise else check_whole(f"from_torch({cls.__name__})")
+    rule = _in_32_bits(rule) if elementwise else rule
     return writer(lr, slots, rule, fast=fast, check=check, elementwise=elementwise)
 
 
@@ -89,6 +95,23 @@ def _rule(cls: Any, options: dict[str, Any], kept: dict[str, Any]) -> Rule:
                 _keep(column[place], optimizer.state[param].get(name))
 
     return rule
+
+
+def _in_32_bits(rule: Rule) -> Rule:
+    """Return a rule that is given float32 copies of what it would round by the place."""
+
+    def widened(column: list[Any]) -> list[Any]:
+        return [x.float() if x is not None and rounds_by_place(x) else x for x in column]
+
+    def written(cells: Cells, lr: float) -> None:
+        state = {name: widened(column) for name, column in cells.state.items()}
+        wide = replace(cells, params=widened(cells.params), grads=widened(cells.grads), state=state)
+        rule(wide, lr)
+        for own, other in zip([cells.params, *cells.state.values()], [wide.params, *state.values()], strict=True):
+            for x, computed in zip(own, other, strict=True):
+                _keep(x, computed)
+
+    return written
 
 
 def _made(cls: Any, params: list[Tensor], options: dict[str, Any]) -> torch.optim.Optimizer:

@@ -39,8 +39,7 @@ def lion(lr: Rate = 1e-4, betas: tuple[float, float] = (0.9, 0.99), weight_decay
             lists.mul_(cells.params, 1 - lr * weight_decay)
         moves = lists.lerp(m, cells.grads, 1 - betas[0])
         lists.sign_(moves)
-        lists.mul_(moves, -lr)  # apart: in half precision, the rounding of add(alpha=) depends on the cut
-        lists.add_(cells.params, moves)
+        lists.add_multiple_(cells.params, moves, -lr)
         lists.lerp_(m, cells.grads, 1 - betas[1])
 
     return writer(lr, {"exp_avg": torch.zeros_like}, each_kind(rule))

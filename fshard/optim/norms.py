@@ -8,7 +8,7 @@ element is counted twice; then one `psum` over the axes along which anything is 
     v replicated                   v counts      x
     u cut over a and b             u counts      x      x      x      x        then psum over (a, b)
 
-Plain tensors are global values and are added at the end.  Sums are made in float64.
+Plain tensors are global values and are added at the end.  Sums are made in float64, or in digits.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from fshard.mesh.spec import P
 from fshard.mesh.spmd import held
 from fshard.mesh.tree import PyTree
 from fshard.optim import lists
+from fshard.optim.digits import WIDTH, digits_of, number_of
 from fshard.optim.leaves import Leaf, Leaves, shards_of
 from fshard.source import call_site
 
@@ -42,11 +43,12 @@ def global_norm(tree: PyTree, *, exact: bool = True) -> Tensor:
 
     Args:
         tree: tensors and `Sharded`s.
-        exact: square and add in float64, which makes the result the same however the tree is cut, but for the last bits of
-            a float64.  Else each shard is squared and added in its own dtype, several times as fast on a CPU.
+        exact: make the result the same however the tree is cut.  If a leaf is of float64 it is the same bit for bit, by
+            sums in digits; else squares are added in float64, whose last bits may differ, and hardly ever after rounding to
+            float32.  With False each shard is squared and added in its own dtype, several times as fast on a CPU.
 
-    Communicates a `psum` of 8 bytes over the axes along which any leaf is cut; nothing if none is.  Tied leaves (the very
-    same tensors) count once, None counts as nothing.
+    Communicates a `psum` of 8 bytes, or of 856 in digits, over the axes along which any leaf is cut; nothing if none is.
+    Tied leaves (the very same tensors) count once, None counts as nothing.
 
     >>> import torch, fshard as fs
     >>> from fshard import P
@@ -63,11 +65,12 @@ def global_norm(tree: PyTree, *, exact: bool = True) -> Tensor:
     if not leaves:
         return torch.zeros((), dtype=torch.float64)
     near = shards_of(leaves[0])[0].device
+    digits = exact and in_digits(leaves)
 
     def row(places: Places) -> Tensor:
-        return squares([shards_of(leaves[i])[at] for i, at in places], near, exact=exact).sum(0, keepdim=True)
+        return squares([shards_of(leaves[i])[at] for i, at in places], near, digits=digits, exact=exact).sum(0)
 
-    return sum_over_mesh(leaves, row).sqrt()[0]
+    return sum_of(sum_over_mesh(leaves, row)).sqrt()
 
 
 def largest(shards: Sequence[Tensor], near: torch.device) -> Tensor:
@@ -75,9 +78,25 @@ def largest(shards: Sequence[Tensor], near: torch.device) -> Tensor:
     return _norms([shard for shard in shards if shard.numel()], near, inf, None)
 
 
-def squares(shards: Sequence[Tensor], near: torch.device, *, exact: bool = True) -> Tensor:
-    """Return the sums of the squares of each shard, in float64; unless they are to be exact, from norms in its own dtype."""
-    return _norms(shards, near, 2, torch.float64 if exact else None).square()
+def in_digits(leaves: Sequence[Leaf]) -> bool:
+    """Return whether the squares of some leaves are to be added up in digits: if a float64 comes of them, it tells all bits."""
+    return any(leaf.dtype in (torch.float64, torch.complex128) for leaf in leaves)
+
+
+def squares(shards: Sequence[Tensor], near: torch.device, *, digits: bool, exact: bool = True) -> Tensor:
+    """Return the sums of the squares of each shard, in digits or in float64: a matrix with a row for each shard.
+
+    Unless they are to be exact, they are made of norms in the shard's own dtype.
+    """
+    if not digits:
+        return _norms(shards, near, 2, torch.float64 if exact else None).square()[:, None]
+    sums = [digits_of(_real(shard).double().square()).to(near) for shard in shards]
+    return torch.stack(sums) if sums else torch.zeros((1, WIDTH), dtype=torch.float64, device=near)
+
+
+def sum_of(rows: Tensor) -> Tensor:
+    """Return the numbers that sums of `squares`, the last dim, stand for."""
+    return rows[..., 0] if rows.shape[-1] == 1 else number_of(rows)
 
 
 def _norms(shards: Sequence[Tensor], near: torch.device, order: float, dtype: torch.dtype | None) -> Tensor:

@@ -78,16 +78,16 @@ def _sgd_rule(
 ) -> None:
     g: Any = lists.neg(cells.grads) if maximize else cells.grads
     if weight_decay:
-        g = lists.add(g, cells.params, alpha=weight_decay)
+        g = lists.add_multiple(g, cells.params, weight_decay)
     if momentum:
         b = cells.state["momentum_buffer"]
         lists.mul_(b, momentum)
-        lists.add_(b, g, alpha=1 - dampening)
+        lists.add_multiple_(b, g, 1 - dampening)
         for buffer, grad, t in zip(b, g, cells.steps, strict=True):
             if t == 1:
                 buffer.copy_(grad)
-        g = lists.add(g, b, alpha=momentum) if nesterov else b
-    lists.add_(cells.params, g, alpha=-lr)
+        g = lists.add_multiple(g, b, momentum) if nesterov else b
+    lists.add_multiple_(cells.params, g, -lr)
 
 
 def _sgd_fused(cells: Cells, lr: float, *, momentum: float, **options: Any) -> None:

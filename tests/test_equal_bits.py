@@ -1,0 +1,95 @@
+"""Decision 012, for the optimizer: its bits do not depend on where parameters are cut."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fshard as fs
+from fshard import P, optim
+from tests.optimizers import ELEMENTWISE, FOREIGN, by_step, by_torch, by_update, laid, leaves_of, same, tensor
+
+HALVES = (torch.bfloat16, torch.float16)
+FOREIGN_BY_NAME = {
+    f"from_torch({cls.__name__})": optim.from_torch(cls, **options)
+    for cls, options in FOREIGN.items()
+    if not options.get("fused")
+}
+ANY = {
+    **ELEMENTWISE,
+    **FOREIGN_BY_NAME,
+    "adam, maximize": optim.adam(0.01, weight_decay=0.1, maximize=True),
+    "sgd, all": optim.sgd(0.03, momentum=0.9, dampening=0.3, weight_decay=0.1, maximize=True),
+    "RMSprop, decay": optim.from_torch(torch.optim.RMSprop, lr=0.01, momentum=0.9, weight_decay=0.1),
+}
+
+
+@pytest.mark.parametrize("name", ANY)
+@given(st.data())
+@settings(max_examples=8)
+def test_pieces_in_16_bits_have_the_bits_of_the_whole(name, data):
+    sizes = data.draw(st.lists(st.integers(1, 500), min_size=1, max_size=3))
+    dtype, n = data.draw(st.sampled_from(HALVES)), data.draw(st.sampled_from([2, 3, 4, 8]))
+    seed, run = data.draw(st.integers(0, 2**20)), data.draw(st.sampled_from([by_step, by_update]))
+    params, *steps = ({"b": [tensor((s,), dtype, seed + 10 * t + i) for i, s in enumerate(sizes)]} for t in range(4))
+    layout = fs.Layout(fs.make_mesh({"data": n}), P.flat("data"))
+    pieces = run(ANY[name], laid(params, layout), [laid(grads, layout) for grads in steps])
+    assert same(fs.unshard(pieces), run(ANY[name], params, steps))
+
+
+def trained(opt, dtype, n, stage, steps=3):
+    mesh, shapes = fs.make_mesh({"data": n}), {"w": (37, 29), "b": (29,), "v": (29, 11)}
+    whole = {name: tensor(shape, dtype, i) for i, (name, shape) in enumerate(shapes.items())}
+    x = tensor((16, 37), dtype, 9)
+    params = fs.shard_params(whole, fs.fsdp("data") if stage == 3 else P(), mesh=mesh)
+    divided = fs.partition_optimizer(opt, mesh=mesh, axis="data", stage=stage)
+
+    def loss_fn(p, x):
+        return (torch.tanh(x @ p["w"] + p["b"]) @ p["v"]).square().mean()
+
+    step = fs.train_step(loss_fn, divided, mesh=mesh, batch=P("data"), reproducible=True)
+    state, seen = divided.init(params), []
+    for _ in range(steps):
+        params, state, metrics = step(params, state, x)
+        seen.append((metrics["loss"].item(), metrics["grad_norm"].item()))
+    return fs.unshard(params), seen
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize(
+    "opt",
+    [
+        optim.sgd(0.01),
+        optim.chain(optim.add_decayed_weights(0.1), optim.sgd(0.01, momentum=0.9, nesterov=True)),
+        optim.adam(0.01, eps=1e-4, weight_decay=0.1),
+        optim.lamb(0.01, weight_decay=0.1),
+        optim.from_torch(torch.optim.RMSprop, lr=0.01, momentum=0.9, weight_decay=0.1),
+    ],
+    ids=["sgd", "chain", "adam", "lamb", "from_torch"],
+)
+def test_steps_in_16_bits_have_equal_bits_on_all_meshes_and_in_all_stages(opt, dtype):
+    expected, seen = trained(opt, dtype, 1, 0)
+    for n, stage in ((1, 3), (2, 1), (4, 2), (8, 3)):
+        found, again = trained(opt, dtype, n, stage)
+        assert same(found, expected) and again == seen
+
+
+@pytest.mark.parametrize("cls", FOREIGN, ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_a_class_of_torch_computes_16_bits_in_32_and_rounds_once(cls, dtype):
+    params, grads = ([tensor((n,), dtype, seed + n) for n in (5, 64, 77)] for seed in (0, 100))
+    found, _ = by_step(optim.from_torch(cls, **FOREIGN[cls]), params, [grads])
+    wide = by_torch(cls, [x.float() for x in params], [[g.float() for g in grads]], **FOREIGN[cls])
+    assert same(leaves_of(found), [x.to(dtype) for x in wide])
+
+
+@pytest.mark.parametrize(
+    "opt",
+    [optim.chain(optim.clip_by_global_norm(0.1), optim.sgd(0.1)), optim.lamb(0.1, weight_decay=0.1), optim.adamw(0.01)],
+    ids=["clip_by_global_norm", "lamb", "adamw"],
+)
+def test_steps_in_float64_and_their_norms_have_equal_bits_on_all_meshes_and_in_all_stages(opt):
+    expected, seen = trained(opt, torch.float64, 1, 0)
+    for n, stage in ((1, 3), (2, 1), (4, 2), (8, 3)):
+        found, again = trained(opt, torch.float64, n, stage)
+        assert same(found, expected) and again == seen
