@@ -13,12 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from traceback import extract_tb
 from typing import Any, NamedTuple
 
 import optree
 import torch
 from torch import Tensor, UntypedStorage
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fshard.errors import LayoutError
@@ -55,6 +56,12 @@ def init_params(
     try:
         with FakeTensorMode(allow_non_fake_inputs=True), recording:
             made = init_fn()
+    except DataDependentOutputException as error:
+        by = next(frame.name for frame in reversed(extract_tb(error.__traceback__)) if not _is_below(frame.filename))
+        raise LayoutError(
+            f"init_params: the function cannot be run without memory: {by} looks at a value. "
+            "Call it and lay its result out with fs.shard_params, or draw without looking."
+        ) from error
     except (RuntimeError, TypeError) as error:
         raise LayoutError(
             f"init_params: the function cannot be run without memory ({str(error).strip().splitlines()[0]}). "
@@ -83,6 +90,11 @@ def init_params(
             torch.set_rng_state(state)
     first = {id(leaf): number for number, leaf in reversed([*enumerate(leaves)])}  # a tied leaf is one
     return unflatten(structure, [placed[first[id(leaf)]] for leaf in leaves])
+
+
+def _is_below(filename: str) -> bool:
+    """Return whether a file is of what runs functions, here or in torch, and not of what initialises."""
+    return filename == __file__ or ("/torch/" in filename and "/torch/nn/" not in filename)
 
 
 @dataclass(frozen=True)
