@@ -205,6 +205,21 @@ def test_what_cannot_be_laid_out_is_said_with_all_offenders():
     assert "dim 1 has 3 elements, which 2 devices (b) do not divide" in text
 
 
+@pytest.mark.parametrize("after", [P.owned("a", "b", by=4), P.owned("b", "a", by=3)], ids=str)
+def test_one_of_several_owners_keeps_what_it_has(after):
+    mesh = fs.make_mesh({"a": 2, "b": 3})
+    whole = torch.arange(7.0).requires_grad_()
+    before = fs.device_put(whole, fs.Layout(mesh, P.owned("a", by=1)))
+    with fs.ledger() as comm:
+        y = fs.reshard(before, fs.Layout(mesh, after))
+    assert comm.bytes() == 0
+    assert [shard.numel() for shard in y.shards] == [0, 0, 0, 0, 7, 0]
+    (gradient,) = torch.autograd.grad((fs.unshard(y) * 3).sum(), whole)
+    assert torch.equal(gradient, torch.full((7,), 3.0))
+    elsewhere = fs.reshard(before, fs.Layout(mesh, P.owned("a", "b", by=0)))
+    assert [shard.numel() for shard in elsewhere.shards] == [7, 0, 0, 0, 0, 0]
+
+
 def test_host_memory_is_a_layout():
     mesh = fs.make_mesh({"a": 2})
     x = fs.device_put(torch.ones(4), fs.Layout(mesh, P("a"), "host"))

@@ -369,6 +369,26 @@ def test_the_same_program_on_an_abstract_mesh():
     assert books[0] == books[1]
 
 
+def test_an_abstract_mesh_counts_of_each_call_what_the_busiest_device_sends():
+    def hop(x):
+        (gradient,) = torch.autograd.grad(fs.ppermute(x.requires_grad_(), "data", [(1, 0)]).sum(), x)
+        return fs.broadcast(gradient, "data", source=1)
+
+    books = []
+    for runtime in ("virtual", "abstract"):
+        mesh = fs.make_mesh({"data": 2}, runtime=runtime)
+        with fs.ledger() as comm:
+            fs.shard_map(hop, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check=False)(torch.ones(24))
+        books.append(comm)
+    sent = [
+        [book.bytes(device, collective=name) for name in ("ppermute", "broadcast")]
+        for book in books
+        for device in book.devices
+    ]
+    assert sent == [[48, 0], [48, 48], [96, 48]]  # there, and back: no device sends both
+    assert [book.calls() for book in books] == [3, 3]
+
+
 def squares_on(mesh, w):
     return fs.unshard(
         fs.shard_map(lambda w: fs.psum((w**2).sum(), "data"), mesh=mesh, in_specs=P("data"), out_specs=P())(w)

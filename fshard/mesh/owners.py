@@ -49,11 +49,12 @@ class Owned(NamedTuple):
 
 
 def keep(one: Owned, on: MoveOn) -> Tensor:
-    """Keep a whole tensor, equal on all devices, on its owner alone.  Nothing is sent."""
+    """Keep a tensor, equal on all devices, whole or empty, on its owner alone.  Nothing is sent."""
     bound = on(Pick(one.owner))
+    mine = bound.group.index == one.owner and one.x.numel() == one.size
     if transformed() or recorded((one.x,)):  # the transpose sends the owner's cotangent to all
-        return one.whole(bound.group.index == one.owner, apply(bound, (one.x,))[0])
-    return one.whole(bound.group.index == one.owner, one.x)
+        return one.whole(mine, apply(bound, (one.x,))[0])
+    return one.whole(mine, one.x)
 
 
 def collect(some: Sequence[Owned], on: MoveOn) -> list[Tensor]:

@@ -21,7 +21,7 @@ from math import prod
 from typing import Literal
 
 from fshard.errors import LayoutError
-from fshard.mesh.arithmetic import chunk
+from fshard.mesh.arithmetic import chunk, ravel, unravel
 from fshard.mesh.matching import Dims, Matching, Pairs
 from fshard.mesh.spec import P
 
@@ -118,6 +118,8 @@ def _steps(state: State, goal: State, shape: tuple[int, ...], sizes: Mapping[str
     if state.owned is not None:
         yield from _sums(state, goal, sizes, Fraction(total))
         yield _exchange(state, replace(state, flat=state.owned, owned=None, owner=None), total, sizes)
+        if total:
+            yield from _among_owners(state, goal, sizes)
         return
     yield from _sums(state, goal, sizes, local)
     if state.flat is None:
@@ -133,6 +135,21 @@ def _exchange(before: State, after: State, total: int, sizes: Mapping[str, int])
     axes, owner = (after.owned, after.owner) if after.owned is not None else (before.owned, before.owner)
     n = _parts(axes or (), sizes)
     return Step("exchange", axes or (), Fraction((n - 1) * chunk(total, n)), after, owner=owner or 0)
+
+
+def _among_owners(state: State, goal: State, sizes: Mapping[str, int]) -> Iterator[Step]:
+    """Leave to one of several owners, equal along other axes, what it has."""
+    owned, wanted = state.owned or (), goal.owned or ()
+    more = tuple(axis for axis in wanted if axis not in owned)
+    if not more or not set(owned) <= set(wanted) or set(more) & state.unreduced:
+        return
+    place = dict(zip(wanted, unravel(goal.owner or 0, [sizes[axis] for axis in wanted]), strict=True))
+
+    def number(axes: tuple[str, ...]) -> int:
+        return ravel([place[axis] for axis in axes], [sizes[axis] for axis in axes])
+
+    if number(owned) == state.owner:
+        yield Step("keep", more, Fraction(0), replace(state, owned=wanted, owner=goal.owner), owner=number(more))
 
 
 def _parts(axes: tuple[str, ...], sizes: Mapping[str, int]) -> int:
