@@ -74,6 +74,12 @@ def dual(loss, w, x, v):
         return torch.autograd.forward_ad.unpack_dual(y).tangent
 
 
+def batched_gradients(loss, w, x, v):
+    w = w.detach().requires_grad_()
+    values = torch.stack([loss(w, x), loss(w * 2, x)])
+    return torch.autograd.grad(values, w, torch.eye(2, dtype=w.dtype), is_grads_batched=True)[0]
+
+
 KINDS = {
     "backward": backward,
     "autograd.grad": lambda loss, w, x, v: torch.autograd.grad(loss(w.requires_grad_(), x), w)[0],
@@ -94,6 +100,10 @@ KINDS = {
     "vmap over weights": lambda loss, w, x, v: vmap(lambda w: loss(w, x))(torch.stack([w, v, w + v])),
     "vmap of grad": lambda loss, w, x, v: vmap(lambda w: grad(loss)(w, x))(torch.stack([w, v])),
     "grad of vmap": lambda loss, w, x, v: grad(lambda w: vmap(lambda s: loss(w * s, x))(torch.arange(3.0)).sum())(w),
+    "gradients batched": batched_gradients,
+    "hessian vectorized": lambda loss, w, x, v: torch.autograd.functional.hessian(
+        lambda w: loss(w, x), w.detach(), vectorize=True
+    ),
     "checkpoint": checkpointed(False),
     "checkpoint reentrant": checkpointed(True),
 }

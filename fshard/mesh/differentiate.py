@@ -15,7 +15,7 @@ from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
-from torch._C._functorch import peek_interpreter_stack  # the only way to ask whether torch.func is active
+from torch._C._functorch import is_legacy_batchedtensor, peek_interpreter_stack  # the only way to ask
 from torch.autograd import forward_ad
 from torch.autograd.function import Function
 
@@ -30,6 +30,9 @@ from fshard.source import Site
 Tensors = tuple[Tensor, ...]
 _unpack_dual: Any = torch._VF._unpack_dual  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
 """What forward_ad.unpack_dual calls: it is asked for every tensor of every collective, so it is asked directly."""
+
+
+_torch: Any = torch  # for what it has for itself
 
 
 class LinearMap(Protocol):
@@ -82,7 +85,7 @@ class _Recorded(Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         with serving("cotangents"):
-            return None, *apply(ctx.linear.transposed(), cotangents)
+            return None, *_apply_backward(ctx.linear.transposed(), cotangents)
 
     @staticmethod
     def jvp(ctx: Any, *grad_inputs: Any) -> Tensors:
@@ -91,6 +94,21 @@ class _Recorded(Function):
         with serving("tangents"):
             ys = apply(ctx.linear, tuple(tangents))
         return tuple(y.view_as(y) if id(y) in given else y for y in ys)
+
+
+def _apply_backward(linear: LinearMap, xs: Tensors) -> Tensors:
+    """Apply a linear map to cotangents, also to many at once.
+
+    For `is_grads_batched` and `vectorize`, autograd has a vmap of its own, which knows no rules of Functions.
+    """
+    if not any(map(is_legacy_batchedtensor, xs)):
+        return apply(linear, xs)
+    level = _torch._C._vmapmode_increment_nesting() - 1  # there is no other way to ask for it
+    _torch._C._vmapmode_decrement_nesting()
+    bare = [_torch._remove_batch_dim(x, level, 1, 0) if is_legacy_batchedtensor(x) else None for x in xs]
+    size = next(x.shape[0] for x in bare if x is not None)
+    whole = tuple(leading(x, None, size) if one is None else one for x, one in zip(xs, bare, strict=True))
+    return tuple(_torch._add_batch_dim(y, 0, level) for y in apply(linear.batched(), whole))
 
 
 class _Transformed(Function):

@@ -25,6 +25,7 @@ from fshard.mesh.collectives import check_index
 from fshard.mesh.differentiate import LinearMap, Tensors, apply
 from fshard.mesh.ledger import Row, active
 from fshard.mesh.moves import Permute
+from fshard.mesh.purpose import purpose, serving
 from fshard.mesh.runtimes.protocol import World
 from fshard.mesh.scope import Group, require
 from fshard.mesh.spec import Axes
@@ -166,13 +167,13 @@ class _Exchange:
 
     def start(self) -> Handle:
         """Return a handle; sending is under way at once, receiving has its place among the messages."""
-        started, graded = self.started, torch.is_grad_enabled()
+        started, graded, meant = self.started, torch.is_grad_enabled(), purpose()
         if started is None:
             token = self.run()
             return Handle(lambda: token)
 
         def receive() -> PyTree:
-            with torch.set_grad_enabled(graded):
+            with torch.set_grad_enabled(graded), serving(meant):
                 return self._run()
 
         def in_turn() -> PyTree:
