@@ -5,6 +5,7 @@ import time
 from fractions import Fraction
 from math import prod
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -249,3 +250,14 @@ def test_an_axis_of_one_device_is_no_axis_on_the_way(shape, axes):
         assert [tuple(shard.shape) for shard in z.shards] == [z.layout.local_shape(shape, d) for d in range(mesh.size)]
         assert all("a" not in axes or mesh.shape["a"] > 1 for _, axes in comm.by_collective())
         assert mesh.size > 1 or not comm.calls()
+
+
+@pytest.mark.parametrize(
+    "piece",
+    [np.zeros(4), "x", lambda a: np.zeros(4), lambda a: 3.0],
+    ids=["array", "text", "makes arrays", "makes numbers"],
+)
+def test_pieces_are_tensors(piece):
+    layout = fs.Layout(fs.make_mesh({"a": 2}), P("a"))
+    with pytest.raises(fs.LayoutError, match=r"from_local.*found (ndarray|str|float).*torch\.as_tensor"):
+        fs.from_local(piece, layout)

@@ -143,12 +143,22 @@ def from_local(piece: Tensor | Callable[..., Tensor], layout: Layout, *, shape: 
     """
     layout = layout.on(standing(layout.mesh))
     devices = held(layout.mesh)
+    if not isinstance(piece, Tensor) and not callable(piece):
+        raise LayoutError(
+            f"from_local takes a tensor, or a function that makes one; found {type(piece).__name__}. "
+            "Write torch.as_tensor(...) around an array."
+        )
     if isinstance(piece, Tensor) and len(devices) > 1:
         raise LayoutError(
             f"from_local was given one piece for the {len(devices)} devices of {layout.mesh}. Give a function of the "
             f"coordinates, from_local(lambda {', '.join(layout.mesh.axis_names)}: ..., layout), or call it inside fs.run."
         )
     pieces = [piece if isinstance(piece, Tensor) else piece(**layout.mesh.coordinates(device)) for device in devices]
+    strange = sorted({type(own).__name__ for own in pieces if not isinstance(own, Tensor)})
+    if strange:
+        raise LayoutError(
+            f"from_local: the pieces have to be tensors; found {', '.join(strange)}. Write torch.as_tensor(...) around each."
+        )
     kinds = {(own.dtype, own.ndim) for own in pieces}
     if len(kinds) > 1:
         raise LayoutError(f"from_local: the pieces differ in dtype or number of dims: {sorted(map(str, kinds))}.")
