@@ -1223,9 +1223,29 @@ def decompositions():
     return [torch.linalg.svd(x)[0], torch.linalg.qr(x)[0], torch.linalg.eigh(x @ x.T)[1], torch.fft.fft2(x).real]
 
 
+def seeds_of_its_own():
+    first = torch.randn(3)
+    torch.manual_seed(5)
+    second = torch.randn(3)
+    torch.manual_seed(5)
+    third = torch.randn(3)
+    torch.manual_seed(3)
+    return [first, second, third]
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+@pytest.mark.parametrize("init_fn", [seeds_of_its_own, many_at_once])
+def test_making_parameters_leaves_the_generator_where_the_function_would(init_fn, seed):
+    drawn(init_fn)
+    after = torch.get_rng_state()
+    before = torch.manual_seed(3).get_state()
+    fs.init_params(init_fn, P(), mesh=fs.make_mesh({"data": 2}), seed=seed)
+    assert torch.get_rng_state().equal(before if seed is not None else after)
+
+
 @pytest.mark.parametrize(
     "init_fn",
-    [a_replaced_weight, bits_read_otherwise, turned_in_place, many_at_once, decompositions],
+    [a_replaced_weight, bits_read_otherwise, turned_in_place, many_at_once, decompositions, seeds_of_its_own],
 )
 def test_parameters_born_sharded_may_be_made_in_any_way(init_fn):
     own = fs.init_params(init_fn, P(), mesh=fs.make_mesh({"data": 2}), seed=3)

@@ -11,7 +11,8 @@ that the function would have drawn by itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from traceback import extract_tb
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ import optree
 import torch
 from torch import Tensor, UntypedStorage
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 from fshard.errors import LayoutError
 from fshard.mesh.mesh import Mesh
@@ -54,7 +55,7 @@ def init_params(
     """
     recording = _Recording()
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True), recording:
+        with recording.noted_seeds(), FakeTensorMode(allow_non_fake_inputs=True), recording:
             made = init_fn()
     except DataDependentOutputException as error:
         by = next(frame.name for frame in reversed(extract_tb(error.__traceback__)) if not _is_below(frame.filename))
@@ -147,10 +148,32 @@ class _Recording(TorchDispatchMode):
         super().__init__()
         self.operations: list[_Operation] = []
         self.memories: dict[int, UntypedStorage] = {}  # held, so that none is taken for another that came later
+        self._drawn = torch.get_rng_state()
+
+    @contextmanager
+    def noted_seeds(self) -> Generator[None]:
+        """Note seeds that are set, to be set again; leave torch's generator as it was."""
+        before = self._drawn
+        try:
+            yield
+            self._note_seed()
+        finally:
+            torch.set_rng_state(before)
+
+    def _note_seed(self) -> None:
+        """Note if a seed was set since the last draw: without memory a draw leaves the generator as it is, so one is made."""
+        with _disable_current_modes():
+            state = torch.get_rng_state()
+            if not state.equal(self._drawn):
+                self.operations.append(_Operation(torch.set_rng_state, (state,), {}, []))
+            torch.rand(1)
+            self._drawn = torch.get_rng_state()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self._note_seed()
         places, named_places = _tree.tree_map(self._place, (args, kwargs or {}))
         out = func(*args, **(kwargs or {}))
         results = [self._place(x) for x in _tree.tree_leaves(out) if isinstance(x, FakeTensor)]
