@@ -303,7 +303,7 @@ def test_a_result_that_is_not_equal_names_itself(mesh):
     with pytest.raises(fs.PromiseError) as error:
         f(torch.arange(4.0))
     text = str(error.value)
-    assert 'result["total"] of <lambda>, with out_spec P(), has to be equal along "data" and "model"' in text
+    assert 'result["total"] of <lambda>, with out_spec P(), has to be equal along ("data", "model")' in text
     assert (
         "Reduce it with fs.psum or fs.pmean" in text and "places 2, 3 along data+model differ from places 0, 1" in text
     )

@@ -1097,7 +1097,7 @@ def test_rules_are_total_and_loud():
 
 
 def test_all_that_is_wrong_with_rules_is_said_at_once():
-    with pytest.raises(fs.LayoutError) as error:
+    with pytest.raises(fs.MeshError) as error:
         specs({"emb": P("foo"), "blocks": P("bar")})
     lines = str(error.value).splitlines()
     assert [line.split(":")[0].strip() for line in lines[1:]] == [

@@ -99,6 +99,8 @@ class ThreadState:
     hooks_disabled: str | None
     cuda: tuple[int, Any] | None
     processor: int | None
+    batches: int
+    """How deep autograd's own vmap is nested, for `is_grads_batched` and `vectorize`."""
 
     @classmethod
     def capture(cls, device_type: str) -> ThreadState:
@@ -118,6 +120,7 @@ class ThreadState:
             hooks_disabled=_C._autograd._saved_tensors_hooks_get_disabled_error_message(),
             cuda=(torch.cuda.current_device(), torch.cuda.current_stream()) if device_type == "cuda" else None,
             processor=one_processor(),
+            batches=batches_nested(),
         )
 
     @contextmanager
@@ -136,6 +139,9 @@ class ThreadState:
                 torch.cuda.set_device(self.cuda[0])
                 torch.cuda.set_stream(self.cuda[1])
             self._restore_autocast(stack)
+            for _ in range(self.batches):
+                _C._vmapmode_increment_nesting()
+                stack.callback(_C._vmapmode_decrement_nesting)
             if self.saved_hooks is not None:
                 stack.enter_context(saved_tensors_hooks(*self.saved_hooks))
             if self.hooks_disabled is not None:
@@ -164,6 +170,12 @@ class ThreadState:
             stack.enter_context(_C.DisableTorchFunction())
         elif not enabled:
             stack.enter_context(_C.DisableTorchFunctionSubclass())
+
+
+def batches_nested() -> int:
+    """Return how deep autograd's own vmap is nested in the calling thread: there is no other way to ask for it."""
+    _C._vmapmode_increment_nesting()
+    return _C._vmapmode_decrement_nesting()
 
 
 def _leave_autocast() -> None:
