@@ -24,7 +24,7 @@ from fshard.mesh.mapped import run_mapped
 from fshard.mesh.mesh import Mesh
 from fshard.mesh.sharded import Sharded, in_memory
 from fshard.mesh.spmd import held, is_outside, standing
-from fshard.mesh.steps import Way, convert, go, steps_between, wire_of
+from fshard.mesh.steps import Way, convert, go, way_between, wire_of
 from fshard.mesh.sums import tree_sum
 from fshard.mesh.tree import PyTree, broadcast_prefix, flatten_with_paths, map_leaves, unflatten
 from fshard.source import Site, call_site
@@ -212,7 +212,7 @@ def reshard_all(xs: Sequence[Sharded], layouts: Sequence[Layout], site: Site) ->
             on_mesh.setdefault(x.mesh, []).append(key)
     for mesh, some in on_mesh.items():
         given = [moved[key] for key in some]
-        ways = [Way(steps_between(x.layout, key[1], x.shape), x.shape) for key, x in zip(some, given, strict=True)]
+        ways = [way_between(x.layout, key[1], x.shape) for key, x in zip(some, given, strict=True)]
         columns = [_with_memory(x, "device").shards for x in given]
         if any(way.steps for way in ways):
 
@@ -276,7 +276,7 @@ def _summands(layout: Layout, device: int) -> list[int]:
 
 def _charge(x: Sharded, device: int, site: Site) -> None:
     """Write into the ledger what one device would send to have the whole."""
-    for step in steps_between(x.layout, Layout(x.mesh), x.shape):
+    for step in way_between(x.layout, Layout(x.mesh), x.shape).steps:
         move = wire_of(step)
         if move is not None:
             for opened in ledger.active():

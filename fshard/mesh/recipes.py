@@ -18,13 +18,12 @@ from fshard.errors import LayoutError
 from fshard.mesh.layout import Layout
 from fshard.mesh.mesh import Mesh
 from fshard.mesh.placing import collected
-from fshard.mesh.plan import Step
 from fshard.mesh.promise import Guard
 from fshard.mesh.scope import require
 from fshard.mesh.sharded import Sharded
 from fshard.mesh.spec import P, as_written
 from fshard.mesh.spmd import held
-from fshard.mesh.steps import steps_between, take_steps
+from fshard.mesh.steps import STAY, Way, take, way_between
 from fshard.mesh.tree import PyTree, Structure, broadcast_prefix, flatten, flatten_with_paths, unflatten
 from fshard.source import Site
 
@@ -59,7 +58,7 @@ class Transfer:
         path: as an expression, for messages.
         shape: of the whole.
         layout: how it lies inside (arguments) or is to lie (results).
-        steps: from how an argument was given to how it lies.
+        way: from how an argument was given to how it lies.
         promise: what has to be equal, if that is checked.
         piece: the shape of the first shard held here, as an argument is given.
     """
@@ -68,18 +67,18 @@ class Transfer:
     path: str
     shape: tuple[int, ...]
     layout: Layout
-    steps: tuple[Step, ...] = ()
+    way: Way = STAY
     promise: Promise | None = None
     piece: tuple[int, ...] = ()
 
     @property
     def work(self) -> bool:
         """Whether anything is to be done."""
-        return bool(self.steps) or self.promise is not None
+        return bool(self.way.steps) or self.promise is not None
 
     def enter(self, x: Tensor, site: Site) -> Tensor:
         """Make one device's piece of an argument."""
-        x = take_steps(x, self.steps, self.shape, site)
+        x = take(x, self.way, site)
         return x if self.promise is None else self.promise.hold(x, site)
 
     def leave(self, x: Tensor, site: Site) -> Tensor:
@@ -218,7 +217,7 @@ class Recipes:
             f"was used with each device's own data. Write {path} = fs.pvary({path}, {{axes}}) before that use",
         )
         piece = before.local_shape(shape, held(mesh)[0])
-        return Transfer(place, path, shape, layout, steps_between(before, layout, shape), promise, piece)
+        return Transfer(place, path, shape, layout, way_between(before, layout, shape), promise, piece)
 
     def _promise(self, spec: P, value: str, gradient: str) -> Promise | None:
         """Return what a spec promises by not naming an axis."""

@@ -7,10 +7,12 @@ because laying them out in one buffer would cost more than a message.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from fshard.mesh.arithmetic import Range, chunk, flat_range
@@ -51,27 +53,32 @@ def move_of(step: Step) -> Move | None:
     return _move(step.kind, step.dim, step.other, step.pairs) if step.kind in _MOVES else None
 
 
-class Way(NamedTuple):
-    """The steps of one leaf, and the shape of the whole."""
+@dataclass(frozen=True, eq=False, slots=True)
+class Way:
+    """The steps of one leaf, and the shape of the whole.  Known by identity, so that it is quickly found again."""
 
     steps: tuple[Step, ...]
     shape: tuple[int, ...]
 
 
+STAY = Way((), ())
+"""The way of what stays as it is."""
+
+
 @lru_cache(maxsize=4096)
-def steps_between(before: Layout, after: Layout, shape: tuple[int, ...]) -> tuple[Step, ...]:
-    """Return the cheapest steps from one layout to another on the same mesh."""
-    return plan(before.spec.shapeless, after.spec.shapeless, shape, after.mesh.axes)
+def way_between(before: Layout, after: Layout, shape: tuple[int, ...]) -> Way:
+    """Return the cheapest way from one layout to another on the same mesh."""
+    return Way(plan(before.spec.shapeless, after.spec.shapeless, shape, after.mesh.axes), shape)
 
 
 def convert(x: Tensor, before: Layout, after: Layout, shape: tuple[int, ...], site: Site) -> Tensor:
     """Return one device's shard in another layout on the same mesh.  From a replicated one, nothing is sent."""
-    return take_steps(x, steps_between(before, after, shape), shape, site)
+    return take(x, way_between(before, after, shape), site)
 
 
-def take_steps(x: Tensor, steps: tuple[Step, ...], shape: tuple[int, ...], site: Site) -> Tensor:
-    """Take the steps of a plan on one device, whose shard is `x`."""
-    return go([x], [Way(steps, shape)], site)()[0] if steps else x
+def take(x: Tensor, way: Way, site: Site) -> Tensor:
+    """Go a way on one device, whose shard is `x`."""
+    return go([x], [way], site)()[0] if way.steps else x
 
 
 def wire_of(step: Step) -> Move | None:
@@ -90,24 +97,17 @@ def go(xs: Sequence[Tensor], ways: Sequence[Way], site: Site, *, ahead: bool = F
     scope, results = require("fs.reshard"), list(xs)
     finishes: list[Callable[[], None]] = []
     for turn in range(max((len(way.steps) for way in ways), default=0)):
-        for places in _together(results, ways, turn):
-            now = [(ways[place].steps[turn], ways[place].shape) for place in places]
-            step = now[0][0]
-            move = move_of(step)
-            if move is None or (step.kind == "flat_slice" and _is_plain(results[place] for place in places)):
-                own = _unmoved([results[place] for place in places], now, scope, site)
-                for place, y in zip(places, own, strict=True):
-                    results[place] = y
+        for ride in _rides(tuple(ways), turn, tuple([(x.dtype, x.nbytes >= LARGE) for x in results])):
+            move, given = ride.move, [results[place] for place in ride.places]
+            if move is None or (ride.kind == "flat_slice" and _is_plain(given)):
+                ride.put(results, ride.alone(given, scope, site))
                 continue
-            bound = Bound(move, scope.group(step.axes, "fs.reshard"), site)
-            given = tuple(
-                _before(results[place], step, shape, scope) for place, (step, shape) in zip(places, now, strict=True)
-            )
-            last = all(turn + 1 == len(ways[place].steps) for place in places)
-            if ahead and last and not isinstance(move, Alone):
-                finishes.append(_later(bound.start(given).wait, results, places, now, scope))
+            bound, fits = Bound(move, scope.group(ride.axes, "fs.reshard"), site), ride.fits(scope)
+            filled_up = tuple([fit.before(x) for x, fit in zip(given, fits, strict=True)])
+            if ahead and ride.last and not isinstance(move, Alone):
+                finishes.append(_later(bound.start(filled_up).wait, ride, fits, results))
             else:
-                _put(results, places, apply(bound, given), now, scope)
+                ride.put(results, _trimmed(apply(bound, filled_up), fits))
 
     def finish() -> list[Tensor]:
         for one in finishes:
@@ -117,56 +117,120 @@ def go(xs: Sequence[Tensor], ways: Sequence[Way], site: Site, *, ahead: bool = F
     return finish
 
 
-def _together(xs: Sequence[Tensor], ways: Sequence[Way], turn: int) -> Iterable[list[int]]:
-    """Return the places of those leaves whose steps are one collective, or that need none."""
-    groups: dict[object, list[int]] = {}
-    for place, (x, way) in enumerate(zip(xs, ways, strict=True)):
-        if turn < len(way.steps):
-            step = way.steps[turn]
-            move = move_of(step)
-            one = move if move is not None and step.kind != "flat_slice" else (step.kind, step.after.owned is None)
-            alone = place if move is not None and x.nbytes >= LARGE else -1
-            groups.setdefault((one, step.axes, x.dtype, alone), []).append(place)
-    return groups.values()
+def _later(wait: Callable[[], Tensors], ride: Ride, fits: Sequence[Fit], results: list[Tensor]) -> Callable[[], None]:
+    return lambda: ride.put(results, _trimmed(wait(), fits))
 
 
-def _unmoved(xs: list[Tensor], now: list[tuple[Step, tuple[int, ...]]], scope: Scope, site: Site) -> list[Tensor]:
-    """Take a step that is no move of each tensor by itself: another shape, a range, or one to or from owners."""
-    first = now[0][0]
-
-    def on(move: Move) -> Bound:
-        return Bound(move, scope.group(first.axes, "fs.reshard"), site)
-
-    if first.kind == "flat_slice":
-        return [x.reshape(-1)[slice(*_own_range(step, shape, scope))] for x, (step, shape) in zip(xs, now, strict=True)]
-    if first.kind == "reshape":
-        return [_reshaped(x, step, shape, scope) for x, (step, shape) in zip(xs, now, strict=True)]
-    owned = [Owned(x, shape, step.owner) for x, (step, shape) in zip(xs, now, strict=True)]
-    if first.kind == "keep":
-        return [keep(one, on) for one in owned]
-    return collect(owned, on) if first.after.owned is not None else hand_out(owned, on)
+def _trimmed(ys: Iterable[Tensor], fits: Sequence[Fit]) -> list[Tensor]:
+    return [fit.after(y) for y, fit in zip(ys, fits, strict=True)]
 
 
-def _is_plain(xs: Iterable[Tensor]) -> bool:
+def _is_plain(xs: Sequence[Tensor]) -> bool:
     """Return whether no derivative of what is done to these tensors is asked for."""
     return not transformed() and not recorded(tuple(xs))
 
 
-def _later(
-    wait: Callable[[], Tensors],
-    results: list[Tensor],
-    places: list[int],
-    now: list[tuple[Step, tuple[int, ...]]],
-    scope: Scope,
-) -> Callable[[], None]:
-    return lambda: _put(results, places, wait(), now, scope)
+class Fit(NamedTuple):
+    """How one leaf, if it is flat, is made even for a collective, and what of the result is its own."""
+
+    length: int = -1
+    """What it is filled up to; -1: it is even as it is."""
+    own: Range = (0, 0)
+    shape: tuple[int, ...] | None = None
+    """Of what has been gathered; None: it stays flat, or is as the collective leaves it."""
+
+    def before(self, x: Tensor) -> Tensor:
+        """Fill what is flat up to even ranges."""
+        return x if self.length < 0 else filled(x, self.length)
+
+    def after(self, y: Tensor) -> Tensor:
+        """Trim what was filled up."""
+        if self.length < 0:
+            return y
+        start, stop = self.own
+        flat = y if y.numel() == stop - start else y[: stop - start]
+        return flat if self.shape is None else flat.reshape(self.shape)
 
 
-def _put(
-    results: list[Tensor], places: list[int], ys: Tensors, now: list[tuple[Step, tuple[int, ...]]], scope: Scope
-) -> None:
-    for place, y, (step, shape) in zip(places, ys, now, strict=True):
-        results[place] = _after(y, step, shape, scope)
+class Ride:
+    """One turn of those leaves that take it together: by one collective, or by none.
+
+    Args:
+        places: of the leaves.
+        now: the step of each, and the shape of its whole.
+        last: whether it is the last step of all of them.
+    """
+
+    __slots__ = ("_fits", "axes", "kind", "last", "move", "now", "places")
+
+    def __init__(self, places: list[int], now: list[tuple[Step, tuple[int, ...]]], last: bool) -> None:
+        self.places, self.now, self.last = places, now, last
+        step = now[0][0]
+        self.kind, self.axes, self.move = step.kind, step.axes, move_of(step)
+        self._fits: dict[tuple[int, ...], list[Fit]] = {}
+
+    def put(self, results: list[Tensor], ys: Iterable[Tensor]) -> None:
+        """Put the leaves into their places."""
+        for place, y in zip(self.places, ys, strict=True):
+            results[place] = y
+
+    def fits(self, scope: Scope) -> list[Fit]:
+        """Return how each leaf is made to fit, worked out once for each place that a device can have."""
+        targets = {step.after.flat or (): None for step, _ in self.now}
+        key = tuple([scope.group(target, "fs.reshard").index for target in targets if target])
+        found = self._fits.get(key)
+        if found is None:
+            found = self._fits[key] = [_fit(step, shape, scope) for step, shape in self.now]
+        return found
+
+    def alone(self, xs: list[Tensor], scope: Scope, site: Site) -> list[Tensor]:
+        """Take a step that is no move of each tensor by itself: another shape, a range, or one to or from owners."""
+
+        def on(move: Move) -> Bound:
+            return Bound(move, scope.group(self.axes, "fs.reshard"), site)
+
+        if self.kind == "flat_slice":
+            return [x.reshape(-1)[slice(*fit.own)] for x, fit in zip(xs, self.fits(scope), strict=True)]
+        if self.kind == "reshape":
+            return [_reshaped(x, step, shape, scope) for x, (step, shape) in zip(xs, self.now, strict=True)]
+        owned = [Owned(x, shape, step.owner) for x, (step, shape) in zip(xs, self.now, strict=True)]
+        if self.kind == "keep":
+            return [keep(one, on) for one in owned]
+        return collect(owned, on) if self.now[0][0].after.owned is not None else hand_out(owned, on)
+
+
+@lru_cache(maxsize=1024)
+def _rides(ways: tuple[Way, ...], turn: int, kinds: tuple[tuple[torch.dtype, bool], ...]) -> tuple[Ride, ...]:
+    """Return the rides of one turn of leaves of these dtypes, of which some are large: a large one travels alone."""
+    groups: dict[object, list[int]] = {}
+    for place, (way, (dtype, large)) in enumerate(zip(ways, kinds, strict=True)):
+        if turn < len(way.steps):
+            step = way.steps[turn]
+            move = move_of(step)
+            one = move if move is not None and step.kind != "flat_slice" else (step.kind, step.after.owned is None)
+            alone = place if move is not None and large else -1
+            groups.setdefault((one, step.axes, dtype, alone), []).append(place)
+    return tuple(
+        Ride(
+            places,
+            [(ways[place].steps[turn], ways[place].shape) for place in places],
+            last=all(turn + 1 == len(ways[place].steps) for place in places),
+        )
+        for places in groups.values()
+    )
+
+
+def _fit(step: Step, shape: tuple[int, ...], scope: Scope) -> Fit:
+    if not step.kind.startswith("flat_"):
+        return Fit()
+    total = prod(shape)
+    if step.kind == "flat_gather":
+        each = chunk(total, scope.group(step.axes, "fs.reshard").size)
+        return Fit(each, (0, total), shape if len(shape) != 1 else None)
+    target = scope.group(step.after.flat or (), "fs.reshard")
+    each = chunk(total, target.size)
+    length = each if step.kind == "flat_ppermute" else each * target.size
+    return Fit(length, flat_range(total, target.size, target.index))
 
 
 def _reshaped(x: Tensor, step: Step, shape: tuple[int, ...], scope: Scope) -> Tensor:
@@ -174,31 +238,3 @@ def _reshaped(x: Tensor, step: Step, shape: tuple[int, ...], scope: Scope) -> Te
         return x.reshape(-1)
     size = scope.group(step.axes, "fs.reshard").size if step.axes else 1
     return x.reshape((shape[0] // size, *shape[1:]) if size > 1 else shape)
-
-
-def _before(x: Tensor, step: Step, shape: tuple[int, ...], scope: Scope) -> Tensor:
-    """Fill what is flat up to even ranges, for the way."""
-    if not step.kind.startswith("flat_"):
-        return x
-    if step.kind == "flat_gather":
-        return filled(x, chunk(prod(shape), scope.group(step.axes, "fs.reshard").size))
-    target = scope.group(step.after.flat or (), "fs.reshard")
-    each = chunk(prod(shape), target.size)
-    return filled(x, each if step.kind == "flat_ppermute" else each * target.size)
-
-
-def _after(y: Tensor, step: Step, shape: tuple[int, ...], scope: Scope) -> Tensor:
-    """Trim what was filled up."""
-    if not step.kind.startswith("flat_"):
-        return y
-    total = prod(shape)
-    if step.kind == "flat_gather":
-        flat = y if y.numel() == total else y[:total]
-        return flat if len(shape) == 1 else flat.reshape(shape)
-    start, stop = _own_range(step, shape, scope)
-    return y if y.numel() == stop - start else y[: stop - start]
-
-
-def _own_range(step: Step, shape: tuple[int, ...], scope: Scope) -> Range:
-    target = scope.group(step.after.flat or (), "fs.reshard")
-    return flat_range(prod(shape), target.size, target.index)

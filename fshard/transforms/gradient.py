@@ -35,7 +35,7 @@ from fshard.mesh.mesh import Mesh
 from fshard.mesh.sharded import Sharded
 from fshard.mesh.spec import P
 from fshard.mesh.spmd import everywhere, held, standing
-from fshard.mesh.steps import Way, steps_between
+from fshard.mesh.steps import way_between
 from fshard.mesh.tree import PyTree, Structure, flatten_with_paths, unflatten
 from fshard.optim.leaves import firsts_of, trainable
 from fshard.source import Site, call_site
@@ -295,8 +295,8 @@ class Gradient:
                     f"value_and_grad: gradients={self.gradients!r} has to return a Layout for {named(parts_of(path))}; found "
                     f"{wanted!r}. Write opt.gradients of a partitioned optimizer, or leave it out."
                 )
-            reduce = Way(steps_between(summands, wanted, x.shape), x.shape)
-        gather = Way(steps_between(layout, whole, x.shape), x.shape)
+            reduce = way_between(summands, wanted, x.shape)
+        gather = way_between(layout, whole, x.shape)
         return Leaf(path, x.shape, x.dtype, layout.unit or unit_of(path), gather, reduce, wanted)
 
 
