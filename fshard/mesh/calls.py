@@ -19,7 +19,7 @@ from fshard.errors import LayoutError
 from fshard.mesh.differentiate import Begun, Bound, Tensors, apply, has_tangent, recorded, transformed
 from fshard.mesh.extreme import apply_extreme
 from fshard.mesh.ledger import active
-from fshard.mesh.moves import Alone, Extreme, Move, Wired
+from fshard.mesh.moves import Alone, Extreme, Move, Pvary, Stay, Wired
 from fshard.mesh.promise import Guard
 from fshard.mesh.scope import Group, Scope, here, require
 from fshard.mesh.spec import Axes, as_written
@@ -226,6 +226,14 @@ def call(
         scope.objection(what, group)
     site = call_site()
     guard = _guard(what, scope, group, site, equal) if scope.checked and equal is not None else None
+    own = tuple(axis for axis in group.axes if axis in scope.own) if equal is not None else ()
+    if own and equal == "argument":
+        if len(own) < len(group.axes):
+            rest = tuple(axis for axis in group.axes if axis not in own)
+            return call(what, tree, rest, move, before=before, after=after, equal=equal)
+        guard, move = None, lambda x, group: Stay()
+    elif own:
+        guard, after = None, _made_own(Bound(Pvary(), scope.group(own, what), site), after)
 
     def prepared(x: Tensor) -> tuple[Tensor, Move]:
         x = x if before is None else before(x)
@@ -236,6 +244,11 @@ def call(
         return Call((Batch(Bound(own, group, site), (leaf,), (0,)),), None, guard, after)
     leaves, structure = tensors_of(what, tree)
     return Call(_batches(_all_prepared(what, tree, leaves, prepared), group, site), structure, guard, after)
+
+
+def _made_own(pvary: Bound, after: Callable[[Tensor, Group], Tensor] | None) -> Callable[[Tensor, Group], Tensor]:
+    """Return what is applied to a result so that each device may use it for its own ends."""
+    return lambda y, group: apply(pvary, (y if after is None else after(y, group),))[0]
 
 
 def _all_prepared(

@@ -140,6 +140,16 @@ def inherit(ledgers: Sequence[Ledger] | None) -> None:
 
 
 @contextmanager
+def uncounted() -> Generator[None]:
+    """Let no ledger count what the calling thread does: it is no part of the program."""
+    before, _open.ledgers = _open.ledgers, ()
+    try:
+        yield
+    finally:
+        _open.ledgers = before
+
+
+@contextmanager
 def ledger() -> Generator[Ledger]:
     """Count the collectives that are run inside the block.
 

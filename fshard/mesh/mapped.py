@@ -46,6 +46,7 @@ class Run:
         within: whether it was asked for under a torch.func transform.
         derived: whether the program is another one's derivative, which has been run, and looked at, itself.
         random: the random state that the forward began with; what repeats it begins with the same.
+        audit: looks at the inputs of every device before a backward.
     """
 
     mesh: Mesh
@@ -56,6 +57,7 @@ class Run:
     within: bool = False
     derived: bool = False
     random: Tensor | None = None
+    audit: Callable[[Run, list[Tensors]], None] | None = None
 
     def devices(self, xs: list[Tensors], program: Callable[[int, Tensors], Tensors]) -> list[Tensors]:
         """Run a program on every device, each with its own tensors."""
@@ -78,7 +80,13 @@ class Tape:
 
 
 def run_mapped(
-    mesh: Mesh, program: Program, columns: list[Tensors], *, mapped: tuple[str, ...] = (), checked: bool = False
+    mesh: Mesh,
+    program: Program,
+    columns: list[Tensors],
+    *,
+    mapped: tuple[str, ...] = (),
+    checked: bool = False,
+    audit: Callable[[Run, list[Tensors]], None] | None = None,
 ) -> list[Tensors]:
     """Run `program` on every device that the caller stands for; return each result's shards.
 
@@ -89,7 +97,7 @@ def run_mapped(
         (results,) = everywhere(mesh, lambda device: program(device, own), mapped=mapped, checked=checked)
         return [(result,) for result in results]
     random = random_state(mesh.device_type)
-    run = Run(mesh, program, mapped, checked, torch.is_grad_enabled(), transformed(), random=random)
+    run = Run(mesh, program, mapped, checked, torch.is_grad_enabled(), transformed(), random=random, audit=audit)
     flat = tuple(column[device] for device in held(mesh) for column in columns)
     per_device = _apply(run, len(columns), flat)
     return list(zip(*per_device, strict=True))
@@ -142,6 +150,8 @@ def _values(run: Run, width: int, tape: Tape | None, flat: Tensors) -> Tensors:
 def _pull_back(run: Run, tape: Tape, cotangents: Tensors) -> tuple[Tensor | None, ...]:
     """Go back through each device's own graph, once."""
     width = len(tape.needs)
+    if run.audit is not None:
+        run.audit(run, tape.inputs)
     gs = _rows(cotangents, len(cotangents) // run.mesh.size, run.mesh.size)
     wanted = [place for place, need in enumerate(tape.needs) if need]
 
@@ -180,7 +190,7 @@ def _vjp(run: Run, wanted: tuple[int, ...], width: int) -> Run:
             ys, gys = zip(*pairs, strict=True)
             return torch.autograd.grad(ys, chosen, gys, create_graph=higher, allow_unused=True, materialize_grads=True)
 
-    return replace(run, program=program, derived=True)
+    return replace(run, program=program, derived=True, audit=None)
 
 
 def _pull_by_func(f: Callable[..., Tensors], xs: Tensors, wanted: tuple[int, ...], gs: Tensors) -> Tensors:
@@ -211,7 +221,7 @@ def _jvp(run: Run, width: int, moving: tuple[int, ...]) -> Run:
 
         return torch.func.jvp(of_moving, tuple(xs[place] for place in moving), tangents)[1]
 
-    return replace(run, program=program, derived=True)
+    return replace(run, program=program, derived=True, audit=None)
 
 
 def _vmap(run: Run, dims: tuple[int | None, ...], randomness: str) -> Run:
@@ -223,7 +233,7 @@ def _vmap(run: Run, dims: tuple[int | None, ...], randomness: str) -> Run:
 
         return torch.func.vmap(of_one, in_dims=dims, randomness=randomness)(*xs)
 
-    return replace(run, program=program, derived=True)
+    return replace(run, program=program, derived=True, audit=None)
 
 
 def _interleave(parts: list[tuple[Tensors, int]], n: int) -> Tensors:
@@ -252,6 +262,8 @@ class _Mapped(Function):
         if tape is not None and tape.outputs and not torch.is_grad_enabled() and not transformed():
             return None, None, None, *_pull_back(run, tape, cotangents)
         flat: Tensors = ctx.saved_tensors
+        if run.audit is not None:
+            run.audit(run, _rows(flat, width, n))
         wanted = tuple(place for place in range(width) if flat[place].is_floating_point() or flat[place].is_complex())
         given = _interleave([(flat, width), (cotangents, ctx.results // n)], n)
         found = _apply(replace(_vjp(run, wanted, width), grad=torch.is_grad_enabled()), len(given) // n, given)

@@ -127,6 +127,7 @@ class Recipes:
         self.in_specs, self.out_specs = in_specs, out_specs
         self._arguments: dict[Any, ArgumentRecipe] = {}
         self._results: dict[Any, ResultRecipe] = {}
+        self.audited: set[int] = set()  # the recipes of arguments, by id, for which gradients have been looked at
 
     # -- arguments ----------------------------------------------------------------------------------------------
 

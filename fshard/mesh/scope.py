@@ -99,6 +99,9 @@ class Scope:
         self.roads: dict[object, Callable[[Tensor], Tensor] | None] | None = {} if world.has_roads else None
         self.inner: dict[object, Scope] = {}
         self.objection: Objection | None = None
+        self.own: frozenset[str] = (
+            outer.own if outer else frozenset()
+        )  # along these axes every value is each device's own
 
     def group(self, axes: Axes, what: str) -> Group:
         """Return the group along `axes` through this device."""

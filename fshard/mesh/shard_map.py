@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from fshard.errors import LayoutError, MeshError, MismatchError
+from fshard.mesh.audit import Audit
 from fshard.mesh.differentiate import LinearMap, Tensors, apply
 from fshard.mesh.mapped import run_mapped
 from fshard.mesh.mesh import Mesh
@@ -110,12 +111,16 @@ def _call(f: Callable[..., PyTree], recipes: Recipes, recipe: ArgumentRecipe, le
         if recipe.work:
             *joined, last = apply(Join(), entered)
             entered, token = tuple(joined), (last,)
-        own = list(leaves)
-        for x, entry in zip(entered, recipe.entries, strict=True):
-            own[entry.place] = x
-        return outputs.take(device, recipe.call(f, own)) + token
+        return outputs.take(device, on_pieces(entered)) + token
 
-    shards = run_mapped(mesh, program, columns, mapped=recipes.mapped, checked=recipes.checked)
+    def on_pieces(xs: Tensors) -> PyTree:
+        own = list(leaves)
+        for x, entry in zip(xs, recipe.entries, strict=True):
+            own[entry.place] = x
+        return recipe.call(f, own)
+
+    audit = Audit(recipes, recipe, on_pieces, site) if recipes.checked and recipe.entries else None
+    shards = run_mapped(mesh, program, columns, mapped=recipes.mapped, checked=recipes.checked, audit=audit)
     if recipe.work:
         shards.pop()
     if plain and [x._version for x in plain] != versions:
