@@ -3,7 +3,8 @@
 Types say where values are equal on all devices: a replicated argument and its gradient, what `psum` returns and its
 gradient.  Under `check=True` an identity is put there that compares, forward or backward, and raises naming the
 argument or the collective and the devices that differ.  It is a linear map like any other, whose transpose compares in
-the other direction; so a forgotten `pvary` is an error in the backward, never a wrong gradient.
+the other direction; so a forgotten `pvary` is an error in the backward, if the values differ.  What values do not show
+is found on virtual meshes by `audit`.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 
 An in_spec says how a device's piece is cut from the global value, an out_spec how the pieces make up the result.  An
 axis that a spec does not name is a promise: along it, all devices hold the same.  With `check=True` promises are
-compared by value, forward and backward.
+compared by value, forward and backward, and on a virtual mesh gradients are audited (`audit`).
 
 What a call needs to know is worked out once per program: a recipe for arguments of one structure, layouts and
 shapes, and one for results (`recipes`).  A later call finds its recipes by key and only moves tensors.
@@ -53,7 +53,8 @@ def shard_map(
             tree of Ps that is a prefix of its argument.  What is no tensor is passed on as it is, whatever its spec.
         out_specs: a P, or a tree of Ps that is a prefix of the result.
         axes: the axes that f is mapped over, by default all.  The others are left to a `shard_map` inside f.
-        check: compare promised equality by value.  By default on virtual meshes only.
+        check: compare promised equality by value.  By default on virtual meshes only.  There the first backward of a kind of
+            call also runs f twice more on each device, to see that the gradient is the one that f has.
 
     Arguments may be plain tensors (the global value, the same on every process) or `Sharded`, which are resharded if
     they lie otherwise.  The results are `Sharded`.  f has to be pure: it must not change its arguments.
