@@ -39,7 +39,7 @@ from fshard.source import Site, call_site
 
 Stage = Literal[0, 1, 2, 3]
 Unit = Literal["elementwise", "matrix"]
-AT_ONCE = 1 << 26
+AT_ONCE = 1 << 22
 """Bytes of parameters, about, that are put together at once in a step that may use up the old ones."""
 
 
