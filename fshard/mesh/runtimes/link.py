@@ -35,7 +35,7 @@ LOST = ("onnection closed", "onnection reset", "onnection refused", "roken pipe"
 _STAMP = (1 << 20) - 1
 """The part of a tag that tells calls apart that differ; above it stands the number of the call."""
 MESSAGE_TAG = 1 << 30
-"""The tag of messages, to which what they are for is added; those of collectives are smaller."""
+"""The tag of messages, to which number and stamp are added; those of collectives are smaller."""
 
 
 class Work(Protocol):
@@ -144,6 +144,9 @@ class GroupLink:
     lock: AbstractContextManager[Any] = field(default_factory=nullcontext, compare=False)
     _helper: Helper = field(default_factory=Helper, compare=False)
     _numbers: Iterator[int] = field(default_factory=lambda: cycle(range(1, MESSAGE_TAG // (_STAMP + 1))), compare=False)
+    _messages: dict[tuple[int, bool], Iterator[int]] = field(
+        default_factory=dict[tuple[int, bool], Iterator[int]], compare=False
+    )
 
     def begin(self, move: Wired, x: Tensor, what: What) -> Wire:
         """Return the wire that carries a move on a buffer."""
@@ -161,25 +164,25 @@ class GroupLink:
         return False
 
     def helper(self, what: What) -> Helper | None:
-        """Return the link's helper for sums, which have several rounds."""
-        return self._helper if what.move is not None and what.move.wire == "reduce" else None
+        """Return the link's helper for what has several rounds."""
+        return self._helper if what.move is not None and what.move.wire in ("reduce", "broadcast") else None
 
     def broken(self) -> None:
         """Do nothing: the backend breaks its group itself."""
 
     def send(self, x: Tensor, to: int, what: What) -> Work:
-        """Start to send bytes; messages between two processes arrive in order."""
-        work: Any = self.pg.send([x], to, _message_tag(what))
+        """Start to send bytes; each message between two processes has a number, and what it is, in its tag."""
+        work: Any = self.pg.send([x], to, self._tag(to, what, sent=True))
         return work
 
     def receive(self, into: Tensor, source: int, what: What) -> Wire:
         """Return the wire that receives the next message."""
-        yield [self.pg.recv([into], source, _message_tag(what))]
+        yield [self.pg.recv([into], source, self._tag(source, what, sent=False))]
         return into
 
-
-def _message_tag(what: What) -> int:
-    return MESSAGE_TAG + PURPOSES.index(what.purpose)
+    def _tag(self, peer: int, what: What, *, sent: bool) -> int:
+        numbers = self._messages.setdefault((peer, sent), cycle(range(MESSAGE_TAG // (_STAMP + 1))))
+        return MESSAGE_TAG + next(numbers) * (_STAMP + 1) + (what.stamp & _STAMP)
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +239,7 @@ class Running:
             self._step()
 
     def hand_over(self) -> None:
-        """Give it to its link's helper, if that has one: something else begins.  Unless a thread waits for it already."""
+        """Give it to its link's helper, if that has one; unless a thread waits for it already."""
         helper = self._link.helper(self._what)
         if helper is not None and self._turn.acquire(blocking=False):
             try:
@@ -290,6 +293,7 @@ class Running:
 
     def wait(self) -> Tensor:
         """Run it to its end, or wait for who does."""
+        hand_over(self._under_way, self)
         with self._turn:
             if self._ended is None:
                 return self._run()
@@ -316,10 +320,11 @@ UnderWay = dict[Running, None]
 """What has been started and has not ended, in that order."""
 
 
-def hand_over(under_way: UnderWay) -> None:
-    """Give what is under way to helpers, where it would not go on by itself: something else begins."""
+def hand_over(under_way: UnderWay, but: Running | None = None) -> None:
+    """Give what is under way to helpers, where it would not go on by itself: something else begins, or is waited for."""
     for running in [*under_way]:
-        running.hand_over()
+        if running is not but:
+            running.hand_over()
 
 
 def go_on(under_way: UnderWay, but: Running | None = None) -> bool:
