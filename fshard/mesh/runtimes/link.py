@@ -218,6 +218,7 @@ class Running:
         "_ended",
         "_error",
         "_link",
+        "_meet",
         "_needs",
         "_result",
         "_timeout",
@@ -226,8 +227,17 @@ class Running:
         "_wire",
     )
 
-    def __init__(self, link: Link, wire: Wire, timeout: timedelta, what: What, under_way: UnderWay) -> None:
+    def __init__(
+        self,
+        link: Link,
+        wire: Wire,
+        timeout: timedelta,
+        what: What,
+        under_way: UnderWay,
+        meet: Callable[[], None] | None = None,
+    ) -> None:
         self._link, self._wire, self._timeout, self._what, self._under_way = link, wire, timeout, what, under_way
+        self._meet = meet  # makes sure, before the result is waited for, that all make the same call
         self._needs: Sequence[Any] = ()
         self._result: Tensor | None = None
         self._error: BaseException | None = None
@@ -263,6 +273,15 @@ class Running:
         except BaseException as error:
             self._fail(error)
 
+    def _give_up(self, error: BaseException) -> NoReturn:
+        """Raise; and end the wire, unless a helper is in it, whose error will come from the group."""
+        if self._error is None and self._result is None and self._turn.acquire(blocking=False):
+            try:
+                self._fail(error)
+            finally:
+                self._turn.release()
+        raise error
+
     def _fail(self, error: BaseException) -> NoReturn:
         self._under_way.pop(self, None)
         self._link.broken()
@@ -294,6 +313,12 @@ class Running:
     def wait(self) -> Tensor:
         """Run it to its end, or wait for who does."""
         hand_over(self._under_way, self)
+        if self._meet is not None:
+            try:
+                self._meet()
+            except BaseException as error:
+                self._give_up(error)
+            self._meet = None
         with self._turn:
             if self._ended is None:
                 return self._run()
