@@ -15,6 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from functools import lru_cache, partial
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -265,6 +266,7 @@ def join(device_type: str, timeout: float | None) -> ProcessWorld:
     limit = timedelta(seconds=timeout if timeout is not None else float(os.environ.get("FSHARD_TIMEOUT", "600")))
     if not dist.is_initialized():
         _check_environment()
+        import_module("torch.distributed.nn.functional")  # torch.func.grad imports it, and then it would keep the group
         if device_type == "cuda":
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
         dist.init_process_group(_backend(device_type), timeout=limit)
