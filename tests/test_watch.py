@@ -224,7 +224,7 @@ def start_wrongly(kind):
                     handle.wait()
             except fs.MismatchError as error:
                 told.append(str(error))
-        assert time.monotonic() - began < 3
+        assert time.monotonic() - began < 10
         return told
 
     try:
@@ -251,7 +251,7 @@ def differentiate_unevenly(f, timeout):
     def main():
         try:
             f(torch.tensor([1.0, 2.0], requires_grad=True), fs.axis_index("d") == 0)
-        except (fs.MismatchError, fs.CollectiveTimeoutError) as error:
+        except (fs.MismatchError, fs.CollectiveTimeoutError, fs.LostProcessError) as error:
             return f"{type(error).__name__}: {error}"
 
     try:
@@ -269,11 +269,12 @@ def test_what_only_some_processes_differentiate_is_told_to_all_that_wait(f, chec
         assert "what some devices of a group differentiate, all have to" in text
 
 
-def test_over_gloo_they_do_not_take_each_others_bytes():
+def test_over_gloo_they_wait_in_vain_and_do_not_take_each_others_bytes():
     for f in UNEVEN:
         told = run_processes(differentiate_unevenly, 2, f, 1, environment={"FSHARD_DIRECT": "0"}, timeout=60)
-        assert [text for text in told if text is not None and text.startswith("CollectiveTimeoutError")], f
-        assert told[1] is not None
+        told = [text for text in told if text is not None]
+        assert len(told) == (1 if f is uneven_message else 2), f
+        assert all(text.startswith(("CollectiveTimeoutError", "LostProcessError")) for text in told), told
 
 
 # -- whoever is lost -----------------------------------------------------------------------------------------------

@@ -30,9 +30,10 @@ from fshard.mesh.purpose import Purpose, named, purpose, uneven
 from fshard.mesh.runtimes import gloo, native
 from fshard.mesh.runtimes.abstract import Done
 from fshard.mesh.runtimes.direct import Direct
-from fshard.mesh.runtimes.link import GroupLink, Link, Running, UnderWay, What, Work, explain, go_on, shapes_of
+from fshard.mesh.runtimes.link import GroupLink, Link, What, Work, shapes_of
 from fshard.mesh.runtimes.neighbours import Neighbours, meet
 from fshard.mesh.runtimes.road import Road
+from fshard.mesh.runtimes.running import Running, UnderWay, explain, go_on
 from fshard.mesh.runtimes.watch import Watch, watching
 
 if TYPE_CHECKING:
