@@ -12,16 +12,8 @@ from hypothesis import strategies as st
 import fshard as fs
 from fshard import P
 from fshard.mesh import moves
-from fshard.testing.conformance import (
-    Case,
-    Operand,
-    all_cases,
-    axes_choices,
-    check_runtime,
-    drawn_cases,
-    group_of,
-    large_cases,
-)
+from fshard.testing.cases import Case, Operand, all_cases, axes_choices, drawn_cases, large_cases
+from fshard.testing.conformance import check_runtime, group_of
 from fshard.testing.oracles import ORACLES, total
 
 SHAPES = st.sampled_from(
