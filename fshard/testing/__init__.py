@@ -2,6 +2,7 @@
 
 oracles       what every collective means, on a plain list of tensors
 conformance   every collective × dtype × axes held to its oracle: `check_runtime(mesh)`, on any runtime
+cases         what is tried there: the whole table, and a hypothesis strategy for any case
 processes     a function in real processes: `run_processes(fn, n)`
 strategies    meshes, layouts, tensors and trees for hypothesis
 certify       a sharded training run held to the run on one device, and optimizers to what they say of themselves

@@ -1,9 +1,9 @@
 """The runtime conformance suite: every collective, on every dtype, over every choice of axes, held to its oracle.
 
 `check_runtime(mesh)` is all that the author of a runtime has to call: on a virtual mesh once, on a process mesh in
-every process.  A *case* is data.  Its program makes each device's tensors from a seed, so that every device (and the
-test around it) knows what all the others hold, calls the collective, and differentiates it; afterwards what came out
-is compared with `oracles.ORACLES`, where the group of devices is worked out here, with plain arithmetic.
+every process.  The program of a *case* (see `cases`) makes each device's tensors from a seed, calls the collective,
+and differentiates it; afterwards what came out is compared with `oracles.ORACLES`, where the group of devices is worked
+out here, with plain arithmetic.
 
 Values are random normal numbers, and compared bit for bit: the order in which sums are added is promised.  On an
 abstract mesh there are no values; shapes, dtypes and the ledger are compared.
@@ -11,110 +11,22 @@ abstract mesh there are no values; shapes, dtypes and the ledger are compared.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable
 from fractions import Fraction
-from itertools import combinations, islice, product
+from itertools import islice, product
 from math import prod
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import optree
 import torch
-from hypothesis import strategies as st
 from torch import Tensor
 
 import fshard as fs
 from fshard.errors import CollectiveTimeoutError, DeadlockError, MismatchError
-from fshard.testing.oracles import ORACLES, Oracle, kind
+from fshard.testing.cases import Case, Operand, all_cases, cotangent, operand
+from fshard.testing.oracles import Oracle, kind
 
-DTYPES = (
-    torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int8, torch.uint8, torch.int16, torch.int32,
-    torch.int64, torch.bool, torch.complex64, torch.complex128,
-)  # fmt: skip
-FEW_DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.complex64)
-"""One of each kind: what is not about dtypes is tried on these."""
-
-Form = Literal["plain", "strided", "conjugate", "slice", "expanded"]
-Road = Literal["call", "start", "func"]
-"""How to call and differentiate: directly, by `.start(...).wait()`, or under torch.func."""
 Tensors = list[Tensor]
-
-
-class Operand(NamedTuple):
-    """One tensor that goes in: `form` says how it lies in memory."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    form: Form = "plain"
-
-    def __str__(self) -> str:
-        lies = "" if self.form == "plain" else f" {self.form}"
-        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}{lies}"
-
-
-@dataclass(frozen=True)
-class Case:
-    """One thing to try: a collective over some axes, on one tensor or on a tree of several."""
-
-    collective: str
-    axes: tuple[str, ...]
-    operands: tuple[Operand, ...]
-    options: tuple[tuple[str, Any], ...] = ()
-    road: Road = "call"
-    seed: int = 0
-
-    @property
-    def oracle(self) -> Oracle:
-        """What it means."""
-        return ORACLES[self.collective]
-
-    @property
-    def axis(self) -> str | tuple[str, ...]:
-        """The axes, as a user would write them."""
-        return self.axes[0] if len(self.axes) == 1 else self.axes
-
-    def __str__(self) -> str:
-        options = "".join(f", {name}={value}" for name, value in self.options)
-        road = "" if self.road == "call" else f" by {self.road}"
-        return f"{self.collective}({' '.join(map(str, self.operands))}, {'+'.join(self.axes)}{options}){road}"
-
-
-# -- what the devices hold ----------------------------------------------------------------------------------------
-
-
-def _values(shape: tuple[int, ...], dtype: torch.dtype, *seeds: int) -> Tensor:
-    """Return random values: the same for the same seeds, in whatever process."""
-    generator = torch.Generator().manual_seed(hash(seeds) % 2**63)
-    if kind(dtype) in "bi":
-        return torch.randint(0, 2 if dtype == torch.bool else 100, shape, generator=generator).to(dtype)
-    wide = torch.complex128 if dtype.is_complex else torch.float64
-    return torch.randn(shape, generator=generator, dtype=wide).to(dtype)
-
-
-def _laid_out(x: Tensor, form: Form) -> Tensor:
-    """Return the same values, lying in memory otherwise."""
-    match form:
-        case "strided":
-            return x.clone() if x.ndim < 2 else x.transpose(0, -1).contiguous().transpose(0, -1)
-        case "conjugate":
-            return x.conj().resolve_conj().conj() if x.is_complex() else torch.complex(x, -x).conj().imag
-        case "slice":
-            return torch.cat([x, x]).narrow(0, x.shape[0], x.shape[0]) if x.ndim else torch.stack([x, x])[1]
-        case "expanded" | "plain":
-            return x
-
-
-def operand(case: Case, place: int, device: int) -> Tensor:
-    """Return what `device` puts in as its tensor number `place`."""
-    dtype, shape, form = case.operands[place]
-    if form == "expanded":
-        return _values(shape[:-1], dtype, case.seed, place, device).unsqueeze(-1).expand(shape)
-    return _laid_out(_values(shape, dtype, case.seed, place, device), form)
-
-
-def cotangent(case: Case, place: int, device: int, like: Tensor) -> Tensor:
-    """Return what `device` is given as the cotangent of its result number `place`."""
-    return _values(tuple(like.shape), like.dtype, case.seed, place, device, 1)
 
 
 def group_of(mesh: fs.Mesh, device: int, axes: tuple[str, ...]) -> list[int]:
@@ -381,83 +293,3 @@ def _as_bits(x: Tensor) -> Tensor:
         return x.to(torch.int64)
     x = torch.where(x.isnan(), torch.full((), torch.nan, dtype=x.dtype), x.resolve_neg())
     return x.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.dtype.itemsize])
-
-
-# -- the cases ----------------------------------------------------------------------------------------------------
-
-
-def axes_choices(mesh: fs.Mesh) -> list[tuple[str, ...]]:
-    """Return every axis, and every choice of several: in the mesh's order, and in the opposite one.
-
-    >>> axes_choices(fs.make_mesh({"a": 2, "b": 3}))
-    [('a',), ('b',), ('a', 'b'), ('b', 'a')]
-    """
-    names = mesh.axis_names
-    several = [chosen for count in range(2, len(names) + 1) for chosen in combinations(names, count)]
-    return [(name,) for name in names] + [order for chosen in several for order in (chosen, chosen[::-1])]
-
-
-def all_cases(mesh: fs.Mesh, dtypes: tuple[torch.dtype, ...] = DTYPES) -> Iterator[Case]:
-    """Return the whole table for a mesh: collective × dtype × axes × options, and then what is special.
-
-    All options are tried on one dtype of each kind and single axes, all dtypes and axes with the first option.
-    """
-    for place, axes in enumerate(axes_choices(mesh)):
-        n = prod(mesh.shape[name] for name in axes)
-        for name, oracle in ORACLES.items():
-            base = [Case(name, axes, (), tuple(options.items())) for options in oracle.options(n)]
-            for dtype in filter(oracle.takes, dtypes):
-                for case in base if len(axes) == 1 and dtype in FEW_DTYPES else base[:1]:
-                    yield replace(case, operands=(Operand(dtype, (n, 2 * n)),))
-            if place in (0, len(mesh.axes)):  # on the first single axis, and the first tuple
-                yield from _special_cases(base[0], n)
-
-
-def _special_cases(base: Case, n: int) -> Iterator[Case]:
-    """Return what tends to be forgotten: odd memory, odd shapes, trees, and the other roads to the same result."""
-    oracle = base.oracle
-    few = [dtype for dtype in FEW_DTYPES if oracle.takes(dtype)]
-    for dtype in few:
-        for form in ("strided", "conjugate", "slice", "expanded"):
-            if form != "conjugate" or dtype not in (torch.int64, torch.bfloat16):
-                yield replace(base, operands=(Operand(dtype, (n, 2, n), form),))
-        for road in ("start", "func"):
-            yield replace(base, operands=(Operand(dtype, (n, n)),), road=road)
-        yield replace(base, operands=(Operand(dtype, (n, 0)),))
-        yield replace(base, operands=(Operand(dtype, (n, 11, 13)),), seed=1)
-    tree = tuple(Operand(dtype, (n, width)) for width in (1, 3) for dtype in few)
-    for road in ("call", "start", "func"):
-        yield replace(base, operands=tree, road=road)
-    if "dim" not in dict(base.options) or base.collective == "all_gather":
-        yield replace(base, operands=(Operand(torch.float32, ()),))
-        yield replace(base, operands=(Operand(torch.bfloat16, (3,)),))
-
-
-def large_cases(mesh: fs.Mesh, elements: int = 300_007) -> Iterator[Case]:
-    """Return cases of many elements (an odd number), where runtimes may take other ways than for few."""
-    n = mesh.size
-    for name, oracle in ORACLES.items():
-        case = Case(name, mesh.axis_names, (), tuple(oracle.options(n)[0].items()))
-        for dtype in filter(oracle.takes, (torch.float32, torch.bfloat16, torch.complex64)):
-            yield replace(case, operands=(Operand(dtype, (n, elements // n | 1)),))
-
-
-@st.composite
-def drawn_cases(draw: st.DrawFn, mesh: fs.Mesh, name: str | None = None) -> Case:
-    """Draw any case for a mesh: axes, collective (or the one named), options, road, one tensor or a tree of up to five."""
-    axes = draw(st.sampled_from(axes_choices(mesh)))
-    n = prod(mesh.shape[name] for name in axes)
-    name = name or draw(st.sampled_from(sorted(ORACLES)))
-    oracle = ORACLES[name]
-    options = draw(st.sampled_from(oracle.options(n)))
-    dtypes = st.sampled_from([dtype for dtype in DTYPES if oracle.takes(dtype)])
-    lengths = st.integers(0, 3).map(lambda length: length * n)
-    ndim = draw(st.integers(2 if options.get("dim") is not None else 0, 4))
-    loose = st.integers(0, 4)  # a dim that nothing cuts
-    sizes = st.tuples(*([lengths if options.get("dim") is not None and ndim < 4 else loose] * ndim))
-    if ndim == 4 and options.get("dim") is not None:
-        sizes = st.tuples(lengths, lengths, loose, lengths)
-    forms = st.sampled_from(["plain", "strided", "slice"])
-    operands = draw(st.lists(st.builds(Operand, dtypes, sizes, forms), min_size=1, max_size=5))
-    road: Road = draw(st.sampled_from(get_args(Road)))
-    return Case(name, axes, tuple(operands), tuple(options.items()), road, draw(st.integers(0, 2**31)))

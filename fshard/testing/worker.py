@@ -31,7 +31,7 @@ import torch.distributed as dist
 
 from fshard.errors import LostProcessError
 from fshard.mesh.runtimes import process
-from fshard.mesh.runtimes.link import LOST
+from fshard.mesh.runtimes.running import LOST
 
 GRACE = 5.0
 """Seconds that the other processes have to end by themselves once one has failed."""

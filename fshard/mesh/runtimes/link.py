@@ -1,27 +1,25 @@
-"""A link: the processes of one group, as a backend sees them, and a collective under way.
+"""A link: the processes of one group, as a backend sees them.
 
 A *wire* is a generator: it starts its messages, yields what it waits for, and goes on when that is done; what it
 returns is the collective's result.  So every composition is written straight down, and can be started now and
-finished later.
+finished later: see `running`.
 """
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import lru_cache
 from itertools import cycle
-from threading import Event, Lock
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fshard.errors import CollectiveTimeoutError, FshardError, LostProcessError
 from fshard.mesh.moves import Wired, describe
 from fshard.mesh.purpose import PURPOSES, Purpose, named, purpose
 from fshard.mesh.runtimes.helper import Helper
@@ -30,12 +28,10 @@ if TYPE_CHECKING:
     from fshard.mesh.scope import Group
     from fshard.source import Site
 
-LOST = ("onnection closed", "onnection reset", "onnection refused", "roken pipe", "Socket closed")
-"""How a backend says that a peer is gone."""
 _STAMP = (1 << 20) - 1
 """The part of a tag that tells calls apart that differ; above it stands the number of the call."""
 MESSAGE_TAG = 1 << 30
-"""The tag of messages, to which what they are for is added; those of collectives are smaller."""
+"""The tag of messages, to which number and stamp are added; those of collectives are smaller."""
 
 
 class Work(Protocol):
@@ -144,6 +140,9 @@ class GroupLink:
     lock: AbstractContextManager[Any] = field(default_factory=nullcontext, compare=False)
     _helper: Helper = field(default_factory=Helper, compare=False)
     _numbers: Iterator[int] = field(default_factory=lambda: cycle(range(1, MESSAGE_TAG // (_STAMP + 1))), compare=False)
+    _messages: dict[tuple[int, bool], Iterator[int]] = field(
+        default_factory=dict[tuple[int, bool], Iterator[int]], compare=False
+    )
 
     def begin(self, move: Wired, x: Tensor, what: What) -> Wire:
         """Return the wire that carries a move on a buffer."""
@@ -161,25 +160,25 @@ class GroupLink:
         return False
 
     def helper(self, what: What) -> Helper | None:
-        """Return the link's helper for sums, which have several rounds."""
-        return self._helper if what.move is not None and what.move.wire == "reduce" else None
+        """Return the link's helper for what has several rounds."""
+        return self._helper if what.move is not None and what.move.wire in ("reduce", "broadcast") else None
 
     def broken(self) -> None:
         """Do nothing: the backend breaks its group itself."""
 
     def send(self, x: Tensor, to: int, what: What) -> Work:
-        """Start to send bytes; messages between two processes arrive in order."""
-        work: Any = self.pg.send([x], to, _message_tag(what))
+        """Start to send bytes; each message between two processes has a number, and what it is, in its tag."""
+        work: Any = self.pg.send([x], to, self._tag(to, what, sent=True))
         return work
 
     def receive(self, into: Tensor, source: int, what: What) -> Wire:
         """Return the wire that receives the next message."""
-        yield [self.pg.recv([into], source, _message_tag(what))]
+        yield [self.pg.recv([into], source, self._tag(source, what, sent=False))]
         return into
 
-
-def _message_tag(what: What) -> int:
-    return MESSAGE_TAG + PURPOSES.index(what.purpose)
+    def _tag(self, peer: int, what: What, *, sent: bool) -> int:
+        numbers = self._messages.setdefault((peer, sent), cycle(range(MESSAGE_TAG // (_STAMP + 1))))
+        return MESSAGE_TAG + next(numbers) * (_STAMP + 1) + (what.stamp & _STAMP)
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,144 +200,3 @@ class GroupCall:
 
 
 WireFunction = Callable[[GroupCall, Tensor, Wired], Wire]
-
-
-class Running:
-    """A wire that has been started.  Its buffers live in the generator, until it ends.
-
-    Until then it is kept in `under_way`: others may be reading from it, and whoever waits for another wire lets this one
-    take its steps as well, so that the order in which handles are waited for does not matter.
-    """
-
-    __slots__ = (
-        "_turn",
-        "_ended",
-        "_error",
-        "_link",
-        "_needs",
-        "_result",
-        "_timeout",
-        "_under_way",
-        "_what",
-        "_wire",
-    )
-
-    def __init__(self, link: Link, wire: Wire, timeout: timedelta, what: What, under_way: UnderWay) -> None:
-        self._link, self._wire, self._timeout, self._what, self._under_way = link, wire, timeout, what, under_way
-        self._needs: Sequence[Any] = ()
-        self._result: Tensor | None = None
-        self._error: BaseException | None = None
-        self._ended: Event | None = None
-        self._turn = Lock()  # whoever drives the wire has it
-        hand_over(under_way)
-        under_way[self] = None
-        with self._turn:
-            self._step()
-
-    def hand_over(self) -> None:
-        """Give it to its link's helper, if that has one: something else begins.  Unless a thread waits for it already."""
-        helper = self._link.helper(self._what)
-        if helper is not None and self._turn.acquire(blocking=False):
-            try:
-                self._ended = self._ended or helper.carry_on(self)
-            finally:
-                self._turn.release()
-
-    def drive(self) -> None:
-        """Run it to its end; an error is raised where it is waited for."""
-        with self._turn, suppress(BaseException):
-            self._run()
-
-    def _step(self) -> None:
-        """Let the wire go on to where it waits next, or to its end."""
-        try:
-            with self._link.lock:
-                self._needs = next(self._wire)
-        except StopIteration as stopped:
-            self._result = stopped.value
-            self._under_way.pop(self, None)
-        except BaseException as error:
-            self._fail(error)
-
-    def _fail(self, error: BaseException) -> NoReturn:
-        self._under_way.pop(self, None)
-        self._link.broken()
-        self._wire.close()
-        try:
-            if isinstance(error, RuntimeError) and not isinstance(error, FshardError):
-                explain(error, self._timeout, self._what)
-            raise error
-        except BaseException as told:
-            self._error = told  # whoever waits once more is told once more
-            raise
-
-    def try_step(self) -> bool:
-        """Go on if what is needed is there; return whether it was.  An error is raised where this wire is waited for."""
-        if not self._turn.acquire(blocking=False):
-            return False
-        try:
-            if self._result is not None or self._error is not None or not self._link.ready(self._needs):
-                return False
-            with suppress(Exception):
-                self._step()
-            return True
-        finally:
-            self._turn.release()
-
-    def _others_go_on(self) -> bool:
-        return len(self._under_way) > 1 and go_on(self._under_way, self)
-
-    def wait(self) -> Tensor:
-        """Run it to its end, or wait for who does."""
-        with self._turn:
-            if self._ended is None:
-                return self._run()
-        self._ended.wait()
-        if self._error is not None:
-            raise self._error
-        assert self._result is not None
-        return self._result
-
-    def _run(self) -> Tensor:
-        while self._result is None:
-            if self._error is not None:
-                raise self._error
-            try:
-                self._link.wait(self._needs, self._timeout, self._others_go_on)
-            except BaseException as error:
-                self._fail(error)
-            if self._result is None:
-                self._step()
-        return self._result
-
-
-UnderWay = dict[Running, None]
-"""What has been started and has not ended, in that order."""
-
-
-def hand_over(under_way: UnderWay) -> None:
-    """Give what is under way to helpers, where it would not go on by itself: something else begins."""
-    for running in [*under_way]:
-        running.hand_over()
-
-
-def go_on(under_way: UnderWay, but: Running | None = None) -> bool:
-    """Let the wires that can take a step take one; return whether one could."""
-    return sum(running.try_step() for running in [*under_way] if running is not but) > 0
-
-
-def explain(error: RuntimeError, timeout: timedelta, what: What) -> NoReturn:
-    """Turn a time-out or a lost peer, in what a backend was asked to do, into an error that says what was done."""
-    text = str(error)
-    if "imed out" in text or "imeout" in text:
-        raise CollectiveTimeoutError(
-            f"{what} did not end within {timeout.total_seconds():g} s: another process of the group has not made "
-            f"the same call. Run with FSHARD_CHECK=1 to see where each process is. ({text.splitlines()[0]})"
-        ) from error
-    if any(word in text for word in LOST):
-        raise LostProcessError(
-            f"{what} cannot end: another process of the group has failed or ended. Its own error is the one to look "
-            f"for. ({text.splitlines()[0]})"
-        ) from error
-    error.add_note(f"in {what}")
-    raise error

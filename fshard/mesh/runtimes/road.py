@@ -15,7 +15,8 @@ from torch import Tensor
 from fshard.errors import FshardError
 from fshard.mesh.moves import Wired
 from fshard.mesh.runtimes.direct import Direct
-from fshard.mesh.runtimes.link import UnderWay, What, explain, go_on, hand_over
+from fshard.mesh.runtimes.link import What
+from fshard.mesh.runtimes.running import UnderWay, explain, go_on, hand_over
 from fshard.source import call_site
 
 if TYPE_CHECKING:

@@ -1,0 +1,190 @@
+"""A wire under way: started, carried on by whoever waits for anything, and waited for.
+
+What is under way is kept in one place, in the order in which it was started.  Whoever waits lets all of it go on: by taking
+the steps that can be taken, or by giving it to the helpers of its links.  So the order in which handles are waited for
+does not matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from threading import Event, Lock
+from typing import Any, NoReturn
+
+from torch import Tensor
+
+from fshard.errors import CollectiveTimeoutError, FshardError, LostProcessError
+from fshard.mesh.runtimes.link import Link, What, Wire
+
+LOST = ("onnection closed", "onnection reset", "onnection refused", "roken pipe", "Socket closed")
+"""How a backend says that a peer is gone."""
+
+
+class Running:
+    """A wire that has been started.  Its buffers live in the generator, until it ends.
+
+    Until then it is kept in `under_way`: others may be reading from it, and whoever waits for another wire lets this one
+    take its steps as well, so that the order in which handles are waited for does not matter.
+    """
+
+    __slots__ = (
+        "_turn",
+        "_ended",
+        "_error",
+        "_link",
+        "_meet",
+        "_needs",
+        "_result",
+        "_timeout",
+        "_under_way",
+        "_what",
+        "_wire",
+    )
+
+    def __init__(
+        self,
+        link: Link,
+        wire: Wire,
+        timeout: timedelta,
+        what: What,
+        under_way: UnderWay,
+        meet: Callable[[], None] | None = None,
+    ) -> None:
+        self._link, self._wire, self._timeout, self._what, self._under_way = link, wire, timeout, what, under_way
+        self._meet = meet  # makes sure, before the result is waited for, that all make the same call
+        self._needs: Sequence[Any] = ()
+        self._result: Tensor | None = None
+        self._error: BaseException | None = None
+        self._ended: Event | None = None
+        self._turn = Lock()  # whoever drives the wire has it
+        hand_over(under_way)
+        under_way[self] = None
+        with self._turn:
+            self._step()
+
+    def hand_over(self) -> None:
+        """Give it to its link's helper, if that has one; unless a thread waits for it already."""
+        helper = self._link.helper(self._what)
+        if helper is not None and self._turn.acquire(blocking=False):
+            try:
+                self._ended = self._ended or helper.carry_on(self)
+            finally:
+                self._turn.release()
+
+    def drive(self) -> None:
+        """Run it to its end; an error is raised where it is waited for."""
+        with self._turn, suppress(BaseException):
+            self._run()
+
+    def _step(self) -> None:
+        """Let the wire go on to where it waits next, or to its end."""
+        try:
+            with self._link.lock:
+                self._needs = next(self._wire)
+        except StopIteration as stopped:
+            self._result = stopped.value
+            self._under_way.pop(self, None)
+        except BaseException as error:
+            self._fail(error)
+
+    def _give_up(self, error: BaseException) -> NoReturn:
+        """Raise; and end the wire, unless a helper is in it, whose error will come from the group."""
+        if self._error is None and self._result is None and self._turn.acquire(blocking=False):
+            try:
+                self._fail(error)
+            finally:
+                self._turn.release()
+        raise error
+
+    def _fail(self, error: BaseException) -> NoReturn:
+        self._under_way.pop(self, None)
+        self._link.broken()
+        self._wire.close()
+        try:
+            if isinstance(error, RuntimeError) and not isinstance(error, FshardError):
+                explain(error, self._timeout, self._what)
+            raise error
+        except BaseException as told:
+            self._error = told  # whoever waits once more is told once more
+            raise
+
+    def try_step(self) -> bool:
+        """Go on if what is needed is there; return whether it was.  An error is raised where this wire is waited for."""
+        if not self._turn.acquire(blocking=False):
+            return False
+        try:
+            if self._result is not None or self._error is not None or not self._link.ready(self._needs):
+                return False
+            with suppress(Exception):
+                self._step()
+            return True
+        finally:
+            self._turn.release()
+
+    def _others_go_on(self) -> bool:
+        return len(self._under_way) > 1 and go_on(self._under_way, self)
+
+    def wait(self) -> Tensor:
+        """Run it to its end, or wait for who does."""
+        hand_over(self._under_way, self)
+        if self._meet is not None:
+            try:
+                self._meet()
+            except BaseException as error:
+                self._give_up(error)
+            self._meet = None
+        with self._turn:
+            if self._ended is None:
+                return self._run()
+        self._ended.wait()
+        if self._error is not None:
+            raise self._error
+        assert self._result is not None
+        return self._result
+
+    def _run(self) -> Tensor:
+        while self._result is None:
+            if self._error is not None:
+                raise self._error
+            try:
+                self._link.wait(self._needs, self._timeout, self._others_go_on)
+            except BaseException as error:
+                self._fail(error)
+            if self._result is None:
+                self._step()
+        return self._result
+
+
+UnderWay = dict[Running, None]
+"""What has been started and has not ended, in that order."""
+
+
+def hand_over(under_way: UnderWay, but: Running | None = None) -> None:
+    """Give what is under way to helpers, where it would not go on by itself: something else begins, or is waited for."""
+    for running in [*under_way]:
+        if running is not but:
+            running.hand_over()
+
+
+def go_on(under_way: UnderWay, but: Running | None = None) -> bool:
+    """Let the wires that can take a step take one; return whether one could."""
+    return sum(running.try_step() for running in [*under_way] if running is not but) > 0
+
+
+def explain(error: RuntimeError, timeout: timedelta, what: What) -> NoReturn:
+    """Turn a time-out or a lost peer, in what a backend was asked to do, into an error that says what was done."""
+    text = str(error)
+    if "imed out" in text or "imeout" in text:
+        raise CollectiveTimeoutError(
+            f"{what} did not end within {timeout.total_seconds():g} s: another process of the group has not made "
+            f"the same call. Run with FSHARD_CHECK=1 to see where each process is. ({text.splitlines()[0]})"
+        ) from error
+    if any(word in text for word in LOST):
+        raise LostProcessError(
+            f"{what} cannot end: another process of the group has failed or ended. Its own error is the one to look "
+            f"for. ({text.splitlines()[0]})"
+        ) from error
+    error.add_note(f"in {what}")
+    raise error
