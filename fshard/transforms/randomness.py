@@ -45,23 +45,26 @@ class State:
 
     of: tuple[tuple[torch.Generator, Tensor], ...]
 
+    def set(self) -> None:
+        """Let the generators go on from here."""
+        for generator, own in self.of:
+            generator.set_state(own)
 
-def random_state() -> State:
-    """Return the states of the generators that the calling thread draws from."""
-    return State(tuple((generator, generator.get_state()) for generator in _generators()))
+
+def random_state(*others: torch.Generator) -> State:
+    """Return the states of the generators that the calling thread draws from, and of others."""
+    return State(tuple((generator, generator.get_state()) for generator in (*_generators(), *others)))
 
 
 @contextmanager
 def drawing_from(state: State) -> Generator[None]:
     """Set generators to a state, and put all of them back afterwards."""
-    before = random_state()
-    for generator, own in state.of:
-        generator.set_state(own)
+    before = random_state(*(generator for generator, _ in state.of))
+    state.set()
     try:
         yield
     finally:
-        for generator, own in before.of:
-            generator.set_state(own)
+        before.set()
 
 
 def _generators() -> list[torch.Generator]:
