@@ -115,6 +115,7 @@ def options():
     parser.add_argument("--devices", type=int, default=4, help="virtual ones; torchrun brings its own")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--letters", type=int, default=500, help="to write in the end")
     parser.add_argument("--accumulate", type=int, default=1, help="parts of a device's batch, one after the other")
     parser.add_argument("--precision", choices=["bf16"], help="to compute in; parameters stay float32")
     parser.add_argument("--reproducible", action="store_true", help="equal bits on any mesh")
@@ -146,7 +147,7 @@ def main():
             if number == 1 or number % (args.steps // 5 or 1) == 0:
                 console.print(f"step {number:4}   loss {loss:.9g}   gradient {norm:.3f}")  # nine digits: every bit
 
-    text = write(tree_map(torch.Tensor.cpu, fs.unshard(params)), 500)
+    text = write(tree_map(torch.Tensor.cpu, fs.unshard(params)), args.letters)
     right = [sentence in SENTENCES for sentence in text.split(". ")]
     console.print(f"\n[bold]It writes[/], {sum(right)} of {len(right)} sentences as they should be:")
     console.print(f"{text}.\n")

@@ -1,11 +1,13 @@
 """A rematerialised function is the same function: values, derivatives of every kind, random draws, collectives."""
 
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
 from torch import nn
 from torch.func import grad, jacfwd, jacrev, jvp, vmap
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import fshard as fs
 from fshard import P
@@ -373,3 +375,102 @@ def test_what_is_kept_of_memory_that_is_used_again():
             for g in (remat(f, policy), f)
         )
         close(fs.unshard(got), fs.unshard(expected))
+
+
+INSIDE = {
+    "grad": lambda f, x: grad(lambda x: f(x).sum())(x),
+    "grad of grad": lambda f, x: grad(lambda x: grad(lambda x: f(x).sum())(x).square().sum())(x),
+    "vjp": lambda f, x: torch.func.vjp(f, x)[1](x)[0],
+    "jacrev": lambda f, x: jacrev(lambda x: f(x).sum(0))(x).sum((0, 1)).reshape(1, -1),
+    "hessian": lambda f, x: torch.func.hessian(lambda x: f(x).sum())(x[0]).sum(0, keepdim=True),
+    "vmap of grad": lambda f, x: vmap(grad(lambda x: f(x).sum()))(x),
+    "jvp": lambda f, x: jvp(f, (x,), (x,))[1],
+}
+
+
+def transforming(kind):
+    def f(w, v, x):
+        h = name(torch.nn.functional.dropout((x @ w).sigmoid(), 0.3), "hidden").exp()
+        g = INSIDE[kind](lambda h: (h @ v).tanh() ** 2, h)
+        return (torch.nn.functional.dropout(g, 0.3) @ w).sin() + h.sum()
+
+    return f
+
+
+@pytest.mark.parametrize(
+    ("kind", "policy"),
+    [*product(["grad"], POLICIES), *product([*INSIDE][1:], ["nothing"])],
+    ids=[*NAMES, *[*INSIDE][1:]],
+)
+def test_transforms_of_torch_func_inside(kind, policy):
+    w, v, x = values((D, D), (D, D), (3, D))
+    f = transforming(kind)
+    again = remat(f, policy)
+    nested = remat(lambda w, v, x: again(w, v, remat(f, policy)(w, v, x)), policy)
+
+    def derivatives(f):
+        with keyed_random(0):
+            y = f(w, v, x).square().sum()
+            state = torch.get_rng_state()
+        (first,) = torch.autograd.grad(y, w, create_graph=True)
+        return [
+            y,
+            *torch.autograd.grad(y, (w, v, x), retain_graph=True),
+            *torch.autograd.grad(first.sin().sum(), (w, v, x)),
+            state,
+        ]
+
+    for _ in range(2):
+        for got, expected in zip(derivatives(again), derivatives(f), strict=True):
+            close(got, expected)
+    for got, expected in zip(derivatives(nested), derivatives(lambda w, v, x: f(w, v, f(w, v, x))), strict=True):
+        close(got, expected)
+
+
+def test_what_stands_beside_a_transform_is_run_again():
+    made = []
+
+    def f(x):
+        y = x.sin().exp()
+        made.append(StorageWeakRef(y.untyped_storage()))  # exp saves it
+        return y.sin() * grad(lambda y: y.cos().sum())(y.sin())
+
+    again = remat(f)
+    x = torch.ones(3, requires_grad=True)
+    for expected in (2, 1):  # the first time it is begun anew
+        made.clear()
+        y = again(x).sum()
+        assert len(made) == expected and made[-1].expired()
+        torch.autograd.grad(y, x)
+        assert len(made) == expected + 1
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("policy", ["nothing", "dots", offload("everything")], ids=["nothing", "dots", "offload"])
+def test_a_step_with_transforms_inside_of_rematerialised_blocks(stage, policy):
+    def block(p, x):
+        h = torch.nn.functional.dropout((x @ p["w"]).tanh(), 0.2)
+        return h + vmap(grad(lambda h: (h @ p["v"]).sin().sum()))(h)
+
+    def gradients(run, n):
+        mesh = fs.make_mesh({"data": n})
+        draw = torch.Generator().manual_seed(0)
+        blocks = [{k: torch.randn(D, D, generator=draw, dtype=torch.float64) for k in "wv"} for _ in range(3)]
+        params = fs.shard_params(blocks, fs.fsdp("data") if stage == 3 else P(), mesh=mesh)
+
+        def loss_fn(params, x):
+            for p in params:
+                x = run(block)(p, x)
+            return x.square().mean()
+
+        torch.manual_seed(0)
+        x = torch.randn(4, D, generator=draw, dtype=torch.float64)
+        options = {"reproducible": True, "slices": 4}
+        loss, grads = fs.value_and_grad(loss_fn, mesh=mesh, batch=P("data"), **options)(params, x)
+        return [fs.unshard(loss), *(fs.unshard(g[k]) for g in grads for k in "wv")]
+
+    expected = gradients(lambda f: f, 1)
+    again = {}
+    for n in (1, 2):
+        for got, wanted in zip(gradients(lambda f: again.setdefault(f, remat(f, policy)), n), expected, strict=True):
+            close(got, wanted)

@@ -1174,17 +1174,6 @@ def test_parameters_born_sharded_are_never_all_whole(monkeypatch):
     assert len(most) == 20 and max(most) == 1
 
 
-def test_parameters_whose_making_looks_at_values_are_refused():
-    mesh = fs.make_mesh({"data": 2})
-    with pytest.raises(fs.LayoutError, match="cannot be run without memory"):
-        fs.init_params(lambda: torch.ones(int(torch.ones(1).sum().item())), P(), mesh=mesh)
-    with pytest.raises(fs.LayoutError, match="trunc_normal_ looks at a value. Call it and lay its result out"):
-        fs.init_params(lambda: torch.nn.init.trunc_normal_(torch.empty(3)), P(), mesh=mesh)
-    fixed = torch.ones(2)
-    with pytest.raises(fs.LayoutError, match="init_params: a was not made by the function"):
-        fs.init_params(lambda: {"a": fixed}, P(), mesh=mesh)
-
-
 def drawn(init_fn):
     torch.manual_seed(3)
     return flatten(init_fn())[0]

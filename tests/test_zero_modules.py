@@ -327,6 +327,17 @@ def test_patterns_that_freeze_nothing_or_half_of_a_tie_are_refused():
         fs.shard_params(tree, P(), mesh=mesh, frozen=["0.wieght", "0.bias", "1.**"])
     with pytest.raises(fs.LayoutError, match="of it and a leaf that it is tied to, one is frozen"):
         fs.shard_params(tree, P(), mesh=mesh, frozen="tied")
+    parted = {"0.*": P("data"), "tied": P(), "typo": P()}
+    with pytest.raises(fs.LayoutError) as error:
+        fs.shard_params(
+            {**tree, "tie": tree["0.bias"]}, parted | {"tie": P("data")}, mesh=mesh, frozen=["0.weight", "wrong"]
+        )
+    assert [line.split(":")[0].strip() for line in str(error.value).splitlines()] == [
+        "shard_params", "frozen", 'no leaf is for the rule "typo". The leaves are 0.bias, 0.weight, tie, tied; "**"', "tied",
+    ]  # fmt: skip
+    assert 'tied: it is tied to a leaf that lies as P("data"), and cannot lie as P()' in str(error.value)
+    with pytest.raises(fs.LayoutError, match="init_params: b: it is tied to a leaf that lies as P\\(\\)"):
+        fs.init_params(lambda: dict.fromkeys("ab", torch.ones(2)), {"a": P(), "b": P("data")}, mesh=mesh)
     own = fs.shard_params(tree, P(), mesh=mesh)
 
     def gradient(frozen):

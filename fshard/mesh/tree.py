@@ -1,5 +1,7 @@
 """Trees of tensors, by optree: the few operations that fshard needs, in its own namespace.
 
+Dataclasses are nodes (see `records`).
+
 A `Sharded` is a node whose children are its shards (so that elementwise code need not know it), or, with
 `sharded_is_leaf`, a leaf: the global array.
 """
@@ -11,6 +13,8 @@ from functools import lru_cache
 from typing import Any
 
 import optree
+
+from fshard.mesh.records import learn
 
 NAMESPACE = "fshard"
 PyTree = Any
@@ -31,6 +35,8 @@ def flatten(tree: PyTree, *, sharded_is_leaf: bool = False, none_is_leaf: bool =
     """Return the leaves of a tree and its structure."""
     is_leaf = _is_global[0] if sharded_is_leaf else None
     leaves, structure = _o.tree_flatten(tree, is_leaf=is_leaf, none_is_leaf=none_is_leaf, namespace=NAMESPACE)
+    while learn(leaves, NAMESPACE):
+        leaves, structure = _o.tree_flatten(tree, is_leaf=is_leaf, none_is_leaf=none_is_leaf, namespace=NAMESPACE)
     return leaves, structure
 
 
@@ -61,7 +67,8 @@ def unflatten(structure: Structure, leaves: Sequence[Any]) -> PyTree:
 
 def map_leaves(f: Callable[[Any], Any], tree: PyTree) -> PyTree:
     """Apply a function to every leaf; a `Sharded` is one."""
-    return _o.tree_map(f, tree, is_leaf=_is_global[0], namespace=NAMESPACE)
+    leaves, structure = flatten(tree, sharded_is_leaf=True)
+    return unflatten(structure, [f(leaf) for leaf in leaves])
 
 
 def broadcast_prefix(prefix: PyTree, tree: PyTree, *, none_is_leaf: bool = False) -> list[Any]:

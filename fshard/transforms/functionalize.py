@@ -26,6 +26,8 @@ from torch.utils.checkpoint import _StopRecomputationError as StopRecomputation 
 from fshard.mesh.differentiate import transformed
 from fshard.mesh.spec import Axes
 from fshard.transforms.batchnorm import synchronise
+from fshard.transforms.layers import Layers
+from fshard.transforms.randomness import key_now
 from fshard.transforms.replica import Blueprint, ModuleError, Replica
 
 _C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
@@ -47,6 +49,9 @@ def functionalize(module: nn.Module, *, sync_batchnorm: Axes | None = None) -> t
         module: any module, as it is now; of later changes only `module.train()` and `eval()` are followed.
         sync_batchnorm: the axes along which BatchNorm layers in training take mean and variance over all devices,
             inside `shard_map` (one psum of 2 * channels + 1 numbers per layer).
+
+    In a training step, or where else draws are keyed (`keyed_random`), each layer draws by its own name; elsewhere draws are
+    those of the module itself.
 
     What a forward keeps for itself, an attribute that it sets, say, is gone after the call: return it or make it a buffer.
     apply does not keep the module alive (but the class of one with parametrizations does, in torch).
@@ -76,6 +81,9 @@ def functionalize(module: nn.Module, *, sync_batchnorm: Axes | None = None) -> t
             lent = {name: _lend(x) for name, x in buffers.items()}
             replica.fill({**params, **lent})
             _place_new(replica, {name: lent[name] for name in lent.keys() - check.buffers})
+            key = key_now()
+            if key is not None:
+                Layers(key).enter(replica.modules)
             output = replica.modules[0][1](*args, **kwargs)
             return output, _new_state(replica, aliases, buffers, lent)
         except StopRecomputation as stop:  # a checkpoint that runs apply again has what it wants

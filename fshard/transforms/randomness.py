@@ -1,7 +1,7 @@
 """Random draws that depend on a key, and on nothing else: not on the device, and not on what was drawn before.
 
-Dropout that is keyed by (seed, step, slice) and, where layers of one slice do not run in one order everywhere, by the
-layer too, draws the same masks on 1 device as on 8.
+Dropout that is keyed by (seed, step, slice), and in a functionalized module by the layer too (see `layers`), draws the same
+masks on 1 device as on 8.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import index
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,8 +35,7 @@ def keyed_random(seed: int, *key: int | str) -> Generator[None]:
     (True, False)
     """
     with drawing_from(State(())):
-        for generator in _generators():
-            generator.manual_seed(_folded(seed, *key))
+        _seed(folded(seed, *key))
         yield
 
 
@@ -45,23 +45,50 @@ class State:
 
     of: tuple[tuple[torch.Generator, Tensor], ...]
 
+    def set(self) -> None:
+        """Let the generators go on from here."""
+        for generator, own in self.of:
+            generator.set_state(own)
 
-def random_state() -> State:
-    """Return the states of the generators that the calling thread draws from."""
-    return State(tuple((generator, generator.get_state()) for generator in _generators()))
+
+def random_state(*others: torch.Generator) -> State:
+    """Return the states of the generators that the calling thread draws from, and of others."""
+    return State(tuple((generator, generator.get_state()) for generator in (*_generators(), *others)))
 
 
 @contextmanager
 def drawing_from(state: State) -> Generator[None]:
     """Set generators to a state, and put all of them back afterwards."""
-    before = random_state()
-    for generator, own in state.of:
-        generator.set_state(own)
+    before = random_state(*(generator for generator, _ in state.of))
+    state.set()
     try:
         yield
     finally:
-        for generator, own in before.of:
-            generator.set_state(own)
+        before.set()
+
+
+@contextmanager
+def drawing_by(key: int) -> Generator[None]:
+    """Draw by a key; afterwards go on as before, but by a key that tells what comes now from what came before."""
+    before = random_state()
+    _seed(key)
+    try:
+        yield
+    finally:
+        words: Any = before.of[0][1].numpy().view("uint64")
+        words[0] = key ^ 1  # where torch keeps the seed, from which nothing is drawn any more
+        before.set()
+
+
+def key_now() -> int | None:
+    """Return the key that the calling thread draws by; None if it draws by no key."""
+    seed = torch.default_generator.initial_seed()
+    return seed if seed >> 48 == _MARK else None
+
+
+def _seed(key: int) -> None:
+    for generator in _generators():
+        generator.manual_seed(key)
 
 
 def _generators() -> list[torch.Generator]:
@@ -71,8 +98,12 @@ def _generators() -> list[torch.Generator]:
     return [torch.default_generator, torch.cuda.default_generators[torch.cuda.current_device()]]
 
 
-def _folded(*key: int | str) -> int:
-    """Return 64 bits in which every part of the key and its place count."""
+_MARK = 0xF5A2
+"""What the seeds begin with that are keys."""
+
+
+def folded(*key: int | str) -> int:
+    """Return a key of 64 bits in which every part of what it is made of, and its place, count."""
     parts = [part if isinstance(part, str) else index(part) for part in key]  # 3 is 3, whoever counts
-    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little")
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=6).digest()
+    return _MARK << 48 | int.from_bytes(digest, "little")

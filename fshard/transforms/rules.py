@@ -227,21 +227,11 @@ def shard_params(params: PyTree, rules: Rules, *, mesh: Mesh, frozen: Choice = N
     >>> fs.typeof(params["w"]), [tuple(shard.shape) for shard in params["w"].shards]
     (f32[3, 3]{flat:data}, [(3,), (3,), (3,), (0,)])
     """
-    paths, leaves, structure = flatten_with_paths(params, sharded_is_leaf=True)
-    layouts = layouts_of(params, rules, mesh, frozen)
+    _, leaves, structure = flatten_with_paths(params, sharded_is_leaf=True)
     done: dict[int, Any] = {}
-    with collected("shard_params") as attempt:
-        for path, leaf, layout in zip(paths, leaves, layouts, strict=True):
-            with attempt(named(parts_of(path))):
-                known = done.get(id(leaf))
-                if known is None:
-                    done[id(leaf)] = device_put(leaf.detach() if isinstance(leaf, Tensor) else leaf, layout)
-                elif known.spec != layout.spec:
-                    raise LayoutError(
-                        f"it is tied to a leaf that lies as {known.spec}, and cannot lie as {layout.spec}."
-                    )
-                elif known.layout.frozen != layout.frozen:
-                    raise LayoutError("of it and a leaf that it is tied to, one is frozen. Freeze both: they are one.")
+    for leaf, layout in zip(leaves, layouts_of(params, rules, mesh, frozen), strict=True):
+        if id(leaf) not in done:
+            done[id(leaf)] = device_put(leaf.detach() if isinstance(leaf, Tensor) else leaf, layout)
     return unflatten(structure, [done[id(leaf)] for leaf in leaves])
 
 
@@ -251,6 +241,7 @@ def layouts_of(params: PyTree, rules: Rules, mesh: Mesh, frozen: Choice, what: s
     if isinstance(rules, P | Fsdp):
         mesh.check_axes(rules.axes, f"{what} with {rules}")
     units, fixed, specs, layouts = [unit_of(path) for path in paths], [False] * len(paths), list[Any](), list[Layout]()
+    known: dict[int, Layout] = {}
     with collected(what) as attempt:
         with attempt(""):
             fixed = chosen(frozen, paths, "frozen")
@@ -265,8 +256,17 @@ def layouts_of(params: PyTree, rules: Rules, mesh: Mesh, frozen: Choice, what: s
                 if spec is not _OPEN:
                     layout = Layout(mesh, _of_parameter(spec), unit=unit, frozen=fix or is_frozen(leaf))
                     refuse_unfit(leaf, layout)
+                    _refuse_parted(known.setdefault(id(leaf), layout), layout)
                     layouts.append(layout)
     return layouts
+
+
+def _refuse_parted(first: Layout, layout: Layout) -> None:
+    """Raise if a leaf that stands twice is to lie in two ways."""
+    if layout.spec != first.spec:
+        raise LayoutError(f"it is tied to a leaf that lies as {first.spec}, and cannot lie as {layout.spec}.")
+    if layout.frozen != first.frozen:
+        raise LayoutError("of it and a leaf that it is tied to, one is frozen. Freeze both: they are one.")
 
 
 _OPEN: Any = object()
