@@ -223,3 +223,32 @@ def suited(make, params, steps):
     if make is optim.adafactor:
         return {**params, "b": params["b"][:1]}, [{**grads, "b": grads["b"][:1]} for grads in steps]
     return params, steps
+
+
+# -- optimizers drawn at random ---------------------------------------------------------------------------------------
+
+WRITERS = {name: opt for name, opt in ALL.items() if opt.step is not None}
+AROUND = {
+    "clip": lambda opt: optim.chain(optim.clip_by_global_norm(0.5), opt),
+    "chain": lambda opt: optim.chain(optim.add_decayed_weights(0.1), optim.clip_by_value(0.25), opt),
+    "masked": lambda opt: optim.masked(opt, lambda path, leaf: leaf.ndim > 0),
+    "by_label": lambda opt: optim.by_label(
+        {"own": opt, "other": optim.sgd(0.1, fused=False)},
+        lambda path, leaf: "other" if leaf.ndim == 1 else "own",
+        every=False,
+    ),
+    "skip": optim.skip_if_not_finite,
+    "accumulate": lambda opt: optim.accumulate(opt, 2),
+    "ema": lambda opt: optim.ema(opt, 0.5),
+    "master": optim.with_master_weights,
+}
+
+
+@st.composite
+def optimizers(draw):
+    """An optimizer of the tables, with up to three combinators around it, and what it is."""
+    name = draw(st.sampled_from(sorted(WRITERS)))
+    opt, wraps = WRITERS[name], draw(st.lists(st.sampled_from(sorted(AROUND)), max_size=3))
+    for wrap in wraps:
+        opt = AROUND[wrap](opt)
+    return " < ".join([name, *wraps]), opt

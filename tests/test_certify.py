@@ -579,7 +579,30 @@ def test_what_is_laid_out_already_is_refused():
     assert str(error.value).startswith('certify: params["a"], batch[0], the optimizer are laid on a mesh already.')
 
 
-def test_a_scale_that_16_bits_cannot_hold_of_the_whole_loss_is_certified():
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_a_scale_that_16_bits_cannot_hold_of_the_whole_loss_is_certified(n):
     params = {name: x / 8 for name, x in mlp_params().items()}
-    found = certify(mlp, params, X, fs.optim.loss_scaled(ADAMW), fs.make_mesh({"data": 2}), precision="fp16")
+    found = certify(mlp, params, X, fs.optim.loss_scaled(ADAMW), fs.make_mesh({"data": n}), precision="fp16")
     assert verdicts(found.check()) <= {"EXACT", "BOUNDED"}
+
+
+@pytest.mark.parametrize("options", [{}, {"reproducible": True}], ids=str)
+def test_steps_that_both_runs_skip_are_certified_and_steps_that_one_skips_are_not(options):
+    def scaled(initial):
+        return fs.optim.loss_scaled(ADAMW, initial=initial)
+
+    def last(steps):
+        rows = (
+            certified(mlp, scaled(2.0**16), {"data": 2}, precision="fp16", stages=[3], steps=steps, **options)
+            .check()
+            .rows
+        )
+        return {row.error for row in rows} == {0.0}
+
+    assert last(1) and last(9) == bool(options)  # the first is skipped, the ninth is not
+
+    def on_the_mesh_only(params, x):
+        return mlp(params, x) * (1e4 if fs.axis_size("data") > 1 else 1.0)
+
+    wrong = certified(on_the_mesh_only, scaled(2.0**8), {"data": 2}, precision="fp16", **options)
+    assert "the gradient on the mesh is not finite, on one device it is" in wrong.first.reason

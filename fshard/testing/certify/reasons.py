@@ -42,6 +42,8 @@ class Reasons:
                 return f"only {has} has a gradient: does the loss function use the parameter on all devices alike?"
         elif not torch.isfinite(alone).all():
             return "the gradient on one device is not finite"
+        elif not all(torch.isfinite(piece.found).all() for piece in beside(found, alone)):
+            return "the gradient on the mesh is not finite, on one device it is"
         elif not it.gap(step, "grads", place).ok:
             return self._of_gradient(place, found, alone)
         return self._of_update(place)
