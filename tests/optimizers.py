@@ -246,9 +246,17 @@ AROUND = {
 
 @st.composite
 def optimizers(draw):
-    """An optimizer of the tables, with up to three combinators around it, and what it is."""
+    """An optimizer of the tables that takes leaves of any dtype, with up to three combinators around it."""
     name = draw(st.sampled_from(sorted(WRITERS)))
-    opt, wraps = WRITERS[name], draw(st.lists(st.sampled_from(sorted(AROUND)), max_size=3))
-    for wrap in wraps:
+    opt = optim.by_label(
+        {
+            "own": WRITERS[name],
+            "half": optim.with_master_weights(WRITERS[name]),  # in float16 an eps of 1e-8 is 0
+            "complex": WRITERS[name if name in ELEMENTWISE else "sgd"],
+        },
+        lambda path, leaf: "complex" if leaf.dtype.is_complex else "half" if leaf.dtype == torch.float16 else "own",
+        every=False,
+    )
+    for wrap in draw(st.lists(st.sampled_from(sorted(AROUND)), max_size=3)):
         opt = AROUND[wrap](opt)
-    return " < ".join([name, *wraps]), opt
+    return opt

@@ -225,6 +225,26 @@ def test_a_minimum_is_no_divergence_though_it_is_curved(opt, seed):
     certify(loss_fn, {"mean": x.mean(0)}, x, opt, mesh=fs.make_mesh({"data": 4}), steps=4).check()
 
 
+def one_element_is_wrong(n):
+    """Certify a loss whose gradient is wrong in one element, which one device holds."""
+
+    def loss_fn(p, x):
+        wrong = (p["w"][0] * x[:, 0]).mean() * (fs.axis_size("data") > 1)
+        return (p["w"] * x[:, :3]).sum(1).mean() + p["s"] * x.mean() + wrong
+
+    params = {"s": torch.ones(()), "w": torch.ones(3)}
+    return certify(loss_fn, params, X, fs.optim.sgd(0.1), mesh=fs.make_mesh({"data": n}), stages=[3])
+
+
+def rows_of(n):
+    return one_element_is_wrong(n).rows
+
+
+def test_all_processes_come_to_the_verdict_of_virtual_devices(two):
+    virtual = one_element_is_wrong(2)
+    assert not virtual.ok and all(found == virtual.rows for found in two.run(rows_of, 2))
+
+
 def on_processes():
     mesh = fs.make_mesh({"data": 2})
     bad = certify(lambda p, x: mlp(p, x) * fs.axis_size("data"), mlp_params(), X, fs.optim.sgd(0.1), mesh=mesh)

@@ -254,5 +254,7 @@ def _become(old: Sharded, new: Sharded) -> Sharded:
     if old.dtype != new.dtype:
         return new
     for target, source in zip(old.shards, new.shards, strict=True):
-        target.data = source
+        target.data = (
+            source if source.untyped_storage().nbytes() == source.nbytes else source.clone()
+        )  # padding of the way
     return old

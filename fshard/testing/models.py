@@ -47,7 +47,7 @@ class Loss:
         total = batch[:, 0]
         for leaf, times in zip(flatten(params)[0], self.uses, strict=True):
             for turn in range(times):
-                real = leaf.abs() if leaf.is_complex() else leaf
+                real = torch.view_as_real(leaf) if leaf.is_complex() else leaf
                 row = real.reshape(1, -1)  # (1, elements)
                 if self.linear:
                     total = total + (row * batch[:, turn, None]).sum(1)

@@ -61,7 +61,8 @@ def certify(
 ) -> Certificate:
     """Train a few steps on a mesh and on one device; say of every leaf whether it is the same, and if not, why.
 
-    Communicates what `train_step` does.  On a process mesh every process calls it and judges what it holds itself.
+    Communicates what `train_step` does.  On a process mesh every process calls it; all see what all hold, and come to
+    one verdict.
 
     A loss function that draws random numbers (dropout) needs `reproducible=True`, and one device is then a mesh of one:
     otherwise each device draws its own, and no serial run draws what they draw.

@@ -19,7 +19,7 @@ from fshard.mesh.spec import P
 from fshard.mesh.spmd import held
 from fshard.mesh.tree import flatten
 from fshard.optim.leaves import Leaf, Leaves
-from fshard.testing.certify.beside import Piece, beside, first_difference, near, piece_of
+from fshard.testing.certify.beside import Piece, beside, first_difference, known_to_all, near, piece_of
 from fshard.testing.certify.comparison import Comparison
 from fshard.transforms.randomness import keyed_random
 
@@ -76,6 +76,8 @@ class Reasons:
             for one, old in zip(pieces, olds, strict=True)
         ]
         told = "the gradient is right, the update is not: "
+        if not torch.isfinite(alone).all():
+            return f"{told}the parameter on one device is not finite, so nothing can be said"
         factor = self._factor(updates)
         if factor is not None and not factor.root:
             return f"{told}it is {factor.size}. The optimizer multiplies or divides by the size of {factor.axes}"
@@ -91,10 +93,10 @@ class Reasons:
 
     def _missing(self, place: int, found: Leaf) -> str | None:
         """Compare a gradient with sums over fewer axes: then what each device holds is its own, or one device's."""
-        mesh = self._it.mesh
-        if self._local is None or not isinstance(found, Sharded):
+        local = self._local[place]
+        if not isinstance(local, Sharded) or not isinstance(found, Sharded):
             return None
-        local: Sharded = self._local[place]
+        mesh, local = local.mesh, _summands(local)
         for axes in _subsets(local.spec.unreduced):
             sums = dict(zip(held(mesh), fs.reshard(local, Layout(mesh, P(unreduced=axes))).shards, strict=True))
             own = [
@@ -117,13 +119,11 @@ class Reasons:
         return it.alone[step - 1].params if step else Leaves.of(it.task.params).leaves
 
     @cached_property
-    def _local(self) -> list[Leaf] | None:
+    def _local(self) -> list[Leaf]:
         """The gradients of this step before any sum over devices, from the parameters that it began with."""
         it, task = self._it, self._it.task
         wanted = {axis for spec in flatten(task.batch_spec)[0] if isinstance(spec, P) for axis in spec.axes}
         axes = tuple(axis for axis in it.mesh.axis_names if axis in wanted and it.mesh.shape[axis] > 1)
-        if not axes:
-            return None
         left_out = ("donate", "precision", "gradients", "compute")
         options: dict[str, Any] = {key: x for key, x in task.options.items() if key not in left_out}
         summands, compute = Layout(it.mesh, P(unreduced=axes)), task.compute
@@ -133,7 +133,19 @@ class Reasons:
         buffers = Leaves.of(task.buffers).rebuild(it.alone[self._step - 1].buffers) if self._step else task.buffers
         with keyed_random(task.seed, self._step):
             _, grads = run(params, *([buffers] if task.has_buffers else []), task.batch)
-        return Leaves.of(grads).leaves
+        return [known_to_all(leaf) for leaf in Leaves.of(grads).leaves]
+
+
+def _summands(local: Sharded) -> Sharded:
+    """Return gradients before any sum as the summands that they are: over other axes too, if devices differ along them."""
+    mesh = local.mesh
+
+    def differs(axis: str) -> bool:
+        first = [mesh.index({**mesh.coordinates(device), axis: 0}) for device in range(mesh.size)]
+        return not all(torch.equal(x, local.shards[at]) for x, at in zip(local.shards, first, strict=True))
+
+    others = tuple(axis for axis in mesh.axis_names if axis not in local.spec.unreduced and differs(axis))
+    return Sharded(local.shape, Layout(mesh, P(unreduced=(*local.spec.unreduced, *others))), local.shards)
 
 
 # -- the constants that gradients are often wrong by ----------------------------------------------------------------

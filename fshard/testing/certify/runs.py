@@ -19,7 +19,7 @@ from fshard.mesh.tree import PyTree
 from fshard.optim.contract import Optimizer, Update, copied, pure_step, step_of
 from fshard.optim.leaves import Leaf, Leaves, map_shards, trainable
 from fshard.optim.scaling import held_by
-from fshard.testing.certify.beside import frozen_as, is_floating, wide
+from fshard.testing.certify.beside import frozen_as, is_floating, known_to_all, wide
 from fshard.transforms.randomness import keyed_random
 from fshard.transforms.rules import chosen
 
@@ -98,7 +98,11 @@ class Turn(NamedTuple):
 
     def whole(self) -> Turn:
         """Return whole tensors."""
-        return Turn(*(Leaves.of(leaves).mapped(fs.unshard) for leaves in self))  # what is tied stays so
+        return self.each(fs.unshard)
+
+    def each(self, f: Callable[[Leaf], Leaf]) -> Turn:
+        """Return f of each leaf; what is tied stays so."""
+        return Turn(*(Leaves.of(leaves).mapped(f) for leaves in self))
 
 
 # -- on a mesh ----------------------------------------------------------------------------------------------------
@@ -124,7 +128,7 @@ def on_mesh(task: Task, mesh: Mesh, stage: Any) -> list[Turn]:
         with keyed_random(task.seed, turn):
             params, state, *new, _ = step(params, state, *([buffers] if task.has_buffers else []), task.batch)
         buffers = new[0] if new else buffers
-        turns.append(Turn.of(given[-1], copied(params), copied(buffers)))
+        turns.append(Turn.of(given[-1], copied(params), copied(buffers)).each(known_to_all))
     return turns
 
 
