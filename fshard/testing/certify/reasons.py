@@ -19,7 +19,7 @@ from fshard.mesh.spec import P
 from fshard.mesh.spmd import held
 from fshard.mesh.tree import flatten
 from fshard.optim.leaves import Leaf, Leaves
-from fshard.testing.certify.beside import Piece, beside, first_difference, known_to_all, near, piece_of
+from fshard.testing.certify.beside import Piece, beside, first_difference, known_to_all, largest, near, piece_of
 from fshard.testing.certify.comparison import Comparison
 from fshard.transforms.randomness import keyed_random
 
@@ -59,8 +59,8 @@ class Reasons:
 
     def _of_gradient(self, place: int, found: Leaf, alone: Tensor) -> str:
         pieces = beside(found, alone)
-        if (factor := self._factor(pieces)) is not None:
-            return f"the gradient is {factor.size}: {factor.reason}"
+        if factors := self._of_size(pieces):
+            return f"the gradient is {factors[0].size}: {', or '.join(factor.reason for factor in factors)}"
         if (missing := self._missing(place, found)) is not None:
             return missing
         if near(pieces, self._tolerance):
@@ -78,25 +78,31 @@ class Reasons:
         told = "the gradient is right, the update is not: "
         if not torch.isfinite(alone).all():
             return f"{told}the parameter on one device is not finite, so nothing can be said"
-        factor = self._factor(updates)
-        if factor is not None and not factor.root:
-            return f"{told}it is {factor.size}. The optimizer multiplies or divides by the size of {factor.axes}"
+        factors = self._of_size(updates)
+        if factors and not factors[0].root:
+            return (
+                f"{told}it is {factors[0].size}. The optimizer multiplies or divides by the size of {factors[0].axes}"
+            )
         if near(pieces, 1e-5):
             return f"{told}it differs by rounding, as a fused kernel may at the ends of pieces: try fused=False"
         why = "does not do the same on a mesh" if it.stage == 0 else "is not elementwise, pieces give another result"
         at = first_difference(found, alone, self._tolerance)
         return f"{told}the optimizer {why}; the parameter first differs at {at}"
 
-    def _factor(self, pieces: Sequence[Piece]) -> Factor | None:
-        """Return the likely constant between pieces and what stands beside them."""
-        return next((one for one in self._factors if near(pieces, self._tolerance, times=one.value)), None)
+    def _of_size(self, pieces: Sequence[Piece]) -> list[Factor]:
+        """Return the likely constants between pieces and what stands beside them, which are all of one size."""
+        return [one for one in self._factors if near(pieces, self._tolerance, times=one.value)]
 
     def _missing(self, place: int, found: Leaf) -> str | None:
         """Compare a gradient with sums over fewer axes: then what each device holds is its own, or one device's."""
         local = self._local[place]
         if not isinstance(local, Sharded) or not isinstance(found, Sharded):
             return None
-        mesh, local = local.mesh, _summands(local)
+        mesh = local.mesh
+        if uneven := self._uneven_axes(local):
+            return (
+                f"a reduction over {_named(uneven)} is missing: the batch is whole along it, and yet gradients differ"
+            )
         for axes in _subsets(local.spec.unreduced):
             sums = dict(zip(held(mesh), fs.reshard(local, Layout(mesh, P(unreduced=axes))).shards, strict=True))
             own = [
@@ -111,6 +117,17 @@ class Reasons:
                     if near(beside(found, summed), self._tolerance, times=times):
                         return f"{told} all have what device {device} adds to the sum"
         return None
+
+    def _uneven_axes(self, local: Sharded) -> tuple[str, ...]:
+        """Return the axes along which devices have different gradients, though they were given the same."""
+        mesh, shards = local.mesh, local.shards
+
+        def differ(axis: str) -> bool:
+            first = [mesh.index({**mesh.coordinates(device), axis: 0}) for device in range(mesh.size)]
+            pieces = [Piece(device, x, shards[at]) for device, (x, at) in enumerate(zip(shards, first, strict=True))]
+            return not near(pieces, self._tolerance) and any(largest(piece.error) > 0 for piece in pieces)
+
+        return tuple(axis for axis in mesh.axis_names if axis not in local.spec.unreduced and differ(axis))
 
     @property
     def _before(self) -> list[Leaf]:
@@ -134,18 +151,6 @@ class Reasons:
         with keyed_random(task.seed, self._step):
             _, grads = run(params, *([buffers] if task.has_buffers else []), task.batch)
         return [known_to_all(leaf) for leaf in Leaves.of(grads).leaves]
-
-
-def _summands(local: Sharded) -> Sharded:
-    """Return gradients before any sum as the summands that they are: over other axes too, if devices differ along them."""
-    mesh = local.mesh
-
-    def differs(axis: str) -> bool:
-        first = [mesh.index({**mesh.coordinates(device), axis: 0}) for device in range(mesh.size)]
-        return not all(torch.equal(x, local.shards[at]) for x, at in zip(local.shards, first, strict=True))
-
-    others = tuple(axis for axis in mesh.axis_names if axis not in local.spec.unreduced and differs(axis))
-    return Sharded(local.shape, Layout(mesh, P(unreduced=(*local.spec.unreduced, *others))), local.shards)
 
 
 # -- the constants that gradients are often wrong by ----------------------------------------------------------------
