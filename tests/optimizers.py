@@ -227,7 +227,9 @@ def suited(make, params, steps):
 
 # -- optimizers drawn at random ---------------------------------------------------------------------------------------
 
-WRITERS = {name: opt for name, opt in ALL.items() if opt.step is not None}
+WRITERS = {name: opt for name, opt in ALL.items() if opt.step is not None} | {
+    cls.__name__: optim.from_torch(cls, **options) for cls, options in FOREIGN.items() if not options.get("fused")
+}
 AROUND = {
     "clip": lambda opt: optim.chain(optim.clip_by_global_norm(0.5), opt),
     "chain": lambda opt: optim.chain(optim.add_decayed_weights(0.1), optim.clip_by_value(0.25), opt),

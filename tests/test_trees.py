@@ -56,9 +56,9 @@ def test_any_training_is_bounded(model, opt, run):
 
 
 @settings(max_examples=30)
-@given(models(COMPLEX, samples=st.integers(8, 12)), optimizers(), runs())
-def test_any_training_has_equal_bits_in_reproducible_mode(model, opt, run):
-    found = run(model.loss_fn, model.params, model.batch, opt, reproducible=True, slices=16)
+@given(models(COMPLEX, samples=st.integers(8, 12)), optimizers(), runs(), st.sampled_from([None, "bf16"]))
+def test_any_training_has_equal_bits_in_reproducible_mode(model, opt, run, precision):
+    found = run(model.loss_fn, model.params, model.batch, opt, reproducible=True, slices=16, precision=precision)
     assert verdicts(found) == {"EXACT"}
 
 
