@@ -223,3 +223,42 @@ def suited(make, params, steps):
     if make is optim.adafactor:
         return {**params, "b": params["b"][:1]}, [{**grads, "b": grads["b"][:1]} for grads in steps]
     return params, steps
+
+
+# -- optimizers drawn at random ---------------------------------------------------------------------------------------
+
+WRITERS = {name: opt for name, opt in ALL.items() if opt.step is not None} | {
+    cls.__name__: optim.from_torch(cls, **options) for cls, options in FOREIGN.items() if not options.get("fused")
+}
+AROUND = {
+    "clip": lambda opt: optim.chain(optim.clip_by_global_norm(0.5), opt),
+    "chain": lambda opt: optim.chain(optim.add_decayed_weights(0.1), optim.clip_by_value(0.25), opt),
+    "masked": lambda opt: optim.masked(opt, lambda path, leaf: leaf.ndim > 0),
+    "by_label": lambda opt: optim.by_label(
+        {"own": opt, "other": optim.sgd(0.1, fused=False)},
+        lambda path, leaf: "other" if leaf.ndim == 1 else "own",
+        every=False,
+    ),
+    "skip": optim.skip_if_not_finite,
+    "accumulate": lambda opt: optim.accumulate(opt, 2),
+    "ema": lambda opt: optim.ema(opt, 0.5),
+    "master": optim.with_master_weights,
+}
+
+
+@st.composite
+def optimizers(draw):
+    """An optimizer of the tables that takes leaves of any dtype, with up to three combinators around it."""
+    name = draw(st.sampled_from(sorted(WRITERS)))
+    opt = optim.by_label(
+        {
+            "own": WRITERS[name],
+            "half": optim.with_master_weights(WRITERS[name]),  # in float16 an eps of 1e-8 is 0
+            "complex": WRITERS[name if name in ELEMENTWISE else "sgd"],
+        },
+        lambda path, leaf: "complex" if leaf.dtype.is_complex else "half" if leaf.dtype == torch.float16 else "own",
+        every=False,
+    )
+    for wrap in draw(st.lists(st.sampled_from(sorted(AROUND)), max_size=3)):
+        opt = AROUND[wrap](opt)
+    return opt

@@ -2,10 +2,13 @@
 
 from dataclasses import FrozenInstanceError, replace
 from functools import partial
+from itertools import combinations
 from types import SimpleNamespace
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.nn import functional as F
 
 import fshard as fs
@@ -225,6 +228,26 @@ def test_a_minimum_is_no_divergence_though_it_is_curved(opt, seed):
     certify(loss_fn, {"mean": x.mean(0)}, x, opt, mesh=fs.make_mesh({"data": 4}), steps=4).check()
 
 
+def one_element_is_wrong(n):
+    """Certify a loss whose gradient is wrong in one element, which one device holds."""
+
+    def loss_fn(p, x):
+        wrong = (p["w"][0] * x[:, 0]).mean() * (fs.axis_size("data") > 1)
+        return (p["w"] * x[:, :3]).sum(1).mean() + p["s"] * x.mean() + wrong
+
+    params = {"s": torch.ones(()), "w": torch.ones(3)}
+    return certify(loss_fn, params, X, fs.optim.sgd(0.1), mesh=fs.make_mesh({"data": n}), stages=[3])
+
+
+def rows_of(n):
+    return one_element_is_wrong(n).rows
+
+
+def test_all_processes_come_to_the_verdict_of_virtual_devices(two):
+    virtual = one_element_is_wrong(2)
+    assert not virtual.ok and all(found == virtual.rows for found in two.run(rows_of, 2))
+
+
 def on_processes():
     mesh = fs.make_mesh({"data": 2})
     bad = certify(lambda p, x: mlp(p, x) * fs.axis_size("data"), mlp_params(), X, fs.optim.sgd(0.1), mesh=mesh)
@@ -356,6 +379,31 @@ def test_certify_leaves_random_numbers_as_they_were():
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@settings(max_examples=25)
+@given(st.data(), st.sampled_from(STAGES), st.sampled_from([ADAMW, fs.optim.sgd(0.1)]))
+def test_mistakes_on_any_mesh_are_found_in_every_leaf_and_named(data, stage, opt):
+    sizes = data.draw(st.sampled_from([{"a": 2, "b": 4}, {"a": 3, "b": 2}, {"a": 2, "b": 2}, {"a": 5}]))
+    some = [axes for count in (1, 2) for axes in combinations(sizes, count)]
+    axes, cut = data.draw(st.sampled_from(some)), data.draw(st.sampled_from(some))
+    power = data.draw(st.sampled_from([None, 1, -1, 0.5, -0.5]))
+
+    def mistaken(params, x):
+        alone = power is None  # or else scaled
+        factor = fs.axis_index(axes) == 0 if alone else fs.axis_size(axes) ** power
+        return (torch.tanh(x @ params["up"] + params["bias"]) @ params["down"]).square().mean() * factor
+
+    params = {name: mlp_params()[name] for name in ("bias", "down", "up")}
+    x, mesh = torch.randn(24, 5, generator=torch.Generator().manual_seed(3)), fs.make_mesh(sizes)
+    found = certify(mistaken, params, x, opt, mesh, axis=cut, batch_spec=P(cut), stages=[stage], steps=1)
+    assert [row.leaf for row in found.rows if row.verdict == "DIVERGENT"] == ["bias", "down", "up"]
+    named = " x ".join(f'"{axis}"' for axis in axes if power is not None or {*axes} <= {*cut} or axis not in cut)
+    for row in found.rows:
+        if power is None:
+            assert row.reason.startswith(f"step 0: a reduction over {named} is missing")
+        else:
+            assert f"times too {'large' if power > 0 else 'small'}" in row.reason and named in row.reason
+
+
 # -- mistakes in the library, put in here ---------------------------------------------------------------------------------
 
 
@@ -444,6 +492,35 @@ def test_an_optimizer_that_is_not_elementwise():
             "step 0: the gradient is right, the update is not: the optimizer is not elementwise, pieces give another result; "
             "the parameter first differs at [0]: "
         )
+
+
+NOT_ELEMENTWISE = {
+    "by norm": lambda g: g / (1 + g.norm()),
+    "by mean": lambda g: g - (g.mean() if g.numel() else 0.0),
+    "by largest": lambda g: g / g.abs().amax() if g.numel() else g,
+    "by size": lambda g: g * g.numel(),
+    "by shape": lambda g: g * (1 + g.ndim),
+    "by place": lambda g: g * torch.arange(1.0, g.numel() + 1).reshape(g.shape),
+    "by sum": lambda g: g.reshape(-1).cumsum(0).reshape(g.shape),
+    "by neighbour": lambda g: g.reshape(-1).roll(1).reshape(g.shape),
+    "by order": lambda g: g.reshape(-1).sort().values.reshape(g.shape),
+}
+
+
+@pytest.mark.parametrize("name", NOT_ELEMENTWISE)
+def test_whoever_says_that_it_is_elementwise_and_is_not_is_found(name):
+    def update(grads, state, params):
+        leaves, structure = flatten(grads)
+        return unflatten(structure, [-0.1 * NOT_ELEMENTWISE[name](g) for g in leaves]), state
+
+    opt = fs.Optimizer(lambda params: (), update)
+    with pytest.raises(
+        AssertionError, match=r"says elementwise=True, but cut into \d flat pieces, \w+ first differs at"
+    ):
+        check_elementwise(opt)
+    for row in (certified(opt=opt, stages=[stage], steps=1).first for stage in (1, 3)):
+        assert "the gradient is right, the update is not: " in row.reason
+        assert "is not elementwise, pieces give another result" in row.reason or name == "by size"
 
 
 def stepping(monkeypatch, change):
@@ -550,9 +627,9 @@ def test_a_certificate_prints_as_a_table():
 
 
 def test_buffers_are_given_where_there_are_some():
-    for given in ({"has_buffers": True}, {"has_buffers": False, "buffers": {"n": torch.ones(1)}}):
+    for options in ({"has_buffers": True}, {"has_buffers": False, "buffers": {"n": torch.ones(1)}}):
         with pytest.raises(fs.LayoutError, match="a loss function that has_buffers is given them by buffers="):
-            certified(**given)
+            certified(**options)
 
 
 def test_dyadic_keeps_ties_and_what_does_not_move():
@@ -579,7 +656,30 @@ def test_what_is_laid_out_already_is_refused():
     assert str(error.value).startswith('certify: params["a"], batch[0], the optimizer are laid on a mesh already.')
 
 
-def test_a_scale_that_16_bits_cannot_hold_of_the_whole_loss_is_certified():
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_a_scale_that_16_bits_cannot_hold_of_the_whole_loss_is_certified(n):
     params = {name: x / 8 for name, x in mlp_params().items()}
-    found = certify(mlp, params, X, fs.optim.loss_scaled(ADAMW), fs.make_mesh({"data": 2}), precision="fp16")
+    found = certify(mlp, params, X, fs.optim.loss_scaled(ADAMW), fs.make_mesh({"data": n}), precision="fp16")
     assert verdicts(found.check()) <= {"EXACT", "BOUNDED"}
+
+
+@pytest.mark.parametrize("options", [{}, {"reproducible": True}], ids=str)
+def test_steps_that_both_runs_skip_are_certified_and_steps_that_one_skips_are_not(options):
+    def scaled(initial):
+        return fs.optim.loss_scaled(ADAMW, initial=initial)
+
+    def last(steps):
+        rows = (
+            certified(mlp, scaled(2.0**16), {"data": 2}, precision="fp16", stages=[3], steps=steps, **options)
+            .check()
+            .rows
+        )
+        return {row.error for row in rows} == {0.0}
+
+    assert last(1) and last(9) == bool(options)  # the first is skipped, the ninth is not
+
+    def on_the_mesh_only(params, x):
+        return mlp(params, x) * (1e4 if fs.axis_size("data") > 1 else 1.0)
+
+    wrong = certified(on_the_mesh_only, scaled(2.0**8), {"data": 2}, precision="fp16", **options)
+    assert "the gradient on the mesh is not finite, on one device it is" in wrong.first.reason

@@ -38,8 +38,23 @@ def test_labels_without_optimizers_and_optimizers_without_parameters_are_errors(
     assert str(error.value) == (
         "by_label has optimizers for 'a', 'b', but there is no optimizer for: params[\"u\"] is labelled 'd'; "
         "params[\"v\"] is labelled 'c' and no parameter is labelled 'b'. "
-        "Every parameter needs an optimizer, and every optimizer a parameter."
+        "Every parameter needs one optimizer, and every optimizer a parameter."
     )
+
+
+def test_a_tied_parameter_has_one_label():
+    x, fixed = torch.ones(1), torch.nn.Parameter(torch.ones(1), requires_grad=False)
+    params = {"emb": x, "fixed": fixed, "head": [x, fixed]}
+    for opt in (
+        optim.masked(optim.add_decayed_weights(0.1), lambda path, leaf: "head" not in path),
+        optim.by_label({True: optim.sgd(), False: optim.adamw()}, {"emb": True, "fixed": True, "head": False}),
+    ):
+        with pytest.raises(optim.OptimizerError) as error:
+            opt.init(params)
+        assert str(error.value) == (
+            'by_label has optimizers for True, False, but params["emb"] and params["head"][0] are one (tied), labelled True '
+            "and False. Every parameter needs one optimizer, and every optimizer a parameter."
+        )
 
 
 def test_masks_and_labels_are_asked_about_leaves_that_are_there():
@@ -157,3 +172,29 @@ def test_copies_of_tied_arrays_are_tied():
     assert tied["a"] is tied["b"]
     copies = copied(tied)
     assert copies["a"] is copies["b"] and copies["a"].shards[0] is not tied["a"].shards[0]
+
+
+INSIDE = {
+    "chain": lambda opt: optim.chain(optim.clip_by_value(1.0), opt),
+    "masked": lambda opt: optim.masked(opt, True),
+    "by_label": lambda opt: optim.by_label({"a": opt}, "a"),
+    "accumulate": lambda opt: optim.accumulate(opt, 2),
+    "skip_if_not_finite": optim.skip_if_not_finite,
+    "loss_scaled": optim.loss_scaled,
+    "ema": lambda opt: optim.ema(opt, 0.5),
+    "with_master_weights": optim.with_master_weights,
+    "partition_optimizer": lambda opt: fs.partition_optimizer(
+        opt, mesh=fs.make_mesh({"data": 2}), axis="data", stage=2
+    ),
+}
+
+
+@pytest.mark.parametrize("name", INSIDE)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_what_is_partitioned_stands_outermost(name, stage):
+    inner = fs.partition_optimizer(optim.sgd(0.1), mesh=fs.make_mesh({"data": 2}), axis="data", stage=stage)
+    with pytest.raises(optim.OptimizerError) as error:
+        INSIDE[name](inner)
+    assert str(error.value).startswith(f"{name}: an optimizer that is partitioned already cannot stand inside, since ")
+    with pytest.raises(optim.OptimizerError, match=f"{name}: SGD is no pair of init and update"):
+        INSIDE[name](torch.optim.SGD)

@@ -1,5 +1,7 @@
 """Decision 012, for the optimizer: its bits do not depend on where parameters are cut."""
 
+from itertools import permutations
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -93,3 +95,38 @@ def test_steps_in_float64_and_their_norms_have_equal_bits_on_all_meshes_and_in_a
     for n, stage in ((1, 3), (2, 1), (4, 2), (8, 3)):
         found, again = trained(opt, torch.float64, n, stage)
         assert same(found, expected) and again == seen
+
+
+ORDERS = [order for count in (1, 2, 3) for order in permutations("abc", count)]
+
+
+def gradient_over(sizes, cut, axis, stage):
+    """A gradient with dropout, on a batch that is cut over some axes in some order, and divided over others."""
+    mesh, draw = fs.make_mesh(sizes), torch.Generator().manual_seed(0)
+    params = {"w": torch.randn(7, 5, generator=draw), "b": torch.randn(3, generator=draw)}
+    own = fs.shard_params(params, fs.fsdp(axis) if stage == 3 else P(), mesh=mesh)
+    opt = fs.partition_optimizer(optim.sgd(0.1), mesh=mesh, axis=axis, stage=stage)
+
+    def loss_fn(p, x):
+        return torch.nn.functional.dropout(torch.tanh(x @ p["w"]), 0.3).square().sum(1) + (p["b"] * x[:, :3]).sin().sum(
+            1
+        )
+
+    torch.manual_seed(1)
+    run = fs.value_and_grad(loss_fn, mesh=mesh, batch=P(cut), reproducible=True, gradients=opt.gradients)
+    loss, grads = run(own, torch.randn(16, 7, generator=draw))
+    return [loss, *leaves_of(fs.unshard(grads))]
+
+
+@settings(max_examples=40)
+@given(
+    st.sampled_from([{"a": 2, "b": 2, "c": 1}, {"a": 2, "b": 2, "c": 2}, {"a": 1, "b": 4, "c": 2}]),
+    st.sampled_from(ORDERS),
+    st.sampled_from(ORDERS),
+    st.sampled_from([0, 1, 3]),
+)
+def test_gradients_have_equal_bits_over_whatever_axes_in_whatever_order_batch_and_parameters_are_cut(
+    sizes, cut, axis, stage
+):
+    expected = gradient_over({"a": 1, "b": 1, "c": 1}, "a", "a", 0)
+    assert same(gradient_over(sizes, cut, axis, stage), expected)

@@ -99,3 +99,25 @@ def test_a_norm_of_float64_that_is_not_finite_says_so(strange):
     x[70_000] = strange
     found = optim.global_norm([x, tensor((3,), torch.float64, 1)]).item()
     assert isnan(found) if isnan(strange) else found == inf
+
+
+@given(st.data())
+@settings(max_examples=60)
+def test_a_norm_is_off_by_less_than_a_rounding_an_element_and_in_digits_by_none(data):
+    mesh, draw = fs.make_mesh(data.draw(st.sampled_from([{"a": 3}, {"a": 8}, {"a": 2, "b": 2}]))), data.draw
+    shapes, dtype = [(5,), (33, 17), (), (1000,)], draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float64]))
+    scale = 10.0 ** draw(st.integers(-15, 15))
+    tree = [
+        (tensor(shape, torch.float64, seed) * scale).to(dtype)
+        for seed, shape in enumerate(shapes, draw(st.integers(0, 99)))
+    ]
+    cut = fs.device_put(tree, fs.Layout(mesh, P.flat(*draw(st.permutations(mesh.axis_names)))))
+    count = sum(x.numel() for x in tree)
+    exact = sum(Fraction(x) ** 2 for leaf in tree for x in leaf.reshape(-1).tolist())
+    for laid_out in (tree, cut):
+        found = Fraction(optim.global_norm(laid_out).item()) ** 2
+        assert abs(found - exact) <= 2 * count * exact * Fraction(2) ** -53
+    alone, ours = (optim.global_norm(laid_out, exact=True) for laid_out in (tree, cut))
+    assert torch.equal(alone, ours) and abs(Fraction(ours.item()) ** 2 - exact) <= 4 * exact * Fraction(2) ** -53
+    rounded = [optim.global_norm(laid_out).float() for laid_out in (tree, cut)]
+    assert abs(rounded[0] - rounded[1]) <= rounded[0] * 2.0**-23

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from fshard import optim
 from fshard.optim import schedules
 
-NAN = float("nan")
+NAN, INF = float("nan"), float("inf")
 WRONG = {
     "adam: lr=-1.0 has to be at least 0; eps=-1.0 has to be at least 0.": lambda: optim.adam(-1.0, eps=-1.0),
     "adamw: betas=(2.0, 0.9) has to be below 1.": lambda: optim.adamw(betas=(2.0, 0.9)),
@@ -20,8 +20,8 @@ WRONG = {
     "adafactor: eps=(None, -1.0) has to be at least 0; d=0.0 has to be above 0.": lambda: optim.adafactor(
         eps=(None, -1.0), d=0.0
     ),
-    "clip_by_value: limit=-1.0 has to be at least 0.": lambda: optim.clip_by_value(-1.0),
-    "clip_by_global_norm: max_norm=-1.0 has to be at least 0.": lambda: optim.clip_by_global_norm(-1.0),
+    "clip_by_value: limit=-1.0 has to lie between 0 and inf.": lambda: optim.clip_by_value(-1.0),
+    "clip_by_global_norm: max_norm=-1.0 has to lie between 0 and inf.": lambda: optim.clip_by_global_norm(-1.0),
     "ema: decay=1.5 has to lie between 0 and 1.": lambda: optim.ema(optim.sgd(), 1.5),
     "accumulate: every=2.5 has to be a whole number and at least 1.": lambda: optim.accumulate(optim.sgd(), 2.5),
     "accumulate: every=0 has to be a whole number and at least 1.": lambda: optim.accumulate(optim.sgd(), 0),
@@ -31,9 +31,24 @@ WRONG = {
     ),
     "schedules.cosine: steps=0 has to be at least 1.": lambda: schedules.cosine(1.0, 0.0, 0),
     "schedules.step: every=0 has to be at least 1.": lambda: schedules.step(1.0, every=0),
-    "schedules.warmup_cosine: warmup=-1 has to be at least 0.": lambda: schedules.warmup_cosine(
-        1.0, warmup=-1, steps=3
+    "schedules.warmup_cosine: warmup=5 has to lie between 0 and 3.": lambda: schedules.warmup_cosine(
+        1.0, warmup=5, steps=3
     ),
+    "schedules.warmup_cosine: peak=nan has to be finite; warmup=-1 has to be at least 0; steps=0 has to be at least 1.": lambda: (
+        schedules.warmup_cosine(NAN, warmup=-1, steps=0)
+    ),
+    "schedules.constant: value=inf has to be finite.": lambda: schedules.constant(INF),
+    "schedules.linear: end=inf has to be finite; steps=inf has to be finite.": lambda: schedules.linear(1.0, INF, INF),
+    "schedules.step: factor=nan has to be finite; every=None has to be at least 1.": lambda: schedules.step(
+        1.0, every=None, factor=NAN
+    ),
+    "schedules.inverse_sqrt: peak='1' has to be finite; warmup=-1 has to be at least 0.": lambda: (
+        schedules.inverse_sqrt("1", warmup=-1)
+    ),
+    "scale: factor=nan has to be finite.": lambda: optim.scale(NAN),
+    "add_decayed_weights: decay=inf has to be finite.": lambda: optim.add_decayed_weights(INF),
+    "adam: betas=0.9 has to be two numbers; lr=inf has to be finite.": lambda: optim.adam(INF, betas=0.9),
+    "lion: betas=(0.9,) has to be two numbers; lr='0.1' has to be at least 0.": lambda: optim.lion("0.1", betas=(0.9,)),
     "schedules.one_cycle: rise=1.5 has to lie between 0 and 1; end_divisor=0 has to be above 0.": lambda: (
         schedules.one_cycle(1.0, steps=3, rise=1.5, end_divisor=0)
     ),

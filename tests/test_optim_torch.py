@@ -1,4 +1,4 @@
-"""Optimizers have the bits of torch.optim, where torch has the same; fused kernels differ by rounding."""
+"""Optimizers have the bits of torch.optim, where torch has the same: of its fused kernels by default, of its foreach without."""
 
 from math import ceil
 
@@ -31,6 +31,21 @@ def test_steps_on_any_tree_have_the_bits_of_torch(name, data):
     params, steps = data.draw(trees((torch.float32, torch.float64)))
     expected = by_torch(cls, params, steps, foreach=False, **options)
     assert same(leaves_of(by_step(make(**options, fused=False), params, steps)[0]), expected)
+
+
+@pytest.mark.parametrize("name", [name for name, twin in TWINS.items() if twin[0] in FUSED])
+@given(st.data())
+@settings(max_examples=30)
+def test_steps_by_default_have_the_bits_of_torchs_fused_kernels(name, data):
+    make, cls, options = TWINS[name]
+    params, steps = data.draw(trees((torch.float32, torch.float64)))
+    columns = zip(*(optim.leaves.Leaves.of(tree).leaves for tree in (params, *steps)), strict=True)
+    alone = [by_torch(cls, [p], [[g] for g in grads], fused=True, **options) for p, *grads in columns]
+    expected = [
+        p for (p,) in alone
+    ]  # torch's fused SGD takes no leaves together that have made different numbers of steps
+    for fused in (None, True):
+        assert same(leaves_of(by_step(make(**options, fused=fused), params, steps)[0]), expected)
 
 
 @pytest.mark.parametrize("name", [name for name, twin in TWINS.items() if twin[0] in FUSED])

@@ -113,3 +113,22 @@ def test_who_keeps_others_from_true_gradients_or_from_bad_ones_may_not_have_a_sc
         text = str(error.value)
         assert text.startswith(f"{name}: loss_scaled cannot stand inside, since {why}")
         assert text.endswith("Put one loss_scaled around all of it.")
+
+
+@pytest.mark.parametrize("options", [{}, {"reproducible": True, "slices": 4}], ids=str)
+def test_a_scale_that_16_bits_cannot_hold_skips_no_step_on_any_mesh(options):
+    """65536 is no number of float16: a loss in it is multiplied by what is one, and gradients by the rest."""
+
+    def found(n, stage):
+        mesh = fs.make_mesh({"data": n})
+        params = fs.shard_params({"w": torch.full((3,), 2.0**-12)}, fs.fsdp("data") if stage == 3 else P(), mesh=mesh)
+        opt = fs.partition_optimizer(optim.loss_scaled(optim.sgd(0.5)), mesh=mesh, axis="data", stage=stage)
+        step = fs.train_step(
+            lambda p, x: (p["w"] * x).sum(1).mean(), opt, mesh=mesh, batch=P("data"), precision="fp16", **options
+        )
+        params, state, metrics = step(params, opt.init(params), torch.ones(4, 3) / 4)
+        assert (state["skipped"], state["scale"], metrics["finite"]) == (0, 2.0**16, True)
+        return [*fs.unshard(params["w"]).tolist(), metrics["grad_norm"].item()]
+
+    expected = [*[2.0**-12 - 0.125] * 3, pytest.approx(3**0.5 / 4)]
+    assert all(found(n, stage) == expected for n in (1, 2, 4) for stage in (0, 1, 2, 3))

@@ -11,14 +11,17 @@ from itertools import permutations
 import optree
 import pytest
 import torch
-from hypothesis import HealthCheck, find, given, settings
+from hypothesis import HealthCheck, Phase, find, given, settings
 from hypothesis import strategies as st
 
 import fshard as fs
 from fshard import P
+from fshard.mesh.tree import flatten
+from fshard.testing.models import models
 from fshard.testing.processes import Processes, run_processes
 from fshard.testing.strategies import (
     DTYPES,
+    Couple,
     Pair,
     axis_subsets,
     dyadic,
@@ -502,3 +505,49 @@ def test_trees_are_pytrees_of_tensors(tree):
     leaves, structure = optree.tree_flatten(tree, namespace="fshard")
     assert {*Counter(map(type, leaves))} <= {torch.Tensor}
     assert optree.tree_structure(optree.tree_unflatten(structure, leaves), namespace="fshard") == structure
+
+
+# -- models -----------------------------------------------------------------------------------------------------
+
+MODELS = {
+    "tied": lambda leaves, model: len({*map(id, leaves)}) < len(leaves),
+    "frozen": lambda leaves, model: any(isinstance(x, torch.nn.Parameter) and not x.requires_grad for x in leaves),
+    "unused": lambda leaves, model: 0 in model.loss_fn.uses,
+    "used twice": lambda leaves, model: 2 in model.loss_fn.uses,
+    "0-d": lambda leaves, model: any(x.ndim == 0 for x in leaves),
+    "empty": lambda leaves, model: any(x.numel() == 0 for x in leaves),
+    "odd": lambda leaves, model: any(x.numel() > 1 and x.numel() % 2 for x in leaves),
+    "mixed dtypes": lambda leaves, model: len({x.dtype for x in leaves if x.is_floating_point()}) > 2,
+    "whole numbers": lambda leaves, model: any(x.dtype == torch.int64 for x in leaves),
+    "not contiguous": lambda leaves, model: any(not x.is_contiguous() for x in leaves),
+    "one number for all": lambda leaves, model: any(x.numel() > 1 and not any(x.stride()) for x in leaves),
+    "named tuple": lambda leaves, model: isinstance(model.params["rest"], Pair),
+    "dataclass": lambda leaves, model: isinstance(model.params["rest"], Couple),
+    "nested": lambda leaves, model: optree.tree_structure(model.params, namespace="fshard").num_nodes > 6,
+}
+
+
+def test_models_have_all_that_makes_trees_awkward():
+    seen = set()
+
+    @settings(max_examples=300, phases=[Phase.generate], derandomize=True)
+    @given(models())
+    def look(model):
+        leaves = flatten(model.params)[0]
+        assert torch.isfinite(model.loss_fn(model.params, model.batch)).all()
+        seen.update(name for name, has in MODELS.items() if has(leaves, model))
+
+    look()
+    assert seen == set(MODELS)
+
+
+@settings(max_examples=30)
+@given(models((torch.float32, torch.complex64), samples=3, linear=True))
+def test_linear_models_are_linear(model):
+    def doubled(x):
+        return 2 * x if x.is_floating_point() or x.is_complex() else x
+
+    more = optree.tree_map(doubled, model.params, namespace="fshard")
+    zero = optree.tree_map(lambda x: x - x if x.dtype != torch.int64 else x, model.params, namespace="fshard")
+    once, twice, none = (model.loss_fn(params, model.batch) for params in (model.params, more, zero))
+    torch.testing.assert_close(twice - none, 2 * (once - none))

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from fshard.mesh.tree import PyTree
-from fshard.optim.contract import Optimizer, Update, no_updates, scale_inside
+from fshard.optim.contract import Optimizer, Update, check_inside, no_updates, scale_inside
 from fshard.optim.leaves import Leaf, Leaves, count_from_zero, map_shards, trainable
 from fshard.optim.numbers import count_from, refuse
 
@@ -32,6 +32,7 @@ def accumulate(opt: Optimizer, every: int) -> Optimizer:
     [tensor([1.])]
     [tensor([-1.])]
     """
+    check_inside("accumulate", opt)
     refuse("accumulate", count_from(1, every=every))
 
     def init(params: PyTree) -> PyTree:

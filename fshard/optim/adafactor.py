@@ -19,7 +19,7 @@ from torch import Tensor
 from fshard.optim.cells import Cells
 from fshard.optim.contract import Optimizer
 from fshard.optim.leaves import Leaf
-from fshard.optim.numbers import above, at_least, refuse
+from fshard.optim.numbers import above, at_least, pair, refuse
 from fshard.optim.rules import writer
 from fshard.optim.schedules import Rate
 from fshard.optim.whole import check_whole
@@ -52,7 +52,7 @@ def adafactor(
     >>> opt.update([torch.ones(4, 3)], state, [torch.ones(4, 3)])[0][0][0]
     tensor([-0.5000, -0.5000, -0.5000])
     """
-    refuse("adafactor", at_least(0, lr=lr, eps=eps, weight_decay=weight_decay), above(0, d=d))
+    refuse("adafactor", pair(eps=eps), at_least(0, lr=lr, eps=eps, weight_decay=weight_decay), above(0, d=d))
 
     def rule(cells: Cells, lr: float) -> None:
         rows, columns, all_ = (cells.state[name] for name in ("row_var", "col_var", "variance"))

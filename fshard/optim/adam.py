@@ -20,7 +20,7 @@ from fshard.optim import lists
 from fshard.optim.cells import Cells
 from fshard.optim.contract import Optimizer
 from fshard.optim.fused import fused_or, step_tensors
-from fshard.optim.numbers import at_least, below, refuse
+from fshard.optim.numbers import at_least, below, pair, refuse
 from fshard.optim.rules import Rule, each_kind, writer
 from fshard.optim.schedules import Rate
 
@@ -86,7 +86,7 @@ def _adam(
     decoupled: bool,
 ) -> Optimizer:
     sizes = at_least(0, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
-    refuse("adamw" if decoupled else "adam", sizes, below(1, betas=betas))
+    refuse("adamw" if decoupled else "adam", pair(betas=betas), sizes, below(1, betas=betas))
     options = {"betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad, "maximize": maximize}
     rule: Rule = partial(_adam_rule, decoupled=decoupled, **options)
     kernel = lists.fused_adamw_ if decoupled else lists.fused_adam_

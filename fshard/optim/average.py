@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fshard.errors import OptimizerError
 from fshard.mesh.tree import PyTree
-from fshard.optim.contract import Optimizer, apply_updates, copied, scale_inside, step_of
+from fshard.optim.contract import Optimizer, apply_updates, check_inside, copied, scale_inside, step_of
 from fshard.optim.leaves import Leaves, map_shards, trainable
 from fshard.optim.numbers import refuse, within
 
@@ -25,6 +25,7 @@ def ema(opt: Optimizer, decay: float) -> Optimizer:
     >>> params, ema_params(state)
     ([tensor([0.])], [tensor([0.5000])])
     """
+    check_inside("ema", opt)
     refuse("ema", within(0, 1, decay=decay))
 
     def init(params: PyTree) -> PyTree:

@@ -8,6 +8,7 @@ The last one of a chain says what the chain is: with a writer at the end it is a
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import inf
 from typing import Any
 
 import torch
@@ -15,10 +16,18 @@ from torch import Tensor
 
 from fshard.mesh.tree import PyTree
 from fshard.optim import lists
-from fshard.optim.contract import Elementwise, Optimizer, Update, elementwise_leaves, refuse_scaled, scale_inside
+from fshard.optim.contract import (
+    Elementwise,
+    Optimizer,
+    Update,
+    check_inside,
+    elementwise_leaves,
+    refuse_scaled,
+    scale_inside,
+)
 from fshard.optim.leaves import Leaf, Leaves, count_from_zero, map_shards, trainable
 from fshard.optim.norms import global_norm
-from fshard.optim.numbers import at_least, refuse
+from fshard.optim.numbers import finite, refuse, within
 from fshard.optim.schedules import Rate, rate_at
 
 
@@ -31,6 +40,7 @@ def chain(*transforms: Optimizer) -> Optimizer:
     >>> params
     [tensor([0.5000])]
     """
+    check_inside("chain", *transforms)
     refuse_scaled("chain", transforms[1:], "what stands before it would get gradients that are still scaled")
 
     def init(params: PyTree) -> PyTree:
@@ -73,6 +83,8 @@ def scale(factor: Rate) -> Optimizer:
     ([tensor([2.])], {'count': tensor(1)})
     """
 
+    refuse("scale", finite(factor=factor))
+
     def update(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
         by = rate_at(factor, int(state["count"]))
         return _each(lambda grad: grad * by, grads), {"count": state["count"] + 1}
@@ -88,7 +100,7 @@ def clip_by_value(limit: float) -> Optimizer:
     [tensor([ 1.0000, -1.0000,  0.5000])]
     """
 
-    refuse("clip_by_value", at_least(0, limit=limit))
+    refuse("clip_by_value", within(0, inf, limit=limit))
 
     def clipped(grad: Tensor) -> Tensor:
         if grad.is_complex():
@@ -109,7 +121,7 @@ def clip_by_global_norm(max_norm: float) -> Optimizer:
     [tensor([0.6000]), tensor([0.8000])]
     """
 
-    refuse("clip_by_global_norm", at_least(0, max_norm=max_norm))
+    refuse("clip_by_global_norm", within(0, inf, max_norm=max_norm))
 
     def clipped(grads: PyTree, params: PyTree) -> PyTree:
         factor = (max_norm / (global_norm(grads) + 1e-6)).clamp(max=1.0)
@@ -127,6 +139,8 @@ def add_decayed_weights(decay: float) -> Optimizer:
     >>> add_decayed_weights(0.5).update([torch.ones(1)], (), [torch.tensor([4.0])])[0]
     [tensor([3.])]
     """
+
+    refuse("add_decayed_weights", finite(decay=decay))
 
     def decayed(grads: PyTree, params: PyTree) -> PyTree:
         at = Leaves.of(params)

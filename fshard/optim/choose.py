@@ -17,13 +17,14 @@ from fshard.optim.contract import (
     Elementwise,
     Optimizer,
     Update,
+    check_inside,
     elementwise_leaves,
     no_updates,
     refuse_scaled,
     scale_inside,
     step_of,
 )
-from fshard.optim.leaves import Leaf, Leaves
+from fshard.optim.leaves import Leaf, Leaves, trainable
 
 
 def masked(opt: Optimizer, mask: PyTree | Callable[[str, Leaf], bool]) -> Optimizer:
@@ -41,6 +42,7 @@ def masked(opt: Optimizer, mask: PyTree | Callable[[str, Leaf], bool]) -> Optimi
     >>> opt.step(params, opt.init(params), params)[0]
     {'w': tensor([0.5000]), 'b': tensor([1.])}
     """
+    check_inside("masked", opt)
     if opt.step is not None:
         return by_label({True: opt, False: _frozen}, mask, every=False)
     refuse_scaled("masked", [opt], "the other parameters' gradients would be passed on still scaled")
@@ -64,6 +66,7 @@ def by_label(
     >>> opt.step(params, opt.init(params), params)[0]
     {'w': tensor([0.5000]), 'b': tensor([0.7500])}
     """
+    check_inside("by_label", *opts.values())
     moving = [label for label, opt in opts.items() if opt is not _frozen]
     if len(moving) > 1:
         refuse_scaled(
@@ -124,13 +127,20 @@ def _check(at: Leaves, chosen: list[Any], opts: Mapping[Any, Optimizer], every: 
     wrong = [f"params{path} is labelled {label!r}" for path, label in placed if label not in opts]
     used = {label for _, label in placed}
     unused = [repr(label) for label in opts if label not in used] if every and placed else []
-    complaints = ([f"there is no optimizer for: {'; '.join(wrong)}"] if wrong else []) + (
-        [f"no parameter is labelled {', '.join(unused)}"] if unused else []
-    )
+    torn = [
+        f"params{at.paths[first]} and params{at.paths[place]} are one (tied), labelled {chosen[first]!r} and {chosen[place]!r}"
+        for place, first in enumerate(at.firsts())
+        if chosen[place] != chosen[first] and trainable(at.leaves[place])
+    ]
+    complaints = [
+        *([f"there is no optimizer for: {'; '.join(wrong)}"] if wrong else []),
+        *([f"no parameter is labelled {', '.join(unused)}"] if unused else []),
+        *torn,
+    ]
     if complaints:
         raise OptimizerError(
             f"by_label has optimizers for {', '.join(map(repr, opts))}, but {' and '.join(complaints)}. "
-            "Every parameter needs an optimizer, and every optimizer a parameter."
+            "Every parameter needs one optimizer, and every optimizer a parameter."
         )
 
 

@@ -12,6 +12,8 @@ whoever adds.  Only what is at least one of the five columns from the largest di
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -25,9 +27,18 @@ WIDTH = _COLUMNS + 1
 
 def digits_of(x: Tensor) -> Tensor:
     """Return the sum of a float64 tensor without negative elements, as columns that may be added up."""
-    columns = x.new_zeros(WIDTH)
+    return _summed(x, lambda block: block)
+
+
+def digits_of_squares(x: Tensor) -> Tensor:
+    """Return the sum of the squares of a real tensor, as columns; no more than a block of it is ever made float64."""
+    return _summed(x, lambda block: block.double().square())
+
+
+def _summed(x: Tensor, f: Callable[[Tensor], Tensor]) -> Tensor:
+    columns = torch.zeros(WIDTH, dtype=torch.float64, device=x.device)
     for block in x.reshape(-1).split(_BLOCK) if x.numel() else ():
-        columns += _digits_of_block(block)
+        columns += _digits_of_block(f(block))
     return columns
 
 

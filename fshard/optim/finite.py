@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fshard.mesh.tree import PyTree
-from fshard.optim.contract import Optimizer, Update, no_updates, refuse_scaled
+from fshard.optim.contract import Optimizer, Update, check_inside, no_updates, refuse_scaled
 from fshard.optim.leaves import Leaves, count_from_zero, shards_of
 from fshard.optim.norms import Places, check_summable, largest, sum_over_mesh
 
@@ -29,6 +29,7 @@ def skip_if_not_finite(opt: Optimizer) -> Optimizer:
     ([tensor([1.])], tensor(1))
     """
 
+    check_inside("skip_if_not_finite", opt)
     refuse_scaled("skip_if_not_finite", [opt], "the scale would never learn of the steps that are skipped")
 
     def init(params: PyTree) -> PyTree:

@@ -21,7 +21,7 @@ from fshard.optim.cells import Cells
 from fshard.optim.contract import Optimizer
 from fshard.optim.leaves import Leaves
 from fshard.optim.norms import Places, check_summable, in_digits, squares, sum_of, sum_over_mesh
-from fshard.optim.numbers import at_least, below, refuse
+from fshard.optim.numbers import at_least, below, pair, refuse
 from fshard.optim.rules import writer
 from fshard.optim.schedules import Rate
 
@@ -45,7 +45,7 @@ def lamb(
     [tensor([-1.7678, -1.7678])]
     """
     sizes = at_least(0, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
-    refuse("lamb", sizes, below(1, betas=betas))
+    refuse("lamb", pair(betas=betas), sizes, below(1, betas=betas))
 
     def rule(cells: Cells, lr: float) -> None:
         directions = [torch.empty(0)] * len(cells.params)

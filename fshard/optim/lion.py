@@ -13,7 +13,7 @@ import torch
 from fshard.optim import lists
 from fshard.optim.cells import Cells
 from fshard.optim.contract import Optimizer
-from fshard.optim.numbers import at_least, below, refuse
+from fshard.optim.numbers import at_least, below, pair, refuse
 from fshard.optim.rules import each_kind, writer
 from fshard.optim.schedules import Rate
 
@@ -31,7 +31,8 @@ def lion(lr: Rate = 1e-4, betas: tuple[float, float] = (0.9, 0.99), weight_decay
     >>> opt.update([torch.tensor([4.0, -0.1, 0.0])], opt.init([torch.ones(3)]), [torch.ones(3)])[0]
     [tensor([-0.5000,  0.5000,  0.0000])]
     """
-    refuse("lion", at_least(0, lr=lr, betas=betas, weight_decay=weight_decay), below(1, betas=betas))
+    sizes = at_least(0, lr=lr, betas=betas, weight_decay=weight_decay)
+    refuse("lion", pair(betas=betas), sizes, below(1, betas=betas))
 
     def rule(cells: Cells, lr: float) -> None:
         m = cells.state["exp_avg"]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fshard.mesh.tree import PyTree
-from fshard.optim.contract import Optimizer, Update, scale_inside, step_of
+from fshard.optim.contract import Optimizer, Update, check_inside, scale_inside, step_of
 from fshard.optim.leaves import Leaf, Leaves, map_shards, trainable
 
 _HALVES = (torch.bfloat16, torch.float16)
@@ -31,6 +31,8 @@ def with_master_weights(opt: Optimizer) -> Optimizer:
     >>> params, state["master"]  # four moves, each too small for bfloat16
     ([tensor([0.9961], dtype=torch.bfloat16)], [tensor([0.9961])])
     """
+
+    check_inside("with_master_weights", opt)
 
     @torch.no_grad()
     def init(params: PyTree) -> PyTree:

@@ -1,6 +1,6 @@
 """What numbers make sense as arguments: each check says of some, by name, which do not, and `refuse` names all at once.
 
-A schedule or a tensor in a number's place, or None, is not looked at; of a tuple every number is.
+A schedule or a tensor in a number's place is not looked at; of a tuple every number is, and None in it stands for no number.
 
     refuse("adamw", at_least(0, lr=lr, eps=eps), below(1, betas=betas))
 """
@@ -8,6 +8,8 @@ A schedule or a tensor in a number's place, or None, is not looked at; of a tupl
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import isfinite
+from numbers import Real
 from typing import Any
 
 from torch import Tensor
@@ -28,8 +30,8 @@ def refuse(who: str, *complaints: list[str]) -> None:
 
 
 def at_least(least: float, **numbers: Any) -> list[str]:
-    """Complain of numbers that are less."""
-    return _complaints(numbers, lambda x: x >= least, f"be at least {least}")
+    """Complain of numbers that are less, or infinite."""
+    return _complaints(numbers, lambda x: x >= least, f"be at least {least}") or finite(**numbers)
 
 
 def above(limit: float, **numbers: Any) -> list[str]:
@@ -47,6 +49,20 @@ def within(low: float, high: float, **numbers: Any) -> list[str]:
     return _complaints(numbers, lambda x: low <= x <= high, f"lie between {low} and {high}")
 
 
+def finite(**numbers: Any) -> list[str]:
+    """Complain of what is infinite, or no number."""
+    return _complaints(numbers, isfinite, "be finite")
+
+
+def pair(**numbers: Any) -> list[str]:
+    """Complain of what are not two numbers."""
+    return [
+        f"{name}={x!r} has to be two numbers"
+        for name, x in numbers.items()
+        if not isinstance(x, tuple | list) or len(x) != 2
+    ]
+
+
 def count_from(least: int, **numbers: Any) -> list[str]:
     """Complain of what is no whole number, or is less."""
     return _complaints(
@@ -55,9 +71,11 @@ def count_from(least: int, **numbers: Any) -> list[str]:
 
 
 def _complaints(numbers: dict[str, Any], good: Callable[[Any], bool], wish: str) -> list[str]:
-    found = {name: x if isinstance(x, tuple) else (x,) for name, x in numbers.items()}  # pyright: ignore[reportUnknownVariableType]
+    def fits(x: Any) -> bool:
+        return callable(x) or isinstance(x, Tensor) or (isinstance(x, Real) and good(x))
+
     return [
-        f"{name}={numbers[name]} has to {wish}"
-        for name, some in found.items()
-        if not all(good(x) for x in some if not (x is None or callable(x) or isinstance(x, Tensor)))
+        f"{name}={x!r} has to {wish}"
+        for name, x in numbers.items()
+        if not (all(one is None or fits(one) for one in x) if isinstance(x, tuple | list) else fits(x))  # pyright: ignore[reportUnknownVariableType]
     ]

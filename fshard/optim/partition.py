@@ -33,7 +33,7 @@ from fshard.mesh.placing import reshard_all
 from fshard.mesh.sharded import Sharded
 from fshard.mesh.spec import P
 from fshard.mesh.tree import PyTree
-from fshard.optim.contract import Elementwise, Optimizer, Update, check_optimizer, elementwise_leaves, step_of
+from fshard.optim.contract import Elementwise, Optimizer, Update, check_inside, elementwise_leaves, step_of
 from fshard.optim.leaves import Leaf, Leaves, trainable
 from fshard.source import Site, call_site
 
@@ -129,7 +129,7 @@ def partition_optimizer(
 
 
 def _check(opt: Optimizer, stage: Stage, unit: Unit | None) -> None:
-    check_optimizer(opt, "partition_optimizer")
+    check_inside("partition_optimizer", opt)
     if stage not in get_args(Stage):
         raise OptimizerError(f"partition_optimizer: the stages of ZeRO are 0, 1, 2 and 3; found {stage!r}.")
     if unit not in (None, *get_args(Unit)):
@@ -254,5 +254,7 @@ def _become(old: Sharded, new: Sharded) -> Sharded:
     if old.dtype != new.dtype:
         return new
     for target, source in zip(old.shards, new.shards, strict=True):
-        target.data = source
+        target.data = (
+            source if source.untyped_storage().nbytes() == source.nbytes else source.clone()
+        )  # padding of the way
     return old

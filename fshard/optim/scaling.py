@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fshard.mesh.tree import PyTree
-from fshard.optim.contract import Optimizer, refuse_scaled
+from fshard.optim.contract import Optimizer, check_inside, refuse_scaled
 from fshard.optim.finite import if_finite
 from fshard.optim.leaves import Leaves, count_from_zero, map_shards
 from fshard.optim.numbers import refuse
@@ -54,6 +54,7 @@ def loss_scaled(
     >>> params, state["scale"], state["skipped"]
     ([tensor([0.])], tensor(4.), tensor(1))
     """
+    check_inside("loss_scaled", opt)
     rule = Scaling(growth, backoff, interval, hysteresis, smallest, largest)
     rule.check(initial)
     refuse_scaled("loss_scaled", [opt], "gradients would be divided twice")
@@ -96,7 +97,8 @@ class Scaling(NamedTuple):
         wrong = {
             f"growth={growth} has to be above 1": growth <= 1,
             f"backoff={backoff} has to lie between 0 and 1": not 0 < backoff < 1,
-            f"interval={interval} and hysteresis={hysteresis} have to be at least 1": min(interval, hysteresis) < 1,
+            f"interval={interval} and hysteresis={hysteresis} have to be at least 1": not min(interval, hysteresis)
+            >= 1,
             f"smallest={smallest}, initial={initial}, largest={largest} out of order": not 0
             < smallest
             <= initial
@@ -124,3 +126,14 @@ def _scale_of(state: PyTree) -> Tensor:
 def _divided(grads: PyTree, scale: float) -> PyTree:
     at = Leaves.of(grads)
     return at.mapped(lambda leaf: None if leaf is None else map_shards(lambda x: x / scale, leaf))
+
+
+def held_by(dtype: torch.dtype, scale: float) -> float:
+    """Return a scale, halved until it is a number of this dtype: what a loss of 16 bits can be multiplied by at once.
+
+    >>> held_by(torch.float16, 2.0**16), held_by(torch.float32, 2.0**16)
+    (32768.0, 65536.0)
+    """
+    while scale > torch.finfo(dtype).max:
+        scale /= 2
+    return scale

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import cos, pi
 
-from fshard.optim.numbers import above, at_least, refuse, within
+from fshard.optim.numbers import above, at_least, finite, refuse, within
 
 Schedule = Callable[[int], float]
 """From the count of steps taken before this one to the learning rate of this one."""
@@ -34,6 +34,7 @@ def constant(value: float) -> Schedule:
     >>> constant(0.1)(1000)
     0.1
     """
+    refuse("schedules.constant", finite(value=value))
     return lambda count: value
 
 
@@ -44,7 +45,7 @@ def linear(start: float, end: float, steps: int) -> Schedule:
     >>> [rate(count) for count in (0, 1, 4, 9)]
     [1.0, 0.75, 0.0, 0.0]
     """
-    refuse("schedules.linear", at_least(1, steps=steps))
+    refuse("schedules.linear", finite(start=start, end=end), at_least(1, steps=steps))
     return polynomial(start, end, steps, power=1.0)
 
 
@@ -55,7 +56,7 @@ def polynomial(start: float, end: float, steps: int, *, power: float = 2.0) -> S
     >>> [rate(count) for count in (0, 2, 4)]
     [1.0, 0.25, 0.0]
     """
-    refuse("schedules.polynomial", at_least(1, steps=steps), at_least(0, power=power))
+    refuse("schedules.polynomial", finite(start=start, end=end), at_least(1, steps=steps), at_least(0, power=power))
 
     def rate(count: int) -> float:
         left = 1.0 - min(count, steps) / steps
@@ -70,7 +71,7 @@ def cosine(start: float, end: float, steps: int) -> Schedule:
     >>> [round(cosine(1.0, 0.0, 4)(count), 4) for count in (0, 1, 2, 4, 9)]
     [1.0, 0.8536, 0.5, 0.0, 0.0]
     """
-    refuse("schedules.cosine", at_least(1, steps=steps))
+    refuse("schedules.cosine", finite(start=start, end=end), at_least(1, steps=steps))
     return lambda count: end + (start - end) * (1.0 + cos(pi * min(count, steps) / steps)) / 2.0
 
 
@@ -81,7 +82,9 @@ def warmup_cosine(peak: float, *, warmup: int, steps: int, end: float = 0.0) -> 
     >>> [round(rate(count), 4) for count in range(7)]
     [0.0, 0.5, 1.0, 0.8536, 0.5, 0.1464, 0.0]
     """
-    refuse("schedules.warmup_cosine", at_least(0, warmup=warmup), at_least(1, steps=steps))
+    length = at_least(1, steps=steps)
+    rise = at_least(0, warmup=warmup) if length else within(0, steps, warmup=warmup)
+    refuse("schedules.warmup_cosine", finite(peak=peak, end=end), rise, length)
     fall = cosine(peak, end, max(steps - warmup, 1))
     return lambda count: peak * count / warmup if count < warmup else fall(count - warmup)
 
@@ -92,7 +95,7 @@ def step(start: float, *, every: int, factor: float = 0.1) -> Schedule:
     >>> [step(8.0, every=2, factor=0.5)(count) for count in range(5)]
     [8.0, 8.0, 4.0, 4.0, 2.0]
     """
-    refuse("schedules.step", at_least(1, every=every))
+    refuse("schedules.step", finite(start=start, factor=factor), at_least(1, every=every))
     return lambda count: start * factor ** (count // every)
 
 
@@ -106,7 +109,7 @@ def one_cycle(
     [0.04, 1.0, 0.0]
     """
     divisors = above(0, start_divisor=start_divisor, end_divisor=end_divisor)
-    refuse("schedules.one_cycle", at_least(1, steps=steps), within(0, 1, rise=rise), divisors)
+    refuse("schedules.one_cycle", finite(peak=peak), at_least(1, steps=steps), within(0, 1, rise=rise), divisors)
     start = peak / start_divisor
     top = rise * steps - 1.0
     last = steps - 1.0
@@ -131,5 +134,6 @@ def inverse_sqrt(peak: float, *, warmup: int) -> Schedule:
     >>> [inverse_sqrt(1.0, warmup=4)(count) for count in (0, 2, 4, 16)]
     [0.0, 0.5, 1.0, 0.5]
     """
+    refuse("schedules.inverse_sqrt", finite(peak=peak), at_least(0, warmup=warmup))
     warmup = max(warmup, 1)
     return lambda count: peak * min(count / warmup, (warmup / max(count, 1)) ** 0.5)

@@ -19,7 +19,7 @@ from fshard.optim import lists
 from fshard.optim.cells import Cells
 from fshard.optim.contract import Optimizer
 from fshard.optim.fused import fused_or
-from fshard.optim.numbers import at_least, refuse
+from fshard.optim.numbers import at_least, finite, refuse
 from fshard.optim.rules import Rule, each_kind, writer
 from fshard.optim.schedules import Rate
 
@@ -53,7 +53,8 @@ def sgd(
     >>> params, state["momentum_buffer"]
     ([tensor([1.5000])], [tensor([3.])])
     """
-    refuse("sgd", at_least(0, lr=lr, momentum=momentum, weight_decay=weight_decay))
+    sizes = at_least(0, lr=lr, momentum=momentum, weight_decay=weight_decay)
+    refuse("sgd", sizes, finite(dampening=dampening))
     if nesterov and (momentum <= 0 or dampening != 0):
         raise OptimizerError(
             f"sgd: nesterov needs momentum and no dampening; found momentum={momentum}, dampening={dampening}."

@@ -5,6 +5,7 @@ conformance   every collective × dtype × axes held to its oracle: `check_runti
 cases         what is tried there: the whole table, and a hypothesis strategy for any case
 processes     a function in real processes: `run_processes(fn, n)`
 strategies    meshes, layouts, tensors and trees for hypothesis
+models        parameters with all that makes trees awkward, for hypothesis too, and a loss that uses some of them
 certify       a sharded training run held to the run on one device, and optimizers to what they say of themselves
 plugin        for pytest: the `mesh` fixture and marker
 """

@@ -20,12 +20,14 @@ from typing import Any, NamedTuple
 
 import torch
 from hypothesis import strategies as st
+from optree.dataclasses import dataclass
 from torch import Tensor
 
 from fshard.mesh.layout import Layout
 from fshard.mesh.make import make_mesh
 from fshard.mesh.mesh import Mesh, Runtime
 from fshard.mesh.spec import P
+from fshard.mesh.tree import NAMESPACE
 
 AXIS_NAMES = ("data", "model", "pipe")
 """The names that axes of drawn meshes have, in this order."""
@@ -181,8 +183,16 @@ class Pair(NamedTuple):
     second: Any
 
 
+@dataclass(namespace=NAMESPACE)
+class Couple:
+    """A dataclass that trees know, as a node of drawn trees."""
+
+    first: Any
+    second: Any
+
+
 def pytrees(leaves: st.SearchStrategy[Any] | None = None, *, max_leaves: int = 8) -> st.SearchStrategy[Any]:
-    """Draw a tree of dicts, lists, tuples, named tuples and Nones over `leaves` (by default `tensors()`).
+    """Draw a tree of dicts, lists, tuples, named tuples, dataclasses and Nones over `leaves` (by default `tensors()`).
 
     >>> from hypothesis import find
     >>> sorted(find(pytrees(st.integers()), lambda tree: isinstance(tree, dict) and len(tree) == 2))
@@ -192,6 +202,8 @@ def pytrees(leaves: st.SearchStrategy[Any] | None = None, *, max_leaves: int = 8
     def nodes(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
         several = st.lists(inner, max_size=3)
         named = several.map(lambda children: dict(zip("abc", children, strict=False)))
-        return st.one_of(several, several.map(tuple), named, st.builds(Pair, inner, inner))
+        return st.one_of(
+            several, several.map(tuple), named, st.builds(Pair, inner, inner), st.builds(Couple, inner, inner)
+        )
 
     return st.recursive(st.one_of(tensors() if leaves is None else leaves, st.none()), nodes, max_leaves=max_leaves)

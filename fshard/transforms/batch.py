@@ -67,7 +67,7 @@ class Batch:
         columns: for each leaf, what each of these has of it.
         cuts: how the samples of each leaf are cut; None: it is whole in every slice.
         structure: of the tree that they are the leaves of.
-        axes: along which anything is cut.
+        axes: along which anything is cut: those of the samples first, in their order.
     """
 
     mesh: Mesh
@@ -147,8 +147,10 @@ def placed(batch: PyTree, specs: PyTree, mesh: Mesh) -> Batch:
                 cut, column = _placed(leaf, spec, mesh)
                 cuts.append(cut)
                 columns.append(column)
-    over = tuple(axis for axis in mesh.axis_names if any(isinstance(spec, P) and axis in spec.axes for spec in chosen))
-    return Batch(mesh, held(mesh), columns, cuts, structure, over)
+    over = [axis for axis in mesh.axis_names if any(isinstance(spec, P) and axis in spec.axes for spec in chosen)]
+    first = next((cut.axes for cut in cuts if cut is not None), ())
+    axes = (*first, *(axis for axis in over if axis not in first))
+    return Batch(mesh, held(mesh), columns, cuts, structure, axes)
 
 
 def _placed(leaf: Any, spec: Any, mesh: Mesh) -> tuple[Cut | None, tuple[Any, ...]]:

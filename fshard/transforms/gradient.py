@@ -43,6 +43,7 @@ from fshard.transforms.agree import CURE, disagreement
 from fshard.transforms.batch import placed
 from fshard.transforms.buffers import Buffers
 from fshard.transforms.nearby import refuse_distant
+from fshard.transforms.ordered import way_in_order
 from fshard.transforms.rules import Choice, chosen, named, parts_of, unit_of
 from fshard.transforms.slices import Device, How, Result, Weight
 from fshard.transforms.tape import Order, Tape
@@ -288,14 +289,16 @@ class Gradient:
         layout, whole, reduce = x.layout, Layout(x.mesh), None
         wanted = layout
         if trained:
-            summands = Layout(x.mesh, P(unreduced=axes))
             wanted = self.gradients(layout)
             if not isinstance(wanted, Layout):  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise LayoutError(
                     f"value_and_grad: gradients={self.gradients!r} has to return a Layout for {named(parts_of(path))}; found "
                     f"{wanted!r}. Write opt.gradients of a partitioned optimizer, or leave it out."
                 )
-            reduce = way_between(summands, wanted, x.shape)
+            if self.how.slices is None:
+                reduce = way_between(Layout(x.mesh, P(unreduced=axes)), wanted, x.shape)
+            else:
+                reduce = way_in_order(x.mesh, axes, wanted, x.shape)
         gather = way_between(layout, whole, x.shape)
         return Leaf(path, x.shape, x.dtype, layout.unit or unit_of(path), gather, reduce, wanted)
 

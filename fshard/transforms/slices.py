@@ -19,6 +19,7 @@ from torch import Tensor
 from fshard.errors import LayoutError, MismatchError
 from fshard.mesh.scope import minding, require
 from fshard.mesh.tree import PyTree
+from fshard.optim.scaling import held_by
 from fshard.transforms.agree import alike, disagreement, exchanged, marks, on_host, summed
 from fshard.transforms.batch import Batch, Slice
 from fshard.transforms.buffers import Buffers, New
@@ -117,7 +118,7 @@ class Device:
         scale: float,
     ) -> None:
         self.how, self.tape, self.params, self.buffers, self.batch = how, tape, params, buffers, batch
-        self.place, self.key, self.scale = place, key, scale
+        self.place, self.key, self.scale, self.scaled = place, key, scale, scale
         self.objection = objection(batch, how.turns(prod(batch.mesh.shape[axis] for axis in batch.axes)))
         self.group = require("value_and_grad").group(batch.axes, "value_and_grad") if batch.axes else None
 
@@ -191,7 +192,8 @@ class Device:
         tape.begin_backward(self.group, idle=count.idle)
         if loss.requires_grad:
             share = count.share if how.slices is None else 1.0  # in reproducible mode sums are weighted, in 32 bits
-            start = torch.full_like(loss, share * self.scale)
+            self.scaled = held_by(loss.dtype, self.scale)
+            start = torch.full_like(loss, share * self.scaled)
             torch.autograd.grad(loss, [tape.anchor], start, allow_unused=True)
         new = self.buffers.compared(self.place, buffers)
         return Found(loss.detach(), count.weight, aux, new.changed), new
@@ -247,6 +249,7 @@ class Device:
     def _gradients(self, mean: Found, used: list[float]) -> list[Tensor | None]:
         """Return the gradients; a parameter that no device used has none."""
         divisor = 1.0 if self.how.slices is None or mean.loss.is_meta else _something(mean.weight)
+        divisor *= self.scaled / self.scale
         return [
             (g if divisor == 1.0 else g / divisor).to(leaf.dtype) if g is not None and wanted else None
             for g, leaf, wanted in zip(self.tape.reductions.sums, self.tape.leaves, used, strict=True)

@@ -37,7 +37,7 @@ from fshard.testing.certify.comparison import Comparison, bounds_of
 from fshard.testing.certify.elementwise import check_elementwise
 from fshard.testing.certify.inputs import dyadic
 from fshard.testing.certify.judge import judged
-from fshard.testing.certify.runs import Task, on_mesh, on_one_device, refuse_random
+from fshard.testing.certify.runs import Task, Units, on_mesh, on_one_device, overflows, refuse_random
 
 __all__ = ["Certificate", "Row", "certify", "check_elementwise", "dyadic"]
 
@@ -50,6 +50,7 @@ def certify(
     mesh: Mesh,
     *,
     axis: str | tuple[str, ...] = "data",
+    unit: Units = None,
     batch_spec: PyTree = P("data"),
     buffers: PyTree = None,
     stages: Sequence[Literal[0, 1, 2, 3]] = (0, 1, 2, 3),
@@ -60,7 +61,8 @@ def certify(
 ) -> Certificate:
     """Train a few steps on a mesh and on one device; say of every leaf whether it is the same, and if not, why.
 
-    Communicates what `train_step` does.  On a process mesh every process calls it and judges what it holds itself.
+    Communicates what `train_step` does.  On a process mesh every process calls it; all see what all hold, and come to
+    one verdict.
 
     A loss function that draws random numbers (dropout) needs `reproducible=True`, and one device is then a mesh of one:
     otherwise each device draws its own, and no serial run draws what they draw.
@@ -73,6 +75,7 @@ def certify(
         opt: an optimizer, not partitioned.
         mesh: the devices.
         axis: over which parameters (stage 3) and the optimizer (1 to 3) are divided.
+        unit: what parameters are gathered together in stage 3: see `fsdp`.
         batch_spec: how the batch is cut.
         buffers: whole tensors that the loss function takes and returns, if it `has_buffers`; they are judged too.
         stages: of ZeRO.
@@ -105,14 +108,14 @@ def certify(
     options["has_buffers"] = buffers is not None
     params, buffers, batch = (Leaves.of(tree).mapped(lambda x: _on(mesh, x)) for tree in (params, buffers, batch))
     one = Mesh(tuple((name, 1) for name in mesh.axis_names), "virtual", mesh.device_type)
-    task = Task(loss_fn, params, buffers, batch, opt, one, axis, batch_spec, steps, seed, options)
+    task = Task(loss_fn, params, buffers, batch, opt, one, axis, unit, batch_spec, steps, seed, options)
     if task.reproducible:
         alone = exact = [turn.whole() for turn in on_mesh(task, one, 0)]
     else:
         refuse_random(task)
         alone = on_one_device(task)
         with _noting("in the run on one device in float64: does the loss function name a dtype?"):
-            exact = on_one_device(task.wide())
+            exact = on_one_device(task.wide(), overflows(alone))
     bounds, rows = bounds_of(task, alone, exact), list[Row]()
     for stage in stages:
         with _noting(f"in stage {stage}"):

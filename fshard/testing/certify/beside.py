@@ -7,6 +7,7 @@ device 1   w[2:4]  |  whole[2:4]
 from __future__ import annotations
 
 from collections.abc import Iterable
+from math import prod
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -15,9 +16,24 @@ from torch.nn import Parameter
 
 import fshard as fs
 from fshard.mesh.layout import Layout
+from fshard.mesh.mesh import Mesh
 from fshard.mesh.sharded import Sharded
+from fshard.mesh.spec import P
 from fshard.mesh.spmd import held
 from fshard.optim.leaves import Leaf, is_frozen
+
+
+def known_to_all(leaf: Leaf) -> Leaf:
+    """Return what lies on a process mesh as on a virtual one, with the shards of all processes: so all come to one verdict."""
+    if not isinstance(leaf, Sharded) or leaf.mesh.runtime != "process":
+        return leaf
+    mesh, own = leaf.mesh, leaf.shards[0].reshape(-1)
+    shapes = [leaf.layout.local_shape(leaf.shape, device) for device in range(mesh.size)]
+    row = own.new_zeros(1, max(map(prod, shapes)))
+    row[0, : own.numel()] = own
+    rows = fs.unshard(Sharded((mesh.size, row.shape[1]), Layout(mesh, P(mesh.axis_names)), (row,)))
+    shards = [each[: prod(shape)].reshape(shape) for each, shape in zip(rows, shapes, strict=True)]
+    return Sharded(leaf.shape, leaf.layout.on(Mesh(mesh.axes, "virtual", mesh.device_type)), tuple(shards))
 
 
 class Piece(NamedTuple):

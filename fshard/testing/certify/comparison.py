@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from math import inf
 from typing import Literal, NamedTuple
 
 import torch
 
 from fshard.mesh.mesh import Mesh
+from fshard.optim.finite import all_finite
 from fshard.optim.leaves import Leaf, trainable
 from fshard.testing.certify.beside import beside, largest, wide
 from fshard.testing.certify.runs import Task, Turn, on_one_device
@@ -44,7 +46,9 @@ class Comparison:
     bounds: list[Turn]
 
     def gap(self, step: int, what: What, place: int) -> Gap:
-        """Compare a gradient, or a parameter or buffer after a step."""
+        """Compare a gradient, or a parameter or buffer after a step; no gradients, if neither run's are all finite."""
+        if what == "grads" and self._infinite[step]:
+            return Gap(True, 0.0, 0.0)
         every = (self.turns, self.alone, self.exact, self.bounds)
         found, alone, exact, bound = (getattr(turns[step], what)[place] for turns in every)
         if found is None or alone is None:
@@ -57,6 +61,11 @@ class Comparison:
         worst = int((errors - bounds).argmax())
         return Gap(same, float(errors[worst]), float(bounds[worst]))
 
+    @cached_property
+    def _infinite(self) -> list[bool]:
+        """Whether in each step both runs have gradients that are not finite: a scaled loss may, and then neither moves."""
+        return [not (all_finite(a.grads) or all_finite(b.grads)) for a, b in zip(self.turns, self.alone, strict=True)]
+
 
 # -- the bounds ---------------------------------------------------------------------------------------------------
 
@@ -67,7 +76,8 @@ def bounds_of(task: Task, alone: list[Turn], exact: list[Turn]) -> list[Turn]:
     gradient    4 x the error of its leaf on one device + a rounding of the largest of all (a sum that should be 0 is not)
     others      4 x the error of the leaf on one device + a rounding of the leaf's largest a step (few may be lucky)
     float64     its error is not known, and taken to be one such rounding
-    all         + as far as training carries a shift of all gradients by their bound: Adam makes lr of a rounding
+    all         + as far as training carries a shift of all gradients by their bound (Adam makes lr of a rounding), and a
+                rounding of all that goes in: what cancels is small, and its rounding is not
     """
     if task.reproducible:
         return [Turn(*([_allowed(x, 0.0) for x in leaves] for leaves in turn)) for turn in alone]
@@ -80,14 +90,16 @@ def bounds_of(task: Task, alone: list[Turn], exact: list[Turn]) -> list[Turn]:
             for pair in ((one.params, other.params), (one.buffers, other.buffers))
         )
         own.append(Turn(grads, params, buffers))
-    up = on_one_device(task.wide(), [turn.grads for turn in own])
-    down = on_one_device(task.wide(), [[None if x is None else -x for x in turn.grads] for turn in own])
+    up, down = (
+        on_one_device(task.rounded(way), [[None if x is None else way * x for x in turn.grads] for turn in own])
+        for way in (1, -1)
+    )
     return [Turn(*map(_wider, *turns)) for turns in zip(own, up, down, strict=True)]
 
 
 def _wider(bounds: list[Leaf], up: list[Leaf], down: list[Leaf]) -> list[Leaf]:
     return [
-        bound if bound is None or not trainable(high) else bound + (high - low).abs()
+        bound if bound is None or not trainable(high) else bound + (high - low).abs().nan_to_num(0, inf)
         for bound, high, low in zip(bounds, up, down, strict=True)
     ]
 

@@ -19,7 +19,7 @@ from fshard.mesh.spec import P
 from fshard.mesh.spmd import held
 from fshard.mesh.tree import flatten
 from fshard.optim.leaves import Leaf, Leaves
-from fshard.testing.certify.beside import Piece, beside, first_difference, near, piece_of
+from fshard.testing.certify.beside import Piece, beside, first_difference, known_to_all, largest, near, piece_of
 from fshard.testing.certify.comparison import Comparison
 from fshard.transforms.randomness import keyed_random
 
@@ -42,6 +42,8 @@ class Reasons:
                 return f"only {has} has a gradient: does the loss function use the parameter on all devices alike?"
         elif not torch.isfinite(alone).all():
             return "the gradient on one device is not finite"
+        elif not all(torch.isfinite(piece.found).all() for piece in beside(found, alone)):
+            return "the gradient on the mesh is not finite, on one device it is"
         elif not it.gap(step, "grads", place).ok:
             return self._of_gradient(place, found, alone)
         return self._of_update(place)
@@ -57,8 +59,8 @@ class Reasons:
 
     def _of_gradient(self, place: int, found: Leaf, alone: Tensor) -> str:
         pieces = beside(found, alone)
-        if (factor := self._factor(pieces)) is not None:
-            return f"the gradient is {factor.size}: {factor.reason}"
+        if factors := self._of_size(pieces):
+            return f"the gradient is {factors[0].size}: {', or '.join(factor.reason for factor in factors)}"
         if (missing := self._missing(place, found)) is not None:
             return missing
         if near(pieces, self._tolerance):
@@ -74,25 +76,33 @@ class Reasons:
             for one, old in zip(pieces, olds, strict=True)
         ]
         told = "the gradient is right, the update is not: "
-        factor = self._factor(updates)
-        if factor is not None and not factor.root:
-            return f"{told}it is {factor.size}. The optimizer multiplies or divides by the size of {factor.axes}"
+        if not torch.isfinite(alone).all():
+            return f"{told}the parameter on one device is not finite, so nothing can be said"
+        factors = self._of_size(updates)
+        if factors and not factors[0].root:
+            return (
+                f"{told}it is {factors[0].size}. The optimizer multiplies or divides by the size of {factors[0].axes}"
+            )
         if near(pieces, 1e-5):
             return f"{told}it differs by rounding, as a fused kernel may at the ends of pieces: try fused=False"
         why = "does not do the same on a mesh" if it.stage == 0 else "is not elementwise, pieces give another result"
         at = first_difference(found, alone, self._tolerance)
         return f"{told}the optimizer {why}; the parameter first differs at {at}"
 
-    def _factor(self, pieces: Sequence[Piece]) -> Factor | None:
-        """Return the likely constant between pieces and what stands beside them."""
-        return next((one for one in self._factors if near(pieces, self._tolerance, times=one.value)), None)
+    def _of_size(self, pieces: Sequence[Piece]) -> list[Factor]:
+        """Return the likely constants between pieces and what stands beside them, which are all of one size."""
+        return [one for one in self._factors if near(pieces, self._tolerance, times=one.value)]
 
     def _missing(self, place: int, found: Leaf) -> str | None:
         """Compare a gradient with sums over fewer axes: then what each device holds is its own, or one device's."""
-        mesh = self._it.mesh
-        if self._local is None or not isinstance(found, Sharded):
+        local = self._local[place]
+        if not isinstance(local, Sharded) or not isinstance(found, Sharded):
             return None
-        local: Sharded = self._local[place]
+        mesh = local.mesh
+        if uneven := self._uneven_axes(local):
+            return (
+                f"a reduction over {_named(uneven)} is missing: the batch is whole along it, and yet gradients differ"
+            )
         for axes in _subsets(local.spec.unreduced):
             sums = dict(zip(held(mesh), fs.reshard(local, Layout(mesh, P(unreduced=axes))).shards, strict=True))
             own = [
@@ -108,6 +118,17 @@ class Reasons:
                         return f"{told} all have what device {device} adds to the sum"
         return None
 
+    def _uneven_axes(self, local: Sharded) -> tuple[str, ...]:
+        """Return the axes along which devices have different gradients, though they were given the same."""
+        mesh, shards = local.mesh, local.shards
+
+        def differ(axis: str) -> bool:
+            first = [mesh.index({**mesh.coordinates(device), axis: 0}) for device in range(mesh.size)]
+            pieces = [Piece(device, x, shards[at]) for device, (x, at) in enumerate(zip(shards, first, strict=True))]
+            return not near(pieces, self._tolerance) and any(largest(piece.error) > 0 for piece in pieces)
+
+        return tuple(axis for axis in mesh.axis_names if axis not in local.spec.unreduced and differ(axis))
+
     @property
     def _before(self) -> list[Leaf]:
         """The parameters that the step began with."""
@@ -115,13 +136,11 @@ class Reasons:
         return it.alone[step - 1].params if step else Leaves.of(it.task.params).leaves
 
     @cached_property
-    def _local(self) -> list[Leaf] | None:
+    def _local(self) -> list[Leaf]:
         """The gradients of this step before any sum over devices, from the parameters that it began with."""
         it, task = self._it, self._it.task
         wanted = {axis for spec in flatten(task.batch_spec)[0] if isinstance(spec, P) for axis in spec.axes}
         axes = tuple(axis for axis in it.mesh.axis_names if axis in wanted and it.mesh.shape[axis] > 1)
-        if not axes:
-            return None
         left_out = ("donate", "precision", "gradients", "compute")
         options: dict[str, Any] = {key: x for key, x in task.options.items() if key not in left_out}
         summands, compute = Layout(it.mesh, P(unreduced=axes)), task.compute
@@ -131,7 +150,7 @@ class Reasons:
         buffers = Leaves.of(task.buffers).rebuild(it.alone[self._step - 1].buffers) if self._step else task.buffers
         with keyed_random(task.seed, self._step):
             _, grads = run(params, *([buffers] if task.has_buffers else []), task.batch)
-        return Leaves.of(grads).leaves
+        return [known_to_all(leaf) for leaf in Leaves.of(grads).leaves]
 
 
 # -- the constants that gradients are often wrong by ----------------------------------------------------------------

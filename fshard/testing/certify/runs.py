@@ -18,10 +18,13 @@ from fshard.mesh.spec import P
 from fshard.mesh.tree import PyTree
 from fshard.optim.contract import Optimizer, Update, copied, pure_step, step_of
 from fshard.optim.leaves import Leaf, Leaves, map_shards, trainable
-from fshard.testing.certify.beside import is_floating, wide
+from fshard.optim.scaling import held_by
+from fshard.testing.certify.beside import frozen_as, is_floating, known_to_all, wide
 from fshard.transforms.randomness import keyed_random
 from fshard.transforms.rules import chosen
 
+Units = str | Sequence[str] | int | None
+"""What `fsdp` makes units of."""
 _COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16, None: None}
 
 
@@ -36,6 +39,7 @@ class Task:
     opt: Optimizer
     one: Mesh
     axis: str | tuple[str, ...]
+    unit: Units
     batch_spec: PyTree
     steps: int
     seed: int
@@ -62,9 +66,22 @@ class Task:
         params, buffers, batch = (Leaves.of(tree).mapped(wide) for tree in (self.params, self.buffers, self.batch))
         return replace(self, params=params, buffers=buffers, batch=batch, options=options)
 
+    def rounded(self, way: int) -> Task:
+        """Return the same task in float64, with each number that goes in moved by a rounding, half of them up, half down."""
+        draw = torch.Generator().manual_seed(self.seed)
+
+        def moved(x: Any) -> Any:
+            if not is_floating(x):
+                return x
+            signs = torch.randint(2, x.shape, generator=draw).to(x.device) * 2 - 1
+            return frozen_as(x, wide(x) * (1 + way * signs * torch.finfo(self.compute or x.dtype).eps / 2))
+
+        params, buffers, batch = (Leaves.of(tree).mapped(moved) for tree in (self.params, self.buffers, self.batch))
+        return replace(self, params=params, buffers=buffers, batch=batch).wide()
+
     def placed(self, params: PyTree, mesh: Mesh, stage: int) -> PyTree:
         """Lay parameters on a mesh as a stage of ZeRO has them."""
-        return fs.shard_params(params, fs.fsdp(self.axis) if stage == 3 else P(), mesh=mesh)
+        return fs.shard_params(params, fs.fsdp(self.axis, unit=self.unit) if stage == 3 else P(), mesh=mesh)
 
 
 class Turn(NamedTuple):
@@ -81,7 +98,11 @@ class Turn(NamedTuple):
 
     def whole(self) -> Turn:
         """Return whole tensors."""
-        return Turn(*([fs.unshard(leaf) for leaf in leaves] for leaves in self))
+        return self.each(fs.unshard)
+
+    def each(self, f: Callable[[Leaf], Leaf]) -> Turn:
+        """Return f of each leaf; what is tied stays so."""
+        return Turn(*(Leaves.of(leaves).mapped(f) for leaves in self))
 
 
 # -- on a mesh ----------------------------------------------------------------------------------------------------
@@ -107,7 +128,7 @@ def on_mesh(task: Task, mesh: Mesh, stage: Any) -> list[Turn]:
         with keyed_random(task.seed, turn):
             params, state, *new, _ = step(params, state, *([buffers] if task.has_buffers else []), task.batch)
         buffers = new[0] if new else buffers
-        turns.append(Turn.of(given[-1], copied(params), copied(buffers)))
+        turns.append(Turn.of(given[-1], copied(params), copied(buffers)).each(known_to_all))
     return turns
 
 
@@ -139,6 +160,11 @@ def on_one_device(task: Task, shifts: Sequence[Sequence[Leaf]] | None = None) ->
     return turns
 
 
+def overflows(turns: Sequence[Turn]) -> list[list[Leaf]]:
+    """Return of the gradients of each step what is not finite, and 0 elsewhere: another run with that skips what this did."""
+    return [[None if g is None else torch.where(g.isfinite(), 0, wide(g)) for g in turn.grads] for turn in turns]
+
+
 def gradient(task: Task, params: PyTree, buffers: PyTree, scale: float = 1.0) -> tuple[Tensor, PyTree, PyTree]:
     """Return the loss, its scaled gradient and new buffers on whole tensors, on a mesh on which every axis has size 1."""
     at = Leaves.of(params)
@@ -162,7 +188,7 @@ def gradient(task: Task, params: PyTree, buffers: PyTree, scale: float = 1.0) ->
         )  # the mean of a number, or of one for each sample
         if not loss.requires_grad:
             return loss, (), after
-        start = _within(loss.dtype, scale)
+        start = held_by(loss.dtype, scale)
         found = torch.autograd.grad(loss, [*moving.values()], torch.full_like(loss, start), allow_unused=True)
         return loss.detach(), [None if g is None else g * (scale / start) for g in found], after
 
@@ -171,16 +197,6 @@ def gradient(task: Task, params: PyTree, buffers: PyTree, scale: float = 1.0) ->
     grads = dict(zip(moving, found, strict=False))
     after = Leaves.of(after).mapped(lambda x: x.detach() if isinstance(x, Tensor) else x)
     return loss, at.rebuild([grads.get(id(x)) for x in at.leaves]), after
-
-
-def _within(dtype: torch.dtype, scale: float) -> float:
-    """Return a scale, halved until it is a number of this dtype.
-
-    The loss of one device is scaled at once, that of n by a part each: what 16 bits hold of a part may overflow here.
-    """
-    while scale > torch.finfo(dtype).max:
-        scale /= 2
-    return scale
 
 
 def refuse_random(task: Task) -> None:
