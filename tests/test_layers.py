@@ -99,6 +99,17 @@ def test_a_block_that_is_run_again_draws_what_it_drew(run, inner, whole):
         assert g.equal(y)
 
 
+def test_under_torch_func_a_block_that_is_run_again_draws_what_it_drew():
+    block = Noisy()
+    apply, params, buffers = fs.functionalize(Stack((0, block), (1, block), run=lambda f, x: fs.remat(f)(x)))
+    with keyed_random(3):
+        rows, pull = torch.func.vjp(lambda x: torch.stack([*apply(params, buffers, x)[0].values()]), torch.ones(WIDTH))
+    torch.rand(3)
+    assert rows.unique(dim=0).shape == rows.shape == (10, WIDTH)
+    for place, row in enumerate(rows):
+        assert pull(torch.eye(10)[place][:, None].expand(10, WIDTH))[0].equal(row)
+
+
 @pytest.mark.parametrize("stage", [0, 3])
 def test_the_masks_of_a_step_are_those_of_its_layers_on_any_mesh(stage):
     class Model(nn.Module):

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_WithoutTransforms: Any = torch._C._DisableFuncTorch  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+
 
 @contextmanager
 def keyed_random(seed: int, *key: int | str) -> Generator[None]:
@@ -75,7 +77,8 @@ def drawing_by(key: int) -> Generator[None]:
     try:
         yield
     finally:
-        words: Any = before.of[0][1].numpy().view("uint64")
+        with _WithoutTransforms():  # torch.func would make a tensor without memory of it
+            words: Any = before.of[0][1].numpy().view("uint64")
         words[0] = key ^ 1  # where torch keeps the seed, from which nothing is drawn any more
         before.set()
 
