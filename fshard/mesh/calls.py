@@ -25,6 +25,7 @@ from fshard.mesh.scope import Group, Scope, here, require
 from fshard.mesh.spec import Axes, as_written
 from fshard.mesh.tree import PyTree, Structure, flatten, flatten_with_paths, unflatten
 from fshard.source import Site, call_site
+from fshard.uncompiled import uncompiled
 
 Params = ParamSpec("Params")
 
@@ -144,6 +145,7 @@ class Call:
         return unflatten(self.structure, [placed[place] for place in range(len(placed))])
 
 
+@uncompiled
 class Collective(Generic[Params]):
     """A collective that can be called, or started and waited for later."""
 

@@ -32,6 +32,7 @@ from fshard.mesh.spec import Axes
 from fshard.mesh.spmd import held, inside, standing
 from fshard.mesh.tree import PyTree, Structure, unflatten
 from fshard.source import Site, call_site
+from fshard.uncompiled import uncompiled
 
 
 def shard_map(
@@ -55,7 +56,8 @@ def shard_map(
         check: compare promised equality by value.  By default on virtual meshes only.
 
     Arguments may be plain tensors (the global value, the same on every process) or `Sharded`, which are resharded if
-    they lie otherwise.  The results are `Sharded`.  f has to be pure: it must not change its arguments.
+    they lie otherwise.  The results are `Sharded`.  f has to be pure: it must not change its arguments.  torch.compile goes
+    around the call, not into it: f is compiled where it is given so, `shard_map(torch.compile(f), ...)`.
 
     >>> import torch, fshard as fs
     >>> from fshard import P
@@ -72,6 +74,7 @@ def shard_map(
     recipes = Recipes(f, name, in_specs, out_specs, mapped, checked)
 
     @wraps(f, updated=())
+    @uncompiled
     def on_mesh(*args: Any, **kwargs: Any) -> PyTree:
         own = standing(mesh)
         _refuse_mapped_again(name, own, mapped)
