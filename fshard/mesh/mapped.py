@@ -136,7 +136,12 @@ def _values(run: Run, width: int, tape: Tape | None, flat: Tensors) -> Tensors:
         tape.inputs, tape.outputs = inputs, outputs
     if not run.derived:
         refuse_captured(run.mesh, inputs, outputs)
-    return tuple(y.detach() for ys in outputs for y in ys)
+    return tuple(_apart(y.detach()) for ys in outputs for y in ys)
+
+
+def _apart(x: Tensor) -> Tensor:
+    """Return a tensor whose elements lie apart, as those of an expanded one do not: each is to have a tangent."""
+    return x.contiguous() if 0 in x.stride() else x
 
 
 def _pull_back(run: Run, tape: Tape, cotangents: Tensors) -> tuple[Tensor | None, ...]:
@@ -209,7 +214,7 @@ def _jvp(run: Run, width: int, moving: tuple[int, ...]) -> Run:
                 whole[place] = x
             return run.program(device, tuple(whole))
 
-        return torch.func.jvp(of_moving, tuple(xs[place] for place in moving), tangents)[1]
+        return torch.func.jvp(of_moving, tuple(_apart(xs[place]) for place in moving), tangents)[1]
 
     return replace(run, program=program, derived=True)
 
