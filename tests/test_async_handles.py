@@ -251,3 +251,23 @@ def helpers_after_leaving():
 
 def test_the_helper_goes_with_the_link():
     assert run_processes(helpers_after_leaving, 2, environment={"FSHARD_DIRECT": "0"}) == [(1, [False]), (0, [])]
+
+
+def wait_for_the_first_of_two():
+    """Process 0 waits for a sum that others begin when another is done: one that was started last, and has rounds."""
+    mesh = fs.make_mesh({"a": 2, "b": 2}, timeout=10)
+
+    def main():
+        x = torch.ones(2)
+        fs.psum(x, ("a", "b"))
+        if fs.axis_index(("a", "b")) == 0:
+            near, far = fs.psum.start(x, "a"), fs.psum.start(x, ("a", "b"))
+            return near.wait()[0].item(), far.wait()[0].item()
+        far = fs.psum(x, ("a", "b"))
+        return fs.psum(x, "a")[0].item(), far[0].item()
+
+    return fs.run(main, mesh=mesh)[0]
+
+
+def test_what_was_started_last_goes_on_while_another_is_waited_for(four):
+    assert four.run(wait_for_the_first_of_two) == [(2.0, 4.0)] * 4

@@ -369,8 +369,9 @@ PICTURES = [
     ),
     (
         lambda: fs.ppermute(X, "b", [(0, 3), (0, 1), (2, 1), (-1, 2)]),
-        "LayoutError: fs.ppermute over b with [(0, 3), (0, 1), (2, 1), (-1, 2)]: source -1 is not in 0..2; "
-        "source 0 is named more than once; destination 3 is not in 0..2; destination 1 is named more than once.",
+        "LayoutError: fs.ppermute: source -1 is not in 0..2; source 0 is named more than once; destination 3 is not in "
+        "0..2; destination 1 is named more than once. `pairs` are (source, destination), places along b, each at most once "
+        "on either side.",
     ),
     (lambda: fs.broadcast(X, "b", source=3), "LayoutError: fs.broadcast: source 3 is not in 0..2, the places along b."),
     (lambda: fs.send(X, "b", to=-1), "LayoutError: fs.send: `to` -1 is not in 0..2, the places along b."),
@@ -428,8 +429,24 @@ PICTURES = [
     ),
     (
         lambda: fs.ppermute(X, "a", [0, (0, 1), ("x", 1), (0, 1, 2)]),
-        "LayoutError: fs.ppermute: `pairs` are (source, destination), two whole numbers each; these are not: "
-        "[0, ('x', 1), (0, 1, 2)].",
+        "LayoutError: fs.ppermute: 0 is no pair of whole numbers; ('x', 1) is no pair of whole numbers; (0, 1, 2) is no pair "
+        "of whole numbers. `pairs` are (source, destination), places along a, each at most once on either side.",
+    ),
+    (
+        lambda: fs.ppermute({"x": X}, ("a", "b"), [(0.0, 1), (6, 0), [1, 0], (True, 2)]),
+        'LayoutError: fs.ppermute: leaf ["x"]: (0.0, 1) is no pair of whole numbers; (True, 2) is no pair of whole numbers; '
+        "source 6 is not in 0..5; destination 0 is named more than once. `pairs` are (source, destination), places along a+b, "
+        "each at most once on either side.",
+    ),
+    (
+        lambda: fs.ppermute(X, "a", 5),
+        "LayoutError: fs.ppermute: 5 is no pair of whole numbers. `pairs` are (source, destination), places along a, each at "
+        "most once on either side.",
+    ),
+    (lambda: fs.all_gather(X, "a", dim=True), "LayoutError: fs.all_gather: a dim is a whole number, not True."),
+    (
+        lambda: fs.psum(X, ("a", 5)),
+        'LayoutError: fs.psum: An axis is a name like "data", or a tuple of names; found 5.',
     ),
     (
         lambda: fs.all_to_all(X, "a", dim=(0, 1, 2)),

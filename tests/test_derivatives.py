@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.autograd import functional
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.utils.checkpoint import checkpoint
 
@@ -101,8 +102,14 @@ KINDS = {
     "vmap of grad": lambda loss, w, x, v: vmap(lambda w: grad(loss)(w, x))(torch.stack([w, v])),
     "grad of vmap": lambda loss, w, x, v: grad(lambda w: vmap(lambda s: loss(w * s, x))(torch.arange(3.0)).sum())(w),
     "gradients batched": batched_gradients,
-    "hessian vectorized": lambda loss, w, x, v: torch.autograd.functional.hessian(
-        lambda w: loss(w, x), w.detach(), vectorize=True
+    "jacrev of jvp": lambda loss, w, x, v: jacrev(lambda w: jvp(lambda w: loss(w, x), (w,), (w**2,))[1])(w),
+    "jacfwd of vmap": lambda loss, w, x, v: jacfwd(vmap(lambda w: loss(w, x)))(torch.stack([w, v])),
+    "hessian vectorized": lambda loss, w, x, v: functional.hessian(lambda w: loss(w, x), w.detach(), vectorize=True),
+    "hessian forward vectorized": lambda loss, w, x, v: functional.hessian(
+        lambda w: loss(w, x), w.detach(), vectorize=True, outer_jacobian_strategy="forward-mode"
+    ),
+    "jacobian forward vectorized": lambda loss, w, x, v: functional.jacobian(
+        lambda w: loss(w, x), w.detach(), vectorize=True, strategy="forward-mode"
     ),
     "checkpoint": checkpointed(False),
     "checkpoint reentrant": checkpointed(True),
@@ -125,8 +132,9 @@ def inside(name):
     return KINDS[name](data_parallel, w, own_rows(x), v)
 
 
-# Raw dual numbers have one level for the whole process, which the threads share: inside them, use torch.func.jvp.
-IN_THREADS = [name for name in KINDS if name != "dual numbers"]
+# Raw dual numbers have one level for the whole process, which the threads share: inside them, use torch.func.
+DUAL = ("dual numbers", "jacobian forward vectorized", "hessian forward vectorized")
+IN_THREADS = [name for name in KINDS if name not in DUAL]
 
 
 def inside_all(n):
@@ -240,6 +248,86 @@ def test_a_linear_collective_is_its_own_derivative(name, options):
 
 def test_a_linear_collective_between_processes(two):
     two.run(run_linear, LINEAR)
+
+
+FORWARD = {
+    "jacfwd": lambda f, x: jacfwd(f)(x),
+    "functional, dual": lambda f, x: functional.jacobian(f, x, vectorize=True, strategy="forward-mode"),
+}
+REVERSE = {
+    "jacrev": lambda f, x: jacrev(f)(x),
+    "functional": lambda f, x: functional.jacobian(f, x),
+    "functional vectorized": lambda f, x: functional.jacobian(f, x, vectorize=True),
+}
+HESSIANS = {
+    "hessian": lambda f, x: hessian(lambda x: (f(x) ** 3).sum())(x),
+    "reverse over reverse": lambda f, x: jacrev(jacrev(lambda x: (f(x) ** 3).sum()))(x),
+    "functional vectorized": lambda f, x: functional.hessian(lambda x: (f(x) ** 3).sum(), x, vectorize=True),
+    "functional, dual": lambda f, x: functional.hessian(
+        lambda x: (f(x) ** 3).sum(), x, vectorize=True, outer_jacobian_strategy="forward-mode"
+    ),
+}
+
+
+def jacobians_of(name, options, started, dual):
+    """Return the Jacobians of a collective, forward and reverse, and the Hessians of its cubed results, of every kind."""
+
+    def f(x):
+        collective = getattr(fs, name)
+        return collective.start(x, "a", **options).wait() if started else collective(x, "a", **options)
+
+    x = pieces()[fs.axis_index("a")]
+    tables = FORWARD, REVERSE, HESSIANS
+    return [{kind: of(f, x) for kind, of in table.items() if dual or "dual" not in kind} for table in tables]
+
+
+def pieces():
+    return [torch.arange(8.0, dtype=torch.float64).reshape(2, 4) * (1 - 3 * place) / 4 for place in range(2)]
+
+
+def jacobians_by_oracle(name, options):
+    """Return the same per device: all devices differentiate along the same element of theirs at once."""
+    oracle, xs = ORACLES[name], pieces()
+    ys = oracle.forward(xs, **options)
+
+    def ones(like):
+        return [[one.reshape(like.shape)] * 2 for one in torch.eye(like.numel(), dtype=like.dtype)]
+
+    forward = [oracle.forward(ts, **options) for ts in ones(xs[0])]
+    reverse = [oracle.backward(gs, xs, **options) for gs in ones(ys[0])]
+    hessian = [oracle.backward([6 * y * dy for y, dy in zip(ys, dys, strict=True)], xs, **options) for dys in forward]
+    return [
+        [
+            torch.stack([row[device] for row in forward], -1).unflatten(-1, xs[0].shape),
+            torch.stack([row[device] for row in reverse]).unflatten(0, ys[0].shape),
+            torch.stack([row[device] for row in hessian], -1).unflatten(-1, xs[0].shape),
+        ]
+        for device in range(2)
+    ]
+
+
+def run_jacobians(dual):
+    """Try every collective with its options, called and started by turns."""
+    mesh, calls = fs.make_mesh({"a": 2}), enumerate(LINEAR)
+    return [
+        fs.run(jacobians_of, name, dict(options), place % 2 == 1, dual, mesh=mesh) for place, (name, options) in calls
+    ]
+
+
+def test_jacobians_and_hessians_of_every_collective(two):
+    in_processes = zip(*two.run(run_jacobians, True), strict=True)
+    for (name, options), threads, processes in zip(LINEAR, run_jacobians(False), in_processes, strict=True):
+        wanted = jacobians_by_oracle(name, dict(options))
+        for device, found in [*enumerate(threads), *((rank, found) for rank, (found,) in enumerate(processes))]:
+            for table, want in zip(found, wanted[device], strict=True):
+                assert table and [kind for kind, got in table.items() if not torch.equal(got, want)] == [], name
+
+
+@pytest.mark.parametrize("name", DUAL)
+def test_dual_numbers_in_threads_are_one_clear_error(name):
+    with pytest.raises(RuntimeError, match="Nested forward mode AD") as raised:
+        fs.run(inside, name, mesh=fs.make_mesh({"data": 2}))
+    assert any("use torch.func.jvp, jacfwd or hessian" in note for note in raised.value.__notes__)
 
 
 def extremes():

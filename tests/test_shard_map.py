@@ -1,5 +1,6 @@
 """shard_map: specs, arguments, results, nesting, promises."""
 
+import re
 from typing import NamedTuple
 
 import pytest
@@ -129,7 +130,82 @@ def test_axes_left_free_cannot_be_named(mesh):
         identity(mesh, P("model"), P(), axes="data")(torch.ones(2))
 
 
+@pytest.mark.parametrize("spec", [P("model"), P(unreduced="model"), P.flat("data", "model", shape=(2,))], ids=str)
+def test_nor_can_results_lie_along_them(spec, mesh):
+    calls = []
+
+    def inner(x):
+        calls.append(x)
+        return {"y": x}
+
+    for check in (True, False):
+        mapped = fs.shard_map(inner, mesh=mesh, in_specs=P(), out_specs={"y": spec}, axes="data", check=check)
+        text = re.escape(
+            f'shard_map of inner: out_specs["y"]: {spec} names model, which this shard_map is not mapped over'
+        )
+        with pytest.raises(fs.LayoutError, match=text):
+            mapped(torch.ones(2))
+    assert calls == []
+
+
+def test_nor_inside_another_map(mesh):
+    inner = identity(mesh, P("model"), P("data"), axes="model")
+    with pytest.raises(
+        fs.LayoutError, match='out_specs: P\\("data"\\) names data, which this shard_map is not mapped over'
+    ):
+        fs.shard_map(inner, mesh=mesh, in_specs=P("data"), out_specs=P("data"), axes="data")(torch.ones(4))
+
+
 # -- what a caller gets wrong -------------------------------------------------------------------------------------
+
+
+MESH = fs.make_mesh({"data": 2})
+NONE = {
+    "shard_map without a mesh": (
+        lambda: fs.shard_map(abs, mesh=4, in_specs=P(), out_specs=P()),
+        'MeshError: shard_map needs a mesh, found int. Write fs.make_mesh({"data": 4}), or fs.from_device_mesh(...) around one '
+        "of torch's.",
+    ),
+    "shard_map without a function": (
+        lambda: fs.shard_map(4, mesh=MESH, in_specs=P(), out_specs=P()),
+        "LayoutError: shard_map takes a function of local tensors, found int.",
+    ),
+    "run without a mesh": (lambda: fs.run(abs, mesh=None), "MeshError: fs.run needs a mesh, found NoneType."),
+    "run without a function": (
+        lambda: fs.run("main", mesh=MESH),
+        "MeshError: fs.run takes a function, to be called as each device, found str.",
+    ),
+    "from_local without a layout": (
+        lambda: fs.from_local(torch.ones(2), P("data")),
+        "LayoutError: from_local needs a Layout, found P. Write fs.Layout(mesh, P(...)).",
+    ),
+    "to_dtensor": (lambda: fs.to_dtensor(torch.ones(2)), "LayoutError: to_dtensor takes a Sharded, found Tensor."),
+    "from_dtensor": (
+        lambda: fs.from_dtensor(torch.ones(2)),
+        "LayoutError: from_dtensor takes a DTensor, found Tensor.",
+    ),
+    "to_device_mesh": (lambda: fs.to_device_mesh("cpu"), "MeshError: to_device_mesh needs a mesh, found str."),
+    "from_device_mesh": (
+        lambda: fs.from_device_mesh(MESH),
+        "MeshError: from_device_mesh takes torch's DeviceMesh, found Mesh.",
+    ),
+    "a shape that is one number": (
+        lambda: P.flat("data", shape=4),
+        "LayoutError: The shape of a whole tensor is a tuple of whole numbers, not 4.",
+    ),
+    "a shape of words": (
+        lambda: P.owned("data", by=0, shape=("four",)),
+        "LayoutError: The shape of a whole tensor is a tuple of whole numbers, not ('four',).",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", NONE)
+def test_what_is_something_else_than_was_asked_for(what):
+    call, text = NONE[what]
+    with pytest.raises(fs.FshardError) as error:
+        call()
+    assert f"{type(error.value).__name__}: {error.value}".startswith(text)
 
 
 def test_all_offending_arguments_at_once(mesh):

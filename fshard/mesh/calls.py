@@ -124,8 +124,9 @@ class Call:
 
     def start(self) -> Handle:
         """Begin it on all leaves."""
-        alone = any(isinstance(batch.bound.move, Alone | Extreme) or has_tangent(batch.xs) for batch in self.batches)
-        if alone or transformed():  # nothing to wait for, or nothing that could be told apart from its derivative
+        if transformed() or any(
+            isinstance(batch.bound.move, Alone | Extreme) or has_tangent(batch.xs) for batch in self.batches
+        ):  # nothing to wait for, or nothing that could be told apart from its derivative
             result = self.run()
             return Handle(lambda: result)
         finishes = [batch.start(self.guard) for batch in self.batches]
@@ -193,8 +194,8 @@ def _plain(x: object) -> TypeGuard[Tensor]:
     return (
         type(x) is Tensor
         and x.is_cpu
-        and not recorded((x,))
         and not transformed()
+        and not recorded((x,))
         and not active()
         and x.is_contiguous()
         and not (x.is_conj() or x.is_neg())

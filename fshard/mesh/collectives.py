@@ -11,10 +11,10 @@ sharded <-> sharded, replicated <-> replicated, used by all <-> unreduced.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from numbers import Integral
-from typing import Literal, cast
+from typing import Literal, TypeGuard, cast
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ _PSUM, _PVARY = Psum(), Pvary()
 
 
 def _dim(what: str, leaf: Tensor, dim: int) -> int:
-    if not isinstance(dim, Integral):
+    if not _is_whole(dim):
         raise LayoutError(f"{what}: a dim is a whole number, not {dim!r}.")
     if not -leaf.ndim <= dim < leaf.ndim:
         raise LayoutError(f"{what}: dim {dim} does not exist in a tensor of shape {tuple(leaf.shape)}.")
@@ -237,33 +237,37 @@ def ppermute(tree: PyTree, axis: Axes, pairs: list[tuple[int, int]]) -> Call:
     >>> fs.run(lambda: fs.ppermute(torch.tensor(fs.axis_index("pipe") + 1), "pipe", [(0, 1), (1, 2)]), mesh=mesh)
     [tensor(0), tensor(1), tensor(2)]
     """
-
-    along = tuple(pairs)
-    wrong = [pair for pair in along if not _is_pair(pair)]
-    if wrong:
-        raise LayoutError(
-            f"fs.ppermute: `pairs` are (source, destination), two whole numbers each; these are not: {wrong!r}."
-        )
-    return call("fs.ppermute", tree, axis, lambda x, group: _permute(tuple(map(tuple, along)), group.size, group.axes))
+    given: tuple[object, ...] = tuple(pairs) if isinstance(pairs, Iterable) else (pairs,)
+    along = tuple(tuple(pair) for pair in given if _is_pair(pair))
+    strange = tuple(repr(pair) for pair in given if not _is_pair(pair))
+    return call("fs.ppermute", tree, axis, lambda x, group: _permute(along, strange, group.size, group.axes))
 
 
-def _is_pair(pair: object) -> bool:
-    if not isinstance(pair, tuple | list) or len(ends := cast("Sequence[object]", pair)) != 2:
-        return False
-    return all(isinstance(place, Integral) for place in ends)
+def _is_pair(pair: object) -> TypeGuard[Sequence[int]]:
+    return (
+        isinstance(pair, tuple | list)
+        and len(ends := cast("Sequence[object]", pair)) == 2
+        and all(map(_is_whole, ends))
+    )
+
+
+def _is_whole(number: object) -> TypeGuard[int]:
+    return isinstance(number, Integral) and not isinstance(number, bool)
 
 
 @lru_cache(maxsize=256)
-def _permute(pairs: tuple[tuple[int, int], ...], n: int, axes: tuple[str, ...]) -> Permute:
-    """Return the move along some pairs, or raise naming all that is wrong with them."""
-    ends = [("source", [source for source, _ in pairs]), ("destination", [to for _, to in pairs])]
-    wrong: list[str] = []
-    for what, places in ends:
+def _permute(pairs: tuple[tuple[int, ...], ...], strange: tuple[str, ...], n: int, axes: tuple[str, ...]) -> Permute:
+    """Return the move along some pairs, or raise naming all that is wrong with them, and with what are none."""
+    wrong = [f"{pair} is no pair of whole numbers" for pair in strange]
+    for what, places in zip(("source", "destination"), zip(*pairs, strict=True), strict=False):
         wrong += [f"{what} {place} is not in 0..{n - 1}" for place in sorted({*places}) if not 0 <= place < n]
         wrong += [f"{what} {place} is named more than once" for place, times in Counter(places).items() if times > 1]
     if wrong:
-        raise LayoutError(f"fs.ppermute over {'+'.join(axes)} with {list(pairs)}: {'; '.join(wrong)}.")
-    return Permute(pairs)
+        raise LayoutError(
+            f"fs.ppermute: {'; '.join(wrong)}. `pairs` are (source, destination), places along {'+'.join(axes)}, each at most "
+            "once on either side."
+        )
+    return Permute(tuple((source, to) for source, to in pairs))
 
 
 @Collective
@@ -285,7 +289,7 @@ def broadcast(tree: PyTree, axis: Axes, *, source: int = 0) -> Call:
 
 def check_index(what: str, role: str, index: int, group: Group) -> None:
     """Raise unless `index` is a place along the group's axes."""
-    if not isinstance(index, Integral) or not 0 <= index < group.size:
+    if not _is_whole(index) or not 0 <= index < group.size:
         raise LayoutError(
             f"{what}: {role} {index!r} is not in 0..{group.size - 1}, the places along {'+'.join(group.axes)}."
         )

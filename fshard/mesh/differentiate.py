@@ -10,6 +10,7 @@ as much to call, so it is taken only where a torch.func transform is active.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -24,6 +25,7 @@ from fshard.mesh.moves import Alone, Move, Wired
 from fshard.mesh.purpose import serving
 from fshard.mesh.runtimes.abstract import delivered
 from fshard.mesh.runtimes.protocol import Pending
+from fshard.mesh.runtimes.thread_state import batches_nested
 from fshard.mesh.scope import Group
 from fshard.source import Site
 
@@ -80,35 +82,44 @@ class _Recorded(Function):
     @staticmethod
     def forward(ctx: Any, linear: LinearMap, *xs: Tensor) -> Tensors:
         ctx.linear = linear
-        return linear.run(xs)
+        ys = linear.run(xs)
+        if not batches_nested():
+            return ys
+        return tuple(
+            y.clone(memory_format=torch.contiguous_format) for y in ys
+        )  # no views: many tangents cannot be one
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         with serving("cotangents"):
-            return None, *_apply_backward(ctx.linear.transposed(), cotangents)
+            return None, *apply_to_many(ctx.linear.transposed(), cotangents)
 
     @staticmethod
     def jvp(ctx: Any, *grad_inputs: Any) -> Tensors:
         _, *tangents = grad_inputs
         given = {id(tangent) for tangent in tangents}  # what is passed through has to be a view, autograd says
         with serving("tangents"):
-            ys = apply(ctx.linear, tuple(tangents))
+            ys = apply_to_many(ctx.linear, tuple(tangents))
         return tuple(y.view_as(y) if id(y) in given else y for y in ys)
 
 
-def _apply_backward(linear: LinearMap, xs: Tensors) -> Tensors:
-    """Apply a linear map to cotangents, also to many at once.
+def apply_to_many(linear: LinearMap, xs: Tensors) -> Tensors:
+    """Apply a linear map to cotangents or tangents, also to many at once."""
+    return over_many(lambda xs: apply(linear, xs), lambda xs: apply(linear.batched(), xs), xs)
 
-    For `is_grads_batched` and `vectorize`, autograd has a vmap of its own, which knows no rules of Functions.
+
+def over_many(one: Callable[[Tensors], Tensors], many: Callable[[Tensors], Tensors], xs: Tensors) -> Tensors:
+    """Call `one`; or `many`, on tensors with one more leading dim, where autograd's own vmap maps over them.
+
+    It has one for `is_grads_batched` and `vectorize`, which knows no rules of Functions.
     """
     if not any(map(is_legacy_batchedtensor, xs)):
-        return apply(linear, xs)
-    level = _torch._C._vmapmode_increment_nesting() - 1  # there is no other way to ask for it
-    _torch._C._vmapmode_decrement_nesting()
+        return one(xs)
+    level = batches_nested()
     bare = [_torch._remove_batch_dim(x, level, 1, 0) if is_legacy_batchedtensor(x) else None for x in xs]
     size = next(x.shape[0] for x in bare if x is not None)
-    whole = tuple(leading(x, None, size) if one is None else one for x, one in zip(xs, bare, strict=True))
-    return tuple(_torch._add_batch_dim(y, 0, level) for y in apply(linear.batched(), whole))
+    whole = tuple(leading(x, None, size) if given is None else given for x, given in zip(xs, bare, strict=True))
+    return tuple(_torch._add_batch_dim(y.contiguous(), 0, level) for y in many(whole))
 
 
 class _Transformed(Function):

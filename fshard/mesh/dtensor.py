@@ -20,6 +20,10 @@ from fshard.mesh.spec import P
 
 def to_dtensor(x: Sharded) -> DTensor:
     """Return a DTensor that shares the local shard.  On a process mesh, and for layouts that DTensor has."""
+    if not isinstance(x, Sharded):
+        raise LayoutError(
+            f"to_dtensor takes a Sharded, found {type(x).__name__}. Lay it on a process mesh with fs.device_put."
+        )
     spec, mesh = x.spec, x.mesh
     if spec.is_flat or spec.is_owned or x.layout.memory != "device":
         raise LayoutError(f"{x!r} has no DTensor: flat, owned and host layouts are fshard's own. Reshard it first.")
@@ -45,6 +49,10 @@ def _size(shape: tuple[int, ...]) -> torch.Size:
 
 def from_dtensor(x: DTensor) -> Sharded:
     """Return a Sharded that shares the DTensor's local shard."""
+    if not isinstance(x, DTensor):
+        raise LayoutError(
+            f"from_dtensor takes a DTensor, found {type(x).__name__}. Plain tensors go on a mesh with fs.device_put."
+        )
     mesh = from_device_mesh(x.device_mesh)
     dims: list[tuple[str, ...]] = [()] * x.ndim
     unreduced: list[str] = []

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.function import Function
 
-from fshard.mesh.differentiate import Bound, Tensors, apply, leading
+from fshard.mesh.differentiate import Bound, Tensors, apply, apply_to_many, leading
 from fshard.mesh.moves import Psum
 from fshard.mesh.purpose import serving
 
@@ -48,7 +48,7 @@ class _Extreme(Function):
         with serving("tangents"):
             shares = _shares(ctx.bound, ctx.saved_tensors)
             parts = tuple(tangent * share for tangent, share in zip(tangents, shares, strict=True))
-            return apply(_sum_like(ctx.bound), parts)
+            return apply_to_many(_sum_like(ctx.bound), parts)
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> tuple[Tensors, tuple[int, ...]]:

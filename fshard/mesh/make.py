@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fshard.errors import MeshError
-from fshard.mesh.mesh import Mesh, Runtime
+from fshard.mesh.mesh import Mesh, Runtime, refuse_no_mesh
 from fshard.mesh.runtimes import process
 from fshard.mesh.scope import here
 
@@ -90,6 +90,7 @@ def _default() -> str:
 
 def to_device_mesh(mesh: Mesh) -> DeviceMesh:
     """Return torch's DeviceMesh for a process mesh: the same processes, axes and groups, for torch's own code."""
+    refuse_no_mesh("to_device_mesh", mesh)
     if mesh.runtime != "process":
         raise MeshError(
             f'{mesh} is {mesh.runtime}: a DeviceMesh is made of processes. Make it under torchrun with runtime="process".'
@@ -99,6 +100,8 @@ def to_device_mesh(mesh: Mesh) -> DeviceMesh:
 
 def from_device_mesh(device_mesh: DeviceMesh) -> Mesh:
     """Return the mesh for a torch DeviceMesh, with its groups.  The axes need names (`mesh_dim_names=`)."""
+    if not isinstance(device_mesh, DeviceMesh):
+        raise MeshError(f"from_device_mesh takes torch's DeviceMesh, found {type(device_mesh).__name__}.")
     names = device_mesh.mesh_dim_names
     if names is None:
         raise MeshError(

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.function import Function
 
 from fshard.mesh.captured import RefuseTransformed, refuse_captured
-from fshard.mesh.differentiate import Tensors, leading, transformed
+from fshard.mesh.differentiate import Tensors, leading, over_many, transformed
 from fshard.mesh.mesh import Mesh
 from fshard.mesh.runtimes.thread_state import random_state
 from fshard.mesh.spmd import everywhere, held, is_outside
@@ -278,9 +278,14 @@ class _Mapped(Function):
             torch.zeros_like(flat[at]) if (tangent := tangents[at]) is None else tangent
             for at in (device * width + place for device in range(n) for place in moving)
         )
-        given = _interleave([(flat, width), (moved, len(moving))], n)
-        found = _apply(_jvp(run, width, moving), len(given) // n, given)
-        return tuple(y for ys in found for y in ys)
+        tangents_of = _jvp(run, width, moving)
+        of_many = _vmap(tangents_of, (None,) * width + (0,) * len(moving), "same")
+
+        def pushed(run: Run, moved: Tensors) -> Tensors:
+            given = _interleave([(flat, width), (moved, len(moving))], n)
+            return tuple(y for ys in _apply(run, len(given) // n, given) for y in ys)
+
+        return over_many(lambda moved: pushed(tangents_of, moved), lambda moved: pushed(of_many, moved), moved)
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> tuple[Tensors, tuple[int, ...]]:

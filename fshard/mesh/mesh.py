@@ -131,6 +131,15 @@ class Mesh:
     __repr__ = __str__
 
 
+def refuse_no_mesh(what: str, mesh: object) -> None:
+    """Raise unless this is a mesh."""
+    if not isinstance(mesh, Mesh):
+        raise MeshError(
+            f'{what} needs a mesh, found {type(mesh).__name__}. Write fs.make_mesh({{"data": 4}}), or '
+            "fs.from_device_mesh(...) around one of torch's."
+        )
+
+
 def _quote(names: tuple[str, ...] | list[str]) -> str:
     return ", ".join(f'"{name}"' for name in names)
 

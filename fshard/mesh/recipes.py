@@ -171,7 +171,7 @@ class Recipes:
             for at, spec in zip(*flatten_with_paths(self.out_specs)[:2], strict=True):
                 if isinstance(spec, P):
                     with attempt(f"out_specs{at}"):
-                        Layout(mesh, spec)  # before anything runs
+                        self._layout(mesh, spec)  # before anything runs
         return tuple(entries)
 
     def _per_argument(self, names: list[str]) -> list[PyTree]:
@@ -198,10 +198,7 @@ class Recipes:
             raise LayoutError(
                 f"is a tensor, but its spec is {spec!r}. Give P() for a tensor that is the same on all devices."
             )
-        foreign = [axis for axis in spec.axes if axis in mesh.axis_names and axis not in self.mapped]
-        if foreign:
-            raise LayoutError(f"{spec} names {', '.join(foreign)}, which this shard_map is not mapped over.")
-        layout, before = Layout(mesh, spec), Layout(mesh)
+        layout, before = self._layout(mesh, spec), Layout(mesh)
         if isinstance(value, Sharded):
             before = value.layout
             if before.mesh != mesh:
@@ -219,6 +216,13 @@ class Recipes:
         )
         piece = before.local_shape(shape, held(mesh)[0])
         return Transfer(place, path, shape, layout, steps_between(before, layout, shape), promise, piece)
+
+    def _layout(self, mesh: Mesh, spec: P) -> Layout:
+        """Return the layout that a spec says, or raise naming axes that are left to an inner shard_map."""
+        foreign = [axis for axis in spec.axes if axis in mesh.axis_names and axis not in self.mapped]
+        if foreign:
+            raise LayoutError(f"{spec} names {', '.join(foreign)}, which this shard_map is not mapped over.")
+        return Layout(mesh, spec)
 
     def _promise(self, spec: P, value: str, gradient: str) -> Promise | None:
         """Return what a spec promises by not naming an axis."""

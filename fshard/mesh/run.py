@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from fshard.mesh.mesh import Mesh
+from fshard.errors import MeshError
+from fshard.mesh.mesh import Mesh, refuse_no_mesh
 from fshard.mesh.spmd import everywhere, standing
 
 
@@ -25,4 +26,7 @@ def run(main: Callable[..., Any], *args: Any, mesh: Mesh, check: bool = False, *
     >>> run(main, "hello", mesh=fs.make_mesh({"data": 2}))
     ['hello from 0 of 2', 'hello from 1 of 2']
     """
+    refuse_no_mesh("fs.run", mesh)
+    if not callable(main):
+        raise MeshError(f"fs.run takes a function, to be called as each device, found {type(main).__name__}.")
     return everywhere(standing(mesh), lambda device: main(*args, **kwargs), checked=check)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from fshard.errors import ScopeError
+from fshard.errors import LayoutError, ScopeError
 from fshard.mesh.arithmetic import ravel, unravel
 from fshard.mesh.mesh import Mesh
 from fshard.mesh.spec import Axes, as_axes
@@ -105,9 +105,9 @@ class Scope:
         try:
             found = self._groups.get(axes)
         except TypeError:  # a list of axes, say
-            axes, found = as_axes(axes), None
+            axes, found = _names(axes, what), None
         if found is None:
-            found = self._groups[axes] = self._make(as_axes(axes), what)
+            found = self._groups[axes] = self._make(_names(axes, what), what)
         return found
 
     def _make(self, names: tuple[str, ...], what: str) -> Group:
@@ -122,6 +122,13 @@ class Scope:
         base = self.device - sum(place * stride for place, (_, stride) in zip(places, dims, strict=True))
         index = ravel(places, [size for size, _ in dims])
         return Group(names, dims, base, index, self.device, self.world, self.mesh.ranks)
+
+
+def _names(axes: Axes, what: str) -> tuple[str, ...]:
+    try:
+        return as_axes(axes)
+    except LayoutError as error:
+        raise LayoutError(f"{what}: {error}") from None
 
 
 class _Here(threading.local):

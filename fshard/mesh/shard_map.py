@@ -24,7 +24,7 @@ from torch import Tensor
 from fshard.errors import LayoutError, MeshError, MismatchError
 from fshard.mesh.differentiate import LinearMap, Tensors, apply
 from fshard.mesh.mapped import run_mapped
-from fshard.mesh.mesh import Mesh
+from fshard.mesh.mesh import Mesh, refuse_no_mesh
 from fshard.mesh.placing import on_all
 from fshard.mesh.recipes import ArgumentRecipe, Recipes, ResultRecipe, Transfer
 from fshard.mesh.sharded import Sharded, in_memory
@@ -68,6 +68,9 @@ def shard_map(
     >>> fs.unshard(dot(torch.ones(4, 6), torch.ones(6, 2)))[0]
     tensor([6., 6.])
     """
+    refuse_no_mesh("shard_map", mesh)
+    if not callable(f):
+        raise LayoutError(f"shard_map takes a function of local tensors, found {type(f).__name__}.")
     mapped = mesh.axis_names if axes is None else mesh.check_axes(axes, "shard_map(axes=)")
     name = getattr(f, "__name__", type(f).__name__)
     checked = check if check is not None else mesh.runtime == "virtual"

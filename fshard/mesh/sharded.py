@@ -141,6 +141,8 @@ def from_local(piece: Tensor | Callable[..., Tensor], layout: Layout, *, shape: 
     >>> fs.unshard(fs.from_local(lambda data: torch.full((2,), data), fs.Layout(mesh, P("data"))))
     tensor([0, 0, 1, 1])
     """
+    if not isinstance(layout, Layout):
+        raise LayoutError(f"from_local needs a Layout, found {type(layout).__name__}. Write fs.Layout(mesh, P(...)).")
     layout = layout.on(standing(layout.mesh))
     devices = held(layout.mesh)
     if not isinstance(piece, Tensor) and not callable(piece):

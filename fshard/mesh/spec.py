@@ -124,6 +124,10 @@ class P:
         owner: int | None = None,
         shape: tuple[int, ...] | None = None,
     ) -> None:
+        if shape is not None and not (
+            isinstance(shape, tuple | list) and all(isinstance(length, int) for length in shape)
+        ):
+            raise LayoutError(f"The shape of a whole tensor is a tuple of whole numbers, not {shape!r}.")
         for name, value in {
             "entries": entries,
             "unreduced": tuple(sorted(unreduced)),

@@ -11,6 +11,7 @@ Legend: n processes; `rows` is (n, elements) with a row for each process; `x` is
                 large: scatter, then gather      each process sums one row
     scatter     exchange rows, then sum          the own row is not sent, nor copied
     gather      everybody sends to everybody     the own row is copied meanwhile
+    broadcast   down a tree                      gloo's own has no tag
 """
 
 from __future__ import annotations
@@ -151,14 +152,23 @@ def permute(call: GroupCall, x: Tensor, move: Wired) -> Wire:
 
 
 def broadcast(call: GroupCall, x: Tensor, move: Wired) -> Wire:
-    """(elements,) -> (elements,): everybody gets the source's."""
+    """(elements,) -> (elements,): everybody gets the source's, down a tree.
+
+    Counted from the source, process p gets it from p without its lowest bit, and hands it to p plus each bit below that.
+    """
     assert isinstance(move, Broadcast)
-    result = _new(x.shape, x)
-    source = call.index == move.source
-    work = call.pg.broadcast(_bytes(x if source else result), move.source)
-    if source:
+    tag, place, result = call.tag(), (call.index - move.source) % call.n, _new(x.shape, x)
+    lowest = place & -place or 1 << call.n.bit_length()
+    if place:
+        yield [call.pg.recv([_bytes(result)], (move.source + place - lowest) % call.n, tag)]
+    further = [
+        place + bit for bit in (lowest >> down for down in range(1, lowest.bit_length())) if place + bit < call.n
+    ]
+    held = _bytes(result if place else x)
+    works: list[Any] = [call.pg.send([held], (move.source + other) % call.n, tag) for other in further]
+    if not place:
         result.copy_(x)  # while it is on its way
-    yield [work]
+    yield works
     return result
 
 

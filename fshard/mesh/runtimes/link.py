@@ -35,7 +35,7 @@ LOST = ("onnection closed", "onnection reset", "onnection refused", "roken pipe"
 _STAMP = (1 << 20) - 1
 """The part of a tag that tells calls apart that differ; above it stands the number of the call."""
 MESSAGE_TAG = 1 << 30
-"""The tag of messages, to which what they are for is added; those of collectives are smaller."""
+"""The tag of messages, to which number and stamp are added; those of collectives are smaller."""
 
 
 class Work(Protocol):
@@ -144,6 +144,9 @@ class GroupLink:
     lock: AbstractContextManager[Any] = field(default_factory=nullcontext, compare=False)
     _helper: Helper = field(default_factory=Helper, compare=False)
     _numbers: Iterator[int] = field(default_factory=lambda: cycle(range(1, MESSAGE_TAG // (_STAMP + 1))), compare=False)
+    _messages: dict[tuple[int, bool], Iterator[int]] = field(
+        default_factory=dict[tuple[int, bool], Iterator[int]], compare=False
+    )
 
     def begin(self, move: Wired, x: Tensor, what: What) -> Wire:
         """Return the wire that carries a move on a buffer."""
@@ -161,25 +164,25 @@ class GroupLink:
         return False
 
     def helper(self, what: What) -> Helper | None:
-        """Return the link's helper for sums, which have several rounds."""
-        return self._helper if what.move is not None and what.move.wire == "reduce" else None
+        """Return the link's helper for what has several rounds."""
+        return self._helper if what.move is not None and what.move.wire in ("reduce", "broadcast") else None
 
     def broken(self) -> None:
         """Do nothing: the backend breaks its group itself."""
 
     def send(self, x: Tensor, to: int, what: What) -> Work:
-        """Start to send bytes; messages between two processes arrive in order."""
-        work: Any = self.pg.send([x], to, _message_tag(what))
+        """Start to send bytes; each message between two processes has a number, and what it is, in its tag."""
+        work: Any = self.pg.send([x], to, self._tag(to, what, sent=True))
         return work
 
     def receive(self, into: Tensor, source: int, what: What) -> Wire:
         """Return the wire that receives the next message."""
-        yield [self.pg.recv([into], source, _message_tag(what))]
+        yield [self.pg.recv([into], source, self._tag(source, what, sent=False))]
         return into
 
-
-def _message_tag(what: What) -> int:
-    return MESSAGE_TAG + PURPOSES.index(what.purpose)
+    def _tag(self, peer: int, what: What, *, sent: bool) -> int:
+        numbers = self._messages.setdefault((peer, sent), cycle(range(MESSAGE_TAG // (_STAMP + 1))))
+        return MESSAGE_TAG + next(numbers) * (_STAMP + 1) + (what.stamp & _STAMP)
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +218,7 @@ class Running:
         "_ended",
         "_error",
         "_link",
+        "_meet",
         "_needs",
         "_result",
         "_timeout",
@@ -223,8 +227,17 @@ class Running:
         "_wire",
     )
 
-    def __init__(self, link: Link, wire: Wire, timeout: timedelta, what: What, under_way: UnderWay) -> None:
+    def __init__(
+        self,
+        link: Link,
+        wire: Wire,
+        timeout: timedelta,
+        what: What,
+        under_way: UnderWay,
+        meet: Callable[[], None] | None = None,
+    ) -> None:
         self._link, self._wire, self._timeout, self._what, self._under_way = link, wire, timeout, what, under_way
+        self._meet = meet  # makes sure, before the result is waited for, that all make the same call
         self._needs: Sequence[Any] = ()
         self._result: Tensor | None = None
         self._error: BaseException | None = None
@@ -236,7 +249,7 @@ class Running:
             self._step()
 
     def hand_over(self) -> None:
-        """Give it to its link's helper, if that has one: something else begins.  Unless a thread waits for it already."""
+        """Give it to its link's helper, if that has one; unless a thread waits for it already."""
         helper = self._link.helper(self._what)
         if helper is not None and self._turn.acquire(blocking=False):
             try:
@@ -259,6 +272,15 @@ class Running:
             self._under_way.pop(self, None)
         except BaseException as error:
             self._fail(error)
+
+    def _give_up(self, error: BaseException) -> NoReturn:
+        """Raise; and end the wire, unless a helper is in it, whose error will come from the group."""
+        if self._error is None and self._result is None and self._turn.acquire(blocking=False):
+            try:
+                self._fail(error)
+            finally:
+                self._turn.release()
+        raise error
 
     def _fail(self, error: BaseException) -> NoReturn:
         self._under_way.pop(self, None)
@@ -290,6 +312,13 @@ class Running:
 
     def wait(self) -> Tensor:
         """Run it to its end, or wait for who does."""
+        hand_over(self._under_way, self)
+        if self._meet is not None:
+            try:
+                self._meet()
+            except BaseException as error:
+                self._give_up(error)
+            self._meet = None
         with self._turn:
             if self._ended is None:
                 return self._run()
@@ -316,10 +345,11 @@ UnderWay = dict[Running, None]
 """What has been started and has not ended, in that order."""
 
 
-def hand_over(under_way: UnderWay) -> None:
-    """Give what is under way to helpers, where it would not go on by itself: something else begins."""
+def hand_over(under_way: UnderWay, but: Running | None = None) -> None:
+    """Give what is under way to helpers, where it would not go on by itself: something else begins, or is waited for."""
     for running in [*under_way]:
-        running.hand_over()
+        if running is not but:
+            running.hand_over()
 
 
 def go_on(under_way: UnderWay, but: Running | None = None) -> bool:

@@ -14,7 +14,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,7 @@ from fshard.mesh.purpose import Purpose, named, purpose, uneven
 from fshard.mesh.runtimes import gloo, native
 from fshard.mesh.runtimes.abstract import Done
 from fshard.mesh.runtimes.direct import Direct
-from fshard.mesh.runtimes.link import GroupLink, Link, Running, UnderWay, What, Work, explain, shapes_of
+from fshard.mesh.runtimes.link import GroupLink, Link, Running, UnderWay, What, Work, explain, go_on, shapes_of
 from fshard.mesh.runtimes.neighbours import Neighbours, meet
 from fshard.mesh.runtimes.road import Road
 from fshard.mesh.runtimes.watch import Watch, watching
@@ -94,7 +94,10 @@ class ProcessWorld:
         self._hosts: dict[tuple[int, ...], Link] = {}
         self._outgoing: list[tuple[Work, Tensor]] = []
         self._to_itself: dict[tuple[int, ...], deque[tuple[Purpose, tuple[Tensor, ...]]]] = defaultdict(deque)
-        self._watch = Watch(self.rank, timeout, self._neighbours.has_gone) if watching() else None
+        self._watch = self._new_watch() if watching() else None
+
+    def _new_watch(self) -> Watch:
+        return Watch(self.rank, self.timeout, self._neighbours.has_gone, partial(go_on, self._under_way))
 
     @staticmethod
     def of(mesh: Mesh) -> ProcessWorld:
@@ -123,8 +126,7 @@ class ProcessWorld:
         n = group.size
         if n == 1:
             return Done(tuple(move.meaning([x])[0].clone() for x in xs))
-        if self._watch is not None:
-            self._watch.meet(group, f"{named(describe(move), purpose())} of {shapes_of(xs)}", site)
+        meet = None if self._watch is None else self._watched(self._watch, move, xs, group, site)
         what, widths = What(move, xs, group, site), list[int]()
         if len(xs) == 1:
             buffer = move.pack(xs[0], n)
@@ -136,8 +138,18 @@ class ProcessWorld:
             buffer = buffer.cpu()
         buffer = buffer.contiguous()
         link = self.link(group) if self._staged or not buffer.is_cpu else self.host_link(group)
-        running = Running(link, link.begin(move, buffer, what), self.timeout, what, self._under_way)
+        running = Running(link, link.begin(move, buffer, what), self.timeout, what, self._under_way, meet)
         return Unpacking(running, move, xs, widths, n)
+
+    def _watched(
+        self, watch: Watch, move: Wired, xs: tuple[Tensor, ...], group: Group, site: Site
+    ) -> Callable[[], None] | None:
+        """Tell the others of a collective; return what makes sure that they start the same, if that has not been done."""
+        meeting = watch.start(group, f"{named(describe(move), purpose())} of {shapes_of(xs)}", site)
+        if self.near(group.members) or (self._staged and group.members in self._links):
+            return partial(watch.meet, meeting)
+        watch.meet(meeting)  # calls have no tags on NCCL, and to make a group all have to come
+        return None
 
     def road(self, move: Wired, group: Group, x: Tensor) -> Callable[[Tensor], Tensor] | None:
         """Return the short way for tensors like this one: there is one among neighbours, where nobody watches."""

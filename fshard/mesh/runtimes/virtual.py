@@ -209,7 +209,9 @@ class VirtualWorld:
         if not isinstance(error, DeadlockError | MismatchError | PromiseError):
             error.add_note(f"raised on {self.name(device)} of {self.mesh}")
         if "Nested forward mode AD" in str(error):
-            error.add_note("torch has one forward-mode level per process, and the devices share it: use torch.func.jvp")
+            error.add_note(
+                "torch has one forward-mode level per process, and the devices share it: use torch.func.jvp, jacfwd or hessian"
+            )
         raise error
 
     def _fail(self, device: int, error: BaseException) -> None:

@@ -1,15 +1,19 @@
-"""`FSHARD_CHECK=1`: processes tell each other what they are about to do, so that a hang becomes an error.
+"""`FSHARD_CHECK=1`: processes tell each other what they do, so that a hang becomes an error.
 
-Before each collective a process writes its call into the store that all share, and waits there, where waiting can be
-watched, for the others of its group.  If the calls differ, every process raises.  While it waits, it reads what all
-processes say of themselves: if each waits or has finished, and no wait can end, nobody ever will go on, and it raises.
+A process that starts a collective writes its call into the store that all share, and goes on.  Before it waits for the
+result it waits, where waiting can be watched, until the others of the group have started theirs; if the calls differ,
+every process raises.  Meanwhile it compares all that it has started, and reads what all processes say of themselves: if
+each waits or has finished, and no wait can end, nobody ever will go on, and it raises.
 
 A process that dies says nothing: those that wait for it raise as soon as its neighbours know that it has gone, and at
-the latest when the time-out is over.  A collective that is started waits for its group as well, so here all processes
-have to start theirs in one order, also those of different groups.
+the latest when the time-out is over.
 
-The verdict of a deadlock cannot be wrong: states are read first and calls afterwards, and calls are only ever added.
-A process that went on in between did so because its group was complete, and that is seen in the calls.
+Where a process would take the bytes of a call for those of another, or has to wait for its group anyway, the start
+waits, so there all processes have to start their collectives in one order: on NCCL, and over gloo in the first call
+along several axes.
+
+The verdict of a deadlock cannot be wrong: states are read, then calls, then states again.  If all are as they were, each
+process has waited all that time, and a call is taken away only when its whole group has seen it.
 """
 
 from __future__ import annotations
@@ -20,12 +24,14 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from fshard.errors import CollectiveTimeoutError, DeadlockError, LostProcessError, MismatchError
+from fshard.mesh.purpose import purpose, uneven
 
 if TYPE_CHECKING:
     from fshard.mesh.scope import Group
@@ -33,6 +39,8 @@ if TYPE_CHECKING:
 
 LOOK = 0.05
 """Seconds between two looks at the others."""
+PAUSE = 0.005
+"""Seconds to sleep at most before looking whether a wait has ended."""
 
 
 def watching() -> bool:
@@ -40,47 +48,73 @@ def watching() -> bool:
     return os.environ.get("FSHARD_CHECK", "0") not in ("", "0")
 
 
+@dataclass(frozen=True)
+class Meeting:
+    """A collective that this process has started, and its place in the store, until all are seen to have started the same."""
+
+    group: str
+    place: str
+    ranks: tuple[int, ...]
+    text: str
+
+    @property
+    def keys(self) -> list[str]:
+        """Where each process of the group writes its call."""
+        return [f"{self.place}/{rank}" for rank in self.ranks]
+
+
 class Watch:
     """One process's account of itself, and its view of the others."""
 
-    def __init__(self, rank: int, timeout: timedelta, gone: Callable[[int], bool]) -> None:
-        self.rank, self._timeout, self._gone = rank, timeout.total_seconds(), gone
+    def __init__(self, rank: int, timeout: timedelta, gone: Callable[[int], bool], go_on: Callable[[], bool]) -> None:
+        self.rank, self._timeout, self._gone, self._go_on = rank, timeout.total_seconds(), gone, go_on
         self.size = dist.get_world_size()
         default: Any = dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
         self.store = dist.PrefixStore("fshard", default)  # pyright: ignore[reportPrivateImportUsage]
         self.lines = os.environ.get("FSHARD_CHECK") != "shapes"
         self._counts: dict[str, int] = defaultdict(int)
+        self._open: dict[Meeting, None] = {}
+        self._parted: dict[str, MismatchError] = {}
+        self._said = 0
         self._say("runs", [], "")
 
-    def meet(self, group: Group, call: str, site: Site) -> None:
-        """Wait for the whole group, and raise unless all make the same call."""
-        name = "-".join(map(str, group.members))
-        turn = self._next(name)
-        keys = [f"call/{name}/{turn}/{rank}" for rank in group.members]
-        mine = json.dumps({"call": call, "site": str(site)})
-        self.store.set(f"call/{name}/{turn}/{self.rank}", mine)
-        if turn >= 2:  # all have passed the turn before this one, so nobody reads the one before that
-            self.store.delete_key(f"call/{name}/{turn - 2}/{self.rank}")
-        self._wait(keys, group.members, f"{call} over {'+'.join(group.axes)} at {site}")
-        calls = {rank: json.loads(self.store.get(key)) for rank, key in zip(group.members, keys, strict=True)}
-        compared = {(call["call"], call["site"] if self.lines else "") for call in calls.values()}
-        if len(compared) > 1:
-            self._raise_mismatch(calls)
+    # -- collectives --------------------------------------------------------------------------------------------
 
-    def _raise_mismatch(self, calls: dict[int, dict[str, str]]) -> NoReturn:
-        table = "\n".join(f"  process {rank}: {call['call']} at {call['site']}" for rank, call in calls.items())
-        hint = ""
-        if len({call["call"] for call in calls.values()}) == 1:
-            hint = " Only the lines differ; if that is meant, run with FSHARD_CHECK=shapes."
-        raise MismatchError(
-            f"The processes of one group met in one collective with different calls.\n{table}\n"
-            f"Every process of a group has to call the same collectives in the same order, on equal shapes and dtypes.{hint}"
-        )
+    def start(self, group: Group, call: str, site: Site) -> Meeting:
+        """Tell the others of a group which collective this process starts."""
+        name = "-".join(map(str, group.members))
+        if name in self._parted:
+            raise self._parted[name]
+        text = f"{call} over {'+'.join(group.axes)} at {site}"
+        meeting = Meeting(name, f"call/{name}/{self._next(name)}", group.members, text)
+        self.store.set(f"{meeting.place}/{self.rank}", json.dumps({"call": call, "site": str(site), "for": purpose()}))
+        self._open[meeting] = None
+        return meeting
+
+    def meet(self, meeting: Meeting) -> None:
+        """Wait for the whole group, and raise unless all have started the same."""
+        self._wait(meeting.keys, meeting.ranks, meeting.text)
+        self._compare(meeting)
+        del self._open[meeting]
+        if self.store.add(f"{meeting.place}/seen", 1) == len(meeting.ranks):
+            for key in [*meeting.keys, f"{meeting.place}/seen"]:
+                self.store.delete_key(key)
+
+    def _compare(self, meeting: Meeting) -> None:
+        """Raise if those that have started a collective have started different ones."""
+        keys = zip(meeting.ranks, meeting.keys, strict=True)
+        calls = {rank: json.loads(self.store.get(key)) for rank, key in keys if self.store.check([key])}
+        if len({(call["call"], call["site"] if self.lines else "") for call in calls.values()}) > 1:
+            self._parted[meeting.group] = error = _mismatch(calls)
+            raise error
+
+    # -- messages -----------------------------------------------------------------------------------------------
 
     def sent(self, group: Group, to: int, what: str, site: Site) -> None:
         """Tell that a message has been sent."""
         route = f"{self.rank}>{group.members[to]}"
-        self.store.set(f"sent/{route}/{self._next(route)}", json.dumps({"what": what, "site": str(site)}))
+        message = {"what": what, "site": str(site), "for": purpose()}
+        self.store.set(f"sent/{route}/{self._next(route)}", json.dumps(message))
 
     def expect(self, group: Group, source: int, what: str, site: Site) -> None:
         """Wait until the message has been sent, and raise unless it is the one expected."""
@@ -92,8 +126,10 @@ class Watch:
         if message["what"] != what:
             raise MismatchError(
                 f"process {self.rank} expects recv of {what} at {site}, but what comes is {message['what']}, sent by "
-                f"process {group.members[source]} at {message['site']}."
+                f"process {group.members[source]} at {message['site']}.{uneven(purpose(), message['for'])}"
             )
+
+    # -- waiting ------------------------------------------------------------------------------------------------
 
     def finished(self) -> None:
         """Tell that this process makes no more calls; whoever keeps the store stays until all have said so."""
@@ -111,19 +147,24 @@ class Watch:
         return self._counts[name] - 1
 
     def _say(self, what: str, keys: list[str], text: str) -> None:
-        self.store.set(f"state/{self.rank}", json.dumps({"what": what, "keys": keys, "text": text}))
+        self._said += 1
+        state = {"what": what, "keys": keys, "text": text, "turn": self._said}
+        self.store.set(f"state/{self.rank}", json.dumps(state))
 
     def _wait(self, keys: list[str], ranks: Sequence[int], text: str) -> None:
-        """Wait for the keys that these processes set, for what the text says."""
+        """Wait for the keys that these processes set, for what the text says; let go on meanwhile what is under way."""
         if self.store.check(keys):
             return
         self._say("waits", keys, f"waits in {text}")
         began = looked = time.monotonic()
         pause = 0.0002
         while not self.store.check(keys):
-            time.sleep(pause)
-            pause = min(2 * pause, LOOK)
+            if not self._go_on():
+                time.sleep(pause)
+                pause = min(2 * pause, PAUSE)
             if time.monotonic() - looked > LOOK:
+                for meeting in self._open:
+                    self._compare(meeting)
                 self._look()
                 self._give_up(ranks, text, late=time.monotonic() - began > self._timeout)
                 looked = time.monotonic()
@@ -149,12 +190,13 @@ class Watch:
         return [json.loads(self.store.get(key)) if self.store.check([key]) else unknown for key in keys]
 
     def _look(self) -> None:
+        """Raise if nobody can go on."""
         states = self._states()
         stuck = all(
             state["what"] == "has finished" or (state["what"] == "waits" and not self.store.check(state["keys"]))
             for state in states
         )
-        if stuck:
+        if stuck and states == self._states():
             raise DeadlockError(
                 f"No process can go on.\n{_table(states)}\n"
                 "Every process of a group has to call the same collectives in the same order."
@@ -163,3 +205,16 @@ class Watch:
 
 def _table(states: list[dict[str, Any]]) -> str:
     return "\n".join(f"  process {rank}: {state['text'] or state['what']}" for rank, state in enumerate(states))
+
+
+def _mismatch(calls: dict[int, dict[str, Any]]) -> MismatchError:
+    """Return the error that says what each process has started."""
+    table = "\n".join(f"  process {rank}: {call['call']} at {call['site']}" for rank, call in calls.items())
+    purposes = sorted({call["for"] for call in calls.values()})
+    hint = uneven(purposes[0], purposes[-1])
+    if len({call["call"] for call in calls.values()}) == 1:
+        hint = " Only the lines differ; if that is meant, run with FSHARD_CHECK=shapes."
+    return MismatchError(
+        f"The processes of one group met in one collective with different calls.\n{table}\n"
+        f"Every process of a group has to call the same collectives in the same order, on equal shapes and dtypes.{hint}"
+    )
