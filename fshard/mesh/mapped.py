@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -237,6 +238,18 @@ def _interleave(parts: list[tuple[Tensors, int]], n: int) -> Tensors:
     return tuple(x for device in range(n) for rows in split for x in rows[device])
 
 
+def _mapped_over(derived: Run, flat: Tensors, width: int, moved: Tensors, moving: int) -> Tensors:
+    """Apply a derivative to the inputs of all devices and their cotangents or tangents, also to many of these at once."""
+
+    def applied(run: Run, moved: Tensors) -> Tensors:
+        n = run.mesh.size
+        given = _interleave([(flat, width), (moved, moving)], n)
+        return tuple(y for ys in _apply(run, len(given) // n, given) for y in ys)
+
+    many = _vmap(derived, (None,) * width + (0,) * moving, "same")
+    return over_many(partial(applied, derived), partial(applied, many), moved)
+
+
 class _Mapped(Function):
     @staticmethod
     def forward(run: Run, width: int, tape: Tape | None, *flat: Tensor) -> Tensors:
@@ -258,8 +271,8 @@ class _Mapped(Function):
             return None, None, None, *_pull_back(run, tape, cotangents)
         flat: Tensors = ctx.saved_tensors
         wanted = tuple(place for place in range(width) if flat[place].is_floating_point() or flat[place].is_complex())
-        given = _interleave([(flat, width), (cotangents, ctx.results // n)], n)
-        found = _apply(replace(_vjp(run, wanted, width), grad=torch.is_grad_enabled()), len(given) // n, given)
+        pulled = replace(_vjp(run, wanted, width), grad=torch.is_grad_enabled())
+        found = _rows(_mapped_over(pulled, flat, width, cotangents, ctx.results // n), len(wanted), n)
         gradients: list[Tensor | None] = [None] * len(flat)
         for device, xs in enumerate(found):
             for place, x in zip(wanted, xs, strict=True):
@@ -278,14 +291,7 @@ class _Mapped(Function):
             torch.zeros_like(flat[at]) if (tangent := tangents[at]) is None else tangent
             for at in (device * width + place for device in range(n) for place in moving)
         )
-        tangents_of = _jvp(run, width, moving)
-        of_many = _vmap(tangents_of, (None,) * width + (0,) * len(moving), "same")
-
-        def pushed(run: Run, moved: Tensors) -> Tensors:
-            given = _interleave([(flat, width), (moved, len(moving))], n)
-            return tuple(y for ys in _apply(run, len(given) // n, given) for y in ys)
-
-        return over_many(lambda moved: pushed(tangents_of, moved), lambda moved: pushed(of_many, moved), moved)
+        return _mapped_over(_jvp(run, width, moving), flat, width, moved, len(moving))
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> tuple[Tensors, tuple[int, ...]]:
