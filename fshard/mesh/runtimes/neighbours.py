@@ -132,8 +132,8 @@ def differs(what: Stamped, peer: Neighbour, stamp: int) -> MismatchError:
     """Return the error that says that a neighbour is in another call."""
     mine, others = PURPOSES[what.stamp & 3], PURPOSES[stamp & 3]
     return MismatchError(
-        f"{what}: process {peer.rank} makes another call, or makes it on another shape or dtype. "
-        "Every process of a group has to call the same collectives in the same order, on equal shapes and dtypes; "
+        f"{what}: process {peer.rank} makes another call, or makes it on another shape, dtype or tree. "
+        "Every process of a group has to call the same collectives in the same order, on equal shapes, dtypes and trees; "
         f"run with FSHARD_CHECK=1 to see both calls.{uneven(mine, others)}"
     )
 
