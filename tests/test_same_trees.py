@@ -59,3 +59,24 @@ def test_processes_compare_trees(check):
     for text, own in zip(run_processes(other_trees, 2, environment={"FSHARD_CHECK": check}), mine, strict=True):
         assert own in text
         assert check == "0" or all(one in text for one in mine)
+
+
+def parted_twice() -> list[str]:
+    mesh = fs.make_mesh({"data": 2, "model": 1})
+    shapes = torch.ones(2 + fs.run(lambda: fs.axis_index("data"), mesh=mesh)[0])
+    told: list[str] = []
+    for axes in ("data", ("data", "model"), "data"):
+        with pytest.raises((fs.MismatchError, fs.LostProcessError)) as error:
+            fs.run(lambda axes=axes: fs.psum(shapes, axes), mesh=mesh)
+        told.append(f"{error.typename}: {error.value}")
+    return told
+
+
+def test_processes_that_have_parted_are_told_so_again():
+    found = run_processes(parted_twice, 2)
+    assert any(first.startswith("MismatchError") for first, *_ in found)
+    for first, *later in found:
+        if first.startswith("MismatchError"):
+            for text in later:
+                assert text.startswith("MismatchError: The processes of this group have parted, and the group is lost")
+                assert first.removeprefix("MismatchError: ") in text

@@ -120,7 +120,7 @@ class Link(Protocol):
         """Return who carries a collective on that is under way, if it does not by itself while others are waited for."""
         ...
 
-    def broken(self) -> None:
+    def broken(self, error: BaseException) -> None:
         """Learn that a wire has ended by an error."""
         ...
 
@@ -167,7 +167,7 @@ class GroupLink:
         """Return the link's helper for what has several rounds."""
         return self._helper if what.move is not None and what.move.wire in ("reduce", "broadcast") else None
 
-    def broken(self) -> None:
+    def broken(self, error: BaseException) -> None:
         """Do nothing: the backend breaks its group itself."""
 
     def send(self, x: Tensor, to: int, what: What) -> Work:
@@ -284,7 +284,7 @@ class Running:
 
     def _fail(self, error: BaseException) -> NoReturn:
         self._under_way.pop(self, None)
-        self._link.broken()
+        self._link.broken(error)
         self._wire.close()
         try:
             if isinstance(error, RuntimeError) and not isinstance(error, FshardError):

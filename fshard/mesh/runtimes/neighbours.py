@@ -31,7 +31,7 @@ from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from threading import RLock
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 from weakref import ref
 
 import torch
@@ -71,7 +71,7 @@ class Neighbour:
         for number in (mine, theirs):
             os.close(number)
         self.offer, self.look, self.inbox = self.outgoing.put, self.incoming.look, self.incoming.inbox
-        self.gone = False
+        self.gone, self._parted = False, cast("str | None", None)
 
     def _has_gone(self, *message: Any) -> NoReturn:
         raise self.lost()
@@ -116,15 +116,22 @@ class Neighbour:
             f"reading the memory of process {self.rank} failed: {os.strerror(code)}; FSHARD_DIRECT=0 avoids it"
         )
 
-    def close(self) -> None:
-        """Take leave."""
+    def close(self, error: BaseException | None = None) -> None:
+        """Take leave, because of an error perhaps."""
+        if self._parted is None and isinstance(error, MismatchError):
+            self._parted = str(error)
         self.outgoing.close()
         with suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
         self.gone, self.offer = True, self._has_gone
 
     def lost(self) -> RuntimeError:
-        """Return the error that says that it has gone."""
+        """Return the error that says that it has gone, or that this process has parted from it before."""
+        if self._parted is not None:
+            return MismatchError(
+                "The processes of this group have parted, and the group is lost: start them again. What parted them: "
+                f"{self._parted}"
+            )
         return RuntimeError(f"Connection closed by process {self.rank}")
 
 
