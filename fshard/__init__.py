@@ -60,6 +60,7 @@ from fshard.transforms.remat import name, offload, remat, save_names
 from fshard.transforms.rules import fsdp, shard_params, units_of
 from fshard.transforms.step import train_step
 from fshard.transforms.use import gathered, whole
+from fshard.uncompiled import uncompiled
 
 
 def __getattr__(name: str) -> Any:
@@ -141,3 +142,9 @@ __all__ = [
     "visualize",
     "whole",
 ]
+
+_COMPILED = {"gathered", "keyed_random", "name", "offload", "optim", "remat", "save_names", "whole"}
+"""What a loss function calls and is compiled with, and optimizers."""
+
+for _name in {*__all__} - _COMPILED:
+    uncompiled(globals()[_name])

@@ -38,7 +38,11 @@ class DeadlockError(FshardError, RuntimeError):
 
 
 class MismatchError(FshardError, RuntimeError):
-    """Devices met in one collective with different operations, shapes or dtypes."""
+    """Devices met in one collective with different operations, shapes, dtypes or trees.
+
+    Virtual devices may be run again.  Processes have parted for good: their group is lost, and what is called on it
+    says so.
+    """
 
 
 class PromiseError(FshardError, RuntimeError):

@@ -28,11 +28,21 @@ _TESTING = str(Path(__file__).parent / "testing")
 
 
 class Site(NamedTuple):
-    """A line of source: file, number, and the function that it stands in."""
+    """A line of source: file, number, and the function that it stands in; and which leaves of a tree it is about.
+
+    >>> print(Site("train.py", 7, "main", ('["w"]', '["b"]')).given)
+     (leaves ["w"], ["b"])
+    """
 
     file: str
     line: int
     function: str
+    leaves: tuple[str, ...] = ()
+
+    @property
+    def given(self) -> str:
+        """The leaves in words; none for a single tensor."""
+        return f" (leaves {', '.join(self.leaves)})" if self.leaves else ""
 
     def __str__(self) -> str:
         return f"{_short(self.file)}:{self.line} in {self.function}"

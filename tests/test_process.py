@@ -119,6 +119,19 @@ def to_and_from_torch():
         assert torch.equal(d.full_tensor(), whole)
         back = fs.from_dtensor(d)
         assert back.layout == x.layout and back.local.data_ptr() == x.local.data_ptr()
+    turned = fs.shard_map(lambda x: x.t(), mesh=mesh, in_specs=P("data"), out_specs=P(None, "data"))(whole)
+    gaps = fs.shard_map(lambda x: x[:, ::2], mesh=mesh, in_specs=P("data"), out_specs=P("data"))(whole)
+    for x, expected, kept in ((turned, whole.t(), True), (gaps, whole[:, ::2], False)):
+        d = fs.to_dtensor(x)
+        assert (d.to_local().data_ptr() == x.local.data_ptr()) == kept and d.stride() == (expected.clone() + 0).stride()
+        for found in (
+            d,
+            d + 0,
+            d.clone(),
+            d.contiguous().view(-1).view(expected.shape),
+            d.reshape(-1).view(expected.shape),
+        ):
+            assert torch.equal(found.full_tensor(), expected)
     theirs = DTensor.from_local(
         torch.ones(2, 3), init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b")), [Shard(0), Shard(1)]
     )

@@ -256,6 +256,20 @@ def test_changing_an_argument_in_place_is_refused(mesh):
         fs.shard_map(lambda x: x.add_(1), mesh=mesh, in_specs=P(), out_specs=P())(torch.ones(2))
 
 
+@pytest.mark.parametrize("lies", [P(), P("data"), P.flat("data")])
+def test_changing_a_shard_in_place_is_refused(mesh, lies):
+    x = fs.device_put(torch.ones(8), fs.Layout(mesh, lies))
+    spec = P() if lies == P() else P("data")
+    for y in (x, fs.device_put(torch.ones(8), fs.Layout(mesh, lies, "host"))):
+        with pytest.raises(fs.LayoutError, match="<lambda> changed its argument x in place"):
+            fs.shard_map(lambda x: x.add_(1), mesh=mesh, in_specs=spec, out_specs=spec)(y)
+    fresh = fs.shard_map(lambda x: x.clone().add_(1), mesh=mesh, in_specs=spec, out_specs=spec)
+    with torch.inference_mode():
+        assert torch.equal(
+            fs.unshard(fresh(fs.device_put(torch.ones(8), fs.Layout(mesh, lies)))), torch.full((8,), 2.0)
+        )
+
+
 def test_a_tensor_on_another_mesh_is_refused(mesh):
     x = fs.device_put(torch.ones(2), fs.Layout(fs.make_mesh({"data": 2}), P()))
     with pytest.raises(fs.LayoutError, match="it lies on Mesh"):

@@ -23,8 +23,9 @@ from fshard.mesh.moves import Alone, Extreme, Move, Pvary, Stay, Wired
 from fshard.mesh.promise import Guard
 from fshard.mesh.scope import Group, Scope, here, require
 from fshard.mesh.spec import Axes, as_written
-from fshard.mesh.tree import PyTree, Structure, flatten, flatten_with_paths, unflatten
+from fshard.mesh.tree import PyTree, Structure, flatten, flatten_with_paths, paths_of, unflatten
 from fshard.source import Site, call_site
+from fshard.uncompiled import uncompiled
 
 Params = ParamSpec("Params")
 
@@ -145,6 +146,7 @@ class Call:
         return unflatten(self.structure, [placed[place] for place in range(len(placed))])
 
 
+@uncompiled
 class Collective(Generic[Params]):
     """A collective that can be called, or started and waited for later."""
 
@@ -244,7 +246,8 @@ def call(
         leaf, own = prepared(_bare(tree))
         return Call((Batch(Bound(own, group, site), (leaf,), (0,)),), None, guard, after)
     leaves, structure = tensors_of(what, tree)
-    return Call(_batches(_all_prepared(what, tree, leaves, prepared), group, site), structure, guard, after)
+    batches = _batches(_all_prepared(what, tree, leaves, prepared), group, site, structure)
+    return Call(batches, structure, guard, after)
 
 
 def _made_own(pvary: Bound, after: Callable[[Tensor, Group], Tensor] | None) -> Callable[[Tensor, Group], Tensor]:
@@ -270,12 +273,17 @@ def _all_prepared(
     return ready
 
 
-def _batches(leaves: list[tuple[Tensor, Move]], group: Group, site: Site) -> list[Batch]:
+def _batches(leaves: list[tuple[Tensor, Move]], group: Group, site: Site, structure: Structure | None) -> list[Batch]:
     alike: dict[tuple[torch.dtype, Move], list[int]] = {}
     for place, (leaf, own) in enumerate(leaves):
         alike.setdefault((leaf.dtype, own), []).append(place)
+    paths = paths_of(structure) if structure is not None else ("",)
     return [
-        Batch(Bound(own, group, site), tuple(leaves[place][0] for place in places), places)
+        Batch(
+            Bound(own, group, site._replace(leaves=tuple([paths[place] for place in places]))),
+            tuple(leaves[place][0] for place in places),
+            places,
+        )
         for (_, own), places in alike.items()
     ]
 

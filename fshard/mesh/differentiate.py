@@ -168,7 +168,7 @@ class Bound:
         move, group = cast("Wired", self.move), self.group
         for ledger in active():
             size = sum(x.numel() * x.element_size() for x in xs)
-            row = Row(move.name, group.axes, self.site)
+            row = Row(move.name, group.axes, self.site._replace(leaves=()))
             known = group.world.has_values  # else one device stands for all, the busiest among them
             sent = move.sent(size, group.index, group.size) if known else move.busiest(size, group.size)
             ledger.record(group.device, row, sent)

@@ -1,4 +1,5 @@
-"""To torch's DTensor and back, without copying: the same local tensor under another name.
+"""To torch's DTensor and back, without copying: the same local tensor under another name.  (DTensor knows no gaps: a
+shard that has some, a slice or an expanded one, is copied.)
 
 DTensor says per axis of the mesh what is sharded; `P` says it per dim of the tensor.  Where one dim is cut by several
 axes, DTensor cuts by them in the order of the mesh, so a layout whose axes stand in another order has no DTensor.
@@ -6,6 +7,7 @@ axes, DTensor cuts by them in the order of the mesh, so a layout whose axes stan
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 
 import torch
@@ -37,14 +39,19 @@ def to_dtensor(x: Sharded) -> DTensor:
             placements[mesh.axis_names.index(axis)] = Shard(dim)
     for axis in spec.unreduced:
         placements[mesh.axis_names.index(axis)] = Partial("sum")
-    strides = tuple(prod(x.shape[dim + 1 :]) for dim in range(x.ndim))
+    local = x.local
+    order = sorted(range(x.ndim), key=lambda dim: (-local.stride(dim), dim))
+    if local.stride() != _dense(local.shape, order):
+        local, order = local.contiguous(), list(range(x.ndim))
+    whole = torch.Size(x.shape)
     return DTensor.from_local(
-        x.local, to_device_mesh(mesh), placements, run_check=False, shape=_size(x.shape), stride=strides
+        local, to_device_mesh(mesh), placements, run_check=False, shape=whole, stride=_dense(whole, order)
     )
 
 
-def _size(shape: tuple[int, ...]) -> torch.Size:
-    return torch.Size(shape)
+def _dense(shape: torch.Size, order: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a tensor without gaps whose dims lie in this order, the slowest first."""
+    return tuple(prod(shape[other] for other in order[order.index(dim) + 1 :]) for dim in range(len(shape)))
 
 
 def from_dtensor(x: DTensor) -> Sharded:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import Function
 
 from fshard.mesh.differentiate import Bound, Tensors, apply, apply_to_many, leading
-from fshard.mesh.moves import Psum
+from fshard.mesh.moves import Psum, Pvary
 from fshard.mesh.purpose import serving
 
 
@@ -40,7 +40,8 @@ class _Extreme(Function):
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         with serving("cotangents"):
             shares = _shares(ctx.bound, ctx.saved_tensors)
-        return None, *(cotangent * share for cotangent, share in zip(cotangents, shares, strict=True))
+            own = apply_to_many(Bound(Pvary(), ctx.bound.group, ctx.bound.site), cotangents)
+        return None, *(cotangent * share for cotangent, share in zip(own, shares, strict=True))
 
     @staticmethod
     def jvp(ctx: Any, *grad_inputs: Any) -> Tensors:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -144,7 +145,12 @@ def _values(run: Run, width: int, tape: Tape | None, flat: Tensors) -> Tensors:
         tape.inputs, tape.outputs = inputs, outputs
     if not run.derived:
         refuse_captured(run.mesh, inputs, outputs)
-    return tuple(y.detach() for ys in outputs for y in ys)
+    return tuple(_apart(y.detach()) for ys in outputs for y in ys)
+
+
+def _apart(x: Tensor) -> Tensor:
+    """Return a tensor whose elements lie apart, as those of an expanded one do not: each is to have a tangent."""
+    return x.contiguous() if 0 in x.stride() else x
 
 
 def _pull_back(run: Run, tape: Tape, cotangents: Tensors) -> tuple[Tensor | None, ...]:
@@ -219,7 +225,7 @@ def _jvp(run: Run, width: int, moving: tuple[int, ...]) -> Run:
                 whole[place] = x
             return run.program(device, tuple(whole))
 
-        return torch.func.jvp(of_moving, tuple(xs[place] for place in moving), tangents)[1]
+        return torch.func.jvp(of_moving, tuple(_apart(xs[place]) for place in moving), tangents)[1]
 
     return replace(run, program=program, derived=True, audit=None)
 
@@ -240,6 +246,18 @@ def _interleave(parts: list[tuple[Tensors, int]], n: int) -> Tensors:
     """Join several device-major lists of tensors into one."""
     split = [_rows(flat, width, n) for flat, width in parts]
     return tuple(x for device in range(n) for rows in split for x in rows[device])
+
+
+def _mapped_over(derived: Run, flat: Tensors, width: int, moved: Tensors, moving: int) -> Tensors:
+    """Apply a derivative to the inputs of all devices and their cotangents or tangents, also to many of these at once."""
+
+    def applied(run: Run, moved: Tensors) -> Tensors:
+        n = run.mesh.size
+        given = _interleave([(flat, width), (moved, moving)], n)
+        return tuple(y for ys in _apply(run, len(given) // n, given) for y in ys)
+
+    many = _vmap(derived, (None,) * width + (0,) * moving, "same")
+    return over_many(partial(applied, derived), partial(applied, many), moved)
 
 
 class _Mapped(Function):
@@ -265,8 +283,8 @@ class _Mapped(Function):
         if run.audit is not None:
             run.audit(run, _rows(flat, width, n))
         wanted = tuple(place for place in range(width) if flat[place].is_floating_point() or flat[place].is_complex())
-        given = _interleave([(flat, width), (cotangents, ctx.results // n)], n)
-        found = _apply(replace(_vjp(run, wanted, width), grad=torch.is_grad_enabled()), len(given) // n, given)
+        pulled = replace(_vjp(run, wanted, width), grad=torch.is_grad_enabled())
+        found = _rows(_mapped_over(pulled, flat, width, cotangents, ctx.results // n), len(wanted), n)
         gradients: list[Tensor | None] = [None] * len(flat)
         for device, xs in enumerate(found):
             for place, x in zip(wanted, xs, strict=True):
@@ -285,14 +303,7 @@ class _Mapped(Function):
             torch.zeros_like(flat[at]) if (tangent := tangents[at]) is None else tangent
             for at in (device * width + place for device in range(n) for place in moving)
         )
-        tangents_of = _jvp(run, width, moving)
-        of_many = _vmap(tangents_of, (None,) * width + (0,) * len(moving), "same")
-
-        def pushed(run: Run, moved: Tensors) -> Tensors:
-            given = _interleave([(flat, width), (moved, len(moving))], n)
-            return tuple(y for ys in _apply(run, len(given) // n, given) for y in ys)
-
-        return over_many(lambda moved: pushed(tangents_of, moved), lambda moved: pushed(of_many, moved), moved)
+        return _mapped_over(_jvp(run, width, moving), flat, width, moved, len(moving))
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> tuple[Tensors, tuple[int, ...]]:

@@ -91,7 +91,6 @@ class ArgumentRecipe:
     """The tensors among the arguments of a call, and how to call with others in their place."""
 
     entries: tuple[Transfer, ...]
-    plain: tuple[int, ...]
     structure: Structure
     keywords: tuple[str, ...]
     work: bool
@@ -142,9 +141,8 @@ class Recipes:
         if recipe is None:
             names = _names(self.f, len(args), tuple(kwargs))
             entries = self._entries(mesh, names, given)
-            plain = tuple(entry.place for entry in entries if _has_version(leaves[entry.place]))
             recipe = _kept(self._arguments)[key] = ArgumentRecipe(
-                entries, plain, structure, tuple(kwargs), any(entry.work for entry in entries)
+                entries, structure, tuple(kwargs), any(entry.work for entry in entries)
             )
         return recipe, leaves
 
@@ -293,10 +291,6 @@ def _signature(leaf: Any) -> Any:
     if isinstance(leaf, Sharded):
         return leaf.layout, leaf.shape
     return (leaf.shape, leaf.is_inference()) if isinstance(leaf, Tensor) else type(leaf)
-
-
-def _has_version(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and not leaf.is_inference()
 
 
 def _parameters(f: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:

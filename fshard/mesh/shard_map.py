@@ -32,7 +32,9 @@ from fshard.mesh.sharded import Sharded, in_memory
 from fshard.mesh.spec import Axes
 from fshard.mesh.spmd import held, inside, standing
 from fshard.mesh.tree import PyTree, Structure, unflatten
+from fshard.mesh.valueless import without_values
 from fshard.source import Site, call_site
+from fshard.uncompiled import uncompiled
 
 
 def shard_map(
@@ -57,7 +59,8 @@ def shard_map(
             call also runs f twice more on each device, to see that the gradient is the one that f has.
 
     Arguments may be plain tensors (the global value, the same on every process) or `Sharded`, which are resharded if
-    they lie otherwise.  The results are `Sharded`.  f has to be pure: it must not change its arguments.
+    they lie otherwise.  The results are `Sharded`.  f has to be pure: it must not change its arguments.  torch.compile goes
+    around the call, not into it: f is compiled where it is given so, `shard_map(torch.compile(f), ...)`.
 
     >>> import torch, fshard as fs
     >>> from fshard import P
@@ -77,6 +80,7 @@ def shard_map(
     recipes = Recipes(f, name, in_specs, out_specs, mapped, checked)
 
     @wraps(f, updated=())
+    @uncompiled
     def on_mesh(*args: Any, **kwargs: Any) -> PyTree:
         own = standing(mesh)
         _refuse_mapped_again(name, own, mapped)
@@ -105,8 +109,8 @@ def _call(f: Callable[..., PyTree], recipes: Recipes, recipe: ArgumentRecipe, le
     """Cut the arguments, run f on every device, and put the results together."""
     site = call_site()
     columns = [_column(leaves[entry.place], entry) for entry in recipe.entries]
-    plain = [leaves[place] for place in recipe.plain]
-    versions = [x._version for x in plain]
+    given = [_tensors(leaves[entry.place]) for entry in recipe.entries]
+    versions = [[x._version for x in xs] for xs in given]
     outputs = _Outputs(recipes, mesh, site)
 
     def program(device: int, xs: Tensors) -> Tensors:
@@ -127,8 +131,8 @@ def _call(f: Callable[..., PyTree], recipes: Recipes, recipe: ArgumentRecipe, le
     shards = run_mapped(mesh, program, columns, mapped=recipes.mapped, checked=recipes.checked, audit=audit)
     if recipe.work:
         shards.pop()
-    if plain and [x._version for x in plain] != versions:
-        _refuse_changed(recipes.name, recipe, plain, versions)
+    if [[x._version for x in xs] for xs in given] != versions:
+        _refuse_changed(recipes.name, recipe, given, versions)
     return outputs.assemble(shards)
 
 
@@ -187,14 +191,20 @@ def _column(value: Tensor | Sharded, entry: Transfer) -> Tensors:
     return tuple(in_memory(shard, value.mesh, "device") for shard in value.shards)
 
 
-def _refuse_changed(name: str, recipe: ArgumentRecipe, plain: list[Tensor], versions: list[int]) -> None:
-    paths = {entry.place: entry.path for entry in recipe.entries}
+def _tensors(value: Tensor | Sharded) -> list[Tensor]:
+    """Return the tensors that f must not change, as far as torch counts changes."""
+    return [x for x in (value.shards if isinstance(value, Sharded) else (value,)) if not x.is_inference()]
+
+
+def _refuse_changed(name: str, recipe: ArgumentRecipe, given: list[list[Tensor]], versions: list[list[int]]) -> None:
     changed = [
-        paths[place] for place, x, version in zip(recipe.plain, plain, versions, strict=True) if x._version != version
+        entry.path
+        for entry, xs, before in zip(recipe.entries, given, versions, strict=True)
+        if [x._version for x in xs] != before
     ]
     raise LayoutError(
-        f"{name} changed its argument {', '.join(changed)} in place. All devices were given the same tensor, so the "
-        "change was made once for each. Work on a copy: x = x.clone()."
+        f"{name} changed its argument {', '.join(changed)} in place. Arguments belong to the caller, and all devices are "
+        "given the same plain tensor, so a change would be made once for each. Work on a copy: x = x.clone()."
     )
 
 
@@ -218,6 +228,8 @@ class _Outputs:
         """Take one device's result apart."""
         recipe, structure, leaves = self.recipes.of_results(self.mesh, result)
         tensors = tuple(leaves[entry.place] for entry in recipe.entries)
+        if self.mesh.runtime == "abstract":
+            tensors = tuple(map(without_values, tensors))
         if recipe.work:
             tensors = tuple(entry.leave(x, self.site) for x, entry in zip(tensors, recipe.entries, strict=True))
         for entry in recipe.entries:

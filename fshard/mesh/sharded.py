@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from fshard.errors import LayoutError
-from fshard.mesh.differentiate import LinearMap, Tensors, apply
 from fshard.mesh.layout import Layout, Memory, ShardType
 from fshard.mesh.mesh import Mesh
 from fshard.mesh.spec import P
 from fshard.mesh.spmd import held, standing
 from fshard.mesh.tree import register_node
+from fshard.mesh.valueless import without_values
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -183,30 +183,5 @@ def in_memory(x: Tensor, mesh: Mesh, memory: Memory) -> Tensor:
     if mesh.device_type == "cuda" and memory == "host":
         return x.to("cpu", non_blocking=False)
     if mesh.device_type == "meta" and x.device.type != "meta":
-        return apply(Forget(), (x,))[0]
+        return without_values(x)
     return x if x.device.type == mesh.device_type else x.to(mesh.device_type)
-
-
-@dataclass(frozen=True)
-class Forget:
-    """Keep of a tensor only what it is like, on an abstract mesh.  Cotangents have no values either: none leads back."""
-
-    def run(self, xs: Tensors) -> Tensors:
-        """Take the values away."""
-        return tuple(x.to("meta") for x in xs)
-
-    def transposed(self) -> LinearMap:
-        """Return what says that there is no way back."""
-        return _Forgotten()
-
-    def batched(self) -> LinearMap:
-        """Return itself."""
-        return self
-
-
-class _Forgotten(Forget):
-    def run(self, xs: Tensors) -> Tensors:
-        raise LayoutError(
-            f"A gradient of shape {tuple(xs[0].shape)} was asked for at a tensor with values, but on an abstract mesh it has "
-            'none. Give the mesh meta tensors: x.detach().to("meta").requires_grad_().'
-        )

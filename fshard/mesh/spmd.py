@@ -8,6 +8,7 @@ on it is one program on all runtimes.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -17,6 +18,7 @@ from fshard.mesh.runtimes.abstract import AbstractWorld
 from fshard.mesh.runtimes.process import ProcessWorld
 from fshard.mesh.runtimes.virtual import VirtualWorld
 from fshard.mesh.scope import Scope, entered, here
+from fshard.mesh.valueless import Valueless
 
 Result = TypeVar("Result")
 
@@ -81,7 +83,7 @@ def everywhere(
         return virtual.run(on_thread, random)
     outer = inside(mesh)
     scope = _scope(mesh, outer, mapped, checked)
-    with entered(scope):
+    with entered(scope), Valueless() if mesh.runtime == "abstract" and outer is None else nullcontext():
         return [body(mesh.local_index(scope.device))]
 
 

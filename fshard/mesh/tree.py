@@ -45,10 +45,15 @@ def flatten_with_paths(
 ) -> tuple[list[str], list[Any], Structure]:
     """Return where each leaf stands, as the expression that leads there (`["w"][3]`), the leaves and the structure."""
     leaves, structure = flatten(tree, sharded_is_leaf=sharded_is_leaf, none_is_leaf=none_is_leaf)
+    return [*paths_of(structure)], leaves, structure
+
+
+def paths_of(structure: Structure) -> tuple[str, ...]:
+    """Return where each leaf of a structure stands."""
     try:
-        return [*_paths(structure)], leaves, structure
+        return _paths(structure)
     except TypeError:  # what a node holds beside its children has no hash
-        return [*_paths.__wrapped__(structure)], leaves, structure
+        return _paths.__wrapped__(structure)
 
 
 @lru_cache(maxsize=256)

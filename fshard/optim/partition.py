@@ -36,6 +36,7 @@ from fshard.mesh.tree import PyTree
 from fshard.optim.contract import Elementwise, Optimizer, Update, check_inside, elementwise_leaves, step_of
 from fshard.optim.leaves import Leaf, Leaves, trainable
 from fshard.source import Site, call_site
+from fshard.uncompiled import uncompiled
 
 Stage = Literal[0, 1, 2, 3]
 Unit = Literal["elementwise", "matrix"]
@@ -99,12 +100,14 @@ def partition_optimizer(
         return Partitioned(opt.init, opt.update, opt.step, opt.elementwise, opt.loss_scale, _same, 0)
     flat = opt.elementwise if unit is None else unit == "elementwise"
 
+    @uncompiled
     def init(params: PyTree) -> PyTree:
         at = _placed(params)
         (own,) = _laid(at, [at.leaves], _targets(at, flat, axes), call_site())
         return opt.init(own)
 
     def through(act: Update, *, donated: bool) -> Update:
+        @uncompiled
         def run(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
             at, site = _placed(params), call_site()
             given = at.beside(grads, "grads")

@@ -49,6 +49,7 @@ from fshard.transforms.slices import Device, How, Result, Weight
 from fshard.transforms.tape import Order, Tape
 from fshard.transforms.threads import one_thread
 from fshard.transforms.units import Leaf, Manner
+from fshard.uncompiled import uncompiled
 
 
 def value_and_grad(
@@ -190,6 +191,7 @@ class Value(NamedTuple):
     aux: PyTree
 
 
+@uncompiled
 @dataclass(frozen=True)
 class Gradient:
     """What `value_and_grad` returns: a function of (params, batch), which remembers what it has worked out."""

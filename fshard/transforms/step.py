@@ -23,6 +23,7 @@ from fshard.transforms.gradient import Value, value_and_grad
 from fshard.transforms.nearby import refuse_distant
 from fshard.transforms.slices import How
 from fshard.transforms.threads import one_thread
+from fshard.uncompiled import uncompiled
 
 Precision = Literal["bf16", "fp16"]
 _OPTIONS = [name for name in signature(value_and_grad).parameters if name not in ("loss_fn", "mesh", "batch")]
@@ -123,6 +124,7 @@ def train_step(
     if how.slices is not None:  # torch's fused kernels round differently where a piece ends; updates do without them
         write = step_of(Optimizer(opt.init, opt.update))
 
+    @uncompiled
     def step(params: PyTree, state: PyTree, *given: PyTree) -> tuple[Any, ...]:
         buffers, batch = given if how.has_buffers else ((), *given)
         refuse_distant(mesh, "train_step", params=params, state=state, buffers=buffers, batch=batch)

@@ -85,10 +85,10 @@ class Direct:
     def helper(self, what: What) -> None:
         """Return None: whoever waits lets all go on."""
 
-    def broken(self) -> None:
+    def broken(self, error: BaseException) -> None:
         """Take leave of the group: after an error, others must not read what may no longer be there."""
         for peer in self.peers.values():
-            peer.close()
+            peer.close(error)
 
     def send(self, x: Tensor, to: int, what: What) -> Work:
         """Send a message, from memory that is kept until it has been read."""

@@ -62,14 +62,14 @@ class What:
 
     def __str__(self) -> str:
         name = named(describe(self.move) if self.move is not None else "a message", self.purpose)
-        call = f"{name} of {shapes_of(self.xs)}"
+        call = f"{name} of {shapes_of(self.xs)}{self.site.given}"
         return f"{call} over {'+'.join(self.group.axes)} (processes {list(self.group.members)}) at {self.site}"
 
     @property
     def stamp(self) -> int:
-        """A number that differs where collectives, shapes or dtypes do; its last two bits say what the call is for."""
+        """A number that differs where collectives, shapes, dtypes or leaves do; its last two bits say what the call is for."""
         if self._stamp is None:
-            own = _stamp(self.move, self.xs[0].dtype, tuple([x.shape for x in self.xs]))
+            own = _stamp(self.move, self.xs[0].dtype, tuple([x.shape for x in self.xs]), self.site.leaves)
             self._stamp = own & ~3 | PURPOSES.index(self.purpose)
         return self._stamp
 
@@ -83,8 +83,8 @@ class Stamped(Protocol):
 
 
 @lru_cache(maxsize=4096)
-def _stamp(move: Wired | None, dtype: torch.dtype, shapes: tuple[torch.Size, ...]) -> int:
-    return zlib.crc32(f"{move} {dtype} {shapes}".encode())
+def _stamp(move: Wired | None, dtype: torch.dtype, shapes: tuple[torch.Size, ...], leaves: tuple[str, ...]) -> int:
+    return zlib.crc32(f"{move} {dtype} {shapes} {leaves}".encode())
 
 
 def shapes_of(xs: tuple[Tensor, ...]) -> str:
@@ -116,7 +116,7 @@ class Link(Protocol):
         """Return who carries a collective on that is under way, if it does not by itself while others are waited for."""
         ...
 
-    def broken(self) -> None:
+    def broken(self, error: BaseException) -> None:
         """Learn that a wire has ended by an error."""
         ...
 
@@ -163,7 +163,7 @@ class GroupLink:
         """Return the link's helper for what has several rounds."""
         return self._helper if what.move is not None and what.move.wire in ("reduce", "broadcast") else None
 
-    def broken(self) -> None:
+    def broken(self, error: BaseException) -> None:
         """Do nothing: the backend breaks its group itself."""
 
     def send(self, x: Tensor, to: int, what: What) -> Work:

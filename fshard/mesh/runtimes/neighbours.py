@@ -31,7 +31,7 @@ from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from threading import RLock
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 from weakref import ref
 
 import torch
@@ -71,7 +71,7 @@ class Neighbour:
         for number in (mine, theirs):
             os.close(number)
         self.offer, self.look, self.inbox = self.outgoing.put, self.incoming.look, self.incoming.inbox
-        self.gone = False
+        self.gone, self._parted = False, cast("str | None", None)
 
     def _has_gone(self, *message: Any) -> NoReturn:
         raise self.lost()
@@ -116,15 +116,22 @@ class Neighbour:
             f"reading the memory of process {self.rank} failed: {os.strerror(code)}; FSHARD_DIRECT=0 avoids it"
         )
 
-    def close(self) -> None:
-        """Take leave."""
+    def close(self, error: BaseException | None = None) -> None:
+        """Take leave, because of an error perhaps."""
+        if self._parted is None and isinstance(error, MismatchError):
+            self._parted = str(error)
         self.outgoing.close()
         with suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
         self.gone, self.offer = True, self._has_gone
 
     def lost(self) -> RuntimeError:
-        """Return the error that says that it has gone."""
+        """Return the error that says that it has gone, or that this process has parted from it before."""
+        if self._parted is not None:
+            return MismatchError(
+                "The processes of this group have parted, and the group is lost: start them again. What parted them: "
+                f"{self._parted}"
+            )
         return RuntimeError(f"Connection closed by process {self.rank}")
 
 
@@ -132,8 +139,8 @@ def differs(what: Stamped, peer: Neighbour, stamp: int) -> MismatchError:
     """Return the error that says that a neighbour is in another call."""
     mine, others = PURPOSES[what.stamp & 3], PURPOSES[stamp & 3]
     return MismatchError(
-        f"{what}: process {peer.rank} makes another call, or makes it on another shape or dtype. "
-        "Every process of a group has to call the same collectives in the same order, on equal shapes and dtypes; "
+        f"{what}: process {peer.rank} makes another call, or makes it on another shape, dtype or tree. "
+        "Every process of a group has to call the same collectives in the same order, on equal shapes, dtypes and trees; "
         f"run with FSHARD_CHECK=1 to see both calls.{uneven(mine, others)}"
     )
 

@@ -147,7 +147,7 @@ class ProcessWorld:
         self, watch: Watch, move: Wired, xs: tuple[Tensor, ...], group: Group, site: Site
     ) -> Callable[[], None] | None:
         """Tell the others of a collective; return what makes sure that they start the same, if that has not been done."""
-        meeting = watch.start(group, f"{named(describe(move), purpose())} of {shapes_of(xs)}", site)
+        meeting = watch.start(group, f"{named(describe(move), purpose())} of {shapes_of(xs)}{site.given}", site)
         if self.near(group.members) or (self._staged and group.members in self._links):
             return partial(watch.meet, meeting)
         watch.meet(meeting)  # calls have no tags on NCCL, and to make a group all have to come

@@ -57,7 +57,7 @@ class Road:
         except StopIteration as stopped:
             return move.unpack(stopped.value, x.shape, n)
         except BaseException as error:
-            link.broken()
+            link.broken(error)
             wire.close()
             if isinstance(error, RuntimeError) and not isinstance(error, FshardError):
                 explain(error, self._timeout, self._what())

@@ -100,7 +100,7 @@ class Running:
 
     def _fail(self, error: BaseException) -> NoReturn:
         self._under_way.pop(self, None)
-        self._link.broken()
+        self._link.broken(error)
         self._wire.close()
         try:
             if isinstance(error, RuntimeError) and not isinstance(error, FshardError):

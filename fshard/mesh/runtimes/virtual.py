@@ -82,7 +82,7 @@ class Arrival:
         return results
 
     def __str__(self) -> str:
-        return f"{_describe(self.slot)} at {self.slot.sites[self.index]}"
+        return _describe(self.slot, self.slot.sites[self.index])
 
 
 @dataclass(slots=True)
@@ -287,8 +287,14 @@ class VirtualWorld:
         index, slots, signature = group.index, self._slots[group.key], _signature(xs)
         for slot in slots:
             if index not in slot.values:
-                asked = move, signature, group.axes, purpose()
-                if asked != (slot.move, slot.signature, slot.axes, slot.purpose):
+                asked = move, signature, group.axes, purpose(), site.leaves
+                if asked != (
+                    slot.move,
+                    slot.signature,
+                    slot.axes,
+                    slot.purpose,
+                    next(iter(slot.sites.values())).leaves,
+                ):
                     self._raise_mismatch(slot, move, signature, group, site)
                 if _checks() and site not in slot.sites.values():
                     self._raise_mismatch(
@@ -312,12 +318,12 @@ class VirtualWorld:
     ) -> NoReturn:
         asked = Slot(move, signature, group.axes, group.size)
         mine = group.device
-        lines = [(group.member(index), f"{_describe(slot)} at {slot.sites[index]}") for index in sorted(slot.values)]
-        lines.append((mine, f"{_describe(asked)} at {site}"))
+        lines = [(group.member(index), _describe(slot, slot.sites[index])) for index in sorted(slot.values)]
+        lines.append((mine, _describe(asked, site)))
         raise MismatchError(
             f"The devices of one group of {self.mesh} met in one collective with different calls.\n"
             + _table([(self.name(device), what) for device, what in sorted(lines)])
-            + "\nEvery device of a group has to call the same collectives in the same order, on equal shapes and dtypes."
+            + "\nEvery device of a group has to call the same collectives in the same order, on equal shapes, dtypes and trees."
             + hint
             + uneven(asked.purpose, slot.purpose)
         )
@@ -344,7 +350,7 @@ class VirtualWorld:
     def _check_nothing_left(self) -> None:
         begun = [slot for slots in self._slots.values() for slot in slots]
         if begun:
-            lines = [f"{_describe(slot)} at {site}" for slot in begun for site in slot.sites.values()]
+            lines = [_describe(slot, site) for slot in begun for site in slot.sites.values()]
             raise MismatchError(
                 "Collectives were started, but not by all devices of their group:\n  " + "\n  ".join(sorted(set(lines)))
             )
@@ -393,9 +399,10 @@ def _describe_values(signature: Signature) -> str:
     return ", ".join(f"{dtype_name(dtype)}{list(shape)}" for shape, dtype in signature)
 
 
-def _describe(slot: Slot) -> str:
+def _describe(slot: Slot, site: Site) -> str:
     over = ", ".join(f'"{axis}"' for axis in slot.axes)
-    return f"{named(describe(slot.move), slot.purpose)} over {over} of {_describe_values(slot.signature)}"
+    what = f"{named(describe(slot.move), slot.purpose)} over {over} of {_describe_values(slot.signature)}"
+    return f"{what}{site.given} at {site}"
 
 
 def _meaning(slot: Slot) -> list[tuple[Tensor, ...]]:

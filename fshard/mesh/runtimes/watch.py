@@ -216,5 +216,5 @@ def _mismatch(calls: dict[int, dict[str, Any]]) -> MismatchError:
         hint = " Only the lines differ; if that is meant, run with FSHARD_CHECK=shapes."
     return MismatchError(
         f"The processes of one group met in one collective with different calls.\n{table}\n"
-        f"Every process of a group has to call the same collectives in the same order, on equal shapes and dtypes.{hint}"
+        f"Every process of a group has to call the same collectives in the same order, on equal shapes, dtypes and trees.{hint}"
     )

@@ -1,0 +1,82 @@
+"""The devices of a group have to call a collective on the same tree: leaves are never matched by their order alone."""
+
+from collections import OrderedDict
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+import fshard as fs
+from fshard.testing import run_processes
+
+NAMES = st.lists(st.sampled_from("abcd"), min_size=1, max_size=3, unique=True)
+
+
+def each(trees):
+    return trees[fs.axis_index("data")]
+
+
+@settings(max_examples=50)
+@given(names=st.tuples(NAMES, NAMES))
+def test_trees_that_differ_by_device_are_refused_with_both(names):
+    first, second = (OrderedDict((name, torch.ones(2)) for name in some) for some in names)
+    mesh = fs.make_mesh({"data": 2})
+    assert fs.run(lambda: fs.psum(first, "data"), mesh=mesh)[1].keys() == first.keys()
+    assume(names[0] != names[1])
+    with pytest.raises(fs.MismatchError) as error:
+        fs.run(lambda: fs.psum(each([first, second]), "data"), mesh=mesh)
+    for some in names:
+        leaves = ", ".join(f'["{name}"]' for name in some)
+        assert f"(leaves {leaves}) at" in str(error.value)
+
+
+def test_leaves_of_one_dtype_are_compared_by_themselves():
+    one, half = torch.ones(2), torch.ones(2, dtype=torch.float16)
+    trees = [{"a": one, "b": one, "c": half}, {"a": one, "b": half, "c": one}]
+    with pytest.raises(fs.MismatchError, match=r'\(leaves \["a"\], \["b"\]\)[^$]*\(leaves \["a"\], \["c"\]\)'):
+        fs.run(lambda: fs.psum(each(trees), "data"), mesh=fs.make_mesh({"data": 2}))
+
+
+def test_a_ledger_counts_a_line_once_whatever_its_trees():
+    with fs.ledger() as comm:
+        fs.run(lambda: [fs.psum({name: torch.ones(2)}, "data") for name in "ab"], mesh=fs.make_mesh({"data": 2}))
+    assert [calls for _, calls, _ in comm.rows()] == [2]
+
+
+def other_trees() -> str:
+    mesh = fs.make_mesh({"data": 2})
+    ones, tens = torch.ones(2), torch.full((2,), 10.0)
+    trees = [OrderedDict(a=ones, b=tens), OrderedDict(b=tens, a=ones)]
+    with pytest.raises(fs.MismatchError) as error:
+        fs.run(lambda: fs.psum(each(trees), "data"), mesh=mesh)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("check", ["0", "1"])
+def test_processes_compare_trees(check):
+    mine = ['(leaves ["a"], ["b"])', '(leaves ["b"], ["a"])']
+    for text, own in zip(run_processes(other_trees, 2, environment={"FSHARD_CHECK": check}), mine, strict=True):
+        assert own in text
+        assert check == "0" or all(one in text for one in mine)
+
+
+def parted_twice() -> list[str]:
+    mesh = fs.make_mesh({"data": 2, "model": 1})
+    shapes = torch.ones(2 + fs.run(lambda: fs.axis_index("data"), mesh=mesh)[0])
+    told: list[str] = []
+    for axes in ("data", ("data", "model"), "data"):
+        with pytest.raises((fs.MismatchError, fs.LostProcessError)) as error:
+            fs.run(lambda axes=axes: fs.psum(shapes, axes), mesh=mesh)
+        told.append(f"{error.typename}: {error.value}")
+    return told
+
+
+def test_processes_that_have_parted_are_told_so_again():
+    found = run_processes(parted_twice, 2)
+    assert any(first.startswith("MismatchError") for first, *_ in found)
+    for first, *later in found:
+        if first.startswith("MismatchError"):
+            for text in later:
+                assert text.startswith("MismatchError: The processes of this group have parted, and the group is lost")
+                assert first.removeprefix("MismatchError: ") in text
