@@ -1,12 +1,13 @@
-"""Planning a reshard: the cheapest way from one spec to another, found by search.
+"""Planning a reshard: the cheapest way from one spec to another, found by search or straight on.
 
 States are specs of one tensor; steps are the collectives that lead from one to the next, each with the elements that
-a device sends for it.  Dijkstra's algorithm over these few states finds the fewest elements, then the fewest steps; so
-a full gather happens only where nothing cheaper leads there.  Pure data: nothing is moved here.
+the busiest device sends for it.  Dijkstra's algorithm over these few states finds the fewest elements, then the fewest
+steps.  Where collectives of equal rows send more than that, each device is sent exactly what it lacks: see `supply`.
+So nobody gathers a whole that needs a part.  Pure data: nothing is moved here.
 
     P("data", None) -> P(None, "data")          all_to_all        (n-1)/n of the shard
-    P("data") -> P("model"), 4 x 2 devices      slice, ppermute, all_gather
     P(unreduced="data") -> P("data")            psum_scatter
+    P("data") -> P("model"), 4 x 2 devices      direct            3/4 of the new shard, on the average
 """
 
 from __future__ import annotations
@@ -21,31 +22,37 @@ from math import prod
 from typing import Literal
 
 from fshard.errors import LayoutError
-from fshard.mesh.arithmetic import chunk, ravel, unravel
+from fshard.mesh.arithmetic import chunk, flat_range, ravel, unravel
 from fshard.mesh.matching import Dims, Matching, Pairs
+from fshard.mesh.regions import Laid, Sizes
 from fshard.mesh.spec import P
+from fshard.mesh.supply import Direct, direct
 
 Kind = Literal[
     "slice", "summand", "psum", "psum_scatter", "all_gather", "all_to_all", "ppermute",
     "reshape", "flat_slice", "flat_gather", "flat_scatter", "flat_ppermute",
-    "keep", "exchange",
+    "keep", "exchange", "direct",
 ]  # fmt: skip
 
 
 @dataclass(frozen=True)
 class State:
-    """A spec in normal form: the axes of every dim, of the flat tensor or of its owner, and those still to be summed over."""
+    """A spec in normal form: the axes of every dim or of the flat tensor, or the owner's place, and the unreduced axes."""
 
     dims: Dims
     unreduced: frozenset[str]
     flat: tuple[str, ...] | None
-    owned: tuple[str, ...] | None = None
-    owner: int | None = None
+    owned: tuple[tuple[str, int], ...] | None = None
+
+    @property
+    def owning(self) -> tuple[str, ...]:
+        """The axes along which one device alone holds anything."""
+        return tuple(axis for axis, _ in self.owned or ())
 
     @property
     def sharded(self) -> tuple[str, ...]:
         """The axes along which devices hold different pieces."""
-        return self.flat or self.owned or tuple(chain.from_iterable(self.dims))
+        return self.flat or self.owning or tuple(chain.from_iterable(self.dims))
 
 
 @dataclass(frozen=True)
@@ -53,7 +60,8 @@ class Step:
     """One step of a plan: what to do over which axes, what that costs a device, and where it leads.
 
     `dim` is the dim that is cut, gathered or joined; `other` the dim that an all_to_all cuts; `pairs` who sends to
-    whom in a ppermute; `owner` who keeps the whole, or exchanges it for flat ranges.
+    whom in a ppermute; `owner` who keeps the whole, or exchanges it for flat ranges; `move` what supplies each device
+    with what it lacks.
     """
 
     kind: Kind
@@ -64,22 +72,20 @@ class Step:
     other: int = 0
     pairs: Pairs = ()
     owner: int = 0
+    move: Direct | None = None
 
 
-def state_of(spec: P, ndim: int) -> State:
-    """Return the normal form of a spec."""
-    return State(spec.dims(ndim), frozenset(spec.unreduced), spec.flat_axes, spec.owned_axes, spec.owner)
+def _state_of(spec: P, ndim: int, axes: Sizes) -> State:
+    """Return the normal form of a spec, without the axes along which there is one device: they cut nothing."""
+    sizes = dict(axes)
 
+    def real(names: Iterable[str]) -> tuple[str, ...]:
+        return tuple(axis for axis in names if sizes[axis] > 1)
 
-def _cut(state: State, sizes: Mapping[str, int]) -> State:
-    """Return a state without the axes along which there is one device: they cut nothing, and there is nobody to ask."""
-
-    def real(axes: Iterable[str]) -> tuple[str, ...]:
-        return tuple(axis for axis in axes if axis in sizes)
-
-    flat, owned = None if state.flat is None else real(state.flat), real(state.owned or ())
-    owner = state.owner if owned else None
-    return State(tuple(map(real, state.dims)), frozenset(real(state.unreduced)), flat, owned or None, owner)
+    flat, owning = None if spec.flat_axes is None else real(spec.flat_axes), spec.owned_axes or ()
+    place = dict(zip(owning, unravel(spec.owner or 0, [sizes[axis] for axis in owning]), strict=True))
+    owned = tuple((axis, place[axis]) for axis, size in axes if size > 1 and axis in place)
+    return State(tuple(map(real, spec.dims(ndim))), frozenset(real(spec.unreduced)), flat, owned or None)
 
 
 @lru_cache(maxsize=1024)
@@ -89,10 +95,18 @@ def plan(before: P, after: P, shape: tuple[int, ...], axes: tuple[tuple[str, int
     >>> [step.kind for step in plan(P("data"), P(None, "data"), (8, 8), (("data", 4),))]
     ['all_to_all']
     >>> [step.kind for step in plan(P("data"), P("model"), (8,), (("data", 4), ("model", 2)))]
-    ['slice', 'ppermute', 'all_gather']
+    ['direct']
     """
     sizes = {axis: size for axis, size in axes if size > 1}
-    start, goal = _cut(state_of(before, len(shape)), sizes), _cut(state_of(after, len(shape)), sizes)
+    start, goal = _state_of(before, len(shape), axes), _state_of(after, len(shape), axes)
+    path = _search(start, goal, shape, sizes)
+    straight = _straight(start, goal, shape, sizes) if any(step.elements for step in path) else ()
+    costs = [(sum(step.elements for step in steps), _sent(steps, start, shape, sizes)) for steps in (straight, path)]
+    return straight if straight and costs[0] < costs[1] else path
+
+
+def _search(start: State, goal: State, shape: tuple[int, ...], sizes: Mapping[str, int]) -> tuple[Step, ...]:
+    """Return the cheapest way by collectives whose devices all send alike."""
     order = count()  # settles ties: states themselves have no order
     queue: list[tuple[Fraction, int, int, State, tuple[Step, ...]]] = [(Fraction(0), 0, next(order), start, ())]
     done: set[State] = set()
@@ -107,8 +121,71 @@ def plan(before: P, after: P, shape: tuple[int, ...], axes: tuple[tuple[str, int
             if step.after not in done:
                 heapq.heappush(queue, (cost + step.elements, length + 1, next(order), step.after, (*path, step)))
     raise LayoutError(
-        f"No way leads from {before} to {after} for shape {shape}."
+        f"No way leads from {start} to {goal} for shape {shape}."
     )  # the goal can always be sliced from whole
+
+
+def _straight(start: State, goal: State, shape: tuple[int, ...], sizes: Mapping[str, int]) -> tuple[Step, ...]:
+    """Return the steps by which each device is sent exactly what it lacks, if there are any."""
+    if 0 in shape or _exchanged(start, goal) or _exchanged(goal, start):
+        return ()
+    kept, over = start.unreduced & goal.unreduced, start.unreduced - goal.unreduced
+    steps: list[Step] = []
+    whole = (prod(shape),) if _in_a_row(start) and _in_a_row(goal) else shape
+    group = tuple((axis, size) for axis, size in sizes.items() if axis not in kept)
+    found = direct(
+        _laid(start, whole, sizes), _laid(goal, whole, sizes), group, tuple(a for a, _ in group if a in over)
+    )
+    for move in found or ():
+        axes, busiest = tuple(axis for axis, _ in move.group), Fraction(int(move.elements().max()))
+        steps.append(Step("direct", axes, busiest, replace(goal, unreduced=kept), move=move))
+    for axis in sizes if found else ():
+        if axis in goal.unreduced - kept:
+            after = replace(goal, unreduced=steps[-1].after.unreduced | {axis})
+            steps.append(Step("summand", (axis,), Fraction(0), after))
+    return tuple(steps)
+
+
+def _exchanged(owned: State, flat: State) -> bool:
+    """Return whether an owner and flat ranges make an exchange, which tensors of several owners make together."""
+    alike = owned.unreduced == flat.unreduced
+    return alike and owned.owned is not None and flat.flat is not None and {*owned.owning} == {*flat.flat}
+
+
+def _in_a_row(state: State) -> bool:
+    """Return whether all pieces are ranges of the flattened tensor."""
+    return not any(state.dims[1:])
+
+
+def _laid(state: State, shape: tuple[int, ...], sizes: Mapping[str, int]) -> Laid:
+    """Return what devices hold in a state."""
+    if state.flat is not None:
+        return Laid(shape, flat=state.flat, parts=(_parts(state.flat, sizes),))
+    if state.owned is not None:
+        return Laid(shape, owned=state.owned)
+    dims = state.dims[: len(shape)] or ((),)
+    return Laid(shape, dims, parts=tuple(_parts(axes, sizes) for axes in dims))
+
+
+def _sent(path: tuple[Step, ...], start: State, shape: tuple[int, ...], sizes: Mapping[str, int]) -> Fraction:
+    """Return the elements that all devices together send, without those that only fill up flat ranges."""
+    total, sent = prod(shape), Fraction(0)
+    for before, step in zip([start, *(step.after for step in path)], path, strict=False):
+        n, flat = prod(sizes.values()), before.flat or step.after.flat
+        parts = _parts(flat or (), sizes)
+        straight = _straight(before, step.after, shape, sizes) if step.kind in ("ppermute", "flat_ppermute") else ()
+        if step.move is not None:
+            sent += step.move.total() * Fraction(n, prod(size for _, size in step.move.group))
+        elif step.kind == "exchange":
+            first, last = flat_range(total, parts, step.owner)
+            sent += Fraction(n, parts) * (total - (last - first))
+        elif straight and total % parts == 0:  # some devices keep what they have
+            sent += _sent(straight, before, shape, sizes)
+        elif flat and total and step.kind != "flat_ppermute":
+            sent += step.elements * n * Fraction(total, parts * chunk(total, parts))
+        else:
+            sent += step.elements * n
+    return sent
 
 
 def _steps(state: State, goal: State, shape: tuple[int, ...], sizes: Mapping[str, int]) -> Iterator[Step]:
@@ -116,8 +193,8 @@ def _steps(state: State, goal: State, shape: tuple[int, ...], sizes: Mapping[str
     parts = _parts(state.sharded, sizes)
     local = Fraction(total, parts) if state.flat is None else Fraction(chunk(total, parts))
     if state.owned is not None:
-        yield from _sums(state, goal, sizes, Fraction(total))
-        yield _exchange(state, replace(state, flat=state.owned, owned=None, owner=None), total, sizes)
+        yield from _sums(state, goal, sizes, local)
+        yield _exchange(state, replace(state, flat=_ranges(state, goal), owned=None), total, sizes)
         if total:
             yield from _among_owners(state, goal, sizes)
         return
@@ -126,30 +203,36 @@ def _steps(state: State, goal: State, shape: tuple[int, ...], sizes: Mapping[str
         yield from _dim_steps(state, goal, shape, sizes, local)
     else:
         yield from _flat_steps(state, goal, shape, sizes, local)
-    if goal.owned is not None and state.flat == goal.owned:
-        yield _exchange(state, replace(state, flat=None, owned=goal.owned, owner=goal.owner), total, sizes)
+    if goal.owned is not None and {*(state.flat or ())} == {*goal.owning}:
+        yield _exchange(state, replace(state, flat=None, owned=goal.owned), total, sizes)
+
+
+def _ranges(state: State, goal: State) -> tuple[str, ...]:
+    """Return the axes of flat ranges to exchange a tensor for that one device owns: the goal's own, if they are the same."""
+    return goal.flat if goal.flat is not None and {*goal.flat} == {*state.owning} else state.owning
 
 
 def _exchange(before: State, after: State, total: int, sizes: Mapping[str, int]) -> Step:
-    """Collect flat ranges at the owner, or hand them out: alone it costs as if every device were an owner."""
-    axes, owner = (after.owned, after.owner) if after.owned is not None else (before.owned, before.owner)
-    n = _parts(axes or (), sizes)
-    return Step("exchange", axes or (), Fraction((n - 1) * chunk(total, n)), after, owner=owner or 0)
+    """Collect flat ranges at the owner, or hand them out."""
+    axes, owned = before.flat or after.flat or (), before.owned or after.owned or ()
+    n, owner = _parts(axes, sizes), _number(owned, axes, sizes)
+    start, stop = flat_range(total, n, owner)
+    busiest = total - (stop - start) if before.owned is not None else chunk(total, n)
+    return Step("exchange", axes, Fraction(busiest), after, owner=owner)
+
+
+def _number(place: Iterable[tuple[str, int]], axes: Iterable[str], sizes: Mapping[str, int]) -> int:
+    """Return the number along some axes, major to minor, of a place."""
+    places, axes = dict(place), tuple(axes)
+    return ravel([places[axis] for axis in axes], [sizes[axis] for axis in axes])
 
 
 def _among_owners(state: State, goal: State, sizes: Mapping[str, int]) -> Iterator[Step]:
     """Leave to one of several owners, equal along other axes, what it has."""
     owned, wanted = state.owned or (), goal.owned or ()
-    more = tuple(axis for axis in wanted if axis not in owned)
-    if not more or not set(owned) <= set(wanted) or set(more) & state.unreduced:
-        return
-    place = dict(zip(wanted, unravel(goal.owner or 0, [sizes[axis] for axis in wanted]), strict=True))
-
-    def number(axes: tuple[str, ...]) -> int:
-        return ravel([place[axis] for axis in axes], [sizes[axis] for axis in axes])
-
-    if number(owned) == state.owner:
-        yield Step("keep", more, Fraction(0), replace(state, owned=wanted, owner=goal.owner), owner=number(more))
+    more = tuple(axis for axis in goal.owning if axis not in state.owning)
+    if more and {*owned} <= {*wanted} and not {*more} & state.unreduced:
+        yield Step("keep", more, Fraction(0), replace(state, owned=wanted), owner=_number(wanted, more, sizes))
 
 
 def _parts(axes: tuple[str, ...], sizes: Mapping[str, int]) -> int:
@@ -209,10 +292,10 @@ def _dim_steps(
     if goal.flat is not None and not any(dims):
         yield from _flatten(state, goal.flat, sizes, local)
     if goal.owned is not None and not any(dims):
-        yield from _flatten(state, goal.owned, sizes, local)
-        if not set(goal.owned) & state.unreduced:
-            after = replace(state, owned=goal.owned, owner=goal.owner)
-            yield Step("keep", goal.owned, Fraction(0), after, owner=goal.owner or 0)
+        yield from _flatten(state, goal.owning, sizes, local)
+        if not {*goal.owning} & state.unreduced:
+            owner = _number(goal.owned, goal.owning, sizes)
+            yield Step("keep", goal.owning, Fraction(0), replace(state, owned=goal.owned), owner=owner)
 
 
 def _gathers(state: State, shape: tuple[int, ...], sizes: Mapping[str, int], local: Fraction) -> Iterator[Step]:

@@ -18,9 +18,10 @@ from fshard.mesh.differentiate import Bound, Tensors, apply, recorded, transform
 from fshard.mesh.layout import Layout
 from fshard.mesh.matching import Pairs
 from fshard.mesh.moves import AllGather, AllToAll, Alone, Move, Permute, Psum, PsumScatter, Summand, Take
-from fshard.mesh.owners import Owned, collect, filled, hand_out, keep
+from fshard.mesh.owners import Handover, Owned, collect, filled, hand_out, keep
 from fshard.mesh.plan import Kind, Step, plan
 from fshard.mesh.scope import Scope, require
+from fshard.mesh.supply import PartialSum
 from fshard.source import Site
 
 LARGE = 1 << 20
@@ -48,7 +49,7 @@ def _move(kind: Kind, dim: int, other: int, pairs: Pairs) -> Move:
 
 def move_of(step: Step) -> Move | None:
     """Return the move that a step is; None if it is none, but another shape or an exchange with owners."""
-    return _move(step.kind, step.dim, step.other, step.pairs) if step.kind in _MOVES else None
+    return _move(step.kind, step.dim, step.other, step.pairs) if step.kind in _MOVES else step.move
 
 
 class Way(NamedTuple):
@@ -74,10 +75,10 @@ def take_steps(x: Tensor, steps: tuple[Step, ...], shape: tuple[int, ...], site:
     return go([x], [Way(steps, shape)], site)()[0] if steps else x
 
 
-def wire_of(step: Step) -> Move | None:
-    """Return the move that sends something in a step."""
+def wire_of(step: Step, shape: tuple[int, ...], n: int) -> Move | None:
+    """Return the move that sends something in a step, of a tensor of this shape, over n devices."""
     if step.kind == "exchange":
-        return AllToAll(0, 0)
+        return Handover(((prod(shape), step.owner),), n, out=step.after.owned is None)
     move = move_of(step)
     return None if isinstance(move, Alone) else move
 
@@ -177,7 +178,9 @@ def _reshaped(x: Tensor, step: Step, shape: tuple[int, ...], scope: Scope) -> Te
 
 
 def _before(x: Tensor, step: Step, shape: tuple[int, ...], scope: Scope) -> Tensor:
-    """Fill what is flat up to even ranges, for the way."""
+    """Fill what is uneven up to one length, for the way."""
+    if step.move is not None:
+        return filled(x, step.move.length)
     if not step.kind.startswith("flat_"):
         return x
     if step.kind == "flat_gather":
@@ -189,6 +192,8 @@ def _before(x: Tensor, step: Step, shape: tuple[int, ...], scope: Scope) -> Tens
 
 def _after(y: Tensor, step: Step, shape: tuple[int, ...], scope: Scope) -> Tensor:
     """Trim what was filled up."""
+    if step.move is not None:
+        return y if isinstance(step.move, PartialSum) else _piece(y, step, shape, scope)
     if not step.kind.startswith("flat_"):
         return y
     total = prod(shape)
@@ -197,6 +202,20 @@ def _after(y: Tensor, step: Step, shape: tuple[int, ...], scope: Scope) -> Tenso
         return flat if len(shape) == 1 else flat.reshape(shape)
     start, stop = _own_range(step, shape, scope)
     return y if y.numel() == stop - start else y[: stop - start]
+
+
+def _piece(y: Tensor, step: Step, shape: tuple[int, ...], scope: Scope) -> Tensor:
+    """Return the own piece, which stands in front."""
+    after = step.after
+    if after.flat is not None:
+        start, stop = _own_range(step, shape, scope)
+        return y[: stop - start]
+    if after.owned is not None:
+        mine = all(scope.group((axis,), "fs.reshard").index == place for axis, place in after.owned)
+        return Owned(y, shape, 0).whole(mine, y)
+    cuts = [prod(scope.group((axis,), "fs.reshard").size for axis in axes) for axes in after.dims]
+    piece = [length // cut for length, cut in zip(shape, cuts, strict=True)]
+    return y[: prod(piece)].view(piece)
 
 
 def _own_range(step: Step, shape: tuple[int, ...], scope: Scope) -> Range:
