@@ -105,7 +105,7 @@ def test_the_ledger_counts_what_the_plan_says_and_never_more_than_a_full_gather(
         fs.reshard(x, fs.Layout(mesh, after))
     planned = sum((step.elements for step in plan(before, after, shape, mesh.axes)), Fraction(0)) * 4
     sent = sum(comm.bytes(device) for device in range(mesh.size))
-    assert sent <= planned * mesh.size  # a device that keeps its piece in a ppermute sends less
+    assert sent <= planned * mesh.size  # a device that keeps its piece sends less
     whole = prod(shape)
     full = [plan(before, P(), shape, mesh.axes), plan(P(), after, shape, mesh.axes)]
     assert planned <= 4 * sum((step.elements for steps in full for step in steps), Fraction(0))
@@ -125,7 +125,7 @@ def kinds(before, after, shape, mesh):
         (P(("a", "b")), P("a"), [("all_gather", ("b",))]),
         (P("a"), P(None, "a"), [("all_to_all", ("a",))]),
         (P("a", "b"), P(None, ("b", "a")), [("all_to_all", ("a",))]),
-        (P(("a", "b")), P(("b", "a")), [("ppermute", ("a", "b"))]),
+        (P(("a", "b")), P(("b", "a")), [("direct", ("a", "b"))]),
         (P(unreduced=("a", "b")), P(), [("psum", ("a", "b"))]),
         (
             P(unreduced="a"),

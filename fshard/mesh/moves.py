@@ -30,7 +30,6 @@ from typing import Any, ClassVar, Literal, Protocol, cast
 import torch
 from torch import Tensor
 
-from fshard.mesh.matching import Pairs, moving, turned
 from fshard.mesh.sums import Combine, tree_of, tree_sum
 
 WireKind = Literal["reduce", "gather", "scatter", "exchange", "permute", "broadcast", "parts"]
@@ -299,7 +298,7 @@ class Permute(Flat):
     device 1  [2]         [1]
     """
 
-    pairs: Pairs
+    pairs: tuple[tuple[int, int], ...]
     name = "ppermute"
     wire: ClassVar[WireKind] = "permute"
 
@@ -308,7 +307,7 @@ class Permute(Flat):
         return [source[place] if place in source else torch.zeros_like(x) for place, x in enumerate(xs)]
 
     def transposed(self) -> Move:
-        return Permute(turned(self.pairs))
+        return Permute(tuple((to, origin) for origin, to in self.pairs))
 
     def batched(self) -> Permute:
         return self
@@ -317,7 +316,7 @@ class Permute(Flat):
         return Fraction(size * any(origin == index != to for origin, to in self.pairs))
 
     def busiest(self, size: int, n: int) -> Fraction:
-        return Fraction(size * moving(self.pairs))
+        return Fraction(size * any(origin != to for origin, to in self.pairs))
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,7 @@ class Handover(Parts):
     def length(self) -> int:
         owners = {owner for _, owner in self.leaves}
         full = [sum(size for size, owner in self.leaves if owner == one) for one in owners]
-        return max(sum(chunk(size, self.n) for size, _ in self.leaves), *full)
+        return max(sum(chunk(size, self.n) for size, _ in self.leaves), *full, 1)
 
     def transposed(self) -> Move:
         return replace(self, out=not self.out)
@@ -168,7 +168,7 @@ def _in_turns(some: Sequence[Owned], on: MoveOn, *, out: bool) -> list[Tensor]:
 def _exchanged(some: Sequence[Owned], bound: Bound, move: Handover) -> list[Tensor]:
     index = bound.group.index
     laid = filled(torch.cat([one.x.reshape(-1) for one in some]), move.length)
-    (received,) = apply(bound, (laid,)) if move.length else (laid,)
+    (received,) = apply(bound, (laid,))
     views = move.ranges(index) if move.out else move.wholes(index)
     parts = [_copied(received[start : start + length]) for start, (length,) in views]
     return parts if move.out else [one.whole(one.owner == index, x) for one, x in zip(some, parts, strict=True)]

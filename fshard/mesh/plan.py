@@ -23,14 +23,13 @@ from typing import Literal
 
 from fshard.errors import LayoutError
 from fshard.mesh.arithmetic import chunk, flat_range, ravel, unravel
-from fshard.mesh.matching import Dims, Matching, Pairs
-from fshard.mesh.regions import Laid, Sizes
+from fshard.mesh.regions import Dims, Laid, Sizes
 from fshard.mesh.spec import P
-from fshard.mesh.supply import Direct, direct
+from fshard.mesh.supply import Direct, Supply, direct
 
 Kind = Literal[
-    "slice", "summand", "psum", "psum_scatter", "all_gather", "all_to_all", "ppermute",
-    "reshape", "flat_slice", "flat_gather", "flat_scatter", "flat_ppermute",
+    "slice", "summand", "psum", "psum_scatter", "all_gather", "all_to_all",
+    "reshape", "flat_slice", "flat_gather", "flat_scatter",
     "keep", "exchange", "direct",
 ]  # fmt: skip
 
@@ -59,9 +58,8 @@ class State:
 class Step:
     """One step of a plan: what to do over which axes, what that costs a device, and where it leads.
 
-    `dim` is the dim that is cut, gathered or joined; `other` the dim that an all_to_all cuts; `pairs` who sends to
-    whom in a ppermute; `owner` who keeps the whole, or exchanges it for flat ranges; `move` what supplies each device
-    with what it lacks.
+    `dim` is the dim that is cut, gathered or joined; `other` the dim that an all_to_all cuts; `owner` who keeps the
+    whole, or exchanges it for flat ranges; `move` what supplies each device with what it lacks.
     """
 
     kind: Kind
@@ -70,7 +68,6 @@ class Step:
     after: State
     dim: int = 0
     other: int = 0
-    pairs: Pairs = ()
     owner: int = 0
     move: Direct | None = None
 
@@ -131,7 +128,7 @@ def _straight(start: State, goal: State, shape: tuple[int, ...], sizes: Mapping[
         return ()
     kept, over = start.unreduced & goal.unreduced, start.unreduced - goal.unreduced
     steps: list[Step] = []
-    whole = (prod(shape),) if _in_a_row(start) and _in_a_row(goal) else shape
+    whole = _common(start, goal, shape)
     group = tuple((axis, size) for axis, size in sizes.items() if axis not in kept)
     found = direct(
         _laid(start, whole, sizes), _laid(goal, whole, sizes), group, tuple(a for a, _ in group if a in over)
@@ -152,9 +149,9 @@ def _exchanged(owned: State, flat: State) -> bool:
     return alike and owned.owned is not None and flat.flat is not None and {*owned.owning} == {*flat.flat}
 
 
-def _in_a_row(state: State) -> bool:
-    """Return whether all pieces are ranges of the flattened tensor."""
-    return not any(state.dims[1:])
+def _common(before: State, after: State, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape in which to compare pieces: that of the flattened tensor, if all are ranges of it."""
+    return shape if any(before.dims[1:]) or any(after.dims[1:]) else (prod(shape),)
 
 
 def _laid(state: State, shape: tuple[int, ...], sizes: Mapping[str, int]) -> Laid:
@@ -173,15 +170,12 @@ def _sent(path: tuple[Step, ...], start: State, shape: tuple[int, ...], sizes: M
     for before, step in zip([start, *(step.after for step in path)], path, strict=False):
         n, flat = prod(sizes.values()), before.flat or step.after.flat
         parts = _parts(flat or (), sizes)
-        straight = _straight(before, step.after, shape, sizes) if step.kind in ("ppermute", "flat_ppermute") else ()
         if step.move is not None:
             sent += step.move.total() * Fraction(n, prod(size for _, size in step.move.group))
         elif step.kind == "exchange":
             first, last = flat_range(total, parts, step.owner)
             sent += Fraction(n, parts) * (total - (last - first))
-        elif straight and total % parts == 0:  # some devices keep what they have
-            sent += _sent(straight, before, shape, sizes)
-        elif flat and total and step.kind != "flat_ppermute":
+        elif flat and total:
             sent += step.elements * n * Fraction(total, parts * chunk(total, parts))
         else:
             sent += step.elements * n
@@ -286,7 +280,7 @@ def _dim_steps(
             yield Step("psum_scatter", axes, Fraction(n - 1, n) * local, after, dim)
     yield from _gathers(state, shape, sizes, local)
     for target in _same_cut(state, goal, sizes):
-        yield _permutation("ppermute", state, target, sizes, local)
+        yield _permutation(state, target, shape, sizes, local)
     if len(dims) > 0 and dims[0] and not any(dims[1:]):
         yield Step("reshape", dims[0], Fraction(0), replace(state, dims=_with(dims, {0: ()}), flat=dims[0]))
     if goal.flat is not None and not any(dims):
@@ -353,7 +347,7 @@ def _flat_steps(
         targets.append(goal.flat)
     for target in targets:
         if target != axes:
-            yield _permutation("flat_ppermute", state, replace(state, flat=target), sizes, local)
+            yield _permutation(state, replace(state, flat=target), shape, sizes, local)
     if total % n == 0:
         for axis in _free(state, sizes):
             if total // n % sizes[axis] == 0:
@@ -364,12 +358,11 @@ def _flat_steps(
 
 
 def _permutation(
-    kind: Literal["ppermute", "flat_ppermute"], before: State, after: State, sizes: Mapping[str, int], local: Fraction
+    before: State, after: State, shape: tuple[int, ...], sizes: Mapping[str, int], local: Fraction
 ) -> Step:
-    axes = tuple(axis for axis in sizes if axis in before.sharded or axis in after.sharded)
-    matching = Matching(_cuts(before), _cuts(after), tuple((axis, sizes[axis]) for axis in axes))
-    return Step(kind, axes, local, after, pairs=matching)
-
-
-def _cuts(state: State) -> Dims:
-    return state.dims if state.flat is None else (state.flat,)
+    """Exchange pieces for others of the same sizes: each device is sent one, or has it."""
+    axes = {*before.sharded, *after.sharded}
+    group = tuple((axis, size) for axis, size in sizes.items() if axis in axes)
+    whole = _common(before, after, shape)
+    move = Supply(_laid(before, whole, sizes), _laid(after, whole, sizes), group)
+    return Step("direct", tuple(axis for axis, _ in group), local, after, move=move)

@@ -21,10 +21,11 @@ import numpy as np
 import numpy.typing as npt
 
 from fshard.mesh.arithmetic import chunk, strides
-from fshard.mesh.matching import Dims
 
 Sizes = tuple[tuple[str, int], ...]
 """Axes and their sizes, major to minor."""
+Dims = tuple[tuple[str, ...], ...]
+"""The axes that cut each dim."""
 Numbers = npt.NDArray[np.int64]
 
 

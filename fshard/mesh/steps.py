@@ -16,8 +16,7 @@ from torch import Tensor
 from fshard.mesh.arithmetic import Range, chunk, flat_range
 from fshard.mesh.differentiate import Bound, Tensors, apply, recorded, transformed
 from fshard.mesh.layout import Layout
-from fshard.mesh.matching import Pairs
-from fshard.mesh.moves import AllGather, AllToAll, Alone, Move, Permute, Psum, PsumScatter, Summand, Take
+from fshard.mesh.moves import AllGather, AllToAll, Alone, Move, Psum, PsumScatter, Summand, Take
 from fshard.mesh.owners import Handover, Owned, collect, filled, hand_out, keep
 from fshard.mesh.plan import Kind, Step, plan
 from fshard.mesh.scope import Scope, require
@@ -27,29 +26,27 @@ from fshard.source import Site
 LARGE = 1 << 20
 """Bytes from which on a leaf travels alone."""
 
-_MOVES: dict[Kind, Callable[[int, int, Pairs], Move]] = {
-    "slice": lambda dim, other, pairs: Take(dim),
-    "summand": lambda dim, other, pairs: Summand(),
-    "psum": lambda dim, other, pairs: Psum(),
-    "psum_scatter": lambda dim, other, pairs: PsumScatter(dim),
-    "all_gather": lambda dim, other, pairs: AllGather(dim, replicated=True),
-    "all_to_all": lambda dim, other, pairs: AllToAll(other, dim),
-    "ppermute": lambda dim, other, pairs: Permute(pairs),
-    "flat_slice": lambda dim, other, pairs: Take(0),
-    "flat_scatter": lambda dim, other, pairs: PsumScatter(0),
-    "flat_gather": lambda dim, other, pairs: AllGather(0, replicated=True),
-    "flat_ppermute": lambda dim, other, pairs: Permute(pairs),
+_MOVES: dict[Kind, Callable[[int, int], Move]] = {
+    "slice": lambda dim, other: Take(dim),
+    "summand": lambda dim, other: Summand(),
+    "psum": lambda dim, other: Psum(),
+    "psum_scatter": lambda dim, other: PsumScatter(dim),
+    "all_gather": lambda dim, other: AllGather(dim, replicated=True),
+    "all_to_all": lambda dim, other: AllToAll(other, dim),
+    "flat_slice": lambda dim, other: Take(0),
+    "flat_scatter": lambda dim, other: PsumScatter(0),
+    "flat_gather": lambda dim, other: AllGather(0, replicated=True),
 }
 
 
 @lru_cache(maxsize=1024)
-def _move(kind: Kind, dim: int, other: int, pairs: Pairs) -> Move:
-    return _MOVES[kind](dim, other, pairs)
+def _move(kind: Kind, dim: int, other: int) -> Move:
+    return _MOVES[kind](dim, other)
 
 
 def move_of(step: Step) -> Move | None:
     """Return the move that a step is; None if it is none, but another shape or an exchange with owners."""
-    return _move(step.kind, step.dim, step.other, step.pairs) if step.kind in _MOVES else step.move
+    return _move(step.kind, step.dim, step.other) if step.kind in _MOVES else step.move
 
 
 class Way(NamedTuple):
@@ -187,7 +184,7 @@ def _before(x: Tensor, step: Step, shape: tuple[int, ...], scope: Scope) -> Tens
         return filled(x, chunk(prod(shape), scope.group(step.axes, "fs.reshard").size))
     target = scope.group(step.after.flat or (), "fs.reshard")
     each = chunk(prod(shape), target.size)
-    return filled(x, each if step.kind == "flat_ppermute" else each * target.size)
+    return filled(x, each * target.size)
 
 
 def _after(y: Tensor, step: Step, shape: tuple[int, ...], scope: Scope) -> Tensor:

@@ -155,7 +155,7 @@ class Supply(Parts):
 
     @property
     def length(self) -> int:
-        return max(self.before.length, self.after.length)
+        return max(self.before.length, self.after.length, 1)
 
     def total(self) -> int:
         """Return how many elements all devices together send."""
