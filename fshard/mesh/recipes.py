@@ -18,12 +18,12 @@ from fshard.errors import LayoutError
 from fshard.mesh.layout import Layout
 from fshard.mesh.mesh import Mesh
 from fshard.mesh.placing import collected
-from fshard.mesh.plan import Step
 from fshard.mesh.promise import Guard
 from fshard.mesh.scope import require
 from fshard.mesh.sharded import Sharded
 from fshard.mesh.spec import P, as_written
 from fshard.mesh.spmd import held
+from fshard.mesh.states import Step
 from fshard.mesh.steps import steps_between, take_steps
 from fshard.mesh.tree import PyTree, Structure, broadcast_prefix, flatten, flatten_with_paths, unflatten
 from fshard.source import Site

@@ -18,8 +18,9 @@ from fshard.mesh.differentiate import Bound, Tensors, apply, recorded, transform
 from fshard.mesh.layout import Layout
 from fshard.mesh.moves import AllGather, AllToAll, Alone, Move, Psum, PsumScatter, Summand, Take
 from fshard.mesh.owners import Handover, Owned, collect, filled, hand_out, keep
-from fshard.mesh.plan import Kind, Step, plan
+from fshard.mesh.plan import plan
 from fshard.mesh.scope import Scope, require
+from fshard.mesh.states import Kind, Step
 from fshard.mesh.supply import PartialSum
 from fshard.source import Site
 
