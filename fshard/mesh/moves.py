@@ -30,11 +30,10 @@ from typing import Any, ClassVar, Literal, Protocol, cast
 import torch
 from torch import Tensor
 
-from fshard.mesh.matching import Pairs, moving, turned
 from fshard.mesh.sums import Combine, tree_of, tree_sum
 
-WireKind = Literal["reduce", "gather", "scatter", "exchange", "permute", "broadcast"]
-"""The six ways in which rows of equal size cross a wire; every runtime knows these and no more."""
+WireKind = Literal["reduce", "gather", "scatter", "exchange", "permute", "broadcast", "parts"]
+"""How tensors cross a wire: in rows of equal size in six ways, and in parts of any; every runtime knows these and no more."""
 
 
 class Move(Protocol):
@@ -122,7 +121,7 @@ class _Even:
         return self.sent(size, 0, n)
 
 
-class _Flat:
+class Flat:
     """What moves share that send the whole tensor and receive one of the same shape."""
 
     def pack(self, x: Tensor, n: int) -> Tensor:
@@ -133,7 +132,7 @@ class _Flat:
 
 
 @dataclass(frozen=True)
-class Psum(_Even, _Flat):
+class Psum(_Even, Flat):
     """Sum over the devices.
 
     device 0  [1 2]   =>  [4 6]         (<= the cotangent passes through)
@@ -158,7 +157,7 @@ class Psum(_Even, _Flat):
 
 
 @dataclass(frozen=True)
-class Extreme(_Even, _Flat):
+class Extreme(_Even, Flat):
     """Take the largest (or smallest) over the devices, element by element.  Not linear: see `collectives.pmax`.
 
     device 0  [1 9]   =>  [3 9]
@@ -292,14 +291,14 @@ class AllToAll(_Even):
 
 
 @dataclass(frozen=True)
-class Permute(_Flat):
+class Permute(Flat):
     """Send along `pairs` of (source, destination); who receives nothing has zeros.
 
     device 0  [1]     =>  [0]           (<= the pairs reversed)      pairs ((0, 1),)
     device 1  [2]         [1]
     """
 
-    pairs: Pairs
+    pairs: tuple[tuple[int, int], ...]
     name = "ppermute"
     wire: ClassVar[WireKind] = "permute"
 
@@ -308,7 +307,7 @@ class Permute(_Flat):
         return [source[place] if place in source else torch.zeros_like(x) for place, x in enumerate(xs)]
 
     def transposed(self) -> Move:
-        return Permute(turned(self.pairs))
+        return Permute(tuple((to, origin) for origin, to in self.pairs))
 
     def batched(self) -> Permute:
         return self
@@ -317,11 +316,11 @@ class Permute(_Flat):
         return Fraction(size * any(origin == index != to for origin, to in self.pairs))
 
     def busiest(self, size: int, n: int) -> Fraction:
-        return Fraction(size * moving(self.pairs))
+        return Fraction(size * any(origin != to for origin, to in self.pairs))
 
 
 @dataclass(frozen=True)
-class Broadcast(_Flat):
+class Broadcast(Flat):
     """Give every device what the one at `source` holds.
 
     device 0  [1]     =>  [1]           (<= the source takes the cotangent, the others zeros)

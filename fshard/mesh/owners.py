@@ -1,27 +1,32 @@
 """Between owners, who hold tensors whole, and flat ranges of the same tensors: one exchange for any number of them.
 
-Each owner's tensors stand side by side in its row, which is as long as the fullest row.  To collect ranges, a device lays
-out for every owner the ranges that it holds of that owner's tensors, and all rows change hands at once; handing out is
-the same the other way.  So owners with equally much to hold send and receive equally much, and nothing is padded.
+To collect ranges, a device sends every owner the ranges that it holds of that owner's tensors; handing out is the same
+the other way.  Nothing else is sent, and nothing is padded.
 
-    0 owns a and b, 1 owns c          for owner 0   for owner 1           device 0 then holds
-    device 0 holds flat ranges        [a0 b0]       [c0 . ]      =>       [a0 b0]
-    device 1 holds the others         [a1 b1]       [c1 . ]               [a1 b1]     that is, a and b
+    0 owns a and b, 1 owns c          for owner 0   for owner 1           then holds
+    device 0 holds flat ranges        [a0 b0]       [c0]          =>      a and b
+    device 1 holds the others         [a1 b1]       [c1]                  c
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import accumulate
 from math import prod
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fshard.mesh.arithmetic import chunk, flat_range
+from fshard.mesh.arithmetic import Range, chunk, flat_range
 from fshard.mesh.differentiate import Bound, apply, recorded, transformed
-from fshard.mesh.moves import AllToAll, Move, Pick
+from fshard.mesh.moves import Move, Pick
+from fshard.mesh.regions import Numbers
+from fshard.mesh.supply import Parts, Traffic, View, Views
 
 MoveOn = Callable[[Move], Bound]
 """What binds a move to the group that the owners are members of."""
@@ -57,74 +62,116 @@ def keep(one: Owned, on: MoveOn) -> Tensor:
     return one.whole(mine, one.x)
 
 
+@dataclass(frozen=True)
+class Handover(Parts):
+    """Put the flat ranges of some tensors together at their owners; or give them out again.
+
+    `leaves` are the size and the owner of each tensor.  A device lays its ranges out side by side, an owner its tensors.
+    """
+
+    leaves: tuple[tuple[int, int], ...]
+    n: int
+    out: bool = False
+    name = "all_to_all"
+
+    @property
+    def length(self) -> int:
+        owners = {owner for _, owner in self.leaves}
+        full = [sum(size for size, owner in self.leaves if owner == one) for one in owners]
+        return max(sum(chunk(size, self.n) for size, _ in self.leaves), *full, 1)
+
+    def transposed(self) -> Move:
+        return replace(self, out=not self.out)
+
+    def batched(self) -> Handover:
+        return self
+
+    def elements(self) -> Numbers:
+        count = np.zeros(self.n, np.int64)
+        for size, owner in self.leaves:
+            bounds = np.minimum(np.arange(self.n + 1) * chunk(size, self.n), size)
+            each = np.diff(bounds)
+            if self.out:
+                count[owner] += size - each[owner]
+            else:
+                count += np.where(np.arange(self.n) == owner, 0, each)
+        return count
+
+    def ranges(self, index: int) -> list[View]:
+        """Return where the ranges of each tensor lie on a device."""
+        return _side_by_side([stop - start for start, stop in self._bounds(index)])
+
+    def wholes(self, index: int) -> list[View]:
+        """Return where each tensor lies on a device that may own it."""
+        return _side_by_side([size if owner == index else 0 for size, owner in self.leaves])
+
+    def traffic(self, index: int) -> Traffic:
+        return _handed(self, index)
+
+    def _bounds(self, index: int) -> list[Range]:
+        return [flat_range(size, self.n, index) for size, _ in self.leaves]
+
+    def between(self, index: int, owner: int) -> tuple[Views, Views]:
+        """Return what a device holds of an owner's tensors: where in its ranges, and where in the tensors."""
+        mine = [place for place, (_, one) in enumerate(self.leaves) if one == owner]
+        ranges, wholes, bounds = self.ranges(index), self.wholes(owner), self._bounds(index)
+        some = [place for place in mine if ranges[place][1] != (0,)]
+        within = [(wholes[place][0] + bounds[place][0], ranges[place][1]) for place in some]
+        return Views(tuple(ranges[place] for place in some), (1,)), Views(tuple(within), (1,))
+
+
+@lru_cache(maxsize=1024)
+def _handed(move: Handover, index: int) -> Traffic:
+    others = [other for other in range(move.n) if other != index]
+    ranges = {owner: move.between(index, owner)[0] for owner in others}
+    wholes = {source: move.between(source, index)[1] for source in others}
+    sends, gets = (wholes, ranges) if move.out else (ranges, wholes)
+    range_, whole = move.between(index, index)
+
+    def some(parts: dict[int, Views]) -> dict[int, Views]:
+        return {other: views for other, views in parts.items() if views.boxes}
+
+    return Traffic(some(sends), some(gets), (whole, range_) if move.out else (range_, whole))
+
+
+def _side_by_side(lengths: Sequence[int]) -> list[View]:
+    """Return where ranges of these lengths lie."""
+    return [(end - length, (length,)) for end, length in zip(accumulate(lengths), lengths, strict=True)]
+
+
 def collect(some: Sequence[Owned], on: MoveOn) -> list[Tensor]:
     """Put the flat ranges of tensors together at their owners."""
-    return _in_turns(_collect, some, on(AllToAll(0, 0)))
+    return _in_turns(some, on, out=False)
 
 
 def hand_out(some: Sequence[Owned], on: MoveOn) -> list[Tensor]:
     """Give every device its flat ranges of what owners hold."""
-    return _in_turns(_hand_out, some, on(AllToAll(0, 0)))
+    return _in_turns(some, on, out=True)
 
 
-def _in_turns(
-    exchange: Callable[[Sequence[Owned], Bound], list[Tensor]], some: Sequence[Owned], bound: Bound
-) -> list[Tensor]:
-    """Exchange what stands in the first columns of all rows, then in the next ones."""
-    columns = max(1, AT_ONCE // (bound.group.size * some[0].x.element_size()))
+def _in_turns(some: Sequence[Owned], on: MoveOn, *, out: bool) -> list[Tensor]:
+    """Exchange what owners hold first, then what they hold next."""
+    group, filled_up = on(Pick(0)).group, dict[int, int]()
     turns: dict[int, list[int]] = {}
-    for place, start in enumerate(_side_by_side(some, bound.group.size)[0]):
-        turns.setdefault(start // columns if some[place].size else 0, []).append(place)
+    for place, one in enumerate(some):
+        before = filled_up.get(one.owner, 0)
+        filled_up[one.owner] = before + one.size
+        turns.setdefault(before * one.x.element_size() // AT_ONCE if one.size else 0, []).append(place)
     results: dict[int, Tensor] = {}
     for turn in sorted(turns):
         places = turns[turn]
-        results |= zip(places, exchange([some[place] for place in places], bound), strict=True)
+        move = Handover(tuple((some[place].size, some[place].owner) for place in places), group.size, out)
+        results |= zip(places, _exchanged([some[place] for place in places], on(move), move), strict=True)
     return [results[place] for place in range(len(some))]
 
 
-def _collect(some: Sequence[Owned], bound: Bound) -> list[Tensor]:
-    n, index = bound.group.size, bound.group.index
-    starts, length = _side_by_side(some, n)
-
-    def row(owner: int) -> Tensor:
-        ranges = [filled(one.x, chunk(one.size, n)) for one in some if one.owner == owner]
-        return filled(torch.cat(ranges) if ranges else some[0].x.new_empty(0), length)
-
-    received = apply(bound, (torch.cat(list(map(row, range(n)))),))[0].view(n, length)  # from each device a row
-    return [
-        one.whole(True, _copied(received[:, start : start + chunk(one.size, n)])[: one.size])
-        if one.owner == index
-        else one.whole(False, received)
-        for one, start in zip(some, starts, strict=True)
-    ]
-
-
-def _hand_out(some: Sequence[Owned], bound: Bound) -> list[Tensor]:
-    n, index = bound.group.size, bound.group.index
-    starts, length = _side_by_side(some, n)
-
-    def column(one: Owned) -> Tensor:
-        size = chunk(one.size, n) if one.owner == index else 0
-        return filled(one.x, n * size).view(n, size)  # a row for each device
-
-    columns = [column(one) for one in some]
-    spare = columns[0].new_zeros(n, length - sum(own.shape[1] for own in columns))
-    received = apply(bound, (torch.cat([*columns, spare], 1).reshape(-1),))[0].view(n, length)
-    return [
-        _copied(received[one.owner, start : start + stop - first])
-        for one, start, (first, stop) in zip(
-            some, starts, [flat_range(one.size, n, index) for one in some], strict=True
-        )
-    ]
-
-
-def _side_by_side(some: Sequence[Owned], n: int) -> tuple[list[int], int]:
-    """Put ranges side by side in the rows of their owners; return where each begins, and how long the longest row is."""
-    ends, starts = [0] * n, list[int]()
-    for one in some:
-        starts.append(ends[one.owner])
-        ends[one.owner] += chunk(one.size, n)
-    return starts, max(ends)
+def _exchanged(some: Sequence[Owned], bound: Bound, move: Handover) -> list[Tensor]:
+    index = bound.group.index
+    laid = filled(torch.cat([one.x.reshape(-1) for one in some]), move.length)
+    (received,) = apply(bound, (laid,))
+    views = move.ranges(index) if move.out else move.wholes(index)
+    parts = [_copied(received[start : start + length]) for start, (length,) in views]
+    return parts if move.out else [one.whole(one.owner == index, x) for one, x in zip(some, parts, strict=True)]
 
 
 def _copied(x: Tensor) -> Tensor:

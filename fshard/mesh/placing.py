@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from fractions import Fraction
 from math import prod
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from fshard.errors import FshardError, LayoutError, MeshError
 from fshard.mesh import ledger
+from fshard.mesh.arithmetic import ravel
 from fshard.mesh.differentiate import LinearMap, Tensors, apply, recorded, transformed
 from fshard.mesh.layout import Layout, Memory, holders
 from fshard.mesh.ledger import Row
@@ -26,6 +28,7 @@ from fshard.mesh.sharded import Sharded, in_memory
 from fshard.mesh.spmd import held, is_outside, standing
 from fshard.mesh.steps import Way, convert, go, way_between, wire_of
 from fshard.mesh.sums import tree_sum
+from fshard.mesh.supply import Parts
 from fshard.mesh.tree import PyTree, broadcast_prefix, flatten_with_paths, map_leaves, unflatten
 from fshard.source import Site, call_site
 
@@ -277,7 +280,16 @@ def _summands(layout: Layout, device: int) -> list[int]:
 def _charge(x: Sharded, device: int, site: Site) -> None:
     """Write into the ledger what one device would send to have the whole."""
     for step in way_between(x.layout, Layout(x.mesh), x.shape).steps:
-        move = wire_of(step)
+        move = wire_of(step, x.shape, prod(x.mesh.shape[axis] for axis in step.axes))
         if move is not None:
+            elements = step.elements
+            if isinstance(move, Parts):
+                elements = Fraction(int(move.elements()[_place(x.mesh, device, step.axes)]))
             for opened in ledger.active():
-                opened.record(device, Row(move.name, step.axes, site), step.elements * x.shards[0].element_size())
+                opened.record(device, Row(move.name, step.axes, site), elements * x.shards[0].element_size())
+
+
+def _place(mesh: Mesh, device: int, axes: Sequence[str]) -> int:
+    """Return the place of a device along some axes, as one number."""
+    coordinates = mesh.coordinates(device)
+    return ravel([coordinates[axis] for axis in axes], [mesh.shape[axis] for axis in axes])

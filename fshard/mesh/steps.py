@@ -18,39 +18,38 @@ from torch import Tensor
 from fshard.mesh.arithmetic import Range, chunk, flat_range
 from fshard.mesh.differentiate import Bound, Tensors, apply, recorded, transformed
 from fshard.mesh.layout import Layout
-from fshard.mesh.matching import Pairs
-from fshard.mesh.moves import AllGather, AllToAll, Alone, Move, Permute, Psum, PsumScatter, Summand, Take
-from fshard.mesh.owners import Owned, collect, filled, hand_out, keep
-from fshard.mesh.plan import Kind, Step, plan
+from fshard.mesh.moves import AllGather, AllToAll, Alone, Move, Psum, PsumScatter, Summand, Take
+from fshard.mesh.owners import Handover, Owned, collect, filled, hand_out, keep
+from fshard.mesh.plan import plan
 from fshard.mesh.scope import Scope, require
+from fshard.mesh.states import Kind, Step
+from fshard.mesh.supply import PartialSum
 from fshard.source import Site
 
 LARGE = 1 << 20
 """Bytes from which on a leaf travels alone."""
 
-_MOVES: dict[Kind, Callable[[int, int, Pairs], Move]] = {
-    "slice": lambda dim, other, pairs: Take(dim),
-    "summand": lambda dim, other, pairs: Summand(),
-    "psum": lambda dim, other, pairs: Psum(),
-    "psum_scatter": lambda dim, other, pairs: PsumScatter(dim),
-    "all_gather": lambda dim, other, pairs: AllGather(dim, replicated=True),
-    "all_to_all": lambda dim, other, pairs: AllToAll(other, dim),
-    "ppermute": lambda dim, other, pairs: Permute(pairs),
-    "flat_slice": lambda dim, other, pairs: Take(0),
-    "flat_scatter": lambda dim, other, pairs: PsumScatter(0),
-    "flat_gather": lambda dim, other, pairs: AllGather(0, replicated=True),
-    "flat_ppermute": lambda dim, other, pairs: Permute(pairs),
+_MOVES: dict[Kind, Callable[[int, int], Move]] = {
+    "slice": lambda dim, other: Take(dim),
+    "summand": lambda dim, other: Summand(),
+    "psum": lambda dim, other: Psum(),
+    "psum_scatter": lambda dim, other: PsumScatter(dim),
+    "all_gather": lambda dim, other: AllGather(dim, replicated=True),
+    "all_to_all": lambda dim, other: AllToAll(other, dim),
+    "flat_slice": lambda dim, other: Take(0),
+    "flat_scatter": lambda dim, other: PsumScatter(0),
+    "flat_gather": lambda dim, other: AllGather(0, replicated=True),
 }
 
 
 @lru_cache(maxsize=1024)
-def _move(kind: Kind, dim: int, other: int, pairs: Pairs) -> Move:
-    return _MOVES[kind](dim, other, pairs)
+def _move(kind: Kind, dim: int, other: int) -> Move:
+    return _MOVES[kind](dim, other)
 
 
 def move_of(step: Step) -> Move | None:
     """Return the move that a step is; None if it is none, but another shape or an exchange with owners."""
-    return _move(step.kind, step.dim, step.other, step.pairs) if step.kind in _MOVES else None
+    return _move(step.kind, step.dim, step.other) if step.kind in _MOVES else step.move
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -81,10 +80,10 @@ def take(x: Tensor, way: Way, site: Site) -> Tensor:
     return go([x], [way], site)()[0] if way.steps else x
 
 
-def wire_of(step: Step) -> Move | None:
-    """Return the move that sends something in a step."""
+def wire_of(step: Step, shape: tuple[int, ...], n: int) -> Move | None:
+    """Return the move that sends something in a step, of a tensor of this shape, over n devices."""
     if step.kind == "exchange":
-        return AllToAll(0, 0)
+        return Handover(((prod(shape), step.owner),), n, out=step.after.owned is None)
     move = move_of(step)
     return None if isinstance(move, Alone) else move
 
@@ -131,25 +130,27 @@ def _is_plain(xs: Sequence[Tensor]) -> bool:
 
 
 class Fit(NamedTuple):
-    """How one leaf, if it is flat, is made even for a collective, and what of the result is its own."""
+    """How one leaf is made even for a collective, if it has to be, and what of the result is its own.
+
+    Args:
+        length: what it is filled up to, flat; -1: it goes as it is.
+        own: how much of what comes, from the front, and of the flattened whole it is this range; None: all.
+        shape: of that; None: it stays as it comes.
+    """
 
     length: int = -1
-    """What it is filled up to; -1: it is even as it is."""
-    own: Range = (0, 0)
+    own: Range | None = None
     shape: tuple[int, ...] | None = None
-    """Of what has been gathered; None: it stays flat, or is as the collective leaves it."""
 
     def before(self, x: Tensor) -> Tensor:
-        """Fill what is flat up to even ranges."""
+        """Fill it up."""
         return x if self.length < 0 else filled(x, self.length)
 
     def after(self, y: Tensor) -> Tensor:
-        """Trim what was filled up."""
-        if self.length < 0:
-            return y
-        start, stop = self.own
-        flat = y if y.numel() == stop - start else y[: stop - start]
-        return flat if self.shape is None else flat.reshape(self.shape)
+        """Take what is its own."""
+        if self.own is not None and y.numel() != (size := self.own[1] - self.own[0]):
+            y = y[:size] if size else y[:0].clone()  # a view would keep all of it alive
+        return y if self.shape is None else y.reshape(self.shape)
 
 
 class Ride:
@@ -161,12 +162,13 @@ class Ride:
         last: whether it is the last step of all of them.
     """
 
-    __slots__ = ("_fits", "axes", "kind", "last", "move", "now", "places")
+    __slots__ = ("_fits", "_where", "axes", "kind", "last", "move", "now", "places")
 
     def __init__(self, places: list[int], now: list[tuple[Step, tuple[int, ...]]], last: bool) -> None:
         self.places, self.now, self.last = places, now, last
         step = now[0][0]
         self.kind, self.axes, self.move = step.kind, step.axes, move_of(step)
+        self._where = [*{axes: None for step, _ in now if (axes := step.after.flat or step.after.owning)}]
         self._fits: dict[tuple[int, ...], list[Fit]] = {}
 
     def put(self, results: list[Tensor], ys: Iterable[Tensor]) -> None:
@@ -176,8 +178,7 @@ class Ride:
 
     def fits(self, scope: Scope) -> list[Fit]:
         """Return how each leaf is made to fit, worked out once for each place that a device can have."""
-        targets = {step.after.flat or (): None for step, _ in self.now}
-        key = tuple([scope.group(target, "fs.reshard").index for target in targets if target])
+        key = tuple([scope.group(axes, "fs.reshard").index for axes in self._where])
         found = self._fits.get(key)
         if found is None:
             found = self._fits[key] = [_fit(step, shape, scope) for step, shape in self.now]
@@ -190,7 +191,7 @@ class Ride:
             return Bound(move, scope.group(self.axes, "fs.reshard"), site)
 
         if self.kind == "flat_slice":
-            return [x.reshape(-1)[slice(*fit.own)] for x, fit in zip(xs, self.fits(scope), strict=True)]
+            return [x.reshape(-1)[slice(*(fit.own or ()))] for x, fit in zip(xs, self.fits(scope), strict=True)]
         if self.kind == "reshape":
             return [_reshaped(x, step, shape, scope) for x, (step, shape) in zip(xs, self.now, strict=True)]
         owned = [Owned(x, shape, step.owner) for x, (step, shape) in zip(xs, self.now, strict=True)]
@@ -221,16 +222,30 @@ def _rides(ways: tuple[Way, ...], turn: int, kinds: tuple[tuple[torch.dtype, boo
 
 
 def _fit(step: Step, shape: tuple[int, ...], scope: Scope) -> Fit:
-    if not step.kind.startswith("flat_"):
+    """Return how a leaf fits into the move of a step."""
+    if step.move is None and not step.kind.startswith("flat_"):
         return Fit()
-    total = prod(shape)
+    if isinstance(step.move, PartialSum):
+        return Fit(step.move.length)
+    after, total = step.after, prod(shape)
     if step.kind == "flat_gather":
         each = chunk(total, scope.group(step.axes, "fs.reshard").size)
         return Fit(each, (0, total), shape if len(shape) != 1 else None)
-    target = scope.group(step.after.flat or (), "fs.reshard")
-    each = chunk(total, target.size)
-    length = each if step.kind == "flat_ppermute" else each * target.size
-    return Fit(length, flat_range(total, target.size, target.index))
+    if after.flat is not None:
+        n, index = (
+            (group.size, group.index) if after.flat and (group := scope.group(after.flat, "fs.reshard")) else (1, 0)
+        )
+        length = chunk(total, n) * n if step.move is None else step.move.length
+        return Fit(length, flat_range(total, n, index))
+    assert step.move is not None
+    if after.owned is None:
+        cuts = [prod(scope.group((axis,), "fs.reshard").size for axis in axes) for axes in after.dims]
+        piece = tuple(length // cut for length, cut in zip(shape, cuts, strict=True))
+    elif all(scope.group((axis,), "fs.reshard").index == place for axis, place in after.owned):
+        piece = shape
+    else:
+        piece = (0,) * max(len(shape), 1)
+    return Fit(step.move.length, (0, prod(piece)), piece)
 
 
 def _reshaped(x: Tensor, step: Step, shape: tuple[int, ...], scope: Scope) -> Tensor:

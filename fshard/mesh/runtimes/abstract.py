@@ -65,6 +65,6 @@ def delivered(move: Wired, x: Tensor, n: int) -> Tensor:
             rows = packed.new_empty((n, packed.shape[-1]))
         case "scatter":
             rows = packed.new_empty(packed.shape[-1])
-        case "reduce" | "exchange" | "permute" | "broadcast":
+        case "reduce" | "exchange" | "permute" | "broadcast" | "parts":
             rows = torch.empty_like(packed)
     return move.unpack(rows, x.shape, n)

@@ -31,6 +31,7 @@ from fshard.mesh.runtimes.neighbours import INLINE, SLICE, Need, Neighbours, dif
 from fshard.mesh.runtimes.rings import INSIDE, READ, Message
 from fshard.mesh.runtimes.swaps import Swapping, swap_of
 from fshard.mesh.sums import WIDER, Combine, combined
+from fshard.mesh.supply import Parts
 
 FEW = 192 << 10
 """Bytes up to which a process may send its tensor to all others, to be added there."""
@@ -65,7 +66,7 @@ class Direct:
         """Return what makes wires for a move on buffers like this one, given the number of the call."""
         swap = swap_of(move, self.index, self.n)
         size = x.nbytes // swap.cut
-        if size <= INLINE and (move.wire != "reduce" or len(self.others) * size <= FEW):
+        if move.wire != "parts" and size <= INLINE and (move.wire != "reduce" or len(self.others) * size <= FEW):
             return Swapping(move, swap, x, self.neighbours, self.peers, what).wire
         wire = WIRES[move.wire]
         return lambda key, x: wire(Turn(self, key, what), x, move)
@@ -354,10 +355,27 @@ def broadcast(turn: Turn, x: Tensor, move: Wired) -> Wire:
     return result
 
 
+def parts(turn: Turn, x: Tensor, move: Wired) -> Wire:
+    """(elements,) -> (elements,): everybody gets from each what it lacks."""
+    assert isinstance(move, Parts)
+    outgoing = move.parcels(x, turn.index)
+    incoming = {source: _new((size,), x) for source, size in move.expected(x, turn.index).items()}
+    for to, part in outgoing.items():
+        turn.put(to, part.data_ptr(), part.nbytes)
+    if incoming:
+        yield turn.needs(*incoming)
+    for source, part in incoming.items():
+        turn.get(source, part.data_ptr(), part.nbytes)
+    result = move.unpacked(x, turn.index, incoming)
+    for to, part in outgoing.items():
+        yield from _settled(turn, [to], part.nbytes)
+    return result
+
+
 def _new(shape: Sequence[int], like: Tensor) -> Tensor:
     return empty(tuple(shape), like.dtype)
 
 
 WIRES: dict[str, Callable[[Turn, Tensor, Wired], Wire]] = {
-    wire.__name__: wire for wire in (reduce, gather, scatter, exchange, permute, broadcast)
+    wire.__name__: wire for wire in (reduce, gather, scatter, exchange, permute, broadcast, parts)
 }

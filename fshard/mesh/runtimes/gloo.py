@@ -26,6 +26,7 @@ from fshard.mesh.moves import Broadcast, Permute, Wired, combining
 from fshard.mesh.runtimes.buffers import empty
 from fshard.mesh.runtimes.link import GroupCall, Wire, WireFunction
 from fshard.mesh.sums import WIDER, Combine, combined
+from fshard.mesh.supply import Parts
 
 SMALL = 1 << 20
 """Bytes up to which a reduction is best done in few rounds rather than in few bytes."""
@@ -172,6 +173,16 @@ def broadcast(call: GroupCall, x: Tensor, move: Wired) -> Wire:
     return result
 
 
+def parts(call: GroupCall, x: Tensor, move: Wired) -> Wire:
+    """(elements,) -> (elements,): everybody gets from each what it lacks."""
+    assert isinstance(move, Parts)
+    tag, outgoing = call.tag(), move.parcels(x, call.index)
+    incoming = {source: _new((size,), x) for source, size in move.expected(x, call.index).items()}
+    works: list[Any] = [call.pg.recv([_bytes(part)], source, tag) for source, part in incoming.items()]
+    yield works + [call.pg.send([_bytes(part)], to, tag) for to, part in outgoing.items()]
+    return move.unpacked(x, call.index, incoming)
+
+
 WIRES: dict[str, WireFunction] = {
-    wire.__name__: wire for wire in (reduce, gather, scatter, exchange, permute, broadcast)
+    wire.__name__: wire for wire in (reduce, gather, scatter, exchange, permute, broadcast, parts)
 }

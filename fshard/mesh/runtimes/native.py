@@ -13,6 +13,7 @@ from torch import Tensor
 from fshard.mesh.moves import Broadcast, Extreme, Permute, Wired
 from fshard.mesh.runtimes.link import GroupCall, Wire, WireFunction
 from fshard.mesh.sums import WIDER
+from fshard.mesh.supply import Parts
 
 _REDUCES_AS = {
     **{dtype: wide for dtype, wide in WIDER.items() if dtype not in (torch.float16, torch.bfloat16)},
@@ -94,6 +95,20 @@ def broadcast(call: GroupCall, x: Tensor, move: Wired) -> Wire:
     return result
 
 
+def parts(call: GroupCall, x: Tensor, move: Wired) -> Wire:
+    """(elements,) -> (elements,): everybody gets from each what it lacks."""
+    assert isinstance(move, Parts)
+    outgoing, sizes = move.parcels(x, call.index), move.expected(x, call.index)
+    given = torch.cat([outgoing[to] for to in sorted(outgoing)]) if outgoing else x[:0]
+    result = x.new_empty(sum(sizes.values()))
+    sent = [outgoing[to].nbytes if to in outgoing else 0 for to in range(call.n)]
+    got = [sizes.get(source, 0) * x.element_size() for source in range(call.n)]
+    whole = result.view(torch.uint8), given.view(torch.uint8)
+    yield [dist.all_to_all_single(*whole, got, sent, group=call.pg, async_op=True)]
+    arrived = result.split([sizes.get(source, 0) for source in range(call.n)])
+    return move.unpacked(x, call.index, {source: arrived[source] for source in sizes})
+
+
 WIRES: dict[str, WireFunction] = {
-    wire.__name__: wire for wire in (reduce, gather, scatter, exchange, permute, broadcast)
+    wire.__name__: wire for wire in (reduce, gather, scatter, exchange, permute, broadcast, parts)
 }

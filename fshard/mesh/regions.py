@@ -1,0 +1,240 @@
+"""Who holds which elements, for all devices of a group at once: what a direct exchange of pieces is worked out from.
+
+A *cut* says what each device of a group holds of one tensor.  A region is a few boxes of global indices, since a range of
+the flattened tensor is part of a row, some whole rows and part of another; regions of all devices are one array.
+So the elements that two cuts have in common are counted for 65,536 devices as for eight.
+
+Legend: n devices, k boxes in a region, d dims; `regions` are (n, k, d, 2), the last dim from the first to one past the last.
+
+    P.flat of (4, 6) over 2 x 3, device 1: elements 4 to 8     [0, 4:6] and [1, 0:2]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from fshard.mesh.arithmetic import chunk, strides
+
+Sizes = tuple[tuple[str, int], ...]
+"""Axes and their sizes, major to minor."""
+Dims = tuple[tuple[str, ...], ...]
+"""The axes that cut each dim."""
+Numbers = npt.NDArray[np.int64]
+
+
+class Cut(Protocol):
+    """What each device of a group holds, and where that stands in its memory."""
+
+    @property
+    def axes(self) -> frozenset[str]:
+        """The axes along which devices hold different pieces."""
+        ...
+
+    @property
+    def length(self) -> int:
+        """The most elements that any device keeps memory for."""
+        ...
+
+    def regions(self, group: Sizes) -> Numbers:
+        """Return the regions of all devices of a group.  (n, k, d, 2)"""
+        ...
+
+    def memory(self, group: Sizes) -> tuple[tuple[int, ...], Numbers]:
+        """Return how far apart neighbours along each dim lie, and for each device what its first element would be."""
+        ...
+
+
+@dataclass(frozen=True)
+class Laid:
+    """The cut of a spec: dims cut evenly, or the flat tensor, or all of it with the one at a place along some axes."""
+
+    shape: tuple[int, ...]
+    dims: Dims | None = None
+    flat: tuple[str, ...] | None = None
+    owned: tuple[tuple[str, int], ...] | None = None
+    parts: tuple[int, ...] = ()
+    """Into how many pieces each dim is cut, or the flat tensor."""
+
+    @property
+    def axes(self) -> frozenset[str]:
+        """The axes that cut it."""
+        named = (
+            [axis for axis, _ in self.owned or ()] if self.dims is None else [axis for dim in self.dims for axis in dim]
+        )
+        return frozenset(self.flat if self.flat is not None else named)
+
+    @property
+    def length(self) -> int:
+        """The elements of the largest piece."""
+        return prod(self.shape) if self.owned is not None else chunk(prod(self.shape), prod(self.parts))
+
+    def regions(self, group: Sizes) -> Numbers:
+        """Return the regions of all devices of a group."""
+        if self.dims is not None:
+            each = [length // parts for length, parts in zip(self.shape, self.parts, strict=True)]
+            starts = [_number(group, axes) * one for axes, one in zip(self.dims, each, strict=True)]
+            return np.stack([np.stack([start, start + one], -1) for start, one in zip(starts, each, strict=True)], 1)[
+                :, None
+            ]
+        start, stop = self._ranges(group)
+        return _tidy(_boxes(start, stop, self.shape))
+
+    def _ranges(self, group: Sizes) -> tuple[Numbers, Numbers]:
+        total = prod(self.shape)
+        if self.flat is None:
+            mine = np.all([_number(group, (axis,)) == place for axis, place in self.owned or ()], axis=0)
+            return np.zeros(mine.shape, np.int64), np.where(mine, total, 0)
+        start = _number(group, self.flat) * self.length
+        return np.minimum(start, total), np.minimum(start + self.length, total)
+
+    def memory(self, group: Sizes) -> tuple[tuple[int, ...], Numbers]:
+        """Return how pieces lie: boxes by themselves, ranges as in the whole."""
+        if self.dims is None:
+            return strides(self.shape), self._ranges(group)[0]
+        apart = strides([length // parts for length, parts in zip(self.shape, self.parts, strict=True)])
+        return apart, (self.regions(group)[:, 0, :, 0] * apart).sum(-1)
+
+
+@dataclass(frozen=True)
+class Roots:
+    """A cut for sums on their way from one cut to another: each element with one device that holds a summand.
+
+    It is one that wants the sum, if there is such a one; where several could be, they share.  Pieces stay where the
+    summands lie.
+    """
+
+    before: Laid
+    after: Laid
+    among: Sizes
+
+    @property
+    def axes(self) -> frozenset[str]:
+        """All axes."""
+        return frozenset(axis for axis, _ in self.among)
+
+    @property
+    def length(self) -> int:
+        """As before."""
+        return self.before.length
+
+    def memory(self, group: Sizes) -> tuple[tuple[int, ...], Numbers]:
+        """Return how pieces lie: as before."""
+        return self.before.memory(group)
+
+    def regions(self, group: Sizes) -> Numbers:
+        """Return the regions of all devices of a group."""
+        held, wanted = self.before.regions(group), self.after.regions(group)
+        both = [axis for axis, _ in group if axis in self.before.axes & self.after.axes]
+        wanted = _united(wanted, group, both)
+        others = [axis for axis, _ in group if axis not in self.before.axes | self.after.axes]
+        return _tidy(shared(_tidy(meet(held, wanted)), group, others))
+
+
+def _number(group: Sizes, axes: Sequence[str]) -> Numbers:
+    """Return the place of every device of a group along some axes, as one number.  (n,)"""
+    sizes = dict(group)
+    places = dict(zip(sizes, np.indices([*sizes.values()]).reshape(len(sizes), -1), strict=True))
+    number = np.zeros(prod(sizes.values()), np.int64)
+    for axis in axes:
+        number = number * sizes[axis] + places[axis]
+    return number
+
+
+def _boxes(start: Numbers, stop: Numbers, shape: Sequence[int]) -> Numbers:
+    """Cut ranges of a flattened tensor into boxes: part of a row, whole rows, part of another row."""
+    if len(shape) == 1:
+        return np.stack([start, stop], -1)[:, None, None]
+    each = prod(shape[1:])
+    row, top, bottom = start // each, -(-start // each), stop // each
+    head = _boxes(start - row * each, np.where(start % each, np.minimum(stop - row * each, each), 0), shape[1:])
+    tail = _boxes(np.zeros_like(stop), np.where(top > bottom, 0, stop % each), shape[1:])
+    rows = [np.stack([top, bottom], -1), *(np.stack([0 * top, 0 * top + length], -1) for length in shape[1:])]
+
+    def at(row: Numbers, boxes: Numbers) -> Numbers:
+        place = np.broadcast_to(np.stack([row, row + 1], -1)[:, None, None], (*boxes.shape[:2], 1, 2))
+        return np.concatenate([place, boxes], 2)
+
+    return np.concatenate([at(row, head), np.stack(rows, 1)[:, None], at(bottom, tail)], 1)
+
+
+def _tidy(regions: Numbers) -> Numbers:
+    """Put the boxes that hold anything first, and leave out those that no device needs."""
+    full = np.all(regions[..., 1] > regions[..., 0], axis=-1)  # (n, k)
+    order = np.argsort(~full, axis=1, kind="stable")
+    some = np.take_along_axis(regions * full[..., None, None], order[..., None, None], 1)
+    return some[:, : max(1, int(full.sum(1).max(initial=0)))]
+
+
+def meet(some: Numbers, others: Numbers) -> Numbers:
+    """Return what regions have in common.  (..., k, d, 2), (..., l, d, 2) -> (..., k*l, d, 2)"""
+    start = np.maximum(some[..., :, None, :, 0], others[..., None, :, :, 0])
+    stop = np.minimum(some[..., :, None, :, 1], others[..., None, :, :, 1])
+    both = np.stack([start, np.maximum(start, stop)], -1)
+    return both.reshape(*both.shape[:-4], -1, *both.shape[-2:])
+
+
+def volume(regions: Numbers) -> Numbers:
+    """Return how many elements regions have.  (..., k, d, 2) -> (...)"""
+    return (regions[..., 1] - regions[..., 0]).prod(-1).sum(-1)
+
+
+def part(region: Numbers, start: int = 0, stop: int | None = None) -> list[Numbers]:
+    """Return the boxes of a region, from one of its elements to another, without empty ones.  (k, d, 2) -> (d, 2) each"""
+    found: list[Numbers] = []
+    for box in region[volume(region[:, None]) > 0]:
+        lengths = (box[:, 1] - box[:, 0]).tolist()
+        size = prod(lengths)
+        first, last = max(start, 0), size if stop is None else min(stop, size)
+        if (first, last) == (0, size):
+            found.append(box)
+        elif first < last:
+            boxes = _boxes(np.array([first]), np.array([last]), lengths)[0]
+            found += [box[:, :1] + one for one in boxes[volume(boxes[:, None]) > 0]]
+        start, stop = start - size, None if stop is None else stop - size
+    return found
+
+
+def shared(regions: Numbers, group: Sizes, axes: Sequence[str]) -> Numbers:
+    """Leave to each device along some axes, which all hold the same, a part: each box is cut along its longest dim."""
+    n = prod(size for axis, size in group if axis in axes)
+    if n == 1:
+        return regions
+    lengths = regions[..., 1] - regions[..., 0]  # (n, k, d)
+    longest = lengths.argmax(-1)[..., None] == np.arange(lengths.shape[-1])
+    place = _number(group, axes)[:, None, None]
+    start = np.where(longest, place * lengths // n, 0)
+    stop = np.where(longest, (place + 1) * lengths // n, lengths)
+    return regions[..., :1] + np.stack([start, stop], -1)
+
+
+def alike(group: Sizes, axes: frozenset[str]) -> Numbers:
+    """Return the devices in rows of those that have the same places along some axes.  (groups, in each)"""
+    number = _number(group, [axis for axis, _ in group if axis in axes])
+    return np.argsort(number, kind="stable").reshape(-1, prod(size for axis, size in group if axis not in axes))
+
+
+def _united(regions: Numbers, group: Sizes, axes: Sequence[str]) -> Numbers:
+    """Give each device the regions of all that differ from it along some axes only."""
+    rows = alike(group, frozenset(axis for axis, _ in group if axis not in axes))
+    result = np.empty((regions.shape[0], rows.shape[1] * regions.shape[1], *regions.shape[2:]), np.int64)
+    result[rows] = regions[rows].reshape(rows.shape[0], 1, -1, *regions.shape[2:])
+    return result
+
+
+@lru_cache(maxsize=64)
+def regions_of(cut: Cut, group: Sizes) -> Numbers:
+    """Return the regions of all devices of a group, worked out once."""
+    return cut.regions(group)
+
+
+@lru_cache(maxsize=64)
+def memory_of(cut: Cut, group: Sizes) -> tuple[tuple[int, ...], Numbers]:
+    """Return where pieces stand in the memory of all devices of a group, worked out once."""
+    return cut.memory(group)

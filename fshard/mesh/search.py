@@ -1,0 +1,217 @@
+"""The cheapest way from one state to another by collectives whose devices all send alike, found by search.
+
+Each collective leads from some states to others, and a device sends so many elements for it.  Dijkstra's algorithm over
+these few states finds the fewest elements, then the fewest steps; so a full gather happens only where nothing cheaper
+leads there.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from fractions import Fraction
+from itertools import combinations, count, permutations, product
+from math import prod
+
+from fshard.errors import LayoutError
+from fshard.mesh.arithmetic import chunk, flat_range
+from fshard.mesh.regions import Dims
+from fshard.mesh.states import State, Step, common, laid, number, parts
+from fshard.mesh.supply import Supply
+
+
+def search(start: State, goal: State, shape: tuple[int, ...], sizes: Mapping[str, int]) -> tuple[Step, ...]:
+    """Return the cheapest way by collectives whose devices all send alike."""
+    order = count()  # settles ties: states themselves have no order
+    queue: list[tuple[Fraction, int, int, State, tuple[Step, ...]]] = [(Fraction(0), 0, next(order), start, ())]
+    done: set[State] = set()
+    while queue:
+        cost, length, _, state, path = heapq.heappop(queue)
+        if state == goal:
+            return path
+        if state in done:
+            continue
+        done.add(state)
+        for step in _steps(state, goal, shape, sizes):
+            if step.after not in done:
+                heapq.heappush(queue, (cost + step.elements, length + 1, next(order), step.after, (*path, step)))
+    raise LayoutError(
+        f"No way leads from {start} to {goal} for shape {shape}."
+    )  # the goal can always be sliced from whole
+
+
+def _steps(state: State, goal: State, shape: tuple[int, ...], sizes: Mapping[str, int]) -> Iterator[Step]:
+    total = prod(shape)
+    pieces = parts(state.sharded, sizes)
+    local = Fraction(total, pieces) if state.flat is None else Fraction(chunk(total, pieces))
+    if state.owned is not None:
+        yield from _sums(state, goal, sizes, local)
+        yield _exchange(state, replace(state, flat=_ranges(state, goal), owned=None), total, sizes)
+        if total:
+            yield from _among_owners(state, goal, sizes)
+        return
+    yield from _sums(state, goal, sizes, local)
+    if state.flat is None:
+        yield from _dim_steps(state, goal, shape, sizes, local)
+    else:
+        yield from _flat_steps(state, goal, shape, sizes, local)
+    if goal.owned is not None and {*(state.flat or ())} == {*goal.owning}:
+        yield _exchange(state, replace(state, flat=None, owned=goal.owned), total, sizes)
+
+
+def _ranges(state: State, goal: State) -> tuple[str, ...]:
+    """Return the axes of flat ranges to exchange a tensor for that one device owns: the goal's own, if they are the same."""
+    return goal.flat if goal.flat is not None and {*goal.flat} == {*state.owning} else state.owning
+
+
+def _exchange(before: State, after: State, total: int, sizes: Mapping[str, int]) -> Step:
+    """Collect flat ranges at the owner, or hand them out."""
+    axes, owned = before.flat or after.flat or (), before.owned or after.owned or ()
+    n, owner = parts(axes, sizes), number(owned, axes, sizes)
+    start, stop = flat_range(total, n, owner)
+    busiest = total - (stop - start) if before.owned is not None else chunk(total, n)
+    return Step("exchange", axes, Fraction(busiest), after, owner=owner)
+
+
+def _among_owners(state: State, goal: State, sizes: Mapping[str, int]) -> Iterator[Step]:
+    """Leave to one of several owners, equal along other axes, what it has."""
+    owned, wanted = state.owned or (), goal.owned or ()
+    more = tuple(axis for axis in goal.owning if axis not in state.owning)
+    if more and {*owned} <= {*wanted} and not {*more} & state.unreduced:
+        yield Step("keep", more, Fraction(0), replace(state, owned=wanted), owner=number(wanted, more, sizes))
+
+
+def _free(state: State, sizes: Mapping[str, int]) -> list[str]:
+    return [axis for axis in sizes if axis not in state.sharded and axis not in state.unreduced]
+
+
+def _sums(state: State, goal: State, sizes: Mapping[str, int], local: Fraction) -> Iterator[Step]:
+    """Make sums and summands: what concerns unreduced axes and leaves the cut as it is."""
+    for axes in _subsets(state.unreduced, sizes):
+        n = parts(axes, sizes)
+        yield Step(
+            "psum", axes, Fraction(2 * (n - 1), n) * local, replace(state, unreduced=state.unreduced - set(axes))
+        )
+    for axis in _free(state, sizes):
+        if axis in goal.unreduced:
+            yield Step("summand", (axis,), Fraction(0), replace(state, unreduced=state.unreduced | {axis}))
+
+
+def _subsets(axes: frozenset[str], sizes: Mapping[str, int]) -> Iterator[tuple[str, ...]]:
+    ordered = [axis for axis in sizes if axis in axes]
+    for length in range(len(ordered), 0, -1):
+        yield from combinations(ordered, length)
+
+
+def _with(dims: Dims, changes: Mapping[int, tuple[str, ...]]) -> Dims:
+    return tuple(changes.get(dim, axes) for dim, axes in enumerate(dims))
+
+
+def _dim_steps(
+    state: State, goal: State, shape: tuple[int, ...], sizes: Mapping[str, int], local: Fraction
+) -> Iterator[Step]:
+    dims = state.dims
+
+    def divides(dim: int, more: tuple[str, ...]) -> bool:
+        return shape[dim] % parts((*dims[dim], *more), sizes) == 0
+
+    def moved(changes: Mapping[int, tuple[str, ...]], **others: frozenset[str]) -> State:
+        return replace(state, dims=_with(dims, changes), **others)
+
+    for axis, dim in product(_free(state, sizes), range(len(dims))):
+        if divides(dim, (axis,)):
+            yield Step("slice", (axis,), Fraction(0), moved({dim: (*dims[dim], axis)}), dim)
+    for axes, dim in product(_subsets(state.unreduced, sizes), range(len(dims))):
+        if divides(dim, axes):
+            n = parts(axes, sizes)
+            after = moved({dim: (*dims[dim], *axes)}, unreduced=state.unreduced - set(axes))
+            yield Step("psum_scatter", axes, Fraction(n - 1, n) * local, after, dim)
+    yield from _gathers(state, shape, sizes, local)
+    for target in _same_cut(state, goal, sizes):
+        yield _permutation(state, target, shape, sizes, local)
+    if len(dims) > 0 and dims[0] and not any(dims[1:]):
+        yield Step("reshape", dims[0], Fraction(0), replace(state, dims=_with(dims, {0: ()}), flat=dims[0]))
+    if goal.flat is not None and not any(dims):
+        yield from _flatten(state, goal.flat, sizes, local)
+    if goal.owned is not None and not any(dims):
+        yield from _flatten(state, goal.owning, sizes, local)
+        if not {*goal.owning} & state.unreduced:
+            owner = number(goal.owned, goal.owning, sizes)
+            yield Step("keep", goal.owning, Fraction(0), replace(state, owned=goal.owned), owner=owner)
+
+
+def _gathers(state: State, shape: tuple[int, ...], sizes: Mapping[str, int], local: Fraction) -> Iterator[Step]:
+    """Take the last axes off a dim: by gathering it, or by cutting another dim instead."""
+    for dim, axes in enumerate(state.dims):
+        for kept in range(len(axes)):
+            suffix = axes[kept:]
+            n = parts(suffix, sizes)
+            without = _with(state.dims, {dim: axes[:kept]})
+            yield Step("all_gather", suffix, (n - 1) * local, replace(state, dims=without), dim)
+            for other, others in enumerate(state.dims):
+                if other != dim and shape[other] % parts((*others, *suffix), sizes) == 0:
+                    after = replace(state, dims=_with(without, {other: (*others, *suffix)}))
+                    yield Step("all_to_all", suffix, Fraction(n - 1, n) * local, after, dim, other)
+
+
+def _same_cut(state: State, goal: State, sizes: Mapping[str, int]) -> Iterator[State]:
+    """Yield the states whose shards are this state's shards, elsewhere: the axes of a dim reordered, or the goal."""
+    for dim, axes in enumerate(state.dims):
+        for reordered in permutations(axes):
+            if reordered != axes:
+                yield replace(state, dims=_with(state.dims, {dim: reordered}))
+    cuts = [parts(axes, sizes) for axes in state.dims]
+    if goal.flat is None and [parts(axes, sizes) for axes in goal.dims] == cuts and goal.dims != state.dims:
+        candidate = replace(state, dims=goal.dims)
+        if not set(candidate.sharded) & state.unreduced:
+            yield candidate
+
+
+def _flatten(state: State, axes: tuple[str, ...], sizes: Mapping[str, int], local: Fraction) -> Iterator[Step]:
+    """Go from a whole tensor to flat ranges: free if it is equal on all devices, else by summing."""
+    n = parts(axes, sizes)
+    if not axes:
+        yield Step("reshape", axes, Fraction(0), replace(state, flat=axes))
+        return
+    if not set(axes) & state.unreduced:
+        yield Step("flat_slice", axes, Fraction(0), replace(state, flat=axes))
+    if set(axes) <= state.unreduced:
+        after = replace(state, flat=axes, unreduced=state.unreduced - set(axes))
+        yield Step("flat_scatter", axes, Fraction((n - 1) * chunk(int(local), n)), after)
+
+
+def _flat_steps(
+    state: State, goal: State, shape: tuple[int, ...], sizes: Mapping[str, int], local: Fraction
+) -> Iterator[Step]:
+    axes = state.flat or ()
+    total, n = prod(shape), parts(axes, sizes)
+    if axes:
+        yield Step("flat_gather", axes, (n - 1) * local, replace(state, flat=None))
+    if not axes or (shape and shape[0] % n == 0):
+        cut = _with(state.dims, {0: axes}) if axes else state.dims
+        yield Step("reshape", axes, Fraction(0), replace(state, flat=None, dims=cut))
+    targets = [*permutations(axes)]
+    if goal.flat is not None and parts(goal.flat, sizes) == n and not set(goal.flat) & state.unreduced:
+        targets.append(goal.flat)
+    for target in targets:
+        if target != axes:
+            yield _permutation(state, replace(state, flat=target), shape, sizes, local)
+    if total % n == 0:
+        for axis in _free(state, sizes):
+            if total // n % sizes[axis] == 0:
+                yield Step("slice", (axis,), Fraction(0), replace(state, flat=(*axes, axis)))
+        for kept in range(1, len(axes)):
+            gathered = (parts(axes[kept:], sizes) - 1) * local
+            yield Step("all_gather", axes[kept:], gathered, replace(state, flat=axes[:kept]))
+
+
+def _permutation(
+    before: State, after: State, shape: tuple[int, ...], sizes: Mapping[str, int], local: Fraction
+) -> Step:
+    """Exchange pieces for others of the same sizes: each device is sent one, or has it."""
+    axes = {*before.sharded, *after.sharded}
+    group = tuple((axis, size) for axis, size in sizes.items() if axis in axes)
+    whole = common(before, after, shape)
+    move = Supply(laid(before, whole, sizes), laid(after, whole, sizes), group)
+    return Step("direct", tuple(axis for axis, _ in group), local, after, move=move)

@@ -1,0 +1,103 @@
+"""What a plan is made of: states, which are specs of one tensor in normal form, and steps that lead from one to the next.
+
+P("data", ("model", "pipe"))     dims (("data",), ("model", "pipe"))
+P.flat("data")                   flat ("data",)
+P.owned("b", "a", by=2)          owned (("a", 0), ("b", 1)) on 2 x 3 devices: a place, whatever order it was counted in
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import chain
+from math import prod
+from typing import Literal
+
+from fshard.mesh.arithmetic import ravel, unravel
+from fshard.mesh.regions import Dims, Laid, Sizes
+from fshard.mesh.spec import P
+from fshard.mesh.supply import Direct
+
+Kind = Literal[
+    "slice", "summand", "psum", "psum_scatter", "all_gather", "all_to_all",
+    "reshape", "flat_slice", "flat_gather", "flat_scatter",
+    "keep", "exchange", "direct",
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class State:
+    """A spec in normal form: the axes of every dim or of the flat tensor, or the owner's place, and the unreduced axes."""
+
+    dims: Dims
+    unreduced: frozenset[str]
+    flat: tuple[str, ...] | None
+    owned: tuple[tuple[str, int], ...] | None = None
+
+    @property
+    def owning(self) -> tuple[str, ...]:
+        """The axes along which one device alone holds anything."""
+        return tuple(axis for axis, _ in self.owned or ())
+
+    @property
+    def sharded(self) -> tuple[str, ...]:
+        """The axes along which devices hold different pieces."""
+        return self.flat or self.owning or tuple(chain.from_iterable(self.dims))
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of a plan: what to do over which axes, what that costs a device, and where it leads.
+
+    `dim` is the dim that is cut, gathered or joined; `other` the dim that an all_to_all cuts; `owner` who keeps the
+    whole, or exchanges it for flat ranges; `move` what supplies each device with what it lacks.
+    """
+
+    kind: Kind
+    axes: tuple[str, ...]
+    elements: Fraction
+    after: State
+    dim: int = 0
+    other: int = 0
+    owner: int = 0
+    move: Direct | None = None
+
+
+def state_of(spec: P, ndim: int, axes: Sizes) -> State:
+    """Return the normal form of a spec, without the axes along which there is one device: they cut nothing."""
+    sizes = dict(axes)
+
+    def real(names: Iterable[str]) -> tuple[str, ...]:
+        return tuple(axis for axis in names if sizes[axis] > 1)
+
+    flat, owning = None if spec.flat_axes is None else real(spec.flat_axes), spec.owned_axes or ()
+    place = dict(zip(owning, unravel(spec.owner or 0, [sizes[axis] for axis in owning]), strict=True))
+    owned = tuple((axis, place[axis]) for axis, size in axes if size > 1 and axis in place)
+    return State(tuple(map(real, spec.dims(ndim))), frozenset(real(spec.unreduced)), flat, owned or None)
+
+
+def parts(axes: tuple[str, ...], sizes: Mapping[str, int]) -> int:
+    """Return into how many pieces some axes cut a dim."""
+    return prod(sizes[axis] for axis in axes)
+
+
+def number(place: Iterable[tuple[str, int]], axes: Iterable[str], sizes: Mapping[str, int]) -> int:
+    """Return the number along some axes, major to minor, of a place."""
+    places, axes = dict(place), tuple(axes)
+    return ravel([places[axis] for axis in axes], [sizes[axis] for axis in axes])
+
+
+def common(before: State, after: State, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape in which to compare pieces: that of the flattened tensor, if all are ranges of it."""
+    return shape if any(before.dims[1:]) or any(after.dims[1:]) else (prod(shape),)
+
+
+def laid(state: State, shape: tuple[int, ...], sizes: Mapping[str, int]) -> Laid:
+    """Return what devices hold in a state."""
+    if state.flat is not None:
+        return Laid(shape, flat=state.flat, parts=(parts(state.flat, sizes),))
+    if state.owned is not None:
+        return Laid(shape, owned=state.owned)
+    dims = state.dims[: len(shape)] or ((),)
+    return Laid(shape, dims, parts=tuple(parts(axes, sizes) for axes in dims))

@@ -1,0 +1,349 @@
+"""Moves that send each device exactly what it lacks: for layouts between which no collective of equal rows is least.
+
+Devices hold pieces by one cut and want pieces by another.  Who has an element already keeps it; the others are supplied
+by one that has it, and where several hold the same, they share in what is asked of them.  No element comes to a device twice.
+
+    P.flat("b") -> P.flat("b", "a"), 7 elements on 2 x 3 devices, a = 0 above, a = 1 below
+
+    holds    [0 1 2] [3 4 5] [6]    wants    [0 1] [4 5] []      is supplied    nothing          nothing    nothing
+             [0 1 2] [3 4 5] [6]             [2 3] [6]   []                     3 from (0, 1)    6, from (1, 2)
+
+All tensors have one length, which the longest piece needs; what stands behind a piece says nothing.
+
+    move                    before     after         transpose
+    Supply                  V or R     V or R        the same, the other way
+    Supply(used=axes)       V          A             PartialSum
+    PartialSum              U          V             Supply(used=axes)
+    Kept                    V or R     V or R        Supply                  (free)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+from math import prod
+from typing import ClassVar, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fshard.mesh.moves import Alone, Flat, Move, WireKind, plain
+from fshard.mesh.regions import Cut, Laid, Numbers, Roots, Sizes, alike, meet, memory_of, part, regions_of, volume
+from fshard.mesh.sums import tree_sum
+
+View = tuple[int, tuple[int, ...]]
+"""Where a box begins in memory, and its lengths."""
+
+
+class Views(NamedTuple):
+    """Boxes in the memory of one device."""
+
+    boxes: tuple[View, ...]
+    apart: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """The elements of all boxes."""
+        return sum(prod(lengths) for _, lengths in self.boxes)
+
+    def of(self, rows: Tensor) -> list[Tensor]:
+        """Return the boxes of each row.  (rows, length) -> (rows, ...)"""
+        return [
+            rows.as_strided((len(rows), *lengths), (rows.shape[1], *self.apart), rows.storage_offset() + begin)
+            for begin, lengths in self.boxes
+        ]
+
+    def taken(self, rows: Tensor) -> Tensor:
+        """Lay the boxes side by side.  (rows, length) -> (elements,)"""
+        return torch.cat([box.reshape(-1) for box in self.of(rows)]) if self.boxes else rows.new_empty(0)
+
+    def fill(self, rows: Tensor, values: Tensor) -> None:
+        """Write into the boxes what lies side by side."""
+        boxes = self.of(rows)
+        for box, own in zip(boxes, values.split([box.numel() for box in boxes]), strict=True):
+            box.copy_(own.view(box.shape))
+
+
+class Traffic(NamedTuple):
+    """What one device sends to which others, what it gets from them, and what of its own stays: from where, to where."""
+
+    sends: Mapping[int, Views]
+    gets: Mapping[int, Views]
+    stays: tuple[Views, Views]
+
+
+class Parts(Flat):
+    """What moves share whose devices send each other parts of unequal sizes."""
+
+    wire: ClassVar[WireKind] = "parts"
+
+    @property
+    def length(self) -> int:
+        """The elements that every device lays out, before and after."""
+        raise NotImplementedError
+
+    def traffic(self, index: int) -> Traffic:
+        """Return what the device at `index` sends and gets."""
+        raise NotImplementedError
+
+    def elements(self) -> Numbers:
+        """Return how many elements each device sends."""
+        raise NotImplementedError
+
+    def made(self, rows: Tensor, index: int, arrived: Mapping[int, Tensor]) -> Tensor:
+        """Make the result from what the device holds and what has arrived.  (rows, length) -> (rows, length)"""
+        _, gets, (source, place) = self.traffic(index)
+        result = torch.zeros_like(rows)
+        place.fill(result, source.taken(rows))
+        for other, views in gets.items():
+            views.fill(result, arrived[other])
+        return result
+
+    def parcels(self, x: Tensor, index: int) -> dict[int, Tensor]:
+        """Return what a device sends to others.  `x` may be several tensors, side by side."""
+        rows = x.view(-1, self.length)
+        return {to: views.taken(rows) for to, views in self.traffic(index).sends.items()}
+
+    def expected(self, x: Tensor, index: int) -> dict[int, int]:
+        """Return how many elements a device gets from others."""
+        rows = x.numel() // self.length
+        return {source: rows * views.size for source, views in self.traffic(index).gets.items()}
+
+    def unpacked(self, x: Tensor, index: int, arrived: Mapping[int, Tensor]) -> Tensor:
+        """Make the result from what has arrived."""
+        return self.made(x.view(-1, self.length), index, arrived).view(x.shape)
+
+    def meaning(self, xs: list[Tensor]) -> list[Tensor]:
+        xs = [plain(x).contiguous() for x in xs]
+        sent = [self.parcels(x, index) for index, x in enumerate(xs)]
+        return [
+            self.unpacked(x, index, {source: sent[source][index] for source in self.traffic(index).gets})
+            for index, x in enumerate(xs)
+        ]
+
+    def sent(self, size: int, index: int, n: int) -> Fraction:
+        return Fraction(size, self.length) * int(self.elements()[index])
+
+    def busiest(self, size: int, n: int) -> Fraction:
+        return Fraction(size, self.length) * int(self.elements().max())
+
+
+@dataclass(frozen=True)
+class Supply(Parts):
+    """Give each device what it wants by another cut and does not hold.
+
+    `used` are axes along which devices then use the same each for its own ends.
+    """
+
+    before: Cut
+    after: Cut
+    group: Sizes
+    used: tuple[str, ...] = ()
+    name = "all_to_all"
+
+    def transposed(self) -> Move:
+        if self.used:
+            assert isinstance(self.before, Roots) and isinstance(self.after, Laid)
+            return PartialSum(self.after, self.before, self.group, self.used)
+        return Supply(self.after, self.before, self.group)
+
+    def batched(self) -> Supply:
+        return self
+
+    @property
+    def length(self) -> int:
+        return max(self.before.length, self.after.length, 1)
+
+    def total(self) -> int:
+        """Return how many elements all devices together send."""
+        return int(self.elements().sum())
+
+    def elements(self) -> Numbers:
+        return _supplied(self)
+
+    def traffic(self, index: int) -> Traffic:
+        return _traffic(self, index)
+
+
+@dataclass(frozen=True)
+class PartialSum(Parts):
+    """Sum over some axes, and leave each element of the sum with one device alone, where the summands lay."""
+
+    before: Laid
+    after: Roots
+    group: Sizes
+    over: tuple[str, ...]
+    name = "psum_scatter"
+
+    def transposed(self) -> Move:
+        return Supply(self.after, self.before, self.group, self.over)
+
+    def batched(self) -> PartialSum:
+        return self
+
+    @property
+    def length(self) -> int:
+        return self.before.length
+
+    def elements(self) -> Numbers:
+        sizes = volume(regions_of(self.after, self.group))
+        rows = self._rows()
+        sizes[rows] = sizes[rows].sum(1, keepdims=True) - sizes[rows]
+        return sizes
+
+    def total(self) -> int:
+        """Return how many elements all devices together send."""
+        return int(self.elements().sum())
+
+    def _rows(self) -> Numbers:
+        return alike(self.group, frozenset(axis for axis, _ in self.group if axis not in self.over))
+
+    def traffic(self, index: int) -> Traffic:
+        return _summed_traffic(self, index)
+
+    def made(self, rows: Tensor, index: int, arrived: Mapping[int, Tensor]) -> Tensor:
+        source, place = self.traffic(index).stays
+        summands = {**arrived, index: source.taken(rows)}
+        result = torch.zeros_like(rows)
+        place.fill(result, tree_sum([summands[other] for other in sorted(summands)]))
+        return result
+
+
+@dataclass(frozen=True)
+class Kept(Alone):
+    """Keep what is wanted by another cut, where everybody holds it already."""
+
+    supply: Supply
+    name = "keep"
+
+    def local(self, x: Tensor, index: int, n: int) -> Tensor:
+        return self.supply.unpacked(plain(x).contiguous(), index, {})
+
+    def transposed(self) -> Move:
+        return self.supply.transposed()
+
+    def batched(self) -> Kept:
+        return self
+
+    @property
+    def group(self) -> Sizes:
+        """As the supply's."""
+        return self.supply.group
+
+    @property
+    def length(self) -> int:
+        """As the supply's."""
+        return self.supply.length
+
+    def total(self) -> int:
+        """Return 0: nothing is sent."""
+        return 0
+
+    def elements(self) -> Numbers:
+        """Return zeros: nothing is sent."""
+        return np.zeros(1, np.int64)
+
+
+Direct = Supply | PartialSum | Kept
+"""What leads straight to another cut."""
+
+
+@lru_cache(maxsize=256)
+def _supplied(move: Supply) -> Numbers:
+    """Return how many elements each device supplies: all are wanted by so many, some of whom have them."""
+    held, wanted = regions_of(move.before, move.group), regions_of(move.after, move.group)
+    rows = alike(move.group, move.before.axes)
+    times = prod(size for axis, size in move.group if axis in move.before.axes - move.after.axes)
+    asked = volume(held[rows[:, 0]]) * times - volume(meet(held, wanted))[rows].sum(1)
+    ends = np.arange(rows.shape[1] + 1) * asked[:, None] // rows.shape[1]
+    result = np.empty(len(held), np.int64)
+    result[rows] = np.diff(ends)
+    return result
+
+
+class Requests(NamedTuple):
+    """What devices lack of one piece, and who holds it; one request after the other, they share in all equally."""
+
+    holders: Numbers
+    regions: Numbers
+    ends: Numbers
+
+    def among(self, wants: int, holder: int) -> list[Numbers]:
+        """Return what the holder of this number supplies one device with."""
+        n, total, before = len(self.holders), int(self.ends[-1]), int(self.ends[wants - 1]) if wants else 0
+        return part(self.regions[wants], holder * total // n - before, (holder + 1) * total // n - before)
+
+
+@lru_cache(maxsize=1024)
+def _requests(move: Supply, piece: int) -> Requests:
+    held, wanted = regions_of(move.before, move.group), regions_of(move.after, move.group)
+    holders = alike(move.group, move.before.axes)[piece]
+    regions = meet(held[holders[0]], wanted)
+    regions[holders] = 0  # who holds the same lacks nothing of it
+    return Requests(holders, regions, volume(regions).cumsum())
+
+
+@lru_cache(maxsize=4096)
+def _traffic(move: Supply, index: int) -> Traffic:
+    held, wanted = regions_of(move.before, move.group), regions_of(move.after, move.group)
+    rows = alike(move.group, move.before.axes)
+    ((own, number),) = np.argwhere(rows == index)
+    asked = _requests(move, int(own))
+    sends = {int(to): asked.among(int(to), int(number)) for to in np.flatnonzero(volume(asked.regions))}
+    gets: dict[int, list[Numbers]] = {}
+    for piece in np.flatnonzero(volume(meet(held[rows[:, 0]], wanted[index]))):
+        requests = _requests(move, int(piece))
+        gets |= {int(holder): requests.among(index, number) for number, holder in enumerate(requests.holders)}
+    stays = part(meet(held[index], wanted[index]))
+    return Traffic(
+        {to: _views(move, move.before, boxes, index) for to, boxes in sends.items() if boxes},
+        {source: _views(move, move.after, boxes, index) for source, boxes in gets.items() if boxes},
+        (_views(move, move.before, stays, index), _views(move, move.after, stays, index)),
+    )
+
+
+@lru_cache(maxsize=4096)
+def _summed_traffic(move: PartialSum, index: int) -> Traffic:
+    roots = regions_of(move.after, move.group)
+    rows = move._rows()  # pyright: ignore[reportPrivateUsage]
+    others = [int(other) for other in rows[(rows == index).any(1)][0] if other != index]
+    mine = _views(move, move.after, part(roots[index]), index)
+    theirs = {other: _views(move, move.before, part(roots[other]), index) for other in others}
+    return Traffic(
+        {to: views for to, views in theirs.items() if views.boxes},
+        dict.fromkeys(others, mine) if mine.boxes else {},
+        (mine, mine),
+    )
+
+
+def _views(move: Supply | PartialSum, cut: Cut, boxes: list[Numbers], index: int) -> Views:
+    """Return where boxes of global indices stand in the memory of one device."""
+    apart, first = memory_of(cut, move.group)
+    places = [int((box[:, 0] * apart).sum() - first[index]) for box in boxes]
+    lengths = [tuple((box[:, 1] - box[:, 0]).tolist()) for box in boxes]
+    return Views(tuple(zip(places, lengths, strict=True)), apart)
+
+
+def direct(before: Laid, after: Laid, group: Sizes, over: tuple[str, ...]) -> tuple[Direct, ...] | None:
+    """Return the moves that lead from one cut to another, of sums over some axes; None if that is too much to plan.
+
+    The least that all devices together can send: of each element, every summand but one is sent once, and so is the sum to
+    each device that wants it, but to one that summed.
+    """
+    moves: list[Direct] = []
+    start: Cut = before
+    if over and prod(size for _, size in group) > MOST_ROOTS:
+        return None
+    if over:
+        start = Roots(before, after, group)
+        moves.append(PartialSum(before, start, group, over))
+    among = tuple((axis, size) for axis, size in group if axis in start.axes | after.axes)
+    last = Supply(start, after, among)
+    return (*moves, last if last.total() else Kept(last))
+
+
+MOST_ROOTS = 1 << 12
+"""How many devices may share the elements of a sum among them."""
