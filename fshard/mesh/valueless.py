@@ -35,21 +35,18 @@ class Valueless(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
+        named = {name: given for name, given in (kwargs or {}).items() if name != "generator"}
         if func in _MAKES:
-            return func(
-                *args, **{name: given for name, given in kwargs.items() if name != "generator"} | {"device": "meta"}
-            )
-        given: Any = (args, kwargs)
+            return func(*args, **named | {"device": "meta"})
+        given: Any = (args, named)
         leaves, structure = flatten(given)
         tensors = [x for x in leaves if isinstance(x, Tensor)]
         if not any(x.is_meta for x in tensors):
-            return func(*args, **kwargs)
+            return func(*args, **(kwargs or {}))
         if len(tensors) > 1:
-            args, kwargs = unflatten(structure, [without_values(x) if isinstance(x, Tensor) else x for x in leaves])
-        kwargs.pop("generator", None)
+            args, named = unflatten(structure, [without_values(x) if isinstance(x, Tensor) else x for x in leaves])
         try:
-            return func(*args, **kwargs)
+            return func(*args, **named)
         except (RuntimeError, NotImplementedError, TypeError) as error:
             if "meta" not in str(error):
                 raise
