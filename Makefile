@@ -6,16 +6,19 @@ READY  := $(VENV)/.installed
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench check format notebooks docs clean
+.PHONY: help demo test conformance bench check format notebooks docs clean
 
 help:  ## show this list
-	@sed -n 's/^\([a-z]*\):.*## /\1	/p' $(MAKEFILE_LIST) | expand -t 12
+	@sed -n 's/^\([a-z]*\):.*## /\1	/p' $(MAKEFILE_LIST) | expand -t 14
 
 demo: $(READY)  ## train a small GPT under ZeRO-3 on four virtual devices (ARGS="--stage 1" and more)
 	$(BIN)/python examples/train_gpt.py $(ARGS)
 
 test: $(READY)  ## run every test: tests/, doctests, notebooks (ARGS="-k name" chooses, WORKERS=0 runs one at a time)
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(ARGS)
+
+conformance: $(READY)  ## hold every collective to its oracle on 500 drawn examples each, on threads and processes (minutes)
+	FSHARD_EXAMPLES=thorough $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal tests/test_conformance.py $(ARGS)
 
 bench: $(READY)  ## measure the collectives and print the table
 	$(BIN)/python benchmarks/collectives.py

@@ -5,6 +5,7 @@ this process), on real ones (torch.distributed) and on none (shapes only).
 """
 
 from importlib import import_module
+from importlib.metadata import version
 from typing import Any
 
 from fshard import optim
@@ -64,9 +65,11 @@ from fshard.uncompiled import uncompiled
 
 
 def __getattr__(name: str) -> Any:
-    """Import `fshard.testing` when it is first asked for: it needs packages that only tests need."""
+    """Find `fshard.testing`, which needs packages that only tests need, and the version, when they are first asked for."""
     if name == "testing":
         return import_module("fshard.testing")
+    if name == "__version__":
+        return version("fshard")
     raise AttributeError(f"module 'fshard' has no attribute {name!r}")
 
 

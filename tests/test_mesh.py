@@ -1,5 +1,8 @@
 """Meshes and specs are values; what cannot be is an error that says everything at once."""
 
+import importlib.metadata
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -187,3 +190,68 @@ def test_dim_ranges_cover_everything_once(order, first, times):
         first_element = [start for start, _ in ranges]
         assert arithmetic.dim_owner(first_element, shape, dims, axes) == coordinates
     assert (covered == 1).all()
+
+
+@pytest.mark.parametrize(
+    ("ask", "text"),
+    [
+        (lambda mesh: mesh.coordinates(6), "has no device 6: its 6 devices are counted from 0"),
+        (lambda mesh: mesh.coordinates(-1), "has no device -1"),
+        (lambda mesh: mesh.index({"data": 2, "model": -1}), 'counted from 0, and "data" has 2, "model" has 3 of Mesh'),
+        (lambda mesh: mesh.index({"bogus": 0}), 'has no axis "bogus"'),
+    ],
+)
+def test_places_that_are_not_on_the_mesh(ask, text):
+    with pytest.raises(fs.MeshError, match=text):
+        ask(fs.make_mesh({"data": 2, "model": 3}))
+
+
+def test_meshes_are_made_of_what_torch_and_numpy_hand_out():
+    mesh = fs.make_mesh({"data": 2, "model": 3})
+    assert fs.make_mesh({"data": np.int64(2), "model": np.uint8(3)}, device=torch.device("cpu")) == mesh
+    assert str(fs.make_mesh({"data": np.int64(2)})) == "Mesh(data=2; virtual, cpu)"
+    with pytest.raises(fs.MeshError, match="axis 'data' has size True"):
+        fs.make_mesh({"data": True})
+
+
+def test_all_axes_in_order_are_the_mesh_itself():
+    mesh = fs.make_mesh({"data": 2, "model": 3})
+    assert mesh["data", "model"] is mesh and mesh["model", "data"] != mesh and mesh["data"]["data"] == mesh["data"]
+
+
+def test_the_place_of_an_owner_is_a_number():
+    with pytest.raises(fs.LayoutError, match="by=True"):
+        P.owned("data", by=True)
+
+
+@pytest.mark.parametrize(
+    ("x", "text"),
+    [
+        (torch.empty(4, device="meta"), r"a meta tensor \(shape \(4,\)\) has no values to lay on Mesh"),
+        (
+            torch.eye(4).to_sparse(),
+            r"a tensor of torch.sparse_coo \(shape \(4, 4\)\) cannot be laid on a mesh. Give x.to_dense",
+        ),
+    ],
+)
+def test_tensors_that_cannot_be_laid_anywhere(x, text):
+    mesh = fs.make_mesh({"data": 2})
+    for lay in (
+        lambda: fs.device_put(x, fs.Layout(mesh, P("data"))),
+        lambda: fs.from_local(lambda data: x, fs.Layout(mesh, P("data"))),
+        lambda: fs.shard_map(lambda x: x, mesh=mesh, in_specs=P("data"), out_specs=P("data"))(x),
+    ):
+        with pytest.raises(fs.LayoutError, match=text):
+            lay()
+
+
+def test_a_layout_alone_is_no_picture():
+    with pytest.raises(
+        fs.LayoutError, match=r"found Layout. Say what would lie so: fs.visualize\(\(8, 6\), layout=layout\)"
+    ):
+        fs.visualize(fs.Layout(fs.make_mesh({"data": 2}), P("data")))
+
+
+def test_the_version_is_that_of_the_package():
+    assert fs.__version__ == importlib.metadata.version("fshard")
+    assert fs.testing.strategies.meshes and fs.testing.oracles.ORACLES

@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, find, given, settings
 from hypothesis import strategies as st
+from hypothesis.vendor import pretty
 
 import fshard as fs
 from fshard import P
@@ -420,6 +421,16 @@ def test_drawn_layouts_are_legal_and_carry_values(data):
 
 
 @given(st.data())
+def test_what_is_drawn_is_written_as_code_that_makes_it(data):
+    mesh = data.draw(meshes())
+    layout = data.draw(layouts(mesh, data.draw(shapes_for(mesh))))
+    part = mesh[data.draw(axis_subsets(mesh))]
+    abstract = fs.make_mesh(mesh.axes, runtime="abstract")
+    for x in (mesh, part, abstract, layout, layout.spec, fs.Layout(part, P(), "host", "unit", True)):
+        assert eval(pretty.pretty(x)) == x
+
+
+@given(st.data())
 def test_drawn_meshes_have_the_size_asked_for(data):
     limit = data.draw(st.integers(1, 12))
     assert data.draw(meshes(limit)).size <= limit
@@ -505,6 +516,20 @@ def test_trees_are_pytrees_of_tensors(tree):
     leaves, structure = optree.tree_flatten(tree, namespace="fshard")
     assert {*Counter(map(type, leaves))} <= {torch.Tensor}
     assert optree.tree_structure(optree.tree_unflatten(structure, leaves), namespace="fshard") == structure
+
+
+@pytest.mark.parametrize("how", ["stdin", "typed"])
+def test_a_function_that_stands_in_no_file_cannot_go_to_processes(how):
+    code = "from fshard.testing import run_processes\ndef f(): pass\nrun_processes(f, 2)"
+    command = [sys.executable, "-"] if how == "stdin" else [sys.executable, "-c", code]
+    ended = subprocess.run(command, input=code, text=True, capture_output=True, check=False)
+    assert "PicklingError: f stands in " in ended.stderr and "Write it into a file." in ended.stderr
+
+
+def test_a_mesh_that_cannot_be_is_told_on_processes_too(pytester):
+    pytester.makepyfile("import pytest\n@pytest.mark.mesh(data=0)\ndef test_it(mesh): pass")
+    result = pytester.runpytest_subprocess("--mesh-runtime=gloo")
+    result.stdout.fnmatch_lines(["*MeshError: This mesh cannot be made: axis 'data' has size 0*"])
 
 
 # -- models -----------------------------------------------------------------------------------------------------

@@ -145,7 +145,8 @@ def visualize(x: PyTree, *, layout: PyTree = None, dtype: torch.dtype = torch.fl
 
 def _grid(leaf: Leaf) -> Grid:
     if leaf.type is None:
-        raise LayoutError(f"A picture needs a tensor; found {leaf.other}.")
+        hint = " Say what would lie so: fs.visualize((8, 6), layout=layout)." if leaf.other == "Layout" else ""
+        raise LayoutError(f"A picture needs a tensor; found {leaf.other}.{hint}")
     if leaf.layout is None:
         raise LayoutError(
             f"{leaf.type} lies on no mesh, so there is nothing to draw. Say how it would lie: "

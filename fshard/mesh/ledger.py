@@ -117,7 +117,17 @@ def _total(rows: Mapping[Row, Entry], what: str, collective: str | None, axis: s
 
 
 def _number(count: Fraction) -> str:
-    return f"{int(count):,}" if count.denominator == 1 else f"{float(count):,.2f}"
+    """Write whole numbers as such, and others with so many digits that they do not look whole.
+
+    >>> _number(Fraction(4000)), _number(Fraction(10, 3)), _number(Fraction(8 * 65535, 65536))
+    ('4,000', '3.33', '7.9999')
+    """
+    if count.denominator == 1:
+        return f"{int(count):,}"
+    digits = 2
+    while digits < 12 and round(float(count) % 1, digits) in (0, 1):
+        digits += 1
+    return f"{float(count):,.{digits}f}"
 
 
 class _Open(threading.local):

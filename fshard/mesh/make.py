@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
+from numbers import Integral
 from typing import Any, cast
 
 import torch
@@ -20,7 +21,7 @@ def make_mesh(
     axes: Mapping[str, int] | Sequence[tuple[str, int]],
     *,
     runtime: Runtime | None = None,
-    device: str | None = None,
+    device: str | torch.device | None = None,
     timeout: float | None = None,
 ) -> Mesh:
     """Make a mesh of named axes, major to minor.
@@ -40,7 +41,7 @@ def make_mesh(
     scope = here()
     if runtime is None:
         runtime = scope.mesh.runtime if scope else "process" if process.under_torchrun() else "virtual"
-    mesh = Mesh(pairs, runtime, _device_type(runtime, device))
+    mesh = Mesh(pairs, runtime, _device_type(runtime, device.type if isinstance(device, torch.device) else device))
     if timeout is not None and runtime != "process":
         raise MeshError(f"timeout={timeout} has no meaning on {mesh}: only processes can be waited for in vain.")
     if scope is not None and runtime == scope.mesh.runtime and mesh.size != scope.mesh.root_size:
@@ -65,8 +66,13 @@ def _pairs(axes: Any) -> tuple[tuple[str, int], ...]:
     if isinstance(pairs, Iterable) and not isinstance(pairs, str):
         pairs = tuple(cast("Iterable[Any]", pairs))
         if all(isinstance(pair, tuple | list) and len(cast("list[Any]", pair)) == 2 for pair in pairs):
-            return tuple((name, size) for name, size in pairs)
+            return tuple((name, _whole(size)) for name, size in pairs)
     raise MeshError(f'make_mesh takes names with sizes, {{"data": 4, "model": 2}} say, not {axes!r}.')
+
+
+def _whole(size: Any) -> Any:
+    """Return a size as Python's own number: numpy has others."""
+    return int(size) if isinstance(size, Integral) and not isinstance(size, bool) else size
 
 
 def _device_type(runtime: Runtime, device: str | None) -> str:

@@ -86,15 +86,28 @@ class Mesh:
         >>> Mesh((("data", 4), ("model", 2)), "virtual", "cpu").coordinates(5)
         {'data': 2, 'model': 1}
         """
+        if not 0 <= device < self.size:
+            raise MeshError(f"{self} has no device {device!r}: its {self.size} devices are counted from 0.")
         return dict(zip(self.axis_names, arithmetic.unravel(device, [size for _, size in self.axes]), strict=True))
 
     def index(self, coordinates: Mapping[str, int]) -> int:
         """Return the number of the device at `coordinates`; an axis left out counts as 0."""
+        self.check_axes((*coordinates,), f"mesh.index({dict(coordinates)})")
+        outside = [
+            f'"{name}" has {self.shape[name]}' for name, at in coordinates.items() if not 0 <= at < self.shape[name]
+        ]
+        if outside:
+            raise MeshError(
+                f"mesh.index({dict(coordinates)}): places are counted from 0, and {', '.join(outside)} of {self}."
+            )
+        return self._number(coordinates)
+
+    def _number(self, coordinates: Mapping[str, int]) -> int:
         return arithmetic.ravel([coordinates.get(name, 0) for name in self.axis_names], [size for _, size in self.axes])
 
     def local_index(self, root_device: int) -> int:
         """Return the number that a device of the parent mesh has in this one."""
-        return self.index({name: root_device // step % self.shape[name] for name, step in self.strides.items()})
+        return self._number({name: root_device // step % self.shape[name] for name, step in self.strides.items()})
 
     def check_axes(self, axes: Axes, where: str) -> tuple[str, ...]:
         """Return `axes` as a tuple, or raise naming all that this mesh does not have."""
@@ -105,8 +118,10 @@ class Mesh:
         return names
 
     def __getitem__(self, axes: Axes) -> Mesh:
-        """Return the mesh of some axes: on each device, the row or plane that it lies in."""
+        """Return the mesh of some axes: on each device, the row or plane that it lies in.  Of all in order, the mesh."""
         names = self.check_axes(axes, f"mesh[{axes!r}]")
+        if names == self.axis_names:
+            return self
         kept = tuple((name, self.shape[name]) for name in names)
         return Mesh(kept, self.runtime, self.device_type, self.parent or self.axes, self.ranks)
 

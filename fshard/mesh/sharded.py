@@ -184,4 +184,13 @@ def in_memory(x: Tensor, mesh: Mesh, memory: Memory) -> Tensor:
         return x.to("cpu", non_blocking=False)
     if mesh.device_type == "meta" and x.device.type != "meta":
         return without_values(x)
+    if x.layout is not torch.strided:
+        raise LayoutError(
+            f"a tensor of {x.layout} (shape {tuple(x.shape)}) cannot be laid on a mesh. Give x.to_dense()."
+        )
+    if x.is_meta and mesh.device_type != "meta":
+        raise LayoutError(
+            f'a meta tensor (shape {tuple(x.shape)}) has no values to lay on {mesh}. Take runtime="abstract" to count without '
+            "them, or torch.empty_like(x, device=...)."
+        )
     return x if x.device.type == mesh.device_type else x.to(mesh.device_type)

@@ -105,7 +105,7 @@ class P:
         >>> P.owned("data", by=2)
         P.owned("data", by=2)
         """
-        if not axes or not isinstance(by, int) or by < 0:
+        if not axes or not isinstance(by, int) or isinstance(by, bool) or by < 0:
             raise LayoutError(
                 f"P.owned({', '.join(map(repr, axes))}{', ' if axes else ''}by={by!r}) names no axis, or no place along it. "
                 'Write P.owned("data", by=0).'

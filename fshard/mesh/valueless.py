@@ -35,18 +35,18 @@ class Valueless(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        options: dict[str, Any] = {name: given for name, given in (kwargs or {}).items() if name != "generator"}
+        named = {name: given for name, given in (kwargs or {}).items() if name != "generator"}
         if func in _MAKES:
-            return func(*args, **options | {"device": "meta"})
-        given: Any = (args, options)
+            return func(*args, **named | {"device": "meta"})
+        given: Any = (args, named)
         leaves, structure = flatten(given)
         tensors = [x for x in leaves if isinstance(x, Tensor)]
         if not any(x.is_meta for x in tensors):
-            return func(*args, **kwargs or {})
+            return func(*args, **(kwargs or {}))
         if len(tensors) > 1:
-            args, options = unflatten(structure, [without_values(x) if isinstance(x, Tensor) else x for x in leaves])
+            args, named = unflatten(structure, [without_values(x) if isinstance(x, Tensor) else x for x in leaves])
         try:
-            return func(*args, **options)
+            return func(*args, **named)
         except (RuntimeError, NotImplementedError, TypeError) as error:
             if "meta" not in str(error):
                 raise

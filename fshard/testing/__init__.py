@@ -10,7 +10,18 @@ certify       a sharded training run held to the run on one device, and optimize
 plugin        for pytest: the `mesh` fixture and marker
 """
 
+from importlib import import_module
+from typing import Any
+
 from fshard.testing.certify import Certificate, certify, check_elementwise, dyadic
 from fshard.testing.processes import Processes, run_processes
+
+
+def __getattr__(name: str) -> Any:
+    """Import a part when it is first asked for: not all need the same packages."""
+    if name in ("conformance", "oracles", "strategies"):
+        return import_module(f"fshard.testing.{name}")
+    raise AttributeError(f"module 'fshard.testing' has no attribute {name!r}")
+
 
 __all__ = ["Certificate", "Processes", "certify", "check_elementwise", "dyadic", "run_processes"]

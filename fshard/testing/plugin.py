@@ -104,9 +104,9 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     __tracebackhide__ = True
     if not pyfuncitem.stash.get(_elsewhere, False):
         return None
-    n = 1
-    for size in _axes(pyfuncitem).values():
-        n *= size
+    from fshard.mesh.mesh import Mesh
+
+    n = Mesh(tuple(_axes(pyfuncitem).items()), "process", "cpu").size
     config = pyfuncitem.config
     raised = None
     try:

@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import contextlib
 import pickle
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import wait
+from pathlib import Path
 from typing import Any, TypeVar
 
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
@@ -62,6 +64,7 @@ def run_processes(
 
         assert [x.tolist() for x in run_processes(total, 2)] == [[2, 2], [2, 2]]
     """
+    _refuse_typed(fn)
     with Processes(n, backend=backend, environment=environment, timeout=timeout, fresh=fresh) as pool:
         return pool.run_last(fn, *args, **kwargs)
 
@@ -264,3 +267,12 @@ def _pickled(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
             f"{_name(fn)} and its arguments go to other processes: the function has to stand at the top of a module."
         )
         raise
+
+
+def _refuse_typed(fn: Callable[..., Any]) -> None:
+    """Raise if a function stands in no file, where other processes would have to look for it."""
+    main = getattr(sys.modules["__main__"], "__file__", "what was typed in")
+    if getattr(fn, "__module__", None) == "__main__" and not Path(main).is_file():
+        raise pickle.PicklingError(
+            f"{_name(fn)} stands in {main}, where other processes do not find it. Write it into a file."
+        )

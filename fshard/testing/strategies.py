@@ -4,6 +4,7 @@ Numbers are *dyadic*: small multiples of 1/8, whose sums and differences are exa
 can be compared bit for bit whatever the layout.  What is simplest comes first: a counterexample shrinks to one axis,
 few devices, nothing cut, float32, and numbers that count.
 
+    @settings(deadline=None)  # the first example of a process starts what all later ones use
     @given(st.data())
     def test_unshard_undoes_device_put(data):
         mesh = data.draw(meshes())
@@ -15,11 +16,13 @@ few devices, nothing cut, float32, and numbers that count.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from hypothesis import strategies as st
+from hypothesis.vendor import pretty
 from optree.dataclasses import dataclass
 from torch import Tensor
 
@@ -39,6 +42,33 @@ DTYPES = (
 """The dtypes that tensors are drawn in, simplest first."""
 FEW = 12
 """Up to so many elements are drawn one by one, and shrink one by one; more come from a seed."""
+
+
+def _mesh_written(mesh: Mesh) -> str:
+    runtime = "" if mesh.runtime == "virtual" else f', runtime="{mesh.runtime}"'
+    whole = f"fs.make_mesh({dict(mesh.parent or mesh.axes)}{runtime})"
+    return whole if mesh.parent is None else f"{whole}[{mesh.axis_names}]"
+
+
+def _layout_written(layout: Layout) -> str:
+    memory = "" if layout.memory == "device" else f', "{layout.memory}"'
+    unit = "" if layout.unit is None else f", unit={layout.unit!r}"
+    frozen = ", frozen=True" if layout.frozen else ""
+    return f"fs.Layout({_mesh_written(layout.mesh)}, {layout.spec!r}{memory}{unit}{frozen})"
+
+
+def _write_counterexamples(kind: type, written: Callable[[Any], str]) -> None:
+    """Have hypothesis print values of a class as code that makes them again."""
+
+    def write(x: Any, printer: pretty.RepresentationPrinter, cycle: bool) -> None:
+        printer.text(written(x))
+
+    pretty.for_type_by_name(kind.__module__, kind.__name__, write)
+
+
+_write_counterexamples(Mesh, _mesh_written)
+_write_counterexamples(Layout, _layout_written)
+_write_counterexamples(P, repr)
 
 
 @st.composite

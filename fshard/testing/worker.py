@@ -111,7 +111,8 @@ def stacks_of(workers: list[Worker], starts: list[int]) -> str:
     before = [worker.stderr.stat().st_size for worker in workers]
     for worker in workers:
         if worker.process.pid is not None:
-            os.kill(worker.process.pid, signal.SIGUSR1)
+            with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile, which is told elsewhere
+                os.kill(worker.process.pid, signal.SIGUSR1)
     until = time.monotonic() + 1
     while time.monotonic() < until and any(
         worker.stderr.stat().st_size == size for worker, size in zip(workers, before, strict=True)
