@@ -33,8 +33,9 @@ from fshard.mesh.placing import reshard_all
 from fshard.mesh.sharded import Sharded
 from fshard.mesh.spec import P
 from fshard.mesh.tree import PyTree
-from fshard.optim.contract import Elementwise, Optimizer, Update, check_optimizer, elementwise_leaves, step_of
+from fshard.optim.contract import Elementwise, Optimizer, Update, elementwise_leaves, step_of
 from fshard.optim.leaves import Leaf, Leaves, trainable
+from fshard.optim.plain import on_arrays
 from fshard.source import Site, call_site
 
 Stage = Literal[0, 1, 2, 3]
@@ -49,10 +50,11 @@ class Partitioned(NamedTuple):
     init: Callable[[PyTree], PyTree]
     update: Update
     step: Update | None
-    elementwise: Elementwise
+    elementwise: Elementwise | None
     loss_scale: Callable[[PyTree], Tensor] | None
     gradients: Callable[[Layout], Layout]
     stage: Stage
+    arrays: bool = True
 
 
 def partition_optimizer(
@@ -94,10 +96,11 @@ def partition_optimizer(
     [f32[4, 3]{on:data=0}, f32[2, 3]{on:data=1}, f32[2, 3]{on:data=1}]
     """
     axes = mesh.check_axes(axis, "partition_optimizer(axis=)")
+    opt = on_arrays(opt, "partition_optimizer")
     _check(opt, stage, unit)
     if stage == 0:
         return Partitioned(opt.init, opt.update, opt.step, opt.elementwise, opt.loss_scale, _same, 0)
-    flat = opt.elementwise if unit is None else unit == "elementwise"
+    flat = opt.elementwise or False if unit is None else unit == "elementwise"
 
     def init(params: PyTree) -> PyTree:
         at = _placed(params)
@@ -129,8 +132,7 @@ def partition_optimizer(
 
 
 def _check(opt: Optimizer, stage: Stage, unit: Unit | None) -> None:
-    check_optimizer(opt, "partition_optimizer")
-    if stage not in get_args(Stage):
+    if stage not in get_args(Stage) or isinstance(stage, bool):
         raise OptimizerError(f"partition_optimizer: the stages of ZeRO are 0, 1, 2 and 3; found {stage!r}.")
     if unit not in (None, *get_args(Unit)):
         raise OptimizerError(f'partition_optimizer: unit is "elementwise", "matrix" or None; found {unit!r}.')

@@ -108,7 +108,7 @@ def writer(
         written, state = write(grads, state, params, fast or rule, donated=True)
         return written.at.rebuild(written.params), state
 
-    return Optimizer(init, update, step, elementwise)
+    return Optimizer(init, update, step, elementwise, arrays=True)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from fshard.optim.contract import Optimizer, refuse_scaled
 from fshard.optim.finite import if_finite
 from fshard.optim.leaves import Leaves, count_from_zero, map_shards
 from fshard.optim.numbers import refuse
+from fshard.optim.plain import on_arrays
 
 
 def loss_scaled(
@@ -56,6 +57,7 @@ def loss_scaled(
     """
     rule = Scaling(growth, backoff, interval, hysteresis, smallest, largest)
     rule.check(initial)
+    opt = on_arrays(opt, "loss_scaled")
     refuse_scaled("loss_scaled", [opt], "gradients would be divided twice")
 
     def init(params: PyTree) -> PyTree:
@@ -69,7 +71,7 @@ def loss_scaled(
         return {"scale": torch.tensor(scale)} | counts | {"skipped": state["skipped"] + (not finite), "inner": inner}
 
     update, step = if_finite(opt, after, lambda grads, state: _divided(grads, float(state["scale"])))
-    return Optimizer(init, update, step, opt.elementwise, _scale_of)
+    return Optimizer(init, update, step, opt.elementwise, _scale_of, arrays=True)
 
 
 class Watched(NamedTuple):

@@ -16,8 +16,9 @@ from torch import Tensor
 from fshard.errors import LayoutError
 from fshard.mesh.mesh import Mesh
 from fshard.mesh.tree import PyTree
-from fshard.optim.contract import Optimizer, Update, check_optimizer, copied, step_of
+from fshard.optim.contract import Optimizer, Update, copied, step_of
 from fshard.optim.norms import global_norm
+from fshard.optim.plain import on_arrays
 from fshard.source import call_site
 from fshard.transforms.gradient import Value, value_and_grad
 from fshard.transforms.nearby import refuse_distant
@@ -102,7 +103,7 @@ def train_step(
     >>> buffers["running_mean"], buffers["num_batches_tracked"]
     (tensor([0.5000, 0.5000]), tensor(1))
     """
-    check_optimizer(opt, "train_step")
+    opt = on_arrays(opt, "train_step")
     unknown = [name for name in options if name not in _OPTIONS]
     if unknown:
         raise LayoutError(
@@ -121,7 +122,7 @@ def train_step(
     how = gradient.how
     write = step_of(opt)  # pyright: ignore[reportArgumentType]  # a Partitioned has all that an Optimizer has
     if how.slices is not None:  # torch's fused kernels round differently where a piece ends; updates do without them
-        write = step_of(Optimizer(opt.init, opt.update))
+        write = step_of(Optimizer(opt.init, opt.update, arrays=True))
 
     def step(params: PyTree, state: PyTree, *given: PyTree) -> tuple[Any, ...]:
         buffers, batch = given if how.has_buffers else ((), *given)
