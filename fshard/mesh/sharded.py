@@ -111,6 +111,13 @@ def _unflatten(of: tuple[tuple[int, ...], Layout], shards: Sequence[Any]) -> Sha
 register_node(Sharded, _flatten, _unflatten)
 
 
+def key_of(x: Any) -> tuple[int, ...]:
+    """Return what tells whether two leaves of a tree are one (tied): the identity of their tensors."""
+    if isinstance(x, Sharded):
+        return tuple(map(id, x.shards))
+    return () if x is None else (id(x),)
+
+
 def typeof(x: Sharded | Tensor) -> ShardType:
     """Return dtype, shape and layout of a tensor; prints as one token.
 

@@ -43,7 +43,10 @@ class Following(TorchDispatchMode):
 
     def placeholder(self, shape: Sequence[int], dtype: torch.dtype, mark: int) -> Tensor:
         """Return a tensor without memory that has a mark."""
-        x = torch.empty(shape, dtype=dtype, device="meta")
+        return self.marked(torch.empty(shape, dtype=dtype, device="meta"), mark)
+
+    def marked(self, x: Tensor, mark: int) -> Tensor:
+        """Give a tensor a mark; return it."""
         self._add([x], frozenset((mark,)))
         return x
 

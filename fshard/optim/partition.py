@@ -32,6 +32,7 @@ from fshard.mesh.mesh import Mesh
 from fshard.mesh.placing import reshard_all
 from fshard.mesh.sharded import Sharded
 from fshard.mesh.spec import P
+from fshard.mesh.spmd import standing
 from fshard.mesh.tree import PyTree
 from fshard.optim.contract import Elementwise, Optimizer, Update, elementwise_leaves, step_of
 from fshard.optim.leaves import Leaf, Leaves, trainable
@@ -99,17 +100,22 @@ def partition_optimizer(
     opt = on_arrays(opt, "partition_optimizer")
     _check(opt, stage, unit)
     if stage == 0:
-        return Partitioned(opt.init, opt.update, opt.step, opt.elementwise, opt.loss_scale, _same, 0)
+
+        def undivided(params: PyTree) -> PyTree:
+            _refuse_elsewhere(Leaves.of(params), mesh)
+            return opt.init(params)
+
+        return Partitioned(undivided, opt.update, opt.step, opt.elementwise, opt.loss_scale, _same, 0)
     flat = opt.elementwise or False if unit is None else unit == "elementwise"
 
     def init(params: PyTree) -> PyTree:
-        at = _placed(params)
+        at = _placed(params, mesh)
         (own,) = _laid(at, [at.leaves], _targets(at, flat, axes), call_site())
         return opt.init(own)
 
     def through(act: Update, *, donated: bool) -> Update:
         def run(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
-            at, site = _placed(params), call_site()
+            at, site = _placed(params, mesh), call_site()
             given = at.beside(grads, "grads")
             _refuse_unplaced(at, given)
             grads, own = _laid(at, [given, at.leaves], _targets(at, flat, axes), site)
@@ -197,10 +203,29 @@ def shared_out(sizes: Sequence[int], n: int) -> list[int]:
     return owners
 
 
-def _placed(params: PyTree) -> Leaves:
+def _placed(params: PyTree, mesh: Mesh) -> Leaves:
     at = Leaves.of(params)
     _refuse_unplaced(at, at.leaves)
+    _refuse_elsewhere(at, mesh)
     return at
+
+
+def _refuse_elsewhere(at: Leaves, mesh: Mesh) -> None:
+    """Raise naming the parameters that lie on another mesh."""
+    wrong = (
+        [
+            f"params{path} lies on {leaf.mesh}"
+            for path, leaf in zip(at.paths, at.leaves, strict=True)
+            if isinstance(leaf, Sharded) and leaf.mesh not in (mesh, standing(mesh))
+        ]
+        if {leaf.mesh for leaf in at.leaves if isinstance(leaf, Sharded)} - {mesh}
+        else []
+    )
+    if wrong:
+        raise LayoutError(
+            f"partition_optimizer on {mesh}: {'; '.join(wrong)}. Give the mesh of the parameters, or lay them on this one: "
+            "fs.shard_params(params, rules, mesh=mesh)."
+        )
 
 
 def _refuse_unplaced(at: Leaves, leaves: list[Leaf]) -> None:

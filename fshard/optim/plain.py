@@ -197,7 +197,9 @@ class _Pair:
                 params, grads = (
                     at.rebuild(
                         [
-                            following.placeholder(_seen(x), x.dtype, i) if i in moved else _shadow(x)
+                            following.placeholder(_seen(x), x.dtype, i)
+                            if i in moved
+                            else following.marked(_shadow(x), i)
                             for i, x in enumerate(at.leaves)
                         ]
                     )

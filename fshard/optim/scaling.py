@@ -31,7 +31,10 @@ def loss_scaled(
     smallest: float = 1.0,
     largest: float = 2.0**24,
 ) -> Optimizer:
-    """Let an optimizer take gradients of a scaled loss; `train_step` reads the scale from the state and applies it.
+    """Let an optimizer take gradients of a scaled loss.
+
+    `train_step` reads the scale from the state and applies it.  Who takes the gradient himself has to say it:
+    `value_and_grad(...)(params, batch, scale=opt.loss_scale(state))`; without that, steps are too small by the scale.
 
     Args:
         opt: the optimizer, with its chain: it gets gradients of the true size.  `ema`, `accumulate`, `masked` and

@@ -28,6 +28,7 @@ from fshard.errors import LayoutError, ModuleError
 from fshard.mesh.layout import Layout
 from fshard.mesh.mesh import Mesh
 from fshard.mesh.placing import collected, device_put, refuse_unfit
+from fshard.mesh.sharded import key_of
 from fshard.mesh.spec import P, as_axes
 from fshard.mesh.tree import PyTree, broadcast_prefix, flatten_with_paths, unflatten
 from fshard.optim.leaves import is_frozen
@@ -215,7 +216,8 @@ def shard_params(params: PyTree, rules: Rules, *, mesh: Mesh, frozen: Choice = N
     """Lay parameters on a mesh by rules.  Nothing is sent: every process is given the whole and keeps its pieces.
 
     Args:
-        params: a tree of tensors, the same on every process.  A tensor that stands twice in it (tied) is laid out once.
+        params: a tree of tensors, the same on every process.  A tensor that stands twice in it (tied) is laid out once.  What
+            lies on a mesh already, this or another one, is laid anew; what was frozen stays so.
         rules: see the module: a P, a tree of Ps, patterns, a function, or `fsdp(...)`.
         mesh: the devices.
         frozen: which are not to be trained: a path pattern, several, or a function of the path.  They lie as the others, and
@@ -229,20 +231,20 @@ def shard_params(params: PyTree, rules: Rules, *, mesh: Mesh, frozen: Choice = N
     """
     paths, leaves, structure = flatten_with_paths(params, sharded_is_leaf=True)
     layouts = layouts_of(params, rules, mesh, frozen)
-    done: dict[int, Any] = {}
+    done: dict[tuple[int, ...], Any] = {}
     with collected("shard_params") as attempt:
         for path, leaf, layout in zip(paths, leaves, layouts, strict=True):
             with attempt(named(parts_of(path))):
-                known = done.get(id(leaf))
+                known = done.get(key_of(leaf))
                 if known is None:
-                    done[id(leaf)] = device_put(leaf.detach() if isinstance(leaf, Tensor) else leaf, layout)
+                    done[key_of(leaf)] = device_put(leaf.detach() if isinstance(leaf, Tensor) else leaf, layout)
                 elif known.spec != layout.spec:
                     raise LayoutError(
                         f"it is tied to a leaf that lies as {known.spec}, and cannot lie as {layout.spec}."
                     )
                 elif known.layout.frozen != layout.frozen:
                     raise LayoutError("of it and a leaf that it is tied to, one is frozen. Freeze both: they are one.")
-    return unflatten(structure, [done[id(leaf)] for leaf in leaves])
+    return unflatten(structure, [done[key_of(leaf)] for leaf in leaves])
 
 
 def layouts_of(params: PyTree, rules: Rules, mesh: Mesh, frozen: Choice, what: str = "shard_params") -> list[Layout]:
