@@ -158,3 +158,92 @@ def test_options_without_a_meaning_are_refused():
             f'params["blocks"][0]["w"] {there}; params["head"] {there}. Give the mesh of the parameters, or lay them on this '
             "one: fs.shard_params(params, rules, mesh=mesh)."
         )
+
+
+# -- a second tree -------------------------------------------------------------------------------------------------
+
+
+def generated(g, z):
+    return torch.tanh(z @ g["w"]) @ g["v"]
+
+
+def judged(d, x):
+    return torch.sigmoid(torch.tanh(x @ d["w"]) @ d["v"]).clamp(1e-3, 1 - 1e-3)
+
+
+def judge_loss(d, batch):
+    (x, z), g = batch
+    return -(judged(d, x).log() + (1 - judged(d, generated(g, z))).log()).mean()
+
+
+def forger_loss(g, batch):
+    z, d = batch
+    return -judged(d, generated(g, z)).log().mean()
+
+
+def gan():
+    draw = torch.Generator().manual_seed(0)
+    g, d = ({"w": torch.randn(3, 4, generator=draw), "v": torch.randn(4, n, generator=draw)} for n in (3, 1))
+    return g, d, [torch.randn(2, 8, 3, generator=draw) for _ in range(3)]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_two_networks_train_against_each_other(stage):
+    mesh, (g, d, batches) = fs.make_mesh({"data": 2}), gan()
+    alone, serial = [dict(g), dict(d)], optim.adamw(0.05, fused=False)
+    states = [serial.init(tree) for tree in alone]
+    opt = fs.partition_optimizer(serial, mesh=mesh, axis="data", stage=stage)
+    trees = [fs.shard_params(tree, fs.fsdp("data") if stage == 3 else P(), mesh=mesh) for tree in (g, d)]
+    ours = [opt.init(tree) for tree in trees]
+    judge = fs.train_step(judge_loss, opt, mesh=mesh, batch=(P("data"), P()))
+    forger = fs.train_step(forger_loss, opt, mesh=mesh, batch=(P("data"), P()))
+    for x, z in batches:
+        trees[1], ours[1], _ = judge(trees[1], ours[1], ((x, z), trees[0]))
+        trees[0], ours[0], _ = forger(trees[0], ours[0], (z, trees[1]))
+        for place, loss_fn, batch in ((1, judge_loss, (x, z)), (0, forger_loss, z)):
+            moving = {name: p.clone().requires_grad_() for name, p in alone[place].items()}
+            loss = loss_fn(moving, (batch, alone[1 - place]))
+            grads = dict(zip(moving, torch.autograd.grad(loss, [*moving.values()]), strict=True))
+            alone[place], states[place] = optim.pure_step(serial)(grads, states[place], alone[place])
+    torch.testing.assert_close(fs.unshard(trees), alone, rtol=1e-4, atol=1e-5)
+
+
+def test_a_global_array_in_a_loss_is_one_clear_error():
+    mesh = fs.make_mesh({"data": 2})
+    w = fs.shard_params(torch.ones(2, 2), fs.fsdp("data"), mesh=mesh)
+    for wrong in (lambda p, x: (x @ w @ p).mean(), lambda p, x: torch.nn.functional.linear(x @ p, w).mean()):
+        with pytest.raises(
+            fs.LayoutError, match=r"was given Sharded f32\[2, 2\]{flat:data} on .* as P\(\): fs.value_and_grad"
+        ):
+            fs.value_and_grad(wrong, mesh=mesh, batch=P("data"))(w, torch.ones(4, 2))
+
+
+# -- layers that are special ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"reproducible": True}], ids=str)
+def test_sparse_gradients_become_dense(stage, options):
+    mesh = fs.make_mesh({"data": 2})
+    torch.manual_seed(0)
+    table, head, words = torch.randn(9, 4), torch.randn(4, 2), torch.randint(0, 9, (8,))
+
+    def loss_fn(p, words):
+        return (torch.nn.functional.embedding(words, p["table"], sparse=True) @ p["head"]).square().mean()
+
+    params = fs.shard_params({"table": table, "head": head}, fs.fsdp("data") if stage == 3 else P(), mesh=mesh)
+    gradients = fs.partition_optimizer(optim.sgd(), mesh=mesh, axis="data", stage=stage).gradients
+    run = fs.value_and_grad(loss_fn, mesh=mesh, batch=P("data"), gradients=gradients, **options)
+    serial = {"table": table.clone().requires_grad_(), "head": head.clone().requires_grad_()}
+    loss_fn(serial, words).backward()
+    found = fs.unshard(run(params, words)[1])
+    torch.testing.assert_close(found["table"], serial["table"].grad.to_dense())
+    torch.testing.assert_close(found["head"], serial["head"].grad)
+
+
+def test_synchronised_batchnorm_outside_a_mesh_is_the_layer_itself():
+    layer, x = torch.nn.BatchNorm1d(3), torch.randn(5, 3)
+    apply, params, buffers = fs.functionalize(layer, sync_batchnorm="data")
+    y, after = apply(params, buffers, x)
+    assert torch.equal(y, layer(x))
+    assert all(torch.equal(after[name], own) for name, own in layer.named_buffers())

@@ -46,7 +46,8 @@ def functionalize(module: nn.Module, *, sync_batchnorm: Axes | None = None) -> t
     Args:
         module: any module, as it is now; of later changes only `module.train()` and `eval()` are followed.
         sync_batchnorm: the axes along which BatchNorm layers in training take mean and variance over all devices,
-            inside `shard_map` (one psum of 2 * channels + 1 numbers per layer).
+            inside `shard_map` and loss functions (one psum of 2 * channels + 1 numbers per layer); outside, on one device, they
+            are as they were.
 
     What a forward keeps for itself, an attribute that it sets, say, is gone after the call: return it or make it a buffer.
     apply does not keep the module alive (but the class of one with parametrizations does, in torch).

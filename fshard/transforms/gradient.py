@@ -78,7 +78,9 @@ def value_and_grad(
         loss_fn: `loss_fn(params, batch)` of one device: the mean loss over the samples that it is given, or the loss of each;
             with `has_aux`, a pair of that and a tree of tensors, which are averaged as the loss is.
         mesh: the devices.
-        batch: how the batch is cut: a P, or a prefix tree of Ps.  Its axes are the ones that gradients are summed over.
+        batch: how the batch is cut: a P, or a prefix tree of Ps.  Its axes are the ones that gradients are summed over.  What
+            the loss needs besides, a second network say, is a part of it that is not cut, P(): a tree of `Sharded`s too, which
+            are then gathered, all at once.
         has_buffers: whether loss_fn has buffers, of BatchNorm say: it is then `loss_fn(params, buffers, batch)` and returns
             (loss, new buffers), and so does the result: see `buffers`.
         has_aux: whether loss_fn returns something more, last.

@@ -79,7 +79,8 @@ def train_step(
 
     The metrics are "loss", "grad_norm", "finite" and "samples"; with `weight` also "weight", with `has_aux` also "aux".  The
     host waits for no device before it has launched the update, unless the optimizer does: `loss_scaled` and
-    `skip_if_not_finite` once, Adafactor as in torch once a leaf.
+    `skip_if_not_finite` once, Adafactor as in torch once a leaf.  The norm of the metrics is a psum of 8 bytes of its
+    own, beside that of `clip_by_global_norm`: it is taken in the gradients' dtype, in a fraction of the time of the exact one.
 
     >>> import torch, fshard as fs
     >>> from fshard import P
