@@ -1,7 +1,7 @@
 """Pairs of plain functions, on trees of plain tensors, as optimizers of global arrays.
 
 They are run device by device on the tensors that each device holds, and what comes back is put together.  How the state
-lies is not described anywhere: `init` and `update` are followed once on placeholders (see `follow`).
+lies is not described anywhere: `init` and `update` are followed once on placeholders.
 
     parameter    device 0    device 1        state goes with    and lies
     w, cut       a piece     a piece         w, of its shape    as w does
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -27,10 +26,10 @@ from fshard.mesh.layout import Layout
 from fshard.mesh.sharded import Sharded
 from fshard.mesh.spec import P
 from fshard.mesh.spmd import held
-from fshard.mesh.tree import PyTree, Structure, flatten, flatten_with_paths, unflatten
+from fshard.mesh.tree import PyTree, unflatten
 from fshard.optim.contract import Optimizer, Update, check_optimizer
-from fshard.optim.follow import Following
-from fshard.optim.leaves import Leaf, Leaves, kind_of, trainable
+from fshard.optim.leaves import Leaf, Leaves, kind_of
+from fshard.optim.placeholders import Plan, apart, moving, planned, seen, shadow
 from fshard.optim.whole import check_whole
 
 
@@ -63,28 +62,6 @@ def on_arrays(opt: Any, who: str) -> Any:
         getattr(opt, "loss_scale", None),
         arrays=True,
     )
-
-
-class Plan(NamedTuple):
-    """What following a pair has shown.
-
-    Args:
-        key: of the parameters that it was followed with.
-        structure: of the state.
-        belongs: for each leaf of the state the parameter that it goes with, None: with none.
-        like: for each leaf of the state a placeholder of the whole.
-        refused: why the pair cannot be divided among devices; nothing is known of its state then.
-    """
-
-    key: object
-    structure: Structure | None = None
-    belongs: Sequence[int | None] = ()
-    like: Sequence[Any] = ()
-    refused: str = ""
-
-    def owner(self, place: int) -> int | None:
-        """Return the parameter that a leaf of the state goes with."""
-        return self.belongs[place] if self.belongs else None
 
 
 class Part(NamedTuple):
@@ -120,9 +97,9 @@ class _Pair:
     def made(self, params: PyTree) -> PyTree:
         """Make the state of global arrays."""
         at = Leaves.of(params)
-        moved = _moving(at)
+        moved = moving(at)
         plan, parts = self._plan(at, moved), Part.all(at)
-        found = [_apart(self.init(_shown(at, at.leaves, moved, part))) for part in parts]
+        found = [apart(self.init(_shown(at, at.leaves, moved, part))) for part in parts]
         results: list[Leaf] = []
         for place, column in enumerate(zip(*(leaves for leaves, _ in found), strict=True)):
             owner = plan.owner(place)
@@ -136,8 +113,8 @@ class _Pair:
         @torch.no_grad()
         def run(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
             at = Leaves.of(params)
-            given, firsts, able = at.gradients(grads), at.firsts(), _moving(at)
-            plan, parts, (own, structure) = self._plan(at, able), Part.all(at), _apart(state)
+            given, firsts, able = at.gradients(grads), at.firsts(), moving(at)
+            plan, parts, (own, structure) = self._plan(at, able), Part.all(at), apart(state)
             if plan.structure is not None and structure != plan.structure:
                 raise OptimizerError(
                     f"This state was not made by this optimizer's init: it is {structure}, and {plan.structure} is needed. "
@@ -147,7 +124,7 @@ class _Pair:
             shown = moved
             if plan.refused:  # its state cannot be told apart: what has no gradient has one of 0
                 shown, given = able, [_zero(x) if g is None else g for x, g in zip(at.leaves, given, strict=True)]
-            shadows, _ = _apart(self.init(_shown(at, at.leaves, set(), parts[0])))
+            shadows, _ = apart(self.init(_shown(at, at.leaves, set(), parts[0])))
             columns: list[list[Leaf]] = []
             after: list[list[Leaf]] = []
             for part in parts:
@@ -159,7 +136,7 @@ class _Pair:
                     _shown(at, given, shown, part), unflatten(structure, mine), _shown(at, at.leaves, shown, part)
                 )
                 columns.append(at.beside(result, "the optimizer's results"))
-                after.append(_apart(new)[0])
+                after.append(apart(new)[0])
             moves = {
                 i: _beside(at, i, column, parts) for i, column in enumerate(zip(*columns, strict=True)) if i in moved
             }
@@ -176,10 +153,10 @@ class _Pair:
 
     def _plan(self, at: Leaves, moved: set[int]) -> Plan:
         """Return what is known of parameters like these; raise if they lie in pieces that the pair cannot work on."""
-        key = at.structure, [(_seen(x), x.dtype) if i in moved else None for i, x in enumerate(at.leaves)]
+        key = at.structure, [(seen(x), x.dtype) if i in moved else None for i, x in enumerate(at.leaves)]
         found = next((plan for plan in self.known if plan.key == key), None)
         if found is None:
-            found = self._followed(key, at, moved)
+            found = planned(self.init, self.update, key, at, moved)
             self.known[:] = [found, *self.known[:15]]
         if not self.elementwise:
             check_whole(_WHO)(at)
@@ -191,61 +168,8 @@ class _Pair:
             )
         return found
 
-    def _followed(self, key: object, at: Leaves, moved: set[int]) -> Plan:
-        try:
-            with Following() as following:
-                params, grads = (
-                    at.rebuild(
-                        [
-                            following.placeholder(_seen(x), x.dtype, i)
-                            if i in moved
-                            else following.marked(_shadow(x), i)
-                            for i, x in enumerate(at.leaves)
-                        ]
-                    )
-                    for _ in range(2)
-                )
-                state = self.init(params)
-                updates, after = self.update(grads, state, params)
-        except Exception as error:  # of the user's function: it will be raised again, if it is not for want of values
-            return Plan(key, refused=f"it could not be followed: {error}")
-        paths, leaves, structure = flatten_with_paths(state, none_is_leaf=True)
-        strange = sorted(
-            {type(x).__name__ for x in leaves if not isinstance(x, Tensor | bool | int | float | str | None)}
-        )
-        if strange:
-            return Plan(key, refused=f"its state holds {', '.join(strange)}, which are no tensors or trees of them")
-        later, other = _apart(after)
-        if other != structure:
-            return Plan(key, refused=f"its state changes from {structure} to {other}")
-        sources = [following.marks(x) | following.marks(y) for x, y in zip(leaves, later, strict=True)]
-        moves = [following.marks(x) | {i} for i, x in enumerate(at.beside(updates, "updates"))]
-        mixed = [f"state{path}" for path, marks in zip(paths, sources, strict=True) if len(marks) > 1]
-        mixed += [f"the update of params{at.paths[i]}" for i in sorted(moved) if len(moves[i]) > 1]
-        if mixed:
-            return Plan(
-                key, refused=f"{', '.join(mixed)} {'is' if len(mixed) == 1 else 'are'} made of several gradients"
-            )
-        return Plan(key, structure, [next(iter(marks), None) for marks in sources], leaves)
-
 
 _WHO = "A pair of plain functions that does not say elementwise=True"
-
-
-def _moving(at: Leaves) -> set[int]:
-    """Return which leaves may move: not what is frozen, nor what is tied to an earlier one."""
-    return {
-        i for i, (leaf, first) in enumerate(zip(at.leaves, at.firsts(), strict=True)) if i == first and trainable(leaf)
-    }
-
-
-def _seen(leaf: Leaf) -> tuple[int, ...]:
-    """Return the shape in which the functions see a leaf, were it whole."""
-    return (prod(leaf.shape),) if _is_flat(leaf) else tuple(leaf.shape)
-
-
-def _is_flat(leaf: Leaf) -> bool:
-    return isinstance(leaf, Sharded) and leaf.spec.is_flat
 
 
 def _is_divided(leaf: Leaf) -> bool:
@@ -257,18 +181,6 @@ def _is_at(owner: int | None, at: Leaves, moved: set[int], part: Part) -> bool:
     return owner is None or (owner in moved and part.has(at.leaves[owner]))
 
 
-def _apart(state: PyTree) -> tuple[list[Leaf], Structure]:
-    return flatten(state, sharded_is_leaf=True, none_is_leaf=True)
-
-
-def _shadow(leaf: Leaf) -> Tensor:
-    if leaf is None:
-        return torch.ones(1)
-    near, dtype = (leaf.shards[0] if isinstance(leaf, Sharded) else leaf), leaf.dtype
-    dtype = dtype if dtype.is_floating_point or dtype.is_complex else torch.float32
-    return torch.ones((1,) * len(_seen(leaf)), dtype=dtype, device=near.device)
-
-
 def _zero(leaf: Leaf) -> Leaf:
     if not isinstance(leaf, Sharded):
         return None if leaf is None else torch.zeros_like(leaf)
@@ -278,7 +190,7 @@ def _zero(leaf: Leaf) -> Leaf:
 def _shown(at: Leaves, leaves: Sequence[Leaf], moved: set[int], part: Part) -> PyTree:
     """Return a tree as the functions see it on a device."""
     return at.rebuild(
-        [part.of(x) if i in moved and part.has(at.leaves[i]) else _shadow(at.leaves[i]) for i, x in enumerate(leaves)]
+        [part.of(x) if i in moved and part.has(at.leaves[i]) else shadow(at.leaves[i]) for i, x in enumerate(leaves)]
     )
 
 
@@ -290,7 +202,7 @@ def _laid(plan: Plan, at: Leaves, place: int, column: Sequence[Any], parts: list
         return column[0]
     like = plan.like[place]
     shape, layout = tuple(like.shape), param.layout
-    if shape == _seen(param):
+    if shape == seen(param):
         shape = param.shape
     elif not layout.spec.is_owned:
         layout = layout.with_spec(P())
