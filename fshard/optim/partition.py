@@ -212,18 +212,15 @@ def _placed(params: PyTree, mesh: Mesh) -> Leaves:
 
 def _refuse_elsewhere(at: Leaves, mesh: Mesh) -> None:
     """Raise naming the parameters that lie on another mesh."""
-    wrong = (
-        [
-            f"params{path} lies on {leaf.mesh}"
-            for path, leaf in zip(at.paths, at.leaves, strict=True)
-            if isinstance(leaf, Sharded) and leaf.mesh not in (mesh, standing(mesh))
-        ]
-        if {leaf.mesh for leaf in at.leaves if isinstance(leaf, Sharded)} - {mesh}
-        else []
-    )
+    wrong = [
+        place
+        for place, leaf in enumerate(at.leaves)
+        if isinstance(leaf, Sharded) and leaf.mesh is not mesh and leaf.mesh not in (mesh, standing(mesh))
+    ]
     if wrong:
+        found = "; ".join(f"params{at.paths[place]} lies on {at.leaves[place].mesh}" for place in wrong)
         raise LayoutError(
-            f"partition_optimizer on {mesh}: {'; '.join(wrong)}. Give the mesh of the parameters, or lay them on this one: "
+            f"partition_optimizer on {mesh}: {found}. Give the mesh of the parameters, or lay them on this one: "
             "fs.shard_params(params, rules, mesh=mesh)."
         )
 
