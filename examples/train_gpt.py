@@ -5,7 +5,7 @@
     torchrun --nproc-per-node 2 examples/train_gpt.py             two processes
 
 The model and its loss are functions of one device. Which part of what lies where is said in `main`, in four lines. With
---reproducible, every stage and every number of devices up to eight prints the same losses, to the last bit.
+--reproducible, every stage on 1, 2, 4 or 8 devices prints the same losses, to the last bit.
 """
 
 import argparse
@@ -118,7 +118,7 @@ def options():
     parser.add_argument("--letters", type=int, default=500, help="to write in the end")
     parser.add_argument("--accumulate", type=int, default=1, help="parts of a device's batch, one after the other")
     parser.add_argument("--precision", choices=["bf16"], help="to compute in; parameters stay float32")
-    parser.add_argument("--reproducible", action="store_true", help="equal bits on any mesh")
+    parser.add_argument("--reproducible", action="store_true", help="equal bits on 1, 2, 4 or 8 devices")
     return parser.parse_args()
 
 

@@ -46,13 +46,14 @@ from fshard.mesh.ledger import Ledger, ledger
 from fshard.mesh.make import from_device_mesh, make_mesh, to_device_mesh
 from fshard.mesh.mesh import Mesh
 from fshard.mesh.messages import recv, send
-from fshard.mesh.placing import device_put, reshard, unshard
+from fshard.mesh.placing import device_put, layouts, reshard, unshard
 from fshard.mesh.run import run
 from fshard.mesh.shard_map import shard_map
 from fshard.mesh.sharded import Sharded, from_local, typeof
 from fshard.mesh.spec import P
 from fshard.optim.contract import Optimizer, apply_updates
 from fshard.optim.partition import partition_optimizer
+from fshard.transforms.evaluate import evaluate
 from fshard.transforms.functionalize import functionalize
 from fshard.transforms.gradient import grad, value_and_grad
 from fshard.transforms.initial import init_params
@@ -102,6 +103,7 @@ __all__ = [
     "axis_size",
     "broadcast",
     "device_put",
+    "evaluate",
     "from_device_mesh",
     "from_dtensor",
     "from_local",
@@ -111,6 +113,7 @@ __all__ = [
     "grad",
     "init_params",
     "keyed_random",
+    "layouts",
     "ledger",
     "make_mesh",
     "name",

@@ -481,7 +481,7 @@ def by_norm(grads, state, params):
     return unflatten(structure, [-g / (1 + g.norm()) for g in leaves]), state
 
 
-BY_NORM = fs.Optimizer(lambda params: (), by_norm)
+BY_NORM = fs.Optimizer(lambda params: (), by_norm, elementwise=True)
 
 
 def test_an_optimizer_that_is_not_elementwise():

@@ -56,6 +56,25 @@ def test_of_a_class_that_torch_may_add_it_is_asked(monkeypatch):
     assert optim.from_torch(later, elementwise=True).elementwise
 
 
+MODES = ({"foreach": False}, {"foreach": True}, {"fused": True}, {"capturable": True})
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+@pytest.mark.parametrize("cls", [*FOREIGN, torch.optim.Adafactor, torch.optim.Muon], ids=lambda cls: cls.__name__)
+def test_every_class_works_in_every_mode_in_which_torch_runs(cls, mode):
+    params, steps = suited(optim.muon, *example())
+    try:
+        expected = by_torch(cls, params, steps, **mode)
+    except Exception as refused:  # of whatever kind: torch has several
+        with pytest.raises((optim.OptimizerError, type(refused))):
+            by_step(optim.from_torch(cls, **mode), params, steps)
+        return
+    opt = optim.from_torch(cls, **mode)
+    assert same(leaves_of(by_step(opt, params, steps)[0]), expected)
+    if opt.elementwise:
+        check_elementwise(opt)
+
+
 class Own(torch.optim.Optimizer):
     """A class that keeps what `remember` keeps."""
 

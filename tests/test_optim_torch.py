@@ -8,7 +8,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fshard import optim
-from tests.optimizers import FUSED, TWINS, WHEN, by_step, by_torch, example, leaves_of, same, suited, tensor, trees
+from tests.optimizers import (
+    FUSED,
+    TWINS,
+    WHEN,
+    by_step,
+    by_torch,
+    by_update,
+    example,
+    leaves_of,
+    same,
+    suited,
+    tensor,
+    trees,
+)
 
 
 @pytest.mark.parametrize("foreach", [False, True])
@@ -21,6 +34,28 @@ def test_steps_have_the_bits_of_torch(name, dtype, foreach):
     ours = make(**options, **({"fused": False} if make in FUSED else {}))
     expected = by_torch(cls, params, steps, **options, **kernel)
     assert same(leaves_of(by_step(ours, params, steps)[0]), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("name", [name for name, twin in TWINS.items() if twin[0] in FUSED])
+def test_fused_steps_have_the_bits_of_torchs_fused_kernels(name, dtype):
+    make, cls, options = TWINS[name]
+    params, steps = example(dtype)
+    expected = by_torch(cls, params, steps, **options, fused=True)
+    for fused in (True, None):
+        assert same(leaves_of(by_step(make(**options, fused=fused), params, steps)[0]), expected)
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_an_update_is_a_step_but_for_the_rounding_of_a_difference(name):
+    make, _, options = TWINS[name]
+    params, (grads, *_) = suited(make, *example())
+    opt = make(**options, **({"fused": False} if make in FUSED else {}))
+    (stepped, _), (added, _) = by_step(opt, params, [grads]), by_update(opt, params, [grads])
+    for p, x, y in zip(*map(leaves_of, (params, stepped, added)), strict=True):
+        assert bool(((x - y).abs() <= torch.finfo(x.dtype).eps * torch.maximum((x - p).abs(), x.abs())).all())
+        near = (x / p >= 0.5) & (x / p <= 2)  # where the difference is exact
+        assert torch.equal(x[near], y[near])
 
 
 @pytest.mark.parametrize("name", [name for name, twin in TWINS.items() if twin[0] in FUSED])

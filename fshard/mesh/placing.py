@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,12 +24,12 @@ from fshard.mesh.layout import Layout, Memory, holders
 from fshard.mesh.ledger import Row
 from fshard.mesh.mapped import run_mapped
 from fshard.mesh.mesh import Mesh
-from fshard.mesh.sharded import Sharded, in_memory
+from fshard.mesh.sharded import Sharded, in_memory, key_of
 from fshard.mesh.spmd import held, is_outside, standing
 from fshard.mesh.steps import Way, convert, go, way_between, wire_of
 from fshard.mesh.sums import tree_sum
 from fshard.mesh.supply import Parts
-from fshard.mesh.tree import PyTree, broadcast_prefix, flatten_with_paths, map_leaves, unflatten
+from fshard.mesh.tree import PyTree, Structure, broadcast_prefix, flatten, flatten_with_paths, map_leaves, unflatten
 from fshard.source import Site, call_site
 
 # -- between one tensor outside and a replicated one on all devices -----------------------------------------------
@@ -82,25 +82,38 @@ def on_all(x: Tensor, layout: Layout) -> Tensors:
 # -- what the user calls ----------------------------------------------------------------------------------------
 
 
-def _each_leaf(what: str, tree: PyTree, layouts: PyTree, act: Callable[[Any, Layout], Any]) -> PyTree:
-    """Apply to every leaf of a tree the layout that a prefix tree of layouts has for it; collect what is wrong."""
-    paths, leaves, structure = flatten_with_paths(tree, sharded_is_leaf=True)
+def _each_leaf(what: str, tree: PyTree, layouts: PyTree, act: Callable[[int, Any, Layout], Any]) -> Placed:
+    """Apply to every leaf of a tree the layout that a prefix tree of layouts has for it; collect what is wrong.
+
+    What a layout does not say of a `Sharded` stays as it was: its unit, and that it is frozen.
+    """
+    paths, leaves, structure = flatten_with_paths(tree, sharded_is_leaf=True, none_is_leaf=True)
     try:
-        chosen = broadcast_prefix(layouts, tree)
+        chosen = broadcast_prefix(layouts, tree, none_is_leaf=True)
     except ValueError:
         raise LayoutError(f"{what}: the layouts {layouts!r} are no prefix of the tree {structure}.") from None
-    results: list[Any] = []
+    results = list(leaves)
     with collected(what) as attempt:
-        for path, leaf, layout in zip(paths, leaves, chosen, strict=True):
+        for place, (path, leaf, layout) in enumerate(zip(paths, leaves, chosen, strict=True)):
+            if leaf is None or layout is None:
+                continue
             with attempt(path):
                 if not isinstance(layout, Layout):
                     raise LayoutError(
                         f"a Layout is needed, found {type(layout).__name__}. Write fs.Layout(mesh, P(...))."
                     )
-                own = layout.on(standing(layout.mesh))
-                refuse_unfit(leaf, own)
-                results.append(act(leaf, own))
-    return unflatten(structure, results)
+                known = leaf.layout if isinstance(leaf, Sharded) else layout
+                unit, frozen = layout.unit or known.unit, layout.frozen or known.frozen
+                own = Layout(standing(layout.mesh), layout.spec, layout.memory, unit, frozen)
+                results[place] = act(place, leaf, own)
+    return Placed(results, structure)
+
+
+class Placed(NamedTuple):
+    """The leaves of a tree, and how to put it together."""
+
+    leaves: list[Any]
+    structure: Structure
 
 
 def refuse_unfit(leaf: Any, layout: Layout) -> None:
@@ -134,8 +147,9 @@ def device_put(tree: PyTree, layout: PyTree) -> PyTree:
     """Lay global values on a mesh.  Nothing is sent: every process is given the whole value and keeps its piece.
 
     Args:
-        tree: a tensor or tree of tensors, the same on every process; a `Sharded` is resharded.
-        layout: a layout, or a tree of layouts that is a prefix of `tree`.
+        tree: a tensor or tree of tensors, the same on every process; a `Sharded` is resharded, and from another mesh gathered
+            first.  What is one (tied) stays one.
+        layout: a layout, or a tree of layouts that is a prefix of `tree`; where it is None, leaves stay as they are.
 
     >>> import torch, fshard as fs
     >>> from fshard import P
@@ -146,10 +160,37 @@ def device_put(tree: PyTree, layout: PyTree) -> PyTree:
     """
     site = call_site()
 
-    def put(x: Any, to: Layout) -> Sharded:
-        return _reshard(x, to, site) if isinstance(x, Sharded) else _put(x, to, site)
+    done: dict[object, Sharded] = {}
 
-    return _each_leaf("device_put", tree, layout, put)
+    def put(place: int, x: Any, to: Layout) -> Sharded:
+        refuse_unfit(x, to)
+        key = key_of(x), to
+        if key not in done:
+            stays = isinstance(x, Sharded) and x.mesh == to.mesh
+            done[key] = _reshard(x, to, site) if stays else _put(_unshard(x, site), to, site)
+        return done[key]
+
+    leaves, structure = _each_leaf("device_put", tree, layout, put)
+    return unflatten(structure, leaves)
+
+
+def layouts(tree: PyTree) -> PyTree:
+    """Return the layout of every `Sharded` of a tree, None in the place of all else: for `device_put` and `reshard`.
+
+    A run goes on in another stage or on another mesh when its parameters and its state lie as they would there:
+
+    >>> import torch, fshard as fs
+    >>> from fshard import P
+    >>> four, two = fs.make_mesh({"data": 4}), fs.make_mesh({"data": 2})
+    >>> params = fs.shard_params({"w": torch.ones(8)}, fs.fsdp("data"), mesh=four)
+    >>> state = fs.partition_optimizer(fs.optim.adamw(0.1), mesh=four, axis="data", stage=3).init(params)
+    >>> params = fs.shard_params(params, P(), mesh=two)
+    >>> opt = fs.partition_optimizer(fs.optim.adamw(0.1), mesh=two, axis="data", stage=1)
+    >>> state = fs.device_put(state, fs.layouts(opt.init(params)))
+    >>> fs.typeof(params["w"]), state["exp_avg"]["w"], state["count"]
+    (f32[8], Sharded f32[8]{flat:data} on Mesh(data=2; virtual, cpu), tensor(0))
+    """
+    return map_leaves(lambda x: x.layout if isinstance(x, Sharded) else None, tree)
 
 
 def _put(x: Tensor, layout: Layout, site: Site) -> Sharded:
@@ -173,6 +214,8 @@ def _with_memory(x: Sharded, memory: Memory) -> Sharded:
 def reshard(tree: PyTree, layout: PyTree) -> PyTree:
     """Lay global arrays differently on the same mesh, by the cheapest collectives that lead there.
 
+    Plain tensors among them are global values already, and stay as they are, as all does for which the layout is None.
+
     >>> import torch, fshard as fs
     >>> from fshard import P
     >>> mesh = fs.make_mesh({"data": 4})
@@ -183,15 +226,20 @@ def reshard(tree: PyTree, layout: PyTree) -> PyTree:
     (f32[4, 4@data], {('all_to_all', ('data',)): (1, Fraction(12, 1))})
     """
     site = call_site()
-    given: list[tuple[Sharded, Layout]] = []
+    given: dict[int, tuple[Sharded, Layout]] = {}
+    lies = any(isinstance(x, Sharded) for x in flatten(tree, sharded_is_leaf=True)[0])
 
-    def note(x: Any, to: Layout) -> int:
-        given.append((_movable(x, to), to))
-        return len(given) - 1
+    def note(place: int, x: Any, to: Layout) -> Any:
+        if isinstance(x, Sharded) or not lies:
+            refuse_unfit(x, to)
+            given[place] = _movable(x, to), to
+        return x
 
-    places = _each_leaf("reshard", tree, layout, note)
-    moved = reshard_all([x for x, _ in given], [to for _, to in given], site)
-    return map_leaves(lambda place: moved[place], places)
+    leaves, structure = _each_leaf("reshard", tree, layout, note)
+    moved = reshard_all([x for x, _ in given.values()], [to for _, to in given.values()], site)
+    for place, x in zip(given, moved, strict=True):
+        leaves[place] = x
+    return unflatten(structure, leaves)
 
 
 def _movable(x: Any, layout: Layout) -> Sharded:
@@ -199,7 +247,7 @@ def _movable(x: Any, layout: Layout) -> Sharded:
         raise LayoutError(f"a Sharded is needed, found {type(x).__name__}. Lay tensors on a mesh with fs.device_put.")
     if x.mesh != layout.mesh:
         raise LayoutError(
-            f"the tensor lies on {x.mesh} and cannot be moved to {layout.mesh}. Take it off with fs.unshard first."
+            f"the tensor lies on {x.mesh} and cannot be moved to {layout.mesh}. fs.device_put takes it off and lays it there."
         )
     x.check()
     return x
@@ -235,6 +283,9 @@ def _reshard(x: Sharded, layout: Layout, site: Site) -> Sharded:
 def unshard(tree: PyTree) -> PyTree:
     """Return the whole of global arrays, as plain tensors; on a process mesh, on every process.  All else stays as it is.
 
+    What is one (tied) stays one.  A plain tensor knows nothing of a unit, nor whether it was frozen: to lay parameters on
+    another mesh give them to `shard_params` or `device_put` as they are.
+
     >>> import torch, fshard as fs
     >>> from fshard import P
     >>> mesh = fs.make_mesh({"data": 4})
@@ -242,7 +293,15 @@ def unshard(tree: PyTree) -> PyTree:
     tensor([0, 1, 2, 3])
     """
     site = call_site()
-    return map_leaves(lambda x: _unshard(x, site), tree)
+    done: dict[object, Any] = {}
+
+    def whole(x: Any) -> Any:
+        key = key_of(x)
+        if key not in done:
+            done[key] = _unshard(x, site)
+        return done[key]
+
+    return map_leaves(whole, tree)
 
 
 def _unshard(x: Any, site: Site) -> Any:

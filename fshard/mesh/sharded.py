@@ -90,6 +90,17 @@ class Sharded:
                 f"of a tensor of shape {self.shape} as {self.spec}. Trees of shards are for elementwise functions."
             )
 
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        """Raise: torch's functions take tensors."""
+        found = next((x for x in (*args, *(kwargs or {}).values()) if isinstance(x, Sharded)), None)
+        raise LayoutError(
+            f"torch's {getattr(func, '__name__', func)} was given {found or 'a Sharded'!r}: the global array, where a tensor "
+            "is needed. A loss function sees all that it is given as tensors: pass a second tree in the batch, as P(): "
+            'fs.value_and_grad(loss_fn, mesh=mesh, batch=(P("data"), P()))(params, (batch, other)). Elsewhere use fs.shard_map '
+            "on it, or the whole: fs.unshard(x)."
+        )
+
     def __repr__(self) -> str:
         kinds = [type(shard).__name__ for shard in self.shards if not isinstance(shard, Tensor)]
         return f"Sharded {kinds[0] if kinds else typeof(self)} on {self.mesh}"
@@ -109,6 +120,13 @@ def _unflatten(of: tuple[tuple[int, ...], Layout], shards: Sequence[Any]) -> Sha
 
 
 register_node(Sharded, _flatten, _unflatten)
+
+
+def key_of(x: Any) -> tuple[int, ...]:
+    """Return what tells whether two leaves of a tree are one (tied): the identity of their tensors."""
+    if isinstance(x, Sharded):
+        return tuple(map(id, x.shards))
+    return () if x is None else (id(x),)
 
 
 def typeof(x: Sharded | Tensor) -> ShardType:

@@ -16,6 +16,7 @@ from fshard.mesh.tree import PyTree
 from fshard.optim.contract import Optimizer, Update, check_inside, no_updates, scale_inside
 from fshard.optim.leaves import Leaf, Leaves, count_from_zero, map_shards, trainable
 from fshard.optim.numbers import count_from, refuse
+from fshard.optim.plain import on_arrays
 
 
 def accumulate(opt: Optimizer, every: int) -> Optimizer:
@@ -34,6 +35,7 @@ def accumulate(opt: Optimizer, every: int) -> Optimizer:
     """
     check_inside("accumulate", opt)
     refuse("accumulate", count_from(1, every=every))
+    opt = on_arrays(opt, "accumulate")
 
     def init(params: PyTree) -> PyTree:
         at = Leaves.of(params)
@@ -59,7 +61,7 @@ def accumulate(opt: Optimizer, every: int) -> Optimizer:
 
     update = at_last(lambda grads, params: no_updates(grads), opt.update)
     step = at_last(lambda grads, params: params, opt.step) if opt.step else None
-    return Optimizer(init, update, step, opt.elementwise, scale_inside(opt, "inner"))
+    return Optimizer(init, update, step, opt.elementwise, scale_inside(opt, "inner"), arrays=True)
 
 
 def _added(state: dict[str, Any], grads: PyTree) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from fshard.mesh.tree import PyTree
 from fshard.optim.contract import Optimizer, apply_updates, check_inside, copied, scale_inside, step_of
 from fshard.optim.leaves import Leaves, map_shards, trainable
 from fshard.optim.numbers import refuse, within
+from fshard.optim.plain import on_arrays
 
 
 def ema(opt: Optimizer, decay: float) -> Optimizer:
@@ -27,6 +28,7 @@ def ema(opt: Optimizer, decay: float) -> Optimizer:
     """
     check_inside("ema", opt)
     refuse("ema", within(0, 1, decay=decay))
+    opt = on_arrays(opt, "ema")
 
     def init(params: PyTree) -> PyTree:
         return {"ema": copied(params), "inner": opt.init(params)}
@@ -46,7 +48,7 @@ def ema(opt: Optimizer, decay: float) -> Optimizer:
         params, inner = step_of(opt)(grads, state["inner"], params)
         return params, {"ema": averaged(state, params, lambda a, p: a.lerp_(p, 1 - decay)), "inner": inner}
 
-    return Optimizer(init, update, step, opt.elementwise, scale_inside(opt, "inner"))
+    return Optimizer(init, update, step, opt.elementwise, scale_inside(opt, "inner"), arrays=True)
 
 
 def ema_params(state: PyTree) -> PyTree:

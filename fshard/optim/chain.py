@@ -28,10 +28,11 @@ from fshard.optim.contract import (
 from fshard.optim.leaves import Leaf, Leaves, count_from_zero, map_shards, trainable
 from fshard.optim.norms import global_norm
 from fshard.optim.numbers import finite, refuse, within
+from fshard.optim.plain import on_arrays
 from fshard.optim.schedules import Rate, rate_at
 
 
-def chain(*transforms: Optimizer) -> Optimizer:
+def chain(*optimizers: Optimizer) -> Optimizer:
     """Apply one after the other; the state is the tuple of theirs.
 
     >>> import torch, fshard.optim as optim
@@ -40,7 +41,8 @@ def chain(*transforms: Optimizer) -> Optimizer:
     >>> params
     [tensor([0.5000])]
     """
-    check_inside("chain", *transforms)
+    check_inside("chain", *optimizers)
+    transforms = [on_arrays(one, "chain") for one in optimizers]
     refuse_scaled("chain", transforms[1:], "what stands before it would get gradients that are still scaled")
 
     def init(params: PyTree) -> PyTree:
@@ -61,7 +63,7 @@ def chain(*transforms: Optimizer) -> Optimizer:
     step = through(lambda one: one.step or one.update) if writes else None
     elementwise = _jointly([one.elementwise for one in transforms])
     loss_scale = scale_inside(transforms[0], 0) if transforms else None
-    return Optimizer(init, through(lambda one: one.update), step, elementwise, loss_scale)
+    return Optimizer(init, through(lambda one: one.update), step, elementwise, loss_scale, arrays=True)
 
 
 def _jointly(said: list[Elementwise]) -> Elementwise:
@@ -89,7 +91,9 @@ def scale(factor: Rate) -> Optimizer:
         by = rate_at(factor, int(state["count"]))
         return _each(lambda grad: grad * by, grads), {"count": state["count"] + 1}
 
-    return Optimizer(lambda params: {"count": count_from_zero()}, torch.no_grad()(update))
+    return Optimizer(
+        lambda params: {"count": count_from_zero()}, torch.no_grad()(update), elementwise=True, arrays=True
+    )
 
 
 def clip_by_value(limit: float) -> Optimizer:
@@ -163,7 +167,7 @@ def _stateless(transform: Callable[[PyTree, PyTree], PyTree]) -> Optimizer:
     def update(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
         return transform(grads, params), state
 
-    return Optimizer(lambda params: (), update)
+    return Optimizer(lambda params: (), update, elementwise=True, arrays=True)
 
 
 def _each(f: Callable[[Tensor], Tensor], grads: PyTree) -> PyTree:

@@ -25,6 +25,7 @@ from fshard.optim.contract import (
     step_of,
 )
 from fshard.optim.leaves import Leaf, Leaves, trainable
+from fshard.optim.plain import on_arrays
 
 
 def masked(opt: Optimizer, mask: PyTree | Callable[[str, Leaf], bool]) -> Optimizer:
@@ -43,6 +44,7 @@ def masked(opt: Optimizer, mask: PyTree | Callable[[str, Leaf], bool]) -> Optimi
     {'w': tensor([0.5000]), 'b': tensor([1.])}
     """
     check_inside("masked", opt)
+    opt = on_arrays(opt, "masked")
     if opt.step is not None:
         return by_label({True: opt, False: _frozen}, mask, every=False)
     refuse_scaled("masked", [opt], "the other parameters' gradients would be passed on still scaled")
@@ -67,6 +69,7 @@ def by_label(
     {'w': tensor([0.5000]), 'b': tensor([0.7500])}
     """
     check_inside("by_label", *opts.values())
+    opts = {label: on_arrays(opt, "by_label") for label, opt in opts.items()}
     moving = [label for label, opt in opts.items() if opt is not _frozen]
     if len(moving) > 1:
         refuse_scaled(
@@ -99,7 +102,7 @@ def by_label(
     writes = any(opt.step is not None for opt in opts.values())
     step = through(step_of) if writes else None
     loss_scale = scale_inside(opts[moving[0]], moving[0]) if moving else None
-    return Optimizer(init, through(lambda opt: opt.update), step, _elementwise(opts, labels), loss_scale)
+    return Optimizer(init, through(lambda opt: opt.update), step, _elementwise(opts, labels), loss_scale, arrays=True)
 
 
 def _elementwise(opts: Mapping[Any, Optimizer], labels: PyTree | Callable[[str, Leaf], Any]) -> Elementwise:
@@ -148,9 +151,11 @@ def _nothing(params: PyTree) -> PyTree:
     return ()
 
 
-_passing = Optimizer(_nothing, lambda grads, state, params: (grads, state))
+_passing = Optimizer(_nothing, lambda grads, state, params: (grads, state), elementwise=True, arrays=True)
 _frozen = Optimizer(
     _nothing,
     lambda grads, state, params: (no_updates(grads), state),
     lambda grads, state, params: (params, state),
+    elementwise=True,
+    arrays=True,
 )

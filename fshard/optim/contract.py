@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fshard.errors import OptimizerError
+from fshard.mesh.sharded import Sharded
 from fshard.mesh.tree import PyTree
 from fshard.optim import lists
 from fshard.optim.leaves import Leaf, Leaves, is_frozen, like, map_shards, shards_of
@@ -38,8 +39,11 @@ class Optimizer(NamedTuple):
         step: from gradients, state and parameters to parameters and state.  May use up all that it is given: the
             fast way.  None for a transformation of gradients.
         elementwise: whether an element's update depends on that element alone (and on numbers): then it runs on any shards.
-            A function of the parameters, where that differs from leaf to leaf (`by_label`).
+            A function of the parameters, where that differs from leaf to leaf (`by_label`).  None: nobody has said so, and
+            it gets whole parameters.
         loss_scale: from the state to what the loss is to be multiplied by before its gradient is taken; None: nothing.
+        arrays: whether the functions take trees of global arrays (`Sharded`), as those of `fshard.optim` do.  Others are
+            functions of plain tensors; what takes an optimizer runs them device by device (see `plain`).
 
     >>> import torch, fshard.optim as optim
     >>> opt = optim.sgd(0.5)
@@ -52,8 +56,9 @@ class Optimizer(NamedTuple):
     init: Callable[[PyTree], PyTree]
     update: Update
     step: Update | None = None
-    elementwise: Elementwise = True
+    elementwise: Elementwise | None = None
     loss_scale: Callable[[PyTree], Tensor] | None = None
+    arrays: bool = False
 
 
 @torch.no_grad()
@@ -151,9 +156,9 @@ def pure_step(opt: Optimizer) -> Update:
     return lambda grads, state, params: step(copied(grads), copied(state), copied(params))
 
 
-def elementwise_leaves(elementwise: Elementwise, params: PyTree) -> list[bool]:
+def elementwise_leaves(elementwise: Elementwise | None, params: PyTree) -> list[bool]:
     """Return for each leaf of the parameters whether an element's update depends on that element alone."""
-    return elementwise(params) if callable(elementwise) else [elementwise] * len(Leaves.of(params).leaves)
+    return elementwise(params) if callable(elementwise) else [bool(elementwise)] * len(Leaves.of(params).leaves)
 
 
 @torch.no_grad()
@@ -166,4 +171,7 @@ def copied(tree: PyTree) -> PyTree:
             made[id(x)] = x.clone()
         return made[id(x)]
 
-    return Leaves.of(tree).mapped(lambda leaf: leaf if leaf is None or is_frozen(leaf) else map_shards(copy, leaf))
+    def copied_leaf(leaf: Leaf) -> Leaf:
+        return map_shards(copy, leaf) if isinstance(leaf, Sharded | Tensor) and not is_frozen(leaf) else leaf
+
+    return Leaves.of(tree).mapped(copied_leaf)

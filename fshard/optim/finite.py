@@ -14,6 +14,7 @@ from fshard.mesh.tree import PyTree
 from fshard.optim.contract import Optimizer, Update, check_inside, no_updates, refuse_scaled
 from fshard.optim.leaves import Leaves, count_from_zero, shards_of
 from fshard.optim.norms import Places, check_summable, largest, sum_over_mesh
+from fshard.optim.plain import on_arrays
 
 
 def skip_if_not_finite(opt: Optimizer) -> Optimizer:
@@ -30,6 +31,7 @@ def skip_if_not_finite(opt: Optimizer) -> Optimizer:
     """
 
     check_inside("skip_if_not_finite", opt)
+    opt = on_arrays(opt, "skip_if_not_finite")
     refuse_scaled("skip_if_not_finite", [opt], "the scale would never learn of the steps that are skipped")
 
     def init(params: PyTree) -> PyTree:
@@ -39,7 +41,7 @@ def skip_if_not_finite(opt: Optimizer) -> Optimizer:
         return {"skipped": state["skipped"] + (not finite), "inner": inner}
 
     update, step = if_finite(opt, after, lambda grads, state: grads)
-    return Optimizer(init, update, step, opt.elementwise)
+    return Optimizer(init, update, step, opt.elementwise, arrays=True)
 
 
 def if_finite(

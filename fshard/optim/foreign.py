@@ -180,7 +180,11 @@ def _elsewhere(optimizer: torch.optim.Optimizer) -> dict[str, str]:
         if name != "params"
     }
     shared = {f"state[{key!r}]": repr(value) for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
-    known = ("state", "param_groups")
+    known = (
+        "state",
+        "param_groups",
+        "_need_device_dtype_check_for_fused",
+    )  # the last one: whether a first step was checked
     return groups | shared | {name: repr(value) for name, value in vars(optimizer).items() if name not in known}
 
 

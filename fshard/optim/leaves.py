@@ -19,7 +19,7 @@ from torch.nn import Parameter
 
 from fshard.errors import LayoutError
 from fshard.mesh.layout import Layout
-from fshard.mesh.sharded import Sharded
+from fshard.mesh.sharded import Sharded, key_of
 from fshard.mesh.spec import P
 from fshard.mesh.spmd import held
 from fshard.mesh.tree import PyTree, Structure, broadcast_prefix, flatten, flatten_with_paths, unflatten
@@ -82,13 +82,6 @@ def is_frozen(leaf: Leaf) -> bool:
 def trainable(leaf: Leaf) -> bool:
     """Return whether a leaf is of numbers that a gradient may move: floats or complex, and not frozen."""
     return leaf is not None and (leaf.dtype.is_floating_point or leaf.dtype.is_complex) and not is_frozen(leaf)
-
-
-def key_of(leaf: Leaf) -> tuple[int, ...]:
-    """Return what tells whether two leaves are one (tied): the identity of their tensors."""
-    if isinstance(leaf, Sharded):
-        return tuple(map(id, leaf.shards))
-    return () if leaf is None else (id(leaf),)
 
 
 def firsts_of(leaves: Sequence[Leaf]) -> list[int]:

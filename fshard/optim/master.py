@@ -13,6 +13,7 @@ from torch import Tensor
 from fshard.mesh.tree import PyTree
 from fshard.optim.contract import Optimizer, Update, check_inside, scale_inside, step_of
 from fshard.optim.leaves import Leaf, Leaves, map_shards, trainable
+from fshard.optim.plain import on_arrays
 
 _HALVES = (torch.bfloat16, torch.float16)
 
@@ -33,6 +34,7 @@ def with_master_weights(opt: Optimizer) -> Optimizer:
     """
 
     check_inside("with_master_weights", opt)
+    opt = on_arrays(opt, "with_master_weights")
 
     @torch.no_grad()
     def init(params: PyTree) -> PyTree:
@@ -60,7 +62,7 @@ def with_master_weights(opt: Optimizer) -> Optimizer:
         at = Leaves.of(params)
         return at.mapped(_update, at.beside(moved, "the optimizer's results"), at.gradients(grads)), state
 
-    return Optimizer(init, update, through(step_of(opt)), opt.elementwise, scale_inside(opt, "inner"))
+    return Optimizer(init, update, through(step_of(opt)), opt.elementwise, scale_inside(opt, "inner"), arrays=True)
 
 
 def _is_half(leaf: Leaf) -> bool:

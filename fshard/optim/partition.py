@@ -32,9 +32,11 @@ from fshard.mesh.mesh import Mesh
 from fshard.mesh.placing import reshard_all
 from fshard.mesh.sharded import Sharded
 from fshard.mesh.spec import P
+from fshard.mesh.spmd import standing
 from fshard.mesh.tree import PyTree
 from fshard.optim.contract import Elementwise, Optimizer, Update, check_inside, elementwise_leaves, step_of
 from fshard.optim.leaves import Leaf, Leaves, trainable
+from fshard.optim.plain import on_arrays
 from fshard.source import Site, call_site
 from fshard.uncompiled import uncompiled
 
@@ -50,10 +52,11 @@ class Partitioned(NamedTuple):
     init: Callable[[PyTree], PyTree]
     update: Update
     step: Update | None
-    elementwise: Elementwise
+    elementwise: Elementwise | None
     loss_scale: Callable[[PyTree], Tensor] | None
     gradients: Callable[[Layout], Layout]
     stage: Stage
+    arrays: bool = True
 
 
 def partition_optimizer(
@@ -95,21 +98,28 @@ def partition_optimizer(
     [f32[4, 3]{on:data=0}, f32[2, 3]{on:data=1}, f32[2, 3]{on:data=1}]
     """
     axes = mesh.check_axes(axis, "partition_optimizer(axis=)")
+    check_inside("partition_optimizer", opt)
+    opt = on_arrays(opt, "partition_optimizer")
     _check(opt, stage, unit)
     if stage == 0:
-        return Partitioned(opt.init, opt.update, opt.step, opt.elementwise, opt.loss_scale, _same, 0)
-    flat = opt.elementwise if unit is None else unit == "elementwise"
+
+        def undivided(params: PyTree) -> PyTree:
+            _refuse_elsewhere(Leaves.of(params), mesh)
+            return opt.init(params)
+
+        return Partitioned(undivided, opt.update, opt.step, opt.elementwise, opt.loss_scale, _same, 0)
+    flat = opt.elementwise or False if unit is None else unit == "elementwise"
 
     @uncompiled
     def init(params: PyTree) -> PyTree:
-        at = _placed(params)
+        at = _placed(params, mesh)
         (own,) = _laid(at, [at.leaves], _targets(at, flat, axes), call_site())
         return opt.init(own)
 
     def through(act: Update, *, donated: bool) -> Update:
         @uncompiled
         def run(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
-            at, site = _placed(params), call_site()
+            at, site = _placed(params, mesh), call_site()
             given = at.beside(grads, "grads")
             _refuse_unplaced(at, given)
             grads, own = _laid(at, [given, at.leaves], _targets(at, flat, axes), site)
@@ -132,8 +142,7 @@ def partition_optimizer(
 
 
 def _check(opt: Optimizer, stage: Stage, unit: Unit | None) -> None:
-    check_inside("partition_optimizer", opt)
-    if stage not in get_args(Stage):
+    if stage not in get_args(Stage) or isinstance(stage, bool):
         raise OptimizerError(f"partition_optimizer: the stages of ZeRO are 0, 1, 2 and 3; found {stage!r}.")
     if unit not in (None, *get_args(Unit)):
         raise OptimizerError(f'partition_optimizer: unit is "elementwise", "matrix" or None; found {unit!r}.')
@@ -198,10 +207,26 @@ def shared_out(sizes: Sequence[int], n: int) -> list[int]:
     return owners
 
 
-def _placed(params: PyTree) -> Leaves:
+def _placed(params: PyTree, mesh: Mesh) -> Leaves:
     at = Leaves.of(params)
     _refuse_unplaced(at, at.leaves)
+    _refuse_elsewhere(at, mesh)
     return at
+
+
+def _refuse_elsewhere(at: Leaves, mesh: Mesh) -> None:
+    """Raise naming the parameters that lie on another mesh."""
+    wrong = [
+        place
+        for place, leaf in enumerate(at.leaves)
+        if isinstance(leaf, Sharded) and leaf.mesh is not mesh and leaf.mesh not in (mesh, standing(mesh))
+    ]
+    if wrong:
+        found = "; ".join(f"params{at.paths[place]} lies on {at.leaves[place].mesh}" for place in wrong)
+        raise LayoutError(
+            f"partition_optimizer on {mesh}: {found}. Give the mesh of the parameters, or lay them on this one: "
+            "fs.shard_params(params, rules, mesh=mesh)."
+        )
 
 
 def _refuse_unplaced(at: Leaves, leaves: list[Leaf]) -> None:

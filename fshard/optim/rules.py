@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from fshard.errors import LayoutError, OptimizerError
+from fshard.mesh.sharded import Sharded, key_of
 from fshard.mesh.tree import PyTree
 from fshard.optim.cells import Cells, cells_of
 from fshard.optim.contract import Optimizer
@@ -30,7 +31,6 @@ from fshard.optim.leaves import (
     Leaves,
     alike,
     count_from_zero,
-    key_of,
     kind_of,
     like,
     made_of,
@@ -108,7 +108,7 @@ def writer(
         written, state = write(grads, state, params, fast or rule, donated=True)
         return written.at.rebuild(written.params), state
 
-    return Optimizer(init, update, step, elementwise)
+    return Optimizer(init, update, step, elementwise, arrays=True)
 
 
 @dataclass(frozen=True)
@@ -160,6 +160,11 @@ def _refuse_strange_state(state: PyTree, names: set[str]) -> None:
             f"This state was not made by this optimizer's init: it {has}, and {sorted(names)} is needed. "
             "Write state = opt.init(params)."
         )
+    if isinstance(state["count"], Sharded):
+        raise OptimizerError(
+            'state["count"] lies on a mesh; it is a number of the host. Lay a state as it would be made: '
+            "fs.device_put(state, fs.layouts(opt.init(params)))."
+        )
 
 
 def _refuse_others_state(at: Leaves, columns: Mapping[str, list[Leaf]]) -> None:
@@ -182,7 +187,7 @@ def _refuse_others_state(at: Leaves, columns: Mapping[str, list[Leaf]]) -> None:
         )
         raise LayoutError(
             f"This state was made for parameters that lie otherwise, by another stage or mesh perhaps:{found}\n"
-            "Make it by this optimizer's init, or lay it alike: fs.reshard(state, layouts)."
+            "Lay it as this optimizer would make it: fs.device_put(state, fs.layouts(opt.init(params)))."
         )
 
 

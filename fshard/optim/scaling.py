@@ -17,6 +17,7 @@ from fshard.optim.contract import Optimizer, check_inside, refuse_scaled
 from fshard.optim.finite import if_finite
 from fshard.optim.leaves import Leaves, count_from_zero, map_shards
 from fshard.optim.numbers import refuse
+from fshard.optim.plain import on_arrays
 
 
 def loss_scaled(
@@ -30,7 +31,10 @@ def loss_scaled(
     smallest: float = 1.0,
     largest: float = 2.0**24,
 ) -> Optimizer:
-    """Let an optimizer take gradients of a scaled loss; `train_step` reads the scale from the state and applies it.
+    """Let an optimizer take gradients of a scaled loss.
+
+    `train_step` reads the scale from the state and applies it.  Who takes the gradient himself has to say it:
+    `value_and_grad(...)(params, batch, scale=opt.loss_scale(state))`; without that, steps are too small by the scale.
 
     Args:
         opt: the optimizer, with its chain: it gets gradients of the true size.  `ema`, `accumulate`, `masked` and
@@ -57,6 +61,7 @@ def loss_scaled(
     check_inside("loss_scaled", opt)
     rule = Scaling(growth, backoff, interval, hysteresis, smallest, largest)
     rule.check(initial)
+    opt = on_arrays(opt, "loss_scaled")
     refuse_scaled("loss_scaled", [opt], "gradients would be divided twice")
 
     def init(params: PyTree) -> PyTree:
@@ -70,7 +75,7 @@ def loss_scaled(
         return {"scale": torch.tensor(scale)} | counts | {"skipped": state["skipped"] + (not finite), "inner": inner}
 
     update, step = if_finite(opt, after, lambda grads, state: _divided(grads, float(state["scale"])))
-    return Optimizer(init, update, step, opt.elementwise, _scale_of)
+    return Optimizer(init, update, step, opt.elementwise, _scale_of, arrays=True)
 
 
 class Watched(NamedTuple):

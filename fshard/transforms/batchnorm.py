@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 
 from fshard.mesh.collectives import psum, pvary
-from fshard.mesh.scope import minding
+from fshard.mesh.scope import here, minding
 from fshard.mesh.spec import Axes
 from fshard.transforms.idle import is_idle
 
@@ -33,7 +33,9 @@ def synchronise(module: nn.Module, axis: Axes | None) -> None:
 
 def _forward(reference: weakref.ref[_BatchNorm], axis: Axes, x: Tensor) -> Tensor:
     layer: Any = reference()
-    if not layer.training and layer.running_mean is not None:
+    if here() is None or (
+        not layer.training and layer.running_mean is not None
+    ):  # one device, or nothing to be taken over all
         return type(layer).forward(layer, x)
     layer._check_input_dim(x)
     mean, variance, count = moments(x, axis)  # (channels), (channels), ()

@@ -48,7 +48,8 @@ def functionalize(module: nn.Module, *, sync_batchnorm: Axes | None = None) -> t
     Args:
         module: any module, as it is now; of later changes only `module.train()` and `eval()` are followed.
         sync_batchnorm: the axes along which BatchNorm layers in training take mean and variance over all devices,
-            inside `shard_map` (one psum of 2 * channels + 1 numbers per layer).
+            inside `shard_map` and loss functions (one psum of 2 * channels + 1 numbers per layer); outside, on one device, they
+            are as they were.
 
     In a training step, or where else draws are keyed (`keyed_random`), each layer draws by its own name; elsewhere draws are
     those of the module itself.

@@ -65,7 +65,7 @@ def value_and_grad(
     gradients: Callable[[Layout], Layout] | None = None,
     frozen: Choice = None,
     reproducible: bool = False,
-    slices: int = 8,
+    slices: int | None = None,
     reshard_after_forward: bool = True,
     live_units: int = 2,
     prefetch: int = 1,
@@ -80,7 +80,9 @@ def value_and_grad(
         loss_fn: `loss_fn(params, batch)` of one device: the mean loss over the samples that it is given, or the loss of each;
             with `has_aux`, a pair of that and a tree of tensors, which are averaged as the loss is.
         mesh: the devices.
-        batch: how the batch is cut: a P, or a prefix tree of Ps.  Its axes are the ones that gradients are summed over.
+        batch: how the batch is cut: a P, or a prefix tree of Ps.  Its axes are the ones that gradients are summed over.  What
+            the loss needs besides, a second network say, is a part of it that is not cut, P(): a tree of `Sharded`s too, which
+            are then gathered, all at once.
         has_buffers: whether loss_fn has buffers, of BatchNorm say: it is then `loss_fn(params, buffers, batch)` and returns
             (loss, new buffers), and so does the result: see `buffers`.
         has_aux: whether loss_fn returns something more, last.
@@ -95,7 +97,7 @@ def value_and_grad(
         frozen: which parameters have no gradient here: a path pattern, several, or a function of the path ("blocks[3].w").
             What is never trained is better frozen by `shard_params`: it has no optimizer state either.
         reproducible: equal bits on every mesh: see the module.
-        slices: into how many slices the whole batch is cut in reproducible mode, whatever the mesh.
+        slices: into how many slices the whole batch is cut in reproducible mode, whatever the mesh; by default 8.
         reshard_after_forward: gather sharded units again for the backward instead of keeping them.
         live_units: how many sharded units are whole at a time, besides those that are gathered ahead, and in the backward
             those of a rematerialised block that has been run again.
@@ -106,6 +108,9 @@ def value_and_grad(
         compute: the floating dtype that parameters and batch are used in, if not their own.
         reduce: the dtype that gradients are reduced in, if not that of the computation, or in reproducible mode and where
             slices are added up, that or float32, whichever is wider.
+
+    The function also takes `scale=`: gradients are then those of so many times the loss, which `optim.loss_scaled` needs:
+    `gradient(params, batch, scale=opt.loss_scale(state))`.
 
     The loss is a tensor, equal on all devices; a gradient is None where no device has used the parameter.  loss_fn may call
     collectives; what one makes equal on all devices and is then used with a device's own data has to go through `fs.pvary`.
@@ -120,6 +125,12 @@ def value_and_grad(
     >>> loss, fs.typeof(grads["w"]), fs.unshard(grads["w"])
     (tensor(3.), f32[2]{flat:data}, tensor([1., 1.]))
     """
+    if slices is not None and not reproducible:
+        raise LayoutError(
+            f"value_and_grad(slices={slices}) has no meaning without reproducible=True. Add it, or leave slices out; "
+            "accumulate= cuts each device's part."
+        )
+    slices = 8 if slices is None else slices
     counts = {"accumulate": accumulate, "slices": slices, "live_units": live_units}
     sizes = {"in_flight": in_flight, "prefetch": prefetch, "bucket": bucket}
     wrong = [
@@ -158,7 +169,7 @@ def grad(loss_fn: Callable[..., Any], **options: Any) -> Callable[..., PyTree]:
     tensor(1.5000)
     """
     both = value_and_grad(loss_fn, **options)
-    return lambda params, *given: both(params, *given)[1]
+    return lambda params, *given, scale=1.0: both(params, *given, scale=scale)[1]
 
 
 @dataclass
@@ -203,11 +214,11 @@ class Gradient:
     frozen: Choice
     known: list[Known] = field(init=False, default_factory=list[Known], compare=False, repr=False)
 
-    def __call__(self, params: PyTree, *given: PyTree) -> tuple[Any, PyTree]:
-        """Return the loss, or what comes with it too, and the gradient."""
+    def __call__(self, params: PyTree, *given: PyTree, scale: Tensor | float = 1.0) -> tuple[Any, PyTree]:
+        """Return the loss, or what comes with it too, and the gradient of `scale` times the loss."""
         buffers, batch = given if self.how.has_buffers else ((), *given)
         refuse_distant(self.mesh, "value_and_grad", params=params, buffers=buffers, batch=batch)
-        value, grads = self.run(params, buffers, batch, call_site())
+        value, grads = self.run(params, buffers, batch, call_site(), float(scale))
         rest = (value.buffers,) * self.how.has_buffers + (value.aux,) * self.how.has_aux
         return ((value.loss, *rest) if rest else value.loss), grads
 
@@ -215,7 +226,7 @@ class Gradient:
         self, params: PyTree, buffers: PyTree, batch: PyTree, site: Site, scale: float = 1.0
     ) -> tuple[Value, PyTree]:
         """Run forward and backward on all devices; return the loss, and the gradients of `scale` times it as they lie."""
-        if torch.is_inference_mode_enabled():
+        if self.how.backward and torch.is_inference_mode_enabled():
             raise LayoutError(
                 "value_and_grad under torch.inference_mode(): nothing is recorded there, so there is no gradient. "
                 "Call it outside, or in torch.inference_mode(False)."
@@ -282,7 +293,9 @@ class Gradient:
             _refuse_half_frozen(paths, at, fixed)
             ways: dict[int, Leaf] = {}
             for path, place, x, fix in zip(paths, at, leaves, fixed, strict=True):
-                ways.setdefault(place, self._leaf(path, x, axes, trained=trainable(x) and not fix))
+                ways.setdefault(
+                    place, self._leaf(path, x, axes, trained=self.how.backward and trainable(x) and not fix)
+                )
             found = Known(key, tuple(ways[place] for place in sorted(ways)))
             self.known[:] = [found, *self.known[: KNOWN - 1]]
         return found

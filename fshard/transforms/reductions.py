@@ -80,7 +80,7 @@ class Reductions:
         """Note which leaves were used; return what counts of their cotangents."""
         for place, g in zip(unit.places, gs, strict=True):
             self.used[place] |= g is not None
-        return [None if self._idle else g for g in gs]
+        return [None if self._idle else g.to_dense() if g is not None and g.is_sparse else g for g in gs]
 
     def _complete(self, unit: Unit, gs: list[Tensor | None]) -> None:
         """Reduce what has its turn, now that a unit's gradients are there."""

@@ -7,7 +7,7 @@ a leaf that cannot lie as it should are errors, all reported at once.  Nothing i
     {"emb": P("model"), "blocks": P()}          a prefix tree
     {"blocks[*].attn.w": P(None, "model"), "**": P()}      patterns, anchored at both ends
     lambda path, leaf: ...                      from a path and a leaf (its shape and dtype)
-    fsdp("data")                                everything flat, in units
+    fsdp("data")                                everything flat, in units; it may also stand where a P may
 
 Patterns have no order: those with `**` count for a leaf that no other is for, and `**` alone for what is left then.  They
 may write a path in any way: `blocks[3].w`, `blocks.3.w` as modules name it, `["blocks"][3]["w"]`.  A function is given it as
@@ -17,6 +17,7 @@ may write a path in any way: `blocks[3].w`, `blocks.3.w` as modules name it, `["
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -28,6 +29,7 @@ from fshard.errors import LayoutError, ModuleError
 from fshard.mesh.layout import Layout
 from fshard.mesh.mesh import Mesh
 from fshard.mesh.placing import collected, device_put, refuse_unfit
+from fshard.mesh.sharded import key_of
 from fshard.mesh.spec import P, as_axes
 from fshard.mesh.tree import PyTree, broadcast_prefix, flatten_with_paths, unflatten
 from fshard.optim.leaves import is_frozen
@@ -83,8 +85,32 @@ def unit_of(path: str) -> str:
     ('blocks[3]', 'head')
     """
     parts = parts_of(path)
-    place = next((place for place, part in enumerate(parts) if part.isdigit()), 0)
+    place = next(iter(_indices(parts)), 0)
     return named(parts[: place + 1]) or "all"
+
+
+def default_units(paths: Sequence[str]) -> list[str]:
+    """Return the unit of every leaf: of the indices in its path the first that counts things that look alike, blocks that is.
+
+    >>> default_units(["[0]", "[1][0].w", "[1][1].w", "[1][2].w", "[2]"])
+    ['0', '1[0]', '1[1]', '1[2]', '2']
+    """
+    below: dict[tuple[str, ...], set[tuple[str, ...]]] = {}
+    for parts in map(parts_of, paths):
+        for place in _indices(parts):
+            below.setdefault(parts[: place + 1], set()).add(parts[place + 1 :])
+    alike = Counter((block[:-1], frozenset(leaves)) for block, leaves in below.items())
+
+    def unit(path: str) -> str:
+        parts = parts_of(path)
+        blocks = [parts[: place + 1] for place in _indices(parts)]
+        return next((named(block) for block in blocks if alike[block[:-1], frozenset(below[block])] > 1), unit_of(path))
+
+    return list(map(unit, paths))
+
+
+def _indices(parts: Sequence[str]) -> list[int]:
+    return [place for place, part in enumerate(parts) if part.isdigit()]
 
 
 @dataclass(frozen=True)
@@ -97,7 +123,7 @@ class Fsdp:
     def units(self, paths: Sequence[str], leaves: Sequence[Any]) -> list[str]:
         """Return the unit of every leaf."""
         if self.unit is None:
-            return [unit_of(path) for path in paths]
+            return default_units(paths)
         if isinstance(self.unit, int):
             return _by_size(leaves, self.unit)
         return _by_unit_patterns((self.unit,) if isinstance(self.unit, str) else self.unit, paths)
@@ -136,7 +162,8 @@ def _by_unit_patterns(patterns: Sequence[str], paths: Sequence[str]) -> list[str
     found = [
         next((begin for begin in row if any(_match(one, begin) for one in asked.values())), None) for row in begins
     ]
-    return [unit_of(path) if begin is None else named(begin) for path, begin in zip(paths, found, strict=True)]
+    others = default_units(paths)
+    return [other if begin is None else named(begin) for other, begin in zip(others, found, strict=True)]
 
 
 def units_of(module: nn.Module, *kinds: type[nn.Module]) -> tuple[str, ...]:
@@ -172,7 +199,8 @@ def fsdp(axis: str | tuple[str, ...], *, unit: str | Sequence[str] | int | None 
         axis: an axis, or several from major to minor.  Along axes that are not named, parameters are replicated: on a mesh
             of {"node": 4, "data": 8}, `fsdp("data")` shards inside a node and replicates across nodes.
         unit: what is gathered and reduced together: a path pattern ("layers[*]") or several, of which the innermost counts
-            (`units_of(module, nn.TransformerEncoderLayer)`), a size in bytes, or None for a unit per repeated block.
+            (`units_of(module, nn.TransformerEncoderLayer)`), a size in bytes, or None for a unit per repeated block: of the
+            indices in a path the first whose neighbours look alike.
 
     >>> fsdp("data")
     Fsdp(axes=('data',), unit=None)
@@ -215,7 +243,8 @@ def shard_params(params: PyTree, rules: Rules, *, mesh: Mesh, frozen: Choice = N
     """Lay parameters on a mesh by rules.  Nothing is sent: every process is given the whole and keeps its pieces.
 
     Args:
-        params: a tree of tensors, the same on every process.  A tensor that stands twice in it (tied) is laid out once.
+        params: a tree of tensors, the same on every process.  A tensor that stands twice in it (tied) is laid out once.  What
+            lies on a mesh already, this or another one, is laid anew; what was frozen stays so.
         rules: see the module: a P, a tree of Ps, patterns, a function, or `fsdp(...)`.
         mesh: the devices.
         frozen: which are not to be trained: a path pattern, several, or a function of the path.  They lie as the others, and
@@ -228,11 +257,11 @@ def shard_params(params: PyTree, rules: Rules, *, mesh: Mesh, frozen: Choice = N
     (f32[3, 3]{flat:data}, [(3,), (3,), (3,), (0,)])
     """
     _, leaves, structure = flatten_with_paths(params, sharded_is_leaf=True)
-    done: dict[int, Any] = {}
+    done: dict[tuple[int, ...], Any] = {}
     for leaf, layout in zip(leaves, layouts_of(params, rules, mesh, frozen), strict=True):
-        if id(leaf) not in done:
-            done[id(leaf)] = device_put(leaf.detach() if isinstance(leaf, Tensor) else leaf, layout)
-    return unflatten(structure, [done[id(leaf)] for leaf in leaves])
+        if key_of(leaf) not in done:
+            done[key_of(leaf)] = device_put(leaf.detach() if isinstance(leaf, Tensor) else leaf, layout)
+    return unflatten(structure, [done[key_of(leaf)] for leaf in leaves])
 
 
 def layouts_of(params: PyTree, rules: Rules, mesh: Mesh, frozen: Choice, what: str = "shard_params") -> list[Layout]:
@@ -240,23 +269,29 @@ def layouts_of(params: PyTree, rules: Rules, mesh: Mesh, frozen: Choice, what: s
     paths, leaves, _ = flatten_with_paths(params, sharded_is_leaf=True)
     if isinstance(rules, P | Fsdp):
         mesh.check_axes(rules.axes, f"{what} with {rules}")
-    units, fixed, specs, layouts = [unit_of(path) for path in paths], [False] * len(paths), list[Any](), list[Layout]()
-    known: dict[int, Layout] = {}
+    units, fixed, specs, layouts = default_units(paths), [False] * len(paths), list[Any](), list[Layout]()
+    known: dict[tuple[int, ...], Layout] = {}
     with collected(what) as attempt:
         with attempt(""):
             fixed = chosen(frozen, paths, "frozen")
         with attempt(""):
-            units = rules.units(paths, leaves) if isinstance(rules, Fsdp) else units
-        with attempt(""):
             specs, wrong = _specs(params, rules, paths, leaves)
             if wrong:
                 raise LayoutError(wrong)
+        for number, rule in enumerate(dict.fromkeys(spec for spec in specs if isinstance(spec, Fsdp))):
+            places = [place for place, spec in enumerate(specs) if spec == rule]
+            for place in places:
+                specs[place] = P.flat(*rule.axes)
+            with attempt(""):
+                found = rule.units([paths[place] for place in places], [leaves[place] for place in places])
+                for place, unit in zip(places, found, strict=True):
+                    units[place] = f"{unit} of rule {number}" if number and isinstance(rule.unit, int) else unit
         for path, leaf, spec, unit, fix in zip(paths, leaves, specs, units, fixed, strict=False):
             with attempt(named(parts_of(path))):
                 if spec is not _OPEN:
                     layout = Layout(mesh, _of_parameter(spec), unit=unit, frozen=fix or is_frozen(leaf))
                     refuse_unfit(leaf, layout)
-                    _refuse_parted(known.setdefault(id(leaf), layout), layout)
+                    _refuse_parted(known.setdefault(key_of(leaf), layout), layout)
                     layouts.append(layout)
     return layouts
 
@@ -276,18 +311,18 @@ _OPEN: Any = object()
 def _specs(params: PyTree, rules: Rules, paths: Sequence[str], leaves: Sequence[Any]) -> tuple[list[Any], str]:
     """Return what rules say of each leaf, and what is wrong where they are patterns."""
     if isinstance(rules, P | Fsdp):
-        return [rules if isinstance(rules, P) else P.flat(*rules.axes)] * len(leaves), ""
+        return [rules] * len(leaves), ""
     if callable(rules):
         return [rules(named(parts_of(path)), leaf) for path, leaf in zip(paths, leaves, strict=True)], ""
     try:
         return broadcast_prefix(rules, params), ""
     except ValueError:
-        if isinstance(rules, Mapping) and all(isinstance(value, P) for value in rules.values()):
+        if isinstance(rules, Mapping) and all(isinstance(value, P | Fsdp) for value in rules.values()):
             return _by_patterns(rules, paths)
         raise LayoutError(f"the rules {rules!r} are neither a prefix of the parameters nor patterns.") from None
 
 
-def _by_patterns(rules: Mapping[str, P], paths: Sequence[str]) -> tuple[list[Any], str]:
+def _by_patterns(rules: Mapping[str, P | Fsdp], paths: Sequence[str]) -> tuple[list[Any], str]:
     complaints: list[str] = []
     found: list[Any] = []
     for path in paths:
@@ -305,7 +340,7 @@ def _by_patterns(rules: Mapping[str, P], paths: Sequence[str]) -> tuple[list[Any
     return found, "; ".join(complaints) + hint if complaints else ""
 
 
-def _fitting(rules: Mapping[str, P], path: str) -> dict[str, P]:
+def _fitting(rules: Mapping[str, P | Fsdp], path: str) -> dict[str, P | Fsdp]:
     """Return the patterns that count for a path: those without `**` before those with it, and `**` alone at last."""
     fitting = [pattern for pattern in rules if matches(pattern, path)]
     ranks = [("**" in parts_of(pattern)) + ({*parts_of(pattern)} == {"**"}) for pattern in fitting]

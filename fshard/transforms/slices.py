@@ -48,6 +48,7 @@ class How:
         once: whether gradients are added up over the turns before they are reduced.
         slices: into how many slices the whole batch is cut in reproducible mode; None: another mode.
         manner: how units are handled.
+        backward: whether a gradient is taken at all.
     """
 
     loss_fn: Callable[..., Any]
@@ -58,6 +59,7 @@ class How:
     once: bool
     slices: int | None
     manner: Manner
+    backward: bool = True
 
     def turns(self, n: int) -> int:
         """Return how many slices each of n devices takes."""
@@ -180,7 +182,7 @@ class Device:
     def _one(self, slice: Slice, count: Count) -> tuple[Found, New]:
         """Forward and backward of one slice."""
         how, tape = self.how, self.tape
-        with torch.enable_grad():
+        with torch.set_grad_enabled(how.backward):
             batch = self.batch.tree(slice.leaves, how.manner.compute)
             loss, buffers, aux = tape.saved.watch(lambda: self._called(batch), tape.begin)
             if not isinstance(loss, Tensor) or loss.numel() != 1:

@@ -16,8 +16,9 @@ from torch import Tensor
 from fshard.errors import LayoutError
 from fshard.mesh.mesh import Mesh
 from fshard.mesh.tree import PyTree
-from fshard.optim.contract import Optimizer, Update, check_optimizer, copied, step_of
+from fshard.optim.contract import Optimizer, Update, copied, step_of
 from fshard.optim.norms import global_norm
+from fshard.optim.plain import on_arrays
 from fshard.source import call_site
 from fshard.transforms.gradient import Value, value_and_grad
 from fshard.transforms.nearby import refuse_distant
@@ -79,7 +80,8 @@ def train_step(
 
     The metrics are "loss", "grad_norm", "finite" and "samples"; with `weight` also "weight", with `has_aux` also "aux".  The
     host waits for no device before it has launched the update, unless the optimizer does: `loss_scaled` and
-    `skip_if_not_finite` once, Adafactor as in torch once a leaf.
+    `skip_if_not_finite` once, Adafactor as in torch once a leaf.  The norm of the metrics is a psum of 8 bytes of its
+    own, beside that of `clip_by_global_norm`: it is taken in the gradients' dtype, in a fraction of the time of the exact one.
 
     >>> import torch, fshard as fs
     >>> from fshard import P
@@ -103,7 +105,7 @@ def train_step(
     >>> buffers["running_mean"], buffers["num_batches_tracked"]
     (tensor([0.5000, 0.5000]), tensor(1))
     """
-    check_optimizer(opt, "train_step")
+    opt = on_arrays(opt, "train_step")
     unknown = [name for name in options if name not in _OPTIONS]
     if unknown:
         raise LayoutError(
@@ -122,7 +124,7 @@ def train_step(
     how = gradient.how
     write = step_of(opt)  # pyright: ignore[reportArgumentType]  # a Partitioned has all that an Optimizer has
     if how.slices is not None:  # torch's fused kernels round differently where a piece ends; updates do without them
-        write = step_of(Optimizer(opt.init, opt.update))
+        write = step_of(Optimizer(opt.init, opt.update, arrays=True))
 
     @uncompiled
     def step(params: PyTree, state: PyTree, *given: PyTree) -> tuple[Any, ...]:

@@ -27,7 +27,7 @@ from fshard.transforms.handle import handles_of
 from fshard.transforms.reductions import Reductions
 from fshard.transforms.rules import named, parts_of
 from fshard.transforms.saved import Saved
-from fshard.transforms.units import Leaf, Manner, Unit
+from fshard.transforms.units import Leaf, Manner, Unit, version_of
 
 
 class Order(NamedTuple):
@@ -57,7 +57,7 @@ class Tape:
         self.first: list[int] = []  # the units that the forward has used, in the order of their first use
         self.over = False
         self.changed: set[int] = set()  # the leaves that the loss function was found to have changed
-        self._versions = [x._version for x in shards]
+        self._versions = list(map(version_of, shards))
         self.seen, self.expected = Order([], [], []), order or Order([], [], [])
         by_unit: dict[str, list[int]] = {}
         for place, leaf in enumerate(leaves):
@@ -125,7 +125,7 @@ class Tape:
         changed |= {
             place
             for place, (x, version) in enumerate(zip(self.shards, self._versions, strict=True))
-            if x._version != version
+            if version_of(x) != version
         }
         if changed:
             names = ", ".join(named(parts_of(self.leaves[place].path)) for place in sorted(changed))

@@ -119,12 +119,12 @@ class Unit:
         return self.values
 
     def _take(self, values: list[Tensor]) -> None:
-        self.values, self.versions = values, [x._version for x in values]
+        self.values, self.versions = values, list(map(version_of, values))
 
     def changed(self) -> set[int]:
         """Return which of the leaves at hand somebody has changed in place."""
         at_hand = zip(self.places, self.values, self.versions, strict=False)  # none, if they have been let go
-        return {place for place, x, version in at_hand if x._version != version}
+        return {place for place, x, version in at_hand if version_of(x) != version}
 
     def start(self) -> None:
         """Start to gather the unit, unless it is at hand or under way."""
@@ -230,6 +230,11 @@ class _Once(Function):
 def _untransformed() -> AbstractContextManager[Any]:
     """Return a context without torch.func's transforms: parameters come from outside of them."""
     return temporarily_clear_interpreter_stack() if transformed() else nullcontext()
+
+
+def version_of(x: Tensor) -> int:
+    """Return a number that grows whenever a tensor is written to; torch keeps none of what was made in inference mode."""
+    return 0 if x.is_inference() else x._version
 
 
 def _in_backward() -> bool:

@@ -32,6 +32,7 @@ from fshard.mesh.tree import PyTree, flatten_with_paths
 from fshard.optim.contract import Optimizer
 from fshard.optim.leaves import Leaves
 from fshard.optim.partition import Partitioned
+from fshard.optim.plain import on_arrays
 from fshard.testing.certify.certificate import Certificate, Row
 from fshard.testing.certify.comparison import Comparison, bounds_of
 from fshard.testing.certify.elementwise import check_elementwise
@@ -100,6 +101,7 @@ def certify(
         raise LayoutError(
             f"certify: it compares numbers, so it needs a mesh with values and steps; found {mesh}, {steps=}."
         )
+    opt = on_arrays(opt, "certify")
     _refuse_laid_out(opt, params=params, batch=batch, buffers=buffers)
     if exact_inputs:
         params, batch = dyadic(params, seed), dyadic(batch, seed + 1)

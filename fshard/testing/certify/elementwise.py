@@ -16,12 +16,13 @@ from fshard.mesh.spec import P
 from fshard.mesh.tree import PyTree
 from fshard.optim.contract import Optimizer, elementwise_leaves, pure_step
 from fshard.optim.leaves import Leaf, Leaves, trainable
+from fshard.optim.plain import on_arrays
 from fshard.testing.certify.beside import beside, first_difference, largest
 from fshard.transforms.rules import named, parts_of
 
 
 def check_elementwise(opt: Optimizer, params: PyTree = None, *, steps: int = 3, seed: int = 0) -> None:
-    """Hold an optimizer that says `elementwise=True` to its word: whole and in pieces, it has to do the same.
+    """Hold an optimizer that says `elementwise=True`, or may want to, to its word: whole and in pieces, it has to do the same.
 
     Parameters are cut flat (in a `by_label`, those whose optimizer says it) over virtual meshes of several sizes, gradients
     are random, of very different sizes from piece to piece.  What an optimizer communicates it may: `clip_by_global_norm`
@@ -33,12 +34,12 @@ def check_elementwise(opt: Optimizer, params: PyTree = None, *, steps: int = 3, 
         steps: how many.
         seed: of the gradients.
 
-    >>> import optree, torch, fshard as fs
+    >>> import torch, fshard as fs
     >>> check_elementwise(fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.optim.adamw(0.1)))
     >>> check_elementwise(fs.optim.lamb(0.1)._replace(elementwise=True))  # it knows of pieces: it asks the others
     >>> def update(grads, state, params):
-    ...     return optree.tree_map(lambda g: -g / g.norm(), grads, namespace="fshard"), state
-    >>> check_elementwise(fs.Optimizer(lambda params: (), update), {"w": torch.zeros(4)}, steps=1)
+    ...     return {name: -g / g.norm() for name, g in grads.items()}, state
+    >>> check_elementwise(fs.Optimizer(lambda params: (), update, elementwise=True), {"w": torch.zeros(4)}, steps=1)
     Traceback (most recent call last):
     ...
     AssertionError: ...
@@ -46,6 +47,7 @@ def check_elementwise(opt: Optimizer, params: PyTree = None, *, steps: int = 3, 
     draw = torch.Generator().manual_seed(seed)
     shapes = {"bias": (7,), "matrix": (6, 5), "scale": (), "stack": (2, 3, 4)}
     params = {name: torch.randn(shape, generator=draw) for name, shape in shapes.items()} if params is None else params
+    opt = on_arrays(opt if opt.elementwise is not None else opt._replace(elementwise=True), "check_elementwise")
     promised = elementwise_leaves(opt.elementwise, params)
     if not any(promised):
         raise OptimizerError(

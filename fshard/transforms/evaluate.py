@@ -1,0 +1,87 @@
+"""`evaluate`: the loss of a batch, forward only, on parameters that lie on a mesh in any way.
+
+It is `value_and_grad` without the second half: units are gathered one by one as they are used and let go, parts of the batch
+of any size are averaged by what they count for, and nothing is recorded, reduced or scattered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from fshard.mesh.mesh import Mesh
+from fshard.mesh.tree import PyTree
+from fshard.source import call_site
+from fshard.transforms.gradient import Gradient, value_and_grad
+from fshard.transforms.nearby import refuse_distant
+from fshard.transforms.slices import Weight
+
+
+def evaluate(
+    loss_fn: Callable[..., Any],
+    *,
+    mesh: Mesh,
+    batch: PyTree,
+    has_buffers: bool = False,
+    has_aux: bool = False,
+    weight: Weight | None = None,
+    accumulate: int = 1,
+    reproducible: bool = False,
+    slices: int | None = None,
+    live_units: int = 2,
+    prefetch: int = 1,
+    compute: torch.dtype | None = None,
+) -> Callable[..., Any]:
+    """Return a function of (params, batch) that gives the mean loss over the whole batch, or with `has_aux` (loss, aux).
+
+    Args:
+        loss_fn: the loss function of training, or any other that returns what that does: a number or one for each sample, then
+            new buffers and a tree of tensors if it says so.
+        mesh: the devices.
+        batch: how the batch is cut.
+        has_buffers: whether loss_fn takes and returns buffers; what it makes of them is dropped.  Dropout and BatchNorm are
+            those of the module's mode: call `module.eval()` before, which `functionalize`'s apply follows.
+        has_aux: whether it returns something more, which is averaged as the loss is.
+        weight: what a part of the batch counts for: see `value_and_grad`, as for the others.
+        accumulate: cut each device's part into so many, one after the other.
+        reproducible: equal bits on every mesh.
+        slices: into how many slices the whole batch is cut then.
+        live_units: how many sharded units are whole at a time.
+        prefetch: how many units to start gathering ahead of their use.
+        compute: the floating dtype that parameters and batch are used in, if not their own.
+
+    Communicates an all_gather of each unit that lies sharded and the psum of the means.  It works under `torch.no_grad` and
+    `torch.inference_mode`, and leaves the random state as it was.
+
+    >>> import torch, fshard as fs
+    >>> from fshard import P
+    >>> mesh = fs.make_mesh({"data": 2})
+    >>> params = fs.shard_params({"w": torch.tensor([1.0, 2.0])}, fs.fsdp("data"), mesh=mesh)
+    >>> test = fs.evaluate(lambda p, x: (p["w"] * x).sum(1).mean(), mesh=mesh, batch=P("data"))
+    >>> with fs.ledger() as comm:
+    ...     loss = test(params, torch.arange(6.0).view(3, 2))  # two samples on one device, one on the other
+    >>> loss, [name for name, _ in comm.by_collective()]
+    (tensor(8.), ['all_gather', 'psum'])
+    """
+    options: dict[str, Any] = {
+        "weight": weight,
+        "accumulate": accumulate,
+        "reproducible": reproducible,
+        "slices": slices,
+    }
+    manner: dict[str, Any] = {"live_units": live_units, "prefetch": prefetch, "compute": compute}
+    flags = {"has_buffers": has_buffers, "has_aux": has_aux}
+    known = value_and_grad(loss_fn, mesh=mesh, batch=batch, **flags, **options, **manner)
+    forward = Gradient(replace(known.how, backward=False), mesh, batch, known.gradients, None)
+
+    def run(params: PyTree, *given: PyTree) -> Any:
+        buffers, batch = given if has_buffers else ((), *given)
+        refuse_distant(mesh, "evaluate", params=params, buffers=buffers, batch=batch)
+        with torch.inference_mode(False), torch.no_grad(), torch.random.fork_rng(devices=()):
+            value, _ = forward.run(params, buffers, batch, call_site())
+        return (value.loss, value.aux) if has_aux else value.loss
+
+    return run

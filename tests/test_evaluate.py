@@ -1,0 +1,249 @@
+"""Evaluation: the loss alone, on parameters that lie in any way."""
+
+import weakref
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fshard as fs
+from fshard import P, optim
+
+
+def params_of(layers=4):
+    draw = torch.Generator().manual_seed(0)
+    blocks = [{"w": torch.randn(6, 6, generator=draw) / 3, "b": torch.zeros(6)} for _ in range(layers)]
+    return {"blocks": blocks, "head": torch.randn(6, 2, generator=draw)}
+
+
+def per_sample(p, batch):
+    x = batch["x"]
+    for block in p["blocks"]:
+        x = torch.tanh(x @ block["w"] + block["b"])
+    return (x @ p["head"] - batch["y"]).square().mean(1), {"size": x.abs().mean(1)}
+
+
+def batch_of(rows):
+    draw = torch.Generator().manual_seed(rows)
+    return {"x": torch.randn(rows, 6, generator=draw), "y": torch.randn(rows, 2, generator=draw)}
+
+
+def mean(p, batch):
+    loss, aux = per_sample(p, batch)
+    return loss.mean(), {"size": aux["size"].mean()}
+
+
+def evaluated(n, stage, rows, **options):
+    mesh = fs.make_mesh({"data": n})
+    params = fs.shard_params(params_of(), fs.fsdp("data") if stage == 3 else P(), mesh=mesh)
+    return fs.evaluate(mean, mesh=mesh, batch=P("data"), has_aux=True, **options)(params, batch_of(rows))
+
+
+@given(
+    n=st.sampled_from([1, 2, 4]),
+    stage=st.sampled_from([0, 3]),
+    rows=st.integers(1, 9),
+    options=st.sampled_from(
+        [{}, {"accumulate": 2}, {"live_units": 1, "prefetch": 0}, {"weight": lambda b: b["x"].shape[0]}]
+    ),
+    mode=st.sampled_from([torch.no_grad, torch.inference_mode, torch.enable_grad]),
+)
+@settings(max_examples=30)
+def test_the_loss_of_any_batch_is_that_of_one_device(n, stage, rows, options, mode):
+    expected, aux = mean(params_of(), batch_of(rows))
+    with mode():
+        loss, found = evaluated(n, stage, rows, **options)
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(found, aux)
+    assert not loss.requires_grad
+
+
+def test_in_reproducible_mode_the_bits_are_those_of_one_device():
+    found = [evaluated(n, stage, 7, reproducible=True)[0] for n in (1, 2, 4) for stage in (0, 3)]
+    assert len({x.item() for x in found}) == 1
+
+
+def test_processes_find_what_virtual_devices_find(two):
+    assert all(torch.equal(found[0], evaluated(2, 3, 5)[0]) for found in two.run(evaluated, 2, 3, 5))
+
+
+def test_units_are_gathered_once_one_by_one_and_let_go():
+    mesh, alive, seen = fs.make_mesh({"data": 2}), [], []
+    params = fs.shard_params(params_of(8), fs.fsdp("data"), mesh=mesh)
+
+    def loss_fn(p, batch):
+        x, own = batch["x"], []
+        for block in p["blocks"]:
+            w = fs.whole(block["w"])
+            x = torch.tanh(x @ w)
+            own.append(weakref.ref(w))
+            del w
+            alive.append(sum(one() is not None for one in own))
+        seen.append(torch.is_grad_enabled())
+        return x.mean() + (p["head"] * 0).sum()
+
+    test = fs.evaluate(loss_fn, mesh=mesh, batch=P("data"))
+    with fs.ledger() as comm:
+        test(params, batch_of(4))
+    calls = {name: count for (name, _), (count, _) in comm.by_collective().items()}
+    assert calls == {"all_gather": 9, "psum": 1} and max(alive) == 2 and seen == [False, False]
+
+
+def test_buffers_are_read_and_modules_evaluated():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 2)
+    )
+    model(torch.randn(20, 6))
+    apply, params, buffers = fs.functionalize(model, sync_batchnorm="data")
+    model.eval()
+    mesh, batch, before = fs.make_mesh({"data": 4}), batch_of(7), torch.get_rng_state()
+    params = fs.shard_params(params, fs.fsdp("data"), mesh=mesh)
+
+    def loss_fn(p, b, batch):
+        y, b = apply(p, b, batch["x"])
+        return (y - batch["y"]).square().mean(), b
+
+    kept = {name: x.clone() for name, x in buffers.items()}
+    with torch.inference_mode():
+        loss = fs.evaluate(loss_fn, mesh=mesh, batch=P("data"), has_buffers=True)(params, buffers, batch)
+    torch.testing.assert_close(loss, (model(batch["x"]) - batch["y"]).square().mean().detach())
+    assert all(torch.equal(x, buffers[name]) for name, x in kept.items()) and torch.equal(before, torch.get_rng_state())
+
+
+# -- the pieces of a step ------------------------------------------------------------------------------------------
+
+
+def test_the_pieces_train_as_the_step_does_with_a_scaled_loss():
+    mesh = fs.make_mesh({"data": 2})
+
+    def begin():
+        params = fs.shard_params(params_of(), fs.fsdp("data"), mesh=mesh)
+        opt = optim.loss_scaled(optim.adamw(0.1, fused=False), initial=2.0**10, interval=2)
+        opt = fs.partition_optimizer(opt, mesh=mesh, axis="data", stage=3)
+        return opt, params, opt.init(params)
+
+    opt, params, state = begin()
+    gradient = fs.value_and_grad(lambda p, b: mean(p, b)[0], mesh=mesh, batch=P("data"))
+    only = fs.grad(lambda p, b: mean(p, b)[0], mesh=mesh, batch=P("data"))
+    for turn in range(5):
+        scale = opt.loss_scale(state)
+        loss, grads = gradient(params, batch_of(8 + turn), scale=scale)
+        assert torch.equal(fs.unshard(only(params, batch_of(8 + turn), scale=scale)["head"]), fs.unshard(grads["head"]))
+        updates, state = opt.update(grads, state, params)
+        params = fs.apply_updates(params, updates)
+    opt, others, again = begin()
+    step = fs.train_step(lambda p, b: mean(p, b)[0], opt, mesh=mesh, batch=P("data"))
+    for turn in range(5):
+        others, again, metrics = step(others, again, batch_of(8 + turn))
+    assert state["scale"] == again["scale"] == 2.0**12
+    torch.testing.assert_close(loss, metrics["loss"])
+    torch.testing.assert_close(fs.unshard(params), fs.unshard(others), rtol=1e-5, atol=1e-6)
+
+
+def test_options_without_a_meaning_are_refused():
+    mesh, other = fs.make_mesh({"data": 2}), fs.make_mesh({"data": 4})
+    with pytest.raises(fs.LayoutError, match=r"slices=4\) has no meaning without reproducible=True"):
+        fs.value_and_grad(mean, mesh=mesh, batch=P("data"), slices=4)
+    with pytest.raises(optim.OptimizerError, match="stages of ZeRO are 0, 1, 2 and 3; found True"):
+        fs.partition_optimizer(optim.adamw(), mesh=mesh, axis="data", stage=True)
+    params = fs.shard_params(params_of(1), P(), mesh=other)
+    for stage in (0, 1, 2, 3):
+        with pytest.raises(fs.LayoutError) as error:
+            fs.partition_optimizer(optim.adamw(), mesh=mesh, axis="data", stage=stage).init(params)
+        there = "lies on Mesh(data=4; virtual, cpu)"
+        assert str(error.value) == (
+            f'partition_optimizer on Mesh(data=2; virtual, cpu): params["blocks"][0]["b"] {there}; '
+            f'params["blocks"][0]["w"] {there}; params["head"] {there}. Give the mesh of the parameters, or lay them on this '
+            "one: fs.shard_params(params, rules, mesh=mesh)."
+        )
+
+
+# -- a second tree -------------------------------------------------------------------------------------------------
+
+
+def generated(g, z):
+    return torch.tanh(z @ g["w"]) @ g["v"]
+
+
+def judged(d, x):
+    return torch.sigmoid(torch.tanh(x @ d["w"]) @ d["v"]).clamp(1e-3, 1 - 1e-3)
+
+
+def judge_loss(d, batch):
+    (x, z), g = batch
+    return -(judged(d, x).log() + (1 - judged(d, generated(g, z))).log()).mean()
+
+
+def forger_loss(g, batch):
+    z, d = batch
+    return -judged(d, generated(g, z)).log().mean()
+
+
+def gan():
+    draw = torch.Generator().manual_seed(0)
+    g, d = ({"w": torch.randn(3, 4, generator=draw), "v": torch.randn(4, n, generator=draw)} for n in (3, 1))
+    return g, d, [torch.randn(2, 8, 3, generator=draw) for _ in range(3)]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_two_networks_train_against_each_other(stage):
+    mesh, (g, d, batches) = fs.make_mesh({"data": 2}), gan()
+    alone, serial = [dict(g), dict(d)], optim.adamw(0.05, fused=False)
+    states = [serial.init(tree) for tree in alone]
+    opt = fs.partition_optimizer(serial, mesh=mesh, axis="data", stage=stage)
+    trees = [fs.shard_params(tree, fs.fsdp("data") if stage == 3 else P(), mesh=mesh) for tree in (g, d)]
+    ours = [opt.init(tree) for tree in trees]
+    judge = fs.train_step(judge_loss, opt, mesh=mesh, batch=(P("data"), P()))
+    forger = fs.train_step(forger_loss, opt, mesh=mesh, batch=(P("data"), P()))
+    for x, z in batches:
+        trees[1], ours[1], _ = judge(trees[1], ours[1], ((x, z), trees[0]))
+        trees[0], ours[0], _ = forger(trees[0], ours[0], (z, trees[1]))
+        for place, loss_fn, batch in ((1, judge_loss, (x, z)), (0, forger_loss, z)):
+            moving = {name: p.clone().requires_grad_() for name, p in alone[place].items()}
+            loss = loss_fn(moving, (batch, alone[1 - place]))
+            grads = dict(zip(moving, torch.autograd.grad(loss, [*moving.values()]), strict=True))
+            alone[place], states[place] = optim.pure_step(serial)(grads, states[place], alone[place])
+    torch.testing.assert_close(fs.unshard(trees), alone, rtol=1e-4, atol=1e-5)
+
+
+def test_a_global_array_in_a_loss_is_one_clear_error():
+    mesh = fs.make_mesh({"data": 2})
+    w = fs.shard_params(torch.ones(2, 2), fs.fsdp("data"), mesh=mesh)
+    for wrong in (lambda p, x: (x @ w @ p).mean(), lambda p, x: torch.nn.functional.linear(x @ p, w).mean()):
+        with pytest.raises(
+            fs.LayoutError, match=r"was given Sharded f32\[2, 2\]{flat:data} on .* as P\(\): fs.value_and_grad"
+        ):
+            fs.value_and_grad(wrong, mesh=mesh, batch=P("data"))(w, torch.ones(4, 2))
+
+
+# -- layers that are special ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"reproducible": True}], ids=str)
+def test_sparse_gradients_become_dense(stage, options):
+    mesh = fs.make_mesh({"data": 2})
+    torch.manual_seed(0)
+    table, head, words = torch.randn(9, 4), torch.randn(4, 2), torch.randint(0, 9, (8,))
+
+    def loss_fn(p, words):
+        return (torch.nn.functional.embedding(words, p["table"], sparse=True) @ p["head"]).square().mean()
+
+    params = fs.shard_params({"table": table, "head": head}, fs.fsdp("data") if stage == 3 else P(), mesh=mesh)
+    gradients = fs.partition_optimizer(optim.sgd(), mesh=mesh, axis="data", stage=stage).gradients
+    run = fs.value_and_grad(loss_fn, mesh=mesh, batch=P("data"), gradients=gradients, **options)
+    serial = {"table": table.clone().requires_grad_(), "head": head.clone().requires_grad_()}
+    loss_fn(serial, words).backward()
+    found = fs.unshard(run(params, words)[1])
+    torch.testing.assert_close(found["table"], serial["table"].grad.to_dense())
+    torch.testing.assert_close(found["head"], serial["head"].grad)
+
+
+def test_synchronised_batchnorm_outside_a_mesh_is_the_layer_itself():
+    layer, x = torch.nn.BatchNorm1d(3), torch.randn(5, 3)
+    apply, params, buffers = fs.functionalize(layer, sync_batchnorm="data")
+    y, after = apply(params, buffers, x)
+    assert torch.equal(y, layer(x))
+    assert all(torch.equal(after[name], own) for name, own in layer.named_buffers())
