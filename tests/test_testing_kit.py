@@ -526,6 +526,23 @@ def test_a_function_that_stands_in_no_file_cannot_go_to_processes(how):
     assert "PicklingError: f stands in " in ended.stderr and "Write it into a file." in ended.stderr
 
 
+@pytest.mark.parametrize("runtime", ["virtual", "gloo"])
+def test_hypothesis_draws_for_one_mesh(pytester, runtime):
+    pytester.makepyfile("""
+        import pytest, torch, fshard as fs
+        from fshard import P
+        from hypothesis import given, settings, strategies as st
+
+        @pytest.mark.mesh(data=2)
+        @settings(max_examples=5, deadline=None)
+        @given(st.integers(1, 9))
+        def test_it(mesh, number):
+            total = fs.shard_map(lambda x: fs.psum(x, "data"), mesh=mesh, in_specs=P("data"), out_specs=P())
+            assert fs.unshard(total(torch.full((2,), number)))[0] == 2 * number
+    """)
+    pytester.runpytest_subprocess(f"--mesh-runtime={runtime}").assert_outcomes(passed=1)
+
+
 def test_a_mesh_that_cannot_be_is_told_on_processes_too(pytester):
     pytester.makepyfile("import pytest\n@pytest.mark.mesh(data=0)\ndef test_it(mesh): pass")
     result = pytester.runpytest_subprocess("--mesh-runtime=gloo")

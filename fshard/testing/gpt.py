@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from einops import rearrange
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -44,11 +45,13 @@ def init(layers: int = 2, seed: int = 0, dtype: torch.dtype = torch.float32) -> 
 def block(w: Any, x: Tensor, dropout: float) -> Tensor:
     """Apply one block: attention, then an MLP."""
     y = F.layer_norm(x, (WIDTH,)) * w["norm"]  # (batch, length, width)
-    q, k, v = (y @ w["qkv"]).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)  # (batch, heads, length, width/heads)
+    q, k, v = rearrange(
+        y @ w["qkv"], "batch length (qkv heads each) -> qkv batch heads length each", qkv=3, heads=HEADS
+    )
     scores = (q @ k.transpose(-1, -2)) / q.shape[-1] ** 0.5
     mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
     y = scores.masked_fill(~mask, float("-inf")).softmax(-1) @ v
-    x = x + F.dropout(y.transpose(1, 2).flatten(2) @ w["out"], dropout)
+    x = x + F.dropout(rearrange(y, "batch heads length each -> batch length (heads each)") @ w["out"], dropout)
     return x + F.dropout(F.gelu(x @ w["up"] + w["bias"]) @ w["down"], dropout)
 
 

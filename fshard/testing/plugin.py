@@ -80,7 +80,10 @@ def _is_one_of_many() -> bool:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave the fixtures of tests that will run elsewhere to those processes."""
+    """Leave the fixtures of tests that will run elsewhere to those processes; let hypothesis use one mesh for all examples."""
+    for item in items:
+        if isinstance(item, pytest.Function) and _has_mesh(item):
+            _allow_examples(getattr(item.obj, "__func__", item.obj))
     if config.getoption("--mesh-runtime") == "gloo" and not _is_one_of_many():
         for item in items:
             if isinstance(item, pytest.Function) and _has_mesh(item):
@@ -89,6 +92,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 _elsewhere = pytest.StashKey[bool]()
+
+
+def _allow_examples(test: Any) -> None:
+    """Tell hypothesis that a fixture made once for all examples is meant: nothing changes a mesh."""
+    if not getattr(test, "is_hypothesis_test", False):
+        return
+    from hypothesis import HealthCheck, settings
+
+    known: Any = getattr(test, "_hypothesis_internal_use_settings", None) or settings.default
+    suppressed = [*known.suppress_health_check, HealthCheck.function_scoped_fixture]
+    test._hypothesis_internal_use_settings = settings(known, suppress_health_check=suppressed)
 
 
 def _has_mesh(item: pytest.Function) -> bool:
