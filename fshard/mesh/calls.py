@@ -19,7 +19,7 @@ from fshard.errors import LayoutError
 from fshard.mesh.differentiate import Begun, Bound, Tensors, apply, has_tangent, recorded, transformed
 from fshard.mesh.extreme import apply_extreme
 from fshard.mesh.ledger import active
-from fshard.mesh.moves import Alone, Extreme, Move, Wired
+from fshard.mesh.moves import Alone, Extreme, Move, Pvary, Stay, Wired
 from fshard.mesh.promise import Guard
 from fshard.mesh.scope import Group, Scope, here, require
 from fshard.mesh.spec import Axes, as_written
@@ -55,6 +55,18 @@ class Handle:
         return self._result
 
 
+@dataclass(frozen=True)
+class Varied:
+    """What stands behind a collective in the place of a guard, and gives each device a result of its own."""
+
+    bound: Bound
+    before = False
+
+    def apply(self, xs: Tensors) -> Tensors:
+        """Pass values on; their cotangents are summed."""
+        return apply(self.bound, xs)
+
+
 class Batch:
     """Leaves that travel together, and their places among all leaves."""
 
@@ -63,8 +75,10 @@ class Batch:
     def __init__(self, bound: Bound, xs: Tensors, places: Sequence[int]) -> None:
         self.bound, self.xs, self.places = bound, xs, places
 
-    def run(self, guard: Guard | None) -> Tensors:
+    def run(self, guard: Guard | Varied | None) -> Tensors:
         """Apply the move, between guards."""
+        if type(self.bound.move) is Stay:
+            return self.xs
         applied = apply_extreme if type(self.bound.move) is Extreme else apply
         if guard is None:
             return applied(self.bound, self.xs)
@@ -72,7 +86,7 @@ class Batch:
             return applied(self.bound, guard.apply(self.xs))
         return guard.apply(applied(self.bound, self.xs))
 
-    def start(self, guard: Guard | None) -> Callable[[], Tensors]:
+    def start(self, guard: Guard | Varied | None) -> Callable[[], Tensors]:
         """Begin the move; return what finishes it.
 
         Autograd is told now, by results that are filled in later: backwards come in the order in which collectives were
@@ -101,7 +115,7 @@ class Call:
         self,
         batches: Sequence[Batch],
         structure: Structure | None,
-        guard: Guard | None,
+        guard: Guard | Varied | None,
         after: Callable[[Tensor, Group], Tensor] | None,
     ) -> None:
         self.batches, self.structure, self.guard, self.after = batches, structure, guard, after
@@ -219,13 +233,23 @@ def call(
         before: applied to every leaf first; may refuse it.
         after: applied to every result.
         equal: what has to be equal on all devices: the argument's value, or the result's gradient.
+
+    Where values are each device's own (`Scope.own`) nothing has to be equal: a result is varied, as `pvary` does, at once.
     """
     scope = require(what)
-    group = scope.group(axis, what)
-    if scope.objection is not None:
-        scope.objection(what, group)
-    site = call_site()
-    guard = _guard(what, scope, group, site, equal) if scope.checked and equal is not None else None
+    group, site = scope.asked(axis, what), call_site()
+    guard: Guard | Varied | None = None
+    if equal is not None and not scope.own.isdisjoint(group.axes):
+        own = tuple(axis for axis in group.axes if axis in scope.own)
+        others = tuple(axis for axis in group.axes if axis not in scope.own)
+        if equal == "result":
+            guard = Varied(Bound(Pvary(), scope.group(own, what), site))
+        elif others:
+            group = scope.group(others, what)
+        else:
+            move = _stay
+    elif equal is not None and scope.checked:
+        guard = _guard(what, scope, group, site, equal)
 
     def prepared(x: Tensor) -> tuple[Tensor, Move]:
         x = x if before is None else before(x)
@@ -236,6 +260,10 @@ def call(
         return Call((Batch(Bound(own, group, site), (leaf,), (0,)),), None, guard, after)
     leaves, structure = tensors_of(what, tree)
     return Call(_batches(_all_prepared(what, tree, leaves, prepared), group, site), structure, guard, after)
+
+
+def _stay(x: Tensor, group: Group) -> Move:
+    return Stay()
 
 
 def _all_prepared(

@@ -298,7 +298,7 @@ def axis_index(axis: Axes) -> int:
     >>> fs.run(lambda: fs.axis_index("data"), mesh=fs.make_mesh({"data": 3}))
     [0, 1, 2]
     """
-    return require("fs.axis_index").group(axis, "fs.axis_index").index
+    return require("fs.axis_index").asked(axis, "fs.axis_index").index
 
 
 def axis_size(axis: Axes) -> int:
@@ -308,4 +308,4 @@ def axis_size(axis: Axes) -> int:
     >>> fs.run(lambda: fs.axis_size("data"), mesh=fs.make_mesh({"data": 3}))
     [3, 3, 3]
     """
-    return require("fs.axis_size").group(axis, "fs.axis_size").size
+    return require("fs.axis_size").asked(axis, "fs.axis_size").size

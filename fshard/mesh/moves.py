@@ -375,6 +375,19 @@ class Pvary(Alone):
 
 
 @dataclass(frozen=True)
+class Stay(Alone):
+    """Leave each device's own value as it is, and its cotangent too."""
+
+    name = "stay"
+
+    def transposed(self) -> Move:
+        return self
+
+    def batched(self) -> Stay:
+        return self
+
+
+@dataclass(frozen=True)
 class Take(Alone):
     """Take the own piece along `dim` of a replicated value."""
 

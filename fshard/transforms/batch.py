@@ -42,6 +42,11 @@ class Cut(NamedTuple):
         index = ravel([at[axis] for axis in self.axes], [mesh.shape[axis] for axis in self.axes])
         return [balanced_range(self.length, self.parts * count, index * count + turn) for turn in range(count)]
 
+    def lengths(self) -> list[int]:
+        """Return how many samples each device has."""
+        ranges = (balanced_range(self.length, self.parts, index) for index in range(self.parts))
+        return [stop - start for start, stop in ranges]
+
 
 def _filled(found: Range, length: int) -> Range:
     """Return a range of `length` samples; one neighbour, where it is empty."""
@@ -51,10 +56,14 @@ def _filled(found: Range, length: int) -> Range:
 
 
 class Slice(NamedTuple):
-    """What a device computes on at a time: leaves of the batch, and what they count for by the number of samples."""
+    """What a device computes on at a time: leaves of the batch, and what they count for by the number of samples.
+
+    `samples` is how many are in them, a neighbour's among them; None: that is not known.
+    """
 
     leaves: list[Any]
     rows: int
+    samples: int | None
 
 
 @dataclass(frozen=True)
@@ -82,6 +91,15 @@ class Batch:
         """How samples are cut, if all tensors that hold some say the same."""
         kinds = {cut for cut in self.cuts if cut is not None}
         return kinds.pop() if len(kinds) == 1 else None
+
+    @property
+    def samples(self) -> int | None:
+        """How many samples there are, if all tensors that hold some say the same; where none is cut, how long all are."""
+        if any(cut is not None for cut in self.cuts):
+            return None if self.cut is None else self.cut.length
+        tensors = (column[0] for column in self.columns if isinstance(column[0], Tensor))
+        lengths = {x.shape[0] for x in tensors if x.ndim}
+        return lengths.pop() if len(lengths) == 1 else None
 
     def total(self, count: int) -> int:
         """Return what all slices of all devices count for together."""
@@ -113,8 +131,10 @@ class Batch:
 
         def one(turn: int) -> Slice:
             leaves = [x if cut is None else _rows(x, ranges[cut], turn) for x, cut in zip(own, self.cuts, strict=True)]
-            start, stop = (0, 1) if self.cut is None else ranges[self.cut][turn]
-            return Slice(leaves, stop - start)
+            if self.cut is None:
+                return Slice(leaves, 1, self.samples)
+            start, stop = ranges[self.cut][turn]
+            return Slice(leaves, stop - start, max(stop - start, 1))
 
         return [one(turn) for turn in range(count)]
 
