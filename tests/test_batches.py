@@ -114,14 +114,23 @@ def test_reproducible_mode_gives_equal_bits_for_a_batch_of_any_size(size):
 def on_processes(n):
     found = [sharded(mean, params(), batch_of(size), n, stage) for size in SIZES for stage in (1, 3)]
     bits = [reproducible(n, 2, size) for size in SIZES]
-    return found, bits
+    return found, bits, [rows_on(n, size) for size in SIZES]
+
+
+def rows_on(n, size):
+    mesh = fs.make_mesh({"data": n})
+    own = fs.shard_params(params(), P(), mesh=mesh)
+    run = fs.value_and_grad(lambda *given: (mean(*given), per_sample(*given)), mesh=mesh, batch=P("data"), has_aux=True)
+    return fs.unshard(run(own, batch_of(size))[0][1])
 
 
 def test_processes_share_a_batch_of_any_size(two, four):
     expected = [serial(mean, params(), batch_of(size)) for size in SIZES for _ in (1, 3)]
     bits = [reproducible(1, 0, size) for size in SIZES]
     for pool, n in ((two, 2), (four, 4)):
-        for found, again in pool.run(on_processes, n):
+        for found, again, rows in pool.run(on_processes, n):
+            for own, size in zip(rows, SIZES, strict=True):
+                torch.testing.assert_close(own, per_sample(params(), batch_of(size)))
             for ours, theirs in zip(found, expected, strict=True):
                 assert_serial(ours, theirs)
             for (loss, grads), (other, others) in zip(bits, again, strict=True):

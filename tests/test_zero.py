@@ -982,8 +982,8 @@ SGD = torch.optim.SGD([torch.ones(1)], lr=0.1)
         (lambda: called(acumulate=2, wieght=3), "train_step has no option acumulate, wieght. .*weight, accumulate"),
         (lambda: called(accumulate=2.0, prefetch=0.5), "accumulate=2.0, prefetch=0.5: a whole number of at least 1 is"),
         (
-            lambda: called(weight=lambda x: x[:, 0]),
-            r"weight= has to return one number .*found a tensor of shape \(2,\)",
+            lambda: called(weight=lambda x: torch.ones(3)),
+            r"weight= has to return one number .*found a tensor of shape \(3,\)",
         ),
         (lambda: called(weight=lambda x: None), "weight= has to return one number .*found None"),
         (lambda: called(frozen=[3, "w"]), "frozen: 3 is no path pattern"),

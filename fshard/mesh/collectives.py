@@ -147,7 +147,8 @@ def pmin(tree: PyTree, axis: Axes) -> Call:
 def pvary(tree: PyTree, axis: Axes) -> Call:
     """Mark a replicated value as used by each device for its own ends: sends nothing, but its cotangents are summed.
 
-    Put it where a value that is equal along `axis` first meets data that is not.
+    Put it where a value that is equal along `axis` first meets data that is not.  In a loss function of `value_and_grad` it
+    does nothing: every value there is the device's own.
 
     >>> import torch, fshard as fs
     >>> from fshard import P

@@ -77,6 +77,7 @@ class Batch:
         cuts: how the samples of each leaf are cut; None: it is whole in every slice.
         structure: of the tree that they are the leaves of.
         axes: along which anything is cut.
+        shapes: of the whole leaves, where they are tensors.
     """
 
     mesh: Mesh
@@ -85,6 +86,7 @@ class Batch:
     cuts: list[Cut | None]
     structure: Structure
     axes: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
 
     @property
     def cut(self) -> Cut | None:
@@ -168,7 +170,8 @@ def placed(batch: PyTree, specs: PyTree, mesh: Mesh) -> Batch:
                 cuts.append(cut)
                 columns.append(column)
     over = tuple(axis for axis in mesh.axis_names if any(isinstance(spec, P) and axis in spec.axes for spec in chosen))
-    return Batch(mesh, held(mesh), columns, cuts, structure, over)
+    shapes = tuple(tuple(x.shape) for x in leaves if isinstance(x, Tensor | Sharded))
+    return Batch(mesh, held(mesh), columns, cuts, structure, over, shapes)
 
 
 def _placed(leaf: Any, spec: Any, mesh: Mesh) -> tuple[Cut | None, tuple[Any, ...]]:

@@ -45,10 +45,11 @@ from fshard.transforms.agree import CURE, disagreement
 from fshard.transforms.batch import placed
 from fshard.transforms.beside import put_together
 from fshard.transforms.buffers import Buffers
+from fshard.transforms.counts import Weight
 from fshard.transforms.nearby import refuse_distant
 from fshard.transforms.reductions import Along
 from fshard.transforms.rules import Choice, chosen, named, parts_of, unit_of
-from fshard.transforms.slices import Device, How, Result, Weight
+from fshard.transforms.slices import Device, How, Result
 from fshard.transforms.tape import Order, Tape
 from fshard.transforms.threads import one_thread
 from fshard.transforms.units import Leaf, Manner

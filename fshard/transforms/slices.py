@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import inf, prod
-from numbers import Real
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -18,21 +17,21 @@ from torch import Tensor
 from fshard.errors import LayoutError, MismatchError
 from fshard.mesh.scope import Group, owning
 from fshard.mesh.tree import PyTree, Structure
-from fshard.transforms.agree import alike, disagreement, exchanged, marks, on_host, summed
+from fshard.transforms.agree import disagreement, exchanged, marks, on_host, summed, unlike
 from fshard.transforms.batch import Batch, Slice
 from fshard.transforms.beside import Rows, Told, collected, told
 from fshard.transforms.buffers import Buffers, New, numbers
+from fshard.transforms.counts import Count, Weight, added, refuse_weights, something, weighted, weights_of
 from fshard.transforms.forest import Forest
 from fshard.transforms.idle import idling
 from fshard.transforms.means import Found, together
+from fshard.transforms.origin import Origin, bits
 from fshard.transforms.randomness import keyed_random
 from fshard.transforms.talk import Talk
 from fshard.transforms.tape import Order, Tape
 from fshard.transforms.uneven import objection
 from fshard.transforms.units import Manner
 from fshard.transforms.use import followed
-
-Weight = Callable[[PyTree], Tensor | int | float]
 
 
 @dataclass(frozen=True)
@@ -69,15 +68,6 @@ class How:
                 f"in {self.accumulate} turns. Give a number of slices that all your meshes divide."
             )
         return self.slices // n
-
-
-class Count(NamedTuple):
-    """What a slice counts for, and what its gradient is multiplied by."""
-
-    weight: float
-    share: float
-    each: Tensor | None = None
-    """What each sample counts for, if that is known."""
 
 
 class Part(NamedTuple):
@@ -217,16 +207,16 @@ class Device:
         if how.weight is None:
             total = self.batch.total(len(slices)) if how.slices is None else 1
             return [Count(float(each), each / total) for each in rows]
-        given = [_weights(how.weight(self.batch.tree(slice.leaves)), slice.samples) for slice in slices]
-        found = torch.stack([_summed(weights) for weights in given])
+        given = [weights_of(how.weight(self.batch.tree(slice.leaves)), slice.samples) for slice in slices]
+        found = torch.stack([added(weights) for weights in given])
         if found.is_meta:
             return [Count(1.0, 1.0, each) for each in given]
         weights = [weight * bool(each) for weight, each in zip(found.tolist(), rows, strict=True)]
-        _refuse_weights(weights)
+        refuse_weights(weights)
         if how.slices is not None:
             return [Count(weight, weight, each) for weight, each in zip(weights, given, strict=True)]
         (sums,) = summed((on_host([sum(weights)], found.device),), self.group, self.tape.site)
-        total = _something(sums.item())
+        total = something(sums.item())
         return [Count(weight, weight / total, each) for weight, each in zip(weights, given, strict=True)]
 
     def _one(self, slice: Slice, count: Count) -> Part:
@@ -274,7 +264,7 @@ class Device:
             if self.how.weight is None:
                 return loss.mean()
             if count.each is not None and count.each.ndim:
-                return _weighted(loss, count.each)
+                return weighted(loss, count.each)
             raise LayoutError(
                 "the loss function returned a loss for each sample, but weight= one number for all. Let weight= return what "
                 "each sample counts for, or take the mean that this number is for."
@@ -287,11 +277,15 @@ class Device:
     def _together(self, found: list[Found]) -> tuple[Found, list[float]]:
         """Average what was found and reduce what is left; return also how many devices have used each parameter."""
         tape = self.tape
-        own, kept = marks(tape.sequence), [float(unit.kept is not None) for unit in tape.units]
+        origin = self._origin()
+        own, kept = marks(tape.sequence, *origin.told), [float(unit.kept is not None) for unit in tape.units]
         mean, sums = together(
             found, [*own, *kept, *map(float, tape.reductions.used)], self.everyone, self.talk.many, tape.site
         )
-        if not alike(sums[: len(own)]):
+        wrong = unlike(sums[: len(own)])
+        if wrong and wrong[-1]:  # what a step starts from may be why units were gathered otherwise
+            origin.refuse(wrong[-1] - 1, tape.scope.mesh, self._exchanged)
+        if wrong:
             raise MismatchError(self._another_order())
         kept, used = sums[len(own) : len(own) + len(kept)], sums[len(own) + len(kept) :]
         trained = [leaf.trained for leaf in tape.leaves]
@@ -300,60 +294,30 @@ class Device:
         tape.reductions.rest(kept, used)
         return mean, used
 
-    def _another_order(self) -> str:
-        group, tape = self.everyone, self.tape
+    def _origin(self) -> Origin:
+        """Return what the step starts from."""
+        tape, batch = self.tape, self.batch
+        whole = zip(tape.leaves, tape.shards, strict=True) if tape.fresh and batch.mesh.runtime == "process" else ()
+        leaves = {leaf.path: bits(x) for leaf, x in whole if not leaf.gather.steps}
+        return Origin(batch.shapes, None if self.how.slices is None else self.key, leaves)
+
+    def _exchanged(self, own: Sequence[int]) -> dict[int, list[int]]:
+        group = self.everyone
         assert group is not None
-        sequences = exchanged(tape.sequence, group, tape.site)
-        known = disagreement(tape.scope.mesh, sequences, tape.words())
+        return exchanged(own, group, self.tape.site)
+
+    def _another_order(self) -> str:
+        tape = self.tape
+        known = disagreement(tape.scope.mesh, self._exchanged(tape.sequence), tape.words())
         return f"value_and_grad: devices gathered different units, so one was given another's values: {known}"
 
     def _gradients(self, mean: Found, used: list[float]) -> list[Tensor | None]:
         """Return the gradients; a parameter that no device used has none."""
-        divisor = 1.0 if self.how.slices is None or mean.loss.is_meta else _something(mean.weight)
+        divisor = 1.0 if self.how.slices is None or mean.loss.is_meta else something(mean.weight)
         return [
             (g if divisor == 1.0 else g / divisor).to(leaf.dtype) if g is not None and wanted else None
             for g, leaf, wanted in zip(self.tape.reductions.sums, self.tape.leaves, used, strict=True)
         ]
-
-
-def _refuse_weights(weights: Sequence[float]) -> None:
-    wrong = [str(weight) for weight in weights if not 0 <= weight < inf]
-    if wrong:
-        raise LayoutError(
-            f"weight= gave {', '.join(wrong)}: what a part of the batch counts for is finite and at least 0."
-        )
-
-
-def _something(total: float) -> float:
-    """Return what the whole batch counts for."""
-    if not total:
-        raise LayoutError(
-            "weight= gave 0 for all of the batch: its mean loss would be one over nothing. Leave the batch out."
-        )
-    return total
-
-
-def _weights(weight: Any, samples: int | None) -> Tensor:
-    """Return what a part counts for, or each of its samples."""
-    if isinstance(weight, Real) or (isinstance(weight, Tensor) and (weight.numel() == 1 or weight.shape == (samples,))):
-        found = torch.as_tensor(weight, dtype=torch.float64)
-        return found if found.shape == (samples,) else found.reshape(())
-    found = f"a tensor of shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else repr(weight)
-    raise LayoutError(
-        f"weight= has to return one number for a part of the batch, or one for each sample; found {found}."
-    )
-
-
-def _summed(weights: Tensor) -> Tensor:
-    """Return what all samples count for together, or what is wrong with one of them."""
-    return torch.where((weights < 0).any(), weights.amin(), weights.sum())
-
-
-def _weighted(losses: Tensor, weights: Tensor) -> Tensor:
-    """Return the mean of losses that count for so much; what counts for nothing may be no number."""
-    total = weights.sum()
-    shares = (weights / torch.where(total > 0, total, 1)).to(losses)
-    return torch.where(weights > 0, losses * shares, 0).sum()
 
 
 _DETACHED = (

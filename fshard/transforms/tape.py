@@ -63,7 +63,7 @@ class Tape:
         self.sequence: list[int] = []  # which units were gathered: the same on all devices, or they would mix them up
         self.live: list[Unit] = []  # the units that lie sharded and are whole, the last used last
         self.first: list[int] = []  # the units that the forward has used, in the order of their first use
-        self.over = False
+        self.over, self.fresh = False, order is None
         self.changed: set[int] = set()  # the leaves that the loss function was found to have changed
         self._versions = [x._version for x in shards]
         self.seen, self.expected = Order([], [], []), order or Order([], [], [])
