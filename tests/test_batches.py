@@ -114,14 +114,23 @@ def test_reproducible_mode_gives_equal_bits_for_a_batch_of_any_size(size):
 def on_processes(n):
     found = [sharded(mean, params(), batch_of(size), n, stage) for size in SIZES for stage in (1, 3)]
     bits = [reproducible(n, 2, size) for size in SIZES]
-    return found, bits
+    return found, bits, [rows_on(n, size) for size in SIZES]
+
+
+def rows_on(n, size):
+    mesh = fs.make_mesh({"data": n})
+    own = fs.shard_params(params(), P(), mesh=mesh)
+    run = fs.value_and_grad(lambda *given: (mean(*given), per_sample(*given)), mesh=mesh, batch=P("data"), has_aux=True)
+    return fs.unshard(run(own, batch_of(size))[0][1])
 
 
 def test_processes_share_a_batch_of_any_size(two, four):
     expected = [serial(mean, params(), batch_of(size)) for size in SIZES for _ in (1, 3)]
     bits = [reproducible(1, 0, size) for size in SIZES]
     for pool, n in ((two, 2), (four, 4)):
-        for found, again in pool.run(on_processes, n):
+        for found, again, rows in pool.run(on_processes, n):
+            for own, size in zip(rows, SIZES, strict=True):
+                torch.testing.assert_close(own, per_sample(params(), batch_of(size)))
             for ours, theirs in zip(found, expected, strict=True):
                 assert_serial(ours, theirs)
             for (loss, grads), (other, others) in zip(bits, again, strict=True):
@@ -224,9 +233,12 @@ def test_collectives_in_a_loss_function_take_the_batches_that_they_are_right_for
         ):
             run(own, x)
         return
-    loss, _ = run(own, x)
-    if name in ("pmean", "psum"):
-        torch.testing.assert_close(loss, (x - x.mean(0)).square().sum(1).mean())
+    loss, grads = run(own, x)
+    parts = x.tensor_split([size * place // 4 for place in (1, 2, 3)])
+    whole = x.amax(0) if name == "pmax" else x.mean(0)
+    expected = torch.cat([part - part.mean(0) for part in parts]) if name == "gather" else x - whole
+    torch.testing.assert_close(loss, expected.square().sum(1).mean())
+    torch.testing.assert_close(fs.unshard(grads), 2 * expected.square().mean(0))
 
 
 def even_then_uneven(collective):
@@ -284,6 +296,95 @@ def test_metrics_count_samples_and_what_weight_counts(options):
     assert (metrics["samples"].item(), metrics["weight"].item()) == (32, 64)
 
 
+ACCUMULATED = [{}, {"accumulate": 3}, {"reproducible": True, "slices": 4}]
+
+
+@pytest.mark.parametrize("options", ACCUMULATED, ids=str)
+@pytest.mark.parametrize("size", [3, 7, 8])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_what_is_returned_beside_the_loss_is_that_of_the_whole_batch(stage, size, options):
+    def loss_fn(params, batch):
+        found = per_sample(params, batch)
+        large = found > 1
+        aux = {"mean": found.mean(), "rows": (batch["x"], large), "count": [large.sum(), len(found)]}
+        return found, aux
+
+    mesh = fs.make_mesh({"data": 4})
+    own = fs.shard_params(params(), fs.fsdp("data") if stage == 3 else P(), mesh=mesh)
+    run = fs.value_and_grad(loss_fn, mesh=mesh, batch=P("data"), has_aux=True, **options)
+    (_, aux), _ = run(own, batch_of(size))
+    _, expected = loss_fn(params(), batch_of(size))
+    assert [str(fs.typeof(x)) for x in aux["rows"]] == (
+        ["f64[8@data, 4]", "bool[8@data]"] if size == 8 else [f"f64[{size}, 4]", f"bool[{size}]"]
+    )
+    torch.testing.assert_close(fs.unshard(aux["rows"]), expected["rows"], rtol=0, atol=0)
+    torch.testing.assert_close(aux["mean"], expected["mean"])
+    assert [x.item() for x in aux["count"]] == [expected["count"][0].item(), size]
+
+
+def test_rows_of_devices_that_hold_the_same_samples_are_averaged():
+    mesh = fs.make_mesh({"data": 2, "seq": 2})
+    own = fs.shard_params({"w": torch.ones(())}, P(), mesh=mesh)
+
+    def loss_fn(p, x):
+        found = (p["w"] * x).mean(1)
+        return found, (found, x[:, 0] > 6)
+
+    for size in (4, 3):
+        x = torch.arange(4.0 * size).reshape(size, 4)
+        run = fs.value_and_grad(loss_fn, mesh=mesh, batch=P("data", "seq"), has_aux=True)
+        (loss, aux), _ = run(own, x)
+        mean, large = fs.unshard(aux)
+        assert (loss, mean.tolist(), large.tolist()) == (x.mean(), x.mean(1).tolist(), (x[:, 0] > 6).tolist())
+
+
+def test_what_is_neither_a_number_nor_rows_is_refused_all_at_once():
+    mesh = fs.make_mesh({"data": 2})
+    own = fs.shard_params({"w": torch.ones(())}, P(), mesh=mesh)
+
+    def loss_fn(p, x):
+        return (p["w"] * x).mean(), {
+            "any": x.sum() > 0,
+            "best": x.mean(0),
+            "name": "x",
+            "z": torch.tensor(1j),
+            "fine": 1,
+        }
+
+    message = (
+        r"any is a bool; best is of shape \(3,\), but there are 2 samples; name is a str; z is complex. Write x.float"
+    )
+    with pytest.raises(fs.LayoutError, match=message):
+        fs.value_and_grad(loss_fn, mesh=mesh, batch=P("data"), has_aux=True)(own, torch.ones(4, 3))
+
+
+@pytest.mark.parametrize("options", ACCUMULATED, ids=str)
+@pytest.mark.parametrize("spec", [P("data"), P()], ids=str)
+def test_losses_of_samples_are_weighted_by_what_each_counts_for(spec, options):
+    """What counts 0 may have a loss that is no number."""
+    batch = batch_of(8) | {"weights": torch.tensor([1.0, 0, 2, 3, 0, 0, 0.5, 1])}
+    options = options if spec.axes else {}
+
+    def loss_fn(params, batch):
+        return torch.where(batch["weights"] > 0, per_sample(params, batch), torch.nan)
+
+    def alone(params, batch):
+        return (per_sample(params, batch) * batch["weights"]).sum() / batch["weights"].sum()
+
+    own = fs.shard_params(params(), fs.fsdp("data"), mesh=(mesh := fs.make_mesh({"data": 4})))
+    run = fs.value_and_grad(loss_fn, mesh=mesh, batch=spec, weight=lambda batch: batch["weights"], **options)
+    loss, grads = run(own, batch)
+    assert_serial((loss, [fs.unshard(g) for g in (*grads["blocks"], grads["bias"])]), serial(alone, params(), batch))
+
+
+def test_a_batch_that_is_not_cut_may_have_losses_of_samples_and_counts_them():
+    metrics = metrics_of(lambda p, x: (p["w"] * x, {"rows": x}), torch.arange(4.0), spec=P(), has_aux=True)
+    assert (metrics["loss"], metrics["samples"], fs.unshard(metrics["aux"]["rows"]).tolist()) == (1.5, 4, [0, 1, 2, 3])
+    assert "samples" not in metrics_of(
+        lambda p, x: p["w"] * x["a"].mean(), {"a": torch.ones(4), "b": torch.ones(2)}, spec=P()
+    )
+
+
 def test_tensors_that_hold_different_numbers_of_samples_are_cut_evenly_or_not_at_all():
     def loss_fn(p, batch):
         return p["w"] * (batch["x"].mean() + batch["y"].mean())
@@ -303,8 +404,16 @@ def test_batches_that_cannot_be_cut_are_refused():
         metrics_of(loss_fn, torch.ones(0))
     with pytest.raises(fs.LayoutError, match="is to be cut into 2 slices, but has no tensor whose first dim is cut"):
         metrics_of(loss_fn, torch.ones(4), spec=P(), accumulate=2)
-    with pytest.raises(fs.LayoutError, match=r"return one number; found a tensor of shape \(2,\)"):
+    with pytest.raises(
+        fs.LayoutError, match="a loss for each sample, but weight= one number for all. Let weight= return"
+    ):
         metrics_of(lambda p, x: p["w"] * x, torch.ones(4), weight=len)
+    with pytest.raises(
+        fs.LayoutError, match=r"one number for a part of the batch, or one for each sample; found .* \(3,\)"
+    ):
+        metrics_of(loss_fn, torch.ones(4), weight=lambda x: torch.ones(3))
+    with pytest.raises(fs.LayoutError, match="weight= gave -1.0"):
+        metrics_of(loss_fn, torch.ones(4), weight=lambda x: torch.tensor([3.0, -1.0]))
     mesh = fs.make_mesh({"data": 3, "seq": 2})
     own = fs.shard_params({"w": torch.ones(())}, P(), mesh=mesh)
     with pytest.raises(fs.LayoutError, match="dim 1 has 3 elements, which 2 devices"):

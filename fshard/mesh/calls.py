@@ -56,6 +56,18 @@ class Handle:
         return self._result
 
 
+@dataclass(frozen=True)
+class Varied:
+    """What stands behind a collective in the place of a guard, and gives each device a result of its own."""
+
+    bound: Bound
+    before = False
+
+    def apply(self, xs: Tensors) -> Tensors:
+        """Pass values on; their cotangents are summed."""
+        return apply(self.bound, xs)
+
+
 class Batch:
     """Leaves that travel together, and their places among all leaves."""
 
@@ -64,8 +76,10 @@ class Batch:
     def __init__(self, bound: Bound, xs: Tensors, places: Sequence[int]) -> None:
         self.bound, self.xs, self.places = bound, xs, places
 
-    def run(self, guard: Guard | None) -> Tensors:
+    def run(self, guard: Guard | Varied | None) -> Tensors:
         """Apply the move, between guards."""
+        if type(self.bound.move) is Stay:
+            return self.xs
         applied = apply_extreme if type(self.bound.move) is Extreme else apply
         if guard is None:
             return applied(self.bound, self.xs)
@@ -73,7 +87,7 @@ class Batch:
             return applied(self.bound, guard.apply(self.xs))
         return guard.apply(applied(self.bound, self.xs))
 
-    def start(self, guard: Guard | None) -> Callable[[], Tensors]:
+    def start(self, guard: Guard | Varied | None) -> Callable[[], Tensors]:
         """Begin the move; return what finishes it.
 
         Autograd is told now, by results that are filled in later: backwards come in the order in which collectives were
@@ -102,7 +116,7 @@ class Call:
         self,
         batches: Sequence[Batch],
         structure: Structure | None,
-        guard: Guard | None,
+        guard: Guard | Varied | None,
         after: Callable[[Tensor, Group], Tensor] | None,
     ) -> None:
         self.batches, self.structure, self.guard, self.after = batches, structure, guard, after
@@ -222,21 +236,23 @@ def call(
         before: applied to every leaf first; may refuse it.
         after: applied to every result.
         equal: what has to be equal on all devices: the argument's value, or the result's gradient.
+
+    Where values are each device's own (`Scope.own`) nothing has to be equal: a result is varied, as `pvary` does, at once.
     """
     scope = require(what)
-    group = scope.group(axis, what)
-    if scope.objection is not None:
-        scope.objection(what, group)
-    site = call_site()
-    guard = _guard(what, scope, group, site, equal) if scope.checked and equal is not None else None
-    own = tuple(axis for axis in group.axes if axis in scope.own) if equal is not None else ()
-    if own and equal == "argument":
-        if len(own) < len(group.axes):
-            rest = tuple(axis for axis in group.axes if axis not in own)
-            return call(what, tree, rest, move, before=before, after=after, equal=equal)
-        guard, move = None, lambda x, group: Stay()
-    elif own:
-        guard, after = None, _made_own(Bound(Pvary(), scope.group(own, what), site), after)
+    group, site = scope.asked(axis, what), call_site()
+    guard: Guard | Varied | None = None
+    if equal is not None and not scope.own.isdisjoint(group.axes):
+        own = tuple(axis for axis in group.axes if axis in scope.own)
+        others = tuple(axis for axis in group.axes if axis not in scope.own)
+        if equal == "result":
+            guard = Varied(Bound(Pvary(), scope.group(own, what), site))
+        elif others:
+            group = scope.group(others, what)
+        else:
+            move = _stay
+    elif equal is not None and scope.checked:
+        guard = _guard(what, scope, group, site, equal)
 
     def prepared(x: Tensor) -> tuple[Tensor, Move]:
         x = x if before is None else before(x)
@@ -250,9 +266,8 @@ def call(
     return Call(batches, structure, guard, after)
 
 
-def _made_own(pvary: Bound, after: Callable[[Tensor, Group], Tensor] | None) -> Callable[[Tensor, Group], Tensor]:
-    """Return what is applied to a result so that each device may use it for its own ends."""
-    return lambda y, group: apply(pvary, (y if after is None else after(y, group),))[0]
+def _stay(x: Tensor, group: Group) -> Move:
+    return Stay()
 
 
 def _all_prepared(

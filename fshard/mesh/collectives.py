@@ -147,7 +147,8 @@ def pmin(tree: PyTree, axis: Axes) -> Call:
 def pvary(tree: PyTree, axis: Axes) -> Call:
     """Mark a replicated value as used by each device for its own ends: sends nothing, but its cotangents are summed.
 
-    Put it where a value that is equal along `axis` first meets data that is not.
+    Put it where a value that is equal along `axis` first meets data that is not.  In a loss function of `value_and_grad` it
+    does nothing: every value there is the device's own.
 
     >>> import torch, fshard as fs
     >>> from fshard import P
@@ -302,7 +303,7 @@ def axis_index(axis: Axes) -> int:
     >>> fs.run(lambda: fs.axis_index("data"), mesh=fs.make_mesh({"data": 3}))
     [0, 1, 2]
     """
-    return require("fs.axis_index").group(axis, "fs.axis_index").index
+    return require("fs.axis_index").asked(axis, "fs.axis_index").index
 
 
 def axis_size(axis: Axes) -> int:
@@ -312,4 +313,4 @@ def axis_size(axis: Axes) -> int:
     >>> fs.run(lambda: fs.axis_size("data"), mesh=fs.make_mesh({"data": 3}))
     [3, 3, 3]
     """
-    return require("fs.axis_size").group(axis, "fs.axis_size").size
+    return require("fs.axis_size").asked(axis, "fs.axis_size").size

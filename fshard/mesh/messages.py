@@ -232,6 +232,6 @@ def recv(like: PyTree, axis: Axes, source: int) -> Any:
 
 
 def _begin(what: str, tree: PyTree, axis: Axes) -> tuple[Group, Site, list[Tensor], Structure | None]:
-    group = require(what).group(axis, what)
+    group = require(what).asked(axis, what)
     leaves, structure = tensors_of(what, tree)
     return group, call_site(), leaves, structure

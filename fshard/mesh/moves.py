@@ -375,7 +375,7 @@ class Pvary(Alone):
 
 @dataclass(frozen=True)
 class Stay(Alone):
-    """Leave a value as it is, which is each device's own already."""
+    """Leave each device's own value as it is, and its cotangent too."""
 
     name = "stay"
 

@@ -25,7 +25,7 @@ from fshard.mesh.ledger import Row
 from fshard.mesh.mapped import run_mapped
 from fshard.mesh.mesh import Mesh
 from fshard.mesh.sharded import Sharded, in_memory, key_of
-from fshard.mesh.spmd import held, is_outside, standing
+from fshard.mesh.spmd import held, inside, is_outside, standing
 from fshard.mesh.steps import Way, convert, go, way_between, wire_of
 from fshard.mesh.sums import tree_sum
 from fshard.mesh.supply import Parts
@@ -263,6 +263,7 @@ def reshard_all(xs: Sequence[Sharded], layouts: Sequence[Layout], site: Site) ->
             on_mesh.setdefault(x.mesh, []).append(key)
     for mesh, some in on_mesh.items():
         given = [moved[key] for key in some]
+        _refuse_owned(given, mesh)
         ways = [way_between(x.layout, key[1], x.shape) for key, x in zip(some, given, strict=True)]
         columns = [_with_memory(x, "device").shards for x in given]
         if any(way.steps for way in ways):
@@ -274,6 +275,17 @@ def reshard_all(xs: Sequence[Sharded], layouts: Sequence[Layout], site: Site) ->
         for key, x, shards in zip(some, given, columns, strict=True):
             moved[key] = _with_memory(Sharded(x.shape, key[1], tuple(shards)), key[1].memory)
     return [moved[key] for key in keys]
+
+
+def _refuse_owned(xs: Sequence[Sharded], mesh: Mesh) -> None:
+    """Raise if these depend on parameters in a loss function, where a value is no global one but the device's own."""
+    scope = inside(mesh)
+    if scope is not None and scope.own and any(recorded(x.shards) for x in xs):
+        raise LayoutError(
+            "a tensor that depends on parameters is laid out differently in a loss function of value_and_grad, where every "
+            "value is the device's own. Use collectives: fs.all_gather(x, axis) for the whole, x.chunk(n, dim)[fs.axis_index("
+            "axis)] for the own piece."
+        )
 
 
 def _reshard(x: Sharded, layout: Layout, site: Site) -> Sharded:

@@ -8,7 +8,7 @@ outer and an inner `shard_map` combine, and a group is three integers per axis h
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -70,8 +70,8 @@ class Group:
         return tuple(numbers) if self.ranks is None else tuple(self.ranks[number] for number in numbers)
 
 
-Objection = Callable[[str, Group], None]
-"""Raises, if the device may not call the collective of this name on this group."""
+Notice = Callable[[str, Group], None]
+"""Is told what is asked for, by name, of a group; raises if that may not be."""
 
 
 class Scope:
@@ -98,10 +98,8 @@ class Scope:
         self._groups: dict[Axes, Group] = {}
         self.roads: dict[object, Callable[[Tensor], Tensor] | None] | None = {} if world.has_roads else None
         self.inner: dict[object, Scope] = {}
-        self.objection: Objection | None = None
-        self.own: frozenset[str] = (
-            outer.own if outer else frozenset()
-        )  # along these axes every value is each device's own
+        self.own: frozenset[str] = outer.own if outer else frozenset()
+        self.notice: Notice | None = None
 
     def group(self, axes: Axes, what: str) -> Group:
         """Return the group along `axes` through this device."""
@@ -111,6 +109,13 @@ class Scope:
             axes, found = _names(axes, what), None
         if found is None:
             found = self._groups[axes] = self._make(_names(axes, what), what)
+        return found
+
+    def asked(self, axes: Axes, what: str) -> Group:
+        """Return the group that the user's code asks something of; whoever wants to know is told."""
+        found = self.group(axes, what)
+        if self.notice is not None:
+            self.notice(what, found)
         return found
 
     def _make(self, names: tuple[str, ...], what: str) -> Group:
@@ -142,20 +147,16 @@ _here = _Here()
 
 
 @contextmanager
-def minding(objection: Objection | None) -> Generator[None]:
-    """Let an objection look at each collective that the calling device plans in this scope."""
-    scope = _here.scope
-    if scope is None:
-        yield
-        return
-    before = scope.objection, scope.roads
-    scope.objection = objection
-    if objection is not None:
-        scope.roads = None  # nobody would look at what goes the short way
+def owning(axes: Iterable[str], notice: Notice | None = None) -> Generator[None]:
+    """Let every value along some axes be the calling device's own for a while: see `fshard.transforms.talk`."""
+    scope = require("a loss function")
+    before = scope.own, scope.notice, scope.roads
+    scope.own, scope.notice = frozenset(axes), notice
+    scope.roads = None  # nobody would notice what goes the short way
     try:
         yield
     finally:
-        scope.objection, scope.roads = before
+        scope.own, scope.notice, scope.roads = before
 
 
 def here() -> Scope | None:

@@ -92,6 +92,11 @@ def shard_map(
 
 def _refuse_mapped_again(name: str, mesh: Mesh, mapped: tuple[str, ...]) -> None:
     outer = inside(mesh)
+    if outer is not None and outer.own:
+        raise MeshError(
+            f"shard_map of {name} in a loss function of value_and_grad, which runs once per device of {outer.mesh} already. "
+            f"Call {name} itself there, on the device's own piece: x.chunk(fs.axis_size(axis), dim)[fs.axis_index(axis)]."
+        )
     if outer is not None and not outer.mapped_axes.isdisjoint(mapped):
         again = ", ".join(axis for axis in mapped if axis in outer.mapped_axes)
         raise MeshError(

@@ -18,7 +18,7 @@ from fshard.errors import LayoutError
 from fshard.mesh.layout import Layout, Memory, ShardType
 from fshard.mesh.mesh import Mesh
 from fshard.mesh.spec import P
-from fshard.mesh.spmd import held, standing
+from fshard.mesh.spmd import held, inside, standing
 from fshard.mesh.tree import register_node
 from fshard.mesh.valueless import without_values
 
@@ -69,6 +69,10 @@ class Sharded:
     @property
     def local(self) -> Tensor:
         """The calling device's own shard: on a process mesh, and inside `shard_map` and `run`."""
+        scope = inside(self.mesh)
+        if scope is not None and scope.notice is not None:
+            for axis in scope.axes.keys() & self.spec.axes:
+                scope.asked(axis, "the local shard")
         if len(self.shards) == 1:
             return self.shards[0]
         own = held(self.mesh)

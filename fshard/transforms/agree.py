@@ -1,4 +1,4 @@
-"""What all devices have to do alike: reduce units in one order, and gather the same ones.
+"""What all devices have to do alike: reduce units in one order, gather the same ones, and start from the same things.
 
 Gradients become complete in an order that may depend on the data, and some never do where a branch has left them out.  So
 units are reduced in turns that all devices agree on: a unit whose turn has not come waits, one that is missing after the
@@ -8,7 +8,9 @@ backward is reduced as zeros, and one that nobody has counted on comes last.
     device 0    head  blocks[0]              ->       head  blocks[1] = 0  blocks[0]
     device 1    head  blocks[1]              ->       head  blocks[1]      blocks[0] = 0
 
-A gather is for all devices by nature: where they differ, it can only be said who wanted what.
+A gather is for all devices by nature: where they differ, it can only be said who wanted what.  So it is with the shapes of
+the whole batch, the key of random draws and parameters that lie whole, which nothing but the user's program makes equal
+on processes (see `origin`).
 
 All this is known on the host and asked of other hosts: no accelerator is waited for.
 """
@@ -58,21 +60,27 @@ def agreed_turns(used: Sequence[int], count: int, group: Group | None, site: Sit
     return sorted(used, key=lambda number: -first[number])
 
 
-def marks(sequence: Sequence[int]) -> list[float]:
-    """Return numbers whose sums over devices tell whether all have gathered the same units in one order: see `alike`.
+def marks(*told: object) -> list[float]:
+    """Return numbers whose sums over devices tell whether all have told the same: see `unlike`.
 
-    >>> here, there = marks([0, 1]), marks([1, 0])
-    >>> alike([a + b for a, b in zip(here, here)]), alike([a + b for a, b in zip(here, there)])
-    (True, False)
+    >>> here, there = marks([0, 1], "x"), marks([1, 0], "x")
+    >>> unlike([a + b for a, b in zip(here, here)]), unlike([a + b for a, b in zip(here, there)])
+    ([], [0])
     """
-    mark = float(zlib.crc32(repr(sequence).encode()) % (1 << 20))
-    return [1.0, mark, mark**2]
+    found = [mark(one) for one in told]
+    return [1.0, *found, *(each**2 for each in found)]
 
 
-def alike(sums: Sequence[float]) -> bool:
-    """Return whether the marks that these are the sums of are all the same."""
-    n, first, second = sums
-    return first**2 == n * second
+def mark(told: object) -> float:
+    """Return a number of 20 bits that stands for something."""
+    return float(zlib.crc32(repr(told).encode()) % (1 << 20))
+
+
+def unlike(sums: Sequence[float]) -> list[int]:
+    """Return the places of what devices differ in, from the sums of their marks."""
+    n, *rest = sums
+    firsts, squares = rest[: len(rest) // 2], rest[len(rest) // 2 :]
+    return [place for place, (first, square) in enumerate(zip(firsts, squares, strict=True)) if first**2 != n * square]
 
 
 def exchanged(own: Sequence[int], group: Group, site: Site) -> dict[int, list[int]]:
@@ -99,12 +107,12 @@ def disagreement(mesh: Mesh, gathered: Mapping[int, Sequence[int]], words: Seque
     if len(gathered) == 1:  # a process, which knows nothing of the others
         ((device, numbers),) = gathered.items()
         here = ", then ".join(words[number] for number in numbers)
-        return f"{_named(mesh, device)} has gathered {here}. {CURE}" if numbers else ""
+        return f"{name_of(mesh, device)} has gathered {here}. {CURE}" if numbers else ""
     shared = min(map(len, gathered.values()))
     start = next((at for at in range(shared) if len({one[at] for one in gathered.values()}) > 1), shared)
     found: dict[int, list[str]] = {}
     for device, one in gathered.items():
-        found.setdefault(one[start] if start < len(one) else -1, []).append(_named(mesh, device))
+        found.setdefault(one[start] if start < len(one) else -1, []).append(name_of(mesh, device))
     if len(found) == 1:
         return ""
     parts = [
@@ -115,7 +123,8 @@ def disagreement(mesh: Mesh, gathered: Mapping[int, Sequence[int]], words: Seque
     return f"{', '.join(parts)}. {CURE}"
 
 
-def _named(mesh: Mesh, device: int) -> str:
+def name_of(mesh: Mesh, device: int) -> str:
+    """Return a device's place along all axes."""
     return f"({', '.join(f'{axis}={at}' for axis, at in mesh.coordinates(device).items())})"
 
 

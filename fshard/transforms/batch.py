@@ -42,6 +42,11 @@ class Cut(NamedTuple):
         index = ravel([at[axis] for axis in self.axes], [mesh.shape[axis] for axis in self.axes])
         return [balanced_range(self.length, self.parts * count, index * count + turn) for turn in range(count)]
 
+    def lengths(self) -> list[int]:
+        """Return how many samples each device has."""
+        ranges = (balanced_range(self.length, self.parts, index) for index in range(self.parts))
+        return [stop - start for start, stop in ranges]
+
 
 def _filled(found: Range, length: int) -> Range:
     """Return a range of `length` samples; one neighbour, where it is empty."""
@@ -51,10 +56,14 @@ def _filled(found: Range, length: int) -> Range:
 
 
 class Slice(NamedTuple):
-    """What a device computes on at a time: leaves of the batch, and what they count for by the number of samples."""
+    """What a device computes on at a time: leaves of the batch, and what they count for by the number of samples.
+
+    `samples` is how many are in them, a neighbour's among them; None: that is not known.
+    """
 
     leaves: list[Any]
     rows: int
+    samples: int | None
 
 
 @dataclass(frozen=True)
@@ -68,6 +77,7 @@ class Batch:
         cuts: how the samples of each leaf are cut; None: it is whole in every slice.
         structure: of the tree that they are the leaves of.
         axes: along which anything is cut: those of the samples first, in their order.
+        shapes: of the whole leaves, where they are tensors.
     """
 
     mesh: Mesh
@@ -76,12 +86,22 @@ class Batch:
     cuts: list[Cut | None]
     structure: Structure
     axes: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
 
     @property
     def cut(self) -> Cut | None:
         """How samples are cut, if all tensors that hold some say the same."""
         kinds = {cut for cut in self.cuts if cut is not None}
         return kinds.pop() if len(kinds) == 1 else None
+
+    @property
+    def samples(self) -> int | None:
+        """How many samples there are, if all tensors that hold some say the same; where none is cut, how long all are."""
+        if any(cut is not None for cut in self.cuts):
+            return None if self.cut is None else self.cut.length
+        tensors = (column[0] for column in self.columns if isinstance(column[0], Tensor))
+        lengths = {x.shape[0] for x in tensors if x.ndim}
+        return lengths.pop() if len(lengths) == 1 else None
 
     def total(self, count: int) -> int:
         """Return what all slices of all devices count for together."""
@@ -113,8 +133,10 @@ class Batch:
 
         def one(turn: int) -> Slice:
             leaves = [x if cut is None else _rows(x, ranges[cut], turn) for x, cut in zip(own, self.cuts, strict=True)]
-            start, stop = (0, 1) if self.cut is None else ranges[self.cut][turn]
-            return Slice(leaves, stop - start)
+            if self.cut is None:
+                return Slice(leaves, 1, self.samples)
+            start, stop = ranges[self.cut][turn]
+            return Slice(leaves, stop - start, max(stop - start, 1))
 
         return [one(turn) for turn in range(count)]
 
@@ -150,7 +172,8 @@ def placed(batch: PyTree, specs: PyTree, mesh: Mesh) -> Batch:
     over = [axis for axis in mesh.axis_names if any(isinstance(spec, P) and axis in spec.axes for spec in chosen)]
     first = next((cut.axes for cut in cuts if cut is not None), ())
     axes = (*first, *(axis for axis in over if axis not in first))
-    return Batch(mesh, held(mesh), columns, cuts, structure, axes)
+    shapes = tuple(tuple(x.shape) for x in leaves if isinstance(x, Tensor | Sharded))
+    return Batch(mesh, held(mesh), columns, cuts, structure, axes, shapes)
 
 
 def _placed(leaf: Any, spec: Any, mesh: Mesh) -> tuple[Cut | None, tuple[Any, ...]]:

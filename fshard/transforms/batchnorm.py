@@ -6,7 +6,7 @@ Each device knows its own count n, mean m and sum of squares about it.  One psum
 
 in float64, in which the difference of two large squares does not matter: these are a few numbers per channel.  The sums
 are equal on all devices and then meet each device's own data, so they pass through `pvary`, whose backward is the psum
-that brings the gradients of all together.
+that brings the gradients of all together; in a loss function that is done for every sum.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 
-from fshard.mesh.collectives import psum, pvary
-from fshard.mesh.scope import here, minding
+from fshard.mesh.calls import call
+from fshard.mesh.collectives import pvary
+from fshard.mesh.moves import Psum
+from fshard.mesh.scope import here
 from fshard.mesh.spec import Axes
 from fshard.transforms.idle import is_idle
 
@@ -74,8 +76,8 @@ def moments(x: Tensor, axis: Axes) -> tuple[Tensor, Tensor, Tensor]:
         v, m = torch.var_mean(wide, dim=[0, *range(2, x.ndim)], correction=0)
         v, m = v.double(), m.double()
         sums = torch.cat([n * m, n * (v + m * m), m.new_full((1,), n)])
-    with minding(None):
-        total, squares, count = psum(sums, axis).split([channels, channels, 1])
+    summed = call("sync_batchnorm", sums, axis, lambda x, group: Psum(), equal="result").run()
+    total, squares, count = summed.split([channels, channels, 1])
     mean = total / count
     return mean, squares / count - mean * mean, count[0]
 

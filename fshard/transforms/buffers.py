@@ -7,9 +7,10 @@ A buffer that the loss function hands back as it is (a mask, a table) is not sen
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from fshard.errors import LayoutError
@@ -28,6 +29,20 @@ class New(NamedTuple):
     paths: list[str]
     structure: Structure
     changed: dict[str, Tensor]
+
+
+def numbers(buffers: Mapping[str, Any], near: torch.device) -> list[Tensor]:
+    """Return buffers, by their paths, as tensors."""
+    wrong = [
+        f"{named(parts_of(path))} is {'complex' if isinstance(x, Tensor) else type(x).__name__}"
+        for path, x in buffers.items()
+        if not isinstance(x, Tensor | int | float) or (isinstance(x, Tensor) and x.is_complex())
+    ]
+    if wrong:
+        raise LayoutError(
+            f"value_and_grad: among the buffers {'; '.join(wrong)}. They are averaged: give tensors or real numbers."
+        )
+    return [x if isinstance(x, Tensor) else torch.full((), x, device=near) for x in buffers.values()]
 
 
 class Buffers:

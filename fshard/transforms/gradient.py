@@ -2,8 +2,9 @@
 
 Each device takes the loss of its own part of the batch; the loss of the whole is their mean, weighted by samples or by
 what `weight` counts.  So a batch of any size has the loss and the gradient that it has on one device, if the loss is a
-mean over samples, or with `weight` over what that counts.  A loss that talks to other devices itself needs an even batch
-for `fs.pmean`, and for a sum samples on all devices (see `uneven`); `sync_batchnorm` needs neither.
+mean over samples, or with `weight` over what that counts.  A loss may talk to other devices itself, over any axis: its
+gradient is that of the mean of all devices' losses (see `talk`).  It needs an even batch for `fs.pmean`, and for a sum
+samples on all devices (see `uneven`); `sync_batchnorm` needs neither.
 
 Gradients come out as their layouts say: that is all that ZeRO 0 to 3 differ in.
 
@@ -35,17 +36,20 @@ from fshard.mesh.mesh import Mesh
 from fshard.mesh.sharded import Sharded
 from fshard.mesh.spec import P
 from fshard.mesh.spmd import everywhere, held, standing
-from fshard.mesh.steps import way_between
+from fshard.mesh.steps import Way, way_between
 from fshard.mesh.tree import PyTree, Structure, flatten_with_paths, unflatten
 from fshard.optim.leaves import firsts_of, trainable
 from fshard.source import Site, call_site
 from fshard.transforms.agree import CURE, disagreement
 from fshard.transforms.batch import placed
+from fshard.transforms.beside import put_together
 from fshard.transforms.buffers import Buffers
+from fshard.transforms.counts import Weight
 from fshard.transforms.nearby import refuse_distant
 from fshard.transforms.ordered import way_in_order
+from fshard.transforms.reductions import Along
 from fshard.transforms.rules import Choice, chosen, named, parts_of, unit_of
-from fshard.transforms.slices import Device, How, Result, Weight
+from fshard.transforms.slices import Device, How, Result
 from fshard.transforms.tape import Order, Tape
 from fshard.transforms.threads import one_thread
 from fshard.transforms.units import Leaf, Manner
@@ -78,7 +82,9 @@ def value_and_grad(
 
     Args:
         loss_fn: `loss_fn(params, batch)` of one device: the mean loss over the samples that it is given, or the loss of each;
-            with `has_aux`, a pair of that and a tree of tensors, which are averaged as the loss is.
+            with `has_aux`, a pair of that and a tree: floating numbers, which are averaged as the loss is, whole numbers, which
+            are counts and are added up, and tensors with a row for each sample, which come back for the whole batch, as a
+            `Sharded` (see `beside`).
         mesh: the devices.
         batch: how the batch is cut: a P, or a prefix tree of Ps.  Its axes are the ones that gradients are summed over.  What
             the loss needs besides, a second network say, is a part of it that is not cut, P(): a tree of `Sharded`s too, which
@@ -88,8 +94,9 @@ def value_and_grad(
         has_aux: whether loss_fn returns something more, last.
         weight: what a part of the batch counts for: `weight(part)`, say its number of tokens.  By default a part counts for
             its samples: how long the first dim is, where the batch is cut along it.  A part that counts 0 adds nothing, even
-            if its loss is no number; no part counts less, and a batch that counts for nothing at all is refused.  For a number
-            that lies on a device the host waits, once a step.
+            if its loss is no number; no part counts less, and a batch that counts for nothing at all is refused.  It may be a
+            number for each sample, and has to be if the loss function returns a loss for each.  For a number that lies on a
+            device the host waits, once a step.
         accumulate: cut each device's part into so many, one after the other.  Parts differ by one sample at most.
         reduce_once: with `accumulate`, add gradients up locally and reduce the sum, instead of reducing each.  It sends less
             and holds whole gradients meanwhile.
@@ -113,7 +120,9 @@ def value_and_grad(
     `gradient(params, batch, scale=opt.loss_scale(state))`.
 
     The loss is a tensor, equal on all devices; a gradient is None where no device has used the parameter.  loss_fn may call
-    collectives; what one makes equal on all devices and is then used with a device's own data has to go through `fs.pvary`.
+    collectives over any axis, and needs no `fs.pvary`: every value in it is the device's own.  If it does so over an axis
+    that does not cut the batch, to use a part of the model on each device, the loss is the mean over that axis too.  In
+    reproducible mode it can ask nothing over the batch's axes.
 
     >>> import torch, fshard as fs
     >>> from fshard import P
@@ -124,6 +133,17 @@ def value_and_grad(
     >>> loss, grads = fs.value_and_grad(loss_fn, mesh=mesh, batch=P("data"))(params, torch.ones(4, 2))
     >>> loss, fs.typeof(grads["w"]), fs.unshard(grads["w"])
     (tensor(3.), f32[2]{flat:data}, tensor([1., 1.]))
+
+    Each device along "model" multiplies by its rows of w:
+
+    >>> mesh = fs.make_mesh({"data": 2, "model": 2})
+    >>> def loss_fn(w, x):
+    ...     at, n = fs.axis_index("model"), fs.axis_size("model")
+    ...     return fs.psum(x.chunk(n, 1)[at] @ w.chunk(n)[at], "model").square().mean()
+    >>> w = fs.shard_params(torch.tensor([1.0, 2.0]), P("model"), mesh=mesh)
+    >>> loss, grad = fs.value_and_grad(loss_fn, mesh=mesh, batch=P("data"))(w, torch.ones(4, 2))
+    >>> loss, fs.typeof(grad), fs.unshard(grad)
+    (tensor(9.), f32[2@model], tensor([6., 6.]))
     """
     if slices is not None and not reproducible:
         raise LayoutError(
@@ -182,7 +202,26 @@ class Known:
 
     key: object
     leaves: tuple[Leaf, ...]
+    mesh: Mesh
+    axes: tuple[str, ...]
+    in_order: bool
     order: Order | None = None
+    _ways: dict[Along, tuple[list[Way | None], int]] = field(default_factory=dict[Along, tuple[list[Way | None], int]])
+
+    def ways(self, along: Along) -> tuple[list[Way | None], int]:
+        """Return the ways of gradients that devices along the batch's axes, and these, hold summands of; how many these are."""
+        found = self._ways.get(along)
+        if found is None:
+            ways = [self._way(along, leaf) if leaf.trained else None for leaf in self.leaves]
+            found = self._ways[along] = ways, prod(self.mesh.shape[axis] for axis in along)
+        return found
+
+    def _way(self, along: Along, leaf: Leaf) -> Way:
+        """Return the way of one gradient: over the batch's axes first, if the order of additions matters."""
+        axes = (*along, *self.axes)
+        if self.in_order:
+            return way_in_order(self.mesh, axes, leaf.gradient, leaf.shape)
+        return way_between(Layout(self.mesh, P(unreduced=axes)), leaf.gradient, leaf.shape)
 
 
 KNOWN = 64
@@ -192,7 +231,8 @@ KNOWN = 64
 class Value(NamedTuple):
     """What a step has found: the loss, what it is the mean over, and what the loss function returns beside it.
 
-    `samples` are those of the batch; None: its tensors do not agree on how many there are.
+    `samples` are those of the batch; None: its tensors do not agree on how many there are.  Of a batch that is not cut, all
+    tensors have to.
     """
 
     loss: Tensor
@@ -240,14 +280,14 @@ class Gradient:
         own = sorted({*first})
         number = {place: number for number, place in enumerate(own)}
         at = [number[place] for place in first]
-        known = self._known(structure, paths, leaves, at, parts.axes)
+        known = self._known(structure, paths, leaves, at, mesh, parts.axes)
         drawn = int(torch.randint(1 << 62, ()).item())  # the same on every process
         devices, memory, tapes = held(mesh), Buffers(buffers, mesh), dict[int, Tape]()
 
         def on_device(device: int) -> Result:
             place = devices.index(device) if len(devices) > 1 else 0
             tape = tapes[device] = Tape(
-                known.leaves, [leaves[at].shards[place] for at in own], self.how.manner, site, known.order
+                known.leaves, [leaves[at].shards[place] for at in own], known.ways, self.how.manner, site, known.order
             )
 
             def tree() -> PyTree:
@@ -266,14 +306,15 @@ class Gradient:
         except CollectiveTimeoutError as error:
             error.add_note(f"value_and_grad: {_difference(mesh, tapes)}")
             raise
-        mean, known.order = results[0].mean, results[0].order
+        first = results[0]
+        known.order = first.order
         grads = [
             None if shards[0] is None else Sharded(leaf.shape, leaf.gradient, tuple(shards))
             for leaf, *shards in zip(known.leaves, *(result.gradients for result in results), strict=True)
         ]
-        samples = parts.cut.length if parts.cut is not None else None
         after = memory.after([result.buffers for result in results])
-        return Value(mean.loss, mean.weight, samples, after, mean.aux), unflatten(
+        aux = put_together(first.numbers, [result.rows for result in results], first.structure)
+        return Value(first.loss, first.weight, parts.samples, after, aux), unflatten(
             structure, [grads[place] for place in at]
         )
 
@@ -283,6 +324,7 @@ class Gradient:
         paths: Sequence[str],
         leaves: Sequence[Sharded],
         at: Sequence[int],
+        mesh: Mesh,
         axes: tuple[str, ...],
     ) -> Known:
         """Return what is worked out once for parameters of these paths, ties, shapes, dtypes and layouts."""
@@ -293,15 +335,13 @@ class Gradient:
             _refuse_half_frozen(paths, at, fixed)
             ways: dict[int, Leaf] = {}
             for path, place, x, fix in zip(paths, at, leaves, fixed, strict=True):
-                ways.setdefault(
-                    place, self._leaf(path, x, axes, trained=self.how.backward and trainable(x) and not fix)
-                )
-            found = Known(key, tuple(ways[place] for place in sorted(ways)))
+                ways.setdefault(place, self._leaf(path, x, trained=self.how.backward and trainable(x) and not fix))
+            found = Known(key, tuple(ways[place] for place in sorted(ways)), mesh, axes, self.how.slices is not None)
             self.known[:] = [found, *self.known[: KNOWN - 1]]
         return found
 
-    def _leaf(self, path: str, x: Sharded, axes: tuple[str, ...], *, trained: bool) -> Leaf:
-        layout, whole, reduce = x.layout, Layout(x.mesh), None
+    def _leaf(self, path: str, x: Sharded, *, trained: bool) -> Leaf:
+        layout, whole = x.layout, Layout(x.mesh)
         wanted = layout
         if trained:
             wanted = self.gradients(layout)
@@ -310,12 +350,8 @@ class Gradient:
                     f"value_and_grad: gradients={self.gradients!r} has to return a Layout for {named(parts_of(path))}; found "
                     f"{wanted!r}. Write opt.gradients of a partitioned optimizer, or leave it out."
                 )
-            if self.how.slices is None:
-                reduce = way_between(Layout(x.mesh, P(unreduced=axes)), wanted, x.shape)
-            else:
-                reduce = way_in_order(x.mesh, axes, wanted, x.shape)
         gather = way_between(layout, whole, x.shape)
-        return Leaf(path, x.shape, x.dtype, layout.unit or unit_of(path), gather, reduce, wanted)
+        return Leaf(path, x.shape, x.dtype, layout.unit or unit_of(path), gather, trained, wanted)
 
 
 def _difference(mesh: Mesh, tapes: Mapping[int, Tape]) -> str:

@@ -170,7 +170,7 @@ class _Aside(Function):
         ctx.tape = weakref.ref(tape)
         ctx.set_materialize_grads(False)
         handles = [Handle.of(unit, at) for unit in tape.units for at in range(len(unit.places))]
-        ctx.mark_non_differentiable(*(h for h in handles if tape.leaves[h.unit.places[h.at]].reduce is None))
+        ctx.mark_non_differentiable(*(h for h in handles if not tape.leaves[h.unit.places[h.at]].trained))
         return tuple(handles)
 
     @staticmethod

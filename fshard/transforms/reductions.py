@@ -21,6 +21,10 @@ from fshard.source import Site
 from fshard.transforms.agree import agreed_turns
 from fshard.transforms.units import Leaf, Manner, Unit
 
+Along = tuple[str, ...]
+Ways = Callable[[Along], tuple[Sequence[Way | None], int]]
+"""The ways of gradients, None where a leaf is not trained; and how many devices there are along these axes."""
+
 
 class Reductions:
     """The gradients of one device, through the slices of one step.
@@ -29,6 +33,8 @@ class Reductions:
         units: what is reduced together.
         leaves: the parameters, and `shards` what this device holds of them.
         turns: the order in which units are reduced, by number; none if devices have not agreed yet.
+        along: the axes besides the batch's along which devices hold summands too, when they agreed: see `talk`.
+        ways: for such axes, from the sum that each device holds a summand of, to each gradient's layout.
 
     `used` says of each leaf whether this device has used it; `sums` are the reduced gradients, in no fewer bits than came.
     `keep` takes what a slice gives where it is not to be reduced yet; `wide`: sums of slices are reduced in 32 bits at
@@ -43,21 +49,26 @@ class Reductions:
         manner: Manner,
         site: Site,
         turns: Sequence[int],
+        along: Along,
+        ways: Ways,
     ) -> None:
         self.units, self.leaves, self.shards, self.manner, self.site = units, leaves, shards, manner, site
         self.turns, self.wide, self.singly = list(turns), False, False
+        self.along, self._ways = along, ways
         self.used = [False] * len(leaves)
         self.sums: list[Tensor | None] = [None] * len(leaves)
         self.keep: Callable[[Unit, list[Tensor | None]], None] | None = None
         self._turn, self._idle = 0, False
         self._waiting: dict[int, list[Tensor | None]] = {}
         self._bucket: list[tuple[int, Tensor, Way]] = []
-        self._under_way: list[tuple[list[int], Callable[[], list[Tensor]]]] = []
+        self._under_way: list[tuple[list[int], Callable[[], list[Tensor]], int]] = []
 
-    def begin(self, used: Sequence[int], group: Group | None, *, idle: bool) -> None:
+    def begin(self, used: Sequence[int], group: Group | None, along: Along, *, idle: bool) -> None:
         """Begin a backward: agree on the turns, unless they are known.  Of an idle slice, gradients are 0."""
         self._idle, self._turn = idle, 0
-        if not self.turns and any(leaf.reduce is not None for leaf in self.leaves):
+        if along != self.along:
+            self.turns, self.along = [], along  # there are more devices to agree
+        if not self.turns and any(leaf.trained for leaf in self.leaves):
             self.turns = agreed_turns(used, len(self.units), group, self.site, self.shards[0].device)
 
     def receive(self, unit: Unit, gs: Sequence[Tensor | None]) -> None:
@@ -117,11 +128,12 @@ class Reductions:
 
     def reduce(self, unit: Unit, gs: Sequence[Tensor | None]) -> None:
         """Reduce the gradients of a unit, if it lies whole together with those that come before and after."""
+        ways, _ = self._ways(self.along)
         for place, g in zip(unit.places, self.as_reduced(unit, gs), strict=True):
-            leaf, near = self.leaves[place], self.shards[place]
-            if leaf.reduce is not None:
+            leaf, near, way = self.leaves[place], self.shards[place], ways[place]
+            if way is not None:
                 g = near.new_zeros(leaf.shape, dtype=self._reduced_in(leaf)) if g is None else g
-                self._bucket.append((place, g, leaf.reduce))
+                self._bucket.append((place, g, way))
         if unit.sharded or sum(g.nbytes for _, g, _ in self._bucket) >= self.manner.bucket:
             self.send()
 
@@ -135,7 +147,8 @@ class Reductions:
         if self._bucket:
             places, xs, ways = map(list, zip(*self._bucket, strict=True))
             self._bucket = []
-            self._under_way.append((places, go(xs, ways, self.site, ahead=self.manner.in_flight > 0)))
+            _, many = self._ways(self.along)
+            self._under_way.append((places, go(xs, ways, self.site, ahead=self.manner.in_flight > 0), many))
             self.finish(self.manner.in_flight)
 
     def _reduced_in(self, leaf: Leaf) -> torch.dtype:
@@ -147,9 +160,10 @@ class Reductions:
     def finish(self, but: int = 0) -> None:
         """Wait for reductions, the oldest first, until only so many are under way."""
         while len(self._under_way) > but:
-            places, finish = self._under_way.pop(0)
+            places, finish, many = self._under_way.pop(0)
             for place, result in zip(places, finish(), strict=True):
                 known, leaf = self.sums[place], self.leaves[place]
                 if result.dtype is not leaf.dtype:
                     result = result.to(torch.promote_types(result.dtype, leaf.dtype))
+                result = result if many == 1 else result / many
                 self.sums[place] = result if known is None else known + result

@@ -7,32 +7,32 @@ gradients kept   kept, added up   added up, reduced as each unit's are ready
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
-from math import inf, prod
-from numbers import Real
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fshard.errors import LayoutError, MismatchError
-from fshard.mesh.scope import minding, require
-from fshard.mesh.tree import PyTree
+from fshard.mesh.scope import Group, owning
+from fshard.mesh.tree import PyTree, Structure
 from fshard.optim.scaling import held_by
-from fshard.transforms.agree import alike, disagreement, exchanged, marks, on_host, summed
+from fshard.transforms.agree import disagreement, exchanged, marks, on_host, summed, unlike
 from fshard.transforms.batch import Batch, Slice
-from fshard.transforms.buffers import Buffers, New
+from fshard.transforms.beside import Rows, Told, collected, told
+from fshard.transforms.buffers import Buffers, New, numbers
+from fshard.transforms.counts import Count, Weight, added, refuse_weights, something, weighted, weights_of
 from fshard.transforms.forest import Forest
 from fshard.transforms.idle import idling
 from fshard.transforms.means import Found, together
+from fshard.transforms.origin import Origin, bits
 from fshard.transforms.randomness import keyed_random
+from fshard.transforms.talk import Talk
 from fshard.transforms.tape import Order, Tape
 from fshard.transforms.uneven import objection
 from fshard.transforms.units import Manner
 from fshard.transforms.use import followed
-
-Weight = Callable[[PyTree], Tensor | int | float]
 
 
 @dataclass(frozen=True)
@@ -73,22 +73,26 @@ class How:
         return self.slices // n
 
 
-class Count(NamedTuple):
-    """What a slice counts for, and what its gradient is multiplied by."""
+class Part(NamedTuple):
+    """What one slice has given."""
 
-    weight: float
-    share: float
-
-    @property
-    def idle(self) -> bool:
-        """Whether it counts for nothing."""
-        return not self.weight
+    found: Found
+    new: New
+    told: Told
 
 
 class Result(NamedTuple):
-    """What a device has in the end: means over the whole batch, its shards of the gradients, buffers, the order of units."""
+    """What a device has in the end.
 
-    mean: Found
+    The loss and what it is the mean over; what was returned beside it, numbers and rows by their places in a tree; its shards
+    of the gradients, buffers, the order of units.
+    """
+
+    loss: Tensor
+    weight: float
+    numbers: dict[int, Tensor]
+    rows: dict[int, Rows]
+    structure: Structure
     gradients: list[Tensor | None]
     buffers: New
     order: Order
@@ -121,8 +125,21 @@ class Device:
     ) -> None:
         self.how, self.tape, self.params, self.buffers, self.batch = how, tape, params, buffers, batch
         self.place, self.key, self.scale, self.scaled = place, key, scale, scale
-        self.objection = objection(batch, how.turns(prod(batch.mesh.shape[axis] for axis in batch.axes)))
-        self.group = require("value_and_grad").group(batch.axes, "value_and_grad") if batch.axes else None
+        turns = how.turns(prod(batch.mesh.shape[axis] for axis in batch.axes))
+        self.talk = Talk(batch, objection(batch, turns, reproducible=how.slices is not None))
+
+    @property
+    def group(self) -> Group | None:
+        """The devices along the batch's axes."""
+        return self._along(self.batch.axes)
+
+    @property
+    def everyone(self) -> Group | None:
+        """All devices whose losses make up the objective; in the order in which slices are added up."""
+        return self._along((*self.talk.along, *self.batch.axes))
+
+    def _along(self, axes: tuple[str, ...]) -> Group | None:
+        return self.tape.scope.group(axes, "value_and_grad") if axes else None
 
     def run(self) -> Result:
         """Take all slices."""
@@ -131,8 +148,7 @@ class Device:
         slices = self.batch.slices(self.place, how.turns(n))
         counts = self._counts(slices)
         forest = Forest(tape.units, tape.reductions.as_reduced) if how.slices is not None else None
-        found: list[Found] = []
-        new = self.buffers.compared(self.place, self.buffers.part(self.place))
+        parts: list[Part] = []
         reductions = tape.reductions
         reductions.singly = forest is not None
         reductions.wide = forest is not None or (how.once and len(slices) > 1)
@@ -144,9 +160,12 @@ class Device:
             else:
                 reductions.keep = None
             tape.begin()
-            with keyed_random(self.key, 0, index * len(slices) + turn), idling(count.idle):
-                one, new = self._one(slice, count)
-            found.append(one)
+            with (
+                keyed_random(self.key, 0, index * len(slices) + turn),
+                idling(not slice.rows),
+                owning(self.batch.mesh.axis_names, self.talk.notice),
+            ):
+                parts.append(self._one(slice, count))
             if forest is not None:
                 forest.grow(count.share)
             if reductions.keep is None:
@@ -157,10 +176,33 @@ class Device:
                 unit.kept = forest.harvest(unit)
             reductions.end()
         tape.end()
-        mean, used = self._together(found)
+        mean, used = self._together([part.found for part in parts])
         gradients = self._gradients(mean, used)
+        _, new, told = parts[-1]
+        changed = dict(zip(new.changed, mean.means, strict=False))
+        numbers = {
+            **dict(zip(told.means, mean.means[len(changed) :], strict=True)),
+            **dict(zip(told.counts, mean.counts, strict=True)),
+        }
+        rows = {
+            place: self._rows(
+                [
+                    part.told.rows[place][: slice.rows if self.batch.cut else None]
+                    for part, slice in zip(parts, slices, strict=True)
+                ]
+            )
+            for place in told.rows
+        }
         tape.close()
-        return Result(mean, gradients, new._replace(changed=mean.buffers), tape.order)
+        return Result(
+            mean.loss, mean.weight, numbers, rows, told.structure, gradients, new._replace(changed=changed), tape.order
+        )
+
+    def _rows(self, rows: list[Tensor]) -> Rows:
+        """Put together what the slices have for each sample."""
+        cut = () if self.batch.cut is None else self.batch.cut.axes
+        same = tuple(axis for axis in (*self.talk.along, *self.batch.axes) if axis not in cut)
+        return collected(rows, self.batch, self._along(same), self._along(cut), self.tape.site)
 
     def _counts(self, slices: list[Slice]) -> list[Count]:
         """Return what each slice counts for."""
@@ -168,44 +210,47 @@ class Device:
         if how.weight is None:
             total = self.batch.total(len(slices)) if how.slices is None else 1
             return [Count(float(each), each / total) for each in rows]
-        found = torch.stack([_one_number(how.weight(self.batch.tree(slice.leaves))) for slice in slices])
+        given = [weights_of(how.weight(self.batch.tree(slice.leaves)), slice.samples) for slice in slices]
+        found = torch.stack([added(weights) for weights in given])
         if found.is_meta:
-            return [Count(1.0, 1.0)] * len(slices)
+            return [Count(1.0, 1.0, each) for each in given]
         weights = [weight * bool(each) for weight, each in zip(found.tolist(), rows, strict=True)]
-        _refuse_weights(weights)
+        refuse_weights(weights)
         if how.slices is not None:
-            return [Count(weight, weight) for weight in weights]
+            return [Count(weight, weight, each) for weight, each in zip(weights, given, strict=True)]
         (sums,) = summed((on_host([sum(weights)], found.device),), self.group, self.tape.site)
-        total = _something(sums.item())
-        return [Count(weight, weight / total) for weight in weights]
+        total = something(sums.item())
+        return [Count(weight, weight / total, each) for weight, each in zip(weights, given, strict=True)]
 
-    def _one(self, slice: Slice, count: Count) -> tuple[Found, New]:
+    def _one(self, slice: Slice, count: Count) -> Part:
         """Forward and backward of one slice."""
         how, tape = self.how, self.tape
         with torch.set_grad_enabled(how.backward):
             batch = self.batch.tree(slice.leaves, how.manner.compute)
             loss, buffers, aux = tape.saved.watch(lambda: self._called(batch), tape.begin)
             if not isinstance(loss, Tensor) or loss.numel() != 1:
-                loss = self._mean(loss, slice)
+                loss = self._mean(loss, slice, count)
         if not loss.is_floating_point():
             raise LayoutError(
                 f"the loss function returned a number of {loss.dtype}, which has no gradient. Return a real floating one."
             )
-        tape.begin_backward(self.group, idle=count.idle)
+        idle = not count.weight and not self.talk.mixed  # other losses may depend on what counts for nothing itself
+        tape.begin_backward(self.everyone, self.talk.along, idle=idle)
         if loss.requires_grad:
             share = count.share if how.slices is None else 1.0  # in reproducible mode sums are weighted, in 32 bits
             self.scaled = held_by(loss.dtype, self.scale)
             start = torch.full_like(loss, share * self.scaled)
             torch.autograd.grad(loss, [tape.anchor], start, allow_unused=True)
         new = self.buffers.compared(self.place, buffers)
-        return Found(loss.detach(), count.weight, aux, new.changed), new
+        beside = told(aux, slice.samples, loss.device)
+        means = [*numbers(new.changed, loss.device), *beside.means.values()]
+        return Part(Found(loss.detach(), count.weight, means, [*beside.counts.values()]), new, beside)
 
     def _called(self, batch: PyTree) -> tuple[Any, PyTree, PyTree]:
         """Call the loss function; return the loss, buffers and what else there is."""
         how = self.how
         given = self.buffers.part(self.place)
-        with minding(self.objection) if self.objection is not None else nullcontext():
-            result = followed(how.loss_fn)(self.params(), *((given,) if how.has_buffers else ()), batch)
+        result = followed(how.loss_fn)(self.params(), *((given,) if how.has_buffers else ()), batch)
         wanted = ["loss", *(["buffers"] if how.has_buffers else []), *(["aux"] if how.has_aux else [])]
         if len(wanted) == 1:
             return result, given, ()
@@ -217,70 +262,67 @@ class Device:
         named = dict(zip(wanted, result, strict=True))
         return named["loss"], named.get("buffers", given), named.get("aux", ())
 
-    def _mean(self, loss: Any, slice: Slice) -> Tensor:
+    def _mean(self, loss: Any, slice: Slice, count: Count) -> Tensor:
         """Return the mean of the losses of the samples of a slice."""
-        samples = max(slice.rows, 1) if self.batch.cut is not None and self.how.weight is None else None
-        if isinstance(loss, Tensor) and loss.shape == (samples,):
-            return loss.mean()
+        if isinstance(loss, Tensor) and loss.shape == (slice.samples,):
+            if self.how.weight is None:
+                return loss.mean()
+            if count.each is not None and count.each.ndim:
+                return weighted(loss, count.each)
+            raise LayoutError(
+                "the loss function returned a loss for each sample, but weight= one number for all. Let weight= return what "
+                "each sample counts for, or take the mean that this number is for."
+            )
         found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-        one_each = "" if samples is None else ", or one for each sample"
+        one_each = "" if slice.samples is None else ", or one for each sample"
         cure = "Say has_aux=True" if isinstance(loss, tuple | list) else "Take its mean"
         raise LayoutError(f"the loss function has to return one number{one_each}; found {found}. {cure}.")
 
     def _together(self, found: list[Found]) -> tuple[Found, list[float]]:
         """Average what was found and reduce what is left; return also how many devices have used each parameter."""
         tape = self.tape
-        own, kept = marks(tape.sequence), [float(unit.kept is not None) for unit in tape.units]
-        mean, sums = together(found, [*own, *kept, *map(float, tape.reductions.used)], self.group, tape.site)
-        if not alike(sums[: len(own)]):
+        origin = self._origin()
+        own, kept = marks(tape.sequence, *origin.told), [float(unit.kept is not None) for unit in tape.units]
+        mean, sums = together(
+            found, [*own, *kept, *map(float, tape.reductions.used)], self.everyone, self.talk.many, tape.site
+        )
+        wrong = unlike(sums[: len(own)])
+        if wrong and wrong[-1]:  # what a step starts from may be why units were gathered otherwise
+            origin.refuse(wrong[-1] - 1, tape.scope.mesh, self._exchanged)
+        if wrong:
             raise MismatchError(self._another_order())
         kept, used = sums[len(own) : len(own) + len(kept)], sums[len(own) + len(kept) :]
-        trained = [leaf.reduce is not None for leaf in tape.leaves]
+        trained = [leaf.trained for leaf in tape.leaves]
         if any(trained) and not any(times for times, moves in zip(used, trained, strict=True) if moves):
             raise LayoutError(_DETACHED)
         tape.reductions.rest(kept, used)
         return mean, used
 
-    def _another_order(self) -> str:
-        group, tape = self.group, self.tape
+    def _origin(self) -> Origin:
+        """Return what the step starts from."""
+        tape, batch = self.tape, self.batch
+        whole = zip(tape.leaves, tape.shards, strict=True) if tape.fresh and batch.mesh.runtime == "process" else ()
+        leaves = {leaf.path: bits(x) for leaf, x in whole if not leaf.gather.steps}
+        return Origin(batch.shapes, None if self.how.slices is None else self.key, leaves)
+
+    def _exchanged(self, own: Sequence[int]) -> dict[int, list[int]]:
+        group = self.everyone
         assert group is not None
-        sequences = exchanged(tape.sequence, group, tape.site)
-        known = disagreement(tape.scope.mesh, sequences, tape.words())
+        return exchanged(own, group, self.tape.site)
+
+    def _another_order(self) -> str:
+        tape = self.tape
+        known = disagreement(tape.scope.mesh, self._exchanged(tape.sequence), tape.words())
         return f"value_and_grad: devices gathered different units, so one was given another's values: {known}"
 
     def _gradients(self, mean: Found, used: list[float]) -> list[Tensor | None]:
         """Return the gradients; a parameter that no device used has none."""
-        divisor = 1.0 if self.how.slices is None or mean.loss.is_meta else _something(mean.weight)
+        divisor = 1.0 if self.how.slices is None or mean.loss.is_meta else something(mean.weight)
         divisor *= self.scaled / self.scale
         return [
             (g if divisor == 1.0 else g / divisor).to(leaf.dtype) if g is not None and wanted else None
             for g, leaf, wanted in zip(self.tape.reductions.sums, self.tape.leaves, used, strict=True)
         ]
-
-
-def _refuse_weights(weights: Sequence[float]) -> None:
-    wrong = [str(weight) for weight in weights if not 0 <= weight < inf]
-    if wrong:
-        raise LayoutError(
-            f"weight= gave {', '.join(wrong)}: what a part of the batch counts for is finite and at least 0."
-        )
-
-
-def _something(total: float) -> float:
-    """Return what the whole batch counts for."""
-    if not total:
-        raise LayoutError(
-            "weight= gave 0 for all of the batch: its mean loss would be one over nothing. Leave the batch out."
-        )
-    return total
-
-
-def _one_number(weight: Any) -> Tensor:
-    """Return what a part counts for."""
-    if isinstance(weight, Real) or (isinstance(weight, Tensor) and weight.numel() == 1):
-        return torch.as_tensor(weight, dtype=torch.float64).reshape(())
-    found = f"a tensor of shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else repr(weight)
-    raise LayoutError(f"weight= has to return one number for a part of the batch; found {found}.")
 
 
 _DETACHED = (

@@ -37,7 +37,7 @@ Metrics = dict[str, Any]
     finite             whether both are
     samples            how many the batch has, unless its tensors do not agree
     weight             with `weight=`: what the whole batch counts for, its number of tokens, say
-    aux                with `has_aux`: the mean of what the loss function returns beside the loss
+    aux                with `has_aux`: what the loss function returns beside the loss: means, sums of counts, rows of samples
 """
 
 

@@ -24,7 +24,7 @@ from fshard.mesh.scope import Group, require
 from fshard.mesh.steps import go
 from fshard.source import Site
 from fshard.transforms.handle import handles_of
-from fshard.transforms.reductions import Reductions
+from fshard.transforms.reductions import Along, Reductions, Ways
 from fshard.transforms.rules import named, parts_of
 from fshard.transforms.saved import Saved
 from fshard.transforms.units import Leaf, Manner, Unit, version_of
@@ -33,13 +33,15 @@ from fshard.transforms.units import Leaf, Manner, Unit, version_of
 class Order(NamedTuple):
     """What one step can tell the next.
 
-    In which order units were gathered, by number: forward, and again for the backward; the turns of reductions; whether
-    the loss function uses torch.func, so that what it saves has to be watched closely.
+    In which order units were gathered, by number: forward, and again for the backward; the turns of reductions, and along
+    which axes devices have agreed on them; whether the loss function uses torch.func, so that what it saves has to be
+    watched closely.
     """
 
     forward: list[int]
     backward: list[int]
     turns: list[int]
+    along: Along = ()
     closely: bool = False
 
 
@@ -47,7 +49,13 @@ class Tape:
     """The parameters of one device, through the slices of one step.  `order` is that of an earlier step."""
 
     def __init__(
-        self, leaves: Sequence[Leaf], shards: Sequence[Tensor], manner: Manner, site: Site, order: Order | None = None
+        self,
+        leaves: Sequence[Leaf],
+        shards: Sequence[Tensor],
+        ways: Ways,
+        manner: Manner,
+        site: Site,
+        order: Order | None = None,
     ) -> None:
         self.leaves, self.shards, self.manner, self.site = leaves, shards, manner, site
         self.scope = require("value_and_grad")
@@ -55,7 +63,7 @@ class Tape:
         self.sequence: list[int] = []  # which units were gathered: the same on all devices, or they would mix them up
         self.live: list[Unit] = []  # the units that lie sharded and are whole, the last used last
         self.first: list[int] = []  # the units that the forward has used, in the order of their first use
-        self.over = False
+        self.over, self.fresh = False, order is None
         self.changed: set[int] = set()  # the leaves that the loss function was found to have changed
         self._versions = list(map(version_of, shards))
         self.seen, self.expected = Order([], [], []), order or Order([], [], [])
@@ -65,7 +73,9 @@ class Tape:
                 by_unit.setdefault(leaf.unit, []).append(place)
         self.units = [Unit(self, number, places) for number, places in enumerate(by_unit.values())]
         self.saved = Saved(manner.reshard and any(unit.sharded for unit in self.units), self.expected.closely)
-        self.reductions = Reductions(self.units, leaves, shards, manner, site, self.expected.turns)
+        self.reductions = Reductions(
+            self.units, leaves, shards, manner, site, self.expected.turns, self.expected.along, ways
+        )
         self.handles = self._handles()
 
     def _handles(self) -> list[Tensor]:
@@ -80,7 +90,8 @@ class Tape:
     @property
     def order(self) -> Order:
         """What the next step may expect."""
-        return self.seen._replace(turns=self.reductions.turns, closely=self.saved.closely)
+        reductions = self.reductions
+        return self.seen._replace(turns=reductions.turns, along=reductions.along, closely=self.saved.closely)
 
     def make_room(self, unit: Unit) -> None:
         """Let units go that have not been used for the longest time, so that one more can be whole."""
@@ -94,9 +105,9 @@ class Tape:
         self.end()
         self.seen, self.first = Order([], [], []), []
 
-    def begin_backward(self, group: Group | None, *, idle: bool) -> None:
+    def begin_backward(self, group: Group | None, along: Along, *, idle: bool) -> None:
         """Begin the backward of a slice; an idle one counts for nothing."""
-        self.reductions.begin(self.first, group, idle=idle)
+        self.reductions.begin(self.first, group, along, idle=idle)
 
     def end(self) -> None:
         """End a slice."""

@@ -27,15 +27,14 @@ _C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
 
 
 class Leaf(NamedTuple):
-    """What is to be done with one parameter: the ways to its use and of its gradient, and how that is to lie."""
+    """What is to be done with one parameter: the way to its use, whether it is trained, and how its gradient is to lie."""
 
     path: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     unit: str
     gather: Way
-    reduce: Way | None
-    """From the sum that each device holds a summand of, to the gradient's layout; None: it is not trained."""
+    trained: bool
     gradient: Layout
 
 
@@ -84,7 +83,7 @@ class Unit:
         if used is None:
             if self.sharded:
                 self.tape.make_room(self)
-            trained = any(self.tape.leaves[place].reduce is not None for place in self.places)
+            trained = any(self.tape.leaves[place].trained for place in self.places)
             if trained and torch.is_grad_enabled():
                 with _untransformed():
                     used = _Use.apply(self.tape.anchor, self)
@@ -197,7 +196,7 @@ class _Use(Function):
             x.detach() for x in unit.gather()
         ]  # autograd forbids to change views: `check_unchanged` does it better
         leaves = unit.tape.leaves
-        fixed = [x for x, place in zip(values, unit.places, strict=True) if leaves[place].reduce is None]
+        fixed = [x for x, place in zip(values, unit.places, strict=True) if not leaves[place].trained]
         ctx.mark_non_differentiable(*fixed)
         return tuple(values)
 

@@ -1,0 +1,88 @@
+"""What a step starts from and all processes have to hold alike, since nobody sends it to them.
+
+    the shapes of the whole batch            in every step
+    the key that random draws begin with     in every step, in reproducible mode
+    parameters that lie whole                in the first step: their bits, each leaf's as a number
+
+Where devices differ in one of these, their replicas would come apart without a word.  Marks of them go along with numbers
+that are summed anyway; only when those differ devices tell each other more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fshard.errors import MismatchError
+from fshard.mesh.mesh import Mesh
+from fshard.transforms.agree import name_of
+from fshard.transforms.rules import named, parts_of
+
+
+def bits(x: Tensor) -> int:
+    """Return a number that depends on all bits of a tensor.
+
+    >>> bits(torch.tensor([1.0, 2.0])) == bits(torch.tensor([1.0, 2.0])) != bits(torch.tensor([1.0, 3.0]))
+    True
+    """
+    x = x.detach().contiguous()
+    x = (torch.view_as_real(x) if x.is_complex() else x).reshape(-1)
+    words = x.view(torch.uint8 if x.nbytes % 4 else torch.int32) if x.numel() else x.to(torch.int64)
+    return int(words.sum(dtype=torch.int64).item()) % (1 << 40)
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What one device starts from.
+
+    Args:
+        shapes: of the whole batch.
+        key: of random draws; None if devices may draw differently.
+        leaves: the bits of parameters that lie whole, by their paths; none, but in the first step of processes.
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
+    key: int | None
+    leaves: Mapping[str, int]
+
+    @property
+    def told(self) -> tuple[object, ...]:
+        """What is to be the same on all devices."""
+        return self.shapes, self.key, [*self.leaves.values()]
+
+    def refuse(self, place: int, mesh: Mesh, exchange: Callable[[Sequence[int]], Mapping[int, Sequence[int]]]) -> None:
+        """Raise, saying who differs in what was told at some place; `exchange` gives all devices' numbers."""
+        raise MismatchError(f"value_and_grad: {(self._batches, self._keys, self._parameters)[place](mesh, exchange)}")
+
+    def _batches(self, mesh: Mesh, exchange: Callable[[Sequence[int]], Mapping[int, Sequence[int]]]) -> str:
+        found = exchange([length for shape in self.shapes for length in shape])
+        held = "; ".join(f"{name_of(mesh, device)} has {list(lengths)}" for device, lengths in found.items())
+        return (
+            f"devices were given batches of different shapes, dim by dim: {held}. Every process is given the whole batch and "
+            "takes its part: give all the same, or lay out what each has by fs.from_local."
+        )
+
+    def _keys(self, mesh: Mesh, exchange: Callable[[Sequence[int]], Mapping[int, Sequence[int]]]) -> str:
+        found = exchange([(self.key or 0) % (1 << 40)])
+        (first, own), *others = found.items()
+        differ = " and ".join(name_of(mesh, device) for device, key in others if key != own)
+        return (
+            f"the random state of {differ} is not that of {name_of(mesh, first)}, from which reproducible=True draws the key "
+            "of the step. Give all processes one seed: torch.manual_seed(0), not that of a rank."
+        )
+
+    def _parameters(self, mesh: Mesh, exchange: Callable[[Sequence[int]], Mapping[int, Sequence[int]]]) -> str:
+        (first, own), *others = exchange([*self.leaves.values()]).items()
+        paths = [named(parts_of(path)) or "the parameter" for path in self.leaves]
+        wrong = [
+            f"{name_of(mesh, device)} in {', '.join(path for path, a, b in zip(paths, own, theirs, strict=True) if a != b)}"
+            for device, theirs in others
+            if theirs != own
+        ]
+        return (
+            f"parameters that lie whole are not the same on all devices: {'; '.join(wrong)} differs from "
+            f"{name_of(mesh, first)}. Make them from one seed on all processes, or load them from one file."
+        )

@@ -1,0 +1,512 @@
+"""Loss functions that call collectives: their gradient is that of the same loss, written for one device without them."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional as F
+
+import fshard as fs
+from fshard import P
+
+SIZES = {"w": (4, 6), "v": (6, 4), "b": (6,), "u": (4, 4)}
+
+
+def params():
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randn(*size, dtype=torch.float64, generator=generator) / 2 for name, size in SIZES.items()}
+
+
+def batch_of(size):
+    generator = torch.Generator().manual_seed(size)
+    return tuple(torch.randn(size, 4, dtype=torch.float64, generator=generator) for _ in range(2))
+
+
+def hidden(p, x):
+    return torch.tanh(x @ p["w"] + p["b"])
+
+
+def errors(p, batch):
+    """Return the loss of each sample."""
+    x, y = batch
+    return (hidden(p, x) @ p["v"] - y).square().mean(1)
+
+
+# -- losses over the batch's axes: written for devices, and for one ----------------------------------------------------
+
+
+def ends_in_pmean(p, batch):
+    return fs.pmean(errors(p, batch).mean(), "data")
+
+
+def marked(p, batch):
+    """As one writes it for shard_map."""
+    return fs.pvary(fs.pmean(errors(fs.pvary(p, "data"), batch).mean(), "data"), "data")
+
+
+def sums_by_counts(p, batch):
+    found = errors(p, batch)
+    return fs.psum(found.sum(), "data") / fs.psum(torch.tensor(float(len(found)), dtype=torch.float64), "data")
+
+
+def started(p, batch):
+    """Devices wait in different orders."""
+    z = hidden(p, batch[0])
+    handles = fs.psum.start(z.sum(0), "data"), fs.pmean.start((p["u"] * batch[0].mean(0)).sum(), "data")
+    for handle in handles if fs.axis_index("data") else reversed(handles):
+        handle.wait()
+    return (z * handles[0].wait()).mean() + handles[1].wait()
+
+
+def started_alone(p, batch):
+    z = hidden(p, batch[0])
+    return (z * z.sum(0)).mean() + (p["u"] * batch[0].mean(0)).sum()
+
+
+def centred(p, batch):
+    z = hidden(p, batch[0]) @ p["v"]
+    return ((z - fs.pmean(z.mean(0), "data") - batch[1]) ** 2).mean()
+
+
+def centred_alone(p, batch):
+    z = hidden(p, batch[0]) @ p["v"]
+    return ((z - z.mean(0) - batch[1]) ** 2).mean()
+
+
+def standardised(p, batch):
+    z = hidden(p, batch[0])
+    count = fs.psum(z.new_tensor(float(len(z))), "data")
+    mean = fs.psum(z.sum(0), "data") / count
+    variance = fs.psum((z - mean).square().sum(0), "data") / count
+    return (((z - mean) / (variance + 0.1).sqrt()) @ p["v"] - batch[1]).square().mean(1)
+
+
+def standardised_alone(p, batch):
+    z = hidden(p, batch[0])
+    z = (z - z.mean(0)) / (z.var(0, correction=0) + 0.1).sqrt()
+    return (z @ p["v"] - batch[1]).square().mean()
+
+
+def contrastive(to):
+    def loss_fn(p, batch):
+        x, y = hidden(p, batch[0]) @ p["v"], batch[1] @ p["u"]
+        every = fs.all_gather(y, "data", to=to)
+        return F.cross_entropy(x @ every.T, torch.arange(len(x)) + len(x) * fs.axis_index("data"))
+
+    return loss_fn
+
+
+def contrastive_alone(p, batch):
+    x, y = hidden(p, batch[0]) @ p["v"], batch[1] @ p["u"]
+    return F.cross_entropy(x @ y.T, torch.arange(len(x)))
+
+
+def softmax_over_samples(p, batch):
+    scores = errors(p, batch)
+    high = fs.pmax(scores.max(), "data")
+    weights = (scores - high).exp()
+    total = fs.psum(weights.sum(), "data")
+    return fs.psum((weights / total * scores).sum(), "data") + high / 7
+
+
+def softmax_alone(p, batch):
+    scores = errors(p, batch)
+    return (scores.softmax(0) * scores).sum() + scores.max() / 7
+
+
+def neighbours(p, batch):
+    """Each device's last sample is carried on to the next device."""
+    z, n = hidden(p, batch[0]), fs.axis_size("data")
+    before = fs.ppermute(z[-1:], "data", [(place, (place + 1) % n) for place in range(n)])
+    return (z * torch.cat([before, z[:-1]])).mean()
+
+
+def neighbours_alone(p, batch):
+    z = hidden(p, batch[0])
+    return (z * z.roll(1, 0)).mean()
+
+
+def broadcast(p, batch):
+    return (hidden(p, batch[0]) * fs.broadcast(hidden(p, batch[0])[:1], "data")).mean()
+
+
+def broadcast_alone(p, batch):
+    z = hidden(p, batch[0])
+    return (z * z[:1]).mean()
+
+
+def remembered(p, batch):
+    """A block that is run again in the backward."""
+    z = fs.remat(lambda p, x: hidden(p, x) - fs.pmean(hidden(p, x).mean(0), "data"))(p, batch[0])
+    return (z @ p["v"] - batch[1]).square().mean()
+
+
+def remembered_alone(p, batch):
+    z = hidden(p, batch[0])
+    return ((z - z.mean(0)) @ p["v"] - batch[1]).square().mean()
+
+
+LOSSES = {
+    "ends in pmean": (ends_in_pmean, errors, 4),
+    "marked as for shard_map": (marked, errors, 4),
+    "sums by counts": (sums_by_counts, errors, 1),
+    "started": (started, started_alone, 4),
+    "centred": (centred, centred_alone, 4),
+    "standardised": (standardised, standardised_alone, 1),
+    "contrastive": (contrastive("each"), contrastive_alone, 4),
+    "contrastive, replicated": (contrastive("replicated"), contrastive_alone, 4),
+    "softmax": (softmax_over_samples, softmax_alone, 1),
+    "neighbours": (neighbours, neighbours_alone, 4),
+    "broadcast": (broadcast, broadcast_alone, 4),
+    "remat": (remembered, remembered_alone, 4),
+}
+"""Written for devices, for one device, and whether any number of samples is right for it (1) or even parts only (4)."""
+
+
+# -- losses that cut the model -----------------------------------------------------------------------------------------
+
+
+def cut(x, dim, axis="model"):
+    return x.chunk(fs.axis_size(axis), dim)[fs.axis_index(axis)]
+
+
+def tensor_parallel(p, batch):
+    x, y = batch
+    own = torch.tanh(x @ cut(p["w"], 1) + cut(p["b"], 0)) @ cut(p["v"], 0)
+    return (fs.psum(own, "model") - y).square().mean(1)
+
+
+def two_blocks(p, batch):
+    """What comes before the part that is cut is computed by all alike."""
+    x, y = batch
+    h = torch.tanh(x @ p["u"])
+    own = torch.tanh(h @ cut(p["w"], 1) + cut(p["b"], 0)) @ cut(p["v"], 0)
+    return ((h + fs.psum(own, "model") - y) @ p["u"]).square().mean()
+
+
+def two_blocks_alone(p, batch):
+    x, y = batch
+    h = torch.tanh(x @ p["u"])
+    return ((h + hidden(p, h) @ p["v"] - y) @ p["u"]).square().mean()
+
+
+def run_again(p, batch):
+    """The part that is cut is rematerialised."""
+    x, y = batch
+    part = fs.remat(lambda p, h: fs.psum(torch.tanh(h @ cut(p["w"], 1) + cut(p["b"], 0)) @ cut(p["v"], 0), "model"))
+    h = torch.tanh(x @ p["u"])
+    return ((h + part(p, h) - y) @ p["u"]).square().mean()
+
+
+def gathered(p, batch):
+    x, y = batch
+    h = fs.all_gather(torch.tanh(x @ cut(p["w"], 1) + cut(p["b"], 0)), "model", dim=1)
+    return (h @ p["v"] - y).square().mean()
+
+
+def each_a_part(p, batch):
+    """Devices along "model" have different losses, whose mean counts."""
+    x, y = batch
+    return (cut(hidden(p, x) @ p["v"], 1) - cut(y, 1)).square().mean()
+
+
+def both_axes(p, batch):
+    z = errors(p, batch).mean() * (1 + fs.axis_index("model"))
+    return fs.pmean(z, ("model", "data")) / (1 + (fs.axis_size("model") - 1) / 2)
+
+
+MODEL_LOSSES = {
+    "tensor parallel": (tensor_parallel, errors),
+    "two blocks": (two_blocks, two_blocks_alone),
+    "remat": (run_again, two_blocks_alone),
+    "gathered": (gathered, errors),
+    "each a part": (each_a_part, errors),
+    "both axes": (both_axes, errors),
+    "nothing asked": (errors, errors),
+}
+
+LAYOUTS = {
+    "whole": P(),
+    "fsdp": fs.fsdp("data"),
+    "fsdp of both": fs.fsdp(("data", "model")),
+    "fsdp of model": fs.fsdp("model"),
+    "tensor": {"w": P(None, "model"), "v": P("model"), "b": P("model"), "u": P()},
+    "other dims": {"w": P("data", "model"), "v": P(None, "model"), "b": P("data"), "u": P("model", "data")},
+}
+
+
+def serial(loss_fn, batch):
+    leaves = {name: x.clone().requires_grad_() for name, x in params().items()}
+    loss = loss_fn(leaves, batch).mean()
+    return loss.detach(), torch.autograd.grad(loss, [*leaves.values()], allow_unused=True)
+
+
+def on_mesh(loss_fn, batch, sizes, rules, spec=None, stage=0, **options):
+    """Return loss and gradients, and whether all devices hold the same bits of what is whole on them."""
+    mesh = fs.make_mesh(sizes)
+    own = fs.shard_params(params(), rules, mesh=mesh)
+    opt = fs.partition_optimizer(fs.optim.sgd(1.0), mesh=mesh, axis="data", stage=stage)
+    run = fs.value_and_grad(
+        loss_fn, mesh=mesh, batch=P("data") if spec is None else spec, gradients=opt.gradients, **options
+    )
+    loss, grads = run(own, batch)
+    found = [g for g in grads.values() if g is not None]
+    for g in found:
+        if g.spec == P():
+            assert all(torch.equal(shard, g.shards[0]) for shard in g.shards)
+    return loss, [None if g is None else fs.unshard(g) for g in grads.values()]
+
+
+def assert_serial(found, expected):
+    torch.testing.assert_close(found[0], expected[0], rtol=1e-11, atol=1e-13)
+    for ours, theirs in zip(found[1], expected[1], strict=True):
+        assert (ours is None) == (theirs is None)
+        if ours is not None:
+            torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+
+
+WAYS = [{}, {}, {"reshard_after_forward": False}, {"in_flight": 0, "bucket": 0}]
+
+
+@settings(max_examples=50)
+@given(
+    name=st.sampled_from([*LOSSES]),
+    n=st.sampled_from([1, 2, 4]),
+    stage=st.sampled_from([0, 2, 3]),
+    more=st.integers(0, 3),
+    way=st.sampled_from(WAYS),
+)
+def test_a_loss_that_talks_over_the_batch_has_the_gradient_of_one_device(name, n, stage, more, way):
+    loss_fn, alone, even = LOSSES[name]
+    size = 8 if even == 4 else 5 + more
+    rules = fs.fsdp("data") if stage == 3 else P()
+    found = on_mesh(loss_fn, batch_of(size), {"data": n}, rules, stage=stage, **way)
+    assert_serial(found, serial(alone, batch_of(size)))
+
+
+@settings(max_examples=50)
+@given(
+    name=st.sampled_from([*MODEL_LOSSES]),
+    sizes=st.sampled_from(
+        [{"data": 2, "model": 2}, {"model": 2, "data": 2}, {"data": 1, "model": 2}, {"data": 2, "model": 1}]
+    ),
+    layout=st.sampled_from([*LAYOUTS]),
+    stage=st.sampled_from([0, 2]),
+    way=st.sampled_from([*WAYS, {"accumulate": 2}, {"accumulate": 2, "reduce_once": False}]),
+)
+def test_a_loss_that_cuts_the_model_has_the_gradient_of_one_device_in_any_layout(name, sizes, layout, stage, way):
+    loss_fn, alone = MODEL_LOSSES[name]
+    found = on_mesh(loss_fn, batch_of(8), sizes, LAYOUTS[layout], stage=stage, **way)
+    assert_serial(found, serial(alone, batch_of(8)))
+
+
+def on_processes(n):
+    found = [on_mesh(LOSSES[name][0], batch_of(8), {"data": n}, fs.fsdp("data"), stage=3) for name in SOME]
+    sizes = {"data": n // 2, "model": 2}
+    found += [on_mesh(two_blocks, batch_of(8), sizes, LAYOUTS[name]) for name in ("whole", "fsdp of both", "tensor")]
+    return found
+
+
+SOME = ("started", "standardised", "contrastive", "softmax")  # they stand for the others
+
+
+def test_processes_find_the_same(two, four):
+    expected = [serial(LOSSES[name][1], batch_of(8)) for name in SOME]
+    expected += [serial(two_blocks_alone, batch_of(8))] * 3
+    for pool, n in ((two, 2), (four, 4)):
+        for found in pool.run(on_processes, n):
+            for ours, theirs in zip(found, expected, strict=True):
+                assert_serial(ours, theirs)
+
+
+# -- what is particular ------------------------------------------------------------------------------------------------
+
+
+def test_samples_that_count_for_nothing_may_count_in_the_losses_of_others():
+    """A device without weight gives what others are compared with."""
+    mask = torch.tensor([1.0, 0, 0, 0, 1, 1, 0, 1], dtype=torch.float64)
+
+    def losses(p, batch, gather=lambda x: x, first=0):
+        x, y, mask = batch
+        scores = (hidden(p, x) @ p["v"]) @ gather(y @ p["u"]).T
+        return F.cross_entropy(scores, torch.arange(len(x)) + first, reduction="none") * mask
+
+    def loss_fn(p, batch):
+        first = len(batch[0]) * fs.axis_index("data")
+        return losses(p, batch, lambda x: fs.all_gather(x, "data"), first).sum() / batch[2].sum().clamp(min=1)
+
+    batch = (*batch_of(8), mask)
+    found = on_mesh(loss_fn, batch, {"data": 4}, fs.fsdp("data"), weight=lambda batch: batch[2].sum())
+    assert_serial(found, serial(lambda p, batch: losses(p, batch).sum() / mask.sum(), batch))
+
+
+@pytest.mark.parametrize("size", [3, 5])
+def test_the_largest_of_fewer_samples_than_devices_is_found_once(size):
+    def loss_fn(p, batch, most=lambda x: fs.pmax(x, "data")):
+        return errors(p, batch).mean() * most(errors(p, batch).max())
+
+    found = on_mesh(loss_fn, batch_of(size), {"data": 4}, P())
+    assert_serial(found, serial(lambda p, batch: loss_fn(p, batch, lambda x: x), batch_of(size)))
+
+
+def test_frozen_parameters_and_those_that_one_part_uses_have_their_gradients():
+    """Along "model", the first device uses w and the second u; v is frozen, and nobody uses b."""
+
+    def loss_fn(p, batch):
+        own = batch[0] @ p["u"] if fs.axis_index("model") else batch[0] @ p["w"][:, :4]
+        return (fs.psum(own, "model") @ p["v"][:4] - batch[1]).square().mean()
+
+    def alone(p, batch):
+        return ((batch[0] @ p["u"] + batch[0] @ p["w"][:, :4]) @ p["v"][:4] - batch[1]).square().mean()
+
+    expected, (w, _, _, u) = serial(alone, batch_of(8))
+    for stage, accumulate in ((0, 1), (2, 1), (0, 2)):
+        sizes, options = {"data": 2, "model": 2}, {"frozen": "v", "accumulate": accumulate}
+        assert_serial(on_mesh(loss_fn, batch_of(8), sizes, P(), stage=stage, **options), (expected, (w, None, None, u)))
+
+
+def test_a_loss_that_asks_nothing_over_an_axis_sends_nothing_along_it():
+    def sent(loss_fn):
+        with fs.ledger() as found:
+            on_mesh(loss_fn, batch_of(8), {"data": 2, "model": 2}, P())
+        return {row.axes for row, _, _ in found.rows()}
+
+    assert sent(errors) == sent(lambda p, batch: errors(p, batch) * fs.axis_size("model") / 2) == {("data",)}
+    assert {"model"} < {axis for axes in sent(tensor_parallel) for axis in axes}
+
+
+def test_reproducible_mode_has_equal_bits_for_a_model_that_is_cut():
+    def run(n, layout):
+        return on_mesh(two_blocks, batch_of(8), {"data": n, "model": 2}, LAYOUTS[layout], reproducible=True)
+
+    loss, grads = run(1, "whole")
+    assert_serial((loss, grads), serial(two_blocks_alone, batch_of(8)))
+    for n, layout in ((2, "whole"), (4, "fsdp"), (2, "tensor"), (4, "fsdp of both")):
+        other, others = run(n, layout)
+        assert torch.equal(loss, other) and all(map(torch.equal, grads, others))
+
+
+def refused(call, error, match):
+    with pytest.raises(error, match=match):
+        call()
+
+
+REFUSED = {
+    "ends in pmean": r'fs.pmean over "data" in the loss function, at .*test_talk.py:\d+ in ends_in_pmean: with reproducible',
+    "contrastive": 'fs.all_gather over "data".*, or leave reproducible=True out',
+    "softmax": 'fs.pmax over "data" in the loss function',
+    "neighbours": 'fs.ppermute over "data" in the loss function',
+}
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("name", REFUSED)
+def test_reproducible_mode_refuses_what_depends_on_the_mesh(name, n):
+    def run():
+        on_mesh(LOSSES[name][0], batch_of(8), {"data": n}, P(), reproducible=True)
+
+    refused(run, fs.LayoutError, REFUSED[name])
+
+
+def test_reproducible_mode_refuses_synchronised_batchnorm():
+    apply, own, buffers = fs.functionalize(torch.nn.BatchNorm1d(4), sync_batchnorm="data")
+    mesh = fs.make_mesh({"data": 2})
+    run = fs.value_and_grad(
+        lambda p, x: apply(p, buffers, x)[0].square().mean(), mesh=mesh, batch=P("data"), reproducible=True
+    )
+    own = fs.shard_params(own, P(), mesh=mesh)
+    refused(lambda: run(own, torch.randn(16, 4)), fs.LayoutError, 'sync_batchnorm over "data" in the loss function')
+
+
+def test_a_loss_function_is_mapped_over_all_axes_but_may_map_over_a_mesh_of_its_own():
+    """What a shard_map in it computes is a function of the device's own values, and is differentiated as everywhere."""
+    specs = {"in_specs": (P(None, "part"), P("part"), P("part"), P()), "out_specs": P()}
+
+    def block(w, b, v, x):
+        return fs.psum(torch.tanh(fs.pvary(x, "part") @ w + b) @ v, "part")
+
+    def loss_fn(p, batch, mapped):
+        return (fs.unshard(mapped(p["w"], p["b"], p["v"], batch[0])) - batch[1]).square().mean()
+
+    inner = fs.shard_map(block, mesh=fs.make_mesh({"part": 2}), **specs)
+    found = on_mesh(lambda p, batch: loss_fn(p, batch, inner), batch_of(8), {"data": 4}, fs.fsdp("data"))
+    assert_serial(found, serial(errors, batch_of(8)))
+    again = fs.shard_map(block, mesh=fs.make_mesh({"data": 2, "part": 2})["part"], **specs)
+    refused(
+        lambda: on_mesh(lambda p, batch: loss_fn(p, batch, again), batch_of(8), {"data": 2, "part": 2}, P()),
+        fs.MeshError,
+        r"shard_map of block in a loss function of value_and_grad, which runs once per device of .* already. Call block itself",
+    )
+
+
+def test_the_local_shard_of_what_is_cut_is_noticed():
+    """Each device takes the errors of its own columns, by weights that lie so."""
+    mesh = fs.make_mesh({"data": 2, "model": 2})
+    weights = torch.eye(4, dtype=torch.float64) * torch.arange(1, 5)
+    own = fs.device_put(weights, fs.Layout(mesh, P(None, "model")))
+
+    def loss_fn(p, batch, weights=weights):
+        return ((hidden(p, batch[0]) @ p["v"] - batch[1]) @ weights).square().mean()
+
+    found = on_mesh(lambda p, batch: loss_fn(p, batch, own.local), batch_of(8), {"data": 2, "model": 2}, P())
+    assert_serial(found, serial(loss_fn, batch_of(8)))
+
+
+def test_what_depends_on_parameters_is_not_laid_out_differently():
+    mesh = fs.make_mesh({"data": 2})
+
+    def loss_fn(p, batch):
+        return fs.unshard(fs.from_local(errors(p, batch), fs.Layout(mesh, P("data")))).mean()
+
+    refused(
+        lambda: on_mesh(loss_fn, batch_of(8), {"data": 2}, P()),
+        fs.LayoutError,
+        r"depends on parameters is laid out differently in a loss function .* Use collectives: fs.all_gather\(x, axis\)",
+    )
+
+
+def test_values_are_typed_along_the_axes_of_a_shard_map_around_a_step():
+    """Along "model", which an outer shard_map has mapped, a sum is one value, as everywhere outside of loss functions."""
+    mesh = fs.make_mesh({"data": 2, "model": 2})
+
+    def loss_fn(w, x):
+        return (fs.psum(w, "model") * fs.pmean(x, "data")).sum()
+
+    def per_row(w, x):
+        own = fs.shard_params(w, P(), mesh=mesh["data"])
+        return fs.grad(loss_fn, mesh=mesh["data"], batch=P("data"))(own, x).local
+
+    row = fs.shard_map(per_row, mesh=mesh, in_specs=(P("model"), P()), out_specs=P("model"), axes="model", check=False)
+    assert fs.unshard(row(torch.ones(4), torch.ones(2, 2))).tolist() == [1.0] * 4
+
+
+# -- what processes have to start from alike ---------------------------------------------------------------------------
+
+
+def started_from(what, n):
+    """Return the error of a step where each process starts from something of its own, and whether a step before went well."""
+    mesh = fs.make_mesh({"data": n})
+    rank = torch.distributed.get_rank()
+    made = params() if what != "parameters" else params() | {"w": params()["w"] + rank, "u": params()["u"] + rank // 2}
+    stage = 0 if what == "parameters" else 3
+    own = fs.shard_params(made, fs.fsdp("data") if stage else P(), mesh=mesh)
+    run = fs.value_and_grad(errors, mesh=mesh, batch=P("data"), reproducible=what == "seed", slices=n)
+    torch.manual_seed(rank if what == "seed" else 0)
+    try:
+        run(own, batch_of(8 + rank if what == "batch" else 8))
+    except fs.MismatchError as error:
+        return str(error)
+
+
+def test_processes_that_start_from_different_things_are_told(two, four):
+    expected = {
+        "nothing": None,
+        "batch": "(data=0) has [8, 4, 8, 4]; (data=1) has [9, 4, 9, 4]. Every process is given the whole batch and",
+        "seed": "the random state of (data=1) is not that of (data=0), from which reproducible=True draws",
+        "parameters": "parameters that lie whole are not the same on all devices: (data=1) in w differs from (data=0).",
+    }
+    for what, words in expected.items():
+        for found in two.run(started_from, what, 2):
+            assert found is None if words is None else words in found
+    for found in four.run(started_from, "parameters", 4):
+        assert "(data=1) in w; (data=2) in u, w; (data=3) in u, w differs from (data=0)." in found
