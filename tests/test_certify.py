@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
@@ -396,9 +396,13 @@ def test_mistakes_on_any_mesh_are_found_in_every_leaf_and_named(data, stage, opt
     x, mesh = torch.randn(24, 5, generator=torch.Generator().manual_seed(3)), fs.make_mesh(sizes)
     found = certify(mistaken, params, x, opt, mesh, axis=cut, batch_spec=P(cut), stages=[stage], steps=1)
     assert [row.leaf for row in found.rows if row.verdict == "DIVERGENT"] == ["bias", "down", "up"]
-    named = " x ".join(f'"{axis}"' for axis in axes if power is not None or {*axes} <= {*cut} or axis not in cut)
+    beside = not {*axes} & {*cut}  # what each device along them has counts, in the mean
+    assume(power is not None or beside or {*axes} <= {*cut})
+    named = " x ".join(f'"{axis}"' for axis in axes)
     for row in found.rows:
-        if power is None:
+        if power is None and beside:
+            assert f"averaged over {named} where it should be summed" in row.reason
+        elif power is None:
             assert row.reason.startswith(f"step 0: a reduction over {named} is missing")
         else:
             assert f"times too {'large' if power > 0 else 'small'}" in row.reason and named in row.reason
@@ -513,7 +517,7 @@ def test_whoever_says_that_it_is_elementwise_and_is_not_is_found(name):
         leaves, structure = flatten(grads)
         return unflatten(structure, [-0.1 * NOT_ELEMENTWISE[name](g) for g in leaves]), state
 
-    opt = fs.Optimizer(lambda params: (), update)
+    opt = fs.Optimizer(lambda params: (), update, elementwise=True)
     with pytest.raises(
         AssertionError, match=r"says elementwise=True, but cut into \d flat pieces, \w+ first differs at"
     ):

@@ -490,7 +490,9 @@ def started_from(what, n):
     made = params() if what != "parameters" else params() | {"w": params()["w"] + rank, "u": params()["u"] + rank // 2}
     stage = 0 if what == "parameters" else 3
     own = fs.shard_params(made, fs.fsdp("data") if stage else P(), mesh=mesh)
-    run = fs.value_and_grad(errors, mesh=mesh, batch=P("data"), reproducible=what == "seed", slices=n if what == "seed" else None)
+    run = fs.value_and_grad(
+        errors, mesh=mesh, batch=P("data"), reproducible=what == "seed", slices=n if what == "seed" else None
+    )
     torch.manual_seed(rank if what == "seed" else 0)
     try:
         run(own, batch_of(8 + rank if what == "batch" else 8))

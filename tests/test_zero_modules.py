@@ -480,7 +480,7 @@ def test_buffers_that_are_handed_back_are_not_sent():
     run = fs.value_and_grad(loss_fn, mesh=mesh, batch=P("data"), has_buffers=True)
     with fs.ledger() as comm:
         (_, after), _ = run(own, buffers, torch.arange(4.0))
-    assert comm.bytes() < 100
+    assert comm.bytes() < buffers["mask"].nbytes / 10
     assert after["mask"] is buffers["mask"] and (after["seen"], after["new"], after["name"]) == (
         1.5,
         3.0,

@@ -280,7 +280,7 @@ def reshard_all(xs: Sequence[Sharded], layouts: Sequence[Layout], site: Site) ->
 def _refuse_owned(xs: Sequence[Sharded], mesh: Mesh) -> None:
     """Raise if these depend on parameters in a loss function, where a value is no global one but the device's own."""
     scope = inside(mesh)
-    if scope is not None and scope.own and any(recorded(x.shards) for x in xs):
+    if scope is not None and not scope.own.isdisjoint(mesh.axis_names) and any(recorded(x.shards) for x in xs):
         raise LayoutError(
             "a tensor that depends on parameters is laid out differently in a loss function of value_and_grad, where every "
             "value is the device's own. Use collectives: fs.all_gather(x, axis) for the whole, x.chunk(n, dim)[fs.axis_index("

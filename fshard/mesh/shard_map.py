@@ -92,7 +92,7 @@ def shard_map(
 
 def _refuse_mapped_again(name: str, mesh: Mesh, mapped: tuple[str, ...]) -> None:
     outer = inside(mesh)
-    if outer is not None and outer.own:
+    if outer is not None and outer.own and outer.notice is not None:
         raise MeshError(
             f"shard_map of {name} in a loss function of value_and_grad, which runs once per device of {outer.mesh} already. "
             f"Call {name} itself there, on the device's own piece: x.chunk(fs.axis_size(axis), dim)[fs.axis_index(axis)]."
