@@ -228,7 +228,9 @@ def suited(make, params, steps):
 # -- optimizers drawn at random ---------------------------------------------------------------------------------------
 
 WRITERS = {name: opt for name, opt in ALL.items() if opt.step is not None} | {
-    cls.__name__: optim.from_torch(cls, **options) for cls, options in FOREIGN.items() if not options.get("fused")
+    cls.__name__: optim.from_torch(cls, **options)
+    for cls, options in FOREIGN.items()
+    if not options.get("fused") and cls is not torch.optim.ASGD  # whose eta is of float32, also for float64 parameters
 }
 AROUND = {
     "clip": lambda opt: optim.chain(optim.clip_by_global_norm(0.5), opt),
