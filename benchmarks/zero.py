@@ -4,6 +4,7 @@
     python benchmarks/zero.py compute --rounds 15 --processes 2    one part: compute, communication, memory
     python benchmarks/zero.py communication --only ddp "floor 0"    variants whose names begin like that
     python benchmarks/zero.py --gloo                            ours over gloo, as torch's, not by direct links
+    python benchmarks/zero.py --only fully_shard "deepspeed 3"      it replaces torch's functions, so it runs only if named
 
 All variants (floors.py, peers.py) train the same model (models.py) on the same data with AdamW, in turn in one run: in
 every round each makes one step, in an order drawn anew.  The slowest process counts, medians over the rounds are shown,
@@ -89,6 +90,7 @@ class Variant:
     floor: str | None = None
     needs: str | None = None  # a package
     alone: bool = False  # it trains on one process's data only, so its loss is another
+    meddles: bool = False  # it changes torch for the whole process, so all others would be measured through it
 
 
 KEEP: dict[str, Any] = {"reshard_after_forward": False}
@@ -109,7 +111,7 @@ VARIANTS = {
     "fshard 3 keep": Variant(partial(fshard, 3, KEEP), STAGE_2, "fully_shard keep", "floor 3 keep"),
     "deepspeed 1": Variant(partial(deepspeed, 1), STAGE_1, "ddp + zero optimizer", needs="deepspeed"),
     "deepspeed 2": Variant(partial(deepspeed, 2), STAGE_2, "ddp + zero optimizer", needs="deepspeed"),
-    "deepspeed 3": Variant(partial(deepspeed, 3), STAGE_3, "fully_shard", needs="deepspeed"),
+    "deepspeed 3": Variant(partial(deepspeed, 3), STAGE_3, "fully_shard", needs="deepspeed", meddles=True),
     "jax replicated": Variant(partial(jax_devices, False), REPLICATED, "ddp", needs="jax"),
     "jax sharded": Variant(partial(jax_devices, True), STAGE_3, "fully_shard", needs="jax"),
 }
@@ -117,7 +119,7 @@ VARIANTS = {
 
 def chosen_of(console: Console, only: list[str]) -> list[str]:
     """Return the names of the variants to run, and say which are not here."""
-    names = [name for name in VARIANTS if not only or name.startswith(tuple(only))]
+    names = [name for name, one in VARIANTS.items() if (name.startswith(tuple(only)) if only else not one.meddles)]
     needed = {VARIANTS[name].needs for name in names} - {None}
     missing = {needs for needs in needed if importlib.util.find_spec(str(needs)) is None}
     for needs in sorted(map(str, missing)):
