@@ -247,3 +247,17 @@ def test_synchronised_batchnorm_outside_a_mesh_is_the_layer_itself():
     y, after = apply(params, buffers, x)
     assert torch.equal(y, layer(x))
     assert all(torch.equal(after[name], own) for name, own in layer.named_buffers())
+
+
+def test_what_comes_beside_a_loss_is_that_of_the_whole_batch():
+    mesh, x = fs.make_mesh({"data": 4}), torch.randn(13, 3)
+    params = fs.shard_params({"w": torch.ones(3)}, fs.fsdp("data"), mesh=mesh)
+
+    def loss_fn(params, x):
+        rows = x @ params["w"]
+        return rows.mean(), {"rows": rows, "right": (rows > 0).sum(), "mean": rows.mean()}
+
+    loss, beside = fs.evaluate(loss_fn, mesh=mesh, batch=P("data"), has_aux=True)(params, x)
+    expected, serial = loss_fn({"w": torch.ones(3)}, x)
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(fs.unshard(beside), serial)

@@ -19,6 +19,7 @@ All tensors have one length, which the longest piece needs; what stands behind a
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
@@ -75,23 +76,23 @@ class Traffic(NamedTuple):
     stays: tuple[Views, Views]
 
 
-class Parts(Flat):
+class Parts(Flat, ABC):
     """What moves share whose devices send each other parts of unequal sizes."""
 
     wire: ClassVar[WireKind] = "parts"
 
     @property
+    @abstractmethod
     def length(self) -> int:
         """The elements that every device lays out, before and after."""
-        raise NotImplementedError
 
+    @abstractmethod
     def traffic(self, index: int) -> Traffic:
         """Return what the device at `index` sends and gets."""
-        raise NotImplementedError
 
+    @abstractmethod
     def elements(self) -> Numbers:
         """Return how many elements each device sends."""
-        raise NotImplementedError
 
     def made(self, rows: Tensor, index: int, arrived: Mapping[int, Tensor]) -> Tensor:
         """Make the result from what the device holds and what has arrived.  (rows, length) -> (rows, length)"""

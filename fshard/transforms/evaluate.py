@@ -44,7 +44,7 @@ def evaluate(
         batch: how the batch is cut.
         has_buffers: whether loss_fn takes and returns buffers; what it makes of them is dropped.  Dropout and BatchNorm are
             those of the module's mode: call `module.eval()` before, which `functionalize`'s apply follows.
-        has_aux: whether it returns something more, which is averaged as the loss is.
+        has_aux: whether it returns something more: means, counts and rows, as in `value_and_grad`.
         weight: what a part of the batch counts for: see `value_and_grad`, as for the others.
         accumulate: cut each device's part into so many, one after the other.
         reproducible: equal bits on every mesh.
