@@ -1,0 +1,1 @@
+"""Pipelines: schedules as data, which are drawn, simulated and proven before anything runs."""
