@@ -216,6 +216,18 @@ def test_a_gradient_that_is_only_rounding_is_no_divergence(opt, seed):
     certify(loss_fn, params, X, opt, mesh=fs.make_mesh({"data": 4})).check()
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_what_devices_round_before_it_cancels_is_no_divergence(accumulate):
+    """The serial run is lucky: it sums 0.5015 and -0.5 before it rounds to 8 bits, the devices after."""
+    x = torch.tensor([1.003, -1.0]).repeat_interleave(accumulate)
+    params, options = {"w": torch.ones((), dtype=torch.bfloat16)}, {"accumulate": accumulate, "stages": [0], "steps": 2}
+
+    def loss_fn(params, x):
+        return (params["w"].float() * x).mean()
+
+    certify(loss_fn, params, x, fs.optim.sgd(0.5), mesh=fs.make_mesh({"data": 2}), **options).check()
+
+
 @pytest.mark.parametrize("opt", [ADAMW, fs.optim.lion(1e-2)], ids=["adamw", "lion"])
 @pytest.mark.parametrize("seed", range(3))
 def test_a_minimum_is_no_divergence_though_it_is_curved(opt, seed):
@@ -323,6 +335,35 @@ def test_one_device_counts_alone():
 
     reason = only(certified(loss_fn), "bias")
     assert reason == 'step 0: a reduction over "data" is missing: all have what device 0 adds to the sum'
+
+
+def a_sum_over_the_model_is_forgotten(sizes):
+    """Each device multiplies by its own rows and columns; what comes out is a summand, and is taken for the sum."""
+
+    def loss_fn(params, x):
+        n, at = fs.axis_size("model"), fs.axis_index("model")
+        up, down = params["up"].chunk(n, 1)[at], params["down"].chunk(n, 0)[at]
+        return (torch.tanh(x @ up) @ down * params["scale"] + params["bias"][:3]).square().mean()
+
+    batch = P("data" if "data" in sizes else None)
+    opt, mesh = fs.optim.sgd(0.1), fs.make_mesh(sizes)
+    return certify(loss_fn, mlp_params(), X, opt, mesh=mesh, axis=tuple(sizes), batch_spec=batch, stages=[0, 3])
+
+
+FORGOTTEN = 'step 0: a reduction over "model" is missing inside the loss function'
+
+
+@pytest.mark.parametrize("sizes", [{"model": 2}, {"data": 2, "model": 2}, {"model": 2, "data": 3}], ids=str)
+def test_a_forgotten_sum_over_an_axis_of_the_model(sizes):
+    assert only(a_sum_over_the_model_is_forgotten(sizes), "bias").startswith(FORGOTTEN)
+
+
+def forgotten_on_processes():
+    return a_sum_over_the_model_is_forgotten({"model": 2}).first.reason
+
+
+def test_a_forgotten_sum_on_processes(two):
+    assert all(reason.startswith(FORGOTTEN) for reason in two.run(forgotten_on_processes))
 
 
 def test_reproducible_mode_finds_them_too():

@@ -8,6 +8,7 @@ compared after every step, on every device, leaf by leaf:
     DIVERGENT   neither; then the gradient of that step is looked at, in this order:
                   a constant times too large      summed where it should be averaged, or the other way round
                   what one device adds to it      a reduction over an axis is missing
+                  losses that differ              it is missing inside the loss function, over an axis of the model
                   right                           then it is the optimizer: is it elementwise?
 
 In reproducible mode bits are promised, so nothing is BOUNDED, and one device means a mesh of one.
@@ -118,7 +119,7 @@ def certify(
         alone = on_one_device(task)
         with _noting("in the run on one device in float64: does the loss function name a dtype?"):
             exact = on_one_device(task.wide(), overflows(alone))
-    bounds, rows = bounds_of(task, alone, exact), list[Row]()
+    bounds, rows = bounds_of(task, mesh, alone, exact), list[Row]()
     for stage in stages:
         with _noting(f"in stage {stage}"):
             turns = on_mesh(task, mesh, stage)

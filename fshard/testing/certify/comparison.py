@@ -13,7 +13,7 @@ from fshard.mesh.mesh import Mesh
 from fshard.optim.finite import all_finite
 from fshard.optim.leaves import Leaf, trainable
 from fshard.testing.certify.beside import beside, largest, wide
-from fshard.testing.certify.runs import Task, Turn, on_one_device
+from fshard.testing.certify.runs import Task, Turn, largest_in_parts, on_one_device
 
 What = Literal["grads", "params", "buffers"]
 TIMES = 4
@@ -70,10 +70,10 @@ class Comparison:
 # -- the bounds ---------------------------------------------------------------------------------------------------
 
 
-def bounds_of(task: Task, alone: list[Turn], exact: list[Turn]) -> list[Turn]:
+def bounds_of(task: Task, mesh: Mesh, alone: list[Turn], exact: list[Turn]) -> list[Turn]:
     """Return how far from float64 each element may be, in each step: not at all where bits are promised.
 
-    gradient    4 x the error of its leaf on one device + a rounding of the largest of all (a sum that should be 0 is not)
+    gradient    4 x the error of its leaf on one device + a rounding of the largest that devices sum (it may cancel)
     others      4 x the error of the leaf on one device + a rounding of the leaf's largest a step (few may be lucky)
     float64     its error is not known, and taken to be one such rounding
     all         + as far as training carries a shift of all gradients by their bound (Adam makes lr of a rounding), and a
@@ -82,8 +82,8 @@ def bounds_of(task: Task, alone: list[Turn], exact: list[Turn]) -> list[Turn]:
     if task.reproducible:
         return [Turn(*([_allowed(x, 0.0) for x in leaves] for leaves in turn)) for turn in alone]
     own: list[Turn] = []
-    for step, (one, other) in enumerate(zip(alone, exact, strict=True)):
-        most = max(map(largest, other.grads), default=0.0)
+    summed = largest_in_parts(task.wide(), mesh, exact)
+    for step, (one, other, most) in enumerate(zip(alone, exact, summed, strict=True)):
         grads = [_bound(task, *pair, most) for pair in zip(one.grads, other.grads, strict=True)]
         params, buffers = (
             [_bound(task, a, b, (step + 1) * largest(b)) for a, b in zip(*pair, strict=True)]

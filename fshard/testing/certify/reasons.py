@@ -95,7 +95,12 @@ class Reasons:
 
     def _missing(self, place: int, found: Leaf) -> str | None:
         """Compare a gradient with sums over fewer axes: then what each device holds is its own, or one device's."""
-        local = self._local[place]
+        local = self._local.grads[place]
+        if apart := self._axes_apart:
+            return (
+                f"a reduction over {_named(apart)} is missing inside the loss function: the batch is whole along it, and yet "
+                "losses differ"
+            )
         if not isinstance(local, Sharded) or not isinstance(found, Sharded):
             return None
         mesh = local.mesh
@@ -130,14 +135,27 @@ class Reasons:
         return tuple(axis for axis in mesh.axis_names if axis not in local.spec.unreduced and differ(axis))
 
     @property
+    def _axes_apart(self) -> tuple[str, ...]:
+        """Return the axes along which devices have different losses, though they were given the same."""
+        mesh = self._it.mesh
+        losses = self._local.losses.reshape([mesh.shape[axis] for axis in mesh.axis_names])
+
+        def differ(place: int) -> bool:
+            return largest(losses - losses.narrow(place, 0, 1)) > self._tolerance * largest(losses)
+
+        return tuple(
+            axis for place, axis in enumerate(mesh.axis_names) if axis not in self._local.axes and differ(place)
+        )
+
+    @property
     def _before(self) -> list[Leaf]:
         """The parameters that the step began with."""
         it, step = self._it, self._step
         return it.alone[step - 1].params if step else Leaves.of(it.task.params).leaves
 
     @cached_property
-    def _local(self) -> list[Leaf]:
-        """The gradients of this step before any sum over devices, from the parameters that it began with."""
+    def _local(self) -> Local:
+        """What devices have in this step before any sum over them, from the parameters that it began with."""
         it, task = self._it, self._it.task
         wanted = {axis for spec in flatten(task.batch_spec)[0] if isinstance(spec, P) for axis in spec.axes}
         axes = tuple(axis for axis in it.mesh.axis_names if axis in wanted and it.mesh.shape[axis] > 1)
@@ -145,12 +163,31 @@ class Reasons:
         options: dict[str, Any] = {key: x for key, x in task.options.items() if key not in left_out}
         summands, compute = Layout(it.mesh, P(unreduced=axes)), task.compute
         differentiated = partial(fs.value_and_grad, gradients=lambda layout: summands, compute=compute)
-        run = differentiated(task.loss_fn, mesh=it.mesh, batch=task.batch_spec, **options)
+        losses: dict[int, Tensor] = {}
+
+        def noting(*args: Any) -> Any:
+            result = task.loss_fn(*args)
+            loss: Tensor = result[0] if task.has_buffers or task.options.get("has_aux") else result
+            here = fs.axis_index(it.mesh.axis_names)
+            losses[here] = losses.get(here, 0) + loss.detach().mean().double()
+            return result
+
+        run = differentiated(noting, mesh=it.mesh, batch=task.batch_spec, **options)
         params = task.placed(Leaves.of(task.params).rebuild(self._before), it.mesh, it.stage)
         buffers = Leaves.of(task.buffers).rebuild(it.alone[self._step - 1].buffers) if self._step else task.buffers
         with keyed_random(task.seed, self._step):
             _, grads = run(params, *([buffers] if task.has_buffers else []), task.batch)
-        return [known_to_all(leaf) for leaf in Leaves.of(grads).leaves]
+        row = tuple(losses[device].reshape(1) for device in held(it.mesh))
+        every = fs.unshard(Sharded((it.mesh.size,), Layout(it.mesh, P(it.mesh.axis_names)), row))
+        return Local(axes, [known_to_all(leaf) for leaf in Leaves.of(grads).leaves], every)
+
+
+class Local(NamedTuple):
+    """Gradients of devices that are to be summed, over which axes, and the loss of each device."""
+
+    axes: tuple[str, ...]
+    grads: list[Leaf]
+    losses: Tensor
 
 
 # -- the constants that gradients are often wrong by ----------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from math import isfinite
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,8 @@ from fshard.mesh.tree import PyTree
 from fshard.optim.contract import Optimizer, Update, copied, pure_step, step_of
 from fshard.optim.leaves import Leaf, Leaves, map_shards, trainable
 from fshard.optim.scaling import held_by
-from fshard.testing.certify.beside import frozen_as, is_floating, known_to_all, wide
+from fshard.testing.certify.beside import frozen_as, is_floating, known_to_all, largest, wide
+from fshard.transforms.batch import placed
 from fshard.transforms.randomness import keyed_random
 from fshard.transforms.rules import chosen
 
@@ -197,6 +199,21 @@ def gradient(task: Task, params: PyTree, buffers: PyTree, scale: float = 1.0) ->
     grads = dict(zip(moving, found, strict=False))
     after = Leaves.of(after).mapped(lambda x: x.detach() if isinstance(x, Tensor) else x)
     return loss, at.rebuild([grads.get(id(x)) for x in at.leaves]), after
+
+
+def largest_in_parts(task: Task, mesh: Mesh, turns: Sequence[Turn]) -> list[float]:
+    """Return the largest element of the gradients that devices sum up, each step, on the parameters before it."""
+    whole = Mesh(mesh.axes, "virtual", mesh.device_type)
+    batch, count = placed(task.batch, task.batch_spec, whole), task.options.get("accumulate", 1)
+    slices = [slice for place in range(mesh.size) for slice in batch.slices(place, count) if slice.rows]
+    params, buffers = Leaves.of(task.params), Leaves.of(task.buffers)
+    found: list[float] = []
+    for before in [Turn([], params.leaves, buffers.leaves), *turns[:-1]]:
+        trees = params.rebuild(before.params), buffers.rebuild(before.buffers)
+        grads = [gradient(replace(task, batch=batch.tree(slice.leaves)), *trees)[1] for slice in slices]
+        sizes = [largest(g) for each in grads for g in Leaves.of(each).leaves]
+        found.append(max(filter(isfinite, sizes), default=0.0))
+    return found
 
 
 def refuse_random(task: Task) -> None:
