@@ -255,16 +255,18 @@ def _movable(x: Any, layout: Layout) -> Sharded:
 
 def reshard_all(xs: Sequence[Sharded], layouts: Sequence[Layout], site: Site) -> list[Sharded]:
     """Lay global arrays differently on their mesh, those that go the same way together; what is one stays one."""
-    keys = [(tuple(map(id, x.shards)), to) for x, to in zip(xs, layouts, strict=True)]
-    moved = dict(zip(keys, xs, strict=True))
-    on_mesh: dict[Mesh, list[tuple[tuple[int, ...], Layout]]] = {}
-    for key, x in moved.items():
-        if x.layout is not key[1] and x.layout != key[1]:
-            on_mesh.setdefault(x.mesh, []).append(key)
-    for mesh, some in on_mesh.items():
-        given = [moved[key] for key in some]
+    seen: dict[object, int] = {}
+    firsts = [
+        seen.setdefault((*map(id, x.shards), to), place) for place, (x, to) in enumerate(zip(xs, layouts, strict=True))
+    ]
+    moved, on_mesh = list(xs), dict[Mesh, list[int]]()
+    for place in seen.values():
+        if xs[place].layout is not layouts[place] and xs[place].layout != layouts[place]:
+            on_mesh.setdefault(xs[place].mesh, []).append(place)
+    for mesh, places in on_mesh.items():
+        given = [xs[place] for place in places]
         _refuse_owned(given, mesh)
-        ways = [way_between(x.layout, key[1], x.shape) for key, x in zip(some, given, strict=True)]
+        ways = [way_between(x.layout, layouts[place], x.shape) for place, x in zip(places, given, strict=True)]
         columns = [_with_memory(x, "device").shards for x in given]
         if any(way.steps for way in ways):
 
@@ -272,9 +274,9 @@ def reshard_all(xs: Sequence[Sharded], layouts: Sequence[Layout], site: Site) ->
                 return tuple(go(own, ways, site)())
 
             columns = run_mapped(mesh, program, columns)
-        for key, x, shards in zip(some, given, columns, strict=True):
-            moved[key] = _with_memory(Sharded(x.shape, key[1], tuple(shards)), key[1].memory)
-    return [moved[key] for key in keys]
+        for place, x, shards in zip(places, given, columns, strict=True):
+            moved[place] = _with_memory(Sharded(x.shape, layouts[place], tuple(shards)), layouts[place].memory)
+    return [moved[first] for first in firsts]
 
 
 def _refuse_owned(xs: Sequence[Sharded], mesh: Mesh) -> None:
