@@ -494,8 +494,9 @@ def started_from(what, n):
         errors, mesh=mesh, batch=P("data"), reproducible=what == "seed", slices=n if what == "seed" else None
     )
     torch.manual_seed(rank if what == "seed" else 0)
+    x, y = batch_of(8 + rank if what == "batch" else 8)
     try:
-        run(own, batch_of(8 + rank if what == "batch" else 8))
+        run(own, (x, y + rank if what == "values" else y))
     except fs.MismatchError as error:
         return str(error)
 
@@ -506,9 +507,10 @@ def test_processes_that_start_from_different_things_are_told(two, four):
         "batch": "(data=0) has [8, 4, 8, 4]; (data=1) has [9, 4, 9, 4]. Every process is given the whole batch and",
         "seed": "the random state of (data=1) is not that of (data=0), from which reproducible=True draws",
         "parameters": "parameters that lie whole are not the same on all devices: (data=1) in w differs from (data=0).",
+        "values": "devices were given different batches, of the same shapes: (data=1) in 1 differs from (data=0). A plain",
     }
     for what, words in expected.items():
         for found in two.run(started_from, what, 2):
-            assert found is None if words is None else words in found
+            assert found is None if words is None else words in found, found
     for found in four.run(started_from, "parameters", 4):
         assert "(data=1) in w; (data=2) in u, w; (data=3) in u, w differs from (data=0)." in found

@@ -78,6 +78,7 @@ class Batch:
         structure: of the tree that they are the leaves of.
         axes: along which anything is cut: those of the samples first, in their order.
         shapes: of the whole leaves, where they are tensors.
+        wholes: the tensors that were given whole, by their paths.
     """
 
     mesh: Mesh
@@ -87,6 +88,7 @@ class Batch:
     structure: Structure
     axes: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
+    wholes: dict[str, Tensor]
 
     @property
     def cut(self) -> Cut | None:
@@ -173,7 +175,8 @@ def placed(batch: PyTree, specs: PyTree, mesh: Mesh) -> Batch:
     first = next((cut.axes for cut in cuts if cut is not None), ())
     axes = (*first, *(axis for axis in over if axis not in first))
     shapes = tuple(tuple(x.shape) for x in leaves if isinstance(x, Tensor | Sharded))
-    return Batch(mesh, held(mesh), columns, cuts, structure, axes, shapes)
+    wholes = {path: x for path, x in zip(paths, leaves, strict=True) if isinstance(x, Tensor)}
+    return Batch(mesh, held(mesh), columns, cuts, structure, axes, shapes, wholes)
 
 
 def _placed(leaf: Any, spec: Any, mesh: Mesh) -> tuple[Cut | None, tuple[Any, ...]]:

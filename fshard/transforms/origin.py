@@ -3,6 +3,7 @@
     the shapes of the whole batch            in every step
     the key that random draws begin with     in every step, in reproducible mode
     parameters that lie whole                in the first step: their bits, each leaf's as a number
+    batches that are given whole             in the first step, likewise
 
 Where devices differ in one of these, their replicas would come apart without a word.  Marks of them go along with numbers
 that are summed anyway; only when those differ devices tell each other more.
@@ -42,20 +43,23 @@ class Origin:
         shapes: of the whole batch.
         key: of random draws; None if devices may draw differently.
         leaves: the bits of parameters that lie whole, by their paths; none, but in the first step of processes.
+        batch: those of what the batch has that was given whole, likewise.
     """
 
     shapes: tuple[tuple[int, ...], ...]
     key: int | None
     leaves: Mapping[str, int]
+    batch: Mapping[str, int]
 
     @property
     def told(self) -> tuple[object, ...]:
-        """What is to be the same on all devices."""
-        return self.shapes, self.key, [*self.leaves.values()]
+        """What is to be the same on all devices; what is likelier to be the cause of the rest comes later."""
+        return [*self.batch.values()], self.shapes, self.key, [*self.leaves.values()]
 
     def refuse(self, place: int, mesh: Mesh, exchange: Callable[[Sequence[int]], Mapping[int, Sequence[int]]]) -> None:
         """Raise, saying who differs in what was told at some place; `exchange` gives all devices' numbers."""
-        raise MismatchError(f"value_and_grad: {(self._batches, self._keys, self._parameters)[place](mesh, exchange)}")
+        refusal = (self._values, self._batches, self._keys, self._parameters)[place]
+        raise MismatchError(f"value_and_grad: {refusal(mesh, exchange)}")
 
     def _batches(self, mesh: Mesh, exchange: Callable[[Sequence[int]], Mapping[int, Sequence[int]]]) -> str:
         found = exchange([length for shape in self.shapes for length in shape])
@@ -75,14 +79,28 @@ class Origin:
         )
 
     def _parameters(self, mesh: Mesh, exchange: Callable[[Sequence[int]], Mapping[int, Sequence[int]]]) -> str:
-        (first, own), *others = exchange([*self.leaves.values()]).items()
-        paths = [named(parts_of(path)) or "the parameter" for path in self.leaves]
-        wrong = [
-            f"{name_of(mesh, device)} in {', '.join(path for path, a, b in zip(paths, own, theirs, strict=True) if a != b)}"
-            for device, theirs in others
-            if theirs != own
-        ]
         return (
-            f"parameters that lie whole are not the same on all devices: {'; '.join(wrong)} differs from "
-            f"{name_of(mesh, first)}. Make them from one seed on all processes, or load them from one file."
+            f"parameters that lie whole are not the same on all devices: {_wrong(self.leaves, mesh, exchange)}. Make them "
+            "from one seed on all processes, or load them from one file."
         )
+
+    def _values(self, mesh: Mesh, exchange: Callable[[Sequence[int]], Mapping[int, Sequence[int]]]) -> str:
+        return (
+            f"devices were given different batches, of the same shapes: {_wrong(self.batch, mesh, exchange)}. A plain tensor "
+            "is the whole batch, of which each takes its part. If it is what this process has loaded for itself, say so: "
+            'fs.from_local(x, fs.Layout(mesh, P("data"))).'
+        )
+
+
+def _wrong(
+    leaves: Mapping[str, int], mesh: Mesh, exchange: Callable[[Sequence[int]], Mapping[int, Sequence[int]]]
+) -> str:
+    """Say who differs from the first device, and in what."""
+    (first, own), *others = exchange([*leaves.values()]).items()
+    paths = [named(parts_of(path)) or "the tensor" for path in leaves]
+    wrong = [
+        f"{name_of(mesh, device)} in {', '.join(path for path, a, b in zip(paths, own, theirs, strict=True) if a != b)}"
+        for device, theirs in others
+        if theirs != own
+    ]
+    return f"{'; '.join(wrong)} differs from {name_of(mesh, first)}"

@@ -301,9 +301,12 @@ class Device:
     def _origin(self) -> Origin:
         """Return what the step starts from."""
         tape, batch = self.tape, self.batch
-        whole = zip(tape.leaves, tape.shards, strict=True) if tape.fresh and batch.mesh.runtime == "process" else ()
+        key = None if self.how.slices is None else self.key
+        if not tape.fresh or batch.mesh.runtime != "process":
+            return Origin(batch.shapes, key, {}, {})
+        whole = zip(tape.leaves, tape.shards, strict=True)
         leaves = {leaf.path: bits(x) for leaf, x in whole if not leaf.gather.steps}
-        return Origin(batch.shapes, None if self.how.slices is None else self.key, leaves)
+        return Origin(batch.shapes, key, leaves, {path: bits(x) for path, x in batch.wholes.items()})
 
     def _exchanged(self, own: Sequence[int]) -> dict[int, list[int]]:
         group = self.everyone
