@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -34,6 +34,8 @@ class Kind(StrEnum):
     GATHER = "UNSHARD"  # its weights, from all devices that hold a part
     FREE = "RESHARD"  # the gathered weights again
     REDUCE = "REDUCE_GRAD"  # the gradients of its weights, to all devices that hold a part
+
+    __hash__ = str.__hash__  # actions are looked up often, and an enum's own hash is slow
 
 
 COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W})
@@ -145,6 +147,10 @@ class Schedule:
     def devices(self) -> int:
         """How many devices take part."""
         return len(self.rows)
+
+    def with_rows(self, rows: Iterable[Iterable[Action]]) -> Schedule:
+        """Return the same with other actions."""
+        return replace(self, rows=tuple(map(tuple, rows)))
 
     def to_csv(self) -> str:
         """Write a row of cells for each device, as torch.distributed.pipelining reads them.
