@@ -135,15 +135,17 @@ def zero_bubble_h2(name: str, placement: Placement, microbatches: int) -> Schedu
 
 
 def zero_bubble_v(name: str, placement: Placement, microbatches: int) -> Schedule:
-    """Lay the stages out in a V: half the waiting of zb-h1, and each device holds what the first one of 1F1B does.
+    """Lay the stages out in a V: a device that has begun never waits, and holds what the first one of 1F1B does.
 
     The last stage lies beside the first, so backwards begin where forwards do.
 
-    device 0   F0 F1 F2 .  .  f0 i0 F3 f1 i1 w0 F4 w1 f2 i2 I0 w2 f3 i3 I1 W0 f4 i4 I2 w3 I3 W1 I4 w4 W2 W3 W4
-    device 1   .  F0 F1 .  f0 F2 f1 i0 F3 w0 f2 i1 I0 w1 F4 W0 f3 i2 I1 w2 f4 i3 I2 i4 I3 W1 I4 w3 W2 w4 W3 W4
+    device 0   F0 F1 F2 F3 F4 f0 i0 w0 f1 i1 w1 f2 i2 I0 w2 W0 f3 i3 I1 w3 W1 f4 i4 I2 w4 I3 W2 I4 W3 W4
+    device 1   .  F0 F1 F2 f0 F3 f1 i0 w0 f2 i1 I0 w1 F4 W0 f3 i2 I1 w2 W1 f4 i3 I2 i4 I3 w3 I4 W2 w4 W3 W4
     device 2   .  .  F0 f0 F1 f1 F2 f2 i0 I0 w0 F3 W0 f3 i1 I1 w1 F4 W1 f4 i2 I2 i3 I3 i4 I4 w2 W2 w3 W3 w4 W4
     """
-    return with_weights(along_path(name, placement, microbatches, legs=(4, 2, 4, 2)), room=2 * (max(placement) + 1))
+    return with_weights(
+        along_path(name, placement, microbatches, legs=(4, 2, 4, 2)), room=2 * (max(placement) + 1), early=True
+    )
 
 
 def v_half(name: str, placement: Placement, microbatches: int) -> Schedule:

@@ -129,10 +129,13 @@ class Schedule:
         ]
         if lost:
             yield f"there are {self.devices} rows, and the placement has {', '.join(lost)}"
+        if strange := [each for row in self.rows for each in row if not isinstance(each, Action)]:
+            yield f"the rows have {', '.join(map(repr, strange))}, which is no Action"
+            return
         actions = {action for row in self.rows for action in row}
-        if unknown := sorted(action for action in actions if not 0 <= action.stage < self.stages):
-            yield f"there are {self.stages} stages, and the rows have {', '.join(map(str, unknown))}"
-        if wrong := sorted(map(str, (each for each in actions if (each.microbatch is None) != (each.kind in UNITS)))):
+        if unknown := sorted(str(each) for each in actions if not 0 <= each.stage < self.stages):
+            yield f"there are {self.stages} stages, and the rows have {', '.join(unknown)}"
+        if wrong := sorted(str(each) for each in actions if (each.microbatch is None) != (each.kind in UNITS)):
             yield f"one microbatch belongs to each action, none to {', '.join(sorted(UNITS))}; found {', '.join(wrong)}"
 
     def _has(self, device: int) -> bool:
