@@ -6,99 +6,22 @@ import pytest
 import torch.distributed.pipelining.schedules as torch_schedules
 
 from fshard.errors import ScheduleError
-from fshard.pipeline.program import wire
-from fshard.pipeline.schedule import COMPUTE, Action, Kind, Schedule
+from fshard.pipeline.builders import pipeline_schedule
+from fshard.pipeline.messages import with_messages
+from fshard.pipeline.schedule import Action, Kind, Schedule
+from fshard.pipeline.units import with_units
 from fshard.pipeline.verify import verify
 from tests.pipeline_oracle import harm
 
-
-def gpipe(placement, microbatches):
-    rows = [[] for _ in range(max(placement) + 1)]
-    for stage, device in enumerate(placement):
-        rows[device] += [Action(Kind.F, stage, m) for m in range(microbatches)]
-    for stage, device in reversed([*enumerate(placement)]):
-        rows[device] += [Action(Kind.B, stage, m) for m in range(microbatches)]
-    return Schedule("gpipe", placement, microbatches, rows)
-
-
-def one_f_one_b(stages, microbatches):
-    rows = []
-    for stage in range(stages):
-        ahead = min(stages - 1 - stage, microbatches)
-        row = [Action(Kind.F, stage, m) for m in range(ahead)]
-        for m in range(microbatches):
-            row += [Action(Kind.F, stage, m + ahead)] if m + ahead < microbatches else []
-            row.append(Action(Kind.B, stage, m))
-        rows.append(row)
-    return Schedule("1f1b", range(stages), microbatches, rows)
-
-
-def split(schedule, draw):
-    """Make I and W of each B, with W where it is drawn."""
-    rows = []
-    for row in schedule.rows:
-        found, owed = [], []
-        for action in row:
-            found.append(action._replace(kind=Kind.I) if action.kind is Kind.B else action)
-            owed += [action._replace(kind=Kind.W)] if action.kind is Kind.B else []
-            while owed and draw.random() < 0.4:
-                found.append(owed.pop(0))
-        rows.append(found + owed)
-    return Schedule(schedule.name, schedule.placement, schedule.microbatches, rows)
-
-
-def with_messages(schedule):
-    """Send what is made as soon as it is, and receive at the same time."""
-    program = wire(schedule)
-    rows = [[] for _ in schedule.rows]
-    for number in program.walk()[0]:
-        action = program.actions[number]
-        rows[program.device[number]].append(action)
-        if action.kind in {Kind.F, Kind.B, Kind.I}:
-            send = action._replace(kind=Kind.SEND_F if action.kind is Kind.F else Kind.SEND_B)
-            to = send.partner.stage
-            if 0 <= to < schedule.stages and schedule.placement[to] != schedule.placement[action.stage]:
-                rows[program.device[number]].append(send)
-                rows[schedule.placement[to]].append(send.partner)
-    return Schedule(schedule.name, schedule.placement, schedule.microbatches, rows)
-
-
-def with_weights(schedule, draw):
-    """Gather before use, free now and then, and reduce in the end."""
-    rows = []
-    for row in schedule.rows:
-        found, gathered = [], set()
-        for action in row:
-            if action.kind in COMPUTE and action.stage not in gathered:
-                gathered.add(action.stage)
-                found.append(Action(Kind.GATHER, action.stage))
-            found.append(action)
-            for stage in [stage for stage in sorted(gathered) if draw.random() < 0.1]:
-                gathered.remove(stage)
-                found.append(Action(Kind.FREE, stage))
-        stages = sorted({action.stage for action in row})
-        rows.append(
-            [
-                *found,
-                *(Action(Kind.FREE, stage) for stage in sorted(gathered)),
-                *(Action(Kind.REDUCE, stage) for stage in stages),
-            ]
-        )
-    return Schedule(schedule.name, schedule.placement, schedule.microbatches, rows)
+NAMES = ["gpipe", "1f1b", "interleaved", "bfs", "zb-h1", "zb-h2", "zbv", "v-half", "v-min", "dualpipe-v"]
 
 
 def some_schedule(draw):
     """Draw a schedule that can run."""
-    stages, microbatches = draw.randint(1, 4), draw.randint(1, 4)
-    placement = draw.choice(
-        [[*range(stages)], [s % 2 for s in range(stages)], [min(s, stages - 1 - s) for s in range(stages)]]
-    )
-    schedule = draw.choice([gpipe(placement, microbatches), one_f_one_b(stages, microbatches)])
-    if draw.random() < 0.4:
-        schedule = split(schedule, draw)
+    schedule = pipeline_schedule(draw.choice(NAMES), stages=draw.randint(1, 5), microbatches=draw.randint(1, 4))
     if draw.random() < 0.5:
         schedule = with_messages(schedule)
-    return with_weights(schedule, draw) if draw.random() < 0.3 else schedule
+    return with_units(schedule, live=draw.randint(1, 3)) if draw.random() < 0.3 else schedule
 
 
 def corrupted(schedule, draw):
@@ -147,7 +70,7 @@ def test_every_harmful_corruption_is_refused_and_no_harmless_one():
         why, said = harm(schedule), refusal(schedule)
         assert bool(said) == bool(why), f"{seed}: {why or 'harmless'}\n{said}\n{schedule.to_text()}"
         verdicts[bool(why)] += 1
-    assert verdicts[True] > 600 and verdicts[False] > 100
+    assert verdicts[True] > 600 and verdicts[False] > 80
 
 
 def test_the_fault_in_the_actions_that_torch_reports_for_its_1f1b_is_found():
@@ -190,6 +113,15 @@ def test_what_the_validator_of_torch_accepts_is_refused(text, said):
     rows = [[torch_schedules._Action.from_str(cell) for cell in line.split(",")] for line in text.split("\n")]
     torch_schedules._validate_schedule(dict(enumerate(rows)), 2, 2, 1 + max(a.microbatch_index for a in rows[0]))
     assert refusal(Schedule.from_csv(text)) == f'"csv" cannot run:{said}'
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_torch_makes_of_our_schedules_can_run(name):
+    schedule = pipeline_schedule(name, stages=6, microbatches=5)
+    rows = {d: [torch_schedules._Action.from_str(str(action)) for action in row] for d, row in enumerate(schedule.rows)}
+    rows = torch_schedules._add_send_recv(rows, schedule.placement.__getitem__, schedule.stages)
+    sent = Schedule.from_csv("\n".join(",".join(map(str, rows[device])) for device in range(len(rows))))
+    assert verify(sent).messages == verify(with_messages(schedule)).messages > 0
 
 
 SENT = "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1\n1RECV_F0,1F0,1RECV_F1,1F1,1B0,1SEND_B0,1B1,1SEND_B1"
@@ -293,7 +225,7 @@ def test_a_circle_of_three_is_drawn_without_the_device_that_waits_for_it():
 
 
 def test_memory_is_the_most_activations_that_a_device_may_hold():
-    schedule = one_f_one_b(3, 8)
+    schedule = pipeline_schedule("1f1b", stages=3, microbatches=8)
     assert verify(schedule, memory=3).peak_activations == (3, 2, 1)
     assert refusal(schedule, memory=1) == (
         """"1f1b" cannot run:
@@ -303,12 +235,8 @@ def test_memory_is_the_most_activations_that_a_device_may_hold():
 
 
 def test_a_proof_says_what_is_proven():
-    schedule = with_weights(with_messages(one_f_one_b(3, 4)), random.Random(0))
-    proof = verify(schedule)
-    assert (proof.messages, proof.peak_activations) == (16, (3, 2, 1))
-    assert proof.collectives == sum(
-        row.count(Action(kind, s)) for row in schedule.rows for s in range(3) for kind in (Kind.GATHER, Kind.REDUCE)
-    )
+    proof = verify(with_units(with_messages(pipeline_schedule("1f1b", stages=3, microbatches=4))))
+    assert (proof.messages, proof.collectives, proof.peak_activations) == (16, 6, (3, 2, 1))
 
 
 def test_forwards_alone_are_an_evaluation():

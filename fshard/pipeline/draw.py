@@ -16,8 +16,9 @@ from numbers import Rational
 from rich.style import Style
 from rich.text import Text
 
-from fshard.pipeline.schedule import COMPUTE, Action, Kind
-from fshard.pipeline.simulate import Simulation
+from fshard.errors import ScheduleError
+from fshard.pipeline.schedule import COMPUTE, Action, Kind, Schedule
+from fshard.pipeline.simulate import Simulation, simulate
 from fshard.pipeline.trace import Event, Number
 
 _MOST = 256  # columns, each as long as the shortest action
@@ -55,7 +56,7 @@ def text_of(simulation: Simulation) -> Text:
         line.append("…" if _column(simulation.makespan, unit) > total else "")
         line.rstrip()
         lines.append(line)
-    return Text("\n").join([*lines, Text(_summary(simulation))])
+    return Text("\n", no_wrap=True, overflow="ellipsis").join([*lines, Text(_summary(simulation))])
 
 
 def svg_of(simulation: Simulation) -> str:
@@ -92,6 +93,22 @@ def svg_of(simulation: Simulation) -> str:
 def html_of(simulation: Simulation) -> str:
     """Draw as SVG for a notebook, where it can be scrolled."""
     return f'<div style="overflow-x:auto">{svg_of(simulation)}</div>'
+
+
+def schedule_as_text(schedule: Schedule) -> Text:
+    """Draw a schedule with costs of 1, or its rows and what is wrong with them."""
+    try:
+        return text_of(simulate(schedule))
+    except ScheduleError as error:
+        return Text(f"{schedule.to_text()}\n{error}")
+
+
+def schedule_as_html(schedule: Schedule) -> str:
+    """Draw a schedule with costs of 1 as SVG, or its rows and what is wrong with them."""
+    try:
+        return html_of(simulate(schedule))
+    except ScheduleError:
+        return f"<pre>{escape(str(schedule_as_text(schedule)))}</pre>"
 
 
 def _box(event: Event, labels: _Labels, x: float, top: float, width: float) -> str:

@@ -15,9 +15,15 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from rich.console import Group
 
 from fshard.errors import ScheduleError
+
+if TYPE_CHECKING:
+    from fshard.pipeline.simulate import Simulation
+    from fshard.pipeline.verify import Proof
 
 
 class Kind(StrEnum):
@@ -154,6 +160,33 @@ class Schedule:
     def with_rows(self, rows: Iterable[Iterable[Action]]) -> Schedule:
         """Return the same with other actions."""
         return replace(self, rows=tuple(map(tuple, rows)))
+
+    def verify(self, *, memory: int | None = None) -> Proof:
+        """Prove that it can run, or say and draw all that is wrong: see `fshard.pipeline.verify`."""
+        from fshard.pipeline.verify import verify
+
+        return verify(self, memory=memory)
+
+    def simulate(self, **options: Any) -> Simulation:
+        """Say when each action happens: for the options see `fshard.pipeline.simulate.simulate`."""
+        from fshard.pipeline.simulate import simulate
+
+        return simulate(self, **options)
+
+    def __str__(self) -> str:
+        from fshard.pipeline.draw import schedule_as_text
+
+        return schedule_as_text(self).plain
+
+    def __rich__(self) -> Group:
+        from fshard.pipeline.draw import schedule_as_text
+
+        return Group(schedule_as_text(self))  # a bare Text would be wrapped
+
+    def _repr_html_(self) -> str:
+        from fshard.pipeline.draw import schedule_as_html
+
+        return schedule_as_html(self)
 
     def to_csv(self) -> str:
         """Write a row of cells for each device, as torch.distributed.pipelining reads them.

@@ -21,9 +21,10 @@ from itertools import chain
 from math import lcm
 from numbers import Rational
 
-from rich.text import Text
+from rich.console import Group
 
 from fshard.errors import ScheduleError
+from fshard.pipeline.messages import with_messages
 from fshard.pipeline.program import RECEIVES, SENDS, Number, Program, crosses, peaks
 from fshard.pipeline.schedule import COMPUTE, MESSAGES, Kind, Schedule
 from fshard.pipeline.trace import Event, to_chrome_trace
@@ -98,13 +99,15 @@ class Simulation:
         """Write the events for Perfetto; `unit` is how many microseconds a unit of time is."""
         return to_chrome_trace(chain(*self.events), unit=unit)
 
-    def __rich__(self) -> Text:
+    def __str__(self) -> str:
         from fshard.pipeline.draw import text_of
 
-        return text_of(self)
+        return text_of(self).plain
 
-    def __str__(self) -> str:
-        return self.__rich__().plain
+    def __rich__(self) -> Group:
+        from fshard.pipeline.draw import text_of
+
+        return Group(text_of(self))  # a bare Text would be wrapped
 
     def _repr_html_(self) -> str:
         from fshard.pipeline.draw import html_of
@@ -146,7 +149,7 @@ def simulate(
         gather: how long gathering the weights of a stage takes.
         reduce: how long reducing their gradients takes.
         activation: what the activations of a stage take for one microbatch.
-        overlap: whether devices compute meanwhile.
+        overlap: whether devices compute while they send, receive, gather and reduce.
 
     >>> gpipe = Schedule.from_csv("0F0,0F1,0B0,0B1\\n1F0,1F1,1B0,1B1", name="gpipe")
     >>> simulate(gpipe)
@@ -168,6 +171,8 @@ def simulate(
     if any(costs["size"]) != (bandwidth is not None) or (bandwidth is not None and not bandwidth > 0):
         raise ScheduleError(f"simulate: a message takes size / bandwidth; found size={size}, bandwidth={bandwidth}.")
     program, order = verified(schedule)
+    if not (overlap or program.meets):
+        program, order = verified(with_messages(schedule))
     passes: list[Number] = [_exact(each) / bandwidth if bandwidth else 0 for each in costs["size"]]
     takes: dict[Kind, list[Number]] = {
         Kind.F: costs["forward"],
@@ -194,7 +199,7 @@ def simulate(
         path.append(events[number])
         number = clock.because[number]
     return Simulation(
-        schedule,
+        program.schedule,
         events=tuple(tuple(events[number] for number in program.row(device)) for device in range(schedule.devices)),
         critical_path=tuple(reversed(path)),
         peak_activations=tuple(peaks(program, costs["activation"])),

@@ -25,14 +25,14 @@ from fshard.pipeline.schedule import COMPUTE, MESSAGES, Action, Kind, Schedule
 _MOST = 20  # of all faults, and of all actions of one fault, this many are named
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Proof:
-    """What `verify` has proven.
+    """What `verify` has proven: it prints as a sentence.
 
     Args:
         schedule: what can run.
-        messages: how many values go from device to device, each sent and received once; 0 if it says nothing of them.
-        collectives: how many gathers and reductions each copy of the pipeline takes part in.
+        messages: how many values are sent from device to device; 0 if the schedule leaves that to others.
+        collectives: how many times each copy of the pipeline gathers weights or reduces gradients.
         peak_activations: how many activations of a stage each device holds at most.
     """
 
@@ -40,6 +40,13 @@ class Proof:
     messages: int
     collectives: int
     peak_activations: tuple[int, ...]
+
+    def __repr__(self) -> str:
+        return (
+            f"{self.schedule.name} can run: all is done once and after what it needs, {self.messages} messages are received "
+            f"even if sends block, {self.collectives} collectives have one order, and devices hold at most "
+            f"{', '.join(map(str, self.peak_activations))} activations."
+        )
 
 
 def verify(schedule: Schedule, *, memory: int | None = None) -> Proof:
@@ -50,8 +57,9 @@ def verify(schedule: Schedule, *, memory: int | None = None) -> Proof:
         memory: how many activations of a stage a device may hold at once; any number if left out.
 
     >>> from fshard.pipeline.schedule import Schedule
-    >>> verify(Schedule.from_csv("0F0,0F1,0B0,0B1\\n1F0,1B0,1F1,1B1")).peak_activations
-    (2, 1)
+    >>> verify(Schedule.from_csv("0F0,0SEND_F0,0RECV_B0,0B0\\n1RECV_F0,1F0,1B0,1SEND_B0"))
+    csv can run: all is done once and after what it needs, 2 messages are received even if sends block,
+    0 collectives have one order, and devices hold at most 1, 1 activations.
     >>> verify(Schedule.from_csv("0F0,0B0,0F1,0B1\\n1F0,1F1,1B0,1B1"))
     Traceback (most recent call last):
     fshard.errors.ScheduleError: "csv" cannot run:
@@ -101,12 +109,8 @@ def _counts(program: Program) -> Iterator[str]:
     for task in sorted(program.at.keys() - expected):
         number = next(number for number in program.at[task] if number is not None)
         yield f"{_where(program, number)} has no purpose: nothing is to be sent, received or reduced there"
-    missing = {
-        task: {
-            m for m, number in enumerate(program.at.get(task) or nowhere(program.schedule, task.kind)) if number is None
-        }
-        for task in expected
-    }
+    places = {task: program.at.get(task) or nowhere(program.schedule, task.kind) for task in expected}
+    missing = {task: {m for m, number in enumerate(numbers) if number is None} for task, numbers in places.items()}
     for stage in range(program.schedule.stages):
         inputs, weights = (missing.get(Task(kind, stage), set[int]()) for kind in (Kind.I, Kind.W))
         missing |= {
