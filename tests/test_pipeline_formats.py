@@ -90,7 +90,11 @@ def runtime(schedule: Schedule, kind=torch_schedules._PipelineScheduleRuntime):
     """Make as much of torch's object as its formats and builders need."""
     loops = schedule.stages // schedule.devices
     made = object.__new__(kind)
-    made.pp_group_size, made._n_microbatches, made._num_stages = schedule.devices, schedule.microbatches, schedule.stages
+    made.pp_group_size, made._n_microbatches, made._num_stages = (
+        schedule.devices,
+        schedule.microbatches,
+        schedule.stages,
+    )
     made.num_stages, made.n_local_stages, made._stages = schedule.stages, loops, [None] * loops
     made.microbatches_per_round = schedule.microbatches // max(1, schedule.microbatches // schedule.devices)
     made.pipeline_order, made._defer_pp_recv = {}, False
@@ -106,7 +110,9 @@ def test_torch_takes_our_schedules_in_both_forms(schedule, tmp_path_factory):
         path.write_text(written.to_csv())
         ours._stages = []
         ours._load_csv(str(path), format=form)
-        return [[str(action) for action in ours.pipeline_order_with_comms[device]] for device in range(schedule.devices)]
+        return [
+            [str(action) for action in ours.pipeline_order_with_comms[device]] for device in range(schedule.devices)
+        ]
 
     load(schedule, "compute_only")
     assert ours.stage_index_to_group_rank == dict(enumerate(schedule.placement))
