@@ -155,13 +155,17 @@ class Schedule:
         """Return the same with other actions."""
         return replace(self, rows=tuple(map(tuple, rows)))
 
-    def to_csv(self) -> str:
+    def to_csv(self, *, overlapped: bool = False) -> str:
         """Write a row of cells for each device, as torch.distributed.pipelining reads them.
 
         A schedule without messages is torch's "compute_only" form, one with messages its "compute_comms" form, in which torch
         scales and reduces gradients only where REDUCE_GRAD stands.
+
+        Args:
+            overlapped: whether a forward, and the backward after it of another stage and microbatch, are one cell, as
+                torch has it for DualPipe-V: `(0F4;3B1)OVERLAP_F_B`.
         """
-        return "".join(f"{','.join(map(str, row))}\n" for row in self.rows)
+        return "".join(f"{','.join(_overlapped(row) if overlapped else map(str, row))}\n" for row in self.rows)
 
     @classmethod
     def from_csv(
@@ -203,6 +207,24 @@ class Schedule:
         name, microbatches, places = found.groups()
         csv = "".join(f"{line.replace(' ', ',')}\n" for line in lines)
         return cls.from_csv(csv, name=name, placement=map(int, places.split()), microbatches=int(microbatches))
+
+
+def _overlapped(row: Iterable[Action]) -> list[str]:
+    """Write a row with each forward and the backward after it in one cell."""
+    cells: list[str] = []
+    forward: Action | None = None
+    for action in row:
+        if (
+            forward
+            and action.kind is Kind.B
+            and action.stage != forward.stage
+            and action.microbatch != forward.microbatch
+        ):
+            cells[-1] = f"({forward};{action})OVERLAP_F_B"
+        else:
+            cells.append(str(action))
+        forward = action if action.kind is Kind.F else None
+    return cells
 
 
 def _cells(line: str) -> Iterator[Action]:
