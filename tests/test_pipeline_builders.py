@@ -174,6 +174,7 @@ def test_an_unknown_name_is_told_which_there_are():
         'There is no schedule "zb-v"; did you mean "zbv"? There are gpipe, 1f1b, interleaved, bfs, zb-h1, zb-h2, zbv, v-half, '
         "v-min, dualpipe-v."
     )
+    assert 'There is no schedule "1F1B"; did you mean "1f1b"?' in refused("1F1B", stages=4, microbatches=8)
     assert "did you mean" not in refused("xyz", stages=4, microbatches=8)
 
 
