@@ -84,7 +84,7 @@ def test_what_is_too_long_is_cut_off():
     lines = str(schedule).splitlines()
     assert lines[1].endswith("…") and len(lines[1]) < 256 * 6 and lines[-1].startswith("time 2703, bubble 1/901")
     svg = svg_of(simulate(schedule))
-    assert 300 < len(titles(svg)) < 400 and len(svg) < 100_000
+    assert 300 < len(titles(svg)) < 400 and len(svg) < 100_000 and "; drawn up to 256<" in svg
 
 
 def test_a_schedule_that_cannot_run_is_drawn_as_its_rows_with_what_is_wrong():

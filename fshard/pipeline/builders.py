@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from difflib import get_close_matches
+from typing import NamedTuple
 
 from fshard.errors import ScheduleError
 from fshard.pipeline.dualpipe import dualpipe_v
@@ -37,14 +38,17 @@ def pipeline_schedule(name: str, *, stages: int, microbatches: int, devices: int
     >>> pipeline_schedule("zbv", stages=8, microbatches=4).placement
     (0, 1, 2, 3, 3, 2, 1, 0)
     """
-    if name not in _SCHEDULES:
-        close = "".join(f' Did you mean "{close}"?' for close in get_close_matches(str(name), _SCHEDULES, 1, 0.4))
-        raise ScheduleError(f"There is no schedule {name!r}.{close} There are {', '.join(_SCHEDULES)}.")
-    lay, build = _SCHEDULES[name]
+    if name not in BUILDERS:
+        close = (
+            "".join(f'; did you mean "{close}"?' for close in get_close_matches(str(name).lower(), BUILDERS, n=1))
+            or "."
+        )
+        raise ScheduleError(f'There is no schedule "{name}"{close} There are {", ".join(BUILDERS)}.')
     numbers = {"stages": stages, "microbatches": microbatches} | ({} if devices is None else {"devices": devices})
     wrong = [f"{what}={n!r}" for what, n in numbers.items() if not isinstance(n, int) or isinstance(n, bool) or n < 1]
     if wrong:
         raise ScheduleError(f"{name}: {' and '.join(wrong)} should be a whole number, at least 1.")
+    lay, build = BUILDERS[name]
     return build(name, lay(name, stages, devices), microbatches)
 
 
@@ -84,9 +88,9 @@ def one_forward_one_backward(name: str, placement: Placement, microbatches: int)
 def interleaved(name: str, placement: Placement, microbatches: int) -> Schedule:
     """Do 1F1B in loops: with v stages on a device, devices wait v times shorter.
 
-    The microbatches go in groups, as many as there are devices or a few more: a group goes through a device's first stage,
-    then through its second.  So the next loop begins when the last one has come round (Narayanan et al., "Efficient
-    Large-Scale Language Model Training on GPU Clusters").
+    Microbatches go in groups, of as many as there are devices or a few more: a group goes through a device's first stage,
+    then through its second, which it reaches when it has come round (Narayanan et al., "Efficient Large-Scale Language Model
+    Training on GPU Clusters").  Legs are of 2 and 4 ticks: that holds more than 1 and 2 would, and messages may take longer.
 
     device 0   F0 F1 F2 f0 f1 f2 .  .  .  .  b0 -- .  b1 -- .  b2 -- B0 -- B1 -- B2 --
     device 1   .  F0 F1 F2 f0 f1 f2 .  b0 -- .  b1 -- .  b2 -- B0 -- B1 -- B2 --
@@ -149,7 +153,7 @@ def zero_bubble_v(name: str, placement: Placement, microbatches: int) -> Schedul
 
 
 def v_half(name: str, placement: Placement, microbatches: int) -> Schedule:
-    """Take half as long a path as zbv: half of what it holds, and more waiting.
+    """Take half as long a path as zbv: half of what it holds, and half of the waiting of 1F1B.
 
     device 0   F0 F1 .  .  .  f0 i0 F2 w0 f1 i1 w1 I0 F3 W0 f2 i2 w2 I1 W1 .  f3 i3 I2 w3 W2 .  I3 W3
     device 1   .  F0 .  .  f0 F1 .  i0 f1 w0 F2 I0 i1 W0 f2 w1 F3 I1 i2 W1 f3 w2 I2 i3 W2 w3 I3 W3
@@ -175,7 +179,7 @@ def _line(name: str, stages: int, devices: int | None) -> Placement:
     """Lay one stage on each device."""
     if devices not in {None, stages}:
         raise ScheduleError(
-            f"{name} lays one stage on each device: stages={stages} and devices={devices} should be equal. "
+            f"{name} lays one stage on each device: stages={stages} and devices={devices} should be equal; "
             f'"interleaved" and "bfs" lay several on one.'
         )
     return tuple(range(stages))
@@ -183,39 +187,42 @@ def _line(name: str, stages: int, devices: int | None) -> Placement:
 
 def _loops(name: str, stages: int, devices: int | None) -> Placement:
     """Deal the stages out to the devices in turns."""
-    devices = _pairs(stages) if devices is None else devices
+    devices = devices or (stages + 1) // 2
     if devices > stages:
         raise ScheduleError(
-            f"{name} lays a stage on each device: stages={stages} is enough for {stages}, not devices={devices}."
+            f"{name} lays at least one stage on each device: devices={devices} should be at most stages={stages}."
         )
     return tuple(stage % devices for stage in range(stages))
 
 
 def _vee(name: str, stages: int, devices: int | None) -> Placement:
-    """Lay two stages on each device, on the way down and on the way up."""
-    half = _pairs(stages)
-    if devices not in {None, half}:
-        legal = f"devices={half}, or stages={2 * (devices or 0)}"
+    """Lay two stages on each device, one on the way there and one on the way back; of an odd number the first has one."""
+    half = (stages + 1) // 2
+    if devices and devices != half:
         raise ScheduleError(
-            f"{name} lays two stages on each device: stages={stages} and devices={devices} should be {legal}."
+            f"{name} lays two stages on each device: with stages={stages}, devices={devices} should be {half}; "
+            f"with devices={devices}, stages={stages} should be {2 * devices - 1} or {2 * devices}."
         )
     return (*range(half), *reversed(range(half)))[:stages]
 
 
-def _pairs(stages: int) -> int:
-    """Return how many devices have two stages, or the last one of an odd number."""
-    return (stages + 1) // 2
+class Builder(NamedTuple):
+    """How stages are laid on devices, and what the devices do then."""
+
+    lay: Callable[[str, int, int | None], Placement]
+    build: Callable[[str, Placement, int], Schedule]
 
 
-_SCHEDULES: dict[str, tuple[Callable[[str, int, int | None], Placement], Callable[[str, Placement, int], Schedule]]] = {
-    "gpipe": (_line, gpipe),
-    "1f1b": (_line, one_forward_one_backward),
-    "interleaved": (_loops, interleaved),
-    "bfs": (_loops, breadth_first),
-    "zb-h1": (_line, zero_bubble_h1),
-    "zb-h2": (_line, zero_bubble_h2),
-    "zbv": (_vee, zero_bubble_v),
-    "v-half": (_vee, v_half),
-    "v-min": (_vee, v_min),
-    "dualpipe-v": (_vee, dualpipe_v),
+BUILDERS = {
+    "gpipe": Builder(_line, gpipe),
+    "1f1b": Builder(_line, one_forward_one_backward),
+    "interleaved": Builder(_loops, interleaved),
+    "bfs": Builder(_loops, breadth_first),
+    "zb-h1": Builder(_line, zero_bubble_h1),
+    "zb-h2": Builder(_line, zero_bubble_h2),
+    "zbv": Builder(_vee, zero_bubble_v),
+    "v-half": Builder(_vee, v_half),
+    "v-min": Builder(_vee, v_min),
+    "dualpipe-v": Builder(_vee, dualpipe_v),
 }
+"""All schedules by name."""

@@ -23,7 +23,7 @@ from fshard.pipeline.trace import Event, Number
 
 _MOST = 256  # columns, each as long as the shortest action
 _INK, _MUTED = "#16191d", "#768390"  # on the colours; on white and on black
-_COLOURS = {  # and on what an action stands in the legend
+_COLOURS = {  # of each kind, and its word in the legend
     Kind.F: ("#7cb7e8", "forward"),
     Kind.B: ("#86cf91", "backward"),
     Kind.I: ("#6fcdc6", "input gradient"),
@@ -80,7 +80,9 @@ def svg_of(simulation: Simulation) -> str:
         parts.append(f'<rect x="{x:g}" y="{bottom:g}" width="12" height="12" rx="2" fill="{colour}"/>')
         parts.append(_text(word, x + 17, bottom + 10.5))
         x += _LETTER * len(word) + 34
-    note = _summary(simulation)
+    note = _summary(simulation) + (
+        f"; drawn up to {_say(columns * unit)}" if columns * unit < simulation.makespan else ""
+    )
     parts.append(_text(note, left, bottom + 12 + _LINE))
     width = max(left + scale * float(columns), x, left + _LETTER * len(note)) + 20
     return (

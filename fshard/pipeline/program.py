@@ -17,13 +17,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from itertools import accumulate, cycle
 from typing import NamedTuple
 
 from fshard.pipeline.schedule import COMPUTE, MESSAGES, UNITS, Action, Kind, Schedule
+from fshard.pipeline.trace import Number
 
-Number = int | float | Fraction
 SENDS = frozenset({Kind.SEND_F, Kind.SEND_B})
 RECEIVES = MESSAGES - SENDS
 

@@ -161,40 +161,17 @@ class Schedule:
         """Return the same with other actions."""
         return replace(self, rows=tuple(map(tuple, rows)))
 
-    def verify(self, *, memory: int | None = None) -> Proof:
-        """Prove that it can run, or say and draw all that is wrong: see `fshard.pipeline.verify`."""
-        from fshard.pipeline.verify import verify
-
-        return verify(self, memory=memory)
-
-    def simulate(self, **options: Any) -> Simulation:
-        """Say when each action happens: for the options see `fshard.pipeline.simulate.simulate`."""
-        from fshard.pipeline.simulate import simulate
-
-        return simulate(self, **options)
-
-    def __str__(self) -> str:
-        from fshard.pipeline.draw import schedule_as_text
-
-        return schedule_as_text(self).plain
-
-    def __rich__(self) -> Group:
-        from fshard.pipeline.draw import schedule_as_text
-
-        return Group(schedule_as_text(self))  # a bare Text would be wrapped
-
-    def _repr_html_(self) -> str:
-        from fshard.pipeline.draw import schedule_as_html
-
-        return schedule_as_html(self)
-
-    def to_csv(self) -> str:
+    def to_csv(self, *, overlapped: bool = False) -> str:
         """Write a row of cells for each device, as torch.distributed.pipelining reads them.
 
         A schedule without messages is torch's "compute_only" form, one with messages its "compute_comms" form, in which torch
         scales and reduces gradients only where REDUCE_GRAD stands.
+
+        Args:
+            overlapped: whether a forward, and the backward after it of another stage and microbatch, are one cell, as
+                torch has it for DualPipe-V: `(0F4;3B1)OVERLAP_F_B`.
         """
-        return "".join(f"{','.join(map(str, row))}\n" for row in self.rows)
+        return "".join(f"{','.join(_overlapped(row) if overlapped else map(str, row))}\n" for row in self.rows)
 
     @classmethod
     def from_csv(
@@ -236,6 +213,51 @@ class Schedule:
         name, microbatches, places = found.groups()
         csv = "".join(f"{line.replace(' ', ',')}\n" for line in lines)
         return cls.from_csv(csv, name=name, placement=map(int, places.split()), microbatches=int(microbatches))
+
+    def verify(self, *, memory: int | None = None) -> Proof:
+        """Prove that it can run, or say and draw all that is wrong: see `fshard.pipeline.verify`."""
+        from fshard.pipeline.verify import verify
+
+        return verify(self, memory=memory)
+
+    def simulate(self, **options: Any) -> Simulation:
+        """Say when each action happens: for the options see `fshard.pipeline.simulate.simulate`."""
+        from fshard.pipeline.simulate import simulate
+
+        return simulate(self, **options)
+
+    def __str__(self) -> str:
+        from fshard.pipeline.draw import schedule_as_text
+
+        return schedule_as_text(self).plain
+
+    def __rich__(self) -> Group:
+        from fshard.pipeline.draw import schedule_as_text
+
+        return Group(schedule_as_text(self))  # a bare Text would be wrapped
+
+    def _repr_html_(self) -> str:
+        from fshard.pipeline.draw import schedule_as_html
+
+        return schedule_as_html(self)
+
+
+def _overlapped(row: Iterable[Action]) -> list[str]:
+    """Write a row with each forward and the backward after it in one cell."""
+    cells: list[str] = []
+    forward: Action | None = None
+    for action in row:
+        if (
+            forward
+            and action.kind is Kind.B
+            and action.stage != forward.stage
+            and action.microbatch != forward.microbatch
+        ):
+            cells[-1] = f"({forward};{action})OVERLAP_F_B"
+        else:
+            cells.append(str(action))
+        forward = action if action.kind is Kind.F else None
+    return cells
 
 
 def _cells(line: str) -> Iterator[Action]:

@@ -25,9 +25,9 @@ from rich.console import Group
 
 from fshard.errors import ScheduleError
 from fshard.pipeline.messages import with_messages
-from fshard.pipeline.program import RECEIVES, SENDS, Number, Program, crosses, peaks
+from fshard.pipeline.program import RECEIVES, SENDS, Program, crosses, peaks
 from fshard.pipeline.schedule import COMPUTE, MESSAGES, Kind, Schedule
-from fshard.pipeline.trace import Event, to_chrome_trace
+from fshard.pipeline.trace import Event, Number, to_chrome_trace
 from fshard.pipeline.verify import verified
 
 Cost = Number | Sequence[Number] | Mapping[int, Number] | Callable[[int], Number]
@@ -266,16 +266,16 @@ def _by_stage(schedule: Schedule, **given: Cost) -> dict[str, list[Number]]:
     wrong: list[str] = []
     stages = range(schedule.stages)
     for name, cost in given.items():
-        if isinstance(cost, Sequence | Mapping) and {*(cost if isinstance(cost, Mapping) else range(len(cost)))} != {
-            *stages
-        }:
-            wrong.append(f"{name}={cost} is not for stages 0 to {stages[-1]}")
-            continue
         if isinstance(cost, Sequence | Mapping):
-            cost = cost.__getitem__
-        found[name] = [cost(stage) if callable(cost) else cost for stage in stages]
-        if below := [stage for stage in stages if not found[name][stage] >= 0]:
+            table = dict(cost) if isinstance(cost, Mapping) else dict(enumerate(cost))
+        else:
+            table = {stage: cost(stage) if callable(cost) else cost for stage in stages}
+        if {*table} != {*stages}:
+            wrong.append(f"{name}={cost} is not for stages 0 to {stages[-1]}")
+        elif below := [stage for stage in stages if not table[stage] >= 0]:
             wrong.append(f"{name} is below 0 for stages {below}")
+        else:
+            found[name] = [table[stage] for stage in stages]
     if wrong:
         raise ScheduleError(f"simulate, {schedule.name}: {'; '.join(wrong)}.")
     return found
