@@ -115,13 +115,24 @@ def test_what_the_validator_of_torch_accepts_is_refused(text, said):
     assert refusal(Schedule.from_csv(text)) == f'"csv" cannot run:{said}'
 
 
+def lowered_by_torch(schedule, *, deferred=False):
+    rows = {d: [torch_schedules._Action.from_str(str(action)) for action in row] for d, row in enumerate(schedule.rows)}
+    home = schedule.placement.__getitem__
+    rows = torch_schedules._add_send_recv(rows, home, schedule.stages)
+    rows = torch_schedules._defer_recv_ops(rows, home) if deferred else rows
+    return Schedule.from_csv("\n".join(",".join(map(str, rows[device])) for device in range(len(rows))), name="torch")
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_what_torch_makes_of_our_schedules_can_run(name):
     schedule = pipeline_schedule(name, stages=6, microbatches=5)
-    rows = {d: [torch_schedules._Action.from_str(str(action)) for action in row] for d, row in enumerate(schedule.rows)}
-    rows = torch_schedules._add_send_recv(rows, schedule.placement.__getitem__, schedule.stages)
-    sent = Schedule.from_csv("\n".join(",".join(map(str, rows[device])) for device in range(len(rows))))
-    assert verify(sent).messages == verify(with_messages(schedule)).messages > 0
+    assert verify(lowered_by_torch(schedule)).messages == verify(with_messages(schedule)).messages > 0
+
+
+def test_messages_that_torch_crosses_when_it_defers_receives_are_found():
+    schedule = lowered_by_torch(pipeline_schedule("zbv", stages=4, microbatches=4), deferred=True)
+    assert "device 0 sends to device 1 in one order, and is received from in another" in refusal(schedule)
+    assert harm(schedule)
 
 
 SENT = "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1\n1RECV_F0,1F0,1RECV_F1,1F1,1B0,1SEND_B0,1B1,1SEND_B1"
@@ -237,6 +248,10 @@ def test_memory_is_the_most_activations_that_a_device_may_hold():
 def test_a_proof_says_what_is_proven():
     proof = verify(with_units(with_messages(pipeline_schedule("1f1b", stages=3, microbatches=4))))
     assert (proof.messages, proof.collectives, proof.peak_activations) == (16, 6, (3, 2, 1))
+    assert str(proof) == (
+        "1f1b can run: all is done once and after what it needs; 16 messages are received even if sends block; "
+        "6 collectives have one order; devices hold at most 3, 2, 1 activations."
+    )
 
 
 def test_forwards_alone_are_an_evaluation():

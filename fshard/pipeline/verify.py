@@ -42,11 +42,13 @@ class Proof:
     peak_activations: tuple[int, ...]
 
     def __repr__(self) -> str:
-        return (
-            f"{self.schedule.name} can run: all is done once and after what it needs, {self.messages} messages are received "
-            f"even if sends block, {self.collectives} collectives have one order, and devices hold at most "
-            f"{', '.join(map(str, self.peak_activations))} activations."
-        )
+        proven = [
+            "all is done once and after what it needs",
+            *([f"{self.messages} messages are received even if sends block"] if self.messages else []),
+            *([f"{self.collectives} collectives have one order"] if self.collectives else []),
+            f"devices hold at most {', '.join(map(str, self.peak_activations))} activations",
+        ]
+        return f"{self.schedule.name} can run: {'; '.join(proven)}."
 
 
 def verify(schedule: Schedule, *, memory: int | None = None) -> Proof:
@@ -58,8 +60,8 @@ def verify(schedule: Schedule, *, memory: int | None = None) -> Proof:
 
     >>> from fshard.pipeline.schedule import Schedule
     >>> verify(Schedule.from_csv("0F0,0SEND_F0,0RECV_B0,0B0\\n1RECV_F0,1F0,1B0,1SEND_B0"))
-    csv can run: all is done once and after what it needs, 2 messages are received even if sends block,
-    0 collectives have one order, and devices hold at most 1, 1 activations.
+    csv can run: all is done once and after what it needs; 2 messages are received even if sends block;
+    devices hold at most 1, 1 activations.
     >>> verify(Schedule.from_csv("0F0,0B0,0F1,0B1\\n1F0,1F1,1B0,1B1"))
     Traceback (most recent call last):
     fshard.errors.ScheduleError: "csv" cannot run:
