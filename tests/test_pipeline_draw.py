@@ -69,6 +69,16 @@ time 21/2, bubble 10/21, at most 2 activations on a device"""
     )
 
 
+def test_what_is_very_short_does_not_spread_the_rest():
+    schedule = pipeline_schedule("zb-h1", stages=2, microbatches=2)
+    assert str(simulate(schedule, forward=8, backward_input=8, backward_weight=Fraction(1, 9))) == (
+        """zb-h1: 2 microbatches, 2 stages on 2 devices
+device 0 │ F0───────── F1───────── ·  ·  ·  ·  I0───────── ·  ·  ·  ·  I1─────────
+device 1 │ ·  ·  ·  ·  F0───────── I0───────── F1───────── I1───────── ·  ·  ·  ·
+time 433/9, bubble 143/433, at most 2 activations on a device"""
+    )
+
+
 def test_numbers_of_any_length_keep_their_columns():
     lines = str(pipeline_schedule("gpipe", stages=11, microbatches=12)).splitlines()[1:-1]
     assert (

@@ -21,7 +21,7 @@ from fshard.pipeline.schedule import COMPUTE, Action, Kind, Schedule
 from fshard.pipeline.simulate import Simulation, simulate
 from fshard.pipeline.trace import Event, Number
 
-_MOST = 256  # columns, each as long as the shortest action
+_MOST = 256  # columns
 _INK, _MUTED = "#16191d", "#768390"  # on the colours; on white and on black
 _COLOURS = {  # of each kind, and its word in the legend
     Kind.F: ("#7cb7e8", "forward"),
@@ -171,9 +171,10 @@ def _say(number: Number) -> str:
 
 
 def _unit(simulation: Simulation) -> Number:
-    """Return how long a column is: as long as the shortest action."""
+    """Return how long a column is: as long as the shortest action, but at least a quarter of what is usual."""
     computed = (event for row in simulation.events for event in row if event.action.kind in COMPUTE)
-    return min((event.end - event.start for event in computed if event.end > event.start), default=1)
+    lengths = sorted(event.end - event.start for event in computed if event.end > event.start)
+    return max(lengths[0], Fraction(1, 4) * lengths[len(lengths) // 2]) if lengths else 1
 
 
 def _column(time: Number, unit: Number) -> int:
