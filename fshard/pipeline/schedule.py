@@ -197,7 +197,7 @@ class Schedule:
     @classmethod
     def from_text(cls, text: str) -> Schedule:
         """Read what `to_text` writes, with blanks or blank lines around it."""
-        head, *lines = filter(None, map(str.strip, text.splitlines())) if text.strip() else [""]
+        head, *lines = [*filter(None, map(str.strip, text.splitlines()))] or [""]
         found = re.fullmatch(r"(.*): (\d+) microbatches, stages on devices ([\d ]+)", head)
         if not found:
             raise ScheduleError(

@@ -73,8 +73,8 @@ def _early(row: Iterable[Action], room: int) -> Iterable[int]:
     """Yield the places of forwards that fit in at once, and leave room for all that was to be done before them."""
     held = 0
     for place, action in enumerate(row):
+        if held >= room:
+            return
         if action.kind is Kind.F and place:
             yield place
         held += 1 if action.kind is Kind.F else -1
-        if held >= room:
-            return
