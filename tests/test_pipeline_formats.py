@@ -25,12 +25,14 @@ changes = st.sampled_from([lambda s: s, with_messages, with_units, lambda s: wit
 def test_text_and_csv_say_the_same_again(schedule, change):
     schedule = change(schedule)
     assert Schedule.from_text(schedule.to_text()) == schedule
+    assert Schedule.from_text(f"\n  {schedule.to_text()}\n\n") == schedule
     assert Schedule.from_csv(schedule.to_csv(), name=schedule.name) == schedule
 
 
 def test_a_device_may_have_nothing_to_do():
     schedule = Schedule("one", (1,), 2, ((), (Action(Kind.F, 0, 0), Action(Kind.F, 0, 1)), ()))
     assert schedule.to_csv() == "\n0F0,0F1\n\n"
+    assert schedule.to_text() == "one: 2 microbatches, stages on devices 1\n-\n0F0 0F1\n-"
     assert Schedule.from_csv(schedule.to_csv(), name="one") == schedule == Schedule.from_text(schedule.to_text())
 
 
@@ -73,6 +75,7 @@ def test_text_that_is_no_schedule_is_refused():
     assert refused(lambda: Schedule.from_csv("0F0,1F0\n0B0,3F0")) == (
         "csv: each stage lies on one device; found stage 0 on [0, 1], stage 2 on none. Say which with placement=."
     )
+    assert refused(lambda: Schedule.from_text("\n")).endswith('found "".')
     assert refused(lambda: Schedule.from_text("0F0 0B0")) == (
         'A schedule begins with "name: 8 microbatches, stages on devices 0 1 2 3"; found "0F0 0B0".'
     )
