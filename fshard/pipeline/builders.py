@@ -20,14 +20,28 @@ from fshard.pipeline.weights import with_weights
 def pipeline_schedule(name: str, *, stages: int, microbatches: int, devices: int | None = None) -> Schedule:
     """Return a schedule by its name.
 
+    On p devices, where F, I and W of a device's stages take 1 each, and the activations of a microbatch on them are 1:
+
+        name          stages              waits                    holds at most
+        gpipe         p                   3 (p - 1)                all microbatches
+        1f1b          p                   3 (p - 1)                p
+        interleaved   v p, in loops       3 (p - 1) / v            p + (p - 1) / v, if p divides the microbatches
+        bfs           v p, in loops       3 (p - 1) / v            all microbatches
+        zb-h1         p                   p - 1                    p
+        zb-h2         p                   p - 1 *                  2 p - 1
+        zbv           2 p, in a V         (p - 1) / 2 *            p
+        v-half        2 p, in a V         3 p / 2 - 3 (odd: 2)     (p + 2) // 2
+        v-min         2 p, in a V         2 p - 5 / 2              (p + 4) // 3
+        dualpipe-v    2 p, in a V         (p - 1) / 2              p + 1 / 2
+
+    That holds for 2 p microbatches and more; fewer may wait longer.  * No device waits once it has begun.
+
     Args:
-        name: which: "gpipe", "1f1b", "interleaved", "bfs", "zb-h1", "zb-h2", "zbv", "v-half", "v-min", "dualpipe-v".
+        name: one of these.
         stages: how many the model is cut into, at least 1.
         microbatches: how many the batch is cut into, at least 1.
-        devices: how many there are.  "interleaved" and "bfs" take any number up to that of the stages, and deal the
-            stages out in turns; if left out, two stages come on each device.  The V-shaped ones ("zbv", "v-half",
-            "v-min", "dualpipe-v") lay two stages on each device, the last device's beside each other, the others one
-            on each.
+        devices: how many there are.  In loops, any number up to that of the stages, which are dealt out in turns; if left
+            out, half as many as stages.  All others have but one number that fits.
 
     >>> print(pipeline_schedule("1f1b", stages=2, microbatches=3).to_text())
     1f1b: 3 microbatches, stages on devices 0 1
@@ -39,11 +53,9 @@ def pipeline_schedule(name: str, *, stages: int, microbatches: int, devices: int
     (0, 1, 2, 3, 3, 2, 1, 0)
     """
     if name not in BUILDERS:
-        close = (
-            "".join(f'; did you mean "{close}"?' for close in get_close_matches(str(name).lower(), BUILDERS, n=1))
-            or "."
-        )
-        raise ScheduleError(f'There is no schedule "{name}"{close} There are {", ".join(BUILDERS)}.')
+        guess = get_close_matches(str(name).lower(), BUILDERS, n=1)
+        hint = f'; did you mean "{guess[0]}"?' if guess else "."
+        raise ScheduleError(f'There is no schedule "{name}"{hint} There are {", ".join(BUILDERS)}.')
     numbers = {"stages": stages, "microbatches": microbatches} | ({} if devices is None else {"devices": devices})
     wrong = [f"{what}={n!r}" for what, n in numbers.items() if not isinstance(n, int) or isinstance(n, bool) or n < 1]
     if wrong:
