@@ -158,7 +158,7 @@ class VirtualWorld:
                     set_random_state(self.mesh.device_type, self._random[device])
                     self._status[device] = None
                     ledger.inherit(ledgers)
-                    with state.restored():
+                    with process_wide_state(), state.restored():
                         results[device] = body(device)
                     self._status[device] = "has finished"
                     self._random[device] = random_state(self.mesh.device_type)
