@@ -80,5 +80,5 @@ def _sent(path: tuple[Step, ...], start: State, shape: tuple[int, ...], sizes: M
         elif flat and total:
             sent += step.elements * n * Fraction(total, cut * chunk(total, cut))
         else:
-            sent += step.elements * n
+            sent += step.elements * n / parts(before.owning, sizes)  # only owners have anything to send
     return sent

@@ -45,8 +45,9 @@ def _steps(state: State, goal: State, shape: tuple[int, ...], sizes: Mapping[str
     total = prod(shape)
     pieces = parts(state.sharded, sizes)
     local = Fraction(total, pieces) if state.flat is None else Fraction(chunk(total, pieces))
+    yield from _spreads(state, goal)
     if state.owned is not None:
-        yield from _sums(state, goal, sizes, local)
+        yield from _sums(state, goal, sizes, Fraction(total))
         yield _exchange(state, replace(state, flat=_ranges(state, goal), owned=None), total, sizes)
         if total:
             yield from _among_owners(state, goal, sizes)
@@ -96,6 +97,17 @@ def _sums(state: State, goal: State, sizes: Mapping[str, int], local: Fraction) 
     for axis in _free(state, sizes):
         if axis in goal.unreduced:
             yield Step("summand", (axis,), Fraction(0), replace(state, unreduced=state.unreduced | {axis}))
+
+
+def _spreads(state: State, goal: State) -> Iterator[Step]:
+    """Make summands of pieces: each device puts its own among zeros."""
+    whole = state.flat or state.owning
+    cuts = [(dim, axes[kept:]) for dim, axes in enumerate(state.dims) for kept in range(len(axes))]
+    for dim, axes in [(0, whole)] if whole else cuts:
+        if {*axes} <= goal.unreduced:
+            dims = _with(state.dims, {} if whole else {dim: state.dims[dim][: -len(axes)]})
+            after = State(dims, state.unreduced | {*axes}, None)
+            yield Step("flat_spread" if whole else "spread", axes, Fraction(0), after, dim)
 
 
 def _subsets(axes: frozenset[str], sizes: Mapping[str, int]) -> Iterator[tuple[str, ...]]:
