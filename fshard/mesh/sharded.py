@@ -19,7 +19,7 @@ from fshard.mesh.dense import is_dense, no_dense
 from fshard.mesh.layout import Layout, Memory, ShardType, dtype_name
 from fshard.mesh.mesh import Mesh
 from fshard.mesh.spec import P
-from fshard.mesh.spmd import held, inside, standing
+from fshard.mesh.spmd import agree, held, inside, standing
 from fshard.mesh.tree import register_node
 from fshard.mesh.valueless import without_values
 
@@ -167,6 +167,8 @@ def typeof(x: Sharded | Tensor) -> ShardType:
 def from_local(piece: Tensor | Callable[..., Tensor], layout: Layout, *, shape: Sequence[int] | None = None) -> Sharded:
     """Build a global array from each device's own piece, without moving anything.
 
+    Processes do not compare their pieces: only under `FSHARD_CHECK=1` is it an error that they make up different wholes.
+
     Args:
         piece: this process's piece, on a process mesh or inside `run`; on a virtual mesh from outside, a function of
             the device's coordinates, `piece(data=0, model=1)`.  A function works everywhere.
@@ -216,7 +218,9 @@ def from_local(piece: Tensor | Callable[..., Tensor], layout: Layout, *, shape: 
         raise LayoutError(
             f"from_local: the pieces do not make up a tensor of shape {whole} as {layout.spec}: {'; '.join(wrong)}."
         )
-    return Sharded(whole, layout, tuple(in_memory(own, layout.mesh, layout.memory) for own in pieces))
+    made = Sharded(whole, layout, tuple(in_memory(own, layout.mesh, layout.memory) for own in pieces))
+    agree(layout.mesh, f"from_local of {typeof(made)}")
+    return made
 
 
 def in_memory(x: Tensor, mesh: Mesh, memory: Memory) -> Tensor:

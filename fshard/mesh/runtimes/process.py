@@ -153,6 +153,11 @@ class ProcessWorld:
         watch.meet(meeting)  # calls have no tags on NCCL, and to make a group all have to come
         return None
 
+    def agree(self, call: str, group: Group, site: Site) -> None:
+        """Raise on all processes of a group unless all make this call, where they tell each other what they do."""
+        if self._watch is not None and group.size > 1:
+            self._watch.meet(self._watch.start(group, call, site))
+
     def road(self, move: Wired, group: Group, x: Tensor) -> Callable[[Tensor], Tensor] | None:
         """Return the short way for tensors like this one: there is one among neighbours, where nobody watches."""
         if group.size == 1 or self._watch is not None or not self.near(group.members):
