@@ -132,7 +132,7 @@ def kinds(before, after, shape, mesh):
         (
             P(unreduced="a"),
             P(),
-            [("slice", ("b",)), ("psum_scatter", ("a",)), ("all_gather", ("b", "a"))],
+            [("slice", ("b",)), ("psum", ("a",)), ("all_gather", ("b",))],
         ),  # replicas help
         (P(unreduced="a"), P("a"), [("slice", ("b",)), ("psum_scatter", ("a",)), ("all_gather", ("b",))]),
         (P(unreduced="a"), P("a", "b"), [("slice", ("b",)), ("psum_scatter", ("a",))]),
@@ -225,6 +225,24 @@ def test_the_first_reshard_on_65536_devices_costs_no_more_than_on_256(before, af
     cost(2)
     small, large = cost(4), cost(16)
     assert large < 3 * small + 0.3  # to pair 65,536 devices takes as long for each step that is weighed
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (P(), P("a", "b", "c", "d", "e")),
+        (P(), P(("a", "b", "c", "d", "e", "f"))),
+        (P(("a", "b", "c", "d", "e")), P()),
+        (P.flat("a", "b", "c", "d", "e"), P()),
+        (P(unreduced="a"), P("a")),
+        (P(unreduced=("a", "b", "c", "d", "e")), P()),
+    ],
+    ids=str,
+)
+def test_many_axes_take_no_longer_to_plan_than_a_few(before, after):
+    began = time.process_time()
+    assert plan(before, after, (64,) * 5, tuple((axis, 2) for axis in "abcdef"))
+    assert time.process_time() - began < 2  # to look at all that axes can cut takes minutes
 
 
 def test_what_cannot_be_laid_out_is_said_with_all_offenders():
