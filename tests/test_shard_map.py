@@ -3,6 +3,7 @@
 import re
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 
@@ -311,7 +312,6 @@ def test_unknown_axes_are_named_with_all_other_offenders_before_the_function_run
 
 
 def test_results_that_are_no_tensors(mesh):
-    import numpy as np
 
     def returning(make, out_specs):
         return fs.shard_map(lambda x: make(), mesh=mesh, in_specs=P(), out_specs=out_specs)(torch.ones(2))
@@ -376,6 +376,12 @@ def test_shards_of_several_kinds_are_refused(mesh):
             use(mixed)
         with pytest.raises(fs.LayoutError, match="not tensors of one dtype: float on"):
             use(numbers)
+
+
+def test_numpy_makes_no_array_of_a_global_array(mesh):
+    x = fs.device_put(torch.ones(4), fs.Layout(mesh, P("data")))
+    with pytest.raises(fs.LayoutError, match=r"numpy was given Sharded f32\[4@data\] on Mesh.*fs.unshard\(x\).numpy"):
+        np.asarray(x)
 
 
 def test_a_ledger_is_asked_for_what_it_counts(mesh):
@@ -666,7 +672,6 @@ def test_results_of_different_dtypes_are_refused(mesh):
 
 
 def test_numpy_arrays_are_refused_rather_than_replicated(mesh):
-    import numpy as np
 
     with pytest.raises(fs.LayoutError, match="it is a numpy array, which is not cut"):
         identity(mesh, P("data"), P("data"))(np.ones(4))

@@ -120,6 +120,10 @@ class Sharded:
             "on it, or the whole: fs.unshard(x)."
         )
 
+    def __array__(self, *args: object, **kwargs: object) -> NoReturn:
+        """Raise: numpy takes arrays, and would make an array of objects."""
+        raise LayoutError(f"numpy was given {self!r}: the global array. Give it the whole: fs.unshard(x).numpy().")
+
     def __repr__(self) -> str:
         kinds = [type(shard).__name__ for shard in self.shards if not isinstance(shard, Tensor)]
         return f"Sharded {kinds[0] if kinds else typeof(self)} on {self.mesh}"
