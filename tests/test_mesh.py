@@ -224,25 +224,56 @@ def test_the_place_of_an_owner_is_a_number():
         P.owned("data", by=True)
 
 
-@pytest.mark.parametrize(
-    ("x", "text"),
-    [
-        (torch.empty(4, device="meta"), r"a meta tensor \(shape \(4,\)\) has no values to lay on Mesh"),
-        (
-            torch.eye(4).to_sparse(),
-            r"a tensor of torch.sparse_coo \(shape \(4, 4\)\) cannot be laid on a mesh. Give x.to_dense",
-        ),
-    ],
-)
-def test_tensors_that_cannot_be_laid_anywhere(x, text):
-    mesh = fs.make_mesh({"data": 2})
+def test_tensors_without_values_have_no_place_on_a_mesh_with_values():
+    mesh, x = fs.make_mesh({"data": 2}), torch.empty(4, device="meta")
     for lay in (
         lambda: fs.device_put(x, fs.Layout(mesh, P("data"))),
         lambda: fs.from_local(lambda data: x, fs.Layout(mesh, P("data"))),
         lambda: fs.shard_map(lambda x: x, mesh=mesh, in_specs=P("data"), out_specs=P("data"))(x),
     ):
-        with pytest.raises(fs.LayoutError, match=text):
+        with pytest.raises(fs.LayoutError, match=r"a meta tensor \(shape \(4,\)\) has no values to lay on Mesh"):
             lay()
+
+
+SPARSE = r"a tensor of torch.sparse_coo \(shape \(4, 4\)\), which cannot be cut or sent. Give x.to_dense\(\)"
+NESTED = r"a nested tensor, which has no one shape to be cut or sent by. Give torch.nested.to_padded_tensor\(x, 0.0\)"
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: torch.eye(4).to_sparse(), SPARSE),
+        (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), NESTED),
+        (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged), NESTED),
+    ],
+    ids=["sparse", "nested", "jagged"],
+)
+def test_tensors_that_are_not_dense_are_refused_wherever_they_come_in(make, text):
+    x, dense = make(), torch.ones(4, 4)
+    mesh = fs.make_mesh({"data": 2})
+    layout, tree = fs.Layout(mesh, P()), {"a": dense, "b": x, "c": [x]}
+
+    def mapped(*args):
+        return fs.shard_map(lambda y: y if args else tree, mesh=mesh, in_specs=P(), out_specs=P())(*args or (dense,))
+
+    for enter, path in (
+        (lambda: fs.device_put(x, layout), "device_put: "),
+        (lambda: fs.device_put(tree, layout), r'device_put: \n  \["b"\]: .*\n  \["c"\]\[0\]: '),
+        (lambda: fs.from_local(lambda data: x, layout), "from_local: "),
+        (lambda: mapped(x), r"shard_map of <lambda>: argument y: "),
+        (lambda: mapped(tree), r'shard_map of <lambda>: \n  argument y\["b"\]: .*\n  argument y\["c"\]\[0\]: '),
+        (mapped, r'shard_map of <lambda>: \n  result\["b"\]: .*\n  result\["c"\]\[0\]: '),
+        (lambda: fs.run(lambda: fs.psum(x, "data"), mesh=mesh), "fs.psum takes tensors; the argument is "),
+        (
+            lambda: fs.run(lambda: fs.all_gather(tree, "data"), mesh=mesh),
+            r'fs.all_gather takes tensors; leaf \["b"\] is .*; leaf \["c"\]\[0\] is ',
+        ),
+        (lambda: fs.run(lambda: fs.send(x, "data", to=0), mesh=mesh), "fs.send takes tensors; the argument is "),
+        (lambda: fs.typeof(x), "typeof takes a Sharded or a dense tensor; found "),
+    ):
+        with pytest.raises(fs.LayoutError, match=path + text):
+            enter()
 
 
 def test_a_layout_alone_is_no_picture():

@@ -1,9 +1,11 @@
 """The devices of a group have to call a collective on the same tree: leaves are never matched by their order alone."""
 
 from collections import OrderedDict
+from contextlib import nullcontext
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -38,9 +40,34 @@ def test_leaves_of_one_dtype_are_compared_by_themselves():
         fs.run(lambda: fs.psum(each(trees), "data"), mesh=fs.make_mesh({"data": 2}))
 
 
+def sent_and_expected(trees):
+    if fs.axis_index("data") == 0:
+        return fs.send(trees[0], "data", to=1)
+    return fs.recv(trees[1], "data", source=0)
+
+
+@settings(max_examples=20)
+@given(names=st.tuples(NAMES, NAMES))
+def test_a_message_comes_in_the_tree_that_it_was_sent_in(names):
+    trees = [OrderedDict((name, torch.ones(2)) for name in some) for some in names]
+    mesh = fs.make_mesh({"data": 2})
+    assert fs.run(sent_and_expected, [trees[0], trees[0]], mesh=mesh)[1].keys() == trees[0].keys()
+    assume(names[0] != names[1])
+    with pytest.raises(fs.MismatchError) as error:
+        fs.run(sent_and_expected, trees, mesh=mesh)
+    for some in names:
+        leaves = ", ".join(f'["{name}"]' for name in some)
+        assert f"(leaves {leaves})" in str(error.value)
+
+
 def test_a_ledger_counts_a_line_once_whatever_its_trees():
     with fs.ledger() as comm:
         fs.run(lambda: [fs.psum({name: torch.ones(2)}, "data") for name in "ab"], mesh=fs.make_mesh({"data": 2}))
+    assert [calls for _, calls, _ in comm.rows()] == [2]
+    with fs.ledger() as comm:
+        fs.run(
+            lambda: [sent_and_expected([{name: torch.ones(2)}] * 2) for name in "ab"], mesh=fs.make_mesh({"data": 2})
+        )
     assert [calls for _, calls, _ in comm.rows()] == [2]
 
 
@@ -53,12 +80,27 @@ def other_trees() -> str:
     return str(error.value)
 
 
+def other_trees_in_messages() -> str:
+    mesh = fs.make_mesh({"data": 2})
+    trees = [OrderedDict.fromkeys(names, torch.ones(2)) for names in ("ab", "ba")]
+    with pytest.raises(fs.MismatchError) if dist.get_rank() else nullcontext() as error:
+        fs.run(sent_and_expected, trees, mesh=mesh)
+    return str(error.value) if error is not None else ""
+
+
 @pytest.mark.parametrize("check", ["0", "1"])
 def test_processes_compare_trees(check):
     mine = ['(leaves ["a"], ["b"])', '(leaves ["b"], ["a"])']
     for text, own in zip(run_processes(other_trees, 2, environment={"FSHARD_CHECK": check}), mine, strict=True):
         assert own in text
         assert check == "0" or all(one in text for one in mine)
+
+
+@pytest.mark.parametrize("check", ["0", "1"])
+def test_processes_compare_trees_of_messages(check):
+    _, text = run_processes(other_trees_in_messages, 2, environment={"FSHARD_CHECK": check})
+    assert '(leaves ["b"], ["a"])' in text
+    assert check == "0" or '(leaves ["a"], ["b"])' in text
 
 
 def parted_twice() -> list[str]:

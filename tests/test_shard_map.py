@@ -3,6 +3,7 @@
 import re
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 
@@ -311,7 +312,6 @@ def test_unknown_axes_are_named_with_all_other_offenders_before_the_function_run
 
 
 def test_results_that_are_no_tensors(mesh):
-    import numpy as np
 
     def returning(make, out_specs):
         return fs.shard_map(lambda x: make(), mesh=mesh, in_specs=P(), out_specs=out_specs)(torch.ones(2))
@@ -351,10 +351,48 @@ def test_from_local(mesh):
         fs.from_local(torch.ones(2), layout)
     with pytest.raises(fs.LayoutError, match=r"device \{'data': 1, 'model': 0\} has \(1,\) instead of \(2,\)"):
         fs.from_local(lambda data, model: torch.ones(2 - data), fs.Layout(mesh, P("data")))
-    with pytest.raises(fs.LayoutError, match="differ in dtype or number of dims"):
+    with pytest.raises(fs.LayoutError, match="differ in dtype: f32, i32"):
         fs.from_local(
             lambda data, model: torch.ones(2, dtype=[torch.int32, torch.float32][data]), fs.Layout(mesh, P("data"))
         )
+
+
+def test_pieces_of_an_owned_number(mesh):
+    layout = fs.Layout(mesh, P.owned("data", by=1))
+    x = fs.from_local(lambda data, model: torch.full((0,) * (1 - data), 3.0), layout, shape=())
+    assert fs.unshard(x).item() == 3 and [shard.ndim for shard in x.shards] == [1, 1, 0, 0]
+    with pytest.raises(fs.LayoutError, match=r"device \{'data': 1, 'model': 0\} has \(1,\) instead of \(\);"):
+        fs.from_local(lambda data, model: torch.ones(data), layout, shape=())
+
+
+def test_shards_of_several_kinds_are_refused(mesh):
+    layout = fs.Layout(mesh, P("data"))
+    mixed = fs.Sharded((4,), layout, (*[torch.ones(2)] * 2, *[torch.ones(2, dtype=torch.int64)] * 2))
+    numbers = fs.Sharded((4,), layout, (2.0,) * 4)
+    take = fs.shard_map(lambda x: x, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+    found = r"f32 on {'data': 0, 'model': 0}, {'data': 0, 'model': 1}; i64 on {'data': 1, 'model': 0}, {'data': 1, 'model': 1}"
+    for use in (fs.unshard, take, lambda x: fs.reshard(x, fs.Layout(mesh, P()))):
+        with pytest.raises(fs.LayoutError, match=f"not tensors of one dtype: {found}"):
+            use(mixed)
+        with pytest.raises(fs.LayoutError, match="not tensors of one dtype: float on"):
+            use(numbers)
+
+
+def test_numpy_makes_no_array_of_a_global_array(mesh):
+    x = fs.device_put(torch.ones(4), fs.Layout(mesh, P("data")))
+    with pytest.raises(fs.LayoutError, match=r"numpy was given Sharded f32\[4@data\] on Mesh.*fs.unshard\(x\).numpy"):
+        np.asarray(x)
+
+
+def test_a_ledger_is_asked_for_what_it_counts(mesh):
+    with fs.ledger() as comm:
+        fs.run(lambda: fs.psum(torch.ones(1), "data"), mesh=mesh)
+    assert comm.bytes(collective="send", axis="model") == 0 and comm.calls(collective="psum", axis="data") == 1
+    for ask in (comm.bytes, comm.calls):
+        with pytest.raises(
+            fs.LayoutError, match=r"ledger: 'al_gather' is none of .* psum, .*; \('data',\) is not the name"
+        ):
+            ask(collective="al_gather", axis=("data",))
 
 
 def test_sharded_is_an_optree_node(mesh):
@@ -634,7 +672,6 @@ def test_results_of_different_dtypes_are_refused(mesh):
 
 
 def test_numpy_arrays_are_refused_rather_than_replicated(mesh):
-    import numpy as np
 
     with pytest.raises(fs.LayoutError, match="it is a numpy array, which is not cut"):
         identity(mesh, P("data"), P("data"))(np.ones(4))

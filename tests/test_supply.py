@@ -6,7 +6,7 @@ from math import prod
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import fshard as fs
@@ -74,6 +74,7 @@ def sent(x, layout):
 
 
 @given(problems())
+@example(({"a": 4, "b": 2}, (2,), P(unreduced=("a", "b")), P(unreduced="b")))
 def test_all_devices_together_send_the_least_unless_so_one_sends_more(problem):
     axes, shape, before, after = problem
     mesh = fs.make_mesh(axes)

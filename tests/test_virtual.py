@@ -198,6 +198,45 @@ def test_interrupting_leaves_the_mesh_usable(work):
     assert fs.run(lambda: fs.psum(torch.tensor(1), "d").item(), mesh=mesh) == [4] * 4
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*")
+def test_a_second_interrupt_lets_go_what_computes_outside_python():
+    mesh, came_back = fs.make_mesh({"d": 3}), []
+    before = {*threading.enumerate()}
+    timers = [threading.Timer(after, os.kill, (os.getpid(), signal.SIGINT)) for after in (0.2, 0.4)]
+
+    def slow(x):
+        for timer in timers:
+            timer.start()
+        time.sleep(2)
+        came_back.append(1)
+        return x
+
+    def main():
+        if fs.axis_index("d") == 1:
+            torch.func.jvp(slow, (torch.ones(1),), (torch.ones(1),))
+        fs.psum(torch.ones(1), "d")
+
+    with pytest.raises(KeyboardInterrupt) as error:
+        fs.run(main, mesh=mesh)
+    assert error.value.__notes__ == [
+        "Still at work outside Python, and let go: device (d=1). Nothing of it reaches what is called later."
+    ]
+    (let_go,) = {*threading.enumerate()} - before - {*timers}
+
+    def gradients():
+        x = torch.tensor(1.0 + fs.axis_index("d"))
+        return fs.psum(x, "d").item(), torch.func.jvp(torch.square, (x,), (torch.ones(()),))[1].item()
+
+    assert fs.run(gradients, mesh=mesh) == [(6, 2), (6, 4), (6, 6)]
+    assert let_go.is_alive()
+    let_go.join(10)
+    assert not let_go.is_alive() and not came_back
+    assert fs.run(gradients, mesh=mesh) == [(6, 2), (6, 4), (6, 6)]
+    assert torch.func.jvp(torch.sin, (torch.zeros(()),), (torch.ones(()),))[1].item() == 1
+    with torch.autograd.forward_ad.dual_level():
+        pass
+
+
 # -- a thread behaves as its caller would -------------------------------------------------------------------------
 
 

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fshard as fs
+from fshard import P
 from fshard.mesh.runtimes.process import leave
 from fshard.mesh.scope import require
 from fshard.testing.processes import Processes, run_processes
@@ -105,6 +106,22 @@ def test_checked_processes_do_not_hang(kind, error, words, checked):
 def test_checked_processes_that_do_right(checked):
     assert checked.run(different, "none") == [5.0, 5.0]
     run_processes(different, 2, "line", environment={"FSHARD_CHECK": "shapes"}, timeout=30)
+
+
+def global_array(of):
+    mesh = fs.make_mesh({"data": 2})
+    pieces = fs.from_local(torch.ones(of[dist.get_rank()]), fs.Layout(mesh, P("data")))
+    row = fs.shard_map(
+        lambda x: fs.from_local(x, fs.Layout(mesh, P("data"))).local, mesh=mesh, in_specs=P(), out_specs=P()
+    )
+    return fs.unshard(pieces).tolist(), row(torch.ones(1)).shape
+
+
+def test_checked_processes_compare_the_wholes_that_their_pieces_make_up(checked):
+    assert checked.run(global_array, (2, 2)) == [([1.0] * 4, (1,))] * 2
+    with pytest.raises(fs.MismatchError) as raised:
+        checked.run(global_array, (2, 3))
+    assert all(f"process {place}: from_local of f32[{n}@data]" in str(raised.value) for place, n in [(0, 4), (1, 6)])
 
 
 # -- handles ------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fshard.errors import LayoutError
+from fshard.mesh.dense import is_dense, no_dense
 from fshard.mesh.differentiate import Begun, Bound, Tensors, apply, has_tangent, recorded, transformed
 from fshard.mesh.extreme import apply_extreme
 from fshard.mesh.ledger import active
@@ -208,6 +209,7 @@ def _plain(x: object) -> TypeGuard[Tensor]:
     return (
         type(x) is Tensor
         and x.is_cpu
+        and is_dense(x)
         and not transformed()
         and not recorded((x,))
         and not active()
@@ -258,10 +260,10 @@ def call(
         x = x if before is None else before(x)
         return x, move(x, group)
 
-    if isinstance(tree, Tensor):
-        leaf, own = prepared(_bare(tree))
-        return Call((Batch(Bound(own, group, site), (leaf,), (0,)),), None, guard, after)
     leaves, structure = tensors_of(what, tree)
+    if structure is None:
+        leaf, own = prepared(leaves[0])
+        return Call((Batch(Bound(own, group, site), (leaf,), (0,)),), None, guard, after)
     batches = _batches(_all_prepared(what, tree, leaves, prepared), group, site, structure)
     return Call(batches, structure, guard, after)
 
@@ -320,22 +322,23 @@ def _guard(what: str, scope: Scope, group: Group, site: Site, equal: Literal["ar
 
 
 def tensors_of(what: str, tree: PyTree) -> tuple[list[Tensor], Structure | None]:
-    """Return the leaves of a tree, as plain tensors, and its structure, or raise naming all leaves that are no tensors."""
-    if isinstance(tree, Tensor):
-        return [_bare(tree)], None
-    leaves, structure = flatten(tree, sharded_is_leaf=True)
-    if not all(isinstance(leaf, Tensor) for leaf in leaves):
-        paths, leaves, _ = flatten_with_paths(tree, sharded_is_leaf=True)
-        wrong = [
-            f"{f'leaf {path}' if path else 'the argument'} is {type(leaf).__name__}"
-            for path, leaf in zip(paths, leaves, strict=True)
-            if not isinstance(leaf, Tensor)
-        ]
-        raise LayoutError(
-            f"{what} takes tensors; {'; '.join(wrong)}. Write torch.tensor(...) around numbers, and x.local for the own shard "
-            "of a Sharded."
-        )
+    """Return the leaves of a tree, as plain tensors, and its structure, or raise naming all leaves that are no dense ones."""
+    leaves, structure = ([tree], None) if isinstance(tree, Tensor) else flatten(tree, sharded_is_leaf=True)
+    if not all(isinstance(leaf, Tensor) and is_dense(leaf) for leaf in leaves):
+        raise _no_tensors(what, tree)
     return [_bare(leaf) for leaf in leaves], structure
+
+
+def _no_tensors(what: str, tree: PyTree) -> LayoutError:
+    wrong, hint = list[str](), ""
+    for path, leaf in zip(*flatten_with_paths(tree, sharded_is_leaf=True)[:2], strict=True):
+        named = f"leaf {path}" if path else "the argument"
+        if not isinstance(leaf, Tensor):
+            wrong.append(f"{named} is {type(leaf).__name__}")
+            hint = " Write torch.tensor(...) around numbers, and x.local for the own shard of a Sharded."
+        elif not is_dense(leaf):
+            wrong.append(f"{named} is {no_dense(leaf)}")
+    return LayoutError(f"{what} takes tensors; {'; '.join(wrong)}.{hint}")
 
 
 def _bare(x: Tensor) -> Tensor:

@@ -55,7 +55,8 @@ def _leaves_of(ys: Tensors) -> Iterator[Tensor]:
 def _metadata() -> frozenset[Any]:
     """Return the functions that read what a tensor is like, and none of its values."""
     kind: Any = Tensor
-    read = "shape dtype device layout ndim requires_grad is_leaf itemsize nbytes is_cuda is_cpu is_meta is_sparse is_quantized"
+    read = "shape dtype device layout ndim requires_grad is_leaf itemsize nbytes "
+    read += "is_cuda is_cpu is_meta is_nested is_sparse is_quantized"
     asked = "size dim ndimension nelement element_size stride __len__ get_device is_contiguous"
     both = "numel is_floating_point is_complex is_signed is_inference is_conj is_neg"
     return frozenset(

@@ -22,8 +22,14 @@ from typing import NamedTuple
 
 from rich.table import Table
 
+from fshard.errors import LayoutError
 from fshard.mesh.tables import as_html, as_text
 from fshard.source import Site
+
+COUNTED = (
+    "psum", "pmax", "pmin", "psum_scatter", "all_gather", "all_to_all", "ppermute", "broadcast", "send",
+)  # fmt: skip
+"""What sends, by the names of rows."""
 
 
 class Row(NamedTuple):
@@ -59,11 +65,16 @@ class Ledger:
         entry.bytes += sent
 
     def bytes(self, device: int | None = None, *, collective: str | None = None, axis: str | None = None) -> Fraction:
-        """Return the bytes that a device sent (by default: that the busiest device sent), in all or of one kind."""
+        """Return the bytes that a device sent (by default: that the busiest device sent), in all or of one kind.
+
+        A kind is one of `COUNTED`, along one axis, alone or among others.
+        """
+        _refuse_unknown(collective, axis)
         return max((_total(rows, "bytes", collective, axis) for rows in self._of(device)), default=Fraction(0))
 
     def calls(self, device: int | None = None, *, collective: str | None = None, axis: str | None = None) -> int:
         """Return the calls that a device made (by default: the most that any made), in all or of one kind."""
+        _refuse_unknown(collective, axis)
         return int(max((_total(rows, "calls", collective, axis) for rows in self._of(device)), default=Fraction(0)))
 
     def by_collective(self, device: int | None = None) -> dict[tuple[str, tuple[str, ...]], tuple[int, Fraction]]:
@@ -114,6 +125,19 @@ def _total(rows: Mapping[Row, Entry], what: str, collective: str | None, axis: s
         if collective in (None, row.collective) and (axis is None or axis in row.axes)
     )
     return sum(chosen, Fraction(0))
+
+
+def _refuse_unknown(collective: object, axis: object) -> None:
+    """Raise for what no row can have: its count would be zero, whatever was sent."""
+    wrong: list[str] = []
+    if collective is not None and collective not in COUNTED:
+        wrong.append(
+            f"{collective!r} is none of the collectives that are counted: {', '.join(COUNTED)} (a pmean is a psum)"
+        )
+    if not isinstance(axis, str | None):
+        wrong.append(f"{axis!r} is not the name of one axis")
+    if wrong:
+        raise LayoutError(f"ledger: {'; '.join(wrong)}.")
 
 
 def _number(count: Fraction) -> str:

@@ -29,7 +29,7 @@ from fshard.mesh.purpose import purpose, serving
 from fshard.mesh.runtimes.protocol import World
 from fshard.mesh.scope import Group, require
 from fshard.mesh.spec import Axes
-from fshard.mesh.tree import PyTree, Structure, unflatten
+from fshard.mesh.tree import PyTree, Structure, paths_of, unflatten
 from fshard.source import Site, call_site
 
 
@@ -47,7 +47,7 @@ class Send:
         size = sum(x.numel() * x.element_size() for x in xs)
         for ledger in active():
             pair = Permute(((self.group.index, self.to),))
-            row = Row("send", self.group.axes, self.site)
+            row = Row("send", self.group.axes, self.site._replace(leaves=()))
             ledger.record(self.group.device, row, pair.sent(size, self.group.index, self.group.size))
         self.group.world.current().send(xs, self.group, self.to, self.site)
         return (torch.zeros((), dtype=xs[0].dtype, device=xs[0].device),)
@@ -135,7 +135,8 @@ class _Exchange:
 
     leaves: list[Tensor]
     structure: Structure | None
-    linear: Callable[[Tensors], LinearMap]
+    site: Site
+    linear: Callable[[Tensors, Site], LinearMap]
     started: Started | None = None
 
     def run(self) -> PyTree:
@@ -146,13 +147,15 @@ class _Exchange:
 
     def _run(self) -> PyTree:
         places: dict[torch.dtype, list[int]] = {}
+        paths = () if self.structure is None else paths_of(self.structure)
         for place, leaf in enumerate(self.leaves):
             places.setdefault(leaf.dtype, []).append(place)
         out: list[Any] = [None] * len(self.leaves)
         tokens: list[Tensor] = []
         for chosen in places.values():
             xs = tuple(self.leaves[place] for place in chosen)
-            ys = apply(self.linear(tuple(x.detach() for x in xs)), xs)
+            site = self.site._replace(leaves=tuple(paths[place] for place in chosen if paths))
+            ys = apply(self.linear(tuple(x.detach() for x in xs), site), xs)
             tokens += ys if self.started is None else []
             for place, y in zip(chosen, ys, strict=False):
                 out[place] = y
@@ -202,12 +205,12 @@ def send(tree: PyTree, axis: Axes, to: int) -> Any:
     """
     group, site, leaves, structure = _begin("fs.send", tree, axis)
     check_index("fs.send", "`to`", to, group)
-    return _Exchange(leaves, structure, lambda likes: Send(to, group, site, likes))
+    return _Exchange(leaves, structure, site, lambda likes, site: Send(to, group, site, likes))
 
 
 @Collective
 def recv(like: PyTree, axis: Axes, source: int) -> Any:
-    """Receive what the device at place `source` along `axis` sends next: tensors of the shapes and dtypes of `like`.
+    """Receive what the device at place `source` along `axis` sends next: a tree like `like`, of its shapes and dtypes.
 
     If a tensor of `like` requires grad, the cotangent of what is received travels back to the sender; the sender then adds
     the token of its `send` to what it differentiates.  (Gradients of such gradients are not defined.)
@@ -225,10 +228,10 @@ def recv(like: PyTree, axis: Axes, source: int) -> Any:
     group, site, leaves, structure = _begin("fs.recv", like, axis)
     check_index("fs.recv", "`source`", source, group)
 
-    def receiving(likes: Tensors) -> Receive:
+    def receiving(likes: Tensors, site: Site) -> Receive:
         return Receive(source, group, site, likes, from_token=False)
 
-    return _Exchange(leaves, structure, receiving, _started(group, source))
+    return _Exchange(leaves, structure, site, receiving, _started(group, source))
 
 
 def _begin(what: str, tree: PyTree, axis: Axes) -> tuple[Group, Site, list[Tensor], Structure | None]:

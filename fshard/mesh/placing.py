@@ -19,6 +19,7 @@ from torch import Tensor
 from fshard.errors import FshardError, LayoutError, MeshError
 from fshard.mesh import ledger
 from fshard.mesh.arithmetic import ravel
+from fshard.mesh.dense import is_dense, no_dense
 from fshard.mesh.differentiate import LinearMap, Tensors, apply, recorded, transformed
 from fshard.mesh.layout import Layout, Memory, holders
 from fshard.mesh.ledger import Row
@@ -120,6 +121,8 @@ def refuse_unfit(leaf: Any, layout: Layout) -> None:
     """Raise if a leaf cannot lie so."""
     if not isinstance(leaf, Tensor | Sharded):
         raise LayoutError(f"a tensor is needed, found {type(leaf).__name__}. Write torch.as_tensor(...) around it.")
+    if isinstance(leaf, Tensor) and not is_dense(leaf):
+        raise LayoutError(f"{no_dense(leaf)}.")
     layout.check(leaf.shape)
 
 

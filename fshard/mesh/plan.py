@@ -35,8 +35,11 @@ def plan(before: P, after: P, shape: tuple[int, ...], axes: tuple[tuple[str, int
     """
     sizes = {axis: size for axis, size in axes if size > 1}
     start, goal = state_of(before, len(shape), axes), state_of(after, len(shape), axes)
-    path = search(start, goal, shape, sizes)
-    straight = _straight(start, goal, shape, sizes) if any(step.elements for step in path) else ()
+    straight = _straight(start, goal, shape, sizes)
+    most = sum((step.elements for step in straight), Fraction(0)) if straight else None
+    path = search(start, goal, shape, sizes, most)
+    if path is None:
+        return straight
     costs = [(sum(step.elements for step in steps), _sent(steps, start, shape, sizes)) for steps in (straight, path)]
     return straight if straight and costs[0] < costs[1] else path
 
@@ -46,6 +49,8 @@ def _straight(start: State, goal: State, shape: tuple[int, ...], sizes: Mapping[
     if 0 in shape or _exchanged(start, goal) or _exchanged(goal, start):
         return ()
     kept, over = start.unreduced & goal.unreduced, start.unreduced - goal.unreduced
+    if not (over or start.sharded or goal.sharded):
+        return ()
     steps: list[Step] = []
     whole = common(start, goal, shape)
     group = tuple((axis, size) for axis, size in sizes.items() if axis not in kept)
@@ -80,5 +85,5 @@ def _sent(path: tuple[Step, ...], start: State, shape: tuple[int, ...], sizes: M
         elif flat and total:
             sent += step.elements * n * Fraction(total, cut * chunk(total, cut))
         else:
-            sent += step.elements * n
+            sent += step.elements * n / parts(before.owning, sizes)  # only owners have anything to send
     return sent

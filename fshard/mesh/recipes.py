@@ -15,6 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from fshard.errors import LayoutError
+from fshard.mesh.dense import is_dense, no_dense
 from fshard.mesh.layout import Layout
 from fshard.mesh.mesh import Mesh
 from fshard.mesh.placing import collected
@@ -196,6 +197,7 @@ class Recipes:
             raise LayoutError(
                 f"is a tensor, but its spec is {spec!r}. Give P() for a tensor that is the same on all devices."
             )
+        _refuse_undense(value)
         layout, before = self._layout(mesh, spec), Layout(mesh)
         if isinstance(value, Sharded):
             before = value.layout
@@ -232,7 +234,7 @@ class Recipes:
     def of_results(self, mesh: Mesh, result: PyTree) -> tuple[ResultRecipe, Structure, list[Any]]:
         """Return the recipe for one device's result, its structure and its leaves."""
         leaves, structure = flatten(result, none_is_leaf=True)
-        key = mesh, structure, tuple(leaf.shape if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves)
+        key = mesh, structure, tuple(map(_signature, leaves))
         recipe = self._results.get(key)
         if recipe is None:
             recipe = _kept(self._results)[key] = self._result(mesh, result)
@@ -257,6 +259,7 @@ class Recipes:
             raise LayoutError(
                 f"is a tensor, but its out_spec is {spec!r}. Give P() for one that is equal on all devices."
             )
+        _refuse_undense(leaf)
         layout = Layout(mesh, spec)
         promise = self._promise(
             spec,
@@ -266,6 +269,11 @@ class Recipes:
             f"the gradient of result{path} of {self.name}, with out_spec {spec}, has to be equal along {{axes}}, but differs",
         )
         return Transfer(place, path, layout.global_shape(leaf.shape), layout, promise=promise)
+
+
+def _refuse_undense(value: Tensor | Sharded) -> None:
+    if isinstance(value, Tensor) and not is_dense(value):
+        raise LayoutError(f"{no_dense(value)}.")
 
 
 def _refuse_foreign(leaf: Any, spec: Any) -> None:
@@ -290,7 +298,7 @@ def _signature(leaf: Any) -> Any:
     """Return what a recipe depends on: a tensor's shape, a global array's layout as well, of anything else what it is."""
     if isinstance(leaf, Sharded):
         return leaf.layout, leaf.shape
-    return (leaf.shape, leaf.is_inference()) if isinstance(leaf, Tensor) else type(leaf)
+    return (leaf.shape, leaf.is_inference()) if isinstance(leaf, Tensor) and is_dense(leaf) else type(leaf)
 
 
 def _parameters(f: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:

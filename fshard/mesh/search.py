@@ -1,8 +1,9 @@
 """The cheapest way from one state to another by collectives whose devices all send alike, found by search.
 
-Each collective leads from some states to others, and a device sends so many elements for it.  Dijkstra's algorithm over
-these few states finds the fewest elements, then the fewest steps; so a full gather happens only where nothing cheaper
-leads there.
+Each collective leads from some states to others, and a device sends so many elements for it.  The A* algorithm over
+these states finds the fewest elements, in few steps; so a full gather happens only where nothing cheaper leads
+there.  States are as many as there are ways to distribute axes over dims, so what cannot lead there for the fewest
+elements is not looked at: of each state it is known what is to be sent at least.
 """
 
 from __future__ import annotations
@@ -11,23 +12,26 @@ import heapq
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from fractions import Fraction
+from functools import lru_cache
 from itertools import combinations, count, permutations, product
 from math import prod
 
-from fshard.errors import LayoutError
 from fshard.mesh.arithmetic import chunk, flat_range
 from fshard.mesh.regions import Dims
 from fshard.mesh.states import State, Step, common, laid, number, parts
 from fshard.mesh.supply import Supply
 
 
-def search(start: State, goal: State, shape: tuple[int, ...], sizes: Mapping[str, int]) -> tuple[Step, ...]:
-    """Return the cheapest way by collectives whose devices all send alike."""
+def search(
+    start: State, goal: State, shape: tuple[int, ...], sizes: Mapping[str, int], most: Fraction | None = None
+) -> tuple[Step, ...] | None:
+    """Return the cheapest way by collectives whose devices all send alike; None if a device has to send more than `most`."""
     order = count()  # settles ties: states themselves have no order
-    queue: list[tuple[Fraction, int, int, State, tuple[Step, ...]]] = [(Fraction(0), 0, next(order), start, ())]
+    queue: list[tuple[Fraction, int, int, Fraction, State, tuple[Step, ...]]] = []
+    heapq.heappush(queue, (Fraction(0), 0, next(order), Fraction(0), start, ()))
     done: set[State] = set()
     while queue:
-        cost, length, _, state, path = heapq.heappop(queue)
+        _, _, _, cost, state, path = heapq.heappop(queue)
         if state == goal:
             return path
         if state in done:
@@ -35,18 +39,47 @@ def search(start: State, goal: State, shape: tuple[int, ...], sizes: Mapping[str
         done.add(state)
         for step in _steps(state, goal, shape, sizes):
             if step.after not in done:
-                heapq.heappush(queue, (cost + step.elements, length + 1, next(order), step.after, (*path, step)))
-    raise LayoutError(
-        f"No way leads from {start} to {goal} for shape {shape}."
-    )  # the goal can always be sliced from whole
+                sent = cost + step.elements
+                whole = sent + _least(step.after, goal, prod(shape), sizes)
+                steps = len(path) + 1 + _astray(step.after, goal)
+                if most is None or whole <= most:
+                    heapq.heappush(queue, (whole, steps, next(order), sent, step.after, (*path, step)))
+    return None  # without a bound that is never so: the goal can always be sliced from the whole
+
+
+def _least(state: State, goal: State, total: int, sizes: Mapping[str, int]) -> Fraction:
+    """Return how many elements a device has to send at least, on the average, from one state to another.
+
+    An element of a sum of s summands takes s - 1 messages until a device has it, any other element none; and a message to
+    each device more that is to have it.
+    """
+    devices = parts(tuple(axis for axis in sizes if axis not in state.unreduced & goal.unreduced), sizes)
+    summands = parts(tuple(state.unreduced - goal.unreduced), sizes)
+    wanted = Fraction(total, parts((*goal.sharded, *(goal.unreduced - state.unreduced)), sizes))
+    if summands > 1:
+        return Fraction(total * (summands - 2), devices) + wanted
+    return max(Fraction(0), wanted - Fraction(total, parts(state.sharded, sizes)))
+
+
+def _astray(state: State, goal: State) -> int:
+    """Return how many axes are not yet where they are to be: what leads towards the goal is looked at first."""
+    return len(_places(state) ^ _places(goal))
+
+
+@lru_cache(maxsize=4096)
+def _places(state: State) -> frozenset[tuple[str, int, int]]:
+    """Return what each axis cuts, and at which place among others."""
+    cuts = [*enumerate(state.dims), (-1, state.flat or state.owning)]
+    return frozenset((axis, dim, place) for dim, axes in cuts for place, axis in enumerate(axes))
 
 
 def _steps(state: State, goal: State, shape: tuple[int, ...], sizes: Mapping[str, int]) -> Iterator[Step]:
     total = prod(shape)
     pieces = parts(state.sharded, sizes)
     local = Fraction(total, pieces) if state.flat is None else Fraction(chunk(total, pieces))
+    yield from _spreads(state, goal)
     if state.owned is not None:
-        yield from _sums(state, goal, sizes, local)
+        yield from _sums(state, goal, sizes, Fraction(total))
         yield _exchange(state, replace(state, flat=_ranges(state, goal), owned=None), total, sizes)
         if total:
             yield from _among_owners(state, goal, sizes)
@@ -88,7 +121,7 @@ def _free(state: State, sizes: Mapping[str, int]) -> list[str]:
 
 def _sums(state: State, goal: State, sizes: Mapping[str, int], local: Fraction) -> Iterator[Step]:
     """Make sums and summands: what concerns unreduced axes and leaves the cut as it is."""
-    for axes in _subsets(state.unreduced, sizes):
+    for axes in _subsets(state.unreduced - goal.unreduced, sizes):
         n = parts(axes, sizes)
         yield Step(
             "psum", axes, Fraction(2 * (n - 1), n) * local, replace(state, unreduced=state.unreduced - set(axes))
@@ -96,6 +129,17 @@ def _sums(state: State, goal: State, sizes: Mapping[str, int], local: Fraction) 
     for axis in _free(state, sizes):
         if axis in goal.unreduced:
             yield Step("summand", (axis,), Fraction(0), replace(state, unreduced=state.unreduced | {axis}))
+
+
+def _spreads(state: State, goal: State) -> Iterator[Step]:
+    """Make summands of pieces: each device puts its own among zeros."""
+    whole = state.flat or state.owning
+    cuts = [(dim, axes[kept:]) for dim, axes in enumerate(state.dims) for kept in range(len(axes))]
+    for dim, axes in [(0, whole)] if whole else cuts:
+        if {*axes} <= goal.unreduced:
+            dims = _with(state.dims, {} if whole else {dim: state.dims[dim][: -len(axes)]})
+            after = State(dims, state.unreduced | {*axes}, None)
+            yield Step("flat_spread" if whole else "spread", axes, Fraction(0), after, dim)
 
 
 def _subsets(axes: frozenset[str], sizes: Mapping[str, int]) -> Iterator[tuple[str, ...]]:
@@ -122,7 +166,7 @@ def _dim_steps(
     for axis, dim in product(_free(state, sizes), range(len(dims))):
         if divides(dim, (axis,)):
             yield Step("slice", (axis,), Fraction(0), moved({dim: (*dims[dim], axis)}), dim)
-    for axes, dim in product(_subsets(state.unreduced, sizes), range(len(dims))):
+    for axes, dim in product(_subsets(state.unreduced - goal.unreduced, sizes), range(len(dims))):
         if divides(dim, axes):
             n = parts(axes, sizes)
             after = moved({dim: (*dims[dim], *axes)}, unreduced=state.unreduced - set(axes))

@@ -189,7 +189,7 @@ def _column(value: Tensor | Sharded, entry: Transfer) -> Tensors:
     if not isinstance(value, Sharded):
         return on_all(value, entry.layout)
     shards = value.shards
-    if shards[0].shape != entry.piece or len(shards) > 1:
+    if len(shards) != 1 or getattr(shards[0], "shape", None) != entry.piece:
         value.check()
     if value.layout.memory == "device":
         return shards

@@ -9,16 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from fshard.errors import LayoutError
-from fshard.mesh.layout import Layout, Memory, ShardType
+from fshard.mesh.dense import is_dense, no_dense
+from fshard.mesh.layout import Layout, Memory, ShardType, dtype_name
 from fshard.mesh.mesh import Mesh
 from fshard.mesh.spec import P
-from fshard.mesh.spmd import held, inside, standing
+from fshard.mesh.spmd import agree, held, inside, standing
 from fshard.mesh.tree import register_node
 from fshard.mesh.valueless import without_values
 
@@ -87,12 +88,26 @@ class Sharded:
         if len(self.shards) != len(held(self.mesh)):
             was, used = ("outside of", "inside") if len(self.shards) > 1 else ("inside of", "outside")
             raise LayoutError(f"{self!r} was made {was} fs.run and is used {used}. Make it where it is used.")
+        dtypes = {shard.dtype if isinstance(shard, Tensor) else None for shard in self.shards}
+        if len(dtypes) > 1 or None in dtypes:
+            self._refuse_kinds()
         given = tuple(tuple(shard.shape) for shard in self.shards)
         if given != _pieces(self.layout, self.shape, held(self.mesh)):
             raise LayoutError(
                 f"The shards of this Sharded have shapes {', '.join(map(str, sorted(set(given))))}, which are not the pieces "
                 f"of a tensor of shape {self.shape} as {self.spec}. Trees of shards are for elementwise functions."
             )
+
+    def _refuse_kinds(self) -> NoReturn:
+        kinds: dict[str, list[str]] = {}
+        for device, shard in zip(held(self.mesh), self.shards, strict=True):
+            kind = dtype_name(shard.dtype) if isinstance(shard, Tensor) else type(shard).__name__
+            kinds.setdefault(kind, []).append(str(self.mesh.coordinates(device)))
+        found = "; ".join(f"{kind} on {', '.join(devices)}" for kind, devices in kinds.items())
+        raise LayoutError(
+            f"The shards of this Sharded are not tensors of one dtype: {found}. A function that is mapped over shards has to "
+            "make the same of each."
+        )
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -104,6 +119,10 @@ class Sharded:
             'fs.value_and_grad(loss_fn, mesh=mesh, batch=(P("data"), P()))(params, (batch, other)). Elsewhere use fs.shard_map '
             "on it, or the whole: fs.unshard(x)."
         )
+
+    def __array__(self, *args: object, **kwargs: object) -> NoReturn:
+        """Raise: numpy takes arrays, and would make an array of objects."""
+        raise LayoutError(f"numpy was given {self!r}: the global array. Give it the whole: fs.unshard(x).numpy().")
 
     def __repr__(self) -> str:
         kinds = [type(shard).__name__ for shard in self.shards if not isinstance(shard, Tensor)]
@@ -143,13 +162,16 @@ def typeof(x: Sharded | Tensor) -> ShardType:
     """
     if isinstance(x, Sharded):
         return ShardType(x.dtype, x.shape, x.spec, x.layout.memory)
-    if isinstance(x, Tensor):
+    if isinstance(x, Tensor) and is_dense(x):
         return ShardType(x.dtype, tuple(x.shape))
-    raise LayoutError(f"typeof takes a Sharded or a tensor; found {type(x).__name__}.")
+    found = no_dense(x) if isinstance(x, Tensor) else type(x).__name__
+    raise LayoutError(f"typeof takes a Sharded or a dense tensor; found {found}.")
 
 
 def from_local(piece: Tensor | Callable[..., Tensor], layout: Layout, *, shape: Sequence[int] | None = None) -> Sharded:
     """Build a global array from each device's own piece, without moving anything.
+
+    Processes do not compare their pieces: only under `FSHARD_CHECK=1` is it an error that they make up different wholes.
 
     Args:
         piece: this process's piece, on a process mesh or inside `run`; on a virtual mesh from outside, a function of
@@ -183,9 +205,12 @@ def from_local(piece: Tensor | Callable[..., Tensor], layout: Layout, *, shape: 
         raise LayoutError(
             f"from_local: the pieces have to be tensors; found {', '.join(strange)}. Write torch.as_tensor(...) around each."
         )
-    kinds = {(own.dtype, own.ndim) for own in pieces}
+    undense = sorted({no_dense(own) for own in pieces if not is_dense(own)})
+    if undense:
+        raise LayoutError(f"from_local: {'; '.join(undense)}.")
+    kinds = {own.dtype for own in pieces}
     if len(kinds) > 1:
-        raise LayoutError(f"from_local: the pieces differ in dtype or number of dims: {sorted(map(str, kinds))}.")
+        raise LayoutError(f"from_local: the pieces differ in dtype: {', '.join(sorted(map(dtype_name, kinds)))}.")
     whole = tuple(shape) if shape is not None else layout.global_shape(pieces[0].shape)
     layout.check(whole, "the whole tensor")
     wrong = [
@@ -197,7 +222,9 @@ def from_local(piece: Tensor | Callable[..., Tensor], layout: Layout, *, shape: 
         raise LayoutError(
             f"from_local: the pieces do not make up a tensor of shape {whole} as {layout.spec}: {'; '.join(wrong)}."
         )
-    return Sharded(whole, layout, tuple(in_memory(own, layout.mesh, layout.memory) for own in pieces))
+    made = Sharded(whole, layout, tuple(in_memory(own, layout.mesh, layout.memory) for own in pieces))
+    agree(layout.mesh, f"from_local of {typeof(made)}")
+    return made
 
 
 def in_memory(x: Tensor, mesh: Mesh, memory: Memory) -> Tensor:
@@ -206,10 +233,6 @@ def in_memory(x: Tensor, mesh: Mesh, memory: Memory) -> Tensor:
         return x.to("cpu", non_blocking=False)
     if mesh.device_type == "meta" and x.device.type != "meta":
         return without_values(x)
-    if x.layout is not torch.strided:
-        raise LayoutError(
-            f"a tensor of {x.layout} (shape {tuple(x.shape)}) cannot be laid on a mesh. Give x.to_dense()."
-        )
     if x.is_meta and mesh.device_type != "meta":
         raise LayoutError(
             f'a meta tensor (shape {tuple(x.shape)}) has no values to lay on {mesh}. Take runtime="abstract" to count without '

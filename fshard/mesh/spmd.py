@@ -17,8 +17,10 @@ from fshard.mesh.mesh import Mesh
 from fshard.mesh.runtimes.abstract import AbstractWorld
 from fshard.mesh.runtimes.process import ProcessWorld
 from fshard.mesh.runtimes.virtual import VirtualWorld
-from fshard.mesh.scope import Scope, entered, here
+from fshard.mesh.runtimes.watch import watching
+from fshard.mesh.scope import Scope, entered, here, require
 from fshard.mesh.valueless import Valueless
+from fshard.source import call_site
 
 Result = TypeVar("Result")
 
@@ -58,6 +60,13 @@ def device_of(mesh: Mesh) -> int:
 def held(mesh: Mesh) -> tuple[int, ...]:
     """Return the numbers, in `mesh`, of the devices whose shards the caller holds."""
     return tuple(range(mesh.size)) if is_outside(mesh) else (mesh.local_index(device_of(mesh)),)
+
+
+def agree(mesh: Mesh, call: str) -> None:
+    """Under `FSHARD_CHECK=1`, raise on all processes of a mesh unless all make this call."""
+    if mesh.runtime == "process" and watching():
+        site, axes = call_site(), mesh.axis_names
+        everywhere(mesh, lambda device: ProcessWorld.of(mesh).agree(call, require(call).group(axes, call), site))
 
 
 def everywhere(

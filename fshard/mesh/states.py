@@ -22,7 +22,7 @@ from fshard.mesh.supply import Direct
 Kind = Literal[
     "slice", "summand", "psum", "psum_scatter", "all_gather", "all_to_all",
     "reshape", "flat_slice", "flat_gather", "flat_scatter",
-    "keep", "exchange", "direct",
+    "keep", "exchange", "direct", "spread", "flat_spread",
 ]  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from fshard.mesh.arithmetic import Range, chunk, flat_range
 from fshard.mesh.differentiate import Bound, Tensors, apply, recorded, transformed
@@ -21,7 +22,7 @@ from fshard.mesh.layout import Layout
 from fshard.mesh.moves import AllGather, AllToAll, Alone, Move, Psum, PsumScatter, Summand, Take
 from fshard.mesh.owners import Handover, Owned, collect, filled, hand_out, keep
 from fshard.mesh.plan import plan
-from fshard.mesh.scope import Scope, require
+from fshard.mesh.scope import Group, Scope, require
 from fshard.mesh.states import Kind, Step
 from fshard.mesh.supply import PartialSum
 from fshard.source import Site
@@ -194,6 +195,9 @@ class Ride:
             return [x.reshape(-1)[slice(*(fit.own or ()))] for x, fit in zip(xs, self.fits(scope), strict=True)]
         if self.kind == "reshape":
             return [_reshaped(x, step, shape, scope) for x, (step, shape) in zip(xs, self.now, strict=True)]
+        if self.kind in ("spread", "flat_spread"):
+            group = scope.group(self.axes, "fs.reshard")
+            return [_among_zeros(x, step, shape, group) for x, (step, shape) in zip(xs, self.now, strict=True)]
         owned = [Owned(x, shape, step.owner) for x, (step, shape) in zip(xs, self.now, strict=True)]
         if self.kind == "keep":
             return [keep(one, on) for one in owned]
@@ -246,6 +250,16 @@ def _fit(step: Step, shape: tuple[int, ...], scope: Scope) -> Fit:
     else:
         piece = (0,) * max(len(shape), 1)
     return Fit(step.move.length, (0, prod(piece)), piece)
+
+
+def _among_zeros(x: Tensor, step: Step, shape: tuple[int, ...], group: Group) -> Tensor:
+    """Put a device's piece where it belongs, and zeros elsewhere.  The transpose is to take it, as autograd knows."""
+    if step.kind == "flat_spread":
+        start = min(group.index * chunk(prod(shape), group.size), prod(shape) - x.numel())  # 0 for an owner
+        return pad(x.reshape(-1), (start, prod(shape) - start - x.numel())).reshape(shape)
+    each = x.shape[step.dim]
+    before, after = group.index * each, (group.size - 1 - group.index) * each
+    return pad(x, (0, 0) * (x.ndim - 1 - step.dim) + (before, after))
 
 
 def _reshaped(x: Tensor, step: Step, shape: tuple[int, ...], scope: Scope) -> Tensor:

@@ -38,7 +38,7 @@ _KNOWN = frozenset(
         *(getattr(_T, name).__get__ for name in ("device", "dtype", "is_leaf", "itemsize", "layout", "nbytes", "ndim")),
         *(
             getattr(_T, name).__get__
-            for name in ("is_cpu", "is_cuda", "is_meta", "is_sparse", "requires_grad", "shape")
+            for name in ("is_cpu", "is_cuda", "is_meta", "is_nested", "is_sparse", "requires_grad", "shape")
         ),
         *(_T.__len__, _T.dim, _T.element_size, _T.get_device, _T.is_complex, _T.is_floating_point),
         *(_T.nelement, _T.numel, _T.size),

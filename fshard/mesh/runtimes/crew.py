@@ -1,9 +1,14 @@
-"""A crew: threads that begin together, and are all gone when `run` comes back, whatever happens.
+"""A crew: threads that begin together, and are all gone when `run` comes back, unless somebody is too impatient.
 
-What may happen is an interrupt (Ctrl-C), which Python raises in the main thread between any two of its instructions,
-also in the middle of `Thread.start` or `Event.wait`: these then leave a lock that is held by nobody, or is not held by
-its owner.  So the main thread does nothing here that can be torn: it calls functions of C, which start the thread that
-starts all others, and wait for a plain lock.
+An interrupt (Ctrl-C) ends the threads, and `run` waits until they have ended.  What a thread does outside Python, a large
+product or a download, cannot be ended: only waited for.  A second interrupt stops the waiting.  The thread is then let go:
+it does nothing more in Python than to unwind, as soon as it comes back there.  So to come back at once wins over that no
+thread outlives its call.
+
+Python raises an interrupt in the main thread between any two of its instructions, also in the middle of `Thread.start` or
+`Event.wait`: these then leave a lock that is held by nobody, or is not held by its owner.  So the main thread does nothing
+here that can be torn: it calls functions of C, which start the threads that start and end all others, and wait for a plain
+lock.
 """
 
 from __future__ import annotations
@@ -38,14 +43,14 @@ class Crew:
         ]
         self._gone: set[int] = set()
         self._door = threading.Lock()  # through which a thread leaves, unless it is just being interrupted
-        self._started, self._ended = _closed(), _closed()
+        self._started, self._ended, self._over = _closed(), _closed(), _closed()
         self._trouble: RuntimeError | None = None
 
     def run(self, *, begin: Callable[[], None], stop: Callable[[], None], busy: Callable[[int], bool]) -> None:
         """Start all threads, call `begin`, and wait until all have ended.
 
-        If that is interrupted, or there are no more threads to be had: call `stop`, which wakes those that sleep, and
-        raise `Stopped` in those that are `busy`.
+        If that is interrupted, or there are no more threads to be had: call `stop`, which wakes those that sleep, raise
+        `Stopped` in those that are `busy`, and wait for them.  If that is interrupted too: let go those that still run.
         """
         try:
             try:  # an interrupt comes at the earliest when this has been called
@@ -57,12 +62,14 @@ class Crew:
             if self._trouble is not None:
                 raise self._trouble
         except BaseException:
-            stop()
-            self._interrupt(busy)
+            try:  # and the next one here
+                _thread.start_new_thread(self._end, (stop, busy))
+            except RuntimeError:
+                self._end(stop, busy)
+            self._see_off()
             raise
-        finally:
-            for thread in self._living():
-                thread.join()
+        for thread in self._living():
+            thread.join()
 
     def _start(self, begin: Callable[[], None]) -> None:
         try:
@@ -93,7 +100,19 @@ class Crew:
                 if len(self._gone) == len(self._threads):
                     self._ended.release()
 
-    def _interrupt(self, busy: Callable[[int], bool]) -> None:
+    def _see_off(self) -> None:
+        """Wait until all have been ended, or let go those that have not."""
+        try:
+            _wait_for(self._over)
+        except BaseException as error:
+            if names := [thread.name for thread in self._living()]:
+                error.add_note(
+                    f"Still at work outside Python, and let go: {', '.join(names)}. Nothing of it reaches what is called later."
+                )
+            raise
+
+    def _end(self, stop: Callable[[], None], busy: Callable[[int], bool]) -> None:
+        stop()
         _wait_for(self._started)
         while self._living():
             for place, thread in enumerate(self._threads):
@@ -103,6 +122,7 @@ class Crew:
             until = time.monotonic() + 1.0  # then again, if the first was lost in a destructor, say
             while self._living() and time.monotonic() < until:
                 time.sleep(0.001)
+        self._over.release()
 
     def _living(self) -> list[threading.Thread]:
         """Return the threads that still run, by Python's list of them: `is_alive` may be wrong after an interrupt."""

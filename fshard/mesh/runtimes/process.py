@@ -95,7 +95,7 @@ class ProcessWorld:
         self._links: dict[tuple[int, ...], Link] = {}
         self._hosts: dict[tuple[int, ...], Link] = {}
         self._outgoing: list[tuple[Work, Tensor]] = []
-        self._to_itself: dict[tuple[int, ...], deque[tuple[Purpose, tuple[Tensor, ...]]]] = defaultdict(deque)
+        self._to_itself: dict[tuple[int, ...], deque[tuple[Site, Purpose, tuple[Tensor, ...]]]] = defaultdict(deque)
         self._watch = self._new_watch() if watching() else None
 
     def _new_watch(self) -> Watch:
@@ -153,6 +153,11 @@ class ProcessWorld:
         watch.meet(meeting)  # calls have no tags on NCCL, and to make a group all have to come
         return None
 
+    def agree(self, call: str, group: Group, site: Site) -> None:
+        """Raise on all processes of a group unless all make this call, where they tell each other what they do."""
+        if self._watch is not None and group.size > 1:
+            self._watch.meet(self._watch.start(group, call, site))
+
     def road(self, move: Wired, group: Group, x: Tensor) -> Callable[[Tensor], Tensor] | None:
         """Return the short way for tensors like this one: there is one among neighbours, where nobody watches."""
         if group.size == 1 or self._watch is not None or not self.near(group.members):
@@ -167,9 +172,9 @@ class ProcessWorld:
         """Send tensors as one buffer, which is kept until it has left."""
         self._outgoing = [(work, kept) for work, kept in self._outgoing if not work.is_completed()]
         if self._watch is not None:
-            self._watch.sent(group, to, named(shapes_of(xs), purpose()), site)
+            self._watch.sent(group, to, named(shapes_of(xs), purpose()) + site.given, site)
         if to == group.index:
-            self._to_itself[group.members].append((purpose(), tuple(x.detach().clone() for x in xs)))
+            self._to_itself[group.members].append((site, purpose(), tuple(x.detach().clone() for x in xs)))
             return
         buffer = torch.cat([x.detach().reshape(-1) for x in xs])
         buffer = (buffer.cpu() if self._staged else buffer).view(torch.uint8)
@@ -193,7 +198,7 @@ class ProcessWorld:
     def receive(self, likes: tuple[Tensor, ...], group: Group, source: int, site: Site) -> Receiving | Done:
         """Start to receive tensors like these, as one buffer."""
         if self._watch is not None:
-            self._watch.expect(group, source, named(shapes_of(likes), purpose()), site)
+            self._watch.expect(group, source, named(shapes_of(likes), purpose()) + site.given, site)
         if source == group.index:
             return Done(self._from_itself(likes, group, site))
         size = sum(like.nbytes for like in likes)
@@ -206,10 +211,10 @@ class ProcessWorld:
         sent, what = self._to_itself[group.members], What(None, likes, group, site)
         if not sent:
             raise DeadlockError(f"process {self.rank} waits for {what} from itself, but has sent none.")
-        meant, xs = sent.popleft()
-        if shapes_of(xs) != shapes_of(likes) or meant != what.purpose:
+        sender, meant, xs = sent.popleft()
+        if (shapes_of(xs), meant, sender.leaves) != (shapes_of(likes), what.purpose, site.leaves):
             raise MismatchError(
-                f"process {self.rank} expects {what} from itself, but has sent {named(shapes_of(xs), meant)}."
+                f"process {self.rank} expects {what} from itself, but has sent {named(shapes_of(xs), meant)}{sender.given}."
                 + uneven(what.purpose, meant)
             )
         return xs

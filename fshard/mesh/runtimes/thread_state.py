@@ -185,7 +185,7 @@ def _leave_autocast() -> None:
 
 _lock = threading.Lock()
 _runs: dict[str, int] = {"open": 0, "nesting": 0, "level": -1, "threads": 0}
-"""The runs that are under way, from several Python threads perhaps, and what to restore after the last of them."""
+"""How many runs and devices are under way, and what to restore after the last: a device may have been let go by its run."""
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -98,7 +98,8 @@ class Parcel:
 
     def __str__(self) -> str:
         source = self.world.name(self.route[0])
-        return f"recv of {named(_describe_values(_signature(self.likes)), self.purpose)} from {source} at {self.site}"
+        what = f"{named(_describe_values(_signature(self.likes)), self.purpose)}{self.site.given}"
+        return f"recv of {what} from {source} at {self.site}"
 
     def wait(self) -> tuple[Tensor, ...]:
         """Park until the message is there, and open it."""
@@ -106,12 +107,27 @@ class Parcel:
         while not world.mail[self.route]:
             world.listening[self.route] = self.device
             world.park(self.device, self)
-        tensors, meant, described = world.mail[self.route].popleft()
-        if _signature(tensors) != _signature(self.likes) or meant != self.purpose:
+        came = world.mail[self.route].popleft()
+        asked = _signature(self.likes), self.purpose, self.site.leaves
+        if (_signature(came.tensors), came.purpose, came.site.leaves) != asked:
             raise MismatchError(
-                f"{world.name(self.device)} expects {self}, but what came is {described}." + uneven(self.purpose, meant)
+                f"{world.name(self.device)} expects {self}, but what came is {came}."
+                + uneven(self.purpose, came.purpose)
             )
-        return tensors
+        return came.tensors
+
+
+class Message(NamedTuple):
+    """What was sent, by whom and what for."""
+
+    tensors: tuple[Tensor, ...]
+    purpose: Purpose
+    sender: str
+    site: Site
+
+    def __str__(self) -> str:
+        what = named(_describe_values(_signature(self.tensors)), self.purpose)
+        return f"{what}{self.site.given} sent by {self.sender} at {self.site}"
 
 
 class VirtualWorld:
@@ -122,7 +138,7 @@ class VirtualWorld:
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
-        self.mail: dict[tuple[int, int], deque[tuple[tuple[Tensor, ...], Purpose, str]]] = defaultdict(deque)
+        self.mail: dict[tuple[int, int], deque[Message]] = defaultdict(deque)
         self.listening: dict[tuple[int, int], int] = {}
         self._slots: dict[object, deque[Slot]] = defaultdict(deque)
         self._batons = [threading.Lock() for _ in range(mesh.size)]
@@ -158,7 +174,7 @@ class VirtualWorld:
                     set_random_state(self.mesh.device_type, self._random[device])
                     self._status[device] = None
                     ledger.inherit(ledgers)
-                    with state.restored():
+                    with process_wide_state(), state.restored():
                         results[device] = body(device)
                     self._status[device] = "has finished"
                     self._random[device] = random_state(self.mesh.device_type)
@@ -335,8 +351,8 @@ class VirtualWorld:
         if self._stopping:
             raise Stopped
         route = group.device, group.member(to)
-        described = f"{named(_describe_values(_signature(xs)), purpose())} sent by {self.name(route[0])} at {site}"
-        self.mail[route].append((tuple(x.detach().clone() for x in xs), purpose(), described))
+        copies = tuple(x.detach().clone() for x in xs)
+        self.mail[route].append(Message(copies, purpose(), self.name(route[0]), site))
         if route in self.listening:
             self._ready.append(self.listening.pop(route))
 
@@ -354,7 +370,7 @@ class VirtualWorld:
             raise MismatchError(
                 "Collectives were started, but not by all devices of their group:\n  " + "\n  ".join(sorted(set(lines)))
             )
-        lost = [described for box in self.mail.values() for *_, described in box]
+        lost = [str(message) for box in self.mail.values() for message in box]
         if lost:
             raise MismatchError("Messages were sent but never received:\n  " + "\n  ".join(lost))
 
