@@ -53,16 +53,17 @@ class Origin:
 
     @property
     def told(self) -> tuple[object, ...]:
-        """What is to be the same on all devices; what is likelier to be the cause of the rest comes later."""
-        return [*self.batch.values()], self.shapes, self.key, [*self.leaves.values()]
+        """What is to be the same on all devices."""
+        return (self.shapes, [*self.batch.values()]), self.key, [*self.leaves.values()]
 
     def refuse(self, place: int, mesh: Mesh, exchange: Callable[[Sequence[int]], Mapping[int, Sequence[int]]]) -> None:
         """Raise, saying who differs in what was told at some place; `exchange` gives all devices' numbers."""
-        refusal = (self._values, self._batches, self._keys, self._parameters)[place]
-        raise MismatchError(f"value_and_grad: {refusal(mesh, exchange)}")
+        raise MismatchError(f"value_and_grad: {(self._batches, self._keys, self._parameters)[place](mesh, exchange)}")
 
     def _batches(self, mesh: Mesh, exchange: Callable[[Sequence[int]], Mapping[int, Sequence[int]]]) -> str:
         found = exchange([length for shape in self.shapes for length in shape])
+        if len(set(map(tuple, found.values()))) == 1:
+            return self._values(mesh, exchange)
         held = "; ".join(f"{name_of(mesh, device)} has {list(lengths)}" for device, lengths in found.items())
         return (
             f"devices were given batches of different shapes, dim by dim: {held}. Every process is given the whole batch and "
