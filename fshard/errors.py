@@ -13,6 +13,7 @@ __all__ = [
     "MeshError",
     "MismatchError",
     "PromiseError",
+    "ScheduleError",
     "ScopeError",
 ]
 
@@ -67,3 +68,7 @@ class PolicyError(FshardError, ValueError):
 
 class ModuleError(FshardError, ValueError):
     """A module that cannot be made a function, or tensors that are not the module's."""
+
+
+class ScheduleError(FshardError, ValueError):
+    """A pipeline schedule that cannot be made as asked, or text that is none."""

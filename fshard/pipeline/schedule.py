@@ -1,14 +1,23 @@
 """A schedule is a value: which device has which stage of a model, and what each device does, in order.
 
-device 0   F0 of stage 0, F0 of stage 0, ...
-device 1   ...
+An action is written as torch.distributed.pipelining writes it: the stage, what is done, the microbatch.
+
+    device 0    0F0  0F1  0B0  0B1      0F1 is the forward of stage 0 on microbatch 1
+    device 1    1F0  1B0  1F1  1B1      1B0 is the backward of stage 1 on microbatch 0
+
+Nothing here says when an action happens: a device does the next one of its row as soon as what it needs is there.
+A schedule may be wrong (`verify` says where); only what is no schedule at all is refused.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
+
+from fshard.errors import ScheduleError
 
 
 class Kind(StrEnum):
@@ -27,8 +36,31 @@ class Kind(StrEnum):
     REDUCE = "REDUCE_GRAD"  # the gradients of its weights, to all devices that hold a part
 
 
+COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W})
+"""What takes a device's time."""
+MESSAGES = frozenset({Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B})
+"""What goes between the devices of two neighbouring stages."""
+UNITS = frozenset({Kind.GATHER, Kind.FREE, Kind.REDUCE})
+"""What is done with a stage's weights, for all microbatches at once."""
+
+_PARTNERS = {
+    Kind.SEND_F: (Kind.RECV_F, 1),
+    Kind.RECV_F: (Kind.SEND_F, -1),
+    Kind.SEND_B: (Kind.RECV_B, -1),
+    Kind.RECV_B: (Kind.SEND_B, 1),
+}
+_ACTION = re.compile(rf"(\d+)({'|'.join(sorted(Kind, key=len, reverse=True))})(\d*)")
+_OVERLAPPED = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
+
+
 class Action(NamedTuple):
-    """One thing that a device does: `2F0` is the forward of stage 2 on microbatch 0, `1UNSHARD` gathers stage 1."""
+    """One thing that a device does: `2F0` is the forward of stage 2 on microbatch 0, `1UNSHARD` gathers stage 1.
+
+    >>> Action.parse("2F0")
+    Action(kind=<Kind.F: 'F'>, stage=2, microbatch=0)
+    >>> print(Action.parse("2SEND_F0").partner)
+    3RECV_F0
+    """
 
     kind: Kind
     stage: int
@@ -36,6 +68,22 @@ class Action(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.stage}{self.kind}{'' if self.microbatch is None else self.microbatch}"
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        """Read what `str` writes."""
+        if not (found := _ACTION.fullmatch(text.strip())):
+            raise ScheduleError(
+                f'"{text}" is no action: write the stage, one of {", ".join(Kind)}, and the microbatch: 2F0.'
+            )
+        stage, kind, microbatch = found.groups()
+        return cls(Kind(kind), int(stage), int(microbatch) if microbatch else None)
+
+    @property
+    def partner(self) -> Action:
+        """The receive of a send, and the send of a receive."""
+        kind, step = _PARTNERS[self.kind]
+        return Action(kind, self.stage + step, self.microbatch)
 
 
 @dataclass(frozen=True)
@@ -47,12 +95,46 @@ class Schedule:
         placement: the device of each stage.
         microbatches: how many the batch is cut into.
         rows: the actions of each device.
+
+    >>> schedule = Schedule.from_csv("0F0,0F1,0B0,0B1\\n1F0,1B0,1F1,1B1", name="1f1b")
+    >>> schedule.placement, schedule.microbatches
+    ((0, 1), 2)
+    >>> print(schedule.to_text())
+    1f1b: 2 microbatches, stages on devices 0 1
+    0F0 0F1 0B0 0B1
+    1F0 1B0 1F1 1B1
     """
 
     name: str
     placement: tuple[int, ...]
     microbatches: int
     rows: tuple[tuple[Action, ...], ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "placement", tuple(self.placement))
+        object.__setattr__(self, "rows", tuple(map(tuple, self.rows)))
+        if complaints := list(self._complaints()):
+            raise ScheduleError(f"{self.name}: {'; '.join(complaints)}.")
+
+    def _complaints(self) -> Iterator[str]:
+        """Say why this is no schedule at all."""
+        if self.microbatches < 1:
+            yield f"microbatches={self.microbatches} has to be at least 1"
+        if not self.placement:
+            yield "a model has at least one stage"
+        lost = [
+            f"stage {stage} on device {device}" for stage, device in enumerate(self.placement) if not self._has(device)
+        ]
+        if lost:
+            yield f"there are {self.devices} rows, and the placement has {', '.join(lost)}"
+        actions = {action for row in self.rows for action in row}
+        if unknown := sorted(action for action in actions if not 0 <= action.stage < self.stages):
+            yield f"there are {self.stages} stages, and the rows have {', '.join(map(str, unknown))}"
+        if wrong := sorted(map(str, (each for each in actions if (each.microbatch is None) != (each.kind in UNITS)))):
+            yield f"one microbatch belongs to each action, none to {', '.join(sorted(UNITS))}; found {', '.join(wrong)}"
+
+    def _has(self, device: int) -> bool:
+        return 0 <= device < self.devices
 
     @property
     def stages(self) -> int:
@@ -63,3 +145,76 @@ class Schedule:
     def devices(self) -> int:
         """How many devices take part."""
         return len(self.rows)
+
+    def to_csv(self) -> str:
+        """Write a row of cells for each device, as torch.distributed.pipelining reads them.
+
+        A schedule without messages is torch's "compute_only" form, one with messages its "compute_comms" form, in which torch
+        scales and reduces gradients only where REDUCE_GRAD stands.
+        """
+        return "".join(f"{','.join(map(str, row))}\n" for row in self.rows)
+
+    @classmethod
+    def from_csv(
+        cls, text: str, *, name: str = "csv", placement: Iterable[int] | None = None, microbatches: int | None = None
+    ) -> Schedule:
+        """Read what `to_csv` or torch.distributed.pipelining writes.
+
+        Empty cells, where torch has a device wait, are passed over.  A cell such as `(0F4;3B1)OVERLAP_F_B` is read as the
+        actions in it, one after the other, which is how torch runs it.
+
+        Args:
+            text: the rows.
+            name: how the schedule is called.
+            placement: the device of each stage; if left out, the device that has its actions.
+            microbatches: how many there are; if left out, as many as are written of.
+        """
+        rows = [[*_cells(line)] for line in text.splitlines()]
+        if microbatches is None:
+            microbatches = 1 + max((each.microbatch or 0 for row in rows for each in row), default=0)
+        return cls(
+            name, tuple(_places(name, rows) if placement is None else placement), microbatches, tuple(map(tuple, rows))
+        )
+
+    def to_text(self) -> str:
+        """Write everything down: a line that says what it is, and a line of actions for each device."""
+        places = " ".join(map(str, self.placement))
+        head = f"{self.name}: {self.microbatches} microbatches, stages on devices {places}"
+        return "\n".join([head, *(" ".join(map(str, row)) for row in self.rows)])
+
+    @classmethod
+    def from_text(cls, text: str) -> Schedule:
+        """Read what `to_text` writes."""
+        head, *lines = text.lstrip("\n").split("\n")
+        found = re.fullmatch(r"(.*): (\d+) microbatches, stages on devices ([\d ]+)", head)
+        if not found:
+            raise ScheduleError(
+                f'A schedule begins with "name: 8 microbatches, stages on devices 0 1 2 3"; found "{head}".'
+            )
+        name, microbatches, places = found.groups()
+        csv = "".join(f"{line.replace(' ', ',')}\n" for line in lines)
+        return cls.from_csv(csv, name=name, placement=map(int, places.split()), microbatches=int(microbatches))
+
+
+def _cells(line: str) -> Iterator[Action]:
+    """Read the actions of one device."""
+    for cell in filter(None, map(str.strip, line.split(","))):
+        overlapped = _OVERLAPPED.fullmatch(cell)
+        yield from map(Action.parse, overlapped[1].split(";") if overlapped else [cell])
+
+
+def _places(name: str, rows: list[list[Action]]) -> list[int]:
+    """Find the device of each stage: the one that has its actions."""
+    found = {
+        stage: sorted({d for d, row in enumerate(rows) for a in row if a.stage == stage}) for stage in _stages(rows)
+    }
+    wrong = [f"stage {stage} on {devices or 'none'}" for stage, devices in found.items() if len(devices) != 1]
+    if wrong:
+        raise ScheduleError(
+            f"{name}: each stage lies on one device; found {', '.join(wrong)}. Say which with placement=."
+        )
+    return [device for (device,) in found.values()]
+
+
+def _stages(rows: list[list[Action]]) -> range:
+    return range(1 + max((action.stage for row in rows for action in row), default=-1))
