@@ -64,13 +64,15 @@ class Unpacking:
 
 
 class Receiving:
-    """A message under way."""
+    """A message under way; whoever waits for it first looks, if somebody watches, whether it is the one expected."""
 
-    def __init__(self, running: Running, likes: tuple[Tensor, ...]) -> None:
-        self._running, self._likes = running, likes
+    def __init__(self, running: Running, likes: tuple[Tensor, ...], look: Callable[[], None] | None) -> None:
+        self._running, self._likes, self._look = running, likes, look
 
     def wait(self) -> tuple[Tensor, ...]:
         """Wait for it, and take it apart."""
+        if self._look is not None:
+            self._look()
         likes = self._likes
         flat = self._running.wait().view(likes[0].dtype).to(likes[0].device)
         parts = flat.split([like.numel() for like in likes])
@@ -192,15 +194,18 @@ class ProcessWorld:
 
     def receive(self, likes: tuple[Tensor, ...], group: Group, source: int, site: Site) -> Receiving | Done:
         """Start to receive tensors like these, as one buffer."""
+        expected, look = named(shapes_of(likes), purpose()), None
         if self._watch is not None:
-            self._watch.expect(group, source, named(shapes_of(likes), purpose()), site)
+            look = partial(self._watch.expect, group, source, expected, site)
         if source == group.index:
+            if look is not None:
+                look()
             return Done(self._from_itself(likes, group, site))
         size = sum(like.nbytes for like in likes)
         buffer = torch.empty(size, dtype=torch.uint8, device="cpu" if self._staged else likes[0].device)
         link, what = self.link(group), What(None, likes, group, site)
         running = Running(link, link.receive(buffer, source, what), self.timeout, what, self._under_way)
-        return Receiving(running, likes)
+        return Receiving(running, likes, look)
 
     def _from_itself(self, likes: tuple[Tensor, ...], group: Group, site: Site) -> tuple[Tensor, ...]:
         sent, what = self._to_itself[group.members], What(None, likes, group, site)
