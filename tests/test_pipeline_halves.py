@@ -14,7 +14,8 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from fshard.pipeline.halves import Saved, halves, whole
+from fshard.pipeline.halves import halves, whole
+from fshard.pipeline.saved import Saved
 
 
 class Work(TorchDispatchMode):

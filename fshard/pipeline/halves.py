@@ -23,7 +23,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.function import Function
-from torch.autograd.graph import GradientEdge, Node, saved_tensors_hooks
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+from fshard.pipeline.saved import Saved
 
 Gradients = list[Tensor | None]
 Slot = tuple[Node, int]
@@ -35,58 +37,6 @@ PRODUCTS = frozenset(
     f"{name}Backward0" for name in ("Mm", "Addmm", "Bmm", "Baddbmm", "Addbmm", "Mv", "Addmv", "Convolution", "Linear")
 )
 """Operations whose work is worth deferring, and that compute the gradient of each operand by itself."""
-
-
-# -- what autograd saves ----------------------------------------------------------------------------------------
-
-
-class _Holder:
-    """A tensor that autograd has saved, and how often it had been changed then."""
-
-    __slots__ = ("tensor", "version")
-
-    def __init__(self, x: Tensor) -> None:
-        self.tensor: Tensor | None = x
-        self.version = None if x.is_inference() else x._version
-
-
-class Saved:
-    """What autograd saves in a forward, held so that what W does not need can be let go after I.
-
-    >>> x, saved = torch.zeros(1, requires_grad=True), Saved()
-    >>> with saved.watching():
-    ...     y = x.exp()
-    >>> torch.autograd.grad(y, x)
-    (tensor([1.]),)
-    """
-
-    def __init__(self) -> None:
-        self._read: list[_Holder] = []
-        self._keeping = False
-
-    def watching(self) -> saved_tensors_hooks:
-        """Return the context of the forward."""
-        return saved_tensors_hooks(_Holder, self.unpack)
-
-    def unpack(self, holder: _Holder) -> Tensor:
-        """Give a tensor back to autograd."""
-        x = holder.tensor
-        assert x is not None, "what a stage's backward needed once was let go, and is asked for again"
-        if holder.version is not None and x._version != holder.version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor of "
-                f"{x.dtype}, shape {tuple(x.shape)}, is at version {x._version}; expected version {holder.version} instead."
-            )
-        if not self._keeping:
-            self._read.append(holder)
-        return x
-
-    def let_go(self, *, keeping: bool = False) -> None:
-        """Let go what has been read; from now on, keep what is read or not."""
-        for holder in self._read:
-            holder.tensor = None
-        self._read.clear()
-        self._keeping = keeping
 
 
 # -- the two halves ---------------------------------------------------------------------------------------------
@@ -194,7 +144,7 @@ def _called_again(held: deque[Held], wanted: Sequence[Slot], saved: Saved) -> di
     def call() -> None:
         while held:
             node, gs = held.popleft()
-            for slot, g in zip(node.next_functions, _call(node, gs), strict=True):
+            for slot, g in _given_by(node, gs):
                 if g is not None:
                     g = _fitted(g, slot)
                     sums[slot] = sums[slot] + g if slot in sums else g
@@ -203,16 +153,16 @@ def _called_again(held: deque[Held], wanted: Sequence[Slot], saved: Saved) -> di
     if held:
         saved.let_go()
         anchor = torch.zeros((), requires_grad=True)
-        targets = [anchor, *(GradientEdge(*slot) for slot in wanted)]
+        targets = [get_gradient_edge(anchor), *(GradientEdge(*slot) for slot in wanted)]
         with torch.enable_grad():
             end = _Calling.apply(anchor, call)
-        torch.autograd.grad([end], targets, allow_unused=True)
+        torch.autograd.grad([get_gradient_edge(end)], targets, [anchor.detach()], allow_unused=True)
         saved.let_go(keeping=True)
     return sums
 
 
-def _call(node: Any, gs: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-    return node(*gs)
+def _given_by(node: Any, gs: Sequence[Tensor | None]) -> Iterable[tuple[Slot, Tensor | None]]:
+    return zip(node.next_functions, node(*gs), strict=True)
 
 
 def _fitted(g: Tensor, slot: Slot) -> Tensor:
@@ -290,7 +240,7 @@ def _walk(ends: Iterable[Node]) -> dict[Node, list[Slot]]:
     """Return what each node leads to, children before parents."""
     found: dict[Node, list[Slot]] = {}
     done: dict[Node, list[Slot]] = {}
-    stack = [*ends]
+    stack: list[Any] = [*ends]
     while stack:
         node = stack[-1]
         if node in found:
