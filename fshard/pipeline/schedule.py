@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -34,6 +34,8 @@ class Kind(StrEnum):
     GATHER = "UNSHARD"  # its weights, from all devices that hold a part
     FREE = "RESHARD"  # the gathered weights again
     REDUCE = "REDUCE_GRAD"  # the gradients of its weights, to all devices that hold a part
+
+    __hash__ = str.__hash__  # actions are looked up often, and an enum's own hash is slow
 
 
 COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W})
@@ -127,10 +129,13 @@ class Schedule:
         ]
         if lost:
             yield f"there are {self.devices} rows, and the placement has {', '.join(lost)}"
+        if strange := [each for row in self.rows for each in row if not isinstance(each, Action)]:
+            yield f"the rows have {', '.join(map(repr, strange))}, which is no Action"
+            return
         actions = {action for row in self.rows for action in row}
-        if unknown := sorted(action for action in actions if not 0 <= action.stage < self.stages):
-            yield f"there are {self.stages} stages, and the rows have {', '.join(map(str, unknown))}"
-        if wrong := sorted(map(str, (each for each in actions if (each.microbatch is None) != (each.kind in UNITS)))):
+        if unknown := sorted(str(each) for each in actions if not 0 <= each.stage < self.stages):
+            yield f"there are {self.stages} stages, and the rows have {', '.join(unknown)}"
+        if wrong := sorted(str(each) for each in actions if (each.microbatch is None) != (each.kind in UNITS)):
             yield f"one microbatch belongs to each action, none to {', '.join(sorted(UNITS))}; found {', '.join(wrong)}"
 
     def _has(self, device: int) -> bool:
@@ -145,6 +150,10 @@ class Schedule:
     def devices(self) -> int:
         """How many devices take part."""
         return len(self.rows)
+
+    def with_rows(self, rows: Iterable[Iterable[Action]]) -> Schedule:
+        """Return the same with other actions."""
+        return replace(self, rows=tuple(map(tuple, rows)))
 
     def to_csv(self) -> str:
         """Write a row of cells for each device, as torch.distributed.pipelining reads them.

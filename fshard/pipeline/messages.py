@@ -1,0 +1,60 @@
+r"""Sends and receives: put into a schedule, and taken out of it again.
+
+A schedule of forwards and backwards alone says all about its messages but their order.  Let a clock run, on which F, I and W
+take one tick and B two.  A message goes when what is sent is done, both its send and its receive:
+
+    tick         0      1       2           3       4
+    device 0    0F0    0F1                         0B0             0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 ...
+                   \      \                       /
+    device 1           1F0      1B0           1F1                  1RECV_F0 1F0 1B0 ...
+
+So there is one order of all messages, that of the clock, and each device has its own messages in that order.  Then both ends
+of a pair have theirs in the same order, and nobody waits for ever even if a send blocks until it is received: the first
+message of all that are left can always go.
+"""
+
+from __future__ import annotations
+
+from fshard.pipeline.clock import TICKS, clock
+from fshard.pipeline.schedule import MESSAGES, Action, Kind, Schedule
+
+_SENT = {Kind.F: Kind.SEND_F, Kind.B: Kind.SEND_B, Kind.I: Kind.SEND_B}
+
+
+def with_messages(schedule: Schedule) -> Schedule:
+    """Add the sends and receives that a schedule of forwards and backwards needs.
+
+    Stages that lie on one device need none.  Messages that are there are put in anew.
+
+    >>> schedule = Schedule.from_csv("0F0,0F1,0B0,0B1\\n1F0,1B0,1F1,1B1", name="1f1b")
+    >>> print(with_messages(schedule).to_text())
+    1f1b: 2 microbatches, stages on devices 0 1
+    0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1
+    1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1B1 1SEND_B1
+    """
+    schedule = without_messages(schedule)
+    begun = clock(schedule)
+    events: list[tuple[int, int, int, Action]] = []  # when, messages first, on which device
+    for device, row in enumerate(schedule.rows):
+        for action, start in zip(row, begun[device], strict=True):
+            events.append((start, 1, device, action))
+            if action.kind in _SENT:
+                send = Action(_SENT[action.kind], action.stage, action.microbatch)
+                peer = send.partner.stage
+                if 0 <= peer < schedule.stages and schedule.placement[peer] != device:
+                    end = start + TICKS[action.kind]
+                    events += [(end, 0, device, send), (end, 0, schedule.placement[peer], send.partner)]
+    rows: list[list[Action]] = [[] for _ in schedule.rows]
+    for _, _, device, action in sorted(events, key=lambda event: event[:2]):
+        rows[device].append(action)
+    return schedule.with_rows(rows)
+
+
+def without_messages(schedule: Schedule) -> Schedule:
+    """Take the sends and receives out of a schedule.
+
+    >>> schedule = Schedule.from_csv("0F0,0B0\\n1F0,1B0", name="1f1b")
+    >>> without_messages(with_messages(schedule)) == schedule
+    True
+    """
+    return schedule.with_rows([action for action in row if action.kind not in MESSAGES] for row in schedule.rows)

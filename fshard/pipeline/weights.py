@@ -1,0 +1,80 @@
+"""Weight gradients where nothing waits for them: what makes a bubble small.
+
+Nobody but the optimizer needs a W.  So a device does one where it would only wait, and where it may hold no more
+activations: a forward begins to hold them, a W lets them go.
+
+    device 0   F0 F1 F2 F3 .  .  .  I0 W0 F4 I1 W1 I2 W2 I3 W3 I4 W4        F, I and W take one tick each
+    device 3   .  .  .  F0 I0 F1 I1 F2 I2 F3 I3 W0 F4 I4 W1 W2 W3 W4        four may be held: W0 makes room for F4
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+from fshard.pipeline.clock import Result, needs, refuse_stuck, result
+from fshard.pipeline.schedule import Action, Kind, Schedule
+
+
+def with_weights(schedule: Schedule, room: int, *, early: bool = False) -> Schedule:
+    """Add a W for each I: where its device would wait, at the latest before it would hold more than `room` activations.
+
+    Args:
+        schedule: forwards and gradients of inputs.
+        room: how many activations a device holds at most, if there is an order with so few.
+        early: whether a device that would still wait does forwards before their turn, as far as there is room.
+
+    >>> print(with_weights(Schedule.from_csv("0F0,0F1,0I0,0I1\\n1F0,1I0,1F1,1I1"), room=2).to_csv())
+    0F0,0F1,0I0,0W0,0I1,0W1
+    1F0,1I0,1F1,1I1,1W0,1W1
+    <BLANKLINE>
+    """
+    rows: list[list[Action]] = [[] for _ in schedule.rows]
+    left = [deque(row) for row in schedule.rows]
+    owed = [deque[Action]() for _ in schedule.rows]
+    held = [0] * schedule.devices
+    there: set[Result] = set()
+
+    def able(action: Action) -> bool:
+        return there.issuperset(needs(action, schedule.stages))
+
+    def turn(device: int) -> int | None:
+        """Return the place in what is left of that which a device does now; None if that is a W or nothing."""
+        full = held[device] >= room and left[device] and left[device][0].kind is Kind.F
+        if left[device] and able(left[device][0]) and not (full and owed[device]):
+            return 0
+        if not early or owed[device]:
+            return None
+        return next((place for place in _early(left[device], room - held[device]) if able(left[device][place])), None)
+
+    while any(left) or any(owed):
+        begun: list[Action] = []  # in this tick
+        for device, row in enumerate(rows):
+            if (place := turn(device)) is not None:
+                begun.append(left[device][place])
+                del left[device][place]
+                held[device] += begun[-1].kind is Kind.F
+            elif owed[device]:
+                begun.append(owed[device].popleft())
+                held[device] -= 1
+            else:
+                continue
+            row.append(begun[-1])
+        if not begun:
+            refuse_stuck(schedule.name, {device: row[0] for device, row in enumerate(left) if row})
+        for action in begun:
+            there.add(result(action))
+            if action.kind is Kind.I:
+                owed[schedule.placement[action.stage]].append(Action(Kind.W, action.stage, action.microbatch))
+    return schedule.with_rows(rows)
+
+
+def _early(row: Iterable[Action], room: int) -> Iterable[int]:
+    """Yield the places of forwards that fit in at once, and leave room for all that was to be done before them."""
+    held = 0
+    for place, action in enumerate(row):
+        if action.kind is Kind.F and place:
+            yield place
+        held += 1 if action.kind is Kind.F else -1
+        if held >= room:
+            return

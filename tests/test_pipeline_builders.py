@@ -1,0 +1,199 @@
+"""The known schedules: complete for any numbers, as fast as their papers say, and drawn as they are."""
+
+import inspect
+from collections import Counter
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fshard.errors import ScheduleError
+from fshard.pipeline import builders
+from fshard.pipeline.builders import pipeline_schedule
+from fshard.pipeline.schedule import Action, Kind, Schedule
+
+LINE = ("gpipe", "1f1b", "zb-h1", "zb-h2")
+LOOPS = ("interleaved", "bfs")
+VEE = ("zbv", "v-half", "v-min", "dualpipe-v")
+
+
+def build(name: str, devices: int, microbatches: int, loops: int = 2) -> Schedule:
+    """Make a schedule by the number of its devices."""
+    stages = devices if name in LINE else devices * (loops if name in LOOPS else 2)
+    return pipeline_schedule(name, stages=stages, microbatches=microbatches, devices=devices)
+
+
+def timed(schedule: Schedule) -> list[list[tuple[Action, int, int]]]:
+    """Run all rows side by side, sweep by sweep: each action with its begin and its end."""
+    ends: dict[tuple[str, int, int], int] = {}
+    done: list[list[tuple[Action, int, int]]] = [[] for _ in schedule.rows]
+    free = [0] * schedule.devices
+    progress = True
+    while progress:
+        progress = False
+        for device, row in enumerate(schedule.rows):
+            for action in row[len(done[device]) :]:
+                kind, stage, m = action
+                back = "I" if kind in "BI" else None
+                wanted = [("F", stage, m)] * bool(back) + [("I", stage, m)] * (kind == "W")
+                wanted += [("F", stage - 1, m)] * (kind == "F" and stage > 0)
+                wanted += [("I", stage + 1, m)] * (back is not None and stage + 1 < schedule.stages)
+                if not all(each in ends for each in wanted):
+                    break
+                begin = max([free[device], *(ends[each] for each in wanted)])
+                free[device] = ends[back or str(kind), stage, m] = begin + (2 if kind == "B" else 1)
+                done[device].append((action, begin, free[device]))
+                progress = True
+    assert [len(row) for row in done] == [len(row) for row in schedule.rows], f"stuck: {schedule}"
+    return done
+
+
+def idle(schedule: Schedule) -> Fraction:
+    """Say how much longer all takes than one device works, in units of a device's whole forward."""
+    stages = Fraction(schedule.stages, schedule.devices)
+    return max(row[-1][2] for row in timed(schedule)) / stages - 3 * schedule.microbatches
+
+
+def waits(schedule: Schedule) -> list[int]:
+    """Say how many ticks each device waits after its first action has begun, and before its last has ended."""
+    rows = timed(schedule)
+    return [row[-1][2] - row[0][1] - sum(end - begin for _, begin, end in row) for row in rows]
+
+
+def peaks(schedule: Schedule) -> list[int]:
+    """Count what each device holds at most: an F begins to hold a stage's activations, its B or W lets them go."""
+    found = []
+    for row in schedule.rows:
+        held = [sum({"F": 1, "B": -1, "W": -1}.get(action.kind, 0) for action in row[:n]) for n in range(len(row) + 1)]
+        found.append(max(held))
+    return found
+
+
+@given(
+    name=st.sampled_from([*LINE, *LOOPS, *VEE]),
+    stages=st.integers(1, 13),
+    microbatches=st.integers(1, 17),
+    data=st.data(),
+)
+def test_any_schedule_does_everything_once_and_comes_to_an_end(name, stages, microbatches, data):
+    devices = data.draw(st.none() | st.integers(1, stages)) if name in LOOPS else None
+    schedule = pipeline_schedule(name, stages=stages, microbatches=microbatches, devices=devices)
+    assert (schedule.name, schedule.stages, schedule.microbatches) == (name, stages, microbatches)
+    assert schedule.devices == devices or devices is None
+    counts = Counter(action for row in schedule.rows for action in row)
+    for stage in range(stages):
+        for m in range(microbatches):
+            whole, halves = Action(Kind.B, stage, m), {Action(Kind.I, stage, m), Action(Kind.W, stage, m)}
+            assert counts.pop(Action(Kind.F, stage, m)) == 1
+            assert counts.pop(whole, 0) == 1 or [counts.pop(half) for half in halves] == [1, 1]
+    assert not counts
+    for device, row in enumerate(schedule.rows):
+        assert {schedule.placement[action.stage] for action in row} == {device}
+    timed(schedule)
+
+
+@pytest.mark.parametrize(("devices", "microbatches"), [(4, 8), (8, 16), (16, 64)])
+def test_idle_time_is_that_of_the_papers(devices, microbatches):
+    less = devices - 1
+    golden = {"gpipe": 3 * less, "1f1b": 3 * less, "zb-h1": less, "zb-h2": less, "zbv": Fraction(less, 2)}
+    golden |= {"dualpipe-v": Fraction(less, 2), "interleaved": Fraction(3 * less, 2), "bfs": Fraction(3 * less, 2)}
+    assert {name: idle(build(name, devices, microbatches)) for name in golden} == golden
+    assert idle(build("interleaved", devices, microbatches, loops=4)) == Fraction(3 * less, 4)
+    assert idle(build("bfs", devices, microbatches, loops=4)) == Fraction(3 * less, 4)
+
+
+@pytest.mark.parametrize(
+    ("devices", "half", "least"), [(3, 2.5, 3.5), (4, 3.5, 5.5), (5, 5.5, 7.5), (8, 9.5, 13.5), (16, 21.5, 29.5)]
+)
+def test_schedules_that_hold_less_wait_more_but_never_in_the_middle(devices, half, least):
+    for microbatches in (devices, 3 * devices):
+        assert idle(build("v-half", devices, microbatches)) == half
+        assert idle(build("v-min", devices, microbatches)) == least
+
+
+@given(devices=st.integers(1, 9), more=st.integers(0, 9))
+def test_with_enough_microbatches_no_device_of_a_zero_bubble_schedule_waits(devices, more):
+    for name in ("zb-h2", "zbv"):
+        assert waits(build(name, devices, 2 * devices + more)) == [0] * devices
+
+
+@given(devices=st.integers(1, 12), microbatches=st.integers(1, 30))
+def test_devices_hold_no_more_than_the_papers_say(devices, microbatches):
+    def most(name: str) -> int:
+        return max(peaks(build(name, devices, microbatches)))
+
+    assert peaks(build("gpipe", devices, microbatches)) == [microbatches] * devices
+    assert peaks(build("1f1b", devices, microbatches)) == [min(microbatches, devices - s) for s in range(devices)]
+    assert most("zb-h1") == min(microbatches, devices)
+    assert most("zb-h2") == min(microbatches, 2 * devices - 1)
+    # of the others a device's whole stage is two
+    assert most("zbv") == 2 * min(microbatches, devices)
+    assert most("v-half") <= devices + 2
+    assert most("v-min") <= 2 * ((devices + 4) // 3)
+    assert most("dualpipe-v") <= 2 * devices + 1
+
+
+@pytest.mark.parametrize(("devices", "microbatches"), [(4, 8), (8, 16), (16, 64)])
+def test_v_half_and_v_min_hold_a_half_and_a_third(devices, microbatches):
+    assert max(peaks(build("v-half", devices, microbatches))) == devices + 2
+    assert max(peaks(build("v-min", devices, microbatches))) == 2 * ((devices + 4) // 3)
+
+
+def picture(schedule: Schedule) -> list[str]:
+    """Draw a schedule as the docstrings do."""
+    lines = []
+    for device, row in enumerate(timed(schedule)):
+        cells = ["."] * row[-1][2]
+        for action, begin, end in row:
+            kind = action.kind if action.stage < schedule.devices else action.kind.lower()
+            cells[begin:end] = [f"{kind}{action.microbatch}", "--"][: end - begin]
+        lines.append(f"device {device}   {' '.join(cell.ljust(2) for cell in cells).rstrip()}")
+    return lines
+
+
+@pytest.mark.parametrize("name", [*LINE, *LOOPS, *VEE])
+def test_the_drawing_in_the_docstring_is_what_is_built(name):
+    text = inspect.getdoc(builders.BUILDERS[name].build) or ""
+    drawing = [line for line in text.splitlines() if line.startswith("device ")]
+    microbatches = 1 + max(int(word[1:]) for word in drawing[0].split()[2:] if word[1:].isdigit())
+    assert drawing == picture(build(name, len(drawing), microbatches))
+
+
+# What cannot be
+
+
+def refused(*args, **options) -> str:
+    with pytest.raises(ScheduleError) as caught:
+        pipeline_schedule(*args, **options)
+    return str(caught.value)
+
+
+def test_an_unknown_name_is_told_which_there_are():
+    assert refused("zb-v", stages=4, microbatches=8) == (
+        'There is no schedule "zb-v"; did you mean "zbv"? There are gpipe, 1f1b, interleaved, bfs, zb-h1, zb-h2, zbv, v-half, '
+        "v-min, dualpipe-v."
+    )
+    assert "did you mean" not in refused("xyz", stages=4, microbatches=8)
+
+
+def test_numbers_that_cannot_be_are_told_together():
+    assert refused("1f1b", stages=0, microbatches=2.5) == (
+        "1f1b: stages=0 and microbatches=2.5 should be a whole number, at least 1."
+    )
+    assert refused("bfs", stages=True, microbatches=1, devices=0) == (
+        "bfs: stages=True and devices=0 should be a whole number, at least 1."
+    )
+
+
+def test_stages_that_do_not_fit_on_the_devices_are_told_what_fits():
+    assert refused("1f1b", stages=8, microbatches=8, devices=4) == (
+        "1f1b lays one stage on each device: stages=8 and devices=4 should be equal; "
+        '"interleaved" and "bfs" lay several on one.'
+    )
+    assert refused("zbv", stages=8, microbatches=8, devices=3) == (
+        "zbv lays two stages on each device: with stages=8, devices=3 should be 4; with devices=3, stages=8 should be 5 or 6."
+    )
+    assert refused("interleaved", stages=3, microbatches=8, devices=4) == (
+        "interleaved lays at least one stage on each device: devices=4 should be at most stages=3."
+    )
