@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 import fshard as fs
 from fshard.errors import ScheduleError
 from fshard.mesh.sums import tree_sum
+from fshard.pipeline.builders import BUILDERS, pipeline_schedule
 from fshard.pipeline.execute import pipelined
+from fshard.pipeline.messages import with_messages
 from fshard.pipeline.schedule import Action, Kind, Schedule
 from fshard.testing.processes import run_processes
 
@@ -44,21 +46,8 @@ def any_schedule(choose, placement, microbatches, split=()):
     return Schedule("any", tuple(placement), microbatches, tuple(map(tuple, rows)))
 
 
-def one_f_one_b(stages, microbatches):
-    """Write 1F1B: as many forwards as there are stages behind, then one of each, then the backwards that are left."""
-    rows = []
-    for stage in range(stages):
-        warm = min(microbatches, stages - stage)
-        order = [(Kind.F, m) for m in range(warm)]
-        for m in range(microbatches):
-            order += [(Kind.B, m), *([(Kind.F, m + warm)] if m + warm < microbatches else [])]
-        rows.append(tuple(Action(kind, stage, m) for kind, m in order))
-    return Schedule("1f1b", tuple(range(stages)), microbatches, tuple(rows))
-
-
-def gpipe(stages, microbatches):
-    rows = [[Action(kind, s, m) for kind in (Kind.F, Kind.B) for m in range(microbatches)] for s in range(stages)]
-    return Schedule("gpipe", tuple(range(stages)), microbatches, tuple(map(tuple, rows)))
+def named(name, stages, microbatches):
+    return pipeline_schedule(name, stages=stages, microbatches=microbatches)
 
 
 # -- stages -------------------------------------------------------------------------------------------------------
@@ -171,8 +160,8 @@ def floats(tree, gradients):
 class Case:
     """Stages, parameters, microbatches and a schedule, all drawn."""
 
-    def __init__(self, choose, devices):
-        count = choose(range(devices, 6))
+    def __init__(self, choose, devices, schedule=None):
+        count = schedule.stages if schedule else choose(range(devices, 6))
         placement = [*range(devices), *(choose(range(devices)) for _ in range(count - devices))]
         kinds = [choose(["dense", "residual", "reused", "rectified"]) for _ in placement]
         ends = sorted({choose(range(count)), choose(range(count))})
@@ -185,14 +174,19 @@ class Case:
             for in_place in (True, False)
         )
         self.params = [params_of(kind, seed) for seed, kind in enumerate(kinds)]
-        self.batches = batches([(choose([1, 2, 3]), choose([1, 2])) for _ in range(choose(range(1, 6)))])
+        self.batches = batches(
+            [
+                (choose([1, 2, 3]), choose([1, 2]))
+                for _ in range(schedule.microbatches if schedule else choose(range(1, 6)))
+            ]
+        )
         split = [stage for stage in range(count) if choose([True, False])]
-        self.schedule = any_schedule(choose, placement, len(self.batches), split)
+        self.schedule = schedule or any_schedule(choose, placement, len(self.batches), split)
 
-    def check(self, mesh):
+    def check(self, mesh, modes=(True, True, False)):
         """Run it twice, in either mode, and hold what is here to the serial run."""
         expected, gradients = serial(self.plain, self.params, self.batches, self.skips)
-        for reproducible in (True, True, False):
+        for reproducible in modes:
             step = pipelined(
                 self.stages, self.schedule, loss_fn, mesh=mesh, skips=self.skips, reproducible=reproducible
             )
@@ -213,16 +207,26 @@ class Case:
             assert found.metrics["n"] == sum(len(one["x"]) for one in self.batches)
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(st.randoms(use_true_random=False), st.integers(1, 4))
 def test_any_schedule_gives_the_bits_of_the_serial_run(source, devices):
     Case(source.choice, devices).check(fs.make_mesh({"pipe": devices}))
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_known_schedules_all_give_the_same_bits(name):
+    """Also with fewer microbatches than stages, and with the messages that they are proven with."""
+    for microbatches in (1, 6):
+        for schedule in (named(name, 4, microbatches), with_messages(named(name, 4, microbatches))):
+            case = Case(random.Random(1).choice, 4, schedule=schedule)
+            case.check(fs.make_mesh({"pipe": schedule.devices}), modes=(True,))
 
 
 def on_processes(seeds, devices):
     mesh = fs.make_mesh({"pipe": devices})
     for seed in seeds:
         Case(random.Random(seed).choice, devices).check(mesh)
+    Case(random.Random(0).choice, 2 * devices, schedule=named("zbv", 2 * devices, 5)).check(mesh)
 
 
 def test_so_do_two_processes(two):
@@ -254,7 +258,7 @@ def test_one_f_one_b_keeps_as_many_forwards_as_there_are_stages_behind(stages, m
 
     step = pipelined(
         [partial(watched, number) for number in range(stages)],
-        one_f_one_b(stages, microbatches),
+        named("1f1b", stages, microbatches),
         lambda y, batch: y.sum(),
         mesh=fs.make_mesh({"pipe": stages}),
     )
@@ -276,7 +280,7 @@ def lengths(*sizes):
 
 
 def test_messages_are_told_once_for_each_shape():
-    step = pipelined([scaled] * 3, gpipe(3, 4), total, mesh=fs.make_mesh({"pipe": 3}))
+    step = pipelined([scaled] * 3, named("gpipe", 3, 4), total, mesh=fs.make_mesh({"pipe": 3}))
 
     def messages(*sizes):
         with fs.ledger() as told:
@@ -313,13 +317,13 @@ def test_shapes_that_depend_on_values_have_to_be_told():
     stages, ws = [positive, scaled], [torch.tensor(3.0), torch.tensor(2.0)]
     mesh = fs.make_mesh({"pipe": 2})
     with pytest.raises(fs.LayoutError) as error:
-        pipelined(stages, gpipe(2, 2), total, mesh=mesh)(ws, xs)
+        pipelined(stages, named("gpipe", 2, 2), total, mesh=mesh)(ws, xs)
     assert str(error.value) == (
         "the result of stage 0 for microbatch 1 is (float32[1, 1], True); for a microbatch of the same shapes it was "
         "(float32[2, 1], True), and whoever receives it counts on that. If shapes depend on values, say dynamic=True: then "
         "each message is told."
     )
-    found = pipelined(stages, gpipe(2, 2), total, mesh=mesh, dynamic=True)(ws, xs, [1, 1])
+    found = pipelined(stages, named("gpipe", 2, 2), total, mesh=mesh, dynamic=True)(ws, xs, [1, 1])
     assert found.loss == (12 + 6) / 2 and [g.item() for g in found.gradients] == [3.0, 4.5]
 
 
@@ -338,9 +342,9 @@ def test_forwards_alone_evaluate_and_infer():
     def loss(y, batch):
         return y.mean(), {"largest": y.max()}
 
-    evaluated = pipelined([stage] * 2, one_f_one_b(2, 3), loss, mesh=mesh, backward=False)(ws, xs)
+    evaluated = pipelined([stage] * 2, named("1f1b", 2, 3), loss, mesh=mesh, backward=False)(ws, xs)
     assert (evaluated.loss, evaluated.gradients, evaluated.metrics) == (6.0, [None, None], {"largest": 6.0})
-    inferred = pipelined([stage] * 2, one_f_one_b(2, 3), mesh=mesh, backward=False)(ws, xs)
+    inferred = pipelined([stage] * 2, named("1f1b", 2, 3), mesh=mesh, backward=False)(ws, xs)
     assert inferred.loss is None and all(torch.equal(y, 6 * x) for y, x in zip(inferred.metrics, xs, strict=True))
     assert not any(recording)
 
@@ -348,7 +352,7 @@ def test_forwards_alone_evaluate_and_infer():
 def on_two_axes():
     """Two pipelines of two stages beside each other, each with data of its own."""
     mesh = fs.make_mesh({"data": 2, "pipe": 2})
-    step = pipelined([scaled] * 2, one_f_one_b(2, 2), total, mesh=mesh)
+    step = pipelined([scaled] * 2, named("1f1b", 2, 2), total, mesh=mesh)
 
     def main():
         x = torch.full((1, 1), 1.0 + fs.axis_index("data"))
@@ -369,7 +373,7 @@ def test_pipelines_run_beside_each_other(four):
 
 def test_what_cuts_the_graph_has_no_gradients_before_it():
     stages = [scaled, lambda w, x: (x * w).detach(), scaled]
-    step = pipelined(stages, gpipe(3, 2), total, mesh=fs.make_mesh({"pipe": 3}))
+    step = pipelined(stages, named("gpipe", 3, 2), total, mesh=fs.make_mesh({"pipe": 3}))
     found = step([torch.tensor(2.0)] * 3, lengths(1, 1))
     assert found.gradients == [None, None, 4.0]
 
@@ -380,16 +384,16 @@ def test_what_cuts_the_graph_has_no_gradients_before_it():
 def test_what_cannot_be_run_is_refused_at_once():
     mesh = fs.make_mesh({"pipe": 2})
     with pytest.raises(fs.LayoutError) as error:
-        pipelined([scaled], gpipe(3, 1), mesh=mesh)
+        pipelined([scaled], named("gpipe", 3, 1), mesh=mesh)
     assert str(error.value) == (
         "pipelined as gpipe: it has 3 stages, 1 are given; it is for 3 devices, axis pipe has 2; a backward begins with a "
         "loss: give loss_fn=, or say backward=False."
     )
     with pytest.raises(ScheduleError) as error:
-        pipelined([scaled] * 2, gpipe(2, 1), total, mesh=mesh, skips={"a": (1, 1), "b": (0, 2), "c": (0, 1)})
+        pipelined([scaled] * 2, named("gpipe", 2, 1), total, mesh=mesh, skips={"a": (1, 1), "b": (0, 2), "c": (0, 1)})
     assert str(error.value) == 'skips lead from a stage to a later one of 0..1; found "a": (1, 1); "b": (0, 2).'
     gathering = Schedule(
-        "fsdp", (0, 1), 1, tuple((Action(Kind.GATHER, s), *row) for s, row in enumerate(gpipe(2, 1).rows))
+        "fsdp", (0, 1), 1, tuple((Action(Kind.GATHER, s), *row) for s, row in enumerate(named("gpipe", 2, 1).rows))
     )
     with pytest.raises(ScheduleError) as error:
         pipelined([scaled] * 2, gathering, total, mesh=mesh)
@@ -397,7 +401,7 @@ def test_what_cannot_be_run_is_refused_at_once():
 
 
 def test_what_a_step_is_given_is_looked_at():
-    step = pipelined([scaled] * 2, gpipe(2, 2), total, mesh=fs.make_mesh({"pipe": 2}))
+    step = pipelined([scaled] * 2, named("gpipe", 2, 2), total, mesh=fs.make_mesh({"pipe": 2}))
     ws = [torch.tensor(2.0)] * 2
     with pytest.raises(fs.LayoutError, match="the schedule takes 2 microbatches, 3 are given"):
         step(ws, lengths(1, 1, 1))
@@ -408,9 +412,9 @@ def test_what_a_step_is_given_is_looked_at():
     with pytest.raises(fs.LayoutError, match=r"count for something together; they count for \[0.0, 0.0\]"):
         step(ws, lengths(1, 1), [0, 0])
     with pytest.raises(fs.LayoutError, match="loss_fn has to return one floating number.*float32 of shape"):
-        pipelined([scaled] * 2, gpipe(2, 2), lambda y, x: y, mesh=fs.make_mesh({"pipe": 2}))(ws, lengths(2, 2))
+        pipelined([scaled] * 2, named("gpipe", 2, 2), lambda y, x: y, mesh=fs.make_mesh({"pipe": 2}))(ws, lengths(2, 2))
     with pytest.raises(fs.LayoutError, match=r"stage 0 has skips, so it has to return \(y, \{'a': ...\}\)"):
-        pipelined([scaled] * 2, gpipe(2, 2), total, mesh=fs.make_mesh({"pipe": 2}), skips={"a": (0, 1)})(
+        pipelined([scaled] * 2, named("gpipe", 2, 2), total, mesh=fs.make_mesh({"pipe": 2}), skips={"a": (0, 1)})(
             ws, lengths(2, 2)
         )
     assert step(ws, lengths(1, 1)).loss == 4.0
