@@ -27,7 +27,7 @@ from fshard.mesh.tree import PyTree
 from fshard.pipeline.halves import halves, whole
 from fshard.pipeline.leaves import Params, Value, left, map_tensors
 from fshard.pipeline.microbatches import Batch, Found, together
-from fshard.pipeline.post import Form, Post
+from fshard.pipeline.post import Known, Post
 from fshard.pipeline.route import Mail, Route, Wire
 from fshard.pipeline.saved import Saved
 from fshard.pipeline.schedule import Action, Kind, Schedule
@@ -153,7 +153,7 @@ class Plan:
     backward: bool
     reproducible: bool
     dynamic: bool
-    known: dict[int, dict[Any, Form]]
+    known: dict[int, dict[Any, Known]]
 
 
 class Record(NamedTuple):

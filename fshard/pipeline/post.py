@@ -28,29 +28,47 @@ from fshard.source import Site
 Mail = TypeVar("Mail", bound=Hashable)
 
 
-class Form(NamedTuple):
-    """What both ends of a message know.
+class _Like(NamedTuple):
+    shape: torch.Size
+    dtype: torch.dtype
 
-    Args:
-        structure: of the tree.
-        leaves: of each tensor its shape and dtype; of anything else, itself.
-    """
+
+class Form(NamedTuple):
+    """What is told of a message: the structure of its tree; of each tensor shape and dtype, of any other leaf itself."""
 
     structure: Structure
     leaves: tuple[Any, ...]
 
-    def tensors(self) -> dict[torch.dtype, list[int]]:
-        """Return where tensors of each dtype stand."""
+    @staticmethod
+    def of(leaves: Sequence[Any], structure: Structure) -> Form:
+        """Describe a tree."""
+        return Form(structure, tuple([_Like(x.shape, x.dtype) if isinstance(x, Tensor) else x for x in leaves]))
+
+    def __str__(self) -> str:
+        told = [f"{str(x.dtype)[6:]}{list(x.shape)}" if isinstance(x, _Like) else repr(x) for x in self.leaves]
+        return f"({', '.join(told)})"
+
+
+class Known(NamedTuple):
+    """A form, and what travels together: the places of all tensors of one dtype, with tensors like them, without memory."""
+
+    form: Form
+    batches: Sequence[tuple[Sequence[int], tuple[Tensor, ...]]]
+
+    @staticmethod
+    def of(form: Form, device: torch.device) -> Known:
+        """Sort the tensors of a form."""
         places: dict[torch.dtype, list[int]] = {}
-        for place, leaf in enumerate(self.leaves):
+        likes: dict[torch.dtype, tuple[Tensor, ...]] = {}
+        for place, leaf in enumerate(form.leaves):
             if isinstance(leaf, _Like):
                 places.setdefault(leaf.dtype, []).append(place)
-        return places
+                likes[leaf.dtype] = (*likes.get(leaf.dtype, ()), _like(leaf.shape, leaf.dtype, device))
+        return Known(form, [(own, likes[dtype]) for dtype, own in places.items()])
 
 
-class _Like(NamedTuple):
-    shape: torch.Size
-    dtype: torch.dtype
+def _like(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty((), dtype=dtype, device=device).expand(shape)
 
 
 class Post(Generic[Mail]):
@@ -62,7 +80,7 @@ class Post(Generic[Mail]):
         device: where tensors lie.
         comes: what comes from each other device, in that order.
         kind: of a message; messages of one kind have one form.
-        known: the forms of kinds, which both ends learn; None: every message is told.
+        known: what both ends have learnt, by kind and receiver; None: every message is told.
     """
 
     def __init__(
@@ -72,7 +90,7 @@ class Post(Generic[Mail]):
         device: torch.device,
         comes: Mapping[int, Sequence[Mail]],
         kind: Callable[[Mail], Hashable],
-        known: dict[Hashable, Form] | None,
+        known: dict[Hashable, Known] | None,
     ) -> None:
         self._group, self._site, self._device, self._kind, self._known = group, site, device, kind, known
         self._comes = {source: deque(mails) for source, mails in comes.items()}
@@ -84,78 +102,64 @@ class Post(Generic[Mail]):
     def send(self, mail: Mail, to: int, tree: PyTree) -> None:
         """Send a tree to a device, without waiting for it."""
         leaves, structure = flatten(tree, none_is_leaf=True)
-        form = Form(structure, tuple([_Like(x.shape, x.dtype) if isinstance(x, Tensor) else x for x in leaves]))
-        if self._is_new(mail, to, form):
+        form = Form.of(leaves, structure)
+        known = self._look_up(mail, to)
+        if known is None:
+            known = self._learn(mail, to, form)
             told = torch.frombuffer(bytearray(pickle.dumps(form)), dtype=torch.uint8).to(self._device)
-            self._send([torch.tensor([len(told)], device=self._device)], to)
-            self._send([told], to)
-        for places in form.tensors().values():
-            self._send([leaves[place].detach() for place in places], to)
+            self._send((torch.tensor([len(told)], device=self._device),), to)
+            self._send((told,), to)
+        elif known.form != form:
+            raise LayoutError(
+                f"{mail} is {form}; for a microbatch of the same shapes it was {known.form}, and whoever receives it counts on "
+                "that. If shapes depend on values, say dynamic=True: then each message is told."
+            )
+        for places, _ in known.batches:
+            self._send(tuple([leaves[place] for place in places]), to)
 
     def take(self, mail: Mail, source: int) -> PyTree:
         """Return what comes from a device, as soon as it is there."""
         while mail not in self._arrived:
             first = self._comes[source].popleft()
-            form = self._form(first) or self._heard(first, source)
-            coming = self._begun.pop(source, None) or self._receiving(form, source)
-            leaves = list(form.leaves)
-            for places, pending in zip(form.tensors().values(), coming, strict=True):
+            known = self._look_up(first, self._group.index) or self._hear(first, source)
+            coming = self._begun.pop(source, None) or self._receive_all(known, source)
+            leaves = list(known.form.leaves)
+            for (places, _), pending in zip(known.batches, coming, strict=True):
                 for place, x in zip(places, pending.wait(), strict=True):
                     leaves[place] = x
-            self._arrived[first] = unflatten(form.structure, leaves)
+            self._arrived[first] = unflatten(known.form.structure, leaves)
             self._begin(source)
         return self._arrived.pop(mail)
 
     def _begin(self, source: int) -> None:
         """Begin to receive what comes next, if it is known what that is: it may come while something is computed."""
-        form = self._form(self._comes[source][0]) if self._comes[source] else None
-        if form is not None:
-            self._begun[source] = self._receiving(form, source)
+        known = self._look_up(self._comes[source][0], self._group.index) if self._comes[source] else None
+        if known is not None:
+            self._begun[source] = self._receive_all(known, source)
 
-    def _form(self, mail: Mail) -> Form | None:
-        """Return the form of a message that comes here, if it has been told."""
-        return None if self._known is None else self._known.get((self._group.index, self._kind(mail)))
+    # -- what is told -------------------------------------------------------------------------------------------
 
-    def _is_new(self, mail: Mail, to: int, form: Form) -> bool:
-        """Return whether the receiver does not know the form of a message yet."""
-        if self._known is None:
-            return True
-        known = self._known.setdefault((to, self._kind(mail)), form)
-        if known is form:
-            return True
-        if known != form:
-            raise LayoutError(
-                f"{mail} is {_words(form)}; for a microbatch of the same shapes it was {_words(known)}, and whoever receives "
-                "it counts on that. If shapes depend on values, say dynamic=True: then each message is told."
-            )
-        return False
+    def _look_up(self, mail: Mail, to: int) -> Known | None:
+        return None if self._known is None else self._known.get((to, self._kind(mail)))
 
-    def _heard(self, mail: Mail, source: int) -> Form:
-        """Be told the form of a message."""
-        (length,) = self._receive([self._like(torch.Size([1]), torch.int64)], source).wait()
-        (told,) = self._receive([self._like(torch.Size([int(length)]), torch.uint8)], source).wait()
-        form: Form = pickle.loads(told.cpu().numpy().tobytes())
+    def _learn(self, mail: Mail, to: int, form: Form) -> Known:
+        known = Known.of(form, self._device)
         if self._known is not None:
-            self._known[self._group.index, self._kind(mail)] = form
-        return form
+            self._known[to, self._kind(mail)] = known
+        return known
 
-    def _receiving(self, form: Form, source: int) -> list[Pending]:
-        return [
-            self._receive([self._like(*form.leaves[place]) for place in places], source)
-            for places in form.tensors().values()
-        ]
+    def _hear(self, mail: Mail, source: int) -> Known:
+        (length,) = self._receive((_like([1], torch.int64, self._device),), source).wait()
+        (told,) = self._receive((_like([int(length)], torch.uint8, self._device),), source).wait()
+        return self._learn(mail, self._group.index, pickle.loads(told.cpu().numpy().tobytes()))
 
-    def _like(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """Return a tensor of some shape that has no memory."""
-        return torch.empty((), dtype=dtype, device=self._device).expand(shape)
+    # -- tensors of one dtype -----------------------------------------------------------------------------------
 
-    def _send(self, xs: list[Tensor], to: int) -> None:
-        Send(to, self._group, self._site, ()).run(tuple(xs))
+    def _send(self, xs: tuple[Tensor, ...], to: int) -> None:
+        Send(to, self._group, self._site, ()).run(xs)
 
-    def _receive(self, likes: list[Tensor], source: int) -> Pending:
-        return self._group.world.current().receive(tuple(likes), self._group, source, self._site)
+    def _receive_all(self, known: Known, source: int) -> list[Pending]:
+        return [self._receive(likes, source) for _, likes in known.batches]
 
-
-def _words(form: Form) -> str:
-    told = [f"{str(x.dtype)[6:]}{list(x.shape)}" if isinstance(x, _Like) else repr(x) for x in form.leaves]
-    return f"({', '.join(told)})"
+    def _receive(self, likes: tuple[Tensor, ...], source: int) -> Pending:
+        return self._group.world.current().receive(likes, self._group, source, self._site)
