@@ -21,6 +21,7 @@ from fshard.errors import (
     OptimizerError,
     PolicyError,
     PromiseError,
+    ScheduleError,
     ScopeError,
 )
 from fshard.explore.picture import Picture, picture, visualize
@@ -53,6 +54,8 @@ from fshard.mesh.sharded import Sharded, from_local, typeof
 from fshard.mesh.spec import P
 from fshard.optim.contract import Optimizer, apply_updates
 from fshard.optim.partition import partition_optimizer
+from fshard.pipeline.builders import pipeline_schedule
+from fshard.pipeline.schedule import Action, Schedule
 from fshard.transforms.evaluate import evaluate
 from fshard.transforms.functionalize import functionalize
 from fshard.transforms.gradient import grad, value_and_grad
@@ -75,6 +78,7 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = [
+    "Action",
     "CollectiveTimeoutError",
     "DeadlockError",
     "FshardError",
@@ -93,6 +97,8 @@ __all__ = [
     "Picture",
     "PolicyError",
     "PromiseError",
+    "Schedule",
+    "ScheduleError",
     "ScopeError",
     "ShardType",
     "Sharded",
@@ -121,6 +127,7 @@ __all__ = [
     "optim",
     "partition_optimizer",
     "picture",
+    "pipeline_schedule",
     "pmax",
     "pmean",
     "pmin",

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from fshard.errors import ScheduleError
 from fshard.pipeline import builders
 from fshard.pipeline.builders import pipeline_schedule
+from fshard.pipeline.paths import along_path
 from fshard.pipeline.schedule import Action, Kind, Schedule
+from fshard.pipeline.weights import with_weights
 
 LINE = ("gpipe", "1f1b", "zb-h1", "zb-h2")
 LOOPS = ("interleaved", "bfs")
@@ -104,7 +106,7 @@ def test_idle_time_is_that_of_the_papers(devices, microbatches):
 
 
 @pytest.mark.parametrize(
-    ("devices", "half", "least"), [(3, 2.5, 3.5), (4, 3.5, 5.5), (5, 5.5, 7.5), (8, 9.5, 13.5), (16, 21.5, 29.5)]
+    ("devices", "half", "least"), [(3, 2.5, 3.5), (4, 3, 5.5), (5, 5.5, 7.5), (8, 9, 13.5), (16, 21, 29.5)]
 )
 def test_schedules_that_hold_less_wait_more_but_never_in_the_middle(devices, half, least):
     for microbatches in (devices, 3 * devices):
@@ -138,6 +140,24 @@ def test_devices_hold_no_more_than_the_papers_say(devices, microbatches):
 def test_v_half_and_v_min_hold_a_half_and_a_third(devices, microbatches):
     assert max(peaks(build("v-half", devices, microbatches))) == devices + 2
     assert max(peaks(build("v-min", devices, microbatches))) == 2 * ((devices + 4) // 3)
+
+
+@given(
+    legs=st.lists(st.tuples(st.integers(1, 5), st.integers(0, 3)), min_size=2, max_size=4).filter(
+        lambda legs: len(legs) != 3
+    ),
+    devices=st.integers(1, 6),
+    microbatches=st.integers(1, 9),
+    room=st.integers(1, 12),
+)
+def test_forwards_before_their_turn_take_no_room(legs, devices, microbatches, room):
+    placement = (*range(devices), *reversed(range(devices)))[: devices * len(legs) // 2]
+    steps, pauses = zip(*legs, strict=True)
+    path = along_path("any", placement, microbatches, steps, pauses)
+    strict, early = with_weights(path, room), with_weights(path, room, early=True)
+    assert max(peaks(early)) <= max(*peaks(strict), room)
+    assert Counter(a for row in early.rows for a in row) == Counter(a for row in strict.rows for a in row)
+    timed(early)
 
 
 def picture(schedule: Schedule) -> list[str]:
@@ -174,6 +194,7 @@ def test_an_unknown_name_is_told_which_there_are():
         'There is no schedule "zb-v"; did you mean "zbv"? There are gpipe, 1f1b, interleaved, bfs, zb-h1, zb-h2, zbv, v-half, '
         "v-min, dualpipe-v."
     )
+    assert 'There is no schedule "1F1B"; did you mean "1f1b"?' in refused("1F1B", stages=4, microbatches=8)
     assert "did you mean" not in refused("xyz", stages=4, microbatches=8)
 
 

@@ -39,7 +39,10 @@ def pipeline_schedule(name: str, *, stages: int, microbatches: int, devices: int
     (0, 1, 2, 3, 3, 2, 1, 0)
     """
     if name not in BUILDERS:
-        close = "".join(f'; did you mean "{close}"?' for close in get_close_matches(str(name), BUILDERS, n=1)) or "."
+        close = (
+            "".join(f'; did you mean "{close}"?' for close in get_close_matches(str(name).lower(), BUILDERS, n=1))
+            or "."
+        )
         raise ScheduleError(f'There is no schedule "{name}"{close} There are {", ".join(BUILDERS)}.')
     numbers = {"stages": stages, "microbatches": microbatches} | ({} if devices is None else {"devices": devices})
     wrong = [f"{what}={n!r}" for what, n in numbers.items() if not isinstance(n, int) or isinstance(n, bool) or n < 1]
@@ -85,9 +88,9 @@ def one_forward_one_backward(name: str, placement: Placement, microbatches: int)
 def interleaved(name: str, placement: Placement, microbatches: int) -> Schedule:
     """Do 1F1B in loops: with v stages on a device, devices wait v times shorter.
 
-    The microbatches go in groups, as many as there are devices or a few more: a group goes through a device's first stage,
-    then through its second.  So the next loop begins when the last one has come round (Narayanan et al., "Efficient
-    Large-Scale Language Model Training on GPU Clusters").
+    Microbatches go in groups, of as many as there are devices or a few more: a group goes through a device's first stage,
+    then through its second, which it reaches when it has come round (Narayanan et al., "Efficient Large-Scale Language Model
+    Training on GPU Clusters").  Legs are of 2 and 4 ticks: that holds more than 1 and 2 would, and messages may take longer.
 
     device 0   F0 F1 F2 f0 f1 f2 .  .  .  .  b0 -- .  b1 -- .  b2 -- B0 -- B1 -- B2 --
     device 1   .  F0 F1 F2 f0 f1 f2 .  b0 -- .  b1 -- .  b2 -- B0 -- B1 -- B2 --
@@ -144,21 +147,21 @@ def zero_bubble_v(name: str, placement: Placement, microbatches: int) -> Schedul
     device 1   .  F0 F1 F2 f0 F3 f1 i0 w0 f2 i1 I0 w1 F4 W0 f3 i2 I1 w2 W1 f4 i3 I2 i4 I3 w3 I4 W2 w4 W3 W4
     device 2   .  .  F0 f0 F1 f1 F2 f2 i0 I0 w0 F3 W0 f3 i1 I1 w1 F4 W1 f4 i2 I2 i3 I3 i4 I4 w2 W2 w3 W3 w4 W4
     """
-    return with_weights(
-        along_path(name, placement, microbatches, legs=(4, 2, 4, 2)), room=2 * (max(placement) + 1), early=True
-    )
+    path = along_path(name, placement, microbatches, legs=(4, 2, 4, 2))
+    return with_weights(path, room=2 * (max(placement) + 1), early=True)
 
 
 def v_half(name: str, placement: Placement, microbatches: int) -> Schedule:
-    """Take half as long a path as zbv: half of what it holds, and more waiting.
+    """Take half as long a path as zbv: half of what it holds, and half of the waiting of 1F1B.
 
-    device 0   F0 F1 .  .  .  f0 i0 F2 w0 f1 i1 w1 I0 F3 W0 f2 i2 w2 I1 W1 .  f3 i3 I2 w3 W2 .  I3 W3
-    device 1   .  F0 .  .  f0 F1 .  i0 f1 w0 F2 I0 i1 W0 f2 w1 F3 I1 i2 W1 f3 w2 I2 i3 W2 w3 I3 W3
-    device 2   .  .  F0 f0 .  .  F1 f1 i0 I0 w0 F2 W0 f2 i1 I1 w1 F3 W1 f3 i2 I2 w2 W2 i3 I3 w3 W3
+    device 0   F0 F1 F2 .  .  f0 i0 w0 .  .  f1 i1 I0 w1 F3 W0 f2 i2 I1 w2 W1 f3 i3 I2 w3 W2 .  I3 W3
+    device 1   .  F0 F1 F2 f0 .  .  i0 w0 f1 I0 W0 i1 w1 f2 F3 I1 W1 i2 w2 f3 .  I2 i3 W2 w3 I3 W3
+    device 2   .  .  F0 f0 F1 f1 .  .  i0 I0 w0 F2 W0 f2 i1 I1 w1 F3 W1 f3 i2 I2 w2 W2 i3 I3 w3 W3
     """
     devices = max(placement) + 1
     pauses = (0, 0, 0) if devices % 2 else (2, 0, 3)  # without them two passes would fall on one tick
-    return with_weights(along_path(name, placement, microbatches, (2, 1, 2, 1), pauses), room=devices + 2 - devices % 2)
+    path = along_path(name, placement, microbatches, (2, 1, 2, 1), pauses)
+    return with_weights(path, room=devices + 2 - devices % 2, early=True)
 
 
 def v_min(name: str, placement: Placement, microbatches: int) -> Schedule:

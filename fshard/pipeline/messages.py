@@ -3,10 +3,10 @@ r"""Sends and receives: put into a schedule, and taken out of it again.
 A schedule of forwards and backwards alone says all about its messages but their order.  Let a clock run, on which F, I and W
 take one tick and B two.  A message goes when what is sent is done, both its send and its receive:
 
-    tick         0      1       2           3       4
-    device 0    0F0    0F1                         0B0             0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 ...
-                   \      \                       /
-    device 1           1F0      1B0           1F1                  1RECV_F0 1F0 1B0 ...
+    tick       0    1    2    3    4    5    6    7
+    device 0   F0   F1             B0   --        B1   --          0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1
+                 \    \           /              /
+    device 1        F0   B0   --   F1   B1   --                    1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1B1 1SEND_B1
 
 So there is one order of all messages, that of the clock, and each device has its own messages in that order.  Then both ends
 of a pair have theirs in the same order, and nobody waits for ever even if a send blocks until it is received: the first

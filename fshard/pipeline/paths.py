@@ -3,11 +3,17 @@
 Every microbatch takes the same *path* through the stages and back, one period after the microbatch before it.  A path has
 *legs*: on each it goes over all devices, with so many ticks from one to the next.
 
-    1f1b: legs of 1 and 2 ticks                      zbv: legs of 4, 2, 4 and 2 ticks
+    1f1b: one leg there of 1 tick a device, one back of 2           a B takes two ticks
 
-    device 0   F0       F1 B0       F2 B1            F0             f0 i0            I0
-    device 1      F0    B0 F1       B1 F2                F0      f0        i0     I0
-    device 2         F0 B0    F1    B1    F2                 F0f0             i0I0
+    device 0   F0       F1       F2 B0 --    B1 --    B2 --
+    device 1      F0       F1 B0 -- F2 B1 --    B2 --
+    device 2         F0 B0 -- F1 B1 -- F2 B2 --
+
+    zbv: legs of 4, 2, 4 and 2 ticks                                f and i are those of a device's second stage
+
+    device 0   F0                F1                   f0 i0             f1 i1                   I0                I1
+    device 1               F0                F1 f0                f1 i0                i1 I0                I1
+    device 2                           F0 f0             F1 f1                   i0 I0             i1 I1
 
 Only the order on each device is kept: a device does the next thing as soon as it can.  The shorter the path, the less a
 device holds at a time; the longer, the less it waits while the first microbatches come and the last ones go (Qi et al.,

@@ -12,12 +12,18 @@ A schedule may be wrong (`verify` says where); only what is no schedule at all i
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from rich.console import Group
 
 from fshard.errors import ScheduleError
+
+if TYPE_CHECKING:
+    from fshard.pipeline.simulate import Simulation
+    from fshard.pipeline.verify import Proof
 
 
 class Kind(StrEnum):
@@ -155,13 +161,17 @@ class Schedule:
         """Return the same with other actions."""
         return replace(self, rows=tuple(map(tuple, rows)))
 
-    def to_csv(self) -> str:
+    def to_csv(self, *, overlapped: bool = False) -> str:
         """Write a row of cells for each device, as torch.distributed.pipelining reads them.
 
         A schedule without messages is torch's "compute_only" form, one with messages its "compute_comms" form, in which torch
         scales and reduces gradients only where REDUCE_GRAD stands.
+
+        Args:
+            overlapped: whether a forward, and the backward after it of another stage and microbatch, are one cell, as
+                torch has it for DualPipe-V: `(0F4;3B1)OVERLAP_F_B`.
         """
-        return "".join(f"{','.join(map(str, row))}\n" for row in self.rows)
+        return "".join(f"{','.join(_overlapped(row) if overlapped else map(str, row))}\n" for row in self.rows)
 
     @classmethod
     def from_csv(
@@ -178,31 +188,71 @@ class Schedule:
             placement: the device of each stage; if left out, the device that has its actions.
             microbatches: how many there are; if left out, as many as are written of.
         """
-        rows = [[*_cells(line)] for line in text.splitlines()]
+        rows = [tuple(_cells(line)) for line in text.splitlines()]
         if microbatches is None:
             microbatches = 1 + max((each.microbatch or 0 for row in rows for each in row), default=0)
-        return cls(
-            name, tuple(_places(name, rows) if placement is None else placement), microbatches, tuple(map(tuple, rows))
-        )
+        places = _places(name, rows) if placement is None else placement
+        return cls(name, tuple(places), microbatches, tuple(rows))
 
     def to_text(self) -> str:
-        """Write everything down: a line that says what it is, and a line of actions for each device."""
+        """Write everything down: a line that says what it is, and one of actions for each device, `-` if it has none."""
         places = " ".join(map(str, self.placement))
         head = f"{self.name}: {self.microbatches} microbatches, stages on devices {places}"
-        return "\n".join([head, *(" ".join(map(str, row)) for row in self.rows)])
+        return "\n".join([head, *(" ".join(map(str, row)) or "-" for row in self.rows)])
 
     @classmethod
     def from_text(cls, text: str) -> Schedule:
-        """Read what `to_text` writes."""
-        head, *lines = text.lstrip("\n").split("\n")
+        """Read what `to_text` writes, with blanks or blank lines around it."""
+        head, *lines = [*filter(None, map(str.strip, text.splitlines()))] or [""]
         found = re.fullmatch(r"(.*): (\d+) microbatches, stages on devices ([\d ]+)", head)
         if not found:
             raise ScheduleError(
                 f'A schedule begins with "name: 8 microbatches, stages on devices 0 1 2 3"; found "{head}".'
             )
         name, microbatches, places = found.groups()
-        csv = "".join(f"{line.replace(' ', ',')}\n" for line in lines)
-        return cls.from_csv(csv, name=name, placement=map(int, places.split()), microbatches=int(microbatches))
+        csv = "\n".join("" if line == "-" else ",".join(line.split()) for line in lines)
+        return cls.from_csv(f"{csv}\n", name=name, placement=map(int, places.split()), microbatches=int(microbatches))
+
+    def verify(self, *, memory: int | None = None) -> Proof:
+        """Prove that it can run, or say and draw all that is wrong: see `fshard.pipeline.verify`."""
+        from fshard.pipeline.verify import verify
+
+        return verify(self, memory=memory)
+
+    def simulate(self, **options: Any) -> Simulation:
+        """Say when each action happens: for the options see `fshard.pipeline.simulate.simulate`."""
+        from fshard.pipeline.simulate import simulate
+
+        return simulate(self, **options)
+
+    def __str__(self) -> str:
+        from fshard.pipeline.draw import schedule_as_text
+
+        return schedule_as_text(self).plain
+
+    def __rich__(self) -> Group:
+        from fshard.pipeline.draw import schedule_as_text
+
+        return Group(schedule_as_text(self))  # a bare Text would be wrapped
+
+    def _repr_html_(self) -> str:
+        from fshard.pipeline.draw import schedule_as_html
+
+        return schedule_as_html(self)
+
+
+def _overlapped(row: Iterable[Action]) -> list[str]:
+    """Write a row with each forward and the backward after it in one cell."""
+    cells: list[str] = []
+    before: Action | None = None
+    for action in row:
+        pair = before and (before.kind, action.kind) == (Kind.F, Kind.B)
+        if before and pair and before.stage != action.stage and before.microbatch != action.microbatch:
+            cells[-1] = f"({before};{action})OVERLAP_F_B"
+        else:
+            cells.append(str(action))
+        before = action
+    return cells
 
 
 def _cells(line: str) -> Iterator[Action]:
@@ -212,18 +262,16 @@ def _cells(line: str) -> Iterator[Action]:
         yield from map(Action.parse, overlapped[1].split(";") if overlapped else [cell])
 
 
-def _places(name: str, rows: list[list[Action]]) -> list[int]:
+def _places(name: str, rows: Sequence[Sequence[Action]]) -> list[int]:
     """Find the device of each stage: the one that has its actions."""
-    found = {
-        stage: sorted({d for d, row in enumerate(rows) for a in row if a.stage == stage}) for stage in _stages(rows)
-    }
-    wrong = [f"stage {stage} on {devices or 'none'}" for stage, devices in found.items() if len(devices) != 1]
+    stages = 1 + max((action.stage for row in rows for action in row), default=-1)
+    found: list[set[int]] = [set() for _ in range(stages)]
+    for device, row in enumerate(rows):
+        for action in row:
+            found[action.stage].add(device)
+    wrong = [f"stage {stage} on {sorted(at) or 'none'}" for stage, at in enumerate(found) if len(at) != 1]
     if wrong:
         raise ScheduleError(
             f"{name}: each stage lies on one device; found {', '.join(wrong)}. Say which with placement=."
         )
-    return [device for (device,) in found.values()]
-
-
-def _stages(rows: list[list[Action]]) -> range:
-    return range(1 + max((action.stage for row in rows for action in row), default=-1))
+    return [device for (device,) in found]

@@ -10,7 +10,7 @@ activations: a forward begins to hold them, a W lets them go.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from fshard.pipeline.clock import Result, needs, refuse_stuck, result
 from fshard.pipeline.schedule import Action, Kind, Schedule
@@ -38,43 +38,35 @@ def with_weights(schedule: Schedule, room: int, *, early: bool = False) -> Sched
     def able(action: Action) -> bool:
         return there.issuperset(needs(action, schedule.stages))
 
-    def turn(device: int) -> int | None:
-        """Return the place in what is left of that which a device does now; None if that is a W or nothing."""
-        full = held[device] >= room and left[device] and left[device][0].kind is Kind.F
-        if left[device] and able(left[device][0]) and not (full and owed[device]):
-            return 0
-        if not early or owed[device]:
-            return None
-        return next((place for place in _early(left[device], room - held[device]) if able(left[device][place])), None)
+    def turn(device: int) -> Action | None:
+        """Return what a device begins in this tick."""
+        ahead, weights, space = left[device], owed[device], room - held[device]
+        if ahead and able(ahead[0]) and (ahead[0].kind is not Kind.F or space > 0 or not weights):
+            return ahead[0]
+        if weights:
+            return weights[0]
+        return next(filter(able, _early(ahead, space)), None) if early else None
 
     while any(left) or any(owed):
-        begun: list[Action] = []  # in this tick
-        for device, row in enumerate(rows):
-            if (place := turn(device)) is not None:
-                begun.append(left[device][place])
-                del left[device][place]
-                held[device] += begun[-1].kind is Kind.F
-            elif owed[device]:
-                begun.append(owed[device].popleft())
-                held[device] -= 1
-            else:
-                continue
-            row.append(begun[-1])
+        begun = {device: action for device in range(schedule.devices) if (action := turn(device))}
         if not begun:
-            refuse_stuck(schedule.name, {device: row[0] for device, row in enumerate(left) if row})
-        for action in begun:
+            refuse_stuck(schedule.name, {device: ahead[0] for device, ahead in enumerate(left) if ahead})
+        for device, action in begun.items():
+            rows[device].append(action)
             there.add(result(action))
+            held[device] += {Kind.F: 1, Kind.W: -1}.get(action.kind, 0)
+            (owed if action.kind is Kind.W else left)[device].remove(action)
             if action.kind is Kind.I:
-                owed[schedule.placement[action.stage]].append(Action(Kind.W, action.stage, action.microbatch))
+                owed[device].append(Action(Kind.W, action.stage, action.microbatch))
     return schedule.with_rows(rows)
 
 
-def _early(row: Iterable[Action], room: int) -> Iterable[int]:
-    """Yield the places of forwards that fit in at once, and leave room for all that was to be done before them."""
+def _early(row: Iterable[Action], space: int) -> Iterator[Action]:
+    """Yield the forwards that fit in at once, and leave space for all that was to be done before them."""
     held = 0
-    for place, action in enumerate(row):
-        if action.kind is Kind.F and place:
-            yield place
-        held += 1 if action.kind is Kind.F else -1
-        if held >= room:
+    for action in row:
+        if held >= space:
             return
+        if action.kind is Kind.F:
+            yield action
+        held += 1 if action.kind is Kind.F else -1
