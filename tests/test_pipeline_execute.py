@@ -17,6 +17,7 @@ from fshard.pipeline.builders import BUILDERS, pipeline_schedule
 from fshard.pipeline.execute import pipelined
 from fshard.pipeline.messages import with_messages
 from fshard.pipeline.schedule import Action, Kind, Schedule
+from fshard.pipeline.units import with_units
 from fshard.testing.processes import run_processes
 
 # -- schedules ----------------------------------------------------------------------------------------------------
@@ -247,14 +248,17 @@ def test_so_do_processes_that_are_watched():
 @pytest.mark.parametrize(("stages", "microbatches"), [(4, 6), (4, 2), (3, 1), (1, 3)])
 def test_one_f_one_b_keeps_as_many_forwards_as_there_are_stages_behind(stages, microbatches):
     """Weak references to what a stage has saved tell how many graphs there are; after the step there is none."""
-    alive = [[] for _ in range(stages)]
+    alive, made = [[] for _ in range(stages)], []
     most = [0] * stages
 
     def watched(number, w, x):
         y = torch.sigmoid(x @ w)
         alive[number].append(weakref.ref(y.untyped_storage()))
         most[number] = max(most[number], sum(one() is not None for one in alive[number]))
-        return y * 2
+        assert not any(one() is not None for one in made)  # results are sent and let go, but for what is saved of them
+        result = y * 2
+        made.append(weakref.ref(result.untyped_storage()))
+        return result
 
     step = pipelined(
         [partial(watched, number) for number in range(stages)],
@@ -264,7 +268,7 @@ def test_one_f_one_b_keeps_as_many_forwards_as_there_are_stages_behind(stages, m
     )
     step([torch.ones(2, 2)] * stages, [torch.ones(1, 2)] * microbatches)
     assert most == [min(microbatches, stages - stage) for stage in range(stages)]
-    assert not any(one() is not None for own in alive for one in own)
+    assert not any(one() is not None for own in [*alive, made] for one in own)
 
 
 def scaled(w, x):
@@ -392,12 +396,21 @@ def test_what_cannot_be_run_is_refused_at_once():
     with pytest.raises(ScheduleError) as error:
         pipelined([scaled] * 2, named("gpipe", 2, 1), total, mesh=mesh, skips={"a": (1, 1), "b": (0, 2), "c": (0, 1)})
     assert str(error.value) == 'skips lead from a stage to a later one of 0..1; found "a": (1, 1); "b": (0, 2).'
-    gathering = Schedule(
-        "fsdp", (0, 1), 1, tuple((Action(Kind.GATHER, s), *row) for s, row in enumerate(named("gpipe", 2, 1).rows))
-    )
+    gathering = with_units(named("gpipe", 2, 1))
     with pytest.raises(ScheduleError) as error:
         pipelined([scaled] * 2, gathering, total, mesh=mesh)
     assert "gathers, frees or reduces weights" in str(error.value) and "0UNSHARD on device 0" in str(error.value)
+
+
+def test_what_would_hang_is_refused_and_drawn():
+    crossed = Schedule.from_csv("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1")
+    with pytest.raises(ScheduleError, match="devices 0 -> 1 -> 0 wait for each other"):
+        pipelined([scaled] * 2, crossed, total, mesh=fs.make_mesh({"pipe": 2}))
+    forwards = Schedule.from_csv("0F0\n1F0")
+    with pytest.raises(fs.LayoutError, match="it has no backward: say backward=False; on an abstract mesh nobody says"):
+        pipelined([scaled] * 2, forwards, total, mesh=fs.make_mesh({"pipe": 2}, runtime="abstract"))
+    step = pipelined([scaled] * 2, forwards, total, mesh=fs.make_mesh({"pipe": 2}), backward=False)
+    assert step([torch.tensor(2.0)] * 2, lengths(3)).loss == 12.0
 
 
 def test_what_a_step_is_given_is_looked_at():

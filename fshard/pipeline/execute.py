@@ -32,6 +32,7 @@ from fshard.pipeline.route import Mail, Route, Wire
 from fshard.pipeline.saved import Saved
 from fshard.pipeline.schedule import Action, Kind, Schedule
 from fshard.pipeline.total import Ordered, Running, Total
+from fshard.pipeline.verify import verify
 from fshard.source import Site, call_site
 
 Stage = Callable[..., PyTree]
@@ -71,7 +72,7 @@ def pipelined(
 
     Args:
         stages: functions (params, x) -> y of pytrees.  The first is given the microbatch.
-        schedule: what each device does, in order.
+        schedule: what each device does, in order; it is verified.
         loss_fn: of (y, microbatch), where y is the last stage's: a loss, or a loss and a tree of metrics.
         mesh: the devices.
         axis: along which the stages lie.
@@ -101,9 +102,12 @@ def pipelined(
             f"it is for {schedule.devices} devices, axis {axis} has {mesh.shape[axis]}",
         ),
         (backward and loss_fn is None, "a backward begins with a loss: give loss_fn=, or say backward=False"),
+        (backward and not any(map(_goes_back, schedule.rows)), "it has no backward: say backward=False"),
+        (mesh.runtime == "abstract", "on an abstract mesh nobody says what a stage makes: `simulate` needs no stages"),
     ]
     if any(is_wrong for is_wrong, _ in wrong):
         raise LayoutError(f"pipelined as {schedule.name}: {'; '.join(text for is_wrong, text in wrong if is_wrong)}.")
+    verify(schedule)
     plan = Plan(stages, Route(schedule, skips or {}, backward), loss_fn, backward, reproducible, dynamic, {})
 
     def step(
@@ -133,6 +137,10 @@ def pipelined(
         return Outcome(outcomes[0].loss, gradients, _held([one.metrics for one in outcomes]))
 
     return step
+
+
+def _goes_back(row: Sequence[Action]) -> bool:
+    return any(action.kind in (Kind.B, Kind.I, Kind.W) for action in row)
 
 
 def _held(trees: Sequence[PyTree]) -> PyTree:
@@ -211,7 +219,7 @@ class Device:
         values = {wire: self._take(Mail(Kind.F, wire, microbatch)) for wire in self.route.takes[stage]}
         if stage == 0:
             values[_BATCH] = Value(self.batch.microbatches[microbatch], ()).copied()
-        saved = Saved() if stage in self.route.split else None
+        saved = Saved() if (stage, microbatch) in self.route.split else None
         with torch.set_grad_enabled(self.plan.backward):
             entered = {wire: value.entered() for wire, value in values.items()}
             values.clear()

@@ -45,7 +45,7 @@ class Mail(NamedTuple):
 
 
 class Route:
-    """The wires of a schedule, and what each device does.
+    """The wires of a schedule, and what each device does; `split` are the backwards that come in two halves.
 
     Args:
         schedule: where stages lie, and in which order what is computed.
@@ -62,7 +62,7 @@ class Route:
         wires.sort(key=lambda wire: -wire.to)  # gradients are added in this order, as one backward adds them
         self.gives = [[wire for wire in wires if wire.source == stage] for stage in range(schedule.stages)]
         self.takes = [[wire for wire in wires if wire.to == stage] for stage in range(schedule.stages)]
-        self.split = {action.stage for row in self.rows for action in row if action.kind is Kind.I}
+        self.split = {(action.stage, action.microbatch) for row in self.rows for action in row if action.kind is Kind.I}
         _check(schedule, skips)
 
     def made(self, action: Action) -> list[Mail]:
