@@ -1,6 +1,7 @@
 """Running schedules: any order that can be, on threads and on processes, gives the bits of the serial run."""
 
 import random
+import time
 import weakref
 from functools import partial
 
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 import fshard as fs
 from fshard.errors import ScheduleError
+from fshard.mesh.runtimes.process import ProcessWorld
 from fshard.mesh.sums import tree_sum
 from fshard.pipeline.builders import BUILDERS, pipeline_schedule
 from fshard.pipeline.execute import pipelined
@@ -297,6 +299,31 @@ def test_messages_are_told_once_for_each_shape():
     assert messages(5, 3, 3, 3) == [alone[0], alone[1], alone[2] + 2 * two]  # the outcome of another batch
     assert messages(3, 3, 5, 3) == messages(5, 3, 3, 3) == alone
     assert messages(3, 3, 5, 4) == [alone[0] + two, alone[1] + 2 * two, alone[2] + 3 * two]
+
+
+def send_many():
+    """Send and receive; then let go what the other has received, while it waits for nothing."""
+    mesh = fs.make_mesh({"d": 2})
+
+    def main():
+        other = 1 - fs.axis_index("d")
+        for _ in range(200):
+            fs.send(torch.ones(5000), "d", to=other)
+            fs.recv(torch.ones(5000), "d", source=other)
+        fs.psum(torch.ones(1), "d")
+        until = time.monotonic() + 10
+        while len(world._outgoing) > 40 and time.monotonic() < until:
+            time.sleep(0.01)
+            fs.send(torch.ones(1), "d", to=other)
+            fs.recv(torch.ones(1), "d", source=other)
+        return len(world._outgoing)
+
+    world = ProcessWorld.of(mesh)
+    return fs.run(main, mesh=mesh)[0]
+
+
+def test_messages_that_were_received_are_let_go(two):
+    assert max(two.run(send_many)) <= 40
 
 
 def test_neighbours_on_one_device_send_nothing():

@@ -29,6 +29,7 @@ from fshard.mesh.moves import describe
 from fshard.mesh.purpose import Purpose, named, purpose, uneven
 from fshard.mesh.runtimes import gloo, native
 from fshard.mesh.runtimes.abstract import Done
+from fshard.mesh.runtimes.departing import Departing
 from fshard.mesh.runtimes.direct import Direct
 from fshard.mesh.runtimes.link import GroupLink, Link, What, Work, shapes_of
 from fshard.mesh.runtimes.neighbours import Neighbours, meet
@@ -241,13 +242,14 @@ class ProcessWorld:
         members = group.members
         if members not in self._hosts:
             pg: Any = dist.new_group(list(members), backend="gloo", use_local_synchronization=True, sort_ranks=False)
-            self._hosts[members] = GroupLink(pg, members.index(self.rank), len(members), gloo.WIRES)
+            self._hosts[members] = GroupLink(pg, members.index(self.rank), len(members), gloo.WIRES, Departing())
             calm_gloo_threads()
         return self._hosts[members]
 
     def add(self, members: tuple[int, ...], pg: Any) -> Link:
         """Remember a group of torch.distributed that this process is in."""
-        self._links[members] = link = GroupLink(pg, members.index(self.rank), len(members), self._wires)
+        departing = Departing() if self.backend == "gloo" else None
+        self._links[members] = link = GroupLink(pg, members.index(self.rank), len(members), self._wires, departing)
         if self.backend == "gloo":
             calm_gloo_threads()
         return link
