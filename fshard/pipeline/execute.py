@@ -186,9 +186,9 @@ class Device:
         self.plan, self.batch, self.index, self.route = plan, batch, group.index, plan.route
         self.others = [other for other in range(group.size) if other != group.index]
         self.last = self.route.placement[-1]
-        comes = {source: self.route.comes(group.index, source) for source in self.others}
+        comes = {**self.route.comes(group.index)}
         if plan.loss_fn is not None and group.index != self.last:
-            comes[self.last].append(_OUTCOME)
+            comes[self.last] = [*comes[self.last], _OUTCOME]
         known = None if plan.dynamic else plan.known.setdefault(group.device, {})
         self.post = Post[Mail](group, site, device, comes, self._kind, known)
         self.here: dict[Mail, Any] = {}

@@ -10,7 +10,7 @@ awaited when it is needed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -63,6 +63,7 @@ class Route:
         self.gives = [[wire for wire in wires if wire.source == stage] for stage in range(schedule.stages)]
         self.takes = [[wire for wire in wires if wire.to == stage] for stage in range(schedule.stages)]
         self.split = {(action.stage, action.microbatch) for row in self.rows for action in row if action.kind is Kind.I}
+        self._coming: dict[int, Mapping[int, Sequence[Mail]]] = {}
         _check(schedule, skips)
 
     def made(self, action: Action) -> list[Mail]:
@@ -72,10 +73,16 @@ class Route:
             return [Mail(Kind.F, wire, microbatch) for wire in self.gives[stage]]
         return [] if action.kind is Kind.W else [Mail(Kind.B, wire, microbatch) for wire in self.takes[stage]]
 
-    def comes(self, device: int, source: int) -> list[Mail]:
-        """Return what one device gets from another, in that order."""
-        mails = (mail for action in self.rows[source] for mail in self.made(action))
-        return [mail for mail in mails if self.placement[mail.ends[1]] == device]
+    def comes(self, device: int) -> Mapping[int, Sequence[Mail]]:
+        """Return what a device gets from each other, in that order."""
+        found = self._coming.get(device)
+        if found is None:
+            found = self._coming[device] = {
+                source: [mail for action in row for mail in self.made(action) if self.placement[mail.ends[1]] == device]
+                for source, row in enumerate(self.rows)
+                if source != device
+            }
+        return found
 
 
 def _check(schedule: Schedule, skips: Mapping[str, tuple[int, int]]) -> None:
