@@ -440,6 +440,17 @@ def test_what_would_hang_is_refused_and_drawn():
     assert step([torch.tensor(2.0)] * 2, lengths(3)).loss == 12.0
 
 
+def test_what_cannot_be_watched_is_told_which_schedule_will_do():
+    def stage(w, x):
+        return torch.func.grad(lambda x: (x * w).sum())(x) * x
+
+    mesh, ws = fs.make_mesh({"pipe": 1}), [torch.tensor(2.0)]
+    with pytest.raises(RuntimeError) as error:
+        pipelined([stage], named("zb-h1", 1, 1), total, mesh=mesh)(ws, lengths(3))
+    assert any("such as 1f1b" in note for note in error.value.__notes__)
+    assert pipelined([stage], named("1f1b", 1, 1), total, mesh=mesh)(ws, lengths(3)).gradients == [3.0]
+
+
 def test_what_a_step_is_given_is_looked_at():
     step = pipelined([scaled] * 2, named("gpipe", 2, 2), total, mesh=fs.make_mesh({"pipe": 2}))
     ws = [torch.tensor(2.0)] * 2

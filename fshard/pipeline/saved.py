@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
+
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -31,9 +34,19 @@ class Saved:
         self._read: list[_Holder] = []
         self._keeping = False
 
-    def watching(self) -> saved_tensors_hooks:
-        """Return the context of the forward."""
-        return saved_tensors_hooks(_Holder, self.unpack)
+    @contextmanager
+    def watching(self) -> Generator[None]:
+        """Hold what is saved meanwhile."""
+        try:
+            with saved_tensors_hooks(_Holder, self.unpack):
+                yield
+        except RuntimeError as error:
+            if "support saved tensor hooks" in str(error):
+                error.add_note(
+                    "A stage whose backward comes in two halves, I and W, is watched for what it saves, and torch.func's grad, "
+                    "vjp and jacrev refuse to be. Run it by a schedule with whole backwards, such as 1f1b."
+                )
+            raise
 
     def unpack(self, holder: _Holder) -> Tensor:
         """Give a tensor back to autograd."""
