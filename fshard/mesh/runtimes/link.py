@@ -22,6 +22,7 @@ from torch.distributed import ProcessGroup
 
 from fshard.mesh.moves import Wired, describe
 from fshard.mesh.purpose import PURPOSES, Purpose, named, purpose
+from fshard.mesh.runtimes.departing import Departing
 from fshard.mesh.runtimes.helper import Helper
 
 if TYPE_CHECKING:
@@ -131,12 +132,16 @@ class Link(Protocol):
 
 @dataclass(frozen=True)
 class GroupLink:
-    """The processes of a group of torch.distributed: the caller is the one at `index` of `n`."""
+    """The processes of a group of torch.distributed: the caller is the one at `index` of `n`.
+
+    `departing` are messages under way, where the backend does not tell when one has left.
+    """
 
     pg: ProcessGroup
     index: int
     n: int
     wires: Mapping[str, WireFunction]
+    departing: Departing | None = field(default=None, compare=False)
     lock: AbstractContextManager[Any] = field(default_factory=nullcontext, compare=False)
     _helper: Helper = field(default_factory=Helper, compare=False)
     _numbers: Iterator[int] = field(default_factory=lambda: cycle(range(1, MESSAGE_TAG // (_STAMP + 1))), compare=False)
@@ -169,7 +174,7 @@ class GroupLink:
     def send(self, x: Tensor, to: int, what: What) -> Work:
         """Start to send bytes; each message between two processes has a number, and what it is, in its tag."""
         work: Any = self.pg.send([x], to, self._tag(to, what, sent=True))
-        return work
+        return work if self.departing is None else self.departing.add(work)
 
     def receive(self, into: Tensor, source: int, what: What) -> Wire:
         """Return the wire that receives the next message."""

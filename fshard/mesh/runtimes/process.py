@@ -29,6 +29,7 @@ from fshard.mesh.moves import describe
 from fshard.mesh.purpose import Purpose, named, purpose, uneven
 from fshard.mesh.runtimes import gloo, native
 from fshard.mesh.runtimes.abstract import Done
+from fshard.mesh.runtimes.departing import Departing
 from fshard.mesh.runtimes.direct import Direct
 from fshard.mesh.runtimes.link import GroupLink, Link, What, Work, shapes_of
 from fshard.mesh.runtimes.neighbours import Neighbours, meet
@@ -64,13 +65,15 @@ class Unpacking:
 
 
 class Receiving:
-    """A message under way."""
+    """A message under way; whoever waits for it first looks, if somebody watches, whether it is the one expected."""
 
-    def __init__(self, running: Running, likes: tuple[Tensor, ...]) -> None:
-        self._running, self._likes = running, likes
+    def __init__(self, running: Running, likes: tuple[Tensor, ...], look: Callable[[], None] | None) -> None:
+        self._running, self._likes, self._look = running, likes, look
 
     def wait(self) -> tuple[Tensor, ...]:
         """Wait for it, and take it apart."""
+        if self._look is not None:
+            self._look()
         likes = self._likes
         flat = self._running.wait().view(likes[0].dtype).to(likes[0].device)
         parts = flat.split([like.numel() for like in likes])
@@ -197,15 +200,19 @@ class ProcessWorld:
 
     def receive(self, likes: tuple[Tensor, ...], group: Group, source: int, site: Site) -> Receiving | Done:
         """Start to receive tensors like these, as one buffer."""
+        look = None
         if self._watch is not None:
-            self._watch.expect(group, source, named(shapes_of(likes), purpose()) + site.given, site)
+            expected = named(shapes_of(likes), purpose()) + site.given
+            look = partial(self._watch.expect, group, source, expected, site)
         if source == group.index:
+            if look is not None:
+                look()
             return Done(self._from_itself(likes, group, site))
         size = sum(like.nbytes for like in likes)
         buffer = torch.empty(size, dtype=torch.uint8, device="cpu" if self._staged else likes[0].device)
         link, what = self.link(group), What(None, likes, group, site)
         running = Running(link, link.receive(buffer, source, what), self.timeout, what, self._under_way)
-        return Receiving(running, likes)
+        return Receiving(running, likes, look)
 
     def _from_itself(self, likes: tuple[Tensor, ...], group: Group, site: Site) -> tuple[Tensor, ...]:
         sent, what = self._to_itself[group.members], What(None, likes, group, site)
@@ -241,13 +248,14 @@ class ProcessWorld:
         members = group.members
         if members not in self._hosts:
             pg: Any = dist.new_group(list(members), backend="gloo", use_local_synchronization=True, sort_ranks=False)
-            self._hosts[members] = GroupLink(pg, members.index(self.rank), len(members), gloo.WIRES)
+            self._hosts[members] = GroupLink(pg, members.index(self.rank), len(members), gloo.WIRES, Departing())
             calm_gloo_threads()
         return self._hosts[members]
 
     def add(self, members: tuple[int, ...], pg: Any) -> Link:
         """Remember a group of torch.distributed that this process is in."""
-        self._links[members] = link = GroupLink(pg, members.index(self.rank), len(members), self._wires)
+        departing = Departing() if self.backend == "gloo" else None
+        self._links[members] = link = GroupLink(pg, members.index(self.rank), len(members), self._wires, departing)
         if self.backend == "gloo":
             calm_gloo_threads()
         return link

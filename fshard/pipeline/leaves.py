@@ -1,0 +1,82 @@
+"""Tensors in trees, where they enter a stage and where they leave it: as its own, to be differentiated, as a copy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import Function
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from fshard.mesh.tree import PyTree, flatten, unflatten
+
+
+class Value(NamedTuple):
+    """What goes from stage to stage: a tree, and which of its leaves a gradient is wanted for."""
+
+    tree: PyTree
+    moving: tuple[bool, ...]
+
+    def copied(self) -> Value:
+        """Return the same in other memory."""
+        return Value(map_tensors(torch.clone, self.tree), self.moving)
+
+    def entered(self) -> tuple[PyTree, list[GradientEdge]]:
+        """Return the tree for a stage to work on, which may change it in place, and where its gradients come out."""
+        leaves, structure = flatten(self.tree, none_is_leaf=True)
+        places = [place for place, moves in enumerate(self.moving) if moves] if torch.is_grad_enabled() else []
+        leaves = [x.data if isinstance(x, Tensor) else x for x in leaves]  # changes are not counted together
+        own = _Own.apply(*[leaves[place].requires_grad_() for place in places]) if places else ()
+        for place, x in zip(places, own, strict=True):
+            leaves[place] = x
+        return unflatten(structure, leaves), [get_gradient_edge(x) for x in own]
+
+
+def left(tree: PyTree) -> tuple[Value, list[GradientEdge]]:
+    """Return what a stage has made, to be handed on, and where its gradients come in."""
+    leaves, structure = flatten(tree, none_is_leaf=True)
+    moving = tuple([isinstance(x, Tensor) and x.requires_grad for x in leaves])
+    edges = [get_gradient_edge(x) for x, moves in zip(leaves, moving, strict=True) if moves]
+    return Value(unflatten(structure, [x.detach() if isinstance(x, Tensor) else x for x in leaves]), moving), edges
+
+
+class _Own(Function):
+    """The identity, on tensors that nobody else has: what comes of it is no view, and may be changed in place."""
+
+    @staticmethod
+    def forward(ctx: Any, *xs: Tensor) -> tuple[Tensor, ...]:
+        return tuple([x.data for x in xs])
+
+    @staticmethod
+    def backward(ctx: Any, *gs: Any) -> tuple[Any, ...]:
+        return gs
+
+
+class Params:
+    """The parameters of a stage in one step: `tree`, and where the gradients of its floating leaves come out."""
+
+    def __init__(self, tree: PyTree, trained: bool) -> None:
+        leaves, self._structure = flatten(tree, none_is_leaf=True)
+        own = [x.detach() if isinstance(x, Tensor) else x for x in leaves]
+        self._places = [place for place, x in enumerate(own) if trained and isinstance(x, Tensor) and _floats(x)]
+        self.edges = [get_gradient_edge(own[place].requires_grad_()) for place in self._places]
+        self.tree = unflatten(self._structure, own)
+
+    def tree_of(self, gs: Sequence[Tensor | None]) -> PyTree:
+        """Return gradients as the tree of the parameters; None where there is none."""
+        leaves: list[Any] = [None] * self._structure.num_leaves
+        for place, g in zip(self._places, gs, strict=False):
+            leaves[place] = g
+        return unflatten(self._structure, leaves)
+
+
+def _floats(x: Tensor) -> bool:
+    return x.is_floating_point() or x.is_complex()
+
+
+def map_tensors(f: Callable[[Tensor], Any], tree: PyTree) -> PyTree:
+    """Apply a function to every tensor of a tree."""
+    leaves, structure = flatten(tree, none_is_leaf=True)
+    return unflatten(structure, [f(x) if isinstance(x, Tensor) else x for x in leaves])

@@ -1,0 +1,165 @@
+"""Messages of which only the sender knows what is in them: trees of tensors of any shapes.
+
+The first message of a kind is told before it is sent: its structure, shapes and dtypes, and whatever in it is no tensor.
+From then on both ends know it, and tensors travel alone.  A kind is what stands in a schedule, and of which shapes the
+microbatch is: so sequences of many lengths are told once each, and nothing is told in vain.
+
+    first       how long ──>  what it is ──>  tensors of each dtype ──>
+    later                                     tensors of each dtype ──>
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections import deque
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from fshard.errors import LayoutError
+from fshard.mesh.messages import Send
+from fshard.mesh.runtimes.protocol import Pending
+from fshard.mesh.scope import Group
+from fshard.mesh.tree import PyTree, Structure, flatten, unflatten
+from fshard.source import Site
+
+Mail = TypeVar("Mail", bound=Hashable)
+
+
+class _Like(NamedTuple):
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+class Form(NamedTuple):
+    """What is told of a message: the structure of its tree; of each tensor shape and dtype, of any other leaf itself."""
+
+    structure: Structure
+    leaves: tuple[Any, ...]
+
+    @staticmethod
+    def of(leaves: Sequence[Any], structure: Structure) -> Form:
+        """Describe a tree."""
+        return Form(structure, tuple([_Like(x.shape, x.dtype) if isinstance(x, Tensor) else x for x in leaves]))
+
+    def __str__(self) -> str:
+        told = [f"{str(x.dtype)[6:]}{list(x.shape)}" if isinstance(x, _Like) else repr(x) for x in self.leaves]
+        return f"({', '.join(told)})"
+
+
+class Known(NamedTuple):
+    """A form, and what travels together: the places of all tensors of one dtype, with tensors like them, without memory."""
+
+    form: Form
+    batches: Sequence[tuple[Sequence[int], tuple[Tensor, ...]]]
+
+    @staticmethod
+    def of(form: Form, device: torch.device) -> Known:
+        """Sort the tensors of a form."""
+        places: dict[torch.dtype, list[int]] = {}
+        likes: dict[torch.dtype, tuple[Tensor, ...]] = {}
+        for place, leaf in enumerate(form.leaves):
+            if isinstance(leaf, _Like):
+                places.setdefault(leaf.dtype, []).append(place)
+                likes[leaf.dtype] = (*likes.get(leaf.dtype, ()), _like(leaf.shape, leaf.dtype, device))
+        return Known(form, [(own, likes[dtype]) for dtype, own in places.items()])
+
+
+def _like(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty((), dtype=dtype, device=device).expand(shape)
+
+
+class Post(Generic[Mail]):
+    """The messages of one device.
+
+    Args:
+        group: the devices.
+        site: the line that they are sent for.
+        device: where tensors lie.
+        comes: what comes from each other device, in that order.
+        kind: of a message; messages of one kind have one form.
+        known: what both ends have learnt, by kind and receiver; None: every message is told.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        site: Site,
+        device: torch.device,
+        comes: Mapping[int, Sequence[Mail]],
+        kind: Callable[[Mail], Hashable],
+        known: dict[Hashable, Known] | None,
+    ) -> None:
+        self._group, self._site, self._device, self._kind, self._known = group, site, device, kind, known
+        self._comes = {source: deque(mails) for source, mails in comes.items()}
+        self._begun: dict[int, list[Pending]] = {}
+        self._arrived: dict[Mail, PyTree] = {}
+        for source in self._comes:
+            self._begin(source)
+
+    def send(self, mail: Mail, to: int, tree: PyTree) -> None:
+        """Send a tree to a device, without waiting for it."""
+        leaves, structure = flatten(tree, none_is_leaf=True)
+        form = Form.of(leaves, structure)
+        known = self._look_up(mail, to)
+        if known is None:
+            known = self._learn(mail, to, form)
+            told = torch.frombuffer(bytearray(pickle.dumps(form)), dtype=torch.uint8).to(self._device)
+            self._send((torch.tensor([len(told)], device=self._device),), to)
+            self._send((told,), to)
+        elif known.form != form:
+            raise LayoutError(
+                f"{mail} is {form}; for a microbatch of the same shapes it was {known.form}, and whoever receives it counts on "
+                "that. If shapes depend on values, say dynamic=True: then each message is told."
+            )
+        for places, _ in known.batches:
+            self._send(tuple([leaves[place] for place in places]), to)
+
+    def take(self, mail: Mail, source: int) -> PyTree:
+        """Return what comes from a device, as soon as it is there."""
+        while mail not in self._arrived:
+            first = self._comes[source].popleft()
+            known = self._look_up(first, self._group.index) or self._hear(first, source)
+            coming = self._begun.pop(source, None) or self._receive_all(known, source)
+            leaves = list(known.form.leaves)
+            for (places, _), pending in zip(known.batches, coming, strict=True):
+                for place, x in zip(places, pending.wait(), strict=True):
+                    leaves[place] = x
+            self._arrived[first] = unflatten(known.form.structure, leaves)
+            self._begin(source)
+        return self._arrived.pop(mail)
+
+    def _begin(self, source: int) -> None:
+        """Begin to receive what comes next, if it is known what that is: it may come while something is computed."""
+        known = self._look_up(self._comes[source][0], self._group.index) if self._comes[source] else None
+        if known is not None:
+            self._begun[source] = self._receive_all(known, source)
+
+    # -- what is told -------------------------------------------------------------------------------------------
+
+    def _look_up(self, mail: Mail, to: int) -> Known | None:
+        return None if self._known is None else self._known.get((to, self._kind(mail)))
+
+    def _learn(self, mail: Mail, to: int, form: Form) -> Known:
+        known = Known.of(form, self._device)
+        if self._known is not None:
+            self._known[to, self._kind(mail)] = known
+        return known
+
+    def _hear(self, mail: Mail, source: int) -> Known:
+        (length,) = self._receive((_like([1], torch.int64, self._device),), source).wait()
+        (told,) = self._receive((_like([int(length)], torch.uint8, self._device),), source).wait()
+        return self._learn(mail, self._group.index, pickle.loads(told.cpu().numpy().tobytes()))
+
+    # -- tensors of one dtype -----------------------------------------------------------------------------------
+
+    def _send(self, xs: tuple[Tensor, ...], to: int) -> None:
+        Send(to, self._group, self._site, ()).run(xs)
+
+    def _receive_all(self, known: Known, source: int) -> list[Pending]:
+        return [self._receive(likes, source) for _, likes in known.batches]
+
+    def _receive(self, likes: tuple[Tensor, ...], source: int) -> Pending:
+        return self._group.world.current().receive(likes, self._group, source, self._site)

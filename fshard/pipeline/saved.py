@@ -1,0 +1,69 @@
+"""What autograd saves of a stage, held so that what the second half of a backward does not need can go after the first."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+
+class _Holder:
+    """A tensor that autograd has saved, and how often it had been changed then."""
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, x: Tensor) -> None:
+        self.tensor: Tensor | None = x
+        self.version = None if x.is_inference() else x._version
+
+
+class Saved:
+    """What autograd saves in a forward, held so that what W does not need can be let go after I.
+
+    >>> import torch
+    >>> x, saved = torch.zeros(1, requires_grad=True), Saved()
+    >>> with saved.watching():
+    ...     y = x.exp()
+    >>> torch.autograd.grad(y, x)
+    (tensor([1.]),)
+    """
+
+    def __init__(self) -> None:
+        self._read: list[_Holder] = []
+        self._keeping = False
+
+    @contextmanager
+    def watching(self) -> Generator[None]:
+        """Hold what is saved meanwhile."""
+        try:
+            with saved_tensors_hooks(_Holder, self.unpack):
+                yield
+        except RuntimeError as error:
+            if "support saved tensor hooks" in str(error):
+                error.add_note(
+                    "A stage whose backward comes in two halves, I and W, is watched for what it saves, and torch.func's grad, "
+                    "vjp and jacrev refuse to be. Run it by a schedule with whole backwards, such as 1f1b."
+                )
+            raise
+
+    def unpack(self, holder: _Holder) -> Tensor:
+        """Give a tensor back to autograd."""
+        x = holder.tensor
+        assert x is not None, "what a stage's backward needed once was let go, and is asked for again"
+        if holder.version is not None and x._version != holder.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor of "
+                f"{x.dtype}, shape {tuple(x.shape)}, is at version {x._version}; expected version {holder.version} instead."
+            )
+        if not self._keeping:
+            self._read.append(holder)
+        return x
+
+    def let_go(self, *, keeping: bool = False) -> None:
+        """Let go what has been read; from now on, keep what is read or not."""
+        for holder in self._read:
+            holder.tensor = None
+        self._read.clear()
+        self._keeping = keeping

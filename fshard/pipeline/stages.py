@@ -1,0 +1,184 @@
+"""`split_stages`: layers, one after the other, cut into the stages of a pipeline.
+
+    embedding | block block block | block block block | block block head        balance="parameters", say
+
+A stage is an `nn.Sequential` of the given layers themselves, under the names that they had.  What is to be balanced is a cost
+of each layer, and the cut is the best one there is: see `partition`.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
+from statistics import median
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+
+from fshard.errors import LayoutError
+from fshard.mesh.tree import PyTree, flatten
+from fshard.pipeline.halves import whole
+from fshard.pipeline.leaves import Value, left, map_tensors
+from fshard.pipeline.partition import partition
+
+Layer = nn.Module | Callable[[Any], Any]
+Balance = Literal["uniform", "parameters", "time", "memory"] | str | Sequence[int]
+"""What stages are to have alike: see `split_stages`."""
+
+TIMES = 5
+"""How often a layer is run to measure its time."""
+
+
+class Call(nn.Module):
+    """A layer that is a function without parameters."""
+
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: PyTree) -> PyTree:
+        """Call it."""
+        return self.function(x)
+
+
+def split_stages(
+    layers: nn.Sequential | Iterable[Layer], n: int, balance: Balance = "uniform", *, sample: PyTree = None
+) -> list[nn.Sequential]:
+    """Return n stages, each a row of neighbouring layers; the largest of what is balanced is as small as can be.
+
+    Args:
+        layers: modules and functions of one value, each of which takes what the one before it returns.
+        n: how many stages.
+        balance: what counts: "uniform", the number of layers; "parameters", those of a stage (tied ones where they come first);
+            "time", of forward and backward, and "memory", what is kept for the backward, both measured on the `sample`;
+            "type:regex", the number of layers whose class has a name that matches.  Or the number of layers of each stage.
+        sample: a microbatch, to measure on.
+
+    >>> mlp = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 1))
+    >>> [len(stage) for stage in split_stages(mlp, 2)]
+    [3, 2]
+    >>> [len(stage) for stage in split_stages(mlp, 2, "parameters")]
+    [2, 3]
+    >>> [name for name, _ in split_stages(mlp, 2, "parameters")[1].named_parameters()]
+    ['2.weight', '2.bias', '4.weight', '4.bias']
+    """
+    named = _named(layers)
+    if not 1 <= n <= len(named):
+        raise LayoutError(
+            f"split_stages: {len(named)} layers cannot be cut into {n} stages. Ask for 1 to {len(named)} of them."
+        )
+    sizes = _sizes([*named.values()], n, balance, sample)
+    rows = iter(named.items())
+    return [nn.Sequential(OrderedDict(islice(rows, size))) for size in sizes]
+
+
+def _named(layers: nn.Sequential | Iterable[Layer]) -> dict[str, nn.Module]:
+    names = layers._modules if isinstance(layers, nn.Sequential) else None  # pyright: ignore[reportPrivateUsage]
+    given = [*layers]
+    wrong = [f"layers[{place}] is {type(one).__name__}" for place, one in enumerate(given) if not callable(one)]
+    if wrong:
+        raise LayoutError(f"split_stages takes modules and functions; {', '.join(wrong)}.")
+    modules = [one if isinstance(one, nn.Module) else Call(one) for one in given]
+    return dict(zip(names or map(str, range(len(modules))), modules, strict=True))
+
+
+def _sizes(layers: Sequence[nn.Module], n: int, balance: Balance, sample: PyTree) -> Sequence[int]:
+    if not isinstance(balance, str):
+        sizes = [*balance]
+        if len(sizes) != n or sum(sizes) != len(layers) or min(sizes) < 1:
+            raise LayoutError(
+                f"split_stages: {len(layers)} layers in {n} stages, but balance={sizes} are {len(sizes)} of {sum(sizes)} "
+                "layers. Each takes at least one."
+            )
+        return sizes
+    return partition(_costs(layers, balance, sample), n)
+
+
+def _costs(layers: Sequence[nn.Module], balance: str, sample: PyTree) -> list[float]:
+    """Return what each layer counts for."""
+    if balance == "uniform":
+        return [1.0] * len(layers)
+    if balance == "parameters":
+        return _parameters(layers)
+    if balance.startswith("type:"):
+        pattern = re.compile(balance.removeprefix("type:"), re.IGNORECASE)
+        found = [float(pattern.search(type(layer).__name__) is not None) for layer in layers]
+        if not any(found):
+            raise LayoutError(
+                f'split_stages: no layer has a class that matches "{pattern.pattern}"; they are '
+                f"{', '.join(sorted({type(layer).__name__ for layer in layers}))}."
+            )
+        return found
+    if balance not in ("time", "memory"):
+        raise LayoutError(
+            f'split_stages: there is no balance={balance!r}. Write "uniform", "parameters", "time", "memory", "type:regex" or '
+            "the number of layers of each stage."
+        )
+    if sample is None:
+        raise LayoutError(f'split_stages: balance="{balance}" is measured. Give a microbatch to measure on: sample=.')
+    states = [map_tensors(torch.clone, layer.state_dict()) for layer in layers]
+    try:
+        with torch.enable_grad(), torch.random.fork_rng():
+            return _seconds(layers, sample) if balance == "time" else _bytes(layers, sample)
+    finally:
+        for layer, state in zip(layers, states, strict=True):
+            layer.load_state_dict(state)  # as it was before: BatchNorm counts what it is given
+
+
+def _parameters(layers: Sequence[nn.Module]) -> list[float]:
+    known: set[int] = set()
+    costs: list[float] = []
+    for layer in layers:
+        own = {id(x): x.numel() for x in layer.parameters() if id(x) not in known}
+        known |= own.keys()
+        costs.append(float(sum(own.values())))
+    return costs
+
+
+# -- measuring --------------------------------------------------------------------------------------------------
+
+
+def _seconds(layers: Sequence[nn.Module], sample: PyTree) -> list[float]:
+    """Return the seconds of a forward and a backward of each layer, which is given what the one before it returns."""
+    value, costs = _begun(sample), list[float]()
+    for layer in layers:
+        weights = [get_gradient_edge(x) for x in layer.parameters() if x.requires_grad]
+        seconds, result = list[float](), value
+        for _ in range(TIMES):
+            x, inputs = value.copied().entered()
+            began = time.perf_counter()
+            y = layer(x)
+            result, outputs = left(y)
+            gs = [torch.ones_like(one) for one in flatten(y)[0] if isinstance(one, Tensor) and one.requires_grad]
+            whole(outputs, gs, inputs, weights)
+            seconds.append(time.perf_counter() - began)
+        value = result
+        costs.append(median(seconds))
+    return costs
+
+
+def _bytes(layers: Sequence[nn.Module], sample: PyTree) -> list[float]:
+    """Return the bytes that a forward of each layer keeps for its backward, and no layer before it; without parameters."""
+    value, costs = _begun(sample), list[float]()
+    kept: dict[int, Tensor] = {}
+
+    def note(x: Tensor) -> Tensor:
+        if not isinstance(x, nn.Parameter):
+            kept[x.untyped_storage().data_ptr()] = x
+        return x
+
+    for layer in layers:
+        before = len(kept)
+        with saved_tensors_hooks(note, lambda x: x):
+            value, _ = left(layer(value.entered()[0]))
+        costs.append(float(sum(x.untyped_storage().nbytes() for x in [*kept.values()][before:])))
+    return costs
+
+
+def _begun(sample: PyTree) -> Value:
+    return Value(sample, (False,) * len(flatten(sample, none_is_leaf=True)[0])).copied()

@@ -1,0 +1,122 @@
+"""Sums over microbatches: as they come, or in one fixed tree whatever the order in which they come.
+
+    ((0 + 1) + (2 + 3)) + 4        as `fshard.mesh.sums` adds devices, and reproducible mode slices
+
+A parameter that a microbatch has not used has no gradient there, which adds nothing; one that none has used has none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+Gradients = Sequence[Tensor | None]
+
+
+class Total(Protocol):
+    """A sum of gradients that come one microbatch after the other."""
+
+    def add(self, microbatch: int, gs: Gradients) -> None:
+        """Add those of a microbatch."""
+        ...
+
+    def result(self) -> list[Tensor | None]:
+        """Return the sum, once all have come."""
+        ...
+
+
+class Running:
+    """The sum in the order in which summands come; it takes the memory of one."""
+
+    def __init__(self) -> None:
+        self._sums: list[Tensor | None] = []
+        self._own: list[bool] = []
+
+    def add(self, microbatch: int, gs: Gradients) -> None:
+        """Add those of a microbatch, in place where the memory is a sum's own."""
+        if not self._sums:
+            self._sums, self._own = list(gs), [False] * len(gs)
+            return
+        for place, g in enumerate(gs):
+            known = self._sums[place]
+            if g is None:
+                continue
+            if known is None:
+                self._sums[place] = g
+            elif self._own[place]:
+                known.add_(g)
+            else:
+                self._sums[place], self._own[place] = known + g, True
+
+    def result(self) -> list[Tensor | None]:
+        """Return the sum."""
+        return self._sums
+
+
+class Ordered:
+    """The sum of so many microbatches in the fixed tree, each times a weight, added in 32 bits at least and divided at last.
+
+    >>> total = Ordered([2.0, 1.0, 1.0])
+    >>> for microbatch in (2, 0, 1):
+    ...     total.add(microbatch, [torch.tensor(float(microbatch))])
+    >>> total.result()
+    [tensor(0.7500)]
+    """
+
+    def __init__(self, weights: Sequence[float]) -> None:
+        self._weights = weights
+        self._trees: dict[tuple[int, int], list[Tensor | None]] = {}
+        self._dtypes: list[torch.dtype | None] = []
+
+    def add(self, microbatch: int, gs: Gradients) -> None:
+        """Add those of a microbatch to what stands beside it in the tree, as far as that is there."""
+        known = self._dtypes or [None] * len(gs)
+        self._dtypes = [dtype if g is None else g.dtype for dtype, g in zip(known, gs, strict=True)]
+        tree, at, count = [self._weighted(g, self._weights[microbatch]) for g in gs], microbatch, len(self._weights)
+        height = 0
+        while count > 1:
+            beside = at ^ 1
+            if beside < count:
+                if (height, beside) not in self._trees:
+                    break
+                other = self._trees.pop((height, beside))
+                tree = [_sum(*(pair if at < beside else pair[::-1])) for pair in zip(tree, other, strict=True)]
+            height, at, count = height + 1, at // 2, -(-count // 2)
+        self._trees[height, at] = tree
+
+    def result(self) -> list[Tensor | None]:
+        """Return the sum, divided by all weights."""
+        if not self._trees:
+            return []
+        (tree,), divisor = self._trees.values(), sum(self._weights)
+        return [
+            None if g is None or dtype is None else (g if divisor == 1.0 else g / divisor).to(dtype)
+            for g, dtype in zip(tree, self._dtypes, strict=True)
+        ]
+
+    @staticmethod
+    def _weighted(g: Tensor | None, weight: float) -> Tensor | None:
+        if g is None:
+            return None
+        g = g if g.is_complex() else g.to(torch.promote_types(g.dtype, torch.float32))
+        return g if weight == 1.0 else g * weight
+
+
+def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    if a is None or b is None:
+        found = b if a is None else a
+        return None if found is None else found + 0.0  # as with zeros: -0.0 becomes 0.0
+    return a + b
+
+
+def tree_mean(rows: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """Return the mean of numbers in 64 bits, added in the fixed tree."""
+    total = Ordered(weights)
+    for place, row in enumerate(rows):
+        total.add(place, [row.double()])
+    (mean,) = total.result()
+    assert mean is not None
+    return mean

@@ -1,0 +1,471 @@
+"""Running schedules: any order that can be, on threads and on processes, gives the bits of the serial run."""
+
+import random
+import time
+import weakref
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fshard as fs
+from fshard.errors import ScheduleError
+from fshard.mesh.runtimes.process import ProcessWorld
+from fshard.mesh.sums import tree_sum
+from fshard.pipeline.builders import BUILDERS, pipeline_schedule
+from fshard.pipeline.execute import pipelined
+from fshard.pipeline.messages import with_messages
+from fshard.pipeline.schedule import Action, Kind, Schedule
+from fshard.pipeline.units import with_units
+from fshard.testing.processes import run_processes
+
+# -- schedules ----------------------------------------------------------------------------------------------------
+
+
+def any_schedule(choose, placement, microbatches, split=()):
+    """Make a schedule by letting devices do, in any order, what can be done: then it can be run."""
+    stages, devices = len(placement), max(placement) + 1
+    done, rows = set(), [[] for _ in range(devices)]
+
+    def needs(kind, stage, m):
+        backward = [(Kind.I if s in split else Kind.B, s, m) for s in (stage + 1,) if s < stages]
+        if kind is Kind.F:
+            return [(Kind.F, stage - 1, m)] if stage else []
+        return [(Kind.I, stage, m)] if kind is Kind.W else [(Kind.F, stage, m), *backward]
+
+    def kinds(stage):
+        return (Kind.F, Kind.I, Kind.W) if stage in split else (Kind.F, Kind.B)
+
+    left = [(kind, stage, m) for stage in range(stages) for m in range(microbatches) for kind in kinds(stage)]
+    while left:
+        ready = [one for one in left if done.issuperset(needs(*one))]
+        one = choose(ready)
+        left.remove(one)
+        done.add(one)
+        rows[placement[one[1]]].append(Action(*one))
+    return Schedule("any", tuple(placement), microbatches, tuple(map(tuple, rows)))
+
+
+def named(name, stages, microbatches):
+    return pipeline_schedule(name, stages=stages, microbatches=microbatches)
+
+
+# -- stages -------------------------------------------------------------------------------------------------------
+
+
+def dense(params, x):
+    return torch.tanh(F.linear(x, *params))
+
+
+def residual(params, x):
+    return x + F.gelu(x @ params["in"]) @ params["out"]
+
+
+def rectified(params, x, *, in_place):
+    return F.relu(x, inplace=in_place) + 0.0
+
+
+def reused(params, x):
+    return torch.sigmoid(x @ params[0]) @ params[0] * params[1]
+
+
+def stage_of(kind, in_place, gives=None):
+    """Return a stage on trees (x, tokens, a word): what is no float goes along."""
+    body = {"dense": dense, "residual": residual, "reused": reused, "rectified": partial(rectified, in_place=in_place)}[
+        kind
+    ]
+
+    def stage(params, given, **skips):
+        x, others = given["x"], given["others"]
+        y = body(params, x)
+        for value in skips.values():
+            y = y + value["v"] * 2
+        y = y * others[0].sum() / 8
+        result = {"x": y, "others": others}
+        return (result, {gives: {"v": y * 0.5, "n": others[0]}}) if gives else result
+
+    return stage
+
+
+def params_of(kind, seed):
+    draw = torch.Generator().manual_seed(seed)
+
+    def t(*shape):
+        return torch.randn(shape, generator=draw) / 2
+
+    return {
+        "dense": (t(4, 4), t(4)),
+        "residual": {"in": t(4, 4), "out": t(4, 4), "unused": t(2), "count": torch.tensor(3)},
+        "reused": [t(4, 4), t(4)],
+        "rectified": None,
+    }[kind]
+
+
+def batches(rows):
+    draw = torch.Generator().manual_seed(5)
+    return [
+        {"x": torch.randn(n, length, 4, generator=draw), "others": (torch.arange(1, n + 1), "word", None)}
+        for n, length in rows
+    ]
+
+
+def loss_fn(y, batch):
+    assert y["others"][1:] == ("word", None) and torch.equal(y["others"][0], batch["others"][0])
+    return (y["x"] - batch["x"].roll(1)).square().mean(), {"mean": y["x"].mean(), "n": torch.tensor(len(y["x"]))}
+
+
+def serial(stages, params, microbatches, skips):
+    """Run each microbatch in one graph, add up in the fixed tree."""
+    losses, gradients, total = [], [], sum(len(one["x"]) for one in microbatches)
+    leaves = [[x.clone().requires_grad_(x.is_floating_point()) for x in flat(tree)] for tree in params]
+    for batch in microbatches:
+        kept, value = {}, batch
+        for number, (stage, tree) in enumerate(zip(stages, params, strict=True)):
+            given = {name: kept[name] for name, (_, to) in skips.items() if to == number}
+            value = stage(like(tree, leaves[number]), value, **given)
+            if any(source == number for source, _ in skips.values()):
+                value, found = value
+                kept |= found
+        loss, _ = loss_fn(value, batch)
+        wanted = [x for own in leaves for x in own if x.requires_grad]
+        gs = torch.autograd.grad(loss, wanted, allow_unused=True) if wanted else []
+        gradients.append([None if g is None else g * len(batch["x"]) for g in gs])
+        losses.append(loss.detach().double() * len(batch["x"]))
+    sums = [None if gs[0] is None else tree_sum(gs) / total for gs in zip(*gradients, strict=True)]
+    return (tree_sum(losses) / total).float(), sums
+
+
+def flat(tree):
+    return torch.utils._pytree.tree_leaves(tree) if tree is not None else []
+
+
+def like(tree, leaves):
+    return (
+        tree if tree is None else torch.utils._pytree.tree_unflatten(leaves, torch.utils._pytree.tree_structure(tree))
+    )
+
+
+def floats(tree, gradients):
+    """Return the gradients of floating leaves, in their order."""
+    if tree is None:
+        return []
+    if isinstance(tree, dict):
+        return [g for name, x in tree.items() for g in floats(x, gradients[name])]
+    if isinstance(tree, list | tuple):
+        return [g for x, own in zip(tree, gradients, strict=True) for g in floats(x, own)]
+    assert tree.is_floating_point() or gradients is None
+    return [gradients] if tree.is_floating_point() else []
+
+
+class Case:
+    """Stages, parameters, microbatches and a schedule, all drawn."""
+
+    def __init__(self, choose, devices, schedule=None):
+        count = schedule.stages if schedule else choose(range(devices, 6))
+        placement = [*range(devices), *(choose(range(devices)) for _ in range(count - devices))]
+        kinds = [choose(["dense", "residual", "reused", "rectified"]) for _ in placement]
+        ends = sorted({choose(range(count)), choose(range(count))})
+        self.skips = {"far": tuple(ends)} if len(ends) == 2 else {}
+        self.stages, self.plain = (
+            [
+                stage_of(kind, in_place, gives="far" if self.skips and number == ends[0] else None)
+                for number, kind in enumerate(kinds)
+            ]
+            for in_place in (True, False)
+        )
+        self.params = [params_of(kind, seed) for seed, kind in enumerate(kinds)]
+        self.batches = batches(
+            [
+                (choose([1, 2, 3]), choose([1, 2]))
+                for _ in range(schedule.microbatches if schedule else choose(range(1, 6)))
+            ]
+        )
+        split = [stage for stage in range(count) if choose([True, False])]
+        self.schedule = schedule or any_schedule(choose, placement, len(self.batches), split)
+
+    def check(self, mesh, modes=(True, True, False)):
+        """Run it twice, in either mode, and hold what is here to the serial run."""
+        expected, gradients = serial(self.plain, self.params, self.batches, self.skips)
+        for reproducible in modes:
+            step = pipelined(
+                self.stages, self.schedule, loss_fn, mesh=mesh, skips=self.skips, reproducible=reproducible
+            )
+            for _ in range(2):
+                found = step(self.params, self.batches)
+            wanted = iter(gradients)
+            for tree, own in zip(self.params, found.gradients, strict=True):
+                pairs = [next(wanted) for x in flat(tree) if x.is_floating_point()]
+                if own is None and tree is not None:
+                    continue
+                for g, exact in zip(floats(tree, own), pairs, strict=True):
+                    assert (g is None) == (exact is None)
+                    if g is not None and reproducible:
+                        assert torch.equal(g, exact)
+                    elif g is not None:
+                        torch.testing.assert_close(g, exact)
+            assert torch.equal(found.loss, expected)
+            assert found.metrics["n"] == sum(len(one["x"]) for one in self.batches)
+
+
+@settings(max_examples=25)
+@given(st.randoms(use_true_random=False), st.integers(1, 4))
+def test_any_schedule_gives_the_bits_of_the_serial_run(source, devices):
+    Case(source.choice, devices).check(fs.make_mesh({"pipe": devices}))
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_known_schedules_all_give_the_same_bits(name):
+    """Also with fewer microbatches than stages, and with the messages that they are proven with."""
+    for microbatches in (1, 6):
+        for schedule in (named(name, 4, microbatches), with_messages(named(name, 4, microbatches))):
+            case = Case(random.Random(1).choice, 4, schedule=schedule)
+            case.check(fs.make_mesh({"pipe": schedule.devices}), modes=(True,))
+
+
+def on_processes(seeds, devices):
+    mesh = fs.make_mesh({"pipe": devices})
+    for seed in seeds:
+        Case(random.Random(seed).choice, devices).check(mesh)
+    Case(random.Random(0).choice, 2 * devices, schedule=named("zbv", 2 * devices, 5)).check(mesh)
+
+
+def test_so_do_two_processes(two):
+    two.run(on_processes, range(6), 2)
+
+
+def test_so_do_four_processes(four):
+    four.run(on_processes, range(3), 4)
+
+
+def test_so_do_processes_that_are_watched():
+    run_processes(on_processes, 2, range(2), 2, environment={"FSHARD_CHECK": "1"})
+
+
+# -- what devices hold and send -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("stages", "microbatches"), [(4, 6), (4, 2), (3, 1), (1, 3)])
+def test_one_f_one_b_keeps_as_many_forwards_as_there_are_stages_behind(stages, microbatches):
+    """Weak references to what a stage has saved tell how many graphs there are; after the step there is none."""
+    alive, made = [[] for _ in range(stages)], []
+    most = [0] * stages
+
+    def watched(number, w, x):
+        y = torch.sigmoid(x @ w)
+        alive[number].append(weakref.ref(y.untyped_storage()))
+        most[number] = max(most[number], sum(one() is not None for one in alive[number]))
+        assert not any(one() is not None for one in made)  # results are sent and let go, but for what is saved of them
+        result = y * 2
+        made.append(weakref.ref(result.untyped_storage()))
+        return result
+
+    step = pipelined(
+        [partial(watched, number) for number in range(stages)],
+        named("1f1b", stages, microbatches),
+        lambda y, batch: y.sum(),
+        mesh=fs.make_mesh({"pipe": stages}),
+    )
+    step([torch.ones(2, 2)] * stages, [torch.ones(1, 2)] * microbatches)
+    assert most == [min(microbatches, stages - stage) for stage in range(stages)]
+    assert not any(one() is not None for own in [*alive, made] for one in own)
+
+
+def scaled(w, x):
+    return x * w
+
+
+def total(y, batch):
+    return y.sum()
+
+
+def lengths(*sizes):
+    return [torch.ones(1, size) for size in sizes]
+
+
+def test_messages_are_told_once_for_each_shape():
+    step = pipelined([scaled] * 3, named("gpipe", 3, 4), total, mesh=fs.make_mesh({"pipe": 3}))
+
+    def messages(*sizes):
+        with fs.ledger() as told:
+            step([torch.tensor(2.0)] * 3, lengths(*sizes))
+        return [told.calls(device, collective="send") for device in range(3)]
+
+    two = 2  # messages that tell what another is
+    alone = [4, 4 + 4, 4 + 2]  # values and gradients; and the last tells two others the outcome
+    assert messages(3, 3, 5, 3) == [alone[0] + 2 * two, alone[1] + 4 * two, alone[2] + 4 * two]
+    assert messages(5, 3, 3, 3) == [alone[0], alone[1], alone[2] + 2 * two]  # the outcome of another batch
+    assert messages(3, 3, 5, 3) == messages(5, 3, 3, 3) == alone
+    assert messages(3, 3, 5, 4) == [alone[0] + two, alone[1] + 2 * two, alone[2] + 3 * two]
+
+
+def send_many():
+    """Send and receive; then let go what the other has received, while it waits for nothing."""
+    mesh = fs.make_mesh({"d": 2})
+
+    def main():
+        other = 1 - fs.axis_index("d")
+        for _ in range(200):
+            fs.send(torch.ones(5000), "d", to=other)
+            fs.recv(torch.ones(5000), "d", source=other)
+        fs.psum(torch.ones(1), "d")
+        until = time.monotonic() + 10
+        while len(world._outgoing) > 40 and time.monotonic() < until:
+            time.sleep(0.01)
+            fs.send(torch.ones(1), "d", to=other)
+            fs.recv(torch.ones(1), "d", source=other)
+        return len(world._outgoing)
+
+    world = ProcessWorld.of(mesh)
+    return fs.run(main, mesh=mesh)[0]
+
+
+def test_messages_that_were_received_are_let_go(two):
+    assert max(two.run(send_many)) <= 40
+
+
+def test_neighbours_on_one_device_send_nothing():
+    def stages(placement):
+        rows = any_schedule(lambda ready: ready[0], placement, 3)
+        step = pipelined([scaled] * 3, rows, total, mesh=fs.make_mesh({"pipe": 2}))
+        step([torch.tensor(2.0)] * 3, lengths(1, 1, 1))
+        with fs.ledger() as told:
+            step([torch.tensor(2.0)] * 3, lengths(1, 1, 1))
+        return [told.calls(device, collective="send") for device in range(2)]
+
+    assert stages([0, 0, 1]) == [3, 3 + 1]
+    assert stages([0, 1, 0]) == [6 + 1, 6]
+
+
+def positive(w, x):
+    return (x * w)[x[:, 0] > 0]
+
+
+def test_shapes_that_depend_on_values_have_to_be_told():
+    xs = [torch.tensor([[1.0], [1.0]]), torch.tensor([[1.0], [-1.0]])]
+    stages, ws = [positive, scaled], [torch.tensor(3.0), torch.tensor(2.0)]
+    mesh = fs.make_mesh({"pipe": 2})
+    with pytest.raises(fs.LayoutError) as error:
+        pipelined(stages, named("gpipe", 2, 2), total, mesh=mesh)(ws, xs)
+    assert str(error.value) == (
+        "the result of stage 0 for microbatch 1 is (float32[1, 1], True); for a microbatch of the same shapes it was "
+        "(float32[2, 1], True), and whoever receives it counts on that. If shapes depend on values, say dynamic=True: then "
+        "each message is told."
+    )
+    found = pipelined(stages, named("gpipe", 2, 2), total, mesh=mesh, dynamic=True)(ws, xs, [1, 1])
+    assert found.loss == (12 + 6) / 2 and [g.item() for g in found.gradients] == [3.0, 4.5]
+
+
+# -- without a backward, beside other axes ------------------------------------------------------------------------
+
+
+def test_forwards_alone_evaluate_and_infer():
+    mesh, xs = fs.make_mesh({"pipe": 2}), lengths(1, 2, 3)
+    ws = [torch.tensor(2.0), torch.tensor(3.0)]
+    recording = []
+
+    def stage(w, x):
+        recording.append(torch.is_grad_enabled() or x.requires_grad or w.requires_grad)
+        return w * x
+
+    def loss(y, batch):
+        return y.mean(), {"largest": y.max()}
+
+    evaluated = pipelined([stage] * 2, named("1f1b", 2, 3), loss, mesh=mesh, backward=False)(ws, xs)
+    assert (evaluated.loss, evaluated.gradients, evaluated.metrics) == (6.0, [None, None], {"largest": 6.0})
+    inferred = pipelined([stage] * 2, named("1f1b", 2, 3), mesh=mesh, backward=False)(ws, xs)
+    assert inferred.loss is None and all(torch.equal(y, 6 * x) for y, x in zip(inferred.metrics, xs, strict=True))
+    assert not any(recording)
+
+
+def on_two_axes():
+    """Two pipelines of two stages beside each other, each with data of its own."""
+    mesh = fs.make_mesh({"data": 2, "pipe": 2})
+    step = pipelined([scaled] * 2, named("1f1b", 2, 2), total, mesh=mesh)
+
+    def main():
+        x = torch.full((1, 1), 1.0 + fs.axis_index("data"))
+        place = fs.axis_index("pipe")
+        found = step([torch.tensor(2.0) if place == 0 else None, torch.tensor(3.0) if place == 1 else None], [x, x])
+        return found.loss.item(), [None if g is None else g.item() for g in found.gradients]
+
+    return fs.run(main, mesh=mesh)
+
+
+ON_TWO_AXES = [(6.0, [3.0, None]), (6.0, [None, 2.0]), (12.0, [6.0, None]), (12.0, [None, 4.0])]
+
+
+def test_pipelines_run_beside_each_other(four):
+    assert on_two_axes() == ON_TWO_AXES
+    assert [one for (one,) in four.run(on_two_axes)] == ON_TWO_AXES
+
+
+def test_what_cuts_the_graph_has_no_gradients_before_it():
+    stages = [scaled, lambda w, x: (x * w).detach(), scaled]
+    step = pipelined(stages, named("gpipe", 3, 2), total, mesh=fs.make_mesh({"pipe": 3}))
+    found = step([torch.tensor(2.0)] * 3, lengths(1, 1))
+    assert found.gradients == [None, None, 4.0]
+
+
+# -- mistakes -----------------------------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_run_is_refused_at_once():
+    mesh = fs.make_mesh({"pipe": 2})
+    with pytest.raises(fs.LayoutError) as error:
+        pipelined([scaled], named("gpipe", 3, 1), mesh=mesh)
+    assert str(error.value) == (
+        "pipelined as gpipe: it has 3 stages, 1 are given; it is for 3 devices, axis pipe has 2; a backward begins with a "
+        "loss: give loss_fn=, or say backward=False."
+    )
+    with pytest.raises(ScheduleError) as error:
+        pipelined([scaled] * 2, named("gpipe", 2, 1), total, mesh=mesh, skips={"a": (1, 1), "b": (0, 2), "c": (0, 1)})
+    assert str(error.value) == 'skips lead from a stage to a later one of 0..1; found "a": (1, 1); "b": (0, 2).'
+    gathering = with_units(named("gpipe", 2, 1))
+    with pytest.raises(ScheduleError) as error:
+        pipelined([scaled] * 2, gathering, total, mesh=mesh)
+    assert "gathers, frees or reduces weights" in str(error.value) and "0UNSHARD on device 0" in str(error.value)
+
+
+def test_what_would_hang_is_refused_and_drawn():
+    crossed = Schedule.from_csv("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1")
+    with pytest.raises(ScheduleError, match="devices 0 -> 1 -> 0 wait for each other"):
+        pipelined([scaled] * 2, crossed, total, mesh=fs.make_mesh({"pipe": 2}))
+    forwards = Schedule.from_csv("0F0\n1F0")
+    with pytest.raises(fs.LayoutError, match="it has no backward: say backward=False; on an abstract mesh nobody says"):
+        pipelined([scaled] * 2, forwards, total, mesh=fs.make_mesh({"pipe": 2}, runtime="abstract"))
+    step = pipelined([scaled] * 2, forwards, total, mesh=fs.make_mesh({"pipe": 2}), backward=False)
+    assert step([torch.tensor(2.0)] * 2, lengths(3)).loss == 12.0
+
+
+def test_what_cannot_be_watched_is_told_which_schedule_will_do():
+    def stage(w, x):
+        return torch.func.grad(lambda x: (x * w).sum())(x) * x
+
+    mesh, ws = fs.make_mesh({"pipe": 1}), [torch.tensor(2.0)]
+    with pytest.raises(RuntimeError) as error:
+        pipelined([stage], named("zb-h1", 1, 1), total, mesh=mesh)(ws, lengths(3))
+    assert any("such as 1f1b" in note for note in error.value.__notes__)
+    assert pipelined([stage], named("1f1b", 1, 1), total, mesh=mesh)(ws, lengths(3)).gradients == [3.0]
+
+
+def test_what_a_step_is_given_is_looked_at():
+    step = pipelined([scaled] * 2, named("gpipe", 2, 2), total, mesh=fs.make_mesh({"pipe": 2}))
+    ws = [torch.tensor(2.0)] * 2
+    with pytest.raises(fs.LayoutError, match="the schedule takes 2 microbatches, 3 are given"):
+        step(ws, lengths(1, 1, 1))
+    with pytest.raises(fs.LayoutError, match="2 stages have as many trees of parameters, 1 are given"):
+        step(ws[:1], lengths(1, 1))
+    with pytest.raises(fs.LayoutError, match="tensors of one microbatch have 1 and 3 rows.*weights="):
+        step(ws, [(torch.ones(1), torch.ones(3))] * 2)
+    with pytest.raises(fs.LayoutError, match=r"count for something together; they count for \[0.0, 0.0\]"):
+        step(ws, lengths(1, 1), [0, 0])
+    with pytest.raises(fs.LayoutError, match="loss_fn has to return one floating number.*float32 of shape"):
+        pipelined([scaled] * 2, named("gpipe", 2, 2), lambda y, x: y, mesh=fs.make_mesh({"pipe": 2}))(ws, lengths(2, 2))
+    with pytest.raises(fs.LayoutError, match=r"stage 0 has skips, so it has to return \(y, \{'a': ...\}\)"):
+        pipelined([scaled] * 2, named("gpipe", 2, 2), total, mesh=fs.make_mesh({"pipe": 2}), skips={"a": (0, 1)})(
+            ws, lengths(2, 2)
+        )
+    assert step(ws, lengths(1, 1)).loss == 4.0
