@@ -55,7 +55,9 @@ from fshard.mesh.spec import P
 from fshard.optim.contract import Optimizer, apply_updates
 from fshard.optim.partition import partition_optimizer
 from fshard.pipeline.builders import pipeline_schedule
+from fshard.pipeline.execute import pipelined
 from fshard.pipeline.schedule import Action, Schedule
+from fshard.pipeline.stages import split_stages
 from fshard.transforms.evaluate import evaluate
 from fshard.transforms.functionalize import functionalize
 from fshard.transforms.gradient import grad, value_and_grad
@@ -128,6 +130,7 @@ __all__ = [
     "partition_optimizer",
     "picture",
     "pipeline_schedule",
+    "pipelined",
     "pmax",
     "pmean",
     "pmin",
@@ -143,6 +146,7 @@ __all__ = [
     "send",
     "shard_map",
     "shard_params",
+    "split_stages",
     "to_device_mesh",
     "to_dtensor",
     "train_step",

@@ -300,6 +300,17 @@ def test_devices_share_a_processor_and_their_children_do_not(monkeypatch):
     assert run(lambda: len(os.sched_getaffinity(0)), d=2) == [len(before)] * 2
 
 
+def test_devices_that_may_use_all_processors_have_the_callers_threads(monkeypatch):
+    monkeypatch.setenv("FSHARD_PIN", "0")
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        assert run(torch.get_num_threads, d=2) == [3, 3]
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_devices_draw_alike_until_they_seed_apart():
     def main():
         first = torch.randn(3)

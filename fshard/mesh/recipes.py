@@ -234,7 +234,11 @@ class Recipes:
     def of_results(self, mesh: Mesh, result: PyTree) -> tuple[ResultRecipe, Structure, list[Any]]:
         """Return the recipe for one device's result, its structure and its leaves."""
         leaves, structure = flatten(result, none_is_leaf=True)
-        key = mesh, structure, tuple(map(_signature, leaves))
+        kinds = [
+            (leaf.shape, leaf.layout) if isinstance(leaf, Tensor) and not leaf.is_nested else type(leaf)
+            for leaf in leaves
+        ]
+        key = mesh, structure, tuple(kinds)
         recipe = self._results.get(key)
         if recipe is None:
             recipe = _kept(self._results)[key] = self._result(mesh, result)
@@ -298,7 +302,9 @@ def _signature(leaf: Any) -> Any:
     """Return what a recipe depends on: a tensor's shape, a global array's layout as well, of anything else what it is."""
     if isinstance(leaf, Sharded):
         return leaf.layout, leaf.shape
-    return (leaf.shape, leaf.is_inference()) if isinstance(leaf, Tensor) and is_dense(leaf) else type(leaf)
+    if not isinstance(leaf, Tensor) or leaf.is_nested:  # which has no shape
+        return type(leaf)
+    return leaf.shape, leaf.layout, leaf.is_inference()
 
 
 def _parameters(f: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:

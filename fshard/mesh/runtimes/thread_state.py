@@ -1,8 +1,9 @@
 """What torch keeps per thread, carried from the caller into a device's thread.
 
 A new thread starts with torch's defaults.  A device's thread must behave as the caller's would: the same grad mode,
-autocast, modes and hooks.  And some things are set on purpose: one intra-op thread (bits depend on the number), and a
-backward that runs in the thread that asks for it (a rendezvous in a shared backward thread would never end).
+autocast, modes and hooks.  And some things are set on purpose: one intra-op thread (bits depend on the number) on one
+processor, unless FSHARD_PIN=0, and a backward that runs in the thread that asks for it (a rendezvous in a shared backward
+thread would never end).
 
 Forward-mode differentiation is the one thing that torch keeps per *process*: its level, and in torch.func a count of
 nested jvps.  `process_wide_state` enters a level before the threads start, so that all of them are "nested" and
@@ -50,10 +51,15 @@ def one_processor() -> int | None:
     Since one of them runs at a time, more would gain them nothing, and a hand-over between two threads on one processor
     takes half the time of one between two, whose caches have to exchange all that Python counts.
     """
-    if not hasattr(os, "sched_setaffinity") or os.environ.get("FSHARD_PIN", "1") == "0" or _libc is None:
+    if not hasattr(os, "sched_setaffinity") or _free() or _libc is None:
         return None
     processor = _libc.sched_getcpu()
     return processor if processor in os.sched_getaffinity(0) else None
+
+
+def _free() -> bool:
+    """Return whether devices may use all processors: better for large matrices, worse for everything else."""
+    return os.environ.get("FSHARD_PIN", "1") == "0"
 
 
 def _load_libc() -> ctypes.CDLL | None:
@@ -99,6 +105,7 @@ class ThreadState:
     hooks_disabled: str | None
     cuda: tuple[int, Any] | None
     processor: int | None
+    threads: int
     batches: int
     """How deep autograd's own vmap is nested, for `is_grads_batched` and `vectorize`."""
 
@@ -120,13 +127,14 @@ class ThreadState:
             hooks_disabled=_C._autograd._saved_tensors_hooks_get_disabled_error_message(),
             cuda=(torch.cuda.current_device(), torch.cuda.current_stream()) if device_type == "cuda" else None,
             processor=one_processor(),
+            threads=torch.get_num_threads() if _free() else 1,
             batches=batches_nested(),
         )
 
     @contextmanager
     def restored(self) -> Generator[None]:
         """Put them in force in the calling thread, which has to be new: some of them stay until it ends."""
-        torch.set_num_threads(1)
+        torch.set_num_threads(self.threads)
         if self.processor is not None:
             _pin(self.processor)
         with ExitStack() as stack:
