@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Callable, Mapping
 from itertools import cycle
+from statistics import median
 from typing import Any, TypeVar
 
 import torch
@@ -47,6 +48,15 @@ def slowest(times: Times) -> Times:
     rows = torch.tensor(list(times.values()), dtype=torch.float64)
     dist.all_reduce(rows, dist.ReduceOp.MAX)
     return dict(zip(times, rows.tolist(), strict=True))
+
+
+def paired(times: list[float], others: list[float]) -> float:
+    """Return the median over the rounds of how many times as long one call took as another in the same round.
+
+    >>> paired([1.0, 4.0, 2.0], [1.0, 2.0, 1.0])
+    2.0
+    """
+    return median(one / other for one, other in zip(times, others, strict=True))
 
 
 def over(count: int, call: Callable[[int], Result]) -> Callable[[], Result]:

@@ -7,8 +7,9 @@
     python benchmarks/zero.py --only fully_shard "deepspeed 3"      it replaces torch's functions, so it runs only if named
 
 All variants (floors.py, peers.py) train the same model (models.py) on the same data with AdamW, in turn in one run: in
-every round each makes one step, in an order drawn anew.  The slowest process counts, medians over the rounds are shown,
-and only their ratios mean something.  All losses have to agree in the end: a variant that trains something else is a bug.
+every round each makes one step, in an order drawn anew.  The slowest process counts.  Shown are medians over the rounds, of
+times and of the ratios of two times of one round: the pace of the machine changes from one second to the next, by up to
+two, and only such ratios mean something.  All losses have to agree in the end: a variant that trains something else is a bug.
 
 Ours goes by direct links (processes of one machine read each other's memory), torch's by gloo over loopback.
 """
@@ -33,7 +34,7 @@ from models import BATCHES, RATE, SEED, WORKLOADS, Batch, Model, Step
 from peers import ddp, ddp_zero, deepspeed, fsdp, jax_devices
 from rich.console import Console
 from rich.table import Table
-from timing import interleaved, over, slowest
+from timing import interleaved, over, paired, slowest
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -192,7 +193,7 @@ def timed(console: Console, workload: str, n: int, rounds: int, names: list[str]
     middle = {name: statistics.median(one.times) for name, one in found.items()}
 
     def ratio(name: str, other: str | None) -> str:
-        return f"{middle[name] / middle[other]:.2f}" if other in middle else ""
+        return f"{paired(found[name].times, found[other].times):.2f}" if other in found else ""
 
     links = "gloo" if variables else "direct links"
     title = f"{workload}: {n} processes, {rounds} rounds, ours by {links}"
