@@ -3,7 +3,8 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.installed
-WORKERS ?= 2
+# Tests wait for processes and time-outs: one worker more than two cores.
+WORKERS ?= 3
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test conformance bench check format notebooks docs clean

@@ -469,3 +469,23 @@ def test_what_a_step_is_given_is_looked_at():
             ws, lengths(2, 2)
         )
     assert step(ws, lengths(1, 1)).loss == 4.0
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_in_reproducible_mode_torch_cuts_no_sum_among_threads(devices):
+    before, seen = torch.get_num_threads(), set()
+
+    def stage(w, x):
+        seen.add(torch.get_num_threads())
+        return w * x
+
+    schedule = pipeline_schedule("bfs", stages=2, microbatches=1, devices=devices)
+    step = pipelined(
+        [stage] * 2, schedule, lambda y, x: y.sum(), mesh=fs.make_mesh({"pipe": devices}), reproducible=True
+    )
+    torch.set_num_threads(3)
+    try:
+        step([torch.ones(())] * 2, [torch.ones(1)])
+        assert seen == {1} and torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)

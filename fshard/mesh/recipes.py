@@ -109,6 +109,8 @@ class ResultRecipe:
 
     entries: tuple[Transfer, ...]
     work: bool
+    uneven: bool
+    """Whether devices may return pieces of different shapes."""
 
 
 class Recipes:
@@ -256,7 +258,8 @@ class Recipes:
                     _refuse_foreign(leaf, spec)
                     if isinstance(leaf, Tensor):
                         entries.append(self._result_entry(mesh, place, path, leaf, spec))
-        return ResultRecipe(tuple(entries), any(entry.work for entry in entries))
+        uneven = any(entry.layout.spec.is_flat or entry.layout.spec.is_owned for entry in entries)
+        return ResultRecipe(tuple(entries), any(entry.work for entry in entries), uneven)
 
     def _result_entry(self, mesh: Mesh, place: int, path: str, leaf: Tensor, spec: Any) -> Transfer:
         if not isinstance(spec, P):

@@ -23,6 +23,7 @@ from fshard.errors import LayoutError
 from fshard.mesh.mesh import Mesh, refuse_no_mesh
 from fshard.mesh.scope import Group, require
 from fshard.mesh.spmd import everywhere, is_outside, standing
+from fshard.mesh.threads import one_thread
 from fshard.mesh.tree import PyTree
 from fshard.pipeline.halves import halves, whole
 from fshard.pipeline.leaves import Params, Value, left, map_tensors
@@ -78,7 +79,7 @@ def pipelined(
         axis: along which the stages lie.
         skips: {name: (from, to)}: stage `from` returns (y, {name: value}), and stage `to` is called with name=value.
         backward: whether gradients are wanted; without them only the forwards of the schedule are run.
-        reproducible: add gradients of microbatches in one fixed tree, whatever the schedule.
+        reproducible: add gradients of microbatches in one fixed tree, whatever the schedule, with one intra-op thread.
         dynamic: whether shapes depend on more than the shapes of the microbatch; then each message says what it is.
 
     The function's `params` are a tree for each stage, of which a device needs its own; floating tensors in it are trained.
@@ -129,7 +130,8 @@ def pipelined(
             return Device(plan, batch, params, group, torch.device(own.device_type), site).run()
 
         try:
-            outcomes = everywhere(own, body)
+            with one_thread(reproducible):
+                outcomes = everywhere(own, body)
         except BaseException:
             plan.known.clear()  # some devices may have learnt what others have not
             raise

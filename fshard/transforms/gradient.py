@@ -37,6 +37,7 @@ from fshard.mesh.sharded import Sharded
 from fshard.mesh.spec import P
 from fshard.mesh.spmd import everywhere, held, standing
 from fshard.mesh.steps import Way, way_between
+from fshard.mesh.threads import one_thread
 from fshard.mesh.tree import PyTree, Structure, flatten_with_paths, unflatten
 from fshard.optim.leaves import firsts_of, trainable
 from fshard.source import Site, call_site
@@ -51,7 +52,6 @@ from fshard.transforms.reductions import Along
 from fshard.transforms.rules import Choice, chosen, named, parts_of, unit_of
 from fshard.transforms.slices import Device, How, Result
 from fshard.transforms.tape import Order, Tape
-from fshard.transforms.threads import one_thread
 from fshard.transforms.units import Leaf, Manner
 from fshard.uncompiled import uncompiled
 

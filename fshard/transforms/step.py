@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fshard.errors import LayoutError
 from fshard.mesh.mesh import Mesh
+from fshard.mesh.threads import one_thread
 from fshard.mesh.tree import PyTree
 from fshard.optim.contract import Optimizer, Update, copied, step_of
 from fshard.optim.norms import global_norm
@@ -23,7 +24,6 @@ from fshard.source import call_site
 from fshard.transforms.gradient import Value, value_and_grad
 from fshard.transforms.nearby import refuse_distant
 from fshard.transforms.slices import How
-from fshard.transforms.threads import one_thread
 from fshard.uncompiled import uncompiled
 
 Precision = Literal["bf16", "fp16"]
