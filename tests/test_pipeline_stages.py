@@ -43,9 +43,22 @@ def test_a_long_model_is_cut_at_once():
     assert time.perf_counter() - began < 5
 
 
+class Clock:
+    """Stands still but for layers that say how long they take; what it shows is of no use to anybody else."""
+
+    now = 0.0
+
+    def perf_counter(self):
+        return self.now
+
+
 class Slow(nn.Module):
+    def __init__(self, clock, seconds):
+        super().__init__()
+        self.clock, self.seconds = clock, seconds
+
     def forward(self, x):
-        time.sleep(0.02)
+        self.clock.now += self.seconds
         return x
 
 
@@ -87,19 +100,16 @@ def test_layers_may_be_functions_and_keep_their_names():
     assert second(first(torch.ones(1, 2))[:0]) == 0
 
 
-def test_time_is_measured_and_memory_is_counted_without_a_trace():
-    layers = nn.Sequential(nn.BatchNorm1d(4), Slow(), nn.Tanh(), Slow(), nn.Dropout(), Slow())
+def test_time_is_measured_and_memory_is_counted_without_a_trace(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr("fshard.pipeline.stages.time", clock)
+    layers = nn.Sequential(nn.BatchNorm1d(4), Slow(clock, 2), nn.Tanh(), Slow(clock, 1), nn.Dropout(), Slow(clock, 3))
     before = {name: x.clone() for name, x in layers.state_dict().items()}
     wide = nn.Sequential(
         nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 400), nn.Sigmoid(), nn.Linear(400, 4), nn.Tanh()
     )
     sample, state = torch.ones(3, 4), torch.get_rng_state()
-    assert [len(stage) for stage in split_stages(layers, 3, "time", sample=sample)] in (
-        [2, 2, 2],
-        [3, 2, 1],
-        [3, 1, 2],
-        [2, 3, 1],
-    )
+    assert [len(stage) for stage in split_stages(layers, 2, "time", sample=sample)] in ([4, 2], [5, 1])
     assert [len(stage) for stage in split_stages(wide, 2, "memory", sample=sample)] == [3, 3]
     assert all(torch.equal(before[name], x) for name, x in layers.state_dict().items())
     assert all(x.grad is None for x in [*layers.parameters(), *wide.parameters()])
