@@ -3,8 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.installed
-# Tests wait for processes and time-outs: one worker more than two cores.
-WORKERS ?= 3
+WORKERS ?= 2
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test conformance bench check format notebooks docs clean
