@@ -205,7 +205,7 @@ def test_processes_that_nobody_seeded_draw_alike_once_they_have_a_mesh():
 
 
 def leave_one_out():
-    mesh = fs.make_mesh({"data": 2}, timeout=2)
+    mesh = fs.make_mesh({"data": 2}, timeout=1)
 
     def main():
         if fs.axis_index("data") == 0:
@@ -213,7 +213,7 @@ def leave_one_out():
         else:
             import time
 
-            time.sleep(5)
+            time.sleep(2.5)
 
     fs.run(main, mesh=mesh)
 
