@@ -35,8 +35,8 @@ def link(request: pytest.FixtureRequest) -> dict[str, str]:
 
 @pytest.fixture(scope="session")
 def two(link: dict[str, str]) -> Iterator[Processes]:
-    """Two processes, for all tests that leave them as they were; each is an interpreter with a hash seed of its own."""
-    with Processes(2, environment=link, fresh=True) as pool:
+    """Two processes, for all tests that leave them as they were; over direct links each has a hash seed of its own."""
+    with Processes(2, environment=link, fresh=link == LINKS["direct"]) as pool:
         yield pool
 
 
