@@ -47,20 +47,21 @@ def like(leaf: Leaf, shards: Sequence[Any]) -> Leaf:
 
 
 def made_of(leaf: Leaf, make: Callable[[Tensor], Tensor | None]) -> Leaf:
-    """Return what a function makes of each shard of a leaf.  What it makes of an owned one has the same owner."""
-    if not (isinstance(leaf, Sharded) and leaf.spec.is_owned):
+    """Return what a function makes of each shard of a leaf.  What it makes of one at some place lies there too."""
+    if not (isinstance(leaf, Sharded) and leaf.spec.on):
         return like(leaf, list(map(make, shards_of(leaf))))
     placeholder = make(torch.empty(leaf.shape, dtype=leaf.dtype, device="meta"))
     if placeholder is None:
         return None
     shape = tuple(placeholder.shape)
+    layout = leaf.layout if shape == leaf.shape else leaf.layout.with_spec(P(on=dict(leaf.spec.on)))
     shards: list[Any] = [
         make(shard)
         if leaf.layout.has_any(device)
-        else placeholder.new_empty(leaf.layout.local_shape(shape, device), device=shard.device)
+        else placeholder.new_empty(layout.local_shape(shape, device), device=shard.device)
         for device, shard in zip(held(leaf.mesh), leaf.shards, strict=True)
     ]
-    return Sharded(shape, leaf.layout, tuple(shards))
+    return Sharded(shape, layout, tuple(shards))
 
 
 def map_shards(f: Callable[..., Tensor], leaf: Leaf, *others: Leaf) -> Leaf:
