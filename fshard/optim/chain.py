@@ -117,7 +117,7 @@ def clip_by_value(limit: float) -> Optimizer:
 def clip_by_global_norm(max_norm: float) -> Optimizer:
     """Shrink gradients so that the norm of all of them is at most `max_norm`, whatever their layouts.
 
-    Communicates as `global_norm` does.  The factor is the one of torch.nn.utils.clip_grad_norm_.  It counts as
+    Communicates as `global_norm` does; in `train_step` nothing, since its metrics have the same norm.  The factor is the one of torch.nn.utils.clip_grad_norm_.  It counts as
     elementwise, since it does on any shards what it does on the whole.
 
     >>> import torch

@@ -36,6 +36,7 @@ from fshard.mesh.spmd import standing
 from fshard.mesh.tree import PyTree
 from fshard.optim.contract import Elementwise, Optimizer, Update, check_inside, elementwise_leaves, step_of
 from fshard.optim.leaves import Leaf, Leaves, trainable
+from fshard.optim.once import stand_for
 from fshard.optim.plain import on_arrays
 from fshard.source import Site, call_site
 from fshard.uncompiled import uncompiled
@@ -123,6 +124,7 @@ def partition_optimizer(
             given = at.beside(grads, "grads")
             _refuse_unplaced(at, given)
             grads, own = _laid(at, [given, at.leaves], _targets(at, flat, axes), site)
+            stand_for(given, Leaves.of(grads).leaves)
             result, state = act(grads, state, own)
             after = at.beside(result, "the optimizer's results")
             del given, grads, own, result  # what `after` holds is then the last that is held of old memory

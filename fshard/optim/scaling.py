@@ -17,6 +17,7 @@ from fshard.optim.contract import Optimizer, check_inside, refuse_scaled
 from fshard.optim.finite import if_finite
 from fshard.optim.leaves import Leaves, count_from_zero, map_shards
 from fshard.optim.numbers import refuse
+from fshard.optim.once import stand_for
 from fshard.optim.plain import on_arrays
 
 
@@ -130,7 +131,9 @@ def _scale_of(state: PyTree) -> Tensor:
 
 def _divided(grads: PyTree, scale: float) -> PyTree:
     at = Leaves.of(grads)
-    return at.mapped(lambda leaf: None if leaf is None else map_shards(lambda x: x / scale, leaf))
+    divided = at.mapped(lambda leaf: None if leaf is None else map_shards(lambda x: x / scale, leaf))
+    stand_for(at.leaves, Leaves.of(divided).leaves, times=scale)
+    return divided
 
 
 def held_by(dtype: torch.dtype, scale: float) -> float:

@@ -22,12 +22,13 @@ from torch import Tensor
 from fshard.errors import LayoutError
 from fshard.mesh.scope import Group, require
 from fshard.mesh.steps import go
+from fshard.optim.leaves import version_of
 from fshard.source import Site
 from fshard.transforms.handle import handles_of
 from fshard.transforms.reductions import Along, Reductions, Ways
 from fshard.transforms.rules import named, parts_of
 from fshard.transforms.saved import Saved
-from fshard.transforms.units import Leaf, Manner, Unit, version_of
+from fshard.transforms.units import Leaf, Manner, Unit
 
 
 class Order(NamedTuple):
