@@ -38,6 +38,7 @@ from fshard.optim.contract import Elementwise, Optimizer, Update, check_inside, 
 from fshard.optim.leaves import Leaf, Leaves, trainable
 from fshard.optim.once import stand_for
 from fshard.optim.plain import on_arrays
+from fshard.optim.scaling import refusing_unscaled
 from fshard.source import Site, call_site
 from fshard.uncompiled import uncompiled
 
@@ -130,7 +131,7 @@ def partition_optimizer(
             del given, grads, own, result  # what `after` holds is then the last that is held of old memory
             return (_handed_over if donated else _back)(at, after, site), state
 
-        return run
+        return refusing_unscaled(opt.loss_scale, run)
 
     return Partitioned(
         init,

@@ -40,6 +40,7 @@ from fshard.mesh.steps import Way, way_between
 from fshard.mesh.threads import one_thread
 from fshard.mesh.tree import PyTree, Structure, flatten_with_paths, unflatten
 from fshard.optim.leaves import firsts_of, trainable
+from fshard.optim.scaling import note_unscaled
 from fshard.source import Site, call_site
 from fshard.transforms.agree import CURE, disagreement
 from fshard.transforms.batch import placed
@@ -189,7 +190,7 @@ def grad(loss_fn: Callable[..., Any], **options: Any) -> Callable[..., PyTree]:
     tensor(1.5000)
     """
     both = value_and_grad(loss_fn, **options)
-    return lambda params, *given, scale=1.0: both(params, *given, scale=scale)[1]
+    return lambda params, *given, scale=None: both(params, *given, scale=scale)[1]
 
 
 @dataclass
@@ -254,11 +255,13 @@ class Gradient:
     frozen: Choice
     known: list[Known] = field(init=False, default_factory=list[Known], compare=False, repr=False)
 
-    def __call__(self, params: PyTree, *given: PyTree, scale: Tensor | float = 1.0) -> tuple[Any, PyTree]:
+    def __call__(self, params: PyTree, *given: PyTree, scale: Tensor | float | None = None) -> tuple[Any, PyTree]:
         """Return the loss, or what comes with it too, and the gradient of `scale` times the loss."""
         buffers, batch = given if self.how.has_buffers else ((), *given)
         refuse_distant(self.mesh, "value_and_grad", params=params, buffers=buffers, batch=batch)
-        value, grads = self.run(params, buffers, batch, call_site(), float(scale))
+        value, grads = self.run(params, buffers, batch, call_site(), 1.0 if scale is None else float(scale))
+        if scale is None:
+            note_unscaled(grads)
         rest = (value.buffers,) * self.how.has_buffers + (value.aux,) * self.how.has_aux
         return ((value.loss, *rest) if rest else value.loss), grads
 
