@@ -275,9 +275,10 @@ def _handed_over(at: Leaves, after: list[Leaf], site: Site) -> PyTree:
             turns.setdefault(end // AT_ONCE, []).append(place)
     for places in turns.values():
         olds, news = ([leaves[place] for place in places] for leaves in (at.leaves, after))
-        for place, old, new in zip(places, olds, reshard_all(news, [old.layout for old in olds], site), strict=True):
-            after[place] = _become(old, new)
-        del news, new
+        news = reshard_all(news, [old.layout for old in olds], site)
+        for place, became in zip(places, map(_become, olds, news), strict=True):
+            after[place] = became
+        del news
     return at.rebuild([after[first] for first in firsts])
 
 
