@@ -195,11 +195,6 @@ def kind_of(leaf: Leaf) -> str:
     return repr(leaf) if isinstance(leaf, Sharded) else f"a {type(leaf).__name__} of shape {tuple(leaf.shape)}"
 
 
-def version_of(x: Tensor) -> int:
-    """Return a number that grows whenever a tensor is written to; torch keeps none of what was made in inference mode."""
-    return 0 if x.is_inference() else x._version
-
-
 def count_from_zero() -> Tensor:
     """Return a count, on the host: to read it never waits for a device."""
     return torch.zeros((), dtype=torch.int64)

@@ -17,45 +17,43 @@ from operator import is_
 
 from torch import Tensor
 
-from fshard.optim.leaves import Leaf, firsts_of, shards_of, version_of
+from fshard.optim.leaves import Leaf, firsts_of, shards_of
 
 
 class Watched:
-    """Gradients, and their norm if somebody has asked for it; `precision`: how exact that is, more is better."""
+    """Gradients, each once, and their norm if somebody has asked for it; `precision`: how exact that is, more is better."""
 
     def __init__(self, leaves: Sequence[Leaf]) -> None:
         self.norm: Tensor | None = None
         self.precision = -1
-        self._known = [(_marks(leaves), 1.0)]
+        shards = _shards(leaves)
+        self._own, self._versions = shards, [x._version for x in shards]
+        self._others: list[tuple[list[weakref.ref[Tensor]], float]] = []
 
     def times(self, leaves: Sequence[Leaf]) -> float | None:
-        """Return how many times the norm of some leaves these gradients' is; None: they are others."""
+        """Return how many times the norm of some leaves, each once, these gradients' is; None: they are others."""
         shards = _shards(leaves)
-        for marks, times in self._known:
-            if len(marks) == len(shards) and all(
-                ref() is x and version == version_of(x) for (ref, version), x in zip(marks, shards, strict=True)
-            ):
-                return times
-        return None
+        if _same(shards, self._own) and [x._version for x in shards] == self._versions:
+            return 1.0
+        return next((times for marks, times in self._others if _same(shards, [mark() for mark in marks])), None)
 
     def also(self, leaves: Sequence[Leaf], others: Sequence[Leaf], times: float) -> None:
         """Note that other leaves stand for some, which are so many times theirs."""
-        known = self.times(leaves)
+        known = self.times(_once(leaves))
         if known is not None:
-            self._known.append((_marks(others), known * times))
+            self._others.append(([weakref.ref(x) for x in _shards(_once(others))], known * times))
+
+
+def _once(leaves: Sequence[Leaf]) -> list[Leaf]:
+    return [leaf for i, (leaf, first) in enumerate(zip(leaves, firsts_of(leaves), strict=True)) if i == first]
 
 
 def _shards(leaves: Sequence[Leaf]) -> list[Tensor]:
-    return [
-        x
-        for i, (leaf, first) in enumerate(zip(leaves, firsts_of(leaves), strict=True))
-        if i == first
-        for x in shards_of(leaf)
-    ]
+    return [x for leaf in leaves for x in shards_of(leaf)]
 
 
-def _marks(leaves: Sequence[Leaf]) -> list[tuple[weakref.ref[Tensor], int]]:
-    return [(weakref.ref(x), version_of(x)) for x in _shards(leaves)]
+def _same(xs: Sequence[Tensor], ys: Sequence[Tensor | None]) -> bool:
+    return len(xs) == len(ys) and all(map(is_, xs, ys))
 
 
 class _Here(threading.local):

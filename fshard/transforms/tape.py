@@ -22,13 +22,12 @@ from torch import Tensor
 from fshard.errors import LayoutError
 from fshard.mesh.scope import Group, require
 from fshard.mesh.steps import go
-from fshard.optim.leaves import version_of
 from fshard.source import Site
 from fshard.transforms.handle import handles_of
 from fshard.transforms.patterns import named, parts_of
 from fshard.transforms.reductions import Along, Reductions, Ways
 from fshard.transforms.saved import Saved
-from fshard.transforms.units import Leaf, Manner, Unit
+from fshard.transforms.units import Leaf, Manner, Unit, version_of
 
 
 class Order(NamedTuple):

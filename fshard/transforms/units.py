@@ -19,7 +19,6 @@ from torch.autograd.function import Function
 from fshard.mesh.differentiate import transformed
 from fshard.mesh.layout import Layout
 from fshard.mesh.steps import Way, go
-from fshard.optim.leaves import version_of
 
 if TYPE_CHECKING:
     from fshard.transforms.tape import Tape
@@ -230,6 +229,11 @@ class _Once(Function):
 def _untransformed() -> AbstractContextManager[Any]:
     """Return a context without torch.func's transforms: parameters come from outside of them."""
     return temporarily_clear_interpreter_stack() if transformed() else nullcontext()
+
+
+def version_of(x: Tensor) -> int:
+    """Return a number that grows whenever a tensor is written to; torch keeps none of what was made in inference mode."""
+    return 0 if x.is_inference() else x._version
 
 
 def _in_backward() -> bool:
