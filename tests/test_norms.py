@@ -12,6 +12,7 @@ import fshard as fs
 import fshard.testing.strategies
 from fshard import P, optim
 from fshard.optim.digits import digits_of, number_of
+from fshard.optim.norms import norm_once
 from tests.optimizers import example, leaves_of, tensor
 
 
@@ -121,3 +122,66 @@ def test_a_norm_is_off_by_less_than_a_rounding_an_element_and_in_digits_by_none(
     assert torch.equal(alone, ours) and abs(Fraction(ours.item()) ** 2 - exact) <= 4 * exact * Fraction(2) ** -53
     rounded = [optim.global_norm(laid_out).float() for laid_out in (tree, cut)]
     assert abs(rounded[0] - rounded[1]) <= rounded[0] * 2.0**-23
+
+
+# -- once a step -------------------------------------------------------------------------------------------------------
+
+
+def one_step(opt, stage, *, by_hand=False, **options):
+    """Take one step; return the parameters, the metrics and what was sent."""
+    mesh = fs.make_mesh({"data": 2})
+    tree = {
+        name: tensor(shape, torch.float32, seed)
+        for seed, (name, shape) in enumerate({"u": (5, 3), "v": (3, 2)}.items())
+    }
+    params = fs.shard_params(tree, fs.fsdp("data") if stage == 3 else P(), mesh=mesh)
+    opt = fs.partition_optimizer(opt, mesh=mesh, axis="data", stage=stage)
+    batch, spec = tensor((8, 5), torch.float32, 7), {"mesh": mesh, "batch": P("data")}
+
+    def loss_fn(p, x):
+        return (x @ p["u"] @ p["v"]).square().mean()
+
+    with fs.ledger() as comm:
+        if by_hand:
+            _, grads = fs.value_and_grad(loss_fn, **spec, gradients=opt.gradients)(params, batch)
+            params, metrics = opt.step(grads, opt.init(params), params)[0], {}
+        else:
+            params, _, metrics = fs.train_step(loss_fn, opt, **spec, **options)(params, opt.init(params), batch)
+    return leaves_of(fs.unshard(params)), metrics.get("grad_norm"), comm.by_collective()
+
+
+CLIP = optim.clip_by_global_norm(0.1)
+
+
+@pytest.mark.parametrize("options", [{}, {"reproducible": True}, {"donate": True}], ids=str)
+@pytest.mark.parametrize("rule", [optim.adamw, optim.muon])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_step_that_clips_sends_no_more_than_one_that_does_not(rule, stage, options):
+    params, norm, sent = one_step(optim.chain(CLIP, rule(0.1)), stage, **options)
+    _, unclipped, expected = one_step(rule(0.1), stage, **options)
+    assert sent == expected
+    torch.testing.assert_close(norm, unclipped)
+    if "reproducible" not in options:
+        by_hand, _, _ = one_step(optim.chain(CLIP, rule(0.1)), stage, by_hand=True)
+        assert all(map(torch.equal, params, by_hand))
+
+
+@pytest.mark.parametrize("around", [optim.skip_if_not_finite, optim.loss_scaled])
+def test_a_norm_is_shared_through_what_looks_for_infinite_gradients(around):
+    for options in ({}, {"reproducible": True}):
+        _, norm, sent = one_step(around(optim.chain(CLIP, optim.sgd(0.1))), 1, **options)
+        _, unclipped, expected = one_step(around(optim.sgd(0.1)), 1, **options)
+        assert sent == expected
+        torch.testing.assert_close(norm, unclipped)
+
+
+def test_other_gradients_have_another_norm():
+    half = optim.chain(optim.scale(0.5), CLIP, optim.sgd(0.1))
+    found, norm, _ = one_step(half, 1)
+    by_hand, _, _ = one_step(half, 1, by_hand=True)
+    assert all(map(torch.equal, found, by_hand))
+    torch.testing.assert_close(norm, one_step(optim.sgd(0.1), 1)[1])
+    grads = [torch.tensor([3.0, 4.0])]
+    with norm_once(grads, exact=True) as norm:
+        grads[0].mul_(2)
+        assert optim.global_norm(grads) == 10 and norm() == 5

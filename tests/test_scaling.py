@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 import fshard as fs
 from fshard import P, optim
+from fshard.optim.contract import step_of
 
 FINITE = st.lists(st.booleans(), max_size=30)
 
@@ -89,6 +90,42 @@ def test_in_whatever_stands_around_it_a_scaled_loss_trains_as_one_that_is_not_sc
         opts = {scaled: AROUND[name](opt) for scaled, opt in opts.items()}
     found, expected = trained(opts[True], stage), trained(opts[False], stage)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@given(st.lists(st.sampled_from(list(AROUND)), max_size=3), st.sampled_from([0, 1, 3]), st.booleans())
+@settings(max_examples=30, deadline=None)
+def test_a_scale_that_is_forgotten_is_an_error_and_one_that_is_said_is_not(names, stage, whole):
+    opt, mesh = optim.loss_scaled(optim.sgd(0.125), initial=8.0), fs.make_mesh({"data": 2})
+    for name in names:
+        opt = AROUND[name](opt)
+    opt = fs.partition_optimizer(opt, mesh=mesh, axis="data", stage=stage)
+    tree = {"w": torch.tensor([1.0, 2.0, 3.0], dtype=torch.bfloat16), "b": torch.ones(2)}
+    params = fs.shard_params(tree, fs.fsdp("data") if stage == 3 else P(), mesh=mesh)
+    lie = None if whole else opt.gradients  # as the parameters, or as the optimizer wants them
+    run = fs.value_and_grad(
+        lambda p, x: (p["w"] * x).square().sum(1).mean() + p["b"].square().sum(),
+        mesh=mesh,
+        batch=P("data"),
+        gradients=lie,
+    )
+    state, batch = opt.init(params), torch.arange(12.0).reshape(4, 3) / 8
+    grads = run(params, batch)[1]
+    for act in (opt.update, step_of(opt)):
+        with pytest.raises(
+            fs.OptimizerError, match=r"by its scale, 8, but value_and_grad was told of none.*scale=opt.loss_scale"
+        ):
+            act(grads, state, params)
+    for scale in (opt.loss_scale(state), 1.0):
+        opt.update(run(params, batch, scale=scale)[1], state, params)
+    opt.update(fs.device_put(fs.unshard(grads), fs.layouts(grads)), state, params)  # nobody knows where these are from
+
+
+def test_a_scale_of_one_need_not_be_said():
+    mesh = fs.make_mesh({"data": 2})
+    opt = optim.loss_scaled(optim.sgd(1.0), initial=1.0)
+    w = fs.shard_params(torch.ones(2), P(), mesh=mesh)
+    grads = fs.grad(lambda w, x: (w * x).sum(1).mean(), mesh=mesh, batch=P("data"))(w, torch.ones(4, 2))
+    assert torch.equal(fs.unshard(opt.step(grads, opt.init(w), w)[0]), torch.zeros(2))
 
 
 def test_who_keeps_others_from_true_gradients_or_from_bad_ones_may_not_have_a_scaled_loss_inside():

@@ -21,6 +21,7 @@ from fshard.errors import LayoutError, ScopeError
 from fshard.mesh.arithmetic import ravel, unravel
 from fshard.mesh.mesh import Mesh
 from fshard.mesh.spec import Axes, as_axes
+from fshard.source import Site
 
 if TYPE_CHECKING:
     from fshard.mesh.runtimes.protocol import World
@@ -72,6 +73,8 @@ class Group:
 
 Notice = Callable[[str, Group], None]
 """Is told what is asked for, by name, of a group; raises if that may not be."""
+Trial = Callable[[str, Group, Site], float]
+"""From what is asked for, of which group and where, to what its result is multiplied by: what if it were another?"""
 
 
 class Scope:
@@ -100,6 +103,7 @@ class Scope:
         self.inner: dict[object, Scope] = {}
         self.own: frozenset[str] = outer.own if outer else frozenset()
         self.notice: Notice | None = None
+        self.trial: Trial | None = None
 
     def group(self, axes: Axes, what: str) -> Group:
         """Return the group along `axes` through this device."""
@@ -157,6 +161,17 @@ def owning(axes: Iterable[str], notice: Notice | None = None) -> Generator[None]
         yield
     finally:
         scope.own, scope.notice, scope.roads = before
+
+
+@contextmanager
+def trying(trial: Trial) -> Generator[None]:
+    """Let what collectives give to the calling device be multiplied by what `trial` says."""
+    scope = require("a trial")
+    before, scope.trial = scope.trial, trial
+    try:
+        yield
+    finally:
+        scope.trial = before
 
 
 def here() -> Scope | None:

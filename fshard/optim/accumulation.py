@@ -17,6 +17,7 @@ from fshard.optim.contract import Optimizer, Update, check_inside, no_updates, s
 from fshard.optim.leaves import Leaf, Leaves, count_from_zero, map_shards, trainable
 from fshard.optim.numbers import count_from, refuse
 from fshard.optim.plain import on_arrays
+from fshard.optim.scaling import refusing_unscaled
 
 
 def accumulate(opt: Optimizer, every: int) -> Optimizer:
@@ -43,6 +44,8 @@ def accumulate(opt: Optimizer, every: int) -> Optimizer:
         seen = at.mapped(lambda leaf: count_from_zero() if trainable(leaf) else None)
         return {"count": count_from_zero(), "seen": seen, "sums": sums, "inner": opt.init(params)}
 
+    scale = scale_inside(opt, "inner")
+
     def at_last(otherwise: Callable[[PyTree, PyTree], PyTree], act: Update) -> Update:
         def run(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
             state = state | _added(state, grads)
@@ -57,11 +60,11 @@ def accumulate(opt: Optimizer, every: int) -> Optimizer:
                 "inner": inner,
             }
 
-        return torch.no_grad()(run)
+        return refusing_unscaled(scale, torch.no_grad()(run))
 
     update = at_last(lambda grads, params: no_updates(grads), opt.update)
     step = at_last(lambda grads, params: params, opt.step) if opt.step else None
-    return Optimizer(init, update, step, opt.elementwise, scale_inside(opt, "inner"), arrays=True)
+    return Optimizer(init, update, step, opt.elementwise, scale, arrays=True)
 
 
 def _added(state: dict[str, Any], grads: PyTree) -> dict[str, Any]:

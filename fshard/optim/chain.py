@@ -117,8 +117,8 @@ def clip_by_value(limit: float) -> Optimizer:
 def clip_by_global_norm(max_norm: float) -> Optimizer:
     """Shrink gradients so that the norm of all of them is at most `max_norm`, whatever their layouts.
 
-    Communicates as `global_norm` does.  The factor is the one of torch.nn.utils.clip_grad_norm_.  It counts as
-    elementwise, since it does on any shards what it does on the whole.
+    Communicates as `global_norm` does; in `train_step` nothing, since its metrics have the same norm.  The factor is the one of
+    torch.nn.utils.clip_grad_norm_.  It counts as elementwise, since it does on any shards what it does on the whole.
 
     >>> import torch
     >>> clip_by_global_norm(1.0).update([torch.tensor([3.0]), torch.tensor([4.0])], (), None)[0]

@@ -14,6 +14,7 @@ from fshard.mesh.tree import PyTree
 from fshard.optim.contract import Optimizer, Update, check_inside, scale_inside, step_of
 from fshard.optim.leaves import Leaf, Leaves, map_shards, trainable
 from fshard.optim.plain import on_arrays
+from fshard.optim.scaling import refusing_unscaled
 
 _HALVES = (torch.bfloat16, torch.float16)
 
@@ -42,6 +43,8 @@ def with_master_weights(opt: Optimizer) -> Optimizer:
         masters = at.mapped(lambda leaf: map_shards(_widened, leaf) if _is_half(leaf) else None)
         return {"master": masters, "inner": opt.init(_over(at, masters))}
 
+    scale = scale_inside(opt, "inner")
+
     def through(act: Update) -> Update:
         @torch.no_grad()
         def run(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
@@ -52,7 +55,7 @@ def with_master_weights(opt: Optimizer) -> Optimizer:
             masters = at.mapped(lambda old, new: new if _is_half(old) else None, after)
             return at.mapped(_rounded, after), {"master": masters, "inner": inner}
 
-        return run
+        return refusing_unscaled(scale, run)
 
     pure = through(step_of(opt._replace(step=None)))
 
@@ -62,7 +65,7 @@ def with_master_weights(opt: Optimizer) -> Optimizer:
         at = Leaves.of(params)
         return at.mapped(_update, at.beside(moved, "the optimizer's results"), at.gradients(grads)), state
 
-    return Optimizer(init, update, through(step_of(opt)), opt.elementwise, scale_inside(opt, "inner"), arrays=True)
+    return Optimizer(init, update, through(step_of(opt)), opt.elementwise, scale, arrays=True)
 
 
 def _is_half(leaf: Leaf) -> bool:

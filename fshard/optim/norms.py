@@ -13,9 +13,11 @@ Plain tensors are global values and are added at the end.  Sums are made in floa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from math import inf
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -31,6 +33,7 @@ from fshard.mesh.tree import PyTree
 from fshard.optim import lists
 from fshard.optim.digits import WIDTH, digits_of_squares, number_of
 from fshard.optim.leaves import Leaf, Leaves, shards_of
+from fshard.optim.once import watched, watching
 from fshard.source import call_site
 
 Places = Sequence[tuple[int, int]]
@@ -60,20 +63,59 @@ def global_norm(tree: PyTree, *, exact: bool | None = None) -> Tensor:
     (tensor(5., dtype=torch.float64), 1)
     """
     at = Leaves.of(tree)
-    firsts = at.firsts()
-    leaves = [leaf for i, leaf in enumerate(at.leaves) if leaf is not None and firsts[i] == i]
     check_summable("global_norm", at)
+    leaves = _counted(at)
+    precision = 0 if exact is False else 2 if exact or in_digits(leaves) else 1
+    known = watched()
+    times = None if known is None else known.times(leaves)
+    if known is None or times is None:
+        return _norm_later(leaves, precision)()
+    if known.norm is None or known.precision < precision:
+        known.norm, known.precision = _norm_later(leaves, precision)() * times, precision
+    return known.norm / times
+
+
+@contextmanager
+def norm_once(tree: PyTree, *, exact: bool) -> Generator[Callable[[], Tensor]]:
+    """Watch gradients that may be used up; yield what returns their norm, which is taken once whoever else asks for it.
+
+    Args:
+        tree: the gradients.
+        exact: in digits; otherwise as exactly as anybody has asked for, or as `global_norm(exact=False)`.
+
+    >>> from fshard import optim
+    >>> grads = [torch.tensor([3.0, 4.0])]
+    >>> with norm_once(grads, exact=False) as norm:
+    ...     clipped, _ = optim.clip_by_global_norm(1.0).update(grads, (), grads)
+    >>> norm(), clipped
+    (tensor(5., dtype=torch.float64), [tensor([0.6000, 0.8000])])
+    """
+    leaves = _counted(Leaves.of(tree))
+    with watching(leaves) as known:
+        if exact:
+            global_norm(tree, exact=True)
+        own = None if exact else _norm_later(leaves, 0)
+        del tree, leaves
+        yield lambda: own() if known.norm is None and own is not None else cast(Tensor, known.norm)
+
+
+def _counted(at: Leaves) -> list[Leaf]:
+    firsts = at.firsts()
+    return [leaf for i, leaf in enumerate(at.leaves) if leaf is not None and firsts[i] == i]
+
+
+def _norm_later(leaves: Sequence[Leaf], precision: int) -> Callable[[], Tensor]:
+    """Square what is here; return what adds that up over the mesh.  Precision: 2 in digits, 1 in float64, 0 as it comes."""
     if not leaves:
-        return torch.zeros((), dtype=torch.float64)
+        return lambda: torch.zeros((), dtype=torch.float64)
     near = shards_of(leaves[0])[0].device
-    digits = in_digits(leaves) if exact is None else exact
 
     def row(places: Places) -> Tensor:
-        return squares(
-            [shards_of(leaves[i])[at] for i, at in places], near, digits=digits, exact=exact is not False
-        ).sum(0)
+        shards = [shards_of(leaves[i])[at] for i, at in places]
+        return squares(shards, near, digits=precision == 2, exact=precision > 0).sum(0)
 
-    return sum_of(sum_over_mesh(leaves, row)).sqrt()
+    total = sum_over_mesh_later(leaves, row)
+    return lambda: sum_of(total()).sqrt()
 
 
 def largest(shards: Sequence[Tensor], near: torch.device) -> Tensor:
@@ -145,11 +187,16 @@ def sum_over_mesh(leaves: Sequence[Leaf], row: Callable[[Places], Tensor]) -> Te
     Returns:
         The sum of the rows, the same on all devices.
     """
+    return sum_over_mesh_later(leaves, row)()
+
+
+def sum_over_mesh_later(leaves: Sequence[Leaf], row: Callable[[Places], Tensor]) -> Callable[[], Tensor]:
+    """Find what is in the shards now; return what adds it up."""
     cut = [_cut_axes(leaf.layout) if isinstance(leaf, Sharded) else () for leaf in leaves]
     total = row([(i, 0) for i, axes in enumerate(cut) if not axes])
     mesh = next((leaf.mesh for leaf, axes in zip(leaves, cut, strict=True) if axes), None)
     if mesh is None:
-        return total
+        return lambda: total
     over = tuple(axis for axis in mesh.axis_names if any(axis in axes for axes in cut))
     parts: list[Tensor] = []
     for index, device in enumerate(held(mesh)):
@@ -157,8 +204,13 @@ def sum_over_mesh(leaves: Sequence[Leaf], row: Callable[[Places], Tensor]) -> Te
         first = {axes: not any(place[axis] for axis in over if axis not in axes) for axes in {*cut}}
         parts.append(row([(i, index) for i, axes in enumerate(cut) if axes and first[axes]]))
     summands = Sharded(tuple(total.shape), Layout(mesh, P(unreduced=over)), tuple(parts))
-    (sums,) = reshard_all([summands], [Layout(mesh)], call_site())
-    return total + sums.shards[0].to(total.device)
+    site = call_site()
+
+    def added() -> Tensor:
+        (sums,) = reshard_all([summands], [Layout(mesh)], site)
+        return total + sums.shards[0].to(total.device)
+
+    return added
 
 
 @lru_cache(maxsize=4096)

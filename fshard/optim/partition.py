@@ -36,7 +36,9 @@ from fshard.mesh.spmd import standing
 from fshard.mesh.tree import PyTree
 from fshard.optim.contract import Elementwise, Optimizer, Update, check_inside, elementwise_leaves, step_of
 from fshard.optim.leaves import Leaf, Leaves, trainable
+from fshard.optim.once import stand_for
 from fshard.optim.plain import on_arrays
+from fshard.optim.scaling import refusing_unscaled
 from fshard.source import Site, call_site
 from fshard.uncompiled import uncompiled
 
@@ -123,12 +125,13 @@ def partition_optimizer(
             given = at.beside(grads, "grads")
             _refuse_unplaced(at, given)
             grads, own = _laid(at, [given, at.leaves], _targets(at, flat, axes), site)
+            stand_for(given, Leaves.of(grads).leaves)
             result, state = act(grads, state, own)
             after = at.beside(result, "the optimizer's results")
             del given, grads, own, result  # what `after` holds is then the last that is held of old memory
             return (_handed_over if donated else _back)(at, after, site), state
 
-        return run
+        return refusing_unscaled(opt.loss_scale, run)
 
     return Partitioned(
         init,
@@ -270,12 +273,14 @@ def _handed_over(at: Leaves, after: list[Leaf], site: Site) -> PyTree:
     firsts, turns = at.firsts(), dict[int, list[int]]()
     after[:] = [leaf if firsts[place] == place else None for place, leaf in enumerate(after)]
     for place, end in enumerate(accumulate(prod(leaf.shape) * leaf.dtype.itemsize if leaf else 0 for leaf in after)):
-        turns.setdefault(end // AT_ONCE, []).append(place)
+        if after[place] is not None:
+            turns.setdefault(end // AT_ONCE, []).append(place)
     for places in turns.values():
-        some = _back(at, [leaf if place in places else None for place, leaf in enumerate(after)], site)
-        for place, new in enumerate(Leaves.of(some).leaves):
-            after[place] = _become(at.leaves[place], new) if new else after[place]
-        del some
+        olds, news = ([leaves[place] for place in places] for leaves in (at.leaves, after))
+        news = reshard_all(news, [old.layout for old in olds], site)
+        for place, became in zip(places, map(_become, olds, news), strict=True):
+            after[place] = became
+        del news
     return at.rebuild([after[first] for first in firsts])
 
 

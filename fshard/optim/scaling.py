@@ -7,16 +7,21 @@ many finite steps in a row: a larger scale
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from fshard.errors import OptimizerError
+from fshard.mesh.sharded import Sharded
 from fshard.mesh.tree import PyTree
-from fshard.optim.contract import Optimizer, check_inside, refuse_scaled
+from fshard.optim.contract import Optimizer, Update, check_inside, refuse_scaled
 from fshard.optim.finite import if_finite
 from fshard.optim.leaves import Leaves, count_from_zero, map_shards
 from fshard.optim.numbers import refuse
+from fshard.optim.once import stand_for
 from fshard.optim.plain import on_arrays
 
 
@@ -34,7 +39,9 @@ def loss_scaled(
     """Let an optimizer take gradients of a scaled loss.
 
     `train_step` reads the scale from the state and applies it.  Who takes the gradient himself has to say it:
-    `value_and_grad(...)(params, batch, scale=opt.loss_scale(state))`; without that, steps are too small by the scale.
+    `value_and_grad(...)(params, batch, scale=opt.loss_scale(state))`.  Gradients that it was told no scale for are refused, if
+    they come as they were returned.  Of others, plain tensors or what was made of those, nobody knows: steps would be too
+    small by the scale.
 
     Args:
         opt: the optimizer, with its chain: it gets gradients of the true size.  `ema`, `accumulate`, `masked` and
@@ -74,8 +81,12 @@ def loss_scaled(
         counts = {"finite": count_from_zero() + good, "patience": count_from_zero() + patience}
         return {"scale": torch.tensor(scale)} | counts | {"skipped": state["skipped"] + (not finite), "inner": inner}
 
-    update, step = if_finite(opt, after, lambda grads, state: _divided(grads, float(state["scale"])))
-    return Optimizer(init, update, step, opt.elementwise, _scale_of, arrays=True)
+    def given(grads: PyTree, state: PyTree) -> PyTree:
+        return _divided(grads, float(state["scale"]))
+
+    update, step = if_finite(opt, after, given)
+    step = step and refusing_unscaled(_scale_of, step)
+    return Optimizer(init, refusing_unscaled(_scale_of, update), step, opt.elementwise, _scale_of, arrays=True)
 
 
 class Watched(NamedTuple):
@@ -124,13 +135,47 @@ class Scaling(NamedTuple):
         return Watched(max(now.scale * self.backoff, self.smallest), 0, 1)
 
 
+_unscaled = weakref.WeakSet[Sharded]()
+
+
+def note_unscaled(grads: PyTree) -> None:
+    """Note that these are gradients of a loss for which no scale was said."""
+    _unscaled.update(leaf for leaf in Leaves.of(grads).leaves if isinstance(leaf, Sharded))
+
+
+def refusing_unscaled(scale_of: Callable[[PyTree], Tensor] | None, act: Update) -> Update:
+    """Return an optimizer's function that refuses gradients for which no scale was said, where the state has one."""
+
+    def run(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+        if (
+            scale_of is not None
+            and _unscaled
+            and any(isinstance(leaf, Sharded) and leaf in _unscaled for leaf in Leaves.of(grads).leaves)
+        ):
+            _refuse_unscaled(float(scale_of(state)))
+        return act(grads, state, params)
+
+    return run if scale_of is not None else act
+
+
+def _refuse_unscaled(scale: float) -> None:
+    if scale != 1:
+        raise OptimizerError(
+            f"loss_scaled would divide these gradients by its scale, {scale:g}, but value_and_grad was told of none, so the "
+            "step would be too small by that. Write value_and_grad(...)(params, batch, scale=opt.loss_scale(state)); or "
+            "scale=1.0, if the loss function multiplies by the scale itself."
+        )
+
+
 def _scale_of(state: PyTree) -> Tensor:
     return state["scale"]
 
 
 def _divided(grads: PyTree, scale: float) -> PyTree:
     at = Leaves.of(grads)
-    return at.mapped(lambda leaf: None if leaf is None else map_shards(lambda x: x / scale, leaf))
+    divided = at.mapped(lambda leaf: None if leaf is None else map_shards(lambda x: x / scale, leaf))
+    stand_for(at.leaves, Leaves.of(divided).leaves, times=scale)
+    return divided
 
 
 def held_by(dtype: torch.dtype, scale: float) -> float:

@@ -27,7 +27,7 @@ from fshard.mesh.spec import P
 from fshard.mesh.tree import PyTree, Structure, flatten_with_paths, unflatten
 from fshard.source import Site
 from fshard.transforms.batch import Batch
-from fshard.transforms.rules import named, parts_of
+from fshard.transforms.patterns import named, parts_of
 
 
 class Told(NamedTuple):

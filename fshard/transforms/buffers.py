@@ -20,7 +20,7 @@ from fshard.mesh.placing import device_put
 from fshard.mesh.sharded import Sharded
 from fshard.mesh.spec import P
 from fshard.mesh.tree import PyTree, Structure, flatten_with_paths, unflatten
-from fshard.transforms.rules import named, parts_of
+from fshard.transforms.patterns import named, parts_of
 
 
 class New(NamedTuple):

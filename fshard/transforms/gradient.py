@@ -24,7 +24,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
@@ -34,24 +33,23 @@ from fshard.errors import CollectiveTimeoutError, DeadlockError, LayoutError, Mi
 from fshard.mesh.layout import Layout
 from fshard.mesh.mesh import Mesh
 from fshard.mesh.sharded import Sharded
-from fshard.mesh.spec import P
 from fshard.mesh.spmd import everywhere, held, standing
-from fshard.mesh.steps import Way, way_between
 from fshard.mesh.threads import one_thread
 from fshard.mesh.tree import PyTree, Structure, flatten_with_paths, unflatten
 from fshard.optim.leaves import firsts_of, trainable
+from fshard.optim.scaling import note_unscaled
 from fshard.source import Site, call_site
 from fshard.transforms.agree import CURE, disagreement
 from fshard.transforms.batch import placed
 from fshard.transforms.beside import put_together
 from fshard.transforms.buffers import Buffers
 from fshard.transforms.counts import Weight
-from fshard.transforms.nearby import refuse_distant
-from fshard.transforms.ordered import way_in_order
-from fshard.transforms.reductions import Along
-from fshard.transforms.rules import Choice, chosen, named, parts_of, unit_of
+from fshard.transforms.known import Known, leaf_of, refuse_half_frozen
+from fshard.transforms.nearby import refuse_distant, refuse_unplaced
+from fshard.transforms.options import refuse_options
+from fshard.transforms.patterns import Choice, chosen
 from fshard.transforms.slices import Device, How, Result
-from fshard.transforms.tape import Order, Tape
+from fshard.transforms.tape import Tape
 from fshard.transforms.units import Leaf, Manner
 from fshard.uncompiled import uncompiled
 
@@ -145,32 +143,17 @@ def value_and_grad(
     >>> loss, fs.typeof(grad), fs.unshard(grad)
     (tensor(9.), f32[2@model], tensor([6., 6.]))
     """
-    if slices is not None and not reproducible:
-        raise LayoutError(
-            f"value_and_grad(slices={slices}) has no meaning without reproducible=True. Add it, or leave slices out; "
-            "accumulate= cuts each device's part."
-        )
-    slices = 8 if slices is None else slices
-    counts = {"accumulate": accumulate, "slices": slices, "live_units": live_units}
-    sizes = {"in_flight": in_flight, "prefetch": prefetch, "bucket": bucket}
-    wrong = [
-        f"{name}={value!r}"
-        for least, values in ((1, counts), (0, sizes))
-        for name, value in values.items()
-        if not isinstance(value, Integral) or value < least
-    ]
-    if wrong:
-        raise LayoutError(
-            f"value_and_grad: {', '.join(wrong)}: a whole number of at least 1 is needed (in_flight, prefetch and bucket: 0)."
-        )
-    if reproducible and reduce in (torch.bfloat16, torch.float16):
-        raise LayoutError(
-            f"value_and_grad(reproducible=True, reduce={reduce}): sums in 16 bits are rounded at other places on other meshes. "
-            "Give reduce=torch.float32, or leave it out."
-        )
+    count = 8 if slices is None else slices
+    refuse_options(
+        reproducible,
+        slices,
+        reduce,
+        at_least_1={"accumulate": accumulate, "slices": count, "live_units": live_units},
+        at_least_0={"in_flight": in_flight, "prefetch": prefetch, "bucket": bucket},
+    )
     manner = Manner(reshard_after_forward, live_units, prefetch, in_flight, bucket, compute, reduce)
     once = reduce_once or reproducible
-    how = How(loss_fn, has_buffers, has_aux, weight, accumulate, once, slices if reproducible else None, manner)
+    how = How(loss_fn, has_buffers, has_aux, weight, accumulate, once, count if reproducible else None, manner)
     return Gradient(how, mesh, batch, gradients or _as_they_lie, frozen)
 
 
@@ -189,39 +172,7 @@ def grad(loss_fn: Callable[..., Any], **options: Any) -> Callable[..., PyTree]:
     tensor(1.5000)
     """
     both = value_and_grad(loss_fn, **options)
-    return lambda params, *given, scale=1.0: both(params, *given, scale=scale)[1]
-
-
-@dataclass
-class Known:
-    """What is known of a tree of parameters: the ways of its leaves, and the order in which units were last used.
-
-    What is gathered ahead is a guess: a wrong one costs time only.  All devices have agreed on the turns of reductions.
-    `key` is what it depends on: it is compared, for to hash it takes longer where little is known.
-    """
-
-    key: object
-    leaves: tuple[Leaf, ...]
-    mesh: Mesh
-    axes: tuple[str, ...]
-    in_order: bool
-    order: Order | None = None
-    _ways: dict[Along, tuple[list[Way | None], int]] = field(default_factory=dict[Along, tuple[list[Way | None], int]])
-
-    def ways(self, along: Along) -> tuple[list[Way | None], int]:
-        """Return the ways of gradients that devices along the batch's axes, and these, hold summands of; how many these are."""
-        found = self._ways.get(along)
-        if found is None:
-            ways = [self._way(along, leaf) if leaf.trained else None for leaf in self.leaves]
-            found = self._ways[along] = ways, prod(self.mesh.shape[axis] for axis in along)
-        return found
-
-    def _way(self, along: Along, leaf: Leaf) -> Way:
-        """Return the way of one gradient: over the batch's axes first, if the order of additions matters."""
-        axes = (*along, *self.axes)
-        if self.in_order:
-            return way_in_order(self.mesh, axes, leaf.gradient, leaf.shape)
-        return way_between(Layout(self.mesh, P(unreduced=axes)), leaf.gradient, leaf.shape)
+    return lambda params, *given, scale=None: both(params, *given, scale=scale)[1]
 
 
 KNOWN = 64
@@ -254,11 +205,13 @@ class Gradient:
     frozen: Choice
     known: list[Known] = field(init=False, default_factory=list[Known], compare=False, repr=False)
 
-    def __call__(self, params: PyTree, *given: PyTree, scale: Tensor | float = 1.0) -> tuple[Any, PyTree]:
+    def __call__(self, params: PyTree, *given: PyTree, scale: Tensor | float | None = None) -> tuple[Any, PyTree]:
         """Return the loss, or what comes with it too, and the gradient of `scale` times the loss."""
         buffers, batch = given if self.how.has_buffers else ((), *given)
         refuse_distant(self.mesh, "value_and_grad", params=params, buffers=buffers, batch=batch)
-        value, grads = self.run(params, buffers, batch, call_site(), float(scale))
+        value, grads = self.run(params, buffers, batch, call_site(), 1.0 if scale is None else float(scale))
+        if scale is None:
+            note_unscaled(grads)
         rest = (value.buffers,) * self.how.has_buffers + (value.aux,) * self.how.has_aux
         return ((value.loss, *rest) if rest else value.loss), grads
 
@@ -273,7 +226,7 @@ class Gradient:
             )
         mesh = standing(self.mesh)
         paths, leaves, structure = flatten_with_paths(params, sharded_is_leaf=True)
-        _refuse_unplaced(paths, leaves, mesh)
+        refuse_unplaced(paths, leaves, mesh)
         parts = placed(batch, self.specs, mesh)
         parts.check(self.how.turns(prod(mesh.shape[axis] for axis in parts.axes)))
         first = firsts_of(leaves)  # a tied leaf is one, wherever it stands
@@ -332,55 +285,17 @@ class Gradient:
         found = next((known for known in self.known if known.key == key), None)
         if found is None:
             fixed = chosen(self.frozen, paths, "frozen")
-            _refuse_half_frozen(paths, at, fixed)
+            refuse_half_frozen(paths, at, fixed)
             ways: dict[int, Leaf] = {}
             for path, place, x, fix in zip(paths, at, leaves, fixed, strict=True):
-                ways.setdefault(place, self._leaf(path, x, trained=self.how.backward and trainable(x) and not fix))
+                trained = self.how.backward and trainable(x) and not fix
+                ways.setdefault(place, leaf_of(path, x, self.gradients if trained else None))
             found = Known(key, tuple(ways[place] for place in sorted(ways)), mesh, axes, self.how.slices is not None)
             self.known[:] = [found, *self.known[: KNOWN - 1]]
         return found
-
-    def _leaf(self, path: str, x: Sharded, *, trained: bool) -> Leaf:
-        layout, whole = x.layout, Layout(x.mesh)
-        wanted = layout
-        if trained:
-            wanted = self.gradients(layout)
-            if not isinstance(wanted, Layout):  # pyright: ignore[reportUnnecessaryIsInstance]
-                raise LayoutError(
-                    f"value_and_grad: gradients={self.gradients!r} has to return a Layout for {named(parts_of(path))}; found "
-                    f"{wanted!r}. Write opt.gradients of a partitioned optimizer, or leave it out."
-                )
-        gather = way_between(layout, whole, x.shape)
-        return Leaf(path, x.shape, x.dtype, layout.unit or unit_of(path), gather, trained, wanted)
 
 
 def _difference(mesh: Mesh, tapes: Mapping[int, Tape]) -> str:
     """Say which devices have gathered other units than others."""
     gathered = {device: tape.sequence for device, tape in tapes.items()}
     return disagreement(mesh, gathered, next(iter(tapes.values())).words()) if tapes else ""
-
-
-def _refuse_half_frozen(paths: Sequence[str], at: Sequence[int], fixed: Sequence[bool]) -> None:
-    """Raise naming parameters that are frozen under one name and trained under another."""
-    names: dict[int, list[str]] = {}
-    for path, place in zip(paths, at, strict=True):
-        names.setdefault(place, []).append(named(parts_of(path)))
-    half = {place for place, fix in zip(at, fixed, strict=True) if not fix} & {
-        place for place, fix in zip(at, fixed, strict=True) if fix
-    }
-    if half:
-        wrong = "; ".join(" and ".join(names[place]) for place in sorted(half))
-        raise LayoutError(f"frozen: {wrong} are one parameter (tied), and only one name of it is frozen. Freeze all.")
-
-
-def _refuse_unplaced(paths: Sequence[str], leaves: Sequence[Any], mesh: Mesh) -> None:
-    wrong = [
-        f"{named(parts_of(path)) or 'the parameter'} is {type(x).__name__ if not isinstance(x, Sharded) else f'on {x.mesh}'}"
-        for path, x in zip(paths, leaves, strict=True)
-        if not isinstance(x, Sharded) or (x.mesh is not mesh and x.mesh != mesh)
-    ]
-    if wrong:
-        raise LayoutError(
-            f"value_and_grad on {mesh}: {'; '.join(wrong)}. Lay the parameters on that mesh: "
-            'fs.shard_params(params, P(), mesh=mesh), or fs.fsdp("data") for ZeRO-3.'
-        )

@@ -23,7 +23,7 @@ from torch.autograd.function import Function
 
 from fshard.errors import LayoutError, ModuleError, ScopeError
 from fshard.mesh.scope import here
-from fshard.transforms.rules import named, parts_of
+from fshard.transforms.patterns import named, parts_of
 
 if TYPE_CHECKING:
     from fshard.transforms.tape import Tape

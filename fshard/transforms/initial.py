@@ -23,8 +23,9 @@ from fshard.mesh.mesh import Mesh
 from fshard.mesh.placing import device_put
 from fshard.mesh.tree import PyTree, flatten_with_paths, unflatten
 from fshard.transforms.history import History
+from fshard.transforms.patterns import Choice, named, parts_of
 from fshard.transforms.randomness import drawing_from, random_state
-from fshard.transforms.rules import Choice, Rules, layouts_of, named, parts_of
+from fshard.transforms.rules import Rules, layouts_of
 
 
 def init_params(

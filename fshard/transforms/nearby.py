@@ -1,4 +1,4 @@
-"""Whether what a step is given lies where it is called: for all devices outside of `fs.run`, for one inside.
+"""Whether what a step is given lies where it is called: on its mesh, and for all devices outside of `fs.run`, for one inside.
 
                      a virtual mesh holds         a process holds
 outside of fs.run    a shard for every device     its own
@@ -7,6 +7,7 @@ inside               the calling device's own     its own
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from fshard.errors import LayoutError
@@ -14,7 +15,7 @@ from fshard.mesh.mesh import Mesh
 from fshard.mesh.sharded import Sharded
 from fshard.mesh.spmd import held
 from fshard.mesh.tree import PyTree, flatten, flatten_with_paths
-from fshard.transforms.rules import named, parts_of
+from fshard.transforms.patterns import named, parts_of
 
 
 def refuse_distant(mesh: Mesh, what: str, **trees: PyTree) -> None:
@@ -51,3 +52,17 @@ def refuse_distant(mesh: Mesh, what: str, **trees: PyTree) -> None:
         if distant(x)
     ]
     raise LayoutError(f"{what}: laid out {where}: {', '.join(names)}. Lay out everything where the step is called.")
+
+
+def refuse_unplaced(paths: Sequence[str], leaves: Sequence[Any], mesh: Mesh) -> None:
+    """Raise naming parameters that do not lie on a mesh."""
+    wrong = [
+        f"{named(parts_of(path)) or 'the parameter'} is {type(x).__name__ if not isinstance(x, Sharded) else f'on {x.mesh}'}"
+        for path, x in zip(paths, leaves, strict=True)
+        if not isinstance(x, Sharded) or (x.mesh is not mesh and x.mesh != mesh)
+    ]
+    if wrong:
+        raise LayoutError(
+            f"value_and_grad on {mesh}: {'; '.join(wrong)}. Lay the parameters on that mesh: "
+            'fs.shard_params(params, P(), mesh=mesh), or fs.fsdp("data") for ZeRO-3.'
+        )

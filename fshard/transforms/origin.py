@@ -20,7 +20,7 @@ from torch import Tensor
 from fshard.errors import MismatchError
 from fshard.mesh.mesh import Mesh
 from fshard.transforms.agree import name_of
-from fshard.transforms.rules import named, parts_of
+from fshard.transforms.patterns import named, parts_of
 
 
 def bits(x: Tensor) -> int:

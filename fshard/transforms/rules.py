@@ -10,17 +10,13 @@ a leaf that cannot lie as it should are errors, all reported at once.  Nothing i
     fsdp("data")                                everything flat, in units; it may also stand where a P may
 
 Patterns have no order: those with `**` count for a leaf that no other is for, and `**` alone for what is left then.  They
-may write a path in any way: `blocks[3].w`, `blocks.3.w` as modules name it, `["blocks"][3]["w"]`.  A function is given it as
-`blocks[3].w`.
+may write a path in any way (see `patterns`); a function is given it as `blocks[3].w`.
 """
 
 from __future__ import annotations
 
-import re
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 from torch import Tensor, nn
@@ -33,84 +29,10 @@ from fshard.mesh.sharded import key_of
 from fshard.mesh.spec import P, as_axes
 from fshard.mesh.tree import PyTree, broadcast_prefix, flatten_with_paths, unflatten
 from fshard.optim.leaves import is_frozen
+from fshard.transforms.patterns import Choice, chosen, default_units, listed, matches, matches_parts, named, parts_of
 
 Rules = Any
 """A P, a prefix tree of Ps, a mapping of path patterns to Ps, a function of (path, leaf), or `fsdp(...)`."""
-Choice = str | Sequence[str] | Callable[[str], bool] | None
-"""Some of the parameters: a path pattern, several, a function of the path; None of them."""
-
-
-@lru_cache(maxsize=65536)
-def parts_of(path: str) -> tuple[str, ...]:
-    """Return the parts of a path or pattern: `["blocks"][3]["w"]`, `blocks[3].w` and `blocks.3.w` are one.
-
-    >>> parts_of('["blocks"][3]["attn.w"]')
-    ('blocks', '3', 'attn', 'w')
-    """
-    return tuple(part for part in re.split(r"[\[\].\"']+", path) if part)
-
-
-def named(parts: Sequence[str]) -> str:
-    """Return parts as a path that reads well.
-
-    >>> named(("blocks", "3", "attn", "w")), named(("0", "weight"))
-    ('blocks[3].attn.w', '0.weight')
-    """
-    return "".join(f"[{part}]" if place and part.isdigit() else f".{part}" for place, part in enumerate(parts))[1:]
-
-
-@lru_cache(maxsize=65536)
-def matches(pattern: str, path: str) -> bool:
-    """Return whether a pattern is for a path: `*` stands for anything within a part, `**` for any number of parts.
-
-    >>> matches("blocks[*].attn.w", '["blocks"][3]["attn"]["w"]'), matches("blocks[*]", '["blocks"][3]["w"]')
-    (True, False)
-    """
-    return _match(parts_of(pattern), parts_of(path))
-
-
-def _match(pattern: tuple[str, ...], path: tuple[str, ...]) -> bool:
-    if not pattern:
-        return not path
-    if pattern[0] == "**":
-        return any(_match(pattern[1:], path[start:]) for start in range(len(path) + 1))
-    here = bool(path) and re.fullmatch(".*".join(map(re.escape, pattern[0].split("*"))), path[0])
-    return bool(here) and _match(pattern[1:], path[1:])
-
-
-def unit_of(path: str) -> str:
-    """Return the unit that a leaf is in unless something else is said: its repeated block, or what stands first.
-
-    >>> unit_of('["blocks"][3]["attn"]["w"]'), unit_of('["head"]["w"]')
-    ('blocks[3]', 'head')
-    """
-    parts = parts_of(path)
-    place = next(iter(_indices(parts)), 0)
-    return named(parts[: place + 1]) or "all"
-
-
-def default_units(paths: Sequence[str]) -> list[str]:
-    """Return the unit of every leaf: of the indices in its path the first that counts things that look alike, blocks that is.
-
-    >>> default_units(["[0]", "[1][0].w", "[1][1].w", "[1][2].w", "[2]"])
-    ['0', '1[0]', '1[1]', '1[2]', '2']
-    """
-    below: dict[tuple[str, ...], set[tuple[str, ...]]] = {}
-    for parts in map(parts_of, paths):
-        for place in _indices(parts):
-            below.setdefault(parts[: place + 1], set()).add(parts[place + 1 :])
-    alike = Counter((block[:-1], frozenset(leaves)) for block, leaves in below.items())
-
-    def unit(path: str) -> str:
-        parts = parts_of(path)
-        blocks = [parts[: place + 1] for place in _indices(parts)]
-        return next((named(block) for block in blocks if alike[block[:-1], frozenset(below[block])] > 1), unit_of(path))
-
-    return list(map(unit, paths))
-
-
-def _indices(parts: Sequence[str]) -> list[int]:
-    return [place for place, part in enumerate(parts) if part.isdigit()]
 
 
 @dataclass(frozen=True)
@@ -153,14 +75,17 @@ def _by_unit_patterns(patterns: Sequence[str], paths: Sequence[str]) -> list[str
     begins = [[parts_of(path)[:end] for end in range(len(parts_of(path)), 0, -1)] for path in paths]
     asked = {pattern: parts_of(pattern) for pattern in patterns}
     unused = [
-        f'"{name}"' for name, one in asked.items() if not any(_match(one, begin) for row in begins for begin in row)
+        f'"{name}"'
+        for name, one in asked.items()
+        if not any(matches_parts(one, begin) for row in begins for begin in row)
     ]
     if unused:
         raise LayoutError(
-            f"fsdp: no leaf is in a unit {' or '.join(unused)}. {_listed(paths)}; a pattern begins where their paths do."
+            f"fsdp: no leaf is in a unit {' or '.join(unused)}. {listed(paths)}; a pattern begins where their paths do."
         )
     found = [
-        next((begin for begin in row if any(_match(one, begin) for one in asked.values())), None) for row in begins
+        next((begin for begin in row if any(matches_parts(one, begin) for one in asked.values())), None)
+        for row in begins
     ]
     others = default_units(paths)
     return [other if begin is None else named(begin) for other, begin in zip(others, found, strict=True)]
@@ -213,30 +138,6 @@ def fsdp(axis: str | tuple[str, ...], *, unit: str | Sequence[str] | int | None 
             'Write fsdp(..., unit="blocks[*]"), unit=20_000_000, or leave it out for a unit per repeated block.'
         )
     return Fsdp(as_axes(axis), given[0] if alone else tuple(given))
-
-
-def chosen(choice: Choice, paths: Sequence[str], what: str) -> list[bool]:
-    """Return which paths are chosen, or raise naming all patterns that are for none.
-
-    >>> chosen(["0.*", "head"], ['["0.weight"]', '["0.bias"]', '["head"]', '["1.weight"]'], "frozen")
-    [True, True, True, False]
-    """
-    if callable(choice):
-        return [bool(choice(named(parts_of(path)))) for path in paths]
-    patterns = [choice] if isinstance(choice, str) else [*(choice or ())]
-    strange = [repr(pattern) for pattern in patterns if not isinstance(pattern, str)]  # pyright: ignore[reportUnnecessaryIsInstance]
-    if strange:
-        raise LayoutError(f"{what}: {', '.join(strange)} is no path pattern. Give patterns, or a function of the path.")
-    idle = [pattern for pattern in patterns if not any(matches(pattern, path) for path in paths)]
-    if idle:
-        wrong = ", ".join(f'"{pattern}"' for pattern in idle)
-        raise LayoutError(f"{what}: no leaf is for {wrong}. {_listed(paths)}.")
-    return [any(matches(pattern, path) for pattern in patterns) for path in paths]
-
-
-def _listed(paths: Sequence[str]) -> str:
-    shown = ", ".join(named(parts_of(path)) for path in list(paths)[:8])
-    return f"The leaves are {shown}{', ...' if len(paths) > 8 else ''}"
 
 
 def shard_params(params: PyTree, rules: Rules, *, mesh: Mesh, frozen: Choice = None) -> PyTree:
@@ -336,7 +237,7 @@ def _by_patterns(rules: Mapping[str, P | Fsdp], paths: Sequence[str]) -> tuple[l
     complaints += [
         f'no leaf is for the rule "{pattern}"' for pattern in rules if not any(matches(pattern, path) for path in paths)
     ]
-    hint = f'. {_listed(paths)}; "**": P() replicates what no other rule is for.'
+    hint = f'. {listed(paths)}; "**": P() replicates what no other rule is for.'
     return found, "; ".join(complaints) + hint if complaints else ""
 
 

@@ -28,6 +28,7 @@ from fshard.transforms.idle import idling
 from fshard.transforms.means import Found, together
 from fshard.transforms.origin import Origin, bits
 from fshard.transforms.randomness import keyed_random
+from fshard.transforms.silence import silence
 from fshard.transforms.talk import Talk
 from fshard.transforms.tape import Order, Tape
 from fshard.transforms.uneven import objection
@@ -240,6 +241,8 @@ class Device:
             share = count.share if how.slices is None else 1.0  # in reproducible mode sums are weighted, in 32 bits
             self.scaled = held_by(loss.dtype, self.scale)
             start = torch.full_like(loss, share * self.scaled)
+            if not count.weight and not idle:
+                silence(loss)
             torch.autograd.grad(loss, [tape.anchor], start, allow_unused=True)
         new = self.buffers.compared(self.place, buffers)
         beside = told(aux, slice.samples, loss.device)

@@ -18,7 +18,7 @@ from fshard.mesh.mesh import Mesh
 from fshard.mesh.threads import one_thread
 from fshard.mesh.tree import PyTree
 from fshard.optim.contract import Optimizer, Update, copied, step_of
-from fshard.optim.norms import global_norm
+from fshard.optim.norms import norm_once
 from fshard.optim.plain import on_arrays
 from fshard.source import call_site
 from fshard.transforms.gradient import Value, value_and_grad
@@ -80,8 +80,8 @@ def train_step(
 
     The metrics are "loss", "grad_norm", "finite" and "samples"; with `weight` also "weight", with `has_aux` also "aux".  The
     host waits for no device before it has launched the update, unless the optimizer does: `loss_scaled` and
-    `skip_if_not_finite` once, Adafactor as in torch once a leaf.  The norm of the metrics is a psum of 8 bytes of its
-    own, beside that of `clip_by_global_norm`: it is taken in the gradients' dtype, in a fraction of the time of the exact one.
+    `skip_if_not_finite` once, Adafactor as in torch once a leaf.  The norm of the metrics is a psum of 8 bytes, the one that
+    `clip_by_global_norm` has asked for; where nothing did, it is taken in the gradients' dtype, in a fraction of the time.
 
     >>> import torch, fshard as fs
     >>> from fshard import P
@@ -133,10 +133,11 @@ def train_step(
         scale = float(opt.loss_scale(state)) if opt.loss_scale is not None else 1.0
         value, grads = gradient.run(params, buffers, batch, call_site(), scale)
         with torch.no_grad(), one_thread(how.slices is not None):
-            norm = global_norm(grads, exact=how.slices is not None) / scale
             if not donate:
                 params, state = copied((params, state))
-            params, state = write(grads, state, params)
+            with norm_once(grads, exact=how.slices is not None) as found:
+                params, state = write(grads, state, params)
+            norm = found() / scale
         return params, state, *((value.buffers,) if how.has_buffers else ()), _metrics(how, value, norm)
 
     return step

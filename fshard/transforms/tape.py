@@ -24,8 +24,8 @@ from fshard.mesh.scope import Group, require
 from fshard.mesh.steps import go
 from fshard.source import Site
 from fshard.transforms.handle import handles_of
+from fshard.transforms.patterns import named, parts_of
 from fshard.transforms.reductions import Along, Reductions, Ways
-from fshard.transforms.rules import named, parts_of
 from fshard.transforms.saved import Saved
 from fshard.transforms.units import Leaf, Manner, Unit, version_of
 

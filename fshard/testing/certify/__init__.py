@@ -6,6 +6,7 @@ compared after every step, on every device, leaf by leaf:
     EXACT       the bits of the run on one device
     BOUNDED     as near to float64 as four times the run on one device is (see `bounds_of`)
     DIVERGENT   neither; then the gradient of that step is looked at, in this order:
+                  a psum in the loss function     with an average in its place it would be right; or the other way round
                   a constant times too large      summed where it should be averaged, or the other way round
                   what one device adds to it      a reduction over an axis is missing
                   losses that differ              it is missing inside the loss function, over an axis of the model
@@ -14,7 +15,7 @@ compared after every step, on every device, leaf by leaf:
 In reproducible mode bits are promised, so nothing is BOUNDED, and one device means a mesh of one.
 
     inputs ─> runs ─> comparison ─> judge ─> certificate        beside: what devices hold beside a whole tensor
-                                      └─ reasons                elementwise: the same for optimizers alone
+                                      └─ reasons ─ again        elementwise: the same for optimizers alone
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from fshard.optim.leaves import Leaves
 from fshard.testing.certify.certificate import Row, first_of
 from fshard.testing.certify.comparison import Comparison, What
 from fshard.testing.certify.reasons import Reasons
-from fshard.transforms.rules import named, parts_of
+from fshard.transforms.patterns import named, parts_of
 
 
 def judged(it: Comparison) -> list[Row]:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property, partial
-from itertools import combinations
+from functools import cached_property
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,11 +16,10 @@ from fshard.mesh.mesh import Mesh
 from fshard.mesh.sharded import Sharded
 from fshard.mesh.spec import P
 from fshard.mesh.spmd import held
-from fshard.mesh.tree import flatten
-from fshard.optim.leaves import Leaf, Leaves
-from fshard.testing.certify.beside import Piece, beside, first_difference, known_to_all, largest, near, piece_of
+from fshard.optim.leaves import Leaf
+from fshard.testing.certify.again import Again, before, named, step_again, subsets, trials
+from fshard.testing.certify.beside import Piece, beside, first_difference, largest, near, piece_of, wide
 from fshard.testing.certify.comparison import Comparison
-from fshard.transforms.randomness import keyed_random
 
 
 class Reasons:
@@ -59,6 +57,8 @@ class Reasons:
 
     def _of_gradient(self, place: int, found: Leaf, alone: Tensor) -> str:
         pieces = beside(found, alone)
+        if told := self._of_collectives(place, pieces):
+            return told
         if factors := self._of_size(pieces):
             return f"the gradient is {factors[0].size}: {', or '.join(factor.reason for factor in factors)}"
         if (missing := self._missing(place, found)) is not None:
@@ -67,10 +67,28 @@ class Reasons:
             return "the gradient differs by rounding: it is added up in another order than on one device"
         return f"unknown; the gradient first differs at {first_difference(found, alone, self._tolerance)}"
 
+    def _of_collectives(self, place: int, pieces: Sequence[Piece]) -> str:
+        """Name the sums that should be averages, and the other way round: with the other one, the gradient is right."""
+        if near(pieces, self._tolerance):
+            return ""
+        alone = self._it.alone[self._step].grads
+
+        def right(grads: list[Leaf], place: int, size: float) -> bool:
+            found, whole = grads[place], alone[place]
+            if found is None or whole is None:
+                return found is whole
+            return largest(wide(found) - wide(whole)) <= self._tolerance * size
+
+        size = max(largest(piece.expected) + largest(piece.error) for piece in pieces)
+        fits = {told: grads for told, grads in self._trials.items() if right(grads, place, size)}
+        every = max(map(largest, alone))
+        best = [told for told, grads in fits.items() if all(right(grads, at, every) for at in range(len(alone)))]
+        return ", or ".join(best or fits)
+
     def _of_update(self, place: int) -> str:
         it, step = self._it, self._step
         found, alone = it.turns[step].params[place], it.alone[step].params[place]
-        pieces, olds = beside(found, alone), beside(found, self._before[place])
+        pieces, olds = beside(found, alone), beside(found, before(it, step)[place])
         updates = [
             Piece(one.device, one.found - old.expected, one.expected - old.expected)
             for one, old in zip(pieces, olds, strict=True)
@@ -95,26 +113,24 @@ class Reasons:
 
     def _missing(self, place: int, found: Leaf) -> str | None:
         """Compare a gradient with sums over fewer axes: then what each device holds is its own, or one device's."""
-        local = self._local.grads[place]
+        local = self._again.grads[place]
         if apart := self._axes_apart:
             return (
-                f"a reduction over {_named(apart)} is missing inside the loss function: the batch is whole along it, and yet "
+                f"a reduction over {named(apart)} is missing inside the loss function: the batch is whole along it, and yet "
                 "losses differ"
             )
         if not isinstance(local, Sharded) or not isinstance(found, Sharded):
             return None
         mesh = local.mesh
         if uneven := self._uneven_axes(local):
-            return (
-                f"a reduction over {_named(uneven)} is missing: the batch is whole along it, and yet gradients differ"
-            )
-        for axes in _subsets(local.spec.unreduced):
+            return f"a reduction over {named(uneven)} is missing: the batch is whole along it, and yet gradients differ"
+        for axes in subsets(local.spec.unreduced):
             sums = dict(zip(held(mesh), fs.reshard(local, Layout(mesh, P(unreduced=axes))).shards, strict=True))
             own = [
                 one._replace(expected=piece_of(sums[one.device], found.layout, one.device))
                 for one in beside(found, sums[held(mesh)[0]])
             ]
-            told = f"a reduction over {_named(axes)} is missing:"
+            told = f"a reduction over {named(axes)} is missing:"
             for times in (1, prod(mesh.shape[axis] for axis in axes)):  # a sum over the others, or their mean
                 if near(own, self._tolerance, times=times):
                     return f"{told} each device has what it adds to the sum"
@@ -138,56 +154,24 @@ class Reasons:
     def _axes_apart(self) -> tuple[str, ...]:
         """Return the axes along which devices have different losses, though they were given the same."""
         mesh = self._it.mesh
-        losses = self._local.losses.reshape([mesh.shape[axis] for axis in mesh.axis_names])
+        losses = self._again.losses.reshape([mesh.shape[axis] for axis in mesh.axis_names])
 
         def differ(place: int) -> bool:
             return largest(losses - losses.narrow(place, 0, 1)) > self._tolerance * largest(losses)
 
         return tuple(
-            axis for place, axis in enumerate(mesh.axis_names) if axis not in self._local.axes and differ(place)
+            axis for place, axis in enumerate(mesh.axis_names) if axis not in self._again.axes and differ(place)
         )
 
-    @property
-    def _before(self) -> list[Leaf]:
-        """The parameters that the step began with."""
-        it, step = self._it, self._step
-        return it.alone[step - 1].params if step else Leaves.of(it.task.params).leaves
+    @cached_property
+    def _again(self) -> Again:
+        """What devices have in this step before any sum over them, from the parameters that it began with."""
+        return step_again(self._it, self._step)
 
     @cached_property
-    def _local(self) -> Local:
-        """What devices have in this step before any sum over them, from the parameters that it began with."""
-        it, task = self._it, self._it.task
-        wanted = {axis for spec in flatten(task.batch_spec)[0] if isinstance(spec, P) for axis in spec.axes}
-        axes = tuple(axis for axis in it.mesh.axis_names if axis in wanted and it.mesh.shape[axis] > 1)
-        left_out = ("donate", "precision", "gradients", "compute")
-        options: dict[str, Any] = {key: x for key, x in task.options.items() if key not in left_out}
-        summands, compute = Layout(it.mesh, P(unreduced=axes)), task.compute
-        differentiated = partial(fs.value_and_grad, gradients=lambda layout: summands, compute=compute)
-        losses: dict[int, Tensor] = {}
-
-        def noting(*args: Any) -> Any:
-            result = task.loss_fn(*args)
-            loss: Tensor = result[0] if task.has_buffers or task.options.get("has_aux") else result
-            here = fs.axis_index(it.mesh.axis_names)
-            losses[here] = losses.get(here, 0) + loss.detach().mean().double()
-            return result
-
-        run = differentiated(noting, mesh=it.mesh, batch=task.batch_spec, **options)
-        params = task.placed(Leaves.of(task.params).rebuild(self._before), it.mesh, it.stage)
-        buffers = Leaves.of(task.buffers).rebuild(it.alone[self._step - 1].buffers) if self._step else task.buffers
-        with keyed_random(task.seed, self._step):
-            _, grads = run(params, *([buffers] if task.has_buffers else []), task.batch)
-        row = tuple(losses[device].reshape(1) for device in held(it.mesh))
-        every = fs.unshard(Sharded((it.mesh.size,), Layout(it.mesh, P(it.mesh.axis_names)), row))
-        return Local(axes, [known_to_all(leaf) for leaf in Leaves.of(grads).leaves], every)
-
-
-class Local(NamedTuple):
-    """Gradients of devices that are to be summed, over which axes, and the loss of each device."""
-
-    axes: tuple[str, ...]
-    grads: list[Leaf]
-    losses: Tensor
+    def _trials(self) -> dict[str, list[Leaf]]:
+        """The gradients that each other choice between a sum and an average, within the loss function, would give."""
+        return trials(self._it, self._step, self._again.asked)
 
 
 # -- the constants that gradients are often wrong by ----------------------------------------------------------------
@@ -207,11 +191,11 @@ def _factors(mesh: Mesh, accumulate: int) -> list[Factor]:
     """List the constants that sizes of axes, and the turns of accumulate, give: what is likelier comes first."""
     turns = f"the {accumulate} turns of accumulate"
     sizes: dict[int, list[str]] = {}
-    for axes in reversed(_subsets(tuple(axis for axis in mesh.axis_names if mesh.shape[axis] > 1))):
+    for axes in reversed(subsets(tuple(axis for axis in mesh.axis_names if mesh.shape[axis] > 1))):
         n = prod(mesh.shape[axis] for axis in axes)
-        sizes.setdefault(n, []).append(_named(axes))
+        sizes.setdefault(n, []).append(named(axes))
         if accumulate > 1:
-            sizes.setdefault(n * accumulate, []).append(f"{_named(axes)} and {turns}")
+            sizes.setdefault(n * accumulate, []).append(f"{named(axes)} and {turns}")
     if accumulate > 1:
         sizes.setdefault(accumulate, []).append(turns)
     whole: list[Factor] = []
@@ -229,12 +213,3 @@ def _factors(mesh: Mesh, accumulate: int) -> list[Factor]:
             Factor(n**-0.5, f"{root} times too small", over, scaled, root=True),
         ]
     return whole + roots
-
-
-def _subsets(axes: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """List the choices of one or more axes, the whole first."""
-    return [some for size in range(len(axes), 0, -1) for some in combinations(axes, size)]
-
-
-def _named(axes: tuple[str, ...]) -> str:
-    return " x ".join(f'"{axis}"' for axis in axes)

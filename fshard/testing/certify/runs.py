@@ -22,8 +22,8 @@ from fshard.optim.leaves import Leaf, Leaves, map_shards, trainable
 from fshard.optim.scaling import held_by
 from fshard.testing.certify.beside import frozen_as, is_floating, known_to_all, largest, wide
 from fshard.transforms.batch import placed
+from fshard.transforms.patterns import chosen
 from fshard.transforms.randomness import keyed_random
-from fshard.transforms.rules import chosen
 
 Units = str | Sequence[str] | int | None
 """What `fsdp` makes units of."""

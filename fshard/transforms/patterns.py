@@ -1,0 +1,118 @@
+"""Where leaves stand in a tree: paths, patterns for them, and the units that they make up.
+
+blocks[3].attn.w        a path; `blocks.3.attn.w` as modules name it and `["blocks"][3]["attn"]["w"]` are the same
+blocks[*].attn.w        a pattern, anchored at both ends
+**.w                    any number of parts, and then w
+blocks[3]               the unit of blocks[3].attn.w, unless something else is said
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+
+from fshard.errors import LayoutError
+
+Choice = str | Sequence[str] | Callable[[str], bool] | None
+"""Some of the parameters: a path pattern, several, a function of the path; None of them."""
+
+
+@lru_cache(maxsize=65536)
+def parts_of(path: str) -> tuple[str, ...]:
+    """Return the parts of a path or pattern: `["blocks"][3]["w"]`, `blocks[3].w` and `blocks.3.w` are one.
+
+    >>> parts_of('["blocks"][3]["attn.w"]')
+    ('blocks', '3', 'attn', 'w')
+    """
+    return tuple(part for part in re.split(r"[\[\].\"']+", path) if part)
+
+
+def named(parts: Sequence[str]) -> str:
+    """Return parts as a path that reads well.
+
+    >>> named(("blocks", "3", "attn", "w")), named(("0", "weight"))
+    ('blocks[3].attn.w', '0.weight')
+    """
+    return "".join(f"[{part}]" if place and part.isdigit() else f".{part}" for place, part in enumerate(parts))[1:]
+
+
+@lru_cache(maxsize=65536)
+def matches(pattern: str, path: str) -> bool:
+    """Return whether a pattern is for a path: `*` stands for anything within a part, `**` for any number of parts.
+
+    >>> matches("blocks[*].attn.w", '["blocks"][3]["attn"]["w"]'), matches("blocks[*]", '["blocks"][3]["w"]')
+    (True, False)
+    """
+    return matches_parts(parts_of(pattern), parts_of(path))
+
+
+def matches_parts(pattern: tuple[str, ...], path: tuple[str, ...]) -> bool:
+    """Return whether the parts of a pattern are for those of a path."""
+    if not pattern:
+        return not path
+    if pattern[0] == "**":
+        return any(matches_parts(pattern[1:], path[start:]) for start in range(len(path) + 1))
+    here = bool(path) and re.fullmatch(".*".join(map(re.escape, pattern[0].split("*"))), path[0])
+    return bool(here) and matches_parts(pattern[1:], path[1:])
+
+
+def unit_of(path: str) -> str:
+    """Return the unit that a leaf is in unless something else is said: its repeated block, or what stands first.
+
+    >>> unit_of('["blocks"][3]["attn"]["w"]'), unit_of('["head"]["w"]')
+    ('blocks[3]', 'head')
+    """
+    parts = parts_of(path)
+    place = next(iter(_indices(parts)), 0)
+    return named(parts[: place + 1]) or "all"
+
+
+def default_units(paths: Sequence[str]) -> list[str]:
+    """Return the unit of every leaf: of the indices in its path the first that counts things that look alike, blocks that is.
+
+    >>> default_units(["[0]", "[1][0].w", "[1][1].w", "[1][2].w", "[2]"])
+    ['0', '1[0]', '1[1]', '1[2]', '2']
+    """
+    below: dict[tuple[str, ...], set[tuple[str, ...]]] = {}
+    for parts in map(parts_of, paths):
+        for place in _indices(parts):
+            below.setdefault(parts[: place + 1], set()).add(parts[place + 1 :])
+    alike = Counter((block[:-1], frozenset(leaves)) for block, leaves in below.items())
+
+    def unit(path: str) -> str:
+        parts = parts_of(path)
+        blocks = [parts[: place + 1] for place in _indices(parts)]
+        return next((named(block) for block in blocks if alike[block[:-1], frozenset(below[block])] > 1), unit_of(path))
+
+    return list(map(unit, paths))
+
+
+def _indices(parts: Sequence[str]) -> list[int]:
+    return [place for place, part in enumerate(parts) if part.isdigit()]
+
+
+def chosen(choice: Choice, paths: Sequence[str], what: str) -> list[bool]:
+    """Return which paths are chosen, or raise naming all patterns that are for none.
+
+    >>> chosen(["0.*", "head"], ['["0.weight"]', '["0.bias"]', '["head"]', '["1.weight"]'], "frozen")
+    [True, True, True, False]
+    """
+    if callable(choice):
+        return [bool(choice(named(parts_of(path)))) for path in paths]
+    patterns = [choice] if isinstance(choice, str) else [*(choice or ())]
+    strange = [repr(pattern) for pattern in patterns if not isinstance(pattern, str)]  # pyright: ignore[reportUnnecessaryIsInstance]
+    if strange:
+        raise LayoutError(f"{what}: {', '.join(strange)} is no path pattern. Give patterns, or a function of the path.")
+    idle = [pattern for pattern in patterns if not any(matches(pattern, path) for path in paths)]
+    if idle:
+        wrong = ", ".join(f'"{pattern}"' for pattern in idle)
+        raise LayoutError(f"{what}: no leaf is for {wrong}. {listed(paths)}.")
+    return [any(matches(pattern, path) for pattern in patterns) for path in paths]
+
+
+def listed(paths: Sequence[str]) -> str:
+    """Return the first paths in words, for messages."""
+    shown = ", ".join(named(parts_of(path)) for path in list(paths)[:8])
+    return f"The leaves are {shown}{', ...' if len(paths) > 8 else ''}"
