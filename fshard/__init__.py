@@ -65,6 +65,7 @@ from fshard.transforms.initial import init_params
 from fshard.transforms.randomness import keyed_random
 from fshard.transforms.remat import name, offload, remat, save_names
 from fshard.transforms.rules import fsdp, shard_params, units_of
+from fshard.transforms.stage_layouts import shard_stages
 from fshard.transforms.step import train_step
 from fshard.transforms.use import gathered, whole
 from fshard.uncompiled import uncompiled
@@ -146,6 +147,7 @@ __all__ = [
     "send",
     "shard_map",
     "shard_params",
+    "shard_stages",
     "split_stages",
     "to_device_mesh",
     "to_dtensor",

@@ -273,7 +273,7 @@ class Gradient:
             )
         mesh = standing(self.mesh)
         paths, leaves, structure = flatten_with_paths(params, sharded_is_leaf=True)
-        _refuse_unplaced(paths, leaves, mesh)
+        refuse_unplaced(paths, leaves, mesh)
         parts = placed(batch, self.specs, mesh)
         parts.check(self.how.turns(prod(mesh.shape[axis] for axis in parts.axes)))
         first = firsts_of(leaves)  # a tied leaf is one, wherever it stands
@@ -332,7 +332,7 @@ class Gradient:
         found = next((known for known in self.known if known.key == key), None)
         if found is None:
             fixed = chosen(self.frozen, paths, "frozen")
-            _refuse_half_frozen(paths, at, fixed)
+            refuse_half_frozen(paths, at, fixed)
             ways: dict[int, Leaf] = {}
             for path, place, x, fix in zip(paths, at, leaves, fixed, strict=True):
                 ways.setdefault(place, self._leaf(path, x, trained=self.how.backward and trainable(x) and not fix))
@@ -360,7 +360,7 @@ def _difference(mesh: Mesh, tapes: Mapping[int, Tape]) -> str:
     return disagreement(mesh, gathered, next(iter(tapes.values())).words()) if tapes else ""
 
 
-def _refuse_half_frozen(paths: Sequence[str], at: Sequence[int], fixed: Sequence[bool]) -> None:
+def refuse_half_frozen(paths: Sequence[str], at: Sequence[int], fixed: Sequence[bool]) -> None:
     """Raise naming parameters that are frozen under one name and trained under another."""
     names: dict[int, list[str]] = {}
     for path, place in zip(paths, at, strict=True):
@@ -373,7 +373,8 @@ def _refuse_half_frozen(paths: Sequence[str], at: Sequence[int], fixed: Sequence
         raise LayoutError(f"frozen: {wrong} are one parameter (tied), and only one name of it is frozen. Freeze all.")
 
 
-def _refuse_unplaced(paths: Sequence[str], leaves: Sequence[Any], mesh: Mesh) -> None:
+def refuse_unplaced(paths: Sequence[str], leaves: Sequence[Any], mesh: Mesh) -> None:
+    """Raise naming parameters that do not lie on a mesh."""
     wrong = [
         f"{named(parts_of(path)) or 'the parameter'} is {type(x).__name__ if not isinstance(x, Sharded) else f'on {x.mesh}'}"
         for path, x in zip(paths, leaves, strict=True)

@@ -20,14 +20,19 @@ from fshard.mesh.tree import PyTree
 from fshard.optim.contract import Optimizer, Update, copied, step_of
 from fshard.optim.norms import global_norm
 from fshard.optim.plain import on_arrays
+from fshard.pipeline.schedule import Schedule
 from fshard.source import call_site
 from fshard.transforms.gradient import Value, value_and_grad
 from fshard.transforms.nearby import refuse_distant
 from fshard.transforms.slices import How
+from fshard.transforms.staged import staged
 from fshard.uncompiled import uncompiled
 
 Precision = Literal["bf16", "fp16"]
-_OPTIONS = [name for name in signature(value_and_grad).parameters if name not in ("loss_fn", "mesh", "batch")]
+_OPTIONS, _STAGED = (
+    [name for name in signature(what).parameters if name not in ("loss_fn", "stages", "mesh", "batch", "backward")]
+    for what in (value_and_grad, staged)
+)
 _COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16, None: None}
 
 Metrics = dict[str, Any]
@@ -55,13 +60,14 @@ class AnyOptimizer(Protocol):
 
 
 def train_step(
-    loss_fn: Callable[..., Any],
+    loss_fn: Any,
     opt: AnyOptimizer,
     *,
     mesh: Mesh,
     batch: PyTree,
     donate: bool = False,
     precision: Precision | None = None,
+    schedule: Schedule | None = None,
     **options: Any,
 ) -> Callable[..., Any]:
     """Return a function of (params, state, batch) that takes one step of training; it returns (params, state, metrics).
@@ -106,21 +112,22 @@ def train_step(
     (tensor([0.5000, 0.5000]), tensor(1))
     """
     opt = on_arrays(opt, "train_step")
-    unknown = [name for name in options if name not in _OPTIONS]
-    if unknown:
-        raise LayoutError(
-            f"train_step has no option {', '.join(unknown)}. Besides its own it has those of value_and_grad: "
-            f"{', '.join(_OPTIONS)}."
-        )
+    known = _OPTIONS if schedule is None else _STAGED
+    if unknown := [name for name in options if name not in known]:
+        kind = "Besides its own it has those of value_and_grad" if schedule is None else "With a schedule it has"
+        raise LayoutError(f"train_step has no option {', '.join(unknown)}. {kind}: {', '.join(known)}.")
     if precision not in _COMPUTE:
         raise LayoutError(f'train_step: precision is "bf16", "fp16" or None, not {precision!r}.')
     if precision == "fp16" and opt.loss_scale is None:
         raise LayoutError('train_step: precision="fp16" needs a scaled loss. Write fs.optim.loss_scaled(opt).')
     options.setdefault("gradients", getattr(opt, "gradients", None))
-    options.setdefault("reduce_once", getattr(opt, "stage", 0) < 2)
     options.setdefault("compute", _COMPUTE[precision])
     options.setdefault("reduce", torch.float32 if precision == "fp16" else None)
-    gradient = value_and_grad(loss_fn, mesh=mesh, batch=batch, **options)
+    if schedule is None:
+        options.setdefault("reduce_once", getattr(opt, "stage", 0) < 2)
+        gradient = value_and_grad(loss_fn, mesh=mesh, batch=batch, **options)
+    else:
+        gradient = staged(loss_fn, mesh=mesh, batch=batch, schedule=schedule, **options)
     how = gradient.how
     write = step_of(opt)  # pyright: ignore[reportArgumentType]  # a Partitioned has all that an Optimizer has
     if how.slices is not None:  # torch's fused kernels round differently where a piece ends; updates do without them

@@ -1,0 +1,95 @@
+"""Where the parameters of a pipeline lie: those of a stage on the devices that have it, and nowhere else.
+
+A stage's place along "pipe" is a part of the layout of each of its parameters.  So optimizers, norms, checkpoints and pictures
+need to know nothing of pipelines.  Of a parameter that stands in two stages (tied) there is one: it lies where the first is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from fshard.errors import LayoutError
+from fshard.mesh.layout import Layout
+from fshard.mesh.mesh import Mesh
+from fshard.mesh.placing import device_put
+from fshard.mesh.sharded import key_of
+from fshard.mesh.spec import P
+from fshard.mesh.tree import PyTree, flatten, unflatten
+from fshard.pipeline.schedule import Schedule
+from fshard.transforms.rules import Choice, Rules, layouts_of
+
+
+def shard_stages(
+    stages: Sequence[nn.Module | PyTree],
+    rules: Rules | None = None,
+    *,
+    mesh: Mesh,
+    schedule: Schedule,
+    axis: str = "pipe",
+    frozen: Choice = None,
+) -> list[PyTree]:
+    """Lay the parameters of stages on the devices that have them.  Nothing is sent: every process keeps its pieces.
+
+    Args:
+        stages: modules, of which the parameters are taken by their names; or trees of parameters.
+        rules: how they lie along the other axes: what `shard_params` takes, for the list of these trees: `fsdp("data")`, say,
+            or patterns as "*.blocks.*.w", which begin with the number of the stage.  None: whole.
+        mesh: the devices.
+        schedule: which says where each stage lies.
+        axis: along which.
+        frozen: which are not to be trained: see `shard_params`.
+
+    >>> import torch, fshard as fs
+    >>> mesh = fs.make_mesh({"pipe": 2, "data": 2})
+    >>> schedule = fs.pipeline_schedule("1f1b", stages=2, microbatches=4)
+    >>> params = fs.shard_stages([torch.nn.Linear(3, 4), torch.nn.Linear(4, 2)], mesh=mesh, schedule=schedule)
+    >>> fs.typeof(params[1]["weight"]), [tuple(shard.shape) for shard in params[1]["weight"].shards]
+    (f32[2, 4]{on:pipe=1}, [(0, 0), (0, 0), (2, 4), (2, 4)])
+    """
+    refuse_unfit("shard_stages", len(stages), mesh, schedule, axis)
+    trees = [dict(one.named_parameters()) if isinstance(one, nn.Module) else one for one in stages]
+    layouts = iter(layouts_of(trees, P() if rules is None else rules, mesh, frozen, "shard_stages"))
+    done: dict[tuple[int, ...], Any] = {}
+    result: list[PyTree] = []
+    for place, tree in zip(schedule.placement, trees, strict=True):
+        leaves, structure = flatten(tree, sharded_is_leaf=True)
+        for leaf in leaves:
+            layout = next(layouts)
+            if key_of(leaf) not in done:
+                x = leaf.detach() if isinstance(leaf, Tensor) else leaf
+                done[key_of(leaf)] = device_put(x, on_place(layout, axis, place))
+        result.append(unflatten(structure, [done[key_of(leaf)] for leaf in leaves]))
+    return result
+
+
+def refuse_unfit(what: str, stages: int, mesh: Mesh, schedule: Schedule, axis: str, *others: str) -> None:
+    """Raise, naming all of it, unless a schedule fits so many stages and a mesh, and nothing else is wrong."""
+    mesh.check_axes(axis, f"{what}(axis=)")
+    wrong = [*others]
+    if stages != schedule.stages:
+        wrong.append(f"the schedule {schedule.name} has {schedule.stages} stages, {stages} are given")
+    if mesh.shape[axis] != schedule.devices:
+        wrong.append(
+            f"the schedule {schedule.name} is for {schedule.devices} devices, axis {axis} has {mesh.shape[axis]}"
+        )
+    if wrong:
+        raise LayoutError(f"{what}: {'; '.join(wrong)}.")
+
+
+def on_place(layout: Layout, axis: str, place: int) -> Layout:
+    """Return a layout on the devices at one place of an axis alone."""
+    return layout.with_spec(P.owned(axis, by=place))
+
+
+def place_of(layout: Layout, axis: str) -> int | None:
+    """Return the place of an axis where alone something lies, if there is one."""
+    spec = layout.spec
+    return spec.owner if spec.owned_axes == (axis,) else None
+
+
+def on_any(layout: Layout, axis: str) -> Layout:
+    """Return how something lies among the devices at its place."""
+    return layout.with_spec(P())
