@@ -1,0 +1,185 @@
+"""Training in stages beside data: the loss, gradients, metrics and bits of `train_step` on the whole model."""
+
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import fshard as fs
+from fshard import P
+from fshard.pipeline.builders import BUILDERS
+
+# -- a model: a small GPT as layers, with dropout and tied embeddings -------------------------------------------------
+
+WORDS, WIDTH, LENGTH = 13, 6, 5
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.attention = nn.LayerNorm(WIDTH), nn.MultiheadAttention(WIDTH, 2, dropout=0.1, batch_first=True)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 9), nn.GELU(), nn.Linear(9, WIDTH), nn.Dropout(0.1))
+        self.register_buffer("mask", torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1))
+
+    def forward(self, x):
+        y = self.norm(x)
+        x = x + self.attention(y, y, y, attn_mask=self.mask, need_weights=False)[0]
+        return x + self.mlp(x)
+
+
+class Head(nn.Module):
+    def __init__(self, weight):
+        super().__init__()
+        self.weight, self.scale = weight, nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return self.scale * x @ self.weight.T
+
+
+def gpt(blocks, seed=0):
+    torch.manual_seed(seed)
+    embedding = nn.Embedding(WORDS, WIDTH)
+    return nn.Sequential(embedding, *(Block() for _ in range(blocks)), Head(embedding.weight))
+
+
+def tokens(size, seed=1):
+    found = torch.randint(0, WORDS, (size, LENGTH + 1), generator=torch.Generator().manual_seed(seed))
+    return found[:, :-1], found[:, 1:]
+
+
+def entropy(y, batch):
+    return F.cross_entropy(y.flatten(0, 1), batch[1].flatten())
+
+
+# -- training -----------------------------------------------------------------------------------------------------
+
+
+def optimizer(opt, mesh, zero):
+    return opt if zero is None else fs.partition_optimizer(opt, mesh=mesh, axis="data", stage=zero)
+
+
+def at_rest(zero):
+    return fs.fsdp("data") if zero == 3 else P()
+
+
+def serial(model, batches, opt, data, zero=None, loss=entropy, **options):
+    """Train the whole model, without stages."""
+    mesh = fs.make_mesh({"data": data}, runtime="virtual")
+    apply, params, buffers = fs.functionalize(model)
+    params = fs.shard_params(params, at_rest(zero), mesh=mesh)
+    opt = optimizer(opt, mesh, zero)
+
+    def loss_fn(params, batch):
+        return loss(apply(params, buffers, batch[0])[0], batch)
+
+    return trained(fs.train_step(loss_fn, opt, mesh=mesh, batch=P("data"), **options), params, opt, batches)
+
+
+def in_stages(model, batches, opt, data, schedule, zero=None, loss=entropy, balance="uniform", **options):
+    """Train it in stages; return what `serial` does, by the names of the whole model."""
+    mesh = fs.make_mesh({"pipe": schedule.devices, "data": data})
+    stages = fs.split_stages(model, schedule.stages, balance)
+    params = fs.shard_stages(stages, at_rest(zero), mesh=mesh, schedule=schedule)
+    opt = optimizer(opt, mesh, zero)
+    step = fs.train_step(stages, opt, mesh=mesh, batch=P("data"), schedule=schedule, loss=loss, **options)
+    params, metrics = trained(step, params, opt, batches)
+    found = {name: x for tree in params for name, x in tree.items()}
+    names = dict(model.named_parameters(remove_duplicate=False))
+    ties = {id(x): name for name, x in reversed(names.items())}
+    assert {ties[id(names[name])] for name in found} == {*ties.values()}
+    for name, x in found.items():
+        assert torch.equal(x, found[ties[id(names[name])]])
+    return {name: found[name] for name, _ in model.named_parameters()}, metrics
+
+
+def trained(step, params, opt, batches):
+    torch.manual_seed(7)
+    state, seen = opt.init(params), []
+    for batch in batches:
+        params, state, metrics = step(params, state, batch)
+        seen.append({name: fs.unshard(x) for name, x in metrics.items()})
+    return fs.unshard(params), seen
+
+
+def same(found, expected):
+    (params, metrics), (whole, known) = found, expected
+    return all(torch.equal(params[name], whole[name]) for name in whole) and all(
+        one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+        for one, other in zip(metrics, known, strict=True)
+    )
+
+
+def close(found, expected):
+    torch.testing.assert_close(found[0], expected[0], rtol=1e-4, atol=1e-5)
+    for one, other in zip(found[1], expected[1], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+# -- equal bits ---------------------------------------------------------------------------------------------------
+
+OPTIMIZERS = {
+    "sgd": fs.optim.sgd(0.1, momentum=0.9),
+    "adamw": fs.optim.adamw(0.01),
+    "clipped": fs.optim.chain(fs.optim.clip_by_global_norm(0.1), fs.optim.adam(0.01)),
+    "muon": fs.optim.by_label(
+        {"muon": fs.optim.muon(0.01), "adam": fs.optim.adam(0.01)}, lambda path, x: "muon" if x.ndim == 2 else "adam"
+    ),
+}
+
+
+class Drawn:
+    """A training, all of which is drawn."""
+
+    def __init__(self, choose, devices=(1, 2, 3), datas=(1, 2), zeros=(None, 0)):
+        self.data, self.zero = choose(datas), choose(zeros)
+        name, count = choose(sorted(BUILDERS)), choose(devices)
+        stages = count * (1 if name in ("gpipe", "1f1b", "zb-h1", "zb-h2") else 2)
+        self.microbatches, self.opt = choose([1, 2, 3, 4, 6]), choose(sorted(OPTIMIZERS))
+        self.schedule = fs.pipeline_schedule(name, stages=stages, microbatches=self.microbatches)
+        self.blocks, self.size = max(stages - 2, choose([0, 1, 2, 3])), choose([1, 5, 8, 12, 13])
+
+    def __repr__(self):
+        return f"Drawn({self.__dict__})"
+
+    def check(self, reproducible):
+        model, batches = gpt(self.blocks), [tokens(self.size, seed) for seed in (1, 2)]
+        options = {"reproducible": True, "slices": self.microbatches * self.data} if reproducible else {}
+        model.train(reproducible)  # draws are the same only there
+        opt = OPTIMIZERS[self.opt if reproducible else "sgd"]
+        expected = serial(model, batches, opt, self.data, self.zero, **options)
+        options.pop("slices", None)
+        found = in_stages(model, batches, opt, self.data, self.schedule, self.zero, **options)
+        if reproducible:
+            assert same(found, expected)
+        else:
+            close(found, expected)
+
+
+@settings(max_examples=20)
+@given(st.randoms(use_true_random=False))
+def test_any_training_in_stages_has_the_bits_of_the_whole_model(source):
+    Drawn(source.choice).check(reproducible=True)
+
+
+@settings(max_examples=8)
+@given(st.randoms(use_true_random=False))
+def test_any_training_in_stages_is_that_of_the_whole_model(source):
+    Drawn(source.choice).check(reproducible=False)
+
+
+def on_processes(seeds, devices, datas):
+    for seed in seeds:
+        Drawn(random.Random(seed).choice, [devices], [datas]).check(reproducible=True)
+
+
+def test_two_processes_have_them_too(two):
+    two.run(on_processes, range(2), 2, 1)
+    two.run(on_processes, range(2), 1, 2)
+
+
+def test_four_processes_have_them_too(four):
+    four.run(on_processes, range(2), 2, 2)
