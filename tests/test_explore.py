@@ -35,13 +35,15 @@ def layouts(draw, flat=None):
     """Return a layout on a mesh of up to 27 devices, and a shape that lies like it; all of it is drawn."""
     names = draw(st.lists(st.sampled_from(AXES), min_size=1, unique=True))
     mesh = fs.make_mesh({name: draw(st.integers(1, 3)) for name in names}, runtime="abstract")
-    places = {name: draw(st.sampled_from(["cut", "copied", "unreduced"])) for name in names}
+    places = {name: draw(st.sampled_from(["cut", "copied", "unreduced", "placed"])) for name in names}
     cutting = draw(st.permutations([name for name in names if places[name] == "cut"]))
     unreduced = tuple(name for name in names if places[name] == "unreduced")
+    on = {name: draw(st.integers(0, mesh.shape[name] - 1)) for name in names if places[name] == "placed"}
+    assume(prod(mesh.shape[name] for name in on) <= 8)
     if cutting and (draw(st.booleans()) if flat is None else flat):
         assume(prod(mesh.shape[name] for name in cutting) <= 8)
         shape = draw(st.lists(st.integers(0, 5), max_size=3))
-        return fs.Layout(mesh, P.flat(*cutting, unreduced=unreduced)), tuple(shape)
+        return fs.Layout(mesh, P.flat(*cutting, unreduced=unreduced, on=on)), tuple(shape)
     ndim = draw(st.integers(0 if not cutting else 1, 4))
     entries = [[] for _ in range(ndim)]
     for name in cutting:
@@ -49,7 +51,7 @@ def layouts(draw, flat=None):
     parts = [prod(mesh.shape[name] for name in entry) for entry in entries]
     assume(all(count <= 4 for count in parts))
     shape = [draw(st.integers(0, 2)) * count for count in parts]
-    return fs.Layout(mesh, P(*map(tuple, entries), unreduced=unreduced)), tuple(shape)
+    return fs.Layout(mesh, P(*map(tuple, entries), unreduced=unreduced, on=on)), tuple(shape)
 
 
 def grid_of(layout, shape):
@@ -70,7 +72,8 @@ def test_holders_are_those_of_the_layout(case):
     layout, shape = case
     cells = grid_of(layout, shape).cells
     drawn = [(device, cell.ranges) for cell in cells for copy in cell.holders() for device in copy]
-    assert sorted(drawn) == [(device, layout.ranges(shape, device)) for device in range(layout.mesh.size)]
+    devices = filter(layout.has_any, range(layout.mesh.size))
+    assert sorted(drawn) == [(device, layout.ranges(shape, device)) for device in devices]
 
 
 @given(layouts())

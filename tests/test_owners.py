@@ -394,7 +394,7 @@ def test_a_picture_of_an_owned_tensor_names_the_owner(capsys):
     x = fs.device_put(torch.ones(4, 6), fs.Layout(fs.make_mesh({"data": 3}), P.owned("data", by=1)))
     fs.visualize(x)
     text = capsys.readouterr().out
-    assert "whole at place 1 along data, nothing elsewhere" in text and "(empty)" in text
+    assert "whole at place 1 along data, nothing elsewhere" in text and "│  1  │" in text
 
 
 @given(st.data())

@@ -21,13 +21,13 @@ MESHES = [{"a": 2}, {"a": 3}, {"a": 2, "b": 2}, {"a": 4, "b": 2}, {"a": 2, "b": 
 
 @st.composite
 def specs(draw, mesh, shape):
-    """Any legal spec: every axis cuts a dim that it divides, or the flat tensor, or is unreduced, or does nothing."""
+    """Any legal spec: every axis cuts a dim that it divides, or the flat tensor, has a place, is unreduced, or does nothing."""
     axes = draw(st.permutations(list(mesh)))
     flat = draw(st.booleans())
     dims = [[] for _ in shape]
-    cut, unreduced = [], []
+    cut, placed, unreduced = [], [], []
     for axis in axes:
-        choices = ["nothing", "unreduced"]
+        choices = ["nothing", "unreduced", "placed"]
         if flat:
             choices.append("flat")
         else:
@@ -41,12 +41,15 @@ def specs(draw, mesh, shape):
             unreduced.append(axis)
         elif choice == "flat":
             cut.append(axis)
+        elif choice == "placed":
+            placed.append(axis)
         elif choice != "nothing":
             dims[choice].append(axis)
     unreduced = tuple(unreduced)
-    if cut and draw(st.booleans()):
-        return P.owned(*cut, by=draw(st.integers(0, prod(mesh[axis] for axis in cut) - 1)), unreduced=unreduced)
-    return P.flat(*cut, unreduced=unreduced) if cut else P(*(tuple(dim) for dim in dims), unreduced=unreduced)
+    on = {tuple(placed): draw(st.integers(0, prod(mesh[axis] for axis in placed) - 1))} if placed else {}
+    if cut:
+        return P.flat(*cut, unreduced=unreduced, on=on)
+    return P(*(tuple(dim) for dim in dims), unreduced=unreduced, on=on)
 
 
 @st.composite
@@ -63,7 +66,8 @@ def as_laid(whole, layout):
         ranges = layout.ranges(whole.shape, device)
         source = whole.reshape(-1) if layout.spec.is_flat else whole
         piece = source[tuple(slice(*one) for one in ranges)] if whole.ndim or layout.spec.is_flat else whole
-        piece = piece if layout.has_any(device) else piece.reshape(-1)[:0].reshape([0] * max(whole.ndim, 1))
+        nothing = [0] * (1 if layout.spec.is_flat else max(whole.ndim, 1))
+        piece = piece if layout.has_any(device) else piece.reshape(-1)[:0].reshape(nothing)
         place = layout.mesh.coordinates(device)
         first = not any(place[axis] for axis in layout.spec.unreduced)
         pieces.append(piece.clone() if first else torch.zeros_like(piece))

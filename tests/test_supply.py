@@ -27,8 +27,8 @@ PADDED = ("flat_gather", "flat_scatter")
 def settled(spec):
     """Return a spec without its unreduced axes."""
     if spec.is_flat:
-        return P.flat(*spec.flat_axes)
-    return P.owned(*spec.owned_axes, by=spec.owner) if spec.is_owned else P(*spec.entries)
+        return P.flat(*spec.flat_axes, on=dict(spec.on))
+    return P(*spec.entries, on=dict(spec.on))
 
 
 def elements(mesh, spec, shape):
@@ -79,7 +79,7 @@ def test_all_devices_together_send_the_least_unless_so_one_sends_more(problem):
     axes, shape, before, after = problem
     mesh = fs.make_mesh(axes)
     if set(after.unreduced) - set(before.unreduced):
-        after = P(*after.entries) if not (after.is_flat or after.is_owned) else before
+        after = P(*after.entries) if not (after.is_flat or after.on) else before
     x = fs.device_put(torch.ones(shape), fs.Layout(mesh, before))
     _, total, busiest = sent(x, fs.Layout(mesh, after))
     steps = plan(before, after, shape, mesh.axes)
@@ -102,7 +102,11 @@ def test_all_devices_together_send_the_least_unless_so_one_sends_more(problem):
         ((7,), P.flat("b", unreduced="a"), P.flat("b", "a"), 9),
         ((4, 6), P("a", "b"), P.flat("b"), 36),
         ((12, 6), P("a"), P("b", "a"), 36),
-        ((7,), P.owned("a", "b", by=4), P.owned("a", by=1), 14),
+        ((7,), P.owned("a", "b", by=4), P.owned("b", by=2), 14),
+        ((7,), P.flat("b", on={"a": 0}), P.flat("b", on={"a": 1}), 7),
+        ((4, 6), P(None, "b", on={"a": 1}), P("a", on={"b": 2}), 20),
+        ((6,), P("b", on={"a": 1}), P("b"), 6),
+        ((8,), P.flat("b", unreduced="a"), P("a", on={"b": 2}), 14),
         ((7,), P.owned("a", "b", by=1), P.owned("b", "a", by=2), 0),
         ((12, 6), P(None, "a"), P(("a", "b")), 36),
     ],
@@ -145,16 +149,17 @@ def _drawn(drawn, axes, shape):
     kind = drawn.randrange(3)
     if not cut or (kind > 0 and not shape):
         return P(unreduced=unreduced)
+    on = {cut.pop(): 1} if len(cut) > 1 else {}
     if kind == 0:
-        return P.flat(*cut, unreduced=unreduced)
+        return P.flat(*cut, unreduced=unreduced, on=on)
     if kind == 1:
-        return P.owned(*cut, by=drawn.randrange(prod(axes[axis] for axis in cut)), unreduced=unreduced)
+        return P.owned(*cut, *on, by=drawn.randrange(prod(axes[axis] for axis in (*cut, *on))), unreduced=unreduced)
     dims = [[] for _ in shape]
     for axis in cut:
         dim = drawn.randrange(len(shape))
         if shape[dim] % prod(axes[other] for other in (*dims[dim], axis)) == 0:
             dims[dim].append(axis)
-    return P(*map(tuple, dims), unreduced=unreduced)
+    return P(*map(tuple, dims), unreduced=unreduced, on=on)
 
 
 def resharded(axes, shape, before, after, dtype, runtime):

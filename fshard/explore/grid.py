@@ -2,7 +2,7 @@
 
 A tensor has a *side* for each dim that is worth drawing (the cut ones, and whole ones until there are two); a flat
 tensor has one side in all.  The last two sides are the rows and columns of a grid, those before make a block of it for
-each of their parts.  A cell is a piece of the tensor with the devices that hold it.
+each of their parts.  A cell is a piece of the tensor with the devices that hold it; devices without any are not drawn.
 
     (8, 6) as P("data", "model")            (4, 6, 2) as P("data", "model", "pipe")
               columns: dim 1@model             blocks: dim 0@data    rows: dim 1    columns: dim 2
@@ -147,8 +147,6 @@ def _sides(shape: Sequence[int], layout: Layout) -> tuple[Side, ...]:
     """Return the sides worth drawing: all that are cut, and the last whole ones until there are two."""
     if layout.spec.flat_axes is not None:
         return (_side(shape, layout, "flat", 0, layout.spec.flat_axes, _INSIDE),)
-    if layout.spec.owned_axes is not None:
-        return (_side(shape, layout, "owner", 0, layout.spec.owned_axes, _INSIDE),)
     dims = dict(enumerate(layout.spec.dims(len(shape))))
     cut = [dim for dim, axes in dims.items() if _parts(layout, axes) > 1]
     whole = [dim for dim in reversed(dims) if dim not in cut]
@@ -162,8 +160,7 @@ def _sides(shape: Sequence[int], layout: Layout) -> tuple[Side, ...]:
 
 
 def _undrawn(kind: ShardType, sides: Sequence[Side]) -> tuple[str, ...]:
-    as_one = kind.spec.is_flat or kind.spec.is_owned
-    left = set[int]() if as_one else set(range(len(kind.shape))) - {side.dim for side in sides}
+    left = set[int]() if kind.spec.is_flat else set(range(len(kind.shape))) - {side.dim for side in sides}
     names = [f"dim {dim} ({kind.shape[dim]})" for dim in sorted(left)]
     return (f"not drawn, for whole: {', '.join(names)}",) if names else ()
 
@@ -173,7 +170,9 @@ def _side(
 ) -> Side:
     parts = _parts(layout, axes)
     shown = elided(parts, *limit)
-    owners = [None if part is None else layout.mesh.index(_coordinates(layout, axes, part)) for part in shown]
+    owners = [
+        None if part is None else layout.mesh.index(layout.place | _coordinates(layout, axes, part)) for part in shown
+    ]
     ranges = tuple(None if owner is None else layout.ranges(shape, owner)[dim] for owner in owners)
     return Side(f"{name}@{'+'.join(axes)}" if axes else name, dim, axes, parts, shown, ranges)
 
@@ -210,8 +209,8 @@ def _block(
 def _cell(shape: Sequence[int], layout: Layout, at: Mapping[str, int]) -> Cell:
     """Return the piece whose owners have these coordinates along the axes that cut the tensor."""
     mesh, spec = layout.mesh, layout.spec
-    first = mesh.index(at)
-    owners = [name for name in mesh.axis_names if name in spec.sharded_axes]
+    first = mesh.index({**layout.place, **at})
+    owners = [name for name in mesh.axis_names if name in spec.cut_axes]
     return Cell(
         piece=arithmetic.ravel([at.get(name, 0) for name in owners], [mesh.shape[name] for name in owners]),
         ranges=layout.ranges(shape, first),

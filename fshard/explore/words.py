@@ -27,15 +27,13 @@ def whole_bytes(kind: ShardType) -> int:
 
 
 def most_bytes(kind: ShardType, layout: Layout) -> int:
-    """Return the bytes of the largest shard: the owner's, or else the first device's."""
-    if kind.spec.is_owned:
-        return whole_bytes(kind)
-    return prod(layout.local_shape(kind.shape, 0)) * kind.dtype.itemsize
+    """Return the bytes of the largest shard: that of the first device where the tensor lies."""
+    return prod(layout.local_shape(kind.shape, layout.mesh.index(layout.place))) * kind.dtype.itemsize
 
 
 def is_uneven(kind: ShardType, layout: Layout) -> bool:
-    """Return whether some shards are smaller than others: flat ones can be, and an owner has all."""
-    alone = all(layout.mesh.shape[name] == 1 for name in kind.spec.owned_axes or ())
+    """Return whether some shards are smaller than others: flat ones can be, and where nothing lies they are empty."""
+    alone = all(layout.mesh.shape[name] == 1 for name in kind.spec.on_axes)
     return not alone or (kind.spec.is_flat and prod(kind.shape) % layout.flat_parts != 0)
 
 
@@ -54,8 +52,8 @@ def legend(grid: Grid) -> tuple[str, ...]:
     """Return what is to be known to read the picture; nothing if it speaks for itself."""
     spec, mesh = grid.type.spec, grid.mesh
     copied = [name for name in grid.layout.replicated_axes if mesh.shape[name] > 1]
-    axes = " x ".join(spec.owned_axes or ())
-    lines = [f"whole at place {spec.owner} along {axes}, nothing elsewhere"] if axes else []
+    places = " and ".join(f"place {place} along {' x '.join(axes)}" for axes, place in spec.on)
+    lines = [f"{'' if spec.cut_axes else 'whole '}at {places}, nothing elsewhere"] if places else []
     lines += [f"Σ: still to be summed, over {' and '.join(spec.unreduced)}"] if spec.unreduced else []
     lines += [f"equal copies along {' and '.join(copied)}"] if copied else []
     lines += ["in the memory of the host"] if grid.type.memory == "host" else []

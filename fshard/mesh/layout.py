@@ -6,6 +6,7 @@ A layout is a mesh, a spec and a memory kind.  All questions about it (who holds
     f32[8@data, 6@model]          dim 0 cut over "data", dim 1 over "model"
     f32[8, 6]{flat:data}          flattened, then cut over "data"
     f32[8, 6]{on:data=2}          whole on device 2 along "data", empty on the others
+    f32[8, 6]{flat:data, on:pipe=2}   flattened and cut over "data" where "pipe" is 2, empty elsewhere
     f32[8, 6]{U:model}            whole everywhere, to be summed over "model"
     f32[8@data, 6]{host}          in the memory of the host
 """
@@ -76,12 +77,14 @@ class Layout:
         self.mesh.check_axes(self.spec.axes, f"Layout with {self.spec}")
         if self.memory not in get_args(Memory):
             raise LayoutError(f'Layout: memory is "device" or "host", not {self.memory!r}.')
-        places = prod(self.mesh.shape[axis] for axis in self.spec.owned_axes or ())
-        if self.spec.owner is not None and self.spec.owner >= places:
-            raise LayoutError(
-                f"Layout with {self.spec}: there are {places} devices along {' x '.join(self.spec.owned_axes or ())}, "
-                f"which are counted from 0. Give one below {places}."
-            )
+        counted = [(axes, place, prod(self.mesh.shape[axis] for axis in axes)) for axes, place in self.spec.on]
+        wrong = [
+            f"there are {n} devices along {' x '.join(axes)}, which are counted from 0. Give one below {n}."
+            for axes, place, n in counted
+            if place >= n
+        ]
+        if wrong:
+            raise LayoutError(f"Layout with {self.spec}: {' '.join(wrong)}")
 
     @property
     def replicated_axes(self) -> tuple[str, ...]:
@@ -98,7 +101,7 @@ class Layout:
         spec, shape = self.spec, tuple(shape)
         if spec.shape is not None and spec.shape != shape:
             raise LayoutError(f"{what} has shape {shape}, but its spec {spec} was written for shape {spec.shape}.")
-        if spec.is_flat or spec.is_owned:
+        if spec.is_flat:
             return
         if len(spec.entries) > len(shape):
             raise LayoutError(
@@ -119,15 +122,20 @@ class Layout:
 
     def ranges(self, shape: Sequence[int], device: int) -> tuple[arithmetic.Range, ...]:
         """Return the range of each dim (or the one flat range) that `device` holds of a tensor of `shape`."""
+        if not self.has_any(device):
+            return ((0, 0),) * (1 if self.spec.is_flat else max(len(shape), 1))
         if self.spec.flat_axes is not None:
             return (arithmetic.flat_range(prod(shape), self.flat_parts, self._place(device, self.spec.flat_axes)),)
-        if not self.has_any(device):
-            return ((0, 0),) * max(len(shape), 1)
         return arithmetic.dim_ranges(shape, self.spec.dims(len(shape)), self.mesh.shape, self.mesh.coordinates(device))
 
+    @cached_property
+    def place(self) -> dict[str, int]:
+        """The place along each axis at which it lies, where it does not lie everywhere."""
+        return self.spec.place(self.mesh.shape)
+
     def has_any(self, device: int) -> bool:
-        """Return whether a device has a part in the tensor: where that is owned, only its owners have."""
-        return self.spec.owned_axes is None or self._place(device, self.spec.owned_axes) == self.spec.owner
+        """Return whether a device has a part in the tensor: only those at its place have."""
+        return not self.spec.on or self.place.items() <= self.mesh.coordinates(device).items()
 
     def _place(self, device: int, axes: tuple[str, ...]) -> int:
         """Return the place of a device along some axes, major to minor, as one number."""
@@ -140,22 +148,26 @@ class Layout:
 
     def global_shape(self, local: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of the whole from the shape of a shard."""
-        if self.spec.is_flat or self.spec.is_owned:
-            if self.spec.shape is None:
-                kind = "a flat" if self.spec.is_flat else "an owned"
-                raise LayoutError(
-                    f"The shape of the whole tensor cannot be read off {kind} piece of shape {tuple(local)}. "
-                    f"Write it into the spec: {self.spec!r}"[:-1]
-                    + ", shape=(...))."
-                )
-            return self.spec.shape
-        if len(self.spec.entries) > len(local):
+        spec = self.spec
+        if (spec.is_flat or spec.on) and spec.shape is None:
+            kind = "a flat" if spec.is_flat else "an owned"
             raise LayoutError(
-                f"A piece of shape {tuple(local)} has {len(local)} dims, but {self.spec} has "
-                f"{len(self.spec.entries)} entries. Give one entry per dim at most."
+                f"The shape of the whole tensor cannot be read off {kind} piece of shape {tuple(local)}. "
+                f"Write it into the spec: {spec!r}"[:-1]
+                + ", shape=(...))."
             )
-        cuts = [prod(self.mesh.shape[axis] for axis in axes) for axes in self.spec.dims(len(local))]
-        return tuple(length * cut for length, cut in zip(local, cuts, strict=True))
+        if spec.is_flat or spec.on:
+            whole = spec.shape or ()
+        elif len(spec.entries) > len(local):
+            raise LayoutError(
+                f"A piece of shape {tuple(local)} has {len(local)} dims, but {spec} has "
+                f"{len(spec.entries)} entries. Give one entry per dim at most."
+            )
+        else:
+            cuts = [prod(self.mesh.shape[axis] for axis in axes) for axes in spec.dims(len(local))]
+            whole = tuple(length * cut for length, cut in zip(local, cuts, strict=True))
+        self.check(whole)
+        return whole
 
     def with_spec(self, spec: P) -> Layout:
         """Return this layout with another spec."""
@@ -200,7 +212,7 @@ class ShardType:
             for length, axes in zip(self.shape, self.spec.dims(len(self.shape)), strict=True)
         ]
         notes = [f"flat:{'+'.join(self.spec.flat_axes)}"] if self.spec.flat_axes else []
-        notes += [f"on:{'+'.join(self.spec.owned_axes)}={self.spec.owner}"] if self.spec.owned_axes else []
+        notes += [f"on:{'+'.join(axes)}={place}" for axes, place in self.spec.on]
         notes += [f"U:{'+'.join(self.spec.unreduced)}"] if self.spec.unreduced else []
         notes += ["host"] if self.memory == "host" else []
         return f"{dtype_name(self.dtype)}[{', '.join(dims)}]" + (f"{{{', '.join(notes)}}}" if notes else "")

@@ -48,18 +48,20 @@ class Owned(NamedTuple):
 
     def whole(self, mine: bool, x: Tensor) -> Tensor:
         """Return the whole, or where it is not mine the empty piece."""
-        if mine:
-            return x.reshape(self.shape)
-        return x.reshape(-1)[:0].reshape((0,) * max(len(self.shape), 1)).clone()  # a view would keep x alive
+        return x.reshape(self.shape) if mine else nothing(x, (0,) * max(len(self.shape), 1))
 
 
-def keep(one: Owned, on: MoveOn) -> Tensor:
-    """Keep a tensor, equal on all devices, whole or empty, on its owner alone.  Nothing is sent."""
-    bound = on(Pick(one.owner))
-    mine = bound.group.index == one.owner and one.x.numel() == one.size
-    if transformed() or recorded((one.x,)):  # the transpose sends the owner's cotangent to all
-        return one.whole(mine, apply(bound, (one.x,))[0])
-    return one.whole(mine, one.x)
+def keep(x: Tensor, owner: int, elsewhere: tuple[int, ...], on: MoveOn) -> Tensor:
+    """Keep a tensor, equal on all devices, on its owner alone, and an empty one elsewhere.  Nothing is sent."""
+    bound = on(Pick(owner))
+    if transformed() or recorded((x,)):  # the transpose sends the owner's cotangent to all
+        (x,) = apply(bound, (x,))
+    return x if bound.group.index == owner else nothing(x, elsewhere)
+
+
+def nothing(x: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return the empty piece of a tensor that stands where others have theirs."""
+    return x.reshape(-1)[:0].reshape(shape).clone()  # a view would keep x alive
 
 
 @dataclass(frozen=True)

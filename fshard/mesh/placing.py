@@ -355,7 +355,10 @@ def _summands(layout: Layout, device: int) -> list[int]:
 
 def _charge(x: Sharded, device: int, site: Site) -> None:
     """Write into the ledger what one device would send to have the whole."""
+    coordinates = x.mesh.coordinates(device)
     for step in way_between(x.layout, Layout(x.mesh), x.shape).steps:
+        if not dict(step.on).items() <= coordinates.items():
+            continue
         move = wire_of(step, x.shape, prod(x.mesh.shape[axis] for axis in step.axes))
         if move is not None:
             elements = step.elements

@@ -53,45 +53,42 @@ class Cut(Protocol):
 
 @dataclass(frozen=True)
 class Laid:
-    """The cut of a spec: dims cut evenly, or the flat tensor, or all of it with the one at a place along some axes."""
+    """The cut of a spec: dims cut evenly, or the flat tensor, on the devices at some place; empty elsewhere."""
 
     shape: tuple[int, ...]
-    dims: Dims | None = None
-    flat: tuple[str, ...] | None = None
-    owned: tuple[tuple[str, int], ...] | None = None
-    parts: tuple[int, ...] = ()
+    dims: Dims | None
+    flat: tuple[str, ...] | None
+    on: tuple[tuple[str, int], ...]
+    parts: tuple[int, ...]
     """Into how many pieces each dim is cut, or the flat tensor."""
 
     @property
     def axes(self) -> frozenset[str]:
-        """The axes that cut it."""
-        named = (
-            [axis for axis, _ in self.owned or ()] if self.dims is None else [axis for dim in self.dims for axis in dim]
-        )
-        return frozenset(self.flat if self.flat is not None else named)
+        """The axes along which devices hold different pieces."""
+        cut = self.flat if self.dims is None else [axis for dim in self.dims for axis in dim]
+        return frozenset((*(cut or ()), *(axis for axis, _ in self.on)))
 
     @property
     def length(self) -> int:
         """The elements of the largest piece."""
-        return prod(self.shape) if self.owned is not None else chunk(prod(self.shape), prod(self.parts))
+        return chunk(prod(self.shape), prod(self.parts))
 
     def regions(self, group: Sizes) -> Numbers:
         """Return the regions of all devices of a group."""
-        if self.dims is not None:
+        if self.dims is None:
+            regions = _tidy(_boxes(*self._ranges(group), self.shape))
+        else:
             each = [length // parts for length, parts in zip(self.shape, self.parts, strict=True)]
             starts = [_number(group, axes) * one for axes, one in zip(self.dims, each, strict=True)]
-            return np.stack([np.stack([start, start + one], -1) for start, one in zip(starts, each, strict=True)], 1)[
-                :, None
-            ]
-        start, stop = self._ranges(group)
-        return _tidy(_boxes(start, stop, self.shape))
+            sides = [np.stack([start, start + one], -1) for start, one in zip(starts, each, strict=True)]
+            regions = np.stack(sides, 1)[:, None]
+        for axis, place in self.on:
+            regions = regions * (_number(group, (axis,)) == place)[:, None, None, None]
+        return regions
 
     def _ranges(self, group: Sizes) -> tuple[Numbers, Numbers]:
         total = prod(self.shape)
-        if self.flat is None:
-            mine = np.all([_number(group, (axis,)) == place for axis, place in self.owned or ()], axis=0)
-            return np.zeros(mine.shape, np.int64), np.where(mine, total, 0)
-        start = _number(group, self.flat) * self.length
+        start = _number(group, self.flat or ()) * self.length
         return np.minimum(start, total), np.minimum(start + self.length, total)
 
     def memory(self, group: Sizes) -> tuple[tuple[int, ...], Numbers]:

@@ -69,50 +69,40 @@ def _astray(state: State, goal: State) -> int:
 @lru_cache(maxsize=4096)
 def _places(state: State) -> frozenset[tuple[str, int, int]]:
     """Return what each axis cuts, and at which place among others."""
-    cuts = [*enumerate(state.dims), (-1, state.flat or state.owning)]
+    cuts = [*enumerate(state.dims), (-1, state.flat or state.on_axes)]
     return frozenset((axis, dim, place) for dim, axes in cuts for place, axis in enumerate(axes))
 
 
 def _steps(state: State, goal: State, shape: tuple[int, ...], sizes: Mapping[str, int]) -> Iterator[Step]:
     total = prod(shape)
-    pieces = parts(state.sharded, sizes)
+    pieces = parts(state.cut, sizes)
     local = Fraction(total, pieces) if state.flat is None else Fraction(chunk(total, pieces))
     yield from _spreads(state, goal)
-    if state.owned is not None:
+    if state.on:
         yield from _sums(state, goal, sizes, Fraction(total))
-        yield _exchange(state, replace(state, flat=_ranges(state, goal), owned=None), total, sizes)
-        if total:
-            yield from _among_owners(state, goal, sizes)
+        yield _exchange(state, replace(state, flat=_ranges(state, goal), on=()), total, sizes)
         return
     yield from _sums(state, goal, sizes, local)
     if state.flat is None:
         yield from _dim_steps(state, goal, shape, sizes, local)
     else:
         yield from _flat_steps(state, goal, shape, sizes, local)
-    if goal.owned is not None and {*(state.flat or ())} == {*goal.owning}:
-        yield _exchange(state, replace(state, flat=None, owned=goal.owned), total, sizes)
+    if goal.on and {*(state.flat or ())} == {*goal.on_axes}:
+        yield _exchange(state, replace(state, flat=None, on=goal.on), total, sizes)
 
 
 def _ranges(state: State, goal: State) -> tuple[str, ...]:
     """Return the axes of flat ranges to exchange a tensor for that one device owns: the goal's own, if they are the same."""
-    return goal.flat if goal.flat is not None and {*goal.flat} == {*state.owning} else state.owning
+    return goal.flat if goal.flat is not None and {*goal.flat} == {*state.on_axes} else state.on_axes
 
 
 def _exchange(before: State, after: State, total: int, sizes: Mapping[str, int]) -> Step:
     """Collect flat ranges at the owner, or hand them out."""
-    axes, owned = before.flat or after.flat or (), before.owned or after.owned or ()
-    n, owner = parts(axes, sizes), number(owned, axes, sizes)
+    axes = before.flat or after.flat or ()
+    n, owner = parts(axes, sizes), number(before.on or after.on, axes, sizes)
     start, stop = flat_range(total, n, owner)
-    busiest = total - (stop - start) if before.owned is not None else chunk(total, n)
+    busiest = total - (stop - start) if before.on else chunk(total, n)
     return Step("exchange", axes, Fraction(busiest), after, owner=owner)
-
-
-def _among_owners(state: State, goal: State, sizes: Mapping[str, int]) -> Iterator[Step]:
-    """Leave to one of several owners, equal along other axes, what it has."""
-    owned, wanted = state.owned or (), goal.owned or ()
-    more = tuple(axis for axis in goal.owning if axis not in state.owning)
-    if more and {*owned} <= {*wanted} and not {*more} & state.unreduced:
-        yield Step("keep", more, Fraction(0), replace(state, owned=wanted), owner=number(wanted, more, sizes))
 
 
 def _free(state: State, sizes: Mapping[str, int]) -> list[str]:
@@ -133,13 +123,20 @@ def _sums(state: State, goal: State, sizes: Mapping[str, int], local: Fraction) 
 
 def _spreads(state: State, goal: State) -> Iterator[Step]:
     """Make summands of pieces: each device puts its own among zeros."""
-    whole = state.flat or state.owning
+    whole = state.flat or state.on_axes
     cuts = [(dim, axes[kept:]) for dim, axes in enumerate(state.dims) for kept in range(len(axes))]
     for dim, axes in [(0, whole)] if whole else cuts:
         if {*axes} <= goal.unreduced:
             dims = _with(state.dims, {} if whole else {dim: state.dims[dim][: -len(axes)]})
             after = State(dims, state.unreduced | {*axes}, None)
             yield Step("flat_spread" if whole else "spread", axes, Fraction(0), after, dim)
+
+
+def keep(state: State, goal: State, sizes: Mapping[str, int]) -> Step:
+    """Leave to the devices at the goal's place what all have that are equal along these axes."""
+    axes, places = goal.on_axes, dict(state.on + goal.on)
+    on = tuple((axis, places[axis]) for axis in sizes if axis in places)
+    return Step("keep", axes, Fraction(0), replace(state, on=on), owner=number(goal.on, axes, sizes))
 
 
 def _subsets(axes: frozenset[str], sizes: Mapping[str, int]) -> Iterator[tuple[str, ...]]:
@@ -178,11 +175,10 @@ def _dim_steps(
         yield Step("reshape", dims[0], Fraction(0), replace(state, dims=_with(dims, {0: ()}), flat=dims[0]))
     if goal.flat is not None and not any(dims):
         yield from _flatten(state, goal.flat, sizes, local)
-    if goal.owned is not None and not any(dims):
-        yield from _flatten(state, goal.owning, sizes, local)
-        if not {*goal.owning} & state.unreduced:
-            owner = number(goal.owned, goal.owning, sizes)
-            yield Step("keep", goal.owning, Fraction(0), replace(state, owned=goal.owned), owner=owner)
+    if goal.on and not any(dims):
+        yield from _flatten(state, goal.on_axes, sizes, local)
+        if not {*goal.on_axes} & state.unreduced:
+            yield keep(state, goal, sizes)
 
 
 def _gathers(state: State, shape: tuple[int, ...], sizes: Mapping[str, int], local: Fraction) -> Iterator[Step]:

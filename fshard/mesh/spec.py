@@ -2,32 +2,37 @@
 
 An entry per tensor dim says which axes of the mesh cut that dim: none, one, or several from major to minor.  What
 is not cut is whole on every device.  Three things more can be said: *flat* (the tensor flattened, then cut into even
-ranges, the last ones shorter or empty), *owned* (whole on one device, nothing on the others) and *unreduced* (the true
-value is the sum over those axes).
+ranges, the last ones shorter or empty), *on* (it lies on the devices at one place along those axes, and nothing of it on the
+others) and *unreduced* (the true value is the sum over those axes).  They go together, each with axes of its own.
 
     P("data", None)                 dim 0 over "data", dim 1 whole
     P(("data", "model"))            dim 0 over both axes, "data" major
     P(None, unreduced="model")      whole, but each device along "model" holds one summand
     P.flat("data")                  flattened and cut over "data"
-    P.owned("data", by=2)           whole on device 2 along "data", empty on the others
+    P.owned("data", by=2)           whole on device 2 along "data", empty on the others: P(on={"data": 2})
+    P.flat("data", on={"pipe": 2})  flattened and cut over "data" on the devices at place 2 along "pipe", empty on the others
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from fshard.errors import LayoutError
+from fshard.mesh.arithmetic import unravel
 
 Axes = str | tuple[str, ...]
 """One axis of the mesh by name, or several from major to minor."""
+On = Mapping[Axes, int]
+"""Places along axes: `{"pipe": 2}`; along several axes counted major to minor, `{("data", "model"): 5}`."""
 
 
-def without_hash(value: object, /) -> dict[str, object]:
-    """Return what is pickled of a value that keeps its hash: in another process the hash is another."""
-    return {name: part for name, part in value.__dict__.items() if name != "_hash"}
+def without_hash(value: Any, /) -> dict[str, object]:
+    """Return what is pickled of a value that keeps what it has worked out: in another process the hash is another."""
+    return {name: part for name, part in value.__dict__.items() if name in value.__dataclass_fields__}
 
 
 def as_axes(axes: Axes | Iterable[str] | None) -> tuple[str, ...]:
@@ -58,6 +63,10 @@ class P:
     Args:
         entries: one per tensor dim: None, an axis, or a tuple of axes (major to minor).  Trailing Nones may be left out.
         unreduced: axes over which the true value is still the sum of what the devices hold.
+        on: the place along some axes at which the tensor lies.  Devices elsewhere hold an empty piece, every dim of which
+            is 0 (a number's is an empty vector).
+        shape: of the whole tensor, needed only where it cannot be known: in `out_specs`, of what is flat or lies on some
+            devices only.
 
     `P` is a leaf, not a tuple, so a tree of them is a tree of specs.
 
@@ -65,64 +74,71 @@ class P:
     True
     >>> P(None, ("data", "model"), unreduced="pipe")
     P(None, ("data", "model"), unreduced="pipe")
-    >>> P.flat("data")
-    P.flat("data")
+    >>> P("model", on={"pipe": 2}), P(on={"pipe": 2})
+    (P("model", on={"pipe": 2}), P.owned("pipe", by=2))
     """
 
     entries: tuple[Axes | None, ...]
     unreduced: tuple[str, ...]
     flat_axes: tuple[str, ...] | None
-    owned_axes: tuple[str, ...] | None
-    owner: int | None
+    on: tuple[tuple[tuple[str, ...], int], ...]
     shape: tuple[int, ...] | None
 
-    def __init__(self, *entries: Axes | None, unreduced: Axes | None = None) -> None:
+    def __init__(
+        self,
+        *entries: Axes | None,
+        unreduced: Axes | None = None,
+        on: On | None = None,
+        shape: tuple[int, ...] | None = None,
+    ) -> None:
         normal = [_entry(entry) for entry in entries]
         while normal and normal[-1] is None:
             normal.pop()
-        self._set(tuple(normal), as_axes(unreduced))
+        self._set(tuple(normal), as_axes(unreduced), None, _places(on), shape)
 
     @classmethod
-    def flat(cls, *axes: str, unreduced: Axes | None = None, shape: tuple[int, ...] | None = None) -> P:
+    def flat(
+        cls, *axes: str, unreduced: Axes | None = None, on: On | None = None, shape: tuple[int, ...] | None = None
+    ) -> P:
         """Flatten the tensor and cut it into even ranges over `axes`, major to minor.
 
         A range is ceil(size / devices) elements; the last ranges are shorter, or empty, where that does not come out
-        even.  `shape` is the shape of the whole tensor, needed only where it cannot be known: in `out_specs`.
+        even.  All else is as for `P`.
+
+        >>> P.flat("data", on={"pipe": 2})
+        P.flat("data", on={"pipe": 2})
         """
         if not axes:
             raise LayoutError('P.flat() names no axis. Write P.flat("data"), or P() for a replicated tensor.')
-        spec = cls.__new__(cls)
-        spec._set((), as_axes(unreduced), flat_axes=as_axes(axes), shape=shape)
-        return spec
+        return cls._of((), as_axes(unreduced), as_axes(axes), _places(on), shape)
 
     @classmethod
     def owned(cls, *axes: str, by: int, unreduced: Axes | None = None, shape: tuple[int, ...] | None = None) -> P:
-        """Leave the tensor whole on the device at place `by` along `axes`, counted major to minor.
-
-        The other devices hold an empty piece, every dim of which is 0 (a number's is an empty vector).  `shape` is as for
-        `flat`.
+        """Leave the tensor whole on the device at place `by` along `axes`, counted major to minor: `P(on={axes: by})`.
 
         >>> P.owned("data", by=2)
         P.owned("data", by=2)
         """
-        if not axes or not isinstance(by, int) or isinstance(by, bool) or by < 0:
+        if not axes or not _is_place(by):
             raise LayoutError(
                 f"P.owned({', '.join(map(repr, axes))}{', ' if axes else ''}by={by!r}) names no axis, or no place along it. "
                 'Write P.owned("data", by=0).'
             )
+        return cls(unreduced=unreduced, on={axes: by}, shape=shape)
+
+    @classmethod
+    def _of(cls, *parts: Any) -> P:
         spec = cls.__new__(cls)
-        spec._set((), as_axes(unreduced), owned_axes=as_axes(axes), owner=by, shape=shape)
+        spec._set(*parts)
         return spec
 
     def _set(
         self,
         entries: tuple[Axes | None, ...],
         unreduced: tuple[str, ...],
-        *,
-        flat_axes: tuple[str, ...] | None = None,
-        owned_axes: tuple[str, ...] | None = None,
-        owner: int | None = None,
-        shape: tuple[int, ...] | None = None,
+        flat_axes: tuple[str, ...] | None,
+        on: tuple[tuple[tuple[str, ...], int], ...],
+        shape: tuple[int, ...] | None,
     ) -> None:
         if shape is not None and not (
             isinstance(shape, tuple | list) and all(isinstance(length, int) for length in shape)
@@ -132,23 +148,15 @@ class P:
             "entries": entries,
             "unreduced": tuple(sorted(unreduced)),
             "flat_axes": flat_axes,
-            "owned_axes": owned_axes,
-            "owner": owner,
+            "on": on,
             "shape": None if shape is None else tuple(shape),
         }.items():
             object.__setattr__(self, name, value)
-        repeated = sorted(axis for axis, count in Counter(self._all_axes()).items() if count > 1)
+        repeated = sorted(axis for axis, count in Counter(self.axes).items() if count > 1)
         if repeated:
             raise LayoutError(
                 f"{self!r} names an axis more than once: {', '.join(repeated)}. An axis can cut one dim only."
             )
-
-    def _all_axes(self) -> list[str]:
-        return (
-            [axis for entry in self.entries for axis in as_axes(entry)]
-            + list(self.flat_axes or self.owned_axes or ())
-            + list(self.unreduced)
-        )
 
     @property
     def is_flat(self) -> bool:
@@ -156,28 +164,41 @@ class P:
         return self.flat_axes is not None
 
     @property
-    def is_owned(self) -> bool:
-        """Whether the tensor is whole on one device, and nowhere else."""
-        return self.owned_axes is not None
-
-    @property
     def shapeless(self) -> P:
         """The spec without the shape that it may have been written for, which says nothing of where things lie."""
-        if self.shape is None:
-            return self
-        if self.owned_axes is not None and self.owner is not None:
-            return P.owned(*self.owned_axes, by=self.owner, unreduced=self.unreduced)
-        return P.flat(*(self.flat_axes or ()), unreduced=self.unreduced)
+        return self if self.shape is None else P._of(self.entries, self.unreduced, self.flat_axes, self.on, None)
+
+    @property
+    def cut_axes(self) -> tuple[str, ...]:
+        """The axes that cut the tensor: its dims, or the flat one."""
+        return self.flat_axes or tuple(axis for entry in self.entries for axis in as_axes(entry))
+
+    @property
+    def on_axes(self) -> tuple[str, ...]:
+        """The axes along which it lies at one place only."""
+        return tuple(axis for axes, _ in self.on for axis in axes)
 
     @property
     def sharded_axes(self) -> tuple[str, ...]:
-        """The axes along which devices hold different pieces of the tensor."""
-        return tuple(axis for axis in self._all_axes() if axis not in self.unreduced)
+        """The axes along which devices hold different pieces of the tensor, or some hold none."""
+        return self.cut_axes + self.on_axes
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """All axes named here: those that cut the tensor and those over which it is unreduced."""
-        return tuple(self._all_axes())
+        """All axes named here: those that cut the tensor, those along which it has a place, and those it is unreduced over."""
+        return self.sharded_axes + self.unreduced
+
+    def place(self, sizes: Mapping[str, int]) -> dict[str, int]:
+        """Return at which place it lies along each axis of `on`, on a mesh of these sizes.
+
+        >>> P(on={("data", "model"): 5, "pipe": 2}).place({"data": 2, "model": 4, "pipe": 3})
+        {'data': 1, 'model': 1, 'pipe': 2}
+        """
+        return {
+            axis: index
+            for axes, place in self.on
+            for axis, index in zip(axes, unravel(place, [sizes[axis] for axis in axes]), strict=True)
+        }
 
     def dims(self, ndim: int) -> tuple[tuple[str, ...], ...]:
         """Return the axes of each of `ndim` dims, () where a dim is whole."""
@@ -185,7 +206,7 @@ class P:
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.entries, self.unreduced, self.flat_axes, self.owned_axes, self.owner, self.shape))
+        return hash((self.entries, self.unreduced, self.flat_axes, self.on, self.shape))
 
     def __hash__(self) -> int:
         return self._hash  # computed once: layouts are the keys of what is planned once per program
@@ -194,17 +215,34 @@ class P:
         return without_hash(self)
 
     def __repr__(self) -> str:
-        parts = [_show(entry) for entry in self.entries]
-        head = "P"
+        head, parts = "P", [_show(entry) for entry in self.entries]
         if self.flat_axes is not None:
             head, parts = "P.flat", [_show(axis) for axis in self.flat_axes]
-        if self.owned_axes is not None:
-            head, parts = "P.owned", [*(_show(axis) for axis in self.owned_axes), f"by={self.owner}"]
+        elif len(self.on) == 1 and not parts:
+            ((axes, place),) = self.on
+            head, parts = "P.owned", [*(_show(axis) for axis in axes), f"by={place}"]
+        if self.on and head != "P.owned":
+            parts.append(f"on={{{', '.join(f'{_show(_entry(axes))}: {place}' for axes, place in self.on)}}}")
         if self.unreduced:
             parts.append(f"unreduced={_show(_entry(self.unreduced))}")
         if self.shape is not None:
             parts.append(f"shape={self.shape}")
         return f"{head}({', '.join(parts)})"
+
+
+def _is_place(place: object) -> bool:
+    return isinstance(place, int) and not isinstance(place, bool) and place >= 0
+
+
+def _places(on: On | None) -> tuple[tuple[tuple[str, ...], int], ...]:
+    """Return places along axes in one order, whatever order they were written in."""
+    if not isinstance(on, Mapping | None):
+        raise LayoutError(f'on= says the place along an axis, {{"pipe": 2}}; found {on!r}.')
+    found = [(as_axes(axes), place) for axes, place in (on or {}).items()]
+    wrong = ", ".join(f"{axes!r}: {place!r}" for axes, place in (on or {}).items() if not (axes and _is_place(place)))
+    if wrong:
+        raise LayoutError(f'on={{{wrong}}} names no axis, or no place along it. Write on={{"pipe": 0}}.')
+    return tuple(sorted(found))
 
 
 def _entry(entry: object) -> Axes | None:

@@ -2,7 +2,7 @@
 
 P("data", ("model", "pipe"))     dims (("data",), ("model", "pipe"))
 P.flat("data")                   flat ("data",)
-P.owned("b", "a", by=2)          owned (("a", 0), ("b", 1)) on 2 x 3 devices: a place, whatever order it was counted in
+P.owned("b", "a", by=2)          on (("a", 0), ("b", 1)) on 2 x 3 devices: a place, whatever order it was counted in
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from itertools import chain
 from math import prod
 from typing import Literal
 
-from fshard.mesh.arithmetic import ravel, unravel
+from fshard.mesh.arithmetic import ravel
 from fshard.mesh.regions import Dims, Laid, Sizes
 from fshard.mesh.spec import P
 from fshard.mesh.supply import Direct
@@ -28,22 +28,31 @@ Kind = Literal[
 
 @dataclass(frozen=True)
 class State:
-    """A spec in normal form: the axes of every dim or of the flat tensor, or the owner's place, and the unreduced axes."""
+    """A spec in normal form: the axes of every dim or of the flat tensor, the unreduced axes, and the place it lies at."""
 
     dims: Dims
     unreduced: frozenset[str]
     flat: tuple[str, ...] | None
-    owned: tuple[tuple[str, int], ...] | None = None
+    on: tuple[tuple[str, int], ...] = ()
 
     @property
-    def owning(self) -> tuple[str, ...]:
-        """The axes along which one device alone holds anything."""
-        return tuple(axis for axis, _ in self.owned or ())
+    def on_axes(self) -> tuple[str, ...]:
+        """The axes along which it lies at one place only."""
+        return tuple(axis for axis, _ in self.on)
+
+    @property
+    def cut(self) -> tuple[str, ...]:
+        """The axes that cut it."""
+        return self.flat or tuple(chain.from_iterable(self.dims))
 
     @property
     def sharded(self) -> tuple[str, ...]:
-        """The axes along which devices hold different pieces."""
-        return self.flat or self.owning or tuple(chain.from_iterable(self.dims))
+        """The axes along which devices hold different pieces, or some hold none."""
+        return self.cut + self.on_axes
+
+    def elsewhere(self, ndim: int) -> tuple[int, ...]:
+        """Return the shape of the empty piece that a device has where the tensor does not lie."""
+        return (0,) * (1 if self.flat is not None else max(ndim, 1))
 
 
 @dataclass(frozen=True)
@@ -51,7 +60,8 @@ class Step:
     """One step of a plan: what to do over which axes, what that costs a device, and where it leads.
 
     `dim` is the dim that is cut, gathered or joined; `other` the dim that an all_to_all cuts; `owner` who keeps the
-    whole, or exchanges it for flat ranges; `move` what supplies each device with what it lacks.
+    whole, or exchanges it for flat ranges; `move` what supplies each device with what it lacks.  Only the devices at the
+    place `on` take the step: the tensor lies there before and after, and what the states say is of these devices.
     """
 
     kind: Kind
@@ -62,6 +72,7 @@ class Step:
     other: int = 0
     owner: int = 0
     move: Direct | None = None
+    on: tuple[tuple[str, int], ...] = ()
 
 
 def state_of(spec: P, ndim: int, axes: Sizes) -> State:
@@ -71,10 +82,10 @@ def state_of(spec: P, ndim: int, axes: Sizes) -> State:
     def real(names: Iterable[str]) -> tuple[str, ...]:
         return tuple(axis for axis in names if sizes[axis] > 1)
 
-    flat, owning = None if spec.flat_axes is None else real(spec.flat_axes), spec.owned_axes or ()
-    place = dict(zip(owning, unravel(spec.owner or 0, [sizes[axis] for axis in owning]), strict=True))
-    owned = tuple((axis, place[axis]) for axis, size in axes if size > 1 and axis in place)
-    return State(tuple(map(real, spec.dims(ndim))), frozenset(real(spec.unreduced)), flat, owned or None)
+    place = spec.place(sizes)
+    flat = None if spec.flat_axes is None else real(spec.flat_axes)
+    on = tuple((axis, place[axis]) for axis, size in axes if size > 1 and axis in place)
+    return State(tuple(map(real, spec.dims(ndim))), frozenset(real(spec.unreduced)), flat, on)
 
 
 def parts(axes: tuple[str, ...], sizes: Mapping[str, int]) -> int:
@@ -96,8 +107,6 @@ def common(before: State, after: State, shape: tuple[int, ...]) -> tuple[int, ..
 def laid(state: State, shape: tuple[int, ...], sizes: Mapping[str, int]) -> Laid:
     """Return what devices hold in a state."""
     if state.flat is not None:
-        return Laid(shape, flat=state.flat, parts=(parts(state.flat, sizes),))
-    if state.owned is not None:
-        return Laid(shape, owned=state.owned)
+        return Laid(shape, None, state.flat, state.on, (parts(state.flat, sizes),))
     dims = state.dims[: len(shape)] or ((),)
-    return Laid(shape, dims, parts=tuple(parts(axes, sizes) for axes in dims))
+    return Laid(shape, dims, None, state.on, tuple(parts(axes, sizes) for axes in dims))

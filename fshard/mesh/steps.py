@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import lru_cache
 from math import prod
 from typing import NamedTuple
@@ -19,11 +20,12 @@ from torch.nn.functional import pad
 from fshard.mesh.arithmetic import Range, chunk, flat_range
 from fshard.mesh.differentiate import Bound, Tensors, apply, recorded, transformed
 from fshard.mesh.layout import Layout
+from fshard.mesh.ledger import Row, active
 from fshard.mesh.moves import AllGather, AllToAll, Alone, Move, Psum, PsumScatter, Summand, Take
-from fshard.mesh.owners import Handover, Owned, collect, filled, hand_out, keep
+from fshard.mesh.owners import Handover, Owned, collect, filled, hand_out, keep, nothing
 from fshard.mesh.plan import plan
 from fshard.mesh.scope import Group, Scope, require
-from fshard.mesh.states import Kind, Step
+from fshard.mesh.states import Kind, State, Step
 from fshard.mesh.supply import PartialSum
 from fshard.source import Site
 
@@ -84,7 +86,7 @@ def take(x: Tensor, way: Way, site: Site) -> Tensor:
 def wire_of(step: Step, shape: tuple[int, ...], n: int) -> Move | None:
     """Return the move that sends something in a step, of a tensor of this shape, over n devices."""
     if step.kind == "exchange":
-        return Handover(((prod(shape), step.owner),), n, out=step.after.owned is None)
+        return Handover(((prod(shape), step.owner),), n, out=not step.after.on)
     move = move_of(step)
     return None if isinstance(move, Alone) else move
 
@@ -99,6 +101,9 @@ def go(xs: Sequence[Tensor], ways: Sequence[Way], site: Site, *, ahead: bool = F
     for turn in range(max((len(way.steps) for way in ways), default=0)):
         for ride in _rides(tuple(ways), turn, tuple([(x.dtype, x.nbytes >= LARGE) for x in results])):
             move, given = ride.move, [results[place] for place in ride.places]
+            if ride.on and not _is_at(ride.on, scope):
+                ride.put(results, ride.watched(given, scope, site))
+                continue
             if move is None or (ride.kind == "flat_slice" and _is_plain(given)):
                 ride.put(results, ride.alone(given, scope, site))
                 continue
@@ -163,13 +168,13 @@ class Ride:
         last: whether it is the last step of all of them.
     """
 
-    __slots__ = ("_fits", "_where", "axes", "kind", "last", "move", "now", "places")
+    __slots__ = ("_fits", "_where", "axes", "kind", "last", "move", "now", "on", "places")
 
     def __init__(self, places: list[int], now: list[tuple[Step, tuple[int, ...]]], last: bool) -> None:
         self.places, self.now, self.last = places, now, last
         step = now[0][0]
-        self.kind, self.axes, self.move = step.kind, step.axes, move_of(step)
-        self._where = [*{axes: None for step, _ in now if (axes := step.after.flat or step.after.owning)}]
+        self.kind, self.axes, self.on, self.move = step.kind, step.axes, step.on, move_of(step)
+        self._where = [*{axes: None for step, _ in now if (axes := (*(step.after.flat or ()), *step.after.on_axes))}]
         self._fits: dict[tuple[int, ...], list[Fit]] = {}
 
     def put(self, results: list[Tensor], ys: Iterable[Tensor]) -> None:
@@ -185,6 +190,27 @@ class Ride:
             found = self._fits[key] = [_fit(step, shape, scope) for step, shape in self.now]
         return found
 
+    def watched(self, xs: list[Tensor], scope: Scope, site: Site) -> list[Tensor]:
+        """Return what a device has after a step that others take at their place: empty pieces.
+
+        The one device of an abstract mesh stands for all: it writes down what one of those at the place sends.
+        """
+        if not scope.world.has_values:
+            self._count(xs, scope, site)
+        empty = [step.after.elsewhere(len(shape)) for step, shape in self.now]
+        return [x if x.shape == own else nothing(x, own) for x, own in zip(xs, empty, strict=True)]
+
+    def _count(self, xs: list[Tensor], scope: Scope, site: Site) -> None:
+        step, shape = self.now[0]
+        move = wire_of(step, shape, scope.group(self.axes, "fs.reshard").size) if self.axes else None
+        if move is None:
+            return
+        sent = sum(one.elements * x.element_size() for x, (one, _) in zip(xs, self.now, strict=True))
+        groups = [(scope.group((axis,), "fs.reshard"), place) for axis, place in self.on]
+        device = scope.device + sum((place - group.index) * group.dims[0][1] for group, place in groups)
+        for opened in active():
+            opened.record(device, Row(move.name, self.axes, site._replace(leaves=())), Fraction(sent))
+
     def alone(self, xs: list[Tensor], scope: Scope, site: Site) -> list[Tensor]:
         """Take a step that is no move of each tensor by itself: another shape, a range, or one to or from owners."""
 
@@ -198,10 +224,11 @@ class Ride:
         if self.kind in ("spread", "flat_spread"):
             group = scope.group(self.axes, "fs.reshard")
             return [_among_zeros(x, step, shape, group) for x, (step, shape) in zip(xs, self.now, strict=True)]
-        owned = [Owned(x, shape, step.owner) for x, (step, shape) in zip(xs, self.now, strict=True)]
         if self.kind == "keep":
-            return [keep(one, on) for one in owned]
-        return collect(owned, on) if self.now[0][0].after.owned is not None else hand_out(owned, on)
+            empty = [step.after.elsewhere(len(shape)) for step, shape in self.now]
+            return [keep(x, step.owner, own, on) for x, (step, _), own in zip(xs, self.now, empty, strict=True)]
+        owned = [Owned(x, shape, step.owner) for x, (step, shape) in zip(xs, self.now, strict=True)]
+        return collect(owned, on) if self.now[0][0].after.on else hand_out(owned, on)
 
 
 @lru_cache(maxsize=1024)
@@ -212,9 +239,9 @@ def _rides(ways: tuple[Way, ...], turn: int, kinds: tuple[tuple[torch.dtype, boo
         if turn < len(way.steps):
             step = way.steps[turn]
             move = move_of(step)
-            one = move if move is not None and step.kind != "flat_slice" else (step.kind, step.after.owned is None)
+            one = move if move is not None and step.kind != "flat_slice" else (step.kind, bool(step.after.on))
             alone = place if move is not None and large else -1
-            groups.setdefault((one, step.axes, dtype, alone), []).append(place)
+            groups.setdefault((one, step.axes, step.on, dtype, alone), []).append(place)
     return tuple(
         Ride(
             places,
@@ -235,21 +262,27 @@ def _fit(step: Step, shape: tuple[int, ...], scope: Scope) -> Fit:
     if step.kind == "flat_gather":
         each = chunk(total, scope.group(step.axes, "fs.reshard").size)
         return Fit(each, (0, total), shape if len(shape) != 1 else None)
+    here = _is_at(after.on, scope)
     if after.flat is not None:
         n, index = (
             (group.size, group.index) if after.flat and (group := scope.group(after.flat, "fs.reshard")) else (1, 0)
         )
         length = chunk(total, n) * n if step.move is None else step.move.length
-        return Fit(length, flat_range(total, n, index))
+        return Fit(length, flat_range(total, n, index) if here else (0, 0))
     assert step.move is not None
-    if after.owned is None:
-        cuts = [prod(scope.group((axis,), "fs.reshard").size for axis in axes) for axes in after.dims]
-        piece = tuple(length // cut for length, cut in zip(shape, cuts, strict=True))
-    elif all(scope.group((axis,), "fs.reshard").index == place for axis, place in after.owned):
-        piece = shape
-    else:
-        piece = (0,) * max(len(shape), 1)
+    piece = _piece(after, shape, scope) if here else after.elsewhere(len(shape))
     return Fit(step.move.length, (0, prod(piece)), piece)
+
+
+def _is_at(on: tuple[tuple[str, int], ...], scope: Scope) -> bool:
+    """Return whether the calling device stands at a place."""
+    return all(scope.group((axis,), "fs.reshard").index == place for axis, place in on)
+
+
+def _piece(state: State, shape: tuple[int, ...], scope: Scope) -> tuple[int, ...]:
+    """Return the shape of a piece of what is cut by dims."""
+    cuts = [prod(scope.group((axis,), "fs.reshard").size for axis in axes) for axes in state.dims]
+    return tuple(length // cut for length, cut in zip(shape, cuts, strict=True))
 
 
 def _among_zeros(x: Tensor, step: Step, shape: tuple[int, ...], group: Group) -> Tensor:
@@ -263,7 +296,7 @@ def _among_zeros(x: Tensor, step: Step, shape: tuple[int, ...], group: Group) ->
 
 
 def _reshaped(x: Tensor, step: Step, shape: tuple[int, ...], scope: Scope) -> Tensor:
-    if step.after.flat is not None:
+    after = step.after
+    if after.flat is not None:
         return x.reshape(-1)
-    size = scope.group(step.axes, "fs.reshard").size if step.axes else 1
-    return x.reshape((shape[0] // size, *shape[1:]) if size > 1 else shape)
+    return x.reshape(_piece(after, shape, scope) if _is_at(after.on, scope) else after.elsewhere(len(shape)))

@@ -47,8 +47,8 @@ def like(leaf: Leaf, shards: Sequence[Any]) -> Leaf:
 
 
 def made_of(leaf: Leaf, make: Callable[[Tensor], Tensor | None]) -> Leaf:
-    """Return what a function makes of each shard of a leaf.  What it makes of an owned one has the same owner."""
-    if not (isinstance(leaf, Sharded) and leaf.spec.is_owned):
+    """Return what a function makes of each shard of a leaf.  What it makes of one at some place lies there too."""
+    if not (isinstance(leaf, Sharded) and leaf.spec.on):
         return like(leaf, list(map(make, shards_of(leaf))))
     placeholder = make(torch.empty(leaf.shape, dtype=leaf.dtype, device="meta"))
     if placeholder is None:

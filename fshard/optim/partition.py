@@ -170,27 +170,29 @@ def pieces(layout: Layout, axes: tuple[str, ...]) -> Layout:
 def _cut_further(layout: Layout, axes: tuple[str, ...]) -> Layout | None:
     spec = layout.spec
     more = tuple(axis for axis in axes if axis not in spec.sharded_axes and layout.mesh.shape[axis] > 1)
-    return layout.with_spec(P.flat(*spec.sharded_axes, *more)) if more else None
+    return layout.with_spec(P.flat(*spec.cut_axes, *more, on=dict(spec.on))) if more else None
 
 
 def _targets(at: Leaves, flat: Elementwise, axes: tuple[str, ...]) -> list[Layout | None]:
     """Return how each parameter is to lie for the update, None where there is nothing to update.
 
-    Of leaves that are cut over the same axes, each goes to the owner that has least so far, the largest first.
+    Of leaves that are cut over the same axes, at the same place, each goes to the owner that has least so far, the largest
+    first.
     """
     elementwise = elementwise_leaves(flat, at.rebuild(at.leaves))
     firsts, targets = at.firsts(), list[Layout | None]([None] * len(at.leaves))
-    whole: dict[tuple[Mesh, tuple[str, ...]], list[int]] = {}
+    whole: dict[tuple[Mesh, P], list[int]] = {}
     for place, (leaf, is_flat) in enumerate(zip(at.leaves, elementwise, strict=True)):
         if not trainable(leaf) or firsts[place] != place:
             continue
         targets[place] = cut = pieces(leaf.layout, axes)
-        if not is_flat and cut.spec.sharded_axes:
-            whole.setdefault((cut.mesh, cut.spec.sharded_axes), []).append(place)
-    for (mesh, over), places in whole.items():
+        if not is_flat and cut.spec.cut_axes:
+            whole.setdefault((cut.mesh, P.flat(*cut.spec.cut_axes, on=dict(cut.spec.on))), []).append(place)
+    for (mesh, spec), places in whole.items():
+        over = spec.cut_axes
         owners = shared_out([prod(at.leaves[place].shape) for place in places], prod(mesh.shape[axis] for axis in over))
         for place, owner in zip(places, owners, strict=True):
-            targets[place] = at.leaves[place].layout.with_spec(P.owned(*over, by=owner))
+            targets[place] = at.leaves[place].layout.with_spec(P(on={**dict(spec.on), over: owner}))
     return [targets[first] for first in firsts]
 
 

@@ -204,8 +204,8 @@ def _laid(plan: Plan, at: Leaves, place: int, column: Sequence[Any], parts: list
     shape, layout = tuple(like.shape), param.layout
     if shape == seen(param):
         shape = param.shape
-    elif not layout.spec.is_owned:
-        layout = layout.with_spec(P())
+    else:
+        layout = layout.with_spec(P(on=dict(layout.spec.on)))
     return _put_together(param, shape, layout, like.dtype, column, parts, "state")
 
 

@@ -34,5 +34,4 @@ def is_whole(leaf: Leaf) -> bool:
     """Return whether every device that holds any of a leaf holds all of it."""
     if not isinstance(leaf, Sharded):
         return True
-    axes = leaf.spec.unreduced if leaf.spec.is_owned else leaf.spec.axes
-    return all(leaf.mesh.shape[axis] == 1 for axis in axes)
+    return all(leaf.mesh.shape[axis] == 1 for axis in (*leaf.spec.cut_axes, *leaf.spec.unreduced))

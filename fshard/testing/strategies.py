@@ -102,32 +102,35 @@ def axis_subsets(mesh: Mesh) -> st.SearchStrategy[tuple[str, ...]]:
 
 @st.composite
 def specs(draw: st.DrawFn, mesh: Mesh, shape: tuple[int, ...], *, flat: bool = True, unreduced: bool = True) -> P:
-    """Draw a spec in which a tensor of `shape` can lie: dims cut by one or several axes in any order, flat, or owned.
+    """Draw a spec in which a tensor of `shape` can lie: dims cut by one or several axes in any order, or flat; on some devices.
 
     Args:
         draw: given by hypothesis.
         mesh: whose axes may be used.
         shape: of the whole tensor.
-        flat: whether the spec may be flat or owned.
+        flat: whether the spec may be flat, or have a place along some axes.
         unreduced: whether axes may be unreduced.
 
     >>> from hypothesis import find
     >>> mesh = make_mesh({"data": 2, "model": 2})
     >>> find(specs(mesh, (4, 3)), lambda spec: spec.sharded_axes == ("data", "model") and not spec.is_flat)
     P(("data", "model"))
+    >>> find(specs(mesh, (4, 3)), lambda spec: spec.is_flat and spec.on)
+    P.flat("model", on={"data": 0})
     """
     cuts = [1] * len(shape)
     entries: list[tuple[str, ...]] = [()] * len(shape)
     summed: list[str] = []
+    on: dict[str | tuple[str, ...], int] = {}
+    axes = draw(st.permutations(mesh.axis_names))
     if flat and draw(st.sampled_from((False, False, False, True))):
-        chosen = draw(axis_subsets(mesh))
-        over = [axis for axis in mesh.axis_names if unreduced and axis not in chosen and draw(st.booleans())]
-        places = prod(mesh.shape[axis] for axis in chosen)
-        owner = draw(st.sampled_from((None, *range(places))))
-        if owner is not None:
-            return P.owned(*chosen, by=owner, unreduced=tuple(over))
-        return P.flat(*chosen, unreduced=tuple(over))
-    for axis in draw(st.permutations(mesh.axis_names)):
+        placed = tuple(axes[: draw(st.integers(1, len(axes)))])
+        on[placed], axes = draw(st.integers(0, prod(mesh.shape[axis] for axis in placed) - 1)), axes[len(placed) :]
+    if axes and flat and draw(st.sampled_from((False, False, False, True))):
+        chosen = tuple(axes[: draw(st.integers(1, len(axes)))])
+        over = [axis for axis in axes if unreduced and axis not in chosen and draw(st.booleans())]
+        return P.flat(*chosen, unreduced=tuple(over), on=on)
+    for axis in axes:
         size = mesh.shape[axis]
         fitting = [dim for dim, length in enumerate(shape) if length % (cuts[dim] * size) == 0]
         use = draw(st.sampled_from([*fitting, "whole", *(["unreduced"] if unreduced else [])]))
@@ -136,7 +139,7 @@ def specs(draw: st.DrawFn, mesh: Mesh, shape: tuple[int, ...], *, flat: bool = T
             cuts[use] *= size
         elif use == "unreduced":
             summed.append(axis)
-    return P(*entries, unreduced=tuple(summed))
+    return P(*entries, unreduced=tuple(summed), on=on)
 
 
 def layouts(
