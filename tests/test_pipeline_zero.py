@@ -134,7 +134,7 @@ OPTIMIZERS = {
 class Drawn:
     """A training, all of which is drawn."""
 
-    def __init__(self, choose, devices=(1, 2, 3), datas=(1, 2), zeros=(None, 0)):
+    def __init__(self, choose, devices=(1, 2, 3), datas=(1, 2), zeros=(None, 0, 1, 2, 3)):
         self.data, self.zero = choose(datas), choose(zeros)
         name, count = choose(sorted(BUILDERS)), choose(devices)
         stages = count * (1 if name in ("gpipe", "1f1b", "zb-h1", "zb-h2") else 2)

@@ -16,7 +16,7 @@ from fshard.mesh.layout import Layout
 from fshard.mesh.mesh import Mesh
 from fshard.mesh.placing import device_put
 from fshard.mesh.sharded import key_of
-from fshard.mesh.spec import P
+from fshard.mesh.spec import On, P
 from fshard.mesh.tree import PyTree, flatten, unflatten
 from fshard.pipeline.schedule import Schedule
 from fshard.transforms.rules import Choice, Rules, layouts_of
@@ -81,15 +81,21 @@ def refuse_unfit(what: str, stages: int, mesh: Mesh, schedule: Schedule, axis: s
 
 def on_place(layout: Layout, axis: str, place: int) -> Layout:
     """Return a layout on the devices at one place of an axis alone."""
-    return layout.with_spec(P.owned(axis, by=place))
+    return _with_on(layout, {**dict(layout.spec.on), (axis,): place})
 
 
 def place_of(layout: Layout, axis: str) -> int | None:
     """Return the place of an axis where alone something lies, if there is one."""
-    spec = layout.spec
-    return spec.owner if spec.owned_axes == (axis,) else None
+    return dict(layout.spec.on).get((axis,))
 
 
 def on_any(layout: Layout, axis: str) -> Layout:
     """Return how something lies among the devices at its place."""
-    return layout.with_spec(P())
+    return _with_on(layout, {axes: place for axes, place in layout.spec.on if axes != (axis,)})
+
+
+def _with_on(layout: Layout, on: On) -> Layout:
+    spec = layout.spec
+    if spec.flat_axes is not None:
+        return layout.with_spec(P.flat(*spec.flat_axes, unreduced=spec.unreduced, on=on))
+    return layout.with_spec(P(*spec.entries, unreduced=spec.unreduced, on=on))
