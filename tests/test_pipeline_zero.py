@@ -9,6 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from torch.utils._pytree import tree_leaves
+
 import fshard as fs
 from fshard import P
 from fshard.pipeline.builders import BUILDERS
@@ -53,6 +55,18 @@ def tokens(size, seed=1):
 
 def entropy(y, batch):
     return F.cross_entropy(y.flatten(0, 1), batch[1].flatten())
+
+
+def of_words(y, batch):
+    """The mean over the words that are not 0, and what there is beside it: a mean, a count, a row for each sample."""
+    losses = F.cross_entropy(y.transpose(1, 2), batch[1], reduction="none", ignore_index=0)
+    best = y.argmax(-1)
+    beside = {"sure": y.softmax(-1).amax(-1).mean(), "right": (best == batch[1]).sum(), "best": best, "last": y[:, -1]}
+    return losses.sum() / words(batch), beside
+
+
+def words(batch):
+    return (batch[1] != 0).sum()
 
 
 # -- training -----------------------------------------------------------------------------------------------------
@@ -101,7 +115,7 @@ def trained(step, params, opt, batches):
     state, seen = opt.init(params), []
     for batch in batches:
         params, state, metrics = step(params, state, batch)
-        seen.append({name: fs.unshard(x) for name, x in metrics.items()})
+        seen.append(dict(enumerate(tree_leaves(fs.unshard(metrics)))))
     return fs.unshard(params), seen
 
 
@@ -140,6 +154,9 @@ class Drawn:
         stages = count * (1 if name in ("gpipe", "1f1b", "zb-h1", "zb-h2") else 2)
         self.microbatches, self.opt = choose([1, 2, 3, 4, 6]), choose(sorted(OPTIMIZERS))
         self.schedule = fs.pipeline_schedule(name, stages=stages, microbatches=self.microbatches)
+        self.options = choose(
+            [{}, {"precision": "bf16"}, {"donate": True}, {"loss": of_words, "weight": words, "has_aux": True}]
+        )
         self.blocks, self.size = max(stages - 2, choose([0, 1, 2, 3])), choose([1, 5, 8, 12, 13])
 
     def __repr__(self):
@@ -147,7 +164,11 @@ class Drawn:
 
     def check(self, reproducible):
         model, batches = gpt(self.blocks), [tokens(self.size, seed) for seed in (1, 2)]
-        options = {"reproducible": True, "slices": self.microbatches * self.data} if reproducible else {}
+        options = {**self.options}
+        if reproducible:
+            options |= {"reproducible": True, "slices": self.microbatches * self.data}
+        else:
+            options.pop("precision", None)
         model.train(reproducible)  # draws are the same only there
         opt = OPTIMIZERS[self.opt if reproducible else "sgd"]
         expected = serial(model, batches, opt, self.data, self.zero, **options)

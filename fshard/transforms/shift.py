@@ -89,12 +89,15 @@ class Plan:
     ties: Sequence[Tie]
     messages: dict[int, dict[Any, Messages]] | None
 
+    def used_in(self, leaf: Leaf) -> torch.dtype:
+        """Return the dtype that a parameter is used in."""
+        return self.how.manner.compute or leaf.dtype if leaf.dtype.is_floating_point else leaf.dtype
+
     def reduced_in(self, leaf: Leaf) -> torch.dtype:
         """Return the dtype that a gradient is added up and reduced in."""
         if leaf.dtype.is_complex:
             return leaf.dtype
-        used = self.how.manner.compute or leaf.dtype
-        wide = self.how.slices is not None or self.how.accumulate > 1
+        used, wide = self.used_in(leaf), self.how.slices is not None or self.how.accumulate > 1
         return self.how.manner.reduce or (torch.promote_types(used, torch.float32) if wide else used)
 
 
@@ -191,9 +194,9 @@ class Shift:
             for stage in self.mine
         }
         weights = [count.share for count in self.counts] if plan.how.slices is not None else None
-        dtypes = [plan.reduced_in(leaf) for leaf in plan.leaves]
+        used, wide = ([dtype_of(leaf) for leaf in plan.leaves] for dtype_of in (plan.used_in, plan.reduced_in))
         place = self.pipe.index
-        return StageSums(plan.leaves, trained, plan.ties, plan.ways, weights, dtypes, place, self.near, self.site)
+        return StageSums(plan.leaves, trained, plan.ties, plan.ways, weights, used, wide, place, self.near, self.site)
 
     def run(self) -> Result:
         """Take the device's part in the step."""

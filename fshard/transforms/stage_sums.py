@@ -49,7 +49,8 @@ class StageSums:
         ties: those of several stages.
         ways: of each leaf, from summands on the devices at its place to its gradient's layout.
         weights: what each microbatch counts for, in reproducible mode; None: gradients come weighted.
-        dtypes: of each leaf, in which it is added up and reduced.
+        used: the dtypes that leaves are used in, and their gradients come in.
+        wide: the dtypes that these are added up and reduced in.
         place: of the device along the pipeline.
         near: a tensor on the device.
         site: the line of the step.
@@ -62,12 +63,14 @@ class StageSums:
         ties: Sequence[Tie],
         ways: Sequence[Way | None],
         weights: list[float] | None,
-        dtypes: Sequence[torch.dtype],
+        used: Sequence[torch.dtype],
+        wide: Sequence[torch.dtype],
         place: int,
         near: Tensor,
         site: Site,
     ) -> None:
-        self._leaves, self._trained, self._ways, self._dtypes = leaves, trained, ways, dtypes
+        self._leaves, self._trained, self._ways, self._wide = leaves, trained, ways, wide
+        self._apart = wide if weights is None else used  # one microbatch's are added as one backward would
         self._ties, self._weights, self._place, self._near, self._site = ties, weights, place, near, site
         self._tied = {tie.leaf for tie in ties}
         self._each = {(stage, tie.leaf): dict[int, Tensor]() for tie in ties for stage in tie.stages}
@@ -84,11 +87,11 @@ class StageSums:
         for leaf, g in zip(self._trained[stage], gs, strict=True):
             self.used[leaf] |= g is not None
             if g is not None:
-                g = None if idle else (g.to_dense() if g.is_sparse else g).to(self._dtypes[leaf])
+                g = None if idle else g.to_dense() if g.is_sparse else g
             if g is not None and leaf in self._tied:
-                self._keep(self._each[stage, leaf], microbatch, g)
+                self._keep(self._each[stage, leaf], microbatch, g.to(self._apart[leaf]))
                 g = None
-            row.append(g)
+            row.append(None if g is None else g.to(self._wide[leaf]))
         self._totals[stage].add(microbatch, row)
 
     def _keep(self, kept: dict[int, Tensor], microbatch: int, g: Tensor) -> None:
@@ -108,12 +111,12 @@ class StageSums:
             way = self._ways[leaf]
             assert way is not None
             ways.append(way)
-            xs.append(self._zeros(leaf, self._leaves[leaf].shape) if g is None else g)
+            xs.append(self._zeros(self._leaves[leaf].shape, self._wide[leaf]) if g is None else g)
         if xs:
             self._under_way.append(([*found], go(xs, ways, self._site, ahead=True)))
 
-    def _zeros(self, leaf: int, shape: Sequence[int]) -> Tensor:
-        return self._near.new_zeros(shape, dtype=self._dtypes[leaf])
+    def _zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return self._near.new_zeros(shape, dtype=dtype)
 
     def result(self) -> dict[int, Tensor]:
         """Return the reduced gradients of what lies on this device, by number."""
@@ -133,14 +136,13 @@ class StageSums:
                 total = self._total()
                 found = reduce(torch.add, reversed([self._stacked(tie, 0), *others]))  # (microbatch or 1, ...)
                 for at, g in enumerate(found):
-                    total.add(at, [g])
+                    total.add(at, [g.to(self._wide[tie.leaf])])
                 self._send({tie.leaf: (total.sums() if isinstance(total, Ordered) else total.result())[0]})
 
     def _stacked(self, tie: Tie, at: int) -> Tensor:
         """Return what a stage of a tie has found, a row for each microbatch or one in all; nothing, if it is not here."""
-        shape = self._leaves[tie.leaf].shape
+        shape, dtype = self._leaves[tie.leaf].shape, self._apart[tie.leaf]
         if tie.places[at] != self._place:
-            return self._zeros(tie.leaf, [0] * (1 + len(shape)))
-        kept = self._each.pop((tie.stages[at], tie.leaf))
-        zero = self._zeros(tie.leaf, shape)
+            return self._zeros([0] * (1 + len(shape)), dtype)
+        kept, zero = self._each.pop((tie.stages[at], tie.leaf)), self._zeros(shape, dtype)
         return torch.stack([kept.get(row, zero) for row in range(len(self._weights or [1.0]))])
