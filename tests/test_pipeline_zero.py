@@ -139,6 +139,8 @@ OPTIMIZERS = {
     "sgd": fs.optim.sgd(0.1, momentum=0.9),
     "adamw": fs.optim.adamw(0.01),
     "clipped": fs.optim.chain(fs.optim.clip_by_global_norm(0.1), fs.optim.adam(0.01)),
+    "scaled": fs.optim.loss_scaled(fs.optim.adam(0.01, eps=1e-4), initial=2.0**14),  # with precision="fp16"
+    "careful": fs.optim.skip_if_not_finite(fs.optim.sgd(0.1)),
     "muon": fs.optim.by_label(
         {"muon": fs.optim.muon(0.01), "adam": fs.optim.adam(0.01)}, lambda path, x: "muon" if x.ndim == 2 else "adam"
     ),
@@ -148,7 +150,7 @@ OPTIMIZERS = {
 class Drawn:
     """A training, all of which is drawn."""
 
-    def __init__(self, choose, devices=(1, 2, 3), datas=(1, 2), zeros=(None, 0, 1, 2, 3)):
+    def __init__(self, choose, devices=(1, 2, 3), datas=(1, 2, 3, 4), zeros=(None, 0, 1, 2, 3)):
         self.data, self.zero = choose(datas), choose(zeros)
         name, count = choose(sorted(BUILDERS)), choose(devices)
         stages = count * (1 if name in ("gpipe", "1f1b", "zb-h1", "zb-h2") else 2)
@@ -157,6 +159,7 @@ class Drawn:
         self.options = choose(
             [{}, {"precision": "bf16"}, {"donate": True}, {"loss": of_words, "weight": words, "has_aux": True}]
         )
+        self.options = {"precision": "fp16"} if self.opt == "scaled" else self.options
         self.blocks, self.size = max(stages - 2, choose([0, 1, 2, 3])), choose([1, 5, 8, 12, 13])
 
     def __repr__(self):
@@ -169,10 +172,11 @@ class Drawn:
             options |= {"reproducible": True, "slices": self.microbatches * self.data}
         else:
             options.pop("precision", None)
+            options["accumulate"] = self.microbatches
         model.train(reproducible)  # draws are the same only there
         opt = OPTIMIZERS[self.opt if reproducible else "sgd"]
         expected = serial(model, batches, opt, self.data, self.zero, **options)
-        options.pop("slices", None)
+        options = {name: x for name, x in options.items() if name not in ("slices", "accumulate")}
         found = in_stages(model, batches, opt, self.data, self.schedule, self.zero, **options)
         if reproducible:
             assert same(found, expected)
@@ -204,3 +208,90 @@ def test_two_processes_have_them_too(two):
 
 def test_four_processes_have_them_too(four):
     four.run(on_processes, range(2), 2, 2)
+
+
+# -- what is held and sent ----------------------------------------------------------------------------------------
+
+
+def linear(w, x):
+    return x @ w["w"] + w["b"]
+
+
+def mean_square(y, batch):
+    return y.square().mean()
+
+
+def weights(stages, width=6):
+    draw = torch.Generator().manual_seed(0)
+    return [
+        {"w": torch.randn(width, width, generator=draw) / 2, "b": torch.randn(width, generator=draw)} for _ in range(stages)
+    ]
+
+
+def chunk(numbers, devices):
+    return -(-numbers // devices)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize(("name", "gathers"), [("1f1b", [1, 1]), ("bfs", [2, 2, 1, 1])])
+def test_a_device_holds_and_sends_what_the_formula_says(name, gathers, zero):
+    """Of each stage D devices hold 1/D, gather the rest once for each time that it is used anew, and send their sums."""
+    data, microbatches, stages = 4, 3, len(gathers)
+    schedule = fs.pipeline_schedule(name, stages=stages, microbatches=microbatches)
+    mesh = fs.make_mesh({"pipe": 2, "data": data})
+    params = fs.shard_stages(weights(stages), at_rest(zero), mesh=mesh, schedule=schedule)
+    opt = optimizer(fs.optim.adam(0.1), mesh, zero)
+    state, sizes = opt.init(params), [36, 6]
+    whole = sum(sizes)
+    seen = []
+
+    def watched(w, x):
+        seen.append(w["w"])
+        return linear(w, x)
+
+    options = {"loss": mean_square, "live_units": 1}
+    step = fs.train_step([watched] * stages, opt, mesh=mesh, batch=P("data"), schedule=schedule, **options)
+    batch = torch.ones(12 * data, 6)
+    step(params, state, batch)
+    with fs.ledger() as comm:
+        params, state, _ = step(params, state, batch)
+    for device in range(mesh.size):
+        at = mesh.coordinates(device)
+        own = [stage for stage, place in enumerate(schedule.placement) if place == at["pipe"]]
+        pieces = sum(max(min(chunk(size, data), size - at["data"] * chunk(size, data)), 0) for size in sizes)
+        held = sum(x.shards[device].numel() for tree in params for x in tree.values())
+        assert held == len(own) * (pieces if zero == 3 else whole)
+        moments = sum(x.shards[device].numel() for tree in state["exp_avg"] for x in tree.values())
+        assert moments == len(own) * (pieces if zero else whole)
+        sent = {what: comm.bytes(device, collective=what) / 4 for what in ("all_gather", "psum_scatter", "psum")}
+        others = sum(chunk(size, data) for size in sizes) * (data - 1)
+        gathered = sum(gathers[stage] for stage in own) if zero == 3 else len(own) if zero else 0
+        assert sent["all_gather"] == gathered * others
+        assert sent["psum_scatter"] == (len(own) * others if zero else 0)
+        if zero == 0:
+            assert sent["psum"] > len(own) * 2 * (data - 1) * whole / data
+    assert all(bool(x.untyped_storage().nbytes()) == (zero != 3) for x in seen)  # let go at last, if it was gathered
+
+
+def test_a_device_has_as_many_stages_whole_as_was_said():
+    schedule = fs.pipeline_schedule("interleaved", stages=6, devices=2, microbatches=4)
+    mesh, most, seen = fs.make_mesh({"pipe": 2, "data": 2}), {}, []
+    params = fs.shard_stages(weights(6), fs.fsdp("data"), mesh=mesh, schedule=schedule)
+
+    def watched(w, x):
+        seen.append(w["w"])
+        return linear(w, x)
+
+    for live in (1, 2, 3):
+        opt = fs.partition_optimizer(fs.optim.sgd(0.1), mesh=mesh, axis="data", stage=3)
+
+        def count(y, batch, live=live):
+            whole = {x.data_ptr() for x in seen if x.untyped_storage().nbytes()}
+            most[live] = max(most.get(live, 0), len(whole))
+            return y.square().mean()
+
+        options = {"loss": count, "live_units": live}
+        step = fs.train_step([watched] * 6, opt, mesh=mesh, batch=P("data"), schedule=schedule, **options)
+        step(params, opt.init(params), torch.ones(16, 6))
+        seen.clear()
+    assert most[1] <= 4 and most[1] < most[3]

@@ -45,8 +45,9 @@ Stage = Callable[..., PyTree]
 
 
 class Own(NamedTuple):
-    """The parameters of one stage: their numbers, each once, and what puts them together as the stage takes them."""
+    """The parameters of one stage, each once: they and their numbers, and what puts them together as the stage takes them."""
 
+    leaves: list[Leaf]
     numbers: list[int]
     tree: Callable[[list[Tensor]], PyTree]
 
@@ -179,7 +180,7 @@ class Shift:
     def _params(self, stage: int, here: Sequence[Tensor]) -> StageParams:
         plan, own = self.plan, self.plan.own[stage]
         return StageParams(
-            [plan.leaves[leaf] for leaf in own.numbers],
+            own.leaves,
             [here[leaf] for leaf in own.numbers],
             own.tree,
             plan.how.manner.compute,

@@ -16,7 +16,7 @@ from fshard.mesh.layout import Layout
 from fshard.mesh.mesh import Mesh
 from fshard.mesh.placing import device_put
 from fshard.mesh.sharded import key_of
-from fshard.mesh.spec import On, P
+from fshard.mesh.spec import P
 from fshard.mesh.tree import PyTree, flatten, unflatten
 from fshard.pipeline.schedule import Schedule
 from fshard.transforms.rules import Choice, Rules, layouts_of
@@ -81,21 +81,12 @@ def refuse_unfit(what: str, stages: int, mesh: Mesh, schedule: Schedule, axis: s
 
 def on_place(layout: Layout, axis: str, place: int) -> Layout:
     """Return a layout on the devices at one place of an axis alone."""
-    return _with_on(layout, {**dict(layout.spec.on), (axis,): place})
+    spec, on = layout.spec, {**dict(layout.spec.on), (axis,): place}
+    if spec.flat_axes is not None:
+        return layout.with_spec(P.flat(*spec.flat_axes, unreduced=spec.unreduced, on=on))
+    return layout.with_spec(P(*spec.entries, unreduced=spec.unreduced, on=on))
 
 
 def place_of(layout: Layout, axis: str) -> int | None:
     """Return the place of an axis where alone something lies, if there is one."""
     return dict(layout.spec.on).get((axis,))
-
-
-def on_any(layout: Layout, axis: str) -> Layout:
-    """Return how something lies among the devices at its place."""
-    return _with_on(layout, {axes: place for axes, place in layout.spec.on if axes != (axis,)})
-
-
-def _with_on(layout: Layout, on: On) -> Layout:
-    spec = layout.spec
-    if spec.flat_axes is not None:
-        return layout.with_spec(P.flat(*spec.flat_axes, unreduced=spec.unreduced, on=on))
-    return layout.with_spec(P(*spec.entries, unreduced=spec.unreduced, on=on))

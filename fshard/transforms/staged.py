@@ -25,7 +25,7 @@ from fshard.mesh.mesh import Mesh
 from fshard.mesh.sharded import Sharded
 from fshard.mesh.spec import P
 from fshard.mesh.spmd import everywhere, held, standing
-from fshard.mesh.steps import Way, way_between
+from fshard.mesh.steps import STAY, Way, way_between
 from fshard.mesh.threads import one_thread
 from fshard.mesh.tree import PyTree, Structure, flatten, flatten_with_paths, unflatten
 from fshard.optim.leaves import firsts_of, trainable
@@ -43,7 +43,7 @@ from fshard.transforms.ordered import way_in_order
 from fshard.transforms.rules import Choice, chosen, named, parts_of
 from fshard.transforms.shift import Borrowed, Own, Plan, Result, Shift, Stage
 from fshard.transforms.slices import How
-from fshard.transforms.stage_layouts import on_any, on_place, place_of, refuse_unfit
+from fshard.transforms.stage_layouts import on_place, place_of, refuse_unfit
 from fshard.transforms.stage_sums import Tie
 from fshard.transforms.units import Leaf, Manner
 
@@ -264,7 +264,7 @@ class Staged:
             Borrowed(
                 leaf,
                 place,
-                way_between(layout, on_place(on_any(layout, self.axis), self.axis, place), every[leaf].shape),
+                way_between(layout, on_place(layout, self.axis, place), every[leaf].shape),
             )
             for leaf, layout in enumerate(layouts)
             for place in sorted({placement[stage] for stage, own in enumerate(numbers) if leaf in own})
@@ -276,7 +276,10 @@ class Staged:
             if every[leaf].trained and sum(leaf in own for own in numbers) > 1
         ]
         ways = [self._way(leaf, mesh, batch.axes) if leaf.trained else None for leaf in every]
-        own = [_own(mine, structure) for mine, structure in zip(numbers, structures, strict=True)]
+        own = [
+            self._own(mine, structure, [layouts[leaf] for leaf in dict.fromkeys(mine)], every, place)
+            for mine, structure, place in zip(numbers, structures, placement, strict=True)
+        ]
         messages = None if self.dynamic else {}
         return Plan(
             self.how, self.axis, self.stages, self.inputs, self.route, every, own, ways, borrowed, ties, messages
@@ -285,31 +288,40 @@ class Staged:
     def _leaf(self, path: str, x: Sharded, fixed: bool) -> Leaf:
         trained = self.how.backward and trainable(x) and not fixed
         wanted = self.gradients(x.layout) if trained and self.gradients is not None else x.layout
-        gather = way_between(on_any(x.layout, self.axis), Layout(x.mesh), x.shape)
-        return Leaf(path, x.shape, x.dtype, "", gather, trained, wanted)
+        return Leaf(path, x.shape, x.dtype, "", STAY, trained, wanted)
+
+    def _own(
+        self, numbers: Sequence[int], structure: Structure, layouts: Sequence[Layout], leaves: Sequence[Leaf], place: int
+    ) -> Own:
+        """Return what a stage at a place is to have of parameters that lie so, or are lent to it."""
+        unique = list(dict.fromkeys(numbers))
+        at = [unique.index(number) for number in numbers]
+        ways = [
+            way_between(on_place(layout, self.axis, place), Layout(layout.mesh, P(on={self.axis: place})), leaves[leaf].shape)
+            for leaf, layout in zip(unique, layouts, strict=True)
+        ]
+
+        def tree(xs: list[Tensor]) -> PyTree:
+            return unflatten(structure, [xs[place] for place in at])
+
+        return Own([leaves[leaf]._replace(gather=way) for leaf, way in zip(unique, ways, strict=True)], unique, tree)
 
     def _way(self, leaf: Leaf, mesh: Mesh, axes: tuple[str, ...]) -> Way:
         """Return the way of a gradient among the devices of its stage."""
-        wanted = on_any(leaf.gradient, self.axis)
+        on = self._on(leaf.gradient)
         if self.how.slices is not None:
-            return way_in_order(mesh, axes, wanted, leaf.shape)
-        return way_between(Layout(mesh, P(unreduced=axes)), wanted, leaf.shape)
+            return way_in_order(mesh, axes, leaf.gradient, leaf.shape, tuple(on.items()))
+        return way_between(Layout(mesh, P(unreduced=axes, on={**on})), leaf.gradient, leaf.shape)
+
+    def _on(self, layout: Layout) -> dict[str, int]:
+        place = place_of(layout, self.axis)
+        return {} if place is None else {self.axis: place}
 
     def _tie(self, leaf: int, shape: tuple[int, ...], stages: list[int], mesh: Mesh) -> Tie:
         places = tuple(self.route.placement[stage] for stage in stages)
         stack = (1 if self.how.slices is None else self.how.accumulate, *shape)
         layouts = [on_place(Layout(mesh), self.axis, place) for place in places]
         return Tie(leaf, tuple(stages), places, tuple(way_between(layout, layouts[0], stack) for layout in layouts))
-
-
-def _own(numbers: Sequence[int], structure: Structure) -> Own:
-    unique = list(dict.fromkeys(numbers))
-    at = [unique.index(number) for number in numbers]
-
-    def tree(xs: list[Tensor]) -> PyTree:
-        return unflatten(structure, [xs[place] for place in at])
-
-    return Own(unique, tree)
 
 
 def _gradient(leaf: Leaf, number: int, devices: Sequence[int], results: Sequence[Result]) -> Sharded | None:
