@@ -208,6 +208,8 @@ def test_reshards_on_a_large_abstract_mesh():
         (P.flat("a", unreduced="b"), P.flat("b", "c", "a")),
         (P("a", "b"), P.flat("d", "b")),
         (P.owned("a", "b", by=3), P("c", "a")),
+        (P("a", on={"d": 1}), P.flat("b", "c")),
+        (P("a", unreduced="b", on={"d": 1}), P("c", on={"d": 0})),
     ],
     ids=str,
 )

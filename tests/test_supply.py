@@ -137,7 +137,7 @@ def some_problems(count=40):
         before, after = (_drawn(drawn, axes, shape) for _ in range(2))
         if not set(after.unreduced) - set(before.unreduced):
             steps = plan(before, after, shape, tuple(axes.items()))
-            if any(step.kind == "direct" for step in steps):
+            if any(step.kind == "direct" or step.on for step in steps):
                 cases.append((axes, shape, before, after))
     return cases
 

@@ -143,7 +143,7 @@ def _cotangent(place: int, y: Tensor, entry: Transfer, device: int) -> Tensor:
     """Return the device's piece of a random array, which is the same on all."""
     generator = torch.Generator().manual_seed(place)
     whole = torch.randn(entry.shape, generator=generator, dtype=torch.complex128 if y.is_complex() else torch.float64)
-    whole = whole.flatten() if entry.layout.spec.is_flat else whole
+    whole = whole.flatten() if entry.layout.spec.is_flat or not entry.shape else whole
     ranges = entry.layout.ranges(entry.shape, device)
     return whole[tuple(slice(*one) for one in ranges[: whole.ndim])].to(y.device, y.dtype).view(y.shape)
 

@@ -50,7 +50,7 @@ class Compare:
 
     def unpack(self, rows: Tensor, shape: torch.Size, n: int) -> Tensor:
         """Compare what all sent with what the first did."""
-        return self.meaning(list(rows.reshape(n, -1)))[0]
+        return self.meaning(list(rows.reshape(n, rows.numel() // n)))[0]
 
     def sent(self, size: int, index: int, n: int) -> Fraction:
         """Count nothing: a check is no part of the program."""

@@ -188,6 +188,14 @@ class P:
         """All axes named here: those that cut the tensor, those along which it has a place, and those it is unreduced over."""
         return self.sharded_axes + self.unreduced
 
+    def at(self, on: On | None) -> P:
+        """Return this spec at another place; None: everywhere.
+
+        >>> P.flat("data").at({"pipe": 2}), P.flat("data", on={"pipe": 2}).at(None)
+        (P.flat("data", on={"pipe": 2}), P.flat("data"))
+        """
+        return P._of(self.entries, self.unreduced, self.flat_axes, _places(on), self.shape)
+
     def place(self, sizes: Mapping[str, int]) -> dict[str, int]:
         """Return at which place it lies along each axis of `on`, on a mesh of these sizes.
 

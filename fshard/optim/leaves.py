@@ -54,13 +54,14 @@ def made_of(leaf: Leaf, make: Callable[[Tensor], Tensor | None]) -> Leaf:
     if placeholder is None:
         return None
     shape = tuple(placeholder.shape)
+    layout = leaf.layout if shape == leaf.shape else leaf.layout.with_spec(P(on=dict(leaf.spec.on)))
     shards: list[Any] = [
         make(shard)
         if leaf.layout.has_any(device)
-        else placeholder.new_empty(leaf.layout.local_shape(shape, device), device=shard.device)
+        else placeholder.new_empty(layout.local_shape(shape, device), device=shard.device)
         for device, shard in zip(held(leaf.mesh), leaf.shards, strict=True)
     ]
-    return Sharded(shape, leaf.layout, tuple(shards))
+    return Sharded(shape, layout, tuple(shards))
 
 
 def map_shards(f: Callable[..., Tensor], leaf: Leaf, *others: Leaf) -> Leaf:
