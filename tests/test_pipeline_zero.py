@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-
 from torch.utils._pytree import tree_leaves
 
 import fshard as fs
@@ -224,7 +223,8 @@ def mean_square(y, batch):
 def weights(stages, width=6):
     draw = torch.Generator().manual_seed(0)
     return [
-        {"w": torch.randn(width, width, generator=draw) / 2, "b": torch.randn(width, generator=draw)} for _ in range(stages)
+        {"w": torch.randn(width, width, generator=draw) / 2, "b": torch.randn(width, generator=draw)}
+        for _ in range(stages)
     ]
 
 
@@ -295,3 +295,156 @@ def test_a_device_has_as_many_stages_whole_as_was_said():
         step(params, opt.init(params), torch.ones(16, 6))
         seen.clear()
     assert most[1] <= 4 and most[1] < most[3]
+
+
+def test_clipping_is_that_of_torch_on_the_whole_model():
+    """The norm is over all stages, a tied parameter counted once."""
+    model, batch = gpt(3).eval(), tokens(8)
+    opt = fs.optim.chain(fs.optim.clip_by_global_norm(0.05), fs.optim.sgd(1.0))
+    schedule = fs.pipeline_schedule("zbv", stages=4, microbatches=3)
+    found, metrics = in_stages(model, [batch], opt, 2, schedule, 3)
+    entropy(model(batch[0]), batch).backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+    torch.testing.assert_close(metrics[0][1], norm)
+    for name, x in model.named_parameters():
+        torch.testing.assert_close(found[name], x.detach() - x.grad, rtol=1e-5, atol=1e-6)
+
+
+def test_a_step_that_is_not_finite_is_skipped_by_all_stages():
+    model, schedule = gpt(2), fs.pipeline_schedule("1f1b", stages=2, microbatches=2)
+
+    def burst(y, batch):
+        return entropy(y, batch) + torch.where(batch[1][0, 0] == 0, torch.inf, 0.0) * y.sum()
+
+    batches = [tokens(4, seed) for seed in range(3)]
+    batches[1][1][0, 0], batches[0][1][:, 0], batches[2][1][:, 0] = 0, 1, 1
+    for opt in (fs.optim.skip_if_not_finite(fs.optim.sgd(0.1)), fs.optim.loss_scaled(fs.optim.sgd(0.1))):
+        expected = serial(model, batches, opt, 2, 3, burst, reproducible=True, slices=4)
+        found = in_stages(model, batches, opt, 2, schedule, 3, burst, reproducible=True)
+        assert [bool(one[2]) for one in found[1]] == [True, False, True]
+        assert all(torch.equal(found[0][name], x) for name, x in expected[0].items())
+
+
+def test_a_microbatch_that_counts_for_nothing_adds_nothing():
+    model, schedule = gpt(2), fs.pipeline_schedule("zb-h1", stages=2, microbatches=4)
+
+    def of_words_alone(y, batch):
+        return F.cross_entropy(y.flatten(0, 1), batch[1].flatten(), ignore_index=0)  # no number, where there are none
+
+    batch = tokens(4)
+    batch[1][1:3] = 0
+    options = {"loss": of_words_alone, "weight": words, "reproducible": True}
+    expected = serial(model, [batch], fs.optim.sgd(0.1), 1, slices=4, **options)
+    assert same(in_stages(model, [batch], fs.optim.sgd(0.1), 1, schedule, **options), expected)
+    assert expected[1][0][2]  # finite
+
+
+# -- other forms --------------------------------------------------------------------------------------------------
+
+
+def test_stages_are_functions_too_with_skips_and_batches_of_any_form():
+    mesh, schedule = fs.make_mesh({"pipe": 3, "data": 2}), fs.pipeline_schedule("gpipe", stages=3, microbatches=2)
+
+    def first(w, x):
+        return x["x"] * w, {"far": {"x": x["x"], "n": x["n"]}}
+
+    def last(w, y, far):
+        return y * w + far["x"] * far["n"][:, None]
+
+    trees = [torch.tensor(2.0), None, torch.tensor(3.0)]
+    params = fs.shard_stages(trees, mesh=mesh, schedule=schedule)
+    step = fs.train_step(
+        [first, lambda _, y: y, last],
+        fs.optim.sgd(0.1),
+        mesh=mesh,
+        batch={"in": P("data"), "goal": P("data"), "scale": P()},
+        schedule=schedule,
+        loss=lambda y, batch: (y - batch["goal"]).mean() * batch["scale"],
+        inputs=lambda batch: batch["in"],
+        skips={"far": (0, 2)},
+        frozen="[2]",
+    )
+    x = torch.arange(10.0).view(5, 2)
+    batch = {"in": {"x": x, "n": torch.arange(5)}, "goal": torch.ones(5, 2), "scale": torch.tensor(2.0)}
+    after, _, metrics = step(params, fs.optim.sgd(0.1).init(params), batch)
+    loss = 2 * (6 * x + x * torch.arange(5)[:, None] - 1).mean()
+    torch.testing.assert_close(metrics["loss"], loss)
+    torch.testing.assert_close(fs.unshard(after[0]), 2 - 0.1 * 2 * 3 * x.mean())
+    assert after[1] is None and fs.unshard(after[2]) == 3.0
+
+
+def test_what_nobody_uses_stays_as_it_is():
+    mesh, schedule = fs.make_mesh({"pipe": 2, "data": 2}), fs.pipeline_schedule("1f1b", stages=2, microbatches=2)
+    trees = [{"w": torch.tensor(2.0), "idle": torch.ones(3), "n": torch.tensor(4)}, {"w": torch.tensor(3.0)}]
+    params = fs.shard_stages(trees, fs.fsdp("data"), mesh=mesh, schedule=schedule)
+    opt = fs.partition_optimizer(fs.optim.adamw(0.1, weight_decay=0.5), mesh=mesh, axis="data", stage=3)
+    stages = [lambda w, x: x * w["w"] * w["n"], lambda w, x: x * w["w"]]
+    step = fs.train_step(stages, opt, mesh=mesh, batch=P("data"), schedule=schedule, loss=mean_square)
+    after, _, _ = step(params, opt.init(params), torch.ones(4, 1))
+    assert torch.equal(fs.unshard(after[0]["idle"]), torch.ones(3)) and fs.unshard(after[0]["n"]) == 4
+    assert fs.unshard(after[0]["w"]) < 2.0
+
+
+# -- mistakes -----------------------------------------------------------------------------------------------------
+
+
+def test_what_does_not_fit_is_refused_with_all_that_is_wrong():
+    mesh, schedule = fs.make_mesh({"pipe": 2, "data": 2}), fs.pipeline_schedule("gpipe", stages=3, microbatches=1)
+    opt = fs.optim.sgd(0.1)
+    with pytest.raises(fs.LayoutError) as error:
+        fs.train_step([linear, 3], opt, mesh=mesh, batch=P("pipe"), schedule=schedule, live_units=0)
+    assert str(error.value) == (
+        "train_step: stage 1 is int, which is not called; the last stage makes no loss by itself: give loss=, a function of what "
+        "it makes and the microbatch; live_units=0: a stage that is computed is whole, so at least 1 is; the batch is cut along "
+        "pipe, along which the stages lie: all of them see the same samples; the schedule gpipe has 3 stages, 2 are given; the "
+        "schedule gpipe is for 3 devices, axis pipe has 2."
+    )
+    with pytest.raises(fs.LayoutError) as error:
+        fs.train_step(
+            [linear] * 3, opt, mesh=mesh, batch=P("data"), schedule=schedule, accumulate=2, slices=4, bucket=1
+        )
+    assert str(error.value).startswith(
+        "train_step has no option accumulate, slices, bucket. With a schedule it has: loss,"
+    )
+    with pytest.raises(fs.LayoutError, match="given a list of stages. Say how they run: schedule="):
+        fs.train_step([linear] * 3, opt, mesh=mesh, batch=P("data"))
+    with pytest.raises(fs.LayoutError, match=r"shard_stages: .* 3 stages, 1 are given; .* 3 devices, axis pipe has 2"):
+        fs.shard_stages(weights(1), mesh=mesh, schedule=schedule)
+    abstract = fs.make_mesh({"pipe": 3, "data": 2}, runtime="abstract")
+    with pytest.raises(fs.LayoutError, match="on an abstract mesh nobody says what a stage makes"):
+        fs.train_step([linear] * 3, opt, mesh=abstract, batch=P("data"), schedule=schedule, loss=mean_square)
+
+
+def test_what_a_step_is_given_has_to_lie_where_the_stages_do():
+    mesh, schedule = fs.make_mesh({"pipe": 2, "data": 2}), fs.pipeline_schedule("1f1b", stages=2, microbatches=2)
+    options = {"mesh": mesh, "batch": P("data"), "schedule": schedule, "loss": mean_square}
+    opt, batch = fs.optim.sgd(0.1), torch.ones(4, 6)
+    step = fs.train_step([linear] * 2, opt, **options)
+    good = fs.shard_stages(weights(2), mesh=mesh, schedule=schedule)
+    with pytest.raises(fs.LayoutError) as error:
+        step([good[1], {**good[1], "w": fs.shard_params(torch.ones(6, 6), P(), mesh=mesh)}], opt.init(good), batch)
+    assert str(error.value) == (
+        'train_step: parameters of stages lie where the schedule has these, along pipe: 0.b lies as P.owned("pipe", by=1), '
+        'its stage at place 0; 0.w lies as P.owned("pipe", by=1), its stage at place 0; 1.w lies as P(), its stage at place '
+        "1. Lay them there: fs.shard_stages(stages, rules, mesh=mesh, schedule=schedule)."
+    )
+    with pytest.raises(fs.LayoutError, match="2 stages have a list of as many trees of parameters; 1 are given"):
+        step(good[:1], opt.init(good), batch)
+
+    def asking(w, x):
+        return linear(w, x) * fs.axis_index("pipe")
+
+    with pytest.raises(
+        fs.LayoutError, match=r"fs.axis_index over pipe in a stage, at .*: stages of a pipeline may ask only"
+    ):
+        fs.train_step([asking] * 2, opt, **options)(good, opt.init(good), batch)
+    with pytest.raises(fs.LayoutError, match="has to return one number"):
+        fs.train_step([linear] * 2, opt, **{**options, "loss": lambda y, x: y})(good, opt.init(good), batch)
+    with pytest.raises(fs.LayoutError, match="the loss depends on no parameter"):
+        fs.train_step([linear] * 2, opt, **{**options, "loss": lambda y, x: x.mean()})(good, opt.init(good), batch)
+    norms = [nn.BatchNorm1d(6), nn.BatchNorm1d(6)]
+    laid = fs.shard_stages(norms, mesh=mesh, schedule=schedule)
+    with pytest.raises(
+        fs.LayoutError, match="stage 0 changes its buffers running_mean, running_var, num_batches_tracked"
+    ):
+        fs.train_step(norms, opt, **options)(laid, opt.init(laid), torch.ones(8, 6))

@@ -68,6 +68,10 @@ def shard_stages(
 def refuse_unfit(what: str, stages: int, mesh: Mesh, schedule: Schedule, axis: str, *others: str) -> None:
     """Raise, naming all of it, unless a schedule fits so many stages and a mesh, and nothing else is wrong."""
     mesh.check_axes(axis, f"{what}(axis=)")
+    if not isinstance(schedule, Schedule):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise LayoutError(
+            f"{what}: schedule={schedule!r} is none. Write fs.pipeline_schedule(name, stages=, microbatches=)."
+        )
     wrong = [*others]
     if stages != schedule.stages:
         wrong.append(f"the schedule {schedule.name} has {schedule.stages} stages, {stages} are given")

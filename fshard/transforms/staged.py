@@ -54,7 +54,7 @@ def staged(
     mesh: Mesh,
     batch: PyTree,
     schedule: Schedule,
-    loss: Callable[..., Any],
+    loss: Callable[..., Any] | None = None,
     inputs: Callable[[PyTree], PyTree] | None = None,
     skips: Mapping[str, tuple[int, int]] | None = None,
     axis: str = "pipe",
@@ -70,8 +70,10 @@ def staged(
     backward: bool = True,
 ) -> Staged:
     """Return the gradient of stages that run as a schedule says; for its options see `train_step`."""
-    given = [*stages]
-    refuse_unfit("train_step", len(given), mesh, schedule, axis, *_complaints(mesh, batch, axis, reproducible, reduce))
+    given: list[Any] = [*stages] if isinstance(stages, list | tuple) else [stages]
+    complaints = _complaints(given, mesh, batch, axis, loss, live_units, reproducible, reduce)
+    refuse_unfit("train_step", len(given), mesh, schedule, axis, *complaints)
+    assert loss is not None
     if not backward:
         schedule = schedule.with_rows([one for one in row if one.kind is Kind.F] for row in schedule.rows)
     if not any(action.kind in UNITS for row in schedule.rows for action in row):
@@ -89,8 +91,28 @@ def staged(
     return Staged(how, mesh, batch, axis, called, inputs or first_of_two, route, gradients, frozen, dynamic)
 
 
-def _complaints(mesh: Mesh, batch: PyTree, axis: str, reproducible: bool, reduce: torch.dtype | None) -> list[str]:
-    wrong: list[str] = []
+def _complaints(
+    stages: Sequence[Any],
+    mesh: Mesh,
+    batch: PyTree,
+    axis: str,
+    loss: object,
+    live: int,
+    reproducible: bool,
+    reduce: torch.dtype | None,
+) -> list[str]:
+    """Return what is wrong with what was given, besides its numbers."""
+    wrong = [
+        f"stage {number} is {type(one).__name__}, which is not called"
+        for number, one in enumerate(stages)
+        if not callable(one)
+    ]
+    if not callable(loss):
+        wrong.append(
+            "the last stage makes no loss by itself: give loss=, a function of what it makes and the microbatch"
+        )
+    if not isinstance(live, int) or live < 1:
+        wrong.append(f"live_units={live!r}: a stage that is computed is whole, so at least 1 is")
     if axis in _cut_over(batch, mesh):
         wrong.append(f"the batch is cut along {axis}, along which the stages lie: all of them see the same samples")
     if mesh.runtime == "abstract":
@@ -291,13 +313,20 @@ class Staged:
         return Leaf(path, x.shape, x.dtype, "", STAY, trained, wanted)
 
     def _own(
-        self, numbers: Sequence[int], structure: Structure, layouts: Sequence[Layout], leaves: Sequence[Leaf], place: int
+        self,
+        numbers: Sequence[int],
+        structure: Structure,
+        layouts: Sequence[Layout],
+        leaves: Sequence[Leaf],
+        place: int,
     ) -> Own:
         """Return what a stage at a place is to have of parameters that lie so, or are lent to it."""
         unique = list(dict.fromkeys(numbers))
         at = [unique.index(number) for number in numbers]
         ways = [
-            way_between(on_place(layout, self.axis, place), Layout(layout.mesh, P(on={self.axis: place})), leaves[leaf].shape)
+            way_between(
+                on_place(layout, self.axis, place), Layout(layout.mesh, P(on={self.axis: place})), leaves[leaf].shape
+            )
             for leaf, layout in zip(unique, layouts, strict=True)
         ]
 

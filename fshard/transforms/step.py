@@ -29,9 +29,9 @@ from fshard.transforms.staged import staged
 from fshard.uncompiled import uncompiled
 
 Precision = Literal["bf16", "fp16"]
+_OWN = ("loss_fn", "stages", "mesh", "batch", "schedule", "backward")
 _OPTIONS, _STAGED = (
-    [name for name in signature(what).parameters if name not in ("loss_fn", "stages", "mesh", "batch", "backward")]
-    for what in (value_and_grad, staged)
+    [name for name in signature(what).parameters if name not in _OWN] for what in (value_and_grad, staged)
 )
 _COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16, None: None}
 
@@ -124,6 +124,10 @@ def train_step(
     options.setdefault("compute", _COMPUTE[precision])
     options.setdefault("reduce", torch.float32 if precision == "fp16" else None)
     if schedule is None:
+        if isinstance(loss_fn, list | tuple):
+            raise LayoutError(
+                "train_step was given a list of stages. Say how they run: schedule=fs.pipeline_schedule(...)."
+            )
         options.setdefault("reduce_once", getattr(opt, "stage", 0) < 2)
         gradient = value_and_grad(loss_fn, mesh=mesh, batch=batch, **options)
     else:
