@@ -73,7 +73,7 @@ def train_step(
     """Return a function of (params, state, batch) that takes one step of training; it returns (params, state, metrics).
 
     Args:
-        loss_fn: an ordinary function of one device: see `value_and_grad`.
+        loss_fn: an ordinary function of one device: see `value_and_grad`.  With a schedule, the stages: see below.
         opt: an optimizer; `partition_optimizer` chooses what of it is divided among the devices.
         mesh: the devices.
         batch: how the batch is cut.
@@ -81,8 +81,9 @@ def train_step(
         precision: "bf16" or "fp16" computes in that dtype, while parameters and state stay in their own (float32 masters).
             Parameters are gathered in 16 bits; gradients are reduced in them (bf16) or in float32 (fp16), unless `reduce`
             names another dtype.  "fp16" needs `fs.optim.loss_scaled(opt)`.
+        schedule: which device does what with which stage, and when: see `pipeline_schedule`.
         options: those of `value_and_grad`: accumulate, weight, has_aux, frozen, reproducible, ...  With `has_buffers`, a step
-            takes (params, state, buffers, batch) and returns (params, state, buffers, metrics).
+            takes (params, state, buffers, batch) and returns (params, state, buffers, metrics).  With a schedule, those below.
 
     The metrics are "loss", "grad_norm", "finite" and "samples"; with `weight` also "weight", with `has_aux` also "aux".  The
     host waits for no device before it has launched the update, unless the optimizer does: `loss_scaled` and
@@ -110,6 +111,31 @@ def train_step(
     >>> params, state, buffers, metrics = step(params, opt.init(params), buffers, torch.full((3, 2), 5.0))
     >>> buffers["running_mean"], buffers["num_batches_tracked"]
     (tensor([0.5000, 0.5000]), tensor(1))
+
+    In stages: these are modules, or functions (params, x) -> y, and `params` a list with a tree for each, on the devices that
+    have it (`shard_stages`).  Each device's part of the batch is cut into the microbatches of the schedule, as even as can be.
+    All else is as above, ZeRO too: stages that lie in pieces are gathered, freed and reduced as the schedule says, or where it
+    says nothing as `live_units` does.
+
+        loss             of (y, microbatch), where y is what the last stage makes: a number, or one for each sample
+        inputs           what the first stage is given of a microbatch; by default x of a pair (x, target), else all of it
+        skips            {name: (from, to)}: stage `from` returns (y, {name: value}), and `to` is called with name=value
+        axis             along which the stages lie: "pipe"
+        live_units       how many stages a device has whole at a time: the one it computes and those that come next
+        reproducible     the bits of a step without stages, with as many `slices` as there are microbatches on all devices
+        dynamic          whether shapes depend on more than those of the microbatch
+        weight, has_aux, gradients, frozen, compute, reduce      as in `value_and_grad`
+
+    >>> mesh, schedule = fs.make_mesh({"pipe": 2, "data": 2}), fs.pipeline_schedule("1f1b", stages=2, microbatches=4)
+    >>> stages = fs.split_stages(torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU(), torch.nn.Linear(3, 1)), 2)
+    >>> params = fs.shard_stages(stages, fs.fsdp("data"), mesh=mesh, schedule=schedule)
+    >>> opt = fs.partition_optimizer(fs.optim.sgd(0.5), mesh=mesh, axis="data", stage=3)
+    >>> def loss(y, batch):
+    ...     return (y - batch[1]).square().mean()
+    >>> step = fs.train_step(stages, opt, mesh=mesh, batch=P("data"), schedule=schedule, loss=loss)
+    >>> params, state, metrics = step(params, opt.init(params), (torch.ones(16, 2), torch.ones(16, 1)))
+    >>> fs.typeof(params[1]["2.weight"]), metrics["samples"]
+    (f32[1, 3]{flat:data, on:pipe=1}, tensor(16))
     """
     opt = on_arrays(opt, "train_step")
     known = _OPTIONS if schedule is None else _STAGED
