@@ -82,7 +82,8 @@ def pipelined(
         reproducible: add gradients of microbatches in one fixed tree, whatever the schedule, with one intra-op thread.
         dynamic: whether shapes depend on more than the shapes of the microbatch; then each message says what it is.
 
-    The function's `params` are a tree for each stage, of which a device needs its own; floating tensors in it are trained.
+    The function's `params` are a tree for each stage, of which a device needs its own; floating tensors in it are trained,
+    but for Parameters that do not require grad.
     `microbatches` are trees, the same on all devices; their shapes may differ.  They count for as many samples as their
     tensors have rows, or for what `weights` says.
 
