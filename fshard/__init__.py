@@ -62,6 +62,7 @@ from fshard.transforms.evaluate import evaluate
 from fshard.transforms.functionalize import functionalize
 from fshard.transforms.gradient import grad, value_and_grad
 from fshard.transforms.initial import init_params
+from fshard.transforms.lazy import built, lazy
 from fshard.transforms.randomness import keyed_random
 from fshard.transforms.remat import name, offload, remat, save_names
 from fshard.transforms.rules import fsdp, shard_params, units_of
@@ -110,6 +111,7 @@ __all__ = [
     "axis_index",
     "axis_size",
     "broadcast",
+    "built",
     "device_put",
     "evaluate",
     "from_device_mesh",
@@ -122,6 +124,7 @@ __all__ = [
     "init_params",
     "keyed_random",
     "layouts",
+    "lazy",
     "ledger",
     "make_mesh",
     "name",

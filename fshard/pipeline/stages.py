@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from statistics import median
 from typing import Any, Literal, cast, overload
@@ -19,6 +19,7 @@ from typing import Any, Literal, cast, overload
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+from torch.nn.parameter import is_lazy
 
 from fshard.errors import LayoutError
 from fshard.mesh.tree import PyTree, flatten
@@ -100,6 +101,7 @@ def split_stages(
         return _of_blocks(layers, n, balance, sample, [blocks] if isinstance(blocks, str) else blocks)
     named = _named(cast(Any, layers))
     _check_count(len(named), n)
+    _shape(named, sample)
     rows = iter(named.items())
     sizes = _sizes([*named.values()], n, balance, sample)
     return [nn.Sequential(OrderedDict(islice(rows, size))) for size in sizes]
@@ -115,6 +117,19 @@ def _of_blocks(module: object, n: int, balance: Balance, sample: PyTree, paths: 
     _check_count(len(blocks.names), n)
     finest = blocks.stages([1] * len(blocks.names))
     return blocks.stages(_sizes(finest, n, balance, sample, blocks.kinds))
+
+
+def _shape(layers: Mapping[str, nn.Module], sample: PyTree) -> None:
+    """Let layers that wait for their first call to have shapes, nn.LazyLinear for one, have it."""
+    waiting = [name for name, layer in layers.items() if any(map(is_lazy, layer.parameters()))]
+    if waiting and sample is None:
+        raise LayoutError(
+            f"split_stages: {', '.join(waiting)} have no shapes before a first call. Give a microbatch for that: sample=."
+        )
+    value = sample
+    with torch.no_grad(), torch.random.fork_rng():
+        for name in [*layers][: [*layers].index(waiting[-1]) + 1 if waiting else 0]:
+            value = layers[name](value)
 
 
 def _check_count(count: int, n: int) -> None:
