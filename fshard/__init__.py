@@ -58,6 +58,7 @@ from fshard.pipeline.builders import pipeline_schedule
 from fshard.pipeline.execute import pipelined
 from fshard.pipeline.schedule import Action, Schedule
 from fshard.pipeline.stages import split_stages
+from fshard.transforms.deferred import commit_batch_norm
 from fshard.transforms.evaluate import evaluate
 from fshard.transforms.functionalize import functionalize
 from fshard.transforms.gradient import grad, value_and_grad
@@ -112,6 +113,7 @@ __all__ = [
     "axis_size",
     "broadcast",
     "built",
+    "commit_batch_norm",
     "device_put",
     "evaluate",
     "from_device_mesh",
