@@ -67,6 +67,7 @@ from fshard.transforms.lazy import built, lazy
 from fshard.transforms.randomness import keyed_random
 from fshard.transforms.remat import name, offload, remat, save_names
 from fshard.transforms.rules import fsdp, shard_params, units_of
+from fshard.transforms.stage_functions import stage_functions
 from fshard.transforms.step import train_step
 from fshard.transforms.use import gathered, whole
 from fshard.uncompiled import uncompiled
@@ -152,6 +153,7 @@ __all__ = [
     "shard_map",
     "shard_params",
     "split_stages",
+    "stage_functions",
     "to_device_mesh",
     "to_dtensor",
     "train_step",

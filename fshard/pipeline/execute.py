@@ -33,11 +33,9 @@ from fshard.pipeline.route import Mail, Route, Wire
 from fshard.pipeline.saved import Saved
 from fshard.pipeline.schedule import Action, Kind, Schedule
 from fshard.pipeline.total import Ordered, Running, Total
+from fshard.pipeline.turns import Stage, called_for
 from fshard.pipeline.verify import verify
 from fshard.source import Site, call_site
-
-Stage = Callable[..., PyTree]
-"""(params, x) -> y, with skips as keywords: see `pipelined`."""
 
 
 class Outcome(NamedTuple):
@@ -228,7 +226,8 @@ class Device:
             values.clear()
             given = {wire.name or "": tree for wire, (tree, _) in entered.items()}
             with nullcontext() if saved is None else saved.watching():
-                y = self.plan.stages[stage](self.params[stage].tree, given.pop(""), **given)
+                called = called_for(self.plan.stages[stage], microbatch)
+                y = called(self.params[stage].tree, given.pop(""), **given)
             made = {wire: left(tree) for wire, tree in self._results(stage, microbatch, y).items()}
         if self.plan.backward:
             outputs = [(wire, edges) for wire, (_, edges) in made.items()]
