@@ -27,11 +27,9 @@ from fshard.pipeline.post import Known
 from fshard.pipeline.route import Route
 from fshard.pipeline.schedule import Action, Kind, Schedule
 from fshard.pipeline.total import Ordered, Running, Total
+from fshard.pipeline.turns import Stage, called_for
 from fshard.pipeline.verify import verify
 from fshard.source import Site, call_site
-
-Stage = Callable[..., PyTree]
-"""(params, x) -> y, with skips as keywords: see `pipelined`."""
 
 
 class Outcome(NamedTuple):
@@ -76,7 +74,8 @@ def pipelined(
         reproducible: add gradients of microbatches in one fixed tree, whatever the schedule, with one intra-op thread.
         dynamic: whether shapes depend on more than the shapes of the microbatch; then each message says what it is.
 
-    The function's `params` are a tree for each stage, of which a device needs its own; floating tensors in it are trained.
+    The function's `params` are a tree for each stage, of which a device needs its own; floating tensors in it are trained,
+    but for Parameters that do not require grad.
     `microbatches` are trees, the same on all devices; their shapes may differ.  They count for as many samples as their
     tensors have rows, or for what `weights` says.
 
@@ -190,7 +189,7 @@ class Given:
 
     def call(self, stage: int, microbatch: int, x: PyTree, skips: dict[str, PyTree]) -> PyTree:
         """Call a stage."""
-        return self.plan.stages[stage](self.params[stage].tree, x, **skips)
+        return called_for(self.plan.stages[stage], microbatch)(self.params[stage].tree, x, **skips)
 
     def end(self, microbatch: int, y: PyTree) -> Tensor | None:
         """Return the loss; without a loss function, keep the result."""

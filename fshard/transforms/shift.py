@@ -24,6 +24,7 @@ from fshard.pipeline.device import Device
 from fshard.pipeline.microbatches import kind_of
 from fshard.pipeline.post import Known as Messages
 from fshard.pipeline.route import Route
+from fshard.pipeline.turns import Stage, called_for
 from fshard.source import Site, call_site
 from fshard.transforms.agree import exchanged, marks, on_host, summed, unlike
 from fshard.transforms.batch import Batch
@@ -39,9 +40,6 @@ from fshard.transforms.stage_sums import StageSums, Tie
 from fshard.transforms.talk import NOT_HEARD
 from fshard.transforms.uneven import objection
 from fshard.transforms.units import Leaf
-
-Stage = Callable[..., PyTree]
-"""(params, x, **skips) -> y."""
 
 
 class Own(NamedTuple):
@@ -235,7 +233,7 @@ class Shift:
     def call(self, stage: int, microbatch: int, x: PyTree, skips: dict[str, PyTree]) -> PyTree:
         """Call a stage; what it draws depends on the samples and the layer."""
         with self._slice(microbatch, part=stage):
-            return self.plan.stages[stage](self.params[stage].tree, x, **skips)
+            return called_for(self.plan.stages[stage], microbatch)(self.params[stage].tree, x, **skips)
 
     @contextmanager
     def _slice(self, microbatch: int, part: int) -> Generator[None]:

@@ -31,18 +31,20 @@ from fshard.mesh.tree import PyTree, Structure, flatten, flatten_with_paths, unf
 from fshard.optim.leaves import firsts_of, trainable
 from fshard.pipeline.route import Route
 from fshard.pipeline.schedule import UNITS, Kind, Schedule
+from fshard.pipeline.turns import Stage
 from fshard.pipeline.units import with_units
 from fshard.pipeline.verify import verify
 from fshard.source import Site
 from fshard.transforms.batch import Batch, placed
 from fshard.transforms.beside import laid
 from fshard.transforms.counts import Weight
-from fshard.transforms.functionalize import functionalize
 from fshard.transforms.gradient import Value, refuse_half_frozen, refuse_unplaced
 from fshard.transforms.ordered import way_in_order
 from fshard.transforms.rules import Choice, chosen, named, parts_of
-from fshard.transforms.shift import Borrowed, Own, Plan, Result, Shift, Stage
+from fshard.transforms.shift import Borrowed, Own, Plan, Result, Shift
 from fshard.transforms.slices import How
+from fshard.transforms.stage_functions import How as Recompute
+from fshard.transforms.stage_functions import stage_functions
 from fshard.transforms.stage_layouts import on_place, place_of, refuse_unfit
 from fshard.transforms.stage_sums import Tie
 from fshard.transforms.units import Leaf, Manner
@@ -65,6 +67,7 @@ def staged(
     reproducible: bool = False,
     live_units: int = 2,
     dynamic: bool = False,
+    recompute: Recompute = "never",
     compute: torch.dtype | None = None,
     reduce: torch.dtype | None = None,
     backward: bool = True,
@@ -87,7 +90,7 @@ def staged(
         loss, False, has_aux, weight, schedule.microbatches, True, slices if reproducible else None, manner, backward
     )
     route = Route(schedule, skips or {}, backward, units=True)
-    called = [_called(number, stage) for number, stage in enumerate(given)]
+    called, _ = stage_functions(given, recompute, microbatches=schedule.microbatches)
     return Staged(how, mesh, batch, axis, called, inputs or first_of_two, route, gradients, frozen, dynamic)
 
 
@@ -133,25 +136,6 @@ def _cut_over(specs: PyTree, mesh: Mesh) -> list[str]:
 def first_of_two(microbatch: PyTree) -> PyTree:
     """Return what the first stage takes of a microbatch, if nobody says it: x of a pair (x, target), anything else as it is."""
     return microbatch[0] if isinstance(microbatch, tuple | list) and len(microbatch) == 2 else microbatch
-
-
-def _called(number: int, stage: nn.Module | Stage) -> Stage:
-    """Return a stage as a function of (params, x)."""
-    if not isinstance(stage, nn.Module):
-        return stage
-    apply, _, buffers = functionalize(stage)
-
-    def call(params: PyTree, x: PyTree, **skips: PyTree) -> PyTree:
-        y, after = apply(params, buffers, x, **skips)
-        changed = [name for name, value in after.items() if value is not buffers.get(name)]
-        if changed:
-            raise LayoutError(
-                f"train_step: stage {number} changes its buffers {', '.join(changed)}, and a step in stages keeps none. Let "
-                "BatchNorm use what it has, module.eval(), or normalise without running statistics."
-            )
-        return y
-
-    return call
 
 
 @dataclass

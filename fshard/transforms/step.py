@@ -123,6 +123,7 @@ def train_step(
         axis             along which the stages lie: "pipe"
         live_units       how many stages a device has whole at a time: the one it computes and those that come next
         reproducible     the bits of a step without stages, with as many `slices` as there are microbatches on all devices
+        recompute        which activations are computed again instead of being kept: see `stage_functions`
         dynamic          whether shapes depend on more than those of the microbatch
         weight, has_aux, gradients, frozen, compute, reduce      as in `value_and_grad`
 
