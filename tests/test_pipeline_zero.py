@@ -158,6 +158,7 @@ class Drawn:
         self.options = choose(
             [{}, {"precision": "bf16"}, {"donate": True}, {"loss": of_words, "weight": words, "has_aux": True}]
         )
+        self.recompute = choose(["never", "never", "always", "except_last", 1])
         self.options = {"precision": "fp16"} if self.opt == "scaled" else self.options
         self.blocks, self.size = max(stages - 2, choose([0, 1, 2, 3])), choose([1, 5, 8, 12, 13])
 
@@ -176,7 +177,7 @@ class Drawn:
         opt = OPTIMIZERS[self.opt if reproducible else "sgd"]
         expected = serial(model, batches, opt, self.data, self.zero, **options)
         options = {name: x for name, x in options.items() if name not in ("slices", "accumulate")}
-        found = in_stages(model, batches, opt, self.data, self.schedule, self.zero, **options)
+        found = in_stages(model, batches, opt, self.data, self.schedule, self.zero, recompute=self.recompute, **options)
         if reproducible:
             assert same(found, expected)
         else:
@@ -385,6 +386,94 @@ def test_what_nobody_uses_stays_as_it_is():
     assert fs.unshard(after[0]["w"]) < 2.0
 
 
+def normalised(seed=0):
+    torch.manual_seed(seed)
+    layers = [nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 6), nn.BatchNorm1d(6, momentum=None)]
+    return nn.Sequential(*layers).double()
+
+
+@pytest.mark.parametrize("recompute", ["never", "always"])
+def test_what_stages_remember_is_the_mean_of_what_microbatches_did(recompute):
+    """As without stages, to the bit; two steps."""
+    model, schedule = normalised(), fs.pipeline_schedule("zbv", stages=4, microbatches=2)
+    batches = [torch.randn(12, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(n)) for n in (1, 2)]
+    expected = remembered(model, batches, None, slices=4)
+    assert same_trees(remembered(model, batches, schedule, recompute=recompute), expected)
+
+
+def test_deferred_batch_norm_remembers_the_whole_batch():
+    model, schedule = normalised(), fs.pipeline_schedule("1f1b", stages=2, microbatches=3)
+    batch = torch.randn(13, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    found, _ = remembered(model, [batch], schedule, deferred_batch_norm=True)
+    first = model[1]
+    first(model[0](batch))
+    torch.testing.assert_close(
+        {name[2:]: x for name, x in found.items() if name[0] == "1"}, dict(first.named_buffers())
+    )
+    assert found["4.num_batches_tracked"] == 1
+
+
+def remembered(model, batches, schedule, **options):
+    """Train; return buffers and parameters by the names of the model."""
+    mesh = fs.make_mesh({"pipe": schedule.devices, "data": 2} if schedule else {"data": 2})
+    options |= {"mesh": mesh, "batch": P("data"), "has_buffers": True, "reproducible": True}
+    opt = fs.optim.sgd(0.1)
+    if schedule is None:
+        apply, params, buffers = fs.functionalize(model)
+        params = fs.shard_params(params, P(), mesh=mesh)
+
+        def loss_fn(params, buffers, batch):
+            y, buffers = apply(params, buffers, batch)
+            return y.square().mean(), buffers
+
+        step = fs.train_step(loss_fn, opt, **options)
+    else:
+        stages = fs.split_stages(model, schedule.stages)
+        params = fs.shard_stages(stages, mesh=mesh, schedule=schedule)
+        buffers = fs.shard_stages([dict(one.named_buffers()) for one in stages], mesh=mesh, schedule=schedule)
+        step = fs.train_step(stages, opt, schedule=schedule, loss=mean_square, **options)
+    state = opt.init(params)
+    for batch in batches:
+        params, state, buffers, _ = step(params, state, buffers, batch)
+    flat = [fs.unshard(tree) for tree in (buffers, params)]
+    return tuple(tree if schedule is None else {name: x for one in tree for name, x in one.items()} for tree in flat)
+
+
+def same_trees(found, expected):
+    return all(
+        one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+        for one, other in zip(found, expected, strict=True)
+    )
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_stages_are_evaluated_forward_only(zero):
+    model, batch = gpt(3).eval(), tokens(7)
+    mesh, schedule = fs.make_mesh({"pipe": 2, "data": 2}), fs.pipeline_schedule("zbv", stages=4, microbatches=2)
+    stages = fs.split_stages(model, 4)
+    params = fs.shard_stages(stages, at_rest(zero), mesh=mesh, schedule=schedule)
+    options = {
+        "mesh": mesh,
+        "batch": P("data"),
+        "schedule": schedule,
+        "loss": of_words,
+        "weight": words,
+        "has_aux": True,
+    }
+    before = torch.random.get_rng_state()
+    with fs.ledger() as comm, torch.inference_mode():
+        loss, aux = fs.evaluate(stages, **options)(params, batch)
+    expected, beside = of_words(model(batch[0]), batch)
+    torch.testing.assert_close(loss, expected.detach())
+    assert torch.equal(fs.unshard(aux["best"]), beside["best"]) and aux["right"] == beside["right"]
+    assert torch.equal(before, torch.random.get_rng_state())
+    assert comm.bytes(collective="psum_scatter") == 0
+    with pytest.raises(fs.LayoutError, match="evaluate has no option accumulate, slices with schedule="):
+        fs.evaluate(stages, **options, accumulate=2, slices=4)
+    with pytest.raises(fs.LayoutError, match="evaluate has no option loss without schedule="):
+        fs.evaluate(mean_square, mesh=mesh, batch=P("data"), loss=of_words)
+
+
 # -- mistakes -----------------------------------------------------------------------------------------------------
 
 
@@ -445,6 +534,6 @@ def test_what_a_step_is_given_has_to_lie_where_the_stages_do():
     norms = [nn.BatchNorm1d(6), nn.BatchNorm1d(6)]
     laid = fs.shard_stages(norms, mesh=mesh, schedule=schedule)
     with pytest.raises(
-        fs.LayoutError, match="stage 0 changes its buffers running_mean, running_var, num_batches_tracked"
+        fs.PolicyError, match="stage 0 changes its buffers running_mean, running_var, num_batches_tracked"
     ):
         fs.train_step(norms, opt, **options)(laid, opt.init(laid), torch.ones(8, 6))

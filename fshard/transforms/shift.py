@@ -35,6 +35,7 @@ from fshard.transforms.means import Found, together, tree_sum
 from fshard.transforms.origin import Origin, bits
 from fshard.transforms.randomness import keyed_apart
 from fshard.transforms.slices import DETACHED, How, counts_of, one_loss
+from fshard.transforms.stage_buffers import Memory
 from fshard.transforms.stage_params import StageParams
 from fshard.transforms.stage_sums import StageSums, Tie
 from fshard.transforms.talk import NOT_HEARD
@@ -101,13 +102,18 @@ class Plan:
 
 
 class Result(NamedTuple):
-    """What a device has in the end: the loss, what it counts for, what is told beside it, and its pieces of gradients."""
+    """What a device has in the end.
+
+    The loss, what it counts for and what is told beside it; its pieces of gradients, by number, and which have been used on any
+    device; what is new of the buffers of its stages, by path.
+    """
 
     loss: Tensor
     weight: float
     aux: PyTree
     gradients: dict[int, Tensor]
     used: list[bool]
+    buffers: dict[int, dict[str, Tensor]]
 
 
 class Shift:
@@ -120,6 +126,7 @@ class Shift:
         at: where its shards stand among those at hand.
         key: of random draws.
         scale: what the loss is multiplied by for the backward.
+        memory: the buffers of its stages, if they have any.
         fresh: whether it is the first step.
         site: the line of the step.
     """
@@ -133,11 +140,12 @@ class Shift:
         key: int,
         scale: float,
         *,
+        memory: Memory | None,
         fresh: bool,
         site: Site,
     ) -> None:
         self.plan, self.batch, self.key, self.scale, self.fresh, self.site = plan, batch, key, scale, fresh, site
-        self.scaled, how = scale, plan.how
+        self.scaled, self.memory, how = scale, memory, plan.how
         self.scope = require("train_step")
         self.pipe = self.scope.group(plan.axis, "train_step")
         self.beside = self._along(batch.axes)
@@ -215,7 +223,9 @@ class Shift:
         gradients = {
             leaf: self._divided(g, divisor, held).to(plan.leaves[leaf].dtype) for leaf, g in found.items() if used[leaf]
         }
-        return Result(loss, self.weight, aux, gradients, used)
+        weights = [count.weight for count in self.counts]
+        learnt = {} if self.memory is None else self.memory.together(weights, self.beside, self.site)
+        return Result(loss, self.weight, aux, gradients, used, learnt)
 
     def _divided(self, g: Tensor, divisor: float, held: Tensor) -> Tensor:
         g = g if divisor == 1.0 else g / divisor
@@ -233,7 +243,12 @@ class Shift:
     def call(self, stage: int, microbatch: int, x: PyTree, skips: dict[str, PyTree]) -> PyTree:
         """Call a stage; what it draws depends on the samples and the layer."""
         with self._slice(microbatch, part=stage):
-            return called_for(self.plan.stages[stage], microbatch)(self.params[stage].tree, x, **skips)
+            called, params = called_for(self.plan.stages[stage], microbatch), self.params[stage].tree
+            if self.memory is None:
+                return called(params, x, **skips)
+            y, after = called((params, self.memory.parts[stage]), x, **skips)
+            self.memory.note(stage, microbatch, after)
+            return y
 
     @contextmanager
     def _slice(self, microbatch: int, part: int) -> Generator[None]:

@@ -43,6 +43,7 @@ from fshard.transforms.ordered import way_in_order
 from fshard.transforms.rules import Choice, chosen, named, parts_of
 from fshard.transforms.shift import Borrowed, Own, Plan, Result, Shift
 from fshard.transforms.slices import How
+from fshard.transforms.stage_buffers import Memory, StageBuffers, remembering
 from fshard.transforms.stage_functions import How as Recompute
 from fshard.transforms.stage_functions import stage_functions
 from fshard.transforms.stage_layouts import on_place, place_of, refuse_unfit
@@ -60,6 +61,8 @@ def staged(
     inputs: Callable[[PyTree], PyTree] | None = None,
     skips: Mapping[str, tuple[int, int]] | None = None,
     axis: str = "pipe",
+    has_buffers: bool = False,
+    deferred_batch_norm: bool = False,
     has_aux: bool = False,
     weight: Weight | None = None,
     gradients: Callable[[Layout], Layout] | None = None,
@@ -74,7 +77,10 @@ def staged(
 ) -> Staged:
     """Return the gradient of stages that run as a schedule says; for its options see `train_step`."""
     given: list[Any] = [*stages] if isinstance(stages, list | tuple) else [stages]
-    complaints = _complaints(given, mesh, batch, axis, loss, live_units, reproducible, reduce)
+    complaints = ["deferred_batch_norm=True is about buffers: say has_buffers=True"] * (
+        deferred_batch_norm and not has_buffers
+    )
+    complaints += _complaints(given, mesh, batch, axis, loss, live_units, reproducible, reduce)
     refuse_unfit("train_step", len(given), mesh, schedule, axis, *complaints)
     assert loss is not None
     if not backward:
@@ -87,11 +93,21 @@ def staged(
     slices = prod(mesh.shape[name] for name in _cut_over(batch, mesh)) * schedule.microbatches
     manner = Manner(live=live_units, compute=compute, reduce=reduce)
     how = How(
-        loss, False, has_aux, weight, schedule.microbatches, True, slices if reproducible else None, manner, backward
+        loss,
+        has_buffers,
+        has_aux,
+        weight,
+        schedule.microbatches,
+        True,
+        slices if reproducible else None,
+        manner,
+        backward,
     )
     route = Route(schedule, skips or {}, backward, units=True)
-    called, _ = stage_functions(given, recompute, microbatches=schedule.microbatches)
-    return Staged(how, mesh, batch, axis, called, inputs or first_of_two, route, gradients, frozen, dynamic)
+    functions = [remembering(stage, deferred_batch_norm) for stage in given] if has_buffers else given
+    called, _ = stage_functions(functions, recompute, microbatches=schedule.microbatches)
+    modules = [stage if isinstance(stage, nn.Module) else None for stage in given]
+    return Staged(how, mesh, batch, axis, called, modules, inputs or first_of_two, route, gradients, frozen, dynamic)
 
 
 def _complaints(
@@ -156,6 +172,7 @@ class Staged:
     specs: PyTree
     axis: str
     stages: Sequence[Stage]
+    modules: Sequence[nn.Module | None]
     inputs: Callable[[PyTree], PyTree]
     route: Route
     gradients: Callable[[Layout], Layout] | None
@@ -179,11 +196,15 @@ class Staged:
         known = self._known(params, paths, leaves, at, mesh, parts)
         drawn = int(torch.randint(1 << 62, ()).item())
         devices = held(mesh)
+        remembered = StageBuffers(buffers, mesh, self.axis, self.route.placement) if self.how.has_buffers else None
 
         def on_device(device: int) -> Result:
             place = devices.index(device) if len(devices) > 1 else 0
             shards = [leaves[at].shards[place] for at in unique]
-            return Shift(known.plan, shards, parts, place, drawn, scale, fresh=known.fresh, site=site).run()
+            memory = remembered and Memory(remembered.part(place), self.modules)
+            return Shift(
+                known.plan, shards, parts, place, drawn, scale, memory=memory, fresh=known.fresh, site=site
+            ).run()
 
         try:
             with one_thread(self.how.slices is not None):
@@ -195,7 +216,8 @@ class Staged:
         grads = [_gradient(leaf, number, devices, results) for number, leaf in enumerate(known.plan.leaves)]
         one, rows = results[0], [flatten(result.aux)[0] for result in results]
         aux = unflatten(flatten(one.aux)[1], [_together(column, parts) for column in zip(*rows, strict=True)])
-        value = Value(one.loss, one.weight, parts.samples, (), aux)
+        after = remembered.after([result.buffers for result in results]) if remembered else ()
+        value = Value(one.loss, one.weight, parts.samples, after, aux)
         return value, unflatten(structure, [grads[number] for number in at])
 
     def _refuse(self, params: PyTree, paths: Sequence[str], leaves: Sequence[Any], mesh: Mesh) -> None:
