@@ -202,12 +202,12 @@ def on_processes(seeds, devices, datas):
 
 
 def test_two_processes_have_them_too(two):
-    two.run(on_processes, range(2), 2, 1)
-    two.run(on_processes, range(2), 1, 2)
+    two.run(on_processes, [3, 9], 2, 1)
+    two.run(on_processes, [11], 1, 2)
 
 
 def test_four_processes_have_them_too(four):
-    four.run(on_processes, range(2), 2, 2)
+    four.run(on_processes, [0, 9, 11], 2, 2)
 
 
 # -- what is held and sent ----------------------------------------------------------------------------------------
@@ -527,6 +527,12 @@ def test_what_a_step_is_given_has_to_lie_where_the_stages_do():
         fs.LayoutError, match=r"fs.axis_index over pipe in a stage, at .*: stages of a pipeline may ask only"
     ):
         fs.train_step([asking] * 2, opt, **options)(good, opt.init(good), batch)
+    with pytest.raises(fs.LayoutError, match=r"gradients= lays that of 0.b as P\(\), and not where the parameter lies"):
+        fs.train_step([linear] * 2, opt, **options, gradients=lambda layout: layout.with_spec(P()))(
+            good, opt.init(good), batch
+        )
+    with pytest.raises(fs.LayoutError, match="no stage has a parameter"):
+        fs.train_step([lambda _, x: x] * 2, opt, **options)([None, None], opt.init([]), batch)
     with pytest.raises(fs.LayoutError, match="has to return one number"):
         fs.train_step([linear] * 2, opt, **{**options, "loss": lambda y, x: y})(good, opt.init(good), batch)
     with pytest.raises(fs.LayoutError, match="the loss depends on no parameter"):

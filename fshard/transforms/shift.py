@@ -6,10 +6,9 @@ and gradients are those of `value_and_grad`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Hashable, Sequence
+from collections.abc import Generator, Hashable, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,14 +16,12 @@ from torch.autograd.graph import GradientEdge
 
 from fshard.errors import LayoutError, MismatchError
 from fshard.mesh.scope import Group, owning, require
-from fshard.mesh.steps import Way, go
+from fshard.mesh.steps import go
 from fshard.mesh.tree import PyTree, unflatten
 from fshard.optim.scaling import held_by
 from fshard.pipeline.device import Device
 from fshard.pipeline.microbatches import kind_of
-from fshard.pipeline.post import Known as Messages
-from fshard.pipeline.route import Route
-from fshard.pipeline.turns import Stage, called_for
+from fshard.pipeline.turns import called_for
 from fshard.source import Site, call_site
 from fshard.transforms.agree import exchanged, marks, on_host, summed, unlike
 from fshard.transforms.batch import Batch
@@ -34,71 +31,13 @@ from fshard.transforms.idle import idling
 from fshard.transforms.means import Found, together, tree_sum
 from fshard.transforms.origin import Origin, bits
 from fshard.transforms.randomness import keyed_apart
-from fshard.transforms.slices import DETACHED, How, counts_of, one_loss
+from fshard.transforms.slices import DETACHED, counts_of, one_loss
 from fshard.transforms.stage_buffers import Memory
 from fshard.transforms.stage_params import StageParams
-from fshard.transforms.stage_sums import StageSums, Tie
+from fshard.transforms.stage_plan import Plan
+from fshard.transforms.stage_sums import StageSums
 from fshard.transforms.talk import NOT_HEARD
 from fshard.transforms.uneven import objection
-from fshard.transforms.units import Leaf
-
-
-class Own(NamedTuple):
-    """The parameters of one stage, each once: they and their numbers, and what puts them together as the stage takes them."""
-
-    leaves: list[Leaf]
-    numbers: list[int]
-    tree: Callable[[list[Tensor]], PyTree]
-
-
-class Borrowed(NamedTuple):
-    """A parameter that a stage needs at another place than its own, and the way of its piece to that place."""
-
-    leaf: int
-    place: int
-    way: Way
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What all devices know of all steps.
-
-    Args:
-        how: a step is taken.
-        axis: along which the pipeline lies.
-        stages: what is called.
-        inputs: gives the first one its part of a microbatch.
-        route: who does what, and when.
-        leaves: the parameters of all stages, each once.
-        own: those of each stage.
-        ways: of their gradients, None where they are not trained.
-        borrowed: what stages need of others' parameters.
-        ties: the trained parameters of several stages.
-        messages: what devices have learnt of them; None: they are told anew.
-    """
-
-    how: How
-    axis: str
-    stages: Sequence[Stage]
-    inputs: Callable[[PyTree], PyTree]
-    route: Route
-    leaves: Sequence[Leaf]
-    own: Sequence[Own]
-    ways: Sequence[Way | None]
-    borrowed: Sequence[Borrowed]
-    ties: Sequence[Tie]
-    messages: dict[int, dict[Any, Messages]] | None
-
-    def used_in(self, leaf: Leaf) -> torch.dtype:
-        """Return the dtype that a parameter is used in."""
-        return self.how.manner.compute or leaf.dtype if leaf.dtype.is_floating_point else leaf.dtype
-
-    def reduced_in(self, leaf: Leaf) -> torch.dtype:
-        """Return the dtype that a gradient is added up and reduced in."""
-        if leaf.dtype.is_complex:
-            return leaf.dtype
-        used, wide = self.used_in(leaf), self.how.slices is not None or self.how.accumulate > 1
-        return self.how.manner.reduce or (torch.promote_types(used, torch.float32) if wide else used)
 
 
 class Result(NamedTuple):
@@ -176,7 +115,7 @@ class Shift:
 
     def _borrow(self, shards: Sequence[Tensor]) -> list[Tensor]:
         """Return what the device has of each parameter, together with what is lent to it."""
-        rows, here = self.plan.borrowed, list(shards)
+        rows, here = self.plan.weights.borrowed, list(shards)
         given = go([shards[row.leaf].detach() for row in rows], [row.way for row in rows], self.site)()
         for row, x in zip(rows, given, strict=True):
             if row.place == self.pipe.index:
@@ -184,7 +123,7 @@ class Shift:
         return here
 
     def _params(self, stage: int, here: Sequence[Tensor]) -> StageParams:
-        plan, own = self.plan, self.plan.own[stage]
+        plan, own = self.plan, self.plan.weights.own[stage]
         return StageParams(
             own.leaves,
             [here[leaf] for leaf in own.numbers],
@@ -197,13 +136,28 @@ class Shift:
     def _sums(self) -> StageSums:
         plan = self.plan
         trained = {
-            stage: [leaf for leaf in plan.own[stage].numbers if plan.how.backward and plan.leaves[leaf].trained]
+            stage: [
+                leaf
+                for leaf in plan.weights.own[stage].numbers
+                if plan.how.backward and plan.weights.leaves[leaf].trained
+            ]
             for stage in self.mine
         }
         weights = [count.share for count in self.counts] if plan.how.slices is not None else None
-        used, wide = ([dtype_of(leaf) for leaf in plan.leaves] for dtype_of in (plan.used_in, plan.reduced_in))
+        used, wide = ([dtype_of(leaf) for leaf in plan.weights.leaves] for dtype_of in (plan.used_in, plan.reduced_in))
         place = self.pipe.index
-        return StageSums(plan.leaves, trained, plan.ties, plan.ways, weights, used, wide, place, self.near, self.site)
+        return StageSums(
+            plan.weights.leaves,
+            trained,
+            plan.weights.ties,
+            plan.weights.ways,
+            weights,
+            used,
+            wide,
+            place,
+            self.near,
+            self.site,
+        )
 
     def run(self) -> Result:
         """Take the device's part in the step."""
@@ -221,7 +175,9 @@ class Shift:
         used = self._used()
         divisor = 1.0 if how.slices is None else self.weight
         gradients = {
-            leaf: self._divided(g, divisor, held).to(plan.leaves[leaf].dtype) for leaf, g in found.items() if used[leaf]
+            leaf: self._divided(g, divisor, held).to(plan.weights.leaves[leaf].dtype)
+            for leaf, g in found.items()
+            if used[leaf]
         }
         weights = [count.weight for count in self.counts]
         learnt = {} if self.memory is None else self.memory.together(weights, self.beside, self.site)

@@ -25,10 +25,9 @@ from fshard.mesh.mesh import Mesh
 from fshard.mesh.sharded import Sharded
 from fshard.mesh.spec import P
 from fshard.mesh.spmd import everywhere, held, standing
-from fshard.mesh.steps import STAY, Way, way_between
 from fshard.mesh.threads import one_thread
-from fshard.mesh.tree import PyTree, Structure, flatten, flatten_with_paths, unflatten
-from fshard.optim.leaves import firsts_of, trainable
+from fshard.mesh.tree import PyTree, flatten, flatten_with_paths, unflatten
+from fshard.optim.leaves import firsts_of
 from fshard.pipeline.route import Route
 from fshard.pipeline.schedule import UNITS, Kind, Schedule
 from fshard.pipeline.turns import Stage
@@ -39,15 +38,14 @@ from fshard.transforms.batch import Batch, placed
 from fshard.transforms.beside import laid
 from fshard.transforms.counts import Weight
 from fshard.transforms.gradient import Value, refuse_half_frozen, refuse_unplaced
-from fshard.transforms.ordered import way_in_order
 from fshard.transforms.rules import Choice, chosen, named, parts_of
-from fshard.transforms.shift import Borrowed, Own, Plan, Result, Shift
+from fshard.transforms.shift import Result, Shift
 from fshard.transforms.slices import How
 from fshard.transforms.stage_buffers import Memory, StageBuffers, remembering
 from fshard.transforms.stage_functions import How as Recompute
 from fshard.transforms.stage_functions import stage_functions
-from fshard.transforms.stage_layouts import on_place, place_of, refuse_unfit
-from fshard.transforms.stage_sums import Tie
+from fshard.transforms.stage_layouts import place_of, refuse_unfit
+from fshard.transforms.stage_plan import Plan, Terms
 from fshard.transforms.units import Leaf, Manner
 
 
@@ -213,7 +211,7 @@ class Staged:
             self.known.clear()  # some devices may have learnt of messages what others have not
             raise
         known.fresh = False
-        grads = [_gradient(leaf, number, devices, results) for number, leaf in enumerate(known.plan.leaves)]
+        grads = [_gradient(leaf, number, devices, results) for number, leaf in enumerate(known.plan.weights.leaves)]
         one, rows = results[0], [flatten(result.aux)[0] for result in results]
         aux = unflatten(flatten(one.aux)[1], [_together(column, parts) for column in zip(*rows, strict=True)])
         after = remembered.after([result.buffers for result in results]) if remembered else ()
@@ -227,6 +225,8 @@ class Staged:
             raise LayoutError(
                 f"train_step: {len(self.stages)} stages have a list of as many trees of parameters; {found}."
             )
+        if not leaves:
+            raise LayoutError("train_step: no stage has a parameter, so there is nothing to train.")
         refuse_unplaced(paths, leaves, mesh)
         places = self._places_of(params)
         wrong = [
@@ -267,96 +267,13 @@ class Staged:
         if found is None:
             fixed = chosen(self.frozen, paths, "frozen")
             refuse_half_frozen(paths, at, fixed)
-            found = Known(key, self._plan(structures, paths, leaves, at, fixed, mesh, batch))
+            terms = Terms(self.how, self.axis, self.route.placement, self.gradients, mesh, batch.axes)
+            weights = terms.weights(structures, [*zip(paths, leaves, fixed, strict=True)], at)
+            messages = None if self.dynamic else {}
+            plan = Plan(self.how, self.axis, self.stages, self.inputs, self.route, weights, messages)
+            found = Known(key, plan)
             self.known[:] = [found, *self.known[:7]]
         return found
-
-    def _plan(
-        self,
-        structures: Sequence[Structure],
-        paths: Sequence[str],
-        leaves: Sequence[Sharded],
-        at: Sequence[int],
-        fixed: Sequence[bool],
-        mesh: Mesh,
-        batch: Batch,
-    ) -> Plan:
-        numbers, rest = [list[int]() for _ in structures], iter(at)
-        for stage, structure in enumerate(structures):
-            numbers[stage] = [next(rest) for _ in range(structure.num_leaves)]
-        firsts = [at.index(number) for number in range(len({*at}))]
-        every = [self._leaf(paths[place], leaves[place], fixed[place]) for place in firsts]
-        layouts = [leaves[place].layout for place in firsts]
-        placement = self.route.placement
-        borrowed = [
-            Borrowed(
-                leaf,
-                place,
-                way_between(layout, on_place(layout, self.axis, place), every[leaf].shape),
-            )
-            for leaf, layout in enumerate(layouts)
-            for place in sorted({placement[stage] for stage, own in enumerate(numbers) if leaf in own})
-            if place != place_of(layout, self.axis)
-        ]
-        ties = [
-            self._tie(leaf, every[leaf].shape, [stage for stage, own in enumerate(numbers) if leaf in own], mesh)
-            for leaf in range(len(every))
-            if every[leaf].trained and sum(leaf in own for own in numbers) > 1
-        ]
-        ways = [self._way(leaf, mesh, batch.axes) if leaf.trained else None for leaf in every]
-        own = [
-            self._own(mine, structure, [layouts[leaf] for leaf in dict.fromkeys(mine)], every, place)
-            for mine, structure, place in zip(numbers, structures, placement, strict=True)
-        ]
-        messages = None if self.dynamic else {}
-        return Plan(
-            self.how, self.axis, self.stages, self.inputs, self.route, every, own, ways, borrowed, ties, messages
-        )
-
-    def _leaf(self, path: str, x: Sharded, fixed: bool) -> Leaf:
-        trained = self.how.backward and trainable(x) and not fixed
-        wanted = self.gradients(x.layout) if trained and self.gradients is not None else x.layout
-        return Leaf(path, x.shape, x.dtype, "", STAY, trained, wanted)
-
-    def _own(
-        self,
-        numbers: Sequence[int],
-        structure: Structure,
-        layouts: Sequence[Layout],
-        leaves: Sequence[Leaf],
-        place: int,
-    ) -> Own:
-        """Return what a stage at a place is to have of parameters that lie so, or are lent to it."""
-        unique = list(dict.fromkeys(numbers))
-        at = [unique.index(number) for number in numbers]
-        ways = [
-            way_between(
-                on_place(layout, self.axis, place), Layout(layout.mesh, P(on={self.axis: place})), leaves[leaf].shape
-            )
-            for leaf, layout in zip(unique, layouts, strict=True)
-        ]
-
-        def tree(xs: list[Tensor]) -> PyTree:
-            return unflatten(structure, [xs[place] for place in at])
-
-        return Own([leaves[leaf]._replace(gather=way) for leaf, way in zip(unique, ways, strict=True)], unique, tree)
-
-    def _way(self, leaf: Leaf, mesh: Mesh, axes: tuple[str, ...]) -> Way:
-        """Return the way of a gradient among the devices of its stage."""
-        on = self._on(leaf.gradient)
-        if self.how.slices is not None:
-            return way_in_order(mesh, axes, leaf.gradient, leaf.shape, tuple(on.items()))
-        return way_between(Layout(mesh, P(unreduced=axes, on={**on})), leaf.gradient, leaf.shape)
-
-    def _on(self, layout: Layout) -> dict[str, int]:
-        place = place_of(layout, self.axis)
-        return {} if place is None else {self.axis: place}
-
-    def _tie(self, leaf: int, shape: tuple[int, ...], stages: list[int], mesh: Mesh) -> Tie:
-        places = tuple(self.route.placement[stage] for stage in stages)
-        stack = (1 if self.how.slices is None else self.how.accumulate, *shape)
-        layouts = [on_place(Layout(mesh), self.axis, place) for place in places]
-        return Tie(leaf, tuple(stages), places, tuple(way_between(layout, layouts[0], stack) for layout in layouts))
 
 
 def _gradient(leaf: Leaf, number: int, devices: Sequence[int], results: Sequence[Result]) -> Sharded | None:
