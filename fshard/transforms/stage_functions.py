@@ -22,8 +22,8 @@ from torch import nn
 
 from fshard.errors import PolicyError
 from fshard.mesh.tree import PyTree
-from fshard.pipeline.blocks import around_blocks
 from fshard.pipeline.leaves import map_tensors
+from fshard.pipeline.midway import around_blocks
 from fshard.pipeline.turns import ByMicrobatch, Stage
 from fshard.transforms.functionalize import functionalize
 from fshard.transforms.remat import Policy, remat
