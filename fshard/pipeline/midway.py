@@ -10,15 +10,20 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
+from enum import Enum
 from functools import cache
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from fshard.errors import LayoutError
-from fshard.mesh.tree import PyTree, flatten, flatten_with_paths, unflatten
+from fshard.mesh.tree import PyTree, Structure, flatten, flatten_with_paths, unflatten
 from fshard.pipeline.replay import Like, Lost, Replay, is_valueless, lost_at, without_memory, without_values
+
+PLAIN = (Tensor, Like, str, bytes, int, float, complex, type(None), Enum, torch.dtype, torch.device, FunctionType, type)
+"""What can be handed on from stage to stage, besides trees of it."""
 
 
 class Call(NamedTuple):
@@ -138,6 +143,12 @@ class Run:
     def absent(self, place: int, given: Call, shapes: Shapes, training: bool) -> Any:
         """Stand for a block of another stage."""
         if place >= self._part.end:
+            strange = [f"{path}: {type(x).__name__}" for path, x in _by_path(given).items() if not isinstance(x, PLAIN)]
+            if strange:
+                raise LayoutError(
+                    f"{self._part} ends where {self._part.names[place]} is called with {', '.join(strange)}: only tensors and "
+                    "plain values can be handed on. Let it be None there; of a cache, say use_cache=False."
+                )
             raise Reached(without_values(self.real(given), is_valueless))
         return shapes.of(given, training)
 
@@ -251,15 +262,22 @@ class Shapes:
         """Return what the block returns; what it is given itself is handed on."""
         leaves, structure = flatten(given, none_is_leaf=True)
         told = [Like(x) if isinstance(x, Tensor) else x for x in leaves]
-        key = structure, tuple(told), training
-        if key not in self._known:
-            args, kwargs = unflatten(structure, [without_memory(x) for x in told])
-            with torch.no_grad():
-                made, form = flatten(self.block.train(training)(*args, **kwargs), none_is_leaf=True)
-            given_places = {id(x): place for place, x in enumerate(flatten(Call(args, kwargs), none_is_leaf=True)[0])}
-            self._known[key] = form, [(given_places.get(id(x)), Like(x) if isinstance(x, Tensor) else x) for x in made]
-        form, made = self._known[key]
+        plain = all(isinstance(x, PLAIN) for x in told)
+        key = (structure, tuple([(type(x), x) for x in told]), training) if plain else None
+        found = self._known.get(key)
+        if found is None:
+            found = self._asked(structure, told, training)
+        if plain:
+            self._known[key] = found
+        form, made = found
         return unflatten(form, [without_memory(x) if place is None else leaves[place] for place, x in made])
+
+    def _asked(self, structure: Structure, told: Sequence[Any], training: bool) -> tuple[Structure, list[Any]]:
+        args, kwargs = unflatten(structure, given := [without_memory(x) for x in told])
+        with torch.no_grad():
+            made, form = flatten(self.block.train(training)(*args, **kwargs), none_is_leaf=True)
+        places = {id(x): place for place, x in enumerate(given) if isinstance(x, Tensor)}
+        return form, [(places.get(id(x)), Like(x) if isinstance(x, Tensor) else x) for x in made]
 
 
 class Absent(nn.Module):
