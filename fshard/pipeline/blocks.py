@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from fshard.errors import LayoutError
 from fshard.mesh.tree import PyTree
-from fshard.pipeline.midway import Absent, Block, Call, Part, Stage, Tracing, become, device_of, told
+from fshard.pipeline.midway import Absent, Block, Call, Part, Shapes, Stage, Tracing, become, device_of, told
 from fshard.pipeline.replay import Like, without_memory
 
 
@@ -38,9 +38,9 @@ class Blocks:
         self._module = module
         self.names = [f"{path}.{name}" for path in paths for name, _ in _listed(module, path).named_children()]
         self.blocks = [module.get_submodule(name) for name in self.names]
-        self.kinds = [type(block).__name__ for block in self.blocks]
         self._tensors = {id(x): x for x in (*module.parameters(), *module.buffers())}
         self._nowhere = {key: _nowhere(x) for key, x in self._tensors.items()}
+        self._shapes = [Shapes(deepcopy(block, {**self._nowhere})) for block in self.blocks]
         self._used = self._traced(sample)
 
     def stages(self, sizes: Sequence[int]) -> list[nn.Module]:
@@ -55,8 +55,8 @@ class Blocks:
     def _stage(self, begin: int, end: int, own: set[int]) -> nn.Module:
         tensors = {key: x if key in own else self._nowhere[key] for key, x in self._tensors.items()}
         absent = {
-            id(block): Absent(place, deepcopy(block, {**self._nowhere}))
-            for place, block in enumerate(self.blocks)
+            id(block): Absent(place, shapes)
+            for place, (block, shapes) in enumerate(zip(self.blocks, self._shapes, strict=True))
             if not begin <= place < end
         }
         stage = deepcopy(self._module, {**tensors, **absent})
@@ -89,9 +89,7 @@ class Blocks:
                 f"split_stages: each block is called once, in order, but the forward of {type(copy).__name__} calls "
                 f"{calls or 'none'}. Say which are to be cut: blocks=."
             )
-        unseen = (
-            set[int]() if whole else {len(self.names) - 1}
-        )  # what comes at last looks at values, and may use anything
+        unseen = set[int]() if whole else {len(self.names) - 1}  # the end looks at values: it may use anything
         return {key: run.used.get(id(x), unseen) for key, x in self._nowhere.items()}
 
 

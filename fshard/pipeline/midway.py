@@ -283,9 +283,9 @@ class Shapes:
 class Absent(nn.Module):
     """Stands where a block of another stage was."""
 
-    def __init__(self, place: int, block: nn.Module) -> None:
+    def __init__(self, place: int, shapes: Shapes) -> None:
         super().__init__()
-        self._place, self._shapes = place, Shapes(block)
+        self._place, self._shapes = place, shapes
 
     def __getattr__(self, name: str) -> Any:
         """Let a forward look at what it knows of the block, its index say."""

@@ -1,6 +1,6 @@
 """Modules as the stages of a pipeline, and what of their activations is computed again.
 
-    remat              kept of each microbatch until its backward             computed again
+    recompute          kept of each microbatch until its backward             computed again
     "never"            all that the backward needs                            nothing
     "always"           what the stage was given                               the stage
     "except_last"      the same, but all of the last microbatch               the stage, but not for the last
