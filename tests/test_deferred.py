@@ -1,5 +1,7 @@
 """Running statistics after microbatches are those of one call with the whole batch."""
 
+from copy import deepcopy
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -31,7 +33,7 @@ def test_a_step_counts_as_the_whole_batch_in_one(dims, steps, momentum, affine, 
         x.requires_grad_()
     run = fs.remat(apply) if remat else apply
     for step, rows in enumerate(steps):
-        batches = [torch.randn(n, 3, *[2] * (dims - 2), dtype=torch.float64) + 100 * step for n in rows]
+        batches = [torch.randn(n, 3, *[2] * (dims - 2), dtype=torch.float64) + step for n in rows]
         whole(torch.cat(batches))
         for x in batches:
             x.requires_grad_()
@@ -44,6 +46,29 @@ def test_a_step_counts_as_the_whole_batch_in_one(dims, steps, momentum, affine, 
             torch.testing.assert_close(buffers[name], x, rtol=1e-11, atol=1e-11)
             assert buffers[name].dtype == x.dtype
     assert int(whole[0].num_batches_tracked) == len(steps) and not buffers["0.pending"].any()
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("remat", [False, True])
+def test_stages_of_a_pipeline_learn_once_a_step(name, remat):
+    first = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh()).double()
+    whole, batches = deepcopy(first), [torch.randn(rows, 3, dtype=torch.float64) for rows in (4, 4, 2)]
+    apply, params, state = fs.functionalize(first, deferred_batch_norm=True)
+    run = fs.remat(apply) if remat else apply
+
+    def stage(params, x):
+        nonlocal state
+        y, state = run(params, state, x)
+        return y
+
+    schedule = fs.pipeline_schedule(name, stages=2, microbatches=3)
+    step = fs.pipelined([stage, lambda w, x: w * x], schedule, lambda y, _: y.sum(), mesh=fs.make_mesh({"pipe": 2}))
+    for turn in range(2):
+        step([params, torch.ones(())], [x + turn for x in batches])
+        state = fs.commit_batch_norm(first, state)
+        whole(torch.cat(batches) + turn)
+    for key, x in whole.named_buffers():
+        torch.testing.assert_close(state[key], x, rtol=1e-12, atol=1e-12)
 
 
 def test_whole_numbers_have_equal_bits():

@@ -153,6 +153,28 @@ def test_layers_draw_as_in_the_whole():
     assert not torch.equal(x, model.eval()(tokens(2, 4, 0)))
 
 
+def in_processes(devices):
+    torch.manual_seed(0)
+    model = Decoder().double()
+    batches = [{"tokens": tokens(2, length, 1).clamp(min=1), "targets": tokens(2, length, 2)} for length in (3, 5, 3)]
+    stages = fs.split_stages(model, 2 * devices, sample=batches[0], blocks="blocks")
+    fns, params = functions(stages)
+    schedule = fs.pipeline_schedule("interleaved", stages=2 * devices, microbatches=3)
+    step = fs.pipelined(fns, schedule, lambda y, _: y, mesh=fs.make_mesh({"pipe": devices}))
+    expected = gradients(model, sum(model(**batch) for batch in batches) / 3)
+    for _ in range(2):
+        found = step(params, batches)
+        own = [(stage, name, g) for stage, tree in enumerate(found.gradients) for name, g in (tree or {}).items()]
+        assert own
+        for stage, name, g in own:
+            if name not in ("words.weight", "scales") and g is not None:
+                torch.testing.assert_close(g, expected[name], msg=f"{stage} {name}")
+
+
+def test_what_stages_tell_each_other_goes_between_processes(two):
+    two.run(in_processes, 2)
+
+
 @pytest.mark.filterwarnings("ignore")  # of transformers' own
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("make", hugging_face.MODELS)
@@ -165,6 +187,11 @@ def test_transformers_are_cut(make, n):
     stages = fs.split_stages(model, n, sample=batch, blocks=path)
     check_bits(model, stages, batch, lambda y: y.loss)
     if n == 2:
+        if hasattr(model, "config") and make is not hugging_face.bert:
+            with pytest.raises(
+                fs.LayoutError, match="is called with .*: DynamicCache: only tensors and plain values can be"
+            ):
+                stages[0](batch | {"use_cache": True})
         assert not any(f"{path}.1." in name for name, _ in stages[0].named_parameters())
 
 

@@ -8,8 +8,13 @@ import pytest
 import torch
 from torch import nn
 from torch.autograd.function import Function
+from torch.autograd.graph import get_gradient_edge
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fshard as fs
+from fshard.pipeline.halves import halves
+from fshard.pipeline.leaves import Params
+from fshard.pipeline.saved import Saved
 
 LAYERS, MICROBATCHES = 3, 4
 WAYS = ["always", "except_last", 1, 2, LAYERS]
@@ -90,6 +95,34 @@ def test_less_is_held():
     assert peaks["always"] == peaks[LAYERS] == {0: 3, 1: 3}
     assert peaks["except_last"] == {0: 6, 1: 6}
     assert peaks[2] == {0: 2, 1: 2} and peaks[1] == {0: 1, 1: 1}
+
+
+@pytest.mark.parametrize("recompute", ["never", "always", 1])
+def test_products_wait_for_the_second_half(recompute):
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Dropout(), nn.Linear(4, 4))
+    (function,), (params,) = fs.stage_functions([layers], recompute)
+    own, saved = Params(params, trained=True), Saved()
+    x = torch.randn(3, 4, requires_grad=True)
+    with saved.watching():
+        y = function(own.tree, x)
+    end, inputs = get_gradient_edge(y), [get_gradient_edge(x)]
+    with Products() as first:
+        (gx,), later = halves([end], [torch.ones_like(y)], inputs, own.edges, saved)
+    with Products() as second:
+        found = later()
+    again = {"never": 0, "always": 2, 1: 2}[recompute]
+    assert first.count == 2 + again and second.count == 2
+    assert all(g is not None for g in [gx, *found])
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        return func(*args, **(kwargs or {}))
 
 
 class Blocks(nn.Module):

@@ -12,7 +12,7 @@ are there they are used by real operations, and one that still meets a tensor wi
 from __future__ import annotations
 
 import linecache
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from traceback import extract_tb
 from types import TracebackType
@@ -84,13 +84,13 @@ class Replay(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         named = kwargs or {}
-        leaves, structure = flatten((args, named), none_is_leaf=True)
-        tensors = [x for x in leaves if isinstance(x, Tensor)]
+        tensors = _tensors([*args, *named.values()])
         self._note(tensors)
         lost = [x for x in tensors if x.is_meta]
         if lost and func == _DEVICE:
             return self._device
         if lost and not self.arrived:
+            leaves, structure = flatten((args, named), none_is_leaf=True)
             args, named = unflatten(structure, [_nowhere(x) for x in leaves])
             named |= {"device": _NOWHERE} if "device" in named else {}
             args = tuple([_NOWHERE if func == Tensor.to and isinstance(x, str) else x for x in args])
@@ -103,6 +103,16 @@ class Replay(TorchFunctionMode):
         """Look at no operation for a while."""
         with _pop_mode_temporarily():
             yield
+
+
+def _tensors(given: Iterable[Any]) -> list[Tensor]:
+    found: list[Tensor] = []
+    for x in given:
+        if isinstance(x, Tensor):
+            found.append(x)
+        elif isinstance(x, tuple | list | dict):
+            found += [leaf for leaf in flatten(x)[0] if isinstance(leaf, Tensor)]
+    return found
 
 
 def _nowhere(x: Any) -> Any:

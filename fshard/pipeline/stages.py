@@ -115,8 +115,9 @@ def _of_blocks(module: object, n: int, balance: Balance, sample: PyTree, paths: 
         )
     blocks = Blocks(module, paths, sample)
     _check_count(len(blocks.names), n)
-    finest = blocks.stages([1] * len(blocks.names))
-    return blocks.stages(_sizes(finest, n, balance, sample, blocks.kinds))
+    looked_into = balance in ("parameters", "time", "memory")
+    layers = blocks.stages([1] * len(blocks.names)) if looked_into else blocks.blocks
+    return blocks.stages(_sizes(layers, n, balance, sample))
 
 
 def _shape(layers: Mapping[str, nn.Module], sample: PyTree) -> None:
@@ -147,9 +148,7 @@ def _named(layers: nn.Sequential | Iterable[Layer]) -> dict[str, nn.Module]:
     return dict(zip(names or map(str, range(len(modules))), modules, strict=True))
 
 
-def _sizes(
-    layers: Sequence[nn.Module], n: int, balance: Balance, sample: PyTree, kinds: Sequence[str] = ()
-) -> Sequence[int]:
+def _sizes(layers: Sequence[nn.Module], n: int, balance: Balance, sample: PyTree) -> Sequence[int]:
     if not isinstance(balance, str):
         sizes = [*balance]
         if len(sizes) != n or sum(sizes) != len(layers) or min(sizes) < 1:
@@ -158,10 +157,10 @@ def _sizes(
                 "layers. Each takes at least one."
             )
         return sizes
-    return partition(_costs(layers, balance, sample, kinds or [type(layer).__name__ for layer in layers]), n)
+    return partition(_costs(layers, balance, sample), n)
 
 
-def _costs(layers: Sequence[nn.Module], balance: str, sample: PyTree, kinds: Sequence[str]) -> list[float]:
+def _costs(layers: Sequence[nn.Module], balance: str, sample: PyTree) -> list[float]:
     """Return what each layer counts for."""
     if balance == "uniform":
         return [1.0] * len(layers)
@@ -169,11 +168,11 @@ def _costs(layers: Sequence[nn.Module], balance: str, sample: PyTree, kinds: Seq
         return _parameters(layers)
     if balance.startswith("type:"):
         pattern = re.compile(balance.removeprefix("type:"), re.IGNORECASE)
-        found = [float(pattern.search(kind) is not None) for kind in kinds]
+        found = [float(pattern.search(type(layer).__name__) is not None) for layer in layers]
         if not any(found):
             raise LayoutError(
                 f'split_stages: no layer has a class that matches "{pattern.pattern}"; they are '
-                f"{', '.join(sorted({*kinds}))}."
+                f"{', '.join(sorted({type(layer).__name__ for layer in layers}))}."
             )
         return found
     if balance not in ("time", "memory"):

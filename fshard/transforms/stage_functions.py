@@ -1,13 +1,13 @@
 """Modules as the stages of a pipeline, and what of their activations is computed again.
 
-    remat              kept of each microbatch until its backward             computed again
+    recompute          kept of each microbatch until its backward             computed again
     "never"            all that the backward needs                            nothing
     "always"           what the stage was given                               the stage
     "except_last"      the same, but all of the last microbatch               the stage, but not for the last
     n, a number        what each n layers were given                          n layers at a time
 
-Of a backward in two halves, I and W, all that is computed again is done in I: once, and not again for W.  So W has less left to
-do, the schedule waits more, and the gradients are the same.
+Of a backward in two halves, I and W, all that is computed again is done in I, and held for W as far as that needs it: products
+wait as ever.  With a policy they do not: torch's checkpoint hands a tensor out once.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ from torch import nn
 
 from fshard.errors import PolicyError
 from fshard.mesh.tree import PyTree
-from fshard.pipeline.blocks import around_blocks
 from fshard.pipeline.leaves import map_tensors
+from fshard.pipeline.midway import around_blocks
+from fshard.pipeline.saved import watching_now
 from fshard.pipeline.turns import ByMicrobatch, Stage
 from fshard.transforms.functionalize import functionalize
+from fshard.transforms.randomness import drawing_from, random_state
 from fshard.transforms.remat import Policy, remat
 
 How = Literal["never", "always", "except_last"] | int
@@ -102,7 +104,20 @@ def _again(function: Callable[..., Any], policy: str | Policy, begin: int = 0) -
         own, named = map_tensors(torch.clone, (args[begin:], kwargs))
         return function(*args[:begin], *own, **named)
 
-    return remat(on_copies, policy)
+    kept = remat(on_copies, policy)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        saved, state = watching_now(), random_state()
+        if saved is None or policy != "nothing":
+            return kept(*args, **kwargs)
+
+        def again() -> None:
+            with drawing_from(state):
+                on_copies(*args, **kwargs)
+
+        return saved.instead(lambda: on_copies(*args, **kwargs), again)
+
+    return run
 
 
 def _by_turn(stage: Stage, again: Stage, kept: int) -> Stage:
