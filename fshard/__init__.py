@@ -58,13 +58,17 @@ from fshard.pipeline.builders import pipeline_schedule
 from fshard.pipeline.execute import pipelined
 from fshard.pipeline.schedule import Action, Schedule
 from fshard.pipeline.stages import split_stages
+from fshard.transforms.deferred import commit_batch_norm
 from fshard.transforms.evaluate import evaluate
 from fshard.transforms.functionalize import functionalize
 from fshard.transforms.gradient import grad, value_and_grad
 from fshard.transforms.initial import init_params
+from fshard.transforms.lazy import built, lazy
 from fshard.transforms.randomness import keyed_random
 from fshard.transforms.remat import name, offload, remat, save_names
 from fshard.transforms.rules import fsdp, shard_params, units_of
+from fshard.transforms.stage_functions import stage_functions
+from fshard.transforms.stage_layouts import shard_stages
 from fshard.transforms.step import train_step
 from fshard.transforms.use import gathered, whole
 from fshard.uncompiled import uncompiled
@@ -110,6 +114,8 @@ __all__ = [
     "axis_index",
     "axis_size",
     "broadcast",
+    "built",
+    "commit_batch_norm",
     "device_put",
     "evaluate",
     "from_device_mesh",
@@ -122,6 +128,7 @@ __all__ = [
     "init_params",
     "keyed_random",
     "layouts",
+    "lazy",
     "ledger",
     "make_mesh",
     "name",
@@ -146,7 +153,9 @@ __all__ = [
     "send",
     "shard_map",
     "shard_params",
+    "shard_stages",
     "split_stages",
+    "stage_functions",
     "to_device_mesh",
     "to_dtensor",
     "train_step",

@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "uncompiled": set(),
     "mesh": GROUND,
     "optim": GROUND | {"mesh"},
-    "transforms": GROUND | {"mesh", "optim"},  # a training step is a gradient and an optimizer
+    "transforms": GROUND | {"mesh", "optim", "pipeline"},  # a training step is a gradient and an optimizer
     "pipeline": GROUND | {"mesh"},
     "booster": GROUND | {"mesh", "transforms", "optim", "pipeline"},
     "checkpoint": GROUND | {"mesh", "transforms", "optim", "pipeline"},

@@ -1,17 +1,12 @@
-"""The interpreter: every device goes along its row of a schedule, and does what stands there.
+"""`pipelined`: stages as plain functions, run as a schedule says, with all that is theirs given by hand.
 
-    F   take what comes along the wires to the stage, call it, hand its results on along the wires from it
-    B   take their gradients, go back through what F has recorded, hand the gradients of what came on
-    I   the same for what came alone;   W   the rest, for the weights
-
-What is taken is let go.  A stage that lies on the same device is handed a copy, so what a stage is given is always its own,
-to be changed in place if it likes.  Of a forward only edges of its graph are kept, and what autograd has saved.
+What a device does in its turns is `fshard.pipeline.device`; here is what they are done with: parameters that are there, sums of
+gradients, losses and metrics.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -25,19 +20,16 @@ from fshard.mesh.scope import Group, require
 from fshard.mesh.spmd import everywhere, is_outside, standing
 from fshard.mesh.threads import one_thread
 from fshard.mesh.tree import PyTree
-from fshard.pipeline.halves import halves, whole
-from fshard.pipeline.leaves import Params, Value, left, map_tensors
+from fshard.pipeline.device import Device
+from fshard.pipeline.leaves import Params, map_tensors
 from fshard.pipeline.microbatches import Batch, Found, together
-from fshard.pipeline.post import Known, Post
-from fshard.pipeline.route import Mail, Route, Wire
-from fshard.pipeline.saved import Saved
+from fshard.pipeline.post import Known
+from fshard.pipeline.route import Route
 from fshard.pipeline.schedule import Action, Kind, Schedule
 from fshard.pipeline.total import Ordered, Running, Total
+from fshard.pipeline.turns import Stage, called_for
 from fshard.pipeline.verify import verify
 from fshard.source import Site, call_site
-
-Stage = Callable[..., PyTree]
-"""(params, x) -> y, with skips as keywords: see `pipelined`."""
 
 
 class Outcome(NamedTuple):
@@ -82,7 +74,8 @@ def pipelined(
         reproducible: add gradients of microbatches in one fixed tree, whatever the schedule, with one intra-op thread.
         dynamic: whether shapes depend on more than the shapes of the microbatch; then each message says what it is.
 
-    The function's `params` are a tree for each stage, of which a device needs its own; floating tensors in it are trained.
+    The function's `params` are a tree for each stage, of which a device needs its own; floating tensors in it are trained,
+    but for Parameters that do not require grad.
     `microbatches` are trees, the same on all devices; their shapes may differ.  They count for as many samples as their
     tensors have rows, or for what `weights` says.
 
@@ -127,7 +120,7 @@ def pipelined(
 
         def body(_: int) -> Outcome:
             group = require("pipelined").group(axis, "pipelined")
-            return Device(plan, batch, params, group, torch.device(own.device_type), site).run()
+            return _run(plan, batch, params, group, torch.device(own.device_type), site)
 
         try:
             with one_thread(reproducible):
@@ -166,161 +159,72 @@ class Plan:
     known: dict[int, dict[Any, Known]]
 
 
-class Record(NamedTuple):
-    """What a forward leaves for its backward: where gradients come in and out, how many by each wire, and what is saved."""
-
-    outputs: list[tuple[Wire, list[GradientEdge]]]
-    inputs: list[tuple[Wire, list[GradientEdge]]]
-    saved: Saved | None
-
-    def edges(self) -> tuple[list[GradientEdge], list[GradientEdge]]:
-        """Return those of the outputs and of the inputs."""
-        ins, outs = ([edge for _, edges in part for edge in edges] for part in self[:2])
-        return ins, outs
+def _run(plan: Plan, batch: Batch, params: Sequence[PyTree], group: Group, device: torch.device, site: Site) -> Outcome:
+    """Run what one device does."""
+    work, known = Given(plan, batch, params, group.index), None
+    if not plan.dynamic:
+        known = plan.known.setdefault(group.device, {})
+    options = {"backward": plan.backward, "tells": plan.loss_fn is not None}
+    outcome = Device(plan.route, work, group, device, site, batch.kinds, known, **options).run()
+    loss, metrics = outcome or (None, [work.results[microbatch] for microbatch in sorted(work.results)] or None)
+    return Outcome(loss, work.gradients(), metrics)
 
 
-class Device:
-    """One device in one step."""
+class Given:
+    """The work of one device on parameters that it is given, each stage's as a tree."""
 
-    def __init__(
-        self, plan: Plan, batch: Batch, params: Sequence[PyTree], group: Group, device: torch.device, site: Site
-    ) -> None:
-        self.plan, self.batch, self.index, self.route = plan, batch, group.index, plan.route
-        self.others = [other for other in range(group.size) if other != group.index]
-        self.last = self.route.placement[-1]
-        comes = {**self.route.comes(group.index)}
-        if plan.loss_fn is not None and group.index != self.last:
-            comes[self.last] = [*comes[self.last], _OUTCOME]
-        known = None if plan.dynamic else plan.known.setdefault(group.device, {})
-        self.post = Post[Mail](group, site, device, comes, self._kind, known)
-        self.here: dict[Mail, Any] = {}
-        own = [stage for stage, place in enumerate(self.route.placement) if place == group.index]
+    def __init__(self, plan: Plan, batch: Batch, params: Sequence[PyTree], index: int) -> None:
+        self.plan, self.batch = plan, batch
+        own = [stage for stage, place in enumerate(plan.route.placement) if place == index]
         self.params = {stage: Params(params[stage], plan.backward) for stage in own}
         self.totals: dict[int, Total] = {
             stage: Ordered(batch.weights) if plan.reproducible else Running() for stage in own
         }
-        self.records: dict[tuple[int, int], Record] = {}
-        self.later: dict[tuple[int, int], Callable[[], list[Tensor | None]]] = {}
         self.found: dict[int, Found] = {}
         self.results: dict[int, PyTree] = {}
 
-    def run(self) -> Outcome:
-        """Go along the row."""
-        does = {Kind.F: self._forward, Kind.B: self._both, Kind.I: self._inputs, Kind.W: self._weights}
-        for action in self.route.rows[self.index]:
-            does[action.kind](action, action.stage, action.microbatch or 0)
-        gradients: list[PyTree] = [None] * len(self.plan.stages)
-        for stage, total in self.totals.items() if self.plan.backward else ():
-            gradients[stage] = self.params[stage].tree_of(total.result())
-        loss, metrics = self._ended()
-        return Outcome(loss, gradients, metrics)
+    def begin(self, microbatch: int) -> PyTree:
+        """Return the microbatch."""
+        return self.batch.microbatches[microbatch]
 
-    # -- what stands in a row -----------------------------------------------------------------------------------
+    def call(self, stage: int, microbatch: int, x: PyTree, skips: dict[str, PyTree]) -> PyTree:
+        """Call a stage."""
+        return called_for(self.plan.stages[stage], microbatch)(self.params[stage].tree, x, **skips)
 
-    def _forward(self, action: Action, stage: int, microbatch: int) -> None:
-        values = {wire: self._take(Mail(Kind.F, wire, microbatch)) for wire in self.route.takes[stage]}
-        if stage == 0:
-            values[_BATCH] = Value(self.batch.microbatches[microbatch], ()).copied()
-        saved = Saved() if (stage, microbatch) in self.route.split else None
-        with torch.set_grad_enabled(self.plan.backward):
-            entered = {wire: value.entered() for wire, value in values.items()}
-            values.clear()
-            given = {wire.name or "": tree for wire, (tree, _) in entered.items()}
-            with nullcontext() if saved is None else saved.watching():
-                y = self.plan.stages[stage](self.params[stage].tree, given.pop(""), **given)
-            made = {wire: left(tree) for wire, tree in self._results(stage, microbatch, y).items()}
-        if self.plan.backward:
-            outputs = [(wire, edges) for wire, (_, edges) in made.items()]
-            inputs = [(wire, edges) for wire, (_, edges) in entered.items()]
-            self.records[stage, microbatch] = Record(outputs, inputs, saved)
-        for mail in self.route.made(action):
-            self._give(mail, made[mail.wire][0])
-
-    def _results(self, stage: int, microbatch: int, y: PyTree) -> dict[Wire, PyTree]:
-        """Return what a stage has made, by the wires that it goes along; of the last, the loss."""
-        gives, loss_fn = self.route.gives[stage], self.plan.loss_fn
-        names = {wire.name for wire in gives if wire.name is not None}
-        skips: dict[str | None, PyTree] = {}
-        if names:
-            if not isinstance(y, tuple) or len(y) != 2 or not isinstance(y[1], dict) or y[1].keys() != names:
-                wanted = ", ".join(f"{name!r}: ..." for name in sorted(names))
-                raise LayoutError(f"pipelined: stage {stage} has skips, so it has to return (y, {{{wanted}}}).")
-            y, skips = y
-        if stage < len(self.route.gives) - 1:
-            return {wire: y if wire.name is None else skips[wire.name] for wire in gives}
-        if loss_fn is None:
+    def end(self, microbatch: int, y: PyTree) -> Tensor | None:
+        """Return the loss; without a loss function, keep the result."""
+        if self.plan.loss_fn is None:
             self.results[microbatch] = map_tensors(Tensor.detach, y)
-            return {}
-        loss, self.found[microbatch] = Found.of(loss_fn(y, self.batch.microbatches[microbatch]))
-        return {_LOSS: loss}
+            return None
+        loss, self.found[microbatch] = Found.of(self.plan.loss_fn(y, self.batch.microbatches[microbatch]))
+        return loss
 
-    def _both(self, action: Action, stage: int, microbatch: int) -> None:
-        record, gs = self._begun(stage, microbatch)
-        outputs, inputs = record.edges()
-        gxs, gws = whole(outputs, gs, inputs, self.params[stage].edges)
-        self.totals[stage].add(microbatch, gws)
-        self._hand_back(microbatch, record, gxs)
-
-    def _inputs(self, action: Action, stage: int, microbatch: int) -> None:
-        record, gs = self._begun(stage, microbatch)
-        outputs, inputs = record.edges()
-        gxs, self.later[stage, microbatch] = halves(outputs, gs, inputs, self.params[stage].edges, record.saved)
-        self._hand_back(microbatch, record, gxs)
-
-    def _weights(self, action: Action, stage: int, microbatch: int) -> None:
-        self.totals[stage].add(microbatch, self.later.pop((stage, microbatch))())
-
-    def _begun(self, stage: int, microbatch: int) -> tuple[Record, list[Tensor | None]]:
-        """Return what a forward has left, and the gradients of its outputs."""
-        record = self.records.pop((stage, microbatch))
-        gs: list[Tensor | None] = []
-        for wire, edges in record.outputs:
-            gs += self._take(Mail(Kind.B, wire, microbatch)) if wire != _LOSS else self._start(microbatch, len(edges))
-        return record, gs
-
-    def _start(self, microbatch: int, count: int) -> list[Tensor]:
+    def start(self, microbatch: int) -> Tensor:
         """Return the gradient of a microbatch's loss: its part of the mean, unless sums are weighted."""
         weights = self.batch.weights
         part = 1.0 if self.plan.reproducible else weights[microbatch] / sum(weights)
-        return [torch.full_like(self.found[microbatch].loss, part)] * count
+        return torch.full_like(self.found[microbatch].loss, part)
 
-    def _hand_back(self, microbatch: int, record: Record, gxs: list[Tensor | None]) -> None:
-        """Give the stages before this one the gradients of what they gave."""
-        rest = iter(gxs)
-        for wire, edges in record.inputs:
-            if wire != _BATCH:
-                self._give(Mail(Kind.B, wire, microbatch), [next(rest) for _ in edges])
+    def edges(self, stage: int) -> list[GradientEdge]:
+        """Return those of the floating leaves."""
+        return self.params[stage].edges
 
-    # -- messages -----------------------------------------------------------------------------------------------
+    def add(self, stage: int, microbatch: int, gs: list[Tensor | None]) -> None:
+        """Add them up."""
+        self.totals[stage].add(microbatch, gs)
 
-    def _give(self, mail: Mail, what: Any) -> None:
-        to = self.route.placement[mail.ends[1]]
-        if to != self.index:
-            self.post.send(mail, to, tuple(what))
-        else:
-            self.here[mail] = what.copied() if isinstance(what, Value) else what
+    def gather(self, stage: int) -> None:
+        """Do nothing, as in all that is done with units: parameters are whole."""
 
-    def _take(self, mail: Mail) -> Any:
-        source = self.route.placement[mail.ends[0]]
-        found = self.here.pop(mail) if source == self.index else self.post.take(mail, source)
-        return Value(*found) if mail.kind is Kind.F else found
+    free = reduce = gather
 
-    def _kind(self, mail: Mail) -> Any:
-        """Return what decides of which shapes a message is."""
-        return mail.kind, mail.wire, tuple(self.batch.kinds) if mail == _OUTCOME else self.batch.kinds[mail.microbatch]
+    def outcome(self) -> tuple[Tensor, PyTree]:
+        """Return the loss and the metrics."""
+        return together([self.found[microbatch] for microbatch in sorted(self.found)], self.batch.weights)
 
-    def _ended(self) -> tuple[Tensor | None, PyTree]:
-        """Tell all devices the loss and the metrics."""
-        if self.plan.loss_fn is None:
-            return None, [self.results[microbatch] for microbatch in sorted(self.results)] or None
-        if self.index != self.last:
-            return self.post.take(_OUTCOME, self.last)
-        outcome = together([self.found[microbatch] for microbatch in sorted(self.found)], self.batch.weights)
-        for other in self.others:
-            self.post.send(_OUTCOME, other, outcome)
-        return outcome
-
-
-_BATCH = Wire(-1, 0)
-_LOSS = Wire(-1, -1)
-_OUTCOME = Mail(Kind.F, _LOSS, -1)
+    def gradients(self) -> list[PyTree]:
+        """Return those of each stage that is here."""
+        found: list[PyTree] = [None] * len(self.plan.stages)
+        for stage, total in self.totals.items() if self.plan.backward else ():
+            found[stage] = self.params[stage].tree_of(total.result())
+        return found

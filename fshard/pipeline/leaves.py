@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import Function
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
@@ -55,12 +55,15 @@ class _Own(Function):
 
 
 class Params:
-    """The parameters of a stage in one step: `tree`, and where the gradients of its floating leaves come out."""
+    """The parameters of a stage in one step: `tree`, and where the gradients of its floating leaves come out.
+
+    Those that say that they are not trained, `nn.Parameter(x, requires_grad=False)`, have none.
+    """
 
     def __init__(self, tree: PyTree, trained: bool) -> None:
         leaves, self._structure = flatten(tree, none_is_leaf=True)
         own = [x.detach() if isinstance(x, Tensor) else x for x in leaves]
-        self._places = [place for place, x in enumerate(own) if trained and isinstance(x, Tensor) and _floats(x)]
+        self._places = [place for place, x in enumerate(leaves) if trained and isinstance(x, Tensor) and _is_trained(x)]
         self.edges = [get_gradient_edge(own[place].requires_grad_()) for place in self._places]
         self.tree = unflatten(self._structure, own)
 
@@ -72,8 +75,9 @@ class Params:
         return unflatten(self._structure, leaves)
 
 
-def _floats(x: Tensor) -> bool:
-    return x.is_floating_point() or x.is_complex()
+def _is_trained(x: Tensor) -> bool:
+    frozen = isinstance(x, nn.Parameter) and not x.requires_grad
+    return (x.is_floating_point() or x.is_complex()) and not frozen
 
 
 def map_tensors(f: Callable[[Tensor], Any], tree: PyTree) -> PyTree:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -29,10 +29,8 @@ class Batch(NamedTuple):
         kinds: list[Any] = []
         rows: list[set[int]] = []
         for microbatch in microbatches:
-            leaves, structure = flatten(microbatch, none_is_leaf=True)
-            tensors = [x for x in leaves if isinstance(x, Tensor)]
-            kinds.append((structure, tuple([(x.shape, x.dtype) for x in tensors])))
-            rows.append({x.shape[0] for x in tensors if x.ndim})
+            kinds.append(kind_of(microbatch))
+            rows.append({x.shape[0] for x in flatten(microbatch)[0] if isinstance(x, Tensor) and x.ndim})
         if weights is None and any(len(found) > 1 for found in rows):
             found = next(found for found in rows if len(found) > 1)
             raise LayoutError(
@@ -45,6 +43,12 @@ class Batch(NamedTuple):
                 f"pipelined: {count} microbatches have to count for something together; they count for {given}."
             )
         return Batch(microbatches, given, kinds)
+
+
+def kind_of(microbatch: PyTree) -> Hashable:
+    """Return what tells the shapes of microbatches apart."""
+    leaves, structure = flatten(microbatch, none_is_leaf=True)
+    return structure, tuple([(x.shape, x.dtype) for x in leaves if isinstance(x, Tensor)])
 
 
 class Found(NamedTuple):

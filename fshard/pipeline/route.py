@@ -51,11 +51,14 @@ class Route:
         schedule: where stages lie, and in which order what is computed.
         skips: by name, from which stage to which later one.
         backward: whether there is one; else all but the forwards is left out.
+        units: whether stages can be gathered, freed and reduced.
     """
 
-    def __init__(self, schedule: Schedule, skips: Mapping[str, tuple[int, int]], backward: bool) -> None:
+    def __init__(
+        self, schedule: Schedule, skips: Mapping[str, tuple[int, int]], backward: bool, *, units: bool = False
+    ) -> None:
         self.placement = schedule.placement
-        kept = COMPUTE if backward else {Kind.F}
+        kept = (COMPUTE if backward else {Kind.F}) | (UNITS if units else set())
         self.rows = [[action for action in row if action.kind in kept] for row in schedule.rows]
         wires = [Wire(*pair) for pair in pairwise(range(schedule.stages))]
         wires += [Wire(*ends, name) for name, ends in skips.items()]
@@ -64,14 +67,18 @@ class Route:
         self.takes = [[wire for wire in wires if wire.to == stage] for stage in range(schedule.stages)]
         self.split = {(action.stage, action.microbatch) for row in self.rows for action in row if action.kind is Kind.I}
         self._coming: dict[int, Mapping[int, Sequence[Mail]]] = {}
-        _check(schedule, skips)
+        _check(schedule, skips, units)
 
     def made(self, action: Action) -> list[Mail]:
         """Return what a computation makes for other stages."""
         stage, microbatch = action.stage, action.microbatch or 0
         if action.kind is Kind.F:
             return [Mail(Kind.F, wire, microbatch) for wire in self.gives[stage]]
-        return [] if action.kind is Kind.W else [Mail(Kind.B, wire, microbatch) for wire in self.takes[stage]]
+        return (
+            []
+            if action.kind not in (Kind.B, Kind.I)
+            else [Mail(Kind.B, wire, microbatch) for wire in self.takes[stage]]
+        )
 
     def comes(self, device: int) -> Mapping[int, Sequence[Mail]]:
         """Return what a device gets from each other, in that order."""
@@ -85,13 +92,13 @@ class Route:
         return found
 
 
-def _check(schedule: Schedule, skips: Mapping[str, tuple[int, int]]) -> None:
+def _check(schedule: Schedule, skips: Mapping[str, tuple[int, int]], units: bool) -> None:
     """Raise unless everything that the schedule and the skips say can be done."""
     wrong = [
         f"{action} on device {device}"
         for device, row in enumerate(schedule.rows)
         for action in row
-        if action.kind in UNITS
+        if action.kind in UNITS and not units
     ]
     if wrong:
         raise ScheduleError(

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TypeVar
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+Result = TypeVar("Result")
+
 
 class _Holder:
-    """A tensor that autograd has saved, and how often it had been changed then."""
+    """A tensor that autograd has saved, and how often it had been changed then; or what computes it again."""
 
-    __slots__ = ("tensor", "version")
+    __slots__ = ("again", "tensor", "version")
 
-    def __init__(self, x: Tensor) -> None:
-        self.tensor: Tensor | None = x
-        self.version = None if x.is_inference() else x._version
+    def __init__(self, x: Tensor | None, again: Callable[[], None] | None = None) -> None:
+        self.again = again
+        self.hold(x)
+
+    def hold(self, x: Tensor | None) -> None:
+        """Hold a tensor."""
+        self.tensor = x
+        self.version = None if x is None or x.is_inference() else x._version
 
 
 class Saved:
@@ -38,7 +48,7 @@ class Saved:
     def watching(self) -> Generator[None]:
         """Hold what is saved meanwhile."""
         try:
-            with saved_tensors_hooks(_Holder, self.unpack):
+            with saved_tensors_hooks(_Holder, self.unpack), _now(self):
                 yield
         except RuntimeError as error:
             if "support saved tensor hooks" in str(error):
@@ -50,6 +60,8 @@ class Saved:
 
     def unpack(self, holder: _Holder) -> Tensor:
         """Give a tensor back to autograd."""
+        if holder.again is not None:
+            holder.again()
         x = holder.tensor
         assert x is not None, "what a stage's backward needed once was let go, and is asked for again"
         if holder.version is not None and x._version != holder.version:
@@ -61,9 +73,61 @@ class Saved:
             self._read.append(holder)
         return x
 
+    def instead(self, run: Callable[[], Result], again: Callable[[], object]) -> Result:
+        """Run something and hold nothing that it saves: if that is asked for, all of it is saved by running it `again`.
+
+        >>> import torch
+        >>> x, saved = torch.zeros(1, requires_grad=True), Saved()
+        >>> with saved.watching():
+        ...     y = saved.instead(lambda: x.exp(), lambda: print("again", x.exp()))
+        >>> torch.autograd.grad(y, x)
+        again tensor([1.], grad_fn=<ExpBackward0>)
+        (tensor([1.]),)
+        """
+        empty: list[_Holder] = []
+
+        def fill() -> None:
+            holders = iter(empty)
+
+            def hold(x: Tensor) -> None:
+                next(holders).hold(x.detach())
+
+            for holder in empty:
+                holder.again = None
+            with torch.enable_grad(), saved_tensors_hooks(hold, _nothing):
+                again()
+
+        def note(x: Tensor) -> _Holder:
+            empty.append(_Holder(None, fill))
+            return empty[-1]
+
+        with saved_tensors_hooks(note, self.unpack):
+            return run()
+
     def let_go(self, *, keeping: bool = False) -> None:
         """Let go what has been read; from now on, keep what is read or not."""
         for holder in self._read:
             holder.tensor = None
         self._read.clear()
         self._keeping = keeping
+
+
+_watching: ContextVar[Saved | None] = ContextVar("watching", default=None)
+
+
+def watching_now() -> Saved | None:
+    """Return what holds the tensors that are saved now, if it is the one of a backward in two halves."""
+    return _watching.get()
+
+
+@contextmanager
+def _now(saved: Saved) -> Generator[None]:
+    token = _watching.set(saved)
+    try:
+        yield
+    finally:
+        _watching.reset(token)
+
+
+def _nothing(_: None) -> Tensor:
+    raise AssertionError("what is run again is not gone back through")

@@ -11,17 +11,19 @@ from __future__ import annotations
 import re
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from statistics import median
-from typing import Any, Literal
+from typing import Any, Literal, cast, overload
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+from torch.nn.parameter import is_lazy
 
 from fshard.errors import LayoutError
 from fshard.mesh.tree import PyTree, flatten
+from fshard.pipeline.blocks import Blocks
 from fshard.pipeline.halves import whole
 from fshard.pipeline.leaves import Value, left, map_tensors
 from fshard.pipeline.partition import partition
@@ -46,18 +48,41 @@ class Call(nn.Module):
         return self.function(x)
 
 
+@overload
 def split_stages(
-    layers: nn.Sequential | Iterable[Layer], n: int, balance: Balance = "uniform", *, sample: PyTree = None
-) -> list[nn.Sequential]:
+    layers: nn.Sequential | Iterable[Layer], n: int, balance: Balance = ..., *, sample: PyTree = ..., blocks: None = ...
+) -> list[nn.Sequential]: ...
+
+
+@overload
+def split_stages(
+    layers: nn.Module, n: int, balance: Balance = ..., *, sample: PyTree, blocks: str | Sequence[str]
+) -> list[nn.Module]: ...
+
+
+def split_stages(
+    layers: nn.Module | Iterable[Layer],
+    n: int,
+    balance: Balance = "uniform",
+    *,
+    sample: PyTree = None,
+    blocks: str | Sequence[str] | None = None,
+) -> Any:
     """Return n stages, each a row of neighbouring layers; the largest of what is balanced is as small as can be.
 
     Args:
-        layers: modules and functions of one value, each of which takes what the one before it returns.
+        layers: modules and functions of one value, each of which takes what the one before it returns.  Or any module whose
+            forward calls its `blocks` one after the other.
         n: how many stages.
         balance: what counts: "uniform", the number of layers; "parameters", those of a stage (tied ones where they come first);
             "time", of forward and backward, and "memory", what is kept for the backward, both measured on the `sample`;
             "type:regex", the number of layers whose class has a name that matches.  Or the number of layers of each stage.
-        sample: a microbatch, to measure on.
+        sample: a microbatch, to measure on, and to see which weights a module with blocks uses where.
+        blocks: where the blocks of a module stand, "model.layers" say, or several such lists.
+
+    A stage of a module with blocks is that module without the blocks of the other stages, and shares its tensors.  The first is
+    given the microbatch (a dict by name, a tuple or list by place), and gives what the next one is to be given.  What comes
+    before its blocks a later stage runs without values, but for what comes of whole numbers: these are handed on.
 
     >>> mlp = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 1))
     >>> [len(stage) for stage in split_stages(mlp, 2)]
@@ -66,15 +91,51 @@ def split_stages(
     [2, 3]
     >>> [name for name, _ in split_stages(mlp, 2, "parameters")[1].named_parameters()]
     ['2.weight', '2.bias', '4.weight', '4.bias']
+    >>> encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 8, 0, batch_first=True), 3, norm=nn.LayerNorm(8))
+    >>> x = torch.ones(1, 4, 8)
+    >>> first, second = split_stages(encoder, 2, sample=x, blocks="layers")
+    >>> [name for name, _ in second.named_parameters()][-3:], torch.equal(second(first(x)), encoder(x))
+    (['layers.2.norm2.bias', 'norm.weight', 'norm.bias'], True)
     """
-    named = _named(layers)
-    if not 1 <= n <= len(named):
-        raise LayoutError(
-            f"split_stages: {len(named)} layers cannot be cut into {n} stages. Ask for 1 to {len(named)} of them."
-        )
-    sizes = _sizes([*named.values()], n, balance, sample)
+    if blocks is not None:
+        return _of_blocks(layers, n, balance, sample, [blocks] if isinstance(blocks, str) else blocks)
+    named = _named(cast(Any, layers))
+    _check_count(len(named), n)
+    _shape(named, sample)
     rows = iter(named.items())
+    sizes = _sizes([*named.values()], n, balance, sample)
     return [nn.Sequential(OrderedDict(islice(rows, size))) for size in sizes]
+
+
+def _of_blocks(module: object, n: int, balance: Balance, sample: PyTree, paths: Sequence[str]) -> list[nn.Module]:
+    """Cut a module between its blocks; what comes before and after them counts with the first and the last."""
+    if not isinstance(module, nn.Module) or sample is None:
+        raise LayoutError(
+            "split_stages: blocks= are those of a module, which is run once without values: give it, and sample=."
+        )
+    blocks = Blocks(module, paths, sample)
+    _check_count(len(blocks.names), n)
+    looked_into = balance in ("parameters", "time", "memory")
+    layers = blocks.stages([1] * len(blocks.names)) if looked_into else blocks.blocks
+    return blocks.stages(_sizes(layers, n, balance, sample))
+
+
+def _shape(layers: Mapping[str, nn.Module], sample: PyTree) -> None:
+    """Let layers that wait for their first call to have shapes, nn.LazyLinear for one, have it."""
+    waiting = [name for name, layer in layers.items() if any(map(is_lazy, layer.parameters()))]
+    if waiting and sample is None:
+        raise LayoutError(
+            f"split_stages: {', '.join(waiting)} have no shapes before a first call. Give a microbatch for that: sample=."
+        )
+    value = sample
+    with torch.no_grad(), torch.random.fork_rng():
+        for name in [*layers][: [*layers].index(waiting[-1]) + 1 if waiting else 0]:
+            value = layers[name](value)
+
+
+def _check_count(count: int, n: int) -> None:
+    if not 1 <= n <= count:
+        raise LayoutError(f"split_stages: {count} layers cannot be cut into {n} stages. Ask for 1 to {count} of them.")
 
 
 def _named(layers: nn.Sequential | Iterable[Layer]) -> dict[str, nn.Module]:

@@ -87,11 +87,13 @@ class Ordered:
             height, at, count = height + 1, at // 2, -(-count // 2)
         self._trees[height, at] = tree
 
+    def sums(self) -> list[Tensor | None]:
+        """Return the sum, not divided yet."""
+        return next(iter(self._trees.values()), [])
+
     def result(self) -> list[Tensor | None]:
         """Return the sum, divided by all weights."""
-        if not self._trees:
-            return []
-        (tree,), divisor = self._trees.values(), sum(self._weights)
+        tree, divisor = self.sums(), sum(self._weights)
         return [
             None if g is None or dtype is None else (g if divisor == 1.0 else g / divisor).to(dtype)
             for g, dtype in zip(tree, self._dtypes, strict=True)

@@ -127,14 +127,18 @@ class Batch:
                 "so nobody knows which samples belong together. Give them numbers of samples that divide."
             )
 
-    def slices(self, place: int, count: int) -> list[Slice]:
-        """Cut what the device has whose shards stand at `place`."""
+    def slices(self, place: int, count: int, *, apart: bool = False) -> list[Slice]:
+        """Cut what the device has whose shards stand at `place`.
+
+        `apart`: each slice in memory of its own, since kernels round differently where what they read is aligned otherwise.
+        """
         device = self.devices[place]
         own = [column[place] for column in self.columns]
         ranges = {cut: cut.ranges(self.mesh, device, count) for cut in self.cuts if cut is not None}
 
         def one(turn: int) -> Slice:
             leaves = [x if cut is None else _rows(x, ranges[cut], turn) for x, cut in zip(own, self.cuts, strict=True)]
+            leaves = [x.clone() if apart and cut is not None else x for x, cut in zip(leaves, self.cuts, strict=True)]
             if self.cut is None:
                 return Slice(leaves, 1, self.samples)
             start, stop = ranges[self.cut][turn]

@@ -65,28 +65,31 @@ def moments(x: Tensor, axis: Axes) -> tuple[Tensor, Tensor, Tensor]:
     >>> fs.run(main, mesh=fs.make_mesh({"data": 4}))[0]
     [1.5, 1.25, 4.0]
     """
-    x = x[:0] if is_idle() else x
-    channels = x.shape[1]
-    n = x.numel() // max(channels, 1)
-    if n == 0:
-        own = x.sum(dim=[0, *range(2, x.ndim)]).double()  # zeros that autograd knows
-        sums = torch.cat([own, own, own.new_zeros(1)])
-    else:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        v, m = torch.var_mean(wide, dim=[0, *range(2, x.ndim)], correction=0)
-        v, m = v.double(), m.double()
-        sums = torch.cat([n * m, n * (v + m * m), m.new_full((1,), n)])
+    channels, sums = x.shape[1], sums_of(x)
     summed = call("sync_batchnorm", sums, axis, lambda x, group: Psum(), equal="result").run()
     total, squares, count = summed.split([channels, channels, 1])
     mean = total / count
     return mean, squares / count - mean * mean, count[0]
 
 
+def sums_of(x: Tensor) -> Tensor:
+    """Return n m and n (v + m^2) of every channel, and n, in float64."""
+    x = x[:0] if is_idle() else x
+    n = x.numel() // max(x.shape[1], 1)
+    if n == 0:
+        own = x.sum(dim=[0, *range(2, x.ndim)]).double()  # zeros that autograd knows
+        return torch.cat([own, own, own.new_zeros(1)])
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    v, m = torch.var_mean(wide, dim=[0, *range(2, x.ndim)], correction=0)
+    v, m = v.double(), m.double()
+    return torch.cat([n * m, n * (v + m * m), m.new_full((1,), n)])
+
+
 def _track(layer: Any, mean: Tensor, variance: Tensor, count: Tensor) -> None:
     """Move the running statistics towards the batch's."""
     batches = layer.num_batches_tracked
     batches.add_(1)
-    weight: Any = 1 / batches if layer.momentum is None else layer.momentum
+    weight: Any = 1 / batches.double() if layer.momentum is None else layer.momentum
     unbiased = variance * (count / (count - 1).clamp(min=1))
     for running, new in ((layer.running_mean, mean), (layer.running_var, unbiased)):
         running.mul_(1 - weight).add_(weight * new.to(running.dtype))

@@ -94,18 +94,23 @@ def collected(rows: Sequence[Tensor], batch: Batch, same: Group | None, group: G
         averaged = x.is_floating_point() or x.is_complex()
         (x,) = Bound(Psum() if averaged else Broadcast(0), same, site).run((x,))
         x = x / same.size if averaged else x
-    cut, mesh = batch.cut, batch.mesh
-    if cut is None or group is None:
-        return Rows(x, tuple(x.shape), Layout(mesh))
-    shape = (cut.length, *x.shape[1:])
-    if cut.length % cut.parts == 0:
-        return Rows(x, shape, Layout(mesh, P(cut.axes)))
+    cut = batch.cut
+    if cut is None or group is None or cut.length % cut.parts == 0:
+        return laid(x, batch)
     longest = -(-cut.length // cut.parts)
     filled = x.new_zeros(longest, *x.shape[1:])
     filled[: len(x)] = x
     (every,) = Bound(AllGather(0, True), group, site).run((filled,))
     pieces = [piece[:length] for piece, length in zip(every.split(longest), cut.lengths(), strict=True)]
-    return Rows(torch.cat(pieces), shape, Layout(mesh))
+    return laid(torch.cat(pieces), batch)
+
+
+def laid(x: Tensor, batch: Batch) -> Rows:
+    """Say how collected rows lie: as the batch does, or whole, where it is not cut evenly."""
+    cut = batch.cut
+    if cut is None or cut.length % cut.parts:
+        return Rows(x, tuple(x.shape), Layout(batch.mesh))
+    return Rows(x, (cut.length, *x.shape[1:]), Layout(batch.mesh, P(cut.axes)))
 
 
 def put_together(means: dict[int, Tensor], rows: Sequence[dict[int, Rows]], structure: Structure) -> PyTree:

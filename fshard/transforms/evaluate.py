@@ -6,22 +6,25 @@ of any size are averaged by what they count for, and nothing is recorded, reduce
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
 import torch
 
+from fshard.errors import LayoutError
 from fshard.mesh.mesh import Mesh
 from fshard.mesh.tree import PyTree
+from fshard.pipeline.schedule import Schedule
 from fshard.source import call_site
 from fshard.transforms.gradient import Gradient, value_and_grad
 from fshard.transforms.nearby import refuse_distant
 from fshard.transforms.slices import Weight
+from fshard.transforms.staged import Staged, staged
 
 
 def evaluate(
-    loss_fn: Callable[..., Any],
+    loss_fn: Any,
     *,
     mesh: Mesh,
     batch: PyTree,
@@ -34,6 +37,8 @@ def evaluate(
     live_units: int = 2,
     prefetch: int = 1,
     compute: torch.dtype | None = None,
+    schedule: Schedule | None = None,
+    **staging: Any,
 ) -> Callable[..., Any]:
     """Return a function of (params, batch) that gives the mean loss over the whole batch, or with `has_aux` (loss, aux).
 
@@ -52,6 +57,8 @@ def evaluate(
         live_units: how many sharded units are whole at a time.
         prefetch: how many units to start gathering ahead of their use.
         compute: the floating dtype that parameters and batch are used in, if not their own.
+        schedule: of a model in stages, of which the forwards are run.
+        staging: with a schedule, loss, inputs, skips, axis and dynamic, as in `train_step`.
 
     Communicates an all_gather of each unit that lies sharded and the psum of the means.  It works under `torch.no_grad` and
     `torch.inference_mode`, and leaves the random state as it was.
@@ -66,16 +73,19 @@ def evaluate(
     >>> loss, [name for name, _ in comm.by_collective()]
     (tensor(8.), ['all_gather', 'psum'])
     """
-    options: dict[str, Any] = {
-        "weight": weight,
-        "accumulate": accumulate,
-        "reproducible": reproducible,
-        "slices": slices,
-    }
-    manner: dict[str, Any] = {"live_units": live_units, "prefetch": prefetch, "compute": compute}
-    flags = {"has_buffers": has_buffers, "has_aux": has_aux}
-    known = value_and_grad(loss_fn, mesh=mesh, batch=batch, **flags, **options, **manner)
-    forward = Gradient(replace(known.how, backward=False), mesh, batch, known.gradients, None)
+    whole: dict[str, Any] = {"accumulate": accumulate, "slices": slices, "prefetch": prefetch}
+    both: dict[str, Any] = {"has_buffers": has_buffers, "has_aux": has_aux, "weight": weight, "compute": compute}
+    both |= {"mesh": mesh, "batch": batch, "reproducible": reproducible, "live_units": live_units}
+    forward: Gradient | Staged
+    if schedule is None:
+        _refuse(staging, "without schedule=")
+        known = value_and_grad(loss_fn, **both, **whole)
+        forward = Gradient(replace(known.how, backward=False), mesh, batch, known.gradients, None)
+    else:
+        usual = {"accumulate": 1, "slices": None, "prefetch": 1}
+        _refuse([name for name in whole if whole[name] != usual[name]], "with schedule=")
+        _refuse(staging.keys() - {"loss", "inputs", "skips", "axis", "dynamic"}, "with schedule=")
+        forward = staged(loss_fn, schedule=schedule, backward=False, **both, **staging)
 
     def run(params: PyTree, *given: PyTree) -> Any:
         buffers, batch = given if has_buffers else ((), *given)
@@ -85,3 +95,8 @@ def evaluate(
         return (value.loss, value.aux) if has_aux else value.loss
 
     return run
+
+
+def _refuse(options: Iterable[str], when: str) -> None:
+    if names := sorted(options):
+        raise LayoutError(f"evaluate has no option {', '.join(names)} {when}. Leave out what has no meaning there.")

@@ -14,6 +14,7 @@ nothing, and what a forward does in place is seen in its result alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from traceback import clear_frames
 from typing import Any
 
@@ -26,6 +27,7 @@ from torch.utils.checkpoint import _StopRecomputationError as StopRecomputation 
 from fshard.mesh.differentiate import transformed
 from fshard.mesh.spec import Axes
 from fshard.transforms.batchnorm import synchronise
+from fshard.transforms.deferred import defer, pending
 from fshard.transforms.layers import Layers
 from fshard.transforms.randomness import key_now
 from fshard.transforms.replica import Blueprint, ModuleError, Replica
@@ -37,7 +39,9 @@ Tensors = dict[str, Tensor]
 Apply = Callable[..., tuple[Any, Tensors]]
 
 
-def functionalize(module: nn.Module, *, sync_batchnorm: Axes | None = None) -> tuple[Apply, Tensors, Tensors]:
+def functionalize(
+    module: nn.Module, *, sync_batchnorm: Axes | None = None, deferred_batch_norm: bool = False
+) -> tuple[Apply, Tensors, Tensors]:
     """Return a module as a pure function, and what is to be passed to it: `(apply, params, buffers)`.
 
     `apply(params, buffers, *args, **kwargs)` returns `(output, new_buffers)` and changes nothing, not even the module.
@@ -50,6 +54,8 @@ def functionalize(module: nn.Module, *, sync_batchnorm: Axes | None = None) -> t
         sync_batchnorm: the axes along which BatchNorm layers in training take mean and variance over all devices,
             inside `shard_map` and loss functions (one psum of 2 * channels + 1 numbers per layer); outside, on one device, they
             are as they were.
+        deferred_batch_norm: whether BatchNorm layers in training put off what they learn until `commit_batch_norm`, once for
+            all microbatches of a step; meanwhile the sums are among the buffers.
 
     In a training step, or where else draws are keyed (`keyed_random`), each layer draws by its own name; elsewhere draws are
     those of the module itself.
@@ -67,9 +73,12 @@ def functionalize(module: nn.Module, *, sync_batchnorm: Axes | None = None) -> t
     (tensor(0), tensor(1))
     """
     _refuse_unready(module)
+    if deferred_batch_norm and sync_batchnorm is not None:
+        raise ModuleError("functionalize: BatchNorm is either synchronised or deferred: give one of these options.")
     params, buffers = dict(module.named_parameters()), dict(module.named_buffers())
     names = {id(x): name for name, x in (buffers | params).items()}
-    pool = _Pool(Blueprint(module, names, lambda layer: synchronise(layer, sync_batchnorm)))
+    adapt = defer if deferred_batch_norm else partial(synchronise, axis=sync_batchnorm)
+    pool = _Pool(Blueprint(module, names, adapt))
     check = _Check(type(module).__name__, params, buffers, [name for name, _ in module.named_modules()])
     aliases = _aliases(module, names)
 
@@ -94,7 +103,8 @@ def functionalize(module: nn.Module, *, sync_batchnorm: Axes | None = None) -> t
             pool.give_back(replica)
 
     frozen = {name: nn.Parameter(x.detach(), requires_grad=False) for name, x in params.items() if not x.requires_grad}
-    return apply, {**_detached(params), **frozen}, _detached(buffers)
+    sums = pending(module) if deferred_batch_norm else {}
+    return apply, {**_detached(params), **frozen}, {**_detached(buffers), **sums}
 
 
 def _detached(tensors: Mapping[str, Tensor]) -> Tensors:

@@ -39,8 +39,8 @@ def together(
     `many` devices count for the same samples.
     """
     first, near = found[0], found[0].loss.device
-    weight = _tree_sum([one.weight for one in found])
-    sums = _tree_sum([_row(one, near) for one in found])
+    weight = tree_sum([one.weight for one in found])
+    sums = tree_sum([_row(one, near) for one in found])
     if group is not None and group.size > 1:
         sums, known = summed((sums, on_host([weight, *more], near)), group, site)
         weight, *more = [weight, *more] if known.is_meta else known.tolist()
@@ -68,7 +68,7 @@ def _vector(xs: Sequence[Tensor], near: torch.device) -> Tensor:
     return torch.cat([empty, *(x.detach().to(near, torch.float64).reshape(-1) for x in xs)])
 
 
-def _tree_sum(rows: list[Row]) -> Row:
+def tree_sum(rows: list[Row]) -> Row:
     """Add up what the slices have found, in the tree in which their gradients are added."""
     while len(rows) > 1:
         rows = [a + b for a, b in zip(rows[::2], rows[1::2], strict=False)] + rows[len(rows) // 2 * 2 :]

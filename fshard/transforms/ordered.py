@@ -20,8 +20,10 @@ from fshard.mesh.steps import Way, way_between
 
 
 @lru_cache(maxsize=4096)
-def way_in_order(mesh: Mesh, axes: tuple[str, ...], wanted: Layout, shape: tuple[int, ...]) -> Way:
-    """Return the way from summands over `axes` to a layout that adds up over the last axis first.
+def way_in_order(
+    mesh: Mesh, axes: tuple[str, ...], wanted: Layout, shape: tuple[int, ...], on: tuple[tuple[str, int], ...] = ()
+) -> Way:
+    """Return the way from summands over `axes`, at a place `on` others, to a layout that adds up over the last axis first.
 
     It is the cheapest, if that does; else axes are added up one by one, and the gradient is cut with the first.
 
@@ -32,12 +34,12 @@ def way_in_order(mesh: Mesh, axes: tuple[str, ...], wanted: Layout, shape: tuple
     [('psum', 'b'), ('flat_scatter', 'a')]
     [('flat_scatter', 'b'), ('psum', 'a')]
     """
-    way = way_between(Layout(mesh, P(unreduced=axes)), wanted, shape)
+    summands = [Layout(mesh, P(unreduced=axes[:count], on=dict(on))) for count in range(len(axes), 0, -1)]
+    way = way_between(summands[0] if axes else Layout(mesh, P(on=dict(on))), wanted, shape)
     added = [axis for step in reversed(way.steps) if step.kind in _ADDING for axis in step.axes]
     if added == [axis for axis in axes if mesh.shape[axis] > 1]:
         return way
-    stations = [*(Layout(mesh, P(unreduced=axes[:count])) for count in range(len(axes), 0, -1)), wanted]
-    return Way(tuple(step for leg in pairwise(stations) for step in way_between(*leg, shape).steps), shape)
+    return Way(tuple(step for leg in pairwise([*summands, wanted]) for step in way_between(*leg, shape).steps), shape)
 
 
 _ADDING = ("psum", "psum_scatter", "flat_scatter")

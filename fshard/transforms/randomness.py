@@ -77,16 +77,39 @@ def drawing_by(key: int) -> Generator[None]:
     try:
         yield
     finally:
-        with _WithoutTransforms():  # torch.func would make a tensor without memory of it
-            words: Any = before.of[0][1].numpy().view("uint64")
-        words[0] = key ^ 1  # where torch keeps the seed, from which nothing is drawn any more
-        before.set()
+        _call_seed(before, key ^ 1)
+
+
+@contextmanager
+def keyed_apart(seed: int, *key: int | str, part: int) -> Generator[None]:
+    """Draw as `keyed_random` does in the first of several parts; others draw something else, but layers what they would there.
+
+    >>> def draw(part):
+    ...     with keyed_apart(17, 0, part=part):
+    ...         return torch.rand(()).item(), key_now()
+    >>> with keyed_random(17, 0):
+    ...     first = torch.rand(()).item(), key_now()
+    >>> first == draw(0), first[0] == draw(1)[0], first[1] == draw(1)[1]
+    (True, False, True)
+    """
+    with keyed_random(seed, *key, *([f"part {part}"] if part else [])):
+        if part:
+            _call_seed(random_state(), folded(seed, *key))
+        yield
 
 
 def key_now() -> int | None:
     """Return the key that the calling thread draws by; None if it draws by no key."""
     seed = torch.default_generator.initial_seed()
     return seed if seed >> 48 == _MARK else None
+
+
+def _call_seed(state: State, key: int) -> None:
+    """Go on from a state, but call its seed something else: on a CPU nothing is drawn from that any more."""
+    with _WithoutTransforms():  # torch.func would make a tensor without memory of it
+        words: Any = state.of[0][1].numpy().view("uint64")
+    words[0] = key  # where torch keeps the seed
+    state.set()
 
 
 def _seed(key: int) -> None:

@@ -18,6 +18,7 @@ from fshard.errors import LayoutError, MismatchError
 from fshard.mesh.scope import Group, owning
 from fshard.mesh.tree import PyTree, Structure
 from fshard.optim.scaling import held_by
+from fshard.source import Site
 from fshard.transforms.agree import disagreement, exchanged, marks, on_host, summed, unlike
 from fshard.transforms.batch import Batch, Slice
 from fshard.transforms.beside import Rows, Told, collected, told
@@ -146,8 +147,8 @@ class Device:
         """Take all slices."""
         how, tape = self.how, self.tape
         n, index = (self.group.size, self.group.index) if self.group is not None else (1, 0)
-        slices = self.batch.slices(self.place, how.turns(n))
-        counts = self._counts(slices)
+        slices = self.batch.slices(self.place, how.turns(n), apart=how.slices is not None)
+        counts = counts_of(how, self.batch, slices, self.group, tape.site)
         forest = Forest(tape.units, tape.reductions.as_reduced) if how.slices is not None else None
         parts: list[Part] = []
         reductions = tape.reductions
@@ -205,36 +206,13 @@ class Device:
         same = tuple(axis for axis in (*self.talk.along, *self.batch.axes) if axis not in cut)
         return collected(rows, self.batch, self._along(same), self._along(cut), self.tape.site)
 
-    def _counts(self, slices: list[Slice]) -> list[Count]:
-        """Return what each slice counts for."""
-        how, rows = self.how, [slice.rows for slice in slices]
-        if how.weight is None:
-            total = self.batch.total(len(slices)) if how.slices is None else 1
-            return [Count(float(each), each / total) for each in rows]
-        given = [weights_of(how.weight(self.batch.tree(slice.leaves)), slice.samples) for slice in slices]
-        found = torch.stack([added(weights) for weights in given])
-        if found.is_meta:
-            return [Count(1.0, 1.0, each) for each in given]
-        weights = [weight * bool(each) for weight, each in zip(found.tolist(), rows, strict=True)]
-        refuse_weights(weights)
-        if how.slices is not None:
-            return [Count(weight, weight, each) for weight, each in zip(weights, given, strict=True)]
-        (sums,) = summed((on_host([sum(weights)], found.device),), self.group, self.tape.site)
-        total = something(sums.item())
-        return [Count(weight, weight / total, each) for weight, each in zip(weights, given, strict=True)]
-
     def _one(self, slice: Slice, count: Count) -> Part:
         """Forward and backward of one slice."""
         how, tape = self.how, self.tape
         with torch.set_grad_enabled(how.backward):
             batch = self.batch.tree(slice.leaves, how.manner.compute)
             loss, buffers, aux = tape.saved.watch(lambda: self._called(batch), tape.begin)
-            if not isinstance(loss, Tensor) or loss.numel() != 1:
-                loss = self._mean(loss, slice, count)
-        if not loss.is_floating_point():
-            raise LayoutError(
-                f"the loss function returned a number of {loss.dtype}, which has no gradient. Return a real floating one."
-            )
+            loss = one_loss(how, loss, slice, count)
         idle = not count.weight and not self.talk.mixed  # other losses may depend on what counts for nothing itself
         tape.begin_backward(self.everyone, self.talk.along, idle=idle)
         if loss.requires_grad:
@@ -265,22 +243,6 @@ class Device:
         named = dict(zip(wanted, result, strict=True))
         return named["loss"], named.get("buffers", given), named.get("aux", ())
 
-    def _mean(self, loss: Any, slice: Slice, count: Count) -> Tensor:
-        """Return the mean of the losses of the samples of a slice."""
-        if isinstance(loss, Tensor) and loss.shape == (slice.samples,):
-            if self.how.weight is None:
-                return loss.mean()
-            if count.each is not None and count.each.ndim:
-                return weighted(loss, count.each)
-            raise LayoutError(
-                "the loss function returned a loss for each sample, but weight= one number for all. Let weight= return what "
-                "each sample counts for, or take the mean that this number is for."
-            )
-        found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-        one_each = "" if slice.samples is None else ", or one for each sample"
-        cure = "Say has_aux=True" if isinstance(loss, tuple | list) else "Take its mean"
-        raise LayoutError(f"the loss function has to return one number{one_each}; found {found}. {cure}.")
-
     def _together(self, found: list[Found]) -> tuple[Found, list[float]]:
         """Average what was found and reduce what is left; return also how many devices have used each parameter."""
         tape = self.tape
@@ -297,7 +259,7 @@ class Device:
         kept, used = sums[len(own) : len(own) + len(kept)], sums[len(own) + len(kept) :]
         trained = [leaf.trained for leaf in tape.leaves]
         if any(trained) and not any(times for times, moves in zip(used, trained, strict=True) if moves):
-            raise LayoutError(_DETACHED)
+            raise LayoutError(DETACHED)
         tape.reductions.rest(kept, used)
         return mean, used
 
@@ -331,7 +293,54 @@ class Device:
         ]
 
 
-_DETACHED = (
+def counts_of(how: How, batch: Batch, slices: list[Slice], group: Group | None, site: Site) -> list[Count]:
+    """Return what each slice of a device counts for; `group` are the devices that have the others."""
+    rows = [slice.rows for slice in slices]
+    if how.weight is None:
+        total = batch.total(len(slices)) if how.slices is None else 1
+        return [Count(float(each), each / total) for each in rows]
+    given = [weights_of(how.weight(batch.tree(slice.leaves)), slice.samples) for slice in slices]
+    found = torch.stack([added(weights) for weights in given])
+    if found.is_meta:
+        return [Count(1.0, 1.0, each) for each in given]
+    weights = [weight * bool(each) for weight, each in zip(found.tolist(), rows, strict=True)]
+    refuse_weights(weights)
+    if how.slices is not None:
+        return [Count(weight, weight, each) for weight, each in zip(weights, given, strict=True)]
+    (sums,) = summed((on_host([sum(weights)], found.device),), group, site)
+    total = something(sums.item())
+    return [Count(weight, weight / total, each) for weight, each in zip(weights, given, strict=True)]
+
+
+def one_loss(how: How, loss: Any, slice: Slice, count: Count) -> Tensor:
+    """Return the loss of a slice as one number, of what the loss function returned."""
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        loss = _mean(how, loss, slice, count)
+    if not loss.is_floating_point():
+        raise LayoutError(
+            f"the loss function returned a number of {loss.dtype}, which has no gradient. Return a real floating one."
+        )
+    return loss
+
+
+def _mean(how: How, loss: Any, slice: Slice, count: Count) -> Tensor:
+    """Return the mean of the losses of the samples of a slice."""
+    if isinstance(loss, Tensor) and loss.shape == (slice.samples,):
+        if how.weight is None:
+            return loss.mean()
+        if count.each is not None and count.each.ndim:
+            return weighted(loss, count.each)
+        raise LayoutError(
+            "the loss function returned a loss for each sample, but weight= one number for all. Let weight= return what "
+            "each sample counts for, or take the mean that this number is for."
+        )
+    found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+    one_each = "" if slice.samples is None else ", or one for each sample"
+    cure = "Say has_aux=True" if isinstance(loss, tuple | list) else "Take its mean"
+    raise LayoutError(f"the loss function has to return one number{one_each}; found {found}. {cure}.")
+
+
+DETACHED = (
     "value_and_grad: the loss depends on no parameter that is trained, on any device, so nothing would be learnt. Was it cut "
     "off by detach(), item(), no_grad() or torch.tensor(...), or are all parameters that it uses frozen?"
 )

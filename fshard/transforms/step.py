@@ -20,14 +20,19 @@ from fshard.mesh.tree import PyTree
 from fshard.optim.contract import Optimizer, Update, copied, step_of
 from fshard.optim.norms import norm_once
 from fshard.optim.plain import on_arrays
+from fshard.pipeline.schedule import Schedule
 from fshard.source import call_site
 from fshard.transforms.gradient import Value, value_and_grad
 from fshard.transforms.nearby import refuse_distant
 from fshard.transforms.slices import How
+from fshard.transforms.staged import staged
 from fshard.uncompiled import uncompiled
 
 Precision = Literal["bf16", "fp16"]
-_OPTIONS = [name for name in signature(value_and_grad).parameters if name not in ("loss_fn", "mesh", "batch")]
+_OWN = ("loss_fn", "stages", "mesh", "batch", "schedule", "backward")
+_OPTIONS, _STAGED = (
+    [name for name in signature(what).parameters if name not in _OWN] for what in (value_and_grad, staged)
+)
 _COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16, None: None}
 
 Metrics = dict[str, Any]
@@ -55,19 +60,20 @@ class AnyOptimizer(Protocol):
 
 
 def train_step(
-    loss_fn: Callable[..., Any],
+    loss_fn: Any,
     opt: AnyOptimizer,
     *,
     mesh: Mesh,
     batch: PyTree,
     donate: bool = False,
     precision: Precision | None = None,
+    schedule: Schedule | None = None,
     **options: Any,
 ) -> Callable[..., Any]:
     """Return a function of (params, state, batch) that takes one step of training; it returns (params, state, metrics).
 
     Args:
-        loss_fn: an ordinary function of one device: see `value_and_grad`.
+        loss_fn: an ordinary function of one device: see `value_and_grad`.  With a schedule, the stages: see below.
         opt: an optimizer; `partition_optimizer` chooses what of it is divided among the devices.
         mesh: the devices.
         batch: how the batch is cut.
@@ -75,8 +81,9 @@ def train_step(
         precision: "bf16" or "fp16" computes in that dtype, while parameters and state stay in their own (float32 masters).
             Parameters are gathered in 16 bits; gradients are reduced in them (bf16) or in float32 (fp16), unless `reduce`
             names another dtype.  "fp16" needs `fs.optim.loss_scaled(opt)`.
+        schedule: which device does what with which stage, and when: see `pipeline_schedule`.
         options: those of `value_and_grad`: accumulate, weight, has_aux, frozen, reproducible, ...  With `has_buffers`, a step
-            takes (params, state, buffers, batch) and returns (params, state, buffers, metrics).
+            takes (params, state, buffers, batch) and returns (params, state, buffers, metrics).  With a schedule, those below.
 
     The metrics are "loss", "grad_norm", "finite" and "samples"; with `weight` also "weight", with `has_aux` also "aux".  The
     host waits for no device before it has launched the update, unless the optimizer does: `loss_scaled` and
@@ -104,23 +111,57 @@ def train_step(
     >>> params, state, buffers, metrics = step(params, opt.init(params), buffers, torch.full((3, 2), 5.0))
     >>> buffers["running_mean"], buffers["num_batches_tracked"]
     (tensor([0.5000, 0.5000]), tensor(1))
+
+    In stages: these are modules, or functions (params, x) -> y, and `params` a list with a tree for each, on the devices that
+    have it (`shard_stages`).  Each device's part of the batch is cut into the microbatches of the schedule, as even as can be.
+    All else is as above, ZeRO too: stages that lie in pieces are gathered, freed and reduced as the schedule says, or where it
+    says nothing as `live_units` does.
+
+        loss             of (y, microbatch), where y is what the last stage makes: a number, or one for each sample
+        inputs           what the first stage is given of a microbatch; by default x of a pair (x, target), else all of it
+        skips            {name: (from, to)}: stage `from` returns (y, {name: value}), and `to` is called with name=value
+        axis             along which the stages lie: "pipe"
+        live_units       how many stages a device has whole at a time: the one it computes and those that come next
+        reproducible     the bits of a step without stages, with as many `slices` as there are microbatches on all devices
+        has_buffers      as above; they are a list of trees, each on the devices of its stage: `shard_stages` lays them too.  A
+                         stage that is a function is then (params, buffers, x) -> (y, buffers)
+        deferred_batch_norm      whether BatchNorm sees the whole batch once a step, where it remembers: see `functionalize`
+        recompute        which activations are computed again instead of being kept: see `stage_functions`
+        dynamic          whether shapes depend on more than those of the microbatch
+        weight, has_aux, gradients, frozen, compute, reduce      as in `value_and_grad`
+
+    >>> mesh, schedule = fs.make_mesh({"pipe": 2, "data": 2}), fs.pipeline_schedule("1f1b", stages=2, microbatches=4)
+    >>> stages = fs.split_stages(torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU(), torch.nn.Linear(3, 1)), 2)
+    >>> params = fs.shard_stages(stages, fs.fsdp("data"), mesh=mesh, schedule=schedule)
+    >>> opt = fs.partition_optimizer(fs.optim.sgd(0.5), mesh=mesh, axis="data", stage=3)
+    >>> def loss(y, batch):
+    ...     return (y - batch[1]).square().mean()
+    >>> step = fs.train_step(stages, opt, mesh=mesh, batch=P("data"), schedule=schedule, loss=loss)
+    >>> params, state, metrics = step(params, opt.init(params), (torch.ones(16, 2), torch.ones(16, 1)))
+    >>> fs.typeof(params[1]["2.weight"]), metrics["samples"]
+    (f32[1, 3]{flat:data, on:pipe=1}, tensor(16))
     """
     opt = on_arrays(opt, "train_step")
-    unknown = [name for name in options if name not in _OPTIONS]
-    if unknown:
-        raise LayoutError(
-            f"train_step has no option {', '.join(unknown)}. Besides its own it has those of value_and_grad: "
-            f"{', '.join(_OPTIONS)}."
-        )
+    known = _OPTIONS if schedule is None else _STAGED
+    if unknown := [name for name in options if name not in known]:
+        kind = "Besides its own it has those of value_and_grad" if schedule is None else "With a schedule it has"
+        raise LayoutError(f"train_step has no option {', '.join(unknown)}. {kind}: {', '.join(known)}.")
     if precision not in _COMPUTE:
         raise LayoutError(f'train_step: precision is "bf16", "fp16" or None, not {precision!r}.')
     if precision == "fp16" and opt.loss_scale is None:
         raise LayoutError('train_step: precision="fp16" needs a scaled loss. Write fs.optim.loss_scaled(opt).')
     options.setdefault("gradients", getattr(opt, "gradients", None))
-    options.setdefault("reduce_once", getattr(opt, "stage", 0) < 2)
     options.setdefault("compute", _COMPUTE[precision])
     options.setdefault("reduce", torch.float32 if precision == "fp16" else None)
-    gradient = value_and_grad(loss_fn, mesh=mesh, batch=batch, **options)
+    if schedule is None:
+        if isinstance(loss_fn, list | tuple):
+            raise LayoutError(
+                "train_step was given a list of stages. Say how they run: schedule=fs.pipeline_schedule(...)."
+            )
+        options.setdefault("reduce_once", getattr(opt, "stage", 0) < 2)
+        gradient = value_and_grad(loss_fn, mesh=mesh, batch=batch, **options)
+    else:
+        gradient = staged(loss_fn, mesh=mesh, batch=batch, schedule=schedule, **options)
     how = gradient.how
     write = step_of(opt)  # pyright: ignore[reportArgumentType]  # a Partitioned has all that an Optimizer has
     if how.slices is not None:  # torch's fused kernels round differently where a piece ends; updates do without them

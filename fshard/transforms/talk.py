@@ -18,7 +18,7 @@ from __future__ import annotations
 from fshard.mesh.scope import Group, Notice
 from fshard.transforms.batch import Batch
 
-_NOT_HEARD = ("fs.pvary", "fs.axis_size")
+NOT_HEARD = ("fs.pvary", "fs.axis_size")
 """What is the same on all devices, and tells them nothing of each other."""
 
 
@@ -38,7 +38,7 @@ class Talk:
         """Note what is asked for over the axes of a group, unless it is refused."""
         if self._objection is not None:
             self._objection(what, group)
-        if what in _NOT_HEARD:
+        if what in NOT_HEARD:
             return
         self.mixed |= not self._cut.isdisjoint(group.axes)
         if new := {axis for axis in group.axes if self._sizes.get(axis, 1) > 1} - self._cut - {*self.along}:

@@ -1,0 +1,244 @@
+"""The interpreter: every device goes along its row of a schedule, and does what stands there.
+
+    F   take what comes along the wires to the stage, call it, hand its results on along the wires from it
+    B   take their gradients, go back through what F has recorded, hand the gradients of what came on
+    I   the same for what came alone;   W   the rest, for the weights
+
+What is taken is let go.  A stage that lies on the same device is handed a copy, so what a stage is given is always its own,
+to be changed in place if it likes.  Of a forward only edges of its graph are kept, and what autograd has saved.
+
+What a stage is, where its weights come from and what becomes of their gradients is the business of its `Work`: gather, free
+and reduce are words of a schedule that only that understands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from fshard.errors import LayoutError
+from fshard.mesh.scope import Group
+from fshard.mesh.tree import PyTree
+from fshard.pipeline.halves import halves, whole
+from fshard.pipeline.leaves import Value, left
+from fshard.pipeline.post import Known, Post
+from fshard.pipeline.route import Mail, Route, Wire
+from fshard.pipeline.saved import Saved
+from fshard.pipeline.schedule import Action, Kind
+from fshard.source import Site
+
+
+class Work(Protocol):
+    """What is done with the stages of one device in one step, whenever the schedule says so."""
+
+    def begin(self, microbatch: int) -> PyTree:
+        """Return what the first stage is given."""
+        ...
+
+    def call(self, stage: int, microbatch: int, x: PyTree, skips: dict[str, PyTree]) -> PyTree:
+        """Return what a stage makes."""
+        ...
+
+    def end(self, microbatch: int, y: PyTree) -> Tensor | None:
+        """Take what the last stage has made; return the loss, if there is one."""
+        ...
+
+    def start(self, microbatch: int) -> Tensor:
+        """Return the gradient that a backward begins with."""
+        ...
+
+    def edges(self, stage: int) -> list[GradientEdge]:
+        """Return where the gradients of a stage's weights come out."""
+        ...
+
+    def add(self, stage: int, microbatch: int, gs: list[Tensor | None]) -> None:
+        """Take these gradients of one microbatch."""
+        ...
+
+    def gather(self, stage: int) -> None:
+        """Get the weights of a stage from all who have a part of them."""
+        ...
+
+    def free(self, stage: int) -> None:
+        """Let them go."""
+        ...
+
+    def reduce(self, stage: int) -> None:
+        """Reduce their gradients: all have come."""
+        ...
+
+    def outcome(self) -> PyTree:
+        """Return, where the last stage lies, what all devices are told at last."""
+        ...
+
+
+class Record(NamedTuple):
+    """What a forward leaves for its backward: where gradients come in and out, how many by each wire, and what is saved."""
+
+    outputs: list[tuple[Wire, list[GradientEdge]]]
+    inputs: list[tuple[Wire, list[GradientEdge]]]
+    saved: Saved | None
+
+    def edges(self) -> tuple[list[GradientEdge], list[GradientEdge]]:
+        """Return those of the outputs and of the inputs."""
+        ins, outs = ([edge for _, edges in part for edge in edges] for part in self[:2])
+        return ins, outs
+
+
+class Device:
+    """One device in one step.
+
+    Args:
+        route: what is done in which order, and what goes where.
+        work: how.
+        group: the devices of the pipeline.
+        device: where tensors lie.
+        site: the line of the step.
+        kinds: of each microbatch, what decides of which shapes messages are.
+        known: the messages that are known already; None: all are told.
+        backward: whether forwards are recorded.
+        tells: whether the outcome is told to all.
+    """
+
+    def __init__(
+        self,
+        route: Route,
+        work: Work,
+        group: Group,
+        device: torch.device,
+        site: Site,
+        kinds: Sequence[Hashable],
+        known: dict[Any, Known] | None,
+        *,
+        backward: bool,
+        tells: bool,
+    ) -> None:
+        self.route, self.work, self.index, self.kinds, self.backward = route, work, group.index, kinds, backward
+        self.others = [other for other in range(group.size) if other != group.index]
+        self.last, self.tells = route.placement[-1], tells
+        comes = {**route.comes(group.index)}
+        if tells and group.index != self.last:
+            comes[self.last] = [*comes[self.last], _OUTCOME]
+        self.post = Post[Mail](group, site, device, comes, self._kind, known)
+        self.here: dict[Mail, Any] = {}
+        self.records: dict[tuple[int, int], Record] = {}
+        self.later: dict[tuple[int, int], Callable[[], list[Tensor | None]]] = {}
+
+    def run(self) -> PyTree:
+        """Go along the row; return the outcome, if it is told."""
+        does = {Kind.F: self._forward, Kind.B: self._both, Kind.I: self._inputs, Kind.W: self._weights}
+        units = {Kind.GATHER: self.work.gather, Kind.FREE: self.work.free, Kind.REDUCE: self.work.reduce}
+        for action in self.route.rows[self.index]:
+            if action.microbatch is None:
+                units[action.kind](action.stage)
+            else:
+                does[action.kind](action, action.stage, action.microbatch)
+        return self._told() if self.tells else None
+
+    # -- what stands in a row -----------------------------------------------------------------------------------
+
+    def _forward(self, action: Action, stage: int, microbatch: int) -> None:
+        values = {wire: self._take(Mail(Kind.F, wire, microbatch)) for wire in self.route.takes[stage]}
+        if stage == 0:
+            values[_BATCH] = Value(self.work.begin(microbatch), ()).copied()
+        saved = Saved() if (stage, microbatch) in self.route.split else None
+        with torch.set_grad_enabled(self.backward):
+            entered = {wire: value.entered() for wire, value in values.items()}
+            values.clear()
+            given = {wire.name or "": tree for wire, (tree, _) in entered.items()}
+            with nullcontext() if saved is None else saved.watching():
+                y = self.work.call(stage, microbatch, given.pop(""), given)
+            made = {wire: left(tree) for wire, tree in self._results(stage, microbatch, y).items()}
+        if self.backward:
+            outputs = [(wire, edges) for wire, (_, edges) in made.items()]
+            inputs = [(wire, edges) for wire, (_, edges) in entered.items()]
+            self.records[stage, microbatch] = Record(outputs, inputs, saved)
+        for mail in self.route.made(action):
+            self._give(mail, made[mail.wire][0])
+
+    def _results(self, stage: int, microbatch: int, y: PyTree) -> dict[Wire, PyTree]:
+        """Return what a stage has made, by the wires that it goes along; of the last, the loss."""
+        gives = self.route.gives[stage]
+        names = {wire.name for wire in gives if wire.name is not None}
+        skips: dict[str | None, PyTree] = {}
+        if names:
+            if not isinstance(y, tuple) or len(y) != 2 or not isinstance(y[1], dict) or y[1].keys() != names:
+                wanted = ", ".join(f"{name!r}: ..." for name in sorted(names))
+                raise LayoutError(f"pipelined: stage {stage} has skips, so it has to return (y, {{{wanted}}}).")
+            y, skips = y
+        if stage < len(self.route.gives) - 1:
+            return {wire: y if wire.name is None else skips[wire.name] for wire in gives}
+        loss = self.work.end(microbatch, y)
+        return {} if loss is None else {_LOSS: loss}
+
+    def _both(self, action: Action, stage: int, microbatch: int) -> None:
+        record, gs = self._begun(stage, microbatch)
+        outputs, inputs = record.edges()
+        gxs, gws = whole(outputs, gs, inputs, self.work.edges(stage))
+        self.work.add(stage, microbatch, gws)
+        self._hand_back(microbatch, record, gxs)
+
+    def _inputs(self, action: Action, stage: int, microbatch: int) -> None:
+        record, gs = self._begun(stage, microbatch)
+        outputs, inputs = record.edges()
+        gxs, self.later[stage, microbatch] = halves(outputs, gs, inputs, self.work.edges(stage), record.saved)
+        self._hand_back(microbatch, record, gxs)
+
+    def _weights(self, action: Action, stage: int, microbatch: int) -> None:
+        self.work.edges(stage)  # whole, if they are gathered
+        self.work.add(stage, microbatch, self.later.pop((stage, microbatch))())
+
+    def _begun(self, stage: int, microbatch: int) -> tuple[Record, list[Tensor | None]]:
+        """Return what a forward has left, and the gradients of its outputs."""
+        record = self.records.pop((stage, microbatch))
+        gs: list[Tensor | None] = []
+        for wire, edges in record.outputs:
+            if wire == _LOSS:
+                gs += [self.work.start(microbatch)] * len(edges)
+            else:
+                gs += self._take(Mail(Kind.B, wire, microbatch))
+        return record, gs
+
+    def _hand_back(self, microbatch: int, record: Record, gxs: list[Tensor | None]) -> None:
+        """Give the stages before this one the gradients of what they gave."""
+        rest = iter(gxs)
+        for wire, edges in record.inputs:
+            if wire != _BATCH:
+                self._give(Mail(Kind.B, wire, microbatch), [next(rest) for _ in edges])
+
+    # -- messages -----------------------------------------------------------------------------------------------
+
+    def _give(self, mail: Mail, what: Any) -> None:
+        to = self.route.placement[mail.ends[1]]
+        if to != self.index:
+            self.post.send(mail, to, tuple(what))
+        else:
+            self.here[mail] = what.copied() if isinstance(what, Value) else what
+
+    def _take(self, mail: Mail) -> Any:
+        source = self.route.placement[mail.ends[0]]
+        found = self.here.pop(mail) if source == self.index else self.post.take(mail, source)
+        return Value(*found) if mail.kind is Kind.F else found
+
+    def _kind(self, mail: Mail) -> Any:
+        """Return what decides of which shapes a message is."""
+        return mail.kind, mail.wire, tuple(self.kinds) if mail == _OUTCOME else self.kinds[mail.microbatch]
+
+    def _told(self) -> PyTree:
+        """Tell all devices the outcome."""
+        if self.index != self.last:
+            return self.post.take(_OUTCOME, self.last)
+        outcome = self.work.outcome()
+        for other in self.others:
+            self.post.send(_OUTCOME, other, outcome)
+        return outcome
+
+
+_BATCH = Wire(-1, 0)
+_LOSS = Wire(-1, -1)
+_OUTCOME = Mail(Kind.F, _LOSS, -1)

@@ -1,0 +1,308 @@
+"""What one device does with its stages in one step of a pipeline, beside others that have other samples.
+
+Its part of the batch is cut into microbatches as into slices: they count as slices do, draw by their keys, and losses, metrics
+and gradients are those of `value_and_grad`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Hashable, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from fshard.errors import LayoutError, MismatchError
+from fshard.mesh.scope import Group, owning, require
+from fshard.mesh.steps import go
+from fshard.mesh.tree import PyTree, unflatten
+from fshard.optim.scaling import held_by
+from fshard.pipeline.device import Device
+from fshard.pipeline.microbatches import kind_of
+from fshard.pipeline.turns import called_for
+from fshard.source import Site, call_site
+from fshard.transforms.agree import exchanged, marks, on_host, summed, unlike
+from fshard.transforms.batch import Batch
+from fshard.transforms.beside import Told, collected, told
+from fshard.transforms.counts import something
+from fshard.transforms.idle import idling
+from fshard.transforms.means import Found, together, tree_sum
+from fshard.transforms.origin import Origin, bits
+from fshard.transforms.randomness import keyed_apart
+from fshard.transforms.slices import DETACHED, counts_of, one_loss
+from fshard.transforms.stage_buffers import Memory
+from fshard.transforms.stage_params import StageParams
+from fshard.transforms.stage_plan import Plan
+from fshard.transforms.stage_sums import StageSums
+from fshard.transforms.talk import NOT_HEARD
+from fshard.transforms.uneven import objection
+
+
+class Result(NamedTuple):
+    """What a device has in the end.
+
+    The loss, what it counts for and what is told beside it; its pieces of gradients, by number, and which have been used on any
+    device; what is new of the buffers of its stages, by path.
+    """
+
+    loss: Tensor
+    weight: float
+    aux: PyTree
+    gradients: dict[int, Tensor]
+    used: list[bool]
+    buffers: dict[int, dict[str, Tensor]]
+
+
+class Shift:
+    """The work of one device in one step.
+
+    Args:
+        plan: of all steps.
+        shards: what the device has of each parameter.
+        batch: of which it has a part.
+        at: where its shards stand among those at hand.
+        key: of random draws.
+        scale: what the loss is multiplied by for the backward.
+        memory: the buffers of its stages, if they have any.
+        fresh: whether it is the first step.
+        site: the line of the step.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        shards: Sequence[Tensor],
+        batch: Batch,
+        at: int,
+        key: int,
+        scale: float,
+        *,
+        memory: Memory | None,
+        fresh: bool,
+        site: Site,
+    ) -> None:
+        self.plan, self.batch, self.key, self.scale, self.fresh, self.site = plan, batch, key, scale, fresh, site
+        self.scaled, self.memory, how = scale, memory, plan.how
+        self.scope = require("train_step")
+        self.pipe = self.scope.group(plan.axis, "train_step")
+        self.beside = self._along(batch.axes)
+        index = self.beside.index if self.beside is not None else 0
+        turns = how.turns(self.beside.size if self.beside is not None else 1)
+        self.slices = batch.slices(at, turns, apart=how.slices is not None)
+        self.first = index * len(self.slices)
+        self.counts = counts_of(how, batch, self.slices, self.beside, site)
+        self.weight = self._weight()
+        self.mine = [stage for stage, place in enumerate(plan.route.placement) if place == self.pipe.index]
+        self.near = shards[0]
+        self._objection = objection(batch, len(self.slices), reproducible=how.slices is not None)
+        here = self._borrow(shards)
+        self.params = {stage: self._params(stage, here) for stage in self.mine}
+        self.sums = self._sums()
+        self.parts: dict[int, tuple[Found, Told]] = {}
+
+    def _along(self, axes: tuple[str, ...]) -> Group | None:
+        return self.scope.group(axes, "train_step") if axes else None
+
+    def _weight(self) -> float:
+        """Return what the whole batch counts for."""
+        if self.plan.how.weight is None:
+            return float(self.batch.total(len(self.slices)))
+        own = tree_sum([count.weight for count in self.counts])
+        (total,) = summed((on_host([own], torch.device("cpu")),), self.beside, self.site)
+        return something(total.item())
+
+    def _borrow(self, shards: Sequence[Tensor]) -> list[Tensor]:
+        """Return what the device has of each parameter, together with what is lent to it."""
+        rows, here = self.plan.weights.borrowed, list(shards)
+        given = go([shards[row.leaf].detach() for row in rows], [row.way for row in rows], self.site)()
+        for row, x in zip(rows, given, strict=True):
+            if row.place == self.pipe.index:
+                here[row.leaf] = x
+        return here
+
+    def _params(self, stage: int, here: Sequence[Tensor]) -> StageParams:
+        plan, own = self.plan, self.plan.weights.own[stage]
+        return StageParams(
+            own.leaves,
+            [here[leaf] for leaf in own.numbers],
+            own.tree,
+            plan.how.manner.compute,
+            backward=plan.how.backward,
+            site=self.site,
+        )
+
+    def _sums(self) -> StageSums:
+        plan = self.plan
+        trained = {
+            stage: [
+                leaf
+                for leaf in plan.weights.own[stage].numbers
+                if plan.how.backward and plan.weights.leaves[leaf].trained
+            ]
+            for stage in self.mine
+        }
+        weights = [count.share for count in self.counts] if plan.how.slices is not None else None
+        used, wide = ([dtype_of(leaf) for leaf in plan.weights.leaves] for dtype_of in (plan.used_in, plan.reduced_in))
+        place = self.pipe.index
+        return StageSums(
+            plan.weights.leaves,
+            trained,
+            plan.weights.ties,
+            plan.weights.ways,
+            weights,
+            used,
+            wide,
+            place,
+            self.near,
+            self.site,
+        )
+
+    def run(self) -> Result:
+        """Take the device's part in the step."""
+        plan, known = self.plan, None
+        if plan.messages is not None:
+            known = plan.messages.setdefault(self.pipe.device, {})
+        kinds: list[Hashable] = [kind_of(slice.leaves) for slice in self.slices]
+        how, near = plan.how, self.near.device
+        with owning(self.scope.mesh.axis_names, self._notice):
+            device = Device(
+                plan.route, self, self.pipe, near, self.site, kinds, known, backward=how.backward, tells=True
+            )
+            loss, held, aux = device.run()
+        found = self.sums.result()
+        used = self._used()
+        divisor = 1.0 if how.slices is None else self.weight
+        gradients = {
+            leaf: self._divided(g, divisor, held).to(plan.weights.leaves[leaf].dtype)
+            for leaf, g in found.items()
+            if used[leaf]
+        }
+        weights = [count.weight for count in self.counts]
+        learnt = {} if self.memory is None else self.memory.together(weights, self.beside, self.site)
+        return Result(loss, self.weight, aux, gradients, used, learnt)
+
+    def _divided(self, g: Tensor, divisor: float, held: Tensor) -> Tensor:
+        g = g if divisor == 1.0 else g / divisor
+        return g if self.scale == 1.0 else g / held
+
+    # -- what the schedule asks for ---------------------------------------------------------------------------------
+
+    def begin(self, microbatch: int) -> PyTree:
+        """Return what the first stage takes of a microbatch."""
+        return self.plan.inputs(self._tree(microbatch))
+
+    def _tree(self, microbatch: int) -> PyTree:
+        return self.batch.tree(self.slices[microbatch].leaves, self.plan.how.manner.compute)
+
+    def call(self, stage: int, microbatch: int, x: PyTree, skips: dict[str, PyTree]) -> PyTree:
+        """Call a stage; what it draws depends on the samples and the layer."""
+        with self._slice(microbatch, part=stage):
+            called, params = called_for(self.plan.stages[stage], microbatch), self.params[stage].tree
+            if self.memory is None:
+                return called(params, x, **skips)
+            y, after = called((params, self.memory.parts[stage]), x, **skips)
+            self.memory.note(stage, microbatch, after)
+            return y
+
+    @contextmanager
+    def _slice(self, microbatch: int, part: int) -> Generator[None]:
+        idle = not self.slices[microbatch].rows
+        with keyed_apart(self.key, 0, self.first + microbatch, part=part), idling(idle):
+            yield
+
+    def end(self, microbatch: int, y: PyTree) -> Tensor:
+        """Return the loss of what the last stage has made."""
+        how, slice, count = self.plan.how, self.slices[microbatch], self.counts[microbatch]
+        with self._slice(microbatch, part=0):
+            returned, aux = how.loss_fn(y, self._tree(microbatch)), ()
+            if how.has_aux:
+                if not isinstance(returned, tuple | list) or len(returned) != 2:
+                    raise LayoutError(
+                        f"the loss function has to return (loss, aux); found a {type(returned).__name__}."
+                    )
+                returned, aux = returned
+            loss = one_loss(how, returned, slice, count)
+        beside = told(aux, slice.samples, loss.device)
+        means, counts = [*beside.means.values()], [*beside.counts.values()]
+        self.parts[microbatch] = Found(loss.detach(), count.weight, means, counts), beside
+        self.scaled = held_by(loss.dtype, self.scale)
+        return loss
+
+    def start(self, microbatch: int) -> Tensor:
+        """Return the share of a loss in the whole; in reproducible mode sums are weighted, in 32 bits."""
+        share = self.counts[microbatch].share if self.plan.how.slices is None else 1.0
+        return torch.full_like(self.parts[microbatch][0].loss, share * self.scaled)
+
+    def edges(self, stage: int) -> list[GradientEdge]:
+        """Return those of what is trained."""
+        return self.params[stage].edges
+
+    def add(self, stage: int, microbatch: int, gs: list[Tensor | None]) -> None:
+        """Add gradients up; those of what counts for nothing are nothing, even if they are no numbers."""
+        self.sums.add(stage, microbatch, gs, idle=not self.counts[microbatch].weight)
+
+    def gather(self, stage: int) -> None:
+        """Begin to gather a stage."""
+        self.params[stage].gather()
+
+    def free(self, stage: int) -> None:
+        """Let a stage go."""
+        self.params[stage].free()
+
+    def reduce(self, stage: int) -> None:
+        """Begin to reduce the gradients of a stage."""
+        self.sums.reduce(stage)
+
+    def outcome(self) -> tuple[Tensor, Tensor, PyTree]:
+        """Return the loss, what it was multiplied by for each 1 that was asked for, and what is told beside it."""
+        parts, batch = [self.parts[microbatch] for microbatch in range(len(self.slices))], self.batch
+        mean, _ = together([found for found, _ in parts], [], self.beside, 1, self.site)
+        last = parts[-1][1]
+        known = {**dict(zip(last.means, mean.means, strict=True)), **dict(zip(last.counts, mean.counts, strict=True))}
+        cut = () if batch.cut is None else batch.cut.axes
+        same = tuple(axis for axis in batch.axes if axis not in cut)
+        for place in last.rows:
+            rows = [
+                own.rows[place][: slice.rows if batch.cut else None]
+                for (_, own), slice in zip(parts, self.slices, strict=True)
+            ]
+            known[place] = collected(rows, batch, self._along(same), self._along(cut), self.site).own
+        aux = unflatten(last.structure, [known[place] for place in range(last.structure.num_leaves)])
+        return mean.loss, torch.full_like(mean.loss, self.scaled / self.scale, dtype=torch.float64), aux
+
+    # -- among all devices --------------------------------------------------------------------------------------------
+
+    def _notice(self, what: str, group: Group) -> None:
+        """Refuse what a stage may not ask of others."""
+        elsewhere = {axis for axis in group.axes if self.scope.mesh.shape.get(axis, 1) > 1} - {*self.batch.axes}
+        if elsewhere and what not in NOT_HEARD:
+            raise LayoutError(
+                f"{what} over {', '.join(sorted(elsewhere))} in a stage, at {call_site()}: stages of a pipeline may ask only "
+                f"devices that have other samples, along {', '.join(self.batch.axes) or 'no axis'}."
+            )
+        if self._objection is not None:
+            self._objection(what, group)
+
+    def _used(self) -> list[bool]:
+        """Return whether any device has used each parameter; raise if devices have begun from different things."""
+        everyone = self.scope.group((self.plan.axis, *self.batch.axes), "train_step")
+        origin = self._origin()
+        own = marks(*origin.told)
+        (sums,) = summed((on_host([*own, *map(float, self.sums.used)], torch.device("cpu")),), everyone, self.site)
+        found = sums.tolist()
+        for place in unlike(found[: len(own)]):
+            origin.refuse(place, self.scope.mesh, lambda numbers: exchanged(numbers, everyone, self.site))
+            raise MismatchError("train_step: devices have begun from different things.")
+        used = [times > 0 for times in found[len(own) :]]
+        if self.plan.how.backward and not any(used):
+            raise LayoutError(DETACHED)
+        return used
+
+    def _origin(self) -> Origin:
+        """Return what the step has begun from."""
+        key = None if self.plan.how.slices is None else self.key
+        looks = self.fresh and self.batch.mesh.runtime == "process"
+        wholes = {path: bits(x) for path, x in self.batch.wholes.items()} if looks else {}
+        return Origin(self.batch.shapes, key, {}, wholes)

@@ -1,0 +1,129 @@
+"""Where the parameters of a pipeline lie: those of a stage on the devices that have it, and nowhere else.
+
+A stage's place along "pipe" is a part of the layout of each of its parameters.  So optimizers, norms, checkpoints and pictures
+need to know nothing of pipelines.  Of a parameter that stands in two stages (tied) there is one: it lies where the first is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fshard.errors import LayoutError
+from fshard.mesh.layout import Layout
+from fshard.mesh.mesh import Mesh
+from fshard.mesh.placing import device_put
+from fshard.mesh.sharded import Sharded, key_of
+from fshard.mesh.spec import P
+from fshard.mesh.spmd import held
+from fshard.mesh.tree import PyTree, flatten, unflatten
+from fshard.pipeline.schedule import Schedule
+from fshard.transforms.lazy import built
+from fshard.transforms.patterns import Choice
+from fshard.transforms.rules import Rules, layouts_of
+
+
+def shard_stages(
+    stages: Sequence[nn.Module | PyTree],
+    rules: Rules | None = None,
+    *,
+    mesh: Mesh,
+    schedule: Schedule,
+    axis: str = "pipe",
+    frozen: Choice = None,
+    seed: int | None = None,
+) -> list[PyTree]:
+    """Lay the parameters of stages on the devices that have them.  Nothing is sent: every process keeps its pieces.
+
+    Args:
+        stages: modules, of which the parameters are taken by their names; or trees of parameters.
+        rules: how they lie along the other axes: what `shard_params` takes, for the list of these trees: `fsdp("data")`, say,
+            or patterns as "*.blocks.*.w", which begin with the number of the stage.  None: whole.
+        mesh: the devices.
+        schedule: which says where each stage lies.
+        axis: along which.
+        frozen: which are not to be trained: see `shard_params`.
+        seed: that `lazy` layers are drawn by.  A process builds those of its own stages only, one stage after the other.
+
+    >>> import torch, fshard as fs
+    >>> mesh = fs.make_mesh({"pipe": 2, "data": 2})
+    >>> schedule = fs.pipeline_schedule("1f1b", stages=2, microbatches=4)
+    >>> params = fs.shard_stages([torch.nn.Linear(3, 4), torch.nn.Linear(4, 2)], mesh=mesh, schedule=schedule)
+    >>> fs.typeof(params[1]["weight"]), [tuple(shard.shape) for shard in params[1]["weight"].shards]
+    (f32[2, 4]{on:pipe=1}, [(0, 0), (0, 0), (2, 4), (2, 4)])
+    """
+    refuse_unfit("shard_stages", len(stages), mesh, schedule, axis)
+    trees = [dict(one.named_parameters()) if isinstance(one, nn.Module) else one for one in stages]
+    layouts = iter(layouts_of(trees, P() if rules is None else rules, mesh, frozen, "shard_stages"))
+    done: dict[tuple[int, ...], Any] = {}
+    result: list[PyTree] = []
+    for stage, place, tree in zip(stages, schedule.placement, trees, strict=True):
+        leaves, structure = flatten(tree, sharded_is_leaf=True)
+        here = mesh.runtime == "abstract" or any(mesh.coordinates(device)[axis] == place for device in held(mesh))
+        real = flatten(_real(stage, seed), sharded_is_leaf=True)[0] if here and _lacks(leaves, mesh) else leaves
+        for leaf, x in zip(leaves, real, strict=True):
+            layout = on_place(next(layouts), axis, place)
+            if key_of(leaf) not in done:
+                x = x.detach() if isinstance(x, Tensor) else x
+                done[key_of(leaf)] = _elsewhere(x, layout) if _is_meta(x) and not here else device_put(x, layout)
+        result.append(unflatten(structure, [done[key_of(leaf)] for leaf in leaves]))
+    return result
+
+
+def _real(stage: Any, seed: int | None) -> PyTree:
+    """Return the parameters of a stage whose lazy layers are built."""
+    if not isinstance(stage, nn.Module) or seed is None:
+        raise LayoutError(
+            "shard_stages: there are parameters without memory. Those of fs.lazy layers in modules are drawn by a seed: seed=0."
+        )
+    return dict(built(stage, seed=seed).named_parameters())
+
+
+def _lacks(leaves: Sequence[Any], mesh: Mesh) -> bool:
+    """Return whether there are values to be made."""
+    return mesh.runtime != "abstract" and any(map(_is_meta, leaves))
+
+
+def _is_meta(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.is_meta
+
+
+def _elsewhere(x: Tensor, layout: Layout) -> Sharded:
+    """Return the empty pieces that devices at other places have."""
+    shapes = [layout.local_shape(x.shape, device) for device in held(layout.mesh)]
+    near = layout.mesh.device_type
+    return Sharded(tuple(x.shape), layout, tuple(torch.empty(shape, dtype=x.dtype, device=near) for shape in shapes))
+
+
+def refuse_unfit(what: str, stages: int, mesh: Mesh, schedule: Schedule, axis: str, *others: str) -> None:
+    """Raise, naming all of it, unless a schedule fits so many stages and a mesh, and nothing else is wrong."""
+    mesh.check_axes(axis, f"{what}(axis=)")
+    if not isinstance(schedule, Schedule):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise LayoutError(
+            f"{what}: schedule={schedule!r} is none. Write fs.pipeline_schedule(name, stages=, microbatches=)."
+        )
+    wrong = [*others]
+    if stages != schedule.stages:
+        wrong.append(f"the schedule {schedule.name} has {schedule.stages} stages, {stages} are given")
+    if mesh.shape[axis] != schedule.devices:
+        wrong.append(
+            f"the schedule {schedule.name} is for {schedule.devices} devices, axis {axis} has {mesh.shape[axis]}"
+        )
+    if wrong:
+        raise LayoutError(f"{what}: {'; '.join(wrong)}.")
+
+
+def on_place(layout: Layout, axis: str, place: int) -> Layout:
+    """Return a layout on the devices at one place of an axis alone."""
+    spec, on = layout.spec, {**dict(layout.spec.on), (axis,): place}
+    if spec.flat_axes is not None:
+        return layout.with_spec(P.flat(*spec.flat_axes, unreduced=spec.unreduced, on=on))
+    return layout.with_spec(P(*spec.entries, unreduced=spec.unreduced, on=on))
+
+
+def place_of(layout: Layout, axis: str) -> int | None:
+    """Return the place of an axis where alone something lies, if there is one."""
+    return dict(layout.spec.on).get((axis,))

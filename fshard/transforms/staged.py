@@ -1,0 +1,301 @@
+"""The gradient of a model in stages, as a schedule runs it: `train_step(stages, ..., schedule=)`.
+
+    mesh {"pipe": 4, "data": 2}        data=0   data=1
+                          pipe=0       stage 0  stage 0        values and their gradients go along "pipe",
+                          pipe=1       stage 1  stage 1        pieces of parameters and sums of gradients along "data"
+                          ...
+
+The batch is cut along "data" as ever, and each device's part into the microbatches of the schedule.  These are slices: loss,
+gradients and metrics are those of `value_and_grad`, and in reproducible mode their bits, for as many slices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fshard.errors import LayoutError
+from fshard.mesh.layout import Layout
+from fshard.mesh.mesh import Mesh
+from fshard.mesh.sharded import Sharded
+from fshard.mesh.spec import P
+from fshard.mesh.spmd import everywhere, held, standing
+from fshard.mesh.threads import one_thread
+from fshard.mesh.tree import PyTree, flatten, flatten_with_paths, unflatten
+from fshard.optim.leaves import firsts_of
+from fshard.pipeline.route import Route
+from fshard.pipeline.schedule import UNITS, Kind, Schedule
+from fshard.pipeline.turns import Stage
+from fshard.pipeline.units import with_units
+from fshard.pipeline.verify import verify
+from fshard.source import Site
+from fshard.transforms.batch import Batch, placed
+from fshard.transforms.beside import laid
+from fshard.transforms.counts import Weight
+from fshard.transforms.gradient import Value
+from fshard.transforms.known import refuse_half_frozen
+from fshard.transforms.nearby import refuse_unplaced
+from fshard.transforms.patterns import Choice, chosen, named, parts_of
+from fshard.transforms.shift import Result, Shift
+from fshard.transforms.slices import How
+from fshard.transforms.stage_buffers import Memory, StageBuffers, remembering
+from fshard.transforms.stage_functions import How as Recompute
+from fshard.transforms.stage_functions import stage_functions
+from fshard.transforms.stage_layouts import place_of, refuse_unfit
+from fshard.transforms.stage_plan import Plan, Terms
+from fshard.transforms.units import Leaf, Manner
+
+
+def staged(
+    stages: Sequence[nn.Module | Stage],
+    *,
+    mesh: Mesh,
+    batch: PyTree,
+    schedule: Schedule,
+    loss: Callable[..., Any] | None = None,
+    inputs: Callable[[PyTree], PyTree] | None = None,
+    skips: Mapping[str, tuple[int, int]] | None = None,
+    axis: str = "pipe",
+    has_buffers: bool = False,
+    deferred_batch_norm: bool = False,
+    has_aux: bool = False,
+    weight: Weight | None = None,
+    gradients: Callable[[Layout], Layout] | None = None,
+    frozen: Choice = None,
+    reproducible: bool = False,
+    live_units: int = 2,
+    dynamic: bool = False,
+    recompute: Recompute = "never",
+    compute: torch.dtype | None = None,
+    reduce: torch.dtype | None = None,
+    backward: bool = True,
+) -> Staged:
+    """Return the gradient of stages that run as a schedule says; for its options see `train_step`."""
+    given: list[Any] = [*stages] if isinstance(stages, list | tuple) else [stages]
+    complaints = ["deferred_batch_norm=True is about buffers: say has_buffers=True"] * (
+        deferred_batch_norm and not has_buffers
+    )
+    complaints += _complaints(given, mesh, batch, axis, loss, live_units, reproducible, reduce)
+    refuse_unfit("train_step", len(given), mesh, schedule, axis, *complaints)
+    assert loss is not None
+    if not backward:
+        schedule = schedule.with_rows([one for one in row if one.kind is Kind.F] for row in schedule.rows)
+    if not any(action.kind in UNITS for row in schedule.rows for action in row):
+        schedule = with_units(schedule, live_units)
+    if not backward:
+        schedule = schedule.with_rows([one for one in row if one.kind is not Kind.REDUCE] for row in schedule.rows)
+    verify(schedule)
+    slices = prod(mesh.shape[name] for name in _cut_over(batch, mesh)) * schedule.microbatches
+    manner = Manner(live=live_units, compute=compute, reduce=reduce)
+    how = How(
+        loss,
+        has_buffers,
+        has_aux,
+        weight,
+        schedule.microbatches,
+        True,
+        slices if reproducible else None,
+        manner,
+        backward,
+    )
+    route = Route(schedule, skips or {}, backward, units=True)
+    functions = [remembering(stage, deferred_batch_norm) for stage in given] if has_buffers else given
+    called, _ = stage_functions(functions, recompute, microbatches=schedule.microbatches)
+    modules = [stage if isinstance(stage, nn.Module) else None for stage in given]
+    return Staged(how, mesh, batch, axis, called, modules, inputs or first_of_two, route, gradients, frozen, dynamic)
+
+
+def _complaints(
+    stages: Sequence[Any],
+    mesh: Mesh,
+    batch: PyTree,
+    axis: str,
+    loss: object,
+    live: int,
+    reproducible: bool,
+    reduce: torch.dtype | None,
+) -> list[str]:
+    """Return what is wrong with what was given, besides its numbers."""
+    wrong = [
+        f"stage {number} is {type(one).__name__}, which is not called"
+        for number, one in enumerate(stages)
+        if not callable(one)
+    ]
+    if not callable(loss):
+        wrong.append(
+            "the last stage makes no loss by itself: give loss=, a function of what it makes and the microbatch"
+        )
+    if not isinstance(live, int) or live < 1:
+        wrong.append(f"live_units={live!r}: a stage that is computed is whole, so at least 1 is")
+    if axis in _cut_over(batch, mesh):
+        wrong.append(f"the batch is cut along {axis}, along which the stages lie: all of them see the same samples")
+    if mesh.runtime == "abstract":
+        wrong.append(
+            "on an abstract mesh nobody says what a stage makes: `schedule.simulate` needs no stages, and a virtual mesh "
+            "counts bytes as well"
+        )
+    if reproducible and reduce in (torch.bfloat16, torch.float16):
+        wrong.append(f"reproducible=True with reduce={reduce}: sums in 16 bits are rounded at other places elsewhere")
+    return wrong
+
+
+def _cut_over(specs: PyTree, mesh: Mesh) -> list[str]:
+    found = {axis for spec in flatten(specs)[0] if isinstance(spec, P) for axis in spec.axes}
+    return [axis for axis in mesh.axis_names if axis in found]
+
+
+def first_of_two(microbatch: PyTree) -> PyTree:
+    """Return what the first stage takes of a microbatch, if nobody says it: x of a pair (x, target), anything else as it is."""
+    return microbatch[0] if isinstance(microbatch, tuple | list) and len(microbatch) == 2 else microbatch
+
+
+@dataclass
+class Known:
+    """What is worked out of parameters of these structures, ties, shapes, dtypes and layouts."""
+
+    key: object
+    plan: Plan
+    fresh: bool = True
+
+
+@dataclass(frozen=True)
+class Staged:
+    """What `staged` returns: a gradient that is run as that of `value_and_grad` is."""
+
+    how: How
+    mesh: Mesh
+    specs: PyTree
+    axis: str
+    stages: Sequence[Stage]
+    modules: Sequence[nn.Module | None]
+    inputs: Callable[[PyTree], PyTree]
+    route: Route
+    gradients: Callable[[Layout], Layout] | None
+    frozen: Choice
+    dynamic: bool
+    known: list[Known] = field(init=False, default_factory=list[Known], compare=False, repr=False)
+
+    def run(
+        self, params: PyTree, buffers: PyTree, batch: PyTree, site: Site, scale: float = 1.0
+    ) -> tuple[Value, PyTree]:
+        """Run the schedule on all devices; return the loss, and the gradients of `scale` times it as they lie."""
+        mesh = standing(self.mesh)
+        paths, leaves, structure = flatten_with_paths(params, sharded_is_leaf=True)
+        self._refuse(params, paths, leaves, mesh)
+        parts = placed(batch, self.specs, mesh)
+        parts.check(self.how.turns(prod(mesh.shape[axis] for axis in parts.axes)))
+        first = firsts_of(leaves)
+        unique = sorted({*first})
+        number = {place: number for number, place in enumerate(unique)}
+        at = [number[place] for place in first]
+        known = self._known(params, paths, leaves, at, mesh, parts)
+        drawn = int(torch.randint(1 << 62, ()).item())
+        devices = held(mesh)
+        remembered = StageBuffers(buffers, mesh, self.axis, self.route.placement) if self.how.has_buffers else None
+
+        def on_device(device: int) -> Result:
+            place = devices.index(device) if len(devices) > 1 else 0
+            shards = [leaves[at].shards[place] for at in unique]
+            memory = remembered and Memory(remembered.part(place), self.modules)
+            return Shift(
+                known.plan, shards, parts, place, drawn, scale, memory=memory, fresh=known.fresh, site=site
+            ).run()
+
+        try:
+            with one_thread(self.how.slices is not None):
+                results = everywhere(mesh, on_device, mapped=mesh.axis_names)
+        except BaseException:
+            self.known.clear()  # some devices may have learnt of messages what others have not
+            raise
+        known.fresh = False
+        grads = [_gradient(leaf, number, devices, results) for number, leaf in enumerate(known.plan.weights.leaves)]
+        one, rows = results[0], [flatten(result.aux)[0] for result in results]
+        aux = unflatten(flatten(one.aux)[1], [_together(column, parts) for column in zip(*rows, strict=True)])
+        after = remembered.after([result.buffers for result in results]) if remembered else ()
+        value = Value(one.loss, one.weight, parts.samples, after, aux)
+        return value, unflatten(structure, [grads[number] for number in at])
+
+    def _refuse(self, params: PyTree, paths: Sequence[str], leaves: Sequence[Any], mesh: Mesh) -> None:
+        """Raise unless there is a tree for each stage, of what lies where the stage does, or where one it is tied to does."""
+        if not isinstance(params, list | tuple) or len(params) != len(self.stages):
+            found = f"{len(params)} are given" if isinstance(params, list | tuple) else f"found {type(params).__name__}"
+            raise LayoutError(
+                f"train_step: {len(self.stages)} stages have a list of as many trees of parameters; {found}."
+            )
+        if not leaves:
+            raise LayoutError("train_step: no stage has a parameter, so there is nothing to train.")
+        refuse_unplaced(paths, leaves, mesh)
+        places = self._places_of(params)
+        wrong = [
+            f"{named(parts_of(paths[first]))} lies as {leaves[first].spec}, its stage at place {places[first]}"
+            for first in sorted({*firsts_of(leaves)})
+            if place_of(leaves[first].layout, self.axis) != places[first]
+        ]
+        if wrong:
+            raise LayoutError(
+                f"train_step: parameters of stages lie where the schedule has these, along {self.axis}: {'; '.join(wrong)}. "
+                "Lay them there: fs.shard_stages(stages, rules, mesh=mesh, schedule=schedule)."
+            )
+
+    def _places_of(self, params: Sequence[PyTree]) -> list[int]:
+        """Return for each leaf the place of its stage."""
+        counts = [len(flatten(tree, sharded_is_leaf=True)[0]) for tree in params]
+        return [place for place, count in zip(self.route.placement, counts, strict=True) for _ in range(count)]
+
+    def _known(
+        self,
+        params: PyTree,
+        paths: Sequence[str],
+        leaves: Sequence[Sharded],
+        at: Sequence[int],
+        mesh: Mesh,
+        batch: Batch,
+    ) -> Known:
+        structures = [flatten(tree, sharded_is_leaf=True)[1] for tree in params]
+        key = (
+            structures,
+            at,
+            batch.axes,
+            [x.shape for x in leaves],
+            [x.dtype for x in leaves],
+            [x.layout for x in leaves],
+        )
+        found = next((known for known in self.known if known.key == key), None)
+        if found is None:
+            fixed = chosen(self.frozen, paths, "frozen")
+            refuse_half_frozen(paths, at, fixed)
+            terms = Terms(self.how, self.axis, self.route.placement, self.gradients, mesh, batch.axes)
+            weights = terms.weights(structures, [*zip(paths, leaves, fixed, strict=True)], at)
+            messages = None if self.dynamic else {}
+            plan = Plan(self.how, self.axis, self.stages, self.inputs, self.route, weights, messages)
+            found = Known(key, plan)
+            self.known[:] = [found, *self.known[:7]]
+        return found
+
+
+def _gradient(leaf: Leaf, number: int, devices: Sequence[int], results: Sequence[Result]) -> Sharded | None:
+    """Return a gradient as it lies: nothing on the devices of other stages; None, if nobody has used the parameter."""
+    if not leaf.trained or not results[0].used[number]:
+        return None
+    shards = [
+        result.gradients[number] if number in result.gradients else _nothing(leaf, device, result.loss)
+        for device, result in zip(devices, results, strict=True)
+    ]
+    return Sharded(leaf.shape, leaf.gradient, tuple(shards))
+
+
+def _nothing(leaf: Leaf, device: int, near: Tensor) -> Tensor:
+    return torch.empty(leaf.gradient.local_shape(leaf.shape, device), dtype=leaf.dtype, device=near.device)
+
+
+def _together(column: Sequence[Any], batch: Batch) -> Any:
+    """Return a number that all devices have been told, or the rows of all samples."""
+    if not column[0].ndim:
+        return column[0]
+    rows = [laid(x, batch) for x in column]
+    return Sharded(rows[0].shape, rows[0].layout, tuple(one.own for one in rows))

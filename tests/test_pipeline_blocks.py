@@ -1,0 +1,265 @@
+"""A module is cut between its blocks, whatever else its forward does, and trains as it does whole."""
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+
+import fshard as fs
+from fshard.mesh.threads import one_thread
+from tests import test_hugging_face as hugging_face
+
+WORDS, WIDTH, BLOCKS = 11, 8, 4
+NO_SHRINK = [Phase.explicit, Phase.generate]
+
+
+class Block(nn.Module):
+    def __init__(self, index, drop):
+        super().__init__()
+        self.index = index
+        self.qkv, self.up, self.drop = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH), nn.Dropout(drop)
+        self.register_buffer("bias", torch.full((WIDTH,), index / 8))
+
+    def forward(self, x, mask=None, *, turns, scale=None):
+        q, k, v = (self.qkv(x) + self.bias.repeat(3)).chunk(3, -1)
+        scores = (q * turns) @ (k * turns).mT
+        scores = scores if mask is None else scores.masked_fill(~mask, -1e9)
+        x = x + self.drop(scores.softmax(-1) @ v)
+        x = x + F.relu(self.up(x), inplace=True)
+        return (x if scale is None else x * scale,)
+
+
+class Decoder(nn.Module):
+    """Has two masks that blocks take in turns, one of which looks at values; weights before, between and after; a tied head."""
+
+    def __init__(self, drop=0.0):
+        super().__init__()
+        self.words, self.memory = nn.Embedding(WORDS, WIDTH), nn.LSTM(WIDTH, WIDTH, batch_first=True)
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
+        self.blocks = nn.ModuleList(Block(index, drop) for index in range(BLOCKS))
+        self.scales, self.between, self.unused = (nn.Parameter(torch.linspace(0.5, 1.5, WIDTH)) for _ in range(3))
+        self.frozen = nn.Parameter(torch.ones(WIDTH), requires_grad=False)
+        self.register_buffer("speeds", torch.linspace(0, 1, WIDTH), persistent=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, tokens, targets=None, *, pause=0, masked=True):
+        x, places = self.words(tokens), torch.arange(tokens.shape[1], device=tokens.device)
+        x = x + self.memory(x)[0] * self.frozen
+        causal = places[:, None] >= places
+        near = causal & (places[:, None] - places < 2) if masked and causal.any() else None
+        turns = torch.cos(places.to(x.dtype)[:, None] * self.speeds).to(x.device)
+        for index, block in enumerate(self.blocks):
+            more = {"scale": self.scales} if block.index % 2 else {}
+            (x,) = block(x, near if index in (1, 2) else causal, turns=turns, **more)
+            if index == 1:
+                x = x * self.between
+        logits = self.head(self.norm(x))
+        kept = tokens != pause
+        return logits if targets is None else F.cross_entropy(logits[kept], targets[kept])
+
+
+def tokens(rows, length, seed):
+    return torch.randint(WORDS, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def functions(stages):
+    made = [fs.functionalize(stage) for stage in stages]
+    return [lambda p, x, apply=apply, b=b: apply(p, b, x)[0] for apply, _, b in made], [params for _, params, _ in made]
+
+
+def gradients(model, loss):
+    trained = {name: x for name, x in model.named_parameters() if x.requires_grad}
+    return dict(zip(trained, torch.autograd.grad(loss, [*trained.values()], allow_unused=True), strict=True))
+
+
+def summed(found):
+    """Add the gradients of tied parameters, those of later stages first as one backward does."""
+    total = {}
+    for own in reversed(found):
+        for name, g in own.items():
+            total[name] = g if total.get(name) is None else total[name] if g is None else total[name] + g
+    return total
+
+
+def check_bits(model, stages, batch, loss_of, name="1f1b"):
+    """Hold a pipeline of one microbatch to one backward of the whole, and its weights to be there once."""
+    fns, params = functions(stages)
+    schedule = fs.pipeline_schedule(name, stages=len(stages), microbatches=1)
+    mesh = fs.make_mesh({"pipe": schedule.devices})
+    step = fs.pipelined(fns, schedule, lambda y, _: loss_of(y), mesh=mesh, reproducible=True)
+    found = step(params, [batch], weights=[1])
+    with one_thread(True):
+        loss = loss_of(model(**batch))
+        expected = gradients(model, loss)
+    assert torch.equal(found.loss, loss.detach().float() if loss.dtype != torch.float64 else loss.detach())
+    for name, g in summed(found.gradients).items():
+        if expected.get(name) is None:
+            assert g is None, name
+        else:
+            assert torch.equal(g, expected[name]), name
+    names = {id(x): key for key, x in (*model.named_parameters(), *model.named_buffers())}
+    held = [{id(x) for x in (*stage.parameters(), *stage.buffers())} for stage in stages]
+    assert set().union(*held) == names.keys()
+    assert all(
+        names[id(x)] == key for s in stages for key, x in (*s.named_parameters(), *s.named_buffers()) if id(x) in names
+    )
+    return [{names[key] for key in keys} for keys in held]
+
+
+@settings(max_examples=12, phases=NO_SHRINK)
+@given(st.integers(1, BLOCKS), st.data())
+def test_any_cut_has_the_bits_of_the_whole(n, data):
+    cuts = sorted(data.draw(st.sets(st.integers(1, BLOCKS - 1), min_size=n - 1, max_size=n - 1)))
+    sizes = [end - begin for begin, end in zip([0, *cuts], [*cuts, BLOCKS], strict=True)]
+    torch.manual_seed(0)
+    model = Decoder().double()
+    stages = fs.split_stages(
+        model, n, sizes, sample={"tokens": tokens(1, 3, 0), "targets": tokens(1, 3, 0)}, blocks="blocks"
+    )
+    rows, length = data.draw(st.integers(1, 2)), data.draw(st.integers(1, 5))
+    batch = {"tokens": tokens(rows, length, 1).clamp(min=1), "targets": tokens(rows, length, 2)}
+    batch |= data.draw(st.sampled_from([{}, {"pause": 1, "masked": False}]))
+    batch["tokens"][0, 0] = 2
+    held = check_bits(model, stages, batch, lambda y: y, data.draw(st.sampled_from(["1f1b", "zb-h1"])))
+    shared = {name for own in held for name in own if sum(name in other for other in held) > 1}
+    assert shared <= {"words.weight", "scales"}
+
+
+def test_a_stage_has_what_it_uses_and_nothing_else():
+    model = Decoder()
+    stages = fs.split_stages(model, 2, sample=tokens(1, 2, 0), blocks="blocks")
+    before, after = ({name.partition(".")[0] for name, _ in stage.named_parameters()} for stage in stages)
+    assert before == {"words", "memory", "frozen", "unused", "scales", "between", "blocks"}
+    assert after == {"words", "norm", "scales", "blocks"}  # the head is the embedding
+    assert [name for name, _ in stages[1].named_buffers()] == ["blocks.2.bias", "blocks.3.bias"]
+    assert stages[1].get_parameter("blocks.3.up.weight") is model.blocks[3].up.weight
+    assert type(model.blocks[3]) is Block and isinstance(stages[1], Decoder)
+
+
+def test_layers_draw_as_in_the_whole():
+    torch.manual_seed(0)
+    model, x = Decoder(drop=0.5), tokens(2, 4, 0)
+    apply, params, buffers = fs.functionalize(model)
+    fns, own = functions(fs.split_stages(model, 3, sample=x, blocks="blocks"))
+    before = torch.get_rng_state()
+    with fs.keyed_random(7):
+        expected = apply(params, buffers, x)[0]
+    for fn, params in zip(fns, own, strict=True):
+        with fs.keyed_random(7):
+            x = fn(params, x)
+    assert torch.equal(x, expected) and torch.equal(torch.get_rng_state(), before)
+    assert not torch.equal(x, model.eval()(tokens(2, 4, 0)))
+
+
+def in_processes(devices):
+    torch.manual_seed(0)
+    model = Decoder().double()
+    batches = [{"tokens": tokens(2, length, 1).clamp(min=1), "targets": tokens(2, length, 2)} for length in (3, 5, 3)]
+    stages = fs.split_stages(model, 2 * devices, sample=batches[0], blocks="blocks")
+    fns, params = functions(stages)
+    schedule = fs.pipeline_schedule("interleaved", stages=2 * devices, microbatches=3)
+    step = fs.pipelined(fns, schedule, lambda y, _: y, mesh=fs.make_mesh({"pipe": devices}))
+    expected = gradients(model, sum(model(**batch) for batch in batches) / 3)
+    for _ in range(2):
+        found = step(params, batches)
+        own = [(stage, name, g) for stage, tree in enumerate(found.gradients) for name, g in (tree or {}).items()]
+        assert own
+        for stage, name, g in own:
+            if name not in ("words.weight", "scales") and g is not None:
+                torch.testing.assert_close(g, expected[name], msg=f"{stage} {name}")
+
+
+def test_what_stages_tell_each_other_goes_between_processes(two):
+    two.run(in_processes, 2)
+
+
+@pytest.mark.filterwarnings("ignore")  # of transformers' own
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("make", hugging_face.MODELS)
+def test_transformers_are_cut(make, n):
+    model = hugging_face.built(make, 0.0)
+    if hasattr(model, "config"):
+        model.config.use_cache = False
+    batch = {"input_ids": hugging_face.batch_of(0), "labels": hugging_face.batch_of(1)}
+    path = hugging_face.MODELS[make][0].removesuffix("[*]")
+    stages = fs.split_stages(model, n, sample=batch, blocks=path)
+    check_bits(model, stages, batch, lambda y: y.loss)
+    if n == 2:
+        if hasattr(model, "config") and make is not hugging_face.bert:
+            with pytest.raises(
+                fs.LayoutError, match="is called with .*: DynamicCache: only tensors and plain values can be"
+            ):
+                stages[0](batch | {"use_cache": True})
+        assert not any(f"{path}.1." in name for name, _ in stages[0].named_parameters())
+
+
+def test_balance_counts_what_comes_before_and_after():
+    model, sample = Decoder(), tokens(1, 2, 0)
+
+    def sizes(balance):
+        before = {name: x.clone() for name, x in model.state_dict().items()}
+        stages = fs.split_stages(model, 2, balance, sample=sample, blocks="blocks")
+        assert all(torch.equal(before[name], x) for name, x in model.state_dict().items())
+        return [sum(type(part).__name__ == "Block" for part in stage.modules()) for stage in stages]
+
+    assert [sizes(balance) for balance in ("uniform", "parameters", "type:block", [3, 1])] == [
+        [2, 2],
+        [1, 3],
+        [2, 2],
+        [3, 1],
+    ]
+    assert sum(sizes("time")) == sum(sizes("memory")) == BLOCKS
+
+
+class Odd(nn.Module):
+    """Does what a forward must not do to be cut."""
+
+    def __init__(self, what):
+        super().__init__()
+        self.first, self.what = nn.Linear(2, 2), what
+        self.blocks = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
+
+    def forward(self, x):
+        y = self.first(x)
+        if self.what == "asks" and y.sum() > 1e9:
+            return y
+        z = y
+        for block in [*self.blocks, *([self.blocks[0]] if self.what == "again" else [])]:
+            z = block(z)
+        return {"skips": lambda: z + y, "returns": lambda: (z, y)}.get(self.what, lambda: z)()
+
+
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        (
+            "skips",
+            "the stage of Odd from blocks.1 to blocks.1 has no value for `return .*add is given float32\\[1, 2\\]",
+        ),
+        ("returns", "the stage of Odd from blocks.1 to blocks.1 .*the result has \\[1\\]: float32\\[1, 2\\]"),
+        ("again", "calls blocks.0, blocks.1, blocks.0. Say which"),
+        ("asks", "without values, but `if self.what == .* cannot be done so: Tensor.item"),
+    ],
+)
+def test_what_cannot_be_cut_says_where(what, text):
+    model, x = Odd(what), torch.ones(1, 2)
+
+    def run():
+        first, second = fs.split_stages(model, 2, sample=x, blocks="blocks")
+        second(first(x))
+
+    with pytest.raises(fs.LayoutError, match=text):
+        run()
+
+
+def test_what_is_no_list_of_blocks_is_refused():
+    for wrong, text in [
+        ({"blocks": "layers"}, 'blocks="layers" is no list of blocks of Odd; it has blocks'),
+        ({"blocks": "first"}, 'blocks="first" is no list of blocks'),
+        ({"blocks": "blocks", "sample": None}, "give it, and sample="),
+        ({"blocks": "blocks", "n": 3}, "2 layers cannot be cut into 3 stages"),
+    ]:
+        with pytest.raises(fs.LayoutError, match=text):
+            fs.split_stages(**{"layers": Odd(""), "n": 2, "sample": torch.ones(1, 2)} | wrong)

@@ -1,0 +1,581 @@
+"""Training in stages beside data: the loss, gradients, metrics and bits of `train_step` on the whole model."""
+
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+import fshard as fs
+from fshard import P
+from fshard.pipeline.builders import BUILDERS
+
+# -- a model: a small GPT as layers, with dropout and tied embeddings -------------------------------------------------
+
+WORDS, WIDTH, LENGTH = 13, 6, 5
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.attention = nn.LayerNorm(WIDTH), nn.MultiheadAttention(WIDTH, 2, dropout=0.1, batch_first=True)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 9), nn.GELU(), nn.Linear(9, WIDTH), nn.Dropout(0.1))
+        self.register_buffer("mask", torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1))
+
+    def forward(self, x):
+        y = self.norm(x)
+        x = x + self.attention(y, y, y, attn_mask=self.mask, need_weights=False)[0]
+        return x + self.mlp(x)
+
+
+class Head(nn.Module):
+    def __init__(self, weight):
+        super().__init__()
+        self.weight, self.scale = weight, nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return self.scale * x @ self.weight.T
+
+
+def gpt(blocks, seed=0):
+    torch.manual_seed(seed)
+    embedding = nn.Embedding(WORDS, WIDTH)
+    return nn.Sequential(embedding, *(Block() for _ in range(blocks)), Head(embedding.weight))
+
+
+def tokens(size, seed=1):
+    found = torch.randint(0, WORDS, (size, LENGTH + 1), generator=torch.Generator().manual_seed(seed))
+    return found[:, :-1], found[:, 1:]
+
+
+def entropy(y, batch):
+    return F.cross_entropy(y.flatten(0, 1), batch[1].flatten())
+
+
+def of_words(y, batch):
+    """The mean over the words that are not 0, and what there is beside it: a mean, a count, a row for each sample."""
+    losses = F.cross_entropy(y.transpose(1, 2), batch[1], reduction="none", ignore_index=0)
+    best = y.argmax(-1)
+    beside = {"sure": y.softmax(-1).amax(-1).mean(), "right": (best == batch[1]).sum(), "best": best, "last": y[:, -1]}
+    return losses.sum() / words(batch), beside
+
+
+def words(batch):
+    return (batch[1] != 0).sum()
+
+
+# -- training -----------------------------------------------------------------------------------------------------
+
+
+def optimizer(opt, mesh, zero):
+    return opt if zero is None else fs.partition_optimizer(opt, mesh=mesh, axis="data", stage=zero)
+
+
+def at_rest(zero):
+    return fs.fsdp("data") if zero == 3 else P()
+
+
+def serial(model, batches, opt, data, zero=None, loss=entropy, **options):
+    """Train the whole model, without stages."""
+    mesh = fs.make_mesh({"data": data}, runtime="virtual")
+    apply, params, buffers = fs.functionalize(model)
+    params = fs.shard_params(params, at_rest(zero), mesh=mesh)
+    opt = optimizer(opt, mesh, zero)
+
+    def loss_fn(params, batch):
+        return loss(apply(params, buffers, batch[0])[0], batch)
+
+    return trained(fs.train_step(loss_fn, opt, mesh=mesh, batch=P("data"), **options), params, opt, batches)
+
+
+def in_stages(model, batches, opt, data, schedule, zero=None, loss=entropy, balance="uniform", **options):
+    """Train it in stages; return what `serial` does, by the names of the whole model."""
+    mesh = fs.make_mesh({"pipe": schedule.devices, "data": data})
+    stages = fs.split_stages(model, schedule.stages, balance)
+    params = fs.shard_stages(stages, at_rest(zero), mesh=mesh, schedule=schedule)
+    opt = optimizer(opt, mesh, zero)
+    step = fs.train_step(stages, opt, mesh=mesh, batch=P("data"), schedule=schedule, loss=loss, **options)
+    params, metrics = trained(step, params, opt, batches)
+    found = {name: x for tree in params for name, x in tree.items()}
+    names = dict(model.named_parameters(remove_duplicate=False))
+    ties = {id(x): name for name, x in reversed(names.items())}
+    assert {ties[id(names[name])] for name in found} == {*ties.values()}
+    for name, x in found.items():
+        assert torch.equal(x, found[ties[id(names[name])]])
+    return {name: found[name] for name, _ in model.named_parameters()}, metrics
+
+
+def trained(step, params, opt, batches):
+    torch.manual_seed(7)
+    state, seen = opt.init(params), []
+    for batch in batches:
+        params, state, metrics = step(params, state, batch)
+        seen.append(dict(enumerate(tree_leaves(fs.unshard(metrics)))))
+    return fs.unshard(params), seen
+
+
+def same(found, expected):
+    (params, metrics), (whole, known) = found, expected
+    return all(torch.equal(params[name], whole[name]) for name in whole) and all(
+        one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+        for one, other in zip(metrics, known, strict=True)
+    )
+
+
+def close(found, expected):
+    torch.testing.assert_close(found[0], expected[0], rtol=1e-4, atol=1e-5)
+    for one, other in zip(found[1], expected[1], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+# -- equal bits ---------------------------------------------------------------------------------------------------
+
+OPTIMIZERS = {
+    "sgd": fs.optim.sgd(0.1, momentum=0.9),
+    "adamw": fs.optim.adamw(0.01),
+    "clipped": fs.optim.chain(fs.optim.clip_by_global_norm(0.1), fs.optim.adam(0.01)),
+    "scaled": fs.optim.loss_scaled(fs.optim.adam(0.01, eps=1e-4), initial=2.0**14),  # with precision="fp16"
+    "careful": fs.optim.skip_if_not_finite(fs.optim.sgd(0.1)),
+    "muon": fs.optim.by_label(
+        {"muon": fs.optim.muon(0.01), "adam": fs.optim.adam(0.01)}, lambda path, x: "muon" if x.ndim == 2 else "adam"
+    ),
+}
+
+
+class Drawn:
+    """A training, all of which is drawn."""
+
+    def __init__(self, choose, devices=(1, 2, 3), datas=(1, 2, 3, 4), zeros=(None, 0, 1, 2, 3)):
+        self.data, self.zero = choose(datas), choose(zeros)
+        name, count = choose(sorted(BUILDERS)), choose(devices)
+        stages = count * (1 if name in ("gpipe", "1f1b", "zb-h1", "zb-h2") else 2)
+        self.microbatches, self.opt = choose([1, 2, 3, 4, 6]), choose(sorted(OPTIMIZERS))
+        self.schedule = fs.pipeline_schedule(name, stages=stages, microbatches=self.microbatches)
+        self.options = choose(
+            [{}, {"precision": "bf16"}, {"donate": True}, {"loss": of_words, "weight": words, "has_aux": True}]
+        )
+        self.recompute = choose(["never", "never", "always", "except_last", 1])
+        self.options = {"precision": "fp16"} if self.opt == "scaled" else self.options
+        self.blocks, self.size = max(stages - 2, choose([0, 1, 2, 3])), choose([1, 5, 8, 12, 13])
+
+    def __repr__(self):
+        return f"Drawn({self.__dict__})"
+
+    def check(self, reproducible):
+        model, batches = gpt(self.blocks), [tokens(self.size, seed) for seed in (1, 2)]
+        options = {**self.options}
+        if reproducible:
+            options |= {"reproducible": True, "slices": self.microbatches * self.data}
+        else:
+            options.pop("precision", None)
+            options["accumulate"] = self.microbatches
+        model.train(reproducible)  # draws are the same only there
+        opt = OPTIMIZERS[self.opt if reproducible else "sgd"]
+        expected = serial(model, batches, opt, self.data, self.zero, **options)
+        options = {name: x for name, x in options.items() if name not in ("slices", "accumulate")}
+        found = in_stages(model, batches, opt, self.data, self.schedule, self.zero, recompute=self.recompute, **options)
+        if reproducible:
+            assert same(found, expected)
+        else:
+            close(found, expected)
+
+
+@settings(max_examples=20)
+@given(st.randoms(use_true_random=False))
+def test_any_training_in_stages_has_the_bits_of_the_whole_model(source):
+    Drawn(source.choice).check(reproducible=True)
+
+
+@settings(max_examples=8)
+@given(st.randoms(use_true_random=False))
+def test_any_training_in_stages_is_that_of_the_whole_model(source):
+    Drawn(source.choice).check(reproducible=False)
+
+
+def on_processes(seeds, devices, datas):
+    for seed in seeds:
+        Drawn(random.Random(seed).choice, [devices], [datas]).check(reproducible=True)
+
+
+def test_two_processes_have_them_too(two):
+    two.run(on_processes, [3, 9], 2, 1)
+    two.run(on_processes, [11], 1, 2)
+
+
+def test_four_processes_have_them_too(four):
+    four.run(on_processes, [0, 9, 11], 2, 2)
+
+
+# -- what is held and sent ----------------------------------------------------------------------------------------
+
+
+def linear(w, x):
+    return x @ w["w"] + w["b"]
+
+
+def mean_square(y, batch):
+    return y.square().mean()
+
+
+def weights(stages, width=6):
+    draw = torch.Generator().manual_seed(0)
+    return [
+        {"w": torch.randn(width, width, generator=draw) / 2, "b": torch.randn(width, generator=draw)}
+        for _ in range(stages)
+    ]
+
+
+def chunk(numbers, devices):
+    return -(-numbers // devices)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize(("name", "gathers"), [("1f1b", [1, 1]), ("bfs", [2, 2, 1, 1])])
+def test_a_device_holds_and_sends_what_the_formula_says(name, gathers, zero):
+    """Of each stage D devices hold 1/D, gather the rest once for each time that it is used anew, and send their sums."""
+    data, microbatches, stages = 4, 3, len(gathers)
+    schedule = fs.pipeline_schedule(name, stages=stages, microbatches=microbatches)
+    mesh = fs.make_mesh({"pipe": 2, "data": data})
+    params = fs.shard_stages(weights(stages), at_rest(zero), mesh=mesh, schedule=schedule)
+    opt = optimizer(fs.optim.adam(0.1), mesh, zero)
+    state, sizes = opt.init(params), [36, 6]
+    whole = sum(sizes)
+    seen = []
+
+    def watched(w, x):
+        seen.append(w["w"])
+        return linear(w, x)
+
+    options = {"loss": mean_square, "live_units": 1}
+    step = fs.train_step([watched] * stages, opt, mesh=mesh, batch=P("data"), schedule=schedule, **options)
+    batch = torch.ones(12 * data, 6)
+    step(params, state, batch)
+    with fs.ledger() as comm:
+        params, state, _ = step(params, state, batch)
+    for device in range(mesh.size):
+        at = mesh.coordinates(device)
+        own = [stage for stage, place in enumerate(schedule.placement) if place == at["pipe"]]
+        pieces = sum(max(min(chunk(size, data), size - at["data"] * chunk(size, data)), 0) for size in sizes)
+        held = sum(x.shards[device].numel() for tree in params for x in tree.values())
+        assert held == len(own) * (pieces if zero == 3 else whole)
+        moments = sum(x.shards[device].numel() for tree in state["exp_avg"] for x in tree.values())
+        assert moments == len(own) * (pieces if zero else whole)
+        sent = {what: comm.bytes(device, collective=what) / 4 for what in ("all_gather", "psum_scatter", "psum")}
+        others = sum(chunk(size, data) for size in sizes) * (data - 1)
+        gathered = sum(gathers[stage] for stage in own) if zero == 3 else len(own) if zero else 0
+        assert sent["all_gather"] == gathered * others
+        assert sent["psum_scatter"] == (len(own) * others if zero else 0)
+        if zero == 0:
+            assert sent["psum"] > len(own) * 2 * (data - 1) * whole / data
+    assert all(bool(x.untyped_storage().nbytes()) == (zero != 3) for x in seen)  # let go at last, if it was gathered
+
+
+def test_a_device_has_as_many_stages_whole_as_was_said():
+    schedule = fs.pipeline_schedule("interleaved", stages=6, devices=2, microbatches=4)
+    mesh, most, seen = fs.make_mesh({"pipe": 2, "data": 2}), {}, []
+    params = fs.shard_stages(weights(6), fs.fsdp("data"), mesh=mesh, schedule=schedule)
+
+    def watched(w, x):
+        seen.append(w["w"])
+        return linear(w, x)
+
+    for live in (1, 2, 3):
+        opt = fs.partition_optimizer(fs.optim.sgd(0.1), mesh=mesh, axis="data", stage=3)
+
+        def count(y, batch, live=live):
+            whole = {x.data_ptr() for x in seen if x.untyped_storage().nbytes()}
+            most[live] = max(most.get(live, 0), len(whole))
+            return y.square().mean()
+
+        options = {"loss": count, "live_units": live}
+        step = fs.train_step([watched] * 6, opt, mesh=mesh, batch=P("data"), schedule=schedule, **options)
+        step(params, opt.init(params), torch.ones(16, 6))
+        seen.clear()
+    assert most[1] <= 4 and most[1] < most[3]
+
+
+def test_clipping_is_that_of_torch_on_the_whole_model():
+    """The norm is over all stages, a tied parameter counted once."""
+    model, batch = gpt(3).eval(), tokens(8)
+    opt = fs.optim.chain(fs.optim.clip_by_global_norm(0.05), fs.optim.sgd(1.0))
+    schedule = fs.pipeline_schedule("zbv", stages=4, microbatches=3)
+    found, metrics = in_stages(model, [batch], opt, 2, schedule, 3)
+    entropy(model(batch[0]), batch).backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+    torch.testing.assert_close(metrics[0][1], norm)
+    for name, x in model.named_parameters():
+        torch.testing.assert_close(found[name], x.detach() - x.grad, rtol=1e-5, atol=1e-6)
+
+
+def test_a_step_that_is_not_finite_is_skipped_by_all_stages():
+    model, schedule = gpt(2), fs.pipeline_schedule("1f1b", stages=2, microbatches=2)
+
+    def burst(y, batch):
+        return entropy(y, batch) + torch.where(batch[1][0, 0] == 0, torch.inf, 0.0) * y.sum()
+
+    batches = [tokens(4, seed) for seed in range(3)]
+    batches[1][1][0, 0], batches[0][1][:, 0], batches[2][1][:, 0] = 0, 1, 1
+    for opt in (fs.optim.skip_if_not_finite(fs.optim.sgd(0.1)), fs.optim.loss_scaled(fs.optim.sgd(0.1))):
+        expected = serial(model, batches, opt, 2, 3, burst, reproducible=True, slices=4)
+        found = in_stages(model, batches, opt, 2, schedule, 3, burst, reproducible=True)
+        assert [bool(one[2]) for one in found[1]] == [True, False, True]
+        assert all(torch.equal(found[0][name], x) for name, x in expected[0].items())
+
+
+def test_a_microbatch_that_counts_for_nothing_adds_nothing():
+    model, schedule = gpt(2), fs.pipeline_schedule("zb-h1", stages=2, microbatches=4)
+
+    def of_words_alone(y, batch):
+        return F.cross_entropy(y.flatten(0, 1), batch[1].flatten(), ignore_index=0)  # no number, where there are none
+
+    batch = tokens(4)
+    batch[1][1:3] = 0
+    options = {"loss": of_words_alone, "weight": words, "reproducible": True}
+    expected = serial(model, [batch], fs.optim.sgd(0.1), 1, slices=4, **options)
+    assert same(in_stages(model, [batch], fs.optim.sgd(0.1), 1, schedule, **options), expected)
+    assert expected[1][0][2]  # finite
+
+
+# -- other forms --------------------------------------------------------------------------------------------------
+
+
+def test_stages_are_functions_too_with_skips_and_batches_of_any_form():
+    mesh, schedule = fs.make_mesh({"pipe": 3, "data": 2}), fs.pipeline_schedule("gpipe", stages=3, microbatches=2)
+
+    def first(w, x):
+        return x["x"] * w, {"far": {"x": x["x"], "n": x["n"]}}
+
+    def last(w, y, far):
+        return y * w + far["x"] * far["n"][:, None]
+
+    trees = [torch.tensor(2.0), None, torch.tensor(3.0)]
+    params = fs.shard_stages(trees, mesh=mesh, schedule=schedule)
+    step = fs.train_step(
+        [first, lambda _, y: y, last],
+        fs.optim.sgd(0.1),
+        mesh=mesh,
+        batch={"in": P("data"), "goal": P("data"), "scale": P()},
+        schedule=schedule,
+        loss=lambda y, batch: (y - batch["goal"]).mean() * batch["scale"],
+        inputs=lambda batch: batch["in"],
+        skips={"far": (0, 2)},
+        frozen="[2]",
+    )
+    x = torch.arange(10.0).view(5, 2)
+    batch = {"in": {"x": x, "n": torch.arange(5)}, "goal": torch.ones(5, 2), "scale": torch.tensor(2.0)}
+    after, _, metrics = step(params, fs.optim.sgd(0.1).init(params), batch)
+    loss = 2 * (6 * x + x * torch.arange(5)[:, None] - 1).mean()
+    torch.testing.assert_close(metrics["loss"], loss)
+    torch.testing.assert_close(fs.unshard(after[0]), 2 - 0.1 * 2 * 3 * x.mean())
+    assert after[1] is None and fs.unshard(after[2]) == 3.0
+
+
+def test_what_nobody_uses_stays_as_it_is():
+    mesh, schedule = fs.make_mesh({"pipe": 2, "data": 2}), fs.pipeline_schedule("1f1b", stages=2, microbatches=2)
+    trees = [{"w": torch.tensor(2.0), "idle": torch.ones(3), "n": torch.tensor(4)}, {"w": torch.tensor(3.0)}]
+    params = fs.shard_stages(trees, fs.fsdp("data"), mesh=mesh, schedule=schedule)
+    opt = fs.partition_optimizer(fs.optim.adamw(0.1, weight_decay=0.5), mesh=mesh, axis="data", stage=3)
+    stages = [lambda w, x: x * w["w"] * w["n"], lambda w, x: x * w["w"]]
+    step = fs.train_step(stages, opt, mesh=mesh, batch=P("data"), schedule=schedule, loss=mean_square)
+    after, _, _ = step(params, opt.init(params), torch.ones(4, 1))
+    assert torch.equal(fs.unshard(after[0]["idle"]), torch.ones(3)) and fs.unshard(after[0]["n"]) == 4
+    assert fs.unshard(after[0]["w"]) < 2.0
+
+
+def normalised(seed=0):
+    torch.manual_seed(seed)
+    layers = [nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 6), nn.BatchNorm1d(6, momentum=None)]
+    return nn.Sequential(*layers).double()
+
+
+@pytest.mark.parametrize("recompute", ["never", "always"])
+def test_what_stages_remember_is_the_mean_of_what_microbatches_did(recompute):
+    """As without stages, to the bit; two steps."""
+    model, schedule = normalised(), fs.pipeline_schedule("zbv", stages=4, microbatches=2)
+    batches = [torch.randn(12, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(n)) for n in (1, 2)]
+    expected = remembered(model, batches, None, slices=4)
+    assert same_trees(remembered(model, batches, schedule, recompute=recompute), expected)
+
+
+def test_deferred_batch_norm_remembers_the_whole_batch():
+    model, schedule = normalised(), fs.pipeline_schedule("1f1b", stages=2, microbatches=3)
+    batch = torch.randn(13, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    found, _ = remembered(model, [batch], schedule, deferred_batch_norm=True)
+    first = model[1]
+    first(model[0](batch))
+    torch.testing.assert_close(
+        {name[2:]: x for name, x in found.items() if name[0] == "1"}, dict(first.named_buffers())
+    )
+    assert found["4.num_batches_tracked"] == 1
+
+
+def remembered(model, batches, schedule, **options):
+    """Train; return buffers and parameters by the names of the model."""
+    mesh = fs.make_mesh({"pipe": schedule.devices, "data": 2} if schedule else {"data": 2})
+    options |= {"mesh": mesh, "batch": P("data"), "has_buffers": True, "reproducible": True}
+    opt = fs.optim.sgd(0.1)
+    if schedule is None:
+        apply, params, buffers = fs.functionalize(model)
+        params = fs.shard_params(params, P(), mesh=mesh)
+
+        def loss_fn(params, buffers, batch):
+            y, buffers = apply(params, buffers, batch)
+            return y.square().mean(), buffers
+
+        step = fs.train_step(loss_fn, opt, **options)
+    else:
+        stages = fs.split_stages(model, schedule.stages)
+        params = fs.shard_stages(stages, mesh=mesh, schedule=schedule)
+        buffers = fs.shard_stages([dict(one.named_buffers()) for one in stages], mesh=mesh, schedule=schedule)
+        step = fs.train_step(stages, opt, schedule=schedule, loss=mean_square, **options)
+    state = opt.init(params)
+    for batch in batches:
+        params, state, buffers, _ = step(params, state, buffers, batch)
+    flat = [fs.unshard(tree) for tree in (buffers, params)]
+    return tuple(tree if schedule is None else {name: x for one in tree for name, x in one.items()} for tree in flat)
+
+
+def same_trees(found, expected):
+    return all(
+        one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+        for one, other in zip(found, expected, strict=True)
+    )
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_stages_are_evaluated_forward_only(zero):
+    model, batch = gpt(3).eval(), tokens(7)
+    mesh, schedule = fs.make_mesh({"pipe": 2, "data": 2}), fs.pipeline_schedule("zbv", stages=4, microbatches=2)
+    stages = fs.split_stages(model, 4)
+    params = fs.shard_stages(stages, at_rest(zero), mesh=mesh, schedule=schedule)
+    options = {
+        "mesh": mesh,
+        "batch": P("data"),
+        "schedule": schedule,
+        "loss": of_words,
+        "weight": words,
+        "has_aux": True,
+    }
+    before = torch.random.get_rng_state()
+    with fs.ledger() as comm, torch.inference_mode():
+        loss, aux = fs.evaluate(stages, **options)(params, batch)
+    expected, beside = of_words(model(batch[0]), batch)
+    torch.testing.assert_close(loss, expected.detach())
+    assert torch.equal(fs.unshard(aux["best"]), beside["best"]) and aux["right"] == beside["right"]
+    assert torch.equal(before, torch.random.get_rng_state())
+    assert comm.bytes(collective="psum_scatter") == 0
+    with pytest.raises(fs.LayoutError, match="evaluate has no option accumulate, slices with schedule="):
+        fs.evaluate(stages, **options, accumulate=2, slices=4)
+    with pytest.raises(fs.LayoutError, match="evaluate has no option loss without schedule="):
+        fs.evaluate(mean_square, mesh=mesh, batch=P("data"), loss=of_words)
+
+
+def lazily(count, made=None):
+    def layer():
+        if made is not None and torch.empty(()).device.type != "meta":
+            made.append(1)
+        return nn.Linear(6, 6)
+
+    return fs.split_stages([fs.lazy(layer) for _ in range(count)], count)
+
+
+def of_lazy_layers():
+    """Return the whole of the parameters, and how many layers have been built here."""
+    made, devices = [], 2
+    mesh = fs.make_mesh({"pipe": devices, "data": 2})
+    schedule = fs.pipeline_schedule("interleaved", stages=4, devices=devices, microbatches=1)
+    stages = lazily(4, made)
+    params = fs.shard_stages(stages, fs.fsdp("data"), mesh=mesh, schedule=schedule, seed=3)
+    built = len(made)
+    step = fs.train_step(stages, fs.optim.sgd(0.1), mesh=mesh, batch=P("data"), schedule=schedule, loss=mean_square)
+    whole = fs.unshard(params)
+    step(params, fs.optim.sgd(0.1).init(params), torch.ones(4, 6))
+    return whole, built
+
+
+def test_lazy_layers_are_built_where_their_stage_lies_alone(four):
+    expected = [dict(fs.built(stage, seed=3).named_parameters()) for stage in lazily(4)]
+    for whole, built in (of_lazy_layers(), *four.run(of_lazy_layers)):
+        assert all(
+            torch.equal(one[name], x) for one, tree in zip(whole, expected, strict=True) for name, x in tree.items()
+        )
+        assert built in (2, 4)
+    assert built == 2  # of a process
+    mesh, schedule = fs.make_mesh({"pipe": 2}), fs.pipeline_schedule("gpipe", stages=2, microbatches=1)
+    with pytest.raises(fs.LayoutError, match="there are parameters without memory.*seed=0"):
+        fs.shard_stages(lazily(2), mesh=mesh, schedule=schedule)
+
+
+# -- mistakes -----------------------------------------------------------------------------------------------------
+
+
+def test_what_does_not_fit_is_refused_with_all_that_is_wrong():
+    mesh, schedule = fs.make_mesh({"pipe": 2, "data": 2}), fs.pipeline_schedule("gpipe", stages=3, microbatches=1)
+    opt = fs.optim.sgd(0.1)
+    with pytest.raises(fs.LayoutError) as error:
+        fs.train_step([linear, 3], opt, mesh=mesh, batch=P("pipe"), schedule=schedule, live_units=0)
+    assert str(error.value) == (
+        "train_step: stage 1 is int, which is not called; the last stage makes no loss by itself: give loss=, a function of what "
+        "it makes and the microbatch; live_units=0: a stage that is computed is whole, so at least 1 is; the batch is cut along "
+        "pipe, along which the stages lie: all of them see the same samples; the schedule gpipe has 3 stages, 2 are given; the "
+        "schedule gpipe is for 3 devices, axis pipe has 2."
+    )
+    with pytest.raises(fs.LayoutError) as error:
+        fs.train_step(
+            [linear] * 3, opt, mesh=mesh, batch=P("data"), schedule=schedule, accumulate=2, slices=4, bucket=1
+        )
+    assert str(error.value).startswith(
+        "train_step has no option accumulate, slices, bucket. With a schedule it has: loss,"
+    )
+    with pytest.raises(fs.LayoutError, match="given a list of stages. Say how they run: schedule="):
+        fs.train_step([linear] * 3, opt, mesh=mesh, batch=P("data"))
+    with pytest.raises(fs.LayoutError, match=r"shard_stages: .* 3 stages, 1 are given; .* 3 devices, axis pipe has 2"):
+        fs.shard_stages(weights(1), mesh=mesh, schedule=schedule)
+    abstract = fs.make_mesh({"pipe": 3, "data": 2}, runtime="abstract")
+    with pytest.raises(fs.LayoutError, match="on an abstract mesh nobody says what a stage makes"):
+        fs.train_step([linear] * 3, opt, mesh=abstract, batch=P("data"), schedule=schedule, loss=mean_square)
+
+
+def test_what_a_step_is_given_has_to_lie_where_the_stages_do():
+    mesh, schedule = fs.make_mesh({"pipe": 2, "data": 2}), fs.pipeline_schedule("1f1b", stages=2, microbatches=2)
+    options = {"mesh": mesh, "batch": P("data"), "schedule": schedule, "loss": mean_square}
+    opt, batch = fs.optim.sgd(0.1), torch.ones(4, 6)
+    step = fs.train_step([linear] * 2, opt, **options)
+    good = fs.shard_stages(weights(2), mesh=mesh, schedule=schedule)
+    with pytest.raises(fs.LayoutError) as error:
+        step([good[1], {**good[1], "w": fs.shard_params(torch.ones(6, 6), P(), mesh=mesh)}], opt.init(good), batch)
+    assert str(error.value) == (
+        'train_step: parameters of stages lie where the schedule has these, along pipe: 0.b lies as P.owned("pipe", by=1), '
+        'its stage at place 0; 0.w lies as P.owned("pipe", by=1), its stage at place 0; 1.w lies as P(), its stage at place '
+        "1. Lay them there: fs.shard_stages(stages, rules, mesh=mesh, schedule=schedule)."
+    )
+    with pytest.raises(fs.LayoutError, match="2 stages have a list of as many trees of parameters; 1 are given"):
+        step(good[:1], opt.init(good), batch)
+
+    def asking(w, x):
+        return linear(w, x) * fs.axis_index("pipe")
+
+    with pytest.raises(
+        fs.LayoutError, match=r"fs.axis_index over pipe in a stage, at .*: stages of a pipeline may ask only"
+    ):
+        fs.train_step([asking] * 2, opt, **options)(good, opt.init(good), batch)
+    with pytest.raises(fs.LayoutError, match=r"gradients= lays that of 0.b as P\(\), and not where the parameter lies"):
+        fs.train_step([linear] * 2, opt, **options, gradients=lambda layout: layout.with_spec(P()))(
+            good, opt.init(good), batch
+        )
+    with pytest.raises(fs.LayoutError, match="no stage has a parameter"):
+        fs.train_step([lambda _, x: x] * 2, opt, **options)([None, None], opt.init([]), batch)
+    with pytest.raises(fs.LayoutError, match="has to return one number"):
+        fs.train_step([linear] * 2, opt, **{**options, "loss": lambda y, x: y})(good, opt.init(good), batch)
+    with pytest.raises(fs.LayoutError, match="the loss depends on no parameter"):
+        fs.train_step([linear] * 2, opt, **{**options, "loss": lambda y, x: x.mean()})(good, opt.init(good), batch)
+    norms = [nn.BatchNorm1d(6), nn.BatchNorm1d(6)]
+    laid = fs.shard_stages(norms, mesh=mesh, schedule=schedule)
+    with pytest.raises(
+        fs.PolicyError, match="stage 0 changes its buffers running_mean, running_var, num_batches_tracked"
+    ):
+        fs.train_step(norms, opt, **options)(laid, opt.init(laid), torch.ones(8, 6))

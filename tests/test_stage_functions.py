@@ -1,0 +1,236 @@
+"""Stages that compute again what they do not keep have the bits of those that keep all, and hold less."""
+
+import weakref
+from collections import defaultdict
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd.function import Function
+from torch.autograd.graph import get_gradient_edge
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fshard as fs
+from fshard.pipeline.halves import halves
+from fshard.pipeline.leaves import Params
+from fshard.pipeline.saved import Saved
+
+LAYERS, MICROBATCHES = 3, 4
+WAYS = ["always", "except_last", 1, 2, LAYERS]
+
+
+class Watched(Function):
+    """x^2, which keeps a tensor that is counted."""
+
+    @staticmethod
+    def forward(ctx, x, counts, where):
+        kept = x.clone()
+        counts.saved[where].append(weakref.ref(kept))
+        ctx.save_for_backward(kept)
+        ctx.look = lambda: counts.look(where)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, g):
+        (kept,) = ctx.saved_tensors
+        ctx.look()
+        return 2 * kept * g, None, None
+
+
+class Counts:
+    def __init__(self):
+        self.saved, self.peak, self.calls = defaultdict(list), defaultdict(int), defaultdict(int)
+
+    def __deepcopy__(self, memo):
+        return self
+
+    def look(self, where):
+        self.saved[where] = [one for one in self.saved[where] if one() is not None]
+        self.peak[where] = max(self.peak[where], len(self.saved[where]))
+
+
+class Layer(nn.Module):
+    def __init__(self, counts, where):
+        super().__init__()
+        self.linear, self.drop, self.where = nn.Linear(4, 4), nn.Dropout(0.5), where
+        self.counts = counts
+
+    def forward(self, x):
+        self.counts.calls[self.where] += 1
+        x = x.mul_(2)  # in place, at the entrance of a stage too
+        return Watched.apply(self.drop(self.linear(x)).tanh(), self.counts, self.where)
+
+
+def run(name, recompute):
+    torch.manual_seed(0)
+    counts = Counts()
+    layers = [Layer(counts, where) for where in (0, 1) for _ in range(LAYERS)]
+    stages = fs.split_stages(layers, 2)
+    functions, params = fs.stage_functions(stages, recompute, microbatches=MICROBATCHES)
+    schedule = fs.pipeline_schedule(name, stages=2, microbatches=MICROBATCHES)
+    step = fs.pipelined(
+        functions, schedule, lambda y, _: y.square().mean(), mesh=fs.make_mesh({"pipe": 2}), reproducible=True
+    )
+    found = step(params, torch.linspace(0.5, 1, MICROBATCHES * 8).reshape(MICROBATCHES, 2, 4))
+    return found, counts
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1"])
+def test_what_is_computed_again_has_the_same_bits(name):
+    expected, kept = run(name, "never")
+    assert kept.calls == {0: 12, 1: 12}
+    for recompute in WAYS:
+        found, counts = run(name, recompute)
+        assert torch.equal(found.loss, expected.loss)
+        for own, grads in zip(found.gradients, expected.gradients, strict=True):
+            assert own.keys() == grads.keys() and all(torch.equal(own[key], grads[key]) for key in grads), recompute
+        again = 9 if recompute == "except_last" else 12
+        assert counts.calls == {0: 12 + again, 1: 12 + again}, recompute  # in two halves it is not done twice either
+
+
+def test_less_is_held():
+    peaks = {recompute: run("gpipe", recompute)[1].peak for recompute in ["never", *WAYS]}
+    assert peaks["never"] == {0: 12, 1: 12}
+    assert peaks["always"] == peaks[LAYERS] == {0: 3, 1: 3}
+    assert peaks["except_last"] == {0: 6, 1: 6}
+    assert peaks[2] == {0: 2, 1: 2} and peaks[1] == {0: 1, 1: 1}
+
+
+@pytest.mark.parametrize("recompute", ["never", "always", 1])
+def test_products_wait_for_the_second_half(recompute):
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Dropout(), nn.Linear(4, 4))
+    (function,), (params,) = fs.stage_functions([layers], recompute)
+    own, saved = Params(params, trained=True), Saved()
+    x = torch.randn(3, 4, requires_grad=True)
+    with saved.watching():
+        y = function(own.tree, x)
+    end, inputs = get_gradient_edge(y), [get_gradient_edge(x)]
+    with Products() as first:
+        (gx,), later = halves([end], [torch.ones_like(y)], inputs, own.edges, saved)
+    with Products() as second:
+        found = later()
+    again = {"never": 0, "always": 2, 1: 2}[recompute]
+    assert first.count == 2 + again and second.count == 2
+    assert all(g is not None for g in [gx, *found])
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        return func(*args, **(kwargs or {}))
+
+
+class Blocks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.counts = nn.Linear(4, 4), Counts()
+        self.blocks = nn.ModuleList(Layer(self.counts, where) for where in range(4))
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x.clone())
+        return x
+
+
+def test_blocks_of_a_module_are_computed_again_one_by_one():
+    found = []
+    for recompute in ("never", 1, "always"):
+        torch.manual_seed(0)
+        model = Blocks()
+        stages = fs.split_stages(model, 2, sample=torch.ones(1, 4), blocks="blocks")
+        model.counts.calls.clear()
+        functions, params = fs.stage_functions(stages, recompute)
+        step = fs.pipelined(
+            functions,
+            fs.pipeline_schedule("1f1b", stages=2, microbatches=2),
+            lambda y, _: y.mean(),
+            mesh=fs.make_mesh({"pipe": 2}),
+            reproducible=True,
+        )
+        found.append((step(params, torch.ones(2, 3, 4)), [*model.counts.calls.values()]))
+    shapes = torch.tensor([1, 1, 0, 0])  # the second stage asks the first one's blocks once what they make of a shape
+    assert [(torch.tensor(calls) - shapes).tolist() for _, calls in found] == [[2] * 4, [4] * 4, [4] * 4]
+    for (one, _), (other, _) in pairwise(found):
+        for own, grads in zip(one.gradients, other.gradients, strict=True):
+            assert own.keys() == grads.keys() and all(torch.equal(own[key], grads[key]) for key in grads)
+
+
+@pytest.mark.parametrize("recompute", ["never", "always"])
+def test_a_stage_may_change_what_it_is_given(recompute):
+    def first(w, x):
+        return w * x, {"skip": w + x}
+
+    def middle(w, x):
+        return torch.relu_(x) * w
+
+    def last(w, x, skip):
+        return x.add_(skip.tanh_()) * w
+
+    functions, _ = fs.stage_functions([first, middle, last], recompute)
+    ws, batch = (
+        [torch.tensor(w, requires_grad=True) for w in (2.0, 3.0, 5.0)],
+        [torch.tensor([-1.0, 1.5]), torch.tensor([4.0, 0.5])],
+    )
+    for name in ("1f1b", "zb-h1"):
+        schedule = fs.pipeline_schedule(name, stages=3, microbatches=2)
+        mesh = fs.make_mesh({"pipe": 3})
+        step = fs.pipelined(functions, schedule, lambda y, _: y.sum(), mesh=mesh, skips={"skip": (0, 2)})
+        found = step(ws, batch)
+        loss = sum((ws[2] * (ws[1] * torch.relu(ws[0] * x) + torch.tanh(ws[0] + x))).sum() for x in batch) / 2
+        torch.testing.assert_close([found.loss, *found.gradients], [loss.detach(), *torch.autograd.grad(loss, ws)])
+
+
+def test_frozen_and_unused_parameters_have_no_gradient_and_a_module_may_be_called_twice():
+    class Part(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.twice, self.unused, self.frozen = (nn.Linear(2, 2) for _ in range(3))
+            self.frozen.requires_grad_(False)
+
+        def forward(self, x):
+            return self.frozen(self.twice(self.twice(x).tanh()))
+
+    torch.manual_seed(0)
+    parts, x = [Part(), Part()], torch.randn(2, 3, 2)
+    functions, params = fs.stage_functions(parts)
+    for name in ("1f1b", "zb-h1"):
+        schedule = fs.pipeline_schedule(name, stages=2, microbatches=2)
+        step = fs.pipelined(functions, schedule, lambda y, _: y.square().mean(), mesh=fs.make_mesh({"pipe": 2}))
+        found = step(params, x)
+        twice = [own for part in parts for own in part.twice.parameters()]
+        expected = torch.autograd.grad(parts[1](parts[0](x)).square().mean(), twice)
+        torch.testing.assert_close(
+            [g for grads in found.gradients for g in grads.values() if g is not None], [*expected]
+        )
+        assert all((g is not None) == key.startswith("twice") for grads in found.gradients for key, g in grads.items())
+
+
+def test_functions_stay_what_they_are_and_slips_are_named():
+    def stage(w, x):
+        return w * x
+
+    assert fs.stage_functions([stage]) == ([stage], [None])
+    again = fs.stage_functions([stage], "always")[0][0]
+    assert again(torch.tensor(2.0), torch.tensor(3.0)) == 6
+    with pytest.raises(fs.PolicyError, match='recompute="?.often.? is none of'):
+        fs.stage_functions([stage], "often")
+    for recompute, text in [
+        ("except_last", "needs to know how many there are: microbatches="),
+        (2, "stage 0 is a function, which has no layers"),
+        (0, "recompute=0 is none of"),
+    ]:
+        with pytest.raises(fs.PolicyError, match=text):
+            fs.stage_functions([stage], recompute)
+    with pytest.raises(fs.PolicyError, match="of LayerNorm single blocks can, if it was cut by them"):
+        fs.stage_functions([nn.LayerNorm(2)], 1)
+    functions, params = fs.stage_functions([nn.BatchNorm1d(2)])
+    with pytest.raises(
+        fs.PolicyError, match="stage 0 changes its buffers running_mean, running_var, num_batches_tracked"
+    ):
+        functions[0](params[0], torch.randn(3, 2))
