@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import Function
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from fshard.mesh.tree import PyTree, flatten, unflatten
@@ -26,12 +25,14 @@ class Value(NamedTuple):
     def entered(self) -> tuple[PyTree, list[GradientEdge]]:
         """Return the tree for a stage to work on, which may change it in place, and where its gradients come out."""
         leaves, structure = flatten(self.tree, none_is_leaf=True)
-        places = [place for place, moves in enumerate(self.moving) if moves] if torch.is_grad_enabled() else []
         leaves = [x.data if isinstance(x, Tensor) else x for x in leaves]  # changes are not counted together
-        own = _Own.apply(*[leaves[place].requires_grad_() for place in places]) if places else ()
-        for place, x in zip(places, own, strict=True):
-            leaves[place] = x
-        return unflatten(structure, leaves), [get_gradient_edge(x) for x in own]
+        edges: list[GradientEdge] = []
+        if torch.is_grad_enabled():
+            for place, moves in enumerate(self.moving):
+                if moves:
+                    leaves[place] = own = _own(leaves[place].requires_grad_())
+                    edges.append(get_gradient_edge(own))
+        return unflatten(structure, leaves), edges
 
 
 def left(tree: PyTree) -> tuple[Value, list[GradientEdge]]:
@@ -42,16 +43,9 @@ def left(tree: PyTree) -> tuple[Value, list[GradientEdge]]:
     return Value(unflatten(structure, [x.detach() if isinstance(x, Tensor) else x for x in leaves]), moving), edges
 
 
-class _Own(Function):
-    """The identity, on tensors that nobody else has: what comes of it is no view, and may be changed in place."""
-
-    @staticmethod
-    def forward(ctx: Any, *xs: Tensor) -> tuple[Tensor, ...]:
-        return tuple([x.data for x in xs])
-
-    @staticmethod
-    def backward(ctx: Any, *gs: Any) -> tuple[Any, ...]:
-        return gs
+def _own(x: Tensor) -> Tensor:
+    """Return a tensor that nobody else has, as one that autograd takes for no leaf and no view: it may be changed in place."""
+    return torch.ops.aten._unsafe_view(x, x.shape)
 
 
 class Params:

@@ -8,11 +8,12 @@ A parameter that a microbatch has not used has no gradient there, which adds not
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+_torch: Any = torch  # its stubs do not know _foreach_add_
 Gradients = Sequence[Tensor | None]
 
 
@@ -40,16 +41,20 @@ class Running:
         if not self._sums:
             self._sums, self._own = list(gs), [False] * len(gs)
             return
-        for place, g in enumerate(gs):
-            known = self._sums[place]
+        owned: list[Tensor] = []
+        added: list[Tensor] = []
+        for place, (known, g, own) in enumerate(zip(self._sums, gs, self._own, strict=True)):
             if g is None:
                 continue
             if known is None:
                 self._sums[place] = g
-            elif self._own[place]:
-                known.add_(g)
+            elif own:
+                owned.append(known)
+                added.append(g)
             else:
                 self._sums[place], self._own[place] = known + g, True
+        if owned:
+            _torch._foreach_add_(owned, added)
 
     def result(self) -> list[Tensor | None]:
         """Return the sum."""
