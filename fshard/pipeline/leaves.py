@@ -31,7 +31,7 @@ class Value(NamedTuple):
             for place, moves in enumerate(self.moving):
                 if moves:
                     leaves[place] = own = _own(leaves[place].requires_grad_())
-                    edges.append(get_gradient_edge(own))
+                    edges.append(_edge(own))
         return unflatten(structure, leaves), edges
 
 
@@ -39,13 +39,21 @@ def left(tree: PyTree) -> tuple[Value, list[GradientEdge]]:
     """Return what a stage has made, to be handed on, and where its gradients come in."""
     leaves, structure = flatten(tree, none_is_leaf=True)
     moving = tuple([isinstance(x, Tensor) and x.requires_grad for x in leaves])
-    edges = [get_gradient_edge(x) for x, moves in zip(leaves, moving, strict=True) if moves]
+    edges = [_edge(x) for x, moves in zip(leaves, moving, strict=True) if moves]
     return Value(unflatten(structure, [x.detach() if isinstance(x, Tensor) else x for x in leaves]), moving), edges
 
 
 def _own(x: Tensor) -> Tensor:
     """Return a tensor that nobody else has, as one that autograd takes for no leaf and no view: it may be changed in place."""
-    return torch.ops.aten._unsafe_view(x, x.shape)
+    return _unsafe_view(x, x.shape)
+
+
+_unsafe_view: Any = torch.ops.aten._unsafe_view.default
+
+
+def _edge(x: Tensor) -> GradientEdge:
+    """Return where the gradient of a tensor comes in."""
+    return get_gradient_edge(x) if x.grad_fn is None else GradientEdge(x.grad_fn, x.output_nr)
 
 
 class Params:

@@ -119,9 +119,9 @@ def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
 
 def tree_mean(rows: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     """Return the mean of numbers in 64 bits, added in the fixed tree."""
-    total = Ordered(weights)
-    for place, row in enumerate(rows):
-        total.add(place, [row.double()])
-    (mean,) = total.result()
-    assert mean is not None
-    return mean
+    left = torch.stack([*rows]).double()
+    left = left * torch.tensor(weights, dtype=left.dtype, device=left.device).reshape(-1, *[1] * (left.ndim - 1))
+    while len(left) > 1:
+        even, odd = left[0::2], left[1::2]
+        left = torch.cat([even[: len(odd)] + odd, even[len(odd) :]])
+    return left[0] / sum(weights)
