@@ -1,7 +1,10 @@
 """Who runs a pipeline: fshard's interpreter and torch.distributed.pipelining, on the same stages; and what these cost alone.
 
-blocks    0 1 | 2 3            gpipe, 1f1b        n stages of two blocks on n processes
-          0 | 1 | 2 | 3        interleaved, zbv   2 n stages of one block
+    compute    0 1 | 2 3            gpipe, 1f1b        n stages of two blocks on n processes
+               0 | 1 | 2 | 3        interleaved, zbv   2 n stages of one block
+    latency    one block in each stage
+
+Blocks are those of models.py, written once.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from models import SEED, Gpt, Mlp, Model, Params, UnitModule, part
+from models import SEED, Gpt, Mlp, Model, Params, Unit, UnitModule, part
 from torch import Tensor, nn
 from torch.distributed.pipelining import (
     PipelineStage,
@@ -43,9 +46,10 @@ Step = Callable[[], Tensor | None]
 
 @dataclass(frozen=True)
 class Task:
-    """What is trained: blocks of a model, on microbatches of so many rows of so many vectors."""
+    """What is trained: so many blocks of a model on each process, at least one in a stage, on microbatches of so many rows."""
 
-    blocks: Gpt | Mlp
+    model: Model
+    blocks: int
     microbatches: int
     rows: int
     length: int
@@ -58,8 +62,8 @@ class Task:
         return x, x.roll(1, dims=-1)
 
 
-COMPUTE = Task(Gpt(width=256, heads=8, depth=8, vocabulary=8, length=64), microbatches=8, rows=2, length=64, width=256)
-LATENCY = Task(Mlp(narrow=64, wide=256, depth=8), microbatches=32, rows=1, length=16, width=64)
+COMPUTE = Task(Gpt(256, 8, depth=8, vocabulary=8, length=64).model(), 2, microbatches=8, rows=2, length=64, width=256)
+LATENCY = Task(Mlp(narrow=64, wide=256, depth=8).model(), 1, microbatches=32, rows=1, length=16, width=64)
 
 
 @dataclass(frozen=True)
@@ -81,19 +85,24 @@ class Pipeline:
         """The stages of this process."""
         return [stage for stage, place in enumerate(self.schedule.placement) if place == dist.get_rank()]
 
-    def model(self) -> Model:
-        """The model of which the blocks are."""
-        return self.task.blocks.model()
+    @property
+    def unit(self) -> Unit:
+        """A block."""
+        return self.task.model.units["blocks.0"]
+
+    @property
+    def blocks(self) -> int:
+        """How many a stage has."""
+        return max(1, self.task.blocks // SCHEDULES[self.name][0])
 
     def params(self, stage: int) -> list[Params]:
         """Return those of a stage, a dict for each block."""
-        drawn, each = self.model().init(SEED), 2 // SCHEDULES[self.name][0]
-        return [part(drawn, f"blocks.{stage * each + place}") for place in range(each)]
+        drawn = self.task.model.init(SEED)
+        return [part(drawn, f"blocks.{stage * self.blocks + place}") for place in range(self.blocks)]
 
     def modules(self) -> dict[int, nn.Module]:
         """Return the stages of this process, as torch wants them."""
-        unit = self.model().units["blocks.0"]
-        return {stage: Blocks([UnitModule(unit, one) for one in self.params(stage)]) for stage in self.own}
+        return {stage: Blocks([UnitModule(self.unit, one) for one in self.params(stage)]) for stage in self.own}
 
 
 class Blocks(nn.Module):
@@ -115,7 +124,7 @@ class Blocks(nn.Module):
 
 def fshard(pipeline: Pipeline, mesh: fs.Mesh) -> tuple[Step, Callable[[], list[Tensor]]]:
     """Return a step of ours, and what gives the gradients that it has made."""
-    unit, schedule, task = pipeline.model().units["blocks.0"], pipeline.schedule, pipeline.task
+    unit, schedule, task = pipeline.unit, pipeline.schedule, pipeline.task
 
     def stage(params: list[Params], x: Tensor) -> Tensor:
         for own in params:
@@ -190,15 +199,14 @@ def bound(pipelines: list[Pipeline], cores: int) -> list[float]:
 
 def _best(pipeline: Pipeline, costs: dict[int, tuple[float, float, float]], cores: int) -> float:
     schedule = pipeline.schedule
-    blocks = 2 // SCHEDULES[pipeline.name][0]
-    f, i, w = ([costs[place][kind] * blocks for place in schedule.placement] for kind in range(3))
+    f, i, w = ([costs[place][kind] * pipeline.blocks for place in schedule.placement] for kind in range(3))
     alone = schedule.simulate(forward=f, backward_input=i, backward_weight=w).makespan
     return max(float(alone), sum(f + i + w) * schedule.microbatches / cores)
 
 
 def _block_costs(pipeline: Pipeline, times: int = 5) -> tuple[float, float, float]:
     """Return the seconds of F, I and W of a block, by autograd alone; gradients are added to those that are there."""
-    module = UnitModule(pipeline.model().units["blocks.0"], pipeline.params(0)[0])
+    module = UnitModule(pipeline.unit, pipeline.params(0)[0])
     x = pipeline.task.data()[0][: pipeline.task.rows]
     rows: list[tuple[float, float, float]] = []
     for _ in range(times):
