@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from fshard.errors import LayoutError
+from fshard.mesh.ledger import active
 from fshard.mesh.messages import dispatch
-from fshard.mesh.runtimes.protocol import Pending
+from fshard.mesh.runtimes.protocol import Lane, Pending
 from fshard.mesh.scope import Group
 from fshard.mesh.tree import PyTree, Structure, flatten, unflatten
 from fshard.source import Site
@@ -106,7 +107,8 @@ class Post(Generic[Mail]):
     ) -> None:
         self._group, self._site, self._device, self._kind, self._known = group, site, device, kind, known
         self._comes = {source: deque(mails) for source, mails in comes.items()}
-        self._begun: dict[int, tuple[Known, list[Pending]]] = {}
+        self._begun: dict[int, tuple[Known, list[Pending] | Lane]] = {}
+        self._lanes: dict[tuple[int, int], Lane | None] = {}
         self._arrived: dict[Mail, PyTree] = {}
         for source in self._comes:
             self._begin(source)
@@ -126,6 +128,9 @@ class Post(Generic[Mail]):
                 f"{mail} is {Form.of(leaves, structure)}; for a microbatch of the same shapes it was {known.form}, and whoever "
                 "receives it counts on that. If shapes depend on values, say dynamic=True: then each message is told."
             )
+        lane = None if active() else self._lane(known, to)
+        if lane is not None and lane.send(leaves[known.batches[0][0][0]]):
+            return
         for places, _ in known.batches:
             self._send(tuple([leaves[place] for place in places]), to)
 
@@ -135,9 +140,12 @@ class Post(Generic[Mail]):
             first = self._comes[source].popleft()
             known, coming = self._begun.pop(source, None) or self._receive_all(self._hear(first, source), source)
             leaves = list(known.form.leaves)
-            for (places, _), pending in zip(known.batches, coming, strict=True):
-                for place, x in zip(places, pending.wait(), strict=True):
-                    leaves[place] = x
+            if isinstance(coming, list):
+                for (places, _), pending in zip(known.batches, coming, strict=True):
+                    for place, x in zip(places, pending.wait(), strict=True):
+                        leaves[place] = x
+            else:
+                leaves[known.batches[0][0][0]] = coming.take()
             self._arrived[first] = unflatten(known.form.structure, leaves)
             self._begin(source)
         return self._arrived.pop(mail)
@@ -169,8 +177,18 @@ class Post(Generic[Mail]):
     def _send(self, xs: tuple[Tensor, ...], to: int) -> None:
         dispatch(xs, self._group, to, self._site)
 
-    def _receive_all(self, known: Known, source: int) -> tuple[Known, list[Pending]]:
-        return known, [self._receive(likes, source) for _, likes in known.batches]
+    def _receive_all(self, known: Known, source: int) -> tuple[Known, list[Pending] | Lane]:
+        lane = self._lane(known, source)
+        return known, [self._receive(likes, source) for _, likes in known.batches] if lane is None else lane
+
+    def _lane(self, known: Known, other: int) -> Lane | None:
+        """Return the short way to or from a device for messages that are one tensor, if there is one."""
+        if self._known is None or len(known.batches) != 1 or len(known.batches[0][0]) != 1:
+            return None
+        key = other, id(known)  # it is kept
+        if key not in self._lanes:
+            self._lanes[key] = self._group.world.current().lane(known.batches[0][1][0], self._group, other, self._site)
+        return self._lanes[key]
 
     def _receive(self, likes: tuple[Tensor, ...], source: int) -> Pending:
         return self._group.world.current().receive(likes, self._group, source, self._site)

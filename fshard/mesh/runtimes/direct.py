@@ -94,10 +94,10 @@ class Direct:
 
     def send(self, xs: tuple[Tensor, ...], to: int, what: What) -> Departed | None:
         """Send a message: a short one travels at once, a long one is copied, to be read when its receiver comes to it."""
-        turn = Turn(self, self._message(to, sent=True), what)
+        turn = Turn(self, next(self.messages(to, sent=True)), what)
         with self.lock:
             if sum([x.nbytes for x in xs]) <= INLINE_MESSAGE and self.peers[to].outgoing.roomy:
-                buffer = xs[0] if len(xs) == 1 and _plain(xs[0]) else packed(xs)
+                buffer = xs[0] if len(xs) == 1 and is_plain(xs[0]) else packed(xs)
                 turn.put(to, buffer.data_ptr(), buffer.nbytes)
                 return None
             buffer = packed(xs)
@@ -106,7 +106,7 @@ class Direct:
 
     def receive(self, make: Callable[[], Tensor], source: int, what: What) -> Coming:
         """Return how to get the next message of a process, once it is there."""
-        turn = Turn(self, self._message(source, sent=False), what)
+        turn = Turn(self, next(self.messages(source, sent=False)), what)
 
         def take() -> Tensor:
             into = make()
@@ -115,12 +115,15 @@ class Direct:
 
         return Coming(turn.needs(source), take)
 
-    def _message(self, peer: int, *, sent: bool) -> int:
-        calls = self._messages.setdefault((peer, sent), cycle(range(1 << 28)))
-        return self._group | next(calls) << 3 | MESSAGE
+    def messages(self, peer: int, *, sent: bool) -> Iterator[int]:
+        """Return the keys of the messages to a process, or from it, one after the other."""
+        keys = self._messages.get((peer, sent))
+        if keys is None:
+            keys = self._messages[peer, sent] = map((self._group | MESSAGE).__or__, cycle(range(0, 1 << 31, 8)))
+        return keys
 
 
-def _plain(x: Tensor) -> bool:
+def is_plain(x: Tensor) -> bool:
     """Return whether a tensor's bytes are what lies in its memory."""
     return x.is_contiguous() and not x.is_conj() and not x.is_neg()
 

@@ -31,6 +31,7 @@ from fshard.mesh.runtimes import gloo, native
 from fshard.mesh.runtimes.abstract import Done
 from fshard.mesh.runtimes.departing import Departing
 from fshard.mesh.runtimes.direct import Direct
+from fshard.mesh.runtimes.lane import Lane
 from fshard.mesh.runtimes.link import Departed, GroupLink, Link, What, shapes_of
 from fshard.mesh.runtimes.neighbours import Neighbours, meet
 from fshard.mesh.runtimes.road import Road
@@ -175,6 +176,14 @@ class ProcessWorld:
         return Road(move, group, x, link, self.timeout, self._under_way).take
 
     # -- messages -----------------------------------------------------------------------------------------------
+
+    def lane(self, like: Tensor, group: Group, place: int, site: Site) -> Lane | None:
+        """Return the short way for messages like this one: there is one to neighbours, where nobody watches."""
+        if place == group.index or self._watch is not None or not like.is_cpu or not self.near(group.members):
+            return None
+        link = self.link(group)
+        assert isinstance(link, Direct)
+        return Lane(like, group, place, site, link, self.timeout, self._under_way)
 
     def send(self, xs: tuple[Tensor, ...], group: Group, to: int, site: Site) -> None:
         """Send tensors as one buffer, which is kept until it has left."""
