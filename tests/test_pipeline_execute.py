@@ -326,6 +326,39 @@ def test_messages_that_were_received_are_let_go(two):
     assert max(two.run(send_many)) <= 40
 
 
+def changing(w, x):
+    """Return what goes as it lies in memory, and what does not: turned, conjugated, several tensors."""
+    if x.is_complex():
+        return (x * w).conj()
+    return {"a": x.T * w, "b": x[0]} if x.shape == (3, 5) else (x * w).mT
+
+
+def joining(w, y):
+    y = y["a"].sum() + y["b"].sum() if isinstance(y, dict) else y
+    return (y.imag if y.is_complex() else y) * w
+
+
+def of_many_kinds():
+    """Send short and long messages in turns, and more than a ring holds before one is received."""
+    shapes = [(3, 5), (2000, 1), (0, 2), (4, 6), (1, 1)]
+    xs = [torch.arange(float(torch.Size(shape).numel())).reshape(shape) for shape in shapes]
+    xs = [*xs, torch.complex(xs[3], xs[3] + 1), *[torch.ones(32, 32)] * 300, *xs]
+    step = pipelined([changing, joining], named("gpipe", 2, len(xs)), total, mesh=fs.make_mesh({"pipe": 2}))
+    ws = [torch.tensor(2.0), torch.tensor(3.0)]
+    for _ in range(2):
+        found = step(ws, xs, [1] * len(xs))
+    with fs.ledger() as told:
+        assert torch.equal(step(ws, xs, [1] * len(xs)).loss, found.loss)
+    own = int(found.gradients[0] is None)
+    assert told.calls(own, collective="send") == len(xs) + own, (told.calls(own), len(xs), own)
+    expected = torch.stack([joining(ws[1], changing(ws[0], x)).sum().double() for x in xs]).mean()
+    return found.loss.item(), expected.float().item()
+
+
+def test_messages_of_many_kinds_keep_their_order(two):
+    assert all(loss == expected for loss, expected in two.run(of_many_kinds))
+
+
 def test_neighbours_on_one_device_send_nothing():
     def stages(placement):
         rows = any_schedule(lambda ready: ready[0], placement, 3)

@@ -33,6 +33,16 @@ from fshard.mesh.tree import PyTree, Structure, paths_of, unflatten
 from fshard.source import Site, call_site
 
 
+def dispatch(xs: Tensors, group: Group, to: int, site: Site) -> None:
+    """Send tensors of one dtype to the device at place `to`, and tell the ledgers."""
+    for ledger in active():
+        pair, size = Permute(((group.index, to),)), sum(x.nbytes for x in xs)
+        ledger.record(
+            group.device, Row("send", group.axes, site._replace(leaves=())), pair.sent(size, group.index, group.size)
+        )
+    group.world.current().send(xs, group, to, site)
+
+
 @dataclass(frozen=True)
 class Send:
     """The map from tensors to nothing (a zero), whose transpose receives their cotangents."""
@@ -44,12 +54,7 @@ class Send:
 
     def run(self, xs: Tensors) -> Tensors:
         """Send, and return the token."""
-        size = sum(x.numel() * x.element_size() for x in xs)
-        for ledger in active():
-            pair = Permute(((self.group.index, self.to),))
-            row = Row("send", self.group.axes, self.site._replace(leaves=()))
-            ledger.record(self.group.device, row, pair.sent(size, self.group.index, self.group.size))
-        self.group.world.current().send(xs, self.group, self.to, self.site)
+        dispatch(xs, self.group, self.to, self.site)
         return (torch.zeros((), dtype=xs[0].dtype, device=xs[0].device),)
 
     def transposed(self) -> LinearMap:

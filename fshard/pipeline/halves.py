@@ -39,6 +39,9 @@ PRODUCTS = frozenset(
 """Operations whose work is worth deferring, and that compute the gradient of each operand by itself."""
 
 
+_run: Any = torch.autograd.Variable._execution_engine.run_backward  # pyright: ignore[reportPrivateUsage]
+"""What `torch.autograd.grad` calls, after it has looked at what it was given, which takes as long as a small product."""
+
 # -- the two halves ---------------------------------------------------------------------------------------------
 
 
@@ -91,6 +94,9 @@ def halves(
     begun = [(edge, g) for edge, g in ends if edge.node in parts.late]
 
     def later() -> Gradients:
+        if parts.below is not None:
+            captured.update(_one_by_one(held, parts.below, saved))
+            return [captured.get(_slot(weight)) for weight in weights]
         slots = {**captured, **_called_again(held, parts.deferred, saved)}
         roots = [*begun, *((GradientEdge(*slot), g) for slot, g in slots.items())]
         rest = iter(_backward(roots, [weight for weight in weights if _slot(weight) not in captured]))
@@ -107,7 +113,7 @@ def _backward(
     if not given or not targets:
         return [None] * len(targets)
     edges, gs = zip(*given, strict=True)
-    return list(torch.autograd.grad(edges, targets, gs, retain_graph=retain, allow_unused=True))
+    return list(_run(edges, gs, retain, False, (*targets,), allow_unreachable=True, accumulate_grad=False))
 
 
 def _holding(node: Node, held: deque[Held], saved: Saved) -> tuple[Any, Any]:
@@ -135,6 +141,19 @@ class _Calling(Function):
     def backward(ctx: Any, *_: Any) -> tuple[None, None]:
         ctx.something()
         return None, None
+
+
+def _one_by_one(held: deque[Held], below: dict[Node, list[Slot]], saved: Saved) -> dict[Slot, Tensor | None]:
+    """Begin a backward at each product, for the weights below it alone: then it computes nothing for its input."""
+    found: dict[Slot, Tensor | None] = {}
+    saved.let_go()
+    while held:
+        node, gs = held.popleft()
+        ends = [(GradientEdge(node, number), g) for number, g in enumerate(gs)]
+        slots = below[node]
+        found |= zip(slots, _backward(ends, [GradientEdge(*slot) for slot in slots], retain=True), strict=True)
+        saved.let_go()
+    return found
 
 
 def _called_again(held: deque[Held], wanted: Sequence[Slot], saved: Saved) -> dict[Slot, Tensor]:
@@ -183,12 +202,14 @@ class _Parts(NamedTuple):
         captured: where I collects gradients, for W or for good.
         products: the nodes that are called again.
         deferred: what they are called for.
+        below: the weights that wait for each product, if each waits for one alone.
     """
 
     late: set[Node]
     captured: list[Slot]
     products: list[Node]
     deferred: list[Slot]
+    below: dict[Node, list[Slot]] | None
 
 
 def _divide(
@@ -229,7 +250,26 @@ def _divide(
     captured |= {slot: None for _, slot in between if slot[0] in now - early}
     products = {node: None for node, slot in between if slot[0] in late}
     deferred = {slot: None for _, slot in between if slot[0] in late}
-    return _Parts(late, list(captured), list(products), list(deferred))
+    below = None
+    from_products = late.isdisjoint(edge.node for edge in ends) and captured.keys() <= {*map(_slot, weights)}
+    if from_products and all(givers[node] == 1 for node in late):
+        below = _below(graph, late, products, weights)
+    return _Parts(late, list(captured), list(products), list(deferred), below)
+
+
+def _below(
+    graph: dict[Node, list[Slot]], late: set[Node], products: Iterable[Node], weights: Sequence[GradientEdge]
+) -> dict[Node, list[Slot]]:
+    """Return the weights below each product, where each late node is below one."""
+    found: dict[Node, list[Slot]] = {node: [] for node in products}
+    above = {child: node for node in (*found, *late) for child, _ in graph[node] if child in late}
+    for edge in weights:
+        node = edge.node
+        while node in late:
+            node = above[node]
+        if node is not edge.node:
+            found[node].append(_slot(edge))
+    return found
 
 
 def _slot(edge: GradientEdge) -> Slot:

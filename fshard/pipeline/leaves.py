@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import Function
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from fshard.mesh.tree import PyTree, flatten, unflatten
@@ -26,32 +25,35 @@ class Value(NamedTuple):
     def entered(self) -> tuple[PyTree, list[GradientEdge]]:
         """Return the tree for a stage to work on, which may change it in place, and where its gradients come out."""
         leaves, structure = flatten(self.tree, none_is_leaf=True)
-        places = [place for place, moves in enumerate(self.moving) if moves] if torch.is_grad_enabled() else []
         leaves = [x.data if isinstance(x, Tensor) else x for x in leaves]  # changes are not counted together
-        own = _Own.apply(*[leaves[place].requires_grad_() for place in places]) if places else ()
-        for place, x in zip(places, own, strict=True):
-            leaves[place] = x
-        return unflatten(structure, leaves), [get_gradient_edge(x) for x in own]
+        edges: list[GradientEdge] = []
+        if torch.is_grad_enabled():
+            for place, moves in enumerate(self.moving):
+                if moves:
+                    leaves[place] = own = _own(leaves[place].requires_grad_())
+                    edges.append(_edge(own))
+        return unflatten(structure, leaves), edges
 
 
 def left(tree: PyTree) -> tuple[Value, list[GradientEdge]]:
     """Return what a stage has made, to be handed on, and where its gradients come in."""
     leaves, structure = flatten(tree, none_is_leaf=True)
     moving = tuple([isinstance(x, Tensor) and x.requires_grad for x in leaves])
-    edges = [get_gradient_edge(x) for x, moves in zip(leaves, moving, strict=True) if moves]
+    edges = [_edge(x) for x, moves in zip(leaves, moving, strict=True) if moves]
     return Value(unflatten(structure, [x.detach() if isinstance(x, Tensor) else x for x in leaves]), moving), edges
 
 
-class _Own(Function):
-    """The identity, on tensors that nobody else has: what comes of it is no view, and may be changed in place."""
+def _own(x: Tensor) -> Tensor:
+    """Return a tensor that nobody else has, as one that autograd takes for no leaf and no view: it may be changed in place."""
+    return _unsafe_view(x, x.shape)
 
-    @staticmethod
-    def forward(ctx: Any, *xs: Tensor) -> tuple[Tensor, ...]:
-        return tuple([x.data for x in xs])
 
-    @staticmethod
-    def backward(ctx: Any, *gs: Any) -> tuple[Any, ...]:
-        return gs
+_unsafe_view: Any = torch.ops.aten._unsafe_view.default
+
+
+def _edge(x: Tensor) -> GradientEdge:
+    """Return where the gradient of a tensor comes in."""
+    return get_gradient_edge(x) if x.grad_fn is None else GradientEdge(x.grad_fn, x.output_nr)
 
 
 class Params:

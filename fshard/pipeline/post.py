@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from fshard.errors import LayoutError
-from fshard.mesh.messages import Send
-from fshard.mesh.runtimes.protocol import Pending
+from fshard.mesh.ledger import active
+from fshard.mesh.messages import dispatch
+from fshard.mesh.runtimes.protocol import Lane, Pending
 from fshard.mesh.scope import Group
 from fshard.mesh.tree import PyTree, Structure, flatten, unflatten
 from fshard.source import Site
@@ -43,6 +44,18 @@ class Form(NamedTuple):
     def of(leaves: Sequence[Any], structure: Structure) -> Form:
         """Describe a tree."""
         return Form(structure, tuple([_Like(x.shape, x.dtype) if isinstance(x, Tensor) else x for x in leaves]))
+
+    def fits(self, leaves: Sequence[Any], structure: Structure) -> bool:
+        """Return whether it describes a tree."""
+        if structure != self.structure:
+            return False
+        for x, leaf in zip(leaves, self.leaves, strict=True):
+            if isinstance(x, Tensor):
+                if not isinstance(leaf, _Like) or x.shape != leaf.shape or x.dtype != leaf.dtype:
+                    return False
+            elif x is not leaf and x != leaf:
+                return False
+        return True
 
     def __str__(self) -> str:
         told = [f"{str(x.dtype)[6:]}{list(x.shape)}" if isinstance(x, _Like) else repr(x) for x in self.leaves]
@@ -103,7 +116,8 @@ class Post(Generic[Mail]):
     ) -> None:
         self._group, self._site, self._device, self._kind, self._known = group, site, device, kind, known
         self._comes = {source: deque(mails) for source, mails in comes.items()}
-        self._begun: dict[int, list[Pending]] = {}
+        self._begun: dict[int, tuple[Known, list[Pending] | Lane]] = {}
+        self._lanes: dict[tuple[int, int], Lane | None] = {}
         self._arrived: dict[Mail, PyTree] = {}
         for source in self._comes:
             self._begin(source)
@@ -111,18 +125,21 @@ class Post(Generic[Mail]):
     def send(self, mail: Mail, to: int, tree: PyTree) -> None:
         """Send a tree to a device, without waiting for it."""
         leaves, structure = flatten(tree, none_is_leaf=True)
-        form = Form.of(leaves, structure)
         known = self._look_up(mail, to)
         if known is None:
+            form = Form.of(leaves, structure)
             known = self._learn(mail, to, form)
             told = torch.frombuffer(bytearray(pickle.dumps(form)), dtype=torch.uint8).to(self._device)
             self._send((torch.tensor([len(told)], device=self._device),), to)
             self._send((told,), to)
-        elif known.form != form:
+        elif not known.form.fits(leaves, structure):
             raise LayoutError(
-                f"{mail} is {form}; for a microbatch of the same shapes it was {known.form}, and whoever receives it counts on "
-                "that. If shapes depend on values, say dynamic=True: then each message is told."
+                f"{mail} is {Form.of(leaves, structure)}; for a microbatch of the same shapes it was {known.form}, and whoever "
+                "receives it counts on that. If shapes depend on values, say dynamic=True: then each message is told."
             )
+        lane = None if active() else self._lane(known, to)
+        if lane is not None and lane.send(leaves[known.batches[0][0][0]]):
+            return
         for places, _ in known.batches:
             self._send(tuple([leaves[place] for place in places]), to)
 
@@ -130,12 +147,14 @@ class Post(Generic[Mail]):
         """Return what comes from a device, as soon as it is there."""
         while mail not in self._arrived:
             first = self._comes[source].popleft()
-            known = self._look_up(first, self._group.index) or self._hear(first, source)
-            coming = self._begun.pop(source, None) or self._receive_all(known, source)
+            known, coming = self._begun.pop(source, None) or self._receive_all(self._hear(first, source), source)
             leaves = list(known.form.leaves)
-            for (places, _), pending in zip(known.batches, coming, strict=True):
-                for place, x in zip(places, pending.wait(), strict=True):
-                    leaves[place] = _aligned(x)
+            if isinstance(coming, list):
+                for (places, _), pending in zip(known.batches, coming, strict=True):
+                    for place, x in zip(places, pending.wait(), strict=True):
+                        leaves[place] = _aligned(x)
+            else:
+                leaves[known.batches[0][0][0]] = coming.take()
             self._arrived[first] = unflatten(known.form.structure, leaves)
             self._begin(source)
         return self._arrived.pop(mail)
@@ -165,10 +184,20 @@ class Post(Generic[Mail]):
     # -- tensors of one dtype -----------------------------------------------------------------------------------
 
     def _send(self, xs: tuple[Tensor, ...], to: int) -> None:
-        Send(to, self._group, self._site, ()).run(xs)
+        dispatch(xs, self._group, to, self._site)
 
-    def _receive_all(self, known: Known, source: int) -> list[Pending]:
-        return [self._receive(likes, source) for _, likes in known.batches]
+    def _receive_all(self, known: Known, source: int) -> tuple[Known, list[Pending] | Lane]:
+        lane = self._lane(known, source)
+        return known, [self._receive(likes, source) for _, likes in known.batches] if lane is None else lane
+
+    def _lane(self, known: Known, other: int) -> Lane | None:
+        """Return the short way to or from a device for messages that are one tensor, if there is one."""
+        if self._known is None or len(known.batches) != 1 or len(known.batches[0][0]) != 1:
+            return None
+        key = other, id(known)  # it is kept
+        if key not in self._lanes:
+            self._lanes[key] = self._group.world.current().lane(known.batches[0][1][0], self._group, other, self._site)
+        return self._lanes[key]
 
     def _receive(self, likes: tuple[Tensor, ...], source: int) -> Pending:
         return self._group.world.current().receive(likes, self._group, source, self._site)

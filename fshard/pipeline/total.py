@@ -8,11 +8,12 @@ A parameter that a microbatch has not used has no gradient there, which adds not
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+_torch: Any = torch  # its stubs do not know _foreach_add_
 Gradients = Sequence[Tensor | None]
 
 
@@ -40,16 +41,20 @@ class Running:
         if not self._sums:
             self._sums, self._own = list(gs), [False] * len(gs)
             return
-        for place, g in enumerate(gs):
-            known = self._sums[place]
+        owned: list[Tensor] = []
+        added: list[Tensor] = []
+        for place, (known, g, own) in enumerate(zip(self._sums, gs, self._own, strict=True)):
             if g is None:
                 continue
             if known is None:
                 self._sums[place] = g
-            elif self._own[place]:
-                known.add_(g)
+            elif own:
+                owned.append(known)
+                added.append(g)
             else:
                 self._sums[place], self._own[place] = known + g, True
+        if owned:
+            _torch._foreach_add_(owned, added)
 
     def result(self) -> list[Tensor | None]:
         """Return the sum."""
@@ -116,9 +121,9 @@ def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
 
 def tree_mean(rows: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     """Return the mean of numbers in 64 bits, added in the fixed tree."""
-    total = Ordered(weights)
-    for place, row in enumerate(rows):
-        total.add(place, [row.double()])
-    (mean,) = total.result()
-    assert mean is not None
-    return mean
+    left = torch.stack([*rows]).double()
+    left = left * torch.tensor(weights, dtype=left.dtype, device=left.device).reshape(-1, *[1] * (left.ndim - 1))
+    while len(left) > 1:
+        even, odd = left[0::2], left[1::2]
+        left = torch.cat([even[: len(odd)] + odd, even[len(odd) :]])
+    return left[0] / sum(weights)

@@ -20,13 +20,14 @@ import zlib
 from collections.abc import Callable, Generator, Iterator, Sequence
 from datetime import timedelta
 from itertools import cycle
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from fshard.mesh.moves import Broadcast, Permute, Wired, combining
 from fshard.mesh.runtimes.buffers import empty
-from fshard.mesh.runtimes.link import Stamped, What, Wire, Work
+from fshard.mesh.runtimes.link import Coming, Departed, Stamped, What, Wire, packed
 from fshard.mesh.runtimes.neighbours import INLINE, SLICE, Need, Neighbours, differs
 from fshard.mesh.runtimes.rings import INSIDE, READ, Message
 from fshard.mesh.runtimes.swaps import Swapping, swap_of
@@ -91,36 +92,47 @@ class Direct:
         for peer in self.peers.values():
             peer.close(error)
 
-    def send(self, x: Tensor, to: int, what: What) -> Work:
-        """Send a message, from memory that is kept until it has been read."""
-        turn = Turn(self, self._message(to, sent=True), what)
+    def send(self, xs: tuple[Tensor, ...], to: int, what: What) -> Departed | None:
+        """Send a message: a short one travels at once, a long one is copied, to be read when its receiver comes to it."""
+        turn = Turn(self, next(self.messages(to, sent=True)), what)
         with self.lock:
-            if x.nbytes <= INLINE_MESSAGE and self.peers[to].outgoing.roomy:
-                turn.put(to, x.data_ptr(), x.nbytes)
-                return Sent(self.neighbours, None)
-            turn.lies(to, x.data_ptr(), x.nbytes)
-        return Sent(self.neighbours, (self.peers[to], turn.key | ANSWER))
+            if sum([x.nbytes for x in xs]) <= INLINE_MESSAGE and self.peers[to].outgoing.roomy:
+                buffer = xs[0] if len(xs) == 1 and is_plain(xs[0]) else packed(xs)
+                turn.put(to, buffer.data_ptr(), buffer.nbytes)
+                return None
+            buffer = packed(xs)
+            turn.lies(to, buffer.data_ptr(), buffer.nbytes)
+        return Departed(Sent(self.neighbours, (self.peers[to], turn.key | ANSWER)), buffer)
 
-    def receive(self, into: Tensor, source: int, what: What) -> Wire:
-        """Return the wire that receives the next message of a process."""
-        return _message(Turn(self, self._message(source, sent=False), what), source, into)
+    def receive(self, make: Callable[[], Tensor], source: int, what: What) -> Coming:
+        """Return how to get the next message of a process, once it is there."""
+        turn = Turn(self, next(self.messages(source, sent=False)), what)
 
-    def _message(self, peer: int, *, sent: bool) -> int:
-        calls = self._messages.setdefault((peer, sent), cycle(range(1 << 28)))
-        return self._group | next(calls) << 3 | MESSAGE
+        def take() -> Tensor:
+            into = make()
+            turn.get(source, into.data_ptr(), into.nbytes)
+            return into
+
+        return Coming(turn.needs(source), take)
+
+    def messages(self, peer: int, *, sent: bool) -> Iterator[int]:
+        """Return the keys of the messages to a process, or from it, one after the other."""
+        keys = self._messages.get((peer, sent))
+        if keys is None:
+            keys = self._messages[peer, sent] = map((self._group | MESSAGE).__or__, cycle(range(0, 1 << 31, 8)))
+        return keys
 
 
-def _message(turn: Turn, source: int, into: Tensor) -> Wire:
-    yield turn.needs(source)
-    turn.get(source, into.data_ptr(), into.nbytes)
-    return into
+def is_plain(x: Tensor) -> bool:
+    """Return whether a tensor's bytes are what lies in its memory."""
+    return x.is_contiguous() and not x.is_conj() and not x.is_neg()
 
 
 class Sent:
-    """A message that has been sent, and the answer that says that it has been read, if one is to come."""
+    """A message that has been sent, and the answer that says that it has been read."""
 
-    def __init__(self, neighbours: Neighbours, answer: Need | None) -> None:
-        self._neighbours, self._answer = neighbours, answer
+    def __init__(self, neighbours: Neighbours, answer: Need) -> None:
+        self._neighbours, self._answer = neighbours, cast("Need | None", answer)
 
     def is_completed(self) -> bool:
         """Return whether its memory is needed no more: it has been read, or never will be."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import lru_cache
 from itertools import cycle
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -45,6 +45,20 @@ class Work(Protocol):
     def is_completed(self) -> bool:
         """Return whether it is done."""
         ...
+
+
+class Departed(NamedTuple):
+    """A message that is on its way, and the memory that it is read from."""
+
+    work: Work
+    memory: Tensor
+
+
+class Coming(NamedTuple):
+    """A message that is awaited: what to wait for, in its link's own terms, and what then returns it."""
+
+    needs: Sequence[Any]
+    take: Callable[[], Tensor]
 
 
 Wire = Generator[Sequence[Any], None, Tensor]
@@ -93,6 +107,11 @@ def shapes_of(xs: tuple[Tensor, ...]) -> str:
     return ", ".join(f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" for x in xs)
 
 
+def packed(xs: tuple[Tensor, ...]) -> Tensor:
+    """Copy tensors of one dtype into one row of bytes."""
+    return torch.cat([x.detach().reshape(-1) for x in xs]).view(torch.uint8)
+
+
 class Link(Protocol):
     """The processes of one group."""
 
@@ -121,12 +140,12 @@ class Link(Protocol):
         """Learn that a wire has ended by an error."""
         ...
 
-    def send(self, x: Tensor, to: int, what: What) -> Work:
-        """Start to send bytes, whose memory is kept, to the process at place `to`."""
+    def send(self, xs: tuple[Tensor, ...], to: int, what: What) -> Departed | None:
+        """Start to send tensors, which may change at once, to the process at place `to`; return what has to be kept."""
         ...
 
-    def receive(self, into: Tensor, source: int, what: What) -> Wire:
-        """Return the wire that receives what the process at place `source` sends next."""
+    def receive(self, make: Callable[[], Tensor], source: int, what: What) -> Coming:
+        """Begin to receive what the process at place `source` sends next, into a buffer that is made for it."""
         ...
 
 
@@ -171,15 +190,18 @@ class GroupLink:
     def broken(self, error: BaseException) -> None:
         """Do nothing: the backend breaks its group itself."""
 
-    def send(self, x: Tensor, to: int, what: What) -> Work:
+    def send(self, xs: tuple[Tensor, ...], to: int, what: What) -> Departed:
         """Start to send bytes; each message between two processes has a number, and what it is, in its tag."""
-        work: Any = self.pg.send([x], to, self._tag(to, what, sent=True))
-        return work if self.departing is None else self.departing.add(work)
+        buffer = packed(xs)
+        work: Any = self.pg.send([buffer], to, self._tag(to, what, sent=True))
+        return Departed(work if self.departing is None else self.departing.add(work), buffer)
 
-    def receive(self, into: Tensor, source: int, what: What) -> Wire:
-        """Return the wire that receives the next message."""
-        yield [self.pg.recv([into], source, self._tag(source, what, sent=False))]
-        return into
+    def receive(self, make: Callable[[], Tensor], source: int, what: What) -> Coming:
+        """Begin to receive the next message."""
+        into = make()
+        return Coming(
+            [self.pg.recv([into.view(torch.uint8)], source, self._tag(source, what, sent=False))], lambda: into
+        )
 
     def _tag(self, peer: int, what: What, *, sent: bool) -> int:
         numbers = self._messages.setdefault((peer, sent), cycle(range(MESSAGE_TAG // (_STAMP + 1))))

@@ -31,10 +31,11 @@ from fshard.mesh.runtimes import gloo, native
 from fshard.mesh.runtimes.abstract import Done
 from fshard.mesh.runtimes.departing import Departing
 from fshard.mesh.runtimes.direct import Direct
-from fshard.mesh.runtimes.link import GroupLink, Link, What, Work, shapes_of
+from fshard.mesh.runtimes.lane import Lane
+from fshard.mesh.runtimes.link import Departed, GroupLink, Link, What, shapes_of
 from fshard.mesh.runtimes.neighbours import Neighbours, meet
 from fshard.mesh.runtimes.road import Road
-from fshard.mesh.runtimes.running import Running, UnderWay, explain, go_on
+from fshard.mesh.runtimes.running import Awaited, Running, UnderWay, explain, go_on
 from fshard.mesh.runtimes.watch import Watch, watching
 
 if TYPE_CHECKING:
@@ -67,17 +68,22 @@ class Unpacking:
 class Receiving:
     """A message under way; whoever waits for it first looks, if somebody watches, whether it is the one expected."""
 
-    def __init__(self, running: Running, likes: tuple[Tensor, ...], look: Callable[[], None] | None) -> None:
-        self._running, self._likes, self._look = running, likes, look
+    __slots__ = ("_awaited", "_likes", "_look")
+
+    def __init__(self, awaited: Awaited, likes: tuple[Tensor, ...], look: Callable[[], None] | None) -> None:
+        self._awaited, self._likes, self._look = awaited, likes, look
 
     def wait(self) -> tuple[Tensor, ...]:
         """Wait for it, and take it apart."""
         if self._look is not None:
             self._look()
-        likes = self._likes
-        flat = self._running.wait().view(likes[0].dtype).to(likes[0].device)
+        flat, likes = self._awaited.wait(), self._likes
+        if not likes[0].is_cpu:
+            flat = flat.to(likes[0].device)
+        if len(likes) == 1:
+            return (flat.view(likes[0].shape),)
         parts = flat.split([like.numel() for like in likes])
-        return tuple(part.reshape(like.shape) for part, like in zip(parts, likes, strict=True))
+        return tuple([part.view(like.shape) for part, like in zip(parts, likes, strict=True)])
 
 
 class ProcessWorld:
@@ -97,7 +103,7 @@ class ProcessWorld:
         self._under_way: UnderWay = {}
         self._links: dict[tuple[int, ...], Link] = {}
         self._hosts: dict[tuple[int, ...], Link] = {}
-        self._outgoing: list[tuple[Work, Tensor]] = []
+        self._outgoing: list[Departed] = []
         self._to_itself: dict[tuple[int, ...], deque[tuple[Site, Purpose, tuple[Tensor, ...]]]] = defaultdict(deque)
         self._watch = self._new_watch() if watching() else None
 
@@ -171,27 +177,38 @@ class ProcessWorld:
 
     # -- messages -----------------------------------------------------------------------------------------------
 
+    def lane(self, like: Tensor, group: Group, place: int, site: Site) -> Lane | None:
+        """Return the short way for messages like this one: there is one to neighbours, where nobody watches."""
+        if place == group.index or self._watch is not None or not like.is_cpu or not self.near(group.members):
+            return None
+        link = self.link(group)
+        assert isinstance(link, Direct)
+        return Lane(like, group, place, site, link, self.timeout, self._under_way)
+
     def send(self, xs: tuple[Tensor, ...], group: Group, to: int, site: Site) -> None:
         """Send tensors as one buffer, which is kept until it has left."""
-        self._outgoing = [(work, kept) for work, kept in self._outgoing if not work.is_completed()]
+        if self._outgoing:
+            self._outgoing = [one for one in self._outgoing if not one.work.is_completed()]
         if self._watch is not None:
             self._watch.sent(group, to, named(shapes_of(xs), purpose()) + site.given, site)
         if to == group.index:
             self._to_itself[group.members].append((site, purpose(), tuple(x.detach().clone() for x in xs)))
             return
-        buffer = torch.cat([x.detach().reshape(-1) for x in xs])
-        buffer = (buffer.cpu() if self._staged else buffer).view(torch.uint8)
+        if self._staged and not xs[0].is_cpu:
+            xs = tuple(x.cpu() for x in xs)
         what = What(None, xs, group, site)
         try:
-            self._outgoing.append((self.link(group).send(buffer, to, what), buffer))
+            departed = self.link(group).send(xs, to, what)
         except RuntimeError as error:
             explain(error, self.timeout, what)
+        if departed is not None:
+            self._outgoing.append(departed)
 
     def finish(self, waiting: bool) -> None:
         """Make no more calls; `waiting` for what has been sent to arrive, for without its sender it never would."""
-        for work, _ in self._outgoing if waiting else ():
+        for departed in self._outgoing if waiting else ():
             with suppress(RuntimeError):  # of a receiver that is no more
-                work.wait(self.timeout)
+                departed.work.wait(self.timeout)
         if self._watch is not None:
             self._watch.finished()
         self._neighbours.close()
@@ -208,11 +225,10 @@ class ProcessWorld:
             if look is not None:
                 look()
             return Done(self._from_itself(likes, group, site))
-        size = sum(like.nbytes for like in likes)
-        buffer = torch.empty(size, dtype=torch.uint8, device="cpu" if self._staged else likes[0].device)
-        link, what = self.link(group), What(None, likes, group, site)
-        running = Running(link, link.receive(buffer, source, what), self.timeout, what, self._under_way)
-        return Receiving(running, likes, look)
+        size, device = sum([like.numel() for like in likes]), "cpu" if self._staged else likes[0].device
+        make = partial(torch.empty, size, dtype=likes[0].dtype, device=device)
+        what = What(None, likes, group, site)
+        return Receiving(Awaited(self.link(group), make, source, self.timeout, what, self._under_way), likes, look)
 
     def _from_itself(self, likes: tuple[Tensor, ...], group: Group, site: Site) -> tuple[Tensor, ...]:
         sent, what = self._to_itself[group.members], What(None, likes, group, site)

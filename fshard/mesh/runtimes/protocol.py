@@ -25,6 +25,18 @@ class Pending(Protocol):
         ...
 
 
+class Lane(Protocol):
+    """A short way for messages of one shape and dtype, to and from one device."""
+
+    def send(self, x: Tensor) -> bool:
+        """Send a tensor, if it can go this way; return whether it could."""
+        ...
+
+    def take(self) -> Tensor:
+        """Wait for the next message, which is like this."""
+        ...
+
+
 class World(Protocol):
     """The devices that can reach each other, seen from one of them."""
 
@@ -52,6 +64,10 @@ class World(Protocol):
 
     def send(self, xs: tuple[Tensor, ...], group: Group, to: int, site: Site) -> None:
         """Send tensors to the device at index `to`, without waiting for it."""
+        ...
+
+    def lane(self, like: Tensor, group: Group, place: int, site: Site) -> Lane | None:
+        """Return a short way for messages like this tensor to and from the device at `place`, if there is one."""
         ...
 
     def receive(self, likes: tuple[Tensor, ...], group: Group, source: int, site: Site) -> Pending:

@@ -100,12 +100,9 @@ class Running:
 
     def _fail(self, error: BaseException) -> NoReturn:
         self._under_way.pop(self, None)
-        self._link.broken(error)
         self._wire.close()
         try:
-            if isinstance(error, RuntimeError) and not isinstance(error, FshardError):
-                explain(error, self._timeout, self._what)
-            raise error
+            fail(error, self._link, self._timeout, self._what)
         except BaseException as told:
             self._error = told  # whoever waits once more is told once more
             raise
@@ -157,6 +154,35 @@ class Running:
         return self._result
 
 
+class Awaited:
+    """A message that is awaited.  There is nothing to do before it is wanted, so nobody else carries it on."""
+
+    __slots__ = ("_coming", "_link", "_timeout", "_under_way", "_what")
+
+    def __init__(
+        self, link: Link, make: Callable[[], Tensor], source: int, timeout: timedelta, what: What, under_way: UnderWay
+    ) -> None:
+        self._link, self._timeout, self._what, self._under_way = link, timeout, what, under_way
+        hand_over(under_way)
+        try:
+            self._coming = link.receive(make, source, what)
+        except BaseException as error:
+            fail(error, link, timeout, what)
+
+    def wait(self) -> Tensor:
+        """Wait for it, and return the buffer that was made for it."""
+        hand_over(self._under_way)
+        try:
+            self._link.wait(self._coming.needs, self._timeout, self._others_go_on)
+            with self._link.lock:
+                return self._coming.take()
+        except BaseException as error:
+            fail(error, self._link, self._timeout, self._what)
+
+    def _others_go_on(self) -> bool:
+        return len(self._under_way) > 0 and go_on(self._under_way)
+
+
 UnderWay = dict[Running, None]
 """What has been started and has not ended, in that order."""
 
@@ -171,6 +197,14 @@ def hand_over(under_way: UnderWay, but: Running | None = None) -> None:
 def go_on(under_way: UnderWay, but: Running | None = None) -> bool:
     """Let the wires that can take a step take one; return whether one could."""
     return sum(running.try_step() for running in [*under_way] if running is not but) > 0
+
+
+def fail(error: BaseException, link: Link, timeout: timedelta, what: What) -> NoReturn:
+    """Tell a link that it is broken, and raise, in words that say what was done."""
+    link.broken(error)
+    if isinstance(error, RuntimeError) and not isinstance(error, FshardError):
+        explain(error, timeout, what)
+    raise error
 
 
 def explain(error: RuntimeError, timeout: timedelta, what: What) -> NoReturn:

@@ -284,6 +284,9 @@ class VirtualWorld:
     def road(self, move: Wired, group: Group, x: Tensor) -> None:
         """Return None: there is nothing to be saved."""
 
+    def lane(self, like: Tensor, group: Group, place: int, site: Site) -> None:
+        """Return None: there is nothing to be saved."""
+
     def current(self) -> VirtualWorld:
         """Return the run that the calling thread is a device of: gradients may be taken in a later run than this."""
         scope = here()
