@@ -130,3 +130,21 @@ def test_gradients_have_equal_bits_over_whatever_axes_in_whatever_order_batch_an
 ):
     expected = gradient_over({"a": 1, "b": 1, "c": 1}, "a", "a", 0)
     assert same(gradient_over(sizes, cut, axis, stage), expected)
+
+
+@given(slices=st.integers(1, 24), n=st.integers(2, 8), seed=st.integers(0, 99))
+@settings(max_examples=40)
+def test_however_many_slices_the_bits_are_those_of_one_device_or_an_error(slices, n, seed):
+    draw = torch.Generator().manual_seed(seed)
+    w, x = torch.randn(7, 7, generator=draw), torch.randn(30, 7, generator=draw)
+
+    def grad(n):
+        mesh, options = fs.make_mesh({"data": n}), {"reproducible": True, "slices": slices}
+        loss = fs.grad(lambda w, x: (x @ w).tanh().square().mean(), mesh=mesh, batch=P("data"), **options)
+        return fs.unshard(loss(fs.shard_params(w, P(), mesh=mesh), x))
+
+    if slices % n or (slices // n).bit_count() > 1:
+        with pytest.raises(fs.LayoutError, match=f"{slices} slices"):
+            grad(n)
+    else:
+        assert torch.equal(grad(n), grad(1))

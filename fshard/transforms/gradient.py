@@ -102,7 +102,8 @@ def value_and_grad(
         frozen: which parameters have no gradient here: a path pattern, several, or a function of the path ("blocks[3].w").
             What is never trained is better frozen by `shard_params`: it has no optimizer state either.
         reproducible: equal bits on every mesh: see the module.
-        slices: into how many slices the whole batch is cut in reproducible mode, whatever the mesh; by default 8.
+        slices: into how many slices the whole batch is cut in reproducible mode, whatever the mesh; by default 8.  Where there
+            are several devices, each has to have 1, 2, 4, ... of them, or one device would round otherwise.
         reshard_after_forward: gather sharded units again for the backward instead of keeping them.
         live_units: how many sharded units are whole at a time, besides those that are gathered ahead, and in the backward
             those of a rematerialised block that has been run again.

@@ -64,15 +64,21 @@ class How:
     backward: bool = True
 
     def turns(self, n: int) -> int:
-        """Return how many slices each of n devices takes."""
+        """Return how many slices each of n devices takes; in reproducible mode they make one branch of the tree of all."""
         if self.slices is None:
             return self.accumulate
-        if self.slices % n or (self.slices // n) % self.accumulate:
+        own, left = divmod(self.slices, n)
+        if left or own % self.accumulate:
             raise LayoutError(
                 f"reproducible mode cuts the batch into {self.slices} slices, which {n} devices do not share evenly "
                 f"in {self.accumulate} turns. Give a number of slices that all your meshes divide."
             )
-        return self.slices // n
+        if n > 1 and own & (own - 1):
+            raise LayoutError(
+                f"reproducible mode adds {self.slices} slices in one binary tree, of which the {own} of each of {n} devices are "
+                f"no branch: one device would round elsewhere. Give each device 1, 2, 4, ... slices: {n << own.bit_length()}, say."
+            )
+        return own
 
 
 class Part(NamedTuple):
