@@ -75,8 +75,8 @@ class How:
             )
         if n > 1 and own & (own - 1):
             raise LayoutError(
-                f"reproducible mode adds {self.slices} slices in one binary tree, of which the {own} of each of {n} devices are "
-                f"no branch: one device would round elsewhere. Give each device 1, 2, 4, ... slices: {n << own.bit_length()}, say."
+                f"reproducible mode adds {self.slices} slices in one binary tree, of which the {own} of each of {n} devices "
+                f"are no branch: one device would round elsewhere. Give each 1, 2, 4, ... slices: {n << own.bit_length()}, say."
             )
         return own
 
