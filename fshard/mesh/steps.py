@@ -29,7 +29,7 @@ from fshard.mesh.states import Kind, State, Step
 from fshard.mesh.supply import PartialSum
 from fshard.source import Site
 
-LARGE = 512 << 10
+LARGE = 1 << 20
 """Bytes from which on a leaf travels alone."""
 
 _MOVES: dict[Kind, Callable[[int, int], Move]] = {

@@ -273,14 +273,12 @@ def _handed_over(at: Leaves, after: list[Leaf], site: Site) -> PyTree:
     firsts, turns = at.firsts(), dict[int, list[int]]()
     after[:] = [leaf if firsts[place] == place else None for place, leaf in enumerate(after)]
     for place, end in enumerate(accumulate(prod(leaf.shape) * leaf.dtype.itemsize if leaf else 0 for leaf in after)):
-        if after[place] is not None:
-            turns.setdefault(end // AT_ONCE, []).append(place)
+        turns.setdefault(end // AT_ONCE, []).append(place)
     for places in turns.values():
-        olds, news = ([leaves[place] for place in places] for leaves in (at.leaves, after))
-        news = reshard_all(news, [old.layout for old in olds], site)
-        for place, became in zip(places, map(_become, olds, news), strict=True):
-            after[place] = became
-        del news
+        some = _back(at, [leaf if place in places else None for place, leaf in enumerate(after)], site)
+        for place, new in enumerate(Leaves.of(some).leaves):
+            after[place] = _become(at.leaves[place], new) if new else after[place]
+        del some
     return at.rebuild([after[first] for first in firsts])
 
 
