@@ -311,6 +311,25 @@ def test_clipping_is_that_of_torch_on_the_whole_model():
         torch.testing.assert_close(found[name], x.detach() - x.grad, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("axes", [{}, {"data": 2}])
+def test_a_batch_that_no_axis_cuts_is_cut_into_microbatches(axes):
+    """On a mesh that has nothing but the pipeline, say."""
+    model, batch = gpt(3).eval(), tokens(7)
+    schedule = fs.pipeline_schedule("zb-h1", stages=3, microbatches=2)
+    mesh, stages = fs.make_mesh({"pipe": 3, **axes}), fs.split_stages(model, 3)
+    params = fs.shard_stages(stages, P.flat(*axes) if axes else None, mesh=mesh, schedule=schedule)
+    opt = fs.optim.sgd(1.0)
+    step = fs.train_step(stages, opt, mesh=mesh, batch=P(), schedule=schedule, loss=entropy)
+    after, _, metrics = step(params, opt.init(params), batch)
+    loss = entropy(model(batch[0]), batch)
+    loss.backward()
+    torch.testing.assert_close(metrics["loss"], loss.detach())
+    assert metrics["samples"] == 7
+    found = {name: x for tree in fs.unshard(after) for name, x in tree.items()}
+    for name, x in model.named_parameters():
+        torch.testing.assert_close(found[name], x.detach() - x.grad, rtol=1e-5, atol=1e-6)
+
+
 def test_a_step_that_is_not_finite_is_skipped_by_all_stages():
     model, schedule = gpt(2), fs.pipeline_schedule("1f1b", stages=2, microbatches=2)
 
@@ -392,7 +411,7 @@ def normalised(seed=0):
     return nn.Sequential(*layers).double()
 
 
-@pytest.mark.parametrize("recompute", ["never", "always"])
+@pytest.mark.parametrize("recompute", ["never", "always", 1])
 def test_what_stages_remember_is_the_mean_of_what_microbatches_did(recompute):
     """As without stages, to the bit; two steps."""
     model, schedule = normalised(), fs.pipeline_schedule("zbv", stages=4, microbatches=2)

@@ -58,7 +58,7 @@ def stage_functions(
     [['0.weight', '0.bias'], ['2.weight', '2.bias']]
     """
     _check(stages, recompute, microbatches)
-    modules = [_grouped(one, recompute, policy) if isinstance(recompute, int) else one for one in stages]
+    modules = in_groups(stages, recompute, policy) if isinstance(recompute, int) else stages
     functions, params = zip(*[_function(number, stage) for number, stage in enumerate(modules)], strict=True)
     if isinstance(recompute, int) or recompute == "never":
         return [*functions], [*params]
@@ -147,6 +147,12 @@ def _through(layers: Sequence[nn.Module], x: Any) -> Any:
     for layer in layers:
         x = layer(x)
     return x
+
+
+def in_groups(stages: Sequence[nn.Module | Stage], size: int, policy: str | Policy = "nothing") -> list[nn.Module]:
+    """Return modules like these, of whose layers so many at a time are computed again."""
+    _check(stages, size, None)
+    return [_grouped(stage, size, policy) for stage in stages]
 
 
 def _grouped(stage: Any, size: int, policy: str | Policy) -> nn.Module:

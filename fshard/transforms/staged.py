@@ -43,7 +43,7 @@ from fshard.transforms.shift import Result, Shift
 from fshard.transforms.slices import How
 from fshard.transforms.stage_buffers import Memory, StageBuffers, remembering
 from fshard.transforms.stage_functions import How as Recompute
-from fshard.transforms.stage_functions import stage_functions
+from fshard.transforms.stage_functions import in_groups, stage_functions
 from fshard.transforms.stage_layouts import place_of, refuse_unfit
 from fshard.transforms.stage_plan import Plan, Terms
 from fshard.transforms.units import Leaf, Manner
@@ -102,7 +102,11 @@ def staged(
         backward,
     )
     route = Route(schedule, skips or {}, backward, units=True)
-    functions = [remembering(stage, deferred_batch_norm) for stage in given] if has_buffers else given
+    functions = given
+    if has_buffers:
+        if isinstance(recompute, int):
+            functions, recompute = in_groups(given, recompute), "never"
+        functions = [remembering(stage, deferred_batch_norm) for stage in functions]
     called, _ = stage_functions(functions, recompute, microbatches=schedule.microbatches)
     modules = [stage if isinstance(stage, nn.Module) else None for stage in given]
     return Staged(how, mesh, batch, axis, called, modules, inputs or first_of_two, route, gradients, frozen, dynamic)
