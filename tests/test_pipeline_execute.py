@@ -244,6 +244,42 @@ def test_so_do_processes_that_are_watched():
     run_processes(on_processes, 2, range(2), 2, environment={"FSHARD_CHECK": "1"})
 
 
+def two_tensors(params, x):
+    return x[:, :1] + 0.0, F.linear(x, *params)
+
+
+def of_two_tensors(params, given):
+    odd, x = given
+    return F.linear(x, *params) * odd
+
+
+def on_odd_addresses(sizes):
+    """Return losses and gradients of messages in which a tensor of any length comes before another."""
+    found = []
+    mesh = fs.make_mesh({"pipe": 2})
+    for n in sizes:
+        draw = torch.Generator().manual_seed(n)
+        params = [(torch.randn(6, 6, generator=draw), torch.randn(6, generator=draw)) for _ in range(2)]
+        step = pipelined(
+            [two_tensors, of_two_tensors],
+            named("gpipe", 2, 1),
+            lambda y, _: y.square().mean(),
+            mesh=mesh,
+            reproducible=True,
+        )
+        outcome = step(params, [torch.randn(n, 6, generator=draw)])
+        found.append([outcome.loss, *(g for tree in outcome.gradients if tree is not None for g in tree)])
+    return found
+
+
+def test_tensors_of_a_message_lie_as_if_they_were_alone(two):
+    """Kernels round differently at other addresses, and a message is one buffer."""
+    whole = on_odd_addresses(range(1, 9))
+    first, last = two.run(on_odd_addresses, range(1, 9))
+    for all_of_it, *parts in zip(whole, first, last, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(all_of_it, [*parts[0], *parts[1][1:]], strict=True))
+
+
 # -- what devices hold and send -----------------------------------------------------------------------------------
 
 

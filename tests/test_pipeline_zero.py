@@ -493,6 +493,42 @@ def test_stages_are_evaluated_forward_only(zero):
         fs.evaluate(mean_square, mesh=mesh, batch=P("data"), loss=of_words)
 
 
+def lazily(count, made=None):
+    def layer():
+        if made is not None and torch.empty(()).device.type != "meta":
+            made.append(1)
+        return nn.Linear(6, 6)
+
+    return fs.split_stages([fs.lazy(layer) for _ in range(count)], count)
+
+
+def of_lazy_layers():
+    """Return the whole of the parameters, and how many layers have been built here."""
+    made, devices = [], 2
+    mesh = fs.make_mesh({"pipe": devices, "data": 2})
+    schedule = fs.pipeline_schedule("interleaved", stages=4, devices=devices, microbatches=1)
+    stages = lazily(4, made)
+    params = fs.shard_stages(stages, fs.fsdp("data"), mesh=mesh, schedule=schedule, seed=3)
+    built = len(made)
+    step = fs.train_step(stages, fs.optim.sgd(0.1), mesh=mesh, batch=P("data"), schedule=schedule, loss=mean_square)
+    whole = fs.unshard(params)
+    step(params, fs.optim.sgd(0.1).init(params), torch.ones(4, 6))
+    return whole, built
+
+
+def test_lazy_layers_are_built_where_their_stage_lies_alone(four):
+    expected = [dict(fs.built(stage, seed=3).named_parameters()) for stage in lazily(4)]
+    for whole, built in (of_lazy_layers(), *four.run(of_lazy_layers)):
+        assert all(
+            torch.equal(one[name], x) for one, tree in zip(whole, expected, strict=True) for name, x in tree.items()
+        )
+        assert built in (2, 4)
+    assert built == 2  # of a process
+    mesh, schedule = fs.make_mesh({"pipe": 2}), fs.pipeline_schedule("gpipe", stages=2, microbatches=1)
+    with pytest.raises(fs.LayoutError, match="there are parameters without memory.*seed=0"):
+        fs.shard_stages(lazily(2), mesh=mesh, schedule=schedule)
+
+
 # -- mistakes -----------------------------------------------------------------------------------------------------
 
 

@@ -9,16 +9,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from fshard.errors import LayoutError
 from fshard.mesh.layout import Layout
 from fshard.mesh.mesh import Mesh
 from fshard.mesh.placing import device_put
-from fshard.mesh.sharded import key_of
+from fshard.mesh.sharded import Sharded, key_of
 from fshard.mesh.spec import P
+from fshard.mesh.spmd import held
 from fshard.mesh.tree import PyTree, flatten, unflatten
 from fshard.pipeline.schedule import Schedule
+from fshard.transforms.lazy import built
 from fshard.transforms.rules import Choice, Rules, layouts_of
 
 
@@ -30,6 +33,7 @@ def shard_stages(
     schedule: Schedule,
     axis: str = "pipe",
     frozen: Choice = None,
+    seed: int | None = None,
 ) -> list[PyTree]:
     """Lay the parameters of stages on the devices that have them.  Nothing is sent: every process keeps its pieces.
 
@@ -41,6 +45,7 @@ def shard_stages(
         schedule: which says where each stage lies.
         axis: along which.
         frozen: which are not to be trained: see `shard_params`.
+        seed: that `lazy` layers are drawn by.  A process builds those of its own stages only, one stage after the other.
 
     >>> import torch, fshard as fs
     >>> mesh = fs.make_mesh({"pipe": 2, "data": 2})
@@ -54,15 +59,42 @@ def shard_stages(
     layouts = iter(layouts_of(trees, P() if rules is None else rules, mesh, frozen, "shard_stages"))
     done: dict[tuple[int, ...], Any] = {}
     result: list[PyTree] = []
-    for place, tree in zip(schedule.placement, trees, strict=True):
+    for stage, place, tree in zip(stages, schedule.placement, trees, strict=True):
         leaves, structure = flatten(tree, sharded_is_leaf=True)
-        for leaf in leaves:
-            layout = next(layouts)
+        here = mesh.runtime == "abstract" or any(mesh.coordinates(device)[axis] == place for device in held(mesh))
+        real = flatten(_real(stage, seed), sharded_is_leaf=True)[0] if here and _lacks(leaves, mesh) else leaves
+        for leaf, x in zip(leaves, real, strict=True):
+            layout = on_place(next(layouts), axis, place)
             if key_of(leaf) not in done:
-                x = leaf.detach() if isinstance(leaf, Tensor) else leaf
-                done[key_of(leaf)] = device_put(x, on_place(layout, axis, place))
+                x = x.detach() if isinstance(x, Tensor) else x
+                done[key_of(leaf)] = _elsewhere(x, layout) if _is_meta(x) and not here else device_put(x, layout)
         result.append(unflatten(structure, [done[key_of(leaf)] for leaf in leaves]))
     return result
+
+
+def _real(stage: Any, seed: int | None) -> PyTree:
+    """Return the parameters of a stage whose lazy layers are built."""
+    if not isinstance(stage, nn.Module) or seed is None:
+        raise LayoutError(
+            "shard_stages: there are parameters without memory. Those of fs.lazy layers in modules are drawn by a seed: seed=0."
+        )
+    return dict(built(stage, seed=seed).named_parameters())
+
+
+def _lacks(leaves: Sequence[Any], mesh: Mesh) -> bool:
+    """Return whether there are values to be made."""
+    return mesh.runtime != "abstract" and any(map(_is_meta, leaves))
+
+
+def _is_meta(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.is_meta
+
+
+def _elsewhere(x: Tensor, layout: Layout) -> Sharded:
+    """Return the empty pieces that devices at other places have."""
+    shapes = [layout.local_shape(x.shape, device) for device in held(layout.mesh)]
+    near = layout.mesh.device_type
+    return Sharded(tuple(x.shape), layout, tuple(torch.empty(shape, dtype=x.dtype, device=near) for shape in shapes))
 
 
 def refuse_unfit(what: str, stages: int, mesh: Mesh, schedule: Schedule, axis: str, *others: str) -> None:
