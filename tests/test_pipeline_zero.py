@@ -551,7 +551,7 @@ def test_what_does_not_fit_is_refused_with_all_that_is_wrong():
         "train_step has no option accumulate, slices, bucket. With a schedule it has: loss,"
     )
     with pytest.raises(fs.LayoutError, match="given a list of stages. Say how they run: schedule="):
-        fs.train_step([linear] * 3, opt, mesh=mesh, batch=P("data"))
+        fs.train_step(nn.ModuleList([nn.Linear(6, 6)] * 3), opt, mesh=mesh, batch=P("data"), loss=mean_square)
     with pytest.raises(fs.LayoutError, match=r"shard_stages: .* 3 stages, 1 are given; .* 3 devices, axis pipe has 2"):
         fs.shard_stages(weights(1), mesh=mesh, schedule=schedule)
     abstract = fs.make_mesh({"pipe": 3, "data": 2}, runtime="abstract")
@@ -574,6 +574,12 @@ def test_what_a_step_is_given_has_to_lie_where_the_stages_do():
     )
     with pytest.raises(fs.LayoutError, match="2 stages have a list of as many trees of parameters; 1 are given"):
         step(good[:1], opt.init(good), batch)
+    with pytest.raises(
+        fs.LayoutError, match=r"train_step on .*: 1.b is Tensor; 1.w is Tensor. Lay .* that mesh: fs.shard_stages"
+    ):
+        step([good[0], weights(2)[1]], opt.init(good), batch)
+    with pytest.raises(fs.LayoutError, match=r"a step takes \(params, state, batch\), 2 are given"):
+        step(good, opt.init(good))
 
     def asking(w, x):
         return linear(w, x) * fs.axis_index("pipe")
@@ -595,6 +601,6 @@ def test_what_a_step_is_given_has_to_lie_where_the_stages_do():
     norms = [nn.BatchNorm1d(6), nn.BatchNorm1d(6)]
     laid = fs.shard_stages(norms, mesh=mesh, schedule=schedule)
     with pytest.raises(
-        fs.PolicyError, match="stage 0 changes its buffers running_mean, running_var, num_batches_tracked"
+        fs.PolicyError, match="stage 0 changes its buffers running_mean, running_var, num.*has_buffers=True"
     ):
         fs.train_step(norms, opt, **options)(laid, opt.init(laid), torch.ones(8, 6))

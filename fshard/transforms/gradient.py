@@ -373,7 +373,16 @@ def refuse_half_frozen(paths: Sequence[str], at: Sequence[int], fixed: Sequence[
         raise LayoutError(f"frozen: {wrong} are one parameter (tied), and only one name of it is frozen. Freeze all.")
 
 
-def refuse_unplaced(paths: Sequence[str], leaves: Sequence[Any], mesh: Mesh) -> None:
+WHOLE_OR_FSDP = 'fs.shard_params(params, P(), mesh=mesh), or fs.fsdp("data") for ZeRO-3'
+
+
+def refuse_unplaced(
+    paths: Sequence[str],
+    leaves: Sequence[Any],
+    mesh: Mesh,
+    what: str = "value_and_grad",
+    cure: str = WHOLE_OR_FSDP,
+) -> None:
     """Raise naming parameters that do not lie on a mesh."""
     wrong = [
         f"{named(parts_of(path)) or 'the parameter'} is {type(x).__name__ if not isinstance(x, Sharded) else f'on {x.mesh}'}"
@@ -381,7 +390,4 @@ def refuse_unplaced(paths: Sequence[str], leaves: Sequence[Any], mesh: Mesh) -> 
         if not isinstance(x, Sharded) or (x.mesh is not mesh and x.mesh != mesh)
     ]
     if wrong:
-        raise LayoutError(
-            f"value_and_grad on {mesh}: {'; '.join(wrong)}. Lay the parameters on that mesh: "
-            'fs.shard_params(params, P(), mesh=mesh), or fs.fsdp("data") for ZeRO-3.'
-        )
+        raise LayoutError(f"{what} on {mesh}: {'; '.join(wrong)}. Lay the parameters on that mesh: {cure}.")

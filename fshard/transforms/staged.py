@@ -48,6 +48,8 @@ from fshard.transforms.stage_layouts import place_of, refuse_unfit
 from fshard.transforms.stage_plan import Plan, Terms
 from fshard.transforms.units import Leaf, Manner
 
+_LAY = "fs.shard_stages(stages, rules, mesh=mesh, schedule=schedule)"
+
 
 def staged(
     stages: Sequence[nn.Module | Stage],
@@ -74,7 +76,7 @@ def staged(
     backward: bool = True,
 ) -> Staged:
     """Return the gradient of stages that run as a schedule says; for its options see `train_step`."""
-    given: list[Any] = [*stages] if isinstance(stages, list | tuple) else [stages]
+    given: list[Any] = [*stages] if isinstance(stages, list | tuple | nn.ModuleList) else [stages]
     complaints = ["deferred_batch_norm=True is about buffers: say has_buffers=True"] * (
         deferred_batch_norm and not has_buffers
     )
@@ -231,7 +233,7 @@ class Staged:
             )
         if not leaves:
             raise LayoutError("train_step: no stage has a parameter, so there is nothing to train.")
-        refuse_unplaced(paths, leaves, mesh)
+        refuse_unplaced(paths, leaves, mesh, "train_step", _LAY)
         places = self._places_of(params)
         wrong = [
             f"{named(parts_of(paths[first]))} lies as {leaves[first].spec}, its stage at place {places[first]}"
@@ -241,7 +243,7 @@ class Staged:
         if wrong:
             raise LayoutError(
                 f"train_step: parameters of stages lie where the schedule has these, along {self.axis}: {'; '.join(wrong)}. "
-                "Lay them there: fs.shard_stages(stages, rules, mesh=mesh, schedule=schedule)."
+                f"Lay them there: {_LAY}."
             )
 
     def _places_of(self, params: Sequence[PyTree]) -> list[int]:
