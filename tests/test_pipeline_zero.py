@@ -550,6 +550,8 @@ def test_what_does_not_fit_is_refused_with_all_that_is_wrong():
     assert str(error.value).startswith(
         "train_step has no option accumulate, slices, bucket. With a schedule it has: loss,"
     )
+    with pytest.raises(fs.MeshError, match="train_step needs a mesh, found NoneType"):
+        fs.train_step([linear], opt, mesh=None, batch=P(), schedule=schedule)
     with pytest.raises(fs.LayoutError, match="given a list of stages. Say how they run: schedule="):
         fs.train_step(nn.ModuleList([nn.Linear(6, 6)] * 3), opt, mesh=mesh, batch=P("data"), loss=mean_square)
     with pytest.raises(fs.LayoutError, match=r"shard_stages: .* 3 stages, 1 are given; .* 3 devices, axis pipe has 2"):

@@ -68,7 +68,8 @@ def stage_functions(
 
 def _check(stages: Sequence[object], recompute: How, microbatches: int | None) -> None:
     wrong: list[str] = []
-    if recompute not in ("never", "always", "except_last") and (not isinstance(recompute, int) or recompute < 1):
+    number = isinstance(recompute, int) and not isinstance(recompute, bool) and recompute > 0
+    if not number and recompute not in ("never", "always", "except_last"):
         wrong.append(f'recompute={recompute!r} is none of "never", "always", "except_last" and a number of layers')
     if recompute == "except_last" and not microbatches:
         wrong.append('"except_last" needs to know how many there are: microbatches=')

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from fshard.errors import LayoutError
 from fshard.mesh.layout import Layout
-from fshard.mesh.mesh import Mesh
+from fshard.mesh.mesh import Mesh, refuse_no_mesh
 from fshard.mesh.sharded import Sharded
 from fshard.mesh.spec import P
 from fshard.mesh.spmd import everywhere, held, standing
@@ -76,6 +76,7 @@ def staged(
     backward: bool = True,
 ) -> Staged:
     """Return the gradient of stages that run as a schedule says; for its options see `train_step`."""
+    refuse_no_mesh("train_step", mesh)
     given: list[Any] = [*stages] if isinstance(stages, list | tuple | nn.ModuleList) else [stages]
     complaints = ["deferred_batch_norm=True is about buffers: say has_buffers=True"] * (
         deferred_batch_norm and not has_buffers
