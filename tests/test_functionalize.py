@@ -499,6 +499,19 @@ def test_calls_within_calls():
     close(got, 2 * module.layer(x) + 4 * module.layer(x))
 
 
+@pytest.mark.parametrize("again", [remat, lambda f: partial(checkpoint, f, use_reentrant=False)])
+def test_what_a_checkpoint_runs_again_does_not_change_the_buffers_that_were_returned(again):
+    class Normalised(nn.BatchNorm1d):
+        def forward(self, x):
+            return again(super().forward)(x)
+
+    apply, params, buffers = fs.functionalize(Normalised(3))
+    y, after = apply(params, buffers, torch.randn(4, 3))
+    known = {name: x.clone() for name, x in after.items()}
+    y.square().sum().backward()
+    assert all(torch.equal(after[name], x) for name, x in known.items()) and known["num_batches_tracked"] == 1
+
+
 def test_many_steps_with_checkpoints_in_forward_use_their_own_parameters():
     module = Checkpointed()
     apply, params, buffers = functionalize(module)

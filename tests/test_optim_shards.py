@@ -95,6 +95,13 @@ def test_whole_optimizers_refuse_pieces(name):
     )
 
 
+@pytest.mark.parametrize("name", ["adafactor", "shampoo", "muon"])
+def test_a_flat_matrix_is_no_matrix_on_one_device_too(name):
+    layout = fs.Layout(fs.make_mesh({"data": 1}), P.flat("data"))
+    with pytest.raises(fs.LayoutError, match=rf"{name} needs whole matrices(?s:.)*params\[\"a\"\] is Sharded"):
+        WHOLE[name].init(laid({"a": torch.ones(3, 2)}, layout))
+
+
 def test_muon_refuses_vectors():
     with pytest.raises(fs.LayoutError, match=r'params\["b"\]: it has 1 dims, not 2'):
         optim.muon().init({"a": torch.ones(2, 2), "b": torch.ones(2)})

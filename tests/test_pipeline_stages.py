@@ -123,6 +123,7 @@ def test_what_cannot_be_cut_is_refused():
         (2, [6], "6 layers in 2 stages, but balance=[6] are 1 of 6 layers. Each takes at least one"),
         (2, "size", "there is no balance='size'"),
         (2, "time", 'balance="time" is measured. Give a microbatch'),
+        (2, "type:(", 'balance="type:(" is no regular expression: missing )'),
         (2, "type:Conv", 'no layer has a class that matches "Conv"; they are Embedding, Linear, ReLU, Tanh'),
     ]:
         with pytest.raises(fs.LayoutError) as error:
@@ -130,6 +131,8 @@ def test_what_cannot_be_cut_is_refused():
         assert text in str(error.value)
     with pytest.raises(fs.LayoutError, match=r"layers\[1\] is int, layers\[2\] is str"):
         split_stages([nn.ReLU(), 3, "x"], 2)
+    with pytest.raises(fs.LayoutError, match="a list of layers, found Bilinear. .* sample=x, blocks="):
+        split_stages(nn.Bilinear(2, 2, 2), 2)
 
 
 def test_stages_run_in_a_pipeline_as_the_whole_model():

@@ -312,6 +312,25 @@ def test_clipping_is_that_of_torch_on_the_whole_model():
         torch.testing.assert_close(found[name], x.detach() - x.grad, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("axes", [{}, {"data": 2}])
+def test_a_batch_that_no_axis_cuts_is_cut_into_microbatches(axes):
+    """On a mesh that has nothing but the pipeline, say."""
+    model, batch = gpt(3).eval(), tokens(7)
+    schedule = fs.pipeline_schedule("zb-h1", stages=3, microbatches=2)
+    mesh, stages = fs.make_mesh({"pipe": 3, **axes}), fs.split_stages(model, 3)
+    params = fs.shard_stages(stages, P.flat(*axes) if axes else None, mesh=mesh, schedule=schedule)
+    opt = fs.optim.sgd(1.0)
+    step = fs.train_step(stages, opt, mesh=mesh, batch=P(), schedule=schedule, loss=entropy)
+    after, _, metrics = step(params, opt.init(params), batch)
+    loss = entropy(model(batch[0]), batch)
+    loss.backward()
+    torch.testing.assert_close(metrics["loss"], loss.detach())
+    assert metrics["samples"] == 7
+    found = {name: x for tree in fs.unshard(after) for name, x in tree.items()}
+    for name, x in model.named_parameters():
+        torch.testing.assert_close(found[name], x.detach() - x.grad, rtol=1e-5, atol=1e-6)
+
+
 def test_a_step_that_is_not_finite_is_skipped_by_all_stages():
     model, schedule = gpt(2), fs.pipeline_schedule("1f1b", stages=2, microbatches=2)
 
@@ -393,7 +412,7 @@ def normalised(seed=0):
     return nn.Sequential(*layers).double()
 
 
-@pytest.mark.parametrize("recompute", ["never", "always"])
+@pytest.mark.parametrize("recompute", ["never", "always", 1])
 def test_what_stages_remember_is_the_mean_of_what_microbatches_did(recompute):
     """As without stages, to the bit; two steps."""
     model, schedule = normalised(), fs.pipeline_schedule("zbv", stages=4, microbatches=2)
@@ -532,8 +551,10 @@ def test_what_does_not_fit_is_refused_with_all_that_is_wrong():
     assert str(error.value).startswith(
         "train_step has no option accumulate, slices, bucket. With a schedule it has: loss,"
     )
+    with pytest.raises(fs.MeshError, match="train_step needs a mesh, found NoneType"):
+        fs.train_step([linear], opt, mesh=None, batch=P(), schedule=schedule)
     with pytest.raises(fs.LayoutError, match="given a list of stages. Say how they run: schedule="):
-        fs.train_step([linear] * 3, opt, mesh=mesh, batch=P("data"))
+        fs.train_step(nn.ModuleList([nn.Linear(6, 6)] * 3), opt, mesh=mesh, batch=P("data"), loss=mean_square)
     with pytest.raises(fs.LayoutError, match=r"shard_stages: .* 3 stages, 1 are given; .* 3 devices, axis pipe has 2"):
         fs.shard_stages(weights(1), mesh=mesh, schedule=schedule)
     abstract = fs.make_mesh({"pipe": 3, "data": 2}, runtime="abstract")
@@ -556,6 +577,12 @@ def test_what_a_step_is_given_has_to_lie_where_the_stages_do():
     )
     with pytest.raises(fs.LayoutError, match="2 stages have a list of as many trees of parameters; 1 are given"):
         step(good[:1], opt.init(good), batch)
+    with pytest.raises(
+        fs.LayoutError, match=r"train_step on .*: 1.b is Tensor; 1.w is Tensor. Lay .* that mesh: fs.shard_stages"
+    ):
+        step([good[0], weights(2)[1]], opt.init(good), batch)
+    with pytest.raises(fs.LayoutError, match=r"a step takes \(params, state, batch\), 2 are given"):
+        step(good, opt.init(good))
 
     def asking(w, x):
         return linear(w, x) * fs.axis_index("pipe")
@@ -577,6 +604,6 @@ def test_what_a_step_is_given_has_to_lie_where_the_stages_do():
     norms = [nn.BatchNorm1d(6), nn.BatchNorm1d(6)]
     laid = fs.shard_stages(norms, mesh=mesh, schedule=schedule)
     with pytest.raises(
-        fs.PolicyError, match="stage 0 changes its buffers running_mean, running_var, num_batches_tracked"
+        fs.PolicyError, match="stage 0 changes its buffers running_mean, running_var, num.*has_buffers=True"
     ):
         fs.train_step(norms, opt, **options)(laid, opt.init(laid), torch.ones(8, 6))

@@ -224,6 +224,7 @@ def test_functions_stay_what_they_are_and_slips_are_named():
         ("except_last", "needs to know how many there are: microbatches="),
         (2, "stage 0 is a function, which has no layers"),
         (0, "recompute=0 is none of"),
+        (True, "recompute=True is none of"),
     ]:
         with pytest.raises(fs.PolicyError, match=text):
             fs.stage_functions([stage], recompute)

@@ -132,7 +132,7 @@ def test_the_loss_scale_waits_once_a_step(monkeypatch, precision):
 
 def test_weights_on_the_device_are_read_once_a_step(monkeypatch):
     found = waits(monkeypatch, fs.optim.adamw(0.1), weight=lambda part: (part["y"] > 0).sum(), accumulate=2)
-    assert found == [["tolist in _counts"] * 2]
+    assert found == [["tolist in counts_of"] * 2]
 
 
 def test_the_watch_sees_what_waits(monkeypatch):

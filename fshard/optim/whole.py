@@ -31,7 +31,9 @@ def check_whole(name: str, *, refuse: Callable[[Leaf], str | None] = lambda leaf
 
 
 def is_whole(leaf: Leaf) -> bool:
-    """Return whether every device that holds any of a leaf holds all of it."""
+    """Return whether every device that holds any of a leaf holds all of it, in its shape."""
     if not isinstance(leaf, Sharded):
         return True
+    if leaf.spec.flat_axes is not None and len(leaf.shape) != 1:
+        return False  # a row of numbers, if over one device too
     return all(leaf.mesh.shape[axis] == 1 for axis in (*leaf.spec.cut_axes, *leaf.spec.unreduced))

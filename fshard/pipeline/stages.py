@@ -140,6 +140,11 @@ def _check_count(count: int, n: int) -> None:
 
 def _named(layers: nn.Sequential | Iterable[Layer]) -> dict[str, nn.Module]:
     names = layers._modules if isinstance(layers, nn.Sequential) else None  # pyright: ignore[reportPrivateUsage]
+    if not isinstance(layers, Iterable):
+        raise LayoutError(
+            f"split_stages cuts a list of layers, found {type(layers).__name__}. Any other module is cut between its blocks: "
+            'sample=x, blocks="model.layers".'
+        )
     given = [*layers]
     wrong = [f"layers[{place}] is {type(one).__name__}" for place, one in enumerate(given) if not callable(one)]
     if wrong:
@@ -167,7 +172,10 @@ def _costs(layers: Sequence[nn.Module], balance: str, sample: PyTree) -> list[fl
     if balance == "parameters":
         return _parameters(layers)
     if balance.startswith("type:"):
-        pattern = re.compile(balance.removeprefix("type:"), re.IGNORECASE)
+        try:
+            pattern = re.compile(balance.removeprefix("type:"), re.IGNORECASE)
+        except re.error as error:
+            raise LayoutError(f'split_stages: balance="{balance}" is no regular expression: {error}.') from None
         found = [float(pattern.search(type(layer).__name__) is not None) for layer in layers]
         if not any(found):
             raise LayoutError(

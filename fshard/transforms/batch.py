@@ -7,6 +7,8 @@ stay together; what comes of it counts for nothing.
     5 samples, 2 devices, 2 slices each         3 samples
     device 0    [0] [1]                         device 0    [(0)] [0]
     device 1    [2] [3 4]                       device 1    [1] [2]
+
+Where no axis cuts samples, as beside a pipeline alone, all tensors of one length hold some, and every device has them all.
 """
 
 from __future__ import annotations
@@ -98,12 +100,8 @@ class Batch:
 
     @property
     def samples(self) -> int | None:
-        """How many samples there are, if all tensors that hold some say the same; where none is cut, how long all are."""
-        if any(cut is not None for cut in self.cuts):
-            return None if self.cut is None else self.cut.length
-        tensors = (column[0] for column in self.columns if isinstance(column[0], Tensor))
-        lengths = {x.shape[0] for x in tensors if x.ndim}
-        return lengths.pop() if len(lengths) == 1 else None
+        """How many samples there are, if all tensors that hold some say the same."""
+        return None if self.cut is None else self.cut.length
 
     def total(self, count: int) -> int:
         """Return what all slices of all devices count for together."""
@@ -116,7 +114,8 @@ class Batch:
         if count > 1 and not kinds:
             raise LayoutError(
                 f"each device's part of the batch is to be cut into {count} slices, but has no tensor whose first dim is cut "
-                'by its spec. Say which tensors hold samples: batch=P("data").'
+                "by its spec, and tensors of several lengths or none. Say which hold samples, by an axis of one device if "
+                'there is no other: batch=P("data").'
             )
         if any(cut.length == 0 for cut in kinds):
             raise LayoutError("the batch has no samples. Leave it out.")
@@ -175,12 +174,21 @@ def placed(batch: PyTree, specs: PyTree, mesh: Mesh) -> Batch:
                 cut, column = _placed(leaf, spec, mesh)
                 cuts.append(cut)
                 columns.append(column)
+    if not any(cuts):
+        cuts = _uncut(columns)
     over = [axis for axis in mesh.axis_names if any(isinstance(spec, P) and axis in spec.axes for spec in chosen)]
     first = next((cut.axes for cut in cuts if cut is not None), ())
     axes = (*first, *(axis for axis in over if axis not in first))
     shapes = tuple(tuple(x.shape) for x in leaves if isinstance(x, Tensor | Sharded))
     wholes = {path: x for path, x in zip(paths, leaves, strict=True) if isinstance(x, Tensor)}
     return Batch(mesh, held(mesh), columns, cuts, structure, axes, shapes, wholes)
+
+
+def _uncut(columns: list[tuple[Any, ...]]) -> list[Cut | None]:
+    """Return how samples lie that no axis cuts: whole, in all tensors that have dims, if these are equally long."""
+    lengths = [x.shape[0] if isinstance(x, Tensor) and x.ndim else None for x, *_ in columns]
+    alike = len({*lengths} - {None}) == 1
+    return [None if length is None or not alike else Cut((), 1, length) for length in lengths]
 
 
 def _placed(leaf: Any, spec: Any, mesh: Mesh) -> tuple[Cut | None, tuple[Any, ...]]:

@@ -128,10 +128,13 @@ class _Pool:
         return replica
 
     def give_back(self, replica: Replica) -> None:
-        """Empty a replica and keep it, unless somebody else still needs it as it is."""
+        """Empty a replica and keep it, unless somebody else still needs it: he may write, but not to what was returned."""
         if replica.is_at_rest():
             replica.restore()
             self._idle.append(replica)
+            return
+        for _, module in replica.modules:
+            vars(module)["_buffers"].update({key: _lend(x) for key, x in module.named_buffers(recurse=False)})
 
 
 def _lend(x: Any) -> Any:

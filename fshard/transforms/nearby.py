@@ -54,7 +54,12 @@ def refuse_distant(mesh: Mesh, what: str, **trees: PyTree) -> None:
     raise LayoutError(f"{what}: laid out {where}: {', '.join(names)}. Lay out everything where the step is called.")
 
 
-def refuse_unplaced(paths: Sequence[str], leaves: Sequence[Any], mesh: Mesh) -> None:
+WHOLE_OR_FSDP = 'fs.shard_params(params, P(), mesh=mesh), or fs.fsdp("data") for ZeRO-3'
+
+
+def refuse_unplaced(
+    paths: Sequence[str], leaves: Sequence[Any], mesh: Mesh, what: str = "value_and_grad", cure: str = WHOLE_OR_FSDP
+) -> None:
     """Raise naming parameters that do not lie on a mesh."""
     wrong = [
         f"{named(parts_of(path)) or 'the parameter'} is {type(x).__name__ if not isinstance(x, Sharded) else f'on {x.mesh}'}"
@@ -62,7 +67,4 @@ def refuse_unplaced(paths: Sequence[str], leaves: Sequence[Any], mesh: Mesh) -> 
         if not isinstance(x, Sharded) or (x.mesh is not mesh and x.mesh != mesh)
     ]
     if wrong:
-        raise LayoutError(
-            f"value_and_grad on {mesh}: {'; '.join(wrong)}. Lay the parameters on that mesh: "
-            'fs.shard_params(params, P(), mesh=mesh), or fs.fsdp("data") for ZeRO-3.'
-        )
+        raise LayoutError(f"{what} on {mesh}: {'; '.join(wrong)}. Lay the parameters on that mesh: {cure}.")

@@ -58,7 +58,7 @@ def stage_functions(
     [['0.weight', '0.bias'], ['2.weight', '2.bias']]
     """
     _check(stages, recompute, microbatches)
-    modules = [_grouped(one, recompute, policy) if isinstance(recompute, int) else one for one in stages]
+    modules = in_groups(stages, recompute, policy) if isinstance(recompute, int) else stages
     functions, params = zip(*[_function(number, stage) for number, stage in enumerate(modules)], strict=True)
     if isinstance(recompute, int) or recompute == "never":
         return [*functions], [*params]
@@ -68,7 +68,8 @@ def stage_functions(
 
 def _check(stages: Sequence[object], recompute: How, microbatches: int | None) -> None:
     wrong: list[str] = []
-    if recompute not in ("never", "always", "except_last") and (not isinstance(recompute, int) or recompute < 1):
+    number = isinstance(recompute, int) and not isinstance(recompute, bool) and recompute > 0
+    if not number and recompute not in ("never", "always", "except_last"):
         wrong.append(f'recompute={recompute!r} is none of "never", "always", "except_last" and a number of layers')
     if recompute == "except_last" and not microbatches:
         wrong.append('"except_last" needs to know how many there are: microbatches=')
@@ -90,7 +91,8 @@ def _function(number: int, stage: nn.Module | Stage) -> tuple[Stage, PyTree]:
         if changed:
             raise PolicyError(
                 f"stage_functions: stage {number} changes its buffers {', '.join(changed)}, which a function of parameters "
-                "does not keep. Use what they are, module.eval(), or see functionalize(deferred_batch_norm=True)."
+                "does not keep. Let train_step remember them, has_buffers=True, or use what they are, module.eval(); for a "
+                "function of your own see functionalize(deferred_batch_norm=True)."
             )
         return y
 
@@ -147,6 +149,12 @@ def _through(layers: Sequence[nn.Module], x: Any) -> Any:
     for layer in layers:
         x = layer(x)
     return x
+
+
+def in_groups(stages: Sequence[nn.Module | Stage], size: int, policy: str | Policy = "nothing") -> list[nn.Module]:
+    """Return modules like these, of whose layers so many at a time are computed again."""
+    _check(stages, size, None)
+    return [_grouped(stage, size, policy) for stage in stages]
 
 
 def _grouped(stage: Any, size: int, policy: str | Policy) -> nn.Module:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from fshard.errors import LayoutError
 from fshard.mesh.layout import Layout
-from fshard.mesh.mesh import Mesh
+from fshard.mesh.mesh import Mesh, refuse_no_mesh
 from fshard.mesh.sharded import Sharded
 from fshard.mesh.spec import P
 from fshard.mesh.spmd import everywhere, held, standing
@@ -45,10 +45,12 @@ from fshard.transforms.shift import Result, Shift
 from fshard.transforms.slices import How
 from fshard.transforms.stage_buffers import Memory, StageBuffers, remembering
 from fshard.transforms.stage_functions import How as Recompute
-from fshard.transforms.stage_functions import stage_functions
+from fshard.transforms.stage_functions import in_groups, stage_functions
 from fshard.transforms.stage_layouts import place_of, refuse_unfit
 from fshard.transforms.stage_plan import Plan, Terms
 from fshard.transforms.units import Leaf, Manner
+
+_LAY = "fs.shard_stages(stages, rules, mesh=mesh, schedule=schedule)"
 
 
 def staged(
@@ -76,7 +78,8 @@ def staged(
     backward: bool = True,
 ) -> Staged:
     """Return the gradient of stages that run as a schedule says; for its options see `train_step`."""
-    given: list[Any] = [*stages] if isinstance(stages, list | tuple) else [stages]
+    refuse_no_mesh("train_step", mesh)
+    given: list[Any] = [*stages] if isinstance(stages, list | tuple | nn.ModuleList) else [stages]
     complaints = ["deferred_batch_norm=True is about buffers: say has_buffers=True"] * (
         deferred_batch_norm and not has_buffers
     )
@@ -104,7 +107,11 @@ def staged(
         backward,
     )
     route = Route(schedule, skips or {}, backward, units=True)
-    functions = [remembering(stage, deferred_batch_norm) for stage in given] if has_buffers else given
+    functions = given
+    if has_buffers:
+        if isinstance(recompute, int):
+            functions, recompute = in_groups(given, recompute), "never"
+        functions = [remembering(stage, deferred_batch_norm) for stage in functions]
     called, _ = stage_functions(functions, recompute, microbatches=schedule.microbatches)
     modules = [stage if isinstance(stage, nn.Module) else None for stage in given]
     return Staged(how, mesh, batch, axis, called, modules, inputs or first_of_two, route, gradients, frozen, dynamic)
@@ -229,7 +236,7 @@ class Staged:
             )
         if not leaves:
             raise LayoutError("train_step: no stage has a parameter, so there is nothing to train.")
-        refuse_unplaced(paths, leaves, mesh)
+        refuse_unplaced(paths, leaves, mesh, "train_step", _LAY)
         places = self._places_of(params)
         wrong = [
             f"{named(parts_of(paths[first]))} lies as {leaves[first].spec}, its stage at place {places[first]}"
@@ -239,7 +246,7 @@ class Staged:
         if wrong:
             raise LayoutError(
                 f"train_step: parameters of stages lie where the schedule has these, along {self.axis}: {'; '.join(wrong)}. "
-                "Lay them there: fs.shard_stages(stages, rules, mesh=mesh, schedule=schedule)."
+                f"Lay them there: {_LAY}."
             )
 
     def _places_of(self, params: Sequence[PyTree]) -> list[int]:

@@ -122,7 +122,8 @@ def train_step(
         skips            {name: (from, to)}: stage `from` returns (y, {name: value}), and `to` is called with name=value
         axis             along which the stages lie: "pipe"
         live_units       how many stages a device has whole at a time: the one it computes and those that come next
-        reproducible     the bits of a step without stages, with as many `slices` as there are microbatches on all devices
+        reproducible     the bits of a step without stages, with as many `slices` as there are microbatches on all devices; on
+                         another number of devices if they and the microbatches are powers of two
         has_buffers      as above; they are a list of trees, each on the devices of its stage: `shard_stages` lays them too.  A
                          stage that is a function is then (params, buffers, x) -> (y, buffers)
         deferred_batch_norm      whether BatchNorm sees the whole batch once a step, where it remembers: see `functionalize`
@@ -141,6 +142,10 @@ def train_step(
     >>> fs.typeof(params[1]["2.weight"]), metrics["samples"]
     (f32[1, 3]{flat:data, on:pipe=1}, tensor(16))
     """
+    if schedule is None and isinstance(loss_fn, list | tuple | torch.nn.ModuleList):
+        raise LayoutError(
+            "train_step was given a list of stages. Say how they run: schedule=fs.pipeline_schedule(...)."
+        )
     opt = on_arrays(opt, "train_step")
     known = _OPTIONS if schedule is None else _STAGED
     if unknown := [name for name in options if name not in known]:
@@ -154,10 +159,6 @@ def train_step(
     options.setdefault("compute", _COMPUTE[precision])
     options.setdefault("reduce", torch.float32 if precision == "fp16" else None)
     if schedule is None:
-        if isinstance(loss_fn, list | tuple):
-            raise LayoutError(
-                "train_step was given a list of stages. Say how they run: schedule=fs.pipeline_schedule(...)."
-            )
         options.setdefault("reduce_once", getattr(opt, "stage", 0) < 2)
         gradient = value_and_grad(loss_fn, mesh=mesh, batch=batch, **options)
     else:
@@ -169,6 +170,9 @@ def train_step(
 
     @uncompiled
     def step(params: PyTree, state: PyTree, *given: PyTree) -> tuple[Any, ...]:
+        if len(given) != 1 + how.has_buffers:
+            takes = "params, state, buffers, batch" if how.has_buffers else "params, state, batch"
+            raise LayoutError(f"train_step: a step takes ({takes}), {2 + len(given)} are given.")
         buffers, batch = given if how.has_buffers else ((), *given)
         refuse_distant(mesh, "train_step", params=params, state=state, buffers=buffers, batch=batch)
         scale = float(opt.loss_scale(state)) if opt.loss_scale is not None else 1.0
