@@ -58,6 +58,7 @@ from fshard.pipeline.builders import pipeline_schedule
 from fshard.pipeline.execute import pipelined
 from fshard.pipeline.schedule import Action, Schedule
 from fshard.pipeline.stages import split_stages
+from fshard.pipeline.timeline import timeline
 from fshard.transforms.deferred import commit_batch_norm
 from fshard.transforms.evaluate import evaluate
 from fshard.transforms.functionalize import functionalize
@@ -158,6 +159,7 @@ __all__ = [
     "stage_functions",
     "to_device_mesh",
     "to_dtensor",
+    "timeline",
     "train_step",
     "treescope_sharding",
     "typeof",

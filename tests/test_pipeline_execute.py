@@ -1,9 +1,12 @@
 """Running schedules: any order that can be, on threads and on processes, gives the bits of the serial run."""
 
+import json
 import random
 import time
 import weakref
+from collections import Counter
 from functools import partial
+from itertools import pairwise
 
 import pytest
 import torch
@@ -558,3 +561,43 @@ def test_in_reproducible_mode_torch_cuts_no_sum_among_threads(devices):
         assert seen == {1} and torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)
+
+
+# -- what was done when --------------------------------------------------------------------------------------------
+
+
+def watch_a_step(name):
+    """Run a step; return the schedule and what the devices of this process did."""
+    schedule = fs.pipeline_schedule(name, stages=4, microbatches=3)
+    mesh = fs.make_mesh({"pipe": schedule.devices})
+    step = fs.pipelined([lambda w, x: w * x] * 4, schedule, lambda y, x: y.sum(), mesh=mesh)
+    with fs.timeline() as run:
+        step([torch.ones(())] * 4, [torch.ones(2)] * 3)
+    step([torch.ones(())] * 4, [torch.ones(2)] * 3)  # nobody looks any more
+    return schedule, run
+
+
+def assert_is_what_the_schedule_says(schedule, run, devices):
+    for device, row in enumerate(schedule.rows):
+        events = [event for event in run.events if event.device == device]
+        done = [event for event in events if event.action.kind in "FBIW"]
+        assert [event.action for event in done] == ([*row] if device in devices else [])
+        assert all(event.start <= event.end for event in events)
+        assert all(before.end <= after.start for before, after in pairwise(done))
+    messages = [event.action for event in run.events if event.action.kind not in "FBIW"]
+    if len(devices) == schedule.devices:
+        assert Counter(messages) == Counter(action.partner for action in messages)
+        assert len(messages) == 2 * schedule.simulate().messages
+    records = json.loads(run.to_chrome_trace())["traceEvents"]
+    assert sum(record["ph"] == "X" for record in records) == len(run.events)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zbv"])
+def test_a_timeline_shows_what_the_schedule_says(name):
+    schedule, run = watch_a_step(name)
+    assert_is_what_the_schedule_says(schedule, run, range(schedule.devices))
+
+
+def test_a_process_sees_its_own_device(two):
+    for device, (schedule, run) in enumerate(two.run(watch_a_step, "zbv")):
+        assert_is_what_the_schedule_says(schedule, run, [device])

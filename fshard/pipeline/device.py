@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
+from time import perf_counter
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -30,6 +31,7 @@ from fshard.pipeline.post import Known, Post
 from fshard.pipeline.route import Mail, Route, Wire
 from fshard.pipeline.saved import Saved
 from fshard.pipeline.schedule import Action, Kind
+from fshard.pipeline.timeline import Clock
 from fshard.source import Site
 
 
@@ -125,6 +127,7 @@ class Device:
         if tells and group.index != self.last:
             comes[self.last] = [*comes[self.last], _OUTCOME]
         self.post = Post[Mail](group, site, device, comes, self._kind, known)
+        self.clock = Clock(group.device)
         self.here: dict[Mail, Any] = {}
         self.records: dict[tuple[int, int], Record] = {}
         self.later: dict[tuple[int, int], Callable[[], list[Tensor | None]]] = {}
@@ -134,10 +137,13 @@ class Device:
         does = {Kind.F: self._forward, Kind.B: self._both, Kind.I: self._inputs, Kind.W: self._weights}
         units = {Kind.GATHER: self.work.gather, Kind.FREE: self.work.free, Kind.REDUCE: self.work.reduce}
         for action in self.route.rows[self.index]:
+            began = perf_counter()
             if action.microbatch is None:
                 units[action.kind](action.stage)
             else:
                 does[action.kind](action, action.stage, action.microbatch)
+            if self.clock:
+                self.clock.did(action, began)
         return self._told() if self.tells else None
 
     # -- what stands in a row -----------------------------------------------------------------------------------
@@ -215,14 +221,23 @@ class Device:
 
     def _give(self, mail: Mail, what: Any) -> None:
         to = self.route.placement[mail.ends[1]]
-        if to != self.index:
-            self.post.send(mail, to, tuple(what))
-        else:
+        if to == self.index:
             self.here[mail] = what.copied() if isinstance(what, Value) else what
+            return
+        began = perf_counter()
+        self.post.send(mail, to, tuple(what))
+        if self.clock:
+            self.clock.sent(Action(_SENT[mail.kind], mail.ends[0], mail.microbatch), began)
 
     def _take(self, mail: Mail) -> Any:
         source = self.route.placement[mail.ends[0]]
-        found = self.here.pop(mail) if source == self.index else self.post.take(mail, source)
+        if source == self.index:
+            found = self.here.pop(mail)
+        else:
+            began = perf_counter()
+            found = self.post.take(mail, source)
+            if self.clock:
+                self.clock.waited(Action(_COME[mail.kind], mail.ends[1], mail.microbatch), began)
         return Value(*found) if mail.kind is Kind.F else found
 
     def _kind(self, mail: Mail) -> Any:
@@ -239,6 +254,8 @@ class Device:
         return outcome
 
 
+_SENT = {Kind.F: Kind.SEND_F, Kind.B: Kind.SEND_B}
+_COME = {Kind.F: Kind.RECV_F, Kind.B: Kind.RECV_B}
 _BATCH = Wire(-1, 0)
 _LOSS = Wire(-1, -1)
 _OUTCOME = Mail(Kind.F, _LOSS, -1)
