@@ -563,6 +563,17 @@ def test_in_reproducible_mode_torch_cuts_no_sum_among_threads(devices):
         torch.set_num_threads(before)
 
 
+def test_an_error_says_in_which_stage_and_microbatch_it_was_raised():
+    schedule = fs.pipeline_schedule("1f1b", stages=2, microbatches=3)
+    stages = [lambda w, x: x * w, lambda w, x: x @ w]
+    step = fs.pipelined(stages, schedule, lambda y, x: y.sum(), mesh=fs.make_mesh({"pipe": 2}))
+    weights = [torch.ones(()), torch.ones(2, 2)]
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as error:
+        step(weights, [torch.ones(1, 2), torch.ones(1, 3), torch.ones(1, 2)])
+    assert "in 1F1 of the schedule: stage 1, microbatch 1" in error.value.__notes__
+    step(weights, [torch.ones(1, 2)] * 3)
+
+
 # -- what was done when --------------------------------------------------------------------------------------------
 
 

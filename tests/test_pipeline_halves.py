@@ -14,6 +14,8 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+import fshard as fs
+from fshard.pipeline.builders import pipeline_schedule
 from fshard.pipeline.halves import halves, whole
 from fshard.pipeline.saved import Saved
 
@@ -249,3 +251,46 @@ def test_what_was_saved_and_then_changed_is_refused():
     h.add_(1)
     with pytest.raises(RuntimeError, match=r"modified by an inplace operation.*is at version 1; expected version 0"):
         halves(edges([y]), [torch.ones_like(y)], edges([x]), edges(W[:2]), saved)
+
+
+def test_a_whole_backward_hands_large_gradients_over_as_they_come():
+    weights = [torch.randn(150, 150, requires_grad=True) for _ in range(4)] + [torch.randn(150, requires_grad=True)]
+    unused, x = torch.randn(150, 150, requires_grad=True), torch.randn(2, 150, requires_grad=True)
+
+    def outputs():
+        y = x
+        for w in weights[:4]:
+            y = torch.tanh(y @ w)
+        return [get_gradient_edge(y * weights[4])]
+
+    own = [get_gradient_edge(w) for w in (*weights, unused)]
+    expected = whole(outputs(), [torch.ones(2, 150)], [get_gradient_edge(x)], own)
+    order, alive, sums = [], [], {}
+
+    def take(place, g):
+        assert all(known() is None for known in alive)  # no two at a time
+        alive.append(weakref.ref(g))
+        order.append(place)
+        sums[place] = g.sum()
+
+    gxs, gws = whole(outputs(), [torch.ones(2, 150)], [get_gradient_edge(x)], own, take)
+    assert order == [3, 2, 1, 0] and gxs[0].equal(expected[0][0])
+    assert gws[:4] == [None] * 4 and gws[4].equal(expected[1][4]) and gws[5] is None
+    assert all(sums[place].equal(expected[1][place].sum()) for place in order)
+    assert not any(w._backward_hooks for w in weights)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zbv"])
+def test_what_is_taken_singly_adds_up_to_the_same(name):
+    schedule, draw = pipeline_schedule(name, stages=4, microbatches=3), torch.Generator().manual_seed(0)
+    weights = [torch.randn(150, 150, generator=draw) / 12 for _ in range(4)]
+    microbatches = [torch.randn(rows, 150, generator=draw) for rows in (2, 1, 3)]
+    mesh = fs.make_mesh({"pipe": schedule.devices})
+    step = fs.pipelined([lambda w, x: torch.tanh(x @ w)] * 4, schedule, lambda y, x: y.square().mean(), mesh=mesh)
+    found = step(weights, microbatches).gradients
+    model = [w.double().requires_grad_() for w in weights]
+    y = torch.cat(microbatches).double()
+    for w in model:
+        y = torch.tanh(y @ w)
+    for g, expected in zip(found, torch.autograd.grad(y.square().mean(), model), strict=True):
+        torch.testing.assert_close(g, expected.float(), rtol=1e-4, atol=1e-7)

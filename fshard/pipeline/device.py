@@ -38,6 +38,11 @@ from fshard.source import Site
 class Work(Protocol):
     """What is done with the stages of one device in one step, whenever the schedule says so."""
 
+    @property
+    def singly(self) -> bool:
+        """Whether gradients of one microbatch may be added one by one, in any order."""
+        ...
+
     def begin(self, microbatch: int) -> PyTree:
         """Return what the first stage is given."""
         ...
@@ -138,10 +143,15 @@ class Device:
         units = {Kind.GATHER: self.work.gather, Kind.FREE: self.work.free, Kind.REDUCE: self.work.reduce}
         for action in self.route.rows[self.index]:
             began = perf_counter()
-            if action.microbatch is None:
-                units[action.kind](action.stage)
-            else:
-                does[action.kind](action, action.stage, action.microbatch)
+            try:
+                if action.microbatch is None:
+                    units[action.kind](action.stage)
+                else:
+                    does[action.kind](action, action.stage, action.microbatch)
+            except Exception as error:
+                at = "" if action.microbatch is None else f", microbatch {action.microbatch}"
+                error.add_note(f"in {action} of the schedule: stage {action.stage}{at}")
+                raise
             if self.clock:
                 self.clock.did(action, began)
         return self._told() if self.tells else None
@@ -185,7 +195,14 @@ class Device:
     def _both(self, action: Action, stage: int, microbatch: int) -> None:
         record, gs = self._begun(stage, microbatch)
         outputs, inputs = record.edges()
-        gxs, gws = whole(outputs, gs, inputs, self.work.edges(stage))
+        weights = self.work.edges(stage)
+
+        def take(place: int, g: Tensor) -> None:
+            row: list[Tensor | None] = [None] * len(weights)
+            row[place] = g
+            self.work.add(stage, microbatch, row)
+
+        gxs, gws = whole(outputs, gs, inputs, weights, take if self.work.singly else None)
         self.work.add(stage, microbatch, gws)
         self._hand_back(microbatch, record, gxs)
 

@@ -180,6 +180,7 @@ class Given:
         self.totals: dict[int, Total] = {
             stage: Ordered(batch.weights) if plan.reproducible else Running() for stage in own
         }
+        self.singly = not plan.reproducible
         self.found: dict[int, Found] = {}
         self.results: dict[int, PyTree] = {}
 

@@ -16,9 +16,9 @@ this forbids to wait are *captured* in I, and so is what other operations than p
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -50,10 +50,44 @@ def whole(
     gradients: Sequence[Tensor | None],
     inputs: Sequence[GradientEdge],
     weights: Sequence[GradientEdge],
+    take: Callable[[int, Tensor], None] | None = None,
 ) -> tuple[Gradients, Gradients]:
-    """Return the gradients of inputs and of weights, by one backward: B."""
-    found = _backward(zip(outputs, gradients, strict=True), [*inputs, *weights])
-    return found[: len(inputs)], found[len(inputs) :]
+    """Return the gradients of inputs and of weights, by one backward: B.
+
+    With `take`, that is given the large gradients of weights, by their places, each as soon as it is there, and they are let
+    go; for them None is returned.
+    """
+    taken: set[int] = set()
+    hooks = (
+        []
+        if take is None
+        else [hook for place, edge in enumerate(weights) for hook in _taking(place, edge, take, taken)]
+    )
+    try:
+        found = _backward(zip(outputs, gradients, strict=True), [*inputs, *weights])
+    finally:
+        for hook in hooks:
+            hook.remove()
+    gws = found[len(inputs) :]
+    return found[: len(inputs)], [None if place in taken else g for place, g in enumerate(gws)] if taken else gws
+
+
+LARGE = 1 << 16
+"""Bytes from which on a gradient is taken by itself: smaller ones take little memory together, and less time."""
+
+
+def _taking(place: int, edge: GradientEdge, take: Callable[[int, Tensor], None], taken: set[int]) -> Iterator[Any]:
+    """Hand a weight's gradient over when it comes; autograd keeps one of the same shape without memory."""
+    weight: Tensor = cast(Any, edge.node).variable
+    if weight.nbytes < LARGE:
+        return
+
+    def hand_over(g: Tensor) -> Tensor:
+        take(place, g)
+        taken.add(place)
+        return g.new_zeros(()).expand(g.shape)
+
+    yield weight.register_hook(hand_over)
 
 
 def halves(

@@ -100,6 +100,7 @@ class Shift:
         here = self._borrow(shards)
         self.params = {stage: self._params(stage, here) for stage in self.mine}
         self.sums = self._sums()
+        self.singly = plan.how.slices is None
         self.parts: dict[int, tuple[Found, Told]] = {}
 
     def _along(self, axes: tuple[str, ...]) -> Group | None:
