@@ -1,5 +1,7 @@
 """Layers are built where they are needed alone, and are everywhere the same."""
 
+from typing import ClassVar
+
 import pytest
 import torch
 from torch import nn
@@ -10,7 +12,7 @@ import fshard as fs
 class Noted(nn.Module):
     """Notes in which memory it is made."""
 
-    made: list[tuple[str, int]] = []  # noqa: RUF012
+    made: ClassVar[list[tuple[str, int]]] = []
 
     def __init__(self, width):
         super().__init__()

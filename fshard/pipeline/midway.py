@@ -110,7 +110,7 @@ class Run:
                 raise
             raise LayoutError(
                 f"{self._part} does what comes before it without values, but {lost_at(error.__traceback__)} cannot be done so: "
-                f"{str(error).strip().splitlines()[0]}"
+                f"{next(iter(str(error).strip().splitlines()), type(error).__name__)}"
             ) from error
         finally:
             _now.reset(token)
