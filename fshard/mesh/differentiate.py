@@ -163,8 +163,8 @@ class Bound:
             return tuple(self.move.local(x, self.group.index, self.group.size) for x in xs)
         return self.start(xs).wait()
 
-    def start(self, xs: Tensors) -> Pending:
-        """Write it into the ledger and begin."""
+    def start(self, xs: Tensors, into: Tensors | None = None) -> Pending:
+        """Write it into the ledger and begin; see `World.start`."""
         move, group = cast("Wired", self.move), self.group
         for ledger in active():
             size = sum(x.numel() * x.element_size() for x in xs)
@@ -172,7 +172,7 @@ class Bound:
             known = group.world.has_values  # else one device stands for all, the busiest among them
             sent = move.sent(size, group.index, group.size) if known else move.busiest(size, group.size)
             ledger.record(group.device, row, sent)
-        return group.world.current().start(move, xs, group, self.site)
+        return group.world.current().start(move, xs, group, self.site, into)
 
     def transposed(self) -> Bound:
         """Return the transposed move on the same group."""

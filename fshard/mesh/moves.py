@@ -94,6 +94,11 @@ def plain(x: Tensor) -> Tensor:
     return x.resolve_conj().resolve_neg() if x.is_conj() or x.is_neg() else x
 
 
+def is_plain(x: Tensor) -> bool:
+    """Return whether a tensor's bytes are what lies in its memory."""
+    return x.is_contiguous() and not x.is_conj() and not x.is_neg()
+
+
 def _rows(x: Tensor, dim: int, n: int) -> Tensor:
     """Cut `dim` into n pieces and lay each out as a row.  (..., n*k, ...) -> (n, elements)"""
     return (

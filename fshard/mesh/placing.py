@@ -25,6 +25,7 @@ from fshard.mesh.layout import Layout, Memory, holders
 from fshard.mesh.ledger import Row
 from fshard.mesh.mapped import run_mapped
 from fshard.mesh.mesh import Mesh
+from fshard.mesh.moves import is_plain
 from fshard.mesh.sharded import Sharded, in_memory, key_of
 from fshard.mesh.spmd import held, inside, is_outside, standing
 from fshard.mesh.steps import Way, convert, go, way_between, wire_of
@@ -256,8 +257,13 @@ def _movable(x: Any, layout: Layout) -> Sharded:
     return x
 
 
-def reshard_all(xs: Sequence[Sharded], layouts: Sequence[Layout], site: Site) -> list[Sharded]:
-    """Lay global arrays differently on their mesh, those that go the same way together; what is one stays one."""
+def reshard_all(
+    xs: Sequence[Sharded], layouts: Sequence[Layout], site: Site, into: Sequence[Sharded] = ()
+) -> list[Sharded]:
+    """Lay global arrays differently on their mesh, those that go the same way together; what is one stays one.
+
+    `into` are arrays that lie as the results are to, and whose memory these may take.
+    """
     seen: dict[object, int] = {}
     firsts = [
         seen.setdefault((*map(id, x.shards), to), place) for place, (x, to) in enumerate(zip(xs, layouts, strict=True))
@@ -274,12 +280,23 @@ def reshard_all(xs: Sequence[Sharded], layouts: Sequence[Layout], site: Site) ->
         if any(way.steps for way in ways):
 
             def program(device: int, own: Tensors, ways: Sequence[Way] = ways) -> Tensors:
-                return tuple(go(own, ways, site)())
+                return tuple(go(own[: len(ways)], ways, site, into=own[len(ways) :])())
 
-            columns = run_mapped(mesh, program, columns)
+            columns = run_mapped(
+                mesh, program, [*columns, *(_room(into[place], xs[place].dtype) for place in places if into)]
+            )
         for place, x, shards in zip(places, given, columns, strict=True):
             moved[place] = _with_memory(Sharded(x.shape, layouts[place], tuple(shards)), layouts[place].memory)
     return [moved[first] for first in firsts]
+
+
+def _room(x: Sharded, dtype: torch.dtype) -> Tensors:
+    """Return the memory of an array on the devices held here; new memory where that cannot hold plain values of a dtype."""
+    fits = x.dtype is dtype and x.layout.memory != "host"
+    return tuple(
+        shard.detach() if fits and is_plain(shard) else torch.empty(shard.shape, dtype=dtype, device=shard.device)
+        for shard in _with_memory(x, "device").shards
+    )
 
 
 def _refuse_owned(xs: Sequence[Sharded], mesh: Mesh) -> None:

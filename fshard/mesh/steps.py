@@ -91,10 +91,13 @@ def wire_of(step: Step, shape: tuple[int, ...], n: int) -> Move | None:
     return None if isinstance(move, Alone) else move
 
 
-def go(xs: Sequence[Tensor], ways: Sequence[Way], site: Site, *, ahead: bool = False) -> Callable[[], list[Tensor]]:
+def go(
+    xs: Sequence[Tensor], ways: Sequence[Way], site: Site, *, ahead: bool = False, into: Sequence[Tensor] = ()
+) -> Callable[[], list[Tensor]]:
     """Go all ways, together where that can be; return what gives the results.
 
-    With `ahead`, the last collectives are only started, where autograd has no part in them.
+    With `ahead`, the last collectives are only started, where autograd has no part in them.  `into` is memory that results may
+    be put into, where they are put together from flat pieces.
     """
     scope, results = require("fs.reshard"), list(xs)
     finishes: list[Callable[[], None]] = []
@@ -109,7 +112,10 @@ def go(xs: Sequence[Tensor], ways: Sequence[Way], site: Site, *, ahead: bool = F
                 continue
             bound, fits = Bound(move, scope.group(ride.axes, "fs.reshard"), site), ride.fits(scope)
             filled_up = tuple([fit.before(x) for x, fit in zip(given, fits, strict=True)])
-            if ahead and ride.last and not isinstance(move, Alone):
+            if into and ride.last and ride.kind == "flat_gather" and _is_plain(given):
+                places = tuple([into[place].view(-1) for place in ride.places])
+                ride.put(results, _trimmed(bound.start(filled_up, places).wait(), fits))
+            elif ahead and ride.last and not isinstance(move, Alone):
                 finishes.append(_later(bound.start(filled_up).wait, ride, fits, results))
             else:
                 ride.put(results, _trimmed(apply(bound, filled_up), fits))

@@ -241,7 +241,13 @@ def _refuse_unplaced(at: Leaves, leaves: list[Leaf]) -> None:
         raise LayoutError(f"partition_optimizer: {found}. Lay the parameters on the mesh with fs.shard_params.")
 
 
-def _laid(at: Leaves, columns: Sequence[list[Leaf]], layouts: Sequence[Layout | None], site: Site) -> list[PyTree]:
+def _laid(
+    at: Leaves,
+    columns: Sequence[list[Leaf]],
+    layouts: Sequence[Layout | None],
+    site: Site,
+    into: Sequence[Leaf] = (),
+) -> list[PyTree]:
     """Return trees of leaves that lie as the layouts say, moved all in one go; where none is given they stay."""
     places = [
         (column, place, layout)
@@ -252,7 +258,10 @@ def _laid(at: Leaves, columns: Sequence[list[Leaf]], layouts: Sequence[Layout | 
     if not places:
         return [at.rebuild(leaves) for leaves in columns]
     moved = reshard_all(
-        [columns[column][place] for column, place, _ in places], [layout for *_, layout in places], site
+        [columns[column][place] for column, place, _ in places],
+        [layout for *_, layout in places],
+        site,
+        [into[place] for _, place, _ in places if into],
     )
     after = [list(column) for column in columns]
     for (column, place, _), leaf in zip(places, moved, strict=True):
@@ -260,9 +269,9 @@ def _laid(at: Leaves, columns: Sequence[list[Leaf]], layouts: Sequence[Layout | 
     return [at.rebuild(leaves) for leaves in after]
 
 
-def _back(at: Leaves, after: list[Leaf], site: Site) -> PyTree:
+def _back(at: Leaves, after: list[Leaf], site: Site, into: Sequence[Leaf] = ()) -> PyTree:
     """Lay results as the parameters lie."""
-    return _laid(at, [after], [leaf and leaf.layout for leaf in at.leaves], site)[0]
+    return _laid(at, [after], [leaf and leaf.layout for leaf in at.leaves], site, into)[0]
 
 
 def _handed_over(at: Leaves, after: list[Leaf], site: Site) -> PyTree:
@@ -275,7 +284,7 @@ def _handed_over(at: Leaves, after: list[Leaf], site: Site) -> PyTree:
     for place, end in enumerate(accumulate(prod(leaf.shape) * leaf.dtype.itemsize if leaf else 0 for leaf in after)):
         turns.setdefault(end // AT_ONCE, []).append(place)
     for places in turns.values():
-        some = _back(at, [leaf if place in places else None for place, leaf in enumerate(after)], site)
+        some = _back(at, [leaf if place in places else None for place, leaf in enumerate(after)], site, at.leaves)
         for place, new in enumerate(Leaves.of(some).leaves):
             after[place] = _become(at.leaves[place], new) if new else after[place]
         del some
@@ -287,7 +296,7 @@ def _become(old: Sharded, new: Sharded) -> Sharded:
     if old.dtype != new.dtype:
         return new
     for target, source in zip(old.shards, new.shards, strict=True):
-        target.data = (
-            source if source.untyped_storage().nbytes() == source.nbytes else source.clone()
-        )  # padding of the way
+        if source.data_ptr() != target.data_ptr():
+            alone = source.untyped_storage().nbytes() == source.nbytes  # else there is padding of the way
+            target.data = source if alone else source.clone()
     return old

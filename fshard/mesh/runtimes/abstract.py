@@ -48,7 +48,9 @@ class AbstractWorld:
         """Return itself: it has no state."""
         return self
 
-    def start(self, move: Wired, xs: tuple[Tensor, ...], group: Group, site: Site) -> Done:
+    def start(
+        self, move: Wired, xs: tuple[Tensor, ...], group: Group, site: Site, into: tuple[Tensor, ...] | None = None
+    ) -> Done:
         """Return tensors of the shapes that the collective would return."""
         return Done(tuple(delivered(move, x.to("meta"), group.size) for x in xs))
 

@@ -25,7 +25,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from fshard.mesh.moves import Broadcast, Permute, Wired, combining
+from fshard.mesh.moves import Broadcast, Permute, Wired, combining, is_plain
 from fshard.mesh.runtimes.buffers import empty
 from fshard.mesh.runtimes.link import Coming, Departed, Stamped, What, Wire, packed
 from fshard.mesh.runtimes.neighbours import INLINE, SLICE, Need, Neighbours, differs
@@ -121,11 +121,6 @@ class Direct:
         if keys is None:
             keys = self._messages[peer, sent] = map((self._group | MESSAGE).__or__, cycle(range(0, 1 << 31, 8)))
         return keys
-
-
-def is_plain(x: Tensor) -> bool:
-    """Return whether a tensor's bytes are what lies in its memory."""
-    return x.is_contiguous() and not x.is_conj() and not x.is_neg()
 
 
 class Sent:

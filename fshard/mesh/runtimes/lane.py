@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from fshard.mesh.runtimes.direct import INLINE_MESSAGE, Direct, Turn, is_plain
+from fshard.mesh.moves import is_plain
+from fshard.mesh.runtimes.direct import INLINE_MESSAGE, Direct, Turn
 from fshard.mesh.runtimes.link import What
 from fshard.mesh.runtimes.rings import INSIDE
 from fshard.mesh.runtimes.running import UnderWay, explain, fail, go_on, hand_over

@@ -30,7 +30,8 @@ from fshard.mesh.purpose import Purpose, named, purpose, uneven
 from fshard.mesh.runtimes import gloo, native
 from fshard.mesh.runtimes.abstract import Done
 from fshard.mesh.runtimes.departing import Departing
-from fshard.mesh.runtimes.direct import Direct
+from fshard.mesh.runtimes.direct import Direct, Turn
+from fshard.mesh.runtimes.filling import MANY, fill
 from fshard.mesh.runtimes.lane import Lane
 from fshard.mesh.runtimes.link import Departed, GroupLink, Link, What, shapes_of
 from fshard.mesh.runtimes.neighbours import Neighbours, meet
@@ -63,6 +64,20 @@ class Unpacking:
         if len(xs) == 1:
             return (unpack(rows, xs[0].shape, n),)
         return tuple([unpack(part, x.shape, n) for part, x in zip(rows.split(self._widths, dim=-1), xs, strict=True)])
+
+
+class Filling:
+    """A collective under way whose results have their place."""
+
+    __slots__ = ("_into", "_running")
+
+    def __init__(self, running: Running, into: tuple[Tensor, ...]) -> None:
+        self._running, self._into = running, into
+
+    def wait(self) -> tuple[Tensor, ...]:
+        """Wait for it."""
+        self._running.wait()
+        return self._into
 
 
 class Receiving:
@@ -132,13 +147,18 @@ class ProcessWorld:
 
     # -- collectives --------------------------------------------------------------------------------------------
 
-    def start(self, move: Wired, xs: tuple[Tensor, ...], group: Group, site: Site) -> Unpacking | Done:
-        """Lay tensors out as one buffer and start the move's wire."""
+    def start(
+        self, move: Wired, xs: tuple[Tensor, ...], group: Group, site: Site, into: tuple[Tensor, ...] | None = None
+    ) -> Unpacking | Filling | Done:
+        """Lay tensors out as one buffer and start the move's wire; neighbours need no buffer where results have a place."""
         n = group.size
         if n == 1:
             return Done(tuple(move.meaning([x])[0].clone() for x in xs))
         meet = None if self._watch is None else self._watched(self._watch, move, xs, group, site)
         what, widths = What(move, xs, group, site), list[int]()
+        if into is not None and xs[0].is_cpu and len(xs) <= MANY and isinstance(link := self.link(group), Direct):
+            wire = fill(Turn(link, link.number(), what), xs, into)
+            return Filling(Running(link, wire, self.timeout, what, self._under_way, meet), into)
         if len(xs) == 1:
             buffer = move.pack(xs[0], n)
         else:

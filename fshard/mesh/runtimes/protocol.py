@@ -58,8 +58,19 @@ class World(Protocol):
         """Return the world that the calling thread is in: this one, unless threads come and go."""
         ...
 
-    def start(self, move: Wired, xs: tuple[Tensor, ...], group: Group, site: Site) -> Pending:
-        """Begin one collective on tensors of one dtype; the result is a tensor for each."""
+    def start(
+        self,
+        move: Wired,
+        xs: tuple[Tensor, ...],
+        group: Group,
+        site: Site,
+        into: tuple[Tensor, ...] | None = None,
+    ) -> Pending:
+        """Begin one collective on tensors of one dtype; the result is a tensor for each.
+
+        `into`, of flat pieces that are gathered: contiguous tensors that may become the results, each perhaps shorter than what
+        comes by what fills the last pieces up.  The pieces may lie in them, each in its place.
+        """
         ...
 
     def send(self, xs: tuple[Tensor, ...], group: Group, to: int, site: Site) -> None:

@@ -63,6 +63,8 @@ class Running:
         under_way[self] = None
         with self._turn:
             self._step()
+        if meet is None:  # else nothing goes on before it is known that all make the same calls
+            go_on(under_way)  # others may be waiting for this process, which may be long in waiting for anything
 
     def hand_over(self) -> None:
         """Give it to its link's helper, if that has one; unless a thread waits for it already."""

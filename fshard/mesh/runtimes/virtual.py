@@ -299,7 +299,9 @@ class VirtualWorld:
             )
         return self
 
-    def start(self, move: Wired, xs: tuple[Tensor, ...], group: Group, site: Site) -> Arrival:
+    def start(
+        self, move: Wired, xs: tuple[Tensor, ...], group: Group, site: Site, into: tuple[Tensor, ...] | None = None
+    ) -> Arrival:
         """Lay down tensors for a collective; the last device of the group computes it."""
         if self._stopping:
             raise Stopped
