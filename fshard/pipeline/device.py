@@ -38,11 +38,6 @@ from fshard.source import Site
 class Work(Protocol):
     """What is done with the stages of one device in one step, whenever the schedule says so."""
 
-    @property
-    def singly(self) -> bool:
-        """Whether gradients of one microbatch may be added one by one, in any order."""
-        ...
-
     def begin(self, microbatch: int) -> PyTree:
         """Return what the first stage is given."""
         ...
@@ -63,8 +58,12 @@ class Work(Protocol):
         """Return where the gradients of a stage's weights come out."""
         ...
 
+    def sums(self, stage: int, microbatch: int) -> list[Tensor | None] | None:
+        """Return, for each weight, what its gradient may be added to in place; None: it is to be handed over."""
+        ...
+
     def add(self, stage: int, microbatch: int, gs: list[Tensor | None]) -> None:
-        """Take these gradients of one microbatch."""
+        """Take the gradients of one microbatch that have not been added to what `sums` has lent."""
         ...
 
     def gather(self, stage: int) -> None:
@@ -125,13 +124,18 @@ class Device:
         backward: bool,
         tells: bool,
     ) -> None:
-        self.route, self.work, self.index, self.kinds, self.backward = route, work, group.index, kinds, backward
+        self.route, self.work, self.index, self.backward = route, work, group.index, backward
         self.others = [other for other in range(group.size) if other != group.index]
         self.last, self.tells = route.placement[-1], tells
         comes = {**route.comes(group.index)}
         if tells and group.index != self.last:
             comes[self.last] = [*comes[self.last], _OUTCOME]
-        self.post = Post[Mail](group, site, device, comes, self._kind, known)
+
+        def kind(mail: Mail) -> Any:  # of this device it knows nothing: a cycle would keep the step's tensors
+            """Return what decides of which shapes a message is."""
+            return mail.kind, mail.wire, tuple(kinds) if mail == _OUTCOME else kinds[mail.microbatch]
+
+        self.post = Post[Mail](group, site, device, comes, kind, known)
         self.clock = Clock(group.device)
         self.here: dict[Mail, Any] = {}
         self.records: dict[tuple[int, int], Record] = {}
@@ -195,14 +199,7 @@ class Device:
     def _both(self, action: Action, stage: int, microbatch: int) -> None:
         record, gs = self._begun(stage, microbatch)
         outputs, inputs = record.edges()
-        weights = self.work.edges(stage)
-
-        def take(place: int, g: Tensor) -> None:
-            row: list[Tensor | None] = [None] * len(weights)
-            row[place] = g
-            self.work.add(stage, microbatch, row)
-
-        gxs, gws = whole(outputs, gs, inputs, weights, take if self.work.singly else None)
+        gxs, gws = whole(outputs, gs, inputs, self.work.edges(stage), self.work.sums(stage, microbatch))
         self.work.add(stage, microbatch, gws)
         self._hand_back(microbatch, record, gxs)
 
@@ -256,10 +253,6 @@ class Device:
             if self.clock:
                 self.clock.waited(Action(_COME[mail.kind], mail.ends[1], mail.microbatch), began)
         return Value(*found) if mail.kind is Kind.F else found
-
-    def _kind(self, mail: Mail) -> Any:
-        """Return what decides of which shapes a message is."""
-        return mail.kind, mail.wire, tuple(self.kinds) if mail == _OUTCOME else self.kinds[mail.microbatch]
 
     def _told(self) -> PyTree:
         """Tell all devices the outcome."""

@@ -180,7 +180,6 @@ class Given:
         self.totals: dict[int, Total] = {
             stage: Ordered(batch.weights) if plan.reproducible else Running() for stage in own
         }
-        self.singly = not plan.reproducible
         self.found: dict[int, Found] = {}
         self.results: dict[int, PyTree] = {}
 
@@ -209,6 +208,11 @@ class Given:
     def edges(self, stage: int) -> list[GradientEdge]:
         """Return those of the floating leaves."""
         return self.params[stage].edges
+
+    def sums(self, stage: int, microbatch: int) -> list[Tensor | None] | None:
+        """Return the sums, where nothing has to be done before gradients are added."""
+        total = self.totals[stage]
+        return total.lent(self.params[stage].own) if isinstance(total, Running) else None
 
     def add(self, stage: int, microbatch: int, gs: list[Tensor | None]) -> None:
         """Add them up."""

@@ -16,7 +16,7 @@ this forbids to wait are *captured* in I, and so is what other operations than p
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any, NamedTuple, cast
 
@@ -50,44 +50,31 @@ def whole(
     gradients: Sequence[Tensor | None],
     inputs: Sequence[GradientEdge],
     weights: Sequence[GradientEdge],
-    take: Callable[[int, Tensor], None] | None = None,
+    sums: Sequence[Tensor | None] | None = None,
 ) -> tuple[Gradients, Gradients]:
-    """Return the gradients of inputs and of weights, by one backward: B.
+    """Return the gradients of inputs and of weights, by one backward: B.  All of these are leaves.
 
-    With `take`, that is given the large gradients of weights, by their places, each as soon as it is there, and they are let
-    go; for them None is returned.
+    With `sums`, gradients are added to those of the weights that have one, as autograd finds them; for them None is returned.
     """
-    taken: set[int] = set()
-    hooks = (
-        []
-        if take is None
-        else [hook for place, edge in enumerate(weights) for hook in _taking(place, edge, take, taken)]
-    )
-    try:
+    if sums is None:
         found = _backward(zip(outputs, gradients, strict=True), [*inputs, *weights])
-    finally:
-        for hook in hooks:
-            hook.remove()
-    gws = found[len(inputs) :]
-    return found[: len(inputs)], [None if place in taken else g for place, g in enumerate(gws)] if taken else gws
+        return found[: len(inputs)], found[len(inputs) :]
+    given = [(edge, g) for edge, g in zip(outputs, gradients, strict=True) if g is not None]
+    ins, own = [_leaf(edge) for edge in inputs], [_leaf(edge) for edge in weights]
+    if not given or not (ins or own):
+        return [None] * len(ins), [None] * len(own)
+    for leaf, total in zip(own, sums, strict=True):
+        leaf.grad = total
+    edges, gs = zip(*given, strict=True)
+    _run(edges, gs, False, False, (*inputs, *weights), allow_unreachable=True, accumulate_grad=True)
+    gws = [leaf.grad if total is None else None for leaf, total in zip(own, sums, strict=True)]
+    for leaf in own:
+        leaf.grad = None
+    return [leaf.grad for leaf in ins], gws
 
 
-LARGE = 1 << 16
-"""Bytes from which on a gradient is taken by itself: smaller ones take little memory together, and less time."""
-
-
-def _taking(place: int, edge: GradientEdge, take: Callable[[int, Tensor], None], taken: set[int]) -> Iterator[Any]:
-    """Hand a weight's gradient over when it comes; autograd keeps one of the same shape without memory."""
-    weight: Tensor = cast(Any, edge.node).variable
-    if weight.nbytes < LARGE:
-        return
-
-    def hand_over(g: Tensor) -> Tensor:
-        take(place, g)
-        taken.add(place)
-        return g.new_zeros(()).expand(g.shape)
-
-    yield weight.register_hook(hand_over)
+def _leaf(edge: GradientEdge) -> Tensor:
+    return cast(Any, edge.node).variable
 
 
 def halves(

@@ -30,8 +30,9 @@ class Value(NamedTuple):
         if torch.is_grad_enabled():
             for place, moves in enumerate(self.moving):
                 if moves:
-                    leaves[place] = own = _own(leaves[place].requires_grad_())
-                    edges.append(_edge(own))
+                    leaf = leaves[place].requires_grad_()
+                    leaves[place] = _own(leaf)
+                    edges.append(get_gradient_edge(leaf))
         return unflatten(structure, leaves), edges
 
 
@@ -57,7 +58,7 @@ def _edge(x: Tensor) -> GradientEdge:
 
 
 class Params:
-    """The parameters of a stage in one step: `tree`, and where the gradients of its floating leaves come out.
+    """The parameters of a stage in one step: `tree`, and its `own` floating leaves, whose gradients come out at `edges`.
 
     Those that say that they are not trained, `nn.Parameter(x, requires_grad=False)`, have none.
     """
@@ -66,7 +67,8 @@ class Params:
         leaves, self._structure = flatten(tree, none_is_leaf=True)
         own = [x.detach() if isinstance(x, Tensor) else x for x in leaves]
         self._places = [place for place, x in enumerate(leaves) if trained and isinstance(x, Tensor) and _is_trained(x)]
-        self.edges = [get_gradient_edge(own[place].requires_grad_()) for place in self._places]
+        self.own: list[Tensor] = [own[place].requires_grad_() for place in self._places]
+        self.edges = [get_gradient_edge(x) for x in self.own]
         self.tree = unflatten(self._structure, own)
 
     def tree_of(self, gs: Sequence[Tensor | None]) -> PyTree:

@@ -30,11 +30,39 @@ class Total(Protocol):
 
 
 class Running:
-    """The sum in the order in which summands come; it takes the memory of one."""
+    """The sum in the order in which summands come; it takes the memory of one.
+
+    >>> total = Running()
+    >>> (lent,) = total.lent([torch.zeros(2)])
+    >>> lent += 1
+    >>> total.add(0, [torch.ones(2)])
+    >>> total.result()
+    [tensor([2., 2.])]
+    """
 
     def __init__(self) -> None:
         self._sums: list[Tensor | None] = []
         self._own: list[bool] = []
+        self._blank: set[int] = set()  # of what was lent, zeros at first
+        self._lent: list[Tensor | None] | None = None
+
+    def lent(self, likes: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Return the sums themselves, to be added to in place; where this is None, there is none to be had."""
+        if self._lent is None:
+            if not self._sums:
+                self._sums, self._own = [None] * len(likes), [False] * len(likes)
+            self._lent = [None if like is None else self._taken(place, like) for place, like in enumerate(likes)]
+        return self._lent
+
+    def _taken(self, place: int, like: Tensor) -> Tensor:
+        known = self._sums[place]
+        if known is None:
+            self._blank.add(place)
+            known = torch.zeros_like(like)
+        elif not self._own[place]:
+            known = known.clone()
+        self._sums[place], self._own[place] = known, True
+        return known
 
     def add(self, microbatch: int, gs: Gradients) -> None:
         """Add those of a microbatch, in place where the memory is a sum's own."""
@@ -57,8 +85,10 @@ class Running:
             _torch._foreach_add_(owned, added)
 
     def result(self) -> list[Tensor | None]:
-        """Return the sum."""
-        return self._sums
+        """Return the sum; None where nothing came."""
+        return [
+            None if x is None or (place in self._blank and not x._version) else x for place, x in enumerate(self._sums)
+        ]
 
 
 class Ordered:

@@ -99,8 +99,7 @@ class Shift:
         self._objection = objection(batch, len(self.slices), reproducible=how.slices is not None)
         here = self._borrow(shards)
         self.params = {stage: self._params(stage, here) for stage in self.mine}
-        self.sums = self._sums()
-        self.singly = plan.how.slices is None
+        self.totals = self._totals()
         self.parts: dict[int, tuple[Found, Told]] = {}
 
     def _along(self, axes: tuple[str, ...]) -> Group | None:
@@ -134,7 +133,7 @@ class Shift:
             site=self.site,
         )
 
-    def _sums(self) -> StageSums:
+    def _totals(self) -> StageSums:
         plan = self.plan
         trained = {
             stage: [
@@ -172,7 +171,7 @@ class Shift:
                 plan.route, self, self.pipe, near, self.site, kinds, known, backward=how.backward, tells=True
             )
             loss, held, aux = device.run()
-        found = self.sums.result()
+        found = self.totals.result()
         used = self._used()
         divisor = 1.0 if how.slices is None else self.weight
         gradients = {
@@ -240,9 +239,13 @@ class Shift:
         """Return those of what is trained."""
         return self.params[stage].edges
 
+    def sums(self, stage: int, microbatch: int) -> list[Tensor | None] | None:
+        """Return the sums, where nothing has to be done before gradients are added."""
+        return self.totals.lent(stage, self.params[stage].own) if self.counts[microbatch].weight else None
+
     def add(self, stage: int, microbatch: int, gs: list[Tensor | None]) -> None:
         """Add gradients up; those of what counts for nothing are nothing, even if they are no numbers."""
-        self.sums.add(stage, microbatch, gs, idle=not self.counts[microbatch].weight)
+        self.totals.add(stage, microbatch, gs, idle=not self.counts[microbatch].weight)
 
     def gather(self, stage: int) -> None:
         """Begin to gather a stage."""
@@ -254,7 +257,7 @@ class Shift:
 
     def reduce(self, stage: int) -> None:
         """Begin to reduce the gradients of a stage."""
-        self.sums.reduce(stage)
+        self.totals.reduce(stage)
 
     def outcome(self) -> tuple[Tensor, Tensor, PyTree]:
         """Return the loss, what it was multiplied by for each 1 that was asked for, and what is told beside it."""
@@ -291,7 +294,7 @@ class Shift:
         everyone = self.scope.group((self.plan.axis, *self.batch.axes), "train_step")
         origin = self._origin()
         own = marks(*origin.told)
-        (sums,) = summed((on_host([*own, *map(float, self.sums.used)], torch.device("cpu")),), everyone, self.site)
+        (sums,) = summed((on_host([*own, *map(float, self.totals.used)], torch.device("cpu")),), everyone, self.site)
         found = sums.tolist()
         for place in unlike(found[: len(own)]):
             origin.refuse(place, self.scope.mesh, lambda numbers: exchanged(numbers, everyone, self.site))

@@ -54,7 +54,8 @@ class StageParams:
             wholes[place].untyped_storage().resize_(0)
         self._xs = [wholes[place].detach() for place in range(len(leaves))]
         trained = [place for place, leaf in enumerate(leaves) if backward and leaf.trained]
-        self._edges = [get_gradient_edge(self._xs[place].requires_grad_()) for place in trained]
+        self.own = [self._xs[place].requires_grad_() for place in trained]
+        self._edges = [get_gradient_edge(x) for x in self.own]
         self._tree = tree(self._xs)
 
     @property

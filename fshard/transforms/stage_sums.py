@@ -94,6 +94,14 @@ class StageSums:
             row.append(None if g is None else g.to(self._wide[leaf]))
         self._totals[stage].add(microbatch, row)
 
+    def lent(self, stage: int, own: Sequence[Tensor]) -> Gradients | None:
+        """Return the sums of what is added up as it comes, to be added to in place; None: nothing is."""
+        total = self._totals[stage]
+        if not isinstance(total, Running):
+            return None
+        pairs = zip(self._trained[stage], own, strict=True)
+        return total.lent([None if leaf in self._tied or self._wide[leaf] is not x.dtype else x for leaf, x in pairs])
+
     def _keep(self, kept: dict[int, Tensor], microbatch: int, g: Tensor) -> None:
         at = 0 if self._weights is None else microbatch
         kept[at] = kept[at] + g if at in kept else g
@@ -103,6 +111,8 @@ class StageSums:
         total = self._totals.pop(stage)
         sums = total.sums() if isinstance(total, Ordered) else total.result()
         found = dict(zip(self._trained[stage], sums or [None] * len(self._trained[stage]), strict=True))
+        for leaf, g in found.items():
+            self.used[leaf] |= g is not None
         self._send({leaf: g for leaf, g in found.items() if leaf not in self._tied})
 
     def _send(self, found: dict[int, Tensor | None]) -> None:
