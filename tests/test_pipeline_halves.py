@@ -18,6 +18,7 @@ import fshard as fs
 from fshard.pipeline.builders import pipeline_schedule
 from fshard.pipeline.halves import halves, whole
 from fshard.pipeline.saved import Saved
+from fshard.pipeline.total import Running
 
 
 class Work(TorchDispatchMode):
@@ -253,35 +254,42 @@ def test_what_was_saved_and_then_changed_is_refused():
         halves(edges([y]), [torch.ones_like(y)], edges([x]), edges(W[:2]), saved)
 
 
-def test_a_whole_backward_hands_large_gradients_over_as_they_come():
+def test_a_whole_backward_adds_gradients_to_those_of_the_weights_and_to_nothing_else():
     weights = [torch.randn(150, 150, requires_grad=True) for _ in range(4)] + [torch.randn(150, requires_grad=True)]
     unused, x = torch.randn(150, 150, requires_grad=True), torch.randn(2, 150, requires_grad=True)
+    users = torch.randn(150, requires_grad=True)  # of the stage function's own, not of its parameters
 
     def outputs():
         y = x
         for w in weights[:4]:
             y = torch.tanh(y @ w)
-        return [get_gradient_edge(y * weights[4])]
+        return [get_gradient_edge(y * weights[4] + users)]
 
     own = [get_gradient_edge(w) for w in (*weights, unused)]
-    expected = whole(outputs(), [torch.ones(2, 150)], [get_gradient_edge(x)], own)
-    order, alive, sums = [], [], {}
+    (gx,), expected = whole(outputs(), [torch.ones(2, 150)], [get_gradient_edge(x)], own)
+    total = Running()
+    lent = total.lent([*weights, unused])
+    for _ in range(3):
+        x.grad = None
+        found, rest = whole(outputs(), [torch.ones(2, 150)], [get_gradient_edge(x)], own, lent)
+        assert found[0].equal(gx) and rest == []
+    assert all(torch.equal(total, g + g + g) for total, g in zip(total.result()[:5], expected[:5], strict=True))
+    assert total.result()[5] is None and users.grad is None
 
-    def take(place, g):
-        assert all(known() is None for known in alive)  # no two at a time
-        alive.append(weakref.ref(g))
-        order.append(place)
-        sums[place] = g.sum()
 
-    gxs, gws = whole(outputs(), [torch.ones(2, 150)], [get_gradient_edge(x)], own, take)
-    assert order == [3, 2, 1, 0] and gxs[0].equal(expected[0][0])
-    assert gws[:4] == [None] * 4 and gws[4].equal(expected[1][4]) and gws[5] is None
-    assert all(sums[place].equal(expected[1][place].sum()) for place in order)
-    assert not any(w._backward_hooks for w in weights)
+def test_what_was_added_before_and_is_added_after_sums_are_lent_counts():
+    total, weights = Running(), [torch.zeros(2, requires_grad=True) for _ in range(3)]
+    first = torch.ones(2)
+    total.add(0, [first, None, None])
+    for leaf in total.lent(weights)[:2]:
+        leaf.grad.add_(1)
+    total.add(2, [torch.ones(2), torch.ones(2), None])
+    assert [None if x is None else x.tolist() for x in total.result()] == [[3, 3], [2, 2], None]
+    assert first.tolist() == [1, 1]  # somebody else's
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zbv"])
-def test_what_is_taken_singly_adds_up_to_the_same(name):
+def test_what_autograd_adds_up_is_the_gradient_of_the_whole(name):
     schedule, draw = pipeline_schedule(name, stages=4, microbatches=3), torch.Generator().manual_seed(0)
     weights = [torch.randn(150, 150, generator=draw) / 12 for _ in range(4)]
     microbatches = [torch.randn(rows, 150, generator=draw) for rows in (2, 1, 3)]

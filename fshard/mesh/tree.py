@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 import optree
+from torch import Tensor
 
 from fshard.mesh.records import learn
 
@@ -33,11 +34,17 @@ def register_node(kind: type, flatten: Callable[[Any], Any], unflatten: Callable
 
 def flatten(tree: PyTree, *, sharded_is_leaf: bool = False, none_is_leaf: bool = False) -> tuple[list[Any], Structure]:
     """Return the leaves of a tree and its structure."""
+    if type(tree) is Tensor:
+        return [tree], _LEAVES[none_is_leaf]
     is_leaf = _is_global[0] if sharded_is_leaf else None
     leaves, structure = _o.tree_flatten(tree, is_leaf=is_leaf, none_is_leaf=none_is_leaf, namespace=NAMESPACE)
     while learn(leaves, NAMESPACE):
         leaves, structure = _o.tree_flatten(tree, is_leaf=is_leaf, none_is_leaf=none_is_leaf, namespace=NAMESPACE)
     return leaves, structure
+
+
+_LEAVES = [cast("Structure", _o.tree_structure(0, none_is_leaf=one, namespace=NAMESPACE)) for one in (False, True)]
+"""The structure of what is a leaf itself: most messages and results are one tensor."""
 
 
 def flatten_with_paths(

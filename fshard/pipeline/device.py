@@ -28,7 +28,7 @@ from fshard.mesh.tree import PyTree
 from fshard.pipeline.halves import halves, whole
 from fshard.pipeline.leaves import Value, left
 from fshard.pipeline.post import Known, Post
-from fshard.pipeline.route import Mail, Route, Wire
+from fshard.pipeline.route import Mail, Route, Turn, Wire
 from fshard.pipeline.saved import Saved
 from fshard.pipeline.schedule import Action, Kind
 from fshard.pipeline.timeline import Clock
@@ -58,12 +58,12 @@ class Work(Protocol):
         """Return where the gradients of a stage's weights come out."""
         ...
 
-    def sums(self, stage: int, microbatch: int) -> list[Tensor | None] | None:
-        """Return, for each weight, what its gradient may be added to in place; None: it is to be handed over."""
+    def lent(self, stage: int, microbatch: int) -> Sequence[Tensor] | None:
+        """Return a stage's weights, if autograd may add their gradients up itself, in their `.grad`."""
         ...
 
     def add(self, stage: int, microbatch: int, gs: list[Tensor | None]) -> None:
-        """Take the gradients of one microbatch that have not been added to what `sums` has lent."""
+        """Take the gradients of one microbatch."""
         ...
 
     def gather(self, stage: int) -> None:
@@ -145,13 +145,13 @@ class Device:
         """Go along the row; return the outcome, if it is told."""
         does = {Kind.F: self._forward, Kind.B: self._both, Kind.I: self._inputs, Kind.W: self._weights}
         units = {Kind.GATHER: self.work.gather, Kind.FREE: self.work.free, Kind.REDUCE: self.work.reduce}
-        for action in self.route.rows[self.index]:
-            began = perf_counter()
+        for turn in self.route.turns(self.index):
+            began, action = perf_counter(), turn.action
             try:
                 if action.microbatch is None:
                     units[action.kind](action.stage)
                 else:
-                    does[action.kind](action, action.stage, action.microbatch)
+                    does[action.kind](turn, action.stage, action.microbatch)
             except Exception as error:
                 at = "" if action.microbatch is None else f", microbatch {action.microbatch}"
                 error.add_note(f"in {action} of the schedule: stage {action.stage}{at}")
@@ -162,8 +162,8 @@ class Device:
 
     # -- what stands in a row -----------------------------------------------------------------------------------
 
-    def _forward(self, action: Action, stage: int, microbatch: int) -> None:
-        values = {wire: self._take(Mail(Kind.F, wire, microbatch)) for wire in self.route.takes[stage]}
+    def _forward(self, turn: Turn, stage: int, microbatch: int) -> None:
+        values = {mail.wire: Value(*self._take(mail, source)) for mail, source in turn.takes}
         if stage == 0:
             values[_BATCH] = Value(self.work.begin(microbatch), ()).copied()
         saved = Saved() if (stage, microbatch) in self.route.split else None
@@ -178,8 +178,8 @@ class Device:
             outputs = [(wire, edges) for wire, (_, edges) in made.items()]
             inputs = [(wire, edges) for wire, (_, edges) in entered.items()]
             self.records[stage, microbatch] = Record(outputs, inputs, saved)
-        for mail in self.route.made(action):
-            self._give(mail, made[mail.wire][0])
+        for mail, to in turn.gives:
+            self._give(mail, to, made[mail.wire][0])
 
     def _results(self, stage: int, microbatch: int, y: PyTree) -> dict[Wire, PyTree]:
         """Return what a stage has made, by the wires that it goes along; of the last, the loss."""
@@ -196,45 +196,44 @@ class Device:
         loss = self.work.end(microbatch, y)
         return {} if loss is None else {_LOSS: loss}
 
-    def _both(self, action: Action, stage: int, microbatch: int) -> None:
-        record, gs = self._begun(stage, microbatch)
+    def _both(self, turn: Turn, stage: int, microbatch: int) -> None:
+        record, gs = self._begun(turn, stage, microbatch)
         outputs, inputs = record.edges()
-        gxs, gws = whole(outputs, gs, inputs, self.work.edges(stage), self.work.sums(stage, microbatch))
-        self.work.add(stage, microbatch, gws)
-        self._hand_back(microbatch, record, gxs)
+        lent = self.work.lent(stage, microbatch)
+        gxs, gws = whole(outputs, gs, inputs, self.work.edges(stage), lent)
+        if lent is None:
+            self.work.add(stage, microbatch, gws)
+        self._hand_back(turn, record, gxs)
 
-    def _inputs(self, action: Action, stage: int, microbatch: int) -> None:
-        record, gs = self._begun(stage, microbatch)
+    def _inputs(self, turn: Turn, stage: int, microbatch: int) -> None:
+        record, gs = self._begun(turn, stage, microbatch)
         outputs, inputs = record.edges()
         gxs, self.later[stage, microbatch] = halves(outputs, gs, inputs, self.work.edges(stage), record.saved)
-        self._hand_back(microbatch, record, gxs)
+        self._hand_back(turn, record, gxs)
 
-    def _weights(self, action: Action, stage: int, microbatch: int) -> None:
+    def _weights(self, turn: Turn, stage: int, microbatch: int) -> None:
         self.work.edges(stage)  # whole, if they are gathered
         self.work.add(stage, microbatch, self.later.pop((stage, microbatch))())
 
-    def _begun(self, stage: int, microbatch: int) -> tuple[Record, list[Tensor | None]]:
+    def _begun(self, turn: Turn, stage: int, microbatch: int) -> tuple[Record, list[Tensor | None]]:
         """Return what a forward has left, and the gradients of its outputs."""
         record = self.records.pop((stage, microbatch))
         gs: list[Tensor | None] = []
-        for wire, edges in record.outputs:
-            if wire == _LOSS:
-                gs += [self.work.start(microbatch)] * len(edges)
-            else:
-                gs += self._take(Mail(Kind.B, wire, microbatch))
+        if not turn.takes:
+            gs += [self.work.start(microbatch) for _, edges in record.outputs for _ in edges]
+        for mail, source in turn.takes:
+            gs += self._take(mail, source)
         return record, gs
 
-    def _hand_back(self, microbatch: int, record: Record, gxs: list[Tensor | None]) -> None:
+    def _hand_back(self, turn: Turn, record: Record, gxs: list[Tensor | None]) -> None:
         """Give the stages before this one the gradients of what they gave."""
-        rest = iter(gxs)
-        for wire, edges in record.inputs:
-            if wire != _BATCH:
-                self._give(Mail(Kind.B, wire, microbatch), [next(rest) for _ in edges])
+        rest, counts = iter(gxs), {wire: len(edges) for wire, edges in record.inputs}
+        for mail, to in turn.gives:
+            self._give(mail, to, [next(rest) for _ in range(counts[mail.wire])])
 
     # -- messages -----------------------------------------------------------------------------------------------
 
-    def _give(self, mail: Mail, what: Any) -> None:
-        to = self.route.placement[mail.ends[1]]
+    def _give(self, mail: Mail, to: int, what: Any) -> None:
         if to == self.index:
             self.here[mail] = what.copied() if isinstance(what, Value) else what
             return
@@ -243,16 +242,14 @@ class Device:
         if self.clock:
             self.clock.sent(Action(_SENT[mail.kind], mail.ends[0], mail.microbatch), began)
 
-    def _take(self, mail: Mail) -> Any:
-        source = self.route.placement[mail.ends[0]]
+    def _take(self, mail: Mail, source: int) -> Any:
         if source == self.index:
-            found = self.here.pop(mail)
-        else:
-            began = perf_counter()
-            found = self.post.take(mail, source)
-            if self.clock:
-                self.clock.waited(Action(_COME[mail.kind], mail.ends[1], mail.microbatch), began)
-        return Value(*found) if mail.kind is Kind.F else found
+            return self.here.pop(mail)
+        began = perf_counter()
+        found = self.post.take(mail, source)
+        if self.clock:
+            self.clock.waited(Action(_COME[mail.kind], mail.ends[1], mail.microbatch), began)
+        return found
 
     def _told(self) -> PyTree:
         """Tell all devices the outcome."""

@@ -181,6 +181,7 @@ class Given:
             stage: Ordered(batch.weights) if plan.reproducible else Running() for stage in own
         }
         self.found: dict[int, Found] = {}
+        self.ones: dict[tuple[float, torch.dtype], Tensor] = {}
         self.results: dict[int, PyTree] = {}
 
     def begin(self, microbatch: int) -> PyTree:
@@ -202,15 +203,18 @@ class Given:
     def start(self, microbatch: int) -> Tensor:
         """Return the gradient of a microbatch's loss: its part of the mean, unless sums are weighted."""
         weights = self.batch.weights
-        part = 1.0 if self.plan.reproducible else weights[microbatch] / sum(weights)
-        return torch.full_like(self.found[microbatch].loss, part)
+        part, loss = 1.0 if self.plan.reproducible else weights[microbatch] / sum(weights), self.found[microbatch].loss
+        key = part, loss.dtype
+        if key not in self.ones:
+            self.ones[key] = torch.full_like(loss, part)
+        return self.ones[key].view(loss.shape)
 
     def edges(self, stage: int) -> list[GradientEdge]:
         """Return those of the floating leaves."""
         return self.params[stage].edges
 
-    def sums(self, stage: int, microbatch: int) -> list[Tensor | None] | None:
-        """Return the sums, where nothing has to be done before gradients are added."""
+    def lent(self, stage: int, microbatch: int) -> Sequence[Tensor] | None:
+        """Return the weights, where nothing has to be done before gradients are added."""
         total = self.totals[stage]
         return total.lent(self.params[stage].own) if isinstance(total, Running) else None
 

@@ -50,31 +50,21 @@ def whole(
     gradients: Sequence[Tensor | None],
     inputs: Sequence[GradientEdge],
     weights: Sequence[GradientEdge],
-    sums: Sequence[Tensor | None] | None = None,
+    into: Sequence[Tensor] | None = None,
 ) -> tuple[Gradients, Gradients]:
     """Return the gradients of inputs and of weights, by one backward: B.  All of these are leaves.
 
-    With `sums`, gradients are added to those of the weights that have one, as autograd finds them; for them None is returned.
+    With `into`, the weights themselves, their gradients are added to their `.grad`, each as soon as it is there.
     """
-    if sums is None:
+    if into is None:
         found = _backward(zip(outputs, gradients, strict=True), [*inputs, *weights])
         return found[: len(inputs)], found[len(inputs) :]
     given = [(edge, g) for edge, g in zip(outputs, gradients, strict=True) if g is not None]
-    ins, own = [_leaf(edge) for edge in inputs], [_leaf(edge) for edge in weights]
-    if not given or not (ins or own):
-        return [None] * len(ins), [None] * len(own)
-    for leaf, total in zip(own, sums, strict=True):
-        leaf.grad = total
+    if not given or not (inputs or weights):
+        return [None] * len(inputs), []
     edges, gs = zip(*given, strict=True)
     _run(edges, gs, False, False, (*inputs, *weights), allow_unreachable=True, accumulate_grad=True)
-    gws = [leaf.grad if total is None else None for leaf, total in zip(own, sums, strict=True)]
-    for leaf in own:
-        leaf.grad = None
-    return [leaf.grad for leaf in ins], gws
-
-
-def _leaf(edge: GradientEdge) -> Tensor:
-    return cast(Any, edge.node).variable
+    return [cast(Any, edge.node).variable.grad for edge in inputs], []
 
 
 def halves(

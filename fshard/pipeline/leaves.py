@@ -30,9 +30,8 @@ class Value(NamedTuple):
         if torch.is_grad_enabled():
             for place, moves in enumerate(self.moving):
                 if moves:
-                    leaf = leaves[place].requires_grad_()
-                    leaves[place] = _own(leaf)
-                    edges.append(get_gradient_edge(leaf))
+                    leaves[place] = own = _own(leaves[place].requires_grad_())
+                    edges.append(_entrance(own))
         return unflatten(structure, leaves), edges
 
 
@@ -47,6 +46,12 @@ def left(tree: PyTree) -> tuple[Value, list[GradientEdge]]:
 def _own(x: Tensor) -> Tensor:
     """Return a tensor that nobody else has, as one that autograd takes for no leaf and no view: it may be changed in place."""
     return _unsafe_view(x, x.shape)
+
+
+def _entrance(own: Tensor) -> GradientEdge:
+    """Return where the gradient of the leaf comes out that such a tensor was made of."""
+    node: Any = own.grad_fn
+    return GradientEdge(node.next_functions[0][0], 0)
 
 
 _unsafe_view: Any = torch.ops.aten._unsafe_view.default

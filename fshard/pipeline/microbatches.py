@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
@@ -45,10 +46,18 @@ class Batch(NamedTuple):
         return Batch(microbatches, given, kinds)
 
 
-def kind_of(microbatch: PyTree) -> Hashable:
-    """Return what tells the shapes of microbatches apart."""
+_kinds: dict[Hashable, int] = {}
+_numbers = itertools.count(1)
+
+
+def kind_of(microbatch: PyTree) -> int:
+    """Return a number that tells the shapes of microbatches apart: it is looked up for every message."""
     leaves, structure = flatten(microbatch, none_is_leaf=True)
-    return structure, tuple([(x.shape, x.dtype) for x in leaves if isinstance(x, Tensor)])
+    key = structure, tuple([(x.shape, x.dtype) for x in leaves if isinstance(x, Tensor)])
+    return _kinds.get(key) or _kinds.setdefault(key, next(_numbers))
+
+
+_NONE: tuple[()] = ()
 
 
 class Found(NamedTuple):
@@ -60,13 +69,13 @@ class Found(NamedTuple):
     @staticmethod
     def of(returned: Any) -> tuple[Tensor, Found]:
         """Return the loss, and what is kept of it and the metrics."""
-        loss, metrics = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, ())
+        loss, metrics = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, _NONE)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
             found = f"{loss.dtype} of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise LayoutError(
                 f"pipelined: loss_fn has to return one floating number, or it and metrics; found {found}."
             )
-        return loss, Found(loss.detach(), map_tensors(Tensor.detach, metrics))
+        return loss, Found(loss.detach(), metrics if metrics is _NONE else map_tensors(Tensor.detach, metrics))
 
 
 def together(found: Sequence[Found], weights: Sequence[float]) -> tuple[Tensor, PyTree]:

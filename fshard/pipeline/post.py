@@ -13,7 +13,7 @@ from __future__ import annotations
 import pickle
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -63,10 +63,14 @@ class Form(NamedTuple):
 
 
 class Known(NamedTuple):
-    """A form, and what travels together: the places of all tensors of one dtype, with tensors like them, without memory."""
+    """A form, and what travels together: the places of all tensors of one dtype, with tensors like them, without memory.
+
+    Of a message that is a tuple of one tensor and of bools, `rest` are these.
+    """
 
     form: Form
     batches: Sequence[tuple[Sequence[int], tuple[Tensor, ...]]]
+    rest: tuple[Any, ...] | None = None
 
     @staticmethod
     def of(form: Form, device: torch.device) -> Known:
@@ -77,7 +81,18 @@ class Known(NamedTuple):
             if isinstance(leaf, _Like):
                 places.setdefault(leaf.dtype, []).append(place)
                 likes[leaf.dtype] = (*likes.get(leaf.dtype, ()), _like(leaf.shape, leaf.dtype, device))
-        return Known(form, [(own, likes[dtype]) for dtype, own in places.items()])
+        batches = [(own, likes[dtype]) for dtype, own in places.items()]
+        tree = unflatten(form.structure, form.leaves) if len(form.leaves) else None
+        alone = type(tree) is tuple and [*map(len, places.values())] == [1] and isinstance(tree[0], _Like)
+        simple = alone and all(type(leaf) is bool for place, leaf in enumerate(form.leaves) if place)
+        return Known(form, batches, cast("tuple[Any, ...]", tree)[1:] if simple else None)
+
+    def alone(self, tree: PyTree) -> Tensor | None:
+        """Return the one tensor of a message that is such a tuple, and is as it was told."""
+        if self.rest is None or type(tree) is not tuple or type(x := tree[0]) is not Tensor or tree[1:] != self.rest:
+            return None
+        like = self.batches[0][1][0]
+        return x if x.shape == like.shape and x.dtype is like.dtype else None
 
 
 def _like(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -124,8 +139,13 @@ class Post(Generic[Mail]):
 
     def send(self, mail: Mail, to: int, tree: PyTree) -> None:
         """Send a tree to a device, without waiting for it."""
-        leaves, structure = flatten(tree, none_is_leaf=True)
         known = self._look_up(mail, to)
+        if known is not None and (x := known.alone(tree)) is not None and not active():
+            lane = self._lane(known, to)
+            if lane is None or not lane.send(x):
+                self._send((x,), to)
+            return
+        leaves, structure = flatten(tree, none_is_leaf=True)
         if known is None:
             form = Form.of(leaves, structure)
             known = self._learn(mail, to, form)
@@ -137,9 +157,6 @@ class Post(Generic[Mail]):
                 f"{mail} is {Form.of(leaves, structure)}; for a microbatch of the same shapes it was {known.form}, and whoever "
                 "receives it counts on that. If shapes depend on values, say dynamic=True: then each message is told."
             )
-        lane = None if active() else self._lane(known, to)
-        if lane is not None and lane.send(leaves[known.batches[0][0][0]]):
-            return
         for places, _ in known.batches:
             self._send(tuple([leaves[place] for place in places]), to)
 
@@ -148,15 +165,18 @@ class Post(Generic[Mail]):
         while mail not in self._arrived:
             first = self._comes[source].popleft()
             known, coming = self._begun.pop(source, None) or self._receive_all(self._hear(first, source), source)
-            leaves = list(known.form.leaves)
-            if isinstance(coming, list):
+            if not isinstance(coming, list):
+                tree = (coming.take(), *(known.rest or ()))
+            else:
+                leaves = list(known.form.leaves)
                 for (places, _), pending in zip(known.batches, coming, strict=True):
                     for place, x in zip(places, pending.wait(), strict=True):
                         leaves[place] = _aligned(x)
-            else:
-                leaves[known.batches[0][0][0]] = coming.take()
-            self._arrived[first] = unflatten(known.form.structure, leaves)
+                tree = unflatten(known.form.structure, leaves)
             self._begin(source)
+            if first == mail:
+                return tree
+            self._arrived[first] = tree
         return self._arrived.pop(mail)
 
     def _begin(self, source: int) -> None:
@@ -192,7 +212,7 @@ class Post(Generic[Mail]):
 
     def _lane(self, known: Known, other: int) -> Lane | None:
         """Return the short way to or from a device for messages that are one tensor, if there is one."""
-        if self._known is None or len(known.batches) != 1 or len(known.batches[0][0]) != 1:
+        if self._known is None or known.rest is None:
             return None
         key = other, id(known)  # it is kept
         if key not in self._lanes:

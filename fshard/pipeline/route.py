@@ -44,6 +44,14 @@ class Mail(NamedTuple):
         return f"{gradient}the {what} of stage {self.wire.source} for microbatch {self.microbatch}"
 
 
+class Turn(NamedTuple):
+    """One thing that a device does, what it takes for it and from where, and what it then gives and to whom."""
+
+    action: Action
+    takes: Sequence[tuple[Mail, int]] = ()
+    gives: Sequence[tuple[Mail, int]] = ()
+
+
 class Route:
     """The wires of a schedule, and what each device does; `split` are the backwards that come in two halves.
 
@@ -67,17 +75,28 @@ class Route:
         self.takes = [[wire for wire in wires if wire.to == stage] for stage in range(schedule.stages)]
         self.split = {(action.stage, action.microbatch) for row in self.rows for action in row if action.kind is Kind.I}
         self._coming: dict[int, Mapping[int, Sequence[Mail]]] = {}
+        self._turns: dict[int, Sequence[Turn]] = {}
         _check(schedule, skips, units)
 
-    def made(self, action: Action) -> list[Mail]:
-        """Return what a computation makes for other stages."""
-        stage, microbatch = action.stage, action.microbatch or 0
-        if action.kind is Kind.F:
-            return [Mail(Kind.F, wire, microbatch) for wire in self.gives[stage]]
-        return (
-            []
-            if action.kind not in (Kind.B, Kind.I)
-            else [Mail(Kind.B, wire, microbatch) for wire in self.takes[stage]]
+    def turns(self, device: int) -> Sequence[Turn]:
+        """Return what a device does, one after the other."""
+        found = self._turns.get(device)
+        if found is None:
+            found = self._turns[device] = [self._turn(action) for action in self.rows[device]]
+        return found
+
+    def _turn(self, action: Action) -> Turn:
+        takes, gives = self.takes[action.stage], self.gives[action.stage]
+        kind = Kind.F
+        if action.kind in (Kind.B, Kind.I):
+            kind, takes, gives = Kind.B, gives, takes
+        elif action.kind is not Kind.F:
+            return Turn(action)
+        taken, given = ([Mail(kind, wire, action.microbatch or 0) for wire in wires] for wires in (takes, gives))
+        return Turn(
+            action,
+            [(mail, self.placement[mail.ends[0]]) for mail in taken],
+            [(mail, self.placement[mail.ends[1]]) for mail in given],
         )
 
     def comes(self, device: int) -> Mapping[int, Sequence[Mail]]:
@@ -85,8 +104,8 @@ class Route:
         found = self._coming.get(device)
         if found is None:
             found = self._coming[device] = {
-                source: [mail for action in row for mail in self.made(action) if self.placement[mail.ends[1]] == device]
-                for source, row in enumerate(self.rows)
+                source: [mail for turn in self.turns(source) for mail, to in turn.gives if to == device]
+                for source in range(len(self.rows))
                 if source != device
             }
         return found

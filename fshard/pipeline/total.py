@@ -33,8 +33,8 @@ class Running:
     """The sum in the order in which summands come; it takes the memory of one.
 
     >>> total = Running()
-    >>> (lent,) = total.lent([torch.zeros(2)])
-    >>> lent += 1
+    >>> (w,) = total.lent([torch.zeros(2)])
+    >>> w.grad += 1
     >>> total.add(0, [torch.ones(2)])
     >>> total.result()
     [tensor([2., 2.])]
@@ -44,25 +44,25 @@ class Running:
         self._sums: list[Tensor | None] = []
         self._own: list[bool] = []
         self._blank: set[int] = set()  # of what was lent, zeros at first
-        self._lent: list[Tensor | None] | None = None
+        self._lent: Sequence[Tensor] | None = None
 
-    def lent(self, likes: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Return the sums themselves, to be added to in place; where this is None, there is none to be had."""
+    def lent(self, weights: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return the weights; their `.grad` are the sums from now on, for autograd to add to them in place."""
         if self._lent is None:
+            self._lent = weights
             if not self._sums:
-                self._sums, self._own = [None] * len(likes), [False] * len(likes)
-            self._lent = [None if like is None else self._taken(place, like) for place, like in enumerate(likes)]
+                self._sums, self._own = [None] * len(weights), [False] * len(weights)
+            for place, weight in enumerate(weights):
+                weight.grad = self._sums[place] = self._owned(place, weight)
+                self._own[place] = True
         return self._lent
 
-    def _taken(self, place: int, like: Tensor) -> Tensor:
+    def _owned(self, place: int, weight: Tensor) -> Tensor:
         known = self._sums[place]
         if known is None:
             self._blank.add(place)
-            known = torch.zeros_like(like)
-        elif not self._own[place]:
-            known = known.clone()
-        self._sums[place], self._own[place] = known, True
-        return known
+            return torch.zeros_like(weight)
+        return known if self._own[place] else known.clone()
 
     def add(self, microbatch: int, gs: Gradients) -> None:
         """Add those of a microbatch, in place where the memory is a sum's own."""

@@ -239,8 +239,8 @@ class Shift:
         """Return those of what is trained."""
         return self.params[stage].edges
 
-    def sums(self, stage: int, microbatch: int) -> list[Tensor | None] | None:
-        """Return the sums, where nothing has to be done before gradients are added."""
+    def lent(self, stage: int, microbatch: int) -> Sequence[Tensor] | None:
+        """Return the weights, where nothing has to be done before gradients are added."""
         return self.totals.lent(stage, self.params[stage].own) if self.counts[microbatch].weight else None
 
     def add(self, stage: int, microbatch: int, gs: list[Tensor | None]) -> None:

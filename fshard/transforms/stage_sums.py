@@ -94,13 +94,11 @@ class StageSums:
             row.append(None if g is None else g.to(self._wide[leaf]))
         self._totals[stage].add(microbatch, row)
 
-    def lent(self, stage: int, own: Sequence[Tensor]) -> Gradients | None:
-        """Return the sums of what is added up as it comes, to be added to in place; None: nothing is."""
+    def lent(self, stage: int, own: Sequence[Tensor]) -> Sequence[Tensor] | None:
+        """Return the weights, if their gradients are simply added up in their own dtypes."""
         total = self._totals[stage]
-        if not isinstance(total, Running):
-            return None
-        pairs = zip(self._trained[stage], own, strict=True)
-        return total.lent([None if leaf in self._tied or self._wide[leaf] is not x.dtype else x for leaf, x in pairs])
+        simply = all(self._wide[leaf] is x.dtype for leaf, x in zip(self._trained[stage], own, strict=True))
+        return total.lent(own) if simply and isinstance(total, Running) else None
 
     def _keep(self, kept: dict[int, Tensor], microbatch: int, g: Tensor) -> None:
         at = 0 if self._weights is None else microbatch
@@ -112,7 +110,10 @@ class StageSums:
         sums = total.sums() if isinstance(total, Ordered) else total.result()
         found = dict(zip(self._trained[stage], sums or [None] * len(self._trained[stage]), strict=True))
         for leaf, g in found.items():
-            self.used[leaf] |= g is not None
+            if g is not None:
+                self.used[leaf] = True
+                if leaf in self._tied:
+                    self._keep(self._each[stage, leaf], 0, g)
         self._send({leaf: g for leaf, g in found.items() if leaf not in self._tied})
 
     def _send(self, found: dict[int, Tensor | None]) -> None:

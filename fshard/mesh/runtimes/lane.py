@@ -26,20 +26,21 @@ if TYPE_CHECKING:
 class Lane:
     """The messages like one tensor between this process and the one at `place` of a link."""
 
-    __slots__ = ("_got", "_like", "_link", "_place", "_sent", "_short", "_timeout", "_under_way", "_what")
+    __slots__ = ("_got", "_like", "_link", "_peer", "_place", "_sent", "_short", "_timeout", "_under_way", "_what")
 
     def __init__(
         self, like: Tensor, group: Group, place: int, site: Site, link: Direct, timeout: timedelta, under_way: UnderWay
     ) -> None:
         self._like, self._place, self._link, self._what = like, place, link, What(None, (like,), group, site)
         self._timeout, self._under_way, self._short = timeout, under_way, like.nbytes <= INLINE_MESSAGE
+        self._peer = link.peers[place]
         self._sent, self._got = (link.messages(place, sent=sent) for sent in (True, False))
 
     def send(self, x: Tensor) -> bool:
         """Send a tensor, if it can go at once; return whether it could."""
         if not self._short or not is_plain(x):
             return False
-        peer = self._link.peers[self._place]
+        peer = self._peer
         with self._link.lock:
             if not peer.outgoing.roomy:
                 return False
@@ -53,12 +54,15 @@ class Lane:
         link = self._link
         if self._under_way:
             hand_over(self._under_way)
-        turn = Turn(link, next(self._got), self._what)
+        key, peer = next(self._got), self._peer
         try:
-            link.neighbours.wait(turn.needs(self._place), self._others_go_on)
             x = torch.empty(self._like.shape, dtype=self._like.dtype, device="cpu")
             with link.lock:
-                turn.get(self._place, x.data_ptr(), x.nbytes)
+                here = peer.look(key)
+            if not here:
+                link.neighbours.wait(((peer, key),), self._others_go_on)
+            with link.lock:
+                Turn(link, key, self._what).get(self._place, x.data_ptr(), x.nbytes)
         except BaseException as error:
             fail(error, link, self._timeout, self._what)
         return x
