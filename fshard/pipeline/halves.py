@@ -16,9 +16,10 @@ this forbids to wait are *captured* in I, and so is what other operations than p
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
-from functools import cache
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ from fshard.pipeline.saved import Saved
 Gradients = list[Tensor | None]
 Slot = tuple[Node, int]
 """Where a gradient comes in: as one of those of a node."""
+At = TypeVar("At")
 Held = tuple[Node, Sequence[Tensor | None]]
 """A product, and the gradients that it was given."""
 
@@ -205,8 +207,9 @@ def _fitted(g: Tensor, slot: Slot) -> Tensor:
 # -- early and late ---------------------------------------------------------------------------------------------
 
 
-class _Parts(NamedTuple):
-    """How a graph is divided.
+@dataclass(frozen=True)
+class _Divided(Generic[At]):
+    """How a graph is divided, by nodes or by their numbers.
 
     Args:
         late: the nodes that run in W.
@@ -216,30 +219,73 @@ class _Parts(NamedTuple):
         below: the weights that wait for each product, if each waits for one alone.
     """
 
-    late: set[Node]
-    captured: list[Slot]
-    products: list[Node]
-    deferred: list[Slot]
-    below: dict[Node, list[Slot]] | None
+    late: set[At]
+    captured: list[tuple[At, int]]
+    products: list[At]
+    deferred: list[tuple[At, int]]
+    below: dict[At, list[tuple[At, int]]] | None
+
+
+class _Form(NamedTuple):
+    """A graph by numbers, children before parents: graphs of one form are divided alike.
+
+    Args:
+        slots: where each node leads to.
+        waits: whether it is a product that can be called later.
+        ends: where gradients come in.
+        inputs: the nodes of inputs, and
+        weights: where gradients of weights come out.
+    """
+
+    slots: tuple[tuple[tuple[int, int], ...], ...]
+    waits: tuple[bool, ...]
+    ends: tuple[tuple[int, int], ...]
+    inputs: tuple[int, ...]
+    weights: tuple[tuple[int, int], ...]
 
 
 def _divide(
     ends: Sequence[GradientEdge], inputs: Sequence[GradientEdge], weights: Sequence[GradientEdge], saved: Saved
-) -> _Parts:
-    """Divide what leads from the ends to inputs and weights.
+) -> _Divided[Node]:
+    """Divide what leads from the ends to inputs and weights: see `_divided`, which does it for each form once."""
+    graph = _walk([edge.node for edge in (*ends, *inputs, *weights)])
+    number = {node: place for place, node in enumerate(graph)}
+    nodes = [*graph]
+    form = _Form(
+        tuple([tuple([(number[child], slot) for child, slot in slots]) for slots in graph.values()]),
+        tuple([_can_wait(node, saved) for node in nodes]),
+        tuple([(number[edge.node], edge.output_nr) for edge in ends]),
+        tuple([number[edge.node] for edge in inputs]),
+        tuple([(number[edge.node], edge.output_nr) for edge in weights]),
+    )
+    found = _divided(form)
+    return _Divided(
+        {nodes[at] for at in found.late},
+        [(nodes[at], slot) for at, slot in found.captured],
+        [nodes[at] for at in found.products],
+        [(nodes[at], slot) for at, slot in found.deferred],
+        None
+        if found.below is None
+        else {nodes[at]: [(nodes[one], slot) for one, slot in slots] for at, slots in found.below.items()},
+    )
+
+
+@lru_cache(maxsize=256)
+def _divided(form: _Form) -> _Divided[int]:
+    """Divide a graph.
 
     A slot can wait if products alone give to it from the early part.  If late nodes give to it as well, there may be two
     givers at most: more are added up in another order.  What cannot wait makes all that leads to it early.
     """
-    graph = _walk(edge.node for edge in ends)
-    sources, aims = {edge.node for edge in inputs}, {edge.node for edge in weights}
+    graph = dict(enumerate(form.slots))
+    sources, aims = {*form.inputs}, {node for node, _ in form.weights}
     useful = (_leading(graph, aims) | aims) - sources
-    now: set[Node] = set()
+    now: set[int] = set()
     while True:
         early = _leading(graph, sources | now)
         late = useful - early
-        givers, from_early, from_late = Counter(edge.node for edge in ends), set[Node](), set[Node]()
-        hasty: set[Node] = set()
+        givers, from_early, from_late = Counter(node for node, _ in form.ends), set[int](), set[int]()
+        hasty: set[int] = set()
         for node, slots in graph.items():
             if node not in early and node not in late:
                 continue
@@ -248,7 +294,7 @@ def _divide(
                     continue
                 givers[child] += 1
                 (from_early if node in early else from_late).add(child)
-                if node in early and child not in hasty and not _can_wait(node, saved):
+                if node in early and not form.waits[node]:
                     hasty.add(child)
         hasty |= {node for node in from_early & from_late if givers[node] > 2}
         now |= hasty
@@ -256,30 +302,33 @@ def _divide(
             break
     late -= now
     between = [(node, slot) for node in graph if node in early for slot in graph[node]]
-    captured = {_slot(edge): None for edge in weights if edge.node not in late}
-    captured |= {_slot(edge): None for edge in ends if edge.node in now - early}
+    captured = {edge: None for edge in form.weights if edge[0] not in late}
+    captured |= {edge: None for edge in form.ends if edge[0] in now - early}
     captured |= {slot: None for _, slot in between if slot[0] in now - early}
     products = {node: None for node, slot in between if slot[0] in late}
     deferred = {slot: None for _, slot in between if slot[0] in late}
     below = None
-    from_products = late.isdisjoint(edge.node for edge in ends) and captured.keys() <= {*map(_slot, weights)}
+    from_products = late.isdisjoint(node for node, _ in form.ends) and captured.keys() <= {*form.weights}
     if from_products and all(givers[node] == 1 for node in late):
-        below = _below(graph, late, products, weights)
-    return _Parts(late, list(captured), list(products), list(deferred), below)
+        below = _below(graph, late, products, form.weights)
+    return _Divided(late, list(captured), list(products), list(deferred), below)
 
 
 def _below(
-    graph: dict[Node, list[Slot]], late: set[Node], products: Iterable[Node], weights: Sequence[GradientEdge]
-) -> dict[Node, list[Slot]]:
+    graph: Mapping[int, Sequence[tuple[int, int]]],
+    late: set[int],
+    products: Iterable[int],
+    weights: Sequence[tuple[int, int]],
+) -> dict[int, list[tuple[int, int]]]:
     """Return the weights below each product, where each late node is below one."""
-    found: dict[Node, list[Slot]] = {node: [] for node in products}
+    found: dict[int, list[tuple[int, int]]] = {node: [] for node in products}
     above = {child: node for node in (*found, *late) for child, _ in graph[node] if child in late}
     for edge in weights:
-        node = edge.node
+        node = edge[0]
         while node in late:
             node = above[node]
-        if node is not edge.node:
-            found[node].append(_slot(edge))
+        if node != edge[0]:
+            found[node].append(edge)
     return found
 
 
@@ -302,9 +351,9 @@ def _walk(ends: Iterable[Node]) -> dict[Node, list[Slot]]:
     return done
 
 
-def _leading(graph: dict[Node, list[Slot]], targets: set[Node]) -> set[Node]:
+def _leading(graph: Mapping[int, Sequence[tuple[int, int]]], targets: set[int]) -> set[int]:
     """Return the nodes that lead to some."""
-    found: set[Node] = set()
+    found: set[int] = set()
     for node, slots in graph.items():
         for child, _ in slots:
             if child in found or child in targets:
@@ -315,7 +364,7 @@ def _leading(graph: dict[Node, list[Slot]], targets: set[Node]) -> set[Node]:
 
 def _can_wait(node: Node, saved: Saved) -> bool:
     """Return whether a node is a product, and has saved what it needs itself: a checkpoint would compute it once more."""
-    if node.name() not in PRODUCTS:
+    if type(node).__name__ not in PRODUCTS:
         return False
     hooks = [getattr(getattr(node, name), "unpack_hook", None) for name in _raw(type(node))]
     return all(hook is None or hook == saved.unpack for hook in hooks)
