@@ -136,7 +136,12 @@ def fshard(pipeline: Pipeline, mesh: fs.Mesh) -> tuple[Step, Callable[[], list[T
 
     run = fs.pipelined([first] + [stage] * (schedule.stages - 1), schedule, ours_to_minimise, mesh=mesh)
     params = [pipeline.params(number) if number in pipeline.own else None for number in range(schedule.stages)]
-    x, target = task.data()
+    x, target = (
+        tensor
+        if stage in pipeline.own
+        else tensor.new_empty(()).expand(tensor.shape)  # as torch's: who does not need it
+        for tensor, stage in zip(task.data(), (0, schedule.stages - 1), strict=True)
+    )
     found: Any = None
 
     def step() -> Tensor | None:

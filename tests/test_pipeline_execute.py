@@ -365,6 +365,26 @@ def test_messages_that_were_received_are_let_go(two):
     assert max(two.run(send_many)) <= 40
 
 
+def shapes_where_values_are_not_needed(pretend):
+    """The first stage's device has no targets, the last one's no inputs."""
+    mesh, draw = fs.make_mesh({"pipe": 2}), torch.Generator().manual_seed(0)
+    first = torch.distributed.get_rank() == 0
+    x, target = (torch.randn(6, 4, generator=draw) for _ in range(2))
+    if pretend:
+        x, target = (x, target.new_empty(()).expand(6, 4)) if first else (x.new_empty(()).expand(6, 4), target)
+    stages = [lambda w, batch: batch[0] @ w, lambda w, x: x @ w]
+    step = pipelined(stages, named("1f1b", 2, 3), lambda y, batch: F.mse_loss(y, batch[1]), mesh=mesh)
+    outcome = step([torch.eye(4), torch.ones(4, 4)], list(zip(x.chunk(3), target.chunk(3), strict=True)))
+    return outcome.loss, outcome.gradients[0 if first else 1]
+
+
+def test_of_what_a_process_does_not_look_at_the_shape_is_enough(two):
+    for (loss, g), (same_loss, same) in zip(
+        *(two.run(shapes_where_values_are_not_needed, pretend) for pretend in (False, True)), strict=True
+    ):
+        assert torch.equal(loss, same_loss) and torch.equal(g, same)
+
+
 def changing(w, x):
     """Return what goes as it lies in memory, and what does not: turned, conjugated, several tensors."""
     if x.is_complex():

@@ -77,7 +77,8 @@ def pipelined(
     The function's `params` are a tree for each stage, of which a device needs its own; floating tensors in it are trained,
     but for Parameters that do not require grad.
     `microbatches` are trees, the same on all devices; their shapes may differ.  They count for as many samples as their
-    tensors have rows, or for what `weights` says.
+    tensors have rows, or for what `weights` says.  Of a tensor that a process has no use for, because only the first stage or
+    the loss function looks at it, the shape is enough: `x.new_empty(()).expand(x.shape)` takes no memory.
 
     >>> import fshard as fs
     >>> schedule = Schedule.from_csv("0F0,0F1,0B0,0B1\\n1F0,1B0,1F1,1B1\\n", name="1f1b")
