@@ -33,9 +33,9 @@ class Running:
     """The sum in the order in which summands come; it takes the memory of one.
 
     >>> total = Running()
-    >>> (w,) = total.lent([torch.zeros(2)])
-    >>> w.grad += 1
-    >>> total.add(0, [torch.ones(2)])
+    >>> (w,) = total.lent([torch.zeros(2, requires_grad=True)])
+    >>> w.sum().backward()
+    >>> total.add(1, [torch.ones(2)])
     >>> total.result()
     [tensor([2., 2.])]
     """
@@ -43,32 +43,42 @@ class Running:
     def __init__(self) -> None:
         self._sums: list[Tensor | None] = []
         self._own: list[bool] = []
-        self._blank: set[int] = set()  # of what was lent, zeros at first
-        self._lent: Sequence[Tensor] | None = None
+        self._lent: Sequence[Tensor] = ()
 
     def lent(self, weights: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return the weights; their `.grad` are the sums from now on, for autograd to add to them in place."""
-        if self._lent is None:
+        """Return the weights; their `.grad` are the sums from now on, for autograd to add to them."""
+        if not self._lent:
+            self._begin(len(weights))
             self._lent = weights
-            if not self._sums:
-                self._sums, self._own = [None] * len(weights), [False] * len(weights)
-            for place, weight in enumerate(weights):
-                weight.grad = self._sums[place] = self._owned(place, weight)
-                self._own[place] = True
-        return self._lent
+            self._lend()
+        self._take_back()
+        return weights
 
-    def _owned(self, place: int, weight: Tensor) -> Tensor:
-        known = self._sums[place]
-        if known is None:
-            self._blank.add(place)
-            return torch.zeros_like(weight)
-        return known if self._own[place] else known.clone()
+    def _begin(self, count: int) -> None:
+        if not self._sums:
+            self._sums, self._own = [None] * count, [False] * count
+
+    def _lend(self) -> None:
+        for place, weight in enumerate(self._lent):
+            total = self._sums[place]
+            if total is not None and not self._own[place]:
+                self._sums[place], self._own[place] = total.clone(), True
+            weight.grad = self._sums[place]
+
+    def _take_back(self) -> None:
+        """See to it that what autograd has made of the sums is theirs alone: it may have kept what somebody else has."""
+        for place, weight in enumerate(() if all(self._own) else self._lent):
+            if weight.grad is not None and not self._own[place]:
+                if weight.grad.is_sparse:
+                    weight.grad = weight.grad.to_dense()
+                elif not _is_alone(weight.grad):
+                    weight.grad = weight.grad.clone()
+                self._sums[place], self._own[place] = weight.grad, True
 
     def add(self, microbatch: int, gs: Gradients) -> None:
         """Add those of a microbatch, in place where the memory is a sum's own."""
-        if not self._sums:
-            self._sums, self._own = list(gs), [False] * len(gs)
-            return
+        self._begin(len(gs))
+        self._take_back()
         owned: list[Tensor] = []
         added: list[Tensor] = []
         for place, (known, g, own) in enumerate(zip(self._sums, gs, self._own, strict=True)):
@@ -83,12 +93,27 @@ class Running:
                 self._sums[place], self._own[place] = known + g, True
         if owned:
             _torch._foreach_add_(owned, added)
+        self._lend()
 
     def result(self) -> list[Tensor | None]:
         """Return the sum; None where nothing came."""
-        return [
-            None if x is None or (place in self._blank and not x._version) else x for place, x in enumerate(self._sums)
-        ]
+        self._take_back()
+        return self._sums
+
+
+def _is_alone(x: Tensor) -> bool:
+    """Return whether nothing else has the memory of a tensor, and it has no more than it needs."""
+    memory = x.untyped_storage()
+    return memory.nbytes() == x.nbytes and _users(memory) <= _ALONE
+
+
+def _users(memory: Any) -> int:
+    """Return how many have some memory, who asks being one of them."""
+    return _torch._C._storage_Use_Count(memory._cdata)
+
+
+_one = torch.zeros(1)
+_ALONE = _users(_one.untyped_storage())
 
 
 class Ordered:
