@@ -58,8 +58,8 @@ class Work(Protocol):
         """Return where the gradients of a stage's weights come out."""
         ...
 
-    def lent(self, stage: int, microbatch: int) -> Sequence[Tensor] | None:
-        """Return a stage's weights, if autograd may add their gradients up itself, in their `.grad`."""
+    def lends(self, stage: int, microbatch: int) -> bool:
+        """Return whether the `.grad` of a stage's weights are sums that autograd may add to now."""
         ...
 
     def add(self, stage: int, microbatch: int, gs: list[Tensor | None]) -> None:
@@ -139,7 +139,7 @@ class Device:
         self.clock = Clock(group.device)
         self.here: dict[Mail, Any] = {}
         self.records: dict[tuple[int, int], Record] = {}
-        self.later: dict[tuple[int, int], Callable[[], list[Tensor | None]]] = {}
+        self.later: dict[tuple[int, int], Callable[[], list[Tensor | None] | None]] = {}
 
     def run(self) -> PyTree:
         """Go along the row; return the outcome, if it is told."""
@@ -199,21 +199,25 @@ class Device:
     def _both(self, turn: Turn, stage: int, microbatch: int) -> None:
         record, gs = self._begun(turn, stage, microbatch)
         outputs, inputs = record.edges()
-        lent = self.work.lent(stage, microbatch)
-        gxs, gws = whole(outputs, gs, inputs, self.work.edges(stage), lent)
-        if lent is None:
+        adding = self.work.lends(stage, microbatch)
+        gxs, gws = whole(outputs, gs, inputs, self.work.edges(stage), adding=adding)
+        if gws is not None:
             self.work.add(stage, microbatch, gws)
         self._hand_back(turn, record, gxs)
 
     def _inputs(self, turn: Turn, stage: int, microbatch: int) -> None:
         record, gs = self._begun(turn, stage, microbatch)
         outputs, inputs = record.edges()
-        gxs, self.later[stage, microbatch] = halves(outputs, gs, inputs, self.work.edges(stage), record.saved)
+        weights, adding = self.work.edges(stage), self.work.lends(stage, microbatch)
+        gxs, self.later[stage, microbatch] = halves(outputs, gs, inputs, weights, record.saved, adding=adding)
         self._hand_back(turn, record, gxs)
 
     def _weights(self, turn: Turn, stage: int, microbatch: int) -> None:
         self.work.edges(stage)  # whole, if they are gathered
-        self.work.add(stage, microbatch, self.later.pop((stage, microbatch))())
+        self.work.lends(stage, microbatch)
+        gws = self.later.pop((stage, microbatch))()
+        if gws is not None:
+            self.work.add(stage, microbatch, gws)
 
     def _begun(self, turn: Turn, stage: int, microbatch: int) -> tuple[Record, list[Tensor | None]]:
         """Return what a forward has left, and the gradients of its outputs."""

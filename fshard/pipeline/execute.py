@@ -214,10 +214,10 @@ class Given:
         """Return those of the floating leaves."""
         return self.params[stage].edges
 
-    def lent(self, stage: int, microbatch: int) -> Sequence[Tensor] | None:
-        """Return the weights, where nothing has to be done before gradients are added."""
+    def lends(self, stage: int, microbatch: int) -> bool:
+        """Let autograd add to the sums, where nothing has to be done with gradients before."""
         total = self.totals[stage]
-        return total.lent(self.params[stage].own) if isinstance(total, Running) else None
+        return isinstance(total, Running) and total.lend(self.params[stage].own)
 
     def add(self, stage: int, microbatch: int, gs: list[Tensor | None]) -> None:
         """Add them up."""

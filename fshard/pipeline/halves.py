@@ -42,21 +42,15 @@ def whole(
     gradients: Sequence[Tensor | None],
     inputs: Sequence[GradientEdge],
     weights: Sequence[GradientEdge],
-    into: Sequence[Tensor] | None = None,
-) -> tuple[Gradients, Gradients]:
-    """Return the gradients of inputs and of weights, by one backward: B.  All of these are leaves.
+    *,
+    adding: bool = False,
+) -> tuple[Gradients, Gradients | None]:
+    """Return the gradients of inputs and of weights, by one backward: B.
 
-    With `into`, the weights themselves, their gradients are added to their `.grad`, each as soon as it is there.
+    With `adding`, all of these are leaves, and those of weights are added to their `.grad`, each as soon as it is there.
     """
-    if into is None:
-        found = _backward(zip(outputs, gradients, strict=True), [*inputs, *weights])
-        return found[: len(inputs)], found[len(inputs) :]
-    given = [(edge, g) for edge, g in zip(outputs, gradients, strict=True) if g is not None]
-    if not given or not (inputs or weights):
-        return [None] * len(inputs), []
-    edges, gs = zip(*given, strict=True)
-    _run(edges, gs, False, False, (*inputs, *weights), allow_unreachable=True, accumulate_grad=True)
-    return [cast(Any, edge.node).variable.grad for edge in inputs], []
+    found = _backward(zip(outputs, gradients, strict=True), [*inputs, *weights], adding=adding)
+    return found[: len(inputs)], None if adding else found[len(inputs) :]
 
 
 def halves(
@@ -65,7 +59,9 @@ def halves(
     inputs: Sequence[GradientEdge],
     weights: Sequence[GradientEdge],
     saved: Saved | None = None,
-) -> tuple[Gradients, Callable[[], Gradients]]:
+    *,
+    adding: bool = False,
+) -> tuple[Gradients, Callable[[], Gradients | None]]:
     """Return the gradients of inputs, and what returns those of weights when it is called, once: I and W.
 
     Args:
@@ -74,6 +70,8 @@ def halves(
         inputs: whose gradients are wanted now.
         weights: whose gradients are wanted later.
         saved: what the forward has saved, if it was watched.
+        adding: whether all of these are leaves, and gradients of weights may be added to their `.grad`, as soon as they are
+            there; where that can be, None is returned for them.
 
     >>> from torch.autograd.graph import get_gradient_edge as edge
     >>> x, w = torch.tensor([[2.0]], requires_grad=True), torch.tensor([[3.0]], requires_grad=True)
@@ -88,7 +86,9 @@ def halves(
     hooks = [hook for node in parts.products for hook in _holding(node, held, saved)]
     try:
         early = [(edge, g) for edge, g in ends if edge.node not in parts.late]
-        found = _backward(early, [*inputs, *(GradientEdge(*slot) for slot in parts.captured)], retain=True)
+        adding = adding and parts.below is not None
+        targets = [*inputs, *(GradientEdge(*slot) for slot in parts.captured)]
+        found = _backward(early, targets, retain=True, adding=adding)
     finally:
         for hook in hooks:
             hook.remove()
@@ -96,10 +96,10 @@ def halves(
     captured = dict(zip(parts.captured, found[len(inputs) :], strict=True))
     begun = [(edge, g) for edge, g in ends if edge.node in parts.late]
 
-    def later() -> Gradients:
+    def later() -> Gradients | None:
         if parts.below is not None:
-            captured.update(_one_by_one(held, parts.below, saved))
-            return [captured.get(slot_of(weight)) for weight in weights]
+            captured.update(_one_by_one(held, parts.below, saved, adding=adding))
+            return None if adding else [captured.get(slot_of(weight)) for weight in weights]
         slots = {**captured, **_called_again(held, parts.deferred, saved)}
         roots = [*begun, *((GradientEdge(*slot), g) for slot, g in slots.items())]
         rest = iter(_backward(roots, [weight for weight in weights if slot_of(weight) not in captured]))
@@ -109,14 +109,19 @@ def halves(
 
 
 def _backward(
-    ends: Iterable[tuple[GradientEdge, Tensor | None]], targets: Sequence[GradientEdge], *, retain: bool = False
+    ends: Iterable[tuple[GradientEdge, Tensor | None]],
+    targets: Sequence[GradientEdge],
+    *,
+    retain: bool = False,
+    adding: bool = False,
 ) -> Gradients:
-    """Return the gradients of some edges, from those that come in at the ends."""
+    """Return the gradients of some edges, from those that come in at the ends; or add them to those of these leaves."""
     given = [(edge, g) for edge, g in ends if g is not None]
     if not given or not targets:
         return [None] * len(targets)
     edges, gs = zip(*given, strict=True)
-    return list(_run(edges, gs, retain, False, (*targets,), allow_unreachable=True, accumulate_grad=False))
+    found = _run(edges, gs, retain, False, (*targets,), allow_unreachable=True, accumulate_grad=adding)
+    return [cast(Any, edge.node).variable.grad for edge in targets] if adding else list(found)
 
 
 def _holding(node: Node, held: deque[Held], saved: Saved) -> tuple[Any, Any]:
@@ -146,7 +151,9 @@ class _Calling(Function):
         return None, None
 
 
-def _one_by_one(held: deque[Held], below: dict[Node, list[Slot]], saved: Saved) -> dict[Slot, Tensor | None]:
+def _one_by_one(
+    held: deque[Held], below: dict[Node, list[Slot]], saved: Saved, *, adding: bool
+) -> dict[Slot, Tensor | None]:
     """Begin a backward at each product, for the weights below it alone: then it computes nothing for its input."""
     found: dict[Slot, Tensor | None] = {}
     saved.let_go()
@@ -154,7 +161,8 @@ def _one_by_one(held: deque[Held], below: dict[Node, list[Slot]], saved: Saved) 
         node, gs = held.popleft()
         ends = [(GradientEdge(node, number), g) for number, g in enumerate(gs)]
         slots = below[node]
-        found |= zip(slots, _backward(ends, [GradientEdge(*slot) for slot in slots], retain=True), strict=True)
+        targets = [GradientEdge(*slot) for slot in slots]
+        found |= zip(slots, _backward(ends, targets, retain=True, adding=adding), strict=True)
         saved.let_go()
     return found
 

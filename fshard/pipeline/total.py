@@ -33,8 +33,9 @@ class Running:
     """The sum in the order in which summands come; it takes the memory of one.
 
     >>> total = Running()
-    >>> (w,) = total.lent([torch.zeros(2, requires_grad=True)])
-    >>> w.sum().backward()
+    >>> w = torch.zeros(2, requires_grad=True)
+    >>> if total.lend([w]):
+    ...     w.sum().backward()
     >>> total.add(1, [torch.ones(2)])
     >>> total.result()
     [tensor([2., 2.])]
@@ -45,20 +46,20 @@ class Running:
         self._own: list[bool] = []
         self._lent: Sequence[Tensor] = ()
 
-    def lent(self, weights: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return the weights; their `.grad` are the sums from now on, for autograd to add to them."""
+    def lend(self, weights: Sequence[Tensor]) -> bool:
+        """Let the `.grad` of the weights be the sums from now on, for autograd to add to them; called before it does."""
         if not self._lent:
             self._begin(len(weights))
             self._lent = weights
-            self._lend()
+            self._set()
         self._take_back()
-        return weights
+        return True
 
     def _begin(self, count: int) -> None:
         if not self._sums:
             self._sums, self._own = [None] * count, [False] * count
 
-    def _lend(self) -> None:
+    def _set(self) -> None:
         for place, weight in enumerate(self._lent):
             total = self._sums[place]
             if total is not None and not self._own[place]:
@@ -93,7 +94,7 @@ class Running:
                 self._sums[place], self._own[place] = known + g, True
         if owned:
             _torch._foreach_add_(owned, added)
-        self._lend()
+        self._set()
 
     def result(self) -> list[Tensor | None]:
         """Return the sum; None where nothing came."""

@@ -239,9 +239,9 @@ class Shift:
         """Return those of what is trained."""
         return self.params[stage].edges
 
-    def lent(self, stage: int, microbatch: int) -> Sequence[Tensor] | None:
-        """Return the weights, where nothing has to be done before gradients are added."""
-        return self.totals.lent(stage, self.params[stage].own) if self.counts[microbatch].weight else None
+    def lends(self, stage: int, microbatch: int) -> bool:
+        """Let autograd add to the sums, where nothing has to be done with gradients before."""
+        return bool(self.counts[microbatch].weight) and self.totals.lend(stage, self.params[stage].own)
 
     def add(self, stage: int, microbatch: int, gs: list[Tensor | None]) -> None:
         """Add gradients up; those of what counts for nothing are nothing, even if they are no numbers."""

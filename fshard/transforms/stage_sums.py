@@ -94,11 +94,11 @@ class StageSums:
             row.append(None if g is None else g.to(self._wide[leaf]))
         self._totals[stage].add(microbatch, row)
 
-    def lent(self, stage: int, own: Sequence[Tensor]) -> Sequence[Tensor] | None:
-        """Return the weights, if their gradients are simply added up in their own dtypes."""
+    def lend(self, stage: int, own: Sequence[Tensor]) -> bool:
+        """Let the weights' `.grad` be the sums, if gradients are simply added up in their own dtypes; return whether."""
         total = self._totals[stage]
         simply = all(self._wide[leaf] is x.dtype for leaf, x in zip(self._trained[stage], own, strict=True))
-        return total.lent(own) if simply and isinstance(total, Running) else None
+        return simply and isinstance(total, Running) and total.lend(own)
 
     def _keep(self, kept: dict[int, Tensor], microbatch: int, g: Tensor) -> None:
         at = 0 if self._weights is None else microbatch
