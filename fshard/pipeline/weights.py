@@ -84,8 +84,8 @@ def gradients(row: deque[Action], _: int) -> Iterator[Action]:
 def swapped(row: deque[Action], space: int) -> Iterator[Action]:
     """Yield the second of two gradients: unlike one that overtakes a forward, it leaves time for messages.
 
-    >>> after_forward, after_gradient = (deque(map(Action.parse, row.split())) for row in ("0F2 3I1", "0I0 3I1"))
-    >>> [*map(str, gradients(after_forward, 0))], [*map(str, swapped(after_forward, 0))], [*map(str, swapped(after_gradient, 0))]
-    (['3I1'], [], ['3I1'])
+    >>> rows = [deque(map(Action.parse, row.split())) for row in ("0F2 3I1", "0I0 3I1")]
+    >>> [[str(action) for action in rule(row, 0)] for rule in (gradients, swapped) for row in rows]
+    [['3I1'], ['3I1'], [], ['3I1']]
     """
     return gradients(row, space) if row and row[0].kind is not Kind.F else iter(())
