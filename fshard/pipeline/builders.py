@@ -172,7 +172,7 @@ def v_half(name: str, placement: Placement, microbatches: int) -> Schedule:
     device 2   .  .  F0 f0 F1 f1 .  .  i0 I0 w0 F2 W0 f2 i1 I1 w1 F3 W1 f3 i2 I2 w2 W2 i3 I3 w3 W3
     """
     devices = max(placement) + 1
-    pauses = () if devices % 2 else (0, 2, 3)  # without them two passes would fall on one tick
+    pauses = () if devices % 2 else (0, 2, 3)  # found by trying: others wait longer, or leave no time for messages
     path = along_path(name, placement, microbatches, (2, 1, 2, 1), pauses)
     return with_weights(path, room=2 * ((devices + 2) // 2), early=(swapped, forwards))
 
@@ -186,7 +186,7 @@ def v_min(name: str, placement: Placement, microbatches: int) -> Schedule:
     device 3   .  .  .  F0 f0 F1 f1 .  .  .  .  i0 I0 w0 F2 W0 f2 i1 I1 w1 W1 F3 f3 i2 I2 w2 W2 .  .  i3 I3 w3 W3
     """
     devices = max(placement) + 1
-    pauses = (0, 1 if devices % 3 == 1 else 3)
+    pauses = (0, 1 if devices % 3 == 1 else 3)  # found by trying, too
     path = along_path(name, placement, microbatches, (1, 1, 1, 1), pauses)
     return with_weights(path, room=2 * ((devices + 4) // 3), early=(gradients, forwards))
 
