@@ -14,7 +14,7 @@ from fshard.errors import ScheduleError
 from fshard.pipeline.dualpipe import dualpipe_v
 from fshard.pipeline.paths import Placement, along_path, woven
 from fshard.pipeline.schedule import Kind, Schedule
-from fshard.pipeline.weights import with_weights
+from fshard.pipeline.weights import forwards, gradients, swapped, with_weights
 
 
 def pipeline_schedule(name: str, *, stages: int, microbatches: int, devices: int | None = None) -> Schedule:
@@ -30,11 +30,12 @@ def pipeline_schedule(name: str, *, stages: int, microbatches: int, devices: int
         zb-h1         p                   p - 1                    p
         zb-h2         p                   p - 1 *                  2 p - 1
         zbv           2 p, in a V         (p - 1) / 2 *            p
-        v-half        2 p, in a V         3 p / 2 - 3 (odd: 2)     (p + 2) // 2
-        v-min         2 p, in a V         2 p - 5 / 2              (p + 4) // 3
+        v-half        2 p, in a V         3 (p - h) - 1 / 2 **     h = (p + 2) // 2
+        v-min         2 p, in a V         3 (p - h) - 1 / 2 **     h = (p + 4) // 3
         dualpipe-v    2 p, in a V         (p - 1) / 2              p + 1 / 2
 
-    That holds for 2 p microbatches and more; fewer may wait longer.  * No device waits once it has begun.
+    That holds for 2 p microbatches and more; fewer may wait longer.  * No device waits once it has begun.  ** If there are
+    three or more; nothing that lies in a V and holds no more waits less.
 
     Args:
         name: one of these.
@@ -160,7 +161,7 @@ def zero_bubble_v(name: str, placement: Placement, microbatches: int) -> Schedul
     device 2   .  .  F0 f0 F1 f1 F2 f2 i0 I0 w0 F3 W0 f3 i1 I1 w1 F4 W1 f4 i2 I2 i3 I3 i4 I4 w2 W2 w3 W3 w4 W4
     """
     path = along_path(name, placement, microbatches, legs=(4, 2, 4, 2))
-    return with_weights(path, room=2 * (max(placement) + 1), early=True)
+    return with_weights(path, room=2 * (max(placement) + 1), early=(forwards,))
 
 
 def v_half(name: str, placement: Placement, microbatches: int) -> Schedule:
@@ -171,20 +172,23 @@ def v_half(name: str, placement: Placement, microbatches: int) -> Schedule:
     device 2   .  .  F0 f0 F1 f1 .  .  i0 I0 w0 F2 W0 f2 i1 I1 w1 F3 W1 f3 i2 I2 w2 W2 i3 I3 w3 W3
     """
     devices = max(placement) + 1
-    pauses = (0, 0, 0) if devices % 2 else (2, 0, 3)  # without them two passes would fall on one tick
+    pauses = () if devices % 2 else (0, 2, 3)  # found by trying: others wait longer, or leave no time for messages
     path = along_path(name, placement, microbatches, (2, 1, 2, 1), pauses)
-    return with_weights(path, room=devices + 2 - devices % 2, early=True)
+    return with_weights(path, room=2 * ((devices + 2) // 2), early=(swapped, forwards))
 
 
 def v_min(name: str, placement: Placement, microbatches: int) -> Schedule:
     """Take the shortest path in a V: a third of what zbv holds, and about two thirds of the waiting of 1F1B.
 
-    device 0   F0 .  .  f0 i0 F1 w0 I0 W0 f1 i1 F2 w1 I1 W1 f2 i2 F3 w2 I2 W2 f3 i3 w3 .  I3 W3
-    device 1   .  F0 f0 .  .  i0 I0 F1 f1 w0 W0 i1 I1 F2 f2 w1 W1 i2 I2 F3 f3 w2 W2 i3 I3 w3 W3
+    device 0   F0 F1 F2 .  .  .  .  f0 i0 w0 .  .  f1 i1 w1 I0 F3 W0 .  f2 i2 I1 w2 W1 .  f3 i3 I2 w3 W2 .  .  .  I3 W3
+    device 1   .  F0 F1 F2 .  .  f0 .  .  i0 w0 f1 .  .  I0 i1 W0 w1 f2 F3 I1 i2 W1 w2 f3 .  I2 i3 W2 w3 .  .  I3 W3
+    device 2   .  .  F0 F1 .  f0 .  f1 .  .  i0 w0 F2 I0 W0 .  i1 f2 w1 I1 F3 W1 i2 f3 w2 I2 W2 .  i3 w3 .  I3 W3
+    device 3   .  .  .  F0 f0 F1 f1 .  .  .  .  i0 I0 w0 F2 W0 f2 i1 I1 w1 W1 F3 f3 i2 I2 w2 W2 .  .  i3 I3 w3 W3
     """
     devices = max(placement) + 1
-    pauses = (0, 0, 0) if devices % 3 else (1, 0, 2)
-    return with_weights(along_path(name, placement, microbatches, (1, 1, 1, 1), pauses), room=2 * ((devices + 4) // 3))
+    pauses = (0, 1 if devices % 3 == 1 else 3)  # found by trying, too
+    path = along_path(name, placement, microbatches, (1, 1, 1, 1), pauses)
+    return with_weights(path, room=2 * ((devices + 4) // 3), early=(gradients, forwards))
 
 
 def _line(name: str, stages: int, devices: int | None) -> Placement:

@@ -10,19 +10,23 @@ activations: a forward begins to hold them, a W lets them go.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
+from itertools import chain, islice
 
 from fshard.pipeline.clock import Result, needs, refuse_stuck, result
 from fshard.pipeline.schedule import Action, Kind, Schedule
 
+Early = Callable[[deque[Action], int], Iterator[Action]]
+"""What a device may do before its turn, given what it has to do and how much more it may hold."""
 
-def with_weights(schedule: Schedule, room: int, *, early: bool = False) -> Schedule:
+
+def with_weights(schedule: Schedule, room: int, early: tuple[Early, ...] = ()) -> Schedule:
     """Add a W for each I: where its device would wait, at the latest before it would hold more than `room` activations.
 
     Args:
         schedule: forwards and gradients of inputs.
         room: how many activations a device holds at most, if there is an order with so few.
-        early: whether a device that would still wait does forwards before their turn, as far as there is room.
+        early: what a device that would still wait does before its turn: of `forwards`, `gradients` and `swapped`.
 
     >>> print(with_weights(Schedule.from_csv("0F0,0F1,0I0,0I1\\n1F0,1I0,1F1,1I1"), room=2).to_csv())
     0F0,0F1,0I0,0W0,0I1,0W1
@@ -45,7 +49,7 @@ def with_weights(schedule: Schedule, room: int, *, early: bool = False) -> Sched
             return ahead[0]
         if weights:
             return weights[0]
-        return next(filter(able, _early(ahead, space)), None) if early else None
+        return next(filter(able, chain.from_iterable(rule(ahead, space) for rule in early)), None)
 
     while any(left) or any(owed):
         begun = {device: action for device in range(schedule.devices) if (action := turn(device))}
@@ -61,7 +65,7 @@ def with_weights(schedule: Schedule, room: int, *, early: bool = False) -> Sched
     return schedule.with_rows(rows)
 
 
-def _early(row: Iterable[Action], space: int) -> Iterator[Action]:
+def forwards(row: deque[Action], space: int) -> Iterator[Action]:
     """Yield the forwards that fit in at once, and leave space for all that was to be done before them."""
     held = 0
     for action in row:
@@ -70,3 +74,18 @@ def _early(row: Iterable[Action], space: int) -> Iterator[Action]:
         if action.kind is Kind.F:
             yield action
         held += 1 if action.kind is Kind.F else -1
+
+
+def gradients(row: deque[Action], _: int) -> Iterator[Action]:
+    """Yield what comes after the next, if it is a gradient: it takes no room."""
+    return (action for action in islice(row, 1, 2) if action.kind is not Kind.F)
+
+
+def swapped(row: deque[Action], space: int) -> Iterator[Action]:
+    """Yield the second of two gradients: unlike one that overtakes a forward, it leaves time for messages.
+
+    >>> rows = [deque(map(Action.parse, row.split())) for row in ("0F2 3I1", "0I0 3I1")]
+    >>> [[str(action) for action in rule(row, 0)] for rule in (gradients, swapped) for row in rows]
+    [['3I1'], ['3I1'], [], ['3I1']]
+    """
+    return gradients(row, space) if row and row[0].kind is not Kind.F else iter(())
