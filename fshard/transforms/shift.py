@@ -85,8 +85,8 @@ class Shift:
     ) -> None:
         self.plan, self.batch, self.key, self.scale, self.fresh, self.site = plan, batch, key, scale, fresh, site
         self.scaled, self.memory, how = scale, memory, plan.how
-        self.scope = require("train_step")
-        self.pipe = self.scope.group(plan.axis, "train_step")
+        self.scope = require(how.caller)
+        self.pipe = self.scope.group(plan.axis, how.caller)
         self.beside = self._along(batch.axes)
         index = self.beside.index if self.beside is not None else 0
         turns = how.turns(self.beside.size if self.beside is not None else 1)
@@ -103,7 +103,7 @@ class Shift:
         self.parts: dict[int, tuple[Found, Told]] = {}
 
     def _along(self, axes: tuple[str, ...]) -> Group | None:
-        return self.scope.group(axes, "train_step") if axes else None
+        return self.scope.group(axes, self.plan.how.caller) if axes else None
 
     def _weight(self) -> float:
         """Return what the whole batch counts for."""
@@ -291,14 +291,15 @@ class Shift:
 
     def _used(self) -> list[bool]:
         """Return whether any device has used each parameter; raise if devices have begun from different things."""
-        everyone = self.scope.group((self.plan.axis, *self.batch.axes), "train_step")
+        caller = self.plan.how.caller
+        everyone = self.scope.group((self.plan.axis, *self.batch.axes), caller)
         origin = self._origin()
         own = marks(*origin.told)
         (sums,) = summed((on_host([*own, *map(float, self.totals.used)], torch.device("cpu")),), everyone, self.site)
         found = sums.tolist()
         for place in unlike(found[: len(own)]):
             origin.refuse(place, self.scope.mesh, lambda numbers: exchanged(numbers, everyone, self.site))
-            raise MismatchError("train_step: devices have begun from different things.")
+            raise MismatchError(f"{caller}: devices have begun from different things.")
         used = [times > 0 for times in found[len(own) :]]
         if self.plan.how.backward and not any(used):
             raise LayoutError(DETACHED)
