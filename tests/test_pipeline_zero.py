@@ -1,5 +1,6 @@
 """Training in stages beside data: the loss, gradients, metrics and bits of `train_step` on the whole model."""
 
+import os
 import random
 
 import pytest
@@ -13,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 import fshard as fs
 from fshard import P
 from fshard.pipeline.builders import BUILDERS
+from fshard.testing.processes import run_processes
 
 # -- a model: a small GPT as layers, with dropout and tied embeddings -------------------------------------------------
 
@@ -577,6 +579,42 @@ def test_lazy_layers_are_built_where_their_stage_lies_alone(four):
     mesh, schedule = fs.make_mesh({"pipe": 2}), fs.pipeline_schedule("gpipe", stages=2, microbatches=1)
     with pytest.raises(fs.LayoutError, match="there are parameters without memory.*seed=0"):
         fs.shard_stages(lazily(2), mesh=mesh, schedule=schedule)
+
+
+# -- a process that fails ------------------------------------------------------------------------------------------
+
+
+def fail_and_go_on(who):
+    """One process fails in its stage, and takes another step as if nothing had been; return what everybody is told."""
+    mesh = fs.make_mesh({"pipe": 2, "data": 2})
+    schedule = fs.pipeline_schedule("1f1b", stages=2, microbatches=4)
+    turns, told = [], []
+
+    def failing(w, x):
+        turns.append(1)
+        if len(turns) == 3 and int(os.environ["RANK"]) == who:
+            raise KeyError("mine")
+        return linear(w, x)
+
+    params = fs.shard_stages(weights(2), fs.fsdp("data"), mesh=mesh, schedule=schedule)
+    gradient = fs.value_and_grad([failing] * 2, mesh=mesh, batch=P("data"), schedule=schedule, loss=mean_square)
+    for _ in range(2):
+        try:
+            gradient(params, torch.ones(16, 6))
+        except Exception as error:
+            told.append(f"{type(error).__name__}: {error}")
+    return told
+
+
+@pytest.mark.parametrize("who", [0, 3])
+def test_who_waits_is_told_of_a_process_that_fails_and_goes_on(who):
+    for rank, (first, second) in enumerate(run_processes(fail_and_go_on, 4, who, timeout=60)):
+        if rank == who:
+            assert "KeyError: 'mine'" in first
+            assert "MismatchError" in second and f"process {who} has failed: KeyError: 'mine'" in second
+        else:
+            assert first.startswith("LostProcessError") and "another process of the group has failed" in first
+            assert second.startswith("LostProcessError")
 
 
 # -- mistakes -----------------------------------------------------------------------------------------------------
