@@ -44,9 +44,9 @@ clean:  ## remove the environment, caches and build output
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# The stamp is written last: an interrupted install starts again.
+# The stamp is written last: an interrupted install starts again.  Python compiles modules as they are imported: most never are.
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("fshard needs Python 3.11 or newer: make PYTHON=python3.x")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test,docs,dev]'
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[test,hf,docs,dev]'
 	@touch $@

@@ -62,7 +62,6 @@ from fshard.pipeline.timeline import timeline
 from fshard.transforms.deferred import commit_batch_norm
 from fshard.transforms.evaluate import evaluate
 from fshard.transforms.functionalize import functionalize
-from fshard.transforms.gradient import grad, value_and_grad
 from fshard.transforms.initial import init_params
 from fshard.transforms.lazy import built, lazy
 from fshard.transforms.randomness import keyed_random
@@ -72,6 +71,7 @@ from fshard.transforms.stage_functions import stage_functions
 from fshard.transforms.stage_layouts import shard_stages
 from fshard.transforms.step import train_step
 from fshard.transforms.use import gathered, whole
+from fshard.transforms.value_and_grad import grad, value_and_grad
 from fshard.uncompiled import uncompiled
 
 

@@ -18,6 +18,7 @@ from fshard.mesh.tree import flatten, flatten_with_paths, unflatten
 from fshard.testing import certify, check_elementwise, gpt
 from fshard.testing.certify import dyadic
 from fshard.transforms import step as step_module
+from fshard.transforms.value_and_grad import gradient_of
 
 STAGES = (0, 1, 2, 3)
 ADAMW = fs.optim.adamw(3e-3, fused=False)
@@ -531,10 +532,10 @@ def wrong_gradients(monkeypatch, of_leaf, leaf="down"):
         return value, unflatten(structure, leaves)
 
     def made(*args, **options):
-        right = fs.value_and_grad(*args, **options)
+        right = gradient_of(*args, **options)
         return SimpleNamespace(how=right.how, run=partial(wrong, right))
 
-    monkeypatch.setattr(step_module, "value_and_grad", made)
+    monkeypatch.setattr(step_module, "gradient_of", made)
 
 
 def pretended(layout, shape, wholes):

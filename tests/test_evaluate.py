@@ -1,6 +1,7 @@
 """Evaluation: the loss alone, on parameters that lie in any way."""
 
 import weakref
+from inspect import signature
 
 import pytest
 import torch
@@ -9,6 +10,10 @@ from hypothesis import strategies as st
 
 import fshard as fs
 from fshard import P, optim
+from fshard.transforms.gradient import unstaged
+from fshard.transforms.options import Options
+from fshard.transforms.staged import staged
+from fshard.transforms.value_and_grad import OF_LOSSES, OF_STAGES
 
 
 def params_of(layers=4):
@@ -140,6 +145,13 @@ def test_the_pieces_train_as_the_step_does_with_a_scaled_loss():
     assert state["scale"] == again["scale"] == 2.0**12
     torch.testing.assert_close(loss, metrics["loss"])
     torch.testing.assert_close(fs.unshard(params), fs.unshard(others), rtol=1e-5, atol=1e-6)
+
+
+def test_every_option_is_known_by_its_name_and_type():
+    fixed = {"loss_fn", "stages", "mesh", "batch", "schedule", "backward", "caller"}
+    found = [{*signature(make).parameters} - fixed for make in (unstaged, staged)]
+    assert found == [{*OF_LOSSES}, {*OF_STAGES}]
+    assert found[0] | found[1] == {*Options.__annotations__}
 
 
 def test_options_without_a_meaning_are_refused():

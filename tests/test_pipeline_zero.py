@@ -1,5 +1,6 @@
 """Training in stages beside data: the loss, gradients, metrics and bits of `train_step` on the whole model."""
 
+import os
 import random
 
 import pytest
@@ -13,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 import fshard as fs
 from fshard import P
 from fshard.pipeline.builders import BUILDERS
+from fshard.testing.processes import run_processes
 
 # -- a model: a small GPT as layers, with dropout and tied embeddings -------------------------------------------------
 
@@ -92,13 +94,15 @@ def serial(model, batches, opt, data, zero=None, loss=entropy, **options):
     return trained(fs.train_step(loss_fn, opt, mesh=mesh, batch=P("data"), **options), params, opt, batches)
 
 
-def in_stages(model, batches, opt, data, schedule, zero=None, loss=entropy, balance="uniform", **options):
+def in_stages(
+    model, batches, opt, data, schedule, zero=None, loss=entropy, balance="uniform", make=fs.train_step, **options
+):
     """Train it in stages; return what `serial` does, by the names of the whole model."""
     mesh = fs.make_mesh({"pipe": schedule.devices, "data": data})
     stages = fs.split_stages(model, schedule.stages, balance)
     params = fs.shard_stages(stages, at_rest(zero), mesh=mesh, schedule=schedule)
     opt = optimizer(opt, mesh, zero)
-    step = fs.train_step(stages, opt, mesh=mesh, batch=P("data"), schedule=schedule, loss=loss, **options)
+    step = make(stages, opt, mesh=mesh, batch=P("data"), schedule=schedule, loss=loss, **options)
     params, metrics = trained(step, params, opt, batches)
     found = {name: x for tree in params for name, x in tree.items()}
     names = dict(model.named_parameters(remove_duplicate=False))
@@ -107,6 +111,33 @@ def in_stages(model, batches, opt, data, schedule, zero=None, loss=entropy, bala
     for name, x in found.items():
         assert torch.equal(x, found[ties[id(names[name])]])
     return {name: found[name] for name, _ in model.named_parameters()}, metrics
+
+
+def by_hand(stages, opt, *, precision=None, donate=False, has_aux=False, **options):
+    """Return what `fs.train_step` does, of its pieces; the only metrics are the loss, and what there is beside it."""
+    if precision is not None:
+        options["compute"] = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+        options["reduce"] = {"bf16": None, "fp16": torch.float32}[precision]
+    gradient = fs.value_and_grad(stages, has_aux=has_aux, gradients=getattr(opt, "gradients", None), **options)
+
+    def step(params, state, batch):
+        scale = None if opt.loss_scale is None else opt.loss_scale(state)
+        found, grads = gradient(params, batch, scale=scale)
+        updates, state = opt.update(grads, state, params)
+        return fs.apply_updates(params, updates), state, found
+
+    return step
+
+
+def at_once(stages, opt, **options):
+    """Return `fs.train_step`, of whose metrics it keeps those that `by_hand` has."""
+    whole = fs.train_step(stages, opt, **options)
+
+    def step(*given):
+        params, state, metrics = whole(*given)
+        return params, state, (metrics["loss"], metrics["aux"]) if "aux" in metrics else metrics["loss"]
+
+    return step
 
 
 def trained(step, params, opt, batches):
@@ -184,6 +215,15 @@ class Drawn:
         else:
             close(found, expected)
 
+    def check_pieces(self):
+        model, batches = gpt(self.blocks), [tokens(self.size, seed) for seed in (1, 2)]
+        options = {"recompute": self.recompute, "reproducible": True, **self.options}
+        found, whole = (
+            in_stages(model, batches, OPTIMIZERS[self.opt], self.data, self.schedule, self.zero, make=make, **options)
+            for make in (by_hand, at_once)
+        )
+        assert same(found, whole)
+
 
 @settings(max_examples=20)
 @given(st.randoms(use_true_random=False))
@@ -197,14 +237,25 @@ def test_any_training_in_stages_is_that_of_the_whole_model(source):
     Drawn(source.choice).check(reproducible=False)
 
 
+@settings(max_examples=6)
+@given(st.randoms(use_true_random=False))
+def test_gradients_of_stages_and_an_update_are_the_step(source):
+    Drawn(source.choice).check_pieces()
+
+
 def on_processes(seeds, devices, datas):
     for seed in seeds:
         Drawn(random.Random(seed).choice, [devices], [datas]).check(reproducible=True)
 
 
+def pieces_on_processes(seed):
+    Drawn(random.Random(seed).choice, [2], [1]).check_pieces()
+
+
 def test_two_processes_have_them_too(two):
     two.run(on_processes, [3, 9], 2, 1)
     two.run(on_processes, [11], 1, 2)
+    two.run(pieces_on_processes, 5)
 
 
 def test_four_processes_have_them_too(four):
@@ -530,7 +581,50 @@ def test_lazy_layers_are_built_where_their_stage_lies_alone(four):
         fs.shard_stages(lazily(2), mesh=mesh, schedule=schedule)
 
 
+# -- a process that fails ------------------------------------------------------------------------------------------
+
+
+def fail_and_go_on(who):
+    """One process fails in its stage, and takes another step as if nothing had been; return what everybody is told."""
+    mesh = fs.make_mesh({"pipe": 2, "data": 2})
+    schedule = fs.pipeline_schedule("1f1b", stages=2, microbatches=4)
+    turns, told = [], []
+
+    def failing(w, x):
+        turns.append(1)
+        if len(turns) == 3 and int(os.environ["RANK"]) == who:
+            raise KeyError("mine")
+        return linear(w, x)
+
+    params = fs.shard_stages(weights(2), fs.fsdp("data"), mesh=mesh, schedule=schedule)
+    gradient = fs.value_and_grad([failing] * 2, mesh=mesh, batch=P("data"), schedule=schedule, loss=mean_square)
+    for _ in range(2):
+        try:
+            gradient(params, torch.ones(16, 6))
+        except Exception as error:
+            told.append(f"{type(error).__name__}: {error}")
+    return told
+
+
+@pytest.mark.parametrize("who", [0, 3])
+def test_who_waits_is_told_of_a_process_that_fails_and_goes_on(who):
+    for rank, (first, second) in enumerate(run_processes(fail_and_go_on, 4, who, timeout=60)):
+        if rank == who:
+            assert "KeyError: 'mine'" in first
+            assert "MismatchError" in second and f"process {who} has failed: KeyError: 'mine'" in second
+        else:
+            assert first.startswith("LostProcessError") and "another process of the group has failed" in first
+            assert second.startswith("LostProcessError")
+
+
 # -- mistakes -----------------------------------------------------------------------------------------------------
+
+
+ENTRANCES = {
+    "train_step": lambda given, **options: fs.train_step(given, fs.optim.sgd(0.1), **options),
+    "value_and_grad": fs.value_and_grad,
+    "evaluate": fs.evaluate,
+}
 
 
 def test_what_does_not_fit_is_refused_with_all_that_is_wrong():
@@ -551,15 +645,53 @@ def test_what_does_not_fit_is_refused_with_all_that_is_wrong():
     assert str(error.value).startswith(
         "train_step has no option accumulate, slices, bucket. With a schedule it has: loss,"
     )
-    with pytest.raises(fs.MeshError, match="train_step needs a mesh, found NoneType"):
-        fs.train_step([linear], opt, mesh=None, batch=P(), schedule=schedule)
-    with pytest.raises(fs.LayoutError, match="given a list of stages. Say how they run: schedule="):
-        fs.train_step(nn.ModuleList([nn.Linear(6, 6)] * 3), opt, mesh=mesh, batch=P("data"), loss=mean_square)
+    with pytest.raises(fs.LayoutError) as error:
+        fs.value_and_grad([linear] * 3, mesh=mesh, batch=P("data"), schedule=schedule, accumulate=2, los=mean_square)
+    assert str(error.value) == (
+        "value_and_grad has no option accumulate, los. With a schedule it has: loss, inputs, skips, axis, has_buffers, "
+        "deferred_batch_norm, has_aux, weight, gradients, frozen, reproducible, live_units, dynamic, recompute, compute, reduce."
+    )
+    given = {"mesh": mesh, "batch": P("data"), "loss": mean_square}
+    for name, call in ENTRANCES.items():
+        with pytest.raises(fs.LayoutError, match=f"{name} was given a list of stages. Say how they run: schedule="):
+            call(nn.ModuleList([nn.Linear(6, 6)] * 3), **given)
+        with pytest.raises(fs.MeshError, match=rf'{name}\(batch=\): .* has no axis "dat". Its axes are "pipe", "data"'):
+            call([linear] * 3, **given | {"batch": {"x": P("data"), "y": P(("pipe", "dat"))}, "schedule": schedule})
+        with pytest.raises(
+            fs.MeshError, match=rf'{name}\(batch=\): .* has no axis "a", "b". Its axes are "pipe", "data"'
+        ):
+            call(linear, mesh=mesh, batch=[P("a"), P("b")])
+        with pytest.raises(fs.MeshError, match=f"{name} needs a mesh, found NoneType"):
+            call(linear, mesh=None, batch=P("data"))
     with pytest.raises(fs.LayoutError, match=r"shard_stages: .* 3 stages, 1 are given; .* 3 devices, axis pipe has 2"):
         fs.shard_stages(weights(1), mesh=mesh, schedule=schedule)
     abstract = fs.make_mesh({"pipe": 3, "data": 2}, runtime="abstract")
     with pytest.raises(fs.LayoutError, match="on an abstract mesh nobody says what a stage makes"):
         fs.train_step([linear] * 3, opt, mesh=abstract, batch=P("data"), schedule=schedule, loss=mean_square)
+
+
+def test_rules_do_not_say_where_stages_lie():
+    def laid(rules, axes):
+        schedule = fs.pipeline_schedule("1f1b", stages=2, microbatches=2)
+        trees = [{"w": torch.ones(4, 2)}, {"w": torch.ones(4, 2)}]
+        return fs.shard_stages(trees, rules, mesh=fs.make_mesh(axes), schedule=schedule)
+
+    with pytest.raises(fs.LayoutError) as error:
+        laid([P("data", on={"pipe": 0}), P(None, "pipe")], {"pipe": 2, "data": 2, "model": 1})
+    assert str(error.value) == (
+        'shard_stages: stages lie along "pipe" already, each at its place, but rules lay 1.w as P(None, "pipe"). Axes that are '
+        'left for rules: "data", "model".'
+    )
+    with pytest.raises(fs.LayoutError) as error:
+        laid(fs.fsdp("pipe"), {"pipe": 2})
+    assert str(error.value) == (
+        'shard_stages: stages lie along "pipe" already, each at its place, but rules lay 0.w as P.flat("pipe"), 1.w as '
+        'P.flat("pipe"). The mesh has no other axis: leave rules out.'
+    )
+    with pytest.raises(fs.LayoutError, match=r'rules lay 0.w as P.flat\("data", "pipe"\), 1.w'):
+        laid(fs.fsdp(("data", "pipe")), {"pipe": 2, "data": 2})
+    with pytest.raises(fs.LayoutError, match=r'rules lay 0.w as P.owned\("pipe", by=1\). Axes .*: "data"'):
+        laid([P(on={"pipe": 1}), P(on={"pipe": 1})], {"pipe": 2, "data": 2})
 
 
 def test_what_a_step_is_given_has_to_lie_where_the_stages_do():
@@ -595,6 +727,15 @@ def test_what_a_step_is_given_has_to_lie_where_the_stages_do():
         fs.train_step([linear] * 2, opt, **options, gradients=lambda layout: layout.with_spec(P()))(
             good, opt.init(good), batch
         )
+    with torch.inference_mode(), pytest.raises(fs.LayoutError, match=r"train_step under torch.inference_mode\(\)"):
+        step(good, opt.init(good), batch)
+    gradient = fs.value_and_grad([linear] * 2, **options)
+    with pytest.raises(
+        fs.LayoutError, match="^value_and_grad: 2 stages have a list of as many trees of parameters; 1 are"
+    ):
+        gradient(good[:1], batch)
+    with pytest.raises(fs.LayoutError, match="^value_and_grad: parameters of stages lie where .* 0.b lies as"):
+        gradient(good[::-1], batch)
     with pytest.raises(fs.LayoutError, match="no stage has a parameter"):
         fs.train_step([lambda _, x: x] * 2, opt, **options)([None, None], opt.init([]), batch)
     with pytest.raises(fs.LayoutError, match="has to return one number"):

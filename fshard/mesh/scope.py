@@ -164,6 +164,16 @@ def owning(axes: Iterable[str], notice: Notice | None = None) -> Generator[None]
 
 
 @contextmanager
+def parting(group: Group) -> Generator[None]:
+    """Tell the others of a group if what is done here fails, where they wait for it."""
+    try:
+        yield
+    except BaseException as error:
+        group.world.current().part(group, error)
+        raise
+
+
+@contextmanager
 def trying(trial: Trial) -> Generator[None]:
     """Let what collectives give to the calling device be multiplied by what `trial` says."""
     scope = require("a trial")

@@ -16,7 +16,7 @@ from torch.autograd.graph import GradientEdge
 
 from fshard.errors import LayoutError
 from fshard.mesh.mesh import Mesh, refuse_no_mesh
-from fshard.mesh.scope import Group, require
+from fshard.mesh.scope import Group, parting, require
 from fshard.mesh.spmd import everywhere, is_outside, standing
 from fshard.mesh.threads import one_thread
 from fshard.mesh.tree import PyTree
@@ -166,7 +166,8 @@ def _run(plan: Plan, batch: Batch, params: Sequence[PyTree], group: Group, devic
     if not plan.dynamic:
         known = plan.known.setdefault(group.device, {})
     options = {"backward": plan.backward, "tells": plan.loss_fn is not None}
-    outcome = Device(plan.route, work, group, device, site, batch.kinds, known, **options).run()
+    with parting(group):
+        outcome = Device(plan.route, work, group, device, site, batch.kinds, known, **options).run()
     loss, metrics = outcome or (None, [work.results[microbatch] for microbatch in sorted(work.results)] or None)
     return Outcome(loss, work.gradients(), metrics)
 

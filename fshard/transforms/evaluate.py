@@ -7,7 +7,6 @@ of any size are averaged by what they count for, and nothing is recorded, reduce
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,10 +16,9 @@ from fshard.mesh.mesh import Mesh
 from fshard.mesh.tree import PyTree
 from fshard.pipeline.schedule import Schedule
 from fshard.source import call_site
-from fshard.transforms.gradient import Gradient, value_and_grad
 from fshard.transforms.nearby import refuse_distant
 from fshard.transforms.slices import Weight
-from fshard.transforms.staged import Staged, staged
+from fshard.transforms.value_and_grad import gradient_of, refuse_unscheduled
 
 
 def evaluate(
@@ -73,19 +71,19 @@ def evaluate(
     >>> loss, [name for name, _ in comm.by_collective()]
     (tensor(8.), ['all_gather', 'psum'])
     """
+    refuse_unscheduled("evaluate", loss_fn, schedule)
     whole: dict[str, Any] = {"accumulate": accumulate, "slices": slices, "prefetch": prefetch}
     both: dict[str, Any] = {"has_buffers": has_buffers, "has_aux": has_aux, "weight": weight, "compute": compute}
     both |= {"mesh": mesh, "batch": batch, "reproducible": reproducible, "live_units": live_units}
-    forward: Gradient | Staged
     if schedule is None:
         _refuse(staging, "without schedule=")
-        known = value_and_grad(loss_fn, **both, **whole)
-        forward = Gradient(replace(known.how, backward=False), mesh, batch, known.gradients, None)
+        own = whole
     else:
         usual = {"accumulate": 1, "slices": None, "prefetch": 1}
         _refuse([name for name in whole if whole[name] != usual[name]], "with schedule=")
         _refuse(staging.keys() - {"loss", "inputs", "skips", "axis", "dynamic"}, "with schedule=")
-        forward = staged(loss_fn, schedule=schedule, backward=False, **both, **staging)
+        own = staging
+    forward = gradient_of("evaluate", loss_fn, schedule=schedule, backward=False, **both, **own)
 
     def run(params: PyTree, *given: PyTree) -> Any:
         buffers, batch = given if has_buffers else ((), *given)

@@ -1,4 +1,4 @@
-"""`value_and_grad`: the gradient of an ordinary loss function, on parameters and a batch that lie on a mesh.
+"""The gradient of an ordinary loss function, on parameters and a batch that lie on a mesh: see `value_and_grad`.
 
 Each device takes the loss of its own part of the batch; the loss of the whole is their mean, weighted by samples or by
 what `weight` counts.  So a batch of any size has the loss and the gradient that it has on one device, if the loss is a
@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -54,7 +54,7 @@ from fshard.transforms.units import Leaf, Manner
 from fshard.uncompiled import uncompiled
 
 
-def value_and_grad(
+def unstaged(
     loss_fn: Callable[..., Any],
     *,
     mesh: Mesh,
@@ -75,75 +75,9 @@ def value_and_grad(
     bucket: int = 1 << 20,
     compute: torch.dtype | None = None,
     reduce: torch.dtype | None = None,
+    backward: bool = True,
 ) -> Gradient:
-    """Return a function of (params, batch) that gives the mean loss over the whole batch and its gradient.
-
-    Args:
-        loss_fn: `loss_fn(params, batch)` of one device: the mean loss over the samples that it is given, or the loss of each;
-            with `has_aux`, a pair of that and a tree: floating numbers, which are averaged as the loss is, whole numbers, which
-            are counts and are added up, and tensors with a row for each sample, which come back for the whole batch, as a
-            `Sharded` (see `beside`).
-        mesh: the devices.
-        batch: how the batch is cut: a P, or a prefix tree of Ps.  Its axes are the ones that gradients are summed over.  What
-            the loss needs besides, a second network say, is a part of it that is not cut, P(): a tree of `Sharded`s too, which
-            are then gathered, all at once.
-        has_buffers: whether loss_fn has buffers, of BatchNorm say: it is then `loss_fn(params, buffers, batch)` and returns
-            (loss, new buffers), and so does the result: see `buffers`.
-        has_aux: whether loss_fn returns something more, last.
-        weight: what a part of the batch counts for: `weight(part)`, say its number of tokens.  By default a part counts for
-            its samples: how long the first dim is, where the batch is cut along it.  A part that counts 0 adds nothing, even
-            if its loss is no number; no part counts less, and a batch that counts for nothing at all is refused.  It may be a
-            number for each sample, and has to be if the loss function returns a loss for each.  For a number that lies on a
-            device the host waits, once a step.
-        accumulate: cut each device's part into so many, one after the other.  Parts differ by one sample at most.
-        reduce_once: with `accumulate`, add gradients up locally and reduce the sum, instead of reducing each.  It sends less
-            and holds whole gradients meanwhile.
-        gradients: from a parameter's layout to its gradient's; by default they are the same.
-        frozen: which parameters have no gradient here: a path pattern, several, or a function of the path ("blocks[3].w").
-            What is never trained is better frozen by `shard_params`: it has no optimizer state either.
-        reproducible: equal bits on every mesh: see the module.
-        slices: into how many slices the whole batch is cut in reproducible mode, whatever the mesh; by default 8.  Where there
-            are several devices, each has to have 1, 2, 4, ... of them, or one device would round otherwise.
-        reshard_after_forward: gather sharded units again for the backward instead of keeping them.
-        live_units: how many sharded units are whole at a time, besides those that are gathered ahead, and in the backward
-            those of a rematerialised block that has been run again.
-        prefetch: how many units to start gathering ahead of their use, in the order that the step before used them.
-        in_flight: how many reductions may be under way while the backward goes on.
-        bucket: about how many bytes of gradients are reduced together where parameters lie whole (ZeRO 0 to 2): units wait, in
-            the order of the backward, until there are so many.  0: each unit alone.
-        compute: the floating dtype that parameters and batch are used in, if not their own.
-        reduce: the dtype that gradients are reduced in, if not that of the computation, or in reproducible mode and where
-            slices are added up, that or float32, whichever is wider.
-
-    The function also takes `scale=`: gradients are then those of so many times the loss, which `optim.loss_scaled` needs:
-    `gradient(params, batch, scale=opt.loss_scale(state))`.
-
-    The loss is a tensor, equal on all devices; a gradient is None where no device has used the parameter.  loss_fn may call
-    collectives over any axis, and needs no `fs.pvary`: every value in it is the device's own.  If it does so over an axis
-    that does not cut the batch, to use a part of the model on each device, the loss is the mean over that axis too.  In
-    reproducible mode it can ask nothing over the batch's axes.
-
-    >>> import torch, fshard as fs
-    >>> from fshard import P
-    >>> mesh = fs.make_mesh({"data": 2})
-    >>> params = fs.shard_params({"w": torch.tensor([1.0, 2.0])}, fs.fsdp("data"), mesh=mesh)
-    >>> def loss_fn(params, batch):
-    ...     return (params["w"] * batch).sum(1).mean()
-    >>> loss, grads = fs.value_and_grad(loss_fn, mesh=mesh, batch=P("data"))(params, torch.ones(4, 2))
-    >>> loss, fs.typeof(grads["w"]), fs.unshard(grads["w"])
-    (tensor(3.), f32[2]{flat:data}, tensor([1., 1.]))
-
-    Each device along "model" multiplies by its rows of w:
-
-    >>> mesh = fs.make_mesh({"data": 2, "model": 2})
-    >>> def loss_fn(w, x):
-    ...     at, n = fs.axis_index("model"), fs.axis_size("model")
-    ...     return fs.psum(x.chunk(n, 1)[at] @ w.chunk(n)[at], "model").square().mean()
-    >>> w = fs.shard_params(torch.tensor([1.0, 2.0]), P("model"), mesh=mesh)
-    >>> loss, grad = fs.value_and_grad(loss_fn, mesh=mesh, batch=P("data"))(w, torch.ones(4, 2))
-    >>> loss, fs.typeof(grad), fs.unshard(grad)
-    (tensor(9.), f32[2@model], tensor([6., 6.]))
-    """
+    """Return the gradient of a loss function of the whole model; for its options see `value_and_grad`."""
     count = 8 if slices is None else slices
     refuse_options(
         reproducible,
@@ -154,26 +88,14 @@ def value_and_grad(
     )
     manner = Manner(reshard_after_forward, live_units, prefetch, in_flight, bucket, compute, reduce)
     once = reduce_once or reproducible
-    how = How(loss_fn, has_buffers, has_aux, weight, accumulate, once, count if reproducible else None, manner)
+    how = How(
+        loss_fn, has_buffers, has_aux, weight, accumulate, once, count if reproducible else None, manner, backward
+    )
     return Gradient(how, mesh, batch, gradients or _as_they_lie, frozen)
 
 
 def _as_they_lie(layout: Layout) -> Layout:
     return layout
-
-
-def grad(loss_fn: Callable[..., Any], **options: Any) -> Callable[..., PyTree]:
-    """Return a function of (params, batch) that gives the gradient of the mean loss: see `value_and_grad`.
-
-    >>> import torch, fshard as fs
-    >>> from fshard import P
-    >>> mesh = fs.make_mesh({"data": 2})
-    >>> w = fs.device_put(torch.tensor(3.0), fs.Layout(mesh))
-    >>> fs.unshard(fs.grad(lambda w, x: (w * x).mean(), mesh=mesh, batch=P("data"))(w, torch.arange(4.0)))
-    tensor(1.5000)
-    """
-    both = value_and_grad(loss_fn, **options)
-    return lambda params, *given, scale=None: both(params, *given, scale=scale)[1]
 
 
 KNOWN = 64
@@ -194,6 +116,42 @@ class Value(NamedTuple):
     aux: PyTree
 
 
+class Runs(Protocol):
+    """A gradient that can be run on parameters and a batch."""
+
+    @property
+    def how(self) -> How: ...
+    @property
+    def mesh(self) -> Mesh: ...
+    def run(
+        self, params: PyTree, buffers: PyTree, batch: PyTree, site: Site, scale: float = 1.0
+    ) -> tuple[Value, PyTree]:
+        """Return what was found, and the gradients of `scale` times the loss as they lie."""
+        ...
+
+
+@uncompiled
+def called(self: Runs, params: PyTree, *given: PyTree, scale: Tensor | float | None = None) -> tuple[Any, PyTree]:
+    """Return the loss, or what comes with it too, and the gradient of `scale` times the loss."""
+    how = self.how
+    buffers, batch = given if how.has_buffers else ((), *given)
+    refuse_distant(self.mesh, how.caller, params=params, buffers=buffers, batch=batch)
+    value, grads = self.run(params, buffers, batch, call_site(), 1.0 if scale is None else float(scale))
+    if scale is None:
+        note_unscaled(grads)
+    rest = (value.buffers,) * how.has_buffers + (value.aux,) * how.has_aux
+    return ((value.loss, *rest) if rest else value.loss), grads
+
+
+def refuse_unrecorded(how: How) -> None:
+    """Raise if a gradient is wanted where nothing is recorded."""
+    if how.backward and torch.is_inference_mode_enabled():
+        raise LayoutError(
+            f"{how.caller} under torch.inference_mode(): nothing is recorded there, so there is no gradient. "
+            "Call it outside, or in torch.inference_mode(False)."
+        )
+
+
 @uncompiled
 @dataclass(frozen=True)
 class Gradient:
@@ -206,25 +164,13 @@ class Gradient:
     frozen: Choice
     known: list[Known] = field(init=False, default_factory=list[Known], compare=False, repr=False)
 
-    def __call__(self, params: PyTree, *given: PyTree, scale: Tensor | float | None = None) -> tuple[Any, PyTree]:
-        """Return the loss, or what comes with it too, and the gradient of `scale` times the loss."""
-        buffers, batch = given if self.how.has_buffers else ((), *given)
-        refuse_distant(self.mesh, "value_and_grad", params=params, buffers=buffers, batch=batch)
-        value, grads = self.run(params, buffers, batch, call_site(), 1.0 if scale is None else float(scale))
-        if scale is None:
-            note_unscaled(grads)
-        rest = (value.buffers,) * self.how.has_buffers + (value.aux,) * self.how.has_aux
-        return ((value.loss, *rest) if rest else value.loss), grads
+    __call__ = called
 
     def run(
         self, params: PyTree, buffers: PyTree, batch: PyTree, site: Site, scale: float = 1.0
     ) -> tuple[Value, PyTree]:
         """Run forward and backward on all devices; return the loss, and the gradients of `scale` times it as they lie."""
-        if self.how.backward and torch.is_inference_mode_enabled():
-            raise LayoutError(
-                "value_and_grad under torch.inference_mode(): nothing is recorded there, so there is no gradient. "
-                "Call it outside, or in torch.inference_mode(False)."
-            )
+        refuse_unrecorded(self.how)
         mesh = standing(self.mesh)
         paths, leaves, structure = flatten_with_paths(params, sharded_is_leaf=True)
         refuse_unplaced(paths, leaves, mesh)

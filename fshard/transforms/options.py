@@ -2,13 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from numbers import Integral
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 
 from fshard.errors import LayoutError
+from fshard.mesh.layout import Layout
+from fshard.mesh.tree import PyTree
+from fshard.transforms.counts import Weight
+from fshard.transforms.patterns import Choice
+from fshard.transforms.stage_functions import How as Recompute
+
+
+class Options(TypedDict, total=False):
+    """All of them, by name: first those that any gradient has, then those of a loss function, then those of stages."""
+
+    has_buffers: bool
+    has_aux: bool
+    weight: Weight | None
+    gradients: Callable[[Layout], Layout] | None
+    frozen: Choice
+    reproducible: bool
+    live_units: int
+    compute: torch.dtype | None
+    reduce: torch.dtype | None
+
+    accumulate: int
+    reduce_once: bool
+    slices: int | None
+    reshard_after_forward: bool
+    prefetch: int
+    in_flight: int
+    bucket: int
+
+    loss: Callable[..., Any] | None
+    inputs: Callable[[PyTree], PyTree] | None
+    skips: Mapping[str, tuple[int, int]] | None
+    axis: str
+    deferred_batch_norm: bool
+    dynamic: bool
+    recompute: Recompute
 
 
 def refuse_options(

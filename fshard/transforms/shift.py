@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from fshard.errors import LayoutError, MismatchError
-from fshard.mesh.scope import Group, owning, require
+from fshard.mesh.scope import Group, owning, parting, require
 from fshard.mesh.steps import go
 from fshard.mesh.tree import PyTree, unflatten
 from fshard.optim.scaling import held_by
@@ -85,9 +85,10 @@ class Shift:
     ) -> None:
         self.plan, self.batch, self.key, self.scale, self.fresh, self.site = plan, batch, key, scale, fresh, site
         self.scaled, self.memory, how = scale, memory, plan.how
-        self.scope = require("train_step")
-        self.pipe = self.scope.group(plan.axis, "train_step")
+        self.scope = require(how.caller)
+        self.pipe = self.scope.group(plan.axis, how.caller)
         self.beside = self._along(batch.axes)
+        self.everyone = self.scope.group((plan.axis, *batch.axes), how.caller)
         index = self.beside.index if self.beside is not None else 0
         turns = how.turns(self.beside.size if self.beside is not None else 1)
         self.slices = batch.slices(at, turns, apart=how.slices is not None)
@@ -103,7 +104,7 @@ class Shift:
         self.parts: dict[int, tuple[Found, Told]] = {}
 
     def _along(self, axes: tuple[str, ...]) -> Group | None:
-        return self.scope.group(axes, "train_step") if axes else None
+        return self.scope.group(axes, self.plan.how.caller) if axes else None
 
     def _weight(self) -> float:
         """Return what the whole batch counts for."""
@@ -166,7 +167,7 @@ class Shift:
             known = plan.messages.setdefault(self.pipe.device, {})
         kinds: list[Hashable] = [kind_of(slice.leaves) for slice in self.slices]
         how, near = plan.how, self.near.device
-        with owning(self.scope.mesh.axis_names, self._notice):
+        with owning(self.scope.mesh.axis_names, self._notice), parting(self.everyone):
             device = Device(
                 plan.route, self, self.pipe, near, self.site, kinds, known, backward=how.backward, tells=True
             )
@@ -291,14 +292,15 @@ class Shift:
 
     def _used(self) -> list[bool]:
         """Return whether any device has used each parameter; raise if devices have begun from different things."""
-        everyone = self.scope.group((self.plan.axis, *self.batch.axes), "train_step")
         origin = self._origin()
         own = marks(*origin.told)
-        (sums,) = summed((on_host([*own, *map(float, self.totals.used)], torch.device("cpu")),), everyone, self.site)
+        (sums,) = summed(
+            (on_host([*own, *map(float, self.totals.used)], torch.device("cpu")),), self.everyone, self.site
+        )
         found = sums.tolist()
         for place in unlike(found[: len(own)]):
-            origin.refuse(place, self.scope.mesh, lambda numbers: exchanged(numbers, everyone, self.site))
-            raise MismatchError("train_step: devices have begun from different things.")
+            origin.refuse(place, self.scope.mesh, lambda numbers: exchanged(numbers, self.everyone, self.site))
+            raise MismatchError(f"{self.plan.how.caller}: devices have begun from different things.")
         used = [times > 0 for times in found[len(own) :]]
         if self.plan.how.backward and not any(used):
             raise LayoutError(DETACHED)

@@ -51,6 +51,7 @@ class How:
         slices: into how many slices the whole batch is cut in reproducible mode; None: another mode.
         manner: how units are handled.
         backward: whether a gradient is taken at all.
+        caller: the function that was called, for messages.
     """
 
     loss_fn: Callable[..., Any]
@@ -62,6 +63,7 @@ class How:
     slices: int | None
     manner: Manner
     backward: bool = True
+    caller: str = "value_and_grad"
 
     def turns(self, n: int) -> int:
         """Return how many slices each of n devices takes; in reproducible mode they make one branch of the tree of all."""

@@ -40,11 +40,11 @@ def remembering(stage: nn.Module | Stage, deferred: bool) -> Stage:
 class StageBuffers:
     """The buffers that a step is given: a tree for each stage."""
 
-    def __init__(self, trees: PyTree, mesh: Mesh, axis: str, placement: Sequence[int]) -> None:
+    def __init__(self, caller: str, trees: PyTree, mesh: Mesh, axis: str, placement: Sequence[int]) -> None:
         count = len(trees) if isinstance(trees, list | tuple) else None
         if count != len(placement):
             raise LayoutError(
-                f"train_step: {len(placement)} stages have a list of as many trees of buffers, found "
+                f"{caller}: {len(placement)} stages have a list of as many trees of buffers, found "
                 f"{type(trees).__name__ if count is None else count}. Write fs.shard_stages([dict(stage.named_buffers()) for "
                 "stage in stages], mesh=mesh, schedule=schedule)."
             )
@@ -57,7 +57,7 @@ class StageBuffers:
         ]
         if wrong:
             raise LayoutError(
-                f"train_step: buffers lie whole where the schedule has their stage, but {'; '.join(wrong)}. Lay them there: "
+                f"{caller}: buffers lie whole where the schedule has their stage, but {'; '.join(wrong)}. Lay them there: "
                 "fs.shard_stages(trees, mesh=mesh, schedule=schedule)."
             )
 
@@ -81,8 +81,8 @@ class StageBuffers:
 class Memory:
     """What the stages of one device learn in a step; `parts` are their buffers before it."""
 
-    def __init__(self, parts: Sequence[PyTree], modules: Sequence[nn.Module | None]) -> None:
-        self.parts, self._modules = parts, modules
+    def __init__(self, caller: str, parts: Sequence[PyTree], modules: Sequence[nn.Module | None]) -> None:
+        self._caller, self.parts, self._modules = caller, parts, modules
         self._before = [_by_path(part) for part in parts]
         self._learnt: dict[int, dict[int, dict[str, Any]]] = {}
 
@@ -95,7 +95,7 @@ class Memory:
         if wrong:
             listed = ", ".join(named(parts_of(path)) for path in wrong)
             raise LayoutError(
-                f"train_step: stage {stage} has to return (y, buffers), those that it was given: {listed}."
+                f"{self._caller}: stage {stage} has to return (y, buffers), those that it was given: {listed}."
             )
         self._learnt.setdefault(stage, {})[microbatch] = new
 

@@ -19,10 +19,10 @@ from fshard.mesh.placing import device_put
 from fshard.mesh.sharded import Sharded, key_of
 from fshard.mesh.spec import P
 from fshard.mesh.spmd import held
-from fshard.mesh.tree import PyTree, flatten, unflatten
+from fshard.mesh.tree import PyTree, flatten, flatten_with_paths, unflatten
 from fshard.pipeline.schedule import Schedule
 from fshard.transforms.lazy import built
-from fshard.transforms.patterns import Choice
+from fshard.transforms.patterns import Choice, named, parts_of
 from fshard.transforms.rules import Rules, layouts_of
 
 
@@ -57,7 +57,9 @@ def shard_stages(
     """
     refuse_unfit("shard_stages", len(stages), mesh, schedule, axis)
     trees = [dict(one.named_parameters()) if isinstance(one, nn.Module) else one for one in stages]
-    layouts = iter(layouts_of(trees, P() if rules is None else rules, mesh, frozen, "shard_stages"))
+    found = layouts_of(trees, P() if rules is None else rules, mesh, frozen, "shard_stages")
+    _refuse_placed(trees, found, mesh, axis, schedule.placement)
+    layouts = iter(found)
     done: dict[tuple[int, ...], Any] = {}
     result: list[PyTree] = []
     for stage, place, tree in zip(stages, schedule.placement, trees, strict=True):
@@ -71,6 +73,29 @@ def shard_stages(
                 done[key_of(leaf)] = _elsewhere(x, layout) if _is_meta(x) and not here else device_put(x, layout)
         result.append(unflatten(structure, [done[key_of(leaf)] for leaf in leaves]))
     return result
+
+
+def _refuse_placed(
+    trees: Sequence[PyTree], layouts: Sequence[Layout], mesh: Mesh, axis: str, placement: Sequence[int]
+) -> None:
+    """Raise if rules say something else of where stages lie, naming which parameters."""
+    paths, first = flatten_with_paths(trees, sharded_is_leaf=True)[0], dict[tuple[int, ...], int]()
+    places = [
+        first.setdefault(key_of(leaf), at)
+        for tree, at in zip(trees, placement, strict=True)
+        for leaf in flatten(tree, sharded_is_leaf=True)[0]
+    ]
+    wrong = [
+        f"{named(parts_of(path))} as {layout.spec}"
+        for path, layout, at in zip(paths, layouts, places, strict=True)
+        if axis in layout.spec.axes and place_of(layout, axis) != at
+    ]
+    if wrong:
+        others = ", ".join(f'"{name}"' for name in mesh.axis_names if name != axis)
+        raise LayoutError(
+            f'shard_stages: stages lie along "{axis}" already, each at its place, but rules lay {", ".join(wrong)}. '
+            + (f"Axes that are left for rules: {others}." if others else "The mesh has no other axis: leave rules out.")
+        )
 
 
 def _real(stage: Any, seed: int | None) -> PyTree:

@@ -160,8 +160,8 @@ class Terms:
         wanted = self.gradients(x.layout) if trained and self.gradients is not None else x.layout
         if place_of(wanted, self.axis) != place_of(x.layout, self.axis):
             raise LayoutError(
-                f"train_step: gradients= lays that of {named(parts_of(path))} as {wanted.spec}, and not where the parameter "
-                f"lies, {x.spec}. Keep its place along {self.axis}."
+                f"{self.how.caller}: gradients= lays that of {named(parts_of(path))} as {wanted.spec}, and not where the "
+                f"parameter lies, {x.spec}. Keep its place along {self.axis}."
             )
         return Leaf(path, x.shape, x.dtype, "", STAY, trained, wanted)
 

@@ -1,4 +1,4 @@
-"""The gradient of a model in stages, as a schedule runs it: `train_step(stages, ..., schedule=)`.
+"""The gradient of a model in stages, as a schedule runs it: `value_and_grad(stages, ..., schedule=)`.
 
     mesh {"pipe": 4, "data": 2}        data=0   data=1
                           pipe=0       stage 0  stage 0        values and their gradients go along "pipe",
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from fshard.errors import LayoutError
 from fshard.mesh.layout import Layout
-from fshard.mesh.mesh import Mesh, refuse_no_mesh
+from fshard.mesh.mesh import Mesh
 from fshard.mesh.sharded import Sharded
 from fshard.mesh.spec import P
 from fshard.mesh.spmd import everywhere, held, standing
@@ -37,7 +37,7 @@ from fshard.source import Site
 from fshard.transforms.batch import Batch, placed
 from fshard.transforms.beside import laid
 from fshard.transforms.counts import Weight
-from fshard.transforms.gradient import Value
+from fshard.transforms.gradient import Value, called, refuse_unrecorded
 from fshard.transforms.known import refuse_half_frozen
 from fshard.transforms.nearby import refuse_unplaced
 from fshard.transforms.patterns import Choice, chosen, named, parts_of
@@ -76,15 +76,15 @@ def staged(
     compute: torch.dtype | None = None,
     reduce: torch.dtype | None = None,
     backward: bool = True,
+    caller: str = "value_and_grad",
 ) -> Staged:
     """Return the gradient of stages that run as a schedule says; for its options see `train_step`."""
-    refuse_no_mesh("train_step", mesh)
     given: list[Any] = [*stages] if isinstance(stages, list | tuple | nn.ModuleList) else [stages]
     complaints = ["deferred_batch_norm=True is about buffers: say has_buffers=True"] * (
         deferred_batch_norm and not has_buffers
     )
     complaints += _complaints(given, mesh, batch, axis, loss, live_units, reproducible, reduce)
-    refuse_unfit("train_step", len(given), mesh, schedule, axis, *complaints)
+    refuse_unfit(caller, len(given), mesh, schedule, axis, *complaints)
     assert loss is not None
     if not backward:
         schedule = schedule.with_rows([one for one in row if one.kind is Kind.F] for row in schedule.rows)
@@ -105,6 +105,7 @@ def staged(
         slices if reproducible else None,
         manner,
         backward,
+        caller,
     )
     route = Route(schedule, skips or {}, backward, units=True)
     functions = given
@@ -187,11 +188,14 @@ class Staged:
     dynamic: bool
     known: list[Known] = field(init=False, default_factory=list[Known], compare=False, repr=False)
 
+    __call__ = called
+
     def run(
         self, params: PyTree, buffers: PyTree, batch: PyTree, site: Site, scale: float = 1.0
     ) -> tuple[Value, PyTree]:
         """Run the schedule on all devices; return the loss, and the gradients of `scale` times it as they lie."""
-        mesh = standing(self.mesh)
+        refuse_unrecorded(self.how)
+        mesh, caller = standing(self.mesh), self.how.caller
         paths, leaves, structure = flatten_with_paths(params, sharded_is_leaf=True)
         self._refuse(params, paths, leaves, mesh)
         parts = placed(batch, self.specs, mesh)
@@ -203,12 +207,14 @@ class Staged:
         known = self._known(params, paths, leaves, at, mesh, parts)
         drawn = int(torch.randint(1 << 62, ()).item())
         devices = held(mesh)
-        remembered = StageBuffers(buffers, mesh, self.axis, self.route.placement) if self.how.has_buffers else None
+        remembered = None
+        if self.how.has_buffers:
+            remembered = StageBuffers(caller, buffers, mesh, self.axis, self.route.placement)
 
         def on_device(device: int) -> Result:
             place = devices.index(device) if len(devices) > 1 else 0
             shards = [leaves[at].shards[place] for at in unique]
-            memory = remembered and Memory(remembered.part(place), self.modules)
+            memory = remembered and Memory(caller, remembered.part(place), self.modules)
             return Shift(
                 known.plan, shards, parts, place, drawn, scale, memory=memory, fresh=known.fresh, site=site
             ).run()
@@ -232,11 +238,11 @@ class Staged:
         if not isinstance(params, list | tuple) or len(params) != len(self.stages):
             found = f"{len(params)} are given" if isinstance(params, list | tuple) else f"found {type(params).__name__}"
             raise LayoutError(
-                f"train_step: {len(self.stages)} stages have a list of as many trees of parameters; {found}."
+                f"{self.how.caller}: {len(self.stages)} stages have a list of as many trees of parameters; {found}."
             )
         if not leaves:
-            raise LayoutError("train_step: no stage has a parameter, so there is nothing to train.")
-        refuse_unplaced(paths, leaves, mesh, "train_step", _LAY)
+            raise LayoutError(f"{self.how.caller}: no stage has a parameter, so there is nothing to train.")
+        refuse_unplaced(paths, leaves, mesh, self.how.caller, _LAY)
         places = self._places_of(params)
         wrong = [
             f"{named(parts_of(paths[first]))} lies as {leaves[first].spec}, its stage at place {places[first]}"
@@ -245,8 +251,8 @@ class Staged:
         ]
         if wrong:
             raise LayoutError(
-                f"train_step: parameters of stages lie where the schedule has these, along {self.axis}: {'; '.join(wrong)}. "
-                f"Lay them there: {_LAY}."
+                f"{self.how.caller}: parameters of stages lie where the schedule has these, along {self.axis}: "
+                f"{'; '.join(wrong)}. Lay them there: {_LAY}."
             )
 
     def _places_of(self, params: Sequence[PyTree]) -> list[int]:

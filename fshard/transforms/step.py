@@ -7,8 +7,7 @@ params, state, buffers, batch  ─> (with buffers, of BatchNorm say)  ─> param
 from __future__ import annotations
 
 from collections.abc import Callable
-from inspect import signature
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, Unpack
 
 import torch
 from torch import Tensor
@@ -22,17 +21,14 @@ from fshard.optim.norms import norm_once
 from fshard.optim.plain import on_arrays
 from fshard.pipeline.schedule import Schedule
 from fshard.source import call_site
-from fshard.transforms.gradient import Value, value_and_grad
+from fshard.transforms.gradient import Value
 from fshard.transforms.nearby import refuse_distant
+from fshard.transforms.options import Options
 from fshard.transforms.slices import How
-from fshard.transforms.staged import staged
+from fshard.transforms.value_and_grad import gradient_of
 from fshard.uncompiled import uncompiled
 
 Precision = Literal["bf16", "fp16"]
-_OWN = ("loss_fn", "stages", "mesh", "batch", "schedule", "backward")
-_OPTIONS, _STAGED = (
-    [name for name in signature(what).parameters if name not in _OWN] for what in (value_and_grad, staged)
-)
 _COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16, None: None}
 
 Metrics = dict[str, Any]
@@ -68,7 +64,7 @@ def train_step(
     donate: bool = False,
     precision: Precision | None = None,
     schedule: Schedule | None = None,
-    **options: Any,
+    **options: Unpack[Options],
 ) -> Callable[..., Any]:
     """Return a function of (params, state, batch) that takes one step of training; it returns (params, state, metrics).
 
@@ -142,15 +138,7 @@ def train_step(
     >>> fs.typeof(params[1]["2.weight"]), metrics["samples"]
     (f32[1, 3]{flat:data, on:pipe=1}, tensor(16))
     """
-    if schedule is None and isinstance(loss_fn, list | tuple | torch.nn.ModuleList):
-        raise LayoutError(
-            "train_step was given a list of stages. Say how they run: schedule=fs.pipeline_schedule(...)."
-        )
     opt = on_arrays(opt, "train_step")
-    known = _OPTIONS if schedule is None else _STAGED
-    if unknown := [name for name in options if name not in known]:
-        kind = "Besides its own it has those of value_and_grad" if schedule is None else "With a schedule it has"
-        raise LayoutError(f"train_step has no option {', '.join(unknown)}. {kind}: {', '.join(known)}.")
     if precision not in _COMPUTE:
         raise LayoutError(f'train_step: precision is "bf16", "fp16" or None, not {precision!r}.')
     if precision == "fp16" and opt.loss_scale is None:
@@ -160,9 +148,7 @@ def train_step(
     options.setdefault("reduce", torch.float32 if precision == "fp16" else None)
     if schedule is None:
         options.setdefault("reduce_once", getattr(opt, "stage", 0) < 2)
-        gradient = value_and_grad(loss_fn, mesh=mesh, batch=batch, **options)
-    else:
-        gradient = staged(loss_fn, mesh=mesh, batch=batch, schedule=schedule, **options)
+    gradient = gradient_of("train_step", loss_fn, mesh=mesh, batch=batch, schedule=schedule, **options)
     how = gradient.how
     write = step_of(opt)  # pyright: ignore[reportArgumentType]  # a Partitioned has all that an Optimizer has
     if how.slices is not None:  # torch's fused kernels round differently where a piece ends; updates do without them

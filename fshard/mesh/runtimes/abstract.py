@@ -41,6 +41,9 @@ class AbstractWorld:
     def road(self, move: Wired, group: Group, x: Tensor) -> None:
         """Return None: there is nothing to be saved."""
 
+    def part(self, group: Group, error: BaseException) -> None:
+        """Do nothing: there are no others."""
+
     def lane(self, like: Tensor, group: Group, place: int, site: Site) -> None:
         """Return None: there is nothing to be saved."""
 

@@ -131,7 +131,7 @@ class Neighbour:
     def close(self, error: BaseException | None = None) -> None:
         """Take leave, because of an error perhaps."""
         if self._parted is None and isinstance(error, MismatchError):
-            self._parted = str(error)
+            self._parted, self.look = str(error), lambda key: False  # what comes now belongs to another call
         self.outgoing.close()
         with suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)

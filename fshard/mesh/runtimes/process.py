@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fshard.errors import DeadlockError, MeshError, MismatchError
+from fshard.errors import CollectiveTimeoutError, DeadlockError, LostProcessError, MeshError, MismatchError
 from fshard.mesh.moves import describe
 from fshard.mesh.purpose import Purpose, named, purpose, uneven
 from fshard.mesh.runtimes import gloo, native
@@ -249,6 +249,13 @@ class ProcessWorld:
         make = partial(torch.empty, size, dtype=likes[0].dtype, device=device)
         what = What(None, likes, group, site)
         return Receiving(Awaited(self.link(group), make, source, self.timeout, what, self._under_way), likes, look)
+
+    def part(self, group: Group, error: BaseException) -> None:
+        """Take leave of a group in which others may wait for what this process will not do any more."""
+        if group.size > 1 and self.near(group.members):
+            known = isinstance(error, MismatchError | LostProcessError | CollectiveTimeoutError)
+            failed = f"process {self.rank} has failed: {type(error).__name__}: {error}"
+            self.link(group).broken(error if known else MismatchError(failed))
 
     def _from_itself(self, likes: tuple[Tensor, ...], group: Group, site: Site) -> tuple[Tensor, ...]:
         sent, what = self._to_itself[group.members], What(None, likes, group, site)

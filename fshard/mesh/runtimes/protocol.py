@@ -81,6 +81,10 @@ class World(Protocol):
         """Return a short way for messages like this tensor to and from the device at `place`, if there is one."""
         ...
 
+    def part(self, group: Group, error: BaseException) -> None:
+        """Tell the other devices of a group that this one has failed, if they would not learn it otherwise."""
+        ...
+
     def receive(self, likes: tuple[Tensor, ...], group: Group, source: int, site: Site) -> Pending:
         """Begin to receive what the device at index `source` sends next: tensors like these."""
         ...

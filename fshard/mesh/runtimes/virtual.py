@@ -284,6 +284,9 @@ class VirtualWorld:
     def road(self, move: Wired, group: Group, x: Tensor) -> None:
         """Return None: there is nothing to be saved."""
 
+    def part(self, group: Group, error: BaseException) -> None:
+        """Do nothing: whoever runs the devices ends them all."""
+
     def lane(self, like: Tensor, group: Group, place: int, site: Site) -> None:
         """Return None: there is nothing to be saved."""
 

@@ -1,0 +1,166 @@
+"""`value_and_grad`: the gradient of a loss function of the whole model, or of stages that run as a schedule says.
+
+    value_and_grad(loss_fn, ...)               ─> `unstaged` ─┐
+    value_and_grad(stages, ..., schedule=)     ─> `staged`   ─┴─> (params, batch) ─> loss, gradients as their layouts say
+
+`train_step` and `evaluate` begin here too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from inspect import signature
+from typing import Any, Unpack
+
+from torch.nn import ModuleList
+
+from fshard.errors import LayoutError
+from fshard.mesh.mesh import Mesh, refuse_no_mesh
+from fshard.mesh.spec import P
+from fshard.mesh.tree import PyTree, flatten
+from fshard.pipeline.schedule import Schedule
+from fshard.transforms.gradient import Gradient, unstaged
+from fshard.transforms.options import Options
+from fshard.transforms.staged import Staged, staged
+
+
+def value_and_grad(
+    loss_fn: Any,
+    *,
+    mesh: Mesh,
+    batch: PyTree,
+    schedule: Schedule | None = None,
+    **options: Unpack[Options],
+) -> Gradient | Staged:
+    """Return a function of (params, batch) that gives the mean loss over the whole batch and its gradient.
+
+    Args:
+        loss_fn: `loss_fn(params, batch)` of one device: the mean loss over the samples that it is given, or the loss of each;
+            with `has_aux`, a pair of that and a tree: floating numbers, which are averaged as the loss is, whole numbers, which
+            are counts and are added up, and tensors with a row for each sample, which come back for the whole batch, as a
+            `Sharded` (see `beside`).  With a schedule, the stages: see below.
+        mesh: the devices.
+        batch: how the batch is cut: a P, or a prefix tree of Ps.  Its axes are the ones that gradients are summed over.  What
+            the loss needs besides, a second network say, is a part of it that is not cut, P(): a tree of `Sharded`s too, which
+            are then gathered, all at once.
+        schedule: which device does what with which stage, and when: see `pipeline_schedule`.
+        has_buffers: whether loss_fn has buffers, of BatchNorm say: it is then `loss_fn(params, buffers, batch)` and returns
+            (loss, new buffers), and so does the result: see `buffers`.
+        has_aux: whether loss_fn returns something more, last.
+        weight: what a part of the batch counts for: `weight(part)`, say its number of tokens.  By default a part counts for
+            its samples: how long the first dim is, where the batch is cut along it.  A part that counts 0 adds nothing, even
+            if its loss is no number; no part counts less, and a batch that counts for nothing at all is refused.  It may be a
+            number for each sample, and has to be if the loss function returns a loss for each.  For a number that lies on a
+            device the host waits, once a step.
+        accumulate: cut each device's part into so many, one after the other.  Parts differ by one sample at most.
+        reduce_once: with `accumulate`, add gradients up locally and reduce the sum, instead of reducing each.  It sends less
+            and holds whole gradients meanwhile.
+        gradients: from a parameter's layout to its gradient's; by default they are the same.
+        frozen: which parameters have no gradient here: a path pattern, several, or a function of the path ("blocks[3].w").
+            What is never trained is better frozen by `shard_params`: it has no optimizer state either.
+        reproducible: equal bits on every mesh: see `fshard.transforms.gradient`.
+        slices: into how many slices the whole batch is cut in reproducible mode, whatever the mesh; by default 8.  Where there
+            are several devices, each has to have 1, 2, 4, ... of them, or one device would round otherwise.
+        reshard_after_forward: gather sharded units again for the backward instead of keeping them.
+        live_units: how many sharded units are whole at a time, besides those that are gathered ahead, and in the backward
+            those of a rematerialised block that has been run again.
+        prefetch: how many units to start gathering ahead of their use, in the order that the step before used them.
+        in_flight: how many reductions may be under way while the backward goes on.
+        bucket: about how many bytes of gradients are reduced together where parameters lie whole (ZeRO 0 to 2): units wait, in
+            the order of the backward, until there are so many.  0: each unit alone.
+        compute: the floating dtype that parameters and batch are used in, if not their own.
+        reduce: the dtype that gradients are reduced in, if not that of the computation, or in reproducible mode and where
+            slices are added up, that or float32, whichever is wider.
+
+    The function also takes `scale=`: gradients are then those of so many times the loss, which `optim.loss_scaled` needs:
+    `gradient(params, batch, scale=opt.loss_scale(state))`.
+
+    The loss is a tensor, equal on all devices; a gradient is None where no device has used the parameter.  loss_fn may call
+    collectives over any axis, and needs no `fs.pvary`: every value in it is the device's own.  If it does so over an axis
+    that does not cut the batch, to use a part of the model on each device, the loss is the mean over that axis too.  In
+    reproducible mode it can ask nothing over the batch's axes.
+
+    >>> import torch, fshard as fs
+    >>> from fshard import P
+    >>> mesh = fs.make_mesh({"data": 2})
+    >>> params = fs.shard_params({"w": torch.tensor([1.0, 2.0])}, fs.fsdp("data"), mesh=mesh)
+    >>> def loss_fn(params, batch):
+    ...     return (params["w"] * batch).sum(1).mean()
+    >>> loss, grads = fs.value_and_grad(loss_fn, mesh=mesh, batch=P("data"))(params, torch.ones(4, 2))
+    >>> loss, fs.typeof(grads["w"]), fs.unshard(grads["w"])
+    (tensor(3.), f32[2]{flat:data}, tensor([1., 1.]))
+
+    Each device along "model" multiplies by its rows of w:
+
+    >>> mesh = fs.make_mesh({"data": 2, "model": 2})
+    >>> def loss_fn(w, x):
+    ...     at, n = fs.axis_index("model"), fs.axis_size("model")
+    ...     return fs.psum(x.chunk(n, 1)[at] @ w.chunk(n)[at], "model").square().mean()
+    >>> w = fs.shard_params(torch.tensor([1.0, 2.0]), P("model"), mesh=mesh)
+    >>> loss, grad = fs.value_and_grad(loss_fn, mesh=mesh, batch=P("data"))(w, torch.ones(4, 2))
+    >>> loss, fs.typeof(grad), fs.unshard(grad)
+    (tensor(9.), f32[2@model], tensor([6., 6.]))
+
+    A model in stages, whose parameters are a list with a tree for each, and so are the gradients.  The options are then those
+    that `train_step` has with a schedule:
+
+    >>> mesh, schedule = fs.make_mesh({"pipe": 2, "data": 2}), fs.pipeline_schedule("1f1b", stages=2, microbatches=2)
+    >>> params = fs.shard_stages([torch.tensor(2.0), torch.tensor(3.0)], mesh=mesh, schedule=schedule)
+    >>> options = {"mesh": mesh, "batch": P("data"), "schedule": schedule, "loss": lambda y, x: y.mean()}
+    >>> gradient = fs.value_and_grad([torch.mul] * 2, **options)
+    >>> loss, grads = gradient(params, torch.arange(4.0))
+    >>> opt = fs.optim.sgd(1.0)
+    >>> updates, state = opt.update(grads, opt.init(params), params)
+    >>> loss, fs.unshard(grads), fs.unshard(fs.apply_updates(params, updates))
+    (tensor(9.), [tensor(4.5000), tensor(3.)], [tensor(-2.5000), tensor(0.)])
+    """
+    return gradient_of("value_and_grad", loss_fn, mesh=mesh, batch=batch, schedule=schedule, **options)
+
+
+def grad(loss_fn: Any, **options: Any) -> Callable[..., PyTree]:
+    """Return a function of (params, batch) that gives the gradient of the mean loss: see `value_and_grad`.
+
+    >>> import torch, fshard as fs
+    >>> from fshard import P
+    >>> mesh = fs.make_mesh({"data": 2})
+    >>> w = fs.device_put(torch.tensor(3.0), fs.Layout(mesh))
+    >>> fs.unshard(fs.grad(lambda w, x: (w * x).mean(), mesh=mesh, batch=P("data"))(w, torch.arange(4.0)))
+    tensor(1.5000)
+    """
+    both = value_and_grad(loss_fn, **options)
+    return lambda params, *given, scale=None: both(params, *given, scale=scale)[1]
+
+
+def gradient_of(
+    caller: str,
+    given: Any,
+    *,
+    mesh: Mesh,
+    batch: PyTree,
+    schedule: Schedule | None,
+    backward: bool = True,
+    **options: Any,
+) -> Gradient | Staged:
+    """Return the gradient of a loss function, or of stages; raise in the name of who was called if options do not fit."""
+    refuse_unscheduled(caller, given, schedule)
+    known = OF_LOSSES if schedule is None else OF_STAGES
+    if unknown := [name for name in options if name not in known]:
+        when = "Without a schedule" if schedule is None else "With a schedule"
+        raise LayoutError(f"{caller} has no option {', '.join(unknown)}. {when} it has: {', '.join(known)}.")
+    refuse_no_mesh(caller, mesh)
+    axes = dict.fromkeys(axis for spec in flatten(batch)[0] if isinstance(spec, P) for axis in spec.axes)
+    mesh.check_axes(tuple(axes), f"{caller}(batch=)")
+    if schedule is None:
+        return unstaged(given, mesh=mesh, batch=batch, backward=backward, **options)
+    return staged(given, mesh=mesh, batch=batch, schedule=schedule, backward=backward, caller=caller, **options)
+
+
+OF_LOSSES, OF_STAGES = (
+    [name for name in signature(make).parameters if name in Options.__annotations__] for make in (unstaged, staged)
+)
+
+
+def refuse_unscheduled(caller: str, given: Any, schedule: Schedule | None) -> None:
+    """Raise if there are stages, and nothing says how they run."""
+    if schedule is None and isinstance(given, list | tuple | ModuleList):
+        raise LayoutError(f"{caller} was given a list of stages. Say how they run: schedule=fs.pipeline_schedule(...).")
