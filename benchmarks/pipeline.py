@@ -110,11 +110,14 @@ def _resident(what: str) -> int:
 
 def memory(console: Console, n: int, variables: dict[str, str]) -> None:
     """Print the peak memory of each runner and schedule, in processes of its own."""
-    # The C library is told to give memory back, else the peak is that of its caches; it asks only when it starts.
+    # The C library is told to give memory back, else the peak is that of its caches; it asks only when a process starts anew.
     os.environ.update(MALLOC_MMAP_THRESHOLD_=str(64 << 10), MALLOC_ARENA_MAX="2")
     table = Table("schedule", "ours", "torch", "bar", title=f"peak MiB of each process, {n} processes, compute")
     for schedule in SCHEDULES:
-        rows = {who: run_processes(memory_process, n, who, schedule, n, environment=variables) for who in RUNNERS}
+        rows = {
+            who: run_processes(memory_process, n, who, schedule, n, environment=variables, fresh=True)
+            for who in RUNNERS
+        }
         shown = {who: " ".join(f"{peak / MIB:.0f}" for peak in peaks) for who, peaks in rows.items()}
         table.add_row(schedule, shown["ours"], shown["torch"], "no higher")
     console.print(table)

@@ -245,7 +245,7 @@ def _resident(what: str) -> int:
 
 def memory(console: Console, n: int, names: list[str], variables: dict[str, str]) -> None:
     """Print the peak memory of each variant, in processes of its own, against ZeRO's formula."""
-    # The C library is told to give memory back, else the peak is that of its caches; it asks only when it starts.
+    # The C library is told to give memory back, else the peak is that of its caches; it asks only when a process starts anew.
     os.environ.update(MALLOC_MMAP_THRESHOLD_=str(MIB), MALLOC_ARENA_MAX="2")
     for workload, model in WORKLOADS.items():
         count = sum(leaf.numel() for leaf in model.init(SEED).values())
@@ -254,7 +254,7 @@ def memory(console: Console, n: int, names: list[str], variables: dict[str, str]
         for name in names:
             if VARIANTS[name].needs == "jax":
                 continue  # all its devices are in one process
-            peaks = run_processes(memory_process, n, workload, name, environment=variables, timeout=600)
+            peaks = run_processes(memory_process, n, workload, name, environment=variables, timeout=600, fresh=True)
             peak, formula = max(peaks) / MIB, VARIANTS[name].held.bytes(n) * count / MIB
             table.add_row(name, f"{peak:.0f}", f"{formula:.0f}", f"{peak - formula:+.0f}")
         console.print(table)

@@ -183,7 +183,7 @@ class Given:
             stage: Ordered(batch.weights) if plan.reproducible else Running() for stage in own
         }
         self.found: dict[int, Found] = {}
-        self.ones: dict[tuple[float, torch.dtype], Tensor] = {}
+        self.ones: dict[tuple[float, torch.dtype, torch.Size], Tensor] = {}
         self.results: dict[int, PyTree] = {}
 
     def begin(self, microbatch: int) -> PyTree:
@@ -206,10 +206,10 @@ class Given:
         """Return the gradient of a microbatch's loss: its part of the mean, unless sums are weighted."""
         weights = self.batch.weights
         part, loss = 1.0 if self.plan.reproducible else weights[microbatch] / sum(weights), self.found[microbatch].loss
-        key = part, loss.dtype
+        key = part, loss.dtype, loss.shape
         if key not in self.ones:
             self.ones[key] = torch.full_like(loss, part)
-        return self.ones[key].view(loss.shape)
+        return self.ones[key]
 
     def edges(self, stage: int) -> list[GradientEdge]:
         """Return those of the floating leaves."""
