@@ -290,7 +290,8 @@ def test_over_gloo_they_wait_in_vain_and_do_not_take_each_others_bytes():
     for f in UNEVEN:
         told = run_processes(differentiate_unevenly, 2, f, 1, environment={"FSHARD_DIRECT": "0"}, timeout=60)
         told = [text for text in told if text is not None]
-        assert len(told) == (1 if f is uneven_message else 2), f
+        # a sender does not wait for its receiver; but one that comes a second late finds it gone
+        assert len(told) == 2 or (f is uneven_message and len(told) == 1), f
         assert all(text.startswith(("CollectiveTimeoutError", "LostProcessError")) for text in told), told
 
 
