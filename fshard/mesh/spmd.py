@@ -62,6 +62,11 @@ def held(mesh: Mesh) -> tuple[int, ...]:
     return tuple(range(mesh.size)) if is_outside(mesh) else (mesh.local_index(device_of(mesh)),)
 
 
+def fills(mesh: Mesh) -> bool:
+    """Return whether what is gathered on a mesh comes into the memory that is given for it: see `World.start`."""
+    return mesh.runtime == "process" and mesh.device_type == "cpu" and ProcessWorld.of(mesh).is_near(mesh)
+
+
 def agree(mesh: Mesh, call: str) -> None:
     """Under `FSHARD_CHECK=1`, raise on all processes of a mesh unless all make this call."""
     if mesh.runtime == "process" and watching():

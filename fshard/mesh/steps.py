@@ -1,7 +1,6 @@
 """What one device does to have its shards in another layout: the steps of `plan`, taken with collectives.
 
-Leaves that stand at the same kind of step take it together, as one collective for each dtype; but large ones travel alone,
-because laying them out in one buffer would cost more than a message.
+Leaves that stand at the same kind of step take it together, as one collective for each dtype.
 """
 
 from __future__ import annotations
@@ -28,9 +27,6 @@ from fshard.mesh.scope import Group, Scope, require
 from fshard.mesh.states import Kind, State, Step
 from fshard.mesh.supply import PartialSum
 from fshard.source import Site
-
-LARGE = 1 << 20
-"""Bytes from which on a leaf travels alone."""
 
 _MOVES: dict[Kind, Callable[[int, int], Move]] = {
     "slice": lambda dim, other: Take(dim),
@@ -102,7 +98,7 @@ def go(
     scope, results = require("fs.reshard"), list(xs)
     finishes: list[Callable[[], None]] = []
     for turn in range(max((len(way.steps) for way in ways), default=0)):
-        for ride in _rides(tuple(ways), turn, tuple([(x.dtype, x.nbytes >= LARGE) for x in results])):
+        for ride in _rides(tuple(ways), turn, tuple([x.dtype for x in results])):
             move, given = ride.move, [results[place] for place in ride.places]
             if ride.on and not _is_at(ride.on, scope):
                 ride.put(results, ride.watched(given, scope, site))
@@ -238,16 +234,15 @@ class Ride:
 
 
 @lru_cache(maxsize=1024)
-def _rides(ways: tuple[Way, ...], turn: int, kinds: tuple[tuple[torch.dtype, bool], ...]) -> tuple[Ride, ...]:
-    """Return the rides of one turn of leaves of these dtypes, of which some are large: a large one travels alone."""
+def _rides(ways: tuple[Way, ...], turn: int, dtypes: tuple[torch.dtype, ...]) -> tuple[Ride, ...]:
+    """Return the rides of one turn of leaves of these dtypes."""
     groups: dict[object, list[int]] = {}
-    for place, (way, (dtype, large)) in enumerate(zip(ways, kinds, strict=True)):
+    for place, (way, dtype) in enumerate(zip(ways, dtypes, strict=True)):
         if turn < len(way.steps):
             step = way.steps[turn]
             move = move_of(step)
             one = move if move is not None and step.kind != "flat_slice" else (step.kind, bool(step.after.on))
-            alone = place if move is not None and large else -1
-            groups.setdefault((one, step.axes, step.on, dtype, alone), []).append(place)
+            groups.setdefault((one, step.axes, step.on, dtype), []).append(place)
     return tuple(
         Ride(
             places,

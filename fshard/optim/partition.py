@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import accumulate
 from math import prod
+from sys import maxsize
 from typing import Literal, NamedTuple, get_args
 
 from torch import Tensor
@@ -32,7 +33,7 @@ from fshard.mesh.mesh import Mesh
 from fshard.mesh.placing import reshard_all
 from fshard.mesh.sharded import Sharded
 from fshard.mesh.spec import P
-from fshard.mesh.spmd import standing
+from fshard.mesh.spmd import fills, standing
 from fshard.mesh.tree import PyTree
 from fshard.optim.contract import Elementwise, Optimizer, Update, check_inside, elementwise_leaves, step_of
 from fshard.optim.leaves import Leaf, Leaves, trainable
@@ -277,12 +278,15 @@ def _back(at: Leaves, after: list[Leaf], site: Site, into: Sequence[Leaf] = ()) 
 def _handed_over(at: Leaves, after: list[Leaf], site: Site) -> PyTree:
     """Lay results as the parameters lie, and let the parameters' tensors be the results: their old memory is free.
 
-    That is done for some at a time, so little more than one copy of the parameters is ever held.  Uses up `after`.
+    Where they cannot be put together in the old memory that is done for some at a time, so little more than one copy of
+    the parameters is ever held.  Uses up `after`.
     """
     firsts, turns = at.firsts(), dict[int, list[int]]()
     after[:] = [leaf if firsts[place] == place else None for place, leaf in enumerate(after)]
+    in_place = all(fills(mesh) for mesh in {leaf.mesh for leaf in at.leaves if leaf is not None})
+    at_once = maxsize if in_place else AT_ONCE
     for place, end in enumerate(accumulate(prod(leaf.shape) * leaf.dtype.itemsize if leaf else 0 for leaf in after)):
-        turns.setdefault(end // AT_ONCE, []).append(place)
+        turns.setdefault(end // at_once, []).append(place)
     for places in turns.values():
         some = _back(at, [leaf if place in places else None for place, leaf in enumerate(after)], site, at.leaves)
         for place, new in enumerate(Leaves.of(some).leaves):

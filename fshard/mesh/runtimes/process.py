@@ -11,7 +11,7 @@ import atexit
 import os
 import sys
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import lru_cache, partial
@@ -27,11 +27,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from fshard.errors import CollectiveTimeoutError, DeadlockError, LostProcessError, MeshError, MismatchError
 from fshard.mesh.moves import describe
 from fshard.mesh.purpose import Purpose, named, purpose, uneven
-from fshard.mesh.runtimes import gloo, native
+from fshard.mesh.runtimes import apart, gloo, native
 from fshard.mesh.runtimes.abstract import Done
 from fshard.mesh.runtimes.departing import Departing
 from fshard.mesh.runtimes.direct import Direct, Turn
-from fshard.mesh.runtimes.filling import MANY, fill
 from fshard.mesh.runtimes.lane import Lane
 from fshard.mesh.runtimes.link import Departed, GroupLink, Link, What, shapes_of
 from fshard.mesh.runtimes.neighbours import Neighbours, meet
@@ -42,6 +41,7 @@ from fshard.mesh.runtimes.watch import Watch, watching
 if TYPE_CHECKING:
     from fshard.mesh.mesh import Mesh
     from fshard.mesh.moves import Wired
+    from fshard.mesh.runtimes.protocol import Pending
     from fshard.mesh.scope import Group, Scope
     from fshard.source import Site
 
@@ -66,8 +66,8 @@ class Unpacking:
         return tuple([unpack(part, x.shape, n) for part, x in zip(rows.split(self._widths, dim=-1), xs, strict=True)])
 
 
-class Filling:
-    """A collective under way whose results have their place."""
+class Apart:
+    """A collective under way on tensors that stay where they lie; its results come into others."""
 
     __slots__ = ("_into", "_running")
 
@@ -78,6 +78,22 @@ class Filling:
         """Wait for it."""
         self._running.wait()
         return self._into
+
+
+class Several:
+    """Collectives under way that were asked for as one: which results belong where."""
+
+    __slots__ = ("_places", "_under_way")
+
+    def __init__(self, under_way: Sequence[Pending], places: Sequence[Sequence[int]]) -> None:
+        self._under_way, self._places = under_way, places
+
+    def wait(self) -> tuple[Tensor, ...]:
+        """Wait for all, and put the results in order."""
+        found = dict[int, Tensor]()
+        for one, places in zip(self._under_way, self._places, strict=True):
+            found.update(zip(places, one.wait(), strict=True))
+        return tuple([found[place] for place in range(len(found))])
 
 
 class Receiving:
@@ -149,16 +165,29 @@ class ProcessWorld:
 
     def start(
         self, move: Wired, xs: tuple[Tensor, ...], group: Group, site: Site, into: tuple[Tensor, ...] | None = None
-    ) -> Unpacking | Filling | Done:
-        """Lay tensors out as one buffer and start the move's wire; neighbours need no buffer where results have a place."""
+    ) -> Pending:
+        """Start the move's wire, on tensors where they lie or laid out as one buffer; large ones, laid out, travel alone."""
         n = group.size
         if n == 1:
             return Done(tuple(move.meaning([x])[0].clone() for x in xs))
-        meet = None if self._watch is None else self._watched(self._watch, move, xs, group, site)
-        what, widths = What(move, xs, group, site), list[int]()
-        if into is not None and xs[0].is_cpu and len(xs) <= MANY and isinstance(link := self.link(group), Direct):
-            wire = fill(Turn(link, link.number(), what), xs, into)
-            return Filling(Running(link, wire, self.timeout, what, self._under_way, meet), into)
+        if into is not None or (len(xs) > 1 and apart.suits(move, xs)):
+            link = self.link(group)
+            if isinstance(link, Direct) and xs[0].is_cpu and len(xs) <= apart.MANY:
+                into = apart.room(move, xs, n) if into is None else into
+                what, meet = self._what(move, xs, group, site)
+                wire = apart.wire(Turn(link, link.number(), what), move, xs, into)
+                return Apart(Running(link, wire, self.timeout, what, self._under_way, meet), into)
+        large = [place for place, x in enumerate(xs) if x.nbytes >= apart.LARGE] if len(xs) > 1 else []
+        if large:
+            small = [place for place in range(len(xs)) if place not in large]
+            places = [*([small] if small else []), *([place] for place in large)]
+            alone = [self._start(move, tuple([xs[place] for place in some]), group, site) for some in places]
+            return Several(alone, places)
+        return self._start(move, xs, group, site)
+
+    def _start(self, move: Wired, xs: tuple[Tensor, ...], group: Group, site: Site) -> Unpacking:
+        n, widths = group.size, list[int]()
+        what, meet = self._what(move, xs, group, site)
         if len(xs) == 1:
             buffer = move.pack(xs[0], n)
         else:
@@ -171,6 +200,13 @@ class ProcessWorld:
         link = self.link(group) if self._staged or not buffer.is_cpu else self.host_link(group)
         running = Running(link, link.begin(move, buffer, what), self.timeout, what, self._under_way, meet)
         return Unpacking(running, move, xs, widths, n)
+
+    def _what(
+        self, move: Wired, xs: tuple[Tensor, ...], group: Group, site: Site
+    ) -> tuple[What, Callable[[], None] | None]:
+        """Return which call it is; and, where processes tell each other their calls, what makes sure that all make it."""
+        meet = None if self._watch is None else self._watched(self._watch, move, xs, group, site)
+        return What(move, xs, group, site), meet
 
     def _watched(
         self, watch: Watch, move: Wired, xs: tuple[Tensor, ...], group: Group, site: Site
@@ -306,6 +342,10 @@ class ProcessWorld:
     def near(self, members: tuple[int, ...]) -> bool:
         """Return whether all these processes are on this machine."""
         return self._neighbours.known.keys() >= {*members} - {self.rank}
+
+    def is_near(self, mesh: Mesh) -> bool:
+        """Return whether all processes of a mesh, and of the one it was cut from, are on this machine."""
+        return self.near(mesh.ranks or tuple(range(mesh.root_size)))
 
 
 # -- joining and leaving ----------------------------------------------------------------------------------------

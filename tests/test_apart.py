@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 import fshard as fs
 from fshard import P
-from fshard.mesh.runtimes import neighbours, process
+from fshard.mesh.runtimes import apart, neighbours
 from fshard.testing.processes import run_processes
 
 SHAPES = {"even": (64, 8), "odd": (7, 3), "one": (1,), "empty": (0, 4), "scalar": (), "large": (700, 1001)}
@@ -58,7 +58,7 @@ def in_many_parts():
 
 
 def in_small_tables():
-    process.MANY = 3
+    apart.MANY = 3
     return trained(2, "writes", torch.float32)[:2]
 
 

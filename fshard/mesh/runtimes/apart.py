@@ -1,0 +1,213 @@
+"""Collectives on many tensors, each where it lies: neither what is sent nor what comes is laid out in one buffer.
+
+Each process tells the others in one table where its tensors lie, and copies theirs straight to where they belong, or adds
+them there.  Of each tensor, cut into n flat pieces, it sums its own, and it gets the others' from those who have them.
+
+    process 0   [own | ...] [own | ...]     "mine lie at 0x7f.., 0x7f.."   --->   process 1   [... | own] [... | own]
+                     ^           ^                                                                  |           |
+                     └───────────┴──────────────────── one call for all of them ────────────────────┴───────────┘
+
+    gather     pieces -> wholes, which may hold the own pieces already
+    scatter    wholes -> the sums of the own pieces
+    reduce     wholes -> their sums, or extremes: scatter, then gather
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fshard.mesh.arithmetic import flat_range
+from fshard.mesh.moves import AllGather, PsumScatter, Wired, combining, is_plain, plain
+from fshard.mesh.runtimes.buffers import empty
+from fshard.mesh.runtimes.direct import ANSWER, PIECE, Turn
+from fshard.mesh.runtimes.link import Wire
+from fshard.mesh.runtimes.neighbours import Need
+from fshard.mesh.sums import Combine, combined
+
+MANY = 4096
+"""Tensors up to which a table is short enough for one message."""
+LARGE = 1 << 20
+"""Bytes in all from which on tensors are better left where they lie: laying them out would cost more than two messages."""
+
+Tensors = Sequence[Tensor]
+
+
+def suits(move: Wired, xs: Tensors) -> bool:
+    """Return whether a move on these tensors can be made on their flat pieces, and is cheaper so."""
+    flat = move.wire == "reduce" or (isinstance(move, AllGather | PsumScatter) and move.dim == 0)
+    return (
+        flat
+        and 1 < len(xs) <= MANY
+        and sum([x.nbytes for x in xs]) >= LARGE
+        and all(x.is_cpu and is_plain(x) for x in xs)
+    )
+
+
+def room(move: Wired, xs: Tensors, n: int) -> tuple[Tensor, ...]:
+    """Return memory for the results of a move that suits."""
+    if isinstance(move, AllGather):
+        return tuple([empty((n * x.shape[0], *x.shape[1:]), x.dtype) for x in xs])
+    if isinstance(move, PsumScatter):
+        return tuple([empty((x.shape[0] // n, *x.shape[1:]), x.dtype) for x in xs])
+    return tuple([empty(x.shape, x.dtype) for x in xs])
+
+
+def wire(turn: Turn, move: Wired, xs: Tensors, into: Tensors) -> Wire:
+    """Return the wire of a move that suits; its results come into these tensors."""
+    into = [x.view(-1) for x in into]
+    if move.wire == "gather":
+        return gather(turn, [plain(x).contiguous().view(-1) for x in xs], into)
+    return _SUMS[move.wire](turn, [x.view(-1) for x in xs], into, combining(move))
+
+
+def gather(turn: Turn, xs: Tensors, into: Tensors) -> Wire:
+    """(elements,) each -> (elements,) each: everybody gets the whole of each tensor, of which it has a piece."""
+    table = _told(turn, xs)
+    for x, own in zip(xs, _pieces(into, turn.n, turn.index), strict=True):
+        if x.data_ptr() != own.data_ptr():
+            own.copy_(x[: own.numel()])
+    yield turn.needs(*turn.others)
+    for other in turn.others:
+        _fetch(turn, other, _addresses(turn, other, len(xs)), _pieces(into, turn.n, other))
+    yield from _settled(turn)
+    return table  # it and what it tells of have to last until all have read
+
+
+def scatter(turn: Turn, xs: Tensors, into: Tensors, combine: Combine) -> Wire:
+    """(n * elements,) each -> (elements,) each: everybody gets the sum of its pieces."""
+    table = _told(turn, xs)
+    yield turn.needs(*turn.others)
+    _sum(turn, xs, into, combine)
+    for other in turn.others:
+        turn.done(other)
+    yield from _settled(turn)
+    return table
+
+
+def reduce(turn: Turn, xs: Tensors, into: Tensors, combine: Combine) -> Wire:
+    """(elements,) each -> (elements,) each: everybody sums its pieces, then everybody gets the others'."""
+    table = _told(turn, xs)
+    yield turn.needs(*turn.others)
+    _sum(turn, xs, _pieces(into, turn.n, turn.index), combine)
+    sums = _told(turn, into, part=1)
+    yield turn.needs(*turn.others, part=1)
+    for other in turn.others:
+        theirs = _addresses(turn, other, len(xs), part=1) + _begins(into, turn.n, other)
+        _fetch(turn, other, theirs, _pieces(into, turn.n, other))
+    yield from _settled(turn)
+    return torch.cat([table, sums])
+
+
+_SUMS: dict[str, Callable[[Turn, Tensors, Tensors, Combine], Wire]] = {"scatter": scatter, "reduce": reduce}
+
+
+def _told(turn: Turn, xs: Tensors, part: int = 0) -> Tensor:
+    """Tell all others where tensors lie."""
+    table = torch.tensor([x.data_ptr() for x in xs])
+    for other in turn.others:
+        turn.put(other, table.data_ptr(), table.nbytes, part)
+    return table
+
+
+def _addresses(turn: Turn, other: int, count: int, part: int = 0) -> Tensor:
+    """Return where a process has told that its tensors lie."""
+    table = torch.empty(count, dtype=torch.int64)
+    turn.get(other, table.data_ptr(), table.nbytes, part)
+    return table
+
+
+def _settled(turn: Turn) -> Generator[list[Need], None, None]:
+    """Wait until all others have read what they were told of."""
+    answers = [(turn.peers[other], turn.key | ANSWER) for other in turn.others]
+    yield answers
+    turn.answered(answers)
+
+
+def _pieces(wholes: Tensors, n: int, index: int) -> list[Tensor]:
+    return [whole[slice(*flat_range(whole.numel(), n, index))] for whole in wholes]
+
+
+def _begins(wholes: Tensors, n: int, index: int) -> Tensor:
+    """Return where the piece of a process begins in each, in bytes."""
+    return _begins_of(tuple([whole.numel() for whole in wholes]), wholes[0].element_size(), n, index)
+
+
+@lru_cache(maxsize=1024)
+def _begins_of(lengths: tuple[int, ...], item: int, n: int, index: int) -> Tensor:
+    return torch.tensor([flat_range(length, n, index)[0] * item for length in lengths])
+
+
+def _fetch(turn: Turn, other: int, addresses: Tensor, into: Tensors) -> None:
+    """Copy what lies at these addresses of a process, and say so."""
+    sizes = torch.tensor([x.nbytes for x in into])
+    here = torch.tensor([x.data_ptr() for x in into])
+    turn.peers[other].read_all(torch.stack([here, sizes], 1), torch.stack([addresses, sizes], 1))
+    turn.done(other)
+
+
+class Batches(NamedTuple):
+    """How pieces are read, in batches that stay in the processor's cache: each of one or several spans.
+
+    Args:
+        spans: (number of the piece, begin, end, place among what is read with it), in elements.
+        batches: (first span, one past the last).
+        table: a row for each span: the number of the piece; begin, place and size in bytes.
+        longest: the elements of the longest batch.
+    """
+
+    spans: list[tuple[int, int, int, int]]
+    batches: list[tuple[int, int]]
+    table: Tensor
+    longest: int
+
+
+@lru_cache(maxsize=1024)
+def _batches(lengths: tuple[int, ...], item: int) -> Batches:
+    """Return how pieces of these lengths are read.
+
+    >>> _batches((3, 0, 70000), 4)[:2]
+    ([(0, 0, 3, 0), (2, 0, 65533, 3), (2, 65533, 70000, 0)], [(0, 2), (2, 3)])
+    """
+    most = PIECE // item
+    spans, batches, first, place = list[tuple[int, int, int, int]](), list[tuple[int, int]](), 0, 0
+    for number, length in enumerate(lengths):
+        begin = 0
+        while begin < length:
+            end = min(length, begin + most - place)
+            spans.append((number, begin, end, place))
+            place, begin = place + end - begin, end
+            if place == most:
+                batches.append((first, len(spans)))
+                first, place = len(spans), 0
+    if place:
+        batches.append((first, len(spans)))
+    rows = [(number, begin * item, place * item, (end - begin) * item) for number, begin, end, place in spans]
+    table = torch.tensor(rows, dtype=torch.int64).reshape(-1, 4)
+    return Batches(spans, batches, table, min(most, sum(lengths)))
+
+
+def _sum(turn: Turn, xs: Tensors, into: Tensors, combine: Combine) -> None:
+    """Sum the own pieces of all processes' tensors, as they have been told of."""
+    own, item = _pieces(xs, turn.n, turn.index), xs[0].element_size()
+    spans, batches, table, longest = _batches(tuple([x.numel() for x in own]), item)
+    numbers, begins, places, sizes = table.unbind(1)
+    scratch = torch.empty((turn.n, longest), dtype=xs[0].dtype)
+    rows = dict[int, tuple[Tensor, Tensor]]()
+    for other in turn.others:
+        theirs = _addresses(turn, other, len(xs)) + _begins(xs, turn.n, turn.index)
+        here = scratch.data_ptr() + other * longest * item + places
+        rows[other] = torch.stack([here, sizes], 1), torch.stack([theirs[numbers] + begins, sizes], 1)
+    for first, end in batches:
+        for other, (here, there) in rows.items():
+            turn.peers[other].read_all(here[first:end], there[first:end])
+        for number, start, stop, place in spans[first:end]:
+            kept, length = own[number][start:stop], stop - start
+            summands = [
+                kept if process == turn.index else scratch[process, place : place + length] for process in range(turn.n)
+            ]
+            combined(summands, combine, kept, into[number][start:stop])
