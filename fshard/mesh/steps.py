@@ -109,7 +109,7 @@ def go(
             bound, fits = Bound(move, scope.group(ride.axes, "fs.reshard"), site), ride.fits(scope)
             filled_up = tuple([fit.before(x) for x, fit in zip(given, fits, strict=True)])
             if into and ride.last and ride.kind == "flat_gather" and _is_plain(given):
-                places = tuple([into[place].view(-1) for place in ride.places])
+                places = tuple([into[place] for place in ride.places])
                 ride.put(results, _trimmed(bound.start(filled_up, places).wait(), fits))
             elif ahead and ride.last and not isinstance(move, Alone):
                 finishes.append(_later(bound.start(filled_up).wait, ride, fits, results))

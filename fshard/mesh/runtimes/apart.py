@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fshard.mesh.arithmetic import flat_range
+from fshard.mesh.arithmetic import chunk, flat_range
 from fshard.mesh.moves import AllGather, PsumScatter, Wired, combining, is_plain, plain
 from fshard.mesh.runtimes.buffers import empty
 from fshard.mesh.runtimes.direct import ANSWER, PIECE, Turn
@@ -59,21 +59,22 @@ def room(move: Wired, xs: Tensors, n: int) -> tuple[Tensor, ...]:
 
 def wire(turn: Turn, move: Wired, xs: Tensors, into: Tensors) -> Wire:
     """Return the wire of a move that suits; its results come into these tensors."""
-    into = [x.view(-1) for x in into]
     if move.wire == "gather":
-        return gather(turn, [plain(x).contiguous().view(-1) for x in xs], into)
-    return _SUMS[move.wire](turn, [x.view(-1) for x in xs], into, combining(move))
+        return gather(turn, [plain(x).contiguous() for x in xs], into)
+    return _SUMS[move.wire](turn, [x.view(-1) for x in xs], [x.view(-1) for x in into], combining(move))
 
 
 def gather(turn: Turn, xs: Tensors, into: Tensors) -> Wire:
-    """(elements,) each -> (elements,) each: everybody gets the whole of each tensor, of which it has a piece."""
+    """Everybody gets the whole of each tensor, of which it has a piece."""
     table = _told(turn, xs)
-    for x, own in zip(xs, _pieces(into, turn.n, turn.index), strict=True):
-        if x.data_ptr() != own.data_ptr():
-            own.copy_(x[: own.numel()])
+    here, ends = _lying(into), _ends_of(tuple([x.numel() for x in into]), into[0].element_size(), turn.n)
+    elsewhere = (table != here + ends[turn.index]).nonzero()
+    for number in elsewhere.view(-1).tolist():
+        own = _piece(into[number].view(-1), turn.n, turn.index)
+        own.copy_(xs[number].view(-1)[: own.numel()])
     yield turn.needs(*turn.others)
     for other in turn.others:
-        _fetch(turn, other, _addresses(turn, other, len(xs)), _pieces(into, turn.n, other))
+        _fetch(turn, other, _addresses(turn, other, len(xs)), here, ends)
     yield from _settled(turn)
     return table  # it and what it tells of have to last until all have read
 
@@ -93,25 +94,29 @@ def reduce(turn: Turn, xs: Tensors, into: Tensors, combine: Combine) -> Wire:
     """(elements,) each -> (elements,) each: everybody sums its pieces, then everybody gets the others'."""
     table = _told(turn, xs)
     yield turn.needs(*turn.others)
-    _sum(turn, xs, _pieces(into, turn.n, turn.index), combine)
-    sums = _told(turn, into, part=1)
+    _sum(turn, xs, [_piece(x, turn.n, turn.index) for x in into], combine)
+    here = _told(turn, into, part=1)
+    ends = _ends_of(tuple([x.numel() for x in into]), into[0].element_size(), turn.n)
     yield turn.needs(*turn.others, part=1)
     for other in turn.others:
-        theirs = _addresses(turn, other, len(xs), part=1) + _begins(into, turn.n, other)
-        _fetch(turn, other, theirs, _pieces(into, turn.n, other))
+        _fetch(turn, other, _addresses(turn, other, len(xs), part=1) + ends[other], here, ends)
     yield from _settled(turn)
-    return torch.cat([table, sums])
+    return torch.cat([table, here])
 
 
 _SUMS: dict[str, Callable[[Turn, Tensors, Tensors, Combine], Wire]] = {"scatter": scatter, "reduce": reduce}
 
 
 def _told(turn: Turn, xs: Tensors, part: int = 0) -> Tensor:
-    """Tell all others where tensors lie."""
-    table = torch.tensor([x.data_ptr() for x in xs])
+    """Tell all others where tensors lie, and return that."""
+    table = _lying(xs)
     for other in turn.others:
         turn.put(other, table.data_ptr(), table.nbytes, part)
     return table
+
+
+def _lying(xs: Tensors) -> Tensor:
+    return torch.tensor([x.data_ptr() for x in xs])
 
 
 def _addresses(turn: Turn, other: int, count: int, part: int = 0) -> Tensor:
@@ -128,25 +133,28 @@ def _settled(turn: Turn) -> Generator[list[Need], None, None]:
     turn.answered(answers)
 
 
-def _pieces(wholes: Tensors, n: int, index: int) -> list[Tensor]:
-    return [whole[slice(*flat_range(whole.numel(), n, index))] for whole in wholes]
-
-
-def _begins(wholes: Tensors, n: int, index: int) -> Tensor:
-    """Return where the piece of a process begins in each, in bytes."""
-    return _begins_of(tuple([whole.numel() for whole in wholes]), wholes[0].element_size(), n, index)
+def _piece(whole: Tensor, n: int, index: int) -> Tensor:
+    return whole[slice(*flat_range(len(whole), n, index))]
 
 
 @lru_cache(maxsize=1024)
-def _begins_of(lengths: tuple[int, ...], item: int, n: int, index: int) -> Tensor:
-    return torch.tensor([flat_range(length, n, index)[0] * item for length in lengths])
+def _ends_of(lengths: tuple[int, ...], item: int, n: int) -> Tensor:
+    """Return where the pieces of each process begin in tensors of these lengths, and at last where the tensors end; in bytes.
+
+    >>> _ends_of((5, 1), 4, 2)
+    tensor([[ 0,  0],
+            [12,  4],
+            [20,  4]])
+    """
+    return torch.tensor(
+        [[min(index * chunk(length, n), length) * item for length in lengths] for index in range(n + 1)]
+    )
 
 
-def _fetch(turn: Turn, other: int, addresses: Tensor, into: Tensors) -> None:
-    """Copy what lies at these addresses of a process, and say so."""
-    sizes = torch.tensor([x.nbytes for x in into])
-    here = torch.tensor([x.data_ptr() for x in into])
-    turn.peers[other].read_all(torch.stack([here, sizes], 1), torch.stack([addresses, sizes], 1))
+def _fetch(turn: Turn, other: int, addresses: Tensor, here: Tensor, ends: Tensor) -> None:
+    """Copy a process's pieces, which lie at these addresses, into the wholes that lie here, and say so."""
+    begins, sizes = ends[other], ends[other + 1] - ends[other]
+    turn.peers[other].read_all(torch.stack([here + begins, sizes], 1), torch.stack([addresses, sizes], 1))
     turn.done(other)
 
 
@@ -193,13 +201,14 @@ def _batches(lengths: tuple[int, ...], item: int) -> Batches:
 
 def _sum(turn: Turn, xs: Tensors, into: Tensors, combine: Combine) -> None:
     """Sum the own pieces of all processes' tensors, as they have been told of."""
-    own, item = _pieces(xs, turn.n, turn.index), xs[0].element_size()
+    own, item = [_piece(x, turn.n, turn.index) for x in xs], xs[0].element_size()
+    ends = _ends_of(tuple([len(x) for x in xs]), item, turn.n)
     spans, batches, table, longest = _batches(tuple([x.numel() for x in own]), item)
     numbers, begins, places, sizes = table.unbind(1)
     scratch = torch.empty((turn.n, longest), dtype=xs[0].dtype)
     rows = dict[int, tuple[Tensor, Tensor]]()
     for other in turn.others:
-        theirs = _addresses(turn, other, len(xs)) + _begins(xs, turn.n, turn.index)
+        theirs = _addresses(turn, other, len(xs)) + ends[turn.index]
         here = scratch.data_ptr() + other * longest * item + places
         rows[other] = torch.stack([here, sizes], 1), torch.stack([theirs[numbers] + begins, sizes], 1)
     for first, end in batches:
