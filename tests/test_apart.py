@@ -1,4 +1,4 @@
-"""Pieces gathered where the wholes lie, and wires that go on though nobody waits for them."""
+"""Many tensors summed and gathered where they lie, and wires that go on though nobody waits for them."""
 
 import pytest
 import torch
@@ -7,6 +7,7 @@ import torch.distributed as dist
 import fshard as fs
 from fshard import P
 from fshard.mesh.runtimes import apart, neighbours
+from fshard.mesh.tree import flatten
 from fshard.testing.processes import run_processes
 
 SHAPES = {"even": (64, 8), "odd": (7, 3), "one": (1,), "empty": (0, 4), "scalar": (), "large": (700, 1001)}
@@ -69,6 +70,64 @@ def test_limits_of_one_call_and_of_one_table_are_kept(limited):
     for params, stayed in run_processes(limited, 2):
         assert stayed == (limited is in_many_parts)
         assert all(torch.equal(params[name], x) for name, x in virtual.items())
+
+
+LENGTHS = (120_000, 4, 0, 300_000, 8, 70_000, 16)
+COLLECTIVES = {
+    "psum": lambda xs: fs.psum(xs, "d"),
+    "pmax": lambda xs: fs.pmax(xs, "d"),
+    "psum_scatter": lambda xs: fs.psum_scatter(xs, "d"),
+    "all_gather": lambda xs: fs.all_gather(xs, "d"),
+    "along columns": lambda xs: fs.psum_scatter([x.view(-1, 4) for x in xs], "d", dim=1),
+    "of a transposed": lambda xs: fs.psum([*xs[:2], xs[3].view(-1, 4).t()], "d"),
+    "with odd ends": lambda xs: fs.psum([x[1:] for x in xs], "d"),
+    "of a conjugate": lambda xs: fs.psum([torch.complex(x, x).conj() for x in xs], "d"),
+    "one large, many small": lambda xs: fs.psum([xs[3], *(xs[1] + k for k in range(5))], "d"),
+    "at once": lambda xs: [handle.wait() for handle in [fs.psum.start(xs, "d"), fs.psum_scatter.start(xs, "d")][::-1]],
+}
+
+
+def collected(n, name, dtype):
+    """Return what each device has after a collective on many tensors, more than are laid out in one buffer."""
+
+    def main():
+        draw = torch.Generator().manual_seed(fs.axis_index("d"))
+        xs = [torch.randn(length, generator=draw) * 9 for length in LENGTHS]
+        return COLLECTIVES[name]([x.to(dtype) for x in xs])
+
+    return fs.run(main, mesh=fs.make_mesh({"d": n}))
+
+
+KINDS = [(name, torch.float32) for name in COLLECTIVES] + [
+    (name, dtype) for name in ("psum", "psum_scatter") for dtype in (torch.bfloat16, torch.int16, torch.float64)
+]
+
+
+@pytest.mark.parametrize(("name", "dtype"), KINDS, ids=str)
+def test_many_tensors_have_the_bits_that_they_have_on_virtual_devices(two, four, name, dtype):
+    for processes, n in ((two, 2), (four, 4)):
+        expected = collected(n, name, dtype)
+        for rank, (found,) in enumerate(processes.run(collected, n, name, dtype)):
+            pairs = zip(flatten(found)[0], flatten(expected[rank])[0], strict=True)
+            assert all(torch.equal(x, y) and x.dtype == y.dtype for x, y in pairs)
+
+
+def test_what_comes_shares_no_memory_with_what_was_given(two):
+    for kept, alone in two.run(kept_apart):
+        assert kept
+        assert alone
+
+
+def kept_apart():
+    """Return whether what was given is as it was, and whether no result lies in its memory."""
+
+    def main():
+        xs = [torch.ones(length) for length in LENGTHS if length]
+        ys = fs.psum(xs, "d")
+        before, after = ({x.untyped_storage().data_ptr() for x in some} for some in (xs, ys))
+        return all(bool((x == 1).all()) for x in xs), before.isdisjoint(after)
+
+    return fs.run(main, mesh=fs.make_mesh({"d": 2}))[0]
 
 
 def one_does_something_else():
