@@ -9,6 +9,8 @@ from importlib.metadata import version
 from typing import Any
 
 from fshard import optim
+from fshard.booster.booster import Booster
+from fshard.booster.plugins import DDPPlugin, FSDPPlugin, ZeroPlugin
 from fshard.errors import (
     CollectiveTimeoutError,
     DeadlockError,
@@ -86,8 +88,11 @@ def __getattr__(name: str) -> Any:
 
 __all__ = [
     "Action",
+    "Booster",
     "CollectiveTimeoutError",
+    "DDPPlugin",
     "DeadlockError",
+    "FSDPPlugin",
     "FshardError",
     "Handle",
     "Layout",
@@ -109,6 +114,7 @@ __all__ = [
     "ScopeError",
     "ShardType",
     "Sharded",
+    "ZeroPlugin",
     "all_gather",
     "all_to_all",
     "apply_updates",

@@ -180,7 +180,7 @@ class Gradient:
         own = sorted({*first})
         number = {place: number for number, place in enumerate(own)}
         at = [number[place] for place in first]
-        known = self._known(structure, paths, leaves, at, mesh, parts.axes)
+        known = self.known_of(structure, paths, leaves, at, mesh, parts.axes)
         drawn = int(torch.randint(1 << 62, ()).item())  # the same on every process
         devices, memory, tapes = held(mesh), Buffers(buffers, mesh), dict[int, Tape]()
 
@@ -218,7 +218,7 @@ class Gradient:
             structure, [grads[place] for place in at]
         )
 
-    def _known(
+    def known_of(
         self,
         structure: Structure,
         paths: Sequence[str],

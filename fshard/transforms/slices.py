@@ -186,8 +186,8 @@ class Device:
                 unit.kept = forest.harvest(unit)
             reductions.end()
         tape.end()
-        mean, used = self._together([part.found for part in parts])
-        gradients = self._gradients(mean, used)
+        mean, used = self.together([part.found for part in parts])
+        gradients = self.gradients(used, mean.weight)
         _, new, told = parts[-1]
         changed = dict(zip(new.changed, mean.means, strict=False))
         numbers = {
@@ -251,7 +251,7 @@ class Device:
         named = dict(zip(wanted, result, strict=True))
         return named["loss"], named.get("buffers", given), named.get("aux", ())
 
-    def _together(self, found: list[Found]) -> tuple[Found, list[float]]:
+    def together(self, found: list[Found]) -> tuple[Found, list[float]]:
         """Average what was found and reduce what is left; return also how many devices have used each parameter."""
         tape = self.tape
         origin = self._origin()
@@ -291,9 +291,9 @@ class Device:
         known = disagreement(tape.scope.mesh, self._exchanged(tape.sequence), tape.words())
         return f"value_and_grad: devices gathered different units, so one was given another's values: {known}"
 
-    def _gradients(self, mean: Found, used: list[float]) -> list[Tensor | None]:
-        """Return the gradients; a parameter that no device used has none."""
-        divisor = 1.0 if self.how.slices is None or mean.loss.is_meta else something(mean.weight)
+    def gradients(self, used: Sequence[float], weight: float = 1.0) -> list[Tensor | None]:
+        """Return the gradients; a parameter that no device used has none.  `weight` is what all slices count for together."""
+        divisor = 1.0 if self.how.slices is None or self.batch.mesh.runtime == "abstract" else something(weight)
         divisor *= self.scaled / self.scale
         return [
             (g if divisor == 1.0 else g / divisor).to(leaf.dtype) if g is not None and wanted else None

@@ -356,6 +356,13 @@ def under_torchrun() -> bool:
     return dist.is_available() and (dist.is_initialized() or {"RANK", "WORLD_SIZE"} <= os.environ.keys())
 
 
+def processes() -> int:
+    """Return how many processes there are: one, unless this one was started as one of several."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size()
+    return int(os.environ["WORLD_SIZE"]) if under_torchrun() else 1
+
+
 def join(device_type: str, timeout: float | None) -> ProcessWorld:
     """Join the world of processes, or return the one that this process is in."""
     if _state["world"] is not None and dist.is_initialized():

@@ -1,0 +1,253 @@
+"""`Booster`: torch's familiar loop, and beside it the functional step, as a plugin lays them out.
+
+model, optimizer, criterion, dataloader, lr_scheduler = booster.boost(model, optimizer, criterion, dataloader, lr_scheduler)
+for inputs, labels in dataloader:
+    loss = criterion(model(inputs), labels)
+    booster.backward(loss, optimizer)
+    optimizer.step(); optimizer.zero_grad(); lr_scheduler.step()
+
+state = booster.init(model, optimizer, criterion)
+state, metrics = booster.step(state, (inputs, labels))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from fshard.booster.plugins import DDPPlugin, Plugin
+from fshard.booster.wrappers import BoostedOptimizer, Model
+from fshard.errors import LayoutError, ModuleError
+from fshard.mesh.mesh import Mesh
+from fshard.mesh.spec import P
+from fshard.mesh.tree import PyTree
+from fshard.optim.contract import Optimizer, check_optimizer
+from fshard.optim.following import Following
+from fshard.optim.partition import Partitioned, partition_optimizer
+from fshard.optim.scaling import loss_scaled
+from fshard.transforms.by_hand import ByHand
+from fshard.transforms.functionalize import functionalize
+from fshard.transforms.loader import Loader
+from fshard.transforms.rules import shard_params
+from fshard.transforms.skeleton import skeleton
+from fshard.transforms.step import Metrics, train_step
+
+
+class State(NamedTuple):
+    """What a functional step takes and returns: parameters, the optimizer's state and buffers, as they lie."""
+
+    params: PyTree
+    optimizer: PyTree
+    buffers: PyTree
+
+
+class Booster:
+    """Trains a model as its plugin says, in torch's loop or by a functional step.
+
+    Args:
+        plugin: how; None: `DDPPlugin()`.
+
+    The loop runs as one device: under torchrun, or inside of `fs.run` on a virtual mesh.
+
+    >>> import torch, fshard as fs
+    >>> mesh = fs.make_mesh({"data": 2})
+    >>> def main():
+    ...     torch.manual_seed(0)
+    ...     model = torch.nn.Linear(2, 1)
+    ...     data = torch.utils.data.TensorDataset(torch.eye(2).repeat(4, 1), torch.ones(8, 1))
+    ...     booster = fs.Booster(plugin=fs.ZeroPlugin(stage=1))
+    ...     opt, loader = torch.optim.SGD(model.parameters(), lr=0.5), torch.utils.data.DataLoader(data, batch_size=8)
+    ...     model, opt, criterion, loader, _ = booster.boost(model, opt, torch.nn.MSELoss(), loader)
+    ...     for _ in range(20):
+    ...         for x, y in loader:
+    ...             loss = criterion(model(x), y)
+    ...             booster.backward(loss, opt)
+    ...             opt.step(), opt.zero_grad()
+    ...     return loss.item() < 1e-3
+    >>> fs.run(main, mesh=mesh)
+    [True, True]
+    """
+
+    def __init__(self, plugin: Plugin | None = None) -> None:
+        if plugin is not None and not isinstance(plugin, Plugin):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise LayoutError(f"Booster(plugin=) takes a plugin, fs.ZeroPlugin(stage=1) say, not {plugin!r}.")
+        self.plugin = plugin or DDPPlugin()
+        self._models: list[Model] = []
+        self._sync = True
+        self._step: Callable[..., Any] | None = None
+
+    # -- torch's loop -------------------------------------------------------------------------------------------------
+
+    def boost(
+        self,
+        model: nn.Module,
+        optimizer: Any = None,
+        criterion: Callable[..., Tensor] | None = None,
+        dataloader: Any = None,
+        lr_scheduler: Any = None,
+    ) -> tuple[Any, Any, Any, Any, Any]:
+        """Return what takes the place of the five, in this order; None stays None.
+
+        Args:
+            model: any module.  What is returned refers to none of its tensors, and neither does the optimizer any more.
+            optimizer: of torch, or of `fs.optim`.
+            criterion: stays as it is.
+            dataloader: of torch, whose batches are then those of all devices together; anything else stays as it is.
+            lr_scheduler: stays as it is: what it writes into the optimizer's groups counts.
+        """
+        mesh = self.plugin.laid_on()
+        opts = self._opts(mesh, model, optimizer)
+        boosted = self._boosted(mesh, model, optimizer)
+        self._models.append(boosted)
+        wrapped = None
+        if opts is not None:
+            wrapped = BoostedOptimizer(optimizer, opts, boosted, zeros=self.plugin.unused == "zero")
+            _point_at(optimizer, model, boosted.module)
+        if isinstance(dataloader, DataLoader):
+            how: Any = {"mesh": mesh, "axes": self.plugin.axes(mesh), "seed": self.plugin.seed, "notice": self._notice}
+            dataloader = Loader.of(dataloader, **how)
+        return boosted, wrapped, criterion, dataloader, lr_scheduler
+
+    def _boosted(self, mesh: Mesh, model: nn.Module, optimizer: Any) -> Model:
+        plugin, axes = self.plugin, self.plugin.axes(mesh)
+        bare = skeleton(model)
+        apply, _, _ = functionalize(bare, sync_batchnorm=axes if plugin.sync_batchnorm else None)
+        _, params, buffers = functionalize(model)
+        params = shard_params(_trained_by(optimizer, model, params), plugin.rules(mesh), mesh=mesh)
+        options = {**plugin.gradient(), "gradients": self._partition(mesh, _NOTHING).gradients}
+        return Model(bare, ByHand(apply, params, buffers, mesh=mesh, axes=axes, seed=plugin.seed, **options))
+
+    def _opts(self, mesh: Mesh, model: nn.Module, optimizer: Any) -> Callable[[], Partitioned] | None:
+        """Return what says how the optimizer is now, and how its work is divided."""
+        if optimizer is None:
+            return None
+        if isinstance(optimizer, torch.optim.Optimizer):
+            now = Following(optimizer, dict(model.named_parameters())).now
+        else:
+            check_optimizer(optimizer, "boost")
+
+            def now() -> Optimizer:
+                return optimizer
+
+        divided = lru_cache(maxsize=1)(partial(self._partition, mesh))
+        return lambda: divided(now())
+
+    def _partition(self, mesh: Mesh, opt: Optimizer) -> Partitioned:
+        plugin = self.plugin
+        if plugin.precision == "fp16" and opt.loss_scale is None:
+            opt = loss_scaled(opt)
+        return partition_optimizer(opt, mesh=mesh, axis=plugin.pieces(mesh), stage=plugin.stage)
+
+    def backward(self, loss: Tensor, optimizer: BoostedOptimizer) -> None:
+        """Take the gradient of a loss that is a mean over this device's samples."""
+        optimizer.backward(loss, sync=self._sync)
+
+    @contextmanager
+    def no_sync(self, model: Any = None, optimizer: Any = None) -> Generator[None]:
+        """Let gradients of backwards inside stay on the device, until one outside, or the step, reduces their sum.
+
+        Where gradients are reduced as they come (stages 2 and 3, reproducible mode) it changes nothing but memory.
+        """
+        before, self._sync = self._sync, False
+        try:
+            yield
+        finally:
+            self._sync = before
+
+    def clip_grad_norm(self, optimizer: BoostedOptimizer, max_norm: float) -> Tensor:
+        """Shrink the gradients so that the norm of all of them is at most `max_norm`; return what it was."""
+        return optimizer.clip_grad_by_norm(max_norm)
+
+    def clip_grad_value(self, optimizer: BoostedOptimizer, clip_value: float) -> None:
+        """Keep each element of the gradients between -clip_value and clip_value."""
+        optimizer.clip_grad_by_value(clip_value)
+
+    def prepare_dataloader(
+        self,
+        dataset: Any,
+        batch_size: int,
+        shuffle: bool = False,
+        seed: int = 1024,
+        drop_last: bool = False,
+        pin_memory: bool = False,
+        num_workers: int = 0,
+        **kwargs: Any,
+    ) -> Loader:
+        """Return the batches of a dataset, `batch_size` samples on all devices together: see `Loader`."""
+        mesh = self.plugin.laid_on()
+        how: Any = {"mesh": mesh, "axes": self.plugin.axes(mesh), "notice": self._notice}
+        own: Any = {"shuffle": shuffle, "seed": seed, "drop_last": drop_last, "pin_memory": pin_memory}
+        return Loader(dataset, batch_size, **how, **own, num_workers=num_workers, **kwargs)
+
+    def _notice(self, samples: int) -> None:
+        for model in self._models:
+            model.by_hand.total = samples
+
+    # -- the functional form ------------------------------------------------------------------------------------------
+
+    def init(self, model: nn.Module, optimizer: Any, criterion: Callable[..., Tensor] | None = None) -> State:
+        """Return the state to begin with, and remember the step.
+
+        A batch is then (inputs, labels), and the loss criterion(model(inputs), labels); without a criterion it is a dict of
+        arguments, and the model returns its loss, as those of transformers do.
+        """
+        plugin, mesh = self.plugin, self.plugin.laid_on()
+        axes = plugin.axes(mesh)
+        opts = self._opts(mesh, model, optimizer)
+        if opts is None:
+            raise ModuleError("init takes a model and its optimizer.")
+        apply, params, buffers = functionalize(model, sync_batchnorm=axes if plugin.sync_batchnorm else None)
+
+        def loss_fn(params: PyTree, buffers: PyTree, batch: Any) -> tuple[Tensor, PyTree]:
+            if criterion is None:
+                output, after = apply(params, buffers, **batch)
+                return output.loss, after
+            inputs, labels = batch
+            output, after = apply(params, buffers, inputs)
+            return criterion(output, labels), after
+
+        params = shard_params(_trained_by(optimizer, model, params), plugin.rules(mesh), mesh=mesh)
+
+        @lru_cache(maxsize=1)
+        def train(opt: Any) -> Callable[..., Any]:
+            options: Any = {**plugin.gradient(), "has_buffers": True}
+            return train_step(loss_fn, opt, mesh=mesh, batch=P(axes), donate=True, **options)
+
+        def step(state: State, batch: Any) -> tuple[State, Metrics]:
+            *after, metrics = train(opts())(*state, batch)
+            return State(*after), metrics
+
+        self._step = step
+        return State(params, opts().init(params), buffers)
+
+    def step(self, state: State, batch: Any) -> tuple[State, Metrics]:
+        """Take a step on a batch, which is that of all devices; the state that is given is used up."""
+        if self._step is None:
+            raise ModuleError("step comes after state = booster.init(model, optimizer, criterion).")
+        return self._step(state, batch)
+
+
+_NOTHING = Optimizer(lambda params: (), lambda grads, state, params: (grads, state), elementwise=True, arrays=True)
+
+
+def _trained_by(optimizer: Any, model: nn.Module, params: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return parameters of which those that an optimizer of torch does not have are frozen."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return params
+    own = {id(x) for group in optimizer.param_groups for x in group["params"]}
+    left = {name for name, x in model.named_parameters() if id(x) not in own}
+    return {name: nn.Parameter(x.detach(), requires_grad=False) if name in left else x for name, x in params.items()}
+
+
+def _point_at(optimizer: Any, model: nn.Module, bare: nn.Module) -> None:
+    """Let an optimizer's groups have the tensors without memory in the place of the model's, which may then go."""
+    if isinstance(optimizer, torch.optim.Optimizer):
+        places = {id(x): other for x, other in zip(model.parameters(), bare.parameters(), strict=True)}
+        for group in optimizer.param_groups:
+            group["params"] = [places.get(id(x), x) for x in group["params"]]

@@ -1,0 +1,191 @@
+"""Plugins: which mesh, where parameters, gradients and optimizer state lie, and in which precision.
+
+plugin                   parameters at rest    gradients               optimizer state
+DDPPlugin                whole                 summed                  whole
+ZeroPlugin(stage=1)      whole                 in pieces, once a step  in pieces
+ZeroPlugin(stage=2)      whole                 in pieces, at once      in pieces
+FSDPPlugin               in pieces             in pieces               in pieces
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, get_args
+
+import torch
+
+from fshard.errors import FshardError, LayoutError
+from fshard.mesh.make import make_mesh
+from fshard.mesh.mesh import Mesh
+from fshard.mesh.runtimes.process import processes
+from fshard.mesh.scope import here
+from fshard.mesh.spec import P
+from fshard.optim.partition import Stage
+from fshard.transforms.rules import fsdp
+from fshard.transforms.step import Precision
+
+Unused = Literal["skip", "zero"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plugin:
+    """What all plugins have.
+
+    Args:
+        mesh: the devices; None: all there are, along one axis "data".
+        axis: along which the batch is cut; None: all axes of the mesh.
+        precision: "bf16" or "fp16" computes in that dtype; parameters and state stay in their own.
+        unused: what a parameter that no device has used gets: "skip", nothing, as in torch.optim, so that neither its state
+            nor its count of steps moves; "zero", a gradient of zeros, as in JAX.
+        sync_batchnorm: BatchNorm takes mean and variance over all devices.
+        reproducible: the same bits on any number of devices that divides `slices`, if a sample's loss depends on it alone.
+        slices: into how many a batch is cut then.
+        seed: of random draws in the model.
+        options: further ones of `value_and_grad`: bucket, in_flight, live_units, prefetch, reduce, ...
+    """
+
+    mesh: Mesh | None = None
+    axis: str | tuple[str, ...] | None = None
+    precision: Precision | None = None
+    unused: Unused = "skip"
+    sync_batchnorm: bool = False
+    reproducible: bool = False
+    slices: int = 8
+    seed: int = 0
+    options: dict[str, Any] = field(default_factory=dict[str, Any])
+
+    stage: ClassVar[Stage] = 0
+
+    def __post_init__(self) -> None:
+        wrong = self.complaints()
+        if wrong:
+            raise LayoutError(f"{type(self).__name__}: {'; '.join(wrong)}.")
+
+    def complaints(self) -> list[str]:
+        """Return all that is wrong with what was given."""
+        wrong: list[str] = []
+        if self.precision not in (None, "bf16", "fp16"):
+            wrong.append(f'precision is "bf16", "fp16" or None, not {self.precision!r}')
+        if self.unused not in get_args(Unused):
+            wrong.append(f'unused is "skip" or "zero", not {self.unused!r}')
+        if self.mesh is not None and not isinstance(self.mesh, Mesh):  # pyright: ignore[reportUnnecessaryIsInstance]
+            wrong.append(f"mesh= takes a mesh, not {type(self.mesh).__name__}: fs.make_mesh(...)")
+        elif self.mesh is not None and self.axis is not None:
+            try:
+                self.mesh.check_axes(self.axis, "axis=")
+            except FshardError as error:
+                wrong.append(str(error).rstrip("."))
+        if self.reproducible and self.sync_batchnorm:
+            wrong.append("reproducible=True computes slices by themselves, sync_batchnorm=True all devices together")
+        for name, least in (("slices", 1), ("seed", 0)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                wrong.append(f"{name} is a whole number from {least} on, not {value!r}")
+        if self.mesh is not None and not wrong and self.reproducible:
+            parts = self.parts(self.mesh)
+            own, left = divmod(self.slices, parts)
+            if left or (parts > 1 and own & (own - 1)):
+                wrong.append(f"{self.slices} slices are not 1, 2, 4, ... for each of {parts} devices")
+        return wrong
+
+    def laid_on(self) -> Mesh:
+        """Return the mesh: that which was given, that of `fs.run`, or all processes."""
+        if self.mesh is not None:
+            return self.mesh
+        scope = here()
+        if scope is not None:
+            return scope.mesh
+        return make_mesh({"data": processes()})
+
+    def axes(self, mesh: Mesh) -> tuple[str, ...]:
+        """Return the axes along which the batch is cut."""
+        return mesh.axis_names if self.axis is None else mesh.check_axes(self.axis, "axis=")
+
+    def parts(self, mesh: Mesh) -> int:
+        """Return into how many parts the batch is cut."""
+        count = 1
+        for axis in self.axes(mesh):
+            count *= mesh.shape[axis]
+        return count
+
+    def rules(self, mesh: Mesh) -> Any:
+        """Return how parameters lie at rest."""
+        return P()
+
+    def pieces(self, mesh: Mesh) -> tuple[str, ...]:
+        """Return the axes along which state is divided."""
+        return self.axes(mesh)
+
+    def gradient(self) -> dict[str, Any]:
+        """Return the options of the gradient."""
+        compute = {"bf16": torch.bfloat16, "fp16": torch.float16, None: None}[self.precision]
+        reduce = torch.float32 if self.precision == "fp16" else None
+        slices = self.slices if self.reproducible else None
+        own = {"compute": compute, "reduce": reduce, "reproducible": self.reproducible, "slices": slices}
+        return {**own, "reduce_once": self.stage < 2, **self.options}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DDPPlugin(Plugin):
+    """Data parallelism: all devices have everything, and sum gradients.
+
+    >>> DDPPlugin(precision="fp8", seed=-1)
+    Traceback (most recent call last):
+    fshard.errors.LayoutError: DDPPlugin: precision is "bf16", "fp16" or None, not 'fp8'; seed is a whole number from 0 on, ...
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZeroPlugin(Plugin):
+    """ZeRO 1 and 2: the optimizer's state is divided.  `stage` 2 reduces gradients in each backward, 1 once a step."""
+
+    stage: Stage = 1  # pyright: ignore[reportIncompatibleVariableOverride, reportGeneralTypeIssues]
+
+    def complaints(self) -> list[str]:
+        """Return all that is wrong with what was given."""
+        wrong = super().complaints()
+        if self.stage not in (1, 2) or isinstance(self.stage, bool):
+            wrong.append(f"stage is 1 or 2, not {self.stage!r}: stage 0 is DDPPlugin, stage 3 FSDPPlugin")
+        return wrong
+
+
+@dataclass(frozen=True, kw_only=True)
+class FSDPPlugin(Plugin):
+    """ZeRO 3: parameters are divided too, and gathered as they are used.
+
+    Args:
+        unit: what is gathered together: a pattern of paths ("blocks[*]"), several, or a size in bytes; None: each repeated
+            block.
+        shard_axis: along which parameters and state are cut; None: all of `axis`.  If it is less, there are replicas along
+            the others (hybrid sharding): {"node": 2, "gpu": 8} with shard_axis="gpu", say.
+        reshard_after_forward: let parameters go after the forward, and gather them again for the backward.
+    """
+
+    unit: str | tuple[str, ...] | int | None = None
+    shard_axis: str | tuple[str, ...] | None = None
+    reshard_after_forward: bool = True
+
+    stage: ClassVar[Stage] = 3
+
+    def complaints(self) -> list[str]:
+        """Return all that is wrong with what was given."""
+        wrong = super().complaints()
+        if self.mesh is not None and self.shard_axis is not None and not wrong:
+            try:
+                strange = {*self.mesh.check_axes(self.shard_axis, "shard_axis=")} - {*self.axes(self.mesh)}
+                wrong += [f"shard_axis {axis} does not cut the batch, which axis= says" for axis in sorted(strange)]
+            except FshardError as error:
+                wrong.append(str(error).rstrip("."))
+        return wrong
+
+    def pieces(self, mesh: Mesh) -> tuple[str, ...]:
+        """Return the axes along which parameters and state are cut."""
+        return self.axes(mesh) if self.shard_axis is None else mesh.check_axes(self.shard_axis, "shard_axis=")
+
+    def rules(self, mesh: Mesh) -> Any:
+        """Return how parameters lie at rest."""
+        return fsdp(self.pieces(mesh), unit=self.unit)
+
+    def gradient(self) -> dict[str, Any]:
+        """Return the options of the gradient."""
+        return {**super().gradient(), "reshard_after_forward": self.reshard_after_forward}

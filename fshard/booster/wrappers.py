@@ -1,0 +1,100 @@
+"""What stands for a model and an optimizer in the torch-style loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+from torch import Tensor, nn
+
+from fshard.errors import OptimizerError
+from fshard.mesh.placing import unshard
+from fshard.mesh.tree import PyTree
+from fshard.optim.chain import clip_by_global_norm, clip_by_value
+from fshard.optim.norms import global_norm
+from fshard.optim.partition import Partitioned
+from fshard.transforms.by_hand import ByHand
+from fshard.transforms.skeleton import filled
+
+
+class Model(nn.Module):
+    """A model whose parameters lie as its plugin says: called as before, on this device's part of the batch.
+
+    `module` is its structure: its tensors have shapes, and no memory.  `unwrap()` returns it with what it has learnt.
+    """
+
+    def __init__(self, module: nn.Module, by_hand: ByHand) -> None:
+        super().__init__()
+        self.module = module
+        self.by_hand = by_hand
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model."""
+        return self.by_hand(*args, **kwargs)
+
+    def unwrap(self) -> nn.Module:
+        """Return a copy of the model by itself, with whole parameters; all devices have to call it."""
+        return filled(self.module, unshard(self.by_hand.params), unshard(self.by_hand.buffers))
+
+
+class BoostedOptimizer:
+    """An optimizer whose state lies as the plugin says.  Schedulers go on writing into the groups of the one it stands for.
+
+    Args:
+        given: the optimizer of torch, or a pure one.
+        opts: what divides the pure optimizer that it is at the moment.
+        model: whose parameters it writes.
+        zeros: whether parameters that nobody has used have a gradient of zeros.
+    """
+
+    def __init__(self, given: Any, opts: Callable[[], Partitioned], model: Model, *, zeros: bool) -> None:
+        self.optim, self._opts, self._by_hand, self._zeros = given, opts, model.by_hand, zeros
+        self._zeros_once, self._grads = False, cast("PyTree | None", None)
+        self.state: PyTree = opts().init(self._by_hand.params)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of the optimizer that was boosted, with the options that count in the next step."""
+        return getattr(self.optim, "param_groups", [])
+
+    @property
+    def scale(self) -> float:
+        """What losses are multiplied by."""
+        loss_scale = self._opts().loss_scale
+        return 1.0 if loss_scale is None else float(loss_scale(self.state))
+
+    def backward(self, loss: Tensor, *, sync: bool = True) -> None:
+        """Add the gradient of a loss."""
+        if self._grads is not None:
+            raise OptimizerError(
+                "backward after the gradients were clipped or read: do that once all of a step are there."
+            )
+        self._by_hand.backward(loss, scale=self.scale, sync=sync)
+
+    @property
+    def grads(self) -> PyTree:
+        """The gradients of all backwards since the last step, of their size times `scale`, as they lie."""
+        if self._grads is None:
+            self._grads = self._by_hand.gradients(zeros=self._zeros or self._zeros_once)
+        return self._grads
+
+    def clip_grad_by_norm(self, max_norm: float) -> Tensor:
+        """Shrink the gradients so that the norm of all of them is at most `max_norm`; return what it was."""
+        norm, scale = global_norm(self.grads), self.scale
+        self._grads, _ = clip_by_global_norm(max_norm * scale).update(self.grads, (), None)
+        return norm / scale
+
+    def clip_grad_by_value(self, clip_value: float) -> None:
+        """Keep each element of the gradients between -clip_value and clip_value."""
+        self._grads, _ = clip_by_value(clip_value * self.scale).update(self.grads, (), None)
+
+    def step(self) -> None:
+        """Take a step along the gradients."""
+        params, self.state = self._by_hand.written(self._opts(), self.grads, self.state)
+        self._by_hand.params, self._grads, self._zeros_once = params, None, False
+        self.optim._opt_called = True  # schedulers ask whether a step came before theirs
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients.  If they are not set to None, parameters that nobody uses have zeros in the next step."""
+        self._grads, self._zeros_once = None, not set_to_none
+        self._by_hand.forget()

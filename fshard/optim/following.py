@@ -1,0 +1,86 @@
+"""An optimizer of torch that has been made, with its groups, as a pure one that follows what is written into them.
+
+Learning-rate schedulers write a group's "lr", and some of them momentum or betas; torch's loops change weight decay by hand.
+What is written there before a step counts in that step.
+
+    AdamW([{"params": [w]}, {"params": [b], "weight_decay": 0}])  ->  by_label({0: adamw, 1: adamw}, {"w": 0, "b": 1})
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fshard.errors import OptimizerError
+from fshard.optim.adam import adam, adamw
+from fshard.optim.choose import by_label
+from fshard.optim.contract import Optimizer
+from fshard.optim.foreign import from_torch
+from fshard.optim.sgd import sgd
+
+_ADAM = ("betas", "eps", "weight_decay", "amsgrad", "maximize")
+_OWN: dict[type, tuple[Any, tuple[str, ...]]] = {
+    torch.optim.Adam: (adam, _ADAM),
+    torch.optim.AdamW: (adamw, _ADAM),
+    torch.optim.SGD: (sgd, ("momentum", "dampening", "weight_decay", "nesterov", "maximize")),
+}
+"""Classes of which we have our own with the same bits, and the options of these."""
+_NOT_OURS = ("capturable", "differentiable")
+
+
+class Following:
+    """A pure optimizer for named parameters, as an optimizer of torch has them in its groups now.
+
+    >>> layer = torch.nn.Linear(1, 1)
+    >>> following = Following(torch.optim.SGD(layer.parameters(), lr=0.5), dict(layer.named_parameters()))
+    >>> params = {"weight": torch.ones(1, 1), "bias": torch.ones(1)}
+    >>> opt = following.now()
+    >>> following.given.param_groups[0]["lr"] = 0.25
+    >>> opt.step(params, opt.init(params), params)[0]
+    {'weight': tensor([[0.7500]]), 'bias': tensor([0.7500])}
+    """
+
+    def __init__(self, given: torch.optim.Optimizer, params: Mapping[str, Tensor]) -> None:
+        self.given = given
+        names = {id(x): name for name, x in params.items()}
+        own = [[names.get(id(x)) for x in group["params"]] for group in given.param_groups]
+        strange = [f"param_groups[{at}]" for at, group in enumerate(own) if None in group]
+        if strange:
+            raise OptimizerError(
+                f"{type(given).__name__}: in {', '.join(strange)} are tensors that are no parameters of the model. Make the "
+                "optimizer of model.parameters(), before both are boosted."
+            )
+        self.labels = {name: at for at, group in enumerate(own) for name in group if name is not None}
+        self._made: tuple[list[dict[str, Any]], Optimizer] | None = None
+
+    def now(self) -> Optimizer:
+        """Return the optimizer that torch's groups describe; learning rates are read anew in each step."""
+        options = [_options(group) for group in self.given.param_groups]
+        if self._made is None or self._made[0] != options:
+            opts = {at: _made(type(self.given), group, own) for at, (group, own) in enumerate(self._groups(options))}
+            self._made = options, opts[0] if len(opts) == 1 else by_label(opts, self.labels)
+        return self._made[1]
+
+    def _groups(self, options: list[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+        return list(zip(self.given.param_groups, options, strict=True))
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a group but for its learning rate, and what schedulers keep there."""
+    return {name: x for name, x in group.items() if name not in ("params", "lr", "initial_lr", "max_lr", "min_lr")}
+
+
+def _made(cls: type[torch.optim.Optimizer], group: dict[str, Any], options: dict[str, Any]) -> Optimizer:
+    def rate(count: int) -> float:
+        return float(group["lr"])
+
+    own, names = _OWN.get(cls, (None, ()))
+    if own is None or any(options.get(name) for name in _NOT_OURS):
+        accepted = {name: x for name, x in options.items() if name in cls.__init__.__code__.co_varnames}
+        return from_torch(cls, lr=rate, **accepted)
+    if options.get("decoupled_weight_decay") and own is adam:
+        own = adamw
+    return own(rate, **{name: options[name] for name in names}, fused=bool(options.get("fused")))

@@ -1,0 +1,51 @@
+"""A module's structure with tensors that have shapes and no memory in the place of its parameters and buffers, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fshard.errors import ModuleError
+
+
+def skeleton(module: nn.Module) -> nn.Module:
+    """Return a copy of a module whose parameters and buffers are on the meta device; what is tied stays tied.
+
+    >>> bare = skeleton(nn.Linear(2, 3))
+    >>> bare.weight.shape, bare.weight.device
+    (torch.Size([3, 2]), device(type='meta'))
+    """
+    bare: dict[int, Any] = {}
+    for x in module.parameters():
+        bare[id(x)] = nn.Parameter(torch.empty_like(x, device="meta"), requires_grad=x.requires_grad)
+    for x in module.buffers():
+        bare[id(x)] = torch.empty_like(x, device="meta")
+    try:
+        return deepcopy(module, bare)
+    except Exception as error:
+        raise ModuleError(
+            f"{type(module).__name__} cannot be copied: {error}. Boosting keeps a copy of a module's structure: keep what "
+            "cannot be copied outside of it, or give it a __deepcopy__."
+        ) from error
+
+
+def filled(bare: nn.Module, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> nn.Module:
+    """Return a copy of a skeleton with these tensors in it.
+
+    >>> filled(skeleton(nn.Linear(1, 1)), {"weight": torch.ones(1, 1), "bias": torch.ones(1)}, {})(torch.ones(1))
+    tensor([2.], grad_fn=<ViewBackward0>)
+    """
+    given: dict[int, Any] = {}
+    for name, x in bare.named_parameters():
+        given[id(x)] = nn.Parameter(params[name].detach(), requires_grad=x.requires_grad)
+    for name, x in bare.named_buffers():
+        given[id(x)] = buffers[name]
+    module = deepcopy(bare, given)
+    for name, x in buffers.items():  # those that a forward has made
+        path, _, key = name.rpartition(".")
+        module.get_submodule(path)._buffers[key] = x
+    return module
