@@ -10,7 +10,7 @@ from typing import Any
 
 from fshard import optim
 from fshard.booster.booster import Booster
-from fshard.booster.plugins import DDPPlugin, FSDPPlugin, ZeroPlugin
+from fshard.booster.plugins import DDPPlugin, FSDPPlugin, HybridParallelPlugin, ZeroPlugin
 from fshard.errors import (
     CollectiveTimeoutError,
     DeadlockError,
@@ -95,6 +95,7 @@ __all__ = [
     "FSDPPlugin",
     "FshardError",
     "Handle",
+    "HybridParallelPlugin",
     "Layout",
     "LayoutError",
     "Ledger",

@@ -58,7 +58,7 @@ def convnet():
 
 
 MODELS = {
-    "mlp": lambda: nn.Sequential(nn.Linear(3, 16), nn.ReLU(), nn.Linear(16, 11)),
+    "mlp": lambda: nn.Sequential(nn.Linear(3, 16), nn.ReLU(), nn.Linear(16, 8), nn.Linear(8, 11)),
     "convnet": convnet,
     "attention": Attention,
     "tables": Tables,
@@ -138,5 +138,58 @@ def test_reproducible_loops_have_equal_bits_on_all_meshes(name, plugin):
 def test_loops_train_what_torch_trains_on_one_device(name, plugin, count):
     expected = by_torch(name, count)
     for state, *_ in trained(4, name, plugin, count):
+        for key, x in state.items():
+            torch.testing.assert_close(x, expected[key], rtol=1e-3, atol=1e-5)
+
+
+# -- stages ---------------------------------------------------------------------------------------------------------
+
+
+def trained_in_stages(name, pipeline, count=48, batch_size=16, outputs=False, **options):
+    """Return what each device has after two epochs of execute_pipeline."""
+
+    def main():
+        torch.manual_seed(1)
+        model = MODELS[name]()
+        opt = torch.optim.AdamW(model.parameters(), lr=0.05)
+        schedule = torch.optim.lr_scheduler.StepLR(opt, 2, 0.5)
+        booster = fs.Booster(plugin=fs.HybridParallelPlugin(pipeline=pipeline, **options))
+        loader = DataLoader(data(name, count), batch_size=batch_size, shuffle=True)
+        model, opt, criterion, loader, schedule = booster.boost(model, opt, nn.CrossEntropyLoss(), loader, schedule)
+        losses = []
+        for _ in range(2):
+            batches = iter(loader)
+            for _ in range(len(loader)):
+                result = booster.execute_pipeline(batches, model, criterion, opt, return_outputs=outputs)
+                booster.clip_grad_norm(opt, 1.0)
+                opt.step()
+                opt.zero_grad()
+                schedule.step()
+                losses.append(result["loss"].item())
+        model.eval()
+        with torch.no_grad():
+            tested = booster.execute_pipeline(
+                iter([data(name, count)[:4]]), model, criterion, return_loss=False, return_outputs=True
+            )
+        return {k: v.clone() for k, v in model.unwrap().state_dict().items()}, tested["outputs"], losses
+
+    return fs.run(main, mesh=fs.make_mesh({"data": 2, "pipe": 2}))
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zbv"])
+def test_stages_have_the_bits_of_the_whole_model(zero_stage, schedule):
+    ((expected, output, losses),) = trained(1, "mlp", "ddp", reproducible=True)
+    how = {"zero_stage": zero_stage, "schedule": schedule, "microbatches": 4, "reproducible": True}
+    for state, same, lost in trained_in_stages("mlp", 2, **how):
+        assert all(torch.equal(x, expected[key]) for key, x in state.items())
+        torch.testing.assert_close(same, output)
+        torch.testing.assert_close(torch.tensor(lost), torch.tensor(losses))
+
+
+@pytest.mark.parametrize("count", [48, 39])
+def test_stages_train_what_torch_trains_on_one_device(count):
+    expected = by_torch("mlp", count)
+    for state, *_ in trained_in_stages("mlp", 2, count, microbatches=3, zero_stage=1, outputs=True):
         for key, x in state.items():
             torch.testing.assert_close(x, expected[key], rtol=1e-3, atol=1e-5)

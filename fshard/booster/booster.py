@@ -12,30 +12,34 @@ state, metrics = booster.step(state, (inputs, labels))
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from fshard.booster.plugins import DDPPlugin, Plugin
+from fshard.booster.plugins import DDPPlugin, HybridParallelPlugin, Plugin
 from fshard.booster.wrappers import BoostedOptimizer, Model
 from fshard.errors import LayoutError, ModuleError
 from fshard.mesh.mesh import Mesh
+from fshard.mesh.placing import unshard
 from fshard.mesh.spec import P
 from fshard.mesh.tree import PyTree
 from fshard.optim.contract import Optimizer, check_optimizer
 from fshard.optim.following import Following
 from fshard.optim.partition import Partitioned, partition_optimizer
 from fshard.optim.scaling import loss_scaled
+from fshard.pipeline.stages import split_stages
 from fshard.transforms.by_hand import ByHand
 from fshard.transforms.functionalize import functionalize
+from fshard.transforms.in_stages import InStages
 from fshard.transforms.loader import Loader
 from fshard.transforms.rules import shard_params
 from fshard.transforms.skeleton import skeleton
+from fshard.transforms.stage_layouts import shard_stages
 from fshard.transforms.step import Metrics, train_step
 
 
@@ -110,17 +114,30 @@ class Booster:
             wrapped = BoostedOptimizer(optimizer, opts, boosted, zeros=self.plugin.unused == "zero")
             _point_at(optimizer, model, boosted.module)
         if isinstance(dataloader, DataLoader):
-            how: Any = {"mesh": mesh, "axes": self.plugin.axes(mesh), "seed": self.plugin.seed, "notice": self._notice}
+            how: Any = {"mesh": mesh, "axes": self._cut(mesh), "seed": self.plugin.seed, "notice": self._notice}
             dataloader = Loader.of(dataloader, **how)
         return boosted, wrapped, criterion, dataloader, lr_scheduler
 
     def _boosted(self, mesh: Mesh, model: nn.Module, optimizer: Any) -> Model:
         plugin, axes = self.plugin, self.plugin.axes(mesh)
         bare = skeleton(model)
+        divide = self._partition(mesh, _NOTHING).gradients
+        if isinstance(plugin, HybridParallelPlugin) and plugin.pipeline > 1:
+            how: Any = {"axis": plugin.pipeline_axis, "mesh": mesh, "schedule": plugin.plan()}
+            count = len(plugin.plan().placement)
+            stages: list[Any] = split_stages(
+                cast(Any, model), count, plugin.balance, sample=plugin.sample, blocks=cast(Any, plugin.blocks)
+            )
+            trees = [_trained_by(optimizer, model, dict(stage.named_parameters())) for stage in stages]
+            params = shard_stages(trees, plugin.rules(mesh), **how)
+            buffers = shard_stages([dict(stage.named_buffers()) for stage in stages], **how)
+            stages = [skeleton(stage) for stage in stages]
+            options: Any = {**plugin.staged(), "gradients": divide}
+            return Model(bare, InStages(stages, params, buffers, mesh=mesh, axes=axes, **options))
         apply, _, _ = functionalize(bare, sync_batchnorm=axes if plugin.sync_batchnorm else None)
         _, params, buffers = functionalize(model)
         params = shard_params(_trained_by(optimizer, model, params), plugin.rules(mesh), mesh=mesh)
-        options = {**plugin.gradient(), "gradients": self._partition(mesh, _NOTHING).gradients}
+        options: Any = {**plugin.gradient(), "gradients": divide}
         return Model(bare, ByHand(apply, params, buffers, mesh=mesh, axes=axes, seed=plugin.seed, **options))
 
     def _opts(self, mesh: Mesh, model: nn.Module, optimizer: Any) -> Callable[[], Partitioned] | None:
@@ -181,13 +198,52 @@ class Booster:
     ) -> Loader:
         """Return the batches of a dataset, `batch_size` samples on all devices together: see `Loader`."""
         mesh = self.plugin.laid_on()
-        how: Any = {"mesh": mesh, "axes": self.plugin.axes(mesh), "notice": self._notice}
+        how: Any = {"mesh": mesh, "axes": self._cut(mesh), "notice": self._notice}
         own: Any = {"shuffle": shuffle, "seed": seed, "drop_last": drop_last, "pin_memory": pin_memory}
         return Loader(dataset, batch_size, **how, **own, num_workers=num_workers, **kwargs)
 
+    def _cut(self, mesh: Mesh) -> tuple[str, ...]:
+        """Return the axes along which what a loader gives is cut: stages are given whole batches, which their step cuts."""
+        return (
+            () if isinstance(self.plugin, HybridParallelPlugin) and self.plugin.pipeline > 1 else self.plugin.axes(mesh)
+        )
+
     def _notice(self, samples: int) -> None:
         for model in self._models:
-            model.by_hand.total = samples
+            if isinstance(model.learner, ByHand):
+                model.learner.total = samples
+
+    def execute_pipeline(
+        self,
+        data_iter: Iterator[Any],
+        model: Model,
+        criterion: Callable[[Any, Any], Tensor],
+        optimizer: BoostedOptimizer | None = None,
+        return_loss: bool = True,
+        return_outputs: bool = False,
+    ) -> dict[str, Any]:
+        """Run a batch through the stages, forward and backward; under `torch.no_grad`, forward alone.
+
+        Args:
+            data_iter: gives the batch of all devices, (inputs, labels) or anything of which the first stage takes all.
+            model: as `boost` has returned it.
+            criterion: of what the last stage makes, and the labels; or the microbatch, where there are no labels.
+            optimizer: as `boost` has returned it; it may be left out under `torch.no_grad`.
+            return_loss: whether the loss of the whole batch is returned, on every device.
+            return_outputs: whether that is returned too, for every sample, what the last stage makes of it.
+        """
+        if not isinstance(model.learner, InStages):
+            raise ModuleError(
+                "execute_pipeline: this model is not cut into stages. Call it: loss = criterion(model(inputs), labels)."
+            )
+        if optimizer is None and torch.is_grad_enabled():
+            raise ModuleError(
+                "execute_pipeline: without an optimizer nobody takes gradients: call it in torch.no_grad()."
+            )
+        scale = optimizer.scale if optimizer is not None and torch.is_grad_enabled() else 1.0
+        value = model.learner.run(criterion, next(data_iter), scale=scale, outputs=return_outputs)
+        outputs = unshard(value.aux) if return_outputs else None
+        return {"loss": value.loss if return_loss else None, "outputs": outputs}
 
     # -- the functional form ------------------------------------------------------------------------------------------
 

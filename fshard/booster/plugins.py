@@ -9,6 +9,7 @@ FSDPPlugin               in pieces             in pieces               in pieces
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, get_args
 
@@ -21,7 +22,11 @@ from fshard.mesh.runtimes.process import processes
 from fshard.mesh.scope import here
 from fshard.mesh.spec import P
 from fshard.optim.partition import Stage
+from fshard.pipeline.builders import pipeline_schedule
+from fshard.pipeline.schedule import Schedule
+from fshard.pipeline.stages import Balance
 from fshard.transforms.rules import fsdp
+from fshard.transforms.stage_functions import How
 from fshard.transforms.step import Precision
 
 Unused = Literal["skip", "zero"]
@@ -189,3 +194,93 @@ class FSDPPlugin(Plugin):
     def gradient(self) -> dict[str, Any]:
         """Return the options of the gradient."""
         return {**super().gradient(), "reshard_after_forward": self.reshard_after_forward}
+
+
+@dataclass(frozen=True, kw_only=True)
+class HybridParallelPlugin(Plugin):
+    """Stages of a pipeline along one axis, any stage of ZeRO along the others.
+
+    Args:
+        pipeline: how many devices the model is cut over.
+        zero_stage: 0 to 3, of the devices that have the same stages.
+        microbatches: into how many each device's part of a batch is cut.
+        schedule: a name that `pipeline_schedule` knows.
+        chunks: how many stages each device has; None: one, or two where the schedule wants them.
+        balance: what stages have alike: see `split_stages`; so for `sample` and `blocks`.
+        sample: a microbatch, if `balance` or `blocks` ask for one.
+        blocks: where the blocks of a model stand that is no row of layers.
+        recompute: which activations are computed again: see `stage_functions`.
+        pipeline_axis: the axis of the stages.
+    """
+
+    pipeline: int = 1
+    zero_stage: Stage = 0
+    microbatches: int = 1
+    schedule: str = "1f1b"
+    chunks: int | None = None
+    balance: Balance = "parameters"
+    sample: Any = None
+    blocks: str | Sequence[str] | None = None
+    recompute: How = "never"
+    pipeline_axis: str = "pipe"
+
+    @property
+    def stage(self) -> Stage:  # type: ignore[override]
+        """The stage of ZeRO."""
+        return self.zero_stage
+
+    def complaints(self) -> list[str]:
+        """Return all that is wrong with what was given."""
+        wrong = super().complaints()
+        if self.zero_stage not in get_args(Stage) or isinstance(self.zero_stage, bool):
+            wrong.append(f"zero_stage is 0, 1, 2 or 3, not {self.zero_stage!r}")
+        if not isinstance(self.pipeline, int) or isinstance(self.pipeline, bool) or self.pipeline < 1:
+            return [*wrong, f"pipeline is a whole number from 1 on, not {self.pipeline!r}"]
+        if self.mesh is not None and self.mesh.shape.get(self.pipeline_axis, 1) != self.pipeline:
+            found = self.mesh.shape.get(self.pipeline_axis)
+            wrong.append(
+                f'pipeline={self.pipeline}, but "{self.pipeline_axis}" of {self.mesh} has {found or "no"} devices'
+            )
+        try:
+            self.plan()
+        except FshardError as error:
+            wrong.append(str(error).rstrip("."))
+        if self.sync_batchnorm:
+            wrong.append("sync_batchnorm=True has no meaning for stages, whose microbatches come one after the other")
+        return wrong
+
+    def plan(self) -> Schedule:
+        """Return the schedule."""
+        chunks = self.chunks or (1 if self.schedule in ("gpipe", "1f1b", "zb-h1", "zb-h2") else 2)
+        devices = self.pipeline if self.schedule in ("interleaved", "bfs") else None
+        return pipeline_schedule(
+            self.schedule, stages=chunks * self.pipeline, microbatches=self.microbatches, devices=devices
+        )
+
+    def laid_on(self) -> Mesh:
+        """Return the mesh: that which was given, that of `fs.run`, or all processes, the stages along the last axis."""
+        if self.mesh is not None:
+            return self.mesh
+        scope = here()
+        count = scope.mesh.root_size if scope is not None else processes()
+        if count % self.pipeline:
+            raise LayoutError(
+                f"HybridParallelPlugin: pipeline={self.pipeline} does not divide the {count} devices there are."
+            )
+        return make_mesh({"data": count // self.pipeline, self.pipeline_axis: self.pipeline})
+
+    def axes(self, mesh: Mesh) -> tuple[str, ...]:
+        """Return the axes along which the batch is cut: all but that of the stages."""
+        chosen = super().axes(mesh)
+        return tuple(axis for axis in chosen if axis != self.pipeline_axis)
+
+    def rules(self, mesh: Mesh) -> Any:
+        """Return how parameters lie at rest."""
+        return fsdp(self.pieces(mesh)) if self.zero_stage == 3 and self.pieces(mesh) else P()
+
+    def staged(self) -> dict[str, Any]:
+        """Return the options of the gradient of stages."""
+        given = self.gradient()
+        kept = ("compute", "reduce", "reproducible", *self.options)
+        own = {name: given[name] for name in kept}
+        return {**own, "schedule": self.plan(), "axis": self.pipeline_axis, "recompute": self.recompute}

@@ -7,13 +7,14 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from fshard.errors import OptimizerError
+from fshard.errors import ModuleError, OptimizerError
 from fshard.mesh.placing import unshard
 from fshard.mesh.tree import PyTree
 from fshard.optim.chain import clip_by_global_norm, clip_by_value
 from fshard.optim.norms import global_norm
 from fshard.optim.partition import Partitioned
 from fshard.transforms.by_hand import ByHand
+from fshard.transforms.in_stages import InStages
 from fshard.transforms.skeleton import filled
 
 
@@ -23,18 +24,33 @@ class Model(nn.Module):
     `module` is its structure: its tensors have shapes, and no memory.  `unwrap()` returns it with what it has learnt.
     """
 
-    def __init__(self, module: nn.Module, by_hand: ByHand) -> None:
+    def __init__(self, module: nn.Module, learner: ByHand | InStages) -> None:
         super().__init__()
         self.module = module
-        self.by_hand = by_hand
+        self.learner = learner
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model."""
-        return self.by_hand(*args, **kwargs)
+        if isinstance(self.learner, InStages):
+            raise ModuleError(
+                "a model in stages is run by its schedule: booster.execute_pipeline(iter(dataloader), model, criterion, "
+                "optimizer), in torch.no_grad() to evaluate it."
+            )
+        return self.learner(*args, **kwargs)
+
+    def train(self, mode: bool = True) -> Model:
+        """Put the model, and the stages that it is cut into, into training or out of it."""
+        super().train(mode)
+        for stage in self.learner.stages if isinstance(self.learner, InStages) else ():
+            stage.train(mode)
+        return self
 
     def unwrap(self) -> nn.Module:
         """Return a copy of the model by itself, with whole parameters; all devices have to call it."""
-        return filled(self.module, unshard(self.by_hand.params), unshard(self.by_hand.buffers))
+        params, buffers = unshard(self.learner.params), unshard(self.learner.buffers)
+        if isinstance(self.learner, InStages):
+            params, buffers = ({name: x for tree in trees for name, x in tree.items()} for trees in (params, buffers))
+        return filled(self.module, params, buffers)
 
 
 class BoostedOptimizer:
@@ -48,9 +64,9 @@ class BoostedOptimizer:
     """
 
     def __init__(self, given: Any, opts: Callable[[], Partitioned], model: Model, *, zeros: bool) -> None:
-        self.optim, self._opts, self._by_hand, self._zeros = given, opts, model.by_hand, zeros
+        self.optim, self._opts, self._learner, self._zeros = given, opts, model.learner, zeros
         self._zeros_once, self._grads = False, cast("PyTree | None", None)
-        self.state: PyTree = opts().init(self._by_hand.params)
+        self.state: PyTree = opts().init(self._learner.params)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -69,13 +85,15 @@ class BoostedOptimizer:
             raise OptimizerError(
                 "backward after the gradients were clipped or read: do that once all of a step are there."
             )
-        self._by_hand.backward(loss, scale=self.scale, sync=sync)
+        if not isinstance(self._learner, ByHand):
+            raise OptimizerError("the backward of a model in stages is part of booster.execute_pipeline(...).")
+        self._learner.backward(loss, scale=self.scale, sync=sync)
 
     @property
     def grads(self) -> PyTree:
         """The gradients of all backwards since the last step, of their size times `scale`, as they lie."""
         if self._grads is None:
-            self._grads = self._by_hand.gradients(zeros=self._zeros or self._zeros_once)
+            self._grads = self._learner.gradients(zeros=self._zeros or self._zeros_once)
         return self._grads
 
     def clip_grad_by_norm(self, max_norm: float) -> Tensor:
@@ -90,11 +108,11 @@ class BoostedOptimizer:
 
     def step(self) -> None:
         """Take a step along the gradients."""
-        params, self.state = self._by_hand.written(self._opts(), self.grads, self.state)
-        self._by_hand.params, self._grads, self._zeros_once = params, None, False
+        params, self.state = self._learner.written(self._opts(), self.grads, self.state)
+        self._learner.params, self._grads, self._zeros_once = params, None, False
         self.optim._opt_called = True  # schedulers ask whether a step came before theirs
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients.  If they are not set to None, parameters that nobody uses have zeros in the next step."""
         self._grads, self._zeros_once = None, not set_to_none
-        self._by_hand.forget()
+        self._learner.forget()

@@ -61,8 +61,12 @@ class Following:
         options = [_options(group) for group in self.given.param_groups]
         if self._made is None or self._made[0] != options:
             opts = {at: _made(type(self.given), group, own) for at, (group, own) in enumerate(self._groups(options))}
-            self._made = options, opts[0] if len(opts) == 1 else by_label(opts, self.labels)
+            self._made = options, opts[0] if len(opts) == 1 else by_label(opts, self._label)
         return self._made[1]
+
+    def _label(self, path: str, leaf: object) -> int:
+        """Return the group of a parameter, by its name; those in none are not trained."""
+        return self.labels.get(path.rpartition('["')[2].removesuffix('"]'), 0)
 
     def _groups(self, options: list[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
         return list(zip(self.given.param_groups, options, strict=True))

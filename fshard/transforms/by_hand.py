@@ -29,30 +29,29 @@ from torch.utils._pytree import (
     tree_unflatten,
 )  # it knows the outputs of other libraries' modules
 
-from fshard.errors import LayoutError, ModuleError, ScopeError
+from fshard.errors import LayoutError, ModuleError
 from fshard.mesh.mesh import Mesh
 from fshard.mesh.scope import owning
 from fshard.mesh.sharded import Sharded
 from fshard.mesh.spec import P
-from fshard.mesh.spmd import everywhere, is_outside, standing
+from fshard.mesh.spmd import everywhere, standing
 from fshard.mesh.threads import one_thread
 from fshard.mesh.tree import PyTree, flatten_with_paths, unflatten
-from fshard.optim.contract import Optimizer, step_of
 from fshard.optim.leaves import firsts_of
 from fshard.optim.scaling import held_by
 from fshard.source import call_site
 from fshard.transforms.batch import Batch, Cut, Slice
 from fshard.transforms.buffers import Buffers, New, numbers
 from fshard.transforms.forest import Forest
-from fshard.transforms.gradient import unstaged
+from fshard.transforms.gradient import as_they_lie, unstaged
 from fshard.transforms.handle import wholes
 from fshard.transforms.known import Known
+from fshard.transforms.learner import Learner
 from fshard.transforms.means import Found
 from fshard.transforms.nearby import refuse_distant, refuse_unplaced
 from fshard.transforms.randomness import keyed_random
 from fshard.transforms.slices import Device
 from fshard.transforms.tape import Tape
-from fshard.transforms.units import Leaf
 
 Apply = Callable[..., tuple[Any, PyTree]]
 """Of (params, buffers, *args, **kwargs): the output and the new buffers."""
@@ -85,7 +84,7 @@ class _Open:
     kept: bool = False
 
 
-class ByHand:
+class ByHand(Learner):
     """A module's function and its parameters, called and differentiated by the caller: see above.
 
     Args:
@@ -121,19 +120,9 @@ class ByHand:
         seed: int = 0,
         **options: Any,
     ) -> None:
-        if is_outside(mesh):
-            raise ScopeError(
-                f"a loop that takes forward and backward itself runs as one device of {mesh}: call it inside of "
-                "fs.run(main, mesh=mesh), or under torchrun."
-            )
-        self.apply, self.params, self.buffers, self.mesh, self.axes, self.seed = (
-            apply,
-            params,
-            buffers,
-            mesh,
-            axes,
-            seed,
-        )
+        lay = options.get("gradients") or as_they_lie
+        super().__init__(params, buffers, mesh, lay, reproducible=options.get("reproducible", False))
+        self.apply, self.axes, self.seed = apply, axes, seed
         self.steps = 0
         self.total: int | None = None
         """How many samples all devices have together; None: as many as this one, each."""
@@ -317,16 +306,16 @@ class ByHand:
         changed = dict(zip(new.changed, mean.means, strict=True))
         self.buffers = device.buffers.after([new._replace(changed=changed)])
 
-    def gradients(self, *, zeros: bool = False) -> PyTree:
-        """Return the gradients of all backwards since the last time; where no device has used a parameter None, or zeros."""
+    def found(self) -> PyTree:
+        """Return the gradients of all backwards since the last time; None where no device has used a parameter."""
         now = self._open
         if now is None or now.device is None or not (now.used or now.kept):
             raise ModuleError("there are no gradients. Call the model, then backward(loss).")
-        return self._here(lambda device: self._gradients(now, now.device, device, zeros))
+        return self._here(lambda device: self._gradients(now, now.device))
 
-    def _gradients(self, now: _Open, device: Device | None, number: int, zeros: bool) -> PyTree:
+    def _gradients(self, now: _Open, device: Device | None) -> PyTree:
         assert device is not None
-        tape, leaves = now.tape, now.known.leaves
+        tape = now.tape
         if now.kept:  # nobody asked for the others' before
             tape.reductions.keep = None
             tape.reductions.begin(tape.first, device.everyone, device.talk.along, idle=False)
@@ -334,15 +323,9 @@ class ByHand:
             self._reduced(now, device, now.loss)
         tape.check_unchanged()
         tape.end()
-        found = device.gradients(now.used)
-        if zeros:
-            found = [
-                _zeros(leaf, number, now.loss) if g is None and leaf.trained else g
-                for g, leaf in zip(found, leaves, strict=True)
-            ]
         grads = [
             None if g is None else Sharded(leaf.shape, leaf.gradient, (g,))
-            for leaf, g in zip(leaves, found, strict=True)
+            for leaf, g in zip(now.known.leaves, device.gradients(now.used), strict=True)
         ]
         now.known.order = tape.order
         tree = now.unflatten(grads)
@@ -350,24 +333,12 @@ class ByHand:
         self.steps += 1
         return tree
 
-    @torch.no_grad()
-    def written(self, opt: Any, grads: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
-        """Return the parameters after a step of an optimizer, which may use up what there is, and its state."""
-        repeatable = self._gradient.how.slices is not None  # then without torch's fused kernels, as in `train_step`
-        write = step_of(Optimizer(opt.init, opt.update, None if repeatable else opt.step, arrays=True))
-        with one_thread(repeatable):
-            return write(grads, state, self.params)
-
     def forget(self) -> None:
         """Drop all gradients and forwards since the last step."""
         if self._open is not None:
             now, self._open = self._open, None
             self._here(lambda device: now.tape.end())
             now.tape.close()
-
-
-def _zeros(leaf: Leaf, device: int, near: Tensor) -> Tensor:
-    return torch.zeros(leaf.gradient.local_shape(leaf.shape, device), dtype=leaf.dtype, device=near.device)
 
 
 Pieces = Callable[[int, Tensor], tuple[Tensor, Tensor]]

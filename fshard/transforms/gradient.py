@@ -91,10 +91,11 @@ def unstaged(
     how = How(
         loss_fn, has_buffers, has_aux, weight, accumulate, once, count if reproducible else None, manner, backward
     )
-    return Gradient(how, mesh, batch, gradients or _as_they_lie, frozen)
+    return Gradient(how, mesh, batch, gradients or as_they_lie, frozen)
 
 
-def _as_they_lie(layout: Layout) -> Layout:
+def as_they_lie(layout: Layout) -> Layout:
+    """Lay gradients as their parameters."""
     return layout
 
 

@@ -91,11 +91,10 @@ class Loader:
         if self.drop_last:
             batches = [batch for batch in batches if len(batch) == self.batch_size]
         own = DataLoader(self.dataset, batch_sampler=[self._part(batch) for batch in batches], **self._options)
-        for batch, part in zip(batches, own, strict=True):
-            self.sample += len(batch)
+        for left, (batch, part) in zip(range(len(batches))[::-1], zip(batches, own, strict=True), strict=True):
+            self.epoch, self.sample = (self.epoch, self.sample + len(batch)) if left else (self.epoch + 1, 0)
             self.notice(len(batch))
             yield part
-        self.epoch, self.sample = self.epoch + 1, 0
 
     def _order(self) -> list[int]:
         if not self.shuffle:

@@ -47,5 +47,5 @@ def filled(bare: nn.Module, params: Mapping[str, Tensor], buffers: Mapping[str, 
     module = deepcopy(bare, given)
     for name, x in buffers.items():  # those that a forward has made
         path, _, key = name.rpartition(".")
-        module.get_submodule(path)._buffers[key] = x
+        vars(module.get_submodule(path))["_buffers"][key] = x
     return module

@@ -1,0 +1,109 @@
+"""Stages whose gradient is taken batch by batch, as a schedule runs them, and written when the caller says so.
+
+    value = model.run(loss, batch)       forward and backward of all microbatches
+    grads = model.gradients()            of all batches since the last time
+
+The caller is one device, as in `by_hand`; a batch is that of all devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fshard.errors import ModuleError
+from fshard.mesh.mesh import Mesh
+from fshard.mesh.sharded import Sharded
+from fshard.mesh.spec import P
+from fshard.mesh.tree import PyTree, flatten, unflatten
+from fshard.pipeline.schedule import Schedule
+from fshard.source import call_site
+from fshard.transforms.gradient import Runs, Value, as_they_lie
+from fshard.transforms.learner import Learner
+from fshard.transforms.nearby import refuse_distant
+from fshard.transforms.value_and_grad import gradient_of
+
+Loss = Callable[[Any, Any], Tensor]
+"""Of what the last stage makes, and the labels of a pair (inputs, labels), or else all of the microbatch."""
+
+
+class InStages(Learner):
+    """Stages with parameters and buffers that lie where a schedule has them.
+
+    Args:
+        stages: modules, of which only the structure is used.
+        params: see `shard_stages`; so for buffers.
+        axes: along which the batch is cut.
+        options: those of `value_and_grad` with a schedule.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[nn.Module],
+        params: Sequence[PyTree],
+        buffers: Sequence[PyTree],
+        *,
+        mesh: Mesh,
+        axes: tuple[str, ...],
+        schedule: Schedule,
+        **options: Any,
+    ) -> None:
+        lay = options.get("gradients") or as_they_lie
+        super().__init__(params, buffers, mesh, lay, reproducible=options.get("reproducible", False))
+        self._remembers = any(flatten(tree)[0] for tree in buffers)
+        cut = P(axes) if axes else P()
+        self._options: dict[str, Any] = {"mesh": mesh, "batch": cut, "schedule": schedule, **options}
+        self.stages, self._grads = stages, list[PyTree]()
+        self._gradient = lru_cache(maxsize=4)(self._made)
+
+    def _made(self, loss: Loss, outputs: bool, backward: bool) -> Runs:
+        def both(y: Any, microbatch: Any) -> Any:
+            pair = isinstance(microbatch, tuple | list) and len(microbatch) == 2
+            found = loss(y, microbatch[1] if pair else microbatch)
+            return (found, y) if outputs else found
+
+        how: dict[str, Any] = {**self._options, "loss": both, "has_aux": outputs, "has_buffers": self._remembers}
+        return gradient_of("execute_pipeline", self.stages, backward=backward, **how)
+
+    def run(self, loss: Loss, batch: PyTree, *, scale: float = 1.0, outputs: bool = False) -> Value:
+        """Run the schedule on a batch, and keep the gradients of `scale` times the loss; without grad mode, forwards alone.
+
+        With `outputs`, what the last stage makes of all samples comes back beside the loss.
+        """
+        backward = torch.is_grad_enabled()
+        buffers = self.buffers if self._remembers else ()
+        refuse_distant(self.mesh, "execute_pipeline", params=self.params, buffers=buffers)
+        with torch.enable_grad() if backward else torch.no_grad():
+            value, grads = self._gradient(loss, outputs, backward).run(self.params, buffers, batch, call_site(), scale)
+        if backward:
+            self._grads.append(grads)
+            self.buffers = value.buffers if self._remembers else self.buffers
+        return value
+
+    def found(self) -> PyTree:
+        """Return the gradients of all batches since the last time, and forget them."""
+        if not self._grads:
+            raise ModuleError("there are no gradients. Call booster.execute_pipeline first.")
+        columns = [flatten(tree, sharded_is_leaf=True, none_is_leaf=True)[0] for tree in self._grads]
+        _, structure = flatten(self._grads[0], sharded_is_leaf=True, none_is_leaf=True)
+        self.forget()
+        return unflatten(structure, [_sum([g for g in row if g is not None]) for row in zip(*columns, strict=True)])
+
+    def forget(self) -> None:
+        """Drop all gradients since the last step."""
+        self._grads = []
+
+
+def _sum(given: Sequence[Sharded]) -> Sharded | None:
+    """Add gradients up, one after the other."""
+    if not given:
+        return None
+    first, *others = given
+    for other in others:
+        shards = tuple(x + y for x, y in zip(first.shards, other.shards, strict=True))
+        first = Sharded(first.shape, first.layout, shards)
+    return first

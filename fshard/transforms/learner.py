@@ -1,0 +1,74 @@
+"""What `ByHand` and `InStages` share: parameters and buffers that change from step to step, and gradients that add up."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fshard.errors import ScopeError
+from fshard.mesh.layout import Layout
+from fshard.mesh.mesh import Mesh
+from fshard.mesh.sharded import Sharded
+from fshard.mesh.spmd import held, is_outside
+from fshard.mesh.threads import one_thread
+from fshard.mesh.tree import PyTree, flatten, unflatten
+from fshard.optim.contract import Optimizer, step_of
+from fshard.optim.leaves import trainable
+
+
+class Learner(ABC):
+    """Parameters as they lie, and buffers, of one device.
+
+    Args:
+        params: the parameters; after a step, the new ones.
+        buffers: what the model remembers.
+        mesh: the devices.
+        lay: from a parameter's layout to its gradient's.
+        reproducible: whether updates keep their bits where pieces end.
+    """
+
+    def __init__(
+        self, params: PyTree, buffers: PyTree, mesh: Mesh, lay: Callable[[Layout], Layout], *, reproducible: bool
+    ) -> None:
+        if is_outside(mesh):
+            raise ScopeError(
+                f"a loop of one's own runs as one device of {mesh}: call it inside of fs.run(main, mesh=mesh), or under "
+                "torchrun."
+            )
+        self.params, self.buffers, self.mesh, self._lay, self.reproducible = params, buffers, mesh, lay, reproducible
+
+    @abstractmethod
+    def found(self) -> PyTree:
+        """Return the gradients since the last time, and forget them; None where no device has used a parameter."""
+
+    @abstractmethod
+    def forget(self) -> None:
+        """Drop all gradients since the last step."""
+
+    def gradients(self, *, zeros: bool = False) -> PyTree:
+        """Return the gradients since the last time, and forget them; where no device has used a parameter None, or zeros."""
+        grads = self.found()
+        if not zeros:
+            return grads
+        params, structure = flatten(self.params, sharded_is_leaf=True, none_is_leaf=True)
+        given, _ = flatten(grads, sharded_is_leaf=True, none_is_leaf=True)
+        pairs = zip(params, given, strict=True)
+        return unflatten(
+            structure, [_zeros(x, self._lay(x.layout)) if g is None and trainable(x) else g for x, g in pairs]
+        )
+
+    @torch.no_grad()
+    def written(self, opt: Any, grads: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
+        """Return the parameters after a step of an optimizer, which may use up what there is, and its state."""
+        step = None if self.reproducible else opt.step  # torch's fused kernels round otherwise where a piece ends
+        with one_thread(self.reproducible):
+            return step_of(Optimizer(opt.init, opt.update, step, arrays=True))(grads, state, self.params)
+
+
+def _zeros(x: Sharded, layout: Layout) -> Sharded:
+    near = x.shards[0]
+    shapes = [layout.local_shape(x.shape, device) for device in held(x.mesh)]
+    return Sharded(x.shape, layout, tuple(near.new_zeros(shape) for shape in shapes))
