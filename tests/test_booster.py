@@ -1,6 +1,7 @@
 """The Booster: torch's loop under every plugin trains what one device trains."""
 
 from functools import partial
+from itertools import chain, islice
 
 import pytest
 import torch
@@ -193,3 +194,301 @@ def test_stages_train_what_torch_trains_on_one_device(count):
     for state, *_ in trained_in_stages("mlp", 2, count, microbatches=3, zero_stage=1, outputs=True):
         for key, x in state.items():
             torch.testing.assert_close(x, expected[key], rtol=1e-3, atol=1e-5)
+
+
+# -- the loop as torch's users write it -------------------------------------------------------------------------------
+
+
+def loop(n, plugin, make, rounds, optimizer=None, scheduler=None, **options):
+    """Return the state of a model on each device after what `rounds` does with (booster, model, optimizer, scheduler)."""
+
+    def main():
+        torch.manual_seed(1)
+        model = make()
+        opt = (optimizer or (lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)))(model)
+        schedule = scheduler and scheduler(opt)
+        booster = fs.Booster(plugin=PLUGINS[plugin](**options))
+        model, opt, _, _, schedule = booster.boost(model, opt, lr_scheduler=schedule)
+        rounds(booster, model, opt, schedule)
+        return {key: x.clone() for key, x in model.unwrap().state_dict().items()}
+
+    return fs.run(main, mesh=fs.make_mesh({"data": n}))
+
+
+def rows(count, seed=3):
+    return torch.randn(count, 3, generator=torch.Generator().manual_seed(seed))
+
+
+def own(x):
+    n, at = fs.axis_size("data"), fs.axis_index("data")
+    return x.chunk(n)[at]
+
+
+def close(states, expected):
+    for state in states:
+        for key, x in expected.items():
+            torch.testing.assert_close(state[key], x, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("last_reduces", [True, False], ids=["reduced at last", "reduced by the step"])
+@pytest.mark.parametrize("plugin", PLUGINS)
+def test_gradients_of_several_backwards_add_up(plugin, last_reduces):
+    def rounds(booster, model, opt, _):
+        for step in range(3):
+            with booster.no_sync(model, opt):
+                booster.backward(model(own(rows(8, step))).square().mean() / 2, opt)
+                if not last_reduces:
+                    booster.backward(model(own(rows(8, step + 50))).square().mean() / 2, opt)
+            if last_reduces:
+                booster.backward(model(own(rows(8, step + 50))).square().mean() / 2, opt)
+            opt.step()
+            opt.zero_grad()
+
+    torch.manual_seed(1)
+    model = nn.Linear(3, 2)
+    opt = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(3):
+        for seed in (step, step + 50):
+            (model(rows(8, seed)).square().mean() / 2).backward()
+        opt.step()
+        opt.zero_grad()
+    close(loop(4, plugin, lambda: nn.Linear(3, 2), rounds), model.state_dict())
+
+
+def test_nothing_is_sent_where_gradients_stay():
+    def rounds(booster, model, opt, _):
+        booster.backward(model(own(rows(8))).sum(), opt)  # agrees on the order
+        opt.step()
+        with booster.no_sync(model, opt), fs.ledger() as comm:
+            booster.backward(model(own(rows(8))).sum(), opt)
+        assert not comm.calls()
+        opt.step()
+
+    loop(2, "zero 1", lambda: nn.Linear(3, 2), rounds)
+
+
+def test_a_model_is_called_twice_and_its_losses_are_added():
+    def rounds(booster, model, opt, _):
+        for step in range(2):
+            first, second = model(own(rows(8, step))), model(own(rows(8, step + 9)))
+            booster.backward((first * second).mean(), opt)
+            opt.step()
+
+    torch.manual_seed(1)
+    model = nn.Linear(3, 2)
+    opt = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(2):
+        (model(rows(8, step)) * model(rows(8, step + 9))).mean().backward()
+        opt.step()
+        opt.zero_grad()
+    for plugin in PLUGINS:
+        close(loop(2, plugin, lambda: nn.Linear(3, 2), rounds), model.state_dict())
+
+
+def grouped(model):
+    return torch.optim.AdamW([{"params": [model.weight], "weight_decay": 0.3}, {"params": [model.bias]}], lr=0.05)
+
+
+def by_group(opt):
+    return torch.optim.lr_scheduler.OneCycleLR(opt, [0.1, 0.2], total_steps=8)
+
+
+@pytest.mark.parametrize("plugin", PLUGINS)
+def test_groups_and_what_schedulers_write_into_them_count(plugin):
+    def rounds(booster, model, opt, schedule):
+        for step in range(8):
+            booster.backward(model(own(rows(8, step))).square().mean(), opt)
+            opt.step()
+            opt.zero_grad()
+            if step < 7:
+                schedule.step()
+            opt.param_groups[0]["weight_decay"] = 0.1
+
+    torch.manual_seed(1)
+    model = nn.Linear(3, 2)
+    opt = grouped(model)
+    schedule = by_group(opt)
+    for step in range(8):
+        model(rows(8, step)).square().mean().backward()
+        opt.step()
+        opt.zero_grad()
+        if step < 7:
+            schedule.step()
+        opt.param_groups[0]["weight_decay"] = 0.1
+    close(loop(2, plugin, lambda: nn.Linear(3, 2), rounds, grouped, by_group), model.state_dict())
+
+
+@pytest.mark.parametrize(
+    "cls", [torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.NAdam, torch.optim.Adam], ids=str
+)
+def test_other_optimizers_of_torch_are_divided_too(cls):
+    def rounds(booster, model, opt, _):
+        for step in range(3):
+            booster.backward(model(own(rows(8, step))).square().mean(), opt)
+            opt.step()
+
+    torch.manual_seed(1)
+    model = nn.Linear(3, 2)
+    opt = cls(model.parameters(), lr=0.05)
+    for step in range(3):
+        model(rows(8, step)).square().mean().backward()
+        opt.step()
+        opt.zero_grad()
+    made = partial(loop, 2, "zero 1", lambda: nn.Linear(3, 2), rounds)
+    close(made(lambda model: cls(model.parameters(), lr=0.05)), model.state_dict())
+
+
+class Branches(nn.Module):
+    """Whose second layer is used in some steps only."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x, both):
+        return self.second(self.first(x)) if both else self.first(x)
+
+
+@pytest.mark.parametrize("unused", ["skip", "zero"])
+@pytest.mark.parametrize("plugin", PLUGINS)
+def test_what_nobody_used_is_skipped_or_has_zeros(plugin, unused):
+    def optimizer(model):
+        return torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+
+    def rounds(booster, model, opt, _):
+        for step in range(4):
+            booster.backward(model(own(rows(8, step)), step % 2 == 0).square().mean(), opt)
+            opt.step()
+
+    torch.manual_seed(1)
+    model = Branches()
+    opt = optimizer(model)
+    for step in range(4):
+        opt.zero_grad(set_to_none=unused == "skip")
+        model(rows(8, step), step % 2 == 0).square().mean().backward()
+        opt.step()
+    close(loop(2, plugin, Branches, rounds, optimizer, unused=unused), model.state_dict())
+
+
+def test_what_the_optimizer_does_not_have_stays():
+    def rounds(booster, model, opt, _):
+        booster.backward(model(own(rows(8))).square().mean(), opt)
+        opt.step()
+
+    torch.manual_seed(1)
+    first = nn.Linear(3, 2)
+    for plugin in PLUGINS:
+        found = loop(2, plugin, lambda: nn.Linear(3, 2), rounds, lambda m: torch.optim.SGD([m.weight], lr=0.1))
+        for state in found:
+            assert torch.equal(state["bias"], first.bias)
+            assert not torch.equal(state["weight"], first.weight)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("plugin", PLUGINS)
+def test_half_precision_computes_in_it_and_keeps_masters(plugin, precision):
+    losses, dtypes = [], set()
+
+    def rounds(booster, model, opt, _):
+        for _ in range(30):
+            loss = (model(own(rows(8))) - 1).square().mean()
+            dtypes.add(model(own(rows(8))).dtype)
+            booster.backward(loss, opt)
+            booster.clip_grad_norm(opt, 10.0)
+            opt.step()
+            opt.zero_grad()
+            losses.append(loss.item())
+
+    for state in loop(2, plugin, lambda: nn.Linear(3, 2), rounds, precision=precision):
+        assert {x.dtype for x in state.values()} == {torch.float32}
+    assert dtypes == {{"bf16": torch.bfloat16, "fp16": torch.float16}[precision]}
+    assert losses[-1] < 0.2 * losses[0]
+
+
+# -- data -----------------------------------------------------------------------------------------------------------
+
+
+def taken(n, state=None, batches=100):
+    """Return which samples each device has had, batch by batch, and the position after so many batches."""
+
+    def main():
+        booster = fs.Booster(plugin=fs.DDPPlugin())
+        loader = booster.prepare_dataloader(TensorDataset(torch.arange(11)), 4, shuffle=True, seed=5)
+        if state is not None:
+            loader.load_state_dict(state)
+        found = [x.tolist() for (x,) in islice(loader, batches)]
+        return found, loader.state_dict()
+
+    return fs.run(main, mesh=fs.make_mesh({"data": n}))
+
+
+def joined(parts):
+    return [*chain.from_iterable(parts)]
+
+
+def test_every_sample_is_taken_once_on_any_mesh_and_from_any_position():
+    ((alone, end),) = taken(1)
+    assert [len(batch) for batch in alone] == [4, 4, 3]
+    assert sorted(joined(alone)) == list(range(11))
+    assert end == {"epoch": 1, "sample": 0, "seed": 5}
+    for n in (2, 3):
+        found = [batches for batches, _ in taken(n)]
+        assert [joined(parts) for parts in zip(*found, strict=True)] == alone
+    _, position = taken(2, batches=2)[0]
+    assert position == {"epoch": 0, "sample": 8, "seed": 5}
+    rest = [batches for batches, _ in taken(3, position)]
+    assert [joined(parts) for parts in zip(*rest, strict=True)] == alone[2:]
+    ((second, _),) = taken(1, end)
+    assert second != alone
+    assert sorted(joined(second)) == list(range(11))
+
+
+def test_a_device_without_a_sample_counts_for_nothing():
+    for plugin in PLUGINS:
+        expected = by_torch("mlp", 17)  # the last batch of each epoch has one sample, for four devices
+        for state, *_ in trained(4, "mlp", plugin, 17):
+            for key, x in state.items():
+                torch.testing.assert_close(x, expected[key], rtol=1e-3, atol=1e-5)
+
+
+# -- the functional form, processes, errors ---------------------------------------------------------------------------
+
+
+def stepped(n, name, plugin):
+    mesh = fs.make_mesh({"data": n})
+    torch.manual_seed(1)
+    model = MODELS[name]()
+    booster = fs.Booster(plugin=PLUGINS[plugin](mesh=mesh))
+    state = booster.init(model, torch.optim.AdamW(model.parameters(), lr=0.05), nn.CrossEntropyLoss())
+    x, y = data(name, 16).tensors
+    losses = []
+    for _ in range(3):
+        state, metrics = booster.step(state, (x, y))
+        losses.append(metrics["loss"].item())
+    return losses, fs.unshard(state.params)
+
+
+@pytest.mark.parametrize("plugin", PLUGINS)
+def test_the_functional_form_trains_what_torch_trains(plugin):
+    torch.manual_seed(1)
+    model = MODELS["tables"]()
+    opt, (x, y) = torch.optim.AdamW(model.parameters(), lr=0.05), data("tables", 16).tensors
+    expected = []
+    for _ in range(3):
+        loss = nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        expected.append(loss.item())
+    losses, params = stepped(2, "tables", plugin)
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected))
+    close([params], model.state_dict())
+
+
+@pytest.mark.parametrize("plugin", ["zero 1", "fsdp"])
+def test_processes_have_the_bits_of_virtual_devices(two, plugin):
+    expected = trained(2, "convnet", plugin, reproducible=True)
+    for rank, ((state, output, losses),) in enumerate(two.run(trained, 2, "convnet", plugin, reproducible=True)):
+        assert all(torch.equal(x, expected[rank][0][key]) for key, x in state.items())
+        assert torch.equal(output, expected[rank][1])
+        assert losses == expected[rank][2]
