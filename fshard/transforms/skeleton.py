@@ -24,6 +24,11 @@ def skeleton(module: nn.Module) -> nn.Module:
         bare[id(x)] = nn.Parameter(torch.empty_like(x, device="meta"), requires_grad=x.requires_grad)
     for x in module.buffers():
         bare[id(x)] = torch.empty_like(x, device="meta")
+    for part in module.modules():
+        computed = (x for x in vars(part).values() if isinstance(x, Tensor) and x.grad_fn is not None)
+        bare |= {
+            id(x): x.detach() for x in computed
+        }  # by an earlier forward, as weight_norm does; torch does not copy it
     try:
         return deepcopy(module, bare)
     except Exception as error:
