@@ -15,31 +15,29 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from functools import lru_cache, partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from fshard.booster.plugins import DDPPlugin, HybridParallelPlugin, Plugin
+from fshard.booster.plugins import DDPPlugin, Plugin
 from fshard.booster.wrappers import BoostedOptimizer, Model
 from fshard.errors import LayoutError, ModuleError
 from fshard.mesh.mesh import Mesh
 from fshard.mesh.placing import unshard
 from fshard.mesh.spec import P
 from fshard.mesh.tree import PyTree
-from fshard.optim.contract import Optimizer, check_optimizer
-from fshard.optim.following import Following
+from fshard.optim.contract import Optimizer
+from fshard.optim.following import Fixed, Followed, followed
 from fshard.optim.partition import Partitioned, partition_optimizer
 from fshard.optim.scaling import loss_scaled
-from fshard.pipeline.stages import split_stages
 from fshard.transforms.by_hand import ByHand
 from fshard.transforms.functionalize import functionalize
 from fshard.transforms.in_stages import InStages
 from fshard.transforms.loader import Loader
 from fshard.transforms.rules import shard_params
 from fshard.transforms.skeleton import skeleton
-from fshard.transforms.stage_layouts import shard_stages
 from fshard.transforms.step import Metrics, train_step
 
 
@@ -105,61 +103,48 @@ class Booster:
             dataloader: of torch, whose batches are then those of all devices together; anything else stays as it is.
             lr_scheduler: stays as it is: what it writes into the optimizer's groups counts.
         """
-        mesh = self.plugin.laid_on()
-        opts = self._opts(mesh, model, optimizer)
-        boosted = self._boosted(mesh, model, optimizer)
+        mesh, given = self.plugin.laid_on(), dict(model.named_parameters())
+        source = Fixed(_NOTHING) if optimizer is None else followed(optimizer, given, "boost")
+        bare = skeleton(model)
+        boosted = Model(bare, self._learner(mesh, model, bare, source))
+        source.point_at(dict(bare.named_parameters()))
         self._models.append(boosted)
         wrapped = None
-        if opts is not None:
+        if optimizer is not None:
+            opts = self._divided(mesh, source)
             wrapped = BoostedOptimizer(optimizer, opts, boosted, zeros=self.plugin.unused == "zero")
-            _point_at(optimizer, model, boosted.module)
         if isinstance(dataloader, DataLoader):
-            how: Any = {"mesh": mesh, "axes": self._cut(mesh), "seed": self.plugin.seed, "notice": self._notice}
-            dataloader = Loader.of(dataloader, **how)
+            dataloader = Loader.of(dataloader, seed=self.plugin.seed, **self._cut(mesh))
         return boosted, wrapped, criterion, dataloader, lr_scheduler
 
-    def _boosted(self, mesh: Mesh, model: nn.Module, optimizer: Any) -> Model:
+    def _learner(self, mesh: Mesh, model: nn.Module, bare: nn.Module, source: Followed) -> ByHand | InStages:
         plugin, axes = self.plugin, self.plugin.axes(mesh)
-        bare = skeleton(model)
-        divide = self._partition(mesh, _NOTHING).gradients
-        if isinstance(plugin, HybridParallelPlugin) and plugin.pipeline > 1:
-            how: Any = {"axis": plugin.pipeline_axis, "mesh": mesh, "schedule": plugin.plan()}
-            count = len(plugin.plan().placement)
-            stages: list[Any] = split_stages(
-                cast(Any, model), count, plugin.balance, sample=plugin.sample, blocks=cast(Any, plugin.blocks)
-            )
-            trees = [_trained_by(optimizer, model, dict(stage.named_parameters())) for stage in stages]
-            params = shard_stages(trees, plugin.rules(mesh), **how)
-            buffers = shard_stages([dict(stage.named_buffers()) for stage in stages], **how)
-            stages = [skeleton(stage) for stage in stages]
-            options: Any = {**plugin.staged(), "gradients": divide}
-            return Model(bare, InStages(stages, params, buffers, mesh=mesh, axes=axes, **options))
-        apply, _, _ = functionalize(bare, sync_batchnorm=axes if plugin.sync_batchnorm else None)
-        _, params, buffers = functionalize(model)
-        params = shard_params(_trained_by(optimizer, model, params), plugin.rules(mesh), mesh=mesh)
-        options: Any = {**plugin.gradient(), "gradients": divide}
-        return Model(bare, ByHand(apply, params, buffers, mesh=mesh, axes=axes, seed=plugin.seed, **options))
+        lay = self._partition(mesh, _NOTHING).gradients
+        rules = plugin.rules(mesh)
+        if plugin.in_stages:
+            stages, options = plugin.stages_of(model), plugin.staged()
+            return InStages.of(stages, rules, source.trained, mesh=mesh, axes=axes, gradients=lay, **options)
+        apply, params, buffers = self._pure(model, bare, axes)
+        params = shard_params(source.trained(params), rules, mesh=mesh)
+        options = plugin.gradient()
+        return ByHand(apply, params, buffers, mesh=mesh, axes=axes, seed=plugin.seed, gradients=lay, **options)
 
-    def _opts(self, mesh: Mesh, model: nn.Module, optimizer: Any) -> Callable[[], Partitioned] | None:
+    def _pure(self, model: nn.Module, bare: nn.Module, axes: tuple[str, ...]) -> tuple[Any, Any, Any]:
+        """Return a model as a function, which keeps none of its tensors, its parameters and its buffers."""
+        apply, _, _ = functionalize(bare, sync_batchnorm=axes if self.plugin.sync_batchnorm else None)
+        return apply, *functionalize(model)[1:]
+
+    def _divided(self, mesh: Mesh, source: Followed) -> Callable[[], Partitioned]:
         """Return what says how the optimizer is now, and how its work is divided."""
-        if optimizer is None:
-            return None
-        if isinstance(optimizer, torch.optim.Optimizer):
-            now = Following(optimizer, dict(model.named_parameters())).now
-        else:
-            check_optimizer(optimizer, "boost")
-
-            def now() -> Optimizer:
-                return optimizer
-
         divided = lru_cache(maxsize=1)(partial(self._partition, mesh))
-        return lambda: divided(now())
+        return lambda: divided(source.now())
 
     def _partition(self, mesh: Mesh, opt: Optimizer) -> Partitioned:
         plugin = self.plugin
         if plugin.precision == "fp16" and opt.loss_scale is None:
             opt = loss_scaled(opt)
-        return partition_optimizer(opt, mesh=mesh, axis=plugin.pieces(mesh), stage=plugin.stage)
+        axes = plugin.pieces(mesh)
+        return partition_optimizer(opt, mesh=mesh, axis=axes or mesh.axis_names, stage=plugin.stage if axes else 0)
 
     def backward(self, loss: Tensor, optimizer: BoostedOptimizer) -> None:
         """Take the gradient of a loss that is a mean over this device's samples."""
@@ -197,16 +182,13 @@ class Booster:
         **kwargs: Any,
     ) -> Loader:
         """Return the batches of a dataset, `batch_size` samples on all devices together: see `Loader`."""
-        mesh = self.plugin.laid_on()
-        how: Any = {"mesh": mesh, "axes": self._cut(mesh), "notice": self._notice}
         own: Any = {"shuffle": shuffle, "seed": seed, "drop_last": drop_last, "pin_memory": pin_memory}
-        return Loader(dataset, batch_size, **how, **own, num_workers=num_workers, **kwargs)
+        return Loader(dataset, batch_size, **self._cut(self.plugin.laid_on()), **own, num_workers=num_workers, **kwargs)
 
-    def _cut(self, mesh: Mesh) -> tuple[str, ...]:
-        """Return the axes along which what a loader gives is cut: stages are given whole batches, which their step cuts."""
-        return (
-            () if isinstance(self.plugin, HybridParallelPlugin) and self.plugin.pipeline > 1 else self.plugin.axes(mesh)
-        )
+    def _cut(self, mesh: Mesh) -> dict[str, Any]:
+        """Return how a loader's batches are cut: stages are given whole ones, which their step cuts."""
+        axes = () if self.plugin.in_stages else self.plugin.axes(mesh)
+        return {"mesh": mesh, "axes": axes, "notice": self._notice}
 
     def _notice(self, samples: int) -> None:
         for model in self._models:
@@ -254,11 +236,14 @@ class Booster:
         arguments, and the model returns its loss, as those of transformers do.
         """
         plugin, mesh = self.plugin, self.plugin.laid_on()
+        if plugin.in_stages:
+            raise LayoutError(
+                "init: for a model in stages write fs.train_step(stages, opt, schedule=...), which is its functional form, or "
+                "boost it and call execute_pipeline."
+            )
         axes = plugin.axes(mesh)
-        opts = self._opts(mesh, model, optimizer)
-        if opts is None:
-            raise ModuleError("init takes a model and its optimizer.")
-        apply, params, buffers = functionalize(model, sync_batchnorm=axes if plugin.sync_batchnorm else None)
+        source = followed(optimizer, dict(model.named_parameters()), "init")
+        opts, (apply, params, buffers) = self._divided(mesh, source), self._pure(model, skeleton(model), axes)
 
         def loss_fn(params: PyTree, buffers: PyTree, batch: Any) -> tuple[Tensor, PyTree]:
             if criterion is None:
@@ -268,7 +253,7 @@ class Booster:
             output, after = apply(params, buffers, inputs)
             return criterion(output, labels), after
 
-        params = shard_params(_trained_by(optimizer, model, params), plugin.rules(mesh), mesh=mesh)
+        params = shard_params(source.trained(params), plugin.rules(mesh), mesh=mesh)
 
         @lru_cache(maxsize=1)
         def train(opt: Any) -> Callable[..., Any]:
@@ -290,20 +275,3 @@ class Booster:
 
 
 _NOTHING = Optimizer(lambda params: (), lambda grads, state, params: (grads, state), elementwise=True, arrays=True)
-
-
-def _trained_by(optimizer: Any, model: nn.Module, params: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return parameters of which those that an optimizer of torch does not have are frozen."""
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        return params
-    own = {id(x) for group in optimizer.param_groups for x in group["params"]}
-    left = {name for name, x in model.named_parameters() if id(x) not in own}
-    return {name: nn.Parameter(x.detach(), requires_grad=False) if name in left else x for name, x in params.items()}
-
-
-def _point_at(optimizer: Any, model: nn.Module, bare: nn.Module) -> None:
-    """Let an optimizer's groups have the tensors without memory in the place of the model's, which may then go."""
-    if isinstance(optimizer, torch.optim.Optimizer):
-        places = {id(x): other for x, other in zip(model.parameters(), bare.parameters(), strict=True)}
-        for group in optimizer.param_groups:
-            group["params"] = [places.get(id(x), x) for x in group["params"]]

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, cast, get_args
 
 import torch
+from torch import nn
 
 from fshard.errors import FshardError, LayoutError
 from fshard.mesh.make import make_mesh
@@ -24,7 +25,7 @@ from fshard.mesh.spec import P
 from fshard.optim.partition import Stage
 from fshard.pipeline.builders import pipeline_schedule
 from fshard.pipeline.schedule import Schedule
-from fshard.pipeline.stages import Balance
+from fshard.pipeline.stages import Balance, split_stages
 from fshard.transforms.rules import fsdp
 from fshard.transforms.stage_functions import How
 from fshard.transforms.step import Precision
@@ -60,6 +61,7 @@ class Plugin:
     options: dict[str, Any] = field(default_factory=dict[str, Any])
 
     stage: ClassVar[Stage] = 0
+    in_stages: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         wrong = self.complaints()
@@ -128,6 +130,15 @@ class Plugin:
         slices = self.slices if self.reproducible else None
         own = {"compute": compute, "reduce": reduce, "reproducible": self.reproducible, "slices": slices}
         return {**own, "reduce_once": self.stage < 2, **self.options}
+
+    def stages_of(self, model: nn.Module) -> Sequence[nn.Module]:
+        """Return the stages of a model."""
+        return [model]
+
+    def staged(self) -> dict[str, Any]:
+        """Return the options of the gradient of stages."""
+        given = self.gradient()
+        return {name: given[name] for name in ("compute", "reduce", "reproducible", *self.options)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,6 +240,11 @@ class HybridParallelPlugin(Plugin):
         """The stage of ZeRO."""
         return self.zero_stage
 
+    @property
+    def in_stages(self) -> bool:  # type: ignore[override]
+        """Whether the model is cut at all."""
+        return self.pipeline > 1
+
     def complaints(self) -> list[str]:
         """Return all that is wrong with what was given."""
         wrong = super().complaints()
@@ -278,9 +294,12 @@ class HybridParallelPlugin(Plugin):
         """Return how parameters lie at rest."""
         return fsdp(self.pieces(mesh)) if self.zero_stage == 3 and self.pieces(mesh) else P()
 
+    def stages_of(self, model: nn.Module) -> Sequence[nn.Module]:
+        """Return the stages of a model."""
+        count, layers = len(self.plan().placement), cast(Any, model)
+        return split_stages(layers, count, self.balance, sample=self.sample, blocks=cast(Any, self.blocks))
+
     def staged(self) -> dict[str, Any]:
         """Return the options of the gradient of stages."""
-        given = self.gradient()
-        kept = ("compute", "reduce", "reproducible", *self.options)
-        own = {name: given[name] for name in kept}
-        return {**own, "schedule": self.plan(), "axis": self.pipeline_axis, "recompute": self.recompute}
+        own = {"schedule": self.plan(), "axis": self.pipeline_axis, "recompute": self.recompute}
+        return {**super().staged(), **own}

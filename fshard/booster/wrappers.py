@@ -8,7 +8,6 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from fshard.errors import ModuleError, OptimizerError
-from fshard.mesh.placing import unshard
 from fshard.mesh.tree import PyTree
 from fshard.optim.chain import clip_by_global_norm, clip_by_value
 from fshard.optim.norms import global_norm
@@ -47,10 +46,7 @@ class Model(nn.Module):
 
     def unwrap(self) -> nn.Module:
         """Return a copy of the model by itself, with whole parameters; all devices have to call it."""
-        params, buffers = unshard(self.learner.params), unshard(self.learner.buffers)
-        if isinstance(self.learner, InStages):
-            params, buffers = ({name: x for tree in trees for name, x in tree.items()} for trees in (params, buffers))
-        return filled(self.module, params, buffers)
+        return filled(self.module, *self.learner.whole())
 
 
 class BoostedOptimizer:

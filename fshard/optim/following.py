@@ -9,15 +9,16 @@ What is written there before a step counts in that step.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fshard.errors import OptimizerError
 from fshard.optim.adam import adam, adamw
 from fshard.optim.choose import by_label
-from fshard.optim.contract import Optimizer
+from fshard.optim.contract import Optimizer, check_optimizer
 from fshard.optim.foreign import from_torch
 from fshard.optim.sgd import sgd
 
@@ -29,6 +30,48 @@ _OWN: dict[type, tuple[Any, tuple[str, ...]]] = {
 }
 """Classes of which we have our own with the same bits, and the options of these."""
 _NOT_OURS = ("capturable", "differentiable")
+
+
+class Followed(Protocol):
+    """What an optimizer that was given is at the moment, and which parameters are its."""
+
+    def now(self) -> Optimizer:
+        """Return it as it is now."""
+        ...
+
+    def trained(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return parameters by their names, of which those that are not its are frozen."""
+        ...
+
+    def point_at(self, params: Mapping[str, Tensor]) -> None:
+        """Refer to these tensors in the place of the parameters, which may then go."""
+        ...
+
+
+def followed(given: Any, params: Mapping[str, Tensor], who: str) -> Followed:
+    """Return what follows an optimizer of torch, or of `fs.optim`, for these parameters."""
+    if isinstance(given, torch.optim.Optimizer):
+        return Following(given, params)
+    check_optimizer(given, who)
+    return Fixed(given)
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """A pure optimizer: it is for all parameters, and stays as it is."""
+
+    opt: Optimizer
+
+    def now(self) -> Optimizer:
+        """Return it."""
+        return self.opt
+
+    def trained(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return all parameters."""
+        return dict(params)
+
+    def point_at(self, params: Mapping[str, Tensor]) -> None:
+        """Do nothing: it refers to none."""
 
 
 class Following:
@@ -53,7 +96,8 @@ class Following:
                 f"{type(given).__name__}: in {', '.join(strange)} are tensors that are no parameters of the model. Make the "
                 "optimizer of model.parameters(), before both are boosted."
             )
-        self.labels = {name: at for at, group in enumerate(own) for name in group if name is not None}
+        self._names = [[name for name in group if name is not None] for group in own]
+        self.labels = {name: at for at, group in enumerate(self._names) for name in group}
         self._made: tuple[list[dict[str, Any]], Optimizer] | None = None
 
     def now(self) -> Optimizer:
@@ -63,6 +107,18 @@ class Following:
             opts = {at: _made(type(self.given), group, own) for at, (group, own) in enumerate(self._groups(options))}
             self._made = options, opts[0] if len(opts) == 1 else by_label(opts, self._label)
         return self._made[1]
+
+    def trained(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return parameters by their names, of which those that are in no group are frozen."""
+        return {
+            name: x if name in self.labels else nn.Parameter(x.detach(), requires_grad=False)
+            for name, x in params.items()
+        }
+
+    def point_at(self, params: Mapping[str, Tensor]) -> None:
+        """Let the groups have other tensors in the place of the parameters."""
+        for group, names in zip(self.given.param_groups, self._names, strict=True):
+            group["params"] = [params[name] for name in names]
 
     def _label(self, path: str, leaf: object) -> int:
         """Return the group of a parameter, by its name; those in none are not trained."""

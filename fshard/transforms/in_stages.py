@@ -8,7 +8,7 @@ The caller is one device, as in `by_hand`; a batch is that of all devices.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from fshard.errors import ModuleError
 from fshard.mesh.mesh import Mesh
+from fshard.mesh.placing import unshard
 from fshard.mesh.sharded import Sharded
 from fshard.mesh.spec import P
 from fshard.mesh.tree import PyTree, flatten, unflatten
@@ -25,6 +26,8 @@ from fshard.source import call_site
 from fshard.transforms.gradient import Runs, Value, as_they_lie
 from fshard.transforms.learner import Learner
 from fshard.transforms.nearby import refuse_distant
+from fshard.transforms.skeleton import skeleton
+from fshard.transforms.stage_layouts import shard_stages
 from fshard.transforms.value_and_grad import gradient_of
 
 Loss = Callable[[Any, Any], Tensor]
@@ -59,6 +62,32 @@ class InStages(Learner):
         self._options: dict[str, Any] = {"mesh": mesh, "batch": cut, "schedule": schedule, **options}
         self.stages, self._grads = stages, list[PyTree]()
         self._gradient = lru_cache(maxsize=4)(self._made)
+
+    @classmethod
+    def of(
+        cls,
+        stages: Sequence[nn.Module],
+        rules: Any,
+        trained: Callable[[Mapping[str, Tensor]], PyTree],
+        *,
+        mesh: Mesh,
+        schedule: Schedule,
+        axis: str,
+        **options: Any,
+    ) -> InStages:
+        """Return stages whose tensors are laid where they belong; `trained` freezes some of their parameters.
+
+        What is returned refers to none of the stages' own tensors.
+        """
+        where: dict[str, Any] = {"mesh": mesh, "schedule": schedule, "axis": axis}
+        params = shard_stages([trained(dict(stage.named_parameters())) for stage in stages], rules, **where)
+        buffers = shard_stages([dict(stage.named_buffers()) for stage in stages], **where)
+        return cls([skeleton(stage) for stage in stages], params, buffers, **where, **options)
+
+    def whole(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Return the parameters and buffers of all stages by their names in the model."""
+        params, buffers = unshard(self.params), unshard(self.buffers)
+        return {k: x for tree in params for k, x in tree.items()}, {k: x for tree in buffers for k, x in tree.items()}
 
     def _made(self, loss: Loss, outputs: bool, backward: bool) -> Runs:
         def both(y: Any, microbatch: Any) -> Any:

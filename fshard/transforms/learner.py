@@ -7,10 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fshard.errors import ScopeError
 from fshard.mesh.layout import Layout
 from fshard.mesh.mesh import Mesh
+from fshard.mesh.placing import unshard
 from fshard.mesh.sharded import Sharded
 from fshard.mesh.spmd import held, is_outside
 from fshard.mesh.threads import one_thread
@@ -39,6 +41,10 @@ class Learner(ABC):
                 "torchrun."
             )
         self.params, self.buffers, self.mesh, self._lay, self.reproducible = params, buffers, mesh, lay, reproducible
+
+    def whole(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Return parameters and buffers as plain tensors, by their names in the model; all devices have to ask."""
+        return unshard(self.params), unshard(self.buffers)
 
     @abstractmethod
     def found(self) -> PyTree:
