@@ -9,6 +9,7 @@ from importlib.metadata import version
 from typing import Any
 
 from fshard import optim
+from fshard.booster.advice import auto_plugin
 from fshard.booster.booster import Booster
 from fshard.booster.plugins import DDPPlugin, FSDPPlugin, HybridParallelPlugin, ZeroPlugin
 from fshard.errors import (
@@ -121,6 +122,7 @@ __all__ = [
     "apply_updates",
     "axis_index",
     "axis_size",
+    "auto_plugin",
     "broadcast",
     "built",
     "commit_batch_norm",

@@ -9,7 +9,7 @@ FSDPPlugin               in pieces             in pieces               in pieces
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, cast, get_args
 
@@ -48,6 +48,7 @@ class Plugin:
         slices: into how many a batch is cut then.
         seed: of random draws in the model.
         options: further ones of `value_and_grad`: bucket, in_flight, live_units, prefetch, reduce, ...
+        why: the table by which `auto_plugin` has chosen it.
     """
 
     mesh: Mesh | None = None
@@ -59,6 +60,7 @@ class Plugin:
     slices: int = 8
     seed: int = 0
     options: dict[str, Any] = field(default_factory=dict[str, Any])
+    why: str = field(default="", repr=False, compare=False)
 
     stage: ClassVar[Stage] = 0
     in_stages: ClassVar[bool] = False
@@ -78,10 +80,7 @@ class Plugin:
         if self.mesh is not None and not isinstance(self.mesh, Mesh):  # pyright: ignore[reportUnnecessaryIsInstance]
             wrong.append(f"mesh= takes a mesh, not {type(self.mesh).__name__}: fs.make_mesh(...)")
         elif self.mesh is not None and self.axis is not None:
-            try:
-                self.mesh.check_axes(self.axis, "axis=")
-            except FshardError as error:
-                wrong.append(str(error).rstrip("."))
+            wrong += _complaints(lambda mesh: mesh.check_axes(self.axis or (), "axis="), self.mesh)
         if self.reproducible and self.sync_batchnorm:
             wrong.append("reproducible=True computes slices by themselves, sync_batchnorm=True all devices together")
         for name, least in (("slices", 1), ("seed", 0)):
@@ -141,6 +140,16 @@ class Plugin:
         return {name: given[name] for name in ("compute", "reduce", "reproducible", *self.options)}
 
 
+def _complaints(asked: Callable[[Any], Any], given: Any) -> list[str]:
+    """Return what is wrong with something, as it says itself if it is asked."""
+    try:
+        found = asked(given)
+    except FshardError as error:
+        return [str(error).rstrip(".")]
+    twice = isinstance(found, tuple) and len({*found}) < len(found)
+    return [f"an axis is named twice in {found}"] if twice else []
+
+
 @dataclass(frozen=True, kw_only=True)
 class DDPPlugin(Plugin):
     """Data parallelism: all devices have everything, and sum gradients.
@@ -187,11 +196,9 @@ class FSDPPlugin(Plugin):
         """Return all that is wrong with what was given."""
         wrong = super().complaints()
         if self.mesh is not None and self.shard_axis is not None and not wrong:
-            try:
-                strange = {*self.mesh.check_axes(self.shard_axis, "shard_axis=")} - {*self.axes(self.mesh)}
-                wrong += [f"shard_axis {axis} does not cut the batch, which axis= says" for axis in sorted(strange)]
-            except FshardError as error:
-                wrong.append(str(error).rstrip("."))
+            wrong = _complaints(self.pieces, self.mesh)
+            strange = {*self.pieces(self.mesh)} - {*self.axes(self.mesh)} if not wrong else ()
+            wrong += [f"shard_axis {axis} does not cut the batch, which axis= says" for axis in sorted(strange)]
         return wrong
 
     def pieces(self, mesh: Mesh) -> tuple[str, ...]:
@@ -257,10 +264,10 @@ class HybridParallelPlugin(Plugin):
             wrong.append(
                 f'pipeline={self.pipeline}, but "{self.pipeline_axis}" of {self.mesh} has {found or "no"} devices'
             )
-        try:
-            self.plan()
-        except FshardError as error:
-            wrong.append(str(error).rstrip("."))
+        wrong += _complaints(HybridParallelPlugin.plan, self)
+        if self.in_stages and not wrong and (devices := 1 + max(self.plan().placement)) != self.pipeline:
+            lays = f"{self.schedule} lays {len(self.plan().placement)} stages on {devices} devices"
+            wrong.append(f"{lays}, not on {self.pipeline}: change chunks={self.chunks}")
         if self.sync_batchnorm:
             wrong.append("sync_batchnorm=True has no meaning for stages, whose microbatches come one after the other")
         return wrong

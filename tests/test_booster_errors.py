@@ -1,0 +1,156 @@
+"""Bad configurations of the Booster: one error each, that names all that is wrong, before anything is laid anywhere."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import fshard as fs
+
+MESH = fs.make_mesh({"data": 2, "pipe": 2})
+
+
+def model():
+    return nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+
+
+BAD = {
+    "precision": (lambda: fs.DDPPlugin(precision="fp8"), 'DDPPlugin: precision is "bf16", "fp16" or None, not .fp8.'),
+    "unused": (lambda: fs.DDPPlugin(unused="none"), 'unused is "skip" or "zero"'),
+    "mesh": (lambda: fs.DDPPlugin(mesh={"data": 2}), "mesh= takes a mesh, not dict"),
+    "axis": (lambda: fs.DDPPlugin(mesh=MESH, axis="rows"), 'axis=: .* has no axis "rows"'),
+    "axis twice": (lambda: fs.DDPPlugin(mesh=MESH, axis=("data", "data")), "twice"),
+    "seed": (lambda: fs.DDPPlugin(seed=-1), "seed is a whole number from 0 on, not -1"),
+    "slices": (lambda: fs.DDPPlugin(reproducible=True, slices=0), "slices is a whole number from 1 on"),
+    "slices that do not divide": (
+        lambda: fs.DDPPlugin(mesh=MESH, reproducible=True, slices=6),
+        "6 slices are not 1, 2, 4, ... for each of 4 devices",
+    ),
+    "reproducible batchnorm": (
+        lambda: fs.DDPPlugin(reproducible=True, sync_batchnorm=True),
+        "computes slices by themselves, sync_batchnorm=True all devices together",
+    ),
+    "stage 0": (lambda: fs.ZeroPlugin(stage=0), "stage is 1 or 2, not 0: stage 0 is DDPPlugin, stage 3 FSDPPlugin"),
+    "stage 3": (lambda: fs.ZeroPlugin(stage=3), "stage is 1 or 2, not 3"),
+    "stage True": (lambda: fs.ZeroPlugin(stage=True), "stage is 1 or 2, not True"),
+    "shard axis": (lambda: fs.FSDPPlugin(mesh=MESH, shard_axis="rows"), 'shard_axis=: .* has no axis "rows"'),
+    "shard axis elsewhere": (
+        lambda: fs.FSDPPlugin(mesh=MESH, axis="data", shard_axis="pipe"),
+        "shard_axis pipe does not cut the batch",
+    ),
+    "zero stage": (lambda: fs.HybridParallelPlugin(zero_stage=4), "zero_stage is 0, 1, 2 or 3, not 4"),
+    "pipeline 0": (lambda: fs.HybridParallelPlugin(pipeline=0), "pipeline is a whole number from 1 on, not 0"),
+    "pipeline of another size": (
+        lambda: fs.HybridParallelPlugin(mesh=MESH, pipeline=4),
+        'pipeline=4, but "pipe" of .* has 2 devices',
+    ),
+    "no pipeline axis": (
+        lambda: fs.HybridParallelPlugin(mesh=fs.make_mesh({"data": 2}), pipeline=2),
+        'pipeline=2, but "pipe" of .* has no devices',
+    ),
+    "schedule": (lambda: fs.HybridParallelPlugin(pipeline=2, schedule="1b1f"), "There is no schedule .1b1f."),
+    "microbatches": (lambda: fs.HybridParallelPlugin(pipeline=2, microbatches=0), "microbatches=0"),
+    "chunks": (
+        lambda: fs.HybridParallelPlugin(pipeline=2, schedule="zbv", chunks=4),
+        "zbv lays 8 stages on 4 devices, not on 2: change chunks=4",
+    ),
+    "stages and batchnorm": (
+        lambda: fs.HybridParallelPlugin(pipeline=2, sync_batchnorm=True),
+        "sync_batchnorm=True has no meaning for stages",
+    ),
+    "all at once": (
+        lambda: fs.FSDPPlugin(precision="fp8", unused="no", seed=-1, mesh=MESH, axis="rows"),
+        "precision is .*; unused is .*; .*rows.*; seed is",
+    ),
+    "no plugin": (lambda: fs.Booster(plugin="ddp"), "takes a plugin, .* not 'ddp'"),
+    "outside": (
+        lambda: fs.Booster(fs.DDPPlugin(mesh=MESH)).boost(model()),
+        r"runs as one device of .*: call it inside of fs.run\(main, mesh=mesh\), or under torchrun",
+    ),
+    "no optimizer": (lambda: fs.Booster().boost(model(), "adamw"), "boost: str is no pair of init and update"),
+    "a class": (lambda: fs.Booster().boost(model(), torch.optim.SGD), "SGD is no pair of init and update"),
+    "another model's optimizer": (
+        lambda: fs.Booster().boost(model(), torch.optim.SGD(model().parameters(), lr=0.1)),
+        r"SGD: in param_groups\[0\] are tensors that are no parameters of the model",
+    ),
+    "an optimizer with a search": (lambda: boosted(torch.optim.LBFGS), "LBFGS.*calls the loss function several times"),
+    "no indices": (
+        lambda: fs.Booster().prepare_dataloader(iter([]), 0, sampler=[1]),
+        "the dataset has no indices; batch_size is a whole number from 1 on, not 0; sampler= is decided here",
+    ),
+    "a sampler": (
+        lambda: fs.Booster().boost(model(), dataloader=DataLoader(TensorDataset(torch.ones(4)), sampler=[0, 1])),
+        "the dataloader draws by list",
+    ),
+    "no step": (lambda: fs.Booster().step((), ()), "step comes after state = booster.init"),
+    "no pipeline": (lambda: piped(), "this model is not cut into stages. Call it"),
+    "no forward": (lambda: unforwarded(), "there is no forward that has not been gone back through"),
+    "no loss": (lambda: losing(torch.ones(())), "does not depend on the model"),
+    "many losses": (lambda: losing(None), r"has the shape \(5, 2\)"),
+    "no gradients": (lambda: unstepped(), "there are no gradients. Call the model, then backward"),
+}
+
+
+def boosted(cls):
+    one = model()
+    return fs.Booster().boost(one, cls(one.parameters()))
+
+
+def piped():
+    one, *_ = fs.Booster().boost(model())
+    fs.Booster().execute_pipeline(iter([]), one, nn.MSELoss())
+
+
+def with_optimizer():
+    one = model()
+    booster = fs.Booster()
+    one, opt, *_ = booster.boost(one, torch.optim.SGD(one.parameters(), lr=0.1))
+    return booster, one, opt
+
+
+def unforwarded():
+    booster, _, opt = with_optimizer()
+    booster.backward(torch.ones((), requires_grad=True), opt)
+
+
+def losing(loss):
+    booster, one, opt = with_optimizer()
+    output = one(torch.ones(5, 3))
+    booster.backward(output if loss is None else loss, opt)
+
+
+def unstepped():
+    with_optimizer()[2].step()
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_configuration_is_one_error(name):
+    bad, message = BAD[name]
+    with pytest.raises(fs.FshardError, match=message):
+        fs.run(bad, mesh=fs.make_mesh({"data": 1})) if name in INSIDE else bad()
+
+
+INSIDE = {*[*BAD][[*BAD].index("no optimizer") :]} - {"no step"}
+
+
+@given(
+    precision=st.sampled_from([None, "bf16", "fp8"]),
+    stage=st.integers(-1, 4),
+    seed=st.integers(-2, 2),
+    slices=st.integers(-1, 9),
+    reproducible=st.booleans(),
+    sync=st.booleans(),
+)
+def test_any_plugin_is_made_or_names_all_that_is_wrong(precision, stage, seed, slices, reproducible, sync):
+    mesh = fs.make_mesh({"data": 2})
+    general = [precision == "fp8", seed < 0, slices < 1, reproducible and sync]
+    uneven = reproducible and not any(general) and slices not in (2, 4, 8)
+    count = sum(general) + uneven + (stage not in (1, 2))
+    how = {"precision": precision, "stage": stage, "seed": seed, "slices": slices, "reproducible": reproducible}
+    with pytest.raises(fs.LayoutError) if count else nullcontext() as found:
+        fs.ZeroPlugin(mesh=mesh, sync_batchnorm=sync, **how)
+    assert not count or str(found.value).count(";") + 1 == count
