@@ -32,7 +32,7 @@ from fshard.pipeline.post import Known, Post
 from fshard.pipeline.route import Mail, Route, Turn, Wire
 from fshard.pipeline.saved import Saved
 from fshard.pipeline.schedule import Action, Kind
-from fshard.pipeline.timeline import Clock
+from fshard.pipeline.timeline import clock_of
 from fshard.source import Site
 
 
@@ -132,7 +132,7 @@ class Device:
             return mail.kind, mail.wire, tuple(kinds) if mail == _OUTCOME else kinds[mail.microbatch]
 
         self.post = Post[Mail](group, site, device, comes, kind, known)
-        self.clock = Clock(group.device)
+        self.clock = clock_of(group.device)
         self.here: dict[Mail, Any] = {}
         self.records: dict[tuple[int, int], Record] = {}
         self.later: dict[tuple[int, int], Callable[[], list[Tensor | None] | None]] = {}
@@ -152,7 +152,7 @@ class Device:
                 at = "" if action.microbatch is None else f", microbatch {action.microbatch}"
                 error.add_note(f"in {action} of the schedule: stage {action.stage}{at}")
                 raise
-            if self.clock:
+            if self.clock is not None:
                 self.clock.did(action, began)
         return self._told() if self.tells else None
 
@@ -237,7 +237,7 @@ class Device:
             return
         began = perf_counter()
         self.post.send(mail, to, tuple(what))
-        if self.clock:
+        if self.clock is not None:
             self.clock.sent(Action(_SENT[mail.kind], mail.ends[0], mail.microbatch), began)
 
     def _take(self, mail: Mail, source: int) -> Any:
@@ -245,7 +245,7 @@ class Device:
             return self.here.pop(mail)
         began = perf_counter()
         found = self.post.take(mail, source)
-        if self.clock:
+        if self.clock is not None:
             self.clock.waited(Action(_COME[mail.kind], mail.ends[1], mail.microbatch), began)
         return found
 

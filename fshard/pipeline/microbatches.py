@@ -91,7 +91,7 @@ class Found(NamedTuple):
 
 def together(found: Sequence[Found], weights: Sequence[float]) -> tuple[Tensor, PyTree]:
     """Return the means of losses and metrics; whole numbers are added up."""
-    loss = tree_mean([one.loss.reshape(()) for one in found], weights)
+    loss = tree_mean([one.loss.reshape(()) if one.loss.ndim else one.loss for one in found], weights)
     metrics = [_metric(column, weights) for column in zip(*(one.metrics for one in found), strict=True)]
     return loss.to(torch.promote_types(found[0].loss.dtype, torch.float32)), unflatten(found[0].structure, metrics)
 
