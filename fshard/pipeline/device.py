@@ -166,7 +166,8 @@ class Device:
         with torch.set_grad_enabled(self.backward):
             entered = [value.entered() for value in values]
             values.clear()
-            skips = {mail.wire.name or "": tree for (mail, _), (tree, _) in zip(turn.takes[1:], entered[1:], strict=True)}
+            named = zip(turn.takes[1:], entered[1:], strict=True)
+            skips = {mail.wire.name or "": tree for (mail, _), (tree, _) in named}
             with nullcontext() if saved is None else saved.watching():
                 y = self.work.call(stage, microbatch, entered[0][0], skips)
             made = [left(tree) for tree in self._results(turn, stage, microbatch, y)]
