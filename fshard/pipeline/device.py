@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
+from itertools import islice
 from time import perf_counter
 from typing import Any, NamedTuple, Protocol
 
@@ -31,7 +32,7 @@ from fshard.pipeline.post import Known, Post
 from fshard.pipeline.route import Mail, Route, Turn, Wire
 from fshard.pipeline.saved import Saved
 from fshard.pipeline.schedule import Action, Kind
-from fshard.pipeline.timeline import Clock
+from fshard.pipeline.timeline import clock_of
 from fshard.source import Site
 
 
@@ -84,16 +85,11 @@ class Work(Protocol):
 
 
 class Record(NamedTuple):
-    """What a forward leaves for its backward: where gradients come in and out, how many by each wire, and what is saved."""
+    """What a forward leaves for its backward: where gradients come in, and out for each wire, and what is saved."""
 
-    outputs: list[tuple[Wire, list[GradientEdge]]]
-    inputs: list[tuple[Wire, list[GradientEdge]]]
+    outputs: list[GradientEdge]
+    inputs: list[list[GradientEdge]]
     saved: Saved | None
-
-    def edges(self) -> tuple[list[GradientEdge], list[GradientEdge]]:
-        """Return those of the outputs and of the inputs."""
-        ins, outs = ([edge for _, edges in part for edge in edges] for part in self[:2])
-        return ins, outs
 
 
 class Device:
@@ -136,7 +132,7 @@ class Device:
             return mail.kind, mail.wire, tuple(kinds) if mail == _OUTCOME else kinds[mail.microbatch]
 
         self.post = Post[Mail](group, site, device, comes, kind, known)
-        self.clock = Clock(group.device)
+        self.clock = clock_of(group.device)
         self.here: dict[Mail, Any] = {}
         self.records: dict[tuple[int, int], Record] = {}
         self.later: dict[tuple[int, int], Callable[[], list[Tensor | None] | None]] = {}
@@ -156,60 +152,59 @@ class Device:
                 at = "" if action.microbatch is None else f", microbatch {action.microbatch}"
                 error.add_note(f"in {action} of the schedule: stage {action.stage}{at}")
                 raise
-            if self.clock:
+            if self.clock is not None:
                 self.clock.did(action, began)
         return self._told() if self.tells else None
 
     # -- what stands in a row -----------------------------------------------------------------------------------
 
     def _forward(self, turn: Turn, stage: int, microbatch: int) -> None:
-        values = {mail.wire: Value(*self._take(mail, source)) for mail, source in turn.takes}
+        values = [Value(*self._take(mail, source)) for mail, source in turn.takes]
         if stage == 0:
-            values[_BATCH] = Value(self.work.begin(microbatch), ()).copied()
+            values.append(Value(self.work.begin(microbatch), ()).copied())
         saved = Saved() if (stage, microbatch) in self.route.split else None
         with torch.set_grad_enabled(self.backward):
-            entered = {wire: value.entered() for wire, value in values.items()}
+            entered = [value.entered() for value in values]
             values.clear()
-            given = {wire.name or "": tree for wire, (tree, _) in entered.items()}
+            named = zip(turn.takes[1:], entered[1:], strict=True)
+            skips = {mail.wire.name or "": tree for (mail, _), (tree, _) in named}
             with nullcontext() if saved is None else saved.watching():
-                y = self.work.call(stage, microbatch, given.pop(""), given)
-            made = {wire: left(tree) for wire, tree in self._results(stage, microbatch, y).items()}
+                y = self.work.call(stage, microbatch, entered[0][0], skips)
+            made = [left(tree) for tree in self._results(turn, stage, microbatch, y)]
+        for (mail, to), (value, _) in zip(turn.gives, made, strict=False):  # nobody is given the loss
+            self._give(mail, to, value)
         if self.backward:
-            outputs = [(wire, edges) for wire, (_, edges) in made.items()]
-            inputs = [(wire, edges) for wire, (_, edges) in entered.items()]
-            self.records[stage, microbatch] = Record(outputs, inputs, saved)
-        for mail, to in turn.gives:
-            self._give(mail, to, made[mail.wire][0])
+            outputs = [edge for _, edges in made for edge in edges]
+            self.records[stage, microbatch] = Record(outputs, [edges for _, edges in entered], saved)
 
-    def _results(self, stage: int, microbatch: int, y: PyTree) -> dict[Wire, PyTree]:
-        """Return what a stage has made, by the wires that it goes along; of the last, the loss."""
-        gives = self.route.gives[stage]
-        names = {wire.name for wire in gives if wire.name is not None}
-        skips: dict[str | None, PyTree] = {}
+    def _results(self, turn: Turn, stage: int, microbatch: int, y: PyTree) -> list[PyTree]:
+        """Return what a stage has made, in the order in which it is given away; of the last, the loss."""
+        names = self.route.names[stage]
+        skips: dict[str, PyTree] = {}
         if names:
             if not isinstance(y, tuple) or len(y) != 2 or not isinstance(y[1], dict) or y[1].keys() != names:
                 wanted = ", ".join(f"{name!r}: ..." for name in sorted(names))
                 raise LayoutError(f"pipelined: stage {stage} has skips, so it has to return (y, {{{wanted}}}).")
             y, skips = y
-        if stage < len(self.route.gives) - 1:
-            return {wire: y if wire.name is None else skips[wire.name] for wire in gives}
+        if turn.gives:
+            return [y if (name := mail.wire.name) is None else skips[name] for mail, _ in turn.gives]
         loss = self.work.end(microbatch, y)
-        return {} if loss is None else {_LOSS: loss}
+        return [] if loss is None else [loss]
 
     def _both(self, turn: Turn, stage: int, microbatch: int) -> None:
         record, gs = self._begun(turn, stage, microbatch)
-        outputs, inputs = record.edges()
+        inputs = [edge for edges in record.inputs for edge in edges]
         adding = self.work.lends(stage, microbatch)
-        gxs, gws = whole(outputs, gs, inputs, self.work.edges(stage), adding=adding)
+        gxs, gws = whole(record.outputs, gs, inputs, self.work.edges(stage), adding=adding)
+        self._hand_back(turn, record, gxs)  # first: another device waits for it
         if gws is not None:
             self.work.add(stage, microbatch, gws)
-        self._hand_back(turn, record, gxs)
 
     def _inputs(self, turn: Turn, stage: int, microbatch: int) -> None:
         record, gs = self._begun(turn, stage, microbatch)
-        outputs, inputs = record.edges()
+        inputs = [edge for edges in record.inputs for edge in edges]
         weights, adding = self.work.edges(stage), self.work.lends(stage, microbatch)
-        gxs, self.later[stage, microbatch] = halves(outputs, gs, inputs, weights, record.saved, adding=adding)
+        gxs, self.later[stage, microbatch] = halves(record.outputs, gs, inputs, weights, record.saved, adding=adding)
         self._hand_back(turn, record, gxs)
 
     def _weights(self, turn: Turn, stage: int, microbatch: int) -> None:
@@ -224,16 +219,16 @@ class Device:
         record = self.records.pop((stage, microbatch))
         gs: list[Tensor | None] = []
         if not turn.takes:
-            gs += [self.work.start(microbatch) for _, edges in record.outputs for _ in edges]
+            gs += [self.work.start(microbatch) for _ in record.outputs]
         for mail, source in turn.takes:
             gs += self._take(mail, source)
         return record, gs
 
     def _hand_back(self, turn: Turn, record: Record, gxs: list[Tensor | None]) -> None:
         """Give the stages before this one the gradients of what they gave."""
-        rest, counts = iter(gxs), {wire: len(edges) for wire, edges in record.inputs}
-        for mail, to in turn.gives:
-            self._give(mail, to, [next(rest) for _ in range(counts[mail.wire])])
+        rest = iter(gxs)
+        for (mail, to), edges in zip(turn.gives, record.inputs, strict=False):  # of a microbatch nobody wants any
+            self._give(mail, to, [*islice(rest, len(edges))])
 
     # -- messages -----------------------------------------------------------------------------------------------
 
@@ -243,7 +238,7 @@ class Device:
             return
         began = perf_counter()
         self.post.send(mail, to, tuple(what))
-        if self.clock:
+        if self.clock is not None:
             self.clock.sent(Action(_SENT[mail.kind], mail.ends[0], mail.microbatch), began)
 
     def _take(self, mail: Mail, source: int) -> Any:
@@ -251,7 +246,7 @@ class Device:
             return self.here.pop(mail)
         began = perf_counter()
         found = self.post.take(mail, source)
-        if self.clock:
+        if self.clock is not None:
             self.clock.waited(Action(_COME[mail.kind], mail.ends[1], mail.microbatch), began)
         return found
 
@@ -267,6 +262,4 @@ class Device:
 
 _SENT = {Kind.F: Kind.SEND_F, Kind.B: Kind.SEND_B}
 _COME = {Kind.F: Kind.RECV_F, Kind.B: Kind.RECV_B}
-_BATCH = Wire(-1, 0)
-_LOSS = Wire(-1, -1)
-_OUTCOME = Mail(Kind.F, _LOSS, -1)
+_OUTCOME = Mail(Kind.F, Wire(-1, -1), -1)

@@ -49,8 +49,8 @@ def whole(
 
     With `adding`, all of these are leaves, and those of weights are added to their `.grad`, each as soon as it is there.
     """
-    found = _backward(zip(outputs, gradients, strict=True), [*inputs, *weights], adding=adding)
-    return found[: len(inputs)], None if adding else found[len(inputs) :]
+    gxs, gws = _backward(zip(outputs, gradients, strict=True), inputs, weights, adding=adding)
+    return gxs, None if adding else gws
 
 
 def halves(
@@ -87,13 +87,13 @@ def halves(
     try:
         early = [(edge, g) for edge, g in ends if edge.node not in parts.late]
         adding = adding and parts.below is not None
-        targets = [*inputs, *(GradientEdge(*slot) for slot in parts.captured)]
-        found = _backward(early, targets, retain=True, adding=adding)
+        targets = [GradientEdge(*slot) for slot in parts.captured]
+        gxs, found = _backward(early, inputs, targets, retain=True, adding=adding)
     finally:
         for hook in hooks:
             hook.remove()
         saved.let_go(keeping=True)
-    captured = dict(zip(parts.captured, found[len(inputs) :], strict=True))
+    captured = dict(zip(parts.captured, found, strict=not adding))
     begun = [(edge, g) for edge, g in ends if edge.node in parts.late]
 
     def later() -> Gradients | None:
@@ -102,26 +102,32 @@ def halves(
             return None if adding else [captured.get(slot_of(weight)) for weight in weights]
         slots = {**captured, **_called_again(held, parts.deferred, saved)}
         roots = [*begun, *((GradientEdge(*slot), g) for slot, g in slots.items())]
-        rest = iter(_backward(roots, [weight for weight in weights if slot_of(weight) not in captured]))
+        rest = iter(_backward(roots, (), [weight for weight in weights if slot_of(weight) not in captured])[1])
         return [captured[slot] if (slot := slot_of(weight)) in captured else next(rest) for weight in weights]
 
-    return found[: len(inputs)], later
+    return gxs, later
 
 
 def _backward(
     ends: Iterable[tuple[GradientEdge, Tensor | None]],
-    targets: Sequence[GradientEdge],
+    inputs: Sequence[GradientEdge],
+    weights: Sequence[GradientEdge],
     *,
     retain: bool = False,
     adding: bool = False,
-) -> Gradients:
-    """Return the gradients of some edges, from those that come in at the ends; or add them to those of these leaves."""
-    given = [(edge, g) for edge, g in ends if g is not None]
+) -> tuple[Gradients, Gradients]:
+    """Return the gradients of inputs and of weights, from those that come in at the ends.
+
+    With `adding`, all of these are leaves; gradients are added to theirs, and those of weights are not returned.
+    """
+    given, targets = [(edge, g) for edge, g in ends if g is not None], (*inputs, *weights)
     if not given or not targets:
-        return [None] * len(targets)
+        return [None] * len(inputs), [None] * (0 if adding else len(weights))
     edges, gs = zip(*given, strict=True)
-    found = _run(edges, gs, retain, False, (*targets,), allow_unreachable=True, accumulate_grad=adding)
-    return [cast(Any, edge.node).variable.grad for edge in targets] if adding else list(found)
+    found = _run(edges, gs, retain, False, targets, allow_unreachable=True, accumulate_grad=adding)
+    if adding:
+        return [cast(Any, edge.node).variable.grad for edge in inputs], []
+    return [*found[: len(inputs)]], [*found[len(inputs) :]]
 
 
 def _holding(node: Node, held: deque[Held], saved: Saved) -> tuple[Any, Any]:
@@ -162,7 +168,7 @@ def _one_by_one(
         ends = [(GradientEdge(node, number), g) for number, g in enumerate(gs)]
         slots = below[node]
         targets = [GradientEdge(*slot) for slot in slots]
-        found |= zip(slots, _backward(ends, targets, retain=True, adding=adding), strict=True)
+        found |= zip(slots, _backward(ends, (), targets, retain=True, adding=adding)[1], strict=not adding)
         saved.let_go()
     return found
 

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from fshard.errors import LayoutError
-from fshard.mesh.tree import PyTree, flatten, unflatten
-from fshard.pipeline.leaves import map_tensors
+from fshard.mesh.tree import PyTree, Structure, flatten, unflatten
 from fshard.pipeline.total import tree_mean
 
 
@@ -27,63 +26,74 @@ class Batch(NamedTuple):
         """Look at microbatches."""
         if len(microbatches) != count:
             raise LayoutError(f"pipelined: the schedule takes {count} microbatches, {len(microbatches)} are given.")
-        kinds: list[Any] = []
-        rows: list[set[int]] = []
-        for microbatch in microbatches:
-            kinds.append(kind_of(microbatch))
-            rows.append({x.shape[0] for x in flatten(microbatch)[0] if isinstance(x, Tensor) and x.ndim})
-        if weights is None and any(len(found) > 1 for found in rows):
-            found = next(found for found in rows if len(found) > 1)
+        found = [_kind_of(microbatch) for microbatch in microbatches]
+        rows = [kind.rows for kind in found]
+        if weights is None and any(len(one) > 1 for one in rows):
+            several = next(one for one in rows if len(one) > 1)
             raise LayoutError(
-                f"pipelined: tensors of one microbatch have {' and '.join(map(str, sorted(found)))} rows, so it is not known "
+                f"pipelined: tensors of one microbatch have {' and '.join(map(str, sorted(several)))} rows, so it is not known "
                 "what it counts for. Say it: weights=[...], a number for each microbatch."
             )
-        given = [float(max(found, default=1)) for found in rows] if weights is None else [*map(float, weights)]
+        given = [float(max(one, default=1)) for one in rows] if weights is None else [*map(float, weights)]
         if len(given) != count or min(given) < 0 or not sum(given) > 0:
             raise LayoutError(
                 f"pipelined: {count} microbatches have to count for something together; they count for {given}."
             )
-        return Batch(microbatches, given, kinds)
+        return Batch(microbatches, given, [kind.number for kind in found])
 
 
-_kinds: dict[Hashable, int] = {}
+class _Kind(NamedTuple):
+    """What microbatches of the same shapes have in common: a number, and how many rows their tensors have."""
+
+    number: int
+    rows: set[int]
+
+
+_kinds: dict[Hashable, _Kind] = {}
 _numbers = itertools.count(1)
 
 
 def kind_of(microbatch: PyTree) -> int:
     """Return a number that tells the shapes of microbatches apart: it is looked up for every message."""
+    return _kind_of(microbatch).number
+
+
+def _kind_of(microbatch: PyTree) -> _Kind:
     leaves, structure = flatten(microbatch, none_is_leaf=True)
     key = structure, tuple([(x.shape, x.dtype) for x in leaves if isinstance(x, Tensor)])
-    return _kinds.get(key) or _kinds.setdefault(key, next(_numbers))
+    found = _kinds.get(key)
+    return found or _kinds.setdefault(key, _Kind(next(_numbers), {shape[0] for shape, _ in key[1] if shape}))
 
 
-_NONE: tuple[()] = ()
+_NO_METRICS = flatten((), none_is_leaf=True)
 
 
 class Found(NamedTuple):
-    """What the loss function has returned for one microbatch."""
+    """What the loss function has returned for one microbatch: a loss, and the leaves and the structure of its metrics."""
 
     loss: Tensor
-    metrics: PyTree
+    metrics: Sequence[Any]
+    structure: Structure
 
     @staticmethod
     def of(returned: Any) -> tuple[Tensor, Found]:
         """Return the loss, and what is kept of it and the metrics."""
-        loss, metrics = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, _NONE)
+        loss, (leaves, structure) = returned, _NO_METRICS
+        if isinstance(returned, tuple) and len(returned) == 2:
+            loss, (leaves, structure) = returned[0], flatten(returned[1], none_is_leaf=True)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
             found = f"{loss.dtype} of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise LayoutError(
                 f"pipelined: loss_fn has to return one floating number, or it and metrics; found {found}."
             )
-        return loss, Found(loss.detach(), metrics if metrics is _NONE else map_tensors(Tensor.detach, metrics))
+        return loss, Found(loss.detach(), [x.detach() if isinstance(x, Tensor) else x for x in leaves], structure)
 
 
 def together(found: Sequence[Found], weights: Sequence[float]) -> tuple[Tensor, PyTree]:
     """Return the means of losses and metrics; whole numbers are added up."""
-    rows, (structure, *_) = zip(*(flatten(one.metrics, none_is_leaf=True) for one in found), strict=True)
-    loss = tree_mean([one.loss.reshape(()) for one in found], weights)
-    metrics = [_metric(column, weights) for column in zip(*rows, strict=True)]
-    return loss.to(torch.promote_types(found[0].loss.dtype, torch.float32)), unflatten(structure, metrics)
+    loss = tree_mean([one.loss.reshape(()) if one.loss.ndim else one.loss for one in found], weights)
+    metrics = [_metric(column, weights) for column in zip(*(one.metrics for one in found), strict=True)]
+    return loss.to(torch.promote_types(found[0].loss.dtype, torch.float32)), unflatten(found[0].structure, metrics)
 
 
 def _metric(values: Sequence[Any], weights: Sequence[float]) -> Any:

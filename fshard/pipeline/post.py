@@ -132,16 +132,15 @@ class Post(Generic[Mail]):
         self._group, self._site, self._device, self._kind, self._known = group, site, device, kind, known
         self._comes = {source: deque(mails) for source, mails in comes.items()}
         self._begun: dict[int, tuple[Known, list[Pending] | Lane]] = {}
-        self._lanes: dict[tuple[int, int], Lane | None] = {}
+        self._ways: dict[Hashable, tuple[Known, Lane | None]] = {}
         self._arrived: dict[Mail, PyTree] = {}
         for source in self._comes:
             self._begin(source)
 
     def send(self, mail: Mail, to: int, tree: PyTree) -> None:
         """Send a tree to a device, without waiting for it."""
-        known = self._look_up(mail, to)
+        known, lane = self._way(mail, to, to) or (None, None)
         if known is not None and (x := known.alone(tree)) is not None and not active():
-            lane = self._lane(known, to)
             if lane is None or not lane.send(x):
                 self._send((x,), to)
             return
@@ -164,7 +163,7 @@ class Post(Generic[Mail]):
         """Return what comes from a device, as soon as it is there."""
         while mail not in self._arrived:
             first = self._comes[source].popleft()
-            known, coming = self._begun.pop(source, None) or self._receive_all(self._hear(first, source), source)
+            known, coming = self._begun.pop(source, None) or self._receive_all(self._hear(first, source), None, source)
             if not isinstance(coming, list):
                 tree = (coming.take(), *(known.rest or ()))
             else:
@@ -181,14 +180,19 @@ class Post(Generic[Mail]):
 
     def _begin(self, source: int) -> None:
         """Begin to receive what comes next, if it is known what that is: it may come while something is computed."""
-        known = self._look_up(self._comes[source][0], self._group.index) if self._comes[source] else None
-        if known is not None:
-            self._begun[source] = self._receive_all(known, source)
+        way = self._way(self._comes[source][0], self._group.index, source) if self._comes[source] else None
+        if way is not None:
+            self._begun[source] = self._receive_all(*way, source)
 
     # -- what is told -------------------------------------------------------------------------------------------
 
-    def _look_up(self, mail: Mail, to: int) -> Known | None:
-        return None if self._known is None else self._known.get((to, self._kind(mail)))
+    def _way(self, mail: Mail, to: int, other: int) -> tuple[Known, Lane | None] | None:
+        """Return what a message will be, if that is known, and the short way to or from the other device, if there is one."""
+        key = to, self._kind(mail)
+        found = self._ways.get(key)
+        if found is None and self._known is not None and (known := self._known.get(key)) is not None:
+            found = self._ways[key] = known, self._lane(known, other)
+        return found
 
     def _learn(self, mail: Mail, to: int, form: Form) -> Known:
         known = Known.of(form, self._device)
@@ -206,18 +210,13 @@ class Post(Generic[Mail]):
     def _send(self, xs: tuple[Tensor, ...], to: int) -> None:
         dispatch(xs, self._group, to, self._site)
 
-    def _receive_all(self, known: Known, source: int) -> tuple[Known, list[Pending] | Lane]:
-        lane = self._lane(known, source)
+    def _receive_all(self, known: Known, lane: Lane | None, source: int) -> tuple[Known, list[Pending] | Lane]:
         return known, [self._receive(likes, source) for _, likes in known.batches] if lane is None else lane
 
     def _lane(self, known: Known, other: int) -> Lane | None:
-        """Return the short way to or from a device for messages that are one tensor, if there is one."""
-        if self._known is None or known.rest is None:
+        if known.rest is None:
             return None
-        key = other, id(known)  # it is kept
-        if key not in self._lanes:
-            self._lanes[key] = self._group.world.current().lane(known.batches[0][1][0], self._group, other, self._site)
-        return self._lanes[key]
+        return self._group.world.current().lane(known.batches[0][1][0], self._group, other, self._site)
 
     def _receive(self, likes: tuple[Tensor, ...], source: int) -> Pending:
         return self._group.world.current().receive(likes, self._group, source, self._site)

@@ -73,6 +73,7 @@ class Route:
         wires.sort(key=lambda wire: -wire.to)  # gradients are added in this order, as one backward adds them
         self.gives = [[wire for wire in wires if wire.source == stage] for stage in range(schedule.stages)]
         self.takes = [[wire for wire in wires if wire.to == stage] for stage in range(schedule.stages)]
+        self.names = [{wire.name for wire in gives if wire.name is not None} for gives in self.gives]
         self.split = {(action.stage, action.microbatch) for row in self.rows for action in row if action.kind is Kind.I}
         self._coming: dict[int, Mapping[int, Sequence[Mail]]] = {}
         self._turns: dict[int, Sequence[Turn]] = {}

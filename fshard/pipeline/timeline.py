@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -52,14 +52,11 @@ _open: list[Timeline] = []
 
 
 class Clock:
-    """Notes what one device does, for the timelines that are open."""
+    """Notes what one device does, in some timelines."""
 
-    def __init__(self, device: int) -> None:
-        self._device, self._timelines = device, tuple(_open)
+    def __init__(self, device: int, timelines: Sequence[Timeline]) -> None:
+        self._device, self._timelines = device, timelines
         self._waited = 0.0
-
-    def __bool__(self) -> bool:
-        return bool(self._timelines)
 
     def did(self, action: Action, began: float) -> None:
         """Note an action that ends now; it has begun with the last message that it waited for."""
@@ -78,3 +75,8 @@ class Clock:
         event = Event(self._device, action, began, perf_counter())
         for one in self._timelines:
             one.events.append(event)
+
+
+def clock_of(device: int) -> Clock | None:
+    """Return what notes what a device does in the timelines that are open, if there are any."""
+    return Clock(device, tuple(_open)) if _open else None

@@ -181,5 +181,5 @@ def tree_mean(rows: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     left = left * torch.tensor(weights, dtype=left.dtype, device=left.device).reshape(-1, *[1] * (left.ndim - 1))
     while len(left) > 1:
         even, odd = left[0::2], left[1::2]
-        left = torch.cat([even[: len(odd)] + odd, even[len(odd) :]])
+        left = even + odd if len(even) == len(odd) else torch.cat([even[:-1] + odd, even[-1:]])
     return left[0] / sum(weights)

@@ -56,7 +56,7 @@ class Lane:
             hand_over(self._under_way)
         key, peer = next(self._got), self._peer
         try:
-            x = torch.empty(self._like.shape, dtype=self._like.dtype, device="cpu")
+            x = torch.empty_like(self._like, memory_format=torch.contiguous_format)
             with link.lock:
                 here = peer.look(key)
             if not here:
