@@ -304,7 +304,10 @@ class _Trip(NamedTuple):
 
 @lru_cache(maxsize=256)
 def _trips(
-    befores: tuple[Layout, ...], afters: tuple[Layout, ...], shapes: tuple[tuple[int, ...], ...], firsts: tuple[int, ...]
+    befores: tuple[Layout, ...],
+    afters: tuple[Layout, ...],
+    shapes: tuple[tuple[int, ...], ...],
+    firsts: tuple[int, ...],
 ) -> list[_Trip]:
     """Return where arrays go, each once, mesh by mesh."""
     on_mesh: dict[Mesh, list[int]] = {}
@@ -319,11 +322,10 @@ def _trips(
 
 def _room(x: Sharded, dtype: torch.dtype) -> Tensors:
     """Return the memory of an array on the devices held here; new memory where that cannot hold plain values of a dtype."""
-    fits = x.dtype is dtype and x.layout.memory != "host"
-    return tuple(
-        shard.detach() if fits and is_plain(shard) else torch.empty(shard.shape, dtype=dtype, device=shard.device)
-        for shard in _with_memory(x, "device").shards
-    )
+    if x.dtype is dtype and x.layout.memory != "host" and all(map(is_plain, x.shards)):
+        return tuple([shard.detach() if shard.requires_grad else shard for shard in x.shards])
+    near = _with_memory(x, "device").shards
+    return tuple([torch.empty(shard.shape, dtype=dtype, device=shard.device) for shard in near])
 
 
 def _refuse_owned(xs: Sequence[Sharded], mesh: Mesh) -> None:

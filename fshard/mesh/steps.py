@@ -158,7 +158,7 @@ class Fit(NamedTuple):
         """Take what is its own."""
         if self.own is not None and y.numel() != (size := self.own[1] - self.own[0]):
             y = y[:size] if size else y[:0].clone()  # a view would keep all of it alive
-        return y if self.shape is None else y.reshape(self.shape)
+        return y if self.shape is None or y.shape == self.shape else y.reshape(self.shape)
 
 
 class Ride:
