@@ -179,27 +179,41 @@ def _cut_further(layout: Layout, axes: tuple[str, ...]) -> Layout | None:
     return layout.with_spec(P.flat(*spec.cut_axes, *more, on=dict(spec.on))) if more else None
 
 
-def _targets(at: Leaves, flat: Elementwise, axes: tuple[str, ...]) -> list[Layout | None]:
-    """Return how each parameter is to lie for the update, None where there is nothing to update.
+def _targets(at: Leaves, flat: Elementwise, axes: tuple[str, ...]) -> tuple[Layout | None, ...]:
+    """Return how each parameter is to lie for the update, None where there is nothing to update."""
+    layouts = tuple([leaf.layout if trainable(leaf) else None for leaf in at.leaves])
+    shapes = tuple([() if leaf is None else leaf.shape for leaf in at.leaves])
+    elementwise = elementwise_leaves(flat, at.rebuild(at.leaves))
+    return _divided(layouts, shapes, tuple(at.firsts()), tuple(elementwise), axes)
+
+
+@lru_cache(maxsize=256)
+def _divided(
+    layouts: tuple[Layout | None, ...],
+    shapes: tuple[tuple[int, ...], ...],
+    firsts: tuple[int, ...],
+    elementwise: tuple[bool, ...],
+    axes: tuple[str, ...],
+) -> tuple[Layout | None, ...]:
+    """Return how parameters of these layouts and shapes are to lie: flat where they are elementwise, else owned.
 
     Of leaves that are cut over the same axes, at the same place, each goes to the owner that has least so far, the largest
     first.
     """
-    elementwise = elementwise_leaves(flat, at.rebuild(at.leaves))
-    firsts, targets = at.firsts(), list[Layout | None]([None] * len(at.leaves))
-    whole: dict[tuple[Mesh, P], list[int]] = {}
-    for place, (leaf, is_flat) in enumerate(zip(at.leaves, elementwise, strict=True)):
-        if not trainable(leaf) or firsts[place] != place:
+    targets = list[Layout | None]([None] * len(layouts))
+    whole: dict[tuple[Mesh, P], dict[int, Layout]] = {}
+    for place, (layout, is_flat) in enumerate(zip(layouts, elementwise, strict=True)):
+        if layout is None or firsts[place] != place:
             continue
-        targets[place] = cut = pieces(leaf.layout, axes)
+        targets[place] = cut = pieces(layout, axes)
         if not is_flat and cut.spec.cut_axes:
-            whole.setdefault((cut.mesh, P.flat(*cut.spec.cut_axes, on=dict(cut.spec.on))), []).append(place)
-    for (mesh, spec), places in whole.items():
+            whole.setdefault((cut.mesh, P.flat(*cut.spec.cut_axes, on=dict(cut.spec.on))), {})[place] = layout
+    for (mesh, spec), some in whole.items():
         over = spec.cut_axes
-        owners = shared_out([prod(at.leaves[place].shape) for place in places], prod(mesh.shape[axis] for axis in over))
-        for place, owner in zip(places, owners, strict=True):
-            targets[place] = at.leaves[place].layout.with_spec(P(on={**dict(spec.on), over: owner}))
-    return [targets[first] for first in firsts]
+        owners = shared_out([prod(shapes[place]) for place in some], prod(mesh.shape[axis] for axis in over))
+        for (place, layout), owner in zip(some.items(), owners, strict=True):
+            targets[place] = layout.with_spec(P(on={**dict(spec.on), over: owner}))
+    return tuple([targets[first] for first in firsts])
 
 
 def shared_out(sizes: Sequence[int], n: int) -> list[int]:
