@@ -97,7 +97,7 @@ def go(
     """
     scope, results = require("fs.reshard"), list(xs)
     finishes: list[Callable[[], None]] = []
-    for turn in range(max((len(way.steps) for way in ways), default=0)):
+    for turn in range(max([len(way.steps) for way in ways], default=0)):
         for ride in _rides(tuple(ways), turn, tuple([x.dtype for x in results])):
             move, given = ride.move, [results[place] for place in ride.places]
             if ride.on and not _is_at(ride.on, scope):
