@@ -123,7 +123,7 @@ class Unit:
     def changed(self) -> set[int]:
         """Return which of the leaves at hand somebody has changed in place."""
         now = versions_of(self.values)  # none, if they have been let go
-        return {place for place, *both in zip(self.places, now, self.versions, strict=False) if both[0] != both[1]}
+        return {place for place, one, other in zip(self.places, now, self.versions, strict=False) if one != other}
 
     def start(self) -> None:
         """Start to gather the unit, unless it is at hand or under way."""
