@@ -53,29 +53,29 @@ class Mesh:
     def __post_init__(self) -> None:
         _validate(self.axes, self.runtime)
 
-    @property
+    @cached_property
     def axis_names(self) -> tuple[str, ...]:
         """The names of the axes, major to minor."""
         return tuple(name for name, _ in self.axes)
 
-    @property
+    @cached_property
     def shape(self) -> Mapping[str, int]:
         """The size of each axis, major to minor, as a read-only mapping."""
         return MappingProxyType(dict(self.axes))
 
-    @property
+    @cached_property
     def size(self) -> int:
         """How many devices there are."""
         return prod(size for _, size in self.axes)
 
-    @property
+    @cached_property
     def strides(self) -> Mapping[str, int]:
         """How far apart two neighbours along an axis are in the numbering of the mesh that this one was cut from."""
         root = self.parent or self.axes
         steps = dict(zip((name for name, _ in root), arithmetic.strides([size for _, size in root]), strict=True))
         return MappingProxyType({name: steps[name] for name in self.axis_names})
 
-    @property
+    @cached_property
     def root_size(self) -> int:
         """How many devices the mesh has that this one was cut from, or this one."""
         return prod(size for _, size in self.parent or self.axes)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
@@ -264,18 +265,13 @@ def reshard_all(
 
     `into` are arrays that lie as the results are to, and whose memory these may take.
     """
-    seen: dict[object, int] = {}
-    firsts = [
-        seen.setdefault((*map(id, x.shards), to), place) for place, (x, to) in enumerate(zip(xs, layouts, strict=True))
-    ]
-    moved, on_mesh = list(xs), dict[Mesh, list[int]]()
-    for place in seen.values():
-        if xs[place].layout is not layouts[place] and xs[place].layout != layouts[place]:
-            on_mesh.setdefault(xs[place].mesh, []).append(place)
-    for mesh, places in on_mesh.items():
+    firsts = _firsts(xs, layouts)
+    moved = list(xs)
+    for mesh, places, ways in _trips(
+        tuple([x.layout for x in xs]), tuple(layouts), tuple([x.shape for x in xs]), tuple(firsts)
+    ):
         given = [xs[place] for place in places]
         _refuse_owned(given, mesh)
-        ways = [way_between(x.layout, layouts[place], x.shape) for place, x in zip(places, given, strict=True)]
         columns = [_with_memory(x, "device").shards for x in given]
         if any(way.steps for way in ways):
 
@@ -290,13 +286,46 @@ def reshard_all(
     return [moved[first] for first in firsts]
 
 
+def _firsts(xs: Sequence[Sharded], layouts: Sequence[Layout]) -> Sequence[int]:
+    """Return for each array the place of the first that is the same and goes the same way."""
+    if len({id(x.shards[0]) for x in xs}) == len(xs):
+        return range(len(xs))
+    seen: dict[object, int] = {}
+    return [seen.setdefault((*key_of(x), to), place) for place, (x, to) in enumerate(zip(xs, layouts, strict=True))]
+
+
+class _Trip(NamedTuple):
+    """Arrays of one mesh that are laid differently: their places in a list, and the way of each."""
+
+    mesh: Mesh
+    places: list[int]
+    ways: list[Way]
+
+
+@lru_cache(maxsize=256)
+def _trips(
+    befores: tuple[Layout, ...],
+    afters: tuple[Layout, ...],
+    shapes: tuple[tuple[int, ...], ...],
+    firsts: tuple[int, ...],
+) -> list[_Trip]:
+    """Return where arrays go, each once, mesh by mesh."""
+    on_mesh: dict[Mesh, list[int]] = {}
+    for place in dict.fromkeys(firsts):
+        if befores[place] != afters[place]:
+            on_mesh.setdefault(befores[place].mesh, []).append(place)
+    return [
+        _Trip(mesh, places, [way_between(befores[place], afters[place], shapes[place]) for place in places])
+        for mesh, places in on_mesh.items()
+    ]
+
+
 def _room(x: Sharded, dtype: torch.dtype) -> Tensors:
     """Return the memory of an array on the devices held here; new memory where that cannot hold plain values of a dtype."""
-    fits = x.dtype is dtype and x.layout.memory != "host"
-    return tuple(
-        shard.detach() if fits and is_plain(shard) else torch.empty(shard.shape, dtype=dtype, device=shard.device)
-        for shard in _with_memory(x, "device").shards
-    )
+    if x.dtype is dtype and x.layout.memory != "host" and all(map(is_plain, x.shards)):
+        return tuple([shard.detach() if shard.requires_grad else shard for shard in x.shards])
+    near = _with_memory(x, "device").shards
+    return tuple([torch.empty(shard.shape, dtype=dtype, device=shard.device) for shard in near])
 
 
 def _refuse_owned(xs: Sequence[Sharded], mesh: Mesh) -> None:

@@ -97,7 +97,7 @@ def go(
     """
     scope, results = require("fs.reshard"), list(xs)
     finishes: list[Callable[[], None]] = []
-    for turn in range(max((len(way.steps) for way in ways), default=0)):
+    for turn in range(max([len(way.steps) for way in ways], default=0)):
         for ride in _rides(tuple(ways), turn, tuple([x.dtype for x in results])):
             move, given = ride.move, [results[place] for place in ride.places]
             if ride.on and not _is_at(ride.on, scope):
@@ -158,7 +158,7 @@ class Fit(NamedTuple):
         """Take what is its own."""
         if self.own is not None and y.numel() != (size := self.own[1] - self.own[0]):
             y = y[:size] if size else y[:0].clone()  # a view would keep all of it alive
-        return y if self.shape is None else y.reshape(self.shape)
+        return y if self.shape is None or y.shape == self.shape else y.reshape(self.shape)
 
 
 class Ride:

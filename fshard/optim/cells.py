@@ -85,17 +85,20 @@ def cells_of(
         return [x for x, size in zip(column, sizes, strict=True) for _ in range(size)]
 
     def shards(column: list[Leaf]) -> list[Any]:
-        own = (
-            (None,) * size if column[i] is None else shards_of(column[i]) for i, size in zip(moved, sizes, strict=True)
-        )
-        return [shard for some in own for shard in some]
+        return [x for i, size in zip(moved, sizes, strict=True) for x in shards_of(column[i]) or (None,) * size]
 
     written = shards(params)
     return Cells(
         leaves=repeated(moved),
         owners=repeated([owners[i] for i in moved]),
         params=written,
-        grads=[g if g.dtype == p.dtype else g.to(p.dtype) for g, p in zip(shards(grads), written, strict=True)],
-        steps=repeated([columns["step"][i].item() for i in moved]),
+        grads=[g if g.dtype is p.dtype else g.to(p.dtype) for g, p in zip(shards(grads), written, strict=True)],
+        steps=repeated(numbers_of([columns["step"][i] for i in moved])),
         state={name: shards(column) for name, column in columns.items() if name != "step"},
     )
+
+
+def numbers_of(counts: list[Tensor]) -> list[float]:
+    """Return what counts say; most are one tensor, which is asked once."""
+    found = {id(count): count.item() for count in {id(count): count for count in counts}.values()}
+    return [found[id(count)] for count in counts]

@@ -193,9 +193,10 @@ def sum_over_mesh(leaves: Sequence[Leaf], row: Callable[[Places], Tensor]) -> Te
 def sum_over_mesh_later(leaves: Sequence[Leaf], row: Callable[[Places], Tensor]) -> Callable[[], Tensor]:
     """Find what is in the shards now; return what adds it up."""
     cut = [_cut_axes(leaf.layout) if isinstance(leaf, Sharded) else () for leaf in leaves]
-    total = row([(i, 0) for i, axes in enumerate(cut) if not axes])
+    whole = [(i, 0) for i, axes in enumerate(cut) if not axes]
     mesh = next((leaf.mesh for leaf, axes in zip(leaves, cut, strict=True) if axes), None)
     if mesh is None:
+        total = row(whole)
         return lambda: total
     over = tuple(axis for axis in mesh.axis_names if any(axis in axes for axes in cut))
     parts: list[Tensor] = []
@@ -203,12 +204,13 @@ def sum_over_mesh_later(leaves: Sequence[Leaf], row: Callable[[Places], Tensor])
         place = mesh.coordinates(device)
         first = {axes: not any(place[axis] for axis in over if axis not in axes) for axes in {*cut}}
         parts.append(row([(i, index) for i, axes in enumerate(cut) if axes and first[axes]]))
-    summands = Sharded(tuple(total.shape), Layout(mesh, P(unreduced=over)), tuple(parts))
-    site = call_site()
+    summands = Sharded(tuple(parts[0].shape), Layout(mesh, P(unreduced=over)), tuple(parts))
+    beside, site = row(whole) if whole else None, call_site()
 
     def added() -> Tensor:
         (sums,) = reshard_all([summands], [Layout(mesh)], site)
-        return total + sums.shards[0].to(total.device)
+        found = sums.shards[0]
+        return found if beside is None else beside + found.to(beside.device)
 
     return added
 

@@ -20,9 +20,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, groupby
 from math import prod
-from sys import maxsize
+from operator import is_
 from typing import Literal, NamedTuple, get_args
 
 from torch import Tensor
@@ -116,8 +116,8 @@ def partition_optimizer(
     @uncompiled
     def init(params: PyTree) -> PyTree:
         at = _placed(params, mesh)
-        (own,) = _laid(at, [at.leaves], _targets(at, flat, axes), call_site())
-        return opt.init(own)
+        (own,) = _laid([at.leaves], _targets(at, flat, axes), call_site())
+        return opt.init(at.rebuild(own))
 
     def through(act: Update, *, donated: bool) -> Update:
         @uncompiled
@@ -125,12 +125,14 @@ def partition_optimizer(
             at, site = _placed(params, mesh), call_site()
             given = at.beside(grads, "grads")
             _refuse_unplaced(at, given)
-            grads, own = _laid(at, [given, at.leaves], _targets(at, flat, axes), site)
-            stand_for(given, Leaves.of(grads).leaves)
+            laid, own = _laid([given, at.leaves], _targets(at, flat, axes), site)
+            stand_for(given, laid)
+            grads, own = at.rebuild(laid), at.rebuild(own)
+            del given, laid
             result, state = act(grads, state, own)
             after = at.beside(result, "the optimizer's results")
-            del given, grads, own, result  # what `after` holds is then the last that is held of old memory
-            return (_handed_over if donated else _back)(at, after, site), state
+            del grads, own, result  # what `after` holds is then the last that is held of old memory
+            return at.rebuild((_handed_over if donated else _back)(at, after, site)), state
 
         return refusing_unscaled(opt.loss_scale, run)
 
@@ -177,27 +179,41 @@ def _cut_further(layout: Layout, axes: tuple[str, ...]) -> Layout | None:
     return layout.with_spec(P.flat(*spec.cut_axes, *more, on=dict(spec.on))) if more else None
 
 
-def _targets(at: Leaves, flat: Elementwise, axes: tuple[str, ...]) -> list[Layout | None]:
-    """Return how each parameter is to lie for the update, None where there is nothing to update.
+def _targets(at: Leaves, flat: Elementwise, axes: tuple[str, ...]) -> tuple[Layout | None, ...]:
+    """Return how each parameter is to lie for the update, None where there is nothing to update."""
+    layouts = tuple([leaf.layout if trainable(leaf) else None for leaf in at.leaves])
+    shapes = tuple([() if leaf is None else leaf.shape for leaf in at.leaves])
+    elementwise = elementwise_leaves(flat, at.rebuild(at.leaves))
+    return _divided(layouts, shapes, tuple(at.firsts()), tuple(elementwise), axes)
+
+
+@lru_cache(maxsize=256)
+def _divided(
+    layouts: tuple[Layout | None, ...],
+    shapes: tuple[tuple[int, ...], ...],
+    firsts: tuple[int, ...],
+    elementwise: tuple[bool, ...],
+    axes: tuple[str, ...],
+) -> tuple[Layout | None, ...]:
+    """Return how parameters of these layouts and shapes are to lie: flat where they are elementwise, else owned.
 
     Of leaves that are cut over the same axes, at the same place, each goes to the owner that has least so far, the largest
     first.
     """
-    elementwise = elementwise_leaves(flat, at.rebuild(at.leaves))
-    firsts, targets = at.firsts(), list[Layout | None]([None] * len(at.leaves))
-    whole: dict[tuple[Mesh, P], list[int]] = {}
-    for place, (leaf, is_flat) in enumerate(zip(at.leaves, elementwise, strict=True)):
-        if not trainable(leaf) or firsts[place] != place:
+    targets = list[Layout | None]([None] * len(layouts))
+    whole: dict[tuple[Mesh, P], dict[int, Layout]] = {}
+    for place, (layout, is_flat) in enumerate(zip(layouts, elementwise, strict=True)):
+        if layout is None or firsts[place] != place:
             continue
-        targets[place] = cut = pieces(leaf.layout, axes)
+        targets[place] = cut = pieces(layout, axes)
         if not is_flat and cut.spec.cut_axes:
-            whole.setdefault((cut.mesh, P.flat(*cut.spec.cut_axes, on=dict(cut.spec.on))), []).append(place)
-    for (mesh, spec), places in whole.items():
+            whole.setdefault((cut.mesh, P.flat(*cut.spec.cut_axes, on=dict(cut.spec.on))), {})[place] = layout
+    for (mesh, spec), some in whole.items():
         over = spec.cut_axes
-        owners = shared_out([prod(at.leaves[place].shape) for place in places], prod(mesh.shape[axis] for axis in over))
-        for place, owner in zip(places, owners, strict=True):
-            targets[place] = at.leaves[place].layout.with_spec(P(on={**dict(spec.on), over: owner}))
-    return [targets[first] for first in firsts]
+        owners = shared_out([prod(shapes[place]) for place in some], prod(mesh.shape[axis] for axis in over))
+        for (place, layout), owner in zip(some.items(), owners, strict=True):
+            targets[place] = layout.with_spec(P(on={**dict(spec.on), over: owner}))
+    return tuple([targets[first] for first in firsts])
 
 
 def shared_out(sizes: Sequence[int], n: int) -> list[int]:
@@ -243,21 +259,15 @@ def _refuse_unplaced(at: Leaves, leaves: list[Leaf]) -> None:
 
 
 def _laid(
-    at: Leaves,
-    columns: Sequence[list[Leaf]],
-    layouts: Sequence[Layout | None],
-    site: Site,
-    into: Sequence[Leaf] = (),
-) -> list[PyTree]:
-    """Return trees of leaves that lie as the layouts say, moved all in one go; where none is given they stay."""
+    columns: Sequence[list[Leaf]], layouts: Sequence[Layout | None], site: Site, into: Sequence[Leaf] = ()
+) -> list[list[Leaf]]:
+    """Return leaves that lie as the layouts say, moved all in one go; where none is given they stay."""
     places = [
         (column, place, layout)
         for column in range(len(columns))
         for place, layout in enumerate(layouts)
         if layout is not None and (leaf := columns[column][place]) is not None and leaf.layout is not layout
     ]
-    if not places:
-        return [at.rebuild(leaves) for leaves in columns]
     moved = reshard_all(
         [columns[column][place] for column, place, _ in places],
         [layout for *_, layout in places],
@@ -267,36 +277,43 @@ def _laid(
     after = [list(column) for column in columns]
     for (column, place, _), leaf in zip(places, moved, strict=True):
         after[column][place] = leaf
-    return [at.rebuild(leaves) for leaves in after]
+    return after
 
 
-def _back(at: Leaves, after: list[Leaf], site: Site, into: Sequence[Leaf] = ()) -> PyTree:
+def _back(at: Leaves, after: list[Leaf], site: Site, into: Sequence[Leaf] = ()) -> list[Leaf]:
     """Lay results as the parameters lie."""
-    return _laid(at, [after], [leaf and leaf.layout for leaf in at.leaves], site, into)[0]
+    return _laid([after], [leaf and leaf.layout for leaf in at.leaves], site, into)[0]
 
 
-def _handed_over(at: Leaves, after: list[Leaf], site: Site) -> PyTree:
+def _handed_over(at: Leaves, after: list[Leaf], site: Site) -> list[Leaf]:
     """Lay results as the parameters lie, and let the parameters' tensors be the results: their old memory is free.
 
     Where they cannot be put together in the old memory that is done for some at a time, so little more than one copy of
     the parameters is ever held.  Uses up `after`.
     """
-    firsts, turns = at.firsts(), dict[int, list[int]]()
+    firsts = at.firsts()
     after[:] = [leaf if firsts[place] == place else None for place, leaf in enumerate(after)]
-    in_place = all(fills(mesh) for mesh in {leaf.mesh for leaf in at.leaves if leaf is not None})
-    at_once = maxsize if in_place else AT_ONCE
-    for place, end in enumerate(accumulate(prod(leaf.shape) * leaf.dtype.itemsize if leaf else 0 for leaf in after)):
-        turns.setdefault(end // at_once, []).append(place)
-    for places in turns.values():
+    meshes = [leaf.mesh for leaf in at.leaves if leaf is not None][:1]  # all lie on one
+    for places in [range(len(after))] if all(map(fills, meshes)) else _turns(after):
         some = _back(at, [leaf if place in places else None for place, leaf in enumerate(after)], site, at.leaves)
-        for place, new in enumerate(Leaves.of(some).leaves):
-            after[place] = _become(at.leaves[place], new) if new else after[place]
+        for place in places:
+            new = some[place]
+            after[place] = new and _become(at.leaves[place], new)
         del some
-    return at.rebuild([after[first] for first in firsts])
+    return [after[first] for first in firsts]
+
+
+def _turns(leaves: list[Leaf]) -> list[Sequence[int]]:
+    """Return the places of leaves that are put together at once."""
+    ends = accumulate(prod(leaf.shape) * leaf.dtype.itemsize if leaf else 0 for leaf in leaves)
+    turns = [end // AT_ONCE for end in ends]
+    return [[*places] for _, places in groupby(range(len(leaves)), turns.__getitem__)]
 
 
 def _become(old: Sharded, new: Sharded) -> Sharded:
     """Let the tensors of one array be those of another."""
+    if all(map(is_, old.shards, new.shards)):
+        return old
     if old.dtype != new.dtype:
         return new
     for target, source in zip(old.shards, new.shards, strict=True):

@@ -24,7 +24,7 @@ from torch import Tensor
 from fshard.errors import LayoutError, OptimizerError
 from fshard.mesh.sharded import Sharded, key_of
 from fshard.mesh.tree import PyTree
-from fshard.optim.cells import Cells, cells_of
+from fshard.optim.cells import Cells, cells_of, numbers_of
 from fshard.optim.contract import Optimizer
 from fshard.optim.leaves import (
     Leaf,
@@ -143,10 +143,10 @@ class Written:
             for i, (param, grad) in enumerate(zip(at.leaves, given, strict=True))
             if firsts[i] == i and grad is not None and trainable(param)
         ]
-        made: dict[float, Tensor] = {}
         for name, column in {"params": after, **columns}.items():
-            for i in moved:
-                column[i] = _next(column[i], made) if name == "step" else _own(column[i], donated)
+            some = [column[i] for i in moved]
+            for i, own in zip(moved, _next(some) if name == "step" else _owned(some, donated), strict=True):
+                column[i] = own
             if len({*firsts}) < len(firsts):
                 column[:] = [column[first] for first in firsts]
         return Written(at, firsts, after, columns, cells_of(moved, at.leaves, after, given, columns))
@@ -176,8 +176,8 @@ def _refuse_others_state(at: Leaves, columns: Mapping[str, list[Leaf]]) -> None:
         for i, (param, slot) in enumerate(zip(at.leaves, column, strict=True))
         if slot is not None
         and param is not None
-        and param.ndim
         and getattr(slot, "layout", 0) is not getattr(param, "layout", 1)
+        and param.ndim
         if slot.shape == param.shape and not alike(param, slot)  # a number of a leaf is no piece of it
     ]
     if wrong:
@@ -191,18 +191,23 @@ def _refuse_others_state(at: Leaves, columns: Mapping[str, list[Leaf]]) -> None:
         )
 
 
-def _next(count: Tensor, made: dict[float, Tensor]) -> Tensor:
-    """Return the next count, one tensor for all leaves that have it; `made` are those that are there."""
-    number = count.item() + 1.0
-    found = made.get(number)
-    return made.setdefault(number, torch.full_like(count, number)) if found is None else found
+def _next(counts: list[Tensor]) -> list[Tensor]:
+    """Return the next counts, one tensor for all leaves that have made as many steps."""
+    numbers = numbers_of(counts)
+    made = {number: torch.full_like(counts[0], number + 1.0) for number in {*numbers}}
+    return [made[number] for number in numbers]
+
+
+def _owned(leaves: list[Leaf], donated: bool) -> list[Leaf]:
+    """Return leaves whose memory may be written: their own, if it was donated and no two elements of one share a place."""
+    shards = [shards_of(leaf) for leaf in leaves]
+    if donated and all(len(some) == 1 and some[0].is_contiguous() for some in shards):
+        return leaves
+    return [_own(leaf, donated) for leaf in leaves]
 
 
 def _own(leaf: Leaf, donated: bool) -> Leaf:
-    """Return a leaf whose memory may be written: its own, if it was donated and no two elements share a place."""
     shards = shards_of(leaf)
-    if donated and len(shards) == 1 and shards[0].is_contiguous():
-        return leaf
     if not donated:
         return like(leaf, [_copy(shard) for shard in shards])
     places = [shard.data_ptr() if shard.numel() and not shard.is_meta else None for shard in shards]

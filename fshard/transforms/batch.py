@@ -14,6 +14,7 @@ Where no axis cuts samples, as beside a pipeline alone, all tensors of one lengt
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
@@ -201,14 +202,23 @@ def _placed(leaf: Any, spec: Any, mesh: Mesh) -> tuple[Cut | None, tuple[Any, ..
         return None, (leaf,) * len(held(mesh))
     if not isinstance(spec, P):
         raise LayoutError(f"is a tensor, but its spec is {spec!r}. Give a P.")
-    layout = Layout(mesh, spec)
-    first, *others = spec.dims(leaf.ndim) or [()]
-    cut = Cut(first, prod(mesh.shape[axis] for axis in first), leaf.shape[0]) if first else None
+    cut, layout = _how(mesh, spec, tuple(leaf.shape))
     if cut is not None and cut.length % cut.parts:
-        return cut, _unevenly(unshard(leaf), cut, Layout(mesh, P(None, *others)))
-    layout.check(leaf.shape)
+        return cut, _unevenly(unshard(leaf), cut, layout)
     laid = leaf if isinstance(leaf, Sharded) and leaf.layout == layout else device_put(leaf, layout)
     return cut, laid.shards
+
+
+@lru_cache(maxsize=1024)
+def _how(mesh: Mesh, spec: P, shape: tuple[int, ...]) -> tuple[Cut | None, Layout]:
+    """Return how the samples of a tensor are cut, and how it lies; the other dims alone, where its samples do not divide."""
+    layout = Layout(mesh, spec)
+    first, *others = spec.dims(len(shape)) or [()]
+    cut = Cut(first, prod(mesh.shape[axis] for axis in first), shape[0]) if first else None
+    if cut is not None and cut.length % cut.parts:
+        return cut, Layout(mesh, P(None, *others))
+    layout.check(shape)
+    return cut, layout
 
 
 def _unevenly(x: Tensor, cut: Cut, others: Layout) -> tuple[Tensor, ...]:

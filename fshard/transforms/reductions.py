@@ -61,6 +61,7 @@ class Reductions:
         self._turn, self._idle = 0, False
         self._waiting: dict[int, list[Tensor | None]] = {}
         self._bucket: list[tuple[int, Tensor, Way]] = []
+        self._size = 0  # of the bucket, in bytes
         self._under_way: list[tuple[list[int], Callable[[], list[Tensor]], int]] = []
 
     def begin(self, used: Sequence[int], group: Group | None, along: Along, *, idle: bool) -> None:
@@ -134,7 +135,8 @@ class Reductions:
             if way is not None:
                 g = near.new_zeros(leaf.shape, dtype=self._reduced_in(leaf)) if g is None else g
                 self._bucket.append((place, g, way))
-        if unit.sharded or sum(g.nbytes for _, g, _ in self._bucket) >= self.manner.bucket:
+                self._size += g.nbytes
+        if unit.sharded or self._size >= self.manner.bucket:
             self.send()
 
     def as_reduced(self, unit: Unit, gs: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -146,7 +148,7 @@ class Reductions:
         """Start to reduce what is in the bucket."""
         if self._bucket:
             places, xs, ways = map(list, zip(*self._bucket, strict=True))
-            self._bucket = []
+            self._bucket, self._size = [], 0
             _, many = self._ways(self.along)
             self._under_way.append((places, go(xs, ways, self.site, ahead=self.manner.in_flight > 0), many))
             self.finish(self.manner.in_flight)

@@ -295,9 +295,12 @@ class Device:
         """Return the gradients; a parameter that no device used has none.  `weight` is what all slices count for together."""
         divisor = 1.0 if self.how.slices is None or self.batch.mesh.runtime == "abstract" else something(weight)
         divisor *= self.scaled / self.scale
+        sums = [g if wanted else None for g, wanted in zip(self.tape.reductions.sums, used, strict=True)]
+        if divisor != 1.0:
+            sums = [g if g is None else g / divisor for g in sums]
         return [
-            (g if divisor == 1.0 else g / divisor).to(leaf.dtype) if g is not None and wanted else None
-            for g, leaf, wanted in zip(self.tape.reductions.sums, self.tape.leaves, used, strict=True)
+            g if g is None or g.dtype is leaf.dtype else g.to(leaf.dtype)
+            for g, leaf in zip(sums, self.tape.leaves, strict=True)
         ]
 
 

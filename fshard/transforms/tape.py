@@ -27,7 +27,7 @@ from fshard.transforms.handle import handles_of
 from fshard.transforms.patterns import named, parts_of
 from fshard.transforms.reductions import Along, Reductions, Ways
 from fshard.transforms.saved import Saved
-from fshard.transforms.units import Leaf, Manner, Unit, version_of
+from fshard.transforms.units import Leaf, Manner, Unit, versions_of
 
 
 class Order(NamedTuple):
@@ -65,7 +65,7 @@ class Tape:
         self.first: list[int] = []  # the units that the forward has used, in the order of their first use
         self.over, self.fresh = False, order is None
         self.changed: set[int] = set()  # the leaves that the loss function was found to have changed
-        self._versions = list(map(version_of, shards))
+        self._versions = versions_of(shards)
         self.seen, self.expected = Order([], [], []), order or Order([], [], [])
         by_unit: dict[str, list[int]] = {}
         for place, leaf in enumerate(leaves):
@@ -133,11 +133,8 @@ class Tape:
     def check_unchanged(self) -> None:
         """Raise if the loss function has changed a parameter in place."""
         changed = self.changed.union(*(unit.changed() for unit in self.units))
-        changed |= {
-            place
-            for place, (x, version) in enumerate(zip(self.shards, self._versions, strict=True))
-            if version_of(x) != version
-        }
+        both = zip(versions_of(self.shards), self._versions, strict=True)
+        changed |= {place for place, (now, before) in enumerate(both) if now != before}
         if changed:
             names = ", ".join(named(parts_of(self.leaves[place].path)) for place in sorted(changed))
             raise LayoutError(

@@ -6,7 +6,7 @@ after the backward of all of them, while that of earlier units is still to come.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -118,12 +118,12 @@ class Unit:
         return self.values
 
     def _take(self, values: list[Tensor]) -> None:
-        self.values, self.versions = values, list(map(version_of, values))
+        self.values, self.versions = values, versions_of(values)
 
     def changed(self) -> set[int]:
         """Return which of the leaves at hand somebody has changed in place."""
-        at_hand = zip(self.places, self.values, self.versions, strict=False)  # none, if they have been let go
-        return {place for place, x, version in at_hand if version_of(x) != version}
+        now = versions_of(self.values)  # none, if they have been let go
+        return {place for place, one, other in zip(self.places, now, self.versions, strict=False) if one != other}
 
     def start(self) -> None:
         """Start to gather the unit, unless it is at hand or under way."""
@@ -231,9 +231,9 @@ def _untransformed() -> AbstractContextManager[Any]:
     return temporarily_clear_interpreter_stack() if transformed() else nullcontext()
 
 
-def version_of(x: Tensor) -> int:
-    """Return a number that grows whenever a tensor is written to; torch keeps none of what was made in inference mode."""
-    return 0 if x.is_inference() else x._version
+def versions_of(xs: Sequence[Tensor]) -> list[int]:
+    """Return numbers that grow whenever a tensor is written to; torch keeps none of what was made in inference mode."""
+    return [0 if x.is_inference() else x._version for x in xs]
 
 
 def _in_backward() -> bool:
