@@ -340,6 +340,24 @@ def test_other_optimizers_of_torch_are_divided_too(cls):
     close(made(lambda model: cls(model.parameters(), lr=0.05)), model.state_dict())
 
 
+def test_pure_optimizers_are_taken_as_they_are():
+    def rounds(booster, model, opt, _):
+        for step in range(3):
+            booster.backward(model(own(rows(8, step))).square().mean(), opt)
+            opt.step()
+
+    torch.manual_seed(1)
+    model = nn.Linear(3, 2)
+    opt = torch.optim.AdamW(model.parameters(), lr=0.05)
+    for step in range(3):
+        model(rows(8, step)).square().mean().backward()
+        opt.step()
+        opt.zero_grad()
+    for plugin in PLUGINS:
+        found = loop(2, plugin, lambda: nn.Linear(3, 2), rounds, lambda model: fs.optim.adamw(0.05))
+        close(found, model.state_dict())
+
+
 class Branches(nn.Module):
     """Whose second layer is used in some steps only."""
 

@@ -25,6 +25,7 @@ BAD = {
     "axis": (lambda: fs.DDPPlugin(mesh=MESH, axis="rows"), 'axis=: .* has no axis "rows"'),
     "axis twice": (lambda: fs.DDPPlugin(mesh=MESH, axis=("data", "data")), "twice"),
     "seed": (lambda: fs.DDPPlugin(seed=-1), "seed is a whole number from 0 on, not -1"),
+    "options": (lambda: fs.DDPPlugin(options={"buckt": 1}), "options has 'buckt'; it may have .* bucket"),
     "slices": (lambda: fs.DDPPlugin(reproducible=True, slices=0), "slices is a whole number from 1 on"),
     "slices that do not divide": (
         lambda: fs.DDPPlugin(mesh=MESH, reproducible=True, slices=6),

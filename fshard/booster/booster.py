@@ -22,14 +22,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from fshard.booster.plugins import DDPPlugin, Plugin
-from fshard.booster.wrappers import BoostedOptimizer, Model
 from fshard.errors import LayoutError, ModuleError
 from fshard.mesh.mesh import Mesh
 from fshard.mesh.placing import unshard
 from fshard.mesh.spec import P
 from fshard.mesh.tree import PyTree
 from fshard.optim.contract import Optimizer
-from fshard.optim.following import Fixed, Followed, followed
+from fshard.optim.following import NOTHING, Followed, followed
 from fshard.optim.partition import Partitioned, partition_optimizer
 from fshard.optim.scaling import loss_scaled
 from fshard.transforms.by_hand import ByHand
@@ -39,6 +38,7 @@ from fshard.transforms.loader import Loader
 from fshard.transforms.rules import shard_params
 from fshard.transforms.skeleton import skeleton
 from fshard.transforms.step import Metrics, train_step
+from fshard.transforms.torch_style import BoostedOptimizer, Model, loss_of
 
 
 class State(NamedTuple):
@@ -104,7 +104,7 @@ class Booster:
             lr_scheduler: stays as it is: what it writes into the optimizer's groups counts.
         """
         mesh, given = self.plugin.laid_on(), dict(model.named_parameters())
-        source = Fixed(_NOTHING) if optimizer is None else followed(optimizer, given, "boost")
+        source = followed(optimizer, given, "boost")
         bare = skeleton(model)
         boosted = Model(bare, self._learner(mesh, model, bare, source))
         source.point_at(dict(bare.named_parameters()))
@@ -119,7 +119,7 @@ class Booster:
 
     def _learner(self, mesh: Mesh, model: nn.Module, bare: nn.Module, source: Followed) -> ByHand | InStages:
         plugin, axes = self.plugin, self.plugin.axes(mesh)
-        lay = self._partition(mesh, _NOTHING).gradients
+        lay = self._partition(mesh, NOTHING).gradients
         rules = plugin.rules(mesh)
         if plugin.in_stages:
             stages, options = plugin.stages_of(model), plugin.staged()
@@ -204,13 +204,12 @@ class Booster:
         return_loss: bool = True,
         return_outputs: bool = False,
     ) -> dict[str, Any]:
-        """Run a batch through the stages, forward and backward; under `torch.no_grad`, forward alone.
+        """Run a batch through the stages, forward and backward; under `torch.no_grad`, which needs no optimizer, forward alone.
 
         Args:
             data_iter: gives the batch of all devices, (inputs, labels) or anything of which the first stage takes all.
-            model: as `boost` has returned it.
+            model, optimizer: as `boost` has returned them.
             criterion: of what the last stage makes, and the labels; or the microbatch, where there are no labels.
-            optimizer: as `boost` has returned it; it may be left out under `torch.no_grad`.
             return_loss: whether the loss of the whole batch is returned, on every device.
             return_outputs: whether that is returned too, for every sample, what the last stage makes of it.
         """
@@ -230,11 +229,7 @@ class Booster:
     # -- the functional form ------------------------------------------------------------------------------------------
 
     def init(self, model: nn.Module, optimizer: Any, criterion: Callable[..., Tensor] | None = None) -> State:
-        """Return the state to begin with, and remember the step.
-
-        A batch is then (inputs, labels), and the loss criterion(model(inputs), labels); without a criterion it is a dict of
-        arguments, and the model returns its loss, as those of transformers do.
-        """
+        """Return the state to begin with, and remember the step, whose loss is `loss_of` a batch."""
         plugin, mesh = self.plugin, self.plugin.laid_on()
         if plugin.in_stages:
             raise LayoutError(
@@ -245,20 +240,12 @@ class Booster:
         source = followed(optimizer, dict(model.named_parameters()), "init")
         opts, (apply, params, buffers) = self._divided(mesh, source), self._pure(model, skeleton(model), axes)
 
-        def loss_fn(params: PyTree, buffers: PyTree, batch: Any) -> tuple[Tensor, PyTree]:
-            if criterion is None:
-                output, after = apply(params, buffers, **batch)
-                return output.loss, after
-            inputs, labels = batch
-            output, after = apply(params, buffers, inputs)
-            return criterion(output, labels), after
-
         params = shard_params(source.trained(params), plugin.rules(mesh), mesh=mesh)
 
         @lru_cache(maxsize=1)
         def train(opt: Any) -> Callable[..., Any]:
             options: Any = {**plugin.gradient(), "has_buffers": True}
-            return train_step(loss_fn, opt, mesh=mesh, batch=P(axes), donate=True, **options)
+            return train_step(loss_of(apply, criterion), opt, mesh=mesh, batch=P(axes), donate=True, **options)
 
         def step(state: State, batch: Any) -> tuple[State, Metrics]:
             *after, metrics = train(opts())(*state, batch)
@@ -272,6 +259,3 @@ class Booster:
         if self._step is None:
             raise ModuleError("step comes after state = booster.init(model, optimizer, criterion).")
         return self._step(state, batch)
-
-
-_NOTHING = Optimizer(lambda params: (), lambda grads, state, params: (grads, state), elementwise=True, arrays=True)

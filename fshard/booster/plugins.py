@@ -5,12 +5,14 @@ DDPPlugin                whole                 summed                  whole
 ZeroPlugin(stage=1)      whole                 in pieces, once a step  in pieces
 ZeroPlugin(stage=2)      whole                 in pieces, at once      in pieces
 FSDPPlugin               in pieces             in pieces               in pieces
+HybridParallelPlugin     those of a stage on its devices, and along the other axes as its `zero_stage` says
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any, ClassVar, Literal, cast, get_args
 
 import torch
@@ -29,6 +31,7 @@ from fshard.pipeline.stages import Balance, split_stages
 from fshard.transforms.rules import fsdp
 from fshard.transforms.stage_functions import How
 from fshard.transforms.step import Precision
+from fshard.transforms.value_and_grad import OF_LOSSES, OF_STAGES
 
 Unused = Literal["skip", "zero"]
 
@@ -81,6 +84,8 @@ class Plugin:
             wrong.append(f"mesh= takes a mesh, not {type(self.mesh).__name__}: fs.make_mesh(...)")
         elif self.mesh is not None and self.axis is not None:
             wrong += _complaints(lambda mesh: mesh.check_axes(self.axis or (), "axis="), self.mesh)
+        known = OF_STAGES if self.in_stages else OF_LOSSES
+        wrong += [f"options has {name!r}; it may have {', '.join(known)}" for name in {*self.options} - {*known}]
         if self.reproducible and self.sync_batchnorm:
             wrong.append("reproducible=True computes slices by themselves, sync_batchnorm=True all devices together")
         for name, least in (("slices", 1), ("seed", 0)):
@@ -88,7 +93,7 @@ class Plugin:
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 wrong.append(f"{name} is a whole number from {least} on, not {value!r}")
         if self.mesh is not None and not wrong and self.reproducible:
-            parts = self.parts(self.mesh)
+            parts = prod(self.mesh.shape[axis] for axis in self.axes(self.mesh))
             own, left = divmod(self.slices, parts)
             if left or (parts > 1 and own & (own - 1)):
                 wrong.append(f"{self.slices} slices are not 1, 2, 4, ... for each of {parts} devices")
@@ -98,21 +103,11 @@ class Plugin:
         """Return the mesh: that which was given, that of `fs.run`, or all processes."""
         if self.mesh is not None:
             return self.mesh
-        scope = here()
-        if scope is not None:
-            return scope.mesh
-        return make_mesh({"data": processes()})
+        return scope.mesh if (scope := here()) is not None else make_mesh({"data": processes()})
 
     def axes(self, mesh: Mesh) -> tuple[str, ...]:
         """Return the axes along which the batch is cut."""
         return mesh.axis_names if self.axis is None else mesh.check_axes(self.axis, "axis=")
-
-    def parts(self, mesh: Mesh) -> int:
-        """Return into how many parts the batch is cut."""
-        count = 1
-        for axis in self.axes(mesh):
-            count *= mesh.shape[axis]
-        return count
 
     def rules(self, mesh: Mesh) -> Any:
         """Return how parameters lie at rest."""

@@ -49,18 +49,24 @@ class Followed(Protocol):
 
 
 def followed(given: Any, params: Mapping[str, Tensor], who: str) -> Followed:
-    """Return what follows an optimizer of torch, or of `fs.optim`, for these parameters."""
+    """Return what follows an optimizer of torch, or of `fs.optim`, for these parameters; None trains nothing."""
+    if given is None:
+        return Fixed()
     if isinstance(given, torch.optim.Optimizer):
         return Following(given, params)
     check_optimizer(given, who)
     return Fixed(given)
 
 
+NOTHING = Optimizer(lambda params: (), lambda grads, state, params: (grads, state), elementwise=True, arrays=True)
+"""What trains nothing: it has no state, and passes gradients on."""
+
+
 @dataclass(frozen=True)
 class Fixed:
     """A pure optimizer: it is for all parameters, and stays as it is."""
 
-    opt: Optimizer
+    opt: Optimizer = NOTHING
 
     def now(self) -> Optimizer:
         """Return it."""

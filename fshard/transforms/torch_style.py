@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from fshard.errors import ModuleError, OptimizerError
@@ -106,9 +107,27 @@ class BoostedOptimizer:
         """Take a step along the gradients."""
         params, self.state = self._learner.written(self._opts(), self.grads, self.state)
         self._learner.params, self._grads, self._zeros_once = params, None, False
-        self.optim._opt_called = True  # schedulers ask whether a step came before theirs
+        if isinstance(self.optim, torch.optim.Optimizer):
+            self.optim._opt_called = True  # type: ignore[attr-defined]  # schedulers ask whether a step came before theirs
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients.  If they are not set to None, parameters that nobody uses have zeros in the next step."""
         self._grads, self._zeros_once = None, not set_to_none
         self._learner.forget()
+
+
+def loss_of(apply: Callable[..., Any], criterion: Callable[..., Tensor] | None) -> Callable[..., tuple[Tensor, PyTree]]:
+    """Return the loss of a batch (inputs, labels), as a function of parameters, buffers and it, that also returns buffers.
+
+    Without a criterion a batch is a dict of arguments, and the model returns its loss, as those of transformers do.
+    """
+
+    def loss_fn(params: PyTree, buffers: PyTree, batch: Any) -> tuple[Tensor, PyTree]:
+        if criterion is None:
+            output, after = apply(params, buffers, **batch)
+            return output.loss, after
+        inputs, labels = batch
+        output, after = apply(params, buffers, inputs)
+        return criterion(output, labels), after
+
+    return loss_fn
