@@ -25,7 +25,7 @@ BAD = {
     "axis": (lambda: fs.DDPPlugin(mesh=MESH, axis="rows"), 'axis=: .* has no axis "rows"'),
     "axis twice": (lambda: fs.DDPPlugin(mesh=MESH, axis=("data", "data")), "twice"),
     "seed": (lambda: fs.DDPPlugin(seed=-1), "seed is a whole number from 0 on, not -1"),
-    "options": (lambda: fs.DDPPlugin(options={"buckt": 1}), "options has 'buckt'; it may have .* bucket"),
+    "options": (lambda: fs.DDPPlugin(options={"buckt": 1}), "options has 'buckt'; it may have bucket, in_flight"),
     "slices": (lambda: fs.DDPPlugin(reproducible=True, slices=0), "slices is a whole number from 1 on"),
     "slices that do not divide": (
         lambda: fs.DDPPlugin(mesh=MESH, reproducible=True, slices=6),
@@ -64,8 +64,8 @@ BAD = {
         "sync_batchnorm=True has no meaning for stages",
     ),
     "all at once": (
-        lambda: fs.FSDPPlugin(precision="fp8", unused="no", seed=-1, mesh=MESH, axis="rows"),
-        "precision is .*; unused is .*; .*rows.*; seed is",
+        lambda: fs.FSDPPlugin(precision="fp8", unused="no", seed=-1, mesh=MESH, shard_axis="rows", options={"a": 1}),
+        "precision is .*; unused is .*; options has 'a'.*; seed is .*; shard_axis=: .*rows",
     ),
     "no plugin": (lambda: fs.Booster(plugin="ddp"), "takes a plugin, .* not 'ddp'"),
     "outside": (

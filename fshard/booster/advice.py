@@ -47,22 +47,22 @@ def auto_plugin(
     >>> type(plugin).__name__, plugin.stage
     ('ZeroPlugin', 2)
     >>> print(plugin.why)
-    bytes a device         parameters     gathered    gradients        state  activations     together  of 700,000
-    DDP, stage 0              323,200            0      323,200      646,400            0    1,292,800  too much
-    Zero, stage 1             323,200            0      323,200      161,600            0      808,000  too much
-    Zero, stage 2             323,200            0      121,200      161,600            0      606,000  fits
+    bytes a device           parameters       gathered      gradients          state    activations       together  of 700,000
+    DDP, stage 0                323,200              0        323,200        646,400              0      1,292,800  too much
+    Zero, stage 1               323,200              0        323,200        161,600              0        808,000  too much
+    Zero, stage 2               323,200              0        121,200        161,600              0        606,000  fits
     """
     refuse_no_mesh("auto_plugin", mesh)
     given = dict(model.named_parameters())
     opt = adamw() if optimizer is None else followed(optimizer, given, "auto_plugin").now()
     _, params, _ = functionalize(model)
-    rows = ["".join(["bytes a device      ", *(f"{name:>13}" for name in _COLUMNS), f"  of {memory:,}"])]
+    rows = ["".join(["bytes a device      ", *(f"{name:>15}" for name in _COLUMNS), f"  of {memory:,}"])]
     for plugin, parts, cut in _candidates(model, mesh, options):
         axes = plugin.pieces(cut)
         counted = budget(params, plugin.rules(cut), opt, cut, axes or cut.axis_names, plugin.stage if axes else 0)
         held = [-(-one // parts) for one in (*counted, activations)]
         fits = sum(held) <= memory
-        numbers = [f"{one:>13,}" for one in (*held, sum(held))]
+        numbers = [f"{one:>15,}" for one in (*held, sum(held))]
         rows.append("".join([f"{_name(plugin):20}", *numbers, "  fits" if fits else "  too much"]))
         if fits:
             return replace(plugin, why="\n".join(rows))

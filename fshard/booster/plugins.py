@@ -34,6 +34,8 @@ from fshard.transforms.step import Precision
 from fshard.transforms.value_and_grad import OF_LOSSES, OF_STAGES
 
 Unused = Literal["skip", "zero"]
+_OPTIONS = {"bucket", "in_flight", "prefetch", "live_units", "reduce", "reduce_once", "skips", "inputs", "dynamic"}
+"""What of `value_and_grad` a plugin leaves open."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,9 +85,10 @@ class Plugin:
         if self.mesh is not None and not isinstance(self.mesh, Mesh):  # pyright: ignore[reportUnnecessaryIsInstance]
             wrong.append(f"mesh= takes a mesh, not {type(self.mesh).__name__}: fs.make_mesh(...)")
         elif self.mesh is not None and self.axis is not None:
-            wrong += _complaints(lambda mesh: mesh.check_axes(self.axis or (), "axis="), self.mesh)
-        known = OF_STAGES if self.in_stages else OF_LOSSES
-        wrong += [f"options has {name!r}; it may have {', '.join(known)}" for name in {*self.options} - {*known}]
+            wrong += _complaints(self.axes, self.mesh)
+        known = _OPTIONS & {*(OF_STAGES if self.in_stages else OF_LOSSES)}
+        strange = [name for name in self.options if name not in known]
+        wrong += [f"options has {name!r}; it may have {', '.join(sorted(known))}" for name in strange]
         if self.reproducible and self.sync_batchnorm:
             wrong.append("reproducible=True computes slices by themselves, sync_batchnorm=True all devices together")
         for name, least in (("slices", 1), ("seed", 0)):
@@ -190,10 +193,13 @@ class FSDPPlugin(Plugin):
     def complaints(self) -> list[str]:
         """Return all that is wrong with what was given."""
         wrong = super().complaints()
-        if self.mesh is not None and self.shard_axis is not None and not wrong:
-            wrong = _complaints(self.pieces, self.mesh)
-            strange = {*self.pieces(self.mesh)} - {*self.axes(self.mesh)} if not wrong else ()
-            wrong += [f"shard_axis {axis} does not cut the batch, which axis= says" for axis in sorted(strange)]
+        if isinstance(self.mesh, Mesh) and self.shard_axis is not None:
+            own, all_axes = _complaints(self.pieces, self.mesh), _complaints(self.axes, self.mesh)
+            strange = () if own or all_axes else {*self.pieces(self.mesh)} - {*self.axes(self.mesh)}
+            wrong += [
+                *own,
+                *(f"shard_axis {axis} does not cut the batch, which axis= says" for axis in sorted(strange)),
+            ]
         return wrong
 
     def pieces(self, mesh: Mesh) -> tuple[str, ...]:
