@@ -1,5 +1,7 @@
 """The Booster: torch's loop under every plugin trains what one device trains."""
 
+import gc
+import weakref
 from functools import partial
 from itertools import chain, islice
 
@@ -338,6 +340,21 @@ def test_other_optimizers_of_torch_are_divided_too(cls):
         opt.zero_grad()
     made = partial(loop, 2, "zero 1", lambda: nn.Linear(3, 2), rounds)
     close(made(lambda model: cls(model.parameters(), lr=0.05)), model.state_dict())
+
+
+def test_a_boosted_model_is_asked_as_before_and_holds_nothing():
+    def main():
+        model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)).half()
+        first = weakref.ref(model[0].weight)
+        boosted, opt, *_ = fs.Booster(fs.FSDPPlugin()).boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        del model
+        gc.collect()
+        parameter = next(boosted.parameters())
+        told = parameter.shape, parameter.dtype, parameter.device.type, sum(x.numel() for x in boosted.parameters())
+        return first() is None, told, opt.param_groups[0]["params"][0] is parameter, parameter.isnan().all().item()
+
+    told = (2, 3), torch.float16, "cpu", 12
+    assert fs.run(main, mesh=fs.make_mesh({"data": 2})) == [(True, told, True, True)] * 2
 
 
 def test_pure_optimizers_are_taken_as_they_are():

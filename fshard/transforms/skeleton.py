@@ -1,4 +1,8 @@
-"""A module's structure with tensors that have shapes and no memory in the place of its parameters and buffers, and back."""
+"""A module's structure, with tensors that have everything but memory in the place of its parameters and buffers; and back.
+
+They are one number, not a number, expanded: so whoever asks a parameter for its shape, dtype or device is told the truth,
+and whoever computes with it by mistake sees it.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +17,14 @@ from fshard.errors import ModuleError
 
 
 def skeleton(module: nn.Module) -> nn.Module:
-    """Return a copy of a module whose parameters and buffers are on the meta device; what is tied stays tied.
+    """Return a copy of a module whose parameters and buffers have no memory; what is tied stays tied.
 
     >>> bare = skeleton(nn.Linear(2, 3))
-    >>> bare.weight.shape, bare.weight.device
-    (torch.Size([3, 2]), device(type='meta'))
+    >>> bare.weight.shape, bare.weight.device, bare.weight.untyped_storage().nbytes(), bare(torch.ones(2)).isnan().all()
+    (torch.Size([3, 2]), device(type='cpu'), 4, tensor(True))
     """
-    bare: dict[int, Any] = {}
-    for x in module.parameters():
-        bare[id(x)] = nn.Parameter(torch.empty_like(x, device="meta"), requires_grad=x.requires_grad)
-    for x in module.buffers():
-        bare[id(x)] = torch.empty_like(x, device="meta")
+    bare: dict[int, Any] = {id(x): nn.Parameter(_hollow(x), requires_grad=x.requires_grad) for x in module.parameters()}
+    bare |= {id(x): _hollow(x) for x in module.buffers()}
     for part in module.modules():
         computed = (x for x in vars(part).values() if isinstance(x, Tensor) and x.grad_fn is not None)
         bare |= {
@@ -36,6 +37,11 @@ def skeleton(module: nn.Module) -> nn.Module:
             f"{type(module).__name__} cannot be copied: {error}. Boosting keeps a copy of a module's structure: keep what "
             "cannot be copied outside of it, or give it a __deepcopy__."
         ) from error
+
+
+def _hollow(x: Tensor) -> Tensor:
+    nothing = torch.nan if x.is_floating_point() or x.is_complex() else 0
+    return torch.full((), nothing, dtype=x.dtype, device=x.device).expand(x.shape)
 
 
 def filled(bare: nn.Module, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> nn.Module:

@@ -21,7 +21,8 @@ from fshard.transforms.skeleton import filled
 class Model(nn.Module):
     """A model whose parameters lie as its plugin says: called as before, on this device's part of the batch.
 
-    `module` is its structure: its tensors have shapes, and no memory.  `unwrap()` returns it with what it has learnt.
+    `module` is its structure: its tensors have shapes and a device, and no memory.  `unwrap()` returns it with what it has
+    learnt.
     """
 
     def __init__(self, module: nn.Module, learner: ByHand | InStages) -> None:
