@@ -331,3 +331,33 @@ def test_models_that_the_seeds_zero_did_not_support(name, plugin):
         assert learnt.keys() == params.keys()
         for key, x in params.items():
             torch.testing.assert_close(learnt[key], x, rtol=1e-9, atol=1e-10)
+
+
+def bits(name, plugin, n):
+    """Return what each device has learnt in reproducible mode, with dropout."""
+
+    def main():
+        torch.manual_seed(1)
+        model = TRANSFORMERS[name].make()
+        for part in model.modules():
+            if isinstance(part, nn.Dropout):
+                part.p = 0.25
+        booster = fs.Booster(plugin=PLUGINS[plugin](reproducible=True))
+        model, opt, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+        for step in range(STEPS):
+            loss = TRANSFORMERS[name].taken(model(batch(TRANSFORMERS[name], step, n, fs.axis_index("data"))))
+            booster.backward(loss, opt)
+            opt.step()
+            opt.zero_grad()
+        return dict(model.unwrap().named_parameters())
+
+    return fs.run(main, mesh=fs.make_mesh({"data": n}))
+
+
+@pytest.mark.parametrize("plugin", PLUGINS)
+def test_a_bert_with_dropout_has_equal_bits_on_all_meshes(plugin):
+    pytest.importorskip("transformers", reason="transformers is not installed: pip install fshard[hf]")
+    (expected,) = bits("BertModel", "ddp", 1)
+    for n in (2, 4):
+        for found in bits("BertModel", plugin, n):
+            assert all(torch.equal(x, expected[key]) for key, x in found.items())
