@@ -345,24 +345,33 @@ def test_groups_and_what_schedulers_write_into_them_count(plugin):
     close(loop(2, plugin, lambda: nn.Linear(3, 2), rounds, grouped, by_group), model.state_dict())
 
 
-@pytest.mark.parametrize(
-    "cls", [torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.NAdam, torch.optim.Adam], ids=str
-)
-def test_other_optimizers_of_torch_are_divided_too(cls):
+OTHERS = {
+    "Adagrad": (torch.optim.Adagrad, torch.optim.Adagrad),
+    "RMSprop": (torch.optim.RMSprop, torch.optim.RMSprop),
+    "NAdam": (torch.optim.NAdam, torch.optim.NAdam),
+    "Adam": (torch.optim.Adam, torch.optim.Adam),
+    "a pure one": (torch.optim.AdamW, lambda parameters, lr: fs.optim.adamw(lr)),
+}
+
+
+@pytest.mark.parametrize("plugin", ["ddp", "zero 1", "fsdp"])
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_optimizers_are_divided_too(name, plugin):
     def rounds(booster, model, opt, _):
         for step in range(3):
             booster.backward(model(own(rows(8, step))).square().mean(), opt)
             opt.step()
 
+    serial, boosted = OTHERS[name]
     torch.manual_seed(1)
     model = nn.Linear(3, 2)
-    opt = cls(model.parameters(), lr=0.05)
+    opt = serial(model.parameters(), lr=0.05)
     for step in range(3):
         model(rows(8, step)).square().mean().backward()
         opt.step()
         opt.zero_grad()
-    made = partial(loop, 2, "zero 1", lambda: nn.Linear(3, 2), rounds)
-    close(made(lambda model: cls(model.parameters(), lr=0.05)), model.state_dict())
+    found = loop(2, plugin, lambda: nn.Linear(3, 2), rounds, lambda model: boosted(model.parameters(), lr=0.05))
+    close(found, model.state_dict())
 
 
 def test_a_boosted_model_is_asked_as_before_and_holds_nothing():
@@ -378,24 +387,6 @@ def test_a_boosted_model_is_asked_as_before_and_holds_nothing():
 
     told = (2, 3), torch.float16, "cpu", 12
     assert fs.run(main, mesh=fs.make_mesh({"data": 2})) == [(True, told, True, True)] * 2
-
-
-def test_pure_optimizers_are_taken_as_they_are():
-    def rounds(booster, model, opt, _):
-        for step in range(3):
-            booster.backward(model(own(rows(8, step))).square().mean(), opt)
-            opt.step()
-
-    torch.manual_seed(1)
-    model = nn.Linear(3, 2)
-    opt = torch.optim.AdamW(model.parameters(), lr=0.05)
-    for step in range(3):
-        model(rows(8, step)).square().mean().backward()
-        opt.step()
-        opt.zero_grad()
-    for plugin in PLUGINS:
-        found = loop(2, plugin, lambda: nn.Linear(3, 2), rounds, lambda model: fs.optim.adamw(0.05))
-        close(found, model.state_dict())
 
 
 class Branches(nn.Module):
@@ -586,7 +577,7 @@ def test_what_is_counted_is_what_devices_hold():
     for plugin in (fs.DDPPlugin(mesh=mesh), fs.ZeroPlugin(mesh=mesh, stage=1), fs.FSDPPlugin(mesh=mesh)):
         state = fs.Booster(plugin).init(model, torch.optim.AdamW(model.parameters()), nn.MSELoss())
         counted = budget(
-            dict(model.named_parameters()), plugin.rules(mesh), fs.optim.adamw(), mesh, ("data",), plugin.stage
+            dict(model.named_parameters()), plugin.rules(mesh), fs.optim.adamw(), mesh, ("data",), plugin.zero()
         )
         assert held_by_first(state.params) == counted.parameters
         assert held_by_first(state.optimizer) == counted.state

@@ -245,55 +245,28 @@ def test_hard_modules_train_as_in_torch(name, plugin):
 # -- transformers -----------------------------------------------------------------------------------------------------
 
 
-def albert(name):
+BERT = {
+    "hidden_size": 8,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 16,
+    "max_position_embeddings": 8,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
+GPT2 = {"n_positions": 8, "n_embd": 8, "n_layer": 2, "n_head": 2}
+NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "summary_first_dropout": 0.0}
+CONFIGS = {
+    "Albert": BERT | {"embedding_size": 8, "classifier_dropout_prob": 0.0},
+    "Bert": BERT,
+    "GPT2": GPT2 | NO_DROPOUT,
+}
+
+
+def of_transformers(kind, name):
     import transformers as hf
 
-    config = hf.AlbertConfig(
-        vocab_size=20,
-        embedding_size=8,
-        hidden_size=8,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=16,
-        max_position_embeddings=8,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-        classifier_dropout_prob=0.0,
-    )
-    return getattr(hf, name)(config)
-
-
-def bert(name):
-    import transformers as hf
-
-    config = hf.BertConfig(
-        vocab_size=20,
-        hidden_size=8,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=16,
-        max_position_embeddings=8,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
-    return getattr(hf, name)(config)
-
-
-def gpt2(name):
-    import transformers as hf
-
-    config = hf.GPT2Config(
-        vocab_size=20,
-        n_positions=8,
-        n_embd=8,
-        n_layer=2,
-        n_head=2,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        summary_first_dropout=0.0,
-    )
-    return getattr(hf, name)(config)
+    return getattr(hf, name)(getattr(hf, f"{kind}Config")(vocab_size=20, **CONFIGS[kind]))
 
 
 def words(x):
@@ -302,18 +275,20 @@ def words(x):
 
 
 TRANSFORMERS = {
-    "AlbertModel": Case(partial(albert, "AlbertModel"), words, lambda y: y.last_hidden_state.square().mean()),
+    "AlbertModel": Case(
+        partial(of_transformers, "Albert", "AlbertModel"), words, lambda y: y.last_hidden_state.square().mean()
+    ),
     "AlbertForPreTraining": Case(
-        partial(albert, "AlbertForPreTraining"),
+        partial(of_transformers, "Albert", "AlbertForPreTraining"),
         words,
         lambda y: y.prediction_logits.square().mean() + y.sop_logits.square().mean(),
     ),
-    "BertModel": Case(partial(bert, "BertModel"), words, lambda y: y.pooler_output.square().mean()),
+    "BertModel": Case(partial(of_transformers, "Bert", "BertModel"), words, lambda y: y.pooler_output.square().mean()),
     "BertForPreTraining": Case(
-        partial(bert, "BertForPreTraining"), words, lambda y: y.prediction_logits.square().mean()
+        partial(of_transformers, "Bert", "BertForPreTraining"), words, lambda y: y.prediction_logits.square().mean()
     ),
     "GPT2DoubleHeadsModel": Case(
-        partial(gpt2, "GPT2DoubleHeadsModel"),
+        partial(of_transformers, "GPT2", "GPT2DoubleHeadsModel"),
         lambda x: words(x)[:, None].repeat(1, 2, 1),
         lambda y: y.logits.square().mean() + y.mc_logits.square().mean(),
     ),

@@ -59,7 +59,7 @@ def auto_plugin(
     rows = ["".join(["bytes a device      ", *(f"{name:>15}" for name in _COLUMNS), f"  of {memory:,}"])]
     for plugin, parts, cut in _candidates(model, mesh, options):
         axes = plugin.pieces(cut)
-        counted = budget(params, plugin.rules(cut), opt, cut, axes or cut.axis_names, plugin.stage if axes else 0)
+        counted = budget(params, plugin.rules(cut), opt, cut, axes or cut.axis_names, plugin.zero() if axes else 0)
         held = [-(-one // parts) for one in (*counted, activations)]
         fits = sum(held) <= memory
         numbers = [f"{one:>15,}" for one in (*held, sum(held))]
@@ -91,4 +91,4 @@ def _candidates(model: nn.Module, mesh: Mesh, options: dict[str, Any]) -> Iterat
 def _name(plugin: Plugin) -> str:
     name = type(plugin).__name__.removesuffix("Plugin").removesuffix("Parallel")
     cut = f" x {plugin.pipeline}" if isinstance(plugin, HybridParallelPlugin) else ""
-    return f"{name}, stage {plugin.stage}{cut}"
+    return f"{name}, stage {plugin.zero()}{cut}"

@@ -121,7 +121,7 @@ class Booster:
         plugin, axes = self.plugin, self.plugin.axes(mesh)
         lay = self._partition(mesh, NOTHING).gradients
         rules = plugin.rules(mesh)
-        if plugin.in_stages:
+        if plugin.in_stages():
             stages, options = plugin.stages_of(model), plugin.staged()
             return InStages.of(stages, rules, source.trained, mesh=mesh, axes=axes, gradients=lay, **options)
         apply, params, buffers = self._pure(model, bare, axes)
@@ -144,7 +144,7 @@ class Booster:
         if plugin.precision == "fp16" and opt.loss_scale is None:
             opt = loss_scaled(opt)
         axes = plugin.pieces(mesh)
-        return partition_optimizer(opt, mesh=mesh, axis=axes or mesh.axis_names, stage=plugin.stage if axes else 0)
+        return partition_optimizer(opt, mesh=mesh, axis=axes or mesh.axis_names, stage=plugin.zero() if axes else 0)
 
     def backward(self, loss: Tensor, optimizer: BoostedOptimizer) -> None:
         """Take the gradient of a loss that is a mean over this device's samples."""
@@ -187,7 +187,7 @@ class Booster:
 
     def _cut(self, mesh: Mesh) -> dict[str, Any]:
         """Return how a loader's batches are cut: stages are given whole ones, which their step cuts."""
-        axes = () if self.plugin.in_stages else self.plugin.axes(mesh)
+        axes = () if self.plugin.in_stages() else self.plugin.axes(mesh)
         return {"mesh": mesh, "axes": axes, "notice": self._notice}
 
     def _notice(self, samples: int) -> None:
@@ -231,7 +231,7 @@ class Booster:
     def init(self, model: nn.Module, optimizer: Any, criterion: Callable[..., Tensor] | None = None) -> State:
         """Return the state to begin with, and remember the step, whose loss is `loss_of` a batch."""
         plugin, mesh = self.plugin, self.plugin.laid_on()
-        if plugin.in_stages:
+        if plugin.in_stages():
             raise LayoutError(
                 "init: for a model in stages write fs.train_step(stages, opt, schedule=...), which is its functional form, or "
                 "boost it and call execute_pipeline."

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, ClassVar, Literal, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import nn
@@ -67,9 +67,6 @@ class Plugin:
     options: dict[str, Any] = field(default_factory=dict[str, Any])
     why: str = field(default="", repr=False, compare=False)
 
-    stage: ClassVar[Stage] = 0
-    in_stages: ClassVar[bool] = False
-
     def __post_init__(self) -> None:
         wrong = self.complaints()
         if wrong:
@@ -86,7 +83,7 @@ class Plugin:
             wrong.append(f"mesh= takes a mesh, not {type(self.mesh).__name__}: fs.make_mesh(...)")
         elif self.mesh is not None and self.axis is not None:
             wrong += _complaints(self.axes, self.mesh)
-        known = _OPTIONS & {*(OF_STAGES if self.in_stages else OF_LOSSES)}
+        known = _OPTIONS & {*(OF_STAGES if self.in_stages() else OF_LOSSES)}
         strange = [name for name in self.options if name not in known]
         wrong += [f"options has {name!r}; it may have {', '.join(sorted(known))}" for name in strange]
         if self.reproducible and self.sync_batchnorm:
@@ -101,6 +98,14 @@ class Plugin:
             if left or (parts > 1 and own & (own - 1)):
                 wrong.append(f"{self.slices} slices are not 1, 2, 4, ... for each of {parts} devices")
         return wrong
+
+    def zero(self) -> Stage:
+        """Return the stage of ZeRO."""
+        return 0
+
+    def in_stages(self) -> bool:
+        """Return whether the model is cut into stages."""
+        return False
 
     def laid_on(self) -> Mesh:
         """Return the mesh: that which was given, that of `fs.run`, or all processes."""
@@ -126,7 +131,7 @@ class Plugin:
         reduce = torch.float32 if self.precision == "fp16" else None
         slices = self.slices if self.reproducible else None
         own = {"compute": compute, "reduce": reduce, "reproducible": self.reproducible, "slices": slices}
-        return {**own, "reduce_once": self.stage < 2, **self.options}
+        return {**own, "reduce_once": self.zero() < 2, **self.options}
 
     def stages_of(self, model: nn.Module) -> Sequence[nn.Module]:
         """Return the stages of a model."""
@@ -162,7 +167,11 @@ class DDPPlugin(Plugin):
 class ZeroPlugin(Plugin):
     """ZeRO 1 and 2: the optimizer's state is divided.  `stage` 2 reduces gradients in each backward, 1 once a step."""
 
-    stage: Stage = 1  # pyright: ignore[reportIncompatibleVariableOverride, reportGeneralTypeIssues]
+    stage: Literal[1, 2] = 1
+
+    def zero(self) -> Stage:
+        """Return the stage of ZeRO."""
+        return self.stage
 
     def complaints(self) -> list[str]:
         """Return all that is wrong with what was given."""
@@ -188,7 +197,9 @@ class FSDPPlugin(Plugin):
     shard_axis: str | tuple[str, ...] | None = None
     reshard_after_forward: bool = True
 
-    stage: ClassVar[Stage] = 3
+    def zero(self) -> Stage:
+        """Return the stage of ZeRO."""
+        return 3
 
     def complaints(self) -> list[str]:
         """Return all that is wrong with what was given."""
@@ -243,14 +254,12 @@ class HybridParallelPlugin(Plugin):
     recompute: How = "never"
     pipeline_axis: str = "pipe"
 
-    @property
-    def stage(self) -> Stage:  # type: ignore[override]
-        """The stage of ZeRO."""
+    def zero(self) -> Stage:
+        """Return the stage of ZeRO."""
         return self.zero_stage
 
-    @property
-    def in_stages(self) -> bool:  # type: ignore[override]
-        """Whether the model is cut at all."""
+    def in_stages(self) -> bool:
+        """Return whether the model is cut into stages."""
         return self.pipeline > 1
 
     def complaints(self) -> list[str]:
@@ -266,7 +275,7 @@ class HybridParallelPlugin(Plugin):
                 f'pipeline={self.pipeline}, but "{self.pipeline_axis}" of {self.mesh} has {found or "no"} devices'
             )
         wrong += _complaints(HybridParallelPlugin.plan, self)
-        if self.in_stages and not wrong and (devices := 1 + max(self.plan().placement)) != self.pipeline:
+        if self.in_stages() and not wrong and (devices := 1 + max(self.plan().placement)) != self.pipeline:
             lays = f"{self.schedule} lays {len(self.plan().placement)} stages on {devices} devices"
             wrong.append(f"{lays}, not on {self.pipeline}: change chunks={self.chunks}")
         if self.sync_batchnorm:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
 
 from fshard.errors import ModuleError, OptimizerError
@@ -108,8 +107,8 @@ class BoostedOptimizer:
         """Take a step along the gradients."""
         params, self.state = self._learner.written(self._opts(), self.grads, self.state)
         self._learner.params, self._grads, self._zeros_once = params, None, False
-        if isinstance(self.optim, torch.optim.Optimizer):
-            self.optim._opt_called = True  # type: ignore[attr-defined]  # schedulers ask whether a step came before theirs
+        if self.param_groups:
+            self.optim._opt_called = True  # schedulers ask torch's optimizers whether a step came before theirs
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients.  If they are not set to None, parameters that nobody uses have zeros in the next step."""
