@@ -87,12 +87,22 @@ BAD = {
         lambda: fs.Booster().boost(model(), dataloader=DataLoader(TensorDataset(torch.ones(4)), sampler=[0, 1])),
         "the dataloader draws by list",
     ),
+    "an option that loaders lack": (
+        lambda: fs.Booster().prepare_dataloader(TensorDataset(torch.ones(4)), 2, shufle=True),
+        "torch's DataLoader has no option shufle",
+    ),
+    "a function": (lambda: fs.Booster().boost(model), "boost takes a module, not function"),
+    "the optimizer that was": (lambda: not_boosted(), "SGD is no optimizer that boost has returned"),
+    "torch's backward": (
+        lambda: by_torch(),
+        r"there are no gradients. .* booster.backward\(loss, optimizer\): loss.backward",
+    ),
     "no step": (lambda: fs.Booster().step((), ()), "step comes after state = booster.init"),
     "no pipeline": (lambda: piped(), "this model is not cut into stages. Call it"),
     "no forward": (lambda: unforwarded(), "there is no forward that has not been gone back through"),
     "no loss": (lambda: losing(torch.ones(())), "does not depend on the model"),
     "many losses": (lambda: losing(None), r"has the shape \(5, 2\)"),
-    "no gradients": (lambda: unstepped(), "there are no gradients. Call the model, then backward"),
+    "no gradients": (lambda: unstepped(), "there are no gradients. Call the model, then booster.backward"),
 }
 
 
@@ -111,6 +121,22 @@ def with_optimizer():
     booster = fs.Booster()
     one, opt, *_ = booster.boost(one, torch.optim.SGD(one.parameters(), lr=0.1))
     return booster, one, opt
+
+
+def not_boosted():
+    one = model()
+    opt = torch.optim.SGD(one.parameters(), lr=0.1)
+    booster = fs.Booster()
+    one, *_ = booster.boost(one, opt)
+    booster.backward(one(torch.ones(5, 3)).mean(), opt)
+
+
+def by_torch():
+    booster, one, opt = with_optimizer()
+    booster.backward(one(torch.ones(5, 3)).mean(), opt)
+    opt.step()
+    one(torch.ones(5, 3)).mean().backward()
+    opt.step()
 
 
 def unforwarded():

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from fshard.booster.plugins import DDPPlugin, Plugin
-from fshard.errors import LayoutError, ModuleError
+from fshard.errors import LayoutError, ModuleError, OptimizerError
 from fshard.mesh.mesh import Mesh
 from fshard.mesh.placing import unshard
 from fshard.mesh.spec import P
@@ -103,6 +103,10 @@ class Booster:
             dataloader: of torch, whose batches are then those of all devices together; anything else stays as it is.
             lr_scheduler: stays as it is: what it writes into the optimizer's groups counts.
         """
+        if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ModuleError(
+                f"boost takes a module, not {type(model).__name__}. For a function there is fs.train_step."
+            )
         mesh, given = self.plugin.laid_on(), dict(model.named_parameters())
         source = followed(optimizer, given, "boost")
         bare = skeleton(model)
@@ -148,7 +152,7 @@ class Booster:
 
     def backward(self, loss: Tensor, optimizer: BoostedOptimizer) -> None:
         """Take the gradient of a loss that is a mean over this device's samples."""
-        optimizer.backward(loss, sync=self._sync)
+        _boosted(optimizer).backward(loss, sync=self._sync)
 
     @contextmanager
     def no_sync(self, model: Any = None, optimizer: Any = None) -> Generator[None]:
@@ -164,11 +168,11 @@ class Booster:
 
     def clip_grad_norm(self, optimizer: BoostedOptimizer, max_norm: float) -> Tensor:
         """Shrink the gradients so that the norm of all of them is at most `max_norm`; return what it was."""
-        return optimizer.clip_grad_by_norm(max_norm)
+        return _boosted(optimizer).clip_grad_by_norm(max_norm)
 
     def clip_grad_value(self, optimizer: BoostedOptimizer, clip_value: float) -> None:
         """Keep each element of the gradients between -clip_value and clip_value."""
-        optimizer.clip_grad_by_value(clip_value)
+        _boosted(optimizer).clip_grad_by_value(clip_value)
 
     def prepare_dataloader(
         self,
@@ -221,7 +225,7 @@ class Booster:
             raise ModuleError(
                 "execute_pipeline: without an optimizer nobody takes gradients: call it in torch.no_grad()."
             )
-        scale = optimizer.scale if optimizer is not None and torch.is_grad_enabled() else 1.0
+        scale = _boosted(optimizer).scale if torch.is_grad_enabled() else 1.0
         value = model.learner.run(criterion, next(data_iter), scale=scale, outputs=return_outputs)
         outputs = unshard(value.aux) if return_outputs else None
         return {"loss": value.loss if return_loss else None, "outputs": outputs}
@@ -259,3 +263,13 @@ class Booster:
         if self._step is None:
             raise ModuleError("step comes after state = booster.init(model, optimizer, criterion).")
         return self._step(state, batch)
+
+
+def _boosted(optimizer: Any) -> BoostedOptimizer:
+    """Return an optimizer that `boost` has returned; raise if it is another."""
+    if not isinstance(optimizer, BoostedOptimizer):
+        raise OptimizerError(
+            f"{type(optimizer).__name__} is no optimizer that boost has returned. Write "
+            "model, optimizer, *_ = booster.boost(model, optimizer), and give that one."
+        )
+    return optimizer

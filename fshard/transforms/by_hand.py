@@ -310,7 +310,10 @@ class ByHand(Learner):
         """Return the gradients of all backwards since the last time; None where no device has used a parameter."""
         now = self._open
         if now is None or now.device is None or not (now.used or now.kept):
-            raise ModuleError("there are no gradients. Call the model, then backward(loss).")
+            raise ModuleError(
+                "there are no gradients. Call the model, then booster.backward(loss, optimizer): loss.backward() knows "
+                "nothing of the other devices."
+            )
         return self._here(lambda device: self._gradients(now, now.device))
 
     def _gradients(self, now: _Open, device: Device | None) -> PyTree:

@@ -11,6 +11,7 @@ the same on another mesh.  No sample is left out or taken twice: where the last 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from inspect import signature
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from fshard.mesh.spmd import device_of
 from fshard.transforms.batch import Cut
 
 Notice = Callable[[int], None]
+_OPTIONS = frozenset(signature(DataLoader.__init__).parameters)
 
 
 class Loader:
@@ -53,6 +55,7 @@ class Loader:
             not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1
         )
         wrong += [f"{name}= is decided here" for name in ("sampler", "batch_sampler", "generator") if options.get(name)]
+        wrong += [f"torch's DataLoader has no option {name}" for name in options if name not in _OPTIONS]
         if wrong:
             raise LayoutError(f"prepare_dataloader: {'; '.join(wrong)}.")
         self.dataset, self.batch_size, self.shuffle, self.seed, self.drop_last = (
