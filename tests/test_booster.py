@@ -308,8 +308,39 @@ def test_a_model_is_called_twice_and_its_losses_are_added():
         (model(rows(8, step)) * model(rows(8, step + 9))).mean().backward()
         opt.step()
         opt.zero_grad()
+    (alone,) = loop(1, "ddp", lambda: nn.Linear(3, 2), rounds, reproducible=True)
+    close([alone], model.state_dict())
     for plugin in PLUGINS:
         close(loop(2, plugin, lambda: nn.Linear(3, 2), rounds), model.state_dict())
+        for found in loop(2, plugin, lambda: nn.Linear(3, 2), rounds, reproducible=True):
+            assert all(torch.equal(x, alone[key]) for key, x in found.items())
+
+
+def bent():
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+
+
+def test_two_calls_may_be_gone_back_through_one_after_the_other():
+    def rounds(booster, model, opt, _):
+        for step in range(2):
+            losses = [model(own(rows(8, step + seed))).square().mean() for seed in (0, 9)]
+            for loss in losses:
+                booster.backward(loss, opt)
+            booster.backward(model(own(rows(8, step + 20))).mean(), opt)
+            opt.step()
+
+    torch.manual_seed(1)
+    model = bent()
+    opt = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(2):
+        for seed in (0, 9):
+            model(rows(8, step + seed)).square().mean().backward()
+        model(rows(8, step + 20)).mean().backward()
+        opt.step()
+        opt.zero_grad()
+    for plugin in PLUGINS:
+        for reproducible in (False, True):
+            close(loop(2, plugin, bent, rounds, reproducible=reproducible), model.state_dict())
 
 
 def grouped(model):

@@ -99,7 +99,7 @@ BAD = {
     ),
     "no step": (lambda: fs.Booster().step((), ()), "step comes after state = booster.init"),
     "no pipeline": (lambda: piped(), "this model is not cut into stages. Call it"),
-    "no forward": (lambda: unforwarded(), "there is no forward that has not been gone back through"),
+    "no forward": (lambda: unforwarded(), "the model has not been called since the last step"),
     "no loss": (lambda: losing(torch.ones(())), "does not depend on the model"),
     "many losses": (lambda: losing(None), r"has the shape \(5, 2\)"),
     "no gradients": (lambda: unstepped(), "there are no gradients. Call the model, then booster.backward"),

@@ -68,7 +68,7 @@ class _Part:
 
 @dataclass
 class _Open:
-    """The parameters of a step that has begun, and the forwards since the last backward."""
+    """The parameters of a step that has begun, and its forwards: the parts of the last one, and what was joined of all."""
 
     tape: Tape
     known: Known
@@ -146,7 +146,7 @@ class ByHand(Learner):
         tape, how = now.tape, self._gradient.how
         if now.spent:
             tape.begin()
-            now.spent, now.parts, now.joined = False, [], []
+            now.spent = False
         batch, place = self._batch(device, args, kwargs), prod(self.mesh.shape[axis] for axis in self.axes)
         count = how.turns(place)
         now.device = Device(how, tape, now.tree, Buffers(self.buffers, standing(self.mesh)), batch, 0, self.seed, 1.0)
@@ -167,7 +167,7 @@ class ByHand(Learner):
             self.buffers = now.device.buffers.after([now.parts[0].new])
             return outputs[0]
         found, structure = _joined(now.parts, outputs)
-        now.joined = found
+        now.joined += found
         return tree_unflatten([x for x, _ in found], structure)
 
     def _one(self, now: _Open, slice: Slice, number: int, *, grad: bool) -> tuple[_Part, Any]:
@@ -240,10 +240,8 @@ class ByHand(Learner):
         gradients are reduced each time, `sync` makes no difference.
         """
         now = self._open
-        if now is None or now.spent:
-            raise ModuleError(
-                "backward: there is no forward that has not been gone back through. Call the model first."
-            )
+        if now is None:
+            raise ModuleError("backward: the model has not been called since the last step. Call it first.")
         if loss.numel() != 1 or not loss.requires_grad:
             found = "does not depend on the model" if loss.numel() == 1 else f"has the shape {tuple(loss.shape)}"
             raise LayoutError(f"backward takes one number that the model's output led to; this loss {found}.")
