@@ -19,15 +19,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import (
-    TreeSpec,
-    tree_flatten,
-    tree_unflatten,
-)  # it knows the outputs of other libraries' modules
+from torch.utils._pytree import tree_unflatten
 
 from fshard.errors import LayoutError, ModuleError
 from fshard.mesh.mesh import Mesh
@@ -50,6 +46,7 @@ from fshard.transforms.learner import Learner
 from fshard.transforms.means import Found
 from fshard.transforms.nearby import refuse_distant, refuse_unplaced
 from fshard.transforms.randomness import keyed_random
+from fshard.transforms.side_by_side import side_by_side
 from fshard.transforms.slices import Device
 from fshard.transforms.tape import Tape
 
@@ -57,11 +54,9 @@ Apply = Callable[..., tuple[Any, PyTree]]
 """Of (params, buffers, *args, **kwargs): the output and the new buffers."""
 
 
-@dataclass
-class _Part:
-    """What one slice of a forward has given: its output as leaves, and buffers."""
+class Part(NamedTuple):
+    """What one slice of a forward has given beside its output: buffers; and how many samples it has."""
 
-    leaves: list[Any]
     new: New
     rows: int
 
@@ -75,7 +70,7 @@ class _Open:
     tree: Callable[[], PyTree]
     unflatten: Callable[[Sequence[Any]], PyTree]
     device: Device | None = None
-    parts: list[_Part] = field(default_factory=list[_Part])
+    parts: list[Part] = field(default_factory=list[Part])
     joined: list[Any] = field(default_factory=list[Any])
     used: list[float] = field(default_factory=list[float])
     loss: Tensor = field(default_factory=lambda: torch.zeros(()))
@@ -156,8 +151,7 @@ class ByHand(Learner):
         slices = batch.slices(0, count, apart=True) if sliced else [Slice([x for (x,) in batch.columns], 1, None)]
         parts = [self._one(now, slice, index * len(slices) + turn, grad=grad) for turn, slice in enumerate(slices)]
         now.rounds += 1
-        outputs = [part[1] for part in parts]
-        now.parts = [part[0] for part in parts]
+        outputs, now.parts = [output for output, _ in parts], [part for _, part in parts]
         if not grad:
             tape.end()
             tape.close()
@@ -166,11 +160,11 @@ class ByHand(Learner):
         if not sliced:
             self.buffers = now.device.buffers.after([now.parts[0].new])
             return outputs[0]
-        found, structure = _joined(now.parts, outputs)
+        found, structure = side_by_side(outputs, [part.rows for part in now.parts])
         now.joined += found
         return tree_unflatten([x for x, _ in found], structure)
 
-    def _one(self, now: _Open, slice: Slice, number: int, *, grad: bool) -> tuple[_Part, Any]:
+    def _one(self, now: _Open, slice: Slice, number: int, *, grad: bool) -> tuple[Any, Part]:
         """Run one slice; return what it gave, and its output."""
         assert now.device is not None
         device, tape, given = now.device, now.tape, now.device.buffers.part(0)
@@ -189,7 +183,7 @@ class ByHand(Learner):
         ):
             output, buffers = tape.saved.watch(forward, begin) if grad else forward()
         output = wholes(output)
-        return _Part(tree_flatten(output)[0], device.buffers.compared(0, buffers), slice.rows), output
+        return output, Part(device.buffers.compared(0, buffers), slice.rows)
 
     def _batch(self, device: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Batch:
         """Return this device's part of a batch, of which the samples are known by how long its tensors are."""
@@ -340,41 +334,3 @@ class ByHand(Learner):
             now, self._open = self._open, None
             self._here(lambda device: now.tape.end())
             now.tape.close()
-
-
-Pieces = Callable[[int, Tensor], tuple[Tensor, Tensor]]
-"""From the number of a slice, and the cotangent of what was joined: what that slice gave, and its cotangent."""
-
-
-def _joined(parts: Sequence[_Part], outputs: Sequence[Any]) -> tuple[list[tuple[Any, Pieces]], TreeSpec]:
-    """Put the outputs of slices together: samples side by side, means averaged; cut off from their graphs."""
-    _, structure = tree_flatten(outputs[0])
-    rows = [part.rows for part in parts]
-    return [_join(column, rows) for column in zip(*(part.leaves for part in parts), strict=True)], structure
-
-
-def _join(column: Sequence[Any], rows: Sequence[int]) -> tuple[Any, Pieces]:
-    first = column[0]
-    if not isinstance(first, Tensor):
-        return first, _nowhere
-    needs = any(x.requires_grad for x in column)
-    if first.ndim and all(len(x) == max(row, 1) for x, row in zip(column, rows, strict=True)):
-        ends = [sum(rows[: turn + 1]) for turn in range(len(rows))]
-        whole = torch.cat([x.detach()[:row] for x, row in zip(column, rows, strict=True)])
-
-        def piece(turn: int, g: Tensor) -> tuple[Tensor, Tensor]:
-            return column[turn][: rows[turn]], g[ends[turn] - rows[turn] : ends[turn]].clone()
-
-        return whole.requires_grad_(needs), piece
-    if not first.ndim and first.is_floating_point():
-        shares = [row / sum(rows) for row in rows]
-        mean = torch.stack([x.detach() * share for x, share in zip(column, shares, strict=True)]).sum()
-        return mean.requires_grad_(needs), lambda turn, g: (column[turn], g * shares[turn])
-    raise LayoutError(
-        f"reproducible=True: the module returned a tensor of shape {tuple(first.shape)} for a slice of {rows[0]} samples: it "
-        "is neither a row for each sample nor a mean over them. Return one of these."
-    )
-
-
-def _nowhere(turn: int, g: Tensor) -> tuple[Tensor, Tensor]:
-    raise AssertionError("what is no tensor has no gradient")
