@@ -67,6 +67,7 @@ from fshard.transforms.evaluate import evaluate
 from fshard.transforms.functionalize import functionalize
 from fshard.transforms.initial import init_params
 from fshard.transforms.lazy import built, lazy
+from fshard.transforms.lora import LoraConfig, lora, merge_lora
 from fshard.transforms.randomness import keyed_random
 from fshard.transforms.remat import name, offload, remat, save_names
 from fshard.transforms.rules import fsdp, shard_params, units_of
@@ -100,6 +101,7 @@ __all__ = [
     "Layout",
     "LayoutError",
     "Ledger",
+    "LoraConfig",
     "LostProcessError",
     "Mesh",
     "MeshError",
@@ -140,7 +142,9 @@ __all__ = [
     "layouts",
     "lazy",
     "ledger",
+    "lora",
     "make_mesh",
+    "merge_lora",
     "name",
     "offload",
     "optim",

@@ -35,6 +35,7 @@ from fshard.transforms.by_hand import ByHand
 from fshard.transforms.functionalize import functionalize
 from fshard.transforms.in_stages import InStages
 from fshard.transforms.loader import Loader
+from fshard.transforms.lora import LoraConfig, lora
 from fshard.transforms.rules import shard_params
 from fshard.transforms.skeleton import skeleton
 from fshard.transforms.step import Metrics, train_step
@@ -120,6 +121,10 @@ class Booster:
         if isinstance(dataloader, DataLoader):
             dataloader = Loader.of(dataloader, seed=self.plugin.seed, **self._cut(mesh))
         return boosted, wrapped, criterion, dataloader, lr_scheduler
+
+    def enable_lora(self, model: nn.Module, lora_config: LoraConfig | None = None) -> nn.Module:
+        """Return a model to boost, in which only differences of low rank are trained: see `lora`."""
+        return lora(model, lora_config)
 
     def _learner(self, mesh: Mesh, model: nn.Module, bare: nn.Module, source: Followed) -> ByHand | InStages:
         plugin, axes = self.plugin, self.plugin.axes(mesh)

@@ -1,0 +1,197 @@
+"""`lora`: a module whose layers learn a difference of low rank, beside weights that stay as they are.
+
+y = W x + s B A x        W: (out, in), frozen      A: (r, in)      B: (out, r), zero at first      s = alpha / r
+
+So few numbers have gradients and optimizer state that stages 0 to 2 hold little but W; stage 3 cuts that too.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any, Literal, cast, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fshard.errors import ModuleError
+
+Bias = Literal["none", "all", "lora_only"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """Which layers learn a difference of low rank, and how: names and meanings are those of the peft library.
+
+    Args:
+        r: the rank.
+        lora_alpha: the difference is multiplied by `lora_alpha / r`.
+        lora_dropout: how much of a layer's input the difference does not see in training.
+        target_modules: names of layers, of which the last parts are enough ("q_proj", "attn.out"), or a regular expression
+            of whole names; None: all linear ones.
+        modules_to_save: parts that are trained as they are: names, as above.
+        bias: which biases are trained: "none", "all", or those of the layers with a difference: "lora_only".
+    """
+
+    r: int = 8
+    lora_alpha: float = 8
+    lora_dropout: float = 0.0
+    target_modules: str | Sequence[str] | None = None
+    modules_to_save: Sequence[str] = ()
+    bias: Bias = "none"
+
+    def __post_init__(self) -> None:
+        wrong: list[str] = []
+        if not isinstance(self.r, int) or isinstance(self.r, bool) or self.r < 1:
+            wrong.append(f"r is a whole number from 1 on, not {self.r!r}")
+        if not 0 <= self.lora_dropout < 1:
+            wrong.append(f"lora_dropout is at least 0 and less than 1, not {self.lora_dropout!r}")
+        if self.bias not in get_args(Bias):
+            wrong.append(f'bias is "none", "all" or "lora_only", not {self.bias!r}')
+        if isinstance(self.modules_to_save, str):
+            wrong.append(f"modules_to_save is a list of names, not {self.modules_to_save!r}")
+        if wrong:
+            raise ModuleError(f"LoraConfig: {'; '.join(wrong)}.")
+
+
+class LowRank(nn.Module):
+    """A layer and the difference that it learns: linear, transformers' Conv1D, or an embedding."""
+
+    def __init__(self, base_layer: nn.Module, config: LoraConfig) -> None:
+        super().__init__()
+        weight = _weight(base_layer)
+        inner, outer = weight.shape if _inputs_first(base_layer) else weight.shape[::-1]
+        self.base_layer, self.scale = base_layer, config.lora_alpha / config.r
+        self.lora_dropout = nn.Dropout(config.lora_dropout)
+        self.lora_A = nn.Parameter(weight.new_empty(config.r, inner))
+        self.lora_B = nn.Parameter(weight.new_zeros(outer, config.r))
+        nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))  # as nn.Linear begins
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Apply the layer, and add the difference."""
+        y = self.base_layer(x, *args, **kwargs)
+        if isinstance(self.base_layer, nn.Embedding):
+            low = F.embedding(x, self.lora_A.T, self.base_layer.padding_idx)  # (..., r)
+        else:
+            low = F.linear(self.lora_dropout(x), self.lora_A)  # (..., r)
+        return y + F.linear(low, self.lora_B) * self.scale
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight with the difference in it, for who computes with a layer's weight himself."""
+        change = self.scale * self.lora_B @ self.lora_A  # (out, in)
+        return _weight(self.base_layer) + (change.T if _inputs_first(self.base_layer) else change)
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The layer's bias."""
+        return cast("Tensor | None", getattr(self.base_layer, "bias", None))
+
+
+def lora(model: nn.Module, config: LoraConfig | None = None) -> nn.Module:
+    """Return a model like this one, in which only differences of low rank are trained; the given one stays as it is.
+
+    Both refer to the same weights, of which nothing is copied.  Make the optimizer of what is returned.
+
+    >>> model = lora(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)), LoraConfig(r=2, target_modules=["0"]))
+    >>> [name for name, x in model.named_parameters() if x.requires_grad]
+    ['0.lora_A', '0.lora_B']
+    """
+    config = config or LoraConfig()
+    kept = {id(x): nn.Parameter(x.detach(), requires_grad=False) for x in model.parameters()}
+    model = deepcopy(model, cast("dict[int, Any]", {**kept, **{id(x): x for x in model.buffers()}}))
+    layers, wrong = _targets(model, config), list[str]()
+    wrong += [f"{name} is a {type(x).__name__}, which has no low rank" for name, x in layers.items() if not _suits(x)]
+    wrong += [f"no layer is called {name!r}" for name in _missing(model, config)]
+    if not layers and not wrong:
+        wrong.append("there is no linear layer")
+    if wrong:
+        suited = ", ".join(name for name, x in model.named_modules() if _suits(x) and _is_linear(x))
+        raise ModuleError(f"lora: {'; '.join(wrong)}. Linear layers are: {suited or 'none'}.")
+    for name, part in model.named_modules():
+        if any(_ends(name, saved) for saved in config.modules_to_save):
+            part.requires_grad_(True)
+    for layer in layers.values() if config.bias == "lora_only" else ():
+        if isinstance(own := getattr(layer, "bias", None), nn.Parameter):
+            own.requires_grad_(True)
+    model = _with(model, {id(layer): LowRank(layer, config) for layer in layers.values()})
+    for name, x in model.named_parameters():
+        if config.bias == "all" and name.rpartition(".")[2] == "bias":
+            x.requires_grad_(True)
+    return model
+
+
+@torch.no_grad()
+def merge_lora(model: nn.Module) -> nn.Module:
+    """Return a model like one of `lora`, with plain layers whose weights have the differences in them.
+
+    >>> layer = lora(nn.Linear(3, 2))
+    >>> x = torch.ones(3)
+    >>> torch.equal(merge_lora(layer)(x), layer(x)), type(merge_lora(layer)).__name__
+    (True, 'Linear')
+    """
+    model = deepcopy(model)
+    learnt = [part for part in model.modules() if isinstance(part, LowRank)]
+    for part in learnt:  # a new tensor: the old one may be tied to that of another layer, whose difference is another
+        part.base_layer.weight = nn.Parameter(part.weight, requires_grad=_weight(part.base_layer).requires_grad)
+    return _with(model, {id(part): part.base_layer for part in learnt})
+
+
+def _with(model: nn.Module, others: dict[int, nn.Module]) -> nn.Module:
+    """Put others in the place of modules, wherever these stand; return the model, which may be one of them."""
+    for part in [*model.modules()]:
+        children = vars(part)["_modules"]
+        children.update({name: others[id(child)] for name, child in children.items() if id(child) in others})
+    return others.get(id(model), model)
+
+
+def _targets(model: nn.Module, config: LoraConfig) -> dict[str, nn.Module]:
+    """Return the layers that are to have a difference, by their names."""
+    named, targets = dict(model.named_modules()), config.target_modules
+    saved = {name for name in named if any(_ends(part, end) for end in config.modules_to_save for part in _above(name))}
+    if targets is None:
+        return {name: x for name, x in named.items() if _suits(x) and _is_linear(x) and name not in saved}
+    if isinstance(targets, str):
+        return {name: x for name, x in named.items() if re.fullmatch(targets, name)}
+    return {name: x for name, x in named.items() if any(_ends(name, end) for end in targets)}
+
+
+def _missing(model: nn.Module, config: LoraConfig) -> Iterator[str]:
+    """Yield names in a configuration that nothing in the model has."""
+    names, targets = [name for name, _ in model.named_modules()], config.target_modules
+    for end in (*(() if targets is None or isinstance(targets, str) else targets), *config.modules_to_save):
+        if not any(_ends(name, end) for name in names):
+            yield end
+    if isinstance(targets, str) and not any(re.fullmatch(targets, name) for name in names):
+        yield targets
+
+
+def _above(name: str) -> list[str]:
+    """Return a name and those of the parts that it stands in."""
+    parts = name.split(".")
+    return [".".join(parts[: end + 1]) for end in range(len(parts))]
+
+
+def _ends(name: str, end: str) -> bool:
+    return name == end or name.endswith(f".{end}")
+
+
+def _suits(layer: nn.Module) -> bool:
+    return isinstance(layer, nn.Embedding) or _is_linear(layer)
+
+
+def _is_linear(layer: nn.Module) -> bool:
+    return isinstance(layer, nn.Linear) or type(layer).__name__ == "Conv1D"
+
+
+def _inputs_first(layer: nn.Module) -> bool:
+    """Return whether a weight's first dim is that of inputs."""
+    return not isinstance(layer, nn.Linear)
+
+
+def _weight(layer: nn.Module) -> Tensor:
+    return cast(Tensor, layer.weight)

@@ -1,0 +1,229 @@
+"""Low rank: what is computed is W x + s B A x, what is trained is B and A, and all plugins train it alike."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+import fshard as fs
+from fshard.mesh.tree import flatten
+from fshard.transforms.lora import LowRank, lora
+
+PLUGINS = {
+    "ddp": fs.DDPPlugin,
+    "zero 1": partial(fs.ZeroPlugin, stage=1),
+    "zero 2": partial(fs.ZeroPlugin, stage=2),
+    "fsdp": fs.FSDPPlugin,
+}
+
+
+class Tied(nn.Module):
+    """An embedding tied to the head, and attention, which uses the weights of its layers without calling them."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(11, 8, padding_idx=3)
+        self.mix = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.up = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 11, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens):
+        y = self.embed(tokens)
+        return self.head(self.up(y + self.mix(y, y, y, need_weights=False)[0])).mean(1)
+
+
+def learnt(model, seed=0):
+    """Return a model whose differences are not zero."""
+    draw = torch.Generator().manual_seed(seed)
+    for part in model.modules():
+        if isinstance(part, LowRank):
+            part.lora_B.data = torch.randn(part.lora_B.shape, generator=draw).to(part.lora_B)
+    return model
+
+
+def test_a_difference_is_what_its_formula_says():
+    torch.manual_seed(0)
+    layer, x = nn.Linear(5, 3).double(), torch.randn(4, 5).double()
+    model = learnt(lora(layer, fs.LoraConfig(r=2, lora_alpha=6)))
+    w = layer.weight + 6 / 2 * model.lora_B @ model.lora_A
+    torch.testing.assert_close(model(x), x @ w.T + layer.bias)
+    torch.testing.assert_close(fs.merge_lora(model)(x), model(x))
+    assert torch.equal(lora(layer)(x), layer(x))  # at first there is none
+
+
+def test_it_stands_in_any_layer_that_is_linear_and_merges_into_it():
+    torch.manual_seed(0)
+    model = Tied().double()
+    tokens = torch.tensor([[1, 2, 3, 10], [3, 3, 0, 4]])
+    config = fs.LoraConfig(r=2, target_modules=["embed", "mix.out_proj", "up", "head"])
+    tuned = learnt(lora(model, config))
+    plain = fs.merge_lora(tuned)
+    assert [type(x).__name__ for x in (plain.embed, plain.mix.out_proj, plain.up, plain.head)] == [
+        type(x).__name__ for x in (model.embed, model.mix.out_proj, model.up, model.head)
+    ]
+    torch.testing.assert_close(plain(tokens), tuned(tokens))
+    assert not torch.allclose(plain(tokens), model(tokens))
+    plain.up.weight.data.zero_()  # what is merged is another model
+    assert tuned.up.base_layer.weight.any()
+
+
+def test_a_layer_that_stands_in_two_places_has_one_difference():
+    layer = nn.Linear(4, 4)
+    model = lora(nn.Sequential(layer, nn.ReLU(), layer))
+    assert model[0] is model[2] and isinstance(model[0], LowRank)
+    both = fs.merge_lora(learnt(model))
+    assert both[0] is both[2] and type(both[0]) is nn.Linear
+
+
+def test_the_layers_of_transformers_have_differences():
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 11, "n_positions": 8, "n_embd": 8, "n_layer": 1, "n_head": 2}
+    torch.manual_seed(0)
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).eval()
+    tuned = learnt(lora(model, fs.LoraConfig(r=2, target_modules=r".*\.(c_attn|c_proj)")))
+    assert sum(isinstance(part, LowRank) for part in tuned.modules()) == 3
+    tokens = torch.tensor([[1, 2, 3]])
+    torch.testing.assert_close(fs.merge_lora(tuned)(tokens).logits, tuned(tokens).logits)
+
+
+def test_the_given_model_stays_as_it_is_and_its_weights_are_not_copied():
+    model = Tied()
+    before = {name: (x, x.requires_grad) for name, x in model.named_parameters()}
+    tuned = lora(model)
+    assert {name: (x, x.requires_grad) for name, x in model.named_parameters()} == before
+    assert tuned.up.base_layer.weight.data_ptr() == model.up.weight.data_ptr()
+    assert tuned.head.base_layer.weight is tuned.embed.weight  # what is tied stays tied
+
+
+@pytest.mark.parametrize(
+    ("config", "trained"),
+    [
+        ({"target_modules": ["up"]}, {"up.lora_A", "up.lora_B"}),
+        ({"target_modules": "u.|nothing"}, {"up.lora_A", "up.lora_B"}),
+        ({"target_modules": ["up"], "bias": "lora_only"}, {"up.lora_A", "up.lora_B", "up.base_layer.bias"}),
+        (
+            {"target_modules": ["up"], "bias": "all"},
+            {"up.lora_A", "up.lora_B", "up.base_layer.bias", "mix.out_proj.bias"},
+        ),
+        (
+            {"modules_to_save": ["up"], "target_modules": ["mix.out_proj"]},
+            {"up.weight", "up.bias", "mix.out_proj.lora_A", "mix.out_proj.lora_B"},
+        ),
+        ({"modules_to_save": ["mix", "up"]}, {f"mix.{name}" for name, _ in Tied().mix.named_parameters()}
+            | {"up.weight", "up.bias", "head.lora_A", "head.lora_B"}),
+    ],
+)  # fmt: skip
+def test_what_is_trained(config, trained):
+    tuned = lora(Tied(), fs.LoraConfig(**config))
+    assert {name for name, x in tuned.named_parameters() if x.requires_grad} == trained
+
+
+def test_a_bad_configuration_says_all_that_is_wrong():
+    with pytest.raises(fs.ModuleError) as caught:
+        fs.LoraConfig(r=0, lora_dropout=1.0, bias="some", modules_to_save="head")
+    assert str(caught.value) == (
+        "LoraConfig: r is a whole number from 1 on, not 0; lora_dropout is at least 0 and less than 1, not 1.0; "
+        'bias is "none", "all" or "lora_only", not \'some\'; modules_to_save is a list of names, not \'head\'.'
+    )
+
+
+def test_names_that_do_not_fit_are_all_named():
+    with pytest.raises(fs.ModuleError) as caught:
+        lora(Tied(), fs.LoraConfig(target_modules=["mix", "q_proj", "up"], modules_to_save=["classifier"]))
+    assert str(caught.value) == (
+        "lora: mix is a MultiheadAttention, which has no low rank; no layer is called 'q_proj'; no layer is called "
+        "'classifier'. Linear layers are: mix.out_proj, up, head."
+    )
+    with pytest.raises(fs.ModuleError, match=r"no layer is called 'v_proj'. Linear layers are"):
+        lora(Tied(), fs.LoraConfig(target_modules="v_proj"))
+    with pytest.raises(fs.ModuleError, match=r"there is no linear layer. Linear layers are: none."):
+        lora(nn.BatchNorm1d(2))
+
+
+TOKENS, LABELS = torch.randint(11, (8, 4), generator=torch.Generator().manual_seed(1)), torch.arange(8)
+
+
+def model_and_optimizer(booster=None):
+    torch.manual_seed(0)
+    model = Tied().double()
+    config = fs.LoraConfig(r=2, target_modules=["up", "head", "mix.out_proj"], bias="lora_only")
+    model = lora(model, config) if booster is None else booster.enable_lora(model, lora_config=config)
+    return learnt(model), torch.optim.AdamW([x for x in model.parameters() if x.requires_grad], lr=0.1)
+
+
+def serial():
+    model, opt = model_and_optimizer()
+    for _ in range(3):
+        nn.functional.cross_entropy(model(TOKENS), LABELS).backward()
+        opt.step(), opt.zero_grad()
+    return dict(model.named_parameters())
+
+
+@pytest.mark.parametrize("plugin", PLUGINS.values(), ids=PLUGINS)
+def test_every_plugin_trains_it_as_one_device_does(plugin):
+    want = serial()
+
+    def main():
+        booster = fs.Booster(plugin=plugin())
+        model, opt = model_and_optimizer(booster)
+        model, opt, criterion, *_ = booster.boost(model, opt, nn.CrossEntropyLoss())
+        mine = slice(4 * fs.axis_index("data"), 4 * fs.axis_index("data") + 4)
+        for _ in range(3):
+            booster.backward(criterion(model(TOKENS[mine]), LABELS[mine]), opt)
+            opt.step(), opt.zero_grad()
+        return model.unwrap()
+
+    for model in fs.run(main, mesh=fs.make_mesh({"data": 2})):
+        found = dict(model.named_parameters())
+        assert found.keys() == want.keys()
+        for name, x in found.items():
+            torch.testing.assert_close(x, want[name], msg=name)
+            assert x.requires_grad == want[name].requires_grad
+        torch.testing.assert_close(fs.merge_lora(model)(TOKENS), model(TOKENS))
+
+
+def test_frozen_weights_have_no_state_and_no_gradient():
+    def main():
+        booster = fs.Booster(plugin=fs.ZeroPlugin(stage=2))
+        torch.manual_seed(0)
+        model = booster.enable_lora(nn.Linear(100, 100), lora_config=fs.LoraConfig(r=1))
+        opt = torch.optim.AdamW(model.parameters())  # all of them, as one writes it
+        model, opt, *_ = booster.boost(model, opt)
+        booster.backward(model(torch.ones(2, 100)).mean(), opt)
+        opt.step()
+        leaves, *_ = flatten(opt.state, sharded_is_leaf=True)
+        return sum(x.shards[0].numel() for x in leaves if isinstance(x, fs.Sharded) and x.shape)
+
+    with fs.ledger() as comm:
+        held = fs.run(main, mesh=fs.make_mesh({"data": 2}))
+    assert held == [200, 200]  # two moments of 100 + 100 numbers, half of them on each device
+    assert comm.bytes() < 2 * 4 * 200  # their gradients, and what they become: nothing of 10,000 weights is sent
+
+
+def row_of_layers(booster=None):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    model = lora(model) if booster is None else booster.enable_lora(model)
+    return learnt(model), torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def test_a_model_in_stages_trains_it_too():
+    model, opt = row_of_layers()
+    x, y = torch.randn(8, 4).double(), torch.arange(8) % 3
+    for _ in range(3):
+        nn.functional.cross_entropy(model(x), y).backward()
+        opt.step(), opt.zero_grad()
+
+    def main():
+        booster = fs.Booster(plugin=fs.HybridParallelPlugin(pipeline=2, zero_stage=1, microbatches=2))
+        model, opt = row_of_layers(booster)
+        model, opt, criterion, *_ = booster.boost(model, opt, nn.CrossEntropyLoss())
+        for _ in range(3):
+            booster.execute_pipeline(iter([(x, y)]), model, criterion, opt)
+            opt.step(), opt.zero_grad()
+        return model.unwrap()
+
+    for tuned in fs.run(main, mesh=fs.make_mesh({"data": 2, "pipe": 2})):
+        torch.testing.assert_close(dict(tuned.named_parameters()), dict(model.named_parameters()))
