@@ -8,7 +8,7 @@ from importlib import import_module
 from importlib.metadata import version
 from typing import Any
 
-from fshard import optim
+from fshard import optim, report
 from fshard.booster.advice import auto_plugin
 from fshard.booster.booster import Booster
 from fshard.booster.plugins import DDPPlugin, FSDPPlugin, HybridParallelPlugin, ZeroPlugin
@@ -161,6 +161,7 @@ __all__ = [
     "pvary",
     "recv",
     "remat",
+    "report",
     "reshard",
     "run",
     "save_names",
@@ -184,8 +185,8 @@ __all__ = [
     "whole",
 ]
 
-_COMPILED = {"gathered", "keyed_random", "name", "offload", "optim", "remat", "save_names", "whole"}
-"""What a loss function calls and is compiled with, and optimizers."""
+_COMPILED = {"gathered", "keyed_random", "name", "offload", "optim", "remat", "report", "save_names", "whole"}
+"""What a loss function calls and is compiled with, and rooms."""
 
 for _name in {*__all__} - _COMPILED:
     uncompiled(globals()[_name])

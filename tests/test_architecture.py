@@ -29,8 +29,9 @@ MAY_IMPORT = {
     "booster": GROUND | {"mesh", "transforms", "optim", "pipeline"},
     "checkpoint": GROUND | {"mesh", "transforms", "optim", "pipeline"},
     "explore": GROUND | {"mesh", "transforms", "optim", "pipeline"},
+    "report": GROUND | {"mesh"},
     "testing": GROUND | {"mesh", "transforms", "optim", "pipeline", "fshard"},  # it tests what users see
-    "fshard": GROUND | {"mesh", "transforms", "optim", "pipeline", "booster", "checkpoint", "explore"},
+    "fshard": GROUND | {"mesh", "transforms", "optim", "pipeline", "booster", "checkpoint", "explore", "report"},
 }
 
 

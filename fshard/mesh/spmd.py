@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from fshard.mesh.marks import mark
 from fshard.mesh.mesh import Mesh
 from fshard.mesh.runtimes.abstract import AbstractWorld
 from fshard.mesh.runtimes.process import ProcessWorld
@@ -91,6 +92,7 @@ def everywhere(
         virtual = VirtualWorld(alone)
 
         def on_thread(device: int) -> Any:
+            mark(device)
             with entered(Scope(virtual, alone, device, mapped=mapped, checked=checked)):
                 return body(device)
 

@@ -1,0 +1,21 @@
+"""What a trainer shows: a progress bar, a table of metrics in a file, a trace for Perfetto.  Nothing else needs this room.
+
+with fs.report.Report(fs.report.Bar(total=300), fs.report.JsonLines("run.jsonl")) as report:
+    for batch in batches:
+        params, state, metrics = step(params, state, batch)
+        report(metrics)
+
+Report       counts steps, adds samples a second and memory, and hands numbers to writers, on device 0
+Writer       the protocol: write(step, values), close()
+Bar          a progress bar, in a terminal, in Jupyter, and as lines in a file
+JsonLines    a line of JSON for each step
+TensorBoard  scalars, if tensorboard is installed
+Profile      what each device did, as a Chrome trace
+"""
+
+from fshard.report.bar import Bar
+from fshard.report.files import JsonLines, TensorBoard
+from fshard.report.profile import Profile
+from fshard.report.report import Report, Writer
+
+__all__ = ["Bar", "JsonLines", "Profile", "Report", "TensorBoard", "Writer"]

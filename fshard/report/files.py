@@ -1,0 +1,70 @@
+"""Writers into files: `JsonLines`, which needs nothing, and `TensorBoard`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from importlib.util import find_spec
+from math import isfinite
+from pathlib import Path
+from typing import Any, TextIO
+
+from fshard.errors import FshardError
+
+
+class JsonLines:
+    """Appends a line of JSON for each step: pandas.read_json(path, lines=True) reads them.
+
+    A line is on disk as soon as its step has been reported; what is not finite is null.
+
+    >>> from tempfile import TemporaryDirectory
+    >>> with TemporaryDirectory() as folder:
+    ...     lines = JsonLines(Path(folder) / "run.jsonl")
+    ...     lines.write(1, {"loss": 0.5, "grad_norm": float("inf")})
+    ...     lines.close()
+    ...     print((Path(folder) / "run.jsonl").read_text())
+    {"step": 1, "loss": 0.5, "grad_norm": null}
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._file: TextIO | None = None
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Append a line."""
+        if self._file is None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self.path.open("a", buffering=1, encoding="utf-8")
+        row = {name: x if isfinite(x) else None for name, x in values.items()}
+        self._file.write(json.dumps({"step": step, **row}) + "\n")
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+class TensorBoard:
+    """Writes scalars for TensorBoard into a folder; needs the package tensorboard."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self._writer: Any = None
+        if find_spec("tensorboard") is None:
+            raise FshardError("TensorBoard needs the package tensorboard: pip install 'fshard[tensorboard]'.")
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Write a point of each curve."""
+        if self._writer is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(self.folder)
+        for name, x in values.items():
+            self._writer.add_scalar(name, x, step)
+
+    def close(self) -> None:
+        """Write what is left, and close the file."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None

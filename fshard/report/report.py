@@ -1,0 +1,145 @@
+"""`Report`: from the metrics of each step to numbers in writers, one of which may be a progress bar.
+
+Metrics of `train_step` are equal on all devices already.  In torch's loop a loss is that of a device's own samples: with
+`mesh=` their mean over all devices is reported, weighted by samples, and samples are added up.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Callable, Mapping
+from time import perf_counter
+from typing import Any, Protocol, Self, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fshard.errors import LayoutError
+from fshard.mesh.collectives import psum
+from fshard.mesh.mesh import Mesh
+from fshard.mesh.scope import here
+from fshard.mesh.spmd import everywhere, is_outside, standing
+
+
+class Writer(Protocol):
+    """Where numbers go.  `write` may open what it needs; it is called on one device alone."""
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Take the numbers of a step."""
+        ...
+
+    def close(self) -> None:
+        """Finish; what has been written stays."""
+        ...
+
+
+class Report:
+    """Called once after each step with what is known of it; numbers, and tensors that are one, reach all writers.
+
+    Args:
+        writers: where they go: `Bar`, `JsonLines`, `TensorBoard`, or whatever has `write` and `close`.
+        mesh: of the devices whose means are to be reported, if the metrics are each device's own; all devices have to call.
+        every: hand on each so-many-th step, and the first.  Tensors are looked at only then.
+        step: how many steps have been taken before, by an earlier run.
+        clock: seconds.
+
+    Beside the metrics it reports "samples_per_second", if "samples" is among them, and "memory": the most bytes that the
+    device has had, on a CPU the whole process.
+
+    >>> class Print:
+    ...     def write(self, step, values):
+    ...         print(step, {name: values[name] for name in ("loss", "samples", "samples_per_second")})
+    ...     def close(self):
+    ...         print("closed")
+    >>> ticks = iter(range(10))
+    >>> with Report(Print(), every=2, clock=lambda: next(ticks)) as report:
+    ...     for step in range(4):
+    ...         report({"loss": torch.tensor(2.0**-step), "samples": 8, "rows": torch.ones(8)})
+    1 {'loss': 1.0, 'samples': 8.0, 'samples_per_second': 8.0}
+    2 {'loss': 0.5, 'samples': 8.0, 'samples_per_second': 8.0}
+    4 {'loss': 0.125, 'samples': 8.0, 'samples_per_second': 16.0}
+    closed
+    """
+
+    def __init__(
+        self,
+        *writers: Writer,
+        mesh: Mesh | None = None,
+        every: int = 1,
+        step: int = 0,
+        clock: Callable[[], float] = perf_counter,
+    ) -> None:
+        wrong = [repr(x) for x in writers if not (hasattr(x, "write") and hasattr(x, "close"))]
+        if wrong or every < 1:
+            complaint = f"{', '.join(wrong)} cannot write: a writer has write(step, values) and close()"
+            raise LayoutError(f"Report: {complaint if wrong else f'every= is a whole number from 1 on, not {every}'}.")
+        self.writers, self.mesh, self.every, self.step = writers, mesh, every, step
+        self._clock, self._first = clock, step + 1
+        self._since, self._samples = clock(), cast("float | Tensor", 0.0)
+
+    def __call__(self, metrics: Mapping[str, Any] | None = None, **more: Any) -> None:
+        """Count a step, and report it: numbers, and tensors of one number; what is neither is left out."""
+        self.step += 1
+        given = {name: x for name, x in {**(metrics or {}), **more}.items() if _is_number(x)}
+        self._samples = self._samples + given.get("samples", 0)  # a tensor's sum stays on its device
+        if self.step % self.every and self.step != self._first:
+            return
+        values = {name: float(x) for name, x in given.items()}
+        samples = float(self._samples)
+        if self.mesh is not None:
+            values, samples = _of_all(self.mesh, values, samples)
+        if not _is_first():
+            return
+        now = self._clock()
+        if "samples" in values and now > self._since:
+            values["samples_per_second"] = samples / (now - self._since)
+        self._since, self._samples = now, 0.0
+        for writer in self.writers:
+            writer.write(self.step, {**values, "memory": float(peak_memory())})
+
+    def close(self) -> None:
+        """Close all writers."""
+        for writer in self.writers if _is_first() else ():
+            writer.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, int | float) or (isinstance(x, Tensor) and x.numel() == 1)
+
+
+def _is_first() -> bool:
+    """Return whether the caller is device 0, or stands for all devices."""
+    if (scope := here()) is not None:
+        return scope.device == 0
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def _of_all(mesh: Mesh, values: Mapping[str, float], samples: float) -> tuple[dict[str, float], float]:
+    """Return the means of all devices, weighted by samples, and the sums of samples."""
+    if is_outside(mesh):
+        raise LayoutError(
+            "Report(mesh=): outside of fs.run there is nobody to ask; what is reported is that of all devices."
+        )
+    weight = values.get("samples", 1.0)
+    own = torch.tensor([*(x * weight for x in values.values()), weight, samples], dtype=torch.float64)
+    own = own.to(mesh.device_type)
+    (total,) = everywhere(standing(mesh), lambda device: psum(own, mesh.axis_names))
+    *sums, weight, samples = total.tolist()
+    means = {name: x / weight for name, x in zip(values, sums, strict=True)} if weight else dict(values)
+    return (means | {"samples": weight} if "samples" in values else means), samples
+
+
+def peak_memory() -> int:
+    """Return the most bytes that this device has had: a GPU's tensors, else all that this process has had in memory."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        return torch.cuda.max_memory_allocated()
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -1,0 +1,263 @@
+"""What a trainer shows: the right numbers, once, wherever it runs."""
+
+import io
+import json
+import math
+
+import pytest
+import torch
+from rich.console import Console
+
+import fshard as fs
+from fshard import P
+from fshard.mesh.marks import MARK
+from fshard.report.profile import by_device
+
+
+class Kept:
+    """A writer that keeps what it is given."""
+
+    def __init__(self):
+        self.rows, self.closed = [], 0
+
+    def write(self, step, values):
+        self.rows.append(
+            (step, {name: x for name, x in values.items() if name not in ("memory", "samples_per_second")})
+        )
+
+    def close(self):
+        self.closed += 1
+
+
+def seconds(*times):
+    return iter(times).__next__
+
+
+# -- Report -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_training_step_is_reported():
+    mesh, kept = fs.make_mesh({"data": 2}), Kept()
+    params = fs.shard_params({"w": torch.ones(2)}, P(), mesh=mesh)
+    opt = fs.partition_optimizer(fs.optim.sgd(0.5), mesh=mesh, axis="data", stage=1)
+    step, state = (
+        fs.train_step(lambda p, x: (p["w"] * x).sum(1).mean(), opt, mesh=mesh, batch=P("data")),
+        opt.init(params),
+    )
+    with fs.report.Report(kept) as report:
+        for _ in range(2):
+            params, state, metrics = step(params, state, torch.ones(4, 2))
+            report(metrics, lr=0.5)
+    assert kept.closed == 1
+    assert [at for at, _ in kept.rows] == [1, 2]
+    assert kept.rows[0][1] == {
+        "loss": 2.0,
+        "grad_norm": pytest.approx(2**0.5),
+        "finite": 1.0,
+        "samples": 4.0,
+        "lr": 0.5,
+    }
+    assert kept.rows[1][1]["loss"] == 1.0
+
+
+def test_samples_of_all_steps_count_for_the_rate_and_memory_is_known():
+    rows = []
+
+    class Rates(Kept):
+        def write(self, step, values):
+            rows.append((step, values.get("samples_per_second"), values["memory"]))
+
+    report = fs.report.Report(Rates(), every=3, step=10, clock=seconds(0.0, 1.0, 3.0, 5.0, 6.0))
+    for samples in (4, torch.tensor(4), 8, 4, 2):  # steps 11 to 15
+        report(samples=samples)
+    report(loss=1.0), report(), report()
+    assert [row[:2] for row in rows] == [(11, 4.0), (12, 2.0), (15, 7.0), (18, None)]
+    assert all(2**20 < row[2] < 2**40 for row in rows)
+
+
+def test_what_is_no_number_is_left_out():
+    kept = Kept()
+    fs.report.Report(kept)(
+        {"loss": torch.ones(1, 1), "rows": torch.ones(3), "aux": {"a": 1}, "note": "so", "none": None}
+    )
+    assert kept.rows == [(1, {"loss": 1.0})]
+
+
+@pytest.mark.parametrize("wrong", [{"every": 0}, {"writers": [print]}])
+def test_what_cannot_write_is_refused(wrong):
+    with pytest.raises(fs.LayoutError, match=r"every= is a whole number from 1 on|cannot write: a writer has write"):
+        fs.report.Report(*wrong.pop("writers", []), **wrong)
+
+
+def test_the_mean_of_all_devices_is_reported_once():
+    kept = [Kept(), Kept(), Kept()]
+
+    def main():
+        place = fs.axis_index("data")
+        with fs.report.Report(kept[place], mesh=fs.make_mesh({"data": 3})) as report:
+            report(loss=torch.tensor(float(place)), samples=place)  # nobody's samples count for nothing
+            report(loss=float(place))
+
+    fs.run(main, mesh=fs.make_mesh({"data": 3}))
+    assert kept[0].rows == [(1, {"loss": pytest.approx(5 / 3), "samples": 3.0}), (2, {"loss": 1.0})]
+    assert [one.rows for one in kept[1:]] == [[], []]
+    assert [one.closed for one in kept] == [1, 0, 0]
+
+
+def test_outside_of_devices_nobody_can_be_asked_for_a_mean():
+    with pytest.raises(fs.LayoutError, match="there is nobody to ask"):
+        fs.report.Report(mesh=fs.make_mesh({"data": 2}))(loss=1.0)
+
+
+def reported_by_processes(folder):
+    mesh = fs.make_mesh({"data": 2})
+    with (
+        fs.report.Report(fs.report.JsonLines(f"{folder}/run.jsonl"), mesh=mesh) as report,
+        fs.report.Profile(folder, wait=0, warmup=1, active=1) as profile,
+    ):
+        for step in range(2):
+            report(loss=float(step + fs.run(lambda: fs.axis_index("data"), mesh=mesh)[0]), samples=4)
+            fs.run(lambda: fs.psum(torch.ones(4) @ torch.ones(4), "data"), mesh=mesh)
+            profile.step()
+
+
+def test_processes_report_one_mean_and_a_trace_each(tmp_path, two):
+    two.run(reported_by_processes, str(tmp_path))
+    lines = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["loss"], line["samples"]) for line in lines] == [(1, 0.5, 8.0), (2, 1.5, 8.0)]
+    for device in (0, 1):
+        assert "aten::dot" in names_in(tmp_path / f"device-{device}.json", device)
+    assert not (tmp_path / "host.json").exists()
+
+
+# -- writers ------------------------------------------------------------------------------------------------------------
+
+
+def test_lines_of_json_go_on_where_they_ended(tmp_path):
+    path = tmp_path / "new" / "run.jsonl"
+    for step in (1, 2):
+        with fs.report.Report(fs.report.JsonLines(path), step=step - 1) as report:
+            report(loss=math.nan if step == 2 else 0.5)
+            written = path.read_text()  # before it is closed
+    assert [json.loads(line)["loss"] for line in written.splitlines()] == [0.5, None]
+
+
+def test_a_report_without_steps_leaves_no_file(tmp_path):
+    with fs.report.Report(fs.report.JsonLines(tmp_path / "run.jsonl")):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_tensorboard_reads_what_was_written(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with fs.report.Report(fs.report.TensorBoard(tmp_path), every=2) as report:
+        for step in range(4):
+            report(loss=2.0**-step)
+    found = EventAccumulator(str(tmp_path)).Reload()
+    assert [(point.step, point.value) for point in found.Scalars("loss")] == [(1, 1.0), (2, 0.5), (4, 0.125)]
+
+
+def test_tensorboard_says_what_it_needs(monkeypatch):
+    monkeypatch.setattr("fshard.report.files.find_spec", lambda name: None)
+    with pytest.raises(fs.FshardError, match=r"needs the package tensorboard: pip install 'fshard\[tensorboard\]'"):
+        fs.report.TensorBoard("runs")
+
+
+# -- Bar ----------------------------------------------------------------------------------------------------------------
+
+
+def shown(steps, total, **how):
+    file = io.StringIO()
+    bar = fs.report.Bar(
+        total, console=Console(file=file, width=100, **how), clock=iter(map(float, range(1000))).__next__
+    )
+    for step in range(1, steps + 1):
+        bar.write(step, {"loss": 1 / step, "samples": 8, "samples_per_second": 12345.6, "memory": 1.5 * 2**30})
+    bar.close()
+    return file.getvalue()
+
+
+def test_a_file_has_a_line_for_each_tenth():
+    lines = shown(100, 100).splitlines()
+    assert len(lines) == 11
+    assert lines[0] == "step   1 of 100  loss 1  12,345 samples/s  1.5 GiB  0:01:39 left"
+    assert lines[-1] == "step 100 of 100  loss 0.01  12,345 samples/s  1.5 GiB  0:01:40"
+
+
+def test_a_run_without_an_end_has_a_line_for_each_hundred_steps_and_the_last_one():
+    assert [line.split()[1] for line in shown(250, None).splitlines()] == ["1", "100", "200", "250"]
+
+
+def test_a_terminal_has_one_line_that_changes():
+    text = shown(3, 3, force_terminal=True, color_system=None)
+    assert "step 1 of 3 ━━━" in text and "step 3 of 3 ━━━" in text
+    assert text.count("\n") == 1  # the others are written over
+    assert "loss 0.3333  12,345 samples/s  1.5 GiB  0:00:03" in text
+
+
+def test_a_notebook_has_one_display_that_changes(monkeypatch):
+    display = pytest.importorskip("IPython.display")
+    log = []
+
+    class Handle:
+        def update(self, line, raw):
+            log.append(line["text/plain"])
+
+    monkeypatch.setattr(display, "display", lambda line, raw, display_id: (log.append(line["text/plain"]), Handle())[1])
+    shown(2, 2, force_jupyter=True)
+    assert log == [
+        "step 1 of 2 ━━━━━━━━━━━━╌╌╌╌╌╌╌╌╌╌╌╌ loss 1  12,345 samples/s  1.5 GiB  0:00:01 left",
+        "step 2 of 2 ━━━━━━━━━━━━━━━━━━━━━━━━ loss 0.5  12,345 samples/s  1.5 GiB  0:00:02",
+    ]
+
+
+# -- Profile ------------------------------------------------------------------------------------------------------------
+
+
+def names_in(path, device):
+    """Return the names of what a trace has, all of one process, which is the device."""
+    events = json.loads(path.read_text())["traceEvents"]
+    own = [event for event in events if event["ph"] == "X" and isinstance(event["pid"], int)]
+    assert {event["pid"] for event in own} == {device}
+    assert [event["args"]["name"] for event in events if event["name"] == "process_name"] == [f"device {device}"]
+    return {event["name"] for event in own}
+
+
+def test_virtual_devices_have_a_trace_each_and_what_is_done_outside_another(tmp_path):
+    mesh = fs.make_mesh({"data": 2})
+    product = fs.shard_map(lambda x: x @ x.T, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+    with fs.report.Profile(tmp_path) as profile:
+        for step in range(6):
+            product(torch.ones(4, 3))
+            if step == 2:
+                torch.linalg.inv(torch.eye(2))
+            elif step == 5:
+                torch.ones(1).cos()  # five steps are over: this is not recorded
+            profile.step()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["device-0.json", "device-1.json", "host.json"]
+    for device in (0, 1):
+        found = names_in(tmp_path / f"device-{device}.json", device)
+        assert "aten::mm" in found and "aten::linalg_inv" not in found
+    outside = {event["name"] for event in json.loads((tmp_path / "host.json").read_text())["traceEvents"]}
+    assert "aten::linalg_inv" in outside and not {"aten::mm", "aten::cos"} & outside
+    assert not any(name.startswith(MARK) for name in outside)
+
+
+def test_devices_of_a_run_have_a_trace_each(tmp_path):
+    def main():
+        with fs.report.Profile(tmp_path, wait=0, warmup=1, active=2) as profile:
+            for _ in range(3):
+                fs.psum(torch.ones(4) @ torch.ones(4), "data")
+                profile.step()
+
+    fs.run(main, mesh=fs.make_mesh({"data": 2}))
+    for device in (0, 1):
+        assert "aten::dot" in names_in(tmp_path / f"device-{device}.json", device)
+
+
+def test_what_a_gpu_does_belongs_to_the_process_that_has_it():
+    kernel = {"ph": "X", "name": "gemm", "pid": 0, "tid": 7}
+    assert by_device([kernel], 1234, alone=3)["device-3"][1] == kernel
+    assert by_device([kernel], 1234)["host"][1] == kernel
