@@ -551,6 +551,40 @@ def stepped(n, name, plugin):
     return losses, fs.unshard(state.params)
 
 
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("zero_stage", [0, 3])
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.BatchNorm1d])
+def test_the_functional_form_trains_stages_too(inside, zero_stage, norm):
+    """Of BatchNorm each microbatch has its own mean: what is compared with is two microbatches of two devices, by hand."""
+
+    def start():
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(3, 6), norm(6), nn.Tanh(), nn.Linear(6, 11)).double()
+        return model, torch.optim.AdamW(model.parameters(), lr=0.05)
+
+    x, y = torch.randn(8, 3).double(), torch.arange(8)
+    model, opt = start()
+    for _ in range(3):
+        loss = (
+            sum(nn.functional.cross_entropy(model(xs), ys) for xs, ys in zip(x.chunk(4), y.chunk(4), strict=True)) / 4
+        )
+        loss.backward()
+        opt.step(), opt.zero_grad()
+    mesh = fs.make_mesh({"data": 2, "pipe": 2})
+
+    def main():
+        plugin = fs.HybridParallelPlugin(mesh=mesh, pipeline=2, zero_stage=zero_stage, microbatches=2)
+        booster = fs.Booster(plugin=plugin)
+        state = booster.init(*start(), nn.CrossEntropyLoss())
+        for _ in range(3):
+            state, metrics = booster.step(state, (x, y))
+        return metrics["loss"], {name: w for stage in fs.unshard(state.params) for name, w in stage.items()}
+
+    for found, params in fs.run(main, mesh=mesh) if inside else [main()]:
+        torch.testing.assert_close(found, loss.detach())
+        torch.testing.assert_close(params, {name: w.detach() for name, w in model.named_parameters()})
+
+
 @pytest.mark.parametrize("plugin", PLUGINS)
 def test_the_functional_form_trains_what_torch_trains(plugin):
     torch.manual_seed(1)
@@ -608,9 +642,8 @@ def test_what_is_counted_is_what_devices_hold():
     model = nn.Sequential(nn.Linear(30, 40), nn.Linear(40, 7))
     for plugin in (fs.DDPPlugin(mesh=mesh), fs.ZeroPlugin(mesh=mesh, stage=1), fs.FSDPPlugin(mesh=mesh)):
         state = fs.Booster(plugin).init(model, torch.optim.AdamW(model.parameters()), nn.MSELoss())
-        counted = budget(
-            dict(model.named_parameters()), plugin.rules(mesh), fs.optim.adamw(), mesh, ("data",), plugin.zero()
-        )
+        how = plugin.arranged()
+        counted = budget(dict(model.named_parameters()), how.rules, fs.optim.adamw(), mesh, ("data",), how.stage)
         assert held_by_first(state.params) == counted.parameters
         assert held_by_first(state.optimizer) == counted.state
 

@@ -53,6 +53,10 @@ BAD = {
         lambda: fs.HybridParallelPlugin(mesh=fs.make_mesh({"data": 2}), pipeline=2),
         'pipeline=2, but "pipe" of .* has no devices',
     ),
+    "a mesh for stages": (
+        lambda: fs.HybridParallelPlugin(mesh={"pipe": 2}, pipeline=2),
+        "mesh= takes a mesh, not dict",
+    ),
     "schedule": (lambda: fs.HybridParallelPlugin(pipeline=2, schedule="1b1f"), "There is no schedule .1b1f."),
     "microbatches": (lambda: fs.HybridParallelPlugin(pipeline=2, microbatches=0), "microbatches=0"),
     "chunks": (

@@ -124,8 +124,8 @@ def test_a_bad_configuration_says_all_that_is_wrong():
     with pytest.raises(fs.ModuleError) as caught:
         fs.LoraConfig(r=0, lora_dropout=1.0, bias="some", modules_to_save="head")
     assert str(caught.value) == (
-        "LoraConfig: r is a whole number from 1 on, not 0; lora_dropout is at least 0 and less than 1, not 1.0; "
-        'bias is "none", "all" or "lora_only", not \'some\'; modules_to_save is a list of names, not \'head\'.'
+        'LoraConfig: r is a whole number from 1 on, not 0; bias is "none", "all" or "lora_only", not \'some\'; '
+        "lora_dropout is at least 0 and less than 1, not 1.0; modules_to_save is a list of names, not 'head'."
     )
 
 

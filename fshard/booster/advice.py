@@ -58,8 +58,8 @@ def auto_plugin(
     _, params, _ = functionalize(model)
     rows = ["".join(["bytes a device      ", *(f"{name:>15}" for name in _COLUMNS), f"  of {memory:,}"])]
     for plugin, parts, cut in _candidates(model, mesh, options):
-        axes = plugin.pieces(cut)
-        counted = budget(params, plugin.rules(cut), opt, cut, axes or cut.axis_names, plugin.zero() if axes else 0)
+        how = plugin.arranged(cut)
+        counted = budget(params, how.rules, opt, cut, how.pieces or cut.axis_names, how.stage if how.pieces else 0)
         held = [-(-one // parts) for one in (*counted, activations)]
         fits = sum(held) <= memory
         numbers = [f"{one:>15,}" for one in (*held, sum(held))]

@@ -14,40 +14,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
-from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from fshard.booster.plugins import DDPPlugin, Plugin
-from fshard.errors import LayoutError, ModuleError, OptimizerError
-from fshard.mesh.mesh import Mesh
-from fshard.mesh.placing import unshard
-from fshard.mesh.spec import P
-from fshard.mesh.tree import PyTree
-from fshard.optim.contract import Optimizer
-from fshard.optim.following import NOTHING, Followed, followed
-from fshard.optim.partition import Partitioned, partition_optimizer
-from fshard.optim.scaling import loss_scaled
+from fshard.errors import LayoutError, ModuleError
+from fshard.optim.following import followed
+from fshard.transforms.arrangement import Arrangement, State, Step
 from fshard.transforms.by_hand import ByHand
-from fshard.transforms.functionalize import functionalize
-from fshard.transforms.in_stages import InStages
 from fshard.transforms.loader import Loader
 from fshard.transforms.lora import LoraConfig, lora
-from fshard.transforms.rules import shard_params
 from fshard.transforms.skeleton import skeleton
-from fshard.transforms.step import Metrics, train_step
-from fshard.transforms.torch_style import BoostedOptimizer, Model, loss_of
-
-
-class State(NamedTuple):
-    """What a functional step takes and returns: parameters, the optimizer's state and buffers, as they lie."""
-
-    params: PyTree
-    optimizer: PyTree
-    buffers: PyTree
+from fshard.transforms.step import Metrics
+from fshard.transforms.torch_style import BoostedOptimizer, Model, boosted
 
 
 class Booster:
@@ -83,7 +64,7 @@ class Booster:
         self.plugin = plugin or DDPPlugin()
         self._models: list[Model] = []
         self._sync = True
-        self._step: Callable[..., Any] | None = None
+        self._step: Step | None = None
 
     # -- torch's loop -------------------------------------------------------------------------------------------------
 
@@ -108,56 +89,25 @@ class Booster:
             raise ModuleError(
                 f"boost takes a module, not {type(model).__name__}. For a function there is fs.train_step."
             )
-        mesh, given = self.plugin.laid_on(), dict(model.named_parameters())
-        source = followed(optimizer, given, "boost")
+        how, source = self.plugin.arranged(), followed(optimizer, dict(model.named_parameters()), "boost")
         bare = skeleton(model)
-        boosted = Model(bare, self._learner(mesh, model, bare, source))
+        stand_in = Model(bare, how.learner(model, bare, source))
         source.point_at(dict(bare.named_parameters()))
-        self._models.append(boosted)
+        self._models.append(stand_in)
         wrapped = None
         if optimizer is not None:
-            opts = self._divided(mesh, source)
-            wrapped = BoostedOptimizer(optimizer, opts, boosted, zeros=self.plugin.unused == "zero")
+            wrapped = BoostedOptimizer(optimizer, how.divided(source), stand_in, zeros=self.plugin.unused == "zero")
         if isinstance(dataloader, DataLoader):
-            dataloader = Loader.of(dataloader, seed=self.plugin.seed, **self._cut(mesh))
-        return boosted, wrapped, criterion, dataloader, lr_scheduler
+            dataloader = Loader.of(dataloader, seed=self.plugin.seed, **self._cut(how))
+        return stand_in, wrapped, criterion, dataloader, lr_scheduler
 
     def enable_lora(self, model: nn.Module, lora_config: LoraConfig | None = None) -> nn.Module:
         """Return a model to boost, in which only differences of low rank are trained: see `lora`."""
         return lora(model, lora_config)
 
-    def _learner(self, mesh: Mesh, model: nn.Module, bare: nn.Module, source: Followed) -> ByHand | InStages:
-        plugin, axes = self.plugin, self.plugin.axes(mesh)
-        lay = self._partition(mesh, NOTHING).gradients
-        rules = plugin.rules(mesh)
-        if plugin.in_stages():
-            stages, options = plugin.stages_of(model), plugin.staged()
-            return InStages.of(stages, rules, source.trained, mesh=mesh, axes=axes, gradients=lay, **options)
-        apply, params, buffers = self._pure(model, bare, axes)
-        params = shard_params(source.trained(params), rules, mesh=mesh)
-        options = plugin.gradient()
-        return ByHand(apply, params, buffers, mesh=mesh, axes=axes, seed=plugin.seed, gradients=lay, **options)
-
-    def _pure(self, model: nn.Module, bare: nn.Module, axes: tuple[str, ...]) -> tuple[Any, Any, Any]:
-        """Return a model as a function, which keeps none of its tensors, its parameters and its buffers."""
-        apply, _, _ = functionalize(bare, sync_batchnorm=axes if self.plugin.sync_batchnorm else None)
-        return apply, *functionalize(model)[1:]
-
-    def _divided(self, mesh: Mesh, source: Followed) -> Callable[[], Partitioned]:
-        """Return what says how the optimizer is now, and how its work is divided."""
-        divided = lru_cache(maxsize=1)(partial(self._partition, mesh))
-        return lambda: divided(source.now())
-
-    def _partition(self, mesh: Mesh, opt: Optimizer) -> Partitioned:
-        plugin = self.plugin
-        if plugin.precision == "fp16" and opt.loss_scale is None:
-            opt = loss_scaled(opt)
-        axes = plugin.pieces(mesh)
-        return partition_optimizer(opt, mesh=mesh, axis=axes or mesh.axis_names, stage=plugin.zero() if axes else 0)
-
     def backward(self, loss: Tensor, optimizer: BoostedOptimizer) -> None:
         """Take the gradient of a loss that is a mean over this device's samples."""
-        _boosted(optimizer).backward(loss, sync=self._sync)
+        boosted(optimizer).backward(loss, sync=self._sync)
 
     @contextmanager
     def no_sync(self, model: Any = None, optimizer: Any = None) -> Generator[None]:
@@ -173,11 +123,11 @@ class Booster:
 
     def clip_grad_norm(self, optimizer: BoostedOptimizer, max_norm: float) -> Tensor:
         """Shrink the gradients so that the norm of all of them is at most `max_norm`; return what it was."""
-        return _boosted(optimizer).clip_grad_by_norm(max_norm)
+        return boosted(optimizer).clip_grad_by_norm(max_norm)
 
     def clip_grad_value(self, optimizer: BoostedOptimizer, clip_value: float) -> None:
         """Keep each element of the gradients between -clip_value and clip_value."""
-        _boosted(optimizer).clip_grad_by_value(clip_value)
+        boosted(optimizer).clip_grad_by_value(clip_value)
 
     def prepare_dataloader(
         self,
@@ -192,12 +142,13 @@ class Booster:
     ) -> Loader:
         """Return the batches of a dataset, `batch_size` samples on all devices together: see `Loader`."""
         own: Any = {"shuffle": shuffle, "seed": seed, "drop_last": drop_last, "pin_memory": pin_memory}
-        return Loader(dataset, batch_size, **self._cut(self.plugin.laid_on()), **own, num_workers=num_workers, **kwargs)
+        return Loader(
+            dataset, batch_size, **self._cut(self.plugin.arranged()), **own, num_workers=num_workers, **kwargs
+        )
 
-    def _cut(self, mesh: Mesh) -> dict[str, Any]:
+    def _cut(self, how: Arrangement) -> dict[str, Any]:
         """Return how a loader's batches are cut: stages are given whole ones, which their step cuts."""
-        axes = () if self.plugin.in_stages() else self.plugin.axes(mesh)
-        return {"mesh": mesh, "axes": axes, "notice": self._notice}
+        return {"mesh": how.mesh, "axes": how.axes if how.cut is None else (), "notice": self._notice}
 
     def _notice(self, samples: int) -> None:
         for model in self._models:
@@ -222,59 +173,19 @@ class Booster:
             return_loss: whether the loss of the whole batch is returned, on every device.
             return_outputs: whether that is returned too, for every sample, what the last stage makes of it.
         """
-        if not isinstance(model.learner, InStages):
-            raise ModuleError(
-                "execute_pipeline: this model is not cut into stages. Call it: loss = criterion(model(inputs), labels)."
-            )
-        if optimizer is None and torch.is_grad_enabled():
-            raise ModuleError(
-                "execute_pipeline: without an optimizer nobody takes gradients: call it in torch.no_grad()."
-            )
-        scale = _boosted(optimizer).scale if torch.is_grad_enabled() else 1.0
-        value = model.learner.run(criterion, next(data_iter), scale=scale, outputs=return_outputs)
-        outputs = unshard(value.aux) if return_outputs else None
-        return {"loss": value.loss if return_loss else None, "outputs": outputs}
+        loss, outputs = model.run_stages(criterion, data_iter, optimizer, return_outputs)
+        return {"loss": loss if return_loss else None, "outputs": outputs}
 
     # -- the functional form ------------------------------------------------------------------------------------------
 
     def init(self, model: nn.Module, optimizer: Any, criterion: Callable[..., Tensor] | None = None) -> State:
-        """Return the state to begin with, and remember the step, whose loss is `loss_of` a batch."""
-        plugin, mesh = self.plugin, self.plugin.laid_on()
-        if plugin.in_stages():
-            raise LayoutError(
-                "init: for a model in stages write fs.train_step(stages, opt, schedule=...), which is its functional form, or "
-                "boost it and call execute_pipeline."
-            )
-        axes = plugin.axes(mesh)
+        """Return the state to begin with, and remember the step: see `loss_of`."""
         source = followed(optimizer, dict(model.named_parameters()), "init")
-        opts, (apply, params, buffers) = self._divided(mesh, source), self._pure(model, skeleton(model), axes)
-
-        params = shard_params(source.trained(params), plugin.rules(mesh), mesh=mesh)
-
-        @lru_cache(maxsize=1)
-        def train(opt: Any) -> Callable[..., Any]:
-            options: Any = {**plugin.gradient(), "has_buffers": True}
-            return train_step(loss_of(apply, criterion), opt, mesh=mesh, batch=P(axes), donate=True, **options)
-
-        def step(state: State, batch: Any) -> tuple[State, Metrics]:
-            *after, metrics = train(opts())(*state, batch)
-            return State(*after), metrics
-
-        self._step = step
-        return State(params, opts().init(params), buffers)
+        state, self._step = self.plugin.arranged().functional(model, source, criterion)
+        return state
 
     def step(self, state: State, batch: Any) -> tuple[State, Metrics]:
         """Take a step on a batch, which is that of all devices; the state that is given is used up."""
         if self._step is None:
             raise ModuleError("step comes after state = booster.init(model, optimizer, criterion).")
         return self._step(state, batch)
-
-
-def _boosted(optimizer: Any) -> BoostedOptimizer:
-    """Return an optimizer that `boost` has returned; raise if it is another."""
-    if not isinstance(optimizer, BoostedOptimizer):
-        raise OptimizerError(
-            f"{type(optimizer).__name__} is no optimizer that boost has returned. Write "
-            "model, optimizer, *_ = booster.boost(model, optimizer), and give that one."
-        )
-    return optimizer

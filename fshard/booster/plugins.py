@@ -11,7 +11,7 @@ HybridParallelPlugin     those of a stage on its devices, and along the other ax
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, Literal, cast, get_args
 
@@ -23,11 +23,12 @@ from fshard.mesh.make import make_mesh
 from fshard.mesh.mesh import Mesh
 from fshard.mesh.runtimes.process import processes
 from fshard.mesh.scope import here
-from fshard.mesh.spec import P
 from fshard.optim.partition import Stage
 from fshard.pipeline.builders import pipeline_schedule
 from fshard.pipeline.schedule import Schedule
 from fshard.pipeline.stages import Balance, split_stages
+from fshard.transforms.arrangement import Arrangement
+from fshard.transforms.complaints import not_among, not_whole
 from fshard.transforms.rules import fsdp
 from fshard.transforms.stage_functions import How
 from fshard.transforms.step import Precision
@@ -74,11 +75,8 @@ class Plugin:
 
     def complaints(self) -> list[str]:
         """Return all that is wrong with what was given."""
-        wrong: list[str] = []
-        if self.precision not in (None, "bf16", "fp16"):
-            wrong.append(f'precision is "bf16", "fp16" or None, not {self.precision!r}')
-        if self.unused not in get_args(Unused):
-            wrong.append(f'unused is "skip" or "zero", not {self.unused!r}')
+        wrong = not_among(("bf16", "fp16", None), precision=self.precision)
+        wrong += not_among(get_args(Unused), unused=self.unused)
         if self.mesh is not None and not isinstance(self.mesh, Mesh):  # pyright: ignore[reportUnnecessaryIsInstance]
             wrong.append(f"mesh= takes a mesh, not {type(self.mesh).__name__}: fs.make_mesh(...)")
         elif self.mesh is not None and self.axis is not None:
@@ -88,10 +86,7 @@ class Plugin:
         wrong += [f"options has {name!r}; it may have {', '.join(sorted(known))}" for name in strange]
         if self.reproducible and self.sync_batchnorm:
             wrong.append("reproducible=True computes slices by themselves, sync_batchnorm=True all devices together")
-        for name, least in (("slices", 1), ("seed", 0)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                wrong.append(f"{name} is a whole number from {least} on, not {value!r}")
+        wrong += not_whole(1, slices=self.slices) + not_whole(0, seed=self.seed)
         if self.mesh is not None and not wrong and self.reproducible:
             parts = prod(self.mesh.shape[axis] for axis in self.axes(self.mesh))
             own, left = divmod(self.slices, parts)
@@ -117,30 +112,26 @@ class Plugin:
         """Return the axes along which the batch is cut."""
         return mesh.axis_names if self.axis is None else mesh.check_axes(self.axis, "axis=")
 
-    def rules(self, mesh: Mesh) -> Any:
-        """Return how parameters lie at rest."""
-        return P()
-
-    def pieces(self, mesh: Mesh) -> tuple[str, ...]:
-        """Return the axes along which state is divided."""
-        return self.axes(mesh)
-
-    def gradient(self) -> dict[str, Any]:
-        """Return the options of the gradient."""
-        compute = {"bf16": torch.bfloat16, "fp16": torch.float16, None: None}[self.precision]
-        reduce = torch.float32 if self.precision == "fp16" else None
-        slices = self.slices if self.reproducible else None
-        own = {"compute": compute, "reduce": reduce, "reproducible": self.reproducible, "slices": slices}
-        return {**own, "reduce_once": self.zero() < 2, **self.options}
-
-    def stages_of(self, model: nn.Module) -> Sequence[nn.Module]:
-        """Return the stages of a model."""
-        return [model]
-
-    def staged(self) -> dict[str, Any]:
-        """Return the options of the gradient of stages."""
-        given = self.gradient()
-        return {name: given[name] for name in ("compute", "reduce", "reproducible", *self.options)}
+    def arranged(self, mesh: Mesh | None = None) -> Arrangement:
+        """Return how all lies on a mesh; None: that of `laid_on`."""
+        mesh = mesh or self.laid_on()
+        options = {
+            "compute": {"bf16": torch.bfloat16, "fp16": torch.float16, None: None}[self.precision],
+            "reduce": torch.float32 if self.precision == "fp16" else None,
+            "reproducible": self.reproducible,
+            "slices": self.slices if self.reproducible else None,
+            "reduce_once": self.zero() < 2,
+        }
+        return Arrangement(
+            mesh=mesh,
+            axes=self.axes(mesh),
+            stage=self.zero(),
+            pieces=self.axes(mesh),
+            scaled=self.precision == "fp16",
+            sync_batchnorm=self.sync_batchnorm,
+            seed=self.seed,
+            options={**options, **self.options},
+        )
 
 
 def _complaints(asked: Callable[[Any], Any], given: Any) -> list[str]:
@@ -175,10 +166,8 @@ class ZeroPlugin(Plugin):
 
     def complaints(self) -> list[str]:
         """Return all that is wrong with what was given."""
-        wrong = super().complaints()
-        if self.stage not in (1, 2) or isinstance(self.stage, bool):
-            wrong.append(f"stage is 1 or 2, not {self.stage!r}: stage 0 is DDPPlugin, stage 3 FSDPPlugin")
-        return wrong
+        unfit = not_among((1, 2), stage=self.stage)
+        return [*super().complaints(), *(f"{one}: stage 0 is DDPPlugin, stage 3 FSDPPlugin" for one in unfit)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,13 +206,12 @@ class FSDPPlugin(Plugin):
         """Return the axes along which parameters and state are cut."""
         return self.axes(mesh) if self.shard_axis is None else mesh.check_axes(self.shard_axis, "shard_axis=")
 
-    def rules(self, mesh: Mesh) -> Any:
-        """Return how parameters lie at rest."""
-        return fsdp(self.pieces(mesh), unit=self.unit)
-
-    def gradient(self) -> dict[str, Any]:
-        """Return the options of the gradient."""
-        return {**super().gradient(), "reshard_after_forward": self.reshard_after_forward}
+    def arranged(self, mesh: Mesh | None = None) -> Arrangement:
+        """Return how all lies on a mesh; None: that of `laid_on`."""
+        how = super().arranged(mesh)
+        pieces = self.pieces(how.mesh)
+        options = {**how.options, "reshard_after_forward": self.reshard_after_forward}
+        return replace(how, pieces=pieces, rules=fsdp(pieces, unit=self.unit), options=options)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -265,11 +253,10 @@ class HybridParallelPlugin(Plugin):
     def complaints(self) -> list[str]:
         """Return all that is wrong with what was given."""
         wrong = super().complaints()
-        if self.zero_stage not in get_args(Stage) or isinstance(self.zero_stage, bool):
-            wrong.append(f"zero_stage is 0, 1, 2 or 3, not {self.zero_stage!r}")
-        if not isinstance(self.pipeline, int) or isinstance(self.pipeline, bool) or self.pipeline < 1:
-            return [*wrong, f"pipeline is a whole number from 1 on, not {self.pipeline!r}"]
-        if self.mesh is not None and self.mesh.shape.get(self.pipeline_axis, 1) != self.pipeline:
+        wrong += not_among(get_args(Stage), zero_stage=self.zero_stage)
+        if unfit := not_whole(1, pipeline=self.pipeline):
+            return wrong + unfit
+        if isinstance(self.mesh, Mesh) and self.mesh.shape.get(self.pipeline_axis, 1) != self.pipeline:
             found = self.mesh.shape.get(self.pipeline_axis)
             wrong.append(
                 f'pipeline={self.pipeline}, but "{self.pipeline_axis}" of {self.mesh} has {found or "no"} devices'
@@ -307,16 +294,18 @@ class HybridParallelPlugin(Plugin):
         chosen = super().axes(mesh)
         return tuple(axis for axis in chosen if axis != self.pipeline_axis)
 
-    def rules(self, mesh: Mesh) -> Any:
-        """Return how parameters lie at rest."""
-        return fsdp(self.pieces(mesh)) if self.zero_stage == 3 and self.pieces(mesh) else P()
+    def arranged(self, mesh: Mesh | None = None) -> Arrangement:
+        """Return how all lies on a mesh; None: that of `laid_on`."""
+        how = super().arranged(mesh)
+        if self.zero_stage == 3 and how.axes:
+            how = replace(how, rules=fsdp(how.axes))
+        if not self.in_stages():
+            return how
+        of_both = {name: how.options[name] for name in ("compute", "reduce", "reproducible", *self.options)}
+        own = {"schedule": self.plan(), "axis": self.pipeline_axis, "recompute": self.recompute}
+        return replace(how, cut=self.stages_of, options={**of_both, **own})
 
     def stages_of(self, model: nn.Module) -> Sequence[nn.Module]:
         """Return the stages of a model."""
         count, layers = len(self.plan().placement), cast(Any, model)
         return split_stages(layers, count, self.balance, sample=self.sample, blocks=cast(Any, self.blocks))
-
-    def staged(self) -> dict[str, Any]:
-        """Return the options of the gradient of stages."""
-        own = {"schedule": self.plan(), "axis": self.pipeline_axis, "recompute": self.recompute}
-        return {**super().staged(), **own}

@@ -57,7 +57,7 @@ class InStages(Learner):
     ) -> None:
         lay = options.get("gradients") or as_they_lie
         super().__init__(params, buffers, mesh, lay, reproducible=options.get("reproducible", False))
-        self._remembers = any(flatten(tree)[0] for tree in buffers)
+        self._remembers = remembers(buffers)
         cut = P(axes) if axes else P()
         self._options: dict[str, Any] = {"mesh": mesh, "batch": cut, "schedule": schedule, **options}
         self.stages, self._grads = stages, list[PyTree]()
@@ -80,25 +80,24 @@ class InStages(Learner):
         What is returned refers to none of the stages' own tensors.
         """
         where: dict[str, Any] = {"mesh": mesh, "schedule": schedule, "axis": axis}
-        params = shard_stages([trained(dict(stage.named_parameters())) for stage in stages], rules, **where)
-        buffers = shard_stages([dict(stage.named_buffers()) for stage in stages], **where)
-        return cls([skeleton(stage) for stage in stages], params, buffers, **where, **options)
+        return cls(*bare_stages(stages, rules, trained, **where), **where, **options)
 
     def whole(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Return the parameters and buffers of all stages by their names in the model."""
         params, buffers = unshard(self.params), unshard(self.buffers)
         return {k: x for tree in params for k, x in tree.items()}, {k: x for tree in buffers for k, x in tree.items()}
 
-    def _made(self, loss: Loss, outputs: bool, backward: bool) -> Runs:
+    def _made(self, loss: Loss | None, outputs: bool, backward: bool) -> Runs:
+        of_pair = loss_of_pair(loss)
+
         def both(y: Any, microbatch: Any) -> Any:
-            pair = isinstance(microbatch, tuple | list) and len(microbatch) == 2
-            found = loss(y, microbatch[1] if pair else microbatch)
+            found = of_pair(y, microbatch)
             return (found, y) if outputs else found
 
         how: dict[str, Any] = {**self._options, "loss": both, "has_aux": outputs, "has_buffers": self._remembers}
         return gradient_of("execute_pipeline", self.stages, backward=backward, **how)
 
-    def run(self, loss: Loss, batch: PyTree, *, scale: float = 1.0, outputs: bool = False) -> Value:
+    def run(self, loss: Loss | None, batch: PyTree, *, scale: float = 1.0, outputs: bool = False) -> Value:
         """Run the schedule on a batch, and keep the gradients of `scale` times the loss; without grad mode, forwards alone.
 
         With `outputs`, what the last stage makes of all samples comes back beside the loss.
@@ -125,6 +124,32 @@ class InStages(Learner):
     def forget(self) -> None:
         """Drop all gradients since the last step."""
         self._grads = []
+
+
+def bare_stages(
+    stages: Sequence[nn.Module], rules: Any, trained: Callable[[Mapping[str, Tensor]], PyTree], **where: Any
+) -> tuple[list[nn.Module], Sequence[PyTree], Sequence[PyTree]]:
+    """Return the structure of stages, and their parameters and buffers as they lie."""
+    params = shard_stages([trained(dict(stage.named_parameters())) for stage in stages], rules, **where)
+    buffers = shard_stages([dict(stage.named_buffers()) for stage in stages], **where)
+    return [skeleton(stage) for stage in stages], params, buffers
+
+
+def remembers(buffers: Sequence[PyTree]) -> bool:
+    """Return whether any stage has buffers."""
+    return any(flatten(tree)[0] for tree in buffers)
+
+
+def loss_of_pair(criterion: Loss | None) -> Loss:
+    """Return the loss of what the last stage makes and a microbatch; without a criterion the last stage returns it."""
+
+    def loss(y: Any, microbatch: Any) -> Tensor:
+        if criterion is None:
+            return y.loss
+        pair = isinstance(microbatch, tuple | list) and len(microbatch) == 2
+        return criterion(y, microbatch[1] if pair else microbatch)
+
+    return loss
 
 
 def _sum(given: Sequence[Sharded]) -> Sharded | None:

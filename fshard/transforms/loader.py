@@ -21,6 +21,7 @@ from fshard.errors import LayoutError
 from fshard.mesh.mesh import Mesh
 from fshard.mesh.spmd import device_of
 from fshard.transforms.batch import Cut
+from fshard.transforms.complaints import not_whole
 
 Notice = Callable[[int], None]
 _OPTIONS = frozenset(signature(DataLoader.__init__).parameters)
@@ -51,9 +52,7 @@ class Loader:
         wrong = (
             [] if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") else ["the dataset has no indices"]
         )
-        wrong += [f"batch_size is a whole number from 1 on, not {batch_size!r}"] * (
-            not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1
-        )
+        wrong += not_whole(1, batch_size=batch_size)
         wrong += [f"{name}= is decided here" for name in ("sampler", "batch_sampler", "generator") if options.get(name)]
         wrong += [f"torch's DataLoader has no option {name}" for name in options if name not in _OPTIONS]
         if wrong:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fshard.errors import ModuleError
+from fshard.transforms.complaints import not_among, not_whole
 
 Bias = Literal["none", "all", "lora_only"]
 
@@ -45,13 +46,9 @@ class LoraConfig:
     bias: Bias = "none"
 
     def __post_init__(self) -> None:
-        wrong: list[str] = []
-        if not isinstance(self.r, int) or isinstance(self.r, bool) or self.r < 1:
-            wrong.append(f"r is a whole number from 1 on, not {self.r!r}")
+        wrong = not_whole(1, r=self.r) + not_among(get_args(Bias), bias=self.bias)
         if not 0 <= self.lora_dropout < 1:
             wrong.append(f"lora_dropout is at least 0 and less than 1, not {self.lora_dropout!r}")
-        if self.bias not in get_args(Bias):
-            wrong.append(f'bias is "none", "all" or "lora_only", not {self.bias!r}')
         if isinstance(self.modules_to_save, str):
             wrong.append(f"modules_to_save is a list of names, not {self.modules_to_save!r}")
         if wrong:

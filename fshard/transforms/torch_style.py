@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from fshard.errors import ModuleError, OptimizerError
+from fshard.mesh.placing import unshard
 from fshard.mesh.tree import PyTree
 from fshard.optim.chain import clip_by_global_norm, clip_by_value
 from fshard.optim.norms import global_norm
@@ -44,6 +46,26 @@ class Model(nn.Module):
         for stage in self.learner.stages if isinstance(self.learner, InStages) else ():
             stage.train(mode)
         return self
+
+    def run_stages(
+        self,
+        criterion: Callable[..., Tensor] | None,
+        batches: Iterator[Any],
+        optimizer: BoostedOptimizer | None,
+        outputs: bool,
+    ) -> tuple[Tensor, Any]:
+        """Run a schedule on the next batch; return its loss and, if wanted, what the last stage makes of each sample."""
+        if not isinstance(self.learner, InStages):
+            raise ModuleError(
+                "execute_pipeline: this model is not cut into stages. Call it: loss = criterion(model(inputs), labels)."
+            )
+        if optimizer is None and torch.is_grad_enabled():
+            raise ModuleError(
+                "execute_pipeline: without an optimizer nobody takes gradients: call it in torch.no_grad()."
+            )
+        scale = boosted(optimizer).scale if torch.is_grad_enabled() else 1.0
+        value = self.learner.run(criterion, next(batches), scale=scale, outputs=outputs)
+        return value.loss, unshard(value.aux) if outputs else None
 
     def unwrap(self) -> nn.Module:
         """Return a copy of the model by itself, with whole parameters; all devices have to call it."""
@@ -116,18 +138,11 @@ class BoostedOptimizer:
         self._learner.forget()
 
 
-def loss_of(apply: Callable[..., Any], criterion: Callable[..., Tensor] | None) -> Callable[..., tuple[Tensor, PyTree]]:
-    """Return the loss of a batch (inputs, labels), as a function of parameters, buffers and it, that also returns buffers.
-
-    Without a criterion a batch is a dict of arguments, and the model returns its loss, as those of transformers do.
-    """
-
-    def loss_fn(params: PyTree, buffers: PyTree, batch: Any) -> tuple[Tensor, PyTree]:
-        if criterion is None:
-            output, after = apply(params, buffers, **batch)
-            return output.loss, after
-        inputs, labels = batch
-        output, after = apply(params, buffers, inputs)
-        return criterion(output, labels), after
-
-    return loss_fn
+def boosted(optimizer: Any) -> BoostedOptimizer:
+    """Return an optimizer that `boost` has returned; raise if it is another."""
+    if not isinstance(optimizer, BoostedOptimizer):
+        raise OptimizerError(
+            f"{type(optimizer).__name__} is no optimizer that boost has returned. Write "
+            "model, optimizer, *_ = booster.boost(model, optimizer), and give that one."
+        )
+    return optimizer

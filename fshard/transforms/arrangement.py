@@ -1,0 +1,141 @@
+"""An arrangement: how a model, its optimizer and its batches lie, and in what way they are trained.  A plugin decides it.
+
+                     ┌─ learner(model)       which a torch-style loop calls and goes back through by hand
+Arrangement, model ──┤
+                     └─ functional(model)    a state, and the step that takes it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from fshard.mesh.mesh import Mesh
+from fshard.mesh.spec import P
+from fshard.mesh.tree import PyTree
+from fshard.optim.contract import Optimizer
+from fshard.optim.following import NOTHING, Followed
+from fshard.optim.partition import Partitioned, Stage, partition_optimizer
+from fshard.optim.scaling import loss_scaled
+from fshard.transforms.by_hand import ByHand
+from fshard.transforms.functionalize import functionalize
+from fshard.transforms.in_stages import InStages, bare_stages, loss_of_pair, remembers
+from fshard.transforms.rules import shard_params
+from fshard.transforms.skeleton import skeleton
+from fshard.transforms.step import Metrics, train_step
+
+Criterion = Callable[..., Tensor]
+
+
+class State(NamedTuple):
+    """What a functional step takes and returns: parameters, the optimizer's state and buffers, as they lie."""
+
+    params: PyTree
+    optimizer: PyTree
+    buffers: PyTree
+
+
+Step = Callable[[State, Any], tuple[State, Metrics]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arrangement:
+    """How all lies on a mesh.
+
+    Args:
+        mesh: the devices.
+        axes: along which a batch is cut.
+        rules: how parameters lie at rest.
+        stage: of ZeRO.
+        pieces: the axes along which it divides; none: it divides nothing.
+        scaled: losses are multiplied, for gradients in 16 bits.
+        sync_batchnorm: BatchNorm takes mean and variance over all devices.
+        seed: of random draws in the model.
+        cut: into which stages a model is cut; None: it is not.
+        options: further ones of `value_and_grad`, with a schedule and its axis if there are stages.
+    """
+
+    mesh: Mesh
+    axes: tuple[str, ...]
+    rules: Any = field(default_factory=P)
+    stage: Stage = 0
+    pieces: tuple[str, ...] = ()
+    scaled: bool = False
+    sync_batchnorm: bool = False
+    seed: int = 0
+    cut: Callable[[nn.Module], Sequence[nn.Module]] | None = None
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    def partition(self, opt: Optimizer) -> Partitioned:
+        """Return an optimizer whose work is divided."""
+        opt = loss_scaled(opt) if self.scaled and opt.loss_scale is None else opt
+        axes = self.pieces or self.mesh.axis_names
+        return partition_optimizer(opt, mesh=self.mesh, axis=axes, stage=self.stage if self.pieces else 0)
+
+    def divided(self, source: Followed) -> Callable[[], Partitioned]:
+        """Return what says how an optimizer is now, and how its work is divided."""
+        divided = lru_cache(maxsize=1)(self.partition)
+        return lambda: divided(source.now())
+
+    def learner(self, model: nn.Module, bare: nn.Module, source: Followed) -> ByHand | InStages:
+        """Return what a loop calls for a model; `bare` is its skeleton.  It keeps none of the model's tensors."""
+        lay = self.partition(NOTHING).gradients
+        how: Any = {"mesh": self.mesh, "axes": self.axes, "gradients": lay, **self.options}
+        if self.cut is not None:
+            return InStages.of(self.cut(model), self.rules, source.trained, **how)
+        return ByHand(*self._pure(model, bare, source), seed=self.seed, **how)
+
+    def functional(self, model: nn.Module, source: Followed, criterion: Criterion | None) -> tuple[State, Step]:
+        """Return the state to begin with, and the step that takes it: see `loss_of`."""
+        if self.cut is None:
+            apply, params, buffers = self._pure(model, skeleton(model), source)
+            loss, own = loss_of(apply, criterion), {"has_buffers": True}
+        else:
+            where = {"mesh": self.mesh, "schedule": self.options["schedule"], "axis": self.options["axis"]}
+            loss, params, buffers = bare_stages(self.cut(model), self.rules, source.trained, **where)
+            own = {"loss": loss_of_pair(criterion), "has_buffers": remembers(buffers)}
+        opts = self.divided(source)
+        how: Any = {
+            "mesh": self.mesh,
+            "batch": P(self.axes) if self.axes else P(),
+            "donate": True,
+            **own,
+            **self.options,
+        }
+        train = lru_cache(maxsize=1)(lambda opt: train_step(loss, opt, **how))
+
+        def step(state: State, batch: Any) -> tuple[State, Metrics]:
+            if how["has_buffers"]:
+                *after, metrics = train(opts())(*state, batch)
+            else:
+                *after, metrics = train(opts())(state.params, state.optimizer, batch)
+            return State(*after, *state[len(after) :]), metrics
+
+        return State(params, opts().init(params), buffers), step
+
+    def _pure(self, model: nn.Module, bare: nn.Module, source: Followed) -> tuple[Any, Any, Any]:
+        """Return a model as a function, which keeps none of its tensors, its parameters as they lie, and its buffers."""
+        apply, _, _ = functionalize(bare, sync_batchnorm=self.axes if self.sync_batchnorm else None)
+        _, params, buffers = functionalize(model)
+        return apply, shard_params(source.trained(params), self.rules, mesh=self.mesh), buffers
+
+
+def loss_of(apply: Callable[..., Any], criterion: Criterion | None) -> Callable[..., tuple[Tensor, PyTree]]:
+    """Return the loss of a batch (inputs, labels), as a function of parameters, buffers and it, that also returns buffers.
+
+    Without a criterion a batch is a dict of arguments, and the model returns its loss, as those of transformers do.
+    """
+
+    def loss_fn(params: PyTree, buffers: PyTree, batch: Any) -> tuple[Tensor, PyTree]:
+        if criterion is None:
+            output, after = apply(params, buffers, **batch)
+            return output.loss, after
+        inputs, labels = batch
+        output, after = apply(params, buffers, inputs)
+        return criterion(output, labels), after
+
+    return loss_fn
