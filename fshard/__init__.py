@@ -52,6 +52,7 @@ from fshard.mesh.mesh import Mesh
 from fshard.mesh.messages import recv, send
 from fshard.mesh.placing import device_put, layouts, reshard, unshard
 from fshard.mesh.run import run
+from fshard.mesh.runtimes.together import process_count, process_index
 from fshard.mesh.shard_map import shard_map
 from fshard.mesh.sharded import Sharded, from_local, typeof
 from fshard.mesh.spec import P
@@ -152,6 +153,8 @@ __all__ = [
     "pmean",
     "pmin",
     "ppermute",
+    "process_count",
+    "process_index",
     "psum",
     "psum_scatter",
     "pvary",
