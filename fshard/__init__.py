@@ -29,6 +29,7 @@ from fshard.errors import (
 )
 from fshard.explore.picture import Picture, picture, visualize
 from fshard.explore.treescope_records import treescope_sharding, use_treescope
+from fshard.launching.launch import launch
 from fshard.mesh.calls import Handle
 from fshard.mesh.collectives import (
     all_gather,
@@ -138,6 +139,7 @@ __all__ = [
     "grad",
     "init_params",
     "keyed_random",
+    "launch",
     "layouts",
     "lazy",
     "ledger",
