@@ -29,6 +29,7 @@ from fshard.errors import (
 )
 from fshard.explore.picture import Picture, picture, visualize
 from fshard.explore.treescope_records import treescope_sharding, use_treescope
+from fshard.launching.launch import launch
 from fshard.mesh.calls import Handle
 from fshard.mesh.collectives import (
     all_gather,
@@ -52,6 +53,7 @@ from fshard.mesh.mesh import Mesh
 from fshard.mesh.messages import recv, send
 from fshard.mesh.placing import device_put, layouts, reshard, unshard
 from fshard.mesh.run import run
+from fshard.mesh.runtimes.together import process_count, process_index
 from fshard.mesh.shard_map import shard_map
 from fshard.mesh.sharded import Sharded, from_local, typeof
 from fshard.mesh.spec import P
@@ -139,6 +141,7 @@ __all__ = [
     "grad",
     "init_params",
     "keyed_random",
+    "launch",
     "layouts",
     "lazy",
     "ledger",
@@ -156,6 +159,8 @@ __all__ = [
     "pmean",
     "pmin",
     "ppermute",
+    "process_count",
+    "process_index",
     "psum",
     "psum_scatter",
     "pvary",

@@ -28,10 +28,15 @@ MAY_IMPORT = {
     "pipeline": GROUND | {"mesh"},
     "booster": GROUND | {"mesh", "transforms", "optim", "pipeline"},
     "checkpoint": GROUND | {"mesh", "transforms", "optim", "pipeline"},
+    "launching": GROUND | {"mesh"},
     "explore": GROUND | {"mesh", "transforms", "optim", "pipeline"},
     "report": GROUND | {"mesh"},
-    "testing": GROUND | {"mesh", "transforms", "optim", "pipeline", "fshard"},  # it tests what users see
-    "fshard": GROUND | {"mesh", "transforms", "optim", "pipeline", "booster", "checkpoint", "explore", "report"},
+    "testing": GROUND | {"mesh", "launching", "transforms", "optim", "pipeline", "fshard"},  # it tests what users see
+    "doctor": GROUND | {"mesh", "launching", "testing", "fshard"},
+    "command": {"launching", "doctor"},  # the command line, `fshard run` and `fshard doctor`
+    "__main__": {"command"},
+    "fshard": GROUND
+    | {"mesh", "launching", "transforms", "optim", "pipeline", "booster", "checkpoint", "explore", "report"},
 }
 
 

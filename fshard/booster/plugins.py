@@ -21,7 +21,7 @@ from torch import nn
 from fshard.errors import FshardError, LayoutError
 from fshard.mesh.make import make_mesh
 from fshard.mesh.mesh import Mesh
-from fshard.mesh.runtimes.process import processes
+from fshard.mesh.runtimes.together import process_count
 from fshard.mesh.scope import here
 from fshard.optim.partition import Stage
 from fshard.pipeline.builders import pipeline_schedule
@@ -106,7 +106,7 @@ class Plugin:
         """Return the mesh: that which was given, that of `fs.run`, or all processes."""
         if self.mesh is not None:
             return self.mesh
-        return scope.mesh if (scope := here()) is not None else make_mesh({"data": processes()})
+        return scope.mesh if (scope := here()) is not None else make_mesh({"data": process_count()})
 
     def axes(self, mesh: Mesh) -> tuple[str, ...]:
         """Return the axes along which the batch is cut."""
@@ -282,7 +282,7 @@ class HybridParallelPlugin(Plugin):
         if self.mesh is not None:
             return self.mesh
         scope = here()
-        count = scope.mesh.root_size if scope is not None else processes()
+        count = scope.mesh.root_size if scope is not None else process_count()
         if count % self.pipeline:
             raise LayoutError(
                 f"HybridParallelPlugin: pipeline={self.pipeline} does not divide the {count} devices there are."

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fshard.errors import MeshError
 from fshard.mesh.mesh import Mesh, Runtime, refuse_no_mesh
 from fshard.mesh.runtimes import process
+from fshard.mesh.runtimes.together import launched
 from fshard.mesh.scope import here
 
 
@@ -29,7 +30,8 @@ def make_mesh(
     Args:
         axes: {"name": size, ...}.
         runtime: "virtual" (devices are threads of this process), "process" (devices are processes, over gloo or NCCL) or
-            "abstract" (shapes only).  By default: process under torchrun, else virtual; inside `fs.run`, the run's own.
+            "abstract" (shapes only).  By default: process under torchrun, srun, mpirun and `fs.launch`, else virtual; inside
+            `fs.run`, the run's own.
         device: "cpu" or "cuda".  By default: "cuda" on a process mesh if there are GPUs, else torch's default device.
         timeout: seconds after which a collective between processes is given up (process meshes; by default 600, or
             what the environment variable FSHARD_TIMEOUT says).
@@ -40,7 +42,7 @@ def make_mesh(
     pairs = _pairs(axes)
     scope = here()
     if runtime is None:
-        runtime = scope.mesh.runtime if scope else "process" if process.under_torchrun() else "virtual"
+        runtime = scope.mesh.runtime if scope else "process" if launched() else "virtual"
     mesh = Mesh(pairs, runtime, _device_type(runtime, device.type if isinstance(device, torch.device) else device))
     if timeout is not None and runtime != "process":
         raise MeshError(f"timeout={timeout} has no meaning on {mesh}: only processes can be waited for in vain.")

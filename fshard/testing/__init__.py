@@ -2,7 +2,7 @@
 
 oracles       what every collective means, on a plain list of tensors
 conformance   every collective × dtype × axes held to its oracle: `check_runtime(mesh)`, on any runtime
-cases         what is tried there: the whole table, and a hypothesis strategy for any case
+cases         what is tried there: the whole table; `drawn` has a hypothesis strategy for any case
 processes     a function in real processes: `run_processes(fn, n)`
 strategies    meshes, layouts, tensors and trees for hypothesis
 models        parameters with all that makes trees awkward, for hypothesis too, and a loss that uses some of them

@@ -13,7 +13,6 @@ Every pytest loads this module where fshard is installed, so it imports what it 
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -71,8 +70,10 @@ def _axes(node: pytest.Item) -> dict[str, int]:
 
 
 def _is_one_of_many() -> bool:
-    """Return whether this pytest is one of several, started here or by torchrun."""
-    return {"RANK", "WORLD_SIZE"} <= os.environ.keys()
+    """Return whether this pytest is one of several, started here, by torchrun, srun or mpirun."""
+    from fshard.mesh.runtimes.together import launched
+
+    return launched()
 
 
 # -- in the pytest that the user started ------------------------------------------------------------------------

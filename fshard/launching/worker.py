@@ -1,7 +1,8 @@
-"""One process of `processes.Processes`: how it is started, what it does, what it reports.
+"""One process of `pool.Processes`: how it is started, what it does, what it reports.
 
-The parent holds a `Worker`: the process, a pipe to it, and the file that its stderr goes to.  The process takes tasks
-from the pipe, answers each with a `Report`, and ends with the pipe, or with its parent.
+The parent holds a `Worker`: the process, a pipe to it, and either the file that its stderr goes to or the pipes through
+which all that it writes is shown.  The process takes tasks from the pipe, answers each with a `Report`, and ends with the
+pipe, or with its parent.
 """
 
 from __future__ import annotations
@@ -18,18 +19,22 @@ import tempfile
 import threading
 import time
 import traceback
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from fshard.errors import LostProcessError
+from fshard.errors import LostProcessError, MeshError
+from fshard.launching.shown import STREAMS, Shown, write_to
+from fshard.launching.travel import by_reference, by_value
 from fshard.mesh.runtimes import process
 from fshard.mesh.runtimes.running import LOST
 
@@ -39,12 +44,13 @@ GRACE = 5.0
 
 @dataclass(frozen=True)
 class Worker:
-    """One process, as the parent sees it.  What it writes to stderr goes into a file, read only if it fails."""
+    """One process, as the parent sees it.  Its stderr, or its stacks alone, go into a file, read only if it fails."""
 
     rank: int
     process: BaseProcess
     connection: Connection
     stderr: Path
+    shown: tuple[Shown, ...] = ()
 
     def noise(self, start: int) -> str:
         """Return what it has written since `start`."""
@@ -65,7 +71,7 @@ class Report:
     @property
     def followed(self) -> bool:
         """Whether it only lost the connection to a peer, which is what a failed one leaves behind."""
-        told = isinstance(self.error, RuntimeError) and any(word in str(self.error) for word in LOST)
+        told = isinstance(self.error, RuntimeError | MeshError) and any(word in str(self.error) for word in LOST)
         return told or isinstance(self.error, LostProcessError)
 
     def account(self, first: Report) -> str:
@@ -126,17 +132,42 @@ def stacks_of(workers: list[Worker], starts: list[int]) -> str:
 # -- in the process ---------------------------------------------------------------------------------------------
 
 
-def start(rank: int, variables: dict[str, str], *, fresh: bool) -> Worker:
-    """Start process `rank` with these environment variables."""
+def start(rank: int, variables: dict[str, str], *, fresh: bool, shown: bool, apart: bool) -> Worker:
+    """Start process `rank` with these environment variables.
+
+    Args:
+        rank: its number.
+        variables: they are set besides those of this process.
+        fresh: as a new interpreter, not as a copy of one.
+        shown: what it writes is shown here; it may have processes of its own, and is not ended with this one's main thread.
+        apart: it does not import this program's `__main__`: what it is sent of that is sent by value.
+    """
     context = _interpreters() if fresh else _copies()
     ours, theirs = context.Pipe()
     handle, stderr = tempfile.mkstemp(prefix="fshard-", suffix=".stderr")
     os.close(handle)
     environment = {**os.environ, **variables}
-    child = context.Process(target=_live, args=(rank, theirs, environment, stderr), daemon=True, name=f"process {rank}")
-    child.start()
-    theirs.close()
-    return Worker(rank, child, ours, Path(stderr))
+    pipes = [context.Pipe(duplex=False) for _ in (STREAMS if shown else ())]
+    ends = [write for _, write in pipes]
+    setup = (rank, theirs, environment, stderr, ends, apart)
+    child = context.Process(target=_live, args=setup, daemon=not shown, name=f"process {rank}")
+    with _no_main() if apart else contextlib.nullcontext():
+        child.start()
+    for end in (theirs, *ends):
+        end.close()
+    shows = tuple(Shown(read, stream) for (read, _), stream in zip(pipes, STREAMS, strict=False))
+    return Worker(rank, child, ours, Path(stderr), shows)
+
+
+@contextlib.contextmanager
+def _no_main() -> Generator[None]:
+    """Let multiprocessing find a `__main__` that has no file: it would run the script once more in every process."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
 
 
 def _interpreters() -> SpawnContext:
@@ -155,15 +186,17 @@ def _copies() -> ForkServerContext | SpawnContext:
     return context
 
 
-def _live(rank: int, connection: Connection, environment: dict[str, str], stderr: str) -> None:
+def _live(
+    rank: int, connection: Connection, environment: dict[str, str], stderr: str, outputs: list[Connection], apart: bool
+) -> None:
     """Be process `rank`: take tasks until the parent closes the connection."""
     os.environ.clear()  # a copy has those that its model was started with
     os.environ.update(environment)
     torch.default_generator.seed()  # and it draws as it did
     np.random.seed()
     gc.freeze()  # what has been imported lives on: it need not be looked through
-    torch.set_num_threads(1)
-    _redirect(stderr)
+    torch.set_num_threads(int(environment["OMP_NUM_THREADS"].split(",")[0]))
+    _redirect(stderr, outputs)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends us
     threading.Thread(target=_die_with_parent, daemon=True).start()
     connection.send_bytes(pickle.dumps(Report(rank, time.monotonic())))
@@ -173,7 +206,7 @@ def _live(rank: int, connection: Connection, environment: dict[str, str], stderr
             if os.environ.get("MASTER_PORT") != str(port):  # somebody has failed or left
                 _leave(waiting=False)
                 os.environ["MASTER_PORT"] = str(port)
-            well = _do(rank, task, connection)
+            well = _do(rank, task, connection, by_value if apart else by_reference)
             if last or not well:
                 _leave(waiting=well)
     process.leave()
@@ -185,37 +218,49 @@ def _leave(*, waiting: bool) -> None:
     gc.collect()  # a group is closed with the last reference to it
 
 
-def _do(rank: int, task: bytes, connection: Connection) -> bool:
+def _do(rank: int, task: bytes, connection: Connection, packed: Callable[[Any], bytes]) -> bool:
     """Do one task and report; return whether it went well."""
     try:
         fn, args, kwargs = pickle.loads(task)
         result = fn(*args, **kwargs)
-        report = pickle.dumps(Report(rank, time.monotonic(), result, joined=dist.is_initialized()))
+        report = packed(Report(rank, time.monotonic(), result, joined=dist.is_initialized()))
     except BaseException as error:
         tail = error.__traceback__.tb_next if error.__traceback__ is not None else None
         told = traceback.TracebackException(type(error), error, tail)
         told.__notes__ = []  # they travel with the error
         trace = "".join(told.format())
-        connection.send_bytes(pickle.dumps(Report(rank, time.monotonic(), error=_portable(error), trace=trace)))
+        failed = Report(rank, time.monotonic(), error=_portable(error, packed), trace=trace)
+        _flush()
+        connection.send_bytes(packed(failed))
         return False
+    _flush()
     connection.send_bytes(report)
     return True
 
 
-def _portable(error: BaseException) -> BaseException:
+def _portable(error: BaseException, packed: Callable[[Any], bytes]) -> BaseException:
     """Return the error without its traceback, or a RuntimeError that says the same if it cannot travel."""
     with contextlib.suppress(Exception):
-        if type(pickle.loads(pickle.dumps(error))) is type(error):
+        if type(pickle.loads(packed(error))) is type(error):
             return error
     instead = RuntimeError(f"{type(error).__name__}: {error}")
     instead.__notes__ = [*getattr(error, "__notes__", [])]
     return instead
 
 
-def _redirect(stderr: str) -> None:
-    """Write stderr to a file, and stacks too, whatever `fn` does to stderr."""
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # it may be closed, or nobody may read it any more
+            stream.flush()
+
+
+def _redirect(stderr: str, outputs: list[Connection]) -> None:
+    """Write to these pipes, or stderr to a file; stacks go to the file, whatever `fn` does to stderr."""
     file = os.open(stderr, os.O_WRONLY | os.O_APPEND)
-    os.dup2(file, 2)
+    if outputs:
+        write_to(outputs)
+    else:
+        os.dup2(file, 2)
     faulthandler.enable(file)
     if hasattr(faulthandler, "register"):
         faulthandler.register(signal.SIGUSR1, file, all_threads=False)

@@ -1,0 +1,46 @@
+"""The command `fshard`, which is also `python -m fshard`.
+
+fshard run --processes 4 train.py     start a file in several processes (`fshard.launching.torchrun`)
+fshard doctor                         what is here, what it can do, and whether it does it right (`fshard.doctor`)
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+
+from fshard.doctor.visit import visit
+from fshard.errors import FshardError
+from fshard.launching.torchrun import run
+
+USAGE = """usage: fshard run [--processes N] [--nodes N --node-index I --address HOST:PORT] [--dry-run] [-m] FILE ...
+       fshard doctor [--processes N] [--device cpu|cuda] [--json]
+       fshard --version
+
+run      start a file in several processes, by torchrun (fshard run --help has all options)
+doctor   look at versions, devices, the speed between processes and every collective, and say whether all is well
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Do what the command line says; return the exit status."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        match words:
+            case ["run", *rest]:
+                run(rest)
+            case ["doctor", *rest]:
+                return visit(rest)
+            case ["--version"]:
+                sys.stdout.write(f"fshard {version('fshard')}\n")
+                return 0
+            case ["-h" | "--help"]:
+                sys.stdout.write(USAGE)
+                return 0
+            case _:
+                sys.stderr.write(USAGE)
+                return 2
+    except FshardError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2

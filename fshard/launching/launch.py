@@ -1,0 +1,83 @@
+"""`launch`: a function in several processes, from a script or a notebook."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar
+
+import torch
+
+from fshard.errors import MeshError
+from fshard.launching.pool import Processes
+from fshard.mesh.runtimes.together import launched, process_count, process_index
+from fshard.mesh.scope import here
+
+Result = TypeVar("Result")
+
+
+def launch(
+    fn: Callable[..., Result],
+    *args: Any,
+    processes: int,
+    device: Literal["cpu", "cuda"] | None = None,
+    timeout: float | None = None,
+    **kwargs: Any,
+) -> list[Result]:
+    """Run `fn(*args, **kwargs)` in new processes of this machine, and return what each returned, in their order.
+
+    In `fn`, `fs.make_mesh({"data": 4})` is a mesh of the processes, as under torchrun.  What they write appears here in whole
+    lines.  What `fn` raises in a process is raised here, with its traceback as a note, and the others are ended; so they are
+    by Ctrl-C, and by the end of this process.  No process outlives the call.
+
+    Functions of modules go by their names.  Those of a notebook or of the running script, lambdas, and functions inside others
+    go as they are, with the globals that they use, if cloudpickle is installed.  The script itself is not run again, so no
+    `if __name__ == "__main__"` is needed.
+
+    Args:
+        fn: what to run.
+        args: handed to `fn` in every process.
+        processes: how many.
+        device: "cpu" hides the GPUs; "cuda" wants one.  By default as `make_mesh` has it: GPUs if there are any, each
+            process its own, or shared if there are fewer.
+        timeout: seconds that all may take; by default as many as they want.
+        kwargs: handed to `fn` in every process.
+
+        def total(scale):
+            mesh = fs.make_mesh({"data": fs.process_count()})
+            return fs.run(lambda: fs.psum(torch.tensor(scale), "data"), mesh=mesh)[0]
+
+        fs.launch(total, 0.5, processes=4)  # [tensor(2.), tensor(2.), tensor(2.), tensor(2.)]
+    """
+    _refuse(fn, processes, device, timeout)
+    shared = {
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or "1"
+    }  # as torchrun does: processes are not to crowd
+    backend = "gloo" if device == "cpu" else "nccl"  # the latter where there are GPUs, and enough
+    with Processes(processes, backend=backend, environment=shared, timeout=timeout, shown=True, apart=True) as pool:
+        return pool.run_last(fn, *args, **kwargs)
+
+
+def _refuse(fn: Any, processes: Any, device: Any, timeout: Any) -> None:
+    """Raise with all that is wrong with a call."""
+    wrong: list[str] = []
+    if not callable(fn):
+        wrong.append(f"{fn!r} is no function")
+    if not isinstance(processes, int) or isinstance(processes, bool) or processes < 1:
+        wrong.append(f"processes={processes!r} is no whole number from 1 on")
+    if device not in (None, "cpu", "cuda"):
+        wrong.append(f'device={device!r} is neither "cpu" nor "cuda"')
+    if device == "cuda" and not torch.cuda.is_available():
+        wrong.append('device="cuda" was asked for, but torch sees no GPU')
+    if timeout is not None and not (isinstance(timeout, int | float) and timeout > 0):
+        wrong.append(f"timeout={timeout!r} is no number of seconds")
+    if here() is not None:
+        wrong.append("this code runs on a device of a mesh, and starts no processes")
+    elif launched():
+        wrong.append(
+            f"this is process {process_index()} of {process_count()} that were started together, and starts no others: "
+            "make the mesh here, with fs.make_mesh. If a file that the processes import has called fs.launch, put that call "
+            'below `if __name__ == "__main__":`'
+        )
+    if wrong:
+        raise MeshError(f"fs.launch cannot start: {'; '.join(wrong)}.")

@@ -1,0 +1,255 @@
+"""Running functions in real processes, set up as torchrun would: `Processes`, a pool that stays.
+
+The parent keeps the store in which the processes find each other, as torchrun's agent does: no port is guessed, and
+the store outlives every process.  A process that fails says so and leaves its group, which closes its connections;
+peers that wait for it then fail too instead of hanging, and the pool can go on.  A process that says nothing more is
+asked for its stack and ended.
+
+    parent   store ---- run ---------------- reports in rank order, or the first error with all others as notes
+                         |  task      ^ report
+    process 0..n-1       +--> fn() ---+      (the group that fn joined is kept for the next run)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from math import inf
+from multiprocessing.connection import wait
+from typing import Any, TypeVar
+
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+from fshard.launching.shown import Shown
+from fshard.launching.travel import by_reference, by_value
+from fshard.launching.worker import GRACE, Report, Worker, read, stacks_of, start
+
+Result = TypeVar("Result")
+
+START = 180.0
+"""Seconds that processes have to start: importing torch takes its time on a busy machine."""
+
+
+class Processes:
+    """Processes that stay, and run one function after the other: a call costs about a millisecond.
+
+    The processes keep the groups that they have joined.  After a failure they leave them, and join anew, by a new
+    store, in the next call; processes that hang or have died are replaced.
+
+    Args:
+        n: how many.
+        backend: "gloo" (on CPUs, whatever GPUs there are) or "nccl".
+        environment: more variables for the processes.
+        timeout: seconds that one call may take, or None.
+        fresh: start each process as a new interpreter, not as a copy of one that has imported torch.
+        shown: what the processes write appears here as it comes, and they may have processes of their own; otherwise it is
+            told only of one that fails.
+        apart: the processes do not import the running script; with cloudpickle they take functions that cannot be imported.
+
+        with Processes(2) as pool:
+            pool.run(function, 1)
+            pool.run(function, 2)
+    """
+
+    def __init__(
+        self,
+        n: int,
+        *,
+        backend: str = "gloo",
+        environment: Mapping[str, str] | None = None,
+        timeout: float | None = 60.0,
+        fresh: bool = False,
+        shown: bool = False,
+        apart: bool = False,
+    ) -> None:
+        if n < 1 or backend not in ("gloo", "nccl"):
+            raise ValueError(
+                f'Processes({n}, backend={backend!r}): at least one process, over "gloo" or "nccl", is needed.'
+            )
+        self.n, self.timeout = n, inf if timeout is None else timeout
+        self._fresh, self._shown, self._apart = fresh, shown, apart
+        self._hidden = {"CUDA_VISIBLE_DEVICES": ""} if backend == "gloo" else {}
+        self._environment = dict(environment or {})
+        self._workers: list[Worker] = []
+        self._stores: deque[TCPStore] = deque(maxlen=2)  # the one in use, and the one that processes still leave
+        self._used = True
+        self._idle = 0
+
+    def __enter__(self) -> Processes:
+        self._start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def run(self, fn: Callable[..., Result], *args: Any, **kwargs: Any) -> list[Result]:
+        """Run `fn(*args, **kwargs)` in every process; return the results in rank order, or raise as `run_processes`."""
+        return self._run(fn, args, kwargs, last=False)
+
+    def run_last(self, fn: Callable[..., Result], *args: Any, **kwargs: Any) -> list[Result]:
+        """Run as `run` does, but let each process leave its groups as soon as it is done, as a script's end does.
+
+        So a process that waits for one that has finished gets an error, not a time-out.
+        """
+        return self._run(fn, args, kwargs, last=True)
+
+    def _run(
+        self, fn: Callable[..., Result], args: tuple[Any, ...], kwargs: dict[str, Any], last: bool
+    ) -> list[Result]:
+        task = _packed(by_value if self._apart else by_reference, fn, args, kwargs)
+        self._start()
+        port = self._meeting_place()
+        starts = [worker.stderr.stat().st_size for worker in self._workers]
+        self._idle = 0
+        try:
+            for worker in self._workers:
+                with contextlib.suppress(OSError):  # it has died since the last call, which `_collect` will see
+                    worker.connection.send_bytes(pickle.dumps((port, task, last)))
+            reports = self._collect(time.monotonic() + self.timeout)
+            silent = [worker for worker in self._workers if worker.rank not in reports]
+            if silent or any(report.error is not None for report in reports.values()):
+                raise self._failure(f"{_name(fn)} within {self.timeout:g} s", reports, silent, starts)
+            for show in self._shows():
+                show.drain()
+            self._used = last or not all(report.joined for report in reports.values())
+        except BaseException:
+            self._used = True
+            if not self._intact():
+                self._kill()
+            raise
+        return [reports[rank].result for rank in range(self.n)]
+
+    def close(self) -> None:
+        """Let the processes leave their groups and end."""
+        for worker in self._workers:
+            worker.connection.close()
+        until = time.monotonic() + GRACE + 3
+        for worker in self._workers:
+            worker.process.join(max(0.0, until - time.monotonic()))
+        self._kill()
+        self._stores.clear()
+        self._used = True
+
+    # -- starting and ending --------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        if self._workers:
+            return
+        try:
+            for rank in range(self.n):
+                self._workers.append(self._started(rank))
+            ready = self._collect(time.monotonic() + START)
+            missing = [worker for worker in self._workers if worker.rank not in ready or ready[worker.rank].error]
+            if missing:
+                raise self._failure(f"their start within {START:g} s", ready, missing, [0] * self.n)
+        except BaseException:
+            self._kill()
+            raise
+
+    def _started(self, rank: int) -> Worker:
+        return start(rank, self._variables(rank), fresh=self._fresh, shown=self._shown, apart=self._apart)
+
+    def _shows(self) -> list[Shown]:
+        return [show for worker in self._workers for show in worker.shown if show.open]
+
+    def _meeting_place(self) -> int:
+        """Return the port of the store, where a group can be made once: in a used store, old addresses lie about."""
+        if self._used:
+            self._stores.append(TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
+        return self._stores[-1].port
+
+    def _variables(self, rank: int) -> dict[str, str]:
+        return {
+            "OMP_NUM_THREADS": "1",
+            **self._hidden,
+            **self._environment,
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(self.n),
+            "LOCAL_WORLD_SIZE": str(self.n),
+            "MASTER_ADDR": "127.0.0.1",
+            "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is there already: process 0 is not to open another
+        }
+
+    def _intact(self) -> bool:
+        """Return whether every process waits for its next task."""
+        return self._idle == self.n and all(worker.process.is_alive() for worker in self._workers)
+
+    def _kill(self) -> None:
+        for worker in self._workers:
+            worker.process.kill()
+        for worker in self._workers:
+            worker.process.join()
+            worker.process.close()
+            worker.connection.close()
+            for show in worker.shown:
+                show.close()
+            worker.stderr.unlink(missing_ok=True)
+        self._workers = []
+
+    # -- reports ----------------------------------------------------------------------------------------------------
+
+    def _collect(self, deadline: float) -> dict[int, Report]:
+        """Wait for a report of every process; once one has failed, for the others' only a little longer."""
+        pending = {worker.rank: worker for worker in self._workers}
+        reports: dict[int, Report] = {}
+        self._idle = 0
+        while pending and (left := deadline - time.monotonic()) > 0:
+            workers, shows = list(pending.values()), self._shows()
+            ends = [end for worker in workers for end in (worker.connection, worker.process.sentinel)]
+            ready = wait([*ends, *(show.pipe for show in shows)], None if left == inf else left)
+            for show in shows:
+                if show.pipe in ready:
+                    show.pump()
+            for worker in workers:
+                report = read(worker, self.n)
+                if report is not None:
+                    del pending[worker.rank]
+                    reports[worker.rank] = report
+                    self._idle += worker.process.is_alive()
+                    if report.error is not None:
+                        deadline = min(deadline, time.monotonic() + GRACE)
+        return reports
+
+    def _failure(self, what: str, reports: dict[int, Report], silent: list[Worker], starts: list[int]) -> BaseException:
+        """Return the error to raise, with all that is known of the others as notes."""
+        stacks = stacks_of(silent, starts)
+        unfinished = _ranks([worker.rank for worker in silent])
+        failed = [report for report in reports.values() if report.error is not None]
+        failed.sort(key=lambda report: (report.followed, report.ended))  # causes before consequences
+        if not failed:
+            late = RuntimeError(f"{unfinished} of {self.n} did not finish {what}.")
+            late.add_note(stacks)
+            return late
+        error = failed[0].error or AssertionError("unreachable")
+        rank = failed[0].rank
+        error.add_note(f"in process {rank} of {self.n}{failed[0].account(failed[0])}")
+        if noise := self._workers[rank].noise(starts[rank]):
+            error.add_note(f"process {rank} wrote to stderr:\n{noise}")
+        for report in failed[1:]:
+            error.add_note(f"then process {report.rank} failed{report.account(failed[0])}")
+        if silent:
+            error.add_note(f"{unfinished} had not finished {GRACE:g} s later, and did not live on.\n{stacks}")
+        return error
+
+
+def _ranks(ranks: list[int]) -> str:
+    return "process" + "es" * (len(ranks) > 1) + " " + ", ".join(map(str, ranks))
+
+
+def _name(fn: Callable[..., Any]) -> str:
+    return getattr(fn, "__qualname__", repr(fn))
+
+
+def _packed(
+    packed: Callable[[Any], bytes], fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> bytes:
+    try:
+        return packed((fn, args, kwargs))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        where = "" if packed is by_value else ": the function has to stand at the top of a module"
+        error.add_note(f"{_name(fn)} and its arguments go to other processes{where}.")
+        raise

@@ -1,0 +1,100 @@
+"""The command line of torchrun for that of `fshard run`: a few options say it shorter, all others are torchrun's own.
+
+fshard run --processes 4 train.py --rate 0.1          four processes here
+fshard run --nodes 2 --node-index 0 --address gpu1:29500 --processes 8 train.py      the first of two machines
+fshard run --processes 4 -m package.module            a module
+fshard run --processes 4 --max-restarts 3 train.py    what is torchrun's goes to torchrun
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+import torch
+
+from fshard.errors import MeshError
+
+_THEIRS = ("--standalone", "--rdzv", "--master", "--nnodes", "--node-rank", "--node_rank")
+"""Options of torchrun that say where processes meet."""
+
+
+def _own(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the own options to a parser."""
+    own = parser.add_argument_group("fshard")
+    own.add_argument("--processes", help="how many on this machine; by default one for each GPU")
+    own.add_argument("--nodes", type=int, default=1, help="how many machines; the command is given on each")
+    own.add_argument("--node-index", type=int, help="which of them this is, from 0")
+    own.add_argument("--address", help="HOST:PORT where all meet, on machine 0")
+    own.add_argument("--dry-run", action="store_true", help="print torchrun's command line, and do nothing")
+    return parser
+
+
+def command(arguments: Sequence[str]) -> tuple[list[str], bool]:
+    """Return the command line that starts the processes, and whether it is only to be shown.
+
+    >>> words, dry = command(["--processes", "4", "train.py", "--processes", "theirs"])
+    >>> words[1:], dry
+    (['-m', 'torch.distributed.run', '--standalone', '--nproc-per-node', '4', 'train.py', '--processes', 'theirs'], False)
+    """
+    before, target = _divided(list(arguments))
+    own, theirs = _own(argparse.ArgumentParser(allow_abbrev=False)).parse_known_args(before)
+    wrong: list[str] = []
+    processes = own.processes or (str(torch.cuda.device_count()) if torch.cuda.is_available() else None)
+    if processes is None and not _has(theirs, ("--nproc",)):
+        wrong.append("--processes is missing (without GPUs nothing else says how many)")
+    meeting = _meeting(own, theirs, wrong)
+    if wrong:
+        raise MeshError(f"fshard run cannot start: {'; '.join(wrong)}.")
+    count = ["--nproc-per-node", processes] if processes is not None and not _has(theirs, ("--nproc",)) else []
+    return [sys.executable, "-m", "torch.distributed.run", *meeting, *count, *theirs, *target], own.dry_run
+
+
+def _divided(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """Divide the arguments before the file or module to run, as torchrun's own parser would: it knows its options' values."""
+    from torch.distributed.run import get_args_parser
+
+    both = _own(get_args_parser())
+    both.prog, both.description = "fshard run", "Start a file in several processes, by torchrun."
+    known = both.parse_args(arguments)
+    count = 1 + len(known.training_script_args)
+    return arguments[: len(arguments) - count], arguments[len(arguments) - count :]
+
+
+def _has(words: Sequence[str], starts: tuple[str, ...]) -> bool:
+    return any(word.startswith(starts) for word in words)
+
+
+def _meeting(own: argparse.Namespace, theirs: Sequence[str], wrong: list[str]) -> list[str]:
+    """Return torchrun's options that say which machine this is, and where all meet."""
+    if own.nodes == 1 and own.address is None and own.node_index is None:
+        return [] if _has(theirs, _THEIRS) else ["--standalone"]
+    host, colon, port = (own.address or "").rpartition(":")
+    if own.nodes < 1:
+        wrong.append(f"--nodes {own.nodes} is no number of machines")
+    if own.node_index is None:
+        wrong.append("--node-index is missing (which of the machines this is)")
+    elif not 0 <= own.node_index < own.nodes:
+        wrong.append(f"--node-index {own.node_index} is none of 0 to {own.nodes - 1}")
+    if own.address is None:
+        wrong.append("--address is missing (HOST:PORT where all meet, on machine 0)")
+    elif not (host and colon and port.isdecimal()):
+        wrong.append(f"--address {own.address} is not HOST:PORT")
+    if _has(theirs, _THEIRS):
+        wrong.append("--nodes, --node-index and --address say where to meet, and so do options of torchrun")
+    where = ["--nnodes", str(own.nodes), "--node-rank", str(own.node_index)]
+    return [*where, "--master-addr", host.strip("[]"), "--master-port", port]
+
+
+def run(arguments: Sequence[str]) -> NoReturn:
+    """Become torchrun."""
+    words, dry = command(arguments)
+    if dry:
+        sys.stdout.write(shlex.join(words) + "\n")
+        raise SystemExit(0)
+    sys.stdout.flush()
+    os.execv(words[0], words)

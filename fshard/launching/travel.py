@@ -1,0 +1,49 @@
+"""How a function, its arguments and its results get to another process.
+
+By reference: pickle writes the name of a function or class, and the other process imports its module.  By value: what stands
+in no module that could be imported (a notebook, the script that is running, a lambda, a function inside another) is
+written down itself, by cloudpickle, with all that it refers to.  A script's own functions go by value although they could be
+imported, because that would run the script again in every process.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from importlib import import_module
+from types import FunctionType
+from typing import Any
+
+
+def by_reference(thing: Any) -> bytes:
+    """Pickle what the other process can import."""
+    return pickle.dumps(thing)
+
+
+def by_value(thing: Any) -> bytes:
+    """Pickle; by value what the other process cannot import."""
+    buffer = io.BytesIO()
+    try:
+        _Importable(buffer).dump(thing)
+        return buffer.getvalue()
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        return _cloudpickle(error).dumps(thing)
+
+
+class _Importable(pickle.Pickler):
+    """Refuses what stands in the script or notebook that is running."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, FunctionType | type) and obj.__module__ == "__main__":
+            raise pickle.PicklingError(f"{obj.__qualname__} stands in the script or notebook that is running")
+        return NotImplemented
+
+
+def _cloudpickle(reason: Exception) -> Any:
+    try:
+        return import_module("cloudpickle")
+    except ImportError as missing:
+        raise ImportError(
+            f"This cannot be sent to other processes by name: {reason}. Install cloudpickle (pip install cloudpickle, or "
+            "pip install 'fshard[notebooks]') to send it as it is, or write it into a module of its own and import that."
+        ) from missing
