@@ -11,7 +11,7 @@ WORKERS ?= 2
 help:  ## show this list
 	@sed -n 's/^\([a-z]*\):.*## /\1	/p' $(MAKEFILE_LIST) | expand -t 14
 
-demo: $(READY)  ## train a small GPT under ZeRO-3 on four virtual devices (ARGS="--stage 1" and more)
+demo: $(READY)  ## train a small GPT under ZeRO-3 on eight virtual devices (ARGS="--stage 1" and more)
 	$(BIN)/python examples/train_gpt.py $(ARGS)
 
 test: $(READY)  ## run every test: tests/, doctests, notebooks (ARGS="-k name" chooses, WORKERS=0 runs one at a time)

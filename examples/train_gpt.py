@@ -1,22 +1,21 @@
 """Train a small GPT to write sentences, on several devices, under any stage of ZeRO.
 
-    python examples/train_gpt.py                                  ZeRO-3 on four virtual devices
-    python examples/train_gpt.py --stage 1 --devices 8
+    python examples/train_gpt.py                                  ZeRO-3 on eight virtual devices
+    python examples/train_gpt.py --stage 1 --devices 4
     torchrun --nproc-per-node 2 examples/train_gpt.py             two processes
 
 The model and its loss are functions of one device. Which part of what lies where is said in `main`, in four lines. With
---reproducible, every stage on 1, 2, 4 or 8 devices prints the same losses, to the last bit.
+--reproducible, every stage on 1, 2, 4 or 8 devices has the same losses, to the last bit (--log run.jsonl).
 """
 
 import argparse
-import os
 import random
 from itertools import product
 
 import torch
 from optree import tree_leaves, tree_map
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
 from torch.nn import functional as F
 
 import fshard as fs
@@ -103,49 +102,26 @@ def write(params, length):
 # -- the training, on many ------------------------------------------------------------------------------------------
 
 
-def held(tree):
-    """Return the bytes of a tree that one device holds."""
-    leaves = tree_leaves(tree, is_leaf=lambda leaf: isinstance(leaf, fs.Sharded), namespace="fshard")
-    return sum(leaf.shards[0].nbytes for leaf in leaves if isinstance(leaf, fs.Sharded))
-
-
-def options():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--stage", type=int, default=3, choices=range(4), help="of ZeRO")
-    parser.add_argument("--devices", type=int, default=4, help="virtual ones; torchrun brings its own")
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--letters", type=int, default=500, help="to write in the end")
-    parser.add_argument("--accumulate", type=int, default=1, help="parts of a device's batch, one after the other")
-    parser.add_argument("--precision", choices=["bf16"], help="to compute in; parameters stay float32")
-    parser.add_argument("--reproducible", action="store_true", help="equal bits on 1, 2, 4 or 8 devices")
-    return parser.parse_args()
-
-
 def main():
     args = options()
-    mesh = fs.make_mesh({"data": int(os.environ.get("WORLD_SIZE", args.devices))})
-    console = Console(quiet=os.environ.get("RANK", "0") != "0", highlight=False)
+    mesh = fs.make_mesh({"data": fs.process_count(default=args.devices)})
+    console = Console(quiet=fs.process_index() > 0, highlight=False)
     console.print(f"[bold]ZeRO-{args.stage} on {mesh}[/]\n")
 
     # What lies where: this is all that makes the program a parallel one.
     params = fs.shard_params(new_params(), fs.fsdp("data") if args.stage == 3 else P(), mesh=mesh)
-    rate = fs.optim.schedules.warmup_cosine(1e-2, warmup=args.steps // 10, steps=args.steps)
-    adamw = fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.optim.adamw(rate))
+    adamw = optimizer(args.steps)
     opt = fs.partition_optimizer(adamw, mesh=mesh, axis="data", stage=args.stage)
     how = {"accumulate": args.accumulate, "reproducible": args.reproducible, "precision": args.precision}
     step = fs.train_step(loss_fn, opt, mesh=mesh, batch=P("data"), donate=True, **how)
 
     state = opt.init(params)
     fs.visualize(params)
-    with Progress(TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn(), console=console) as progress:
-        bar = progress.add_task("training", total=args.steps)
+    writers = [fs.report.Bar(args.steps, console=console), *(fs.report.JsonLines(file) for file in args.log)]
+    with fs.report.Report(*writers) as report:
         for number in range(1, args.steps + 1):
             params, state, metrics = step(params, state, batch_of(number, args.batch))
-            loss, norm = metrics["loss"].item(), metrics["grad_norm"].item()
-            progress.update(bar, advance=1, description=f"loss {loss:.3f}")
-            if number == 1 or number % (args.steps // 5 or 1) == 0:
-                console.print(f"step {number:4}   loss {loss:.9g}   gradient {norm:.3f}")  # nine digits: every bit
+            report(metrics)
 
     text = write(tree_map(torch.Tensor.cpu, fs.unshard(params)), args.letters)
     right = [sentence in SENTENCES for sentence in text.split(". ")]
@@ -154,13 +130,86 @@ def main():
 
     batch = batch_of(0, args.batch)
     _, grads = fs.value_and_grad(loss_fn, mesh=mesh, batch=P("data"), gradients=opt.gradients)(params, batch)
-    sizes = {"parameters": held(params), "gradients": held(grads), "optimizer state": held(state)}
-    console.print("[bold]A device holds[/]", *(f"{size:9,} bytes of {what}" for what, size in sizes.items()), sep="\n")
+    console.print(holdings(params, grads, state, args.stage, mesh.size))
     fs.visualize(params["blocks"][0]["up"])
 
     with fs.ledger() as comm:
         step(params, state, batch)
     console.print("\n[bold]A step sends[/]", str(comm), sep="\n", soft_wrap=True)
+    if args.accumulate == 1 and args.precision is None and not args.reproducible:
+        console.print(theory(args.stage, mesh.size), f"Counted: {int(comm.bytes()):,} bytes.", sep="\n")
+
+    bits = 8 % mesh.size == 0  # sums over slices of the batch are then the same ones on any mesh
+    console.print(f"\n[bold]Is it the training of one device?[/] Two steps{' have the same bits' * bits}:")
+    how = {"mesh": mesh, "stages": [args.stage], "steps": 2, "reproducible": bits}
+    console.print(str(fs.testing.certify(loss_fn, new_params(), batch, adamw, **how).check()), soft_wrap=True)
+
+    console.print("\nThe same file runs on two processes of this machine, and on many of several:")
+    console.print("  fshard run --processes 2 examples/train_gpt.py")
+    many = "--nnodes 4 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500"
+    console.print(f"  torchrun {many} examples/train_gpt.py", soft_wrap=True)
+
+
+def optimizer(steps):
+    rate = fs.optim.schedules.warmup_cosine(1e-2, warmup=steps // 10, steps=steps)
+    return fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.optim.adamw(rate))
+
+
+# -- what it takes, counted and by formula ----------------------------------------------------------------------------
+
+
+def size(tree):
+    return sum(leaf.nbytes for leaf in tree_leaves(tree))
+
+
+def held(tree):
+    """Return the bytes of a tree that one device holds."""
+    leaves = tree_leaves(tree, is_leaf=lambda leaf: isinstance(leaf, fs.Sharded), namespace="fshard")
+    return sum(leaf.shards[0].nbytes for leaf in leaves if isinstance(leaf, fs.Sharded))
+
+
+def holdings(params, grads, state, stage, n):
+    """Return a table of what a device holds; P is what all parameters take."""
+    whole, table = (
+        size(new_params()),
+        Table("a device holds", "bytes", "by formula", "which is", title="ZeRO is a table"),
+    )
+    kinds = [("parameters", params, 1, 3), ("gradients, reduced", grads, 1, 1), ("optimizer state", state, 2, 1)]
+    for kind, tree, times, first in kinds:  # divided from this stage on
+        parts = n if stage >= first else 1
+        formula = f"{'2 ' * (times == 2)}P{f' / {n}' * (parts > 1)}"
+        table.add_row(kind, f"{held(tree):,}", formula, f"{times * whole / parts:,.0f}")
+    for column in (1, 3):
+        table.columns[column].justify = "right"
+    return table
+
+
+def theory(stage, n):
+    """Return what the textbook says of the bytes that a device sends in a step, less a few numbers: losses and norms."""
+    params = new_params()
+    whole = size(params)
+    if stage < 3:
+        return f"By theory: 2 P (n - 1) / n = {2 * whole * (n - 1) / n:,.0f} bytes, to sum gradients."
+    again = whole - size(params["blocks"][-1]) - size(params["places"])
+    total = (2 * whole + again) * (n - 1) / n
+    return (
+        f"By theory: (2 P + R) (n - 1) / n = {total:,.0f} bytes, to gather P, gather R again for the backward, and scatter "
+        "gradients. R is P less the last block, which is still there, and what was only added, whose values nobody needs."
+    )
+
+
+def options():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--stage", type=int, default=3, choices=range(4), help="of ZeRO")
+    parser.add_argument("--devices", type=int, default=8, help="virtual ones; torchrun brings its own")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--letters", type=int, default=300, help="to write in the end")
+    parser.add_argument("--accumulate", type=int, default=1, help="parts of a device's batch, one after the other")
+    parser.add_argument("--precision", choices=["bf16"], help="to compute in; parameters stay float32")
+    parser.add_argument("--log", action="append", default=[], help="a file for lines of JSON: every bit of the losses")
+    parser.add_argument("--reproducible", action="store_true", help="equal bits on 1, 2, 4 or 8 devices")
+    return parser.parse_args()
 
 
 if __name__ == "__main__":
