@@ -95,13 +95,31 @@ def test_the_mean_of_all_devices_is_reported_once():
     def main():
         place = fs.axis_index("data")
         with fs.report.Report(kept[place], mesh=fs.make_mesh({"data": 3})) as report:
-            report(loss=torch.tensor(float(place)), samples=place)  # nobody's samples count for nothing
+            report(
+                loss=torch.tensor(float(place), requires_grad=True), samples=place
+            )  # nobody's samples count for nothing
             report(loss=float(place))
 
     fs.run(main, mesh=fs.make_mesh({"data": 3}))
     assert kept[0].rows == [(1, {"loss": pytest.approx(5 / 3), "samples": 3.0}), (2, {"loss": 1.0})]
     assert [one.rows for one in kept[1:]] == [[], []]
     assert [one.closed for one in kept] == [1, 0, 0]
+
+
+def test_the_rate_is_that_of_the_samples_of_all_devices_since_the_last_time():
+    rates = []
+
+    class Rates(Kept):
+        def write(self, step, values):
+            rates.append(values.get("samples_per_second"))
+
+    def main():
+        report = fs.report.Report(Rates(), mesh=fs.make_mesh({"data": 2}), clock=seconds(0.0, 1.0, 2.0, 4.0))
+        for _ in range(3):
+            report(samples=4)
+
+    fs.run(main, mesh=fs.make_mesh({"data": 2}))
+    assert rates == [8.0, 8.0, 4.0]
 
 
 def test_outside_of_devices_nobody_can_be_asked_for_a_mean():

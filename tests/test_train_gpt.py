@@ -28,7 +28,9 @@ def test_two_processes_have_the_losses_of_virtual_devices(tmp_path):
     for text in (first, here):
         assert re.search(r"step 3 of 3  loss 2\.\d+  grad_norm .* samples/s", text)
         assert re.search(r"It writes, \d+ of \d+ sentences", text) and "A step sends" in text and "train_gpt.py" in text
-        rows = re.findall(r"│ (?:parameters|gradients, reduced|optimizer state) +│ +(\S+) │ (?:2 )?P[ /\d]* +│ +(\S+) │", text)
+        rows = re.findall(
+            r"│ (?:parameters|gradients, reduced|optimizer state) +│ +(\S+) │ (?:2 )?P[ /\d]* +│ +(\S+) │", text
+        )
         assert len(rows) == 3 and all(held == formula for held, formula in rows)
         assert "EXACT" in text and "BOUNDED" not in text and "fshard run --processes 2" in text
 

@@ -86,8 +86,8 @@ class Report:
         self._samples = self._samples + given.get("samples", 0)  # a tensor's sum stays on its device
         if self.step % self.every and self.step != self._first:
             return
-        values = {name: float(x) for name, x in given.items()}
-        samples = float(self._samples)
+        values = {name: float(x.item() if isinstance(x, Tensor) else x) for name, x in given.items()}
+        samples, self._samples = float(self._samples), 0.0
         if self.mesh is not None:
             values, samples = _of_all(self.mesh, values, samples)
         if not _is_first():
@@ -95,7 +95,7 @@ class Report:
         now = self._clock()
         if "samples" in values and now > self._since:
             values["samples_per_second"] = samples / (now - self._since)
-        self._since, self._samples = now, 0.0
+        self._since = now
         for writer in self.writers:
             writer.write(self.step, {**values, "memory": float(peak_memory())})
 
