@@ -162,8 +162,13 @@ def ours_to_minimise(y: Tensor, microbatch: tuple[Tensor, Tensor]) -> Tensor:
 
 def torchs(pipeline: Pipeline, mesh: fs.Mesh) -> tuple[Step, Callable[[], list[Tensor]]]:
     """Return a step of torch's, and what gives the gradients that it has made."""
+    return torchs_of(pipeline, pipeline.modules())
+
+
+def torchs_of(pipeline: Pipeline, modules: dict[int, nn.Module]) -> tuple[Step, Callable[[], list[Tensor]]]:
+    """Return the same for stages that the caller has."""
     chunks, make = SCHEDULES[pipeline.name]
-    modules, count = pipeline.modules(), pipeline.n * chunks
+    count = pipeline.n * chunks
     stages = [PipelineStage(module, stage, count, torch.device("cpu")) for stage, module in modules.items()]
     run = make(stages if chunks > 1 else stages[0], pipeline.task.microbatches, loss_fn=F.mse_loss)
     x, target = pipeline.task.data()
