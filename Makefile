@@ -45,8 +45,10 @@ clean:  ## remove the environment, caches and build output
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamp is written last: an interrupted install starts again.  Python compiles modules as they are imported: most never are.
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml constraints.txt tests/third_party.txt
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("fshard needs Python 3.11 or newer: make PYTHON=python3.x")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[test,hf,docs,dev]'
+	$(BIN)/python -m pip install --quiet --no-compile --no-deps --upgrade --target $(VENV)/third-party --requirement tests/third_party.txt || \
+	    echo "tests/third_party.txt could not be installed: its tests will be skipped"
 	@touch $@

@@ -1,11 +1,7 @@
-"""Any module trains under every plugin as torch trains it on one device: what makes modules hard, and models of transformers.
-
-In float64, where devices and one alone differ by much less than any mistake.
-"""
+"""Any module trains under every plugin as torch trains it on one device: what makes modules hard, and models of transformers."""
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -13,17 +9,9 @@ from torch import nn
 from torch.nn.utils import parametrizations, spectral_norm, weight_norm
 from torch.utils.checkpoint import checkpoint
 
-import fshard as fs
+from tests.loops import PLUGINS, Case, assert_trained_alike, bits, boosted
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers' own, and of what torch calls old
-
-PLUGINS = {
-    "ddp": fs.DDPPlugin,
-    "zero 1": partial(fs.ZeroPlugin, stage=1),
-    "zero 2": partial(fs.ZeroPlugin, stage=2),
-    "fsdp": fs.FSDPPlugin,
-}
-STEPS = 3
 
 
 class Sparse(nn.Module):
@@ -159,14 +147,6 @@ def normed(norm):
     return nn.Sequential(norm(nn.Linear(3, 4)), nn.Tanh(), norm(nn.Linear(4, 2)))
 
 
-class Case(NamedTuple):
-    """A module, and how a loss is made of its output."""
-
-    make: Any
-    given: Any = lambda x: x
-    taken: Any = lambda y: y.square().mean()
-
-
 CASES = {
     "sparse": Case(Sparse),
     "rebound": Case(Rebound),
@@ -186,60 +166,10 @@ CASES = {
 }
 
 
-def optimizer(model):
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-
-def batch(case, step, n, at):
-    """Return a device's part of a batch."""
-    x = torch.randn(8, 3, generator=torch.Generator().manual_seed(step), dtype=torch.float64).chunk(n)[at]
-    return case.given(x)
-
-
-def by_torch(case):
-    torch.manual_seed(1)
-    model = case.make().double()
-    opt = optimizer(model)
-    losses = []
-    for step in range(STEPS):
-        loss = case.taken(model(batch(case, step, 1, 0)))
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
-        losses.append(loss.item())
-    return losses, dict(model.named_parameters())
-
-
-def boosted(case, plugin, n, **options):
-    """Return the mean losses of all devices, and what each has learnt."""
-
-    def main():
-        torch.manual_seed(1)
-        model = case.make().double()
-        booster = fs.Booster(plugin=PLUGINS[plugin](**options))
-        model, opt, *_ = booster.boost(model, optimizer(model))
-        losses = []
-        for step in range(STEPS):
-            loss = case.taken(model(batch(case, step, n, fs.axis_index("data"))))
-            booster.backward(loss, opt)
-            opt.step()
-            opt.zero_grad()
-            losses.append(fs.pmean(loss.detach(), "data").item())
-        return losses, dict(model.unwrap().named_parameters())
-
-    return fs.run(main, mesh=fs.make_mesh({"data": n}))
-
-
 @pytest.mark.parametrize("plugin", PLUGINS)
 @pytest.mark.parametrize("name", CASES)
 def test_hard_modules_train_as_in_torch(name, plugin):
-    case = CASES[name]
-    losses, params = by_torch(case)
-    for found, learnt in boosted(case, plugin, 2):
-        torch.testing.assert_close(found, losses, rtol=1e-9, atol=1e-10)
-        assert learnt.keys() == params.keys()
-        for key, x in params.items():
-            torch.testing.assert_close(learnt[key], x, rtol=1e-9, atol=1e-10)
+    assert_trained_alike(CASES[name], *boosted(CASES[name], PLUGINS[plugin](), 2))
 
 
 # -- transformers -----------------------------------------------------------------------------------------------------
@@ -299,40 +229,13 @@ TRANSFORMERS = {
 @pytest.mark.parametrize("name", TRANSFORMERS)
 def test_models_that_the_seeds_zero_did_not_support(name, plugin):
     pytest.importorskip("transformers", reason="transformers is not installed: pip install fshard[hf]")
-    case = TRANSFORMERS[name]
-    losses, params = by_torch(case)
-    for found, learnt in boosted(case, plugin, 2):
-        torch.testing.assert_close(found, losses, rtol=1e-9, atol=1e-10)
-        assert learnt.keys() == params.keys()
-        for key, x in params.items():
-            torch.testing.assert_close(learnt[key], x, rtol=1e-9, atol=1e-10)
-
-
-def bits(name, plugin, n):
-    """Return what each device has learnt in reproducible mode, with dropout."""
-
-    def main():
-        torch.manual_seed(1)
-        model = TRANSFORMERS[name].make()
-        for part in model.modules():
-            if isinstance(part, nn.Dropout):
-                part.p = 0.25
-        booster = fs.Booster(plugin=PLUGINS[plugin](reproducible=True))
-        model, opt, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=0.01))
-        for step in range(STEPS):
-            loss = TRANSFORMERS[name].taken(model(batch(TRANSFORMERS[name], step, n, fs.axis_index("data"))))
-            booster.backward(loss, opt)
-            opt.step()
-            opt.zero_grad()
-        return dict(model.unwrap().named_parameters())
-
-    return fs.run(main, mesh=fs.make_mesh({"data": n}))
+    assert_trained_alike(TRANSFORMERS[name], *boosted(TRANSFORMERS[name], PLUGINS[plugin](), 2))
 
 
 @pytest.mark.parametrize("plugin", PLUGINS)
 def test_a_bert_with_dropout_has_equal_bits_on_all_meshes(plugin):
     pytest.importorskip("transformers", reason="transformers is not installed: pip install fshard[hf]")
-    (expected,) = bits("BertModel", "ddp", 1)
+    (expected,) = bits(TRANSFORMERS["BertModel"], "ddp", 1)
     for n in (2, 4):
-        for found in bits("BertModel", plugin, n):
+        for found in bits(TRANSFORMERS["BertModel"], plugin, n):
             assert all(torch.equal(x, expected[key]) for key, x in found.items())

@@ -3,7 +3,7 @@
 import copy
 import gc
 import weakref
-from collections import namedtuple
+from collections import OrderedDict, namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -128,6 +128,39 @@ class Helper:
         return self.layer(x)
 
 
+class Settings(OrderedDict):
+    """Entries that are attributes too, and are not to be changed: as diffusers keeps what a model was made from."""
+
+    def __init__(self, **entries):
+        for key, value in entries.items():
+            super().__setitem__(key, value)
+        self.__dict__.update(entries)
+
+    def refuse(self, *args, **kwargs):
+        raise TypeError("this does not change")
+
+    __setitem__ = __delitem__ = update = pop = clear = refuse
+
+
+class Steps(list):
+    """A list that is not to be changed."""
+
+    __setitem__ = __delitem__ = append = extend = clear = Settings.refuse
+
+
+class Configured(nn.Module):
+    """Finds its parts in containers that refuse to be written to."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(D, D), nn.Linear(D, D)
+        self.settings, self.steps = Settings(first=self.a, scale=self.a.bias, by=2), Steps([self.b])
+
+    def forward(self, x):
+        y = self.settings["first"](x) * self.settings["by"] + self.settings["scale"]
+        return self.steps[0](y) + self.settings.first(x) * self.settings.scale
+
+
 class Stateful(nn.Module):
     """Remembers what it should not."""
 
@@ -241,6 +274,7 @@ MODULES = {
     "frozen": Frozen,
     "buffers": Buffers,
     "lists": Lists,
+    "containers that refuse": Configured,
     "stateful": Stateful,
     "gradient in forward": Inner,
     "checkpoints in forward": Checkpointed,

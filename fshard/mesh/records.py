@@ -26,6 +26,8 @@ _torch_nodes: dict[Any, Any] = torch_trees.SUPPORTED_NODES
 _lock = threading.Lock()
 _leaves: set[type] = {Tensor, nn.Parameter, int, float, str}
 """Classes that are no nodes, or are nodes by now."""
+by_torch: set[type] = set()
+"""Those that are taken apart as torch does it: their parts may be anything."""
 
 
 def learn(leaves: Iterable[Any], namespace: str) -> bool:
@@ -37,6 +39,7 @@ def learn(leaves: Iterable[Any], namespace: str) -> bool:
         new = {kind: node for kind in unknown - _leaves if (node := _node(kind)) is not None}
         for kind, (flatten, unflatten) in new.items():
             _o.register_pytree_node(kind, flatten, unflatten, namespace=namespace)
+        by_torch.update(kind for kind in new if not _is_record(kind))
         _leaves.update(unknown)
     return True
 
@@ -48,9 +51,13 @@ Node = tuple[Callable[[Any], tuple[Any, Any, Any]], Callable[[Any, Any], Any]]
 def _node(kind: type) -> Node | None:
     if kind.__module__.partition(".")[0] in ("torch", "fshard"):
         return None
-    if is_dataclass(kind) and not issubclass(kind, Tensor | nn.Module | dict):
+    if _is_record(kind):
         return _of_fields(kind)
     return _of_torch(_torch_nodes[kind]) if kind in _torch_nodes else None
+
+
+def _is_record(kind: type) -> bool:
+    return is_dataclass(kind) and not issubclass(kind, Tensor | nn.Module | dict)
 
 
 def _of_fields(kind: type) -> Node:

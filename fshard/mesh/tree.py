@@ -15,7 +15,7 @@ from typing import Any, cast
 import optree
 from torch import Tensor
 
-from fshard.mesh.records import learn
+from fshard.mesh.records import by_torch, learn
 
 NAMESPACE = "fshard"
 PyTree = Any
@@ -53,6 +53,21 @@ def flatten_with_paths(
     """Return where each leaf stands, as the expression that leads there (`["w"][3]`), the leaves and the structure."""
     leaves, structure = flatten(tree, sharded_is_leaf=sharded_is_leaf, none_is_leaf=none_is_leaf)
     return [*paths_of(structure)], leaves, structure
+
+
+def torch_alone_knows(x: Any) -> bool:
+    """Return whether an object, of a tree that was flattened before, is taken apart as torch does it."""
+    return type(x) in by_torch
+
+
+def flatten_outside(tree: PyTree) -> tuple[list[str], list[Any], Structure]:
+    """As `flatten_with_paths`, of a tree that was flattened before; objects that torch alone takes apart are leaves."""
+    leaves, structure = _o.tree_flatten(tree, is_leaf=_is_outer, none_is_leaf=True, namespace=NAMESPACE)
+    return [*paths_of(structure)], leaves, structure
+
+
+def _is_outer(x: Any) -> bool:
+    return type(x) in by_torch or _is_global[0](x)
 
 
 def paths_of(structure: Structure) -> tuple[str, ...]:

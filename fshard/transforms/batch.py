@@ -29,7 +29,8 @@ from fshard.mesh.placing import collected, device_put, unshard
 from fshard.mesh.sharded import Sharded, in_memory
 from fshard.mesh.spec import P
 from fshard.mesh.spmd import held
-from fshard.mesh.tree import PyTree, Structure, broadcast_prefix, flatten_with_paths, unflatten
+from fshard.mesh.tree import PyTree, Structure, broadcast_prefix, flatten_outside, flatten_with_paths, unflatten
+from fshard.transforms.opaque import REASON, is_opaque, rows_of
 
 
 class Cut(NamedTuple):
@@ -169,6 +170,7 @@ def placed(batch: PyTree, specs: PyTree, mesh: Mesh) -> Batch:
         raise LayoutError(f"the batch specs {specs!r} are no prefix of the batch {structure}.") from None
     columns: list[tuple[Any, ...]] = []
     cuts: list[Cut | None] = []
+    _refuse_opaque(batch, specs)
     with collected("batch") as attempt:
         for path, leaf, spec in zip(paths, leaves, chosen, strict=True):
             with attempt(path):
@@ -183,6 +185,19 @@ def placed(batch: PyTree, specs: PyTree, mesh: Mesh) -> Batch:
     shapes = tuple(tuple(x.shape) for x in leaves if isinstance(x, Tensor | Sharded))
     wholes = {path: x for path, x in zip(paths, leaves, strict=True) if isinstance(x, Tensor)}
     return Batch(mesh, held(mesh), columns, cuts, structure, axes, shapes, wholes)
+
+
+def _refuse_opaque(batch: PyTree, specs: PyTree) -> None:
+    """Raise naming the objects that are to be cut though nobody knows how."""
+    paths, leaves, structure = flatten_outside(batch)
+    chosen = broadcast_prefix(specs, unflatten(structure, [0] * len(leaves)), none_is_leaf=True)
+    cut = [(path, x) for path, x, spec in zip(paths, leaves, chosen, strict=True) if isinstance(spec, P) and spec.axes]
+    samples = {rows_of(x) for _, x in cut}
+    if wrong := [f"{path or 'it'} is of class {type(x).__name__}" for path, x in cut if is_opaque(x, samples)]:
+        raise LayoutError(
+            f"batch: {', '.join(wrong)}: {REASON} over devices. Give its tensors, or a dataclass of them, and make such an "
+            "object of them in the loss function; or P() for it in the batch's specs, if all devices take it whole."
+        )
 
 
 def _uncut(columns: list[tuple[Any, ...]]) -> list[Cut | None]:

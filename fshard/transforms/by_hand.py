@@ -32,7 +32,7 @@ from fshard.mesh.sharded import Sharded
 from fshard.mesh.spec import P
 from fshard.mesh.spmd import everywhere, standing
 from fshard.mesh.threads import one_thread
-from fshard.mesh.tree import PyTree, flatten_with_paths, unflatten
+from fshard.mesh.tree import PyTree, flatten_outside, flatten_with_paths, unflatten
 from fshard.optim.leaves import firsts_of
 from fshard.optim.scaling import held_by
 from fshard.source import call_site
@@ -45,6 +45,7 @@ from fshard.transforms.known import Known
 from fshard.transforms.learner import Learner
 from fshard.transforms.means import Found
 from fshard.transforms.nearby import refuse_distant, refuse_unplaced
+from fshard.transforms.opaque import refuse_opaque, rows_of
 from fshard.transforms.randomness import keyed_random
 from fshard.transforms.side_by_side import side_by_side
 from fshard.transforms.slices import Device
@@ -142,12 +143,15 @@ class ByHand(Learner):
         if now.spent:
             tape.begin()
             now.spent = False
-        batch, place = self._batch(device, args, kwargs), prod(self.mesh.shape[axis] for axis in self.axes)
+        sliced = how.slices is not None and grad
+        batch, place = (
+            self._batch(device, args, kwargs, sliced=sliced),
+            prod(self.mesh.shape[axis] for axis in self.axes),
+        )
         count = how.turns(place)
         now.device = Device(how, tape, now.tree, Buffers(self.buffers, standing(self.mesh)), batch, 0, self.seed, 1.0)
         group = now.device.group
         index = 0 if group is None else group.index
-        sliced = how.slices is not None and grad
         slices = batch.slices(0, count, apart=True) if sliced else [Slice([x for (x,) in batch.columns], 1, None)]
         parts = [self._one(now, slice, index * len(slices) + turn, grad=grad) for turn, slice in enumerate(slices)]
         now.rounds += 1
@@ -185,12 +189,15 @@ class ByHand(Learner):
         output = wholes(output)
         return output, Part(device.buffers.compared(0, buffers), slice.rows)
 
-    def _batch(self, device: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Batch:
+    def _batch(self, device: int, args: tuple[Any, ...], kwargs: dict[str, Any], *, sliced: bool) -> Batch:
         """Return this device's part of a batch, of which the samples are known by how long its tensors are."""
         mesh = standing(self.mesh)
         _, leaves, structure = flatten_with_paths((args, kwargs), none_is_leaf=True)
         lengths = [x.shape[0] if isinstance(x, Tensor) and x.ndim else None for x in leaves]
-        own = next((length for length in lengths if length is not None), None)
+        paths, outside, _ = flatten_outside((args, kwargs))
+        own = next((rows for x in outside if (rows := rows_of(x)) is not None), None)
+        if sliced:
+            refuse_opaque(paths, outside, own)
         parts = prod(mesh.shape[axis] for axis in self.axes)
         cut = None if own is None else self._cut(mesh, device, parts, own)
         cuts = [cut if length is not None and length == own else None for length in lengths]
@@ -284,10 +291,13 @@ class ByHand(Learner):
         assert now.device is not None
         batch = now.device.batch
         parts = prod(batch.mesh.shape[axis] for axis in self.axes)
-        if batch.cut is None:
+        cut = batch.cut
+        if cut is None and self.total is not None:  # no tensor says otherwise: it is the batch that was announced
+            cut = Cut(self.axes, parts, self.total)
+        if cut is None:
             return 1 / parts
-        start, stop = batch.cut.ranges(batch.mesh, batch.devices[0], 1)[0]
-        return (stop - start) / batch.cut.length
+        start, stop = cut.ranges(batch.mesh, batch.devices[0], 1)[0]
+        return (stop - start) / cut.length
 
     def _reduced(self, now: _Open, device: Device, loss: Tensor) -> None:
         """Reduce what is left, and average buffers."""

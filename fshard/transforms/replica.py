@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from fshard.errors import ModuleError
 
 _ATOMS = (Tensor, str, int, float, complex, bytes, type(None), type, ModuleType, BuiltinFunctionType, torch.dtype)
-_CONTAINERS = (dict, list, set, deque)
+_CONTAINERS = (OrderedDict, dict, list, set, deque)
 _INTERNAL = frozenset(vars(nn.Module()))
 _WRITTEN = frozenset({"_parameters", "_buffers", "_modules"})
 """What a forward may write to of all that torch keeps in every module; the others are hooks."""
@@ -62,7 +62,8 @@ class Replica:
         self, modules: list[tuple[str, nn.Module]], places: list[Place], containers: list[Any], owned: list[Any]
     ) -> None:
         self.modules, self.places, self._owned = modules, places, owned
-        self._originals = [(container, copy(container)) for container in containers]
+        self._puts = [(_plain(place.container).__setitem__.__get__(place.container), place) for place in places]
+        self._originals = [(container, _plain(container), _entries(container)) for container in containers]
         self._rest: list[int] = []
 
     def settle(self) -> None:
@@ -71,22 +72,26 @@ class Replica:
 
     def fill(self, tensors: Mapping[str, Any]) -> None:
         """Put tensors, or what stands for them, into their places."""
-        for container, key, name in self.places:
-            container[key] = tensors[name]
+        for put, (_, key, name) in self._puts:
+            put(key, tensors[name])
 
     def restore(self) -> None:
         """Undo whatever a call has put into the modules, its tensors among them."""
-        for container, original in self._originals:
+        for container, plain, original in self._originals:
             if not container and not original:
                 continue
-            if not isinstance(container, dict):
-                container.clear()
-                (container.update if isinstance(container, set) else container.extend)(original)
+            if plain is dict:
+                dict.update(container, original)
+                if len(container) != len(original):
+                    for key in dict.keys(container) - original.keys():
+                        dict.__delitem__(container, key)
                 continue
-            container.update(original)
-            if len(container) != len(original):
-                for key in container.keys() - original.keys():
-                    del container[key]
+            plain.clear(container)
+            if plain is OrderedDict:  # whose update calls a class's own __setitem__
+                for key, value in original.items():
+                    OrderedDict.__setitem__(container, key, value)
+            else:
+                (set.update if plain is set else plain.extend)(container, original)
 
     def is_at_rest(self) -> bool:
         """Return whether nobody outside refers to it; who does may call it again, as a checkpoint will in backward."""
@@ -176,25 +181,27 @@ class _Copying:
         return made
 
     def _container(self, x: Any) -> Any:
-        made = self._memo[id(x)] = _emptied(x)
+        made, plain, entries = _emptied(x), _plain(x), _entries(x)
+        self._memo[id(x)] = made
         if isinstance(x, dict):
-            self._fill(made, x.items())
+            self._fill(made, entries.items())
         elif isinstance(x, set):
-            made.update(self._settled(item, "a set") for item in x)
+            set.update(made, (self._settled(item, "a set") for item in entries))
         else:
-            made.extend(x)
-            self._fill(made, enumerate(x))
+            plain.extend(made, entries)
+            self._fill(made, enumerate(entries))
+        self._attributes(made, x)
         return made
 
     def _fill(self, made: Any, items: Iterable[tuple[Any, Any]]) -> None:
         """Copy entries, and note the places among them."""
+        put = _plain(made).__setitem__
         for key, value in items:
             name = self._names.get(id(value))
             if name is not None:
                 self._places.append(Place(made, key, name))
-            made[self.of(key) if isinstance(made, dict) else key] = (
-                value if name is not None else self._value(key, value)
-            )
+            key = self.of(key) if isinstance(made, dict) else key
+            put(made, key, value if name is not None else self._value(key, value))
 
     def _value(self, key: Any, value: Any) -> Any:
         made = self.of(value)
@@ -227,12 +234,15 @@ class _Copying:
 
     def _object(self, x: Any) -> Any:
         made = self._memo[id(x)] = _blank(x) if isinstance(x, nn.Module) else copy(x)
+        self._attributes(made, x)
+        return made
+
+    def _attributes(self, made: Any, x: Any) -> None:
         if hasattr(x, "__dict__"):
             self._containers.append(vars(made))
             self._fill(vars(made), vars(x).items())
         for key, value in _slots(x):
             object.__setattr__(made, key, self._settled(value, f"a slot of {type(x).__name__}"))
-        return made
 
     def _closure(self, f: FunctionType) -> FunctionType:
         cells = tuple(CellType() for _ in f.__closure__ or ())
@@ -279,9 +289,22 @@ def _emptied(x: Any) -> Any:
     """Return a container of the same kind with nothing in it."""
     if type(x) in (dict, OrderedDict, list, set):
         return type(x)()
-    made = copy(x)  # a defaultdict keeps its default, a class of the user's its attributes
-    made.clear()
+    make, arguments, *_ = x.__reduce_ex__(4)  # as copy does: a defaultdict keeps its default
+    made = make(*arguments)
+    _plain(x).clear(made)
     return made
+
+
+def _plain(x: Any) -> Any:
+    """Return the built-in class of a container: its methods write also where those of a class of the user's refuse to."""
+    return next(kind for kind in _CONTAINERS if isinstance(x, kind))
+
+
+def _entries(x: Any) -> Any:
+    """Return what a container holds, in a plain one."""
+    if isinstance(x, dict):
+        return dict(_plain(x).items(x))
+    return {*x} if isinstance(x, set) else [*x]
 
 
 def _parts(x: Any) -> list[Any]:
