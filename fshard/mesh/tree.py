@@ -60,6 +60,11 @@ def torch_alone_knows(x: Any) -> bool:
     return type(x) in by_torch
 
 
+def any_known() -> bool:
+    """Return whether any object so far was taken apart as torch does it."""
+    return bool(by_torch)
+
+
 def flatten_outside(tree: PyTree) -> tuple[list[str], list[Any], Structure]:
     """As `flatten_with_paths`, of a tree that was flattened before; objects that torch alone takes apart are leaves."""
     leaves, structure = _o.tree_flatten(tree, is_leaf=_is_outer, none_is_leaf=True, namespace=NAMESPACE)

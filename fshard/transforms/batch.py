@@ -30,7 +30,7 @@ from fshard.mesh.sharded import Sharded, in_memory
 from fshard.mesh.spec import P
 from fshard.mesh.spmd import held
 from fshard.mesh.tree import PyTree, Structure, broadcast_prefix, flatten_outside, flatten_with_paths, unflatten
-from fshard.transforms.opaque import REASON, is_opaque, rows_of
+from fshard.transforms.opaque import REASON, all_plain, is_opaque, rows_of
 
 
 class Cut(NamedTuple):
@@ -170,7 +170,8 @@ def placed(batch: PyTree, specs: PyTree, mesh: Mesh) -> Batch:
         raise LayoutError(f"the batch specs {specs!r} are no prefix of the batch {structure}.") from None
     columns: list[tuple[Any, ...]] = []
     cuts: list[Cut | None] = []
-    _refuse_opaque(batch, specs)
+    if not all_plain(leaves):
+        _refuse_opaque(batch, specs)
     with collected("batch") as attempt:
         for path, leaf, spec in zip(paths, leaves, chosen, strict=True):
             with attempt(path):

@@ -144,10 +144,8 @@ class ByHand(Learner):
             tape.begin()
             now.spent = False
         sliced = how.slices is not None and grad
-        batch, place = (
-            self._batch(device, args, kwargs, sliced=sliced),
-            prod(self.mesh.shape[axis] for axis in self.axes),
-        )
+        batch = self._batch(device, args, kwargs, sliced=sliced)
+        place = prod(self.mesh.shape[axis] for axis in self.axes)
         count = how.turns(place)
         now.device = Device(how, tape, now.tree, Buffers(self.buffers, standing(self.mesh)), batch, 0, self.seed, 1.0)
         group = now.device.group

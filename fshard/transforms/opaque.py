@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fshard.errors import LayoutError
 from fshard.mesh.sharded import Sharded
-from fshard.mesh.tree import flatten, torch_alone_knows
+from fshard.mesh.tree import any_known, flatten, torch_alone_knows
 
 REASON = "which samples its tensors hold is not known, so it is not cut"
 
@@ -35,6 +35,11 @@ def rows_of(leaf: Any) -> int | None:
         return leaf.shape[0] if len(leaf.shape) else None
     says = torch_alone_knows(leaf) and hasattr(leaf, "__len__") and {len(leaf)} == _lengths(leaf)
     return len(leaf) if says else None
+
+
+def all_plain(leaves: Sequence[Any]) -> bool:
+    """Return whether no leaf of a tree can be in such an object, nor be one: so it is with nearly every batch."""
+    return not any_known() and all(isinstance(x, Tensor | Sharded | int | float | str | None) for x in leaves)
 
 
 def is_opaque(leaf: Any, samples: Collection[int | None]) -> bool:
