@@ -186,10 +186,10 @@ def test_tensorboard_says_what_it_needs(monkeypatch):
 # -- Bar ----------------------------------------------------------------------------------------------------------------
 
 
-def shown(steps, total, **how):
+def shown(steps, total, width=100, **how):
     file = io.StringIO()
     bar = fs.report.Bar(
-        total, console=Console(file=file, width=100, **how), clock=iter(map(float, range(1000))).__next__
+        total, console=Console(file=file, width=width, **how), clock=iter(map(float, range(1000))).__next__
     )
     for step in range(1, steps + 1):
         bar.write(step, {"loss": 1 / step, "samples": 8, "samples_per_second": 12345.6, "memory": 1.5 * 2**30})
@@ -213,6 +213,14 @@ def test_a_terminal_has_one_line_that_changes():
     assert "step 1 of 3 ━━━" in text and "step 3 of 3 ━━━" in text
     assert text.count("\n") == 1  # the others are written over
     assert "loss 0.3333  12,345 samples/s  1.5 GiB  0:00:03" in text
+
+
+@pytest.mark.parametrize(("width", "bar"), [(80, 19), (70, 9), (60, 0), (20, 0)])
+def test_a_narrow_terminal_has_a_short_bar_or_none_and_still_one_line(width, bar):
+    text = shown(3, 3, width, force_terminal=True, color_system=None)
+    last = text.rpartition("step 3 of 3")[2]
+    assert text.count("\n") == 1 and last.count("━") == bar
+    assert ("…" in last) == (width < 60)
 
 
 def test_a_notebook_has_one_display_that_changes(monkeypatch):

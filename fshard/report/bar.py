@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from time import perf_counter
 from typing import Any, Protocol
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -127,13 +127,16 @@ class _Terminal:
     """One line that changes; what others print on this console stands above it."""
 
     def __init__(self, console: Console) -> None:
-        self._live = Live(console=console, auto_refresh=False)
+        self._console, self._live = console, Live(console=console, auto_refresh=False)
         self._live.start()
 
     def show(self, step: int, total: int | None, words: list[str]) -> None:
-        line = Table.grid(padding=(0, 1))
-        bar = [] if total is None else [ProgressBar(total=total, completed=step, width=_WIDTH)]
-        line.add_row(_count(step, total), *bar, Text("  ".join(words)))
+        count, text = _count(step, total), "  ".join(words)
+        room = min(_WIDTH, self._console.width - len(count) - len(text) - 3)
+        line: RenderableType = Text(f"{count}  {text}", no_wrap=True, overflow="ellipsis")
+        if total is not None and room > 3:
+            line = Table.grid(padding=(0, 1))
+            line.add_row(count, ProgressBar(total=total, completed=step, width=room), text)
         self._live.update(line, refresh=True)
 
     def close(self) -> None:
