@@ -78,7 +78,56 @@ def convnet():
     )
 
 
+class Words(nn.Module):
+    """The beginning of a row of layers: tokens, and places."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.places = nn.Embedding(11, 8), nn.Parameter(torch.randn(5, 8))
+
+    def forward(self, tokens):
+        return self.embed(tokens) + self.places
+
+
+class Features(nn.Module):
+    """The beginning of a row of layers: rows of tables, beside numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.tables = nn.ModuleList([nn.Embedding(20, 4), nn.Embedding(7, 4)])
+        self.bottom = nn.Linear(3, 4)
+
+    def forward(self, x):
+        rows = [table((x[:, at] * 5).long().abs() % table.num_embeddings) for at, table in enumerate(self.tables)]
+        return torch.cat([*rows, self.bottom(x)], 1)
+
+
+def layer():
+    return nn.TransformerEncoderLayer(8, 2, 16, dropout=0.25, batch_first=True)
+
+
+def row_of_words():
+    """A GPT as a row of layers, of which the first and the last share a weight: they stand in two stages."""
+    first, head = Words(), nn.Linear(8, 11, bias=False)
+    head.weight = first.embed.weight
+    return nn.Sequential(first, layer(), layer(), head, nn.AdaptiveAvgPool2d((1, None)), nn.Flatten())
+
+
+def row_of_patches():
+    """A ViT as a row of layers."""
+    start = nn.Unflatten(1, (3, 1)), nn.Linear(1, 8)
+    return nn.Sequential(*start, layer(), layer(), nn.LayerNorm(8), nn.Flatten(), nn.Linear(24, 11))
+
+
+def row_of_features():
+    """A DLRM as a row of layers."""
+    return nn.Sequential(Features(), nn.Linear(12, 16), nn.ReLU(), nn.Dropout(0.25), nn.Linear(16, 11))
+
+
 MODELS = {
+    "row of words": row_of_words,
+    "row of patches": row_of_patches,
+    "row of features": row_of_features,
     "mlp": lambda: nn.Sequential(nn.Linear(3, 16), nn.ReLU(), nn.Linear(16, 8), nn.Linear(8, 11)),
     "convnet": convnet,
     "attention": Attention,
@@ -90,7 +139,7 @@ MODELS = {
 def data(name, count):
     draw = torch.Generator().manual_seed(7)
     x = torch.randn(count, 3, generator=draw)
-    if name == "attention":
+    if name in ("attention", "row of words"):
         x = torch.randint(11, (count, 5), generator=draw)
     return TensorDataset(x, torch.randint(11, (count,), generator=draw))
 
@@ -213,6 +262,96 @@ def test_stages_have_the_bits_of_the_whole_model(zero_stage, schedule):
         assert all(torch.equal(x, expected[key]) for key, x in state.items())
         torch.testing.assert_close(same, output)
         torch.testing.assert_close(torch.tensor(lost), torch.tensor(losses))
+
+
+@pytest.mark.parametrize(("zero_stage", "schedule"), [(1, "1f1b"), (3, "gpipe"), (2, "zbv")])
+@pytest.mark.parametrize("name", ["convnet", "row of words", "row of patches", "row of features"])
+def test_stages_of_every_family_have_the_bits_of_the_whole_model(name, zero_stage, schedule):
+    expected, output, _ = on_one_device(name)
+    how = {"zero_stage": zero_stage, "schedule": schedule, "microbatches": 4, "reproducible": True}
+    for state, same, _ in trained_in_stages(name, 2, **how):
+        assert [key for key, x in state.items() if not torch.equal(x, expected[key])] == []
+        torch.testing.assert_close(same, output)
+
+
+@pytest.mark.parametrize("how", ["a group of its own", "in no group", "frozen"])
+def test_a_weight_of_two_stages_is_trained_as_its_group_says(how):
+    """The second stage knows the weight by another name than the model's."""
+
+    def start():
+        torch.manual_seed(1)
+        model = row_of_words().double()
+        for part in model.modules():
+            if isinstance(part, nn.Dropout):
+                part.p = 0.0
+            elif isinstance(part, nn.MultiheadAttention):
+                part.dropout = 0.0
+        tied = model[3].weight
+        others = [x for x in model.parameters() if x is not tied]
+        if how == "frozen":
+            tied.requires_grad_(False)
+        groups = [
+            {"params": others},
+            *([{"params": [tied], "lr": 0.3, "momentum": 0.5}] * (how == "a group of its own")),
+        ]
+        return model, torch.optim.SGD(groups, lr=0.1)
+
+    x, y = data("row of words", 16).tensors
+    whole, opt = start()
+    for _ in range(3):
+        nn.functional.cross_entropy(whole(x), y).backward()
+        opt.step(), whole.zero_grad()
+
+    def main():
+        booster = fs.Booster(plugin=fs.HybridParallelPlugin(pipeline=2, zero_stage=2, microbatches=2))
+        model, opt, criterion, *_ = booster.boost(*start(), nn.CrossEntropyLoss())
+        for _ in range(3):
+            booster.execute_pipeline(iter([(x, y)]), model, criterion, opt)
+            opt.step(), opt.zero_grad()
+        return model.unwrap()
+
+    for found in fs.run(main, mesh=fs.make_mesh({"data": 2, "pipe": 2})):
+        assert found[3].weight is found[0].embed.weight
+        for name, w in whole.named_parameters():
+            torch.testing.assert_close(dict(found.named_parameters())[name], w, msg=name, check_stride=False)
+
+
+@pytest.mark.parametrize("name", ["mlp", "row of words", "row of patches"])
+def test_loop_functional_step_and_stages_draw_the_same(name):
+    x, y = data(name, 16).tensors
+
+    def main(plugin):
+        torch.manual_seed(1)
+        model = MODELS[name]()
+        booster = fs.Booster(plugin=plugin)
+        state = booster.init(model, torch.optim.AdamW(model.parameters(), lr=0.05), nn.CrossEntropyLoss())
+        torch.rand(1)  # what else is drawn makes no difference
+        for _ in range(2):
+            state, _ = booster.step(state, (x, y))
+        found = fs.unshard(state.params)
+        return found if isinstance(found, dict) else {key: w for stage in found for key, w in stage.items()}
+
+    def loop():
+        torch.manual_seed(1)
+        model = MODELS[name]()
+        booster = fs.Booster(plugin=fs.FSDPPlugin(reproducible=True, seed=3))
+        model, opt, criterion, *_ = booster.boost(
+            model, torch.optim.AdamW(model.parameters(), lr=0.05), nn.CrossEntropyLoss()
+        )
+        own = slice(8 * fs.axis_index("data"), 8 * fs.axis_index("data") + 8)
+        for _ in range(2):
+            booster.backward(criterion(model(x[own]), y[own]), opt)
+            opt.step(), opt.zero_grad()
+        return dict(model.unwrap().named_parameters())
+
+    expected = fs.run(loop, mesh=fs.make_mesh({"data": 2}))[0]
+    stages = fs.HybridParallelPlugin(pipeline=2, microbatches=4, reproducible=True, seed=3)
+    mesh = fs.make_mesh({"data": 2, "pipe": 2})
+    for found in (*fs.run(main, fs.DDPPlugin(reproducible=True, seed=3), mesh=mesh), *fs.run(main, stages, mesh=mesh)):
+        assert [key for key, w in expected.items() if not torch.equal(w, found[key])] == []
+    other = fs.run(main, fs.DDPPlugin(reproducible=True, seed=4), mesh=mesh)[0]
+    assert torch.equal(other["0.weight"], expected["0.weight"]) if name == "mlp" else other.keys() == expected.keys()
+    assert name == "mlp" or not all(torch.equal(other[key], w) for key, w in expected.items())
 
 
 @pytest.mark.parametrize("count", [48, 39])

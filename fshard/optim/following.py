@@ -104,6 +104,8 @@ class Following:
             )
         self._names = [[name for name in group if name is not None] for group in own]
         self.labels = {name: at for at, group in enumerate(self._names) for name in group}
+        self._tied = {id(x): self.labels.get(name) for name, x in params.items()}
+        self._frozen: dict[int, nn.Parameter] = {}
         self._made: tuple[list[dict[str, Any]], Optimizer] | None = None
 
     def now(self) -> Optimizer:
@@ -116,13 +118,20 @@ class Following:
 
     def trained(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return parameters by their names, of which those that are in no group are frozen."""
-        return {
-            name: x if name in self.labels else nn.Parameter(x.detach(), requires_grad=False)
-            for name, x in params.items()
-        }
+        for name, x in params.items():  # a part of the model may know a tied parameter by another name
+            if (label := self._tied.get(id(x))) is not None:
+                self.labels.setdefault(name, label)
+        return {name: x if name in self.labels else self._as_frozen(x) for name, x in params.items()}
+
+    def _as_frozen(self, x: Tensor) -> Tensor:
+        """Return the same frozen parameter for the same parameter: what is tied stays tied."""
+        if not x.requires_grad:
+            return x
+        return self._frozen.setdefault(id(x), nn.Parameter(x.detach(), requires_grad=False))
 
     def point_at(self, params: Mapping[str, Tensor]) -> None:
         """Let the groups have other tensors in the place of the parameters."""
+        self._tied, self._frozen = {}, {}  # whose numbers mean nothing once they have gone
         for group, names in zip(self.given.param_groups, self._names, strict=True):
             group["params"] = [params[name] for name in names]
 

@@ -24,6 +24,7 @@ from fshard.optim.scaling import loss_scaled
 from fshard.transforms.by_hand import ByHand
 from fshard.transforms.functionalize import functionalize
 from fshard.transforms.in_stages import InStages, bare_stages, loss_of_pair, remembers
+from fshard.transforms.randomness import keyed_random
 from fshard.transforms.rules import shard_params
 from fshard.transforms.skeleton import skeleton
 from fshard.transforms.step import Metrics, train_step
@@ -32,11 +33,13 @@ Criterion = Callable[..., Tensor]
 
 
 class State(NamedTuple):
-    """What a functional step takes and returns: parameters, the optimizer's state and buffers, as they lie."""
+    """What a functional step takes and returns: parameters, the optimizer's state and buffers as they lie, and a number."""
 
     params: PyTree
     optimizer: PyTree
     buffers: PyTree
+    steps: int = 0
+    """How many steps have been taken; random draws depend on it, and on the seed."""
 
 
 Step = Callable[[State, Any], tuple[State, Metrics]]
@@ -84,10 +87,10 @@ class Arrangement:
     def learner(self, model: nn.Module, bare: nn.Module, source: Followed) -> ByHand | InStages:
         """Return what a loop calls for a model; `bare` is its skeleton.  It keeps none of the model's tensors."""
         lay = self.partition(NOTHING).gradients
-        how: Any = {"mesh": self.mesh, "axes": self.axes, "gradients": lay, **self.options}
+        how: Any = {"mesh": self.mesh, "axes": self.axes, "seed": self.seed, "gradients": lay, **self.options}
         if self.cut is not None:
             return InStages.of(self.cut(model), self.rules, source.trained, **how)
-        return ByHand(*self._pure(model, bare, source), seed=self.seed, **how)
+        return ByHand(*self._pure(model, bare, source), **how)
 
     def functional(self, model: nn.Module, source: Followed, criterion: Criterion | None) -> tuple[State, Step]:
         """Return the state to begin with, and the step that takes it: see `loss_of`."""
@@ -109,11 +112,11 @@ class Arrangement:
         train = lru_cache(maxsize=1)(lambda opt: train_step(loss, opt, **how))
 
         def step(state: State, batch: Any) -> tuple[State, Metrics]:
-            if how["has_buffers"]:
-                *after, metrics = train(opts())(*state, batch)
-            else:
-                *after, metrics = train(opts())(state.params, state.optimizer, batch)
-            return State(*after, *state[len(after) :]), metrics
+            params, kept, buffers, steps = state
+            with keyed_random(self.seed, steps, 0):
+                *after, metrics = train(opts())(params, kept, *([buffers] if own["has_buffers"] else []), batch)
+            params, kept, *others = after
+            return State(params, kept, others[0] if others else buffers, steps + 1), metrics
 
         return State(params, opts().init(params), buffers), step
 

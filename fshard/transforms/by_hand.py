@@ -46,7 +46,7 @@ from fshard.transforms.learner import Learner
 from fshard.transforms.means import Found
 from fshard.transforms.nearby import refuse_distant, refuse_unplaced
 from fshard.transforms.opaque import refuse_opaque, rows_of
-from fshard.transforms.randomness import keyed_random
+from fshard.transforms.randomness import keyed_random, new_key
 from fshard.transforms.side_by_side import side_by_side
 from fshard.transforms.slices import Device
 from fshard.transforms.tape import Tape
@@ -150,8 +150,12 @@ class ByHand(Learner):
         now.device = Device(how, tape, now.tree, Buffers(self.buffers, standing(self.mesh)), batch, 0, self.seed, 1.0)
         group = now.device.group
         index = 0 if group is None else group.index
+        with keyed_random(self.seed, self.steps, now.rounds):
+            key = new_key()
         slices = batch.slices(0, count, apart=True) if sliced else [Slice([x for (x,) in batch.columns], 1, None)]
-        parts = [self._one(now, slice, index * len(slices) + turn, grad=grad) for turn, slice in enumerate(slices)]
+        parts = [
+            self._one(now, slice, (key, 0, index * len(slices) + turn), grad=grad) for turn, slice in enumerate(slices)
+        ]
         now.rounds += 1
         outputs, now.parts = [output for output, _ in parts], [part for _, part in parts]
         if not grad:
@@ -166,8 +170,8 @@ class ByHand(Learner):
         now.joined += found
         return tree_unflatten([x for x, _ in found], structure)
 
-    def _one(self, now: _Open, slice: Slice, number: int, *, grad: bool) -> tuple[Any, Part]:
-        """Run one slice; return what it gave, and its output."""
+    def _one(self, now: _Open, slice: Slice, key: tuple[int, ...], *, grad: bool) -> tuple[Any, Part]:
+        """Run one slice, drawing by a key; return what it gave, and its output."""
         assert now.device is not None
         device, tape, given = now.device, now.tape, now.device.buffers.part(0)
         args, kwargs = device.batch.tree(slice.leaves, self._gradient.how.manner.compute)
@@ -180,7 +184,7 @@ class ByHand(Learner):
                 tape.begin()
 
         with (
-            keyed_random(self.seed, self.steps, now.rounds, number),
+            keyed_random(*key),
             owning(device.batch.mesh.axis_names, device.talk.notice),
         ):
             output, buffers = tape.saved.watch(forward, begin) if grad else forward()
