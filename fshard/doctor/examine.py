@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
 import fshard as fs
 from fshard.doctor.machine import Machine, machine, way
 from fshard.doctor.speeds import Speed, measure
 from fshard.doctor.trials import Trial, attempt
-from fshard.mesh.runtimes.together import place
 
 PATIENCE = 120.0
 """Seconds after which a collective that does not end is taken for a failure."""
@@ -29,11 +27,10 @@ class Findings:
     trials: tuple[Trial, ...]
 
 
-def examine(device: str | None = None) -> Findings:
+def examine(device: str | None, by: str) -> Findings:
     """Look around, measure, and try every collective with the other processes."""
-    here, count = place(), fs.process_count()
+    count = fs.process_count()
     mesh = fs.make_mesh({"all": count}, runtime="process", device=device, timeout=PATIENCE)
-    by = "fs.launch" if os.environ.get(LOCAL) else here.by if here is not None else "torch.distributed"
     trials = tuple(attempt(mesh))
     speeds = tuple(measure(mesh)) if count > 1 else ()
     return Findings(fs.process_index(), by, mesh.device_type, way(mesh), machine(), speeds, trials)

@@ -81,4 +81,6 @@ def why_not_direct() -> str:
     scope = Path("/proc/sys/kernel/yama/ptrace_scope")
     if scope.exists() and scope.read_text().strip() not in ("0", "1"):
         return f"{scope} is {scope.read_text().strip()}, which lets nobody read: 1 or 0 would"
-    return "they may not read each other's memory: another user, another container, or one that forbids process_vm_readv"
+    return (
+        "they may not read each other's memory: another user, another container, or one that forbids process_vm_readv"
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import fshard as fs
-from fshard.testing.cases import all_cases, large_cases
+from fshard.testing.cases import Case, all_cases, large_cases
 from fshard.testing.conformance import check_runtime
 from fshard.testing.oracles import ORACLES
 
@@ -25,7 +25,7 @@ def attempt(mesh: fs.Mesh) -> list[Trial]:
     return [_tried(mesh, name, [case for case in cases if case.collective == name]) for name in ORACLES]
 
 
-def _tried(mesh: fs.Mesh, name: str, cases: list[fs.testing.cases.Case]) -> Trial:
+def _tried(mesh: fs.Mesh, name: str, cases: list[Case]) -> Trial:
     try:
         check_runtime(mesh, cases)
     except AssertionError as error:
