@@ -32,7 +32,7 @@ MAY_IMPORT = {
     "explore": GROUND | {"mesh", "transforms", "optim", "pipeline"},
     "testing": GROUND | {"mesh", "launching", "transforms", "optim", "pipeline", "fshard"},  # it tests what users see
     "doctor": GROUND | {"mesh", "launching", "testing", "fshard"},
-    "command": {"launching", "doctor"},  # the command line, `fshard run` and `fshard doctor`
+    "command": {"errors", "launching", "doctor"},  # the command line, `fshard run` and `fshard doctor`
     "__main__": {"command"},
     "fshard": GROUND | {"mesh", "launching", "transforms", "optim", "pipeline", "booster", "checkpoint", "explore"},
 }

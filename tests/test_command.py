@@ -109,7 +109,13 @@ def test_the_doctor_among_processes_that_were_started_together():
     assert "  All well: 2 processes over gloo, 12 collectives right." in lines
     assert "  started by   torchrun" in lines and "FSHARD_DIRECT=0 asks for gloo" in " ".join(said.split())
     assert any(line.startswith("  psum          right   ") for line in lines)
-    assert max(map(len, lines)) <= 100 and "\x1b" not in said
+    assert [line.split()[0] for line in lines if line.count("GiB/s") == 2] == [
+        "psum",
+        "all_gather",
+        "psum_scatter",
+        "ppermute",
+    ]
+    assert max(map(len, lines)) <= 80 and "\x1b" not in said
 
 
 def doctored_where_sums_are_wrong():

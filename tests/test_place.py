@@ -7,11 +7,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
 import fshard as fs
 from fshard.mesh.runtimes import slurm
+from fshard.mesh.runtimes.meeting import each_its_own
 from fshard.mesh.runtimes.place import LAUNCHERS, PORTS, Place, placed
 from fshard.mesh.runtimes.together import launched, place, process_count, process_index
 from fshard.testing.processes import run_processes
@@ -92,7 +94,7 @@ KNOWN = {
     ),
     "MPICH": (HYDRA, Place(3, 4, 3, 4, "127.0.0.1", DERIVED, "MPI")),
     "Intel, told where": (
-        {**INTEL, "MASTER_ADDR": "gpu7", "MASTER_PORT": "7000"}, Place(3, 4, 1, 2, "gpu7", 7000, "MPI"),
+        {**INTEL, "MASTER_ADDR": "gpu7"}, Place(3, 4, 1, 2, "gpu7", DERIVED, "MPI"),
     ),
     "MVAPICH": (MVAPICH, Place(0, 2, 0, 2, "127.0.0.1", DERIVED, "MVAPICH")),
 }  # fmt: skip
@@ -276,6 +278,15 @@ def test_a_program_finds_slurms_processes_by_itself():
     ]
     said = [program.communicate(timeout=120)[0].strip() for program in programs]
     assert said == [f"Mesh(data=2; process, cpu) {rank} 2.0" for rank in range(2)]
+
+
+def ask_whose_gpus(gpus):
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    return [each_its_own(each[fs.process_index()], dist.PrefixStore(each, store), 2) for each in gpus]
+
+
+def test_processes_agree_whether_each_has_a_gpu_of_its_own():
+    assert run_processes(ask_whose_gpus, 2, ["ab", "aa", "ba"]) == [[True, False, True]] * 2
 
 
 def met_nobody():

@@ -16,7 +16,7 @@ from fshard.doctor.speeds import SIZES, Speed
 from fshard.doctor.trials import Trial
 from fshard.doctor.verdict import Verdict
 
-WIDTH = 100
+WIDTH = 80
 """Columns where there is no terminal that has some."""
 SHOWN = 3
 """How many complaints about a collective are shown; `--json` has all."""
@@ -85,16 +85,18 @@ def _machines_in_words(findings: Sequence[Findings]) -> str:
 
 
 def _speeds(speeds: Sequence[Speed]) -> RenderableType:
-    """Lay out one row for each collective: the time for little, and the rate for much."""
-    table = Table(box=None, padding=(0, 2), header_style="dim")
-    table.add_column("  held by each")
+    """Lay out one row for each collective: the time for little, the time and what each process sends for much."""
+    table = Table(box=None, padding=(0, 1), header_style="dim")
+    table.add_column("  each holds", no_wrap=True)
     for held in SIZES:
-        table.add_column(f"{_size(held)}, µs", justify="right")
-        table.add_column("GiB/s sent", justify="right")
+        table.add_column(_size(held), justify="right", no_wrap=True)
+        if held > KIB:
+            table.add_column("sent by each", justify="right", no_wrap=True)
     for name in dict.fromkeys(speed.collective for speed in speeds):
         cells: list[str] = []
         for speed in (one for one in speeds if one.collective == name):
-            cells += [f"{speed.seconds * 1e6:,.0f}", f"{speed.rate / GIB:.2f}"]
+            cells += [f"{speed.seconds * 1e6:,.0f} µs"]
+            cells += [f"{speed.rate / GIB:.2f} GiB/s"] * (speed.held > KIB)
         table.add_row(f"  {name}", *cells)
     return table
 

@@ -71,8 +71,10 @@ def _among_others(processes: int | None, device: str | None, as_json: bool) -> i
         verdict = judge(found)
     except Exception as error:
         found, verdict = [], failed(error, count)
-    if fs.process_index() == 0 or not found:
+    if fs.process_index() == 0:
         _say(found, verdict, as_json)
+    elif not found:  # process 0 may be past speaking
+        sys.stderr.write(f"process {fs.process_index()}: {verdict.sentence}\n")
     return 0 if verdict.well else 1
 
 
