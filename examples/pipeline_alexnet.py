@@ -9,7 +9,6 @@ devices print the same losses, to the last bit.
 """
 
 import argparse
-import os
 
 import torch
 from rich.console import Console
@@ -85,7 +84,7 @@ def options():
 def main():
     args = options()
     torch.manual_seed(0)
-    console = Console(quiet=os.environ.get("RANK", "0") != "0", highlight=False)
+    console = Console(quiet=fs.process_index() != 0, highlight=False)
 
     # What is done where, and when: this is all that makes the program a pipeline.
     schedule = fs.pipeline_schedule(args.schedule, stages=args.stages, microbatches=args.microbatches)

@@ -33,7 +33,7 @@ MAY_IMPORT = {
     "report": GROUND | {"mesh"},
     "testing": GROUND | {"mesh", "launching", "transforms", "optim", "pipeline", "fshard"},  # it tests what users see
     "doctor": GROUND | {"mesh", "launching", "testing", "fshard"},
-    "command": {"launching", "doctor"},  # the command line, `fshard run` and `fshard doctor`
+    "command": {"errors", "launching", "doctor"},  # the command line, `fshard run` and `fshard doctor`
     "__main__": {"command"},
     "fshard": GROUND
     | {"mesh", "launching", "transforms", "optim", "pipeline", "booster", "checkpoint", "explore", "report"},

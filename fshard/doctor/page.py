@@ -16,8 +16,10 @@ from fshard.doctor.speeds import SIZES, Speed
 from fshard.doctor.trials import Trial
 from fshard.doctor.verdict import Verdict
 
-WIDTH = 100
+WIDTH = 80
 """Columns where there is no terminal that has some."""
+SHOWN = 3
+"""How many complaints about a collective are shown; `--json` has all."""
 KIB, GIB = 1 << 10, 1 << 30
 
 
@@ -32,8 +34,10 @@ def show(findings: Sequence[Findings], verdict: Verdict) -> None:
             parts += [_title("Speed"), _speeds(first.speeds)]
         parts += [_title("Collectives"), _trials(findings)]
     parts.append(_title("Verdict"))
-    parts.append(Padding(Text(verdict.sentence, style="bold green" if verdict.well else "bold red"), (0, 2)))
-    parts += [Padding(Text(line), (0, 2)) for line in verdict.advice]
+    parts.append(
+        Padding(Text(verdict.sentence, style="bold green" if verdict.well else "bold red"), (0, 2), expand=False)
+    )
+    parts += [Padding(Text(line), (0, 2), expand=False) for line in verdict.advice]
     console.print(Group(*parts))
 
 
@@ -42,7 +46,7 @@ def _title(text: str) -> RenderableType:
 
 
 def _facts(rows: Sequence[tuple[str, str]]) -> RenderableType:
-    table = Table.grid(padding=(0, 2))
+    table = Table.grid(padding=(0, 2), expand=False)
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in rows:
@@ -68,24 +72,31 @@ def _machines(findings: Sequence[Findings]) -> list[tuple[str, str]]:
 def _processes(findings: Sequence[Findings]) -> list[tuple[str, str]]:
     first = findings[0]
     return [
-        ("how many", f"{len(findings)}, on {len({one.machine.host for one in findings})} machine(s)"),
+        ("how many", f"{len(findings)}, on {_machines_in_words(findings)}"),
         ("started by", first.by),
         ("device", first.device),
         ("bytes go by", first.way),
     ]
 
 
+def _machines_in_words(findings: Sequence[Findings]) -> str:
+    count = len({one.machine.host for one in findings})
+    return "one machine" if count == 1 else f"{count} machines"
+
+
 def _speeds(speeds: Sequence[Speed]) -> RenderableType:
-    """Lay out one row for each collective: the time for little, and the rate for much."""
-    table = Table(box=None, padding=(0, 2), header_style="dim")
-    table.add_column("  held by each")
+    """Lay out one row for each collective: the time for little, the time and what each process sends for much."""
+    table = Table(box=None, padding=(0, 1), header_style="dim")
+    table.add_column("  each holds", no_wrap=True)
     for held in SIZES:
-        table.add_column(f"{_size(held)}, µs", justify="right")
-        table.add_column("GiB/s sent", justify="right")
+        table.add_column(_size(held), justify="right", no_wrap=True)
+        if held > KIB:
+            table.add_column("sent by each", justify="right", no_wrap=True)
     for name in dict.fromkeys(speed.collective for speed in speeds):
         cells: list[str] = []
         for speed in (one for one in speeds if one.collective == name):
-            cells += [f"{speed.seconds * 1e6:,.0f}", f"{speed.rate / GIB:.2f}"]
+            cells += [f"{speed.seconds * 1e6:,.0f} µs"]
+            cells += [f"{speed.rate / GIB:.2f} GiB/s"] * (speed.held > KIB)
         table.add_row(f"  {name}", *cells)
     return table
 
@@ -102,9 +113,5 @@ def _trials(findings: Sequence[Findings]) -> RenderableType:
         complaints = [complaint for one in all_of for complaint in one.complaints]
         mark, style = ("wrong", "red") if complaints else ("right", "green")
         lines.append(Text.assemble(f"  {trial.collective:14}", (mark, style), f"   {trial.cases} cases"))
-        lines += [Padding(Text(complaint), (0, 6)) for complaint in complaints[:SHOWN]]
+        lines += [Padding(Text(complaint), (0, 6), expand=False) for complaint in complaints[:SHOWN]]
     return Group(*lines)
-
-
-SHOWN = 3
-"""How many complaints about a collective are shown; `--json` has all."""

@@ -25,13 +25,10 @@ def judge(findings: Sequence[Findings]) -> Verdict:
         return Verdict(False, "Not well: " + "; ".join(wrong) + ".", (*_remedies(findings), *_hints(findings)))
     first, n = findings[0], len(findings)
     who = f"{n} processes over {first.way}" if n > 1 else "1 process"
-    gpus = (
-        f" on {len({gpu for one in findings for gpu in one.machine.gpus})} kind of GPU"
-        if first.device == "cuda"
-        else ""
-    )
+    gpus = ", ".join(sorted({gpu for one in findings for gpu in one.machine.gpus}))
+    where = f" on {gpus}" if first.device == "cuda" else ""
     count = sum(len(_functions(trial.collective)) for trial in first.trials)
-    return Verdict(True, f"All well: {who}{gpus}, {count} collectives right.", _hints(findings))
+    return Verdict(True, f"All well: {who}{where}, {count} collectives right.", _hints(findings))
 
 
 def failed(error: BaseException, processes: int) -> Verdict:
@@ -41,9 +38,9 @@ def failed(error: BaseException, processes: int) -> Verdict:
     return Verdict(False, f"Not well: {processes} processes did not get through. {kind}.", advice)
 
 
-def _functions(name: str) -> list[str]:
+def _functions(name: str) -> tuple[str, ...]:
     """Return the functions that are tried under one name: `send_recv` are two."""
-    return name.split("_") if name == "send_recv" else [name]
+    return ("send", "recv") if name == "send_recv" else (name,)
 
 
 def _collectives(findings: Sequence[Findings]) -> str | None:

@@ -26,11 +26,11 @@ LIMIT = 600.0
 def visit(arguments: Sequence[str]) -> int:
     """Do what the command line says; return the exit status."""
     known = _parser().parse_args(arguments)
-    if launched():
-        return _among_others(known.processes, known.device, known.json)
-    count = known.processes or _usual(known.device)
     findings: list[Findings] = []
+    count = known.processes if known.processes is not None else _usual(known.device)
     try:
+        if launched():
+            return _among_others(known.processes, known.device, known.json)
         findings = fs.launch(
             examine, known.device, "fshard doctor", processes=count, device=known.device, timeout=LIMIT
         )
@@ -71,8 +71,10 @@ def _among_others(processes: int | None, device: str | None, as_json: bool) -> i
         verdict = judge(found)
     except Exception as error:
         found, verdict = [], failed(error, count)
-    if fs.process_index() == 0 or not found:
+    if fs.process_index() == 0:
         _say(found, verdict, as_json)
+    elif not found:  # process 0 may be past speaking
+        sys.stderr.write(f"process {fs.process_index()}: {verdict.sentence}\n")
     return 0 if verdict.well else 1
 
 

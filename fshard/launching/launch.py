@@ -50,11 +50,9 @@ def launch(
         fs.launch(total, 0.5, processes=4)  # [tensor(2.), tensor(2.), tensor(2.), tensor(2.)]
     """
     _refuse(fn, processes, device, timeout)
-    shared = {
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or "1"
-    }  # as torchrun does: processes are not to crowd
+    threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or "1"}  # as under torchrun: they share processors
     backend = "gloo" if device == "cpu" else "nccl"  # the latter where there are GPUs, and enough
-    with Processes(processes, backend=backend, environment=shared, timeout=timeout, shown=True, apart=True) as pool:
+    with Processes(processes, backend=backend, environment=threads, timeout=timeout, shown=True, apart=True) as pool:
         return pool.run_last(fn, *args, **kwargs)
 
 

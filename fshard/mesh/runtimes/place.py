@@ -81,7 +81,11 @@ LAUNCHERS = {
         ("MV2_COMM_WORLD_LOCAL_SIZE",),
     ),
     "MPI": Names(  # hydra: MPICH's and Intel's; Cray's
-        ("PMI_RANK",), ("PMI_SIZE",), ("MPI_LOCALRANKID", "PMI_LOCAL_RANK"), ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE")
+        ("PMI_RANK",),
+        ("PMI_SIZE",),
+        ("MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
+        ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
+        ("I_MPI_HYDRA_UUID",),
     ),
     "SLURM": Names(
         ("SLURM_PROCID",), ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), ("SLURM_LOCALID",), (), ("SLURM_JOB_ID",)

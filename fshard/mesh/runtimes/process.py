@@ -33,8 +33,8 @@ from fshard.mesh.runtimes.departing import Departing
 from fshard.mesh.runtimes.direct import Direct, Turn
 from fshard.mesh.runtimes.lane import Lane
 from fshard.mesh.runtimes.link import Departed, GroupLink, Link, What, shapes_of
+from fshard.mesh.runtimes.meeting import meet_all
 from fshard.mesh.runtimes.neighbours import Neighbours, meet
-from fshard.mesh.runtimes.place import Place, placed
 from fshard.mesh.runtimes.road import Road
 from fshard.mesh.runtimes.running import Awaited, Running, UnderWay, explain, go_on
 from fshard.mesh.runtimes.watch import Watch, watching
@@ -358,11 +358,8 @@ def join(device_type: str, timeout: float | None) -> ProcessWorld:
         return _state["world"]
     limit = timedelta(seconds=timeout if timeout is not None else float(os.environ.get("FSHARD_TIMEOUT", "600")))
     if not dist.is_initialized():
-        here = _place()
         import_module("torch.distributed.nn.functional")  # torch.func.grad imports it, and then it would keep the group
-        if device_type == "cuda":
-            torch.cuda.set_device(here.local_rank % torch.cuda.device_count())
-        _meet(here, _backend(device_type, here), limit)
+        meet_all(device_type, limit)
         _state["process"] = os.getpid()
         atexit.register(_leave_at_exit)
         _share_random_state()
@@ -382,39 +379,6 @@ def leave(*, waiting: bool = True) -> None:
 def _leave_at_exit() -> None:
     if os.getpid() == _state["process"]:  # else this is a fork of the process that joined
         leave(waiting=not hasattr(sys, "last_value"))  # after an error, the others may never receive anything
-
-
-def _place() -> Place:
-    """Return which of several processes this is, even if there is but one."""
-    found = placed(os.environ, os.getppid())
-    if found is None:
-        missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-        raise MeshError(
-            "A process mesh needs processes: the environment variables that torchrun, srun or mpirun set are not there; "
-            f"missing: {', '.join(missing)}. Start with `torchrun --nproc-per-node 8 file.py` or `fshard run --processes 8 "
-            'file.py`, call fs.launch, or take devices in this process: make_mesh(..., runtime="virtual").'
-        )
-    return found
-
-
-def _backend(device_type: str, here: Place) -> str:
-    """NCCL if every process has a GPU to itself; it refuses to share one."""
-    alone = torch.cuda.device_count() >= here.local_world
-    return "nccl" if device_type == "cuda" and alone and dist.is_nccl_available() else "gloo"
-
-
-def _meet(here: Place, backend: str, limit: timedelta) -> None:
-    """Form the default group, where the place says, whatever variables torch itself would look for."""
-    host = f"[{here.address}]" if ":" in here.address else here.address
-    url = f"tcp://{host}:{here.port}"
-    try:
-        dist.init_process_group(backend, init_method=url, rank=here.rank, world_size=here.world, timeout=limit)
-    except (dist.DistNetworkError, dist.DistStoreError) as error:
-        raise MeshError(
-            f"Process {here.rank} of {here.world}, started by {here.by}, did not meet the others at {here.address}, port "
-            f"{here.port}: {str(error).splitlines()[0]} All have to be started together; if another program has the port, "
-            "export another MASTER_PORT, and if that is not the host of process 0, MASTER_ADDR."
-        ) from error
 
 
 def _share_random_state() -> None:

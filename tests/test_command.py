@@ -1,0 +1,211 @@
+"""The command: `fshard run` is torchrun's, `fshard doctor` says what is wrong."""
+
+import json
+import os
+import subprocess
+import sys
+from contextlib import redirect_stdout
+from dataclasses import replace
+from io import StringIO
+
+import pytest
+import torch
+
+import fshard as fs
+from fshard.command import main
+from fshard.doctor import trials
+from fshard.doctor.examine import Findings
+from fshard.doctor.machine import machine, why_not_direct
+from fshard.doctor.page import show
+from fshard.doctor.speeds import Speed
+from fshard.doctor.trials import Trial
+from fshard.doctor.verdict import judge
+from fshard.launching.torchrun import command
+from fshard.testing.oracles import ORACLES
+from fshard.testing.processes import run_processes
+
+# -- run ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("--processes 4 file.py", "--standalone --nproc-per-node 4 file.py"),
+        ("--processes 4 -m a.b --nodes 3", "--standalone --nproc-per-node 4 -m a.b --nodes 3"),
+        ("--max-restarts 3 --processes=2 file.py -x --processes 9",
+         "--standalone --nproc-per-node 2 --max-restarts 3 file.py -x --processes 9"),
+        ("--nodes 2 --node-index 1 --address gpu1:2222 --processes 8 file.py",
+         "--nnodes 2 --node-rank 1 --master-addr gpu1 --master-port 2222 --nproc-per-node 8 file.py"),
+        ("--nodes 2 --node-index 0 --address [::1]:2222 --processes 8 file.py",
+         "--nnodes 2 --node-rank 0 --master-addr ::1 --master-port 2222 --nproc-per-node 8 file.py"),
+        ("--nproc-per-node 3 file.py", "--standalone --nproc-per-node 3 file.py"),
+        ("--processes 2 --rdzv-backend c10d --rdzv-endpoint h:1 file.py",
+         "--nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint h:1 file.py"),
+    ],
+)  # fmt: skip
+def test_run_is_a_command_line_of_torchrun(given, expected, capsys):
+    assert command(given.split())[0] == [sys.executable, "-m", "torch.distributed.run", *expected.split()]
+    with pytest.raises(SystemExit) as end:
+        main(["run", "--dry-run", *given.split()])
+    assert end.value.code == 0 and capsys.readouterr().out.endswith(expected.replace("[", "'[") + "\n")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="then there are as many processes as GPUs")
+def test_all_that_is_wrong_with_a_command_line_is_said(capsys):
+    assert main(["run", "--nodes", "2", "--address", "gpu1", "--rdzv-id", "7", "file.py"]) == 2
+    said = capsys.readouterr().err
+    assert "--processes is missing" in said and "--node-index is missing (which of the machines this is)" in said
+    assert "--address gpu1 is not HOST:PORT" in said and "and so do options of torchrun" in said
+
+
+def test_run_runs(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys, torch, fshard as fs\n"
+        'mesh = fs.make_mesh({"data": fs.process_count(default=5)})\n'
+        'total = fs.run(lambda: fs.psum(torch.ones(()), "data"), mesh=mesh)[0].item()\n'
+        "if fs.process_index() == 0:\n"
+        "    print(mesh, total, sys.argv[1:])\n"
+    )
+    words = [sys.executable, "-m", "fshard", "run", "--processes", "2", script, "--processes", "7"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout == "Mesh(data=2; process, cpu) 2.0 ['--processes', '7']\n", done.stderr
+
+
+def test_the_command_says_what_it_can_do(capsys):
+    assert main([]) == 2 and capsys.readouterr().err.startswith("usage: fshard run")
+    assert main(["--help"]) == 0 and "fshard doctor" in capsys.readouterr().out
+    assert main(["--version"]) == 0 and capsys.readouterr().out == f"fshard {fs.__version__}\n"
+
+
+# -- doctor -------------------------------------------------------------------------------------------------------
+
+
+def test_the_doctor_looks_at_processes_that_it_starts(capsys):
+    assert main(["doctor", "--device", "cpu", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    way = told["processes"][0]["way"]
+    assert told["well"] and told["sentence"] == f"All well: 2 processes over {way}, 12 collectives right."
+    assert [one["rank"] for one in told["processes"]] == [0, 1]
+    for one in told["processes"]:
+        assert [trial["collective"] for trial in one["trials"]] == list(ORACLES)
+        assert all(trial["cases"] > 10 and not trial["complaints"] for trial in one["trials"])
+        assert {speed["held"] for speed in one["speeds"]} == {1 << 10, 1 << 20, 1 << 24}
+        assert all(speed["seconds"] > 0 and speed["sent"] > 0 for speed in one["speeds"])
+
+
+def doctored(*words):
+    """Be one of the processes that are looked at."""
+    with redirect_stdout(StringIO()) as said:
+        return main(["doctor", *words]), said.getvalue()
+
+
+def test_the_doctor_among_processes_that_were_started_together():
+    (status, said), (other, silence) = run_processes(doctored, 2, environment={"FSHARD_DIRECT": "0"}, timeout=100)
+    assert status == other == 0 and silence == ""
+    lines = [line.rstrip() for line in said.splitlines()]
+    for heading in ("Machine", "Processes", "Speed", "Collectives", "Verdict"):
+        assert heading in lines
+    assert "  All well: 2 processes over gloo, 12 collectives right." in lines
+    assert "  started by   torchrun" in lines and "FSHARD_DIRECT=0 asks for gloo" in " ".join(said.split())
+    assert any(line.startswith("  psum          right   ") for line in lines)
+    assert [line.split()[0] for line in lines if line.count("GiB/s") == 2] == [
+        "psum",
+        "all_gather",
+        "psum_scatter",
+        "ppermute",
+    ]
+    assert max(map(len, lines)) <= 80 and "\x1b" not in said
+
+
+def doctored_where_sums_are_wrong():
+    """Look at two collectives, of which one adds 1."""
+    psum = fs.psum
+
+    def off_by_one(x, axis):
+        total = psum(x, axis)
+        return total + 1 if isinstance(total, torch.Tensor) and total.is_floating_point() else total
+
+    off_by_one.start = psum.start
+    fs.psum, trials.ORACLES = off_by_one, {name: ORACLES[name] for name in ("psum", "pmean")}
+    return doctored("--json")
+
+
+def test_a_wrong_collective_is_found():
+    (status, said), (other, _) = run_processes(doctored_where_sums_are_wrong, 2, timeout=100)
+    told = json.loads(said)
+    assert status == other == 1 and not told["well"]
+    assert told["sentence"].startswith("Not well: psum wrong in ") and "values differ, first" in told["sentence"]
+    assert "FSHARD_DIRECT=0" in told["advice"][0] or told["processes"][0]["way"] == "gloo"
+    for one in told["processes"]:
+        assert [trial["collective"] for trial in one["trials"] if trial["complaints"]] == ["psum"]
+
+
+def findings(rank, **changes):
+    speeds, tried = (Speed("psum", 1024, 1024, 1e-5),), (Trial("psum", 3), Trial("send_recv", 4))
+    return replace(Findings(rank, "SLURM", "cpu", "gloo", machine(), speeds, tried), **changes)
+
+
+def test_verdicts():
+    here = replace(machine(), processors=64)
+    assert judge([findings(0, machine=here)]).sentence == "All well: 1 process, 3 collectives right."
+    apart = [findings(rank, machine=replace(here, host=f"n{rank}", gpus=())) for rank in range(2)]
+    assert judge(apart).sentence == "All well: 2 processes over gloo, 3 collectives right." and not judge(apart).advice
+    older = [*apart, findings(2, machine=replace(here, torch="2.11.0"))]
+    assert "different versions" in judge(older).sentence and "process 2 has Python" in judge(older).sentence
+    broken = findings(1, trials=(Trial("psum", 3), Trial("send_recv", 4, ("off", "off"))), way="nccl", device="cuda")
+    verdict = judge([findings(0, way="nccl", device="cuda"), broken])
+    assert (
+        verdict.sentence == "Not well: send and recv wrong in 2 of 8 results, off." and "NCCL_P2P" in verdict.advice[0]
+    )
+    crowd = [findings(rank, machine=replace(here, processors=2, gpus=("H100",)), way="direct") for rank in range(4)]
+    assert "4 processes share 2 processors" in judge(crowd).advice[0] and "--device cuda" in judge(crowd).advice[1]
+
+
+def test_the_page_shows_what_is_wrong_with_each_collective(capsys):
+    bad = (Trial("psum", 3, ("case 1: off", "case 2: off", "case 3: off", "case 4: off")), Trial("pmean", 4))
+    found = [findings(0, trials=bad)]
+    show(found, judge(found))
+    said = capsys.readouterr().out
+    assert "  psum          wrong   3 cases\n" in said and "  pmean         right   4 cases\n" in said
+    assert "      case 3: off" in said and "case 4" not in said and "Not well: psum wrong in 4 of 3 results" in said
+
+
+def test_why_memory_is_not_read(monkeypatch):
+    monkeypatch.setenv("FSHARD_DIRECT", "0")
+    assert why_not_direct() == "FSHARD_DIRECT=0 asks for gloo"
+    monkeypatch.delenv("FSHARD_DIRECT")
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert why_not_direct().startswith("reading memory needs Linux on x86-64")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
+def test_what_keeps_the_doctor_from_looking_is_a_verdict(capsys, monkeypatch):
+    assert main(["doctor", "--device", "cuda", "--json"]) == 1
+    assert "torch sees no GPU" in json.loads(capsys.readouterr().out)["sentence"]
+    monkeypatch.setenv("RANK", "1")
+    assert main(["doctor"]) == 1
+    assert "RANK is set, but WORLD_SIZE is not" in " ".join(capsys.readouterr().out.split())
+
+
+BARE = """
+import sys
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("hypothesis", "pytest", "cloudpickle"):
+            raise ImportError(name)
+sys.meta_path.insert(0, Missing())
+import fshard as fs
+from fshard.doctor.examine import examine
+from fshard.testing.conformance import check_runtime
+from itertools import islice
+from fshard.testing.cases import all_cases
+mesh = fs.make_mesh({"data": 2})
+print(check_runtime(mesh, islice(all_cases(mesh), 5)))
+"""
+
+
+def test_the_doctor_needs_nothing_that_tests_need():
+    done = subprocess.run([sys.executable, "-c", BARE], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout == "5\n", done.stderr
+    assert os.environ.get("RANK") is None

@@ -1,0 +1,258 @@
+"""fs.launch: results in order, errors as they are, whole lines, and no process that outlives the call."""
+
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from itertools import islice
+from pathlib import Path
+
+import nbformat
+import pytest
+import torch
+from nbclient import NotebookClient
+
+import fshard as fs
+from fshard.launching import travel
+
+
+def gone(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def total(scale, add=0.0):
+    mesh = fs.make_mesh({"data": fs.process_count()})
+    return fs.run(lambda: fs.psum(torch.tensor(scale), "data") + add, mesh=mesh)[0].item(), fs.process_index()
+
+
+def test_results_come_in_order_and_virtual_meshes_before_do_no_harm():
+    fs.run(lambda: fs.psum(torch.randn(200, 200) @ torch.randn(200, 200), "data"), mesh=fs.make_mesh({"data": 4}))
+    assert fs.launch(total, 0.5, processes=3, add=1.0) == [(2.5, 0), (2.5, 1), (2.5, 2)]
+    assert fs.launch(total, 0.5, processes=1, device="cpu") == [(0.5, 0)]
+    assert fs.make_mesh({"data": 4}).runtime == "virtual"
+
+
+def test_closures_lambdas_and_classes_go_by_value():
+    class Unheard(Exception):
+        pass
+
+    scale = torch.arange(3.0)
+
+    def scaled(x):
+        if x is None:
+            raise Unheard("of")
+        return [x * scale, Unheard]
+
+    for product, kind in fs.launch(scaled, 2.0, processes=2):
+        assert product.equal(2 * scale) and kind is Unheard
+    with pytest.raises(Unheard, match="of") as error:
+        fs.launch(scaled, None, processes=2)
+    assert "in scaled\n    raise Unheard" in error.value.__notes__[0]
+    assert fs.launch(lambda: os.environ["OMP_NUM_THREADS"], processes=1) == [os.environ.get("OMP_NUM_THREADS", "1")]
+
+
+def test_without_cloudpickle_what_to_install_is_said(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cloudpickle", None)
+    with pytest.raises(ImportError, match=r"<lambda>.* Install cloudpickle \(pip install cloudpickle"):
+        fs.launch(lambda: None, processes=2)
+    assert fs.launch(os.getenv, "RANK", processes=2) == ["0", "1"]
+
+
+def test_what_stands_in_the_running_script_does_not_go_by_reference(monkeypatch):
+    monkeypatch.setattr(total, "__module__", "__main__")
+    assert b"cloudpickle" in travel.by_value((total, (1.0,)))
+    assert b"cloudpickle" not in travel.by_value((gone, (1.0,)))
+
+
+def fail(who, pids):
+    mesh = fs.make_mesh({"data": 2})
+    Path(pids, str(os.getpid())).touch()
+    fs.run(lambda: fs.psum(torch.ones(2), "data"), mesh=mesh)
+    if fs.process_index() == who:
+        raise KeyError("mine")
+    fs.run(lambda: fs.psum(torch.ones(2), "data"), mesh=mesh)
+
+
+def die():
+    total(1.0)
+    if fs.process_index() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    total(1.0)
+
+
+def test_an_error_is_raised_here_with_its_traceback_and_all_have_ended(tmp_path):
+    with pytest.raises(KeyError, match="mine") as error:
+        fs.launch(fail, 1, tmp_path, processes=2)
+    assert 'in fail\n    raise KeyError("mine")' in error.value.__notes__[0]
+    assert any("then process 0 failed:\nLostProcessError" in note for note in error.value.__notes__)
+    pids = [int(file.name) for file in tmp_path.iterdir()]
+    assert len(pids) == 2 and all(map(gone, pids))
+
+
+def test_a_death_and_a_time_out_are_told():
+    with pytest.raises(RuntimeError, match="process 1 of 2 was killed by SIGKILL"):
+        fs.launch(die, processes=2)
+    with pytest.raises(RuntimeError, match="process 0 of 1 did not finish sleep within 0.2 s"):
+        fs.launch(time.sleep, 100, processes=1, timeout=0.2)
+
+
+# -- what is written ----------------------------------------------------------------------------------------------
+
+
+def write():
+    for number in range(50):
+        sys.stdout.write(f"{fs.process_index()} writes")
+        sys.stdout.flush()
+        sys.stdout.write(f" {number}\n")
+    sys.stderr.write("alas")
+    os.write(1, b"from below\n")
+    subprocess.run(["echo", "from a child"], check=True)
+    sys.stdout.write("long " * 100_000)
+
+
+def test_lines_appear_whole_whoever_writes_them(capsys):
+    fs.launch(write, processes=2)
+    said, alas = capsys.readouterr()
+    lines = [line for line in said.splitlines() if not line.startswith("long")]
+    for index in range(2):
+        assert [line for line in lines if line.startswith(str(index))] == [f"{index} writes {n}" for n in range(50)]
+    assert lines.count("from below") == lines.count("from a child") == 2 and len(lines) == 104
+    assert said.count("long ") == 200_000
+    assert alas == "alas\nalas\n"
+
+
+def show_progress():
+    sys.stdout.write("half\r")
+    sys.stdout.flush()
+    time.sleep(0.5)
+    return time.monotonic()
+
+
+def test_what_is_written_over_appears_at_once(monkeypatch):
+    came = []
+    monkeypatch.setattr(sys.stdout, "write", lambda text: came.append((text, time.monotonic())))
+    (ended,) = fs.launch(show_progress, processes=1)
+    ((text, when),) = came
+    assert text == "half\r" and when < ended
+
+
+# -- where it cannot start ----------------------------------------------------------------------------------------
+
+
+def nested():
+    return fs.launch(total, 1.0, processes=2)
+
+
+def test_launching_inside_of_processes_and_devices_is_an_error():
+    with pytest.raises(fs.MeshError, match=r"this is process \d of 2 that were started together.*make the mesh here"):
+        fs.launch(nested, processes=2)
+    with pytest.raises(fs.MeshError, match="this code runs on a device of a mesh"):
+        fs.run(nested, mesh=fs.make_mesh({"data": 2}))
+
+
+def test_what_is_wrong_with_a_call_is_one_error():
+    with pytest.raises(fs.MeshError) as error:
+        fs.launch(3, processes=0, device="tpu", timeout=-1)
+    assert str(error.value) == (
+        "fs.launch cannot start: 3 is no function; processes=0 is no whole number from 1 on; "
+        'device=\'tpu\' is neither "cpu" nor "cuda"; timeout=-1 is no number of seconds.'
+    )
+
+
+def test_a_module_that_launches_when_it_is_imported_is_no_fork_bomb(tmp_path, monkeypatch):
+    (tmp_path / "unguarded.py").write_text(
+        "import fshard as fs\ndef f():\n    return 1\nresults = fs.launch(f, processes=2)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(fs.MeshError, match='put that call below `if __name__ == "__main__":`'):
+        __import__("unguarded")
+
+
+def square(x):
+    return x * x
+
+
+def with_children():
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        return pool.map(square, [1, 2])
+
+
+def test_a_process_may_have_processes_of_its_own():
+    assert fs.launch(with_children, processes=1) == [[1, 4]]
+
+
+# -- whole programs -----------------------------------------------------------------------------------------------
+
+SCRIPT = """
+import os, sys, time
+import torch
+import fshard as fs
+
+SCALE = torch.full((), 2.0)  # goes along with the function that uses it
+print("the script runs")
+
+def main(wait):
+    total = fs.run(lambda: fs.psum(SCALE, "data"), mesh=fs.make_mesh({"data": 2}))[0].item()
+    print("pid", os.getpid())
+    time.sleep(wait)
+    return total
+
+fs.run(lambda: fs.psum(SCALE, "data"), mesh=fs.make_mesh({"data": 2}))
+print(fs.launch(main, 0, processes=2), flush=True)
+fs.launch(main, 1000, processes=2)
+"""
+ENDS = (signal.SIGINT, signal.SIGKILL)
+
+
+def test_a_script_needs_no_guard_and_its_processes_end_with_it(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    command, pipes = [sys.executable, script], {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    with ExitStack() as stack:
+        programs = [stack.enter_context(subprocess.Popen(command, text=True, **pipes)) for _ in ENDS]
+        stack.callback(lambda: [program.kill() for program in programs])  # before they are waited for
+        said = [list(islice(program.stdout, 6)) for program in programs]
+        for program, how in zip(programs, ENDS, strict=True):
+            program.send_signal(how)
+            program.wait(60)
+    pids = [int(line.split()[1]) for lines in said for line in lines if line.startswith("pid")]
+    for program, how, lines in zip(programs, ENDS, said, strict=True):
+        assert program.returncode == -how
+        assert lines[0] == "the script runs\n" and lines[3] == "[4.0, 4.0]\n"
+    until = time.monotonic() + 60
+    while not all(map(gone, pids)) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert len(pids) == 8 and all(map(gone, pids))
+
+
+CELLS = [
+    "import torch, fshard as fs\nscale = torch.ones(3)",
+    """
+def total(add):
+    print("process", fs.process_index())
+    return fs.run(lambda: fs.psum(scale, "data") + add, mesh=fs.make_mesh({"data": 2}))[0].tolist()
+
+fs.launch(total, 1.0, processes=2)
+""",
+    "import json\njson.dumps(fs.launch(lambda: fs.process_index(), processes=2))",
+]
+
+
+def test_a_notebook_launches_its_own_functions_and_shows_their_output(tmp_path):
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in CELLS])
+    place = {"metadata": {"path": tmp_path}}
+    NotebookClient(notebook, timeout=120, coalesce_streams=True, resources=place).execute()
+    _, launching, again = notebook.cells
+    shown = [output.text for output in launching.outputs if output.output_type == "stream"]
+    assert sorted("".join(shown).splitlines()) == ["process 0", "process 1"]
+    (result,) = [output for output in launching.outputs if output.output_type == "execute_result"]
+    assert json.loads(result.data["text/plain"]) == [[3.0, 3.0, 3.0]] * 2
+    assert again.outputs[0].data["text/plain"] == "'[0, 1]'"
