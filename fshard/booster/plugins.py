@@ -130,6 +130,7 @@ class Plugin:
             scaled=self.precision == "fp16",
             sync_batchnorm=self.sync_batchnorm,
             seed=self.seed,
+            zeros=self.unused == "zero",
             options={**options, **self.options},
         )
 

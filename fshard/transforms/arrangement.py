@@ -17,13 +17,15 @@ from torch import Tensor, nn
 from fshard.mesh.mesh import Mesh
 from fshard.mesh.spec import P
 from fshard.mesh.tree import PyTree
-from fshard.optim.contract import Optimizer
+from fshard.optim.contract import Optimizer, Update
 from fshard.optim.following import NOTHING, Followed
 from fshard.optim.partition import Partitioned, Stage, partition_optimizer
 from fshard.optim.scaling import loss_scaled
 from fshard.transforms.by_hand import ByHand
 from fshard.transforms.functionalize import functionalize
 from fshard.transforms.in_stages import InStages, bare_stages, loss_of_pair, remembers
+from fshard.transforms.learner import with_zeros
+from fshard.transforms.randomness import keyed_random
 from fshard.transforms.rules import shard_params
 from fshard.transforms.skeleton import skeleton
 from fshard.transforms.step import Metrics, train_step
@@ -32,11 +34,15 @@ Criterion = Callable[..., Tensor]
 
 
 class State(NamedTuple):
-    """What a functional step takes and returns: parameters, the optimizer's state and buffers, as they lie."""
+    """What a functional step takes and returns: parameters, the optimizer's state and buffers, as they lie.
+
+    `steps` is how many have been taken, by which the next one draws.
+    """
 
     params: PyTree
     optimizer: PyTree
     buffers: PyTree
+    steps: int = 0
 
 
 Step = Callable[[State, Any], tuple[State, Metrics]]
@@ -55,6 +61,7 @@ class Arrangement:
         scaled: losses are multiplied, for gradients in 16 bits.
         sync_batchnorm: BatchNorm takes mean and variance over all devices.
         seed: of random draws in the model.
+        zeros: whether a parameter that no device has used has a gradient of zeros.
         cut: into which stages a model is cut; None: it is not.
         options: further ones of `value_and_grad`, with a schedule and its axis if there are stages.
     """
@@ -67,6 +74,7 @@ class Arrangement:
     scaled: bool = False
     sync_batchnorm: bool = False
     seed: int = 0
+    zeros: bool = False
     cut: Callable[[nn.Module], Sequence[nn.Module]] | None = None
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
@@ -86,7 +94,7 @@ class Arrangement:
         lay = self.partition(NOTHING).gradients
         how: Any = {"mesh": self.mesh, "axes": self.axes, "gradients": lay, **self.options}
         if self.cut is not None:
-            return InStages.of(self.cut(model), self.rules, source.trained, **how)
+            return InStages.of(self.cut(model), self.rules, source.trained, seed=self.seed, **how)
         return ByHand(*self._pure(model, bare, source), seed=self.seed, **how)
 
     def functional(self, model: nn.Module, source: Followed, criterion: Criterion | None) -> tuple[State, Step]:
@@ -106,14 +114,13 @@ class Arrangement:
             **own,
             **self.options,
         }
-        train = lru_cache(maxsize=1)(lambda opt: train_step(loss, opt, **how))
+        train = lru_cache(maxsize=1)(lambda opt: train_step(loss, _of_all(opt) if self.zeros else opt, **how))
 
         def step(state: State, batch: Any) -> tuple[State, Metrics]:
-            if how["has_buffers"]:
-                *after, metrics = train(opts())(*state, batch)
-            else:
-                *after, metrics = train(opts())(state.params, state.optimizer, batch)
-            return State(*after, *state[len(after) :]), metrics
+            given = state[: 2 + how["has_buffers"]]
+            with keyed_random(self.seed, state.steps, 0):
+                *after, metrics = train(opts())(*given, batch)
+            return State(*after, *state[len(after) : 3], state.steps + 1), metrics
 
         return State(params, opts().init(params), buffers), step
 
@@ -122,6 +129,15 @@ class Arrangement:
         apply, _, _ = functionalize(bare, sync_batchnorm=self.axes if self.sync_batchnorm else None)
         _, params, buffers = functionalize(model)
         return apply, shard_params(source.trained(params), self.rules, mesh=self.mesh), buffers
+
+
+def _of_all(opt: Partitioned) -> Partitioned:
+    """Return an optimizer that takes zeros for gradients that are not there."""
+
+    def after(update: Update) -> Update:
+        return lambda grads, state, params: update(with_zeros(grads, params, opt.gradients), state, params)
+
+    return opt._replace(update=after(opt.update), step=None if opt.step is None else after(opt.step))
 
 
 def loss_of(apply: Callable[..., Any], criterion: Criterion | None) -> Callable[..., tuple[Tensor, PyTree]]:

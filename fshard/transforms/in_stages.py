@@ -26,6 +26,7 @@ from fshard.source import call_site
 from fshard.transforms.gradient import Runs, Value, as_they_lie
 from fshard.transforms.learner import Learner
 from fshard.transforms.nearby import refuse_distant
+from fshard.transforms.randomness import keyed_random
 from fshard.transforms.skeleton import skeleton
 from fshard.transforms.stage_layouts import shard_stages
 from fshard.transforms.value_and_grad import gradient_of
@@ -41,6 +42,7 @@ class InStages(Learner):
         stages: modules, of which only the structure is used.
         params: see `shard_stages`; so for buffers.
         axes: along which the batch is cut.
+        seed: of random draws; the same on all devices.
         options: those of `value_and_grad` with a schedule.
     """
 
@@ -53,11 +55,12 @@ class InStages(Learner):
         mesh: Mesh,
         axes: tuple[str, ...],
         schedule: Schedule,
+        seed: int = 0,
         **options: Any,
     ) -> None:
         lay = options.get("gradients") or as_they_lie
         super().__init__(params, buffers, mesh, lay, reproducible=options.get("reproducible", False))
-        self._remembers = remembers(buffers)
+        self.seed, self._remembers = seed, remembers(buffers)
         cut = P(axes) if axes else P()
         self._options: dict[str, Any] = {"mesh": mesh, "batch": cut, "schedule": schedule, **options}
         self.stages, self._grads = stages, list[PyTree]()
@@ -105,7 +108,8 @@ class InStages(Learner):
         backward = torch.is_grad_enabled()
         buffers = self.buffers if self._remembers else ()
         refuse_distant(self.mesh, "execute_pipeline", params=self.params, buffers=buffers)
-        with torch.enable_grad() if backward else torch.no_grad():
+        draws = keyed_random(self.seed, self.steps, len(self._grads))
+        with draws, torch.enable_grad() if backward else torch.no_grad():
             value, grads = self._gradient(loss, outputs, backward).run(self.params, buffers, batch, call_site(), scale)
         if backward:
             self._grads.append(grads)
@@ -118,10 +122,10 @@ class InStages(Learner):
             raise ModuleError("there are no gradients. Call booster.execute_pipeline first.")
         columns = [flatten(tree, sharded_is_leaf=True, none_is_leaf=True)[0] for tree in self._grads]
         _, structure = flatten(self._grads[0], sharded_is_leaf=True, none_is_leaf=True)
-        self.forget()
+        self.drop()
         return unflatten(structure, [_sum([g for g in row if g is not None]) for row in zip(*columns, strict=True)])
 
-    def forget(self) -> None:
+    def drop(self) -> None:
         """Drop all gradients since the last step."""
         self._grads = []
 

@@ -98,6 +98,11 @@ def keyed_apart(seed: int, *key: int | str, part: int) -> Generator[None]:
         yield
 
 
+def drawn_key() -> int:
+    """Draw the key of a step from torch's default generator."""
+    return int(torch.randint(1 << 62, ()).item())
+
+
 def key_now() -> int | None:
     """Return the key that the calling thread draws by; None if it draws by no key."""
     seed = torch.default_generator.initial_seed()
