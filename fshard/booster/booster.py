@@ -23,7 +23,6 @@ from fshard.booster.plugins import DDPPlugin, Plugin
 from fshard.errors import LayoutError, ModuleError
 from fshard.optim.following import followed
 from fshard.transforms.arrangement import Arrangement, State, Step
-from fshard.transforms.by_hand import ByHand
 from fshard.transforms.loader import Loader
 from fshard.transforms.lora import LoraConfig, lora
 from fshard.transforms.skeleton import skeleton
@@ -152,8 +151,7 @@ class Booster:
 
     def _notice(self, samples: int | None, part: Any) -> None:
         for model in self._models:
-            if isinstance(model.learner, ByHand):
-                model.learner.announce(samples, part)
+            model.learner.announce(samples, part)
 
     def execute_pipeline(
         self,

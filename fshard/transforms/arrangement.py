@@ -114,13 +114,18 @@ class Arrangement:
             **own,
             **self.options,
         }
-        train = lru_cache(maxsize=1)(lambda opt: train_step(loss, _of_all(opt) if self.zeros else opt, **how))
+
+        def made(opt: Partitioned) -> Callable[..., Any]:
+            divided: Any = _of_all(opt) if self.zeros else opt
+            return train_step(loss, divided, **how)
+
+        train = lru_cache(maxsize=1)(made)
 
         def step(state: State, batch: Any) -> tuple[State, Metrics]:
-            given = state[: 2 + how["has_buffers"]]
+            given: tuple[Any, ...] = tuple(state)[: 2 + how["has_buffers"]]
             with keyed_random(self.seed, state.steps, 0):
                 *after, metrics = train(opts())(*given, batch)
-            return State(*after, *state[len(after) : 3], state.steps + 1), metrics
+            return State(*after, *tuple(state)[len(after) : 3], steps=state.steps + 1), metrics
 
         return State(params, opts().init(params), buffers), step
 

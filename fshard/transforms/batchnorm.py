@@ -40,7 +40,7 @@ def _by_itself(reference: weakref.ref[_NormBase], x: Tensor) -> Tensor:
 
 
 def by_itself(layer: Any, x: Tensor) -> Tensor:
-    """Call a layer with its weights in the dtype of its statistics: torch does not take weights of 16 bits beside those of 32."""
+    """Call a layer with its weights in the dtype of its statistics: torch takes no mixture of 16 bits and 32."""
     own = vars(layer)["_parameters"]
     given, statistics = dict(own), layer.running_mean
     if statistics is not None:

@@ -120,15 +120,13 @@ class ByHand(Learner):
         lay = options.get("gradients") or as_they_lie
         super().__init__(params, buffers, mesh, lay, reproducible=options.get("reproducible", False))
         self.apply, self.axes, self.seed = apply, axes, seed
-        self.total: int | None = None
-        """How many samples all devices have together; None: as many as this one, each."""
         self._totals = WeakTensorKeyDictionary()  # of tensors that were announced: others may come before they are used
         self._gradient = unstaged(apply, mesh=mesh, batch=P(axes), has_buffers=True, **options)
         self._open: _Open | None = None
 
     def announce(self, total: int | None, part: PyTree) -> None:
         """Note how many samples all devices have together, of which this one's are about to come."""
-        self.total = total
+        super().announce(total, part)  # None: as many as this one, each
         for x in flatten_outside(part)[1]:
             if isinstance(x, Tensor):
                 self._totals[x] = total

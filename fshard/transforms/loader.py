@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from inspect import signature
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
@@ -77,9 +77,10 @@ class Loader:
                 f"boost: the dataloader draws by {type(loader.sampler).__name__}; which device gets what is not known then. "
                 "Give booster.prepare_dataloader(dataset, batch_size=...), or iterate it yourself, a part on each device."
             )
-        own = [name for name in ("replacement", "generator") if getattr(loader.sampler, name, None)]
+        dataset, sampler = cast(Any, loader.dataset), cast(Any, loader.sampler)
+        own = [name for name in ("replacement", "generator") if getattr(sampler, name, None)]
         own += ["generator"] if loader.generator is not None and "generator" not in own else []
-        own += ["num_samples"] if len(loader.sampler) != len(loader.dataset) else []
+        own += ["num_samples"] if len(sampler) != len(dataset) else []
         if own:
             raise LayoutError(
                 f"boost: the dataloader draws samples by its own {', '.join(own)}. Here each is taken once an epoch, in an "

@@ -146,7 +146,8 @@ class Reductions:
 
     def drop(self) -> None:
         """Drop what has been added up, and what is kept for later."""
-        self.used, self.sums = [False] * len(self.leaves), [None] * len(self.leaves)
+        self.used = [False] * len(self.leaves)
+        self.sums = [None] * len(self.leaves)
         for unit in self.units:
             unit.kept = None
 
