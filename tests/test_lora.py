@@ -105,7 +105,7 @@ def test_the_given_model_stays_as_it_is_and_its_weights_are_not_copied():
         ({"target_modules": ["up"], "bias": "lora_only"}, {"up.lora_A", "up.lora_B", "up.base_layer.bias"}),
         (
             {"target_modules": ["up"], "bias": "all"},
-            {"up.lora_A", "up.lora_B", "up.base_layer.bias", "mix.out_proj.bias"},
+            {"up.lora_A", "up.lora_B", "up.base_layer.bias", "mix.in_proj_bias", "mix.out_proj.bias"},
         ),
         (
             {"modules_to_save": ["up"], "target_modules": ["mix.out_proj"]},
@@ -227,3 +227,28 @@ def test_a_model_in_stages_trains_it_too():
 
     for tuned in fs.run(main, mesh=fs.make_mesh({"data": 2, "pipe": 2})):
         torch.testing.assert_close(dict(tuned.named_parameters()), dict(model.named_parameters()))
+
+
+def test_biases_of_any_name_are_trained():
+    model = fs.lora(nn.MultiheadAttention(4, 2), fs.LoraConfig(bias="all"))
+    assert {name for name, x in model.named_parameters() if x.requires_grad and "bias" in name} == {
+        "in_proj_bias",
+        "out_proj.base_layer.bias",
+    }
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (
+            lambda: fs.LoraConfig(lora_alpha="8", lora_dropout="x"),
+            "lora_dropout is .*'x'; lora_alpha is a number, not '8'",
+        ),
+        (lambda: fs.LoraConfig(target_modules="("), r"a regular expression, not '\(': missing \)"),
+        (lambda: fs.lora(3, {"r": 2}), "3 is no module; {'r': 2} is no fs.LoraConfig"),
+        (lambda: fs.lora(fs.lora(nn.Linear(2, 2))), r"learns differences already.*merge_lora\(model\)"),
+    ],
+)
+def test_what_makes_no_sense_is_said_in_our_words(call, words):
+    with pytest.raises(fs.ModuleError, match=words):
+        call()

@@ -4,6 +4,7 @@ import io
 import json
 import math
 
+import numpy
 import pytest
 import torch
 from rich.console import Console
@@ -83,10 +84,38 @@ def test_what_is_no_number_is_left_out():
     assert kept.rows == [(1, {"loss": 1.0})]
 
 
-@pytest.mark.parametrize("wrong", [{"every": 0}, {"writers": [print]}])
-def test_what_cannot_write_is_refused(wrong):
-    with pytest.raises(fs.LayoutError, match=r"every= is a whole number from 1 on|cannot write: a writer has write"):
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"every": 0}, "every= is a whole number from 1 on, not 0"),
+        ({"every": 2.5, "step": "3"}, "every= .* not 2.5; step= is a whole number from 0 on, not '3'"),
+        ({"mesh": "data"}, "mesh= takes a mesh, not 'data'"),
+        ({"writers": [print]}, "cannot write: a writer has write"),
+    ],
+)
+def test_what_cannot_write_is_refused(wrong, words):
+    with pytest.raises(fs.LayoutError, match=words):
         fs.report.Report(*wrong.pop("writers", []), **wrong)
+
+
+def test_what_has_no_name_or_one_that_is_taken_is_refused():
+    report = fs.report.Report()
+    with pytest.raises(fs.LayoutError, match=r"numbers by their names.*not 0.5"):
+        report(0.5)
+    with pytest.raises(fs.LayoutError, match="counts steps itself"):
+        report(loss=0.5, step=7)
+    assert report.step == 0
+
+
+def test_numbers_of_numpy_and_a_memory_that_is_given_are_reported():
+    rows = []
+
+    class Whole(Kept):
+        def write(self, step, values):
+            rows.append(dict(values))
+
+    fs.report.Report(Whole())(loss=numpy.float32(0.5), count=numpy.int64(3), memory=7, phase=torch.tensor(1j))
+    assert rows == [{"loss": 0.5, "count": 3.0, "memory": 7.0}]
 
 
 def test_the_mean_of_all_devices_is_reported_once():
@@ -281,6 +310,30 @@ def test_devices_of_a_run_have_a_trace_each(tmp_path):
     fs.run(main, mesh=fs.make_mesh({"data": 2}))
     for device in (0, 1):
         assert "aten::dot" in names_in(tmp_path / f"device-{device}.json", device)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"wait": -1, "active": 0}, "wait= is a whole number from 0 on, not -1; active= .* from 1 on, not 0"),
+        ({"stack": True, "schedule": None}, "has no option stack; torch's profiler has no option schedule"),
+    ],
+)
+def test_a_profile_of_nothing_is_refused(tmp_path, wrong, words):
+    with pytest.raises(fs.LayoutError, match=words):
+        fs.report.Profile(tmp_path, **wrong)
+
+
+def test_one_profile_records_at_a_time(tmp_path):
+    """Torch's profiler would end the process."""
+    for _ in range(2):
+        with fs.report.Profile(tmp_path, wait=0, warmup=1, active=1) as profile:
+            with pytest.raises(fs.FshardError, match="another one is recording"), fs.report.Profile(tmp_path / "inner"):
+                pass
+            for _ in range(2):
+                torch.ones(4) @ torch.ones(4)
+                profile.step()
+    assert (tmp_path / "host.json").exists()
 
 
 def test_what_a_gpu_does_belongs_to_the_process_that_has_it():

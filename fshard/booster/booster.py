@@ -23,7 +23,6 @@ from fshard.booster.plugins import DDPPlugin, Plugin
 from fshard.errors import LayoutError, ModuleError
 from fshard.optim.following import followed
 from fshard.transforms.arrangement import Arrangement, State, Step
-from fshard.transforms.by_hand import ByHand
 from fshard.transforms.loader import Loader
 from fshard.transforms.lora import LoraConfig, lora
 from fshard.transforms.skeleton import skeleton
@@ -96,7 +95,7 @@ class Booster:
         self._models.append(stand_in)
         wrapped = None
         if optimizer is not None:
-            wrapped = BoostedOptimizer(optimizer, how.divided(source), stand_in, zeros=self.plugin.unused == "zero")
+            wrapped = BoostedOptimizer(optimizer, how.divided(source), stand_in, zeros=how.zeros)
         if isinstance(dataloader, DataLoader):
             dataloader = Loader.of(dataloader, seed=self.plugin.seed, **self._cut(how))
         return stand_in, wrapped, criterion, dataloader, lr_scheduler
@@ -150,10 +149,9 @@ class Booster:
         """Return how a loader's batches are cut: stages are given whole ones, which their step cuts."""
         return {"mesh": how.mesh, "axes": how.axes if how.cut is None else (), "notice": self._notice}
 
-    def _notice(self, samples: int) -> None:
+    def _notice(self, samples: int | None, part: Any) -> None:
         for model in self._models:
-            if isinstance(model.learner, ByHand):
-                model.learner.total = samples
+            model.learner.announce(samples, part)
 
     def execute_pipeline(
         self,

@@ -28,7 +28,7 @@ from fshard.pipeline.builders import pipeline_schedule
 from fshard.pipeline.schedule import Schedule
 from fshard.pipeline.stages import Balance, split_stages
 from fshard.transforms.arrangement import Arrangement
-from fshard.transforms.complaints import not_among, not_whole
+from fshard.transforms.complaints import changed, not_among, not_known, not_whole
 from fshard.transforms.rules import fsdp
 from fshard.transforms.stage_functions import How
 from fshard.transforms.step import Precision
@@ -37,6 +37,7 @@ from fshard.transforms.value_and_grad import OF_LOSSES, OF_STAGES
 Unused = Literal["skip", "zero"]
 _OPTIONS = {"bucket", "in_flight", "prefetch", "live_units", "reduce", "reduce_once", "skips", "inputs", "dynamic"}
 """What of `value_and_grad` a plugin leaves open."""
+_OF_STAGES = ("microbatches", "schedule", "chunks", "balance", "sample", "blocks", "recompute")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,12 +83,13 @@ class Plugin:
         elif self.mesh is not None and self.axis is not None:
             wrong += _complaints(self.axes, self.mesh)
         known = _OPTIONS & {*(OF_STAGES if self.in_stages() else OF_LOSSES)}
-        strange = [name for name in self.options if name not in known]
-        wrong += [f"options has {name!r}; it may have {', '.join(sorted(known))}" for name in strange]
+        wrong += not_known(sorted(known), options=self.options)
         if self.reproducible and self.sync_batchnorm:
             wrong.append("reproducible=True computes slices by themselves, sync_batchnorm=True all devices together")
         wrong += not_whole(1, slices=self.slices) + not_whole(0, seed=self.seed)
-        if self.mesh is not None and not wrong and self.reproducible:
+        if changed(self, ["slices"]) and (self.in_stages() or not self.reproducible):
+            wrong.append("slices= has no meaning without reproducible=True, and none for stages")
+        if self.mesh is not None and not wrong and self.reproducible and not self.in_stages():
             parts = prod(self.mesh.shape[axis] for axis in self.axes(self.mesh))
             own, left = divmod(self.slices, parts)
             if left or (parts > 1 and own & (own - 1)):
@@ -130,6 +132,7 @@ class Plugin:
             scaled=self.precision == "fp16",
             sync_batchnorm=self.sync_batchnorm,
             seed=self.seed,
+            zeros=self.unused == "zero",
             options={**options, **self.options},
         )
 
@@ -262,6 +265,8 @@ class HybridParallelPlugin(Plugin):
                 f'pipeline={self.pipeline}, but "{self.pipeline_axis}" of {self.mesh} has {found or "no"} devices'
             )
         wrong += _complaints(HybridParallelPlugin.plan, self)
+        if self.pipeline == 1 and (idle := changed(self, _OF_STAGES)):
+            wrong.append(f"{idle} has no meaning without stages: pipeline=1")
         if self.in_stages() and not wrong and (devices := 1 + max(self.plan().placement)) != self.pipeline:
             lays = f"{self.schedule} lays {len(self.plan().placement)} stages on {devices} devices"
             wrong.append(f"{lays}, not on {self.pipeline}: change chunks={self.chunks}")

@@ -102,6 +102,11 @@ class Following:
                 f"{type(given).__name__}: in {', '.join(strange)} are tensors that are no parameters of the model. Make the "
                 "optimizer of model.parameters(), before both are boosted."
             )
+        if any(map(_began, given.state.values())):
+            raise OptimizerError(
+                f"{type(given).__name__} has taken steps already, and what it remembers of them would be lost. Boost it before "
+                "its first step."
+            )
         self._names = [[name for name in group if name is not None] for group in own]
         self.labels = {name: at for at, group in enumerate(self._names) for name in group}
         self._tied = {id(x): self.labels.get(name) for name, x in params.items()}
@@ -141,6 +146,12 @@ class Following:
 
     def _groups(self, options: list[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
         return list(zip(self.given.param_groups, options, strict=True))
+
+
+def _began(state: Mapping[str, Any]) -> bool:
+    """Return whether an optimizer remembers steps of a parameter; some have a state of zeros from the beginning."""
+    remembered = [state["step"]] if "step" in state else state.values()
+    return any(isinstance(x, Tensor | int | float) and bool(torch.as_tensor(x).any()) for x in remembered)
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:

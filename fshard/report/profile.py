@@ -11,16 +11,27 @@ from __future__ import annotations
 import json
 import os
 from collections import defaultdict
+from inspect import signature
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch.distributed as dist
 from torch import profiler
 from torch._C._profiler import _ExperimentalConfig  # pyright: ignore[reportPrivateUsage]
+from torch.autograd import profiler as autograd_profiler
 
+from fshard.errors import FshardError, LayoutError
 from fshard.mesh.marks import MARK, mark
 from fshard.mesh.scope import here
+
+_OPTIONS = {*signature(profiler.profile.__init__).parameters} - {
+    "self",
+    "schedule",
+    "on_trace_ready",
+    "experimental_config",
+    "use_cuda",
+}
 
 
 class Profile:
@@ -47,11 +58,19 @@ class Profile:
     ['device-0.json', 'device-1.json', 'host.json']
     """
 
+    _recording: ClassVar = False
+
     def __init__(self, folder: str | Path, *, wait: int = 1, warmup: int = 1, active: int = 3, **options: Any) -> None:
         self.folder = Path(folder)
         scope = here()
         self._alone = dist.get_rank() if dist.is_initialized() else None
         self._virtual = scope.device if scope is not None and scope.mesh.runtime == "virtual" else None
+        counts = {"wait": (wait, 0), "warmup": (warmup, 0), "active": (active, 1)}
+        unfit = {name: (x, least) for name, (x, least) in counts.items() if type(x) is not int or x < least}
+        wrong = [f"{name}= is a whole number from {least} on, not {x!r}" for name, (x, least) in unfit.items()]
+        wrong += [f"torch's profiler has no option {name}" for name in options if name not in _OPTIONS]
+        if wrong:
+            raise LayoutError(f"Profile: {'; '.join(wrong)}.")
         plan = profiler.schedule(wait=wait, warmup=warmup, active=active, repeat=1)
         how: dict[str, Any] = {"schedule": plan, "on_trace_ready": self._write, **options}
         config = _ExperimentalConfig(profile_all_threads=True)
@@ -59,12 +78,20 @@ class Profile:
 
     def __enter__(self) -> Self:
         if self._profiler is not None:
+            if Profile._recording or getattr(autograd_profiler, "_is_profiler_enabled", False):
+                raise FshardError(
+                    "Profile: another one is recording this process; torch's profiler does so once at a time."
+                )
+            Profile._recording = True
             self._profiler.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._profiler is not None:
-            self._profiler.stop()
+            try:
+                self._profiler.stop()
+            finally:
+                Profile._recording = False
 
     def step(self) -> None:
         """Say that a step of training is over."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import resource
 import sys
 from collections.abc import Callable, Mapping
+from numbers import Real
 from time import perf_counter
 from typing import Any, Protocol, Self, cast
 
@@ -71,16 +72,25 @@ class Report:
         step: int = 0,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
-        wrong = [repr(x) for x in writers if not (hasattr(x, "write") and hasattr(x, "close"))]
-        if wrong or every < 1:
-            complaint = f"{', '.join(wrong)} cannot write: a writer has write(step, values) and close()"
-            raise LayoutError(f"Report: {complaint if wrong else f'every= is a whole number from 1 on, not {every}'}.")
+        strange = ", ".join(repr(x) for x in writers if not (hasattr(x, "write") and hasattr(x, "close")))
+        wrong = [f"{strange} cannot write: a writer has write(step, values) and close()"] if strange else []
+        counts = {"every": (every, 1), "step": (step, 0)}
+        unfit = {name: (x, least) for name, (x, least) in counts.items() if type(x) is not int or x < least}
+        wrong += [f"{name}= is a whole number from {least} on, not {x!r}" for name, (x, least) in unfit.items()]
+        if mesh is not None and not isinstance(mesh, Mesh):  # pyright: ignore[reportUnnecessaryIsInstance]
+            wrong.append(f"mesh= takes a mesh, not {mesh!r}")
+        if wrong:
+            raise LayoutError(f"Report: {'; '.join(wrong)}.")
         self.writers, self.mesh, self.every, self.step = writers, mesh, every, step
         self._clock, self._first = clock, step + 1
         self._since, self._samples = clock(), cast("float | Tensor", 0.0)
 
     def __call__(self, metrics: Mapping[str, Any] | None = None, **more: Any) -> None:
         """Count a step, and report it: numbers, and tensors of one number; what is neither is left out."""
+        if metrics is not None and not isinstance(metrics, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise LayoutError(f"a report takes numbers by their names, report(loss=0.5) say, not {metrics!r}.")
+        if "step" in {**(metrics or {}), **more}:
+            raise LayoutError("a report counts steps itself: begin with Report(..., step=), and leave step out.")
         self.step += 1
         given = {name: x for name, x in {**(metrics or {}), **more}.items() if _is_number(x)}
         self._samples = self._samples + given.get("samples", 0)  # a tensor's sum stays on its device
@@ -97,7 +107,7 @@ class Report:
             values["samples_per_second"] = samples / (now - self._since)
         self._since = now
         for writer in self.writers:
-            writer.write(self.step, {**values, "memory": float(peak_memory())})
+            writer.write(self.step, {**values, "memory": values.get("memory", float(peak_memory()))})
 
     def close(self) -> None:
         """Close all writers."""
@@ -112,7 +122,7 @@ class Report:
 
 
 def _is_number(x: Any) -> bool:
-    return isinstance(x, int | float) or (isinstance(x, Tensor) and x.numel() == 1)
+    return isinstance(x, Real) or (isinstance(x, Tensor) and x.numel() == 1 and not x.is_complex())
 
 
 def _is_first() -> bool:

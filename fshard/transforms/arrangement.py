@@ -17,13 +17,14 @@ from torch import Tensor, nn
 from fshard.mesh.mesh import Mesh
 from fshard.mesh.spec import P
 from fshard.mesh.tree import PyTree
-from fshard.optim.contract import Optimizer
+from fshard.optim.contract import Optimizer, Update
 from fshard.optim.following import NOTHING, Followed
 from fshard.optim.partition import Partitioned, Stage, partition_optimizer
 from fshard.optim.scaling import loss_scaled
 from fshard.transforms.by_hand import ByHand
 from fshard.transforms.functionalize import functionalize
 from fshard.transforms.in_stages import InStages, bare_stages, loss_of_pair, remembers
+from fshard.transforms.learner import with_zeros
 from fshard.transforms.randomness import keyed_random
 from fshard.transforms.rules import shard_params
 from fshard.transforms.skeleton import skeleton
@@ -58,6 +59,7 @@ class Arrangement:
         scaled: losses are multiplied, for gradients in 16 bits.
         sync_batchnorm: BatchNorm takes mean and variance over all devices.
         seed: of random draws in the model.
+        zeros: whether a parameter that no device has used has a gradient of zeros.
         cut: into which stages a model is cut; None: it is not.
         options: further ones of `value_and_grad`, with a schedule and its axis if there are stages.
     """
@@ -70,6 +72,7 @@ class Arrangement:
     scaled: bool = False
     sync_batchnorm: bool = False
     seed: int = 0
+    zeros: bool = False
     cut: Callable[[nn.Module], Sequence[nn.Module]] | None = None
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
@@ -109,7 +112,12 @@ class Arrangement:
             **own,
             **self.options,
         }
-        train = lru_cache(maxsize=1)(lambda opt: train_step(loss, opt, **how))
+
+        def made(opt: Partitioned) -> Callable[..., Any]:
+            divided: Any = _of_all(opt) if self.zeros else opt
+            return train_step(loss, divided, **how)
+
+        train = lru_cache(maxsize=1)(made)
 
         def step(state: State, batch: Any) -> tuple[State, Metrics]:
             params, kept, buffers, steps = state
@@ -125,6 +133,15 @@ class Arrangement:
         apply, _, _ = functionalize(bare, sync_batchnorm=self.axes if self.sync_batchnorm else None)
         _, params, buffers = functionalize(model)
         return apply, shard_params(source.trained(params), self.rules, mesh=self.mesh), buffers
+
+
+def _of_all(opt: Partitioned) -> Partitioned:
+    """Return an optimizer that takes zeros for gradients that are not there."""
+
+    def after(update: Update) -> Update:
+        return lambda grads, state, params: update(with_zeros(grads, params, opt.gradients), state, params)
+
+    return opt._replace(update=after(opt.update), step=None if opt.step is None else after(opt.step))
 
 
 def loss_of(apply: Callable[..., Any], criterion: Criterion | None) -> Callable[..., tuple[Tensor, PyTree]]:

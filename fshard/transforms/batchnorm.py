@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase  # pyright: ignore[reportPrivateUsage]
 
 from fshard.mesh.calls import call
 from fshard.mesh.collectives import pvary
@@ -31,6 +31,26 @@ def synchronise(module: nn.Module, axis: Axes | None) -> None:
     """Let a BatchNorm take its statistics over all devices along `axis`; leave every other module as it is."""
     if axis is not None and isinstance(module, _BatchNorm):
         module.__dict__["forward"] = partial(_forward, weakref.ref(module), axis)  # weak, or it would refer to itself
+    elif isinstance(module, _NormBase):
+        module.__dict__["forward"] = partial(_by_itself, weakref.ref(module))
+
+
+def _by_itself(reference: weakref.ref[_NormBase], x: Tensor) -> Tensor:
+    return by_itself(reference(), x)
+
+
+def by_itself(layer: Any, x: Tensor) -> Tensor:
+    """Call a layer with its weights in the dtype of its statistics: torch takes no mixture of 16 bits and 32."""
+    own = vars(layer)["_parameters"]
+    given, statistics = dict(own), layer.running_mean
+    if statistics is not None:
+        own.update(
+            {k: w.to(statistics.dtype) for k, w in given.items() if w is not None and w.dtype != statistics.dtype}
+        )
+    try:
+        return type(layer).forward(layer, x)
+    finally:
+        own.update(given)
 
 
 def _forward(reference: weakref.ref[_BatchNorm], axis: Axes, x: Tensor) -> Tensor:
@@ -38,7 +58,7 @@ def _forward(reference: weakref.ref[_BatchNorm], axis: Axes, x: Tensor) -> Tenso
     if here() is None or (
         not layer.training and layer.running_mean is not None
     ):  # one device, or nothing to be taken over all
-        return type(layer).forward(layer, x)
+        return by_itself(layer, x)
     layer._check_input_dim(x)
     mean, variance, count = moments(x, axis)  # (channels), (channels), ()
     if layer.training and layer.track_running_stats and layer.running_mean is not None:

@@ -24,8 +24,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_unflatten
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from fshard.errors import LayoutError, ModuleError
+from fshard.errors import LayoutError, MismatchError, ModuleError
 from fshard.mesh.mesh import Mesh
 from fshard.mesh.scope import owning
 from fshard.mesh.sharded import Sharded
@@ -46,7 +47,7 @@ from fshard.transforms.learner import Learner
 from fshard.transforms.means import Found
 from fshard.transforms.nearby import refuse_distant, refuse_unplaced
 from fshard.transforms.opaque import refuse_opaque, rows_of
-from fshard.transforms.randomness import keyed_random, new_key
+from fshard.transforms.randomness import drawn_key, keyed_random
 from fshard.transforms.side_by_side import side_by_side
 from fshard.transforms.slices import Device
 from fshard.transforms.tape import Tape
@@ -119,11 +120,16 @@ class ByHand(Learner):
         lay = options.get("gradients") or as_they_lie
         super().__init__(params, buffers, mesh, lay, reproducible=options.get("reproducible", False))
         self.apply, self.axes, self.seed = apply, axes, seed
-        self.steps = 0
-        self.total: int | None = None
-        """How many samples all devices have together; None: as many as this one, each."""
+        self._totals = WeakTensorKeyDictionary()  # of tensors that were announced: others may come before they are used
         self._gradient = unstaged(apply, mesh=mesh, batch=P(axes), has_buffers=True, **options)
         self._open: _Open | None = None
+
+    def announce(self, total: int | None, part: PyTree) -> None:
+        """Note how many samples all devices have together, of which this one's are about to come."""
+        super().announce(total, part)  # None: as many as this one, each
+        for x in flatten_outside(part)[1]:
+            if isinstance(x, Tensor):
+                self._totals[x] = total
 
     # -- forward ----------------------------------------------------------------------------------------------------
 
@@ -147,15 +153,13 @@ class ByHand(Learner):
         batch = self._batch(device, args, kwargs, sliced=sliced)
         place = prod(self.mesh.shape[axis] for axis in self.axes)
         count = how.turns(place)
-        now.device = Device(how, tape, now.tree, Buffers(self.buffers, standing(self.mesh)), batch, 0, self.seed, 1.0)
+        with keyed_random(self.seed, self.steps, now.rounds):  # as a functional step draws its key, so masks are its
+            key = drawn_key()
+        now.device = Device(how, tape, now.tree, Buffers(self.buffers, standing(self.mesh)), batch, 0, key, 1.0)
         group = now.device.group
         index = 0 if group is None else group.index
-        with keyed_random(self.seed, self.steps, now.rounds):
-            key = new_key()
         slices = batch.slices(0, count, apart=True) if sliced else [Slice([x for (x,) in batch.columns], 1, None)]
-        parts = [
-            self._one(now, slice, (key, 0, index * len(slices) + turn), grad=grad) for turn, slice in enumerate(slices)
-        ]
+        parts = [self._one(now, slice, index * len(slices) + turn, grad=grad) for turn, slice in enumerate(slices)]
         now.rounds += 1
         outputs, now.parts = [output for output, _ in parts], [part for _, part in parts]
         if not grad:
@@ -170,8 +174,8 @@ class ByHand(Learner):
         now.joined += found
         return tree_unflatten([x for x, _ in found], structure)
 
-    def _one(self, now: _Open, slice: Slice, key: tuple[int, ...], *, grad: bool) -> tuple[Any, Part]:
-        """Run one slice, drawing by a key; return what it gave, and its output."""
+    def _one(self, now: _Open, slice: Slice, number: int, *, grad: bool) -> tuple[Any, Part]:
+        """Run one slice; return what it gave, and its output."""
         assert now.device is not None
         device, tape, given = now.device, now.tape, now.device.buffers.part(0)
         args, kwargs = device.batch.tree(slice.leaves, self._gradient.how.manner.compute)
@@ -184,7 +188,7 @@ class ByHand(Learner):
                 tape.begin()
 
         with (
-            keyed_random(*key),
+            keyed_random(device.key, 0, number),
             owning(device.batch.mesh.axis_names, device.talk.notice),
         ):
             output, buffers = tape.saved.watch(forward, begin) if grad else forward()
@@ -198,17 +202,19 @@ class ByHand(Learner):
         lengths = [x.shape[0] if isinstance(x, Tensor) and x.ndim else None for x in leaves]
         paths, outside, _ = flatten_outside((args, kwargs))
         own = next((rows for x in outside if (rows := rows_of(x)) is not None), None)
+        known = (self._totals[x] for x in leaves if isinstance(x, Tensor) and x in self._totals)
+        total = next(known, self.total)
         if sliced:
             refuse_opaque(paths, outside, own)
         parts = prod(mesh.shape[axis] for axis in self.axes)
-        cut = None if own is None else self._cut(mesh, device, parts, own)
+        cut = None if own is None else self._cut(mesh, device, parts, own, total)
         cuts = [cut if length is not None and length == own else None for length in lengths]
         return Batch(mesh, (device,), [(x,) for x in leaves], cuts, structure, self.axes, (), {})
 
-    def _cut(self, mesh: Mesh, device: int, parts: int, own: int) -> Cut:
+    def _cut(self, mesh: Mesh, device: int, parts: int, own: int, total: int | None) -> Cut:
         """Return how samples are cut: as those of the batch that was announced, if this can be one of its parts."""
-        if self.total is not None:
-            cut = Cut(self.axes, parts, self.total)
+        if total is not None:
+            cut = Cut(self.axes, parts, total)
             start, stop = cut.ranges(mesh, device, 1)[0]
             if max(stop - start, 1) == own:
                 return cut
@@ -306,6 +312,12 @@ class ByHand(Learner):
         weight = self._share(now) / len(now.parts)
         found = [Found(loss.detach(), weight, list(numbers(part.new.changed, loss.device)), []) for part in now.parts]
         mean, now.used = device.together(found)
+        if abs(mean.weight - 1) > 1e-6:
+            raise MismatchError(
+                "backward: some devices take their samples for parts of the batch that the loader has announced last, others "
+                f"do not: together they have {mean.weight:.3g} of it. Move a batch to its device when its turn has come, not "
+                "ahead."
+            )
         new = now.parts[-1].new
         changed = dict(zip(new.changed, mean.means, strict=True))
         self.buffers = device.buffers.after([new._replace(changed=changed)])
@@ -337,8 +349,15 @@ class ByHand(Learner):
         now.known.order = tape.order
         tree = now.unflatten(grads)
         self.forget()
-        self.steps += 1
         return tree
+
+    def drop(self) -> None:
+        """Drop all gradients since the last step.  A forward that nobody has gone back through may still be, as in torch."""
+        if self._open is None or self._open.spent:
+            self.forget()
+        else:
+            self._open.tape.reductions.drop()
+            self._open.used, self._open.kept = [], False
 
     def forget(self) -> None:
         """Drop all gradients and forwards since the last step."""

@@ -17,6 +17,31 @@ def not_whole(least: int, **given: Any) -> list[str]:
     return [f"{name} is a whole number from {least} on, not {x!r}" for name, x in wrong.items()]
 
 
+def not_known(names: Sequence[str], **given: Any) -> list[str]:
+    """Return a complaint of each dict's names that are none of these, and of what is no dict.
+
+    >>> not_known(("bucket", "reduce"), options={"buckt": 1})
+    ["options has 'buckt'; it may have bucket, reduce"]
+    """
+    wrong: list[str] = [f"{name}= is a dict, not {x!r}" for name, x in given.items() if not isinstance(x, dict)]
+    pairs = [(name, key) for name, x in given.items() if not wrong for key in x if key not in names]
+    return wrong + [f"{name} has {key!r}; it may have {', '.join(names)}" for name, key in pairs]
+
+
+def changed(given: object, names: Sequence[str]) -> str:
+    """Return which of an object's attributes are not those of its class, as arguments are written.
+
+    >>> class Plan:
+    ...     slices, seed = 8, 0
+    >>> plan = Plan()
+    >>> plan.seed = 3
+    >>> changed(plan, ("slices", "seed"))
+    'seed='
+    """
+    usual = [(name, getattr(given, name), getattr(type(given), name)) for name in names]
+    return ", ".join(f"{name}=" for name, x, default in usual if type(x) is not type(default) or x != default)
+
+
 def not_among(choices: Sequence[Any], **given: Any) -> list[str]:
     """Return a complaint of each that is none of the choices.
 

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 
 from fshard.errors import ModuleError
-from fshard.transforms.batchnorm import sums_of
+from fshard.transforms.batchnorm import by_itself, sums_of
 
 _PENDING = "pending"
 
@@ -81,7 +81,7 @@ def defer(layer: nn.Module) -> None:
 def _forward(reference: weakref.ref[_BatchNorm], x: Tensor) -> Tensor:
     layer: Any = reference()
     if not layer.training:
-        return type(layer).forward(layer, x)
+        return by_itself(layer, x)
     layer._check_input_dim(x)
     held = vars(layer)["_buffers"]
     held[_PENDING] = held.get(_PENDING, _nothing(layer.running_mean)) + sums_of(x.detach())

@@ -48,7 +48,7 @@ from fshard.transforms.known import Known, leaf_of, refuse_half_frozen
 from fshard.transforms.nearby import refuse_distant, refuse_unplaced
 from fshard.transforms.options import refuse_options
 from fshard.transforms.patterns import Choice, chosen
-from fshard.transforms.randomness import new_key
+from fshard.transforms.randomness import drawn_key
 from fshard.transforms.slices import Device, How, Result
 from fshard.transforms.tape import Tape
 from fshard.transforms.units import Leaf, Manner
@@ -183,7 +183,7 @@ class Gradient:
         number = {place: number for number, place in enumerate(own)}
         at = [number[place] for place in first]
         known = self.known_of(structure, paths, leaves, at, mesh, parts.axes)
-        drawn = new_key()
+        drawn = drawn_key()  # the same on every process
         devices, memory, tapes = held(mesh), Buffers(buffers, mesh), dict[int, Tape]()
 
         def on_device(device: int) -> Result:

@@ -60,10 +60,10 @@ class InStages(Learner):
     ) -> None:
         lay = options.get("gradients") or as_they_lie
         super().__init__(params, buffers, mesh, lay, reproducible=options.get("reproducible", False))
-        self._remembers = remembers(buffers)
+        self.seed, self._remembers = seed, remembers(buffers)
         cut = P(axes) if axes else P()
         self._options: dict[str, Any] = {"mesh": mesh, "batch": cut, "schedule": schedule, **options}
-        self.stages, self.seed, self.steps, self._grads = stages, seed, 0, list[PyTree]()
+        self.stages, self._grads = stages, list[PyTree]()
         self._gradient = lru_cache(maxsize=4)(self._made)
 
     @classmethod
@@ -108,8 +108,8 @@ class InStages(Learner):
         backward = torch.is_grad_enabled()
         buffers = self.buffers if self._remembers else ()
         refuse_distant(self.mesh, "execute_pipeline", params=self.params, buffers=buffers)
-        key = keyed_random(self.seed, self.steps, len(self._grads))
-        with torch.enable_grad() if backward else torch.no_grad(), key:
+        draws = keyed_random(self.seed, self.steps, len(self._grads))
+        with draws, torch.enable_grad() if backward else torch.no_grad():
             value, grads = self._gradient(loss, outputs, backward).run(self.params, buffers, batch, call_site(), scale)
         if backward:
             self._grads.append(grads)
@@ -122,11 +122,10 @@ class InStages(Learner):
             raise ModuleError("there are no gradients. Call booster.execute_pipeline first.")
         columns = [flatten(tree, sharded_is_leaf=True, none_is_leaf=True)[0] for tree in self._grads]
         _, structure = flatten(self._grads[0], sharded_is_leaf=True, none_is_leaf=True)
-        self.forget()
-        self.steps += 1
+        self.drop()
         return unflatten(structure, [_sum([g for g in row if g is not None]) for row in zip(*columns, strict=True)])
 
-    def forget(self) -> None:
+    def drop(self) -> None:
         """Drop all gradients since the last step."""
         self._grads = []
 

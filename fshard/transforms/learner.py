@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -41,30 +41,29 @@ class Learner(ABC):
                 "torchrun."
             )
         self.params, self.buffers, self.mesh, self._lay, self.reproducible = params, buffers, mesh, lay, reproducible
+        self.steps, self.total = 0, cast("int | None", None)
 
     def whole(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Return parameters and buffers as plain tensors, by their names in the model; all devices have to ask."""
         return unshard(self.params), unshard(self.buffers)
+
+    def announce(self, total: int | None, part: PyTree) -> None:
+        """Note how many samples all devices have together, of which this one's are about to come."""
+        self.total = total
 
     @abstractmethod
     def found(self) -> PyTree:
         """Return the gradients since the last time, and forget them; None where no device has used a parameter."""
 
     @abstractmethod
-    def forget(self) -> None:
+    def drop(self) -> None:
         """Drop all gradients since the last step."""
 
     def gradients(self, *, zeros: bool = False) -> PyTree:
         """Return the gradients since the last time, and forget them; where no device has used a parameter None, or zeros."""
         grads = self.found()
-        if not zeros:
-            return grads
-        params, structure = flatten(self.params, sharded_is_leaf=True, none_is_leaf=True)
-        given, _ = flatten(grads, sharded_is_leaf=True, none_is_leaf=True)
-        pairs = zip(params, given, strict=True)
-        return unflatten(
-            structure, [_zeros(x, self._lay(x.layout)) if g is None and trainable(x) else g for x, g in pairs]
-        )
+        self.steps += 1
+        return with_zeros(grads, self.params, self._lay) if zeros else grads
 
     @torch.no_grad()
     def written(self, opt: Any, grads: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
@@ -72,6 +71,14 @@ class Learner(ABC):
         step = None if self.reproducible else opt.step  # torch's fused kernels round otherwise where a piece ends
         with one_thread(self.reproducible):
             return step_of(Optimizer(opt.init, opt.update, step, arrays=True))(grads, state, self.params)
+
+
+def with_zeros(grads: PyTree, params: PyTree, lay: Callable[[Layout], Layout]) -> PyTree:
+    """Return gradients with zeros for parameters that have none; `lay` leads from a parameter's layout to its gradient's."""
+    given, _ = flatten(grads, sharded_is_leaf=True, none_is_leaf=True)
+    leaves, structure = flatten(params, sharded_is_leaf=True, none_is_leaf=True)
+    pairs = zip(leaves, given, strict=True)
+    return unflatten(structure, [_zeros(x, lay(x.layout)) if g is None and trainable(x) else g for x, g in pairs])
 
 
 def _zeros(x: Sharded, layout: Layout) -> Sharded:

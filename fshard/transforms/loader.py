@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from inspect import signature
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
@@ -23,7 +23,8 @@ from fshard.mesh.spmd import device_of
 from fshard.transforms.batch import Cut
 from fshard.transforms.complaints import not_whole
 
-Notice = Callable[[int], None]
+Notice = Callable[[int | None, Any], None]
+"""Of how many samples all devices have together, and this device's part of them; of None after the last batch."""
 _OPTIONS = frozenset(signature(DataLoader.__init__).parameters)
 
 
@@ -43,7 +44,7 @@ class Loader:
         shuffle: bool = False,
         seed: int = 1024,
         drop_last: bool = False,
-        notice: Notice = lambda samples: None,
+        notice: Notice = lambda samples, part: None,
         **options: Any,
     ) -> None:
         count = 1
@@ -76,7 +77,18 @@ class Loader:
                 f"boost: the dataloader draws by {type(loader.sampler).__name__}; which device gets what is not known then. "
                 "Give booster.prepare_dataloader(dataset, batch_size=...), or iterate it yourself, a part on each device."
             )
+        dataset, sampler = cast(Any, loader.dataset), cast(Any, loader.sampler)
+        own = [name for name in ("replacement", "generator") if getattr(sampler, name, None)]
+        own += ["generator"] if loader.generator is not None and "generator" not in own else []
+        own += ["num_samples"] if len(sampler) != len(dataset) else []
+        if own:
+            raise LayoutError(
+                f"boost: the dataloader draws samples by its own {', '.join(own)}. Here each is taken once an epoch, in an "
+                "order that the plugin's seed= decides, the same on any mesh. Leave that out, or iterate it yourself, a part "
+                "on each device."
+            )
         same = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "prefetch_factor")
+        same = (*same, "multiprocessing_context", "in_order")
         options = {name: getattr(loader, name) for name in same}
         shuffle = isinstance(loader.sampler, RandomSampler)
         return cls(loader.dataset, loader.batch_size, shuffle=shuffle, drop_last=loader.drop_last, **how, **options)
@@ -95,8 +107,9 @@ class Loader:
         own = DataLoader(self.dataset, batch_sampler=[self._part(batch) for batch in batches], **self._options)
         for left, (batch, part) in zip(range(len(batches))[::-1], zip(batches, own, strict=True), strict=True):
             self.epoch, self.sample = (self.epoch, self.sample + len(batch)) if left else (self.epoch + 1, 0)
-            self.notice(len(batch))
+            self.notice(len(batch), part)
             yield part
+        self.notice(None, None)  # a batch that comes now is not ours
 
     def _order(self) -> list[int]:
         if not self.shuffle:

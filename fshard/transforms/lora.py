@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, Literal, cast, get_args
 
 import torch
@@ -47,12 +48,24 @@ class LoraConfig:
 
     def __post_init__(self) -> None:
         wrong = not_whole(1, r=self.r) + not_among(get_args(Bias), bias=self.bias)
-        if not 0 <= self.lora_dropout < 1:
+        if not isinstance(self.lora_dropout, Real) or not 0 <= self.lora_dropout < 1:
             wrong.append(f"lora_dropout is at least 0 and less than 1, not {self.lora_dropout!r}")
+        if not isinstance(self.lora_alpha, Real):
+            wrong.append(f"lora_alpha is a number, not {self.lora_alpha!r}")
+        if isinstance(self.target_modules, str):
+            wrong += _no_pattern(self.target_modules)
         if isinstance(self.modules_to_save, str):
             wrong.append(f"modules_to_save is a list of names, not {self.modules_to_save!r}")
         if wrong:
             raise ModuleError(f"LoraConfig: {'; '.join(wrong)}.")
+
+
+def _no_pattern(text: str) -> list[str]:
+    try:
+        re.compile(text)
+    except re.error as error:
+        return [f"target_modules is a list of names or a regular expression, not {text!r}: {error}"]
+    return []
 
 
 class LowRank(nn.Module):
@@ -99,6 +112,14 @@ def lora(model: nn.Module, config: LoraConfig | None = None) -> nn.Module:
     ['0.lora_A', '0.lora_B']
     """
     config = config or LoraConfig()
+    strange = [] if isinstance(model, nn.Module) else [f"{model!r} is no module"]  # pyright: ignore[reportUnnecessaryIsInstance]
+    strange += [] if isinstance(config, LoraConfig) else [f"{config!r} is no fs.LoraConfig"]  # pyright: ignore[reportUnnecessaryIsInstance]
+    if strange:
+        raise ModuleError(f"lora: {'; '.join(strange)}.")
+    if any(isinstance(part, LowRank) for part in model.modules()):
+        raise ModuleError(
+            "lora: this model learns differences already. Put them into its weights first: merge_lora(model)."
+        )
     kept = {id(x): nn.Parameter(x.detach(), requires_grad=False) for x in model.parameters()}
     model = deepcopy(model, cast("dict[int, Any]", {**kept, **{id(x): x for x in model.buffers()}}))
     layers, wrong = _targets(model, config), list[str]()
@@ -117,7 +138,7 @@ def lora(model: nn.Module, config: LoraConfig | None = None) -> nn.Module:
             own.requires_grad_(True)
     model = _with(model, {id(layer): LowRank(layer, config) for layer in layers.values()})
     for name, x in model.named_parameters():
-        if config.bias == "all" and name.rpartition(".")[2] == "bias":
+        if config.bias == "all" and "bias" in name.rpartition(".")[2]:  # in_proj_bias, bias_ih_l0
             x.requires_grad_(True)
     return model
 

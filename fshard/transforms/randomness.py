@@ -41,11 +41,6 @@ def keyed_random(seed: int, *key: int | str) -> Generator[None]:
         yield
 
 
-def new_key() -> int:
-    """Draw the key of a step's own draws: the same one in every process whose generators are in the same state."""
-    return int(torch.randint(1 << 62, ()).item())
-
-
 @dataclass(frozen=True)
 class State:
     """The states of some generators; no tree, so that no transform looks at them."""
@@ -101,6 +96,11 @@ def keyed_apart(seed: int, *key: int | str, part: int) -> Generator[None]:
         if part:
             _call_seed(random_state(), folded(seed, *key))
         yield
+
+
+def drawn_key() -> int:
+    """Draw the key of a step from torch's default generator."""
+    return int(torch.randint(1 << 62, ()).item())
 
 
 def key_now() -> int | None:

@@ -144,6 +144,13 @@ class Reductions:
         dtypes = [self._reduced_in(self.leaves[place]) for place in unit.places]
         return [g if g is None or g.dtype is dtype else g.to(dtype) for g, dtype in zip(gs, dtypes, strict=True)]
 
+    def drop(self) -> None:
+        """Drop what has been added up, and what is kept for later."""
+        self.used = [False] * len(self.leaves)
+        self.sums = [None] * len(self.leaves)
+        for unit in self.units:
+            unit.kept = None
+
     def send(self) -> None:
         """Start to reduce what is in the bucket."""
         if self._bucket:

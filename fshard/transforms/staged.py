@@ -41,7 +41,7 @@ from fshard.transforms.gradient import Value, called, refuse_unrecorded
 from fshard.transforms.known import refuse_half_frozen
 from fshard.transforms.nearby import refuse_unplaced
 from fshard.transforms.patterns import Choice, chosen, named, parts_of
-from fshard.transforms.randomness import new_key
+from fshard.transforms.randomness import drawn_key
 from fshard.transforms.shift import Result, Shift
 from fshard.transforms.slices import How
 from fshard.transforms.stage_buffers import Memory, StageBuffers, remembering
@@ -206,7 +206,7 @@ class Staged:
         number = {place: number for number, place in enumerate(unique)}
         at = [number[place] for place in first]
         known = self._known(params, paths, leaves, at, mesh, parts)
-        drawn = new_key()
+        drawn = drawn_key()
         devices = held(mesh)
         remembered = None
         if self.how.has_buffers:

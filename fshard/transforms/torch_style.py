@@ -135,7 +135,7 @@ class BoostedOptimizer:
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients.  If they are not set to None, parameters that nobody uses have zeros in the next step."""
         self._grads, self._zeros_once = None, not set_to_none
-        self._learner.forget()
+        self._learner.drop()
 
 
 def boosted(optimizer: Any) -> BoostedOptimizer:

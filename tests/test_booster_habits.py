@@ -1,0 +1,269 @@
+"""Habits that people bring along: gradients dropped late, batches fetched ahead, loaders of one's own, a seed, other options."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset
+
+import fshard as fs
+
+PLUGINS = {
+    "ddp": fs.DDPPlugin,
+    "zero 2": lambda **options: fs.ZeroPlugin(stage=2, **options),
+    "fsdp": fs.FSDPPlugin,
+}
+
+
+def samples(count):
+    draw = torch.Generator().manual_seed(3)
+    return TensorDataset(torch.randn(count, 6, generator=draw).double(), torch.randint(4, (count,), generator=draw))
+
+
+def layers(drop=0.0):
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(6, 8), nn.Dropout(drop), nn.Tanh(), nn.Linear(8, 8), nn.Dropout(drop), nn.Tanh(), nn.Linear(8, 4)
+    ).double()
+
+
+def by_torch(batches, loss=nn.functional.cross_entropy):
+    model = layers()
+    opt = torch.optim.Adam(model.parameters(), lr=0.01)
+    for x, y in batches:
+        opt.zero_grad()
+        loss(model(x), y).backward()
+        opt.step()
+    return model.state_dict()
+
+
+def boosted(plugin, body, n=2, count=22, batch_size=5, **options):
+    """Return what each device has after what `body` does with (booster, model, optimizer, loader)."""
+
+    def main():
+        model = layers()
+        opt, booster = torch.optim.Adam(model.parameters(), lr=0.01), fs.Booster(PLUGINS[plugin](**options))
+        model, opt, _, loader, _ = booster.boost(model, opt, None, DataLoader(samples(count), batch_size))
+        body(booster, model, opt, loader)
+        return model.unwrap().state_dict()
+
+    return fs.run(main, mesh=fs.make_mesh({"data": n}))
+
+
+def close(states, expected):
+    for state in states:
+        torch.testing.assert_close(dict(state), dict(expected), rtol=0, atol=1e-12)
+
+
+def round_of(booster, model, opt, x, y):
+    booster.backward(nn.functional.cross_entropy(model(x), y), opt)
+    opt.step(), opt.zero_grad()
+
+
+# -- gradients and batches --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reproducible", [False, True])
+@pytest.mark.parametrize("plugin", PLUGINS)
+def test_gradients_may_be_dropped_between_forward_and_backward(plugin, reproducible):
+    def body(booster, model, opt, loader):
+        for x, y in loader:
+            booster.backward(nn.functional.cross_entropy(model(2 * x), y), opt)  # dropped with all others
+            loss = nn.functional.cross_entropy(model(x), y)
+            opt.zero_grad()
+            booster.backward(loss, opt)
+            opt.step()
+
+    close(boosted(plugin, body, reproducible=reproducible), by_torch(DataLoader(samples(22), 5)))
+
+
+@pytest.mark.parametrize("plugin", PLUGINS)
+def test_batches_may_be_fetched_before_they_are_used(plugin):
+    def body(booster, model, opt, loader):
+        for x, y in list(loader):
+            round_of(booster, model, opt, x, y)
+
+    close(boosted(plugin, body), by_torch(DataLoader(samples(22), 5)))
+
+
+@pytest.mark.parametrize("plugin", PLUGINS)
+def test_a_loader_of_ones_own_is_not_taken_for_the_one_before(plugin):
+    def body(booster, model, opt, loader):
+        for x, _ in booster.prepare_dataloader(samples(7), batch_size=7):  # of which one device has 4, the other 3
+            model(x)
+        opt.zero_grad()
+        for x, y in DataLoader(samples(16), 8):
+            round_of(booster, model, opt, *(part.chunk(2)[fs.axis_index("data")] for part in (x, y)))
+
+    close(boosted(plugin, body), by_torch(DataLoader(samples(16), 8)))
+
+
+def test_copies_of_a_batch_that_came_too_early_are_told():
+    def body(booster, model, opt, loader):
+        before = None
+        for x, y in loader:
+            if before is not None:
+                round_of(booster, model, opt, *before)
+            before = x.clone(), y.clone()  # as on their way to a device
+
+    with pytest.raises(fs.MismatchError, match="the loader has announced last, others do not.*when its turn has come"):
+        boosted("ddp", body, count=15, batch_size=8)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sampler": RandomSampler(range(8), replacement=True, num_samples=20)},
+        {"sampler": RandomSampler(range(8), num_samples=4)},
+        {"shuffle": True, "generator": torch.Generator()},
+    ],
+    ids=["replacement", "num_samples", "generator"],
+)
+def test_a_loader_that_draws_otherwise_is_refused(options):
+    def main():
+        model = layers()
+        return fs.Booster().boost(
+            model, torch.optim.Adam(model.parameters()), None, DataLoader(samples(8), 4, **options)
+        )
+
+    with pytest.raises(fs.LayoutError, match=r"draws samples by its own .*the plugin's seed= decides"):
+        fs.run(main, mesh=fs.make_mesh({"data": 2}))
+
+
+@pytest.mark.parametrize("make", [torch.optim.Adam, lambda given: torch.optim.SGD(given, lr=0.1, momentum=0.9)])
+def test_what_an_optimizer_remembers_is_not_lost_without_a_word(make):
+    model = layers()
+    opt = make(model.parameters())
+    model(torch.randn(2, 6).double()).sum().backward()
+    opt.step()
+    with pytest.raises(fs.OptimizerError, match=r"has taken steps already.*before its first step"):
+        fs.run(lambda: fs.Booster().boost(model, opt), mesh=fs.make_mesh({"data": 2}))
+
+
+@pytest.mark.parametrize("start", [0.0, 0.5])
+def test_an_optimizer_whose_state_is_there_from_the_beginning_has_taken_no_step(start):
+    model = layers()
+    opt = torch.optim.Adagrad(model.parameters(), initial_accumulator_value=start)
+    fs.run(lambda: fs.Booster().boost(model, opt)[1] is not None, mesh=fs.make_mesh({"data": 1}))
+
+
+# -- draws, and what nobody has used ----------------------------------------------------------------------------------
+
+
+MESHES = {
+    1: fs.make_mesh({"data": 1}),
+    2: fs.make_mesh({"data": 1, "pipe": 2}),
+    4: fs.make_mesh({"data": 2, "pipe": 2}),
+}
+
+
+def dropped(seed, pipeline, n, functional, noise=0):
+    """Return the parameters after three steps with dropout, in stages or not, by the loop or by the functional form."""
+    mesh, batches = MESHES[n], DataLoader(samples(24), 8)
+    how = {"mesh": mesh, "reproducible": True, "seed": seed}
+    stages = {"pipeline": pipeline, "microbatches": 8 // mesh.shape["data"]}
+    plugin = fs.HybridParallelPlugin(**stages, **how) if pipeline else fs.DDPPlugin(**how)
+    booster, criterion = fs.Booster(plugin), nn.CrossEntropyLoss()
+
+    def start():
+        model = layers(0.3)
+        torch.manual_seed(noise)
+        return model, torch.optim.Adam(model.parameters(), lr=0.01)
+
+    def main():
+        model, opt, _, loader, _ = booster.boost(*start(), None, batches)
+        it = iter(loader)
+        for _ in range(3):
+            if pipeline:
+                booster.execute_pipeline(it, model, criterion, opt)
+            else:
+                x, y = next(it)
+                booster.backward(criterion(model(x), y), opt)
+            opt.step(), opt.zero_grad()
+        return dict(model.unwrap().state_dict())
+
+    if not functional:
+        return fs.run(main, mesh=mesh)[-1]
+    state = booster.init(*start(), criterion)
+    for batch in batches:
+        state, _ = booster.step(state, batch)
+    trees = fs.unshard(state.params)
+    return {name: x for tree in (trees if pipeline else [trees]) for name, x in tree.items()}
+
+
+@pytest.mark.parametrize("functional", [False, True], ids=["loop", "functional"])
+@pytest.mark.parametrize(("pipeline", "n"), [(0, 1), (2, 4), (2, 2)])
+def test_the_seed_of_a_plugin_decides_what_is_drawn_in_all_forms(pipeline, n, functional):
+    expected = dropped(7, 0, 1, functional=False)
+    found = dropped(7, pipeline, n, functional, noise=5)
+    assert all(torch.equal(x, found[name]) for name, x in expected.items())
+    assert any(not torch.equal(x, expected[name]) for name, x in dropped(8, pipeline, n, functional).items())
+
+
+class Half(nn.Module):
+    """Of which the second layer is used by nobody."""
+
+    def __init__(self):
+        super().__init__()
+        self.used, self.idle = nn.Linear(6, 4), nn.Linear(6, 4)
+
+    def forward(self, x):
+        return self.used(x)
+
+
+@pytest.mark.parametrize("unused", ["skip", "zero"])
+@pytest.mark.parametrize("plugin", PLUGINS)
+def test_the_functional_form_skips_what_nobody_used_or_gives_it_zeros(plugin, unused):
+    torch.manual_seed(0)
+    model = Half().double()
+    opt = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+    booster, batch = fs.Booster(PLUGINS[plugin](mesh=fs.make_mesh({"data": 2}), unused=unused)), samples(8).tensors
+    state = booster.init(model, opt, nn.CrossEntropyLoss())
+    for _ in range(2):
+        state, _ = booster.step(state, batch)
+    shrunk = 1.0 if unused == "skip" else (1 - 0.1 * 0.5) ** 2
+    torch.testing.assert_close(fs.unshard(state.params)["idle.weight"], model.idle.weight.detach() * shrunk)
+
+
+# -- BatchNorm in 16 bits ---------------------------------------------------------------------------------------------
+
+
+def normed():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 4))
+
+
+@pytest.mark.parametrize("pipeline", [0, 2])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_batch_norm_keeps_its_statistics_whole_in_16_bits(precision, pipeline):
+    batches = [(x.float(), y) for x, y in DataLoader(samples(24), 8)]
+    model = normed()
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x, y in batches:
+        nn.functional.cross_entropy(model(x), y).backward()
+        opt.step(), opt.zero_grad()
+    plain = {"mesh": fs.make_mesh({"data": 1, "pipe": pipeline} if pipeline else {"data": 1}), "precision": precision}
+    plugin = fs.HybridParallelPlugin(pipeline=pipeline, **plain) if pipeline else fs.FSDPPlugin(**plain)
+
+    def main():
+        booster, criterion = fs.Booster(plugin), nn.CrossEntropyLoss()
+        own = normed()
+        boosted, opt, *_ = booster.boost(own, torch.optim.SGD(own.parameters(), lr=0.1))
+        for x, y in batches:
+            if pipeline:
+                booster.execute_pipeline(iter([(x, y)]), boosted, criterion, opt)
+            else:
+                booster.backward(criterion(boosted(x), y), opt)
+            opt.step(), opt.zero_grad()
+        boosted.eval()
+        with torch.no_grad():
+            if pipeline:
+                how = {"return_outputs": True}
+                output = booster.execute_pipeline(iter([batches[0]]), boosted, criterion, **how)["outputs"]
+            else:
+                output = boosted(batches[0][0])
+        return boosted.unwrap().state_dict(), output
+
+    model.eval()
+    for state, output in fs.run(main, mesh=plugin.mesh):
+        torch.testing.assert_close(dict(state), dict(model.state_dict()), rtol=0.05, atol=0.02)
+        torch.testing.assert_close(output.float(), model(batches[0][0]).detach(), rtol=0.05, atol=0.05)
