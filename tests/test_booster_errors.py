@@ -67,6 +67,17 @@ BAD = {
         lambda: fs.HybridParallelPlugin(mesh={"pipe": 2}, pipeline=2),
         "mesh= takes a mesh, not dict",
     ),
+    "unit": (lambda: fs.FSDPPlugin(unit=0), "FSDPPlugin: fsdp: unit=0 is no path pattern"),
+    "an axis that is no name": (lambda: fs.DDPPlugin(axis=3), "An axis is a name like .* found 3"),
+    "a bucket": (lambda: fs.ZeroPlugin(options={"bucket": -1}), "bucket=-1: a whole number"),
+    "a dtype": (lambda: fs.DDPPlugin(options={"reduce": "fp32"}), "reduce='fp32' is no dtype: reduce=torch.float32"),
+    "balance": (lambda: fs.HybridParallelPlugin(pipeline=2, balance="even"), "there is no balance='even'"),
+    "recompute": (
+        lambda: fs.HybridParallelPlugin(pipeline=2, recompute="sometimes"),
+        "recompute='sometimes' is none of",
+    ),
+    "chunks of nothing": (lambda: fs.HybridParallelPlugin(pipeline=2, chunks=0), "chunks is a whole number from 1 on"),
+    "pipeline axis": (lambda: fs.HybridParallelPlugin(pipeline=2, pipeline_axis=3), "axis name 3 is not a name"),
     "schedule": (lambda: fs.HybridParallelPlugin(pipeline=2, schedule="1b1f"), "There is no schedule .1b1f."),
     "microbatches": (lambda: fs.HybridParallelPlugin(pipeline=2, microbatches=0), "microbatches=0"),
     "chunks": (
@@ -112,6 +123,13 @@ BAD = {
         r"there are no gradients. .* booster.backward\(loss, optimizer\): loss.backward",
     ),
     "no step": (lambda: fs.Booster().step((), ()), "step comes after state = booster.init"),
+    "a state of another": (lambda: fs.Booster().step(other(), ()), "step comes after state = booster.init"),
+    "torch's clipping": (
+        lambda: nn.utils.clip_grad_norm_(with_optimizer()[1].parameters(), 1.0),
+        r"gradients are not at its parameters: booster.clip_grad_norm\(optimizer, max_norm\)",
+    ),
+    "saved as it is": (lambda: with_optimizer()[1].state_dict(), r"On all devices: model.unwrap\(\).state_dict\(\)"),
+    "loaded afterwards": (lambda: with_optimizer()[1].load_state_dict({}), "load into the model before it is boosted"),
     "no pipeline": (lambda: piped(), "this model is not cut into stages. Call it"),
     "no forward": (lambda: unforwarded(), "the model has not been called since the last step"),
     "no loss": (lambda: losing(torch.ones(())), "does not depend on the model"),
@@ -135,6 +153,11 @@ def with_optimizer():
     booster = fs.Booster()
     one, opt, *_ = booster.boost(one, torch.optim.SGD(one.parameters(), lr=0.1))
     return booster, one, opt
+
+
+def other():
+    one = model()
+    return fs.Booster().init(one, torch.optim.SGD(one.parameters(), lr=0.1), nn.MSELoss())
 
 
 def not_boosted():

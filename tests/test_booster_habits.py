@@ -267,3 +267,53 @@ def test_batch_norm_keeps_its_statistics_whole_in_16_bits(precision, pipeline):
     for state, output in fs.run(main, mesh=plugin.mesh):
         torch.testing.assert_close(dict(state), dict(model.state_dict()), rtol=0.05, atol=0.02)
         torch.testing.assert_close(output.float(), model(batches[0][0]).detach(), rtol=0.05, atol=0.05)
+
+
+# -- several models, closures, parameters that have no memory ---------------------------------------------------------
+
+
+def test_one_booster_steps_several_models_each_by_its_own_optimizer():
+    mesh = fs.make_mesh({"data": 2})
+    x, y = samples(8).tensors
+    booster, rates = fs.Booster(fs.ZeroPlugin(stage=1, mesh=mesh)), (0.1, 100.0)
+    models = [layers(), layers()]
+    states = [
+        booster.init(model, torch.optim.SGD(model.parameters(), lr=rate), nn.CrossEntropyLoss())
+        for model, rate in zip(models, rates, strict=True)
+    ]
+    for state, rate in [*zip(states, rates, strict=True)][::-1]:
+        after, _ = booster.step(state, (x, y))
+        model = layers()
+        opt = torch.optim.SGD(model.parameters(), lr=rate)
+        nn.functional.cross_entropy(model(x), y).backward()
+        opt.step()
+        close([fs.unshard(after.params)], {name: w.detach() for name, w in model.named_parameters()})
+
+
+def test_a_step_takes_a_closure():
+    batches = list(DataLoader(samples(22), 5))
+
+    def body(booster, model, opt, loader):
+        for x, y in loader:
+
+            def closure(x=x, y=y):
+                opt.zero_grad()
+                loss = nn.functional.cross_entropy(model(x), y)
+                booster.backward(loss, opt)
+                return loss
+
+            assert opt.step(closure).item() > 0
+
+    close(boosted("zero 2", body), by_torch(batches))
+
+
+def test_a_model_drops_gradients_as_its_optimizer_does():
+    batches = list(DataLoader(samples(22), 5))
+
+    def body(booster, model, opt, loader):
+        for x, y in loader:
+            booster.backward(100 * model(x).sum(), opt)
+            model.zero_grad()
+            round_of(booster, model, opt, x, y)
+
+    close(boosted("zero 2", body), by_torch(batches))

@@ -3,6 +3,7 @@
 import io
 import json
 import math
+from contextlib import ExitStack
 
 import numpy
 import pytest
@@ -334,6 +335,13 @@ def test_one_profile_records_at_a_time(tmp_path):
                 torch.ones(4) @ torch.ones(4)
                 profile.step()
     assert (tmp_path / "host.json").exists()
+
+
+def test_a_profile_that_ends_before_it_begins_says_so(tmp_path):
+    with ExitStack() as stack:
+        stack.enter_context(pytest.warns(UserWarning, match="recorded nothing: it was to begin after 2 steps"))
+        stack.enter_context(fs.report.Profile(tmp_path)).step()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_a_gpu_does_belongs_to_the_process_that_has_it():

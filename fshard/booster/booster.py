@@ -63,7 +63,7 @@ class Booster:
         self.plugin = plugin or DDPPlugin()
         self._models: list[Model] = []
         self._sync = True
-        self._step: Step | None = None
+        self._steps: list[Step] = []
 
     # -- torch's loop -------------------------------------------------------------------------------------------------
 
@@ -179,11 +179,12 @@ class Booster:
     def init(self, model: nn.Module, optimizer: Any, criterion: Callable[..., Tensor] | None = None) -> State:
         """Return the state to begin with, and remember the step: see `loss_of`."""
         source = followed(optimizer, dict(model.named_parameters()), "init")
-        state, self._step = self.plugin.arranged().functional(model, source, criterion)
-        return state
+        state, step = self.plugin.arranged().functional(model, source, criterion)
+        self._steps.append(step)
+        return state._replace(turn=len(self._steps) - 1)
 
     def step(self, state: State, batch: Any) -> tuple[State, Metrics]:
         """Take a step on a batch, which is that of all devices; the state that is given is used up."""
-        if self._step is None:
+        if not isinstance(state, State) or state.turn >= len(self._steps):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ModuleError("step comes after state = booster.init(model, optimizer, criterion).")
-        return self._step(state, batch)
+        return self._steps[state.turn](state, batch)

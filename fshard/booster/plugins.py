@@ -10,7 +10,7 @@ HybridParallelPlugin     those of a stage on its devices, and along the other ax
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, Literal, cast, get_args
@@ -18,17 +18,18 @@ from typing import Any, Literal, cast, get_args
 import torch
 from torch import nn
 
-from fshard.errors import FshardError, LayoutError
+from fshard.errors import LayoutError
 from fshard.mesh.make import make_mesh
 from fshard.mesh.mesh import Mesh
 from fshard.mesh.runtimes.together import process_count
 from fshard.mesh.scope import here
+from fshard.mesh.spec import as_axes
 from fshard.optim.partition import Stage
 from fshard.pipeline.builders import pipeline_schedule
 from fshard.pipeline.schedule import Schedule
-from fshard.pipeline.stages import Balance, split_stages
+from fshard.pipeline.stages import Balance, check_balance, split_stages
 from fshard.transforms.arrangement import Arrangement
-from fshard.transforms.complaints import changed, not_among, not_known, not_whole
+from fshard.transforms.complaints import changed, complaints_of, not_among, not_known, not_whole
 from fshard.transforms.rules import fsdp
 from fshard.transforms.stage_functions import How
 from fshard.transforms.step import Precision
@@ -70,9 +71,18 @@ class Plugin:
     why: str = field(default="", repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        wrong = self.complaints()
+        wrong = self.complaints() or complaints_of(type(self).tried, self)
         if wrong:
             raise LayoutError(f"{type(self).__name__}: {'; '.join(wrong)}.")
+
+    def tried(self) -> None:
+        """Raise if what is arranged has no meaning, on a mesh of the axes that are named if none was given."""
+        sizes = tuple(self.sizes().items())
+        self.arranged(self.mesh or Mesh(sizes, "virtual", "cpu")).check()
+
+    def sizes(self) -> dict[str, int]:
+        """Return the axes that are named, and how many devices are needed along each."""
+        return dict.fromkeys(as_axes(self.axis or "data"), 1)
 
     def complaints(self) -> list[str]:
         """Return all that is wrong with what was given."""
@@ -81,7 +91,7 @@ class Plugin:
         if self.mesh is not None and not isinstance(self.mesh, Mesh):  # pyright: ignore[reportUnnecessaryIsInstance]
             wrong.append(f"mesh= takes a mesh, not {type(self.mesh).__name__}: fs.make_mesh(...)")
         elif self.mesh is not None and self.axis is not None:
-            wrong += _complaints(self.axes, self.mesh)
+            wrong += complaints_of(self.axes, self.mesh)
         known = _OPTIONS & {*(OF_STAGES if self.in_stages() else OF_LOSSES)}
         wrong += not_known(sorted(known), options=self.options)
         if self.reproducible and self.sync_batchnorm:
@@ -137,16 +147,6 @@ class Plugin:
         )
 
 
-def _complaints(asked: Callable[[Any], Any], given: Any) -> list[str]:
-    """Return what is wrong with something, as it says itself if it is asked."""
-    try:
-        found = asked(given)
-    except FshardError as error:
-        return [str(error).rstrip(".")]
-    twice = isinstance(found, tuple) and len({*found}) < len(found)
-    return [f"an axis is named twice in {found}"] if twice else []
-
-
 @dataclass(frozen=True, kw_only=True)
 class DDPPlugin(Plugin):
     """Data parallelism: all devices have everything, and sum gradients.
@@ -164,11 +164,9 @@ class ZeroPlugin(Plugin):
     stage: Literal[1, 2] = 1
 
     def zero(self) -> Stage:
-        """Return the stage of ZeRO."""
         return self.stage
 
     def complaints(self) -> list[str]:
-        """Return all that is wrong with what was given."""
         unfit = not_among((1, 2), stage=self.stage)
         return [*super().complaints(), *(f"{one}: stage 0 is DDPPlugin, stage 3 FSDPPlugin" for one in unfit)]
 
@@ -190,14 +188,12 @@ class FSDPPlugin(Plugin):
     reshard_after_forward: bool = True
 
     def zero(self) -> Stage:
-        """Return the stage of ZeRO."""
         return 3
 
     def complaints(self) -> list[str]:
-        """Return all that is wrong with what was given."""
         wrong = super().complaints()
         if isinstance(self.mesh, Mesh) and self.shard_axis is not None:
-            own, all_axes = _complaints(self.pieces, self.mesh), _complaints(self.axes, self.mesh)
+            own, all_axes = complaints_of(self.pieces, self.mesh), complaints_of(self.axes, self.mesh)
             strange = () if own or all_axes else {*self.pieces(self.mesh)} - {*self.axes(self.mesh)}
             wrong += [
                 *own,
@@ -205,12 +201,14 @@ class FSDPPlugin(Plugin):
             ]
         return wrong
 
+    def sizes(self) -> dict[str, int]:
+        return super().sizes() | dict.fromkeys(as_axes(self.shard_axis or ()), 1)
+
     def pieces(self, mesh: Mesh) -> tuple[str, ...]:
         """Return the axes along which parameters and state are cut."""
         return self.axes(mesh) if self.shard_axis is None else mesh.check_axes(self.shard_axis, "shard_axis=")
 
     def arranged(self, mesh: Mesh | None = None) -> Arrangement:
-        """Return how all lies on a mesh; None: that of `laid_on`."""
         how = super().arranged(mesh)
         pieces = self.pieces(how.mesh)
         options = {**how.options, "reshard_after_forward": self.reshard_after_forward}
@@ -246,17 +244,15 @@ class HybridParallelPlugin(Plugin):
     pipeline_axis: str = "pipe"
 
     def zero(self) -> Stage:
-        """Return the stage of ZeRO."""
         return self.zero_stage
 
     def in_stages(self) -> bool:
-        """Return whether the model is cut into stages."""
         return self.pipeline > 1
 
     def complaints(self) -> list[str]:
-        """Return all that is wrong with what was given."""
         wrong = super().complaints()
         wrong += not_among(get_args(Stage), zero_stage=self.zero_stage)
+        wrong += [] if self.chunks is None else not_whole(1, chunks=self.chunks)
         if unfit := not_whole(1, pipeline=self.pipeline):
             return wrong + unfit
         if isinstance(self.mesh, Mesh) and self.mesh.shape.get(self.pipeline_axis, 1) != self.pipeline:
@@ -264,7 +260,7 @@ class HybridParallelPlugin(Plugin):
             wrong.append(
                 f'pipeline={self.pipeline}, but "{self.pipeline_axis}" of {self.mesh} has {found or "no"} devices'
             )
-        wrong += _complaints(HybridParallelPlugin.plan, self)
+        wrong += complaints_of(HybridParallelPlugin.plan, self) + complaints_of(check_balance, self.balance)
         if self.pipeline == 1 and (idle := changed(self, _OF_STAGES)):
             wrong.append(f"{idle} has no meaning without stages: pipeline=1")
         if self.in_stages() and not wrong and (devices := 1 + max(self.plan().placement)) != self.pipeline:
@@ -273,6 +269,9 @@ class HybridParallelPlugin(Plugin):
         if self.sync_batchnorm:
             wrong.append("sync_batchnorm=True has no meaning for stages, whose microbatches come one after the other")
         return wrong
+
+    def sizes(self) -> dict[str, int]:
+        return super().sizes() | {self.pipeline_axis: self.pipeline}
 
     def plan(self) -> Schedule:
         """Return the schedule."""
@@ -300,7 +299,6 @@ class HybridParallelPlugin(Plugin):
         return tuple(axis for axis in chosen if axis != self.pipeline_axis)
 
     def arranged(self, mesh: Mesh | None = None) -> Arrangement:
-        """Return how all lies on a mesh; None: that of `laid_on`."""
         how = super().arranged(mesh)
         if self.zero_stage == 3 and how.axes:
             how = replace(how, rules=fsdp(how.axes))

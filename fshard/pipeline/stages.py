@@ -153,6 +153,18 @@ def _named(layers: nn.Sequential | Iterable[Layer]) -> dict[str, nn.Module]:
     return dict(zip(names or map(str, range(len(modules))), modules, strict=True))
 
 
+def check_balance(balance: Balance) -> None:
+    """Raise if a balance is none of those that there are; lists of sizes and patterns are asked when there are layers."""
+    if isinstance(balance, str) and not balance.startswith("type:") and balance not in _BALANCES:
+        raise LayoutError(
+            f'split_stages: there is no balance={balance!r}. Write "uniform", "parameters", "time", "memory", "type:regex" or '
+            "the number of layers of each stage."
+        )
+
+
+_BALANCES = ("uniform", "parameters", "time", "memory")
+
+
 def _sizes(layers: Sequence[nn.Module], n: int, balance: Balance, sample: PyTree) -> Sequence[int]:
     if not isinstance(balance, str):
         sizes = [*balance]
@@ -183,11 +195,7 @@ def _costs(layers: Sequence[nn.Module], balance: str, sample: PyTree) -> list[fl
                 f"{', '.join(sorted({type(layer).__name__ for layer in layers}))}."
             )
         return found
-    if balance not in ("time", "memory"):
-        raise LayoutError(
-            f'split_stages: there is no balance={balance!r}. Write "uniform", "parameters", "time", "memory", "type:regex" or '
-            "the number of layers of each stage."
-        )
+    check_balance(balance)
     if sample is None:
         raise LayoutError(f'split_stages: balance="{balance}" is measured. Give a microbatch to measure on: sample=.')
     states = [map_tensors(torch.clone, layer.state_dict()) for layer in layers]

@@ -15,6 +15,7 @@ from inspect import signature
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, ClassVar, Self
+from warnings import warn
 
 import torch.distributed as dist
 from torch import profiler
@@ -71,6 +72,7 @@ class Profile:
         wrong += [f"torch's profiler has no option {name}" for name in options if name not in _OPTIONS]
         if wrong:
             raise LayoutError(f"Profile: {'; '.join(wrong)}.")
+        self._begins = wait + warmup
         plan = profiler.schedule(wait=wait, warmup=warmup, active=active, repeat=1)
         how: dict[str, Any] = {"schedule": plan, "on_trace_ready": self._write, **options}
         config = _ExperimentalConfig(profile_all_threads=True)
@@ -87,11 +89,14 @@ class Profile:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._profiler is not None:
-            try:
-                self._profiler.stop()
-            finally:
-                Profile._recording = False
+        if self._profiler is None:
+            return
+        try:
+            self._profiler.stop()
+        finally:
+            Profile._recording = False
+        if self._profiler.step_num <= self._begins:
+            warn(f"Profile recorded nothing: it was to begin after {self._begins} steps.", stacklevel=2)
 
     def step(self) -> None:
         """Say that a step of training is over."""

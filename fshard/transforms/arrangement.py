@@ -29,18 +29,27 @@ from fshard.transforms.randomness import keyed_random
 from fshard.transforms.rules import shard_params
 from fshard.transforms.skeleton import skeleton
 from fshard.transforms.step import Metrics, train_step
+from fshard.transforms.value_and_grad import gradient_of
 
 Criterion = Callable[..., Tensor]
 
 
 class State(NamedTuple):
-    """What a functional step takes and returns: parameters, the optimizer's state and buffers as they lie, and a number."""
+    """What a functional step takes and returns.
+
+    Args:
+        params: as they lie.
+        optimizer: its state, as it lies.
+        buffers: what the model remembers.
+        steps: how many have been taken, by which the next one draws.
+        turn: of several that one Booster trains, which.
+    """
 
     params: PyTree
     optimizer: PyTree
     buffers: PyTree
     steps: int = 0
-    """How many steps have been taken; random draws depend on it, and on the seed."""
+    turn: int = 0
 
 
 Step = Callable[[State, Any], tuple[State, Metrics]]
@@ -75,6 +84,13 @@ class Arrangement:
     zeros: bool = False
     cut: Callable[[nn.Module], Sequence[nn.Module]] | None = None
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    def check(self) -> None:
+        """Raise if options of gradients have no meaning, or contradict each other."""
+        how: Any = {"mesh": self.mesh, "batch": P(self.axes) if self.axes else P(), "schedule": None, **self.options}
+        stages, plan = [nn.Identity()], how["schedule"]
+        what = {"has_buffers": True} if plan is None else {"loss": loss_of_pair(None)}
+        gradient_of("value_and_grad", loss_of if plan is None else stages * plan.stages, **what, **how)
 
     def partition(self, opt: Optimizer) -> Partitioned:
         """Return an optimizer whose work is divided."""
@@ -120,11 +136,11 @@ class Arrangement:
         train = lru_cache(maxsize=1)(made)
 
         def step(state: State, batch: Any) -> tuple[State, Metrics]:
-            params, kept, buffers, steps = state
-            with keyed_random(self.seed, steps, 0):
-                *after, metrics = train(opts())(params, kept, *([buffers] if own["has_buffers"] else []), batch)
-            params, kept, *others = after
-            return State(params, kept, others[0] if others else buffers, steps + 1), metrics
+            given = [state.buffers] if own["has_buffers"] else []
+            with keyed_random(self.seed, state.steps, 0):
+                params, kept, *others, metrics = train(opts())(state.params, state.optimizer, *given, batch)
+            buffers = others[0] if others else state.buffers
+            return state._replace(params=params, optimizer=kept, buffers=buffers, steps=state.steps + 1), metrics
 
         return State(params, opts().init(params), buffers), step
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
+
+from fshard.errors import FshardError
 
 
 def not_whole(least: int, **given: Any) -> list[str]:
@@ -51,3 +53,13 @@ def not_among(choices: Sequence[Any], **given: Any) -> list[str]:
     *others, last = [json.dumps(x) if isinstance(x, str) else repr(x) for x in choices]
     wrong = {k: x for k, x in given.items() if isinstance(x, bool) or x not in choices}
     return [f"{name} is {', '.join(others)} or {last}, not {x!r}" for name, x in wrong.items()]
+
+
+def complaints_of(asked: Callable[[Any], Any], given: Any) -> list[str]:
+    """Return what is wrong with something, as it says itself if it is asked."""
+    try:
+        found = asked(given)
+    except FshardError as error:
+        return [str(error).rstrip(".")]
+    twice = isinstance(found, tuple) and len({*found}) < len(found)
+    return [f"an axis is named twice in {found}"] if twice else []

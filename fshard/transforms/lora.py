@@ -32,7 +32,8 @@ class LoraConfig:
     Args:
         r: the rank.
         lora_alpha: the difference is multiplied by `lora_alpha / r`.
-        lora_dropout: how much of a layer's input the difference does not see in training.
+        lora_dropout: how much of a layer's input the difference does not see in training; all is seen where others compute with
+            the layer's weight themselves, as attention does with that of its `out_proj`.
         target_modules: names of layers, of which the last parts are enough ("q_proj", "attn.out"), or a regular expression
             of whole names; None: all linear ones.
         modules_to_save: parts that are trained as they are: names, as above.

@@ -70,6 +70,8 @@ def refuse_options(
         raise LayoutError(
             f"value_and_grad: {', '.join(wrong)}: a whole number of at least 1 is needed (in_flight, prefetch and bucket: 0)."
         )
+    if reduce is not None and not isinstance(reduce, torch.dtype):
+        raise LayoutError(f"value_and_grad: reduce={reduce!r} is no dtype: reduce=torch.float32, say.")
     if reproducible and reduce in (torch.bfloat16, torch.float16):
         raise LayoutError(
             f"value_and_grad(reproducible=True, reduce={reduce}): sums in 16 bits are rounded at other places on other meshes. "

@@ -23,7 +23,7 @@ def skeleton(module: nn.Module) -> nn.Module:
     >>> bare.weight.shape, bare.weight.device, bare.weight.untyped_storage().nbytes(), bare(torch.ones(2)).isnan().all()
     (torch.Size([3, 2]), device(type='cpu'), 4, tensor(True))
     """
-    bare: dict[int, Any] = {id(x): nn.Parameter(_hollow(x), requires_grad=x.requires_grad) for x in module.parameters()}
+    bare: dict[int, Any] = {id(x): Hollow(_hollow(x), requires_grad=x.requires_grad) for x in module.parameters()}
     bare |= {id(x): _hollow(x) for x in module.buffers()}
     for part in module.modules():
         computed = (x for x in vars(part).values() if isinstance(x, Tensor) and x.grad_fn is not None)
@@ -37,6 +37,18 @@ def skeleton(module: nn.Module) -> nn.Module:
             f"{type(module).__name__} cannot be copied: {error}. Boosting keeps a copy of a module's structure: keep what "
             "cannot be copied outside of it, or give it a __deepcopy__."
         ) from error
+
+
+class Hollow(nn.Parameter):
+    """A parameter without memory, which has no gradient either: whoever looks for it there is told where it is."""
+
+    @property
+    def grad(self) -> Tensor | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Raise: torch's own clipping, say, would find none, and do nothing."""
+        raise ModuleError(
+            "a boosted model's gradients are not at its parameters: booster.clip_grad_norm(optimizer, max_norm) and "
+            "booster.clip_grad_value clip them, optimizer.grads are they, as they lie."
+        )
 
 
 def _hollow(x: Tensor) -> Tensor:

@@ -47,6 +47,22 @@ class Model(nn.Module):
             stage.train(mode)
         return self
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients, as the optimizer's `zero_grad` does."""
+        self.learner.drop()
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Raise: what there is here has no memory."""
+        raise ModuleError(
+            "state_dict: a boosted model's tensors lie as the plugin says. On all devices: model.unwrap().state_dict()."
+        )
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Raise: what there is here has no memory."""
+        raise ModuleError(
+            "load_state_dict: load into the model before it is boosted; afterwards its tensors have no memory."
+        )
+
     def run_stages(
         self,
         criterion: Callable[..., Tensor] | None,
@@ -125,12 +141,15 @@ class BoostedOptimizer:
         """Keep each element of the gradients between -clip_value and clip_value."""
         self._grads, _ = clip_by_value(clip_value * self.scale).update(self.grads, (), None)
 
-    def step(self) -> None:
-        """Take a step along the gradients."""
+    def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
+        """Take a step along the gradients, those of `closure` too, if it is given; return what that has returned."""
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
         params, self.state = self._learner.written(self._opts(), self.grads, self.state)
         self._learner.params, self._grads, self._zeros_once = params, None, False
         if self.param_groups:
             self.optim._opt_called = True  # schedulers ask torch's optimizers whether a step came before theirs
+        return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients.  If they are not set to None, parameters that nobody uses have zeros in the next step."""
