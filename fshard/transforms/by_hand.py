@@ -46,7 +46,7 @@ from fshard.transforms.known import Known
 from fshard.transforms.learner import Learner
 from fshard.transforms.means import Found
 from fshard.transforms.nearby import refuse_distant, refuse_unplaced
-from fshard.transforms.opaque import refuse_opaque, rows_of
+from fshard.transforms.opaque import refuse_opaque, rows_of, tensors_of
 from fshard.transforms.randomness import drawn_key, keyed_random
 from fshard.transforms.side_by_side import side_by_side
 from fshard.transforms.slices import Device
@@ -121,14 +121,16 @@ class ByHand(Learner):
         super().__init__(params, buffers, mesh, lay, reproducible=options.get("reproducible", False))
         self.apply, self.axes, self.seed = apply, axes, seed
         self._totals = WeakTensorKeyDictionary()  # of tensors that were announced: others may come before they are used
+        self._given: int | None = None
+        """How many samples the last forward's batch has, if it was announced."""
         self._gradient = unstaged(apply, mesh=mesh, batch=P(axes), has_buffers=True, **options)
         self._open: _Open | None = None
 
     def announce(self, total: int | None, part: PyTree) -> None:
         """Note how many samples all devices have together, of which this one's are about to come."""
         super().announce(total, part)  # None: as many as this one, each
-        for x in flatten_outside(part)[1]:
-            if isinstance(x, Tensor):
+        for leaf in flatten_outside(part)[1]:
+            for x in tensors_of(leaf):
                 self._totals[x] = total
 
     # -- forward ----------------------------------------------------------------------------------------------------
@@ -202,8 +204,8 @@ class ByHand(Learner):
         lengths = [x.shape[0] if isinstance(x, Tensor) and x.ndim else None for x in leaves]
         paths, outside, _ = flatten_outside((args, kwargs))
         own = next((rows for x in outside if (rows := rows_of(x)) is not None), None)
-        known = (self._totals[x] for x in leaves if isinstance(x, Tensor) and x in self._totals)
-        total = next(known, self.total)
+        known = (self._totals[x] for leaf in outside for x in tensors_of(leaf) if x in self._totals)
+        total = self._given = next(known, self.total)
         if sliced:
             refuse_opaque(paths, outside, own)
         parts = prod(mesh.shape[axis] for axis in self.axes)
@@ -300,8 +302,8 @@ class ByHand(Learner):
         batch = now.device.batch
         parts = prod(batch.mesh.shape[axis] for axis in self.axes)
         cut = batch.cut
-        if cut is None and self.total is not None:  # no tensor says otherwise: it is the batch that was announced
-            cut = Cut(self.axes, parts, self.total)
+        if cut is None and self._given is not None:  # no tensor says otherwise: it is the batch that was announced
+            cut = Cut(self.axes, parts, self._given)
         if cut is None:
             return 1 / parts
         start, stop = cut.ranges(batch.mesh, batch.devices[0], 1)[0]

@@ -59,8 +59,20 @@ def is_opaque(leaf: Any, samples: Collection[int | None]) -> bool:
 
 def _lengths(leaf: Any) -> set[int]:
     """Return how long the tensors in an object are."""
+    return {len(x) for x in tensors_of(leaf) if x.ndim}
+
+
+def tensors_of(leaf: Any) -> list[Tensor]:
+    """Return the tensors that a leaf is made of.
+
+    >>> import torch
+    >>> tensors_of(torch.ones(1)), tensors_of(3)
+    ([tensor([1.])], [])
+    """
+    if isinstance(leaf, Tensor):
+        return [leaf]
     inside = flatten(leaf)[0] if torch_alone_knows(leaf) else getattr(leaf, "__dict__", {}).values()
-    return {len(x) for x in inside if isinstance(x, Tensor) and x.ndim}
+    return [x for x in inside if isinstance(x, Tensor)]
 
 
 def refuse_opaque(paths: Sequence[str], leaves: Sequence[Any], samples: int | None) -> None:
