@@ -202,7 +202,7 @@ def options():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stage", type=int, default=3, choices=range(4), help="of ZeRO")
     parser.add_argument("--devices", type=int, default=8, help="virtual ones; torchrun brings its own")
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--letters", type=int, default=300, help="to write in the end")
     parser.add_argument("--accumulate", type=int, default=1, help="parts of a device's batch, one after the other")
