@@ -1,11 +1,15 @@
 """The examples of the Booster: one loop, and the same losses under every plugin, on virtual devices and in processes."""
 
 import re
+import runpy
 
 import pytest
+import torch
+from torch.utils.data import DataLoader
 
+import fshard as fs
 from fshard.testing.processes import run_processes
-from tests.examples import printed
+from tests.examples import EXAMPLES, printed
 
 PLUGINS = ["zero1", "zero2", "fsdp", "hybrid"]
 
@@ -58,6 +62,31 @@ def test_a_bert_of_transformers_learns_under_every_plugin(plugin, judged):
     """Its dropout draws other numbers on other devices, so that its losses are alike, not the same."""
     text = bert("--plugin", plugin, "--devices", "2")
     assert losses(text) == pytest.approx(losses(judged), abs=0.15) and len(losses(text)) == 11
+
+
+@pytest.mark.parametrize(("zero_stage", "schedule"), [(1, "1f1b"), (3, "gpipe")])
+def test_a_bert_in_stages_has_the_bits_of_the_whole_one(zero_stage, schedule):
+    pytest.importorskip("transformers")
+    example = runpy.run_path(str(EXAMPLES / "boost_bert.py"))
+
+    def main(plugin):
+        booster, model = fs.Booster(plugin), example["bert"]()
+        loader = DataLoader(example["sentences"]()[:48], batch_size=16)
+        model, opt, _, loader, _ = booster.boost(model, torch.optim.AdamW(model.parameters()), dataloader=loader)
+        batches = iter(loader)
+        for _ in range(len(loader)):
+            if plugin.in_stages():
+                booster.execute_pipeline(batches, model, lambda output, batch: output.loss, opt)
+            else:
+                booster.backward(model(**next(batches)).loss, opt)
+            opt.step(), opt.zero_grad()
+        return model.unwrap().state_dict()
+
+    how = {"zero_stage": zero_stage, "schedule": schedule, "sample": example["SAMPLE"], "blocks": "bert.encoder.layer"}
+    staged = fs.HybridParallelPlugin(pipeline=2, microbatches=4, reproducible=True, **how)
+    (expected,) = fs.run(main, fs.DDPPlugin(reproducible=True), mesh=fs.make_mesh({"data": 1}))
+    for state in fs.run(main, staged, mesh=fs.make_mesh({"data": 2, "pipe": 2})):
+        assert [name for name, x in expected.items() if not torch.equal(x, state[name])] == []
 
 
 def test_a_bert_learns_differences_of_low_rank(judged):

@@ -143,7 +143,8 @@ def test_what_an_optimizer_remembers_is_not_lost_without_a_word(make):
 def test_an_optimizer_whose_state_is_there_from_the_beginning_has_taken_no_step(start):
     model = layers()
     opt = torch.optim.Adagrad(model.parameters(), initial_accumulator_value=start)
-    fs.run(lambda: fs.Booster().boost(model, opt)[1] is not None, mesh=fs.make_mesh({"data": 1}))
+    (boosted_one,) = fs.run(lambda: fs.Booster().boost(model, opt)[1], mesh=fs.make_mesh({"data": 1}))
+    assert boosted_one.optim is opt and boosted_one.param_groups[0]["initial_accumulator_value"] == start
 
 
 # -- draws, and what nobody has used ----------------------------------------------------------------------------------

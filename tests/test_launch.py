@@ -18,14 +18,7 @@ from nbclient import NotebookClient
 
 import fshard as fs
 from fshard.launching import travel
-
-
-def gone(pid):
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    return False
+from tests.ended import gone
 
 
 def total(scale, add=0.0):

@@ -35,6 +35,7 @@ from fshard.testing.strategies import (
     specs,
     tensors,
 )
+from tests.ended import gone
 
 # -- processes --------------------------------------------------------------------------------------------------
 
@@ -149,14 +150,6 @@ def identify():
 
 def square(x):
     return fs.run(lambda: fs.psum(x * x, "data"), mesh=fs.make_mesh({"data": 2}))[0]
-
-
-def gone(pid):
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    return False
 
 
 def notes(error):
