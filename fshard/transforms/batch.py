@@ -23,6 +23,7 @@ from torch import Tensor
 
 from fshard.errors import LayoutError
 from fshard.mesh.arithmetic import Range, balanced_range, ravel
+from fshard.mesh.dense import is_dense
 from fshard.mesh.layout import Layout
 from fshard.mesh.mesh import Mesh
 from fshard.mesh.placing import collected, device_put, unshard
@@ -30,6 +31,7 @@ from fshard.mesh.sharded import Sharded, in_memory
 from fshard.mesh.spec import P
 from fshard.mesh.spmd import held
 from fshard.mesh.tree import PyTree, Structure, broadcast_prefix, flatten_outside, flatten_with_paths, unflatten
+from fshard.transforms.lent import lent
 from fshard.transforms.opaque import REASON, all_plain, is_opaque, rows_of
 
 
@@ -221,8 +223,12 @@ def _placed(leaf: Any, spec: Any, mesh: Mesh) -> tuple[Cut | None, tuple[Any, ..
     cut, layout = _how(mesh, spec, tuple(leaf.shape))
     if cut is not None and cut.length % cut.parts:
         return cut, _unevenly(unshard(leaf), cut, layout)
-    laid = leaf if isinstance(leaf, Sharded) and leaf.layout == layout else device_put(leaf, layout)
-    return cut, laid.shards
+    if isinstance(leaf, Sharded):
+        return cut, (leaf if leaf.layout == layout else device_put(leaf, layout)).shards
+    if layout.spec.axes or leaf.requires_grad or not is_dense(leaf) or not leaf.is_contiguous():
+        return cut, device_put(leaf, layout).shards
+    whole = in_memory(leaf, mesh, "device")
+    return cut, tuple(lent(whole) for _ in held(mesh))  # it is only read, as a rule
 
 
 @lru_cache(maxsize=1024)

@@ -41,6 +41,8 @@ class Told(NamedTuple):
 
 def told(aux: PyTree, samples: int | None, near: torch.device) -> Told:
     """Sort what a loss function returned of a slice of so many samples; raise naming all that is neither."""
+    if isinstance(aux, tuple) and not aux:
+        return _NOTHING
     paths, leaves, structure = flatten_with_paths(aux)
     found, wrong = Told({}, {}, {}, structure), list[str]()
     for place, (path, x) in enumerate(zip(paths, leaves, strict=True)):
@@ -58,6 +60,9 @@ def told(aux: PyTree, samples: int | None, near: torch.device) -> Told:
             "Write x.float() for the share of a bool, or x.sum() for a count, and x.unbind() for several numbers."
         )
     return found
+
+
+_NOTHING = Told({}, {}, {}, flatten_with_paths(())[2])
 
 
 def _complaint(x: Any, samples: int | None) -> str | None:

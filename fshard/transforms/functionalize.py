@@ -18,22 +18,17 @@ from functools import partial
 from traceback import clear_frames
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.jit import ScriptModule
 from torch.nn.parameter import is_lazy
 from torch.utils.checkpoint import _StopRecomputationError as StopRecomputation  # pyright: ignore[reportPrivateUsage]
 
-from fshard.mesh.differentiate import transformed
 from fshard.mesh.spec import Axes
 from fshard.transforms.batchnorm import synchronise
 from fshard.transforms.deferred import defer, pending
-from fshard.transforms.layers import Layers
+from fshard.transforms.lent import lent, untouched
 from fshard.transforms.randomness import key_now
 from fshard.transforms.replica import Blueprint, ModuleError, Replica
-
-_C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
-_lazy_clone: Any = _C._VariableFunctions._lazy_clone
 
 Tensors = dict[str, Tensor]
 Apply = Callable[..., tuple[Any, Tensors]]
@@ -88,14 +83,14 @@ def functionalize(
         check(params, buffers)
         replica = pool.take()
         try:
-            lent = {name: _lend(x) for name, x in buffers.items()}
-            replica.fill({**params, **lent})
-            _place_new(replica, {name: lent[name] for name in lent.keys() - check.buffers})
+            copies = {name: lent(x) for name, x in buffers.items()}
+            replica.fill({**params, **copies})
+            _place_new(replica, {name: copies[name] for name in copies.keys() - check.buffers})
             key = key_now()
             if key is not None:
-                Layers(key).enter(replica.modules)
+                replica.layers.enter(key)
             output = replica.modules[0][1](*args, **kwargs)
-            return output, _new_state(replica, aliases, buffers, lent)
+            return output, _new_state(replica, aliases, buffers, copies)
         except StopRecomputation as stop:  # a checkpoint that runs apply again has what it wants
             clear_frames(stop.__traceback__)  # which would still refer to the replica
             raise
@@ -134,25 +129,11 @@ class _Pool:
             self._idle.append(replica)
             return
         for _, module in replica.modules:
-            vars(module)["_buffers"].update({key: _lend(x) for key, x in module.named_buffers(recurse=False)})
-
-
-def _lend(x: Any) -> Any:
-    """Return a copy to write to; its memory is copied at the first write."""
-    if not isinstance(x, Tensor) or type(x) is not Tensor or transformed():
-        return x.clone() if isinstance(x, Tensor) else x
-    try:
-        return _lazy_clone(x)
-    except RuntimeError:  # memory that is not torch's own, numpy's for instance
-        return x.clone()
-
-
-def _untouched(lent: Any) -> bool:
-    return type(lent) is Tensor and not transformed() and _C._is_cow_tensor(lent)
+            vars(module)["_buffers"].update({key: lent(x) for key, x in module.named_buffers(recurse=False)})
 
 
 def _new_state(
-    replica: Replica, aliases: Mapping[str, str], given: Mapping[str, Any], lent: Mapping[str, Any]
+    replica: Replica, aliases: Mapping[str, str], given: Mapping[str, Any], copies: Mapping[str, Any]
 ) -> Tensors:
     """Read the buffers that stand in the modules after a call; those not written to are the given ones."""
     after: dict[str, Any] = {}
@@ -163,8 +144,8 @@ def _new_state(
             if name not in given:
                 if x is not None:
                     after[name] = x
-            elif x is not lent[name] or name not in after:  # of two names of one buffer, that which was bound anew
-                after[name] = given[name] if x is lent[name] and _untouched(x) else x
+            elif x is not copies[name] or name not in after:  # of two names of one buffer, that which was bound anew
+                after[name] = given[name] if x is copies[name] and untouched(x) else x
     return after
 
 

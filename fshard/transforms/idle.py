@@ -7,8 +7,6 @@ all sums and means that a step makes; what is summed inside of a loss function (
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator
-from contextlib import contextmanager
 
 
 class _Here(threading.local):
@@ -23,16 +21,21 @@ def is_idle() -> bool:
     return _here.idle
 
 
-@contextmanager
-def idling(idle: bool) -> Generator[None]:
+class idling:
     """Say for a while whether the calling device computes for nothing.
 
     >>> with idling(True):
     ...     is_idle()
     True
     """
-    before, _here.idle = _here.idle, idle
-    try:
-        yield
-    finally:
-        _here.idle = before
+
+    __slots__ = ("_before", "_idle")
+
+    def __init__(self, idle: bool) -> None:
+        self._idle = idle
+
+    def __enter__(self) -> None:
+        self._before, _here.idle = _here.idle, self._idle
+
+    def __exit__(self, *_: object) -> None:
+        _here.idle = self._before

@@ -14,7 +14,6 @@ So a checkpoint, which sets the state back and runs a block again, says which ca
 from __future__ import annotations
 
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -34,32 +33,54 @@ _DRAWING = (
 """The modules of torch that draw in their own forward."""
 
 
-class Layers:
-    """Gives keys to the calls of a module's parts in one call of it."""
+class Calls:
+    """The keys of the calls of a module's parts in one call of it."""
 
     def __init__(self, key: int) -> None:
         self._key = key
-        self._calls: Counter[str] = Counter()
+        self._counts: dict[str, int] = {}
         self._known: dict[tuple[int, str], int] = {}
 
-    def enter(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
-        """Let modules draw by their names."""
+    def key(self, name: str, begun_by: int) -> int:
+        """Return the key of a call of a layer by one that draws by a key; the same, when it is run again."""
+        key = self._known.get((begun_by, name))
+        if key is None:
+            count = self._counts[name] = self._counts.get(name, -1) + 1
+            key = self._known[begun_by, name] = folded(self._key, name, count)
+        return key
+
+
+class Layers:
+    """The modules of a replica, each with what calls it by a key of its own."""
+
+    def __init__(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
+        self._now: list[Calls] = []  # at most one
+        self._forwards: list[tuple[dict[str, Any], Callable[..., Any]]] = []
         for name, module in modules:
             if isinstance(module, _DRAWING) or not type(module).__module__.startswith("torch.nn."):
                 own = vars(module).get("forward")
-                module.__dict__["forward"] = partial(self._forward, weakref.ref(module), own, name)
+                forward = partial(_forward, self._now, weakref.ref(module), own, name)
+                self._forwards.append((vars(module), forward))
 
-    def _forward(
-        self, module: weakref.ref[Any], own: Callable[..., Any] | None, name: str, /, *args: Any, **kwargs: Any
-    ) -> Any:
-        layer: Any = module()
-        run: Callable[..., Any] = partial(type(layer).forward, layer) if own is None else own
-        begun_by = key_now()
-        if begun_by is None:  # run again by somebody who has not kept the generator's state
-            return run(*args, **kwargs)
-        key = self._known.get((begun_by, name))
-        if key is None:
-            key = self._known[begun_by, name] = folded(self._key, name, self._calls[name])
-            self._calls[name] += 1
-        with drawing_by(key):
-            return run(*args, **kwargs)
+    def enter(self, key: int) -> None:
+        """Let the modules draw by their names in a call of the whole, until their own attributes are put back."""
+        self._now[:] = [Calls(key)]
+        for attributes, forward in self._forwards:
+            attributes["forward"] = forward
+
+
+def _forward(
+    calls: list[Calls],
+    module: weakref.ref[Any],
+    own: Callable[..., Any] | None,
+    name: str,
+    /,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    layer: Any = module()
+    begun_by = key_now()
+    if begun_by is None:  # run again by somebody who has not kept the generator's state
+        return type(layer).forward(layer, *args, **kwargs) if own is None else own(*args, **kwargs)
+    with drawing_by(calls[0].key(name, begun_by)):
+        return type(layer).forward(layer, *args, **kwargs) if own is None else own(*args, **kwargs)

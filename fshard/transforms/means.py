@@ -10,7 +10,7 @@ psum adds up; what is only known on the host goes along in another, so that nobo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,8 +18,6 @@ from torch import Tensor
 from fshard.mesh.scope import Group
 from fshard.source import Site
 from fshard.transforms.agree import on_host, summed
-
-Row = TypeVar("Row", Tensor, float)
 
 
 class Found(NamedTuple):
@@ -40,7 +38,8 @@ def together(
     """
     first, near = found[0], found[0].loss.device
     weight = tree_sum([one.weight for one in found])
-    sums = tree_sum([_row(one, near) for one in found])
+    with torch.no_grad():
+        sums = _sum_of_rows(_rows(found, near))
     if group is not None and group.size > 1:
         sums, known = summed((sums, on_host([weight, *more], near)), group, site)
         weight, *more = [weight, *more] if known.is_meta else known.tolist()
@@ -56,20 +55,38 @@ def _like(x: Tensor, value: Tensor) -> Tensor:
     return (value if x.is_floating_point() else value.round()).reshape(x.shape).to(x)
 
 
-def _row(one: Found, near: torch.device) -> Tensor:
-    """Return numbers times what they count for; what counts for nothing is 0, even if it is not finite."""
-    means, counts = _vector([one.loss, *one.means], near), _vector(one.counts, near)
-    row = torch.cat([means * one.weight, counts])
-    return row if one.weight else torch.zeros_like(row)
+def _rows(found: Sequence[Found], near: torch.device) -> Tensor:
+    """Return a row of numbers for each slice, times what it counts for; what counts for nothing is 0, finite or not."""
+    rows = _columns([[one.loss, *one.means] for one in found], near)
+    weights = {one.weight for one in found}
+    if len(weights) == 1 and all(weights):
+        rows = rows * weights.pop()
+    else:
+        rows = torch.stack([row * one.weight for row, one in zip(rows, found, strict=True)])
+    if found[0].counts:
+        rows = torch.cat([rows, _columns([one.counts for one in found], near)], 1)
+    if all(one.weight for one in found):
+        return rows
+    return torch.stack([row if one.weight else torch.zeros_like(row) for row, one in zip(rows, found, strict=True)])
 
 
-def _vector(xs: Sequence[Tensor], near: torch.device) -> Tensor:
-    empty = torch.zeros(0, dtype=torch.float64, device=near)
-    return torch.cat([empty, *(x.detach().to(near, torch.float64).reshape(-1) for x in xs)])
+def _columns(rows: Sequence[Sequence[Tensor]], near: torch.device) -> Tensor:
+    """Return tensors of numbers, as many in each row, as one table."""
+    columns = [torch.stack(column).to(near, torch.float64).reshape(len(rows), -1) for column in zip(*rows, strict=True)]
+    return columns[0] if len(columns) == 1 else torch.cat(columns, 1)
 
 
-def tree_sum(rows: list[Row]) -> Row:
+def _sum_of_rows(rows: Tensor) -> Tensor:
+    """Add up rows as `tree_sum` does."""
+    while len(rows) > 1:
+        even = len(rows) // 2 * 2
+        rows = torch.cat([rows[:even:2] + rows[1:even:2], rows[even:]])
+    return rows[0]
+
+
+def tree_sum(given: Sequence[float]) -> float:
     """Add up what the slices have found, in the tree in which their gradients are added."""
+    rows = [*given]
     while len(rows) > 1:
         rows = [a + b for a, b in zip(rows[::2], rows[1::2], strict=False)] + rows[len(rows) // 2 * 2 :]
     return rows[0]

@@ -7,20 +7,15 @@ masks on 1 device as on 8.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Generator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, ContextDecorator
+from ctypes import c_uint64
 from operator import index
-from typing import Any
 
 import torch
-from torch import Tensor
-
-_WithoutTransforms: Any = torch._C._DisableFuncTorch  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
 
 
-@contextmanager
-def keyed_random(seed: int, *key: int | str) -> Generator[None]:
+def keyed_random(seed: int, *key: int | str) -> AbstractContextManager[None]:
     """Draw all random numbers of torch's default generators from a state that the key alone determines.
 
     Their own states, of the CPU and of the current CUDA device, are as before afterwards.  Contexts may be nested.
@@ -36,52 +31,10 @@ def keyed_random(seed: int, *key: int | str) -> Generator[None]:
     >>> torch.equal(a, b), torch.equal(a, c)
     (True, False)
     """
-    with drawing_from(State(())):
-        _seed(folded(seed, *key))
-        yield
+    return _Keyed(folded(seed, *key))
 
 
-@dataclass(frozen=True)
-class State:
-    """The states of some generators; no tree, so that no transform looks at them."""
-
-    of: tuple[tuple[torch.Generator, Tensor], ...]
-
-    def set(self) -> None:
-        """Let the generators go on from here."""
-        for generator, own in self.of:
-            generator.set_state(own)
-
-
-def random_state(*others: torch.Generator) -> State:
-    """Return the states of the generators that the calling thread draws from, and of others."""
-    return State(tuple((generator, generator.get_state()) for generator in (*_generators(), *others)))
-
-
-@contextmanager
-def drawing_from(state: State) -> Generator[None]:
-    """Set generators to a state, and put all of them back afterwards."""
-    before = random_state(*(generator for generator, _ in state.of))
-    state.set()
-    try:
-        yield
-    finally:
-        before.set()
-
-
-@contextmanager
-def drawing_by(key: int) -> Generator[None]:
-    """Draw by a key; afterwards go on as before, but by a key that tells what comes now from what came before."""
-    before = random_state()
-    _seed(key)
-    try:
-        yield
-    finally:
-        _call_seed(before, key ^ 1)
-
-
-@contextmanager
-def keyed_apart(seed: int, *key: int | str, part: int) -> Generator[None]:
+def keyed_apart(seed: int, *key: int | str, part: int) -> AbstractContextManager[None]:
     """Draw as `keyed_random` does in the first of several parts; others draw something else, but layers what they would there.
 
     >>> def draw(part):
@@ -92,10 +45,81 @@ def keyed_apart(seed: int, *key: int | str, part: int) -> Generator[None]:
     >>> first == draw(0), first[0] == draw(1)[0], first[1] == draw(1)[1]
     (True, False, True)
     """
-    with keyed_random(seed, *key, *([f"part {part}"] if part else [])):
-        if part:
-            _call_seed(random_state(), folded(seed, *key))
-        yield
+    if not part:
+        return keyed_random(seed, *key)
+    return _Keyed(folded(seed, *key, f"part {part}"), folded(seed, *key))
+
+
+class State:
+    """The states of some generators; no tree, so that no transform looks at them."""
+
+    __slots__ = ("_of",)
+
+    def __init__(self, generators: Iterable[torch.Generator]) -> None:
+        self._of = [(generator, generator.get_state()) for generator in generators]
+
+    @property
+    def generators(self) -> list[torch.Generator]:
+        """Whose they are."""
+        return [generator for generator, _ in self._of]
+
+    def set(self, key: int | None = None) -> None:
+        """Let the generators go on from here, the CPU's by another name, if a key is given: nothing is drawn from a seed."""
+        if key is not None:
+            c_uint64.from_address(self._of[0][1].data_ptr()).value = key  # where torch keeps the seed
+        for generator, own in self._of:
+            generator.set_state(own)
+
+
+def random_state(*others: torch.Generator) -> State:
+    """Return the states of the generators that the calling thread draws from, and of others."""
+    return State((*_generators(), *others))
+
+
+class _Keyed(ContextDecorator):
+    """Draw by a key, and go on as before afterwards; what is drawn is said to be drawn by the key `told`."""
+
+    __slots__ = ("_before", "_key", "_told")
+
+    def __init__(self, key: int, told: int | None = None) -> None:
+        self._key, self._told = key, told
+
+    def _recreate_cm(self) -> _Keyed:
+        return type(self)(self._key, self._told)
+
+    def __enter__(self) -> None:
+        self._before = random_state()
+        _seed(self._key)
+        if self._told is not None:
+            random_state().set(self._told)
+
+    def __exit__(self, *_: object) -> None:
+        self._before.set()
+
+
+class drawing_by(_Keyed):
+    """Draw by a key; afterwards go on as before, but by a key that tells what comes now from what came before."""
+
+    __slots__ = ()
+
+    def __exit__(self, *_: object) -> None:
+        self._before.set(self._key ^ 1)
+
+
+class drawing_from:
+    """Set generators to a state, and put all of them back afterwards."""
+
+    __slots__ = ("_before", "_state")
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+
+    def __enter__(self) -> None:
+        self._before = random_state(*self._state.generators)
+        self._state.set()
+
+    def __exit__(self, *_: object) -> None:
+        self._before.set()
 
 
 def drawn_key() -> int:
@@ -109,24 +133,16 @@ def key_now() -> int | None:
     return seed if seed >> 48 == _MARK else None
 
 
-def _call_seed(state: State, key: int) -> None:
-    """Go on from a state, but call its seed something else: on a CPU nothing is drawn from that any more."""
-    with _WithoutTransforms():  # torch.func would make a tensor without memory of it
-        words: Any = state.of[0][1].numpy().view("uint64")
-    words[0] = key  # where torch keeps the seed
-    state.set()
-
-
 def _seed(key: int) -> None:
     for generator in _generators():
         generator.manual_seed(key)
 
 
-def _generators() -> list[torch.Generator]:
+def _generators() -> tuple[torch.Generator, ...]:
     """Return the generators that the calling thread draws from."""
     if not torch.cuda.is_initialized():  # then no tensor is there yet
-        return [torch.default_generator]
-    return [torch.default_generator, torch.cuda.default_generators[torch.cuda.current_device()]]
+        return (torch.default_generator,)
+    return torch.default_generator, torch.cuda.default_generators[torch.cuda.current_device()]
 
 
 _MARK = 0xF5A2

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from fshard.errors import ModuleError
+from fshard.transforms.layers import Layers
 
 _ATOMS = (Tensor, str, int, float, complex, bytes, type(None), type, ModuleType, BuiltinFunctionType, torch.dtype)
 _CONTAINERS = (OrderedDict, dict, list, set, deque)
@@ -56,6 +57,8 @@ class Replica:
         places: where registered tensors belong.
         containers: the dicts, lists and sets that a forward may write to, to be put back after it.
         owned: every object that was made for the replica.
+
+    `layers` lets the modules draw by their names.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class Replica:
         self._puts = [(_plain(place.container).__setitem__.__get__(place.container), place) for place in places]
         self._originals = [(container, _plain(container), _entries(container)) for container in containers]
         self._rest: list[int] = []
+        self.layers = Layers(modules)
 
     def settle(self) -> None:
         """Count who refers to it now that it is finished, and nobody uses it."""
@@ -98,7 +102,7 @@ class Replica:
         return self._references() == self._rest
 
     def _references(self) -> list[int]:
-        return [getrefcount(x) for x in self._owned]
+        return [*map(getrefcount, self._owned)]
 
 
 class Blueprint:

@@ -6,8 +6,8 @@ and gradients are those of `value_and_grad`.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Hashable, Sequence
-from contextlib import contextmanager
+from collections.abc import Hashable, Sequence
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import torch
@@ -199,7 +199,7 @@ class Shift:
 
     def call(self, stage: int, microbatch: int, x: PyTree, skips: dict[str, PyTree]) -> PyTree:
         """Call a stage; what it draws depends on the samples and the layer."""
-        with self._slice(microbatch, part=stage):
+        with self._draws(microbatch, part=stage), self._idling(microbatch):
             called, params = called_for(self.plan.stages[stage], microbatch), self.params[stage].tree
             if self.memory is None:
                 return called(params, x, **skips)
@@ -207,16 +207,16 @@ class Shift:
             self.memory.note(stage, microbatch, after)
             return y
 
-    @contextmanager
-    def _slice(self, microbatch: int, part: int) -> Generator[None]:
-        idle = not self.slices[microbatch].rows
-        with keyed_apart(self.key, 0, self.first + microbatch, part=part), idling(idle):
-            yield
+    def _draws(self, microbatch: int, part: int) -> AbstractContextManager[None]:
+        return keyed_apart(self.key, 0, self.first + microbatch, part=part)
+
+    def _idling(self, microbatch: int) -> idling:
+        return idling(not self.slices[microbatch].rows)
 
     def end(self, microbatch: int, y: PyTree) -> Tensor:
         """Return the loss of what the last stage has made."""
         how, slice, count = self.plan.how, self.slices[microbatch], self.counts[microbatch]
-        with self._slice(microbatch, part=0):
+        with self._draws(microbatch, part=0), self._idling(microbatch):
             returned, aux = how.loss_fn(y, self._tree(microbatch)), ()
             if how.has_aux:
                 if not isinstance(returned, tuple | list) or len(returned) != 2:

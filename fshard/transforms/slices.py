@@ -331,7 +331,7 @@ def one_loss(how: How, loss: Any, slice: Slice, count: Count) -> Tensor:
         raise LayoutError(
             f"the loss function returned a number of {loss.dtype}, which has no gradient. Return a real floating one."
         )
-    return loss
+    return loss.reshape(()) if loss.ndim else loss
 
 
 def _mean(how: How, loss: Any, slice: Slice, count: Count) -> Tensor:

@@ -76,6 +76,7 @@ class StageSums:
         self._each = {(stage, tie.leaf): dict[int, Tensor]() for tie in ties for stage in tie.stages}
         self._totals = {stage: self._total() for stage in trained}
         self._under_way: list[tuple[Sequence[int], Callable[[], list[Tensor]]]] = []
+        self._simply = {stage: all(wide[leaf] is used[leaf] for leaf in own) for stage, own in trained.items()}
         self.used = [False] * len(leaves)
 
     def _total(self) -> Running | Ordered:
@@ -97,8 +98,7 @@ class StageSums:
     def lend(self, stage: int, own: Sequence[Tensor]) -> bool:
         """Let the weights' `.grad` be the sums, if gradients are simply added up in their own dtypes; return whether."""
         total = self._totals[stage]
-        simply = all(self._wide[leaf] is x.dtype for leaf, x in zip(self._trained[stage], own, strict=True))
-        return simply and isinstance(total, Running) and total.lend(own)
+        return self._simply[stage] and isinstance(total, Running) and total.lend(own)
 
     def _keep(self, kept: dict[int, Tensor], microbatch: int, g: Tensor) -> None:
         at = 0 if self._weights is None else microbatch

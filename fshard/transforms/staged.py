@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -198,7 +199,6 @@ class Staged:
         refuse_unrecorded(self.how)
         mesh, caller = standing(self.mesh), self.how.caller
         paths, leaves, structure = flatten_with_paths(params, sharded_is_leaf=True)
-        self._refuse(params, paths, leaves, mesh)
         parts = placed(batch, self.specs, mesh)
         parts.check(self.how.turns(prod(mesh.shape[axis] for axis in parts.axes)))
         first = firsts_of(leaves)
@@ -270,17 +270,13 @@ class Staged:
         mesh: Mesh,
         batch: Batch,
     ) -> Known:
-        structures = [flatten(tree, sharded_is_leaf=True)[1] for tree in params]
-        key = (
-            structures,
-            at,
-            batch.axes,
-            [x.shape for x in leaves],
-            [x.dtype for x in leaves],
-            [x.layout for x in leaves],
-        )
+        trees = params if isinstance(params, list | tuple) else [params]
+        structures = [flatten(tree, sharded_is_leaf=True)[1] for tree in trees]
+        kinds = [(x.shape, x.dtype, x.layout) if isinstance(x, Sharded) else None for x in leaves]
+        key = type(params), structures, at, batch.axes, kinds, mesh
         found = next((known for known in self.known if known.key == key), None)
         if found is None:
+            self._refuse(params, paths, leaves, mesh)
             fixed = chosen(self.frozen, paths, "frozen")
             refuse_half_frozen(paths, at, fixed)
             terms = Terms(self.how, self.axis, self.route.placement, self.gradients, mesh, batch.axes)
@@ -304,7 +300,12 @@ def _gradient(leaf: Leaf, number: int, devices: Sequence[int], results: Sequence
 
 
 def _nothing(leaf: Leaf, device: int, near: Tensor) -> Tensor:
-    return torch.empty(leaf.gradient.local_shape(leaf.shape, device), dtype=leaf.dtype, device=near.device)
+    return torch.empty(_shape(leaf.gradient, leaf.shape, device), dtype=leaf.dtype, device=near.device)
+
+
+@lru_cache(maxsize=4096)
+def _shape(layout: Layout, whole: tuple[int, ...], device: int) -> tuple[int, ...]:
+    return layout.local_shape(whole, device)
 
 
 def _together(column: Sequence[Any], batch: Batch) -> Any:
