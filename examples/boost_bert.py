@@ -80,14 +80,13 @@ def main(args):
                     loss = booster.execute_pipeline(batches, model, lambda output, batch: output.loss, optimizer)[
                         "loss"
                     ]
-                    samples = loader.batch_size
                 else:
                     batch = next(batches)
-                    loss, samples = model(**batch).loss, len(batch["labels"])
+                    loss = model(**batch).loss
                     booster.backward(loss, optimizer)
                 optimizer.step()
                 optimizer.zero_grad()
-                report(loss=loss, samples=samples)
+                report(loss=loss, samples=loader.samples)
     return model.unwrap()  # by itself again, whole, on every device
 
 

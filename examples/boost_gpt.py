@@ -95,16 +95,15 @@ def main(args):
             for _ in range(len(loader)):
                 if staged:
                     loss = booster.execute_pipeline(batches, model, loss_fn, optimizer)["loss"]
-                    samples = loader.batch_size
                 else:
                     numbers, following = next(batches)
-                    loss, samples = loss_fn(model(numbers), following), len(numbers)
+                    loss = loss_fn(model(numbers), following)
                     booster.backward(loss, optimizer)
                 booster.clip_grad_norm(optimizer, 1.0)
                 optimizer.step()
                 optimizer.zero_grad()
                 schedule.step()
-                report(loss=loss, samples=samples)
+                report(loss=loss, samples=loader.samples)
     return model.unwrap()  # by itself again, whole, on every device
 
 

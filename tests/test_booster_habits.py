@@ -1,5 +1,7 @@
 """Habits that people bring along: gradients dropped late, batches fetched ahead, loaders of one's own, a seed, other options."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
@@ -76,13 +78,100 @@ def test_gradients_may_be_dropped_between_forward_and_backward(plugin, reproduci
     close(boosted(plugin, body, reproducible=reproducible), by_torch(DataLoader(samples(22), 5)))
 
 
+def in_turn(loader):
+    yield from loader
+
+
+def fetched(loader):
+    yield from list(loader)
+
+
+def copied(batches):
+    """Copy each batch, as on its way to an accelerator."""
+    for x, y in batches:
+        yield x.clone(), y.clone()
+
+
+def one_ahead(loader):
+    """Copy each batch while the one before is used."""
+    before = None
+    for now in copied(loader):
+        if before is not None:
+            yield before
+        before = now
+    yield before
+
+
+def repeated(batches):
+    """Make two rows of each, as who cuts sentences apart."""
+    for x, y in batches:
+        yield x.repeat_interleave(2, 0), y.repeat_interleave(2, 0)
+
+
+FETCH = {
+    "fetched": fetched,
+    "copied": lambda loader: copied(in_turn(loader)),
+    "fetched and copied": lambda loader: copied(fetched(loader)),
+    "one ahead": one_ahead,
+    "repeated": lambda loader: repeated(in_turn(loader)),
+    "fetched and repeated": lambda loader: repeated(fetched(loader)),
+    "two epochs, then copied": lambda loader: copied([*fetched(loader), *fetched(loader)]),
+}
+
+
+@pytest.mark.parametrize("sync", [True, False])
+@pytest.mark.parametrize("fetch", FETCH.values(), ids=FETCH)
 @pytest.mark.parametrize("plugin", PLUGINS)
-def test_batches_may_be_fetched_before_they_are_used(plugin):
+def test_samples_count_alike_however_batches_are_fetched(plugin, fetch, sync):
+    """22 samples in batches of 5: devices have 3 and 2 of them, at last 1 and 1; of batches of 8 at last 3 and 3."""
+
     def body(booster, model, opt, loader):
-        for x, y in list(loader):
+        for _ in range(2):
+            for x, y in fetch(loader):
+                with nullcontext() if sync else booster.no_sync():
+                    booster.backward(nn.functional.cross_entropy(model(x), y), opt)
+                opt.step(), opt.zero_grad()
+
+    times = 4 if "two epochs" in str([name for name, one in FETCH.items() if one is fetch]) else 2
+    for size in (5, 8):
+        expected = by_torch([*DataLoader(samples(22), size)] * times)
+        close(boosted(plugin, body, batch_size=size), expected)
+
+
+@pytest.mark.parametrize("fetch", ["copied", "fetched", "repeated"])
+@pytest.mark.parametrize("n", [2, 4])
+def test_a_device_without_samples_counts_for_nothing_however_batches_are_fetched(n, fetch):
+    def body(booster, model, opt, loader):
+        for _ in range(2):
+            for x, y in FETCH[fetch](loader):
+                round_of(booster, model, opt, x, y)
+
+    close(boosted("ddp", body, n=n, count=9, batch_size=8), by_torch([*DataLoader(samples(9), 8)] * 2))
+
+
+def test_a_row_that_may_be_a_neighbours_is_told():
+    """Copies of one row on each device, of which one device has none of its own at last."""
+
+    def body(booster, model, opt, loader):
+        for x, y in FETCH["fetched and copied"](loader):
             round_of(booster, model, opt, x, y)
 
-    close(boosted(plugin, body), by_torch(DataLoader(samples(22), 5)))
+    with pytest.raises(fs.MismatchError, match=r"backward: .* fewer samples than there are devices.*drop_last=True"):
+        boosted("ddp", body, count=5, batch_size=2)
+    close(boosted("ddp", body, count=6, batch_size=2), by_torch(DataLoader(samples(6), 2)))
+
+
+def test_a_device_may_look_at_its_own_model_alone():
+    """In DDP, with gradients, between epochs, when samples are in doubt: a forward asks nobody."""
+
+    def body(booster, model, opt, loader):
+        for x, y in FETCH["fetched and copied"](loader):
+            round_of(booster, model, opt, x, y)
+            if fs.axis_index("data") == 0:
+                model(x.clone())
+        opt.zero_grad()
+
+    close(boosted("ddp", body), by_torch(DataLoader(samples(22), 5)))
 
 
 @pytest.mark.parametrize("plugin", PLUGINS)
@@ -95,18 +184,6 @@ def test_a_loader_of_ones_own_is_not_taken_for_the_one_before(plugin):
             round_of(booster, model, opt, *(part.chunk(2)[fs.axis_index("data")] for part in (x, y)))
 
     close(boosted(plugin, body), by_torch(DataLoader(samples(16), 8)))
-
-
-def test_copies_of_a_batch_that_came_too_early_are_told():
-    def body(booster, model, opt, loader):
-        before = None
-        for x, y in loader:
-            if before is not None:
-                round_of(booster, model, opt, *before)
-            before = x.clone(), y.clone()  # as on their way to a device
-
-    with pytest.raises(fs.MismatchError, match="the loader has announced last, others do not.*when its turn has come"):
-        boosted("ddp", body, count=15, batch_size=8)
 
 
 @pytest.mark.parametrize(

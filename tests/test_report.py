@@ -9,6 +9,7 @@ import numpy
 import pytest
 import torch
 from rich.console import Console
+from torch import nn
 
 import fshard as fs
 from fshard import P
@@ -117,6 +118,28 @@ def test_numbers_of_numpy_and_a_memory_that_is_given_are_reported():
 
     fs.report.Report(Whole())(loss=numpy.float32(0.5), count=numpy.int64(3), memory=7, phase=torch.tensor(1j))
     assert rows == [{"loss": 0.5, "count": 3.0, "memory": 7.0}]
+
+
+def test_a_loop_reports_each_sample_once():
+    """9 samples in batches of 8: at last one device has one, three compute on a neighbour's, here on one that is not finite."""
+    kept, mesh = [Kept() for _ in range(4)], fs.make_mesh({"data": 4})
+    xs = torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, float("inf")])
+
+    def main():
+        model = nn.Linear(1, 1, bias=False)
+        nn.init.ones_(model.weight)
+        booster = fs.Booster()
+        loader = booster.prepare_dataloader(torch.utils.data.TensorDataset(xs[:, None]), batch_size=8)
+        model, *_ = booster.boost(model)
+        with fs.report.Report(kept[fs.axis_index("data")], mesh=mesh) as report, torch.no_grad():
+            for (x,) in loader:
+                report(loss=model(x).mean(), samples=loader.samples)
+
+    fs.run(main, mesh=mesh)
+    assert kept[0].rows == [
+        (1, {"loss": pytest.approx(255 / 8), "samples": 8.0}),
+        (2, {"loss": float("inf"), "samples": 1.0}),
+    ]
 
 
 def test_the_mean_of_all_devices_is_reported_once():

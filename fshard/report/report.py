@@ -1,7 +1,8 @@
 """`Report`: from the metrics of each step to numbers in writers, one of which may be a progress bar.
 
 Metrics of `train_step` are equal on all devices already.  In torch's loop a loss is that of a device's own samples: with
-`mesh=` their mean over all devices is reported, weighted by samples, and samples are added up.
+`mesh=` their mean over all devices is reported, weighted by samples, and samples are added up: `loader.samples`, which is 0
+where a device stands in with a neighbour's.
 """
 
 from __future__ import annotations
@@ -139,7 +140,9 @@ def _of_all(mesh: Mesh, values: Mapping[str, float], samples: float) -> tuple[di
             "Report(mesh=): outside of fs.run there is nobody to ask; what is reported is that of all devices."
         )
     weight = values.get("samples", 1.0)
-    own = torch.tensor([*(x * weight for x in values.values()), weight, samples], dtype=torch.float64)
+    own = torch.tensor(
+        [*(x * weight if weight else 0.0 for x in values.values()), weight, samples], dtype=torch.float64
+    )
     own = own.to(mesh.device_type)
     (total,) = everywhere(standing(mesh), lambda device: psum(own, mesh.axis_names))
     *sums, weight, samples = total.tolist()

@@ -24,9 +24,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_unflatten
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from fshard.errors import LayoutError, MismatchError, ModuleError
+from fshard.errors import LayoutError, ModuleError
 from fshard.mesh.mesh import Mesh
 from fshard.mesh.scope import owning
 from fshard.mesh.sharded import Sharded
@@ -37,7 +36,8 @@ from fshard.mesh.tree import PyTree, flatten_outside, flatten_with_paths, unflat
 from fshard.optim.leaves import firsts_of
 from fshard.optim.scaling import held_by
 from fshard.source import call_site
-from fshard.transforms.batch import Batch, Cut, Slice
+from fshard.transforms.announced import Announced
+from fshard.transforms.batch import Batch, Slice
 from fshard.transforms.buffers import Buffers, New, numbers
 from fshard.transforms.forest import Forest
 from fshard.transforms.gradient import as_they_lie, unstaged
@@ -46,7 +46,7 @@ from fshard.transforms.known import Known
 from fshard.transforms.learner import Learner
 from fshard.transforms.means import Found
 from fshard.transforms.nearby import refuse_distant, refuse_unplaced
-from fshard.transforms.opaque import refuse_opaque, rows_of, tensors_of
+from fshard.transforms.opaque import refuse_opaque, rows_of
 from fshard.transforms.randomness import drawn_key, keyed_random
 from fshard.transforms.side_by_side import side_by_side
 from fshard.transforms.slices import Device
@@ -65,13 +65,15 @@ class Part(NamedTuple):
 
 @dataclass
 class _Open:
-    """The parameters of a step that has begun, and its forwards: the parts of the last one, and what was joined of all."""
+    """The parameters of a step that has begun, and its forwards: parts and share of the last one, what was joined of all."""
 
     tape: Tape
     known: Known
     tree: Callable[[], PyTree]
     unflatten: Callable[[Sequence[Any]], PyTree]
     device: Device | None = None
+    share: Callable[[], float] = lambda: 1.0
+    counts: float = 1.0
     parts: list[Part] = field(default_factory=list[Part])
     joined: list[Any] = field(default_factory=list[Any])
     used: list[float] = field(default_factory=list[float])
@@ -120,18 +122,13 @@ class ByHand(Learner):
         lay = options.get("gradients") or as_they_lie
         super().__init__(params, buffers, mesh, lay, reproducible=options.get("reproducible", False))
         self.apply, self.axes, self.seed = apply, axes, seed
-        self._totals = WeakTensorKeyDictionary()  # of tensors that were announced: others may come before they are used
-        self._given: int | None = None
-        """How many samples the last forward's batch has, if it was announced."""
+        self._announced = Announced(mesh, axes)
         self._gradient = unstaged(apply, mesh=mesh, batch=P(axes), has_buffers=True, **options)
         self._open: _Open | None = None
 
     def announce(self, total: int | None, part: PyTree) -> None:
         """Note how many samples all devices have together, of which this one's are about to come."""
-        super().announce(total, part)  # None: as many as this one, each
-        for leaf in flatten_outside(part)[1]:
-            for x in tensors_of(leaf):
-                self._totals[x] = total
+        self._announced.tell(total, part)
 
     # -- forward ----------------------------------------------------------------------------------------------------
 
@@ -152,7 +149,7 @@ class ByHand(Learner):
             tape.begin()
             now.spent = False
         sliced = how.slices is not None and grad
-        batch = self._batch(device, args, kwargs, sliced=sliced)
+        batch, share = self._batch(device, args, kwargs, sliced=sliced)
         place = prod(self.mesh.shape[axis] for axis in self.axes)
         count = how.turns(place)
         with keyed_random(self.seed, self.steps, now.rounds):  # as a functional step draws its key, so masks are its
@@ -168,7 +165,7 @@ class ByHand(Learner):
             tape.end()
             tape.close()
         else:
-            self._open = now
+            self._open, now.share = now, share
         if not sliced:
             self.buffers = now.device.buffers.after([now.parts[0].new])
             return outputs[0]
@@ -197,30 +194,20 @@ class ByHand(Learner):
         output = wholes(output)
         return output, Part(device.buffers.compared(0, buffers), slice.rows)
 
-    def _batch(self, device: int, args: tuple[Any, ...], kwargs: dict[str, Any], *, sliced: bool) -> Batch:
-        """Return this device's part of a batch, of which the samples are known by how long its tensors are."""
+    def _batch(
+        self, device: int, args: tuple[Any, ...], kwargs: dict[str, Any], *, sliced: bool
+    ) -> tuple[Batch, Callable[[], float]]:
+        """Return this device's part of a batch, and what returns its share of the whole."""
         mesh = standing(self.mesh)
         _, leaves, structure = flatten_with_paths((args, kwargs), none_is_leaf=True)
         lengths = [x.shape[0] if isinstance(x, Tensor) and x.ndim else None for x in leaves]
         paths, outside, _ = flatten_outside((args, kwargs))
         own = next((rows for x in outside if (rows := rows_of(x)) is not None), None)
-        known = (self._totals[x] for leaf in outside for x in tensors_of(leaf) if x in self._totals)
-        total = self._given = next(known, self.total)
         if sliced:
             refuse_opaque(paths, outside, own)
-        parts = prod(mesh.shape[axis] for axis in self.axes)
-        cut = None if own is None else self._cut(mesh, device, parts, own, total)
+        cut, share = self._announced.counted(outside, device)
         cuts = [cut if length is not None and length == own else None for length in lengths]
-        return Batch(mesh, (device,), [(x,) for x in leaves], cuts, structure, self.axes, (), {})
-
-    def _cut(self, mesh: Mesh, device: int, parts: int, own: int, total: int | None) -> Cut:
-        """Return how samples are cut: as those of the batch that was announced, if this can be one of its parts."""
-        if total is not None:
-            cut = Cut(self.axes, parts, total)
-            start, stop = cut.ranges(mesh, device, 1)[0]
-            if max(stop - start, 1) == own:
-                return cut
-        return Cut(self.axes, parts, parts * own)
+        return Batch(mesh, (device,), [(x,) for x in leaves], cuts, structure, self.axes, (), {}), share
 
     def _opened(self) -> _Open:
         """Begin a step: lay the parameters out for use."""
@@ -262,12 +249,12 @@ class ByHand(Learner):
         tape, how, device = now.tape, self._gradient.how, now.device
         assert device is not None
         device.scale, device.scaled = scale, held_by(loss.dtype, scale)
-        share = self._share(now)
-        start = torch.full_like(loss, share * device.scaled)
+        now.counts = now.share()
+        start = torch.full_like(loss, now.counts * device.scaled)
         reductions = tape.reductions
         reductions.singly = reductions.wide = how.slices is not None
         reductions.keep = None if sync or not how.once else lambda unit, gs: unit.keep(gs)
-        tape.begin_backward(device.everyone, device.talk.along, idle=not share)
+        tape.begin_backward(device.everyone, device.talk.along, idle=not now.counts)
         if how.slices is None:
             torch.autograd.grad(loss, [tape.anchor], start, allow_unused=True)
             if reductions.keep is None:
@@ -296,30 +283,11 @@ class ByHand(Learner):
             unit.kept = forest.harvest(unit)
         reductions.end()
 
-    def _share(self, now: _Open) -> float:
-        """Return which part of the batch this device has, by its samples."""
-        assert now.device is not None
-        batch = now.device.batch
-        parts = prod(batch.mesh.shape[axis] for axis in self.axes)
-        cut = batch.cut
-        if cut is None and self._given is not None:  # no tensor says otherwise: it is the batch that was announced
-            cut = Cut(self.axes, parts, self._given)
-        if cut is None:
-            return 1 / parts
-        start, stop = cut.ranges(batch.mesh, batch.devices[0], 1)[0]
-        return (stop - start) / cut.length
-
     def _reduced(self, now: _Open, device: Device, loss: Tensor) -> None:
         """Reduce what is left, and average buffers."""
-        weight = self._share(now) / len(now.parts)
+        weight = now.counts / len(now.parts)
         found = [Found(loss.detach(), weight, list(numbers(part.new.changed, loss.device)), []) for part in now.parts]
         mean, now.used = device.together(found)
-        if abs(mean.weight - 1) > 1e-6:
-            raise MismatchError(
-                "backward: some devices take their samples for parts of the batch that the loader has announced last, others "
-                f"do not: together they have {mean.weight:.3g} of it. Move a batch to its device when its turn has come, not "
-                "ahead."
-            )
         new = now.parts[-1].new
         changed = dict(zip(new.changed, mean.means, strict=True))
         self.buffers = device.buffers.after([new._replace(changed=changed)])

@@ -116,6 +116,9 @@ class InStages(Learner):
             self.buffers = value.buffers if self._remembers else self.buffers
         return value
 
+    def announce(self, total: int | None, part: PyTree) -> None:
+        """Do nothing: stages are given the batches of all devices."""
+
     def found(self) -> PyTree:
         """Return the gradients of all batches since the last time, and forget them."""
         if not self._grads:

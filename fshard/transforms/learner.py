@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,15 +41,15 @@ class Learner(ABC):
                 "torchrun."
             )
         self.params, self.buffers, self.mesh, self._lay, self.reproducible = params, buffers, mesh, lay, reproducible
-        self.steps, self.total = 0, cast("int | None", None)
+        self.steps = 0
 
     def whole(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Return parameters and buffers as plain tensors, by their names in the model; all devices have to ask."""
         return unshard(self.params), unshard(self.buffers)
 
+    @abstractmethod
     def announce(self, total: int | None, part: PyTree) -> None:
         """Note how many samples all devices have together, of which this one's are about to come."""
-        self.total = total
 
     @abstractmethod
     def found(self) -> PyTree:

@@ -32,6 +32,7 @@ class Loader:
     """A dataset's batches, as one device gets them.  Iterating goes on from the position, and then to the next epoch.
 
     `epoch` and `sample` are the position; each batch that comes tells `notice` how many samples all devices have of it.
+    `samples` is how many of the batch that came last this device has: 0, where a neighbour's stands in for one of its own.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class Loader:
             seed,
             drop_last,
         )
-        self.notice, self.epoch, self.sample = notice, 0, 0
+        self.notice, self.epoch, self.sample, self.samples = notice, 0, 0, 0
         self._mesh, self._axes, self._count, self._options = mesh, axes, count, options
 
     @classmethod
@@ -107,6 +108,7 @@ class Loader:
         own = DataLoader(self.dataset, batch_sampler=[self._part(batch) for batch in batches], **self._options)
         for left, (batch, part) in zip(range(len(batches))[::-1], zip(batches, own, strict=True), strict=True):
             self.epoch, self.sample = (self.epoch, self.sample + len(batch)) if left else (self.epoch + 1, 0)
+            self.samples = len(self._own(batch))
             self.notice(len(batch), part)
             yield part
         self.notice(None, None)  # a batch that comes now is not ours
@@ -119,8 +121,12 @@ class Loader:
 
     def _part(self, batch: list[int]) -> list[int]:
         """Return this device's samples; a neighbour's, which counts for nothing, if there is none for it."""
-        start, stop = Cut(self._axes, self._count, len(batch)).ranges(self._mesh, device_of(self._mesh), 1)[0]
-        return batch[start:stop] or [batch[min(start, len(batch) - 1)]]
+        own = self._own(batch)
+        return batch[own.start : own.stop] if own else [batch[min(own.start, len(batch) - 1)]]
+
+    def _own(self, batch: list[int]) -> range:
+        """Return the places of this device's samples."""
+        return range(*Cut(self._axes, self._count, len(batch)).ranges(self._mesh, device_of(self._mesh), 1)[0])
 
     def state_dict(self) -> dict[str, int]:
         """Return the position: it means the same on any mesh."""
