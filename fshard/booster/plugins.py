@@ -133,7 +133,6 @@ class Plugin:
             "reproducible": self.reproducible,
             "slices": self.slices if self.reproducible else None,
             "reduce_once": self.zero() < 2,
-            "bucket": 25 << 20 if self.zero() == 0 else 1 << 20,  # torch's DDP has as many; whole gradients stay anyway
         }
         return Arrangement(
             mesh=mesh,

@@ -73,7 +73,7 @@ def unstaged(
     live_units: int = 2,
     prefetch: int = 1,
     in_flight: int = 2,
-    bucket: int = 1 << 20,
+    bucket: int = 8 << 20,
     compute: torch.dtype | None = None,
     reduce: torch.dtype | None = None,
     backward: bool = True,

@@ -57,7 +57,7 @@ class Manner:
     live: int = 2
     prefetch: int = 1
     in_flight: int = 2
-    bucket: int = 1 << 20
+    bucket: int = 8 << 20
     compute: torch.dtype | None = None
     reduce: torch.dtype | None = None
 
