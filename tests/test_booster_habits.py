@@ -149,6 +149,40 @@ def test_a_device_without_samples_counts_for_nothing_however_batches_are_fetched
     close(boosted("ddp", body, n=n, count=9, batch_size=8), by_torch([*DataLoader(samples(9), 8)] * 2))
 
 
+def through_two(reproducible):
+    """Return what a generator has learnt from a critic's word, each boosted by itself, and what the serial loop has."""
+    draw = torch.Generator().manual_seed(1)
+    noise = torch.randn(4, 6, generator=draw).double()
+
+    def main():
+        booster = fs.Booster(fs.DDPPlugin(reproducible=reproducible))
+        generator, critic = nn.Linear(6, 6).double(), layers()
+        with torch.no_grad():
+            generator.weight.fill_(0.1), generator.bias.fill_(0.2)
+        opt = torch.optim.SGD(generator.parameters(), lr=0.1)
+        generator, opt, *_ = booster.boost(generator, opt)
+        critic, *_ = booster.boost(critic, torch.optim.SGD(critic.parameters(), lr=0.1))
+        own = noise.chunk(fs.axis_size("data"))[fs.axis_index("data")]
+        booster.backward(critic(generator(own)).square().mean(), opt)
+        opt.step()
+        return generator.unwrap().state_dict()
+
+    return [fs.run(main, mesh=fs.make_mesh({"data": n})) for n in (1, 2)]
+
+
+def test_a_gradient_goes_through_two_models():
+    (alone,), both = through_two(reproducible=False)
+    assert not alone["weight"].eq(0.1).any()
+    close(both, alone)
+
+
+def test_in_reproducible_mode_it_is_said_that_models_are_cut_off():
+    with pytest.raises(
+        fs.LayoutError, match=r"outputs are cut off from a model's graph.*GAN: leave reproducible=True out"
+    ):
+        through_two(reproducible=True)
+
+
 def test_a_row_that_may_be_a_neighbours_is_told():
     """Copies of one row on each device, of which one device has none of its own at last."""
 

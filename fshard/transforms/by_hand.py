@@ -272,6 +272,12 @@ class ByHand(Learner):
         reductions.keep = forest.plant
         ends = [(x, pieces) for x, pieces in now.joined if isinstance(x, Tensor) and x.requires_grad]
         given = torch.autograd.grad(loss, [x for x, _ in ends], start, allow_unused=True)
+        if all(g is None for g in given):
+            raise LayoutError(
+                "backward: this loss depends on nothing that this model has returned. With reproducible=True outputs are cut "
+                "off from a model's graph, so nothing goes back through one model and then through another, as in a GAN: "
+                "leave reproducible=True out."
+            )
         for turn in range(len(now.parts)):
             pairs = [(pieces(turn, g)) for (_, pieces), g in zip(ends, given, strict=True) if g is not None]
             outputs, cotangents = [x for x, _ in pairs], [g for _, g in pairs]

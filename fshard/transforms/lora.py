@@ -18,6 +18,7 @@ from typing import Any, Literal, cast, get_args
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.parameter import is_lazy
 
 from fshard.errors import ModuleError
 from fshard.transforms.complaints import not_among, not_whole
@@ -121,16 +122,20 @@ def lora(model: nn.Module, config: LoraConfig | None = None) -> nn.Module:
         raise ModuleError(
             "lora: this model learns differences already. Put them into its weights first: merge_lora(model)."
         )
-    kept = {id(x): nn.Parameter(x.detach(), requires_grad=False) for x in model.parameters()}
-    model = deepcopy(model, cast("dict[int, Any]", {**kept, **{id(x): x for x in model.buffers()}}))
     layers, wrong = _targets(model, config), list[str]()
-    wrong += [f"{name} is a {type(x).__name__}, which has no low rank" for name, x in layers.items() if not _suits(x)]
+    wrong += [f"{name or 'it'} is a {type(x).__name__}, {_unfit(x)}" for name, x in layers.items() if _unfit(x)]
     wrong += [f"no layer is called {name!r}" for name in _missing(model, config)]
+    lazy = [name for name, x in model.named_parameters() if is_lazy(x)]
+    wrong += [f"call the model once before, on an example: {', '.join(lazy)} has no shape yet"] if lazy else []
     if not layers and not wrong:
         wrong.append("there is no linear layer")
     if wrong:
-        suited = ", ".join(name for name, x in model.named_modules() if _suits(x) and _is_linear(x))
+        suited = ", ".join(name for name, x in model.named_modules() if _is_linear(x) and not _unfit(x))
         raise ModuleError(f"lora: {'; '.join(wrong)}. Linear layers are: {suited or 'none'}.")
+    frozen = {id(x): nn.Parameter(x.detach(), requires_grad=False) for x in model.parameters()}
+    same = {**frozen, **_computed(model), **{id(x): x for x in model.buffers()}}
+    model = deepcopy(model, cast("dict[int, Any]", same))
+    layers = _targets(model, config)
     for name, part in model.named_modules():
         if any(_ends(name, saved) for saved in config.modules_to_save):
             part.requires_grad_(True)
@@ -144,6 +149,12 @@ def lora(model: nn.Module, config: LoraConfig | None = None) -> nn.Module:
     return model
 
 
+def _computed(model: nn.Module) -> dict[int, Tensor]:
+    """Return tensors that modules have computed and kept, as weight_norm does, as deepcopy takes them."""
+    kept = (x for part in model.modules() for x in vars(part).values())
+    return {id(x): x.detach() for x in kept if isinstance(x, Tensor) and not x.is_leaf}
+
+
 @torch.no_grad()
 def merge_lora(model: nn.Module) -> nn.Module:
     """Return a model like one of `lora`, with plain layers whose weights have the differences in them.
@@ -153,7 +164,7 @@ def merge_lora(model: nn.Module) -> nn.Module:
     >>> torch.equal(merge_lora(layer)(x), layer(x)), type(merge_lora(layer)).__name__
     (True, 'Linear')
     """
-    model = deepcopy(model)
+    model = deepcopy(model, cast("dict[int, Any]", _computed(model)))
     learnt = [part for part in model.modules() if isinstance(part, LowRank)]
     for part in learnt:  # a new tensor: the old one may be tied to that of another layer, whose difference is another
         part.base_layer.weight = nn.Parameter(part.weight, requires_grad=_weight(part.base_layer).requires_grad)
@@ -173,7 +184,7 @@ def _targets(model: nn.Module, config: LoraConfig) -> dict[str, nn.Module]:
     named, targets = dict(model.named_modules()), config.target_modules
     saved = {name for name in named if any(_ends(part, end) for end in config.modules_to_save for part in _above(name))}
     if targets is None:
-        return {name: x for name, x in named.items() if _suits(x) and _is_linear(x) and name not in saved}
+        return {name: x for name, x in named.items() if _is_linear(x) and name not in saved}
     if isinstance(targets, str):
         return {name: x for name, x in named.items() if re.fullmatch(targets, name)}
     return {name: x for name, x in named.items() if any(_ends(name, end) for end in targets)}
@@ -199,8 +210,16 @@ def _ends(name: str, end: str) -> bool:
     return name == end or name.endswith(f".{end}")
 
 
-def _suits(layer: nn.Module) -> bool:
-    return isinstance(layer, nn.Embedding) or _is_linear(layer)
+def _unfit(layer: nn.Module) -> str | None:
+    """Say why a layer cannot learn a difference."""
+    if not isinstance(layer, nn.Embedding) and not _is_linear(layer):
+        return "which has no low rank"
+    weight = vars(layer)["_parameters"].get("weight")
+    if weight is None:
+        return "whose weight is computed from others, as weight_norm does: remove that first, or leave the layer out"
+    if isinstance(layer, nn.Embedding) and layer.max_norm is not None:
+        return "which shrinks its own weights: max_norm"
+    return None
 
 
 def _is_linear(layer: nn.Module) -> bool:
