@@ -26,7 +26,7 @@ from fshard.mesh.tree import PyTree, flatten_outside
 from fshard.source import call_site
 from fshard.transforms.agree import on_host, summed
 from fshard.transforms.batch import Cut
-from fshard.transforms.opaque import rows_of, tensors_of
+from fshard.transforms.opaque import tensors_of
 
 
 class Counted(NamedTuple):
@@ -65,10 +65,9 @@ class Announced:
             for x in tensors_of(leaf):
                 self._totals[x] = total
 
-    def counted(self, leaves: Sequence[Any], device: int) -> Counted:
-        """Return what the leaves of a device's part count for."""
+    def counted(self, leaves: Sequence[Any], rows: int | None, device: int) -> Counted:
+        """Return what the leaves of a device's part count for, which have so many rows, if that is known."""
         self._unused = False
-        rows = next((rows for x in leaves if (rows := rows_of(x)) is not None), None)
         known = [self._totals[x] for leaf in leaves for x in tensors_of(leaf) if x in self._totals]
         total = known[0] if known else None if self._ahead else self._last
         own = None if total is None else self._own(total, device)

@@ -205,7 +205,7 @@ class ByHand(Learner):
         own = next((rows for x in outside if (rows := rows_of(x)) is not None), None)
         if sliced:
             refuse_opaque(paths, outside, own)
-        cut, share = self._announced.counted(outside, device)
+        cut, share = self._announced.counted(outside, own, device)
         cuts = [cut if length is not None and length == own else None for length in lengths]
         return Batch(mesh, (device,), [(x,) for x in leaves], cuts, structure, self.axes, (), {}), share
 
