@@ -4,6 +4,8 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
@@ -132,7 +134,7 @@ def test_samples_count_alike_however_batches_are_fetched(plugin, fetch, sync):
                     booster.backward(nn.functional.cross_entropy(model(x), y), opt)
                 opt.step(), opt.zero_grad()
 
-    times = 4 if "two epochs" in str([name for name, one in FETCH.items() if one is fetch]) else 2
+    times = 4 if fetch is FETCH["two epochs, then copied"] else 2
     for size in (5, 8):
         expected = by_torch([*DataLoader(samples(22), size)] * times)
         close(boosted(plugin, body, batch_size=size), expected)
@@ -147,6 +149,29 @@ def test_a_device_without_samples_counts_for_nothing_however_batches_are_fetched
                 round_of(booster, model, opt, x, y)
 
     close(boosted("ddp", body, n=n, count=9, batch_size=8), by_torch([*DataLoader(samples(9), 8)] * 2))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    fetch=st.sampled_from([*FETCH]),
+    n=st.integers(1, 4),
+    count=st.integers(1, 14),
+    size=st.integers(1, 9),
+    epochs=st.integers(1, 2),
+)
+def test_any_batches_that_are_fetched_in_any_way_count_alike(fetch, n, count, size, epochs):
+    def body(booster, model, opt, loader):
+        for _ in range(epochs):
+            for x, y in FETCH[fetch](loader):
+                round_of(booster, model, opt, x, y)
+
+    try:
+        states = boosted("ddp", body, n=n, count=count, batch_size=size)
+    except fs.MismatchError:  # only where some rows may be a neighbour's
+        sizes = {min(size, count - at) for at in range(0, count, size)}
+        assert min(sizes) < n and fetch not in ("fetched", "copied", "repeated")
+        return
+    close(states, by_torch([*DataLoader(samples(count), size)] * epochs * (2 if "two epochs" in fetch else 1)))
 
 
 def through_two(reproducible):

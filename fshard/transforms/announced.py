@@ -50,8 +50,9 @@ class Announced:
     def __init__(self, mesh: Mesh, axes: tuple[str, ...]) -> None:
         self._mesh, self._axes, self._parts = mesh, axes, prod(mesh.shape[axis] for axis in axes)
         self._totals = WeakTensorKeyDictionary()  # of tensors that are still there
+        self._told = set[int]()
         self._last: int | None = None
-        self._unused = self._ahead = self._uneven = self._some_have_none = False
+        self._unused = self._ahead = False
 
     def tell(self, total: int | None, part: PyTree) -> None:
         """Note how many samples all devices have together of a batch that comes; None: no more come."""
@@ -59,8 +60,7 @@ class Announced:
         self._last, self._unused = total, total is not None
         if total is None:
             return
-        self._uneven |= total % self._parts > 0
-        self._some_have_none |= total < self._parts
+        self._told.add(total)
         for leaf in flatten_outside(part)[1]:
             for x in tensors_of(leaf):
                 self._totals[x] = total
@@ -74,8 +74,8 @@ class Announced:
         fits = rows is None or (own is not None and max(own, 1) == rows)
         cut = None if rows is None else Cut(self._axes, self._parts, total if total and fits else self._parts * rows)
         if rows is not None and not known and self._in_doubt:
-            clear = not (self._ahead and self._some_have_none)
-            return Counted(cut, partial(self._told_by_all, 0 if own == 0 else rows, clear=clear))
+            lent = self._ahead and min(self._told) < self._parts and not (rows > 1 and rows * self._parts in self._told)
+            return Counted(cut, partial(self._by_all, 0 if own == 0 else rows, lent=lent))
         share = own / total if total and own is not None and (known or fits) else 1 / self._parts
         return Counted(cut, lambda: share)
 
@@ -86,16 +86,19 @@ class Announced:
     @property
     def _in_doubt(self) -> bool:
         """Whether what is not known may be a part of a batch that is cut unevenly: on all devices alike."""
-        return self._uneven and (self._ahead or self._last is None or self._last % self._parts > 0)
+        uneven = any(total % self._parts for total in self._told)
+        return uneven and (self._ahead or self._last is None or self._last % self._parts > 0)
 
-    def _told_by_all(self, rows: int, *, clear: bool) -> float:
-        """Return this device's share of the rows of all; unless it is `clear`, one may be a neighbour's."""
+    def _by_all(self, rows: int, *, lent: bool) -> float:
+        """Return this device's share of the rows of all.  Where all have as many, those of some may be `lent` by a neighbour."""
         site, group = call_site(), require("backward").group(self._axes, "backward")
-        total = summed((on_host([rows], torch.device("cpu")),), group, site)[0].item()
-        if not clear and total == self._parts:
+        (sums,) = summed((on_host([rows, rows**2, lent], torch.device("cpu")),), group, site)
+        total, squares, lent_to_any = sums.tolist()
+        if lent_to_any and total**2 == self._parts * squares:
             raise MismatchError(
-                "backward: devices have a row each, and batches were fetched ahead and copied, of which one has fewer samples "
-                "than there are devices; whether this is it nobody knows. Call the model with the tensors that the loader "
-                "has given, take each batch when its turn has come, or leave the last one out: drop_last=True."
+                "backward: all devices have as many rows, and batches were fetched ahead and copied, of which one has fewer "
+                "samples than there are devices; whether some of these rows are a neighbour's nobody knows. Call the model "
+                "with the tensors that the loader has given, take each batch when its turn has come, or leave the last one "
+                "out: drop_last=True."
             )
         return rows / total
