@@ -90,7 +90,7 @@ class Announced:
         return uneven and (self._ahead or self._last is None or self._last % self._parts > 0)
 
     def _by_all(self, rows: int, *, lent: bool) -> float:
-        """Return this device's share of the rows of all.  Where all have as many, those of some may be `lent` by a neighbour."""
+        """Return this device's share of the rows of all; if all have as many, those of some may be `lent` by a neighbour."""
         site, group = call_site(), require("backward").group(self._axes, "backward")
         (sums,) = summed((on_host([rows, rows**2, lent], torch.device("cpu")),), group, site)
         total, squares, lent_to_any = sums.tolist()
