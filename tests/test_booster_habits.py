@@ -202,9 +202,7 @@ def test_a_gradient_goes_through_two_models():
 
 
 def test_in_reproducible_mode_it_is_said_that_models_are_cut_off():
-    with pytest.raises(
-        fs.LayoutError, match=r"outputs are cut off from a model's graph.*GAN: leave reproducible=True out"
-    ):
+    with pytest.raises(fs.LayoutError, match=r"Outputs are cut off from a model's graph.*detach\(\) it, or leave rep"):
         through_two(reproducible=True)
 
 

@@ -88,7 +88,8 @@ class Booster:
             raise ModuleError(
                 f"boost takes a module, not {type(model).__name__}. For a function there is fs.train_step."
             )
-        how, source = self.plugin.arranged(), followed(optimizer, dict(model.named_parameters()), "boost")
+        how = self.plugin.arranged().of(len(self._models))
+        source = followed(optimizer, dict(model.named_parameters()), "boost")
         bare = skeleton(model)
         stand_in = Model(bare, how.learner(model, bare, source))
         source.point_at(dict(bare.named_parameters()))
@@ -179,7 +180,7 @@ class Booster:
     def init(self, model: nn.Module, optimizer: Any, criterion: Callable[..., Tensor] | None = None) -> State:
         """Return the state to begin with, and remember the step: see `loss_of`."""
         source = followed(optimizer, dict(model.named_parameters()), "init")
-        state, step = self.plugin.arranged().functional(model, source, criterion)
+        state, step = self.plugin.arranged().of(len(self._steps)).functional(model, source, criterion)
         self._steps.append(step)
         return state._replace(turn=len(self._steps) - 1)
 

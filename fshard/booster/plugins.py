@@ -29,7 +29,7 @@ from fshard.pipeline.builders import pipeline_schedule
 from fshard.pipeline.schedule import Schedule
 from fshard.pipeline.stages import Balance, check_balance, split_stages
 from fshard.transforms.arrangement import Arrangement
-from fshard.transforms.complaints import changed, complaints_of, not_among, not_known, not_whole
+from fshard.transforms.complaints import changed, complaints_of, not_among, not_flags, not_known, not_whole
 from fshard.transforms.rules import fsdp
 from fshard.transforms.stage_functions import How
 from fshard.transforms.step import Precision
@@ -87,7 +87,7 @@ class Plugin:
     def complaints(self) -> list[str]:
         """Return all that is wrong with what was given."""
         wrong = not_among(("bf16", "fp16", None), precision=self.precision)
-        wrong += not_among(get_args(Unused), unused=self.unused)
+        wrong += not_among(get_args(Unused), unused=self.unused) + not_flags(self)
         if self.mesh is not None and not isinstance(self.mesh, Mesh):  # pyright: ignore[reportUnnecessaryIsInstance]
             wrong.append(f"mesh= takes a mesh, not {type(self.mesh).__name__}: fs.make_mesh(...)")
         elif self.mesh is not None and self.axis is not None:

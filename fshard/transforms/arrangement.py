@@ -8,7 +8,7 @@ Arrangement, model ──┤
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ from fshard.transforms.by_hand import ByHand
 from fshard.transforms.functionalize import functionalize
 from fshard.transforms.in_stages import InStages, bare_stages, loss_of_pair, remembers
 from fshard.transforms.learner import with_zeros
-from fshard.transforms.randomness import keyed_random
+from fshard.transforms.randomness import folded, keyed_random
 from fshard.transforms.rules import shard_params
 from fshard.transforms.skeleton import skeleton
 from fshard.transforms.step import Metrics, train_step
@@ -85,10 +85,14 @@ class Arrangement:
     cut: Callable[[nn.Module], Sequence[nn.Module]] | None = None
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
+    def of(self, number: int) -> Arrangement:
+        """Return the same for one of several models: each draws otherwise, the first by the seed itself."""
+        return replace(self, seed=folded(self.seed, number)) if number else self
+
     def check(self) -> None:
         """Raise if options of gradients have no meaning, or contradict each other."""
         how: Any = {"mesh": self.mesh, "batch": P(self.axes) if self.axes else P(), "schedule": None, **self.options}
-        stages, plan = [nn.Identity()], how["schedule"]
+        stages, plan = [nn.Sequential(nn.Identity())], how["schedule"]
         what = {"has_buffers": True} if plan is None else {"loss": loss_of_pair(None)}
         gradient_of("value_and_grad", loss_of if plan is None else stages * plan.stages, **what, **how)
 

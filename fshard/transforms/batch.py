@@ -139,8 +139,12 @@ class Batch:
         own = [column[place] for column in self.columns]
         ranges = {cut: cut.ranges(self.mesh, device, count) for cut in self.cuts if cut is not None}
 
+        whole = lent if count > 1 else lambda x: x  # what one slice writes is not seen by the next
+
         def one(turn: int) -> Slice:
-            leaves = [x if cut is None else _rows(x, ranges[cut], turn) for x, cut in zip(own, self.cuts, strict=True)]
+            leaves = [
+                whole(x) if cut is None else _rows(x, ranges[cut], turn) for x, cut in zip(own, self.cuts, strict=True)
+            ]
             leaves = [x.clone() if apart and cut is not None else x for x, cut in zip(leaves, self.cuts, strict=True)]
             if self.cut is None:
                 return Slice(leaves, 1, self.samples)

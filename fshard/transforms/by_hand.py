@@ -36,7 +36,7 @@ from fshard.mesh.tree import PyTree, flatten_outside, flatten_with_paths, unflat
 from fshard.optim.leaves import firsts_of
 from fshard.optim.scaling import held_by
 from fshard.source import call_site
-from fshard.transforms.announced import Announced
+from fshard.transforms.announced import Announced, Counted
 from fshard.transforms.batch import Batch, Slice
 from fshard.transforms.buffers import Buffers, New, numbers
 from fshard.transforms.forest import Forest
@@ -46,11 +46,13 @@ from fshard.transforms.known import Known
 from fshard.transforms.learner import Learner
 from fshard.transforms.means import Found
 from fshard.transforms.nearby import refuse_distant, refuse_unplaced
-from fshard.transforms.opaque import refuse_opaque, rows_of
+from fshard.transforms.opaque import refuse_opaque
 from fshard.transforms.randomness import drawn_key, keyed_random
+from fshard.transforms.reached import marked, reached
 from fshard.transforms.side_by_side import side_by_side
 from fshard.transforms.slices import Device
 from fshard.transforms.tape import Tape
+from fshard.transforms.unsliced import refuse_unsliced
 
 Apply = Callable[..., tuple[Any, PyTree]]
 """Of (params, buffers, *args, **kwargs): the output and the new buffers."""
@@ -65,20 +67,21 @@ class Part(NamedTuple):
 
 @dataclass
 class _Open:
-    """The parameters of a step that has begun, and its forwards: parts and share of the last one, what was joined of all."""
+    """The parameters of a step that has begun, and its forwards: parts of the last one, what was joined and counted of all."""
 
     tape: Tape
     known: Known
     tree: Callable[[], PyTree]
     unflatten: Callable[[Sequence[Any]], PyTree]
     device: Device | None = None
-    share: Callable[[], float] = lambda: 1.0
-    counts: float = 1.0
+    counted: list[Counted] = field(default_factory=list[Counted])
+    marks: list[Any] = field(default_factory=list[Any])
+    share: float = 1.0
     parts: list[Part] = field(default_factory=list[Part])
     joined: list[Any] = field(default_factory=list[Any])
     used: list[float] = field(default_factory=list[float])
     loss: Tensor = field(default_factory=lambda: torch.zeros(()))
-    rounds: int = 0
+    begun: bool = False
     spent: bool = True
     kept: bool = False
 
@@ -120,8 +123,8 @@ class ByHand(Learner):
         **options: Any,
     ) -> None:
         lay = options.get("gradients") or as_they_lie
-        super().__init__(params, buffers, mesh, lay, reproducible=options.get("reproducible", False))
-        self.apply, self.axes, self.seed = apply, axes, seed
+        super().__init__(params, buffers, mesh, lay, seed=seed, reproducible=options.get("reproducible", False))
+        self.apply, self.axes = apply, axes
         self._announced = Announced(mesh, axes)
         self._gradient = unstaged(apply, mesh=mesh, batch=P(axes), has_buffers=True, **options)
         self._open: _Open | None = None
@@ -149,29 +152,33 @@ class ByHand(Learner):
             tape.begin()
             now.spent = False
         sliced = how.slices is not None and grad
-        batch, share = self._batch(device, args, kwargs, sliced=sliced)
+        batch, counted = self._batch(device, args, kwargs, sliced=sliced)
         place = prod(self.mesh.shape[axis] for axis in self.axes)
         count = how.turns(place)
-        with keyed_random(self.seed, self.steps, now.rounds):  # as a functional step draws its key, so masks are its
+        with self.draws(grad=grad):
             key = drawn_key()
         now.device = Device(how, tape, now.tree, Buffers(self.buffers, standing(self.mesh)), batch, 0, key, 1.0)
         group = now.device.group
         index = 0 if group is None else group.index
         slices = batch.slices(0, count, apart=True) if sliced else [Slice([x for (x,) in batch.columns], 1, None)]
         parts = [self._one(now, slice, index * len(slices) + turn, grad=grad) for turn, slice in enumerate(slices)]
-        now.rounds += 1
+        now.begun = True
         outputs, now.parts = [output for output, _ in parts], [part for _, part in parts]
         if not grad:
             tape.end()
             tape.close()
         else:
-            self._open, now.share = now, share
-        if not sliced:
+            self._open = now
+            now.counted.append(counted)
+        if sliced:
+            found, structure = side_by_side(outputs, [part.rows for part in now.parts])
+            now.joined += found
+            output = tree_unflatten([x for x, _ in found], structure)
+        else:
             self.buffers = now.device.buffers.after([now.parts[0].new])
-            return outputs[0]
-        found, structure = side_by_side(outputs, [part.rows for part in now.parts])
-        now.joined += found
-        return tree_unflatten([x for x, _ in found], structure)
+            (output,) = outputs
+        now.marks += marked(output, now.counted, len(now.counted) - 1) if grad else []
+        return output
 
     def _one(self, now: _Open, slice: Slice, number: int, *, grad: bool) -> tuple[Any, Part]:
         """Run one slice; return what it gave, and its output."""
@@ -183,7 +190,7 @@ class ByHand(Learner):
             return self.apply(now.tree(), given, *args, **kwargs)
 
         def begin() -> None:
-            if not now.rounds:
+            if not now.begun:
                 tape.begin()
 
         with (
@@ -196,18 +203,18 @@ class ByHand(Learner):
 
     def _batch(
         self, device: int, args: tuple[Any, ...], kwargs: dict[str, Any], *, sliced: bool
-    ) -> tuple[Batch, Callable[[], float]]:
-        """Return this device's part of a batch, and what returns its share of the whole."""
+    ) -> tuple[Batch, Counted]:
+        """Return this device's part of a batch, and what it counts for."""
         mesh = standing(self.mesh)
         _, leaves, structure = flatten_with_paths((args, kwargs), none_is_leaf=True)
         lengths = [x.shape[0] if isinstance(x, Tensor) and x.ndim else None for x in leaves]
         paths, outside, _ = flatten_outside((args, kwargs))
-        own = next((rows for x in outside if (rows := rows_of(x)) is not None), None)
+        counted = self._announced.counted(outside, device)
         if sliced:
-            refuse_opaque(paths, outside, own)
-        cut, share = self._announced.counted(outside, own, device)
-        cuts = [cut if length is not None and length == own else None for length in lengths]
-        return Batch(mesh, (device,), [(x,) for x in leaves], cuts, structure, self.axes, (), {}), share
+            refuse_opaque(paths, outside, counted.rows)
+            refuse_unsliced(leaves, counted)
+        cuts = [counted.cut if length is not None and length == counted.rows else None for length in lengths]
+        return Batch(mesh, (device,), [(x,) for x in leaves], cuts, structure, self.axes, (), {}), counted
 
     def _opened(self) -> _Open:
         """Begin a step: lay the parameters out for use."""
@@ -249,12 +256,13 @@ class ByHand(Learner):
         tape, how, device = now.tape, self._gradient.how, now.device
         assert device is not None
         device.scale, device.scaled = scale, held_by(loss.dtype, scale)
-        now.counts = now.share()
-        start = torch.full_like(loss, now.counts * device.scaled)
+        made_of = reached(loss, now.counted) if len(now.counted) > 1 else []
+        now.share = self._announced.share([now.counted[place] for place in made_of] or now.counted[-1:])
+        start = torch.full_like(loss, now.share * device.scaled)
         reductions = tape.reductions
         reductions.singly = reductions.wide = how.slices is not None
         reductions.keep = None if sync or not how.once else lambda unit, gs: unit.keep(gs)
-        tape.begin_backward(device.everyone, device.talk.along, idle=not now.counts)
+        tape.begin_backward(device.everyone, device.talk.along, idle=not now.share)
         if how.slices is None:
             torch.autograd.grad(loss, [tape.anchor], start, allow_unused=True)
             if reductions.keep is None:
@@ -274,9 +282,7 @@ class ByHand(Learner):
         given = torch.autograd.grad(loss, [x for x, _ in ends], start, allow_unused=True)
         if all(g is None for g in given):
             raise LayoutError(
-                "backward: this loss depends on nothing that this model has returned. With reproducible=True outputs are cut "
-                "off from a model's graph, so nothing goes back through one model and then through another, as in a GAN: "
-                "leave reproducible=True out."
+                "backward: this loss depends on nothing that this model has returned: it is another optimizer's."
             )
         for turn in range(len(now.parts)):
             pairs = [(pieces(turn, g)) for (_, pieces), g in zip(ends, given, strict=True) if g is not None]
@@ -291,7 +297,7 @@ class ByHand(Learner):
 
     def _reduced(self, now: _Open, device: Device, loss: Tensor) -> None:
         """Reduce what is left, and average buffers."""
-        weight = now.counts / len(now.parts)
+        weight = now.share / len(now.parts)
         found = [Found(loss.detach(), weight, list(numbers(part.new.changed, loss.device)), []) for part in now.parts]
         mean, now.used = device.together(found)
         new = now.parts[-1].new

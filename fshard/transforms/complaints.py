@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from typing import Any
 
 from fshard.errors import FshardError
@@ -28,6 +29,12 @@ def not_known(names: Sequence[str], **given: Any) -> list[str]:
     wrong: list[str] = [f"{name}= is a dict, not {x!r}" for name, x in given.items() if not isinstance(x, dict)]
     pairs = [(name, key) for name, x in given.items() if not wrong for key in x if key not in names]
     return wrong + [f"{name} has {key!r}; it may have {', '.join(names)}" for name, key in pairs]
+
+
+def not_flags(given: Any) -> list[str]:
+    """Return a complaint of each attribute of a dataclass that is to be True or False, and is not."""
+    named = ((one.name, getattr(given, one.name)) for one in fields(given) if one.type == "bool")
+    return [f"{name} is True or False, not {x!r}" for name, x in named if not isinstance(x, bool)]
 
 
 def changed(given: object, names: Sequence[str]) -> str:

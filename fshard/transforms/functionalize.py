@@ -199,9 +199,21 @@ def _refuse_unready(module: nn.Module) -> None:
             f"functionalize of {type(module).__name__}: {', '.join(lazy)} {'has' if len(lazy) == 1 else 'have'} no shape yet, "
             "since the module is lazy. Run it once on an example first: module(example)."
         )
+    refuse_hooks(module)
     scripted = [name or "the module itself" for name, part in module.named_modules() if isinstance(part, ScriptModule)]
     if scripted:
         raise ModuleError(
             f"functionalize of {type(module).__name__}: {', '.join(scripted)} is compiled by torch.jit, which keeps parameters "
             "where nobody can swap them. Give it the module before torch.jit.script."
+        )
+
+
+def refuse_hooks(module: nn.Module) -> None:
+    """Raise naming parameters that have hooks: a gradient is not made at them, so nobody would call these."""
+    kinds = ("_backward_hooks", "_post_accumulate_grad_hooks")
+    hooked = [name for name, x in module.named_parameters() if any(getattr(x, kind, None) for kind in kinds)]
+    if hooked:
+        raise ModuleError(
+            f"{type(module).__name__}: {', '.join(hooked)} has hooks for its gradient, which nobody would call: trained "
+            "are pieces of it. Change gradients in the optimizer: fs.optim.chain takes any function of them."
         )

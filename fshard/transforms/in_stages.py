@@ -23,10 +23,10 @@ from fshard.mesh.spec import P
 from fshard.mesh.tree import PyTree, flatten, unflatten
 from fshard.pipeline.schedule import Schedule
 from fshard.source import call_site
+from fshard.transforms.functionalize import refuse_hooks
 from fshard.transforms.gradient import Runs, Value, as_they_lie
 from fshard.transforms.learner import Learner
 from fshard.transforms.nearby import refuse_distant
-from fshard.transforms.randomness import keyed_random
 from fshard.transforms.skeleton import skeleton
 from fshard.transforms.stage_layouts import shard_stages
 from fshard.transforms.value_and_grad import gradient_of
@@ -59,8 +59,8 @@ class InStages(Learner):
         **options: Any,
     ) -> None:
         lay = options.get("gradients") or as_they_lie
-        super().__init__(params, buffers, mesh, lay, reproducible=options.get("reproducible", False))
-        self.seed, self._remembers = seed, remembers(buffers)
+        super().__init__(params, buffers, mesh, lay, seed=seed, reproducible=options.get("reproducible", False))
+        self._remembers = remembers(buffers)
         cut = P(axes) if axes else P()
         self._options: dict[str, Any] = {"mesh": mesh, "batch": cut, "schedule": schedule, **options}
         self.stages, self._grads = stages, list[PyTree]()
@@ -108,8 +108,7 @@ class InStages(Learner):
         backward = torch.is_grad_enabled()
         buffers = self.buffers if self._remembers else ()
         refuse_distant(self.mesh, "execute_pipeline", params=self.params, buffers=buffers)
-        draws = keyed_random(self.seed, self.steps, len(self._grads))
-        with draws, torch.enable_grad() if backward else torch.no_grad():
+        with self.draws(grad=backward), torch.enable_grad() if backward else torch.no_grad():
             value, grads = self._gradient(loss, outputs, backward).run(self.params, buffers, batch, call_site(), scale)
         if backward:
             self._grads.append(grads)
@@ -137,6 +136,8 @@ def bare_stages(
     stages: Sequence[nn.Module], rules: Any, trained: Callable[[Mapping[str, Tensor]], PyTree], **where: Any
 ) -> tuple[list[nn.Module], Sequence[PyTree], Sequence[PyTree]]:
     """Return the structure of stages, and their parameters and buffers as they lie."""
+    for stage in stages:
+        refuse_hooks(stage)
     params = shard_stages([trained(dict(stage.named_parameters())) for stage in stages], rules, **where)
     buffers = shard_stages([dict(stage.named_buffers()) for stage in stages], **where)
     return [skeleton(stage) for stage in stages], params, buffers

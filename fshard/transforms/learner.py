@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from fshard.mesh.threads import one_thread
 from fshard.mesh.tree import PyTree, flatten, unflatten
 from fshard.optim.contract import Optimizer, step_of
 from fshard.optim.leaves import trainable
+from fshard.transforms.randomness import keyed_random
 
 
 class Learner(ABC):
@@ -29,11 +31,19 @@ class Learner(ABC):
         buffers: what the model remembers.
         mesh: the devices.
         lay: from a parameter's layout to its gradient's.
+        seed: of random draws; the same on all devices.
         reproducible: whether updates keep their bits where pieces end.
     """
 
     def __init__(
-        self, params: PyTree, buffers: PyTree, mesh: Mesh, lay: Callable[[Layout], Layout], *, reproducible: bool
+        self,
+        params: PyTree,
+        buffers: PyTree,
+        mesh: Mesh,
+        lay: Callable[[Layout], Layout],
+        *,
+        seed: int,
+        reproducible: bool,
     ) -> None:
         if is_outside(mesh):
             raise ScopeError(
@@ -41,11 +51,20 @@ class Learner(ABC):
                 "torchrun."
             )
         self.params, self.buffers, self.mesh, self._lay, self.reproducible = params, buffers, mesh, lay, reproducible
-        self.steps = 0
+        self.seed = seed
+        self.steps = self._rounds = self._looks = 0
 
     def whole(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Return parameters and buffers as plain tensors, by their names in the model; all devices have to ask."""
         return unshard(self.params), unshard(self.buffers)
+
+    def draws(self, *, grad: bool) -> AbstractContextManager[None]:
+        """Return the context of another call's draws; the first with gradients in a step draws as a functional step."""
+        if not grad:
+            self._looks += 1
+            return keyed_random(self.seed, self.steps, "look", self._looks)
+        self._rounds += 1
+        return keyed_random(self.seed, self.steps, self._rounds - 1)
 
     @abstractmethod
     def announce(self, total: int | None, part: PyTree) -> None:
@@ -62,7 +81,7 @@ class Learner(ABC):
     def gradients(self, *, zeros: bool = False) -> PyTree:
         """Return the gradients since the last time, and forget them; where no device has used a parameter None, or zeros."""
         grads = self.found()
-        self.steps += 1
+        self.steps, self._rounds = self.steps + 1, 0
         return with_zeros(grads, self.params, self._lay) if zeros else grads
 
     @torch.no_grad()

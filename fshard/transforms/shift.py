@@ -165,7 +165,9 @@ class Shift:
         plan, known = self.plan, None
         if plan.messages is not None:
             known = plan.messages.setdefault(self.pipe.device, {})
-        kinds: list[Hashable] = [kind_of(slice.leaves) for slice in self.slices]
+        kinds: list[Hashable] = [
+            (kind_of(slice.leaves), slice.rows) for slice in self.slices
+        ]  # idle ones have others' rows
         how, near = plan.how, self.near.device
         with owning(self.scope.mesh.axis_names, self._notice), parting(self.everyone):
             device = Device(

@@ -40,13 +40,6 @@ class Model(nn.Module):
             )
         return self.learner(*args, **kwargs)
 
-    def train(self, mode: bool = True) -> Model:
-        """Put the model, and the stages that it is cut into, into training or out of it."""
-        super().train(mode)
-        for stage in self.learner.stages if isinstance(self.learner, InStages) else ():
-            stage.train(mode)
-        return self
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, as the optimizer's `zero_grad` does."""
         self.learner.drop()
@@ -61,6 +54,20 @@ class Model(nn.Module):
         """Raise: what there is here has no memory."""
         raise ModuleError(
             "load_state_dict: load into the model before it is boosted; afterwards its tensors have no memory."
+        )
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Model:
+        """Raise: `to`, `half` and all that changes every tensor come before."""
+        raise ModuleError(
+            "a boosted model is not moved or converted: its tensors lie as the plugin says, which has precision= too. Do it "
+            "before the model is boosted."
+        )
+
+    def __deepcopy__(self, memo: Any) -> Model:
+        """Raise: a copy would have no tensors."""
+        raise ModuleError(
+            "a boosted model is not copied: its tensors have no memory. model.unwrap() is a copy with what it has learnt; "
+            "fs.optim.ema(opt, decay) keeps an average."
         )
 
     def run_stages(
@@ -79,6 +86,9 @@ class Model(nn.Module):
             raise ModuleError(
                 "execute_pipeline: without an optimizer nobody takes gradients: call it in torch.no_grad()."
             )
+        modes = {name: part.training for name, part in self.module.named_modules()}
+        for name, part in (own for stage in self.learner.stages for own in stage.named_modules()):
+            part.training = modes.get(name, self.training)
         scale = boosted(optimizer).scale if torch.is_grad_enabled() else 1.0
         value = self.learner.run(criterion, next(batches), scale=scale, outputs=outputs)
         return value.loss, unshard(value.aux) if outputs else None
@@ -143,6 +153,10 @@ class BoostedOptimizer:
 
     def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
         """Take a step along the gradients, those of `closure` too, if it is given; return what that has returned."""
+        if any(getattr(self.optim, f"_optimizer_step_{when}_hooks", None) for when in ("pre", "post")):
+            raise OptimizerError(
+                "step: hooks of the optimizer that was boosted are not called. Call them beside step()."
+            )
         with torch.enable_grad():
             loss = None if closure is None else closure()
         params, self.state = self._learner.written(self._opts(), self.grads, self.state)
@@ -150,6 +164,18 @@ class BoostedOptimizer:
         if self.param_groups:
             self.optim._opt_called = True  # schedulers ask torch's optimizers whether a step came before theirs
         return loss
+
+    def state_dict(self) -> Any:
+        """Raise: `state` lies as the plugin says."""
+        raise OptimizerError("state_dict: a boosted optimizer's state lies as the plugin says: optimizer.state.")
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Raise: as `state_dict`."""
+        raise OptimizerError("load_state_dict: a boosted optimizer's state lies as the plugin says: optimizer.state.")
+
+    def add_param_group(self, param_group: Any) -> None:
+        """Raise: how the state lies is decided."""
+        raise OptimizerError("add_param_group: give the optimizer all its groups before it is boosted.")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients.  If they are not set to None, parameters that nobody uses have zeros in the next step."""

@@ -1,0 +1,361 @@
+"""What a boosted model does as torch does, where it seems that it could not; and what it says where it cannot."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import fshard as fs
+from fshard import P
+
+MESH = fs.make_mesh({"data": 2})
+
+
+def layers(*more):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 5), *more).double()
+
+
+def rows(count, *shape, seed=5):
+    return torch.randn(count, *shape, generator=torch.Generator().manual_seed(seed)).double()
+
+
+def learnt(make, body, plugin=None, n=2):
+    """Return the parameters after `body(booster, model, optimizer)`, alone and on each of n devices."""
+
+    def loop(booster):
+        model = make()
+        opt = torch.optim.SGD(model.parameters(), lr=0.1)
+        if booster is not None:
+            model, opt, *_ = booster.boost(model, opt)
+        body(booster, model, opt)
+        return [x.detach() for x in (model if booster is None else model.unwrap()).parameters()]
+
+    return loop(None), fs.run(lambda: loop(fs.Booster(plugin or fs.DDPPlugin())), mesh=fs.make_mesh({"data": n}))
+
+
+def backward(booster, loss, opt):
+    loss.backward() if booster is None else booster.backward(loss, opt)
+
+
+def loader_of(booster, data, **options):
+    return DataLoader(data, 8, **options) if booster is None else fs_loader(booster, data, **options)
+
+
+def fs_loader(booster, data, **options):
+    return booster.prepare_dataloader(data, 8, **options)
+
+
+def same(make, body, **options):
+    alone, devices = learnt(make, body, **options)
+    for own in devices:
+        torch.testing.assert_close(own, alone, rtol=0, atol=1e-12)
+
+
+# -- which rows are samples, and what they count for -------------------------------------------------------------------
+
+
+def each(data, act, **options):
+    """Return a body that takes a step on each batch."""
+
+    def body(booster, model, opt):
+        for x, *others in loader_of(booster, data, **options):
+            backward(booster, act(model, x, *others), opt)
+            opt.step(), opt.zero_grad()
+
+    return body
+
+
+def test_time_may_come_before_samples():
+    class Reader(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.cell = nn.LSTM(3, 4).double()
+
+        def forward(self, x):
+            return self.cell(x)[0]
+
+    data = TensorDataset(rows(11, 6, 3))
+    for change in (lambda x: x.transpose(0, 1), lambda x: x.clone().transpose(0, 1)):
+        same(Reader, each(data, lambda model, x, change=change: model(change(x)).square().mean()))
+    with pytest.raises(fs.LayoutError, match=r"first dim, but that is 6 long, for 4 samples.*batch_first=True"):
+        same(
+            Reader,
+            each(data, lambda model, x: model(x.transpose(0, 1)).square().mean()),
+            plugin=fs.DDPPlugin(reproducible=True),
+        )
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = layers()
+
+    def forward(self, scale, x):
+        return self.layers(x * scale)
+
+
+SCALE = torch.arange(1.0, 6.0).double()
+
+
+@pytest.mark.parametrize("copied", [False, True])
+@pytest.mark.parametrize("reproducible", [False, True])
+def test_what_comes_first_need_not_have_a_row_for_each_sample(copied, reproducible):
+    data = TensorDataset(rows(16 if reproducible else 11, 5))
+    act = lambda model, x: model(SCALE, x.clone() if copied else x).square().mean()  # noqa: E731
+    same(Scaled, each(data, act), plugin=fs.DDPPlugin(reproducible=reproducible))
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_a_tensor_that_is_in_every_batch_tells_nothing(n):
+    def body(booster, model, opt):
+        def put_together(found):
+            return SCALE, torch.stack([x for (x,) in found])
+
+        batches = iter(loader_of(booster, TensorDataset(rows(11, 5)), collate_fn=put_together))
+        before = next(batches)
+        for now in [*batches, None]:
+            backward(booster, model(*before).square().mean(), opt)
+            opt.step(), opt.zero_grad()
+            before = now
+
+    same(Scaled, body, n=n)
+
+
+def two_calls(together):
+    """Return a body that calls a model with batches of different totals."""
+
+    def body(booster, model, opt):
+        for (a,), (b,) in zip(
+            loader_of(booster, TensorDataset(rows(6, 5))), loader_of(booster, TensorDataset(rows(11, 5))), strict=False
+        ):
+            first, second = model(a).square().mean(), model(b).sin().mean()
+            if together:
+                backward(booster, first + second, opt)
+            else:
+                backward(booster, first, opt), backward(booster, second, opt)
+            opt.step(), opt.zero_grad()
+
+    return body
+
+
+@pytest.mark.parametrize("plugin", [fs.DDPPlugin, fs.FSDPPlugin])
+@pytest.mark.parametrize("n", [2, 4])
+def test_calls_with_batches_of_different_sizes_count_each_for_itself(plugin, n):
+    same(layers, two_calls(together=False), plugin=plugin(), n=n)
+
+
+@pytest.mark.parametrize("reproducible", [False, True])
+def test_one_loss_of_calls_that_count_differently_is_refused(reproducible):
+    same(layers, two_calls(together=True), n=1)
+    with pytest.raises(
+        fs.LayoutError, match=r"different shares, and one loss was made of them. Go back through each alone"
+    ):
+        same(layers, two_calls(together=True), plugin=fs.DDPPlugin(reproducible=reproducible), n=4)
+
+
+@pytest.mark.parametrize("reproducible", [False, True])
+def test_what_one_slice_writes_into_a_whole_tensor_the_next_does_not_see(reproducible):
+    def loss_fn(params, batch):
+        x, mask = batch
+        mask.mul_(2.0)
+        return (x * mask @ params["w"]).square().mean()
+
+    x, mask, w = rows(8, 5), SCALE.clone(), rows(5)
+    params = fs.shard_params({"w": w}, P(), mesh=MESH)
+    options = {"reproducible": True} if reproducible else {"accumulate": 2}
+    loss, _ = fs.value_and_grad(loss_fn, mesh=MESH, batch=(P("data"), P()), **options)(params, (x, mask))
+    torch.testing.assert_close(loss.double(), (x * SCALE * 2 @ w).square().mean(), rtol=1e-6, atol=0)
+    assert mask.equal(SCALE)
+
+
+def test_a_microbatch_of_a_smaller_batch_may_have_no_sample():
+    x, y = rows(7, 5), rows(7, 5, seed=6)
+
+    def main():
+        model = layers()
+        opt = torch.optim.SGD(model.parameters(), lr=0.1)
+        booster = fs.Booster(fs.HybridParallelPlugin(pipeline=2, microbatches=4))
+        model, opt, *_ = booster.boost(model, opt)
+        found = []
+        for part in (slice(0, 4), slice(4, 7)):
+            batch = iter([(x[part], y[part])])
+            found.append(
+                booster.execute_pipeline(batch, model, nn.functional.mse_loss, opt, return_outputs=True)["outputs"]
+            )
+            opt.step(), opt.zero_grad()
+        return found
+
+    model, expected = layers(), []
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    for part in (slice(0, 4), slice(4, 7)):
+        output = model(x[part])
+        nn.functional.mse_loss(output, y[part]).backward()
+        opt.step(), opt.zero_grad()
+        expected.append(output.detach())
+    for found in fs.run(main, mesh=fs.make_mesh({"data": 1, "pipe": 2})):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+# -- gradients that go on through another call -------------------------------------------------------------------------
+
+
+def unrolled(booster, model, opt):
+    x = rows(8, 5)
+    own = x if booster is None else x.chunk(fs.axis_size("data"))[fs.axis_index("data")]
+    first = model(own)
+    backward(booster, first.square().mean() + model(first).square().mean(), opt)
+    opt.step()
+
+
+def test_what_a_model_returned_may_be_given_to_it_again():
+    same(layers, unrolled)
+    same(layers, unrolled, plugin=fs.FSDPPlugin())
+
+
+def test_in_reproducible_mode_no_part_of_such_a_gradient_is_lost_in_silence():
+    with pytest.raises(fs.LayoutError, match=r"needs a gradient, as what another call has returned does"):
+        same(layers, unrolled, plugin=fs.DDPPlugin(reproducible=True))
+
+
+# -- draws ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pipeline", [1, 2])
+def test_every_call_draws_anew(pipeline):
+    """Without gradients, before a step that is skipped, and of another model of the same layers."""
+    axes = {"data": 1, "pipe": 2} if pipeline == 2 else {"data": 1}
+    x = torch.ones(4, 5).double()
+
+    def main():
+        booster = fs.Booster(fs.HybridParallelPlugin(pipeline=pipeline, microbatches=pipeline))
+
+        def boosted():
+            model = layers(nn.Dropout(0.5))
+            return booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.0))[:2]
+
+        def call(model, opt):
+            if pipeline == 1:
+                output = model(x)
+                if torch.is_grad_enabled():
+                    booster.backward(output.sum(), opt)
+                    opt.zero_grad()
+                return tuple(output.detach().flatten().tolist())
+            found = booster.execute_pipeline(
+                iter([(x, x)]), model, nn.functional.mse_loss, opt, return_outputs=True
+            )  # on all devices
+            opt.zero_grad()
+            return tuple(found["outputs"].flatten().tolist())
+
+        one, other = boosted(), boosted()
+        with torch.no_grad():
+            looks = [call(*one) for _ in range(4)]
+        return len({*looks, *(call(*one) for _ in range(4)), call(*other)})
+
+    assert {*fs.run(main, mesh=fs.make_mesh(axes))} == {9}
+
+
+# -- what is changed after a model was boosted -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recompute", ["never", 1])
+def test_a_layer_of_a_stage_may_be_put_out_of_training(recompute):
+    def main():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5), nn.Linear(5, 5), nn.BatchNorm1d(5))
+        opt = torch.optim.SGD(model.parameters(), lr=0.1)
+        booster = fs.Booster(fs.HybridParallelPlugin(pipeline=2, microbatches=2, recompute=recompute))
+        model, opt, *_ = booster.boost(model, opt)
+        model.module[1].eval()
+        batch = (torch.ones(4, 5), torch.ones(4, 5))
+        booster.execute_pipeline(iter([batch]), model, nn.functional.mse_loss, opt)
+        with torch.no_grad():
+            model.eval()
+            booster.execute_pipeline(iter([batch]), model, nn.functional.mse_loss)
+        return [model.unwrap()[at].num_batches_tracked.item() for at in (1, 3)]
+
+    for frozen, moved in fs.run(main, mesh=fs.make_mesh({"data": 1, "pipe": 2})):
+        assert (frozen, moved > 0) == (0, True)
+
+
+def hooked(model, opt):
+    next(model.parameters()).register_hook(lambda g: g * 0.1)
+
+
+def hooked_after(model, opt):
+    next(model.parameters()).register_post_accumulate_grad_hook(lambda x: None)
+
+
+@pytest.mark.parametrize("hook", [hooked, hooked_after])
+@pytest.mark.parametrize("pipeline", [1, 2])
+@pytest.mark.parametrize("functional", [False, True])
+def test_hooks_of_parameters_are_refused(hook, pipeline, functional):
+    def main():
+        model = layers()
+        opt = torch.optim.SGD(model.parameters(), lr=0.1)
+        hook(model, opt)
+        booster = fs.Booster(fs.HybridParallelPlugin(pipeline=pipeline, microbatches=pipeline))
+        booster.init(model, opt, nn.MSELoss()) if functional else booster.boost(model, opt)
+
+    axes = {"data": 1, "pipe": 2} if pipeline == 2 else {"data": 2}
+    with pytest.raises(fs.ModuleError, match=r"0.weight has hooks for its gradient, which nobody would call"):
+        fs.run(main, mesh=fs.make_mesh(axes))
+
+
+def with_hook(model, opt):
+    opt.optim.register_step_post_hook(lambda *given: None)
+    fs.Booster().backward(model(torch.ones(1, 5).double()).sum(), opt)
+    opt.step()
+
+
+@pytest.mark.parametrize(
+    ("act", "error", "words"),
+    [
+        (with_hook, fs.OptimizerError, "hooks of the optimizer that was boosted are not called"),
+        (lambda model, opt: model.half(), fs.ModuleError, "not moved or converted.*before the model is boosted"),
+        (lambda model, opt: model.to("cpu"), fs.ModuleError, "not moved or converted"),
+        (lambda model, opt: copy.deepcopy(model), fs.ModuleError, r"not copied.*model.unwrap\(\).*fs.optim.ema"),
+        (
+            lambda model, opt: torch.optim.swa_utils.AveragedModel(model),
+            fs.ModuleError,
+            r"not copied.*model.unwrap\(\).*fs.optim.ema",
+        ),
+        (lambda model, opt: opt.state_dict(), fs.OptimizerError, "lies as the plugin says: optimizer.state"),
+        (lambda model, opt: opt.load_state_dict({}), fs.OptimizerError, "lies as the plugin says: optimizer.state"),
+        (lambda model, opt: opt.add_param_group({}), fs.OptimizerError, "all its groups before it is boosted"),
+    ],
+    ids=["step hook", "half", "to", "deepcopy", "averaged", "state_dict", "load_state_dict", "add_param_group"],
+)
+def test_what_a_boosted_model_cannot_do_is_said(act, error, words):
+    def main():
+        model = layers()
+        act(*fs.Booster().boost(model, torch.optim.SGD(model.parameters(), lr=0.1))[:2])
+
+    with pytest.raises(error, match=words):
+        fs.run(main, mesh=fs.make_mesh({"data": 1}))
+
+
+@pytest.mark.parametrize("name", ["reproducible", "sync_batchnorm", "reshard_after_forward"])
+def test_flags_are_true_or_false(name):
+    with pytest.raises(fs.LayoutError, match=f"{name} is True or False, not 'no'"):
+        fs.FSDPPlugin(**{name: "no"})
+
+
+@pytest.mark.parametrize("recompute", ["always", "except_last", 1, 2])
+def test_stages_of_a_plugin_may_be_computed_again(recompute):
+    def main(recompute):
+        model = layers(nn.Dropout(0.5))
+        opt = torch.optim.SGD(model.parameters(), lr=0.1)
+        booster = fs.Booster(fs.HybridParallelPlugin(pipeline=2, microbatches=2, recompute=recompute))
+        model, opt, *_ = booster.boost(model, opt)
+        for seed in range(2):
+            booster.execute_pipeline(iter([(rows(4, 5, seed=seed), rows(4, 5))]), model, nn.functional.mse_loss, opt)
+            opt.step(), opt.zero_grad()
+        return [x.detach() for x in model.unwrap().parameters()]
+
+    mesh = fs.make_mesh({"data": 1, "pipe": 2})
+    for found, expected in zip(fs.run(main, recompute, mesh=mesh), fs.run(main, "never", mesh=mesh), strict=True):
+        assert all(map(torch.equal, found, expected))
