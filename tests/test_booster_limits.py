@@ -359,3 +359,36 @@ def test_stages_of_a_plugin_may_be_computed_again(recompute):
     mesh = fs.make_mesh({"data": 1, "pipe": 2})
     for found, expected in zip(fs.run(main, recompute, mesh=mesh), fs.run(main, "never", mesh=mesh), strict=True):
         assert all(map(torch.equal, found, expected))
+
+
+def test_devices_and_runs_may_share_a_booster():
+    """One that is made outside of `fs.run`, as in a notebook, is for each device and run what its own would be."""
+    data = TensorDataset(rows(11, 5))
+
+    def main(booster):
+        booster = booster or fs.Booster()
+        model = layers(nn.Dropout(0.5))
+        model, opt, _, loader, _ = booster.boost(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), None, DataLoader(data, 4)
+        )
+        for turn, (x,) in enumerate(loader):
+            if turn % 2:
+                booster.backward(model(x.clone()).square().mean(), opt)
+                opt.step(), opt.zero_grad()
+            else:
+                with booster.no_sync():
+                    booster.backward(model(x.clone()).square().mean(), opt)
+        opt.step()
+        return [x.detach() for x in model.unwrap().parameters()]
+
+    def step(booster):
+        state = booster.init(layers(nn.Dropout(0.5)), fs.optim.sgd(0.1), nn.functional.mse_loss)
+        state, _ = booster.step(state, (rows(4, 5), rows(4, 5, seed=6)))
+        return list(fs.unshard(state.params).values())
+
+    shared = fs.Booster()
+    for body in (main, step):
+        own = fs.run(lambda body=body: body(fs.Booster()), mesh=MESH)
+        for _ in range(2):
+            for found, expected in zip(fs.run(body, shared, mesh=MESH), own, strict=True):
+                assert all(map(torch.equal, found, expected))

@@ -12,8 +12,8 @@ state, metrics = booster.step(state, (inputs, labels))
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ from fshard.transforms.loader import Loader
 from fshard.transforms.lora import LoraConfig, lora
 from fshard.transforms.skeleton import skeleton
 from fshard.transforms.step import Metrics
-from fshard.transforms.torch_style import BoostedOptimizer, Model, boosted
+from fshard.transforms.torch_style import BoostedOptimizer, Loops, Model, boosted
 
 
 class Booster:
@@ -61,9 +61,7 @@ class Booster:
         if plugin is not None and not isinstance(plugin, Plugin):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise LayoutError(f"Booster(plugin=) takes a plugin, fs.ZeroPlugin(stage=1) say, not {plugin!r}.")
         self.plugin = plugin or DDPPlugin()
-        self._models: list[Model] = []
-        self._sync = True
-        self._steps: list[Step] = []
+        self._loops, self._steps = Loops(), list[Step]()
 
     # -- torch's loop -------------------------------------------------------------------------------------------------
 
@@ -88,12 +86,12 @@ class Booster:
             raise ModuleError(
                 f"boost takes a module, not {type(model).__name__}. For a function there is fs.train_step."
             )
-        how = self.plugin.arranged().of(len(self._models))
+        how = self.plugin.arranged().of(len(self._loops.own.models))
         source = followed(optimizer, dict(model.named_parameters()), "boost")
         bare = skeleton(model)
         stand_in = Model(bare, how.learner(model, bare, source))
         source.point_at(dict(bare.named_parameters()))
-        self._models.append(stand_in)
+        self._loops.own.models.append(stand_in)
         wrapped = None
         if optimizer is not None:
             wrapped = BoostedOptimizer(optimizer, how.divided(source), stand_in, zeros=how.zeros)
@@ -107,19 +105,14 @@ class Booster:
 
     def backward(self, loss: Tensor, optimizer: BoostedOptimizer) -> None:
         """Take the gradient of a loss that is a mean over this device's samples."""
-        boosted(optimizer).backward(loss, sync=self._sync)
+        boosted(optimizer).backward(loss, sync=self._loops.own.sync)
 
-    @contextmanager
-    def no_sync(self, model: Any = None, optimizer: Any = None) -> Generator[None]:
+    def no_sync(self, model: Any = None, optimizer: Any = None) -> AbstractContextManager[None]:
         """Let gradients of backwards inside stay on the device, until one outside, or the step, reduces their sum.
 
         Where gradients are reduced as they come (stages 2 and 3, reproducible mode) it changes nothing but memory.
         """
-        before, self._sync = self._sync, False
-        try:
-            yield
-        finally:
-            self._sync = before
+        return self._loops.unsynchronised()
 
     def clip_grad_norm(self, optimizer: BoostedOptimizer, max_norm: float) -> Tensor:
         """Shrink the gradients so that the norm of all of them is at most `max_norm`; return what it was."""
@@ -148,11 +141,7 @@ class Booster:
 
     def _cut(self, how: Arrangement) -> dict[str, Any]:
         """Return how a loader's batches are cut: stages are given whole ones, which their step cuts."""
-        return {"mesh": how.mesh, "axes": how.axes if how.cut is None else (), "notice": self._notice}
-
-    def _notice(self, samples: int | None, part: Any) -> None:
-        for model in self._models:
-            model.learner.announce(samples, part)
+        return {"mesh": how.mesh, "axes": how.axes if how.cut is None else (), "notice": self._loops.notice}
 
     def execute_pipeline(
         self,
@@ -180,7 +169,8 @@ class Booster:
     def init(self, model: nn.Module, optimizer: Any, criterion: Callable[..., Tensor] | None = None) -> State:
         """Return the state to begin with, and remember the step: see `loss_of`."""
         source = followed(optimizer, dict(model.named_parameters()), "init")
-        state, step = self.plugin.arranged().of(len(self._steps)).functional(model, source, criterion)
+        how, self._loops.own.inits = self.plugin.arranged().of(self._loops.own.inits), self._loops.own.inits + 1
+        state, step = how.functional(model, source, criterion)
         self._steps.append(step)
         return state._replace(turn=len(self._steps) - 1)
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from fshard.errors import ModuleError, OptimizerError
 from fshard.mesh.placing import unshard
+from fshard.mesh.scope import here
 from fshard.mesh.tree import PyTree
 from fshard.optim.chain import clip_by_global_norm, clip_by_value
 from fshard.optim.norms import global_norm
@@ -96,6 +100,42 @@ class Model(nn.Module):
     def unwrap(self) -> nn.Module:
         """Return a copy of the model by itself, with whole parameters; all devices have to call it."""
         return filled(self.module, *self.learner.whole())
+
+
+@dataclass
+class Loop:
+    """What a Booster has for one device: the models that it trains, and whether backwards reduce gradients."""
+
+    models: list[Model] = field(default_factory=list[Model])
+    sync: bool = True
+    inits: int = 0
+
+
+class Loops:
+    """The loops of all devices that use one Booster: those of a virtual mesh may share it, and run after run."""
+
+    def __init__(self) -> None:
+        self._loops = WeakKeyDictionary[Any, Loop]()
+
+    @property
+    def own(self) -> Loop:
+        """That of the calling device."""
+        return self._loops.setdefault(here() or self, Loop())
+
+    @contextmanager
+    def unsynchronised(self) -> Generator[None]:
+        """Let gradients of the calling device's backwards stay there."""
+        own = self.own
+        before, own.sync = own.sync, False
+        try:
+            yield
+        finally:
+            own.sync = before
+
+    def notice(self, samples: int | None, part: Any) -> None:
+        """Tell the calling device's models which batch comes."""
+        for model in self.own.models:
+            model.learner.announce(samples, part)
 
 
 class BoostedOptimizer:
