@@ -72,6 +72,22 @@ BAD = {
     "a bucket": (lambda: fs.ZeroPlugin(options={"bucket": -1}), "bucket=-1: a whole number"),
     "a dtype": (lambda: fs.DDPPlugin(options={"reduce": "fp32"}), "reduce='fp32' is no dtype: reduce=torch.float32"),
     "balance": (lambda: fs.HybridParallelPlugin(pipeline=2, balance="even"), "there is no balance='even'"),
+    "sizes": (
+        lambda: fs.HybridParallelPlugin(pipeline=2, balance=[1, 2, 3]),
+        r"balance=\[1, 2, 3\] is not a number of layers, at least 1, for each of 2 stages",
+    ),
+    "balance that is measured": (
+        lambda: fs.HybridParallelPlugin(pipeline=2, balance="time"),
+        "balance=.time. is measured. Give a microbatch",
+    ),
+    "stages along the batch": (
+        lambda: fs.HybridParallelPlugin(pipeline=2, pipeline_axis="data"),
+        'pipeline_axis="data" is the axis of the batch',
+    ),
+    "nothing is gathered": (
+        lambda: fs.DDPPlugin(options={"prefetch": 2, "live_units": 1}),
+        r"options=\['live_units', 'prefetch'\] have no meaning where nothing is gathered: stage 0",
+    ),
     "recompute": (
         lambda: fs.HybridParallelPlugin(pipeline=2, recompute="sometimes"),
         "recompute='sometimes' is none of",

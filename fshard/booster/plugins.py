@@ -94,6 +94,8 @@ class Plugin:
             wrong += complaints_of(self.axes, self.mesh)
         known = _OPTIONS & {*(OF_STAGES if self.in_stages() else OF_LOSSES)}
         wrong += not_known(sorted(known), options=self.options)
+        if not wrong and self.zero() != 3 and (idle := {"prefetch", "live_units"} & {*self.options}):
+            wrong.append(f"options={sorted(idle)} have no meaning where nothing is gathered: stage {self.zero()}")
         if self.reproducible and self.sync_batchnorm:
             wrong.append("reproducible=True computes slices by themselves, sync_batchnorm=True all devices together")
         wrong += not_whole(1, slices=self.slices) + not_whole(0, seed=self.seed)
@@ -260,7 +262,9 @@ class HybridParallelPlugin(Plugin):
             wrong.append(
                 f'pipeline={self.pipeline}, but "{self.pipeline_axis}" of {self.mesh} has {found or "no"} devices'
             )
-        wrong += complaints_of(HybridParallelPlugin.plan, self) + complaints_of(check_balance, self.balance)
+        wrong += complaints_of(HybridParallelPlugin.plan, self) or complaints_of(HybridParallelPlugin.balanced, self)
+        if self.mesh is None and self.in_stages() and self.pipeline_axis == "data":
+            wrong.append('pipeline_axis="data" is the axis of the batch')
         if self.pipeline == 1 and (idle := changed(self, _OF_STAGES)):
             wrong.append(f"{idle} has no meaning without stages: pipeline=1")
         if self.in_stages() and not wrong and (devices := 1 + max(self.plan().placement)) != self.pipeline:
@@ -280,6 +284,10 @@ class HybridParallelPlugin(Plugin):
         return pipeline_schedule(
             self.schedule, stages=chunks * self.pipeline, microbatches=self.microbatches, devices=devices
         )
+
+    def balanced(self) -> None:
+        """Raise if stages cannot be balanced so."""
+        check_balance(self.balance, len(self.plan().placement), self.sample)
 
     def laid_on(self) -> Mesh:
         """Return the mesh: that which was given, that of `fs.run`, or all processes, the stages along the last axis."""

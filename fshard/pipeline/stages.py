@@ -153,16 +153,24 @@ def _named(layers: nn.Sequential | Iterable[Layer]) -> dict[str, nn.Module]:
     return dict(zip(names or map(str, range(len(modules))), modules, strict=True))
 
 
-def check_balance(balance: Balance) -> None:
-    """Raise if a balance is none of those that there are; lists of sizes and patterns are asked when there are layers."""
-    if isinstance(balance, str) and not balance.startswith("type:") and balance not in _BALANCES:
+def check_balance(balance: Balance, n: int, sample: PyTree) -> None:
+    """Raise if a balance is none of those that there are for n stages; whether it fits is asked when there are layers."""
+    if not isinstance(balance, str):
+        if len(balance) != n or min(balance) < 1:
+            raise LayoutError(
+                f"split_stages: balance={[*balance]} is not a number of layers, at least 1, for each of {n} stages."
+            )
+    elif not balance.startswith("type:") and balance not in _BALANCES:
         raise LayoutError(
             f'split_stages: there is no balance={balance!r}. Write "uniform", "parameters", "time", "memory", "type:regex" or '
             "the number of layers of each stage."
         )
+    elif balance in _MEASURED and sample is None:
+        raise LayoutError(f'split_stages: balance="{balance}" is measured. Give a microbatch to measure on: sample=.')
 
 
-_BALANCES = ("uniform", "parameters", "time", "memory")
+_MEASURED = ("time", "memory")
+_BALANCES = ("uniform", "parameters", *_MEASURED)
 
 
 def _sizes(layers: Sequence[nn.Module], n: int, balance: Balance, sample: PyTree) -> Sequence[int]:
@@ -195,9 +203,7 @@ def _costs(layers: Sequence[nn.Module], balance: str, sample: PyTree) -> list[fl
                 f"{', '.join(sorted({type(layer).__name__ for layer in layers}))}."
             )
         return found
-    check_balance(balance)
-    if sample is None:
-        raise LayoutError(f'split_stages: balance="{balance}" is measured. Give a microbatch to measure on: sample=.')
+    check_balance(balance, 1, sample)
     states = [map_tensors(torch.clone, layer.state_dict()) for layer in layers]
     try:
         with torch.enable_grad(), torch.random.fork_rng():
