@@ -93,8 +93,8 @@ class Plugin:
         elif self.mesh is not None and self.axis is not None:
             wrong += complaints_of(self.axes, self.mesh)
         known = _OPTIONS & {*(OF_STAGES if self.in_stages() else OF_LOSSES)}
-        wrong += not_known(sorted(known), options=self.options)
-        if not wrong and self.zero() != 3 and (idle := {"prefetch", "live_units"} & {*self.options}):
+        wrong += (strange := not_known(sorted(known), options=self.options))
+        if not strange and self.zero() != 3 and (idle := {"prefetch", "live_units"} & {*self.options}):
             wrong.append(f"options={sorted(idle)} have no meaning where nothing is gathered: stage {self.zero()}")
         if self.reproducible and self.sync_batchnorm:
             wrong.append("reproducible=True computes slices by themselves, sync_batchnorm=True all devices together")
