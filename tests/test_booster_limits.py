@@ -41,11 +41,8 @@ def backward(booster, loss, opt):
 
 
 def loader_of(booster, data, **options):
-    return DataLoader(data, 8, **options) if booster is None else fs_loader(booster, data, **options)
-
-
-def fs_loader(booster, data, **options):
-    return booster.prepare_dataloader(data, 8, **options)
+    make = DataLoader if booster is None else booster.prepare_dataloader
+    return make(data, 8, **options)
 
 
 def same(make, body, **options):
@@ -105,7 +102,10 @@ SCALE = torch.arange(1.0, 6.0).double()
 @pytest.mark.parametrize("reproducible", [False, True])
 def test_what_comes_first_need_not_have_a_row_for_each_sample(copied, reproducible):
     data = TensorDataset(rows(16 if reproducible else 11, 5))
-    act = lambda model, x: model(SCALE, x.clone() if copied else x).square().mean()  # noqa: E731
+
+    def act(model, x):
+        return model(SCALE, x.clone() if copied else x).square().mean()
+
     same(Scaled, each(data, act), plugin=fs.DDPPlugin(reproducible=reproducible))
 
 
