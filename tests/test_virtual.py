@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import sys
 import threading
 import time
 import types
@@ -425,8 +426,6 @@ def test_a_gradient_asked_for_outside_is_refused():
 
 
 def test_many_failures_at_once_end():
-    import sys
-
     def main():
         fs.psum(torch.ones(1), "d")
         raise KeyError(fs.axis_index("d"))
@@ -442,8 +441,6 @@ def test_many_failures_at_once_end():
 
 
 def test_many_interrupts_end():
-    import sys
-
     mesh = fs.make_mesh({"d": 8})
 
     def main():
@@ -462,6 +459,35 @@ def test_many_interrupts_end():
     finally:
         sys.setswitchinterval(interval)
     assert fs.run(lambda: fs.axis_index("d"), mesh=mesh) == list(range(8))
+
+
+def test_an_interrupt_that_is_lost_in_a_destructor_is_not_spoken_of(monkeypatch):
+    said: list[type[BaseException] | None] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda lost: said.append(lost.exc_type))
+
+    class Endless:
+        def __del__(self):
+            while True:
+                pass
+
+    class Faulty:
+        def __del__(self):
+            raise KeyError
+
+    def main():
+        if fs.axis_index("d") == 0:
+            Endless()
+            Faulty()
+        while True:
+            fs.psum(torch.ones(1), "d")
+
+    timer = threading.Timer(0.1, lambda: os.kill(os.getpid(), signal.SIGINT))
+    timer.start()
+    hook = sys.unraisablehook
+    with pytest.raises(KeyboardInterrupt):
+        fs.run(main, mesh=fs.make_mesh({"d": 2}))
+    timer.join()
+    assert said == [KeyError] and sys.unraisablehook is hook
 
 
 def test_an_interrupt_that_comes_too_late_disturbs_nothing(monkeypatch):

@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import _thread
 import ctypes
+import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from contextvars import copy_context
 
 
@@ -114,14 +116,15 @@ class Crew:
     def _end(self, stop: Callable[[], None], busy: Callable[[int], bool]) -> None:
         stop()
         _wait_for(self._started)
-        while self._living():
-            for place, thread in enumerate(self._threads):
-                with self._door:
-                    if place not in self._gone and busy(place):
-                        _raise_in(thread, Stopped)
-            until = time.monotonic() + 1.0  # then again, if the first was lost in a destructor, say
-            while self._living() and time.monotonic() < until:
-                time.sleep(0.001)
+        with _losses_unsaid():
+            while self._living():
+                for place, thread in enumerate(self._threads):
+                    with self._door:
+                        if place not in self._gone and busy(place):
+                            _raise_in(thread, Stopped)
+                until = time.monotonic() + 1.0  # then again, if the first was lost in a destructor, say
+                while self._living() and time.monotonic() < until:
+                    time.sleep(0.001)
         self._over.release()
 
     def _living(self) -> list[threading.Thread]:
@@ -137,6 +140,23 @@ def _raise_in(thread: threading.Thread, error: type[BaseException]) -> None:
     """
     if thread.ident is not None:
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(error))
+
+
+@contextmanager
+def _losses_unsaid() -> Generator[None]:
+    """Have Python say nothing of a `Stopped` that came where it cannot unwind: in a destructor or a callback of `gc`."""
+    say = sys.unraisablehook
+
+    def say_others(lost: sys.UnraisableHookArgs, /) -> None:
+        if not issubclass(lost.exc_type, Stopped):
+            say(lost)
+
+    sys.unraisablehook = say_others
+    try:
+        yield
+    finally:
+        if sys.unraisablehook is say_others:  # else somebody put another before it
+            sys.unraisablehook = say
 
 
 def _closed() -> threading.Lock:
