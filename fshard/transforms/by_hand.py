@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_unflatten
 
 from fshard.errors import LayoutError, ModuleError
 from fshard.mesh.mesh import Mesh
+from fshard.mesh.placing import unshard
 from fshard.mesh.scope import owning
 from fshard.mesh.sharded import Sharded
 from fshard.mesh.spec import P
@@ -38,7 +39,7 @@ from fshard.optim.scaling import held_by
 from fshard.source import call_site
 from fshard.transforms.announced import Announced, Counted
 from fshard.transforms.batch import Batch, Slice
-from fshard.transforms.buffers import Buffers, New, numbers
+from fshard.transforms.buffers import Buffers
 from fshard.transforms.forest import Forest
 from fshard.transforms.gradient import as_they_lie, unstaged
 from fshard.transforms.handle import wholes
@@ -49,6 +50,7 @@ from fshard.transforms.nearby import refuse_distant, refuse_unplaced
 from fshard.transforms.opaque import refuse_opaque
 from fshard.transforms.randomness import drawn_key, keyed_random
 from fshard.transforms.reached import marked, reached
+from fshard.transforms.remembered import Written
 from fshard.transforms.side_by_side import side_by_side
 from fshard.transforms.slices import Device
 from fshard.transforms.tape import Tape
@@ -58,16 +60,12 @@ Apply = Callable[..., tuple[Any, PyTree]]
 """Of (params, buffers, *args, **kwargs): the output and the new buffers."""
 
 
-class Part(NamedTuple):
-    """What one slice of a forward has given beside its output: buffers; and how many samples it has."""
-
-    new: New
-    rows: int
-
-
 @dataclass
 class _Open:
-    """The parameters of a step that has begun, and its forwards: parts of the last one, what was joined and counted of all."""
+    """The parameters of a step that has begun, and its forwards.
+
+    `remembered` is what each slice has made of the buffers; `joined` and `counted` are of all forwards.
+    """
 
     tape: Tape
     known: Known
@@ -77,10 +75,11 @@ class _Open:
     counted: list[Counted] = field(default_factory=list[Counted])
     marks: list[Any] = field(default_factory=list[Any])
     share: float = 1.0
-    parts: list[Part] = field(default_factory=list[Part])
+    remembered: list[PyTree] = field(default_factory=list[PyTree])
     joined: list[Any] = field(default_factory=list[Any])
     used: list[float] = field(default_factory=list[float])
     loss: Tensor = field(default_factory=lambda: torch.zeros(()))
+    turns: int = 1
     begun: bool = False
     spent: bool = True
     kept: bool = False
@@ -123,11 +122,18 @@ class ByHand(Learner):
         **options: Any,
     ) -> None:
         lay = options.get("gradients") or as_they_lie
-        super().__init__(params, buffers, mesh, lay, seed=seed, reproducible=options.get("reproducible", False))
+        super().__init__(params, mesh, lay, seed=seed, reproducible=options.get("reproducible", False))
         self.apply, self.axes = apply, axes
+        self._agreed = Buffers(buffers, standing(mesh))  # as they were on all devices after the last step
+        self._remembered = self._agreed.part(0)
         self._announced = Announced(mesh, axes)
         self._gradient = unstaged(apply, mesh=mesh, batch=P(axes), has_buffers=True, **options)
         self._open: _Open | None = None
+
+    def whole(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Return parameters and buffers as plain tensors, by their names in the model; all devices have to ask."""
+        new = self._agreed.compared(0, self._remembered, torch.device("cpu"))
+        return unshard(self.params), unshard(self._agreed.after([new]))
 
     def announce(self, total: int | None, part: PyTree) -> None:
         """Note how many samples all devices have together, of which this one's are about to come."""
@@ -157,13 +163,18 @@ class ByHand(Learner):
         count = how.turns(place)
         with self.draws(grad=grad):
             key = drawn_key()
-        now.device = Device(how, tape, now.tree, Buffers(self.buffers, standing(self.mesh)), batch, 0, key, 1.0)
+        now.device = Device(how, tape, now.tree, self._agreed, batch, 0, key, 1.0)
         group = now.device.group
         index = 0 if group is None else group.index
         slices = batch.slices(0, count, apart=True) if sliced else [Slice([x for (x,) in batch.columns], 1, None)]
-        parts = [self._one(now, slice, index * len(slices) + turn, grad=grad) for turn, slice in enumerate(slices)]
+        now.turns = len(slices)
+        given = now.remembered if sliced and now.remembered else [self._remembered] * now.turns
+        parts = [
+            self._one(now, slice, given[turn], index * len(slices) + turn, grad=grad)
+            for turn, slice in enumerate(slices)
+        ]
         now.begun = True
-        outputs, now.parts = [output for output, _ in parts], [part for _, part in parts]
+        outputs, remembered = [output for output, _ in parts], [after for _, after in parts]
         if not grad:
             tape.end()
             tape.close()
@@ -171,19 +182,19 @@ class ByHand(Learner):
             self._open = now
             now.counted.append(counted)
         if sliced:
-            found, structure = side_by_side(outputs, [part.rows for part in now.parts])
+            found, structure = side_by_side(outputs, [slice.rows for slice in slices])
             now.joined += found
+            now.remembered = remembered
             output = tree_unflatten([x for x, _ in found], structure)
         else:
-            self.buffers = now.device.buffers.after([now.parts[0].new])
-            (output,) = outputs
+            (output,), (self._remembered,) = outputs, remembered
         now.marks += marked(output, now.counted, len(now.counted) - 1) if grad else []
         return output
 
-    def _one(self, now: _Open, slice: Slice, number: int, *, grad: bool) -> tuple[Any, Part]:
-        """Run one slice; return what it gave, and its output."""
+    def _one(self, now: _Open, slice: Slice, given: PyTree, number: int, *, grad: bool) -> tuple[Any, PyTree]:
+        """Run one slice; return its output, and the buffers after it."""
         assert now.device is not None
-        device, tape, given = now.device, now.tape, now.device.buffers.part(0)
+        device, tape = now.device, now.tape
         args, kwargs = device.batch.tree(slice.leaves, self._gradient.how.manner.compute)
 
         def forward() -> tuple[Any, PyTree]:
@@ -197,9 +208,8 @@ class ByHand(Learner):
             keyed_random(device.key, 0, number),
             owning(device.batch.mesh.axis_names, device.talk.notice),
         ):
-            output, buffers = tape.saved.watch(forward, begin) if grad else forward()
-        output = wholes(output)
-        return output, Part(device.buffers.compared(0, buffers), slice.rows)
+            output, after = tape.saved.watch(forward, begin) if grad else forward()
+        return wholes(output), after
 
     def _batch(
         self, device: int, args: tuple[Any, ...], kwargs: dict[str, Any], *, sliced: bool
@@ -284,7 +294,7 @@ class ByHand(Learner):
             raise LayoutError(
                 "backward: this loss depends on nothing that this model has returned: it is another optimizer's."
             )
-        for turn in range(len(now.parts)):
+        for turn in range(now.turns):
             pairs = [(pieces(turn, g)) for (_, pieces), g in zip(ends, given, strict=True) if g is not None]
             outputs, cotangents = [x for x, _ in pairs], [g for _, g in pairs]
             if outputs:
@@ -297,12 +307,13 @@ class ByHand(Learner):
 
     def _reduced(self, now: _Open, device: Device, loss: Tensor) -> None:
         """Reduce what is left, and average buffers."""
-        weight = now.share / len(now.parts)
-        found = [Found(loss.detach(), weight, list(numbers(part.new.changed, loss.device)), []) for part in now.parts]
-        mean, now.used = device.together(found)
-        new = now.parts[-1].new
-        changed = dict(zip(new.changed, mean.means, strict=True))
-        self.buffers = device.buffers.after([new._replace(changed=changed)])
+        trees, weight = now.remembered or [self._remembered] * now.turns, now.share / now.turns
+        new = [self._agreed.compared(0, tree, loss.device) for tree in trees]
+        mean, now.used, changed = device.together(
+            [Found(loss.detach(), weight, [], []) for _ in trees], [Written(weight, one.changed) for one in new]
+        )
+        self._agreed = Buffers(self._agreed.after([new[-1]._replace(changed=changed)]), standing(self.mesh))
+        self._remembered, now.remembered = self._agreed.part(0), []
 
     def found(self) -> PyTree:
         """Return the gradients of all backwards since the last time; None where no device has used a parameter."""

@@ -59,8 +59,8 @@ class InStages(Learner):
         **options: Any,
     ) -> None:
         lay = options.get("gradients") or as_they_lie
-        super().__init__(params, buffers, mesh, lay, seed=seed, reproducible=options.get("reproducible", False))
-        self._remembers = remembers(buffers)
+        super().__init__(params, mesh, lay, seed=seed, reproducible=options.get("reproducible", False))
+        self.buffers, self._remembers = buffers, remembers(buffers)
         cut = P(axes) if axes else P()
         self._options: dict[str, Any] = {"mesh": mesh, "batch": cut, "schedule": schedule, **options}
         self.stages, self._grads = stages, list[PyTree]()

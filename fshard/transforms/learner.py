@@ -1,4 +1,4 @@
-"""What `ByHand` and `InStages` share: parameters and buffers that change from step to step, and gradients that add up."""
+"""What `ByHand` and `InStages` share: parameters that change from step to step, and gradients that add up."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from torch import Tensor
 from fshard.errors import ScopeError
 from fshard.mesh.layout import Layout
 from fshard.mesh.mesh import Mesh
-from fshard.mesh.placing import unshard
 from fshard.mesh.sharded import Sharded
 from fshard.mesh.spmd import held, is_outside
 from fshard.mesh.threads import one_thread
@@ -24,11 +23,10 @@ from fshard.transforms.randomness import keyed_random
 
 
 class Learner(ABC):
-    """Parameters as they lie, and buffers, of one device.
+    """Parameters as they lie, of one device.
 
     Args:
         params: the parameters; after a step, the new ones.
-        buffers: what the model remembers.
         mesh: the devices.
         lay: from a parameter's layout to its gradient's.
         seed: of random draws; the same on all devices.
@@ -38,7 +36,6 @@ class Learner(ABC):
     def __init__(
         self,
         params: PyTree,
-        buffers: PyTree,
         mesh: Mesh,
         lay: Callable[[Layout], Layout],
         *,
@@ -50,13 +47,13 @@ class Learner(ABC):
                 f"a loop of one's own runs as one device of {mesh}: call it inside of fs.run(main, mesh=mesh), or under "
                 "torchrun."
             )
-        self.params, self.buffers, self.mesh, self._lay, self.reproducible = params, buffers, mesh, lay, reproducible
+        self.params, self.mesh, self._lay, self.reproducible = params, mesh, lay, reproducible
         self.seed = seed
         self.steps = self._rounds = self._looks = 0
 
+    @abstractmethod
     def whole(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Return parameters and buffers as plain tensors, by their names in the model; all devices have to ask."""
-        return unshard(self.params), unshard(self.buffers)
 
     def draws(self, *, grad: bool) -> AbstractContextManager[None]:
         """Return the context of another call's draws; the first with gradients in a step draws as a functional step."""

@@ -39,7 +39,7 @@ def together(
     first, near = found[0], found[0].loss.device
     weight = tree_sum([one.weight for one in found])
     with torch.no_grad():
-        sums = _sum_of_rows(_rows(found, near))
+        sums = sum_of_rows(_rows(found, near))
     if group is not None and group.size > 1:
         sums, known = summed((sums, on_host([weight, *more], near)), group, site)
         weight, *more = [weight, *more] if known.is_meta else known.tolist()
@@ -76,7 +76,7 @@ def _columns(rows: Sequence[Sequence[Tensor]], near: torch.device) -> Tensor:
     return columns[0] if len(columns) == 1 else torch.cat(columns, 1)
 
 
-def _sum_of_rows(rows: Tensor) -> Tensor:
+def sum_of_rows(rows: Tensor) -> Tensor:
     """Add up rows as `tree_sum` does."""
     while len(rows) > 1:
         even = len(rows) // 2 * 2

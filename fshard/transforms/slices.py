@@ -22,13 +22,14 @@ from fshard.source import Site
 from fshard.transforms.agree import disagreement, exchanged, marks, on_host, summed, unlike
 from fshard.transforms.batch import Batch, Slice
 from fshard.transforms.beside import Rows, Told, collected, told
-from fshard.transforms.buffers import Buffers, New, numbers
+from fshard.transforms.buffers import Buffers, New
 from fshard.transforms.counts import Count, Weight, added, refuse_weights, something, weighted, weights_of
 from fshard.transforms.forest import Forest
 from fshard.transforms.idle import idling
 from fshard.transforms.means import Found, together
 from fshard.transforms.origin import Origin, bits
 from fshard.transforms.randomness import keyed_random
+from fshard.transforms.remembered import Written, averaged, entries_of, entries_of_all, of_one_kind
 from fshard.transforms.silence import silence
 from fshard.transforms.talk import Talk
 from fshard.transforms.tape import Order, Tape
@@ -186,12 +187,13 @@ class Device:
                 unit.kept = forest.harvest(unit)
             reductions.end()
         tape.end()
-        mean, used = self.together([part.found for part in parts])
+        mean, used, changed = self.together(
+            [part.found for part in parts], [Written(part.found.weight, part.new.changed) for part in parts]
+        )
         gradients = self.gradients(used, mean.weight)
         _, new, told = parts[-1]
-        changed = dict(zip(new.changed, mean.means, strict=False))
         numbers = {
-            **dict(zip(told.means, mean.means[len(changed) :], strict=True)),
+            **dict(zip(told.means, mean.means, strict=True)),
             **dict(zip(told.counts, mean.counts, strict=True)),
         }
         rows = {
@@ -230,10 +232,10 @@ class Device:
             if not count.weight and not idle:
                 silence(loss)
             torch.autograd.grad(loss, [tape.anchor], start, allow_unused=True)
-        new = self.buffers.compared(self.place, buffers)
+        new = self.buffers.compared(self.place, buffers, loss.device)
         beside = told(aux, slice.samples, loss.device)
-        means = [*numbers(new.changed, loss.device), *beside.means.values()]
-        return Part(Found(loss.detach(), count.weight, means, [*beside.counts.values()]), new, beside)
+        found = Found(loss.detach(), count.weight, [*beside.means.values()], [*beside.counts.values()])
+        return Part(found, new, beside)
 
     def _called(self, batch: PyTree) -> tuple[Any, PyTree, PyTree]:
         """Call the loss function; return the loss, buffers and what else there is."""
@@ -251,15 +253,22 @@ class Device:
         named = dict(zip(wanted, result, strict=True))
         return named["loss"], named.get("buffers", given), named.get("aux", ())
 
-    def together(self, found: list[Found]) -> tuple[Found, list[float]]:
-        """Average what was found and reduce what is left; return also how many devices have used each parameter."""
+    def together(
+        self, found: list[Found], written: Sequence[Written]
+    ) -> tuple[Found, list[float], dict[str, Tensor]]:
+        """Average what was found and reduce what is left.
+
+        Return also how many devices have used each parameter, and what buffers were written to, averaged.
+        """
         tape = self.tape
-        origin = self._origin()
-        own, kept = marks(tape.sequence, *origin.told), [float(unit.kept is not None) for unit in tape.units]
+        origin, entries = self._origin(), entries_of(written)
+        told = tape.sequence, *origin.told
+        own, kept = marks(*told, entries), [float(unit.kept is not None) for unit in tape.units]
         mean, sums = together(
             found, [*own, *kept, *map(float, tape.reductions.used)], self.everyone, self.talk.many, tape.site
         )
-        wrong = unlike(sums[: len(own)])
+        differing = unlike(sums[: len(own)])
+        wrong = [place for place in differing if place < len(told)]
         if wrong and wrong[-1]:  # what a step starts from may be why units were gathered otherwise
             origin.refuse(wrong[-1] - 1, tape.scope.mesh, self._exchanged)
         if wrong:
@@ -269,7 +278,10 @@ class Device:
         if any(trained) and not any(times for times, moves in zip(used, trained, strict=True) if moves):
             raise LayoutError(DETACHED)
         tape.reductions.rest(kept, used)
-        return mean, used
+        if differing:
+            entries = entries_of_all(entries, self.everyone, tape.site)
+        given, near = self.buffers.before(self.place), mean.loss.device
+        return mean, used, averaged(written, of_one_kind(entries), self.everyone, given, near, tape.site)
 
     def _origin(self) -> Origin:
         """Return what the step starts from."""
