@@ -309,7 +309,7 @@ class ByHand(Learner):
         """Reduce what is left, and average buffers."""
         trees, weight = now.remembered or [self._remembered] * now.turns, now.share / now.turns
         new = [self._agreed.compared(0, tree, loss.device) for tree in trees]
-        mean, now.used, changed = device.together(
+        _, now.used, changed = device.together(
             [Found(loss.detach(), weight, [], []) for _ in trees], [Written(weight, one.changed) for one in new]
         )
         self._agreed = Buffers(self._agreed.after([new[-1]._replace(changed=changed)]), standing(self.mesh))

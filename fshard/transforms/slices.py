@@ -253,9 +253,7 @@ class Device:
         named = dict(zip(wanted, result, strict=True))
         return named["loss"], named.get("buffers", given), named.get("aux", ())
 
-    def together(
-        self, found: list[Found], written: Sequence[Written]
-    ) -> tuple[Found, list[float], dict[str, Tensor]]:
+    def together(self, found: list[Found], written: Sequence[Written]) -> tuple[Found, list[float], dict[str, Tensor]]:
         """Average what was found and reduce what is left.
 
         Return also how many devices have used each parameter, and what buffers were written to, averaged.

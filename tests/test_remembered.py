@@ -1,0 +1,229 @@
+"""What a model remembers, where slices and devices write to different parts of it, and make of them what they like."""
+
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import fshard as fs
+from fshard import P
+from tests.loops import PLUGINS, momentum
+
+ROWS = 8
+START = {"a": torch.full((2, 3), 0.5, dtype=torch.float64), "b": torch.tensor(4), "c": torch.tensor(True)}
+
+
+def remembering(params, buffers, batch):
+    """Write to what the first sample says, by the bits of a number, and make something of what it says too."""
+    which, value = int(batch[0, 0]), batch[0, 1]
+    new = dict(buffers)
+    if which & 1:
+        new["a"] = new["a"] * 0.5 + value
+    if which & 2:
+        new["b"] = new["b"] + 2
+    if which & 4:
+        new["made"] = value.detach().reshape(1).clone()
+    if which & 8:
+        new["c"] = ~new["c"]
+    return (params["w"] * batch[:, 1]).mean(), new
+
+
+def expected(batch, slices):
+    """Return the mean of each buffer over the slices that wrote to it: lists, and nothing else."""
+    params, found = {"w": torch.ones((), dtype=torch.float64)}, {}
+    for part in batch.chunk(slices):
+        _, new = remembering(params, START, part)
+        for key, x in new.items():
+            if x is not START.get(key):
+                found.setdefault(key, []).append(x)
+    means = {key: torch.stack(rows).double().mean(0) for key, rows in found.items()}
+    return START | {
+        key: mean if found[key][0].is_floating_point() else mean.round().to(found[key][0])
+        for key, mean in means.items()
+    }
+
+
+def step(batch, n, **options):
+    mesh = fs.make_mesh({"data": n})
+    params = fs.shard_params({"w": torch.ones((), dtype=torch.float64)}, P(), mesh=mesh)
+    value_and_grad = fs.value_and_grad(remembering, mesh=mesh, batch=P("data"), has_buffers=True, **options)
+    (_, buffers), _ = value_and_grad(params, START, batch)
+    return {key: fs.unshard(x) for key, x in buffers.items()}
+
+
+batches = st.lists(st.tuples(st.integers(0, 15), st.integers(-40, 40)), min_size=ROWS, max_size=ROWS).map(
+    lambda rows: torch.tensor(rows, dtype=torch.float64) / torch.tensor([1.0, 8.0])
+)
+
+
+@given(batches, st.sampled_from([(1, 1), (1, 4), (2, 1), (2, 2), (4, 1), (4, 2)]))
+def test_what_is_remembered_is_the_mean_over_those_that_wrote_to_it(batch, how):
+    n, accumulate = how
+    found, wanted = step(batch, n, accumulate=accumulate), expected(batch, n * accumulate)
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[key], x) and found[key].dtype is x.dtype for key, x in wanted.items())
+
+
+@given(batches)
+def test_it_has_the_same_bits_on_all_meshes(batch):
+    alone, *others = [step(batch * torch.tensor([1.0, torch.pi]), n, reproducible=True, slices=8) for n in (1, 2, 4)]
+    for found in others:
+        assert found.keys() == alone.keys() and all(torch.equal(found[key], x) for key, x in alone.items())
+
+
+def test_a_tree_that_is_no_dict_has_to_be_the_same_everywhere():
+    def loss(params, buffers, batch):
+        return params["w"] * batch.mean(), [*buffers, batch.sum()] if batch[0] > 0 else buffers
+
+    mesh = fs.make_mesh({"data": 2})
+    grad = fs.value_and_grad(loss, mesh=mesh, batch=P("data"), has_buffers=True)
+    with pytest.raises(fs.LayoutError, match=r"1 is among the buffers that some devices, .* not among those of others"):
+        grad(fs.shard_params({"w": torch.ones(())}, P(), mesh=mesh), [torch.ones(2)], torch.tensor([-1.0, 1.0]))
+
+
+# -- modules ----------------------------------------------------------------------------------------------------------
+
+
+class Branching(nn.Module):
+    """Which normalises a batch that begins above 0, and counts those."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.norm = nn.Linear(3, 4), nn.BatchNorm1d(4)
+        self.register_buffer("taken", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x):
+        y = self.layer(x)
+        if x[0, 0] <= 0:
+            return y
+        self.taken += 1
+        return self.norm(y)
+
+
+class Masking(nn.Module):
+    """Which keeps a mask as long as it has ever been needed."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 4)
+        self.register_buffer("mask", torch.ones(1), persistent=False)
+
+    def forward(self, x):
+        longest = int(x[0, 0].abs())
+        if len(self.mask) < longest:
+            self.mask = torch.ones(longest)
+        return self.layer(x) * self.mask[0]
+
+
+def train(make, plugin, batches):
+    """Return what one device remembers after each step, and has learnt at last; device i is given batches[step][i]."""
+    torch.manual_seed(0)
+    model = make()
+    booster = fs.Booster(plugin=plugin())
+    model, opt, *_ = booster.boost(model, momentum(model))
+    remembered = []
+    for batch in batches:
+        booster.backward(model(batch[fs.axis_index("data")]).square().mean(), opt)
+        opt.step()
+        opt.zero_grad()
+        remembered.append({name: x.clone() for name, x in model.unwrap().named_buffers()})
+    return remembered, dict(model.unwrap().named_parameters())
+
+
+def signed(step, sign):
+    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(step))
+    x[0, 0] = sign * x[0, 0].abs()
+    return x
+
+
+BRANCHES = [[signed(0, 1), signed(1, -1)], [signed(2, -1), signed(3, -1)], [signed(4, 1), signed(5, 1)]]
+
+
+def branching(plugin):
+    """Return what the devices of this process remember and have learnt."""
+    return fs.run(train, Branching, plugin, BRANCHES, mesh=fs.make_mesh({"data": 2}))
+
+
+TOGETHER = PLUGINS | {"fsdp": partial(fs.FSDPPlugin, unit=1 << 20)}  # a gather takes all devices: not within a branch
+
+
+@pytest.mark.parametrize("plugin", TOGETHER)
+def test_a_norm_in_a_branch_that_one_device_takes(plugin):
+    (first, one), (second, other) = branching(TOGETHER[plugin])
+    torch.manual_seed(0)
+    module = Branching()
+    module(BRANCHES[0][0])
+    assert [int(each["taken"]) for each in first] == [1, 1, 2]
+    torch.testing.assert_close(
+        first[0]["norm.running_mean"], module.norm.running_mean
+    )  # not averaged with what did nothing
+    assert torch.equal(first[0]["norm.running_var"], first[1]["norm.running_var"])
+    for here, there in zip([*first, one], [*second, other], strict=True):
+        assert here.keys() == there.keys() and all(torch.equal(here[key], x) for key, x in there.items())
+
+
+def test_a_norm_in_a_branch_that_one_process_takes(two):
+    found, wanted = two.run(branching, fs.DDPPlugin), branching(fs.DDPPlugin)
+    for ((remembered, learnt),), (expected, params) in zip(found, wanted, strict=True):
+        for here, there in zip([*remembered, learnt], [*expected, params], strict=True):
+            assert here.keys() == there.keys() and all(torch.equal(here[key], x) for key, x in there.items())
+
+
+@pytest.mark.parametrize("plugin", PLUGINS)
+def test_a_mask_of_another_size_on_each_device(plugin):
+    lengths = [(2, 2), (3, 5), (5, 5)]
+    batches = [[torch.full((4, 3), float(length)) for length in row] for row in lengths]
+
+    with pytest.warns(UserWarning, match="give mask several shapes"):
+        found = fs.run(train, Masking, PLUGINS[plugin], batches, mesh=fs.make_mesh({"data": 2}))
+    torch.manual_seed(0)
+    module = Masking()
+    opt = momentum(module)
+    for batch in batches:
+        module(torch.cat(batch)).square().mean().backward()
+        opt.step()
+        opt.zero_grad()
+    for remembered, learnt in found:
+        assert [len(each["mask"]) for each in remembered] == [2, 2, 5]
+        for name, x in module.named_parameters():
+            torch.testing.assert_close(learnt[name], x)
+
+
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.norm = nn.Linear(3, 4), nn.BatchNorm1d(4)
+
+    def forward(self, x, norm=True):
+        return self.norm(self.layer(x)) if norm else self.layer(x)
+
+
+@pytest.mark.parametrize("reproducible", [False, True])
+def test_what_an_earlier_call_of_a_step_has_written_is_averaged_too(reproducible):
+    a, b = torch.randn(16, 3), torch.randn(16, 3)
+    own = {"reproducible": True, "slices": 2} if reproducible else {}
+
+    def main():
+        torch.manual_seed(0)
+        model = Normed()
+        booster = fs.Booster(plugin=fs.DDPPlugin(**own))
+        model, opt, *_ = booster.boost(model, momentum(model))
+        here = slice(8 * fs.axis_index("data"), 8 * fs.axis_index("data") + 8)
+        loss = model(a[here]).square().mean() + model(b[here], norm=False).square().mean()
+        booster.backward(loss, opt)
+        opt.step()
+        return dict(model.unwrap().named_buffers())
+
+    found = fs.run(main, mesh=fs.make_mesh({"data": 2}))
+    means = []
+    for part in a.chunk(2):
+        torch.manual_seed(0)
+        module = Normed()
+        module(part)
+        means.append(module.norm.running_mean)
+    for each in found:
+        assert torch.equal(each["norm.num_batches_tracked"], torch.tensor(1))
+        torch.testing.assert_close(each["norm.running_mean"], torch.stack(means).mean(0))
