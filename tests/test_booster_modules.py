@@ -143,6 +143,24 @@ class Recurrent(nn.Module):
         return self.lstm(x[:, None].expand(-1, 5, -1))[0][:, -1]
 
 
+class Keeping(nn.Module):
+    """Which keeps a count, an average and a table in plain attributes, and writes to a tensor that nobody has registered."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+        self.calls, self.mean, self.table, self.seen = 0, 0.0, None, torch.zeros(3).double()
+
+    def forward(self, x):
+        if self.table is None:
+            self.table = torch.linspace(0, 1, 2)
+        y = self.layer(x - self.seen.to(x.dtype)) * (self.calls + 1) + self.mean * self.table
+        self.calls += 1
+        self.mean = 0.5 * self.mean + x.mean().item()
+        self.seen.mul_(0.5).add_(x.mean(0))
+        return y
+
+
 def normed(norm):
     return nn.Sequential(norm(nn.Linear(3, 4)), nn.Tanh(), norm(nn.Linear(4, 2)))
 
@@ -150,6 +168,7 @@ def normed(norm):
 CASES = {
     "sparse": Case(Sparse),
     "rebound": Case(Rebound),
+    "keeping": Case(Keeping),
     "strided": Case(Strided),
     "kinked": Case(Kinked),
     "again": Case(Again),
@@ -170,6 +189,14 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_hard_modules_train_as_in_torch(name, plugin):
     assert_trained_alike(CASES[name], *boosted(CASES[name], PLUGINS[plugin](), 2))
+
+
+@pytest.mark.parametrize("plugin", PLUGINS)
+def test_what_is_kept_in_attributes_has_equal_bits_on_all_meshes(plugin):
+    (expected,) = bits(CASES["keeping"], "ddp", 1)
+    for n in (2, 4):
+        for found in bits(CASES["keeping"], plugin, n):
+            assert all(torch.equal(x, expected[key]) for key, x in found.items())
 
 
 # -- transformers -----------------------------------------------------------------------------------------------------

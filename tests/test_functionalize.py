@@ -162,18 +162,35 @@ class Configured(nn.Module):
 
 
 class Stateful(nn.Module):
-    """Remembers what it should not."""
+    """Remembers much in plain attributes, and reads it in the next call."""
+
+    steps = 1
 
     def __init__(self):
         super().__init__()
         self.layer = nn.Linear(D, D)
-        self.calls, self.log, self.cache = 0, [], None
+        self.calls, self.mean, self.odd, self.table, self.seen = 0, 0.0, False, None, torch.zeros(D)
+        self.latest, self.smooth = None, None
 
     def forward(self, x):
         self.calls += 1
-        self.log.append(self.calls)
-        self.cache = self.layer.weight * 2 if self.cache is None else self.cache
-        return x @ self.cache * self.calls + len(self.log)
+        self.steps = self.steps * 2
+        self.odd = not self.odd
+        self.mean = 0.9 * self.mean + 0.1 * x.mean().item()
+        self.seen.mul_(0.5).add_(x.mean(0))
+        if self.table is None:
+            self.table = torch.linspace(0, 1, D)
+        if not hasattr(self, "first"):
+            self.first = x.detach()[0]
+        keep(self, x)
+        self.latest = self.layer(x)  # with its graph: nothing that another call could use
+        self.smooth = self.latest if self.smooth is None else 0.9 * self.smooth.detach() + 0.1 * self.latest
+        y = self.smooth.detach() + self.latest * self.calls + self.mean * self.seen + self.table * self.steps
+        return (y if self.odd else -y) + self.first + self.kept
+
+
+def keep(module, x):
+    module.kept = getattr(module, "kept", 0) + x.detach().sum()
 
 
 class Inner(nn.Module):
@@ -321,8 +338,6 @@ def test_two_calls_give_what_two_calls_of_the_module_give(kind, train):
     x = torch.randn(3, D)
     for _ in range(2):
         plain.zero_grad()
-        if kind == "stateful":  # what it remembers is forgotten: each call is the first
-            plain = made(kind)
         expected = plain(x)
         expected.square().sum().backward()
         output, after = apply(params, buffers, x)
@@ -335,9 +350,65 @@ def test_two_calls_give_what_two_calls_of_the_module_give(kind, train):
             close(g, own)
         for name, b in plain.named_buffers():
             close(after[name], b)
-        assert after.keys() - {"gone"} == dict(plain.named_buffers()).keys()
+        assert {name for name in after if ":" not in name} - {"gone"} == dict(plain.named_buffers()).keys()
         buffers = after
     assert_untouched(module, before)
+
+
+def test_what_is_kept_in_plain_attributes():
+    apply, params, buffers = functionalize(nn.Sequential(Stateful(), Stateful()))
+    assert not buffers
+    output, after = apply(params, buffers, torch.ones(3, D))
+    tensors = ["first", "kept", "seen", "smooth", "table"]
+    kinds = sorted(["calls:int", "mean:float", "odd:bool", "steps:int", *(f"{name}:tensor" for name in tensors)])
+    assert sorted(after) == [f"{number}.{name}" for number in "01" for name in kinds]
+    assert after["0.calls:int"].item() == 1 and after["0.odd:bool"].item() is True and not output.isnan().any()
+    _, again = apply(params, after, torch.ones(3, D))
+    assert again["0.table:tensor"] is after["0.table:tensor"]  # nobody has written to it
+    assert torch.equal(after["0.seen:tensor"], torch.ones(D)) and torch.equal(again["0.seen:tensor"], torch.full((D,), 1.5))
+
+
+class Forgetful(nn.Module):
+    """Remembers what is neither a number nor a tensor, or has a graph."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.log, self.cache, self.loss, self.name = nn.Linear(D, D), [], {}, 0.0, "first"
+        self.unread, self.map = None, None
+
+    def forward(self, x):
+        self.log.append(len(self.log))
+        self.cache[len(x)] = x
+        y = self.layer(x)
+        self.loss = y.mean()
+        self.unread = [x]
+        self.map = y
+        if self.name == "first":
+            self.name = "second"
+        return y
+
+
+def test_what_is_lost_is_told():
+    apply, params, buffers = functionalize(Forgetful())
+    lost = r"has changed Forgetful\.loss, Forgetful\.name, Forgetful\.log, Forgetful\.cache, of which"
+    with pytest.warns(UserWarning, match=lost):
+        _, after = apply(params, buffers, torch.ones(3, D))
+    assert not after
+
+
+def test_a_number_that_is_too_large_to_be_averaged_is_lost():
+    class Large(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.hash = 1
+
+        def forward(self, x):
+            self.hash = self.hash << 60
+            return x
+
+    apply, params, buffers = functionalize(Large())
+    with pytest.warns(UserWarning, match=r"Large\.hash"):
+        apply(params, buffers, torch.ones(2))
 
 
 @each_module

@@ -24,6 +24,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.checkpoint import _StopRecomputationError as StopRecomputation  # pyright: ignore[reportPrivateUsage]
 
 from fshard.mesh.spec import Axes
+from fshard.transforms.attributes import slot_of
 from fshard.transforms.batchnorm import synchronise
 from fshard.transforms.deferred import defer, pending
 from fshard.transforms.lent import lent, untouched
@@ -55,7 +56,8 @@ def functionalize(
     In a training step, or where else draws are keyed (`keyed_random`), each layer draws by its own name; elsewhere draws are
     those of the module itself.
 
-    What a forward keeps for itself, an attribute that it sets, say, is gone after the call: return it or make it a buffer.
+    Plain attributes that a forward sets and reads again, numbers and tensors, are among the new buffers as "path.name:kind";
+    of what else it keeps for itself, a list that grows, say, a warning tells: return it or make it a buffer.
     apply does not keep the module alive (but the class of one with parametrizations does, in torch).
 
     >>> import torch, fshard as fs
@@ -83,14 +85,17 @@ def functionalize(
         check(params, buffers)
         replica = pool.take()
         try:
-            copies = {name: lent(x) for name, x in buffers.items()}
+            made = buffers.keys() - check.buffers
+            kept = {name: buffers[name] for name in made if slot_of(name) is not None}
+            copies = {name: lent(x) for name, x in buffers.items() if name not in kept}
             replica.fill({**params, **copies})
-            _place_new(replica, {name: copies[name] for name in copies.keys() - check.buffers})
+            _place_new(replica, {name: copies[name] for name in made if name not in kept})
+            replica.attributes.put(kept)
             key = key_now()
             if key is not None:
                 replica.layers.enter(key)
             output = replica.modules[0][1](*args, **kwargs)
-            return output, _new_state(replica, aliases, buffers, copies)
+            return output, _new_state(replica, aliases, buffers, copies) | replica.attributes.kept(kept)
         except StopRecomputation as stop:  # a checkpoint that runs apply again has what it wants
             clear_frames(stop.__traceback__)  # which would still refer to the replica
             raise

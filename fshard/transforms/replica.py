@@ -26,11 +26,11 @@ import torch
 from torch import Tensor, nn
 
 from fshard.errors import ModuleError
+from fshard.transforms.attributes import INTERNAL, Attributes
 from fshard.transforms.layers import Layers
 
 _ATOMS = (Tensor, str, int, float, complex, bytes, type(None), type, ModuleType, BuiltinFunctionType, torch.dtype)
 _CONTAINERS = (OrderedDict, dict, list, set, deque)
-_INTERNAL = frozenset(vars(nn.Module()))
 _WRITTEN = frozenset({"_parameters", "_buffers", "_modules"})
 """What a forward may write to of all that torch keeps in every module; the others are hooks."""
 
@@ -58,7 +58,7 @@ class Replica:
         containers: the dicts, lists and sets that a forward may write to, to be put back after it.
         owned: every object that was made for the replica.
 
-    `layers` lets the modules draw by their names.
+    `layers` lets the modules draw by their names; `attributes` are those that a forward may set.
     """
 
     def __init__(
@@ -69,6 +69,7 @@ class Replica:
         self._originals = [(container, _plain(container), _entries(container)) for container in containers]
         self._rest: list[int] = []
         self.layers = Layers(modules)
+        self.attributes = Attributes(modules, [(place.container, place.key) for place in places])
 
     def settle(self) -> None:
         """Count who refers to it now that it is finished, and nobody uses it."""
@@ -162,7 +163,7 @@ class _Copying:
         for _, module in modules:
             adapt(module)
         dicts = [vars(module) for _, module in modules]
-        internal = {id(own[key]) for own in dicts for key in _INTERNAL & own.keys()}
+        internal = {id(own[key]) for own in dicts for key in INTERNAL & own.keys()}
         owned = [x for x in self._memo.values() if id(x) not in internal]
         return Replica(modules, self._places, dicts + self._containers, owned)
 
@@ -209,7 +210,7 @@ class _Copying:
 
     def _value(self, key: Any, value: Any) -> Any:
         made = self.of(value)
-        if made is not value and isinstance(made, _CONTAINERS) and (key in _WRITTEN or key not in _INTERNAL):
+        if made is not value and isinstance(made, _CONTAINERS) and (key in _WRITTEN or key not in INTERNAL):
             self._containers.append(made)
         return made
 

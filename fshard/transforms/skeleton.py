@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fshard.errors import ModuleError
+from fshard.transforms.attributes import put
 
 
 def skeleton(module: nn.Module) -> nn.Module:
@@ -65,10 +66,9 @@ def filled(bare: nn.Module, params: Mapping[str, Tensor], buffers: Mapping[str, 
     given: dict[int, Any] = {}
     for name, x in bare.named_parameters():
         given[id(x)] = nn.Parameter(params[name].detach(), requires_grad=x.requires_grad)
-    for name, x in bare.named_buffers():
+    known = dict(bare.named_buffers())
+    for name, x in known.items():
         given[id(x)] = buffers[name]
     module = deepcopy(bare, given)
-    for name, x in buffers.items():  # those that a forward has made
-        path, _, key = name.rpartition(".")
-        vars(module.get_submodule(path))["_buffers"][key] = x
+    put(module, {name: x for name, x in buffers.items() if name not in known})
     return module
