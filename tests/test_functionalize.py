@@ -365,7 +365,9 @@ def test_what_is_kept_in_plain_attributes():
     assert after["0.calls:int"].item() == 1 and after["0.odd:bool"].item() is True and not output.isnan().any()
     _, again = apply(params, after, torch.ones(3, D))
     assert again["0.table:tensor"] is after["0.table:tensor"]  # nobody has written to it
-    assert torch.equal(after["0.seen:tensor"], torch.ones(D)) and torch.equal(again["0.seen:tensor"], torch.full((D,), 1.5))
+    assert torch.equal(after["0.seen:tensor"], torch.ones(D)) and torch.equal(
+        again["0.seen:tensor"], torch.full((D,), 1.5)
+    )
 
 
 class Forgetful(nn.Module):

@@ -249,7 +249,9 @@ def _known(kind: type) -> _Known:
 
 
 def _note(code: CodeType, known: _Known) -> None:
-    read = {x for x in code.co_consts if isinstance(x, str)} if {"getattr", "hasattr"} & {*code.co_names} else set[str]()
+    read = (
+        {x for x in code.co_consts if isinstance(x, str)} if {"getattr", "hasattr"} & {*code.co_names} else set[str]()
+    )
     written = set[str]()
     for step in dis.get_instructions(code):
         if step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
