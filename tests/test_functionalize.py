@@ -359,15 +359,32 @@ def test_what_is_kept_in_plain_attributes():
     apply, params, buffers = functionalize(nn.Sequential(Stateful(), Stateful()))
     assert not buffers
     output, after = apply(params, buffers, torch.ones(3, D))
-    tensors = ["first", "kept", "seen", "smooth", "table"]
-    kinds = sorted(["calls:int", "mean:float", "odd:bool", "steps:int", *(f"{name}:tensor" for name in tensors)])
-    assert sorted(after) == [f"{number}.{name}" for number in "01" for name in kinds]
-    assert after["0.calls:int"].item() == 1 and after["0.odd:bool"].item() is True and not output.isnan().any()
+    names = ["calls", "first", "kept", "mean", "odd", "seen", "smooth", "steps", "table"]
+    assert sorted(after) == [f"{number}.{name}:kept" for number in "01" for name in names]
+    assert after["0.calls:kept"].item() == 1 and after["0.odd:kept"].item() is True and not output.isnan().any()
     _, again = apply(params, after, torch.ones(3, D))
-    assert again["0.table:tensor"] is after["0.table:tensor"]  # nobody has written to it
-    assert torch.equal(after["0.seen:tensor"], torch.ones(D)) and torch.equal(
-        again["0.seen:tensor"], torch.full((D,), 1.5)
+    assert again["0.table:kept"] is after["0.table:kept"]  # nobody has written to it
+    assert torch.equal(after["0.seen:kept"], torch.ones(1, D)) and torch.equal(
+        again["0.seen:kept"], torch.full((1, D), 1.5)
     )
+
+
+def test_an_attribute_may_be_none_again():
+    class Alternating(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.last = None
+
+        def forward(self, x):
+            y = x if self.last is None else x + self.last
+            self.last = x.sum() if self.last is None else None
+            return y
+
+    apply, params, buffers = functionalize(Alternating())
+    plain, x = Alternating(), torch.ones(2)
+    for _ in range(4):
+        output, buffers = apply(params, buffers, x)
+        assert torch.equal(output, plain(x))
 
 
 class Forgetful(nn.Module):

@@ -1,9 +1,10 @@
 """What a forward keeps in plain attributes from one call to the next: it is handed back, and lent again, as buffers are.
 
-    self.calls += 1                                        "head.calls:int"       tensor(3)
-    self.mean = 0.9 * self.mean + 0.1 * x.mean()           "head.mean:tensor"     of whatever shape it takes
+    self.calls += 1                                        "head.calls:kept"     a number: a tensor without dims
+    self.mean = 0.9 * self.mean + 0.1 * x.mean()           "head.mean:kept"      a tensor: its only row
     self.mean.mul_(0.9)                                    likewise: plain tensors are lent, too
     self.table = table                                     likewise, also if it was None before, or not there
+    self.table = None                                      "head.table:kept"     None: no row
 
 So it is averaged over devices, as all that is remembered, and each slice of a step begins with the same.  Kept is what some
 method reads; what is only ever set cannot change what a forward computes.  A tensor with a graph is kept where a method
@@ -30,41 +31,54 @@ from fshard.transforms.lent import lent, untouched
 
 INTERNAL = frozenset(vars(nn.Module()))
 """What torch keeps in every module."""
-_NUMBERS: dict[str, tuple[type, torch.dtype]] = {
-    "bool": (bool, torch.bool),
-    "int": (int, torch.int64),
-    "float": (float, torch.float64),
-}
+_DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64}
+_KEPT = ":kept"
 _VALUES = (bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device)
 _ABSENT = object()
 
 
 class Slot(NamedTuple):
-    """Where something is kept: the path of a module, its attribute, and what it is, a "tensor" or a kind of number."""
+    """The path of a module, and an attribute of it that is kept."""
 
     path: str
     key: str
-    kind: str
 
     @property
     def name(self) -> str:
         """The name by which it stands among the buffers."""
-        return f"{self.path}.{self.key}:{self.kind}".removeprefix(".")
-
-    def value(self, x: Any) -> Any:
-        """Return what stands in the module for a tensor that is kept."""
-        return x if self.kind == "tensor" else _NUMBERS[self.kind][0](x.item())
+        return f"{self.path}.{self.key}{_KEPT}".removeprefix(".")
 
 
 def slot_of(name: str) -> Slot | None:
     """Return which attribute a name among the buffers is for; None if it is that of a buffer.
 
-    >>> slot_of("head.calls:int"), slot_of("head.running_mean")
-    (Slot(path='head', key='calls', kind='int'), None)
+    >>> slot_of("head.calls:kept"), slot_of("head.running_mean")
+    (Slot(path='head', key='calls'), None)
     """
-    where, _, kind = name.rpartition(":")
-    path, _, key = where.rpartition(".")
-    return Slot(path, key, kind) if kind == "tensor" or kind in _NUMBERS else None
+    path, _, key = name.removesuffix(_KEPT).rpartition(".")
+    return Slot(path, key) if name.endswith(_KEPT) else None
+
+
+def as_tensor(value: Any) -> Tensor | None:
+    """Return the tensor that stands for a value, from which `value_of` makes it again; None if there is none.
+
+    >>> [value_of(as_tensor(value)) for value in (3, False, None, torch.ones(2))]
+    [3, False, None, tensor([1., 1.])]
+    """
+    if isinstance(value, Tensor):
+        return None if value.is_complex() or value.layout is not torch.strided else value.unsqueeze(0)
+    if value is None:
+        return torch.empty(0)
+    if type(value) not in _DTYPES or (type(value) is int and abs(value) >= 1 << 53):  # a mean has no more digits
+        return None
+    return torch.tensor(value, dtype=_DTYPES[type(value)])
+
+
+def value_of(x: Tensor) -> Any:
+    """Return what a tensor stands for."""
+    if not x.ndim:
+        return x.item()
+    return x[0] if len(x) else None
 
 
 def put(module: nn.Module, made: Mapping[str, Any]) -> None:
@@ -72,7 +86,7 @@ def put(module: nn.Module, made: Mapping[str, Any]) -> None:
     for name, x in made.items():
         slot = slot_of(name)
         if slot is not None:
-            vars(module.get_submodule(slot.path))[slot.key] = slot.value(x)
+            vars(module.get_submodule(slot.path))[slot.key] = value_of(x)
         else:
             path, _, key = name.rpartition(".")
             vars(module.get_submodule(path))["_buffers"][key] = x
@@ -102,18 +116,16 @@ class Attributes:
         for name, x in kept.items():
             slot = slot_of(name)
             if slot is not None and slot.path in self._modules:
-                self._modules[slot.path].put(slot.key, slot.value(lent(x)))
+                self._modules[slot.path].put(slot.key, value_of(lent(x)))
 
     def kept(self, before: Mapping[str, Any]) -> dict[str, Any]:
         """Return what is kept after a call that was given this, and warn of what is lost."""
         after, lost = dict(before), list[str]()
         for path, module in self._modules.items():
             for key, first, now in module.changed():
-                for kind in ("tensor", *_NUMBERS):
-                    after.pop(Slot(path, key, kind).name, None)
-                x = _as_tensor(now) if self._is_kept(key, now) else None
+                x = as_tensor(now) if self._is_kept(key, now) else None
                 if x is not None:
-                    after[Slot(path, key, "tensor" if isinstance(now, Tensor) else type(now).__name__).name] = x
+                    after[Slot(path, key).name] = x
                 elif self._is_missed(key, first, now):
                     lost.append(f"{module.title}.{key}")
             lost += [f"{module.title}.{key}" for key in module.written() if self._is_read(key)]
@@ -142,8 +154,6 @@ class Attributes:
         """Return whether the loss of a value may matter: of what was only set it does to who reads the number there was."""
         if isinstance(now, Tensor) and now.requires_grad:
             return type(first) in (bool, int, float)
-        if now is None or now is _ABSENT:
-            return self._is_read(key) and first is not None and first is not _ABSENT
         return self._is_read(key)
 
 
@@ -213,15 +223,6 @@ def _are_same(was: list[Any], now: list[Any]) -> bool:
 def _is_written(copy: Tensor) -> bool:
     """Return whether a call has written to a tensor that was lent to it."""
     return copy._version > 0 if transformed() else not untouched(copy)
-
-
-def _as_tensor(x: Any) -> Tensor | None:
-    """Return what is kept of a value, if that can be."""
-    if isinstance(x, Tensor):
-        return None if x.is_complex() or x.layout is not torch.strided else x
-    if type(x) is int and abs(x) >= 1 << 53:  # a mean has no more digits
-        return None
-    return torch.tensor(x, dtype=_NUMBERS[type(x).__name__][1]) if type(x) in (bool, int, float) else None
 
 
 # -- what methods read ------------------------------------------------------------------------------------------------
