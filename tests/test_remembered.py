@@ -192,6 +192,122 @@ def test_a_mask_of_another_size_on_each_device(plugin):
             torch.testing.assert_close(learnt[name], x)
 
 
+# -- in stages ----------------------------------------------------------------------------------------------------------
+
+
+class Growing(nn.Module):
+    """Which remembers in all ways: a buffer that grows, one that is made, numbers and tensors in plain attributes."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("seen", torch.zeros(1))
+        self.register_buffer("made", None)
+        self.calls, self.mean, self.table = 0, torch.zeros(4, dtype=torch.float64), None
+
+    def forward(self, x):
+        if self.table is None:
+            self.table = torch.linspace(0, 1, 4, dtype=x.dtype)
+        y = self.layer(x - self.mean) / len(self.seen) + self.table * (self.calls if self.made is None else self.made)
+        self.seen = torch.zeros(len(self.seen) + 1)
+        self.made = torch.full((1,), self.calls / 8, dtype=x.dtype)
+        self.calls += 1
+        self.mean.mul_(0.5).add_(x.detach().mean(0))
+        return y
+
+
+def growing():
+    torch.manual_seed(0)
+    parts = [[nn.Linear(3, 4), Growing()], [Growing()], [nn.Tanh(), Growing()], [nn.Linear(4, 2)]]
+    return nn.Sequential(*(nn.Sequential(*layers) for layers in parts)).double()
+
+
+def whole_batch(step):
+    return torch.randn(8, 3, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+
+
+def alone():
+    model, losses = growing(), []
+    opt = momentum(model)
+    for step in range(3):
+        loss = model(whole_batch(step)).square().mean()
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        losses.append(loss.item())
+    return losses, model
+
+
+def in_stages(**options):
+    """Return the losses, and what the model is at last."""
+    model = growing()
+    booster = fs.Booster(plugin=fs.HybridParallelPlugin(pipeline=2, microbatches=4, **options))
+    model, opt, loss, *_ = booster.boost(model, momentum(model), lambda y, _: y.square().mean())
+    losses = []
+    for step in range(3):
+        x = whole_batch(step)
+        losses.append(booster.execute_pipeline(iter([(x, x)]), model, loss, opt, return_loss=True)["loss"].item())
+        opt.step()
+        opt.zero_grad()
+    return losses, model.unwrap()
+
+
+def on_processes(mesh):
+    ((losses, model),) = fs.run(in_stages, mesh=fs.make_mesh(mesh))
+    return losses, dict(model.named_buffers()), model[2][1].calls, model[2][1].mean
+
+
+MESHES = [{"pipe": 2}, {"pipe": 2, "data": 2}]
+
+
+def assert_remembers_alike(losses, model, expected, plain):
+    torch.testing.assert_close(losses, expected, rtol=1e-9, atol=1e-10)
+    for (name, x), (other, y) in zip(model.named_buffers(), plain.named_buffers(), strict=True):
+        assert name == other
+        torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-10)
+    for one, other in zip(model.modules(), plain.modules(), strict=True):
+        if isinstance(one, Growing):
+            assert one.calls == other.calls == 3
+            torch.testing.assert_close(one.mean, other.mean, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"schedule": "interleaved", "chunks": 2}, {"zero_stage": 1}, {"recompute": "always"}]
+)
+def test_what_stages_make_is_remembered(mesh, options):
+    expected, plain = alone()
+    for losses, model in fs.run(lambda: in_stages(**options), mesh=fs.make_mesh(mesh)):
+        assert_remembers_alike(losses, model, expected, plain)
+
+
+def test_what_stages_make_is_known_to_all_processes(two):
+    expected, plain = alone()
+    for losses, buffers, calls, mean in two.run(on_processes, {"pipe": 2}):
+        torch.testing.assert_close(losses, expected, rtol=1e-9, atol=1e-10)
+        assert calls == 3 and {name: x.shape for name, x in buffers.items()} == {
+            name: x.shape for name, x in plain.named_buffers()
+        }
+        torch.testing.assert_close(mean, plain[2][1].mean, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_the_functional_step_remembers_what_stages_make(mesh):
+    expected, _ = alone()
+    booster = fs.Booster(plugin=fs.HybridParallelPlugin(pipeline=2, microbatches=4, mesh=fs.make_mesh(mesh)))
+    model = growing()
+    state = booster.init(model, momentum(model), lambda y, _: y.square().mean())
+    losses = []
+    for step in range(3):
+        x = whole_batch(step)
+        state, metrics = booster.step(state, (x, x))
+        losses.append(metrics["loss"].item())
+    torch.testing.assert_close(losses, expected, rtol=1e-9, atol=1e-10)
+
+
+# -- several calls in a step ----------------------------------------------------------------------------------------------
+
+
 class Normed(nn.Module):
     def __init__(self):
         super().__init__()

@@ -23,7 +23,7 @@ from fshard.optim.partition import Partitioned, Stage, partition_optimizer
 from fshard.optim.scaling import loss_scaled
 from fshard.transforms.by_hand import ByHand
 from fshard.transforms.functionalize import functionalize
-from fshard.transforms.in_stages import InStages, bare_stages, loss_of_pair, remembers
+from fshard.transforms.in_stages import InStages, bare_stages, loss_of_pair
 from fshard.transforms.learner import with_zeros
 from fshard.transforms.randomness import folded, keyed_random
 from fshard.transforms.rules import shard_params
@@ -119,16 +119,17 @@ class Arrangement:
         """Return the state to begin with, and the step that takes it: see `loss_of`."""
         if self.cut is None:
             apply, params, buffers = self._pure(model, skeleton(model), source)
-            loss, own = loss_of(apply, criterion), {"has_buffers": True}
+            loss, own = loss_of(apply, criterion), dict[str, Any]()
         else:
             where = {"mesh": self.mesh, "schedule": self.options["schedule"], "axis": self.options["axis"]}
             loss, params, buffers = bare_stages(self.cut(model), self.rules, source.trained, **where)
-            own = {"loss": loss_of_pair(criterion), "has_buffers": remembers(buffers)}
+            own = {"loss": loss_of_pair(criterion)}
         opts = self.divided(source)
         how: Any = {
             "mesh": self.mesh,
             "batch": P(self.axes) if self.axes else P(),
             "donate": True,
+            "has_buffers": True,
             **own,
             **self.options,
         }
@@ -140,10 +141,8 @@ class Arrangement:
         train = lru_cache(maxsize=1)(made)
 
         def step(state: State, batch: Any) -> tuple[State, Metrics]:
-            given = [state.buffers] if own["has_buffers"] else []
             with keyed_random(self.seed, state.steps, 0):
-                params, kept, *others, metrics = train(opts())(state.params, state.optimizer, *given, batch)
-            buffers = others[0] if others else state.buffers
+                params, kept, buffers, metrics = train(opts())(state.params, state.optimizer, state.buffers, batch)
             return state._replace(params=params, optimizer=kept, buffers=buffers, steps=state.steps + 1), metrics
 
         return State(params, opts().init(params), buffers), step

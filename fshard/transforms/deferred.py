@@ -20,6 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPriva
 
 from fshard.errors import ModuleError
 from fshard.transforms.batchnorm import by_itself, sums_of
+from fshard.transforms.patterns import parts_of
 
 _PENDING = "pending"
 
@@ -70,6 +71,11 @@ def pending(module: nn.Module) -> dict[str, Tensor]:
         for name, layer in _layers(module)
         if layer.running_mean is not None
     }
+
+
+def is_pending(path: str) -> bool:
+    """Return whether a buffer, by its name or path, is such a sum."""
+    return parts_of(path)[-1:] == (_PENDING,)
 
 
 def defer(layer: nn.Module) -> None:

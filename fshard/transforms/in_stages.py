@@ -60,7 +60,7 @@ class InStages(Learner):
     ) -> None:
         lay = options.get("gradients") or as_they_lie
         super().__init__(params, mesh, lay, seed=seed, reproducible=options.get("reproducible", False))
-        self.buffers, self._remembers = buffers, remembers(buffers)
+        self.buffers = buffers
         cut = P(axes) if axes else P()
         self._options: dict[str, Any] = {"mesh": mesh, "batch": cut, "schedule": schedule, **options}
         self.stages, self._grads = stages, list[PyTree]()
@@ -97,7 +97,7 @@ class InStages(Learner):
             found = of_pair(y, microbatch)
             return (found, y) if outputs else found
 
-        how: dict[str, Any] = {**self._options, "loss": both, "has_aux": outputs, "has_buffers": self._remembers}
+        how: dict[str, Any] = {**self._options, "loss": both, "has_aux": outputs, "has_buffers": True}
         return gradient_of("execute_pipeline", self.stages, backward=backward, **how)
 
     def run(self, loss: Loss | None, batch: PyTree, *, scale: float = 1.0, outputs: bool = False) -> Value:
@@ -106,13 +106,13 @@ class InStages(Learner):
         With `outputs`, what the last stage makes of all samples comes back beside the loss.
         """
         backward = torch.is_grad_enabled()
-        buffers = self.buffers if self._remembers else ()
-        refuse_distant(self.mesh, "execute_pipeline", params=self.params, buffers=buffers)
+        refuse_distant(self.mesh, "execute_pipeline", params=self.params, buffers=self.buffers)
         with self.draws(grad=backward), torch.enable_grad() if backward else torch.no_grad():
-            value, grads = self._gradient(loss, outputs, backward).run(self.params, buffers, batch, call_site(), scale)
+            runs = self._gradient(loss, outputs, backward)
+            value, grads = runs.run(self.params, self.buffers, batch, call_site(), scale)
         if backward:
             self._grads.append(grads)
-            self.buffers = value.buffers if self._remembers else self.buffers
+            self.buffers = value.buffers
         return value
 
     def announce(self, total: int | None, part: PyTree) -> None:
@@ -141,11 +141,6 @@ def bare_stages(
     params = shard_stages([trained(dict(stage.named_parameters())) for stage in stages], rules, **where)
     buffers = shard_stages([dict(stage.named_buffers()) for stage in stages], **where)
     return [skeleton(stage) for stage in stages], params, buffers
-
-
-def remembers(buffers: Sequence[PyTree]) -> bool:
-    """Return whether any stage has buffers."""
-    return any(flatten(tree)[0] for tree in buffers)
 
 
 def loss_of_pair(criterion: Loss | None) -> Loss:

@@ -47,7 +47,12 @@ class Entry(NamedTuple):
 def entries_of(slices: Sequence[Written]) -> list[Entry]:
     """Return what slices that count for something have written to, in an order that does not depend on them."""
     counting = [one.changed for one in slices if one.weight]
-    return sorted({Entry(path, str(x.dtype)[6:], tuple(x.shape)) for one in counting for path, x in one.items()})
+    return sorted({entry_of(path, x) for one in counting for path, x in one.items()})
+
+
+def entry_of(path: str, x: Tensor) -> Entry:
+    """Return the entry of a tensor."""
+    return Entry(path, str(x.dtype)[6:], tuple(x.shape))
 
 
 def entries_of_all(own: Sequence[Entry], group: Group | None, site: Site) -> list[Entry]:

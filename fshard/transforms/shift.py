@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager
+from itertools import starmap
 from typing import NamedTuple
 
 import torch
@@ -31,8 +32,9 @@ from fshard.transforms.idle import idling
 from fshard.transforms.means import Found, together, tree_sum
 from fshard.transforms.origin import Origin, bits
 from fshard.transforms.randomness import keyed_apart
+from fshard.transforms.remembered import entries_of, entries_of_all, entry_of
 from fshard.transforms.slices import DETACHED, counts_of, one_loss
-from fshard.transforms.stage_buffers import Memory
+from fshard.transforms.stage_buffers import Learnt, Memory
 from fshard.transforms.stage_params import StageParams
 from fshard.transforms.stage_plan import Plan
 from fshard.transforms.stage_sums import StageSums
@@ -44,7 +46,7 @@ class Result(NamedTuple):
     """What a device has in the end.
 
     The loss, what it counts for and what is told beside it; its pieces of gradients, by number, and which have been used on any
-    device; what is new of the buffers of its stages, by path.
+    device; what its stages have learnt.
     """
 
     loss: Tensor
@@ -52,7 +54,7 @@ class Result(NamedTuple):
     aux: PyTree
     gradients: dict[int, Tensor]
     used: list[bool]
-    buffers: dict[int, dict[str, Tensor]]
+    learnt: Learnt
 
 
 class Shift:
@@ -175,15 +177,13 @@ class Shift:
             )
             loss, held, aux = device.run()
         found = self.totals.result()
-        used = self._used()
+        used, learnt = self._agreed()
         divisor = 1.0 if how.slices is None else self.weight
         gradients = {
             leaf: self._divided(g, divisor, held).to(plan.weights.leaves[leaf].dtype)
             for leaf, g in found.items()
             if used[leaf]
         }
-        weights = [count.weight for count in self.counts]
-        learnt = {} if self.memory is None else self.memory.together(weights, self.beside, self.site)
         return Result(loss, self.weight, aux, gradients, used, learnt)
 
     def _divided(self, g: Tensor, divisor: float, held: Tensor) -> Tensor:
@@ -292,21 +292,33 @@ class Shift:
         if self._objection is not None:
             self._objection(what, group)
 
-    def _used(self) -> list[bool]:
-        """Return whether any device has used each parameter; raise if devices have begun from different things."""
-        origin = self._origin()
+    def _agreed(self) -> tuple[list[bool], Learnt]:
+        """Return whether any device has used each parameter, and what was learnt; raise if devices have begun differently."""
+        origin, memory, places = self._origin(), self.memory, range(self.pipe.size)
+        written = [] if memory is None else memory.written([count.weight for count in self.counts])
+        entries = entries_of(written)
+        news = 0.0 if memory is None else float(any(map(memory.is_new, entries)))
         own = marks(*origin.told)
-        (sums,) = summed(
-            (on_host([*own, *map(float, self.totals.used)], torch.device("cpu")),), self.everyone, self.site
-        )
+        told = [number for at in places for number in (marks(entries) if at == self.pipe.index else [0.0] * 3)]
+        row = on_host([*own, *told, news, *map(float, self.totals.used)], torch.device("cpu"))
+        (sums,) = summed((row,), self.everyone, self.site)
         found = sums.tolist()
         for place in unlike(found[: len(own)]):
             origin.refuse(place, self.scope.mesh, lambda numbers: exchanged(numbers, self.everyone, self.site))
             raise MismatchError(f"{self.plan.how.caller}: devices have begun from different things.")
-        used = [times > 0 for times in found[len(own) :]]
+        told, (news, *times) = found[len(own) : len(own) + len(told)], found[len(own) + len(told) :]
+        used = [each > 0 for each in times]
         if self.plan.how.backward and not any(used):
             raise LayoutError(DETACHED)
-        return used
+        if memory is None:
+            return used, Learnt({}, [])
+        if unlike(told[3 * self.pipe.index :][:3]):
+            entries = entries_of_all(entries, self.beside, self.site)
+        values = memory.together(written, entries, self.beside, self.site)
+        if not news:
+            return used, Learnt(values, [])
+        own_news = sorted(filter(memory.is_new, starmap(entry_of, values.items())))
+        return used, Learnt(values, entries_of_all(own_news, self.everyone, self.site))
 
     def _origin(self) -> Origin:
         """Return what the step has begun from."""

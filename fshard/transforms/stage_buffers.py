@@ -1,13 +1,16 @@
 """What stages remember from one step to the next, as the running statistics of BatchNorm: on the devices that have them.
 
-As without stages, every microbatch starts from the same, and what comes back is the mean over all, weighted as the loss is.
-What is new in the buffers that a stage returns is a sum that was put off (`deferred`): it is added up, and committed at last.
+As without stages, every microbatch starts from the same, and what comes back is the mean over all that wrote to it, weighted
+as the loss is (see `remembered`).  What was put off by a BatchNorm (`deferred`) is added up, and committed at last.
+
+Only the devices of a stage know what it has made, and of which shape; so these tell the others, where a step has made
+something new.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,14 +20,15 @@ from fshard.mesh.layout import Layout
 from fshard.mesh.mesh import Mesh
 from fshard.mesh.scope import Group
 from fshard.mesh.sharded import Sharded
+from fshard.mesh.spmd import held
 from fshard.mesh.tree import PyTree, flatten_with_paths, unflatten
 from fshard.pipeline.turns import Stage
 from fshard.source import Site
 from fshard.transforms.buffers import numbers
-from fshard.transforms.deferred import commit_batch_norm
+from fshard.transforms.deferred import commit_batch_norm, is_pending, pending
 from fshard.transforms.functionalize import functionalize
-from fshard.transforms.means import Found, together
 from fshard.transforms.patterns import named, parts_of
+from fshard.transforms.remembered import Entry, Written, averaged, entry_of, of_one_kind
 from fshard.transforms.stage_layouts import on_place
 
 
@@ -32,9 +36,9 @@ def remembering(stage: nn.Module | Stage, deferred: bool) -> Stage:
     """Return a stage as a function of ((params, buffers), x) that returns (y, buffers)."""
     if not isinstance(stage, nn.Module):
         return lambda given, x, **skips: stage(*given, x, **skips)
-    apply, _, first = functionalize(stage, deferred_batch_norm=deferred)
-    pending = {name: x for name, x in first.items() if name not in dict(stage.named_buffers())}
-    return lambda given, x, **skips: apply(given[0], {**given[1], **pending}, x, **skips)
+    apply, _, _ = functionalize(stage, deferred_batch_norm=deferred)
+    sums = pending(stage) if deferred else {}
+    return lambda given, x, **skips: apply(given[0], {**given[1], **sums}, x, **skips)
 
 
 class StageBuffers:
@@ -48,12 +52,13 @@ class StageBuffers:
                 f"{type(trees).__name__ if count is None else count}. Write fs.shard_stages([dict(stage.named_buffers()) for "
                 "stage in stages], mesh=mesh, schedule=schedule)."
             )
+        self._mesh, self._axis, self._placement = mesh, axis, placement
         self._found = [flatten_with_paths(tree, sharded_is_leaf=True, none_is_leaf=True) for tree in trees]
         wrong = [
             f"{named((str(stage), *parts_of(path)))} is {x.spec if isinstance(x, Sharded) else type(x).__name__}"
-            for stage, ((paths, leaves, _), place) in enumerate(zip(self._found, placement, strict=True))
+            for stage, (paths, leaves, _) in enumerate(self._found)
             for path, x in zip(paths, leaves, strict=True)
-            if not isinstance(x, Sharded) or x.spec != on_place(Layout(mesh), axis, place).spec
+            if not isinstance(x, Sharded) or x.spec != self._layout(stage).spec
         ]
         if wrong:
             raise LayoutError(
@@ -61,21 +66,50 @@ class StageBuffers:
                 "fs.shard_stages(trees, mesh=mesh, schedule=schedule)."
             )
 
+    def _layout(self, stage: int) -> Layout:
+        return on_place(Layout(self._mesh), self._axis, self._placement[stage])
+
     def part(self, at: int) -> list[PyTree]:
         """Return what the device has whose shards stand at a place, for each stage."""
         return [unflatten(structure, [x.shards[at] for x in leaves]) for _, leaves, structure in self._found]
 
-    def after(self, learnt: Sequence[Mapping[int, Mapping[str, Tensor]]]) -> list[PyTree]:
-        """Return the buffers for the next step, from what each device at hand has learnt, by stage and path."""
+    def after(self, learnt: Sequence[Learnt]) -> list[PyTree]:
+        """Return the buffers for the next step, from what each device at hand has learnt."""
+        new = {entry.path: entry for entry in learnt[0].new}
+        trees: list[PyTree] = []
+        for stage, (paths, leaves, structure) in enumerate(self._found):
+            known = {key_of(stage, path) for path in paths}
+            pairs = zip(paths, leaves, strict=True)
+            tree = unflatten(structure, [self._leaf(stage, key_of(stage, path), x, new, learnt) for path, x in pairs])
+            for key in new.keys() - known:
+                at, path = stage_and_path(key)
+                if at == stage:
+                    tree[path[2:-2]] = self._leaf(stage, key, None, new, learnt)
+            trees.append(tree)
+        return trees
 
-        def leaf(stage: int, path: str, x: Sharded) -> Sharded:
-            new = [one.get(stage, {}).get(path, shard) for one, shard in zip(learnt, x.shards, strict=True)]
-            return Sharded(x.shape, x.layout, tuple(new))
+    def _leaf(
+        self, stage: int, key: str, given: Sharded | None, new: Mapping[str, Entry], learnt: Sequence[Learnt]
+    ) -> Sharded:
+        """Return a buffer; if it is new, or has a new shape, devices that do not have the stage have nothing of that."""
+        if key in new:
+            layout, shape, dtype = self._layout(stage), new[key].shape, getattr(torch, new[key].dtype)
+            near = self._mesh.device_type
+            empty = [torch.empty(layout.local_shape(shape, at), dtype=dtype, device=near) for at in held(self._mesh)]
+            shards = [one.values.get(key, x) for one, x in zip(learnt, empty, strict=True)]
+            return Sharded(shape, layout, tuple(shards))
+        assert given is not None
+        if not any(key in one.values for one in learnt):
+            return given
+        shards = [one.values.get(key, x) for one, x in zip(learnt, given.shards, strict=True)]
+        return Sharded(given.shape, given.layout, tuple(shards))
 
-        return [
-            unflatten(structure, [leaf(stage, path, x) for path, x in zip(paths, leaves, strict=True)])
-            for stage, (paths, leaves, structure) in enumerate(self._found)
-        ]
+
+class Learnt(NamedTuple):
+    """What one device has learnt, by stage and path; and what any device has that is new, or has a new shape."""
+
+    values: Mapping[str, Tensor]
+    new: Sequence[Entry]
 
 
 class Memory:
@@ -84,7 +118,7 @@ class Memory:
     def __init__(self, caller: str, parts: Sequence[PyTree], modules: Sequence[nn.Module | None]) -> None:
         self._caller, self.parts, self._modules = caller, parts, modules
         self._before = [_by_path(part) for part in parts]
-        self._learnt: dict[int, dict[int, dict[str, Any]]] = {}
+        self._learnt: dict[int, dict[str, Any]] = {}
 
     def note(self, stage: int, microbatch: int, after: PyTree) -> None:
         """Note what a stage has returned of its buffers."""
@@ -97,47 +131,58 @@ class Memory:
             raise LayoutError(
                 f"{self._caller}: stage {stage} has to return (y, buffers), those that it was given: {listed}."
             )
-        self._learnt.setdefault(stage, {})[microbatch] = new
+        self._learnt.setdefault(microbatch, {}).update({key_of(stage, path): x for path, x in new.items()})
 
-    def together(self, weights: Sequence[float], group: Group | None, site: Site) -> dict[int, dict[str, Tensor]]:
-        """Return what has changed, by stage and path, as it is after all microbatches of all devices."""
-        changed = [(stage, path) for stage, learnt in sorted(self._learnt.items()) for path in learnt[len(weights) - 1]]
-        if not changed:
-            return {}
-        means, sums = ([at for at in changed if (at[1] in self._before[at[0]]) is known] for known in (True, False))
-        rows = [
-            [self._learnt[stage][each].get(path) for stage, path in (*means, *sums)] for each in range(len(weights))
-        ]
-        found = [
-            Found(torch.zeros(()), weight, self._numbers(means, row), self._numbers(sums, row[len(means) :]))
+    def written(self, weights: Sequence[float]) -> list[Written]:
+        """Return what each microbatch has written to; they count for so much."""
+        rows = [self._learnt.get(microbatch, {}) for microbatch in range(len(weights))]
+        near = torch.device("cpu")
+        return [
+            Written(weight, dict(zip(row, numbers(row, near), strict=True)))
             for weight, row in zip(weights, rows, strict=True)
         ]
-        all_of_them, _ = together(found, [], group, 1, site)
-        result: dict[int, dict[str, Tensor]] = {stage: {} for stage in self._learnt}
-        for (stage, path), x in zip([*means, *sums], [*all_of_them.means, *all_of_them.counts], strict=True):
-            result[stage][path] = x
-        return {stage: self._committed(stage, new) for stage, new in result.items()}
 
-    def _numbers(self, places: Sequence[tuple[int, str]], values: Sequence[Any]) -> list[Tensor]:
-        """Return the values at some places; what a microbatch has left alone is as it was."""
-        pairs = zip(places, values, strict=False)
-        given = {f"{stage}{path}": self._before[stage][path] if x is None else x for (stage, path), x in pairs}
-        return numbers(given, torch.device("cpu"))
+    def is_new(self, entry: Entry) -> bool:
+        """Return whether other devices do not know of something: neither a sum that was put off nor a buffer like the given."""
+        stage, path = stage_and_path(entry.path)
+        given = self._before[stage].get(path)
+        return not is_pending(path) and (given is None or entry != entry_of(entry.path, given))
 
-    def _committed(self, stage: int, new: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return what is new of a stage, with what was put off."""
-        before, module = self._before[stage], self._modules[stage]
-        if module is None or all(path in before for path in new):
-            return new
-        after = commit_batch_norm(module, {_key(path): x for path, x in {**before, **new}.items()})
-        return {path: after[_key(path)] for path in before}
+    def together(
+        self,
+        written: Sequence[Written],
+        entries: Sequence[Entry],
+        group: Group | None,
+        site: Site,
+    ) -> dict[str, Tensor]:
+        """Return what has changed as it is after all microbatches of all devices of a group, which ask for it alike."""
+        given = {key_of(stage, path): x for stage, tree in enumerate(self._before) for path, x in tree.items()}
+        sums = {entry.path for entry in entries if is_pending(stage_and_path(entry.path)[1])}
+        result = averaged(written, of_one_kind(entries), group, given, torch.device("cpu"), site, added=sums)
+        for stage in sorted({stage_and_path(key)[0] for key in sums}):
+            module = self._modules[stage]
+            assert module is not None
+            own = {path: x for key, x in result.items() for at, path in [stage_and_path(key)] if at == stage}
+            after = commit_batch_norm(module, {path[2:-2]: x for path, x in {**self._before[stage], **own}.items()})
+            result |= {key_of(stage, path): after[path[2:-2]] for path in self._before[stage]}
+        return {key: x for key, x in result.items() if key not in sums}
+
+
+def key_of(stage: int, path: str) -> str:
+    """Return the path of a buffer in the list of all stages' trees."""
+    return f"[{stage}]{path}"
+
+
+def stage_and_path(key: str) -> tuple[int, str]:
+    """Return the stage, and the path in its tree.
+
+    >>> stage_and_path(key_of(12, '["norm.running_mean"]'))
+    (12, '["norm.running_mean"]')
+    """
+    number, _, path = key[1:].partition("]")
+    return int(number), path
 
 
 def _by_path(tree: PyTree) -> dict[str, Any]:
     paths, leaves, _ = flatten_with_paths(tree, none_is_leaf=True)
     return dict(zip(paths, leaves, strict=True))
-
-
-def _key(path: str) -> str:
-    """Return the name of a module's buffer from its path, `["1.running_mean"]`."""
-    return path[2:-2]

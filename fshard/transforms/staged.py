@@ -230,7 +230,7 @@ class Staged:
         grads = [_gradient(leaf, number, devices, results) for number, leaf in enumerate(known.plan.weights.leaves)]
         one, rows = results[0], [flatten(result.aux)[0] for result in results]
         aux = unflatten(flatten(one.aux)[1], [_together(column, parts) for column in zip(*rows, strict=True)])
-        after = remembered.after([result.buffers for result in results]) if remembered else ()
+        after = remembered.after([result.learnt for result in results]) if remembered else ()
         value = Value(one.loss, one.weight, parts.samples, after, aux)
         return value, unflatten(structure, [grads[number] for number in at])
 
