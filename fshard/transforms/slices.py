@@ -261,7 +261,8 @@ class Device:
         tape = self.tape
         origin, entries = self._origin(), entries_of(written)
         told = tape.sequence, *origin.told
-        own, kept = marks(*told, entries), [float(unit.kept is not None) for unit in tape.units]
+        remembered = [entries] if self.how.has_buffers else []
+        own, kept = marks(*told, *remembered), [float(unit.kept is not None) for unit in tape.units]
         mean, sums = together(
             found, [*own, *kept, *map(float, tape.reductions.used)], self.everyone, self.talk.many, tape.site
         )
