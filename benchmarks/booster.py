@@ -2,6 +2,7 @@
 
     python benchmarks/booster.py                              both workloads, and pipelines
     python benchmarks/booster.py compute --rounds 15          one of them: compute, communication, stages
+    python benchmarks/booster.py compute --only ddp "zero 1"   plugins; ratios stand with the bounds of 95 runs of 100
 
 All train the same model on the same data, in turn in one run, in an order drawn anew for each round; shown are medians of
 times, and of the ratios of two times of one round.  See zero.py, which has the models and the peers.
@@ -25,7 +26,7 @@ from peers import ddp, ddp_zero, fsdp
 from rich.console import Console
 from rich.table import Table
 from runners import COMPUTE, SCHEDULES, Blocks, Pipeline, torchs_of
-from timing import interleaved, over, paired, slowest
+from timing import interleaved, likely, over, paired, slowest
 from torch import Tensor
 
 import fshard as fs
@@ -81,14 +82,14 @@ def functional(plugin: Any, model: Model, data: list[Batch], mesh: fs.Mesh) -> S
     return step
 
 
-def measured(workload: str, rounds: int) -> tuple[dict[str, list[float]], dict[str, float]]:
+def measured(workload: str, rounds: int, plugins: list[str]) -> tuple[dict[str, list[float]], dict[str, float]]:
     """Run in every process."""
     model = WORKLOADS[workload]
     mesh = fs.make_mesh({"data": int(os.environ["WORLD_SIZE"])}, device="cpu")
     data = [model.batch(index, dist.get_rank()) for index in range(BATCHES)]
-    makes = {f"{name}: loop": partial(loop, plugin) for name, plugin in PLUGINS.items()}
-    makes |= {f"{name}: functional": partial(functional, plugin) for name, plugin in PLUGINS.items()}
-    makes |= dict(PEERS.values())
+    makes = {f"{name}: loop": partial(loop, PLUGINS[name]) for name in plugins}
+    makes |= {f"{name}: functional": partial(functional, PLUGINS[name]) for name in plugins}
+    makes |= dict(PEERS[name] for name in plugins)
     steps = {name: over(BATCHES, make(model, data, mesh)) for name, make in makes.items()}
     times = slowest(interleaved(steps, rounds, warm_up=3, between=gc.collect, ready=dist.barrier))
     losses: dict[str, float] = {}
@@ -195,8 +196,14 @@ def stages(console: Console, n: int, rounds: int) -> None:
     table = Table("schedule", "loop, ms", "x functional", "x torch's", title=f"stages: {n} processes, {rounds} rounds")
     for name in SCHEDULES:
         own, *others = (times[f"{name}: {kind}"] for kind in KINDS)
-        table.add_row(name, f"{statistics.median(own) * 1e3:.1f}", *(f"{paired(own, other):.2f}" for other in others))
+        table.add_row(name, f"{statistics.median(own) * 1e3:.1f}", *(compared(own, other) for other in others))
     console.print(table)
+
+
+def compared(own: list[float], other: list[float]) -> str:
+    """Return how many times as long one takes as the other, and between what that is likely to be."""
+    low, high = likely(own, other)
+    return f"{paired(own, other):.3f} ({low:.3f}-{high:.3f})"
 
 
 def main() -> None:
@@ -204,18 +211,19 @@ def main() -> None:
     parser.add_argument("workloads", nargs="*", default=[*WORKLOADS, "stages"])
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--only", nargs="+", choices=[*PLUGINS], default=[*PLUGINS], help="plugins; not of stages")
     chosen = parser.parse_args()
     console = Console(width=120)
     for workload in chosen.workloads:
         if workload == "stages":
             stages(console, chosen.processes, chosen.rounds)
             continue
-        times, losses = run_processes(measured, chosen.processes, workload, chosen.rounds, timeout=3600)[0]
+        times, losses = run_processes(measured, chosen.processes, workload, chosen.rounds, chosen.only, timeout=3600)[0]
         table = Table("plugin", "loop, ms", "x functional", "x torch's", "torch's", "loss")
         table.title = f"{workload}: {chosen.processes} processes, {chosen.rounds} rounds"
-        for name in PLUGINS:
+        for name in chosen.only:
             own, peer = times[f"{name}: loop"], PEERS[name][0]
-            ratios = [f"{paired(own, times[other]):.2f}" for other in (f"{name}: functional", peer)]
+            ratios = [compared(own, times[other]) for other in (f"{name}: functional", peer)]
             table.add_row(name, f"{statistics.median(own) * 1e3:.1f}", *ratios, peer, f"{losses[f'{name}: loop']:.6f}")
         console.print(table)
         middle = statistics.median(losses.values())

@@ -490,9 +490,11 @@ def by_group(opt):
     return torch.optim.lr_scheduler.OneCycleLR(opt, [0.1, 0.2], total_steps=8)
 
 
+@pytest.mark.parametrize("late", [False, True], ids=["scheduler before", "scheduler after boosting"])
 @pytest.mark.parametrize("plugin", PLUGINS)
-def test_groups_and_what_schedulers_write_into_them_count(plugin):
+def test_groups_and_what_schedulers_write_into_them_count(plugin, late):
     def rounds(booster, model, opt, schedule):
+        schedule = by_group(opt) if late else schedule
         for step in range(8):
             booster.backward(model(own(rows(8, step))).square().mean(), opt)
             opt.step()
@@ -512,7 +514,7 @@ def test_groups_and_what_schedulers_write_into_them_count(plugin):
         if step < 7:
             schedule.step()
         opt.param_groups[0]["weight_decay"] = 0.1
-    close(loop(2, plugin, lambda: nn.Linear(3, 2), rounds, grouped, by_group), model.state_dict())
+    close(loop(2, plugin, lambda: nn.Linear(3, 2), rounds, grouped, None if late else by_group), model.state_dict())
 
 
 OTHERS = {

@@ -315,6 +315,11 @@ def with_hook(model, opt):
     ("act", "error", "words"),
     [
         (with_hook, fs.OptimizerError, "hooks of the optimizer that was boosted are not called"),
+        (
+            lambda model, opt: opt.register_step_pre_hook(print),
+            fs.OptimizerError,
+            "hooks of a boosted optimizer are not called",
+        ),
         (lambda model, opt: model.half(), fs.ModuleError, "not moved or converted.*before the model is boosted"),
         (lambda model, opt: model.to("cpu"), fs.ModuleError, "not moved or converted"),
         (lambda model, opt: copy.deepcopy(model), fs.ModuleError, r"not copied.*model.unwrap\(\).*fs.optim.ema"),
@@ -327,7 +332,17 @@ def with_hook(model, opt):
         (lambda model, opt: opt.load_state_dict({}), fs.OptimizerError, "lies as the plugin says: optimizer.state"),
         (lambda model, opt: opt.add_param_group({}), fs.OptimizerError, "all its groups before it is boosted"),
     ],
-    ids=["step hook", "half", "to", "deepcopy", "averaged", "state_dict", "load_state_dict", "add_param_group"],
+    ids=[
+        "step hook",
+        "pre hook",
+        "half",
+        "to",
+        "deepcopy",
+        "averaged",
+        "state_dict",
+        "load_state_dict",
+        "add_param_group",
+    ],
 )
 def test_what_a_boosted_model_cannot_do_is_said(act, error, words):
     def main():
@@ -392,3 +407,24 @@ def test_devices_and_runs_may_share_a_booster():
         for _ in range(2):
             for found, expected in zip(fs.run(body, shared, mesh=MESH), own, strict=True):
                 assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize(
+    ("ask", "name"),
+    [
+        (lambda opt: opt.param_groups, "param_groups"),
+        (lambda opt: opt.defaults, "defaults"),
+        (lambda opt: torch.optim.lr_scheduler.StepLR(opt, 2), "param_groups"),
+    ],
+    ids=["groups", "defaults", "scheduler"],
+)
+def test_a_pure_optimizer_has_no_groups(ask, name):
+    def main():
+        model = nn.Linear(2, 2)
+        _, opt, *_ = fs.Booster().boost(model, fs.optim.sgd(0.1))
+        ask(opt)
+
+    with pytest.raises(
+        fs.OptimizerError, match=rf"^{name}: the optimizer that was boosted is a pure one, .*schedule as its rate"
+    ):
+        fs.run(main, mesh=fs.make_mesh({"data": 1}))

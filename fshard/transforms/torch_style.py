@@ -138,8 +138,10 @@ class Loops:
             model.learner.announce(samples, part)
 
 
-class BoostedOptimizer:
-    """An optimizer whose state lies as the plugin says.  Schedulers go on writing into the groups of the one it stands for.
+class BoostedOptimizer(torch.optim.Optimizer):
+    """An optimizer whose state lies as the plugin says.
+
+    Schedulers write into the groups of the one it stands for, whichever of the two they were given.
 
     Args:
         given: the optimizer of torch, or a pure one.
@@ -154,9 +156,22 @@ class BoostedOptimizer:
         self.state: PyTree = opts().init(self._learner.params)
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:
+    def param_groups(self) -> list[dict[str, Any]]:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The groups of the optimizer that was boosted, with the options that count in the next step."""
-        return getattr(self.optim, "param_groups", [])
+        return self._of_torch("param_groups")
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The options of groups that say nothing else."""
+        return self._of_torch("defaults")
+
+    def _of_torch(self, name: str) -> Any:
+        if not isinstance(self.optim, torch.optim.Optimizer):
+            raise OptimizerError(
+                f"{name}: the optimizer that was boosted is a pure one, which has none. Give it a schedule as its rate: "
+                "fs.optim.adamw(fs.optim.schedules.cosine(...))."
+            )
+        return getattr(self.optim, name)
 
     @property
     def scale(self) -> float:
@@ -191,7 +206,9 @@ class BoostedOptimizer:
         """Keep each element of the gradients between -clip_value and clip_value."""
         self._grads, _ = clip_by_value(clip_value * self.scale).update(self.grads, (), None)
 
-    def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
+    def step(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, closure: Callable[[], Tensor] | None = None
+    ) -> Tensor | None:
         """Take a step along the gradients, those of `closure` too, if it is given; return what that has returned."""
         if any(getattr(self.optim, f"_optimizer_step_{when}_hooks", None) for when in ("pre", "post")):
             raise OptimizerError(
@@ -201,8 +218,10 @@ class BoostedOptimizer:
             loss = None if closure is None else closure()
         params, self.state = self._learner.written(self._opts(), self.grads, self.state)
         self._learner.params, self._grads, self._zeros_once = params, None, False
-        if self.param_groups:
-            self.optim._opt_called = True  # schedulers ask torch's optimizers whether a step came before theirs
+        if isinstance(self.optim, torch.optim.Optimizer):
+            vars(self.optim)["_opt_called"] = (
+                True  # schedulers ask torch's optimizers whether a step came before theirs
+            )
         return loss
 
     def state_dict(self) -> Any:
@@ -216,6 +235,14 @@ class BoostedOptimizer:
     def add_param_group(self, param_group: Any) -> None:
         """Raise: how the state lies is decided."""
         raise OptimizerError("add_param_group: give the optimizer all its groups before it is boosted.")
+
+    def _hook(self, *args: Any, **kwargs: Any) -> Any:
+        """Raise: nobody would call it."""
+        raise OptimizerError("hooks of a boosted optimizer are not called. Call them beside step().")
+
+    register_step_pre_hook = register_step_post_hook = _hook
+    register_state_dict_pre_hook = register_state_dict_post_hook = _hook
+    register_load_state_dict_pre_hook = register_load_state_dict_post_hook = _hook
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients.  If they are not set to None, parameters that nobody uses have zeros in the next step."""
