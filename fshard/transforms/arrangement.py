@@ -113,7 +113,7 @@ class Arrangement:
         how: Any = {"mesh": self.mesh, "axes": self.axes, "seed": self.seed, "gradients": lay, **self.options}
         if self.cut is not None:
             return InStages.of(self.cut(model), self.rules, source.trained, **how)
-        return ByHand(*self._pure(model, bare, source), **how)
+        return ByHand(*self._pure(model, bare, source), **how, pure=self._function)
 
     def functional(self, model: nn.Module, source: Followed, criterion: Criterion | None) -> tuple[State, Step]:
         """Return the state to begin with, and the step that takes it: see `loss_of`."""
@@ -147,11 +147,14 @@ class Arrangement:
 
         return State(params, opts().init(params), buffers), step
 
+    def _function(self, bare: nn.Module) -> Any:
+        apply, _, _ = functionalize(bare, sync_batchnorm=self.axes if self.sync_batchnorm else None)
+        return apply
+
     def _pure(self, model: nn.Module, bare: nn.Module, source: Followed) -> tuple[Any, Any, Any]:
         """Return a model as a function, which keeps none of its tensors, its parameters as they lie, and its buffers."""
-        apply, _, _ = functionalize(bare, sync_batchnorm=self.axes if self.sync_batchnorm else None)
         _, params, buffers = functionalize(model)
-        return apply, shard_params(source.trained(params), self.rules, mesh=self.mesh), buffers
+        return self._function(bare), shard_params(source.trained(params), self.rules, mesh=self.mesh), buffers
 
 
 def _of_all(opt: Partitioned) -> Partitioned:

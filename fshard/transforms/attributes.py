@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dis
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import lru_cache
 from inspect import unwrap
 from operator import is_
@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from fshard.mesh.differentiate import transformed
+from fshard.mesh.tree import PyTree
 from fshard.transforms.lent import lent, untouched
 
 INTERNAL = frozenset(vars(nn.Module()))
@@ -57,6 +58,16 @@ def slot_of(name: str) -> Slot | None:
     """
     path, _, key = name.removesuffix(_KEPT).rpartition(".")
     return Slot(path, key) if name.endswith(_KEPT) else None
+
+
+def without(tree: PyTree, names: Collection[str]) -> PyTree:
+    """Return buffers without those of some names."""
+    return {name: x for name, x in tree.items() if name not in names}
+
+
+def kept_of(tree: PyTree) -> dict[str, Any]:
+    """Return those of the buffers that stand for attributes."""
+    return {name: x for name, x in tree.items() if name.endswith(_KEPT)}
 
 
 def as_tensor(value: Any) -> Tensor | None:

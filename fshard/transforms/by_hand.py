@@ -22,7 +22,7 @@ from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_unflatten
 
 from fshard.errors import LayoutError, ModuleError
@@ -38,6 +38,7 @@ from fshard.optim.leaves import firsts_of
 from fshard.optim.scaling import held_by
 from fshard.source import call_site
 from fshard.transforms.announced import Announced, Counted
+from fshard.transforms.attributes import Slot, kept_of, without
 from fshard.transforms.batch import Batch, Slice
 from fshard.transforms.buffers import Buffers
 from fshard.transforms.forest import Forest
@@ -95,6 +96,7 @@ class ByHand(Learner):
         mesh: the devices.
         axes: along which the batch is cut.
         seed: of random draws; the same on all devices.
+        pure: makes the function of a module that has been altered.
         options: those of `value_and_grad` that are not about the batch.
 
     >>> import torch, fshard as fs
@@ -119,11 +121,12 @@ class ByHand(Learner):
         mesh: Mesh,
         axes: tuple[str, ...],
         seed: int = 0,
+        pure: Callable[[nn.Module], Apply] | None = None,
         **options: Any,
     ) -> None:
         lay = options.get("gradients") or as_they_lie
         super().__init__(params, mesh, lay, seed=seed, reproducible=options.get("reproducible", False))
-        self.apply, self.axes = apply, axes
+        self.apply, self.axes, self._pure = apply, axes, pure
         self._agreed = Buffers(buffers, standing(mesh))  # as they were on all devices after the last step
         self._remembered = self._agreed.part(0)
         self._announced = Announced(mesh, axes)
@@ -134,6 +137,18 @@ class ByHand(Learner):
         """Return parameters and buffers as plain tensors, by their names in the model; all devices have to ask."""
         new = self._agreed.compared(0, self._remembered, torch.device("cpu"))
         return unshard(self.params), unshard(self._agreed.after([new]))
+
+    def follow(self, module: nn.Module, slots: Sequence[Slot]) -> None:
+        """Call from now on what a model's structure has become; forget what was kept in attributes that were set."""
+        assert self._pure is not None
+        self.apply, names = self._pure(module), {slot.name for slot in slots}
+        self._remembered = without(self._remembered, names)
+        if self._open is not None:
+            self._open.remembered = [without(tree, names) for tree in self._open.remembered]
+
+    def kept(self) -> dict[str, Tensor]:
+        """Return what this device's last call has kept in attributes, by the names of buffers."""
+        return kept_of(self._remembered if self._open is None else [*self._open.remembered, self._remembered][0])
 
     def announce(self, total: int | None, part: PyTree) -> None:
         """Note how many samples all devices have together, of which this one's are about to come."""

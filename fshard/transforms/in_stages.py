@@ -20,9 +20,12 @@ from fshard.mesh.mesh import Mesh
 from fshard.mesh.placing import unshard
 from fshard.mesh.sharded import Sharded
 from fshard.mesh.spec import P
+from fshard.mesh.spmd import held, standing
 from fshard.mesh.tree import PyTree, flatten, unflatten
 from fshard.pipeline.schedule import Schedule
 from fshard.source import call_site
+from fshard.transforms.alterations import alter
+from fshard.transforms.attributes import Slot, kept_of, without
 from fshard.transforms.functionalize import refuse_hooks
 from fshard.transforms.gradient import Runs, Value, as_they_lie
 from fshard.transforms.learner import Learner
@@ -89,6 +92,23 @@ class InStages(Learner):
         """Return the parameters and buffers of all stages by their names in the model."""
         params, buffers = unshard(self.params), unshard(self.buffers)
         return {k: x for tree in params for k, x in tree.items()}, {k: x for tree in buffers for k, x in tree.items()}
+
+    def follow(self, module: nn.Module, slots: Sequence[Slot]) -> None:
+        """Call from now on what a model's structure has become; forget what was kept in attributes that were set."""
+        alter(self.stages, module, slots)
+        self.buffers = [without(tree, {slot.name for slot in slots}) for tree in self.buffers]
+        self._gradient.cache_clear()
+
+    def kept(self) -> dict[str, Tensor]:
+        """Return what this device's last call has kept in attributes, by the names of buffers; of other stages, something."""
+        (device,) = held(standing(self.mesh))
+        at = self.mesh.coordinates(device)[self._options["axis"]]
+        here = [place == at for place in self._options["schedule"].placement]
+        return {
+            name: x.shards[0] if own else torch.empty(1, 0)
+            for own, tree in sorted(zip(here, self.buffers, strict=True), key=lambda pair: pair[0])
+            for name, x in kept_of(tree).items()
+        }
 
     def _made(self, loss: Loss | None, outputs: bool, backward: bool) -> Runs:
         of_pair = loss_of_pair(loss)

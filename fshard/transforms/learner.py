@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fshard.errors import ScopeError
 from fshard.mesh.layout import Layout
@@ -19,6 +19,7 @@ from fshard.mesh.threads import one_thread
 from fshard.mesh.tree import PyTree, flatten, unflatten
 from fshard.optim.contract import Optimizer, step_of
 from fshard.optim.leaves import trainable
+from fshard.transforms.attributes import Slot
 from fshard.transforms.randomness import keyed_random
 
 
@@ -62,6 +63,14 @@ class Learner(ABC):
             return keyed_random(self.seed, self.steps, "look", self._looks)
         self._rounds += 1
         return keyed_random(self.seed, self.steps, self._rounds - 1)
+
+    @abstractmethod
+    def follow(self, module: nn.Module, slots: Sequence[Slot]) -> None:
+        """Call from now on what a model's structure has become; forget what was kept in attributes that were set."""
+
+    @abstractmethod
+    def kept(self) -> dict[str, Tensor]:
+        """Return what this device's last call has kept in attributes, by the names of buffers."""
 
     @abstractmethod
     def announce(self, total: int | None, part: PyTree) -> None:

@@ -18,6 +18,7 @@ from fshard.mesh.tree import PyTree
 from fshard.optim.chain import clip_by_global_norm, clip_by_value
 from fshard.optim.norms import global_norm
 from fshard.optim.partition import Partitioned
+from fshard.transforms.alterations import Alterations
 from fshard.transforms.by_hand import ByHand
 from fshard.transforms.in_stages import InStages
 from fshard.transforms.skeleton import filled
@@ -26,14 +27,15 @@ from fshard.transforms.skeleton import filled
 class Model(nn.Module):
     """A model whose parameters lie as its plugin says: called as before, on this device's part of the batch.
 
-    `module` is its structure: its tensors have shapes and a device, and no memory.  `unwrap()` returns it with what it has
-    learnt.
+    `module` is its structure: its tensors have shapes and a device, and no memory.  Attributes that are set there count from
+    the next call on, and so do hooks.  `unwrap()` returns it with what it has learnt.
     """
 
     def __init__(self, module: nn.Module, learner: ByHand | InStages) -> None:
         super().__init__()
         self.module = module
         self.learner = learner
+        self._alterations = Alterations(module)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model."""
@@ -42,7 +44,16 @@ class Model(nn.Module):
                 "a model in stages is run by its schedule: booster.execute_pipeline(iter(dataloader), model, criterion, "
                 "optimizer), in torch.no_grad() to evaluate it."
             )
-        return self.learner(*args, **kwargs)
+        self._follow()
+        output = self.learner(*args, **kwargs)
+        self._alterations.show(self.learner.kept())
+        return output
+
+    def _follow(self) -> None:
+        """Have the next call know of what was done to `module`."""
+        slots = self._alterations.found()
+        if slots is not None:
+            self.learner.follow(self.module, slots)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, as the optimizer's `zero_grad` does."""
@@ -90,11 +101,13 @@ class Model(nn.Module):
             raise ModuleError(
                 "execute_pipeline: without an optimizer nobody takes gradients: call it in torch.no_grad()."
             )
+        self._follow()
         modes = {name: part.training for name, part in self.module.named_modules()}
         for name, part in (own for stage in self.learner.stages for own in stage.named_modules()):
             part.training = modes.get(name, self.training)
         scale = boosted(optimizer).scale if torch.is_grad_enabled() else 1.0
         value = self.learner.run(criterion, next(batches), scale=scale, outputs=outputs)
+        self._alterations.show(self.learner.kept())
         return value.loss, unshard(value.aux) if outputs else None
 
     def unwrap(self) -> nn.Module:

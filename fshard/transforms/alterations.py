@@ -1,0 +1,107 @@
+"""What is done to a boosted model's structure from outside, between one call and the next.
+
+    model.module.tau = 0.5                                followed: the next call has it
+    model.module.state = None                             followed: what a forward has kept there is forgotten
+    model.module.layer.register_forward_hook(hook)        followed
+    model.module.head = nn.Linear(4, 2)                   refused: its tensors would lie nowhere
+    model.module.layer.requires_grad_(False)              refused: how the optimizer's state lies is decided
+
+All devices have to do the same, as in any such loop.  What a forward keeps is shown there, too: `model.module.calls`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from operator import is_
+from typing import Any
+
+from torch import Tensor, nn
+
+from fshard.errors import ModuleError
+from fshard.transforms.attributes import INTERNAL, Slot, put
+
+_TENSORS = ("_parameters", "_buffers", "_modules")
+_HOOKS = tuple(sorted(key for key in INTERNAL if key.endswith("_hooks") and key.startswith(("_forward", "_backward"))))
+_ABOUT_HOOKS = tuple(sorted(key for key in INTERNAL if key.startswith(("_forward", "_backward"))))
+_VALUES = (bool, int, float, complex, str, bytes, type(None))
+
+
+class Alterations:
+    """Compares a module with what it was."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._note()
+
+    def _note(self) -> None:
+        """Note what the module is; what is noted is held, so that nothing else takes its address."""
+        self._parts = [(path, vars(part)) for path, part in self._module.named_modules()]
+        self._dicts = [each for _, own in self._parts for each in (own, *(own[key] for key in (*_TENSORS, *_HOOKS)))]
+        self._noted = {id(each): dict(each) for each in self._dicts}
+        self._params = dict(self._module.named_parameters())
+        self._trained = [x.requires_grad for x in self._params.values()]
+        self._lengths = [*map(len, self._dicts)]
+        self._views = [each.values() for each in self._dicts if each]
+        self._values = [*chain.from_iterable(self._views)]
+
+    def _is_as_noted(self) -> bool:
+        """Return whether nothing has been done: quick, since every call asks."""
+        return [*map(len, self._dicts)] == self._lengths and all(
+            map(is_, chain.from_iterable(self._views), self._values)
+        )
+
+    def found(self) -> list[Slot] | None:
+        """Return which attributes have been set since the last time; None if nothing was done, to hooks neither."""
+        trained = [x.requires_grad for x in self._params.values()]
+        if self._is_as_noted() and trained == self._trained:
+            return None
+        wrong = [name for name, now, then in zip(self._params, trained, self._trained, strict=True) if now is not then]
+        wrong += [
+            f"{path}.{key}".removeprefix(".")
+            for path, own in self._parts
+            for kind in _TENSORS
+            for key in self._different(own[kind])
+        ]
+        if wrong:
+            raise ModuleError(
+                f"{', '.join(wrong)} of model.module was replaced, frozen or thawed after the model was boosted. Where tensors "
+                "lie, and which are trained, was decided then: do it before, or boost model.unwrap() anew."
+            )
+        slots = [Slot(path, key) for path, own in self._parts for key in self._different(own) if key not in INTERNAL]
+        hooks = any(self._different(own[kind]) for _, own in self._parts for kind in _HOOKS)
+        self._note()
+        return slots if slots or hooks else None
+
+    def show(self, kept: Mapping[str, Tensor]) -> None:
+        """Let the module have what a call has kept, by the names of buffers."""
+        if kept:
+            put(self._module, {name: x.detach() for name, x in kept.items()})
+            self._note()
+
+    def _different(self, now: dict[str, Any]) -> list[str]:
+        before = self._noted[id(now)]
+        return [key for key in dict.fromkeys((*before, *now)) if before.get(key, self) is not now.get(key, self)]
+
+
+def alter(stages: Sequence[nn.Module], module: nn.Module, slots: Sequence[Slot]) -> None:
+    """Do to copies of parts of a module what was done to it."""
+    parts = {path: vars(part) for path, part in module.named_modules()}
+    objects = [slot for slot in slots if not isinstance(parts[slot.path].get(slot.key), _VALUES)]
+    if objects:
+        names = ", ".join(f"{slot.path}.{slot.key}".removeprefix(".") for slot in objects)
+        raise ModuleError(
+            f"{names} of model.module was set after the model was boosted, to what is no number, string or None. A model in "
+            "stages is copied part by part: set it before."
+        )
+    if any(parts[""][kind] for kind in _HOOKS):
+        raise ModuleError(
+            "hooks of model.module itself are not called: no stage has the whole model. Hook a part of it."
+        )
+    for path, part in (own for stage in stages for own in stage.named_modules() if own[0] in parts):
+        own = parts[path]
+        vars(part).update({slot.key: own[slot.key] for slot in slots if slot.path == path and slot.key in own})
+        for kind in _ABOUT_HOOKS if path else ():
+            held = vars(part)[kind]
+            held.clear()
+            held.update(own[kind])

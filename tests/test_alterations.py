@@ -1,0 +1,178 @@
+"""What is done to `model.module` after boosting: attributes and hooks count, as in torch; what cannot is refused."""
+
+import pytest
+import torch
+from torch import nn
+
+import fshard as fs
+from tests.loops import PLUGINS, momentum
+
+
+class Tempered(nn.Module):
+    """Whose forward depends on a temperature, and on what it has kept since it was told to forget."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.tau, self.state, self.calls = nn.Linear(3, 3), 1.0, None, 0
+
+    def forward(self, x):
+        y = self.layer(x) / self.tau
+        if self.state is not None:
+            y = y + self.state
+        self.state = torch.full((3,), 0.5, dtype=x.dtype) if self.state is None else self.state * 2
+        self.calls += 1
+        return y
+
+    def reset(self):
+        self.state = None
+
+
+def doubled(module, args, kwargs, output):
+    return output * 2
+
+
+def act(module, step, handles):
+    """Do something to a model between two steps."""
+    if step == 1:
+        module[0].tau = 0.25
+    if step == 2:
+        module[0].reset()
+    if step == 3:
+        handles.append(module[1].register_forward_hook(doubled, with_kwargs=True))
+    if step == 4:
+        handles.pop().remove()
+        module[0].tau = 0.5
+
+
+STEPS = 6
+
+
+def make():
+    torch.manual_seed(0)
+    return nn.Sequential(Tempered(), nn.Linear(3, 2)).double()
+
+
+def batch(step):
+    return torch.randn(8, 3, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+
+
+def alone():
+    model, losses, handles = make(), [], []
+    opt = momentum(model)
+    for step in range(STEPS):
+        act(model, step, handles)
+        loss = model(batch(step)).square().mean()
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def boosted(plugin):
+    model, losses, handles = make(), [], []
+    booster = fs.Booster(plugin=plugin())
+    model, opt, *_ = booster.boost(model, momentum(model))
+    for step in range(STEPS):
+        act(model.module, step, handles)
+        loss = model(batch(step).chunk(2)[fs.axis_index("data")]).square().mean()
+        booster.backward(loss, opt)
+        opt.step()
+        opt.zero_grad()
+        losses.append(fs.pmean(loss.detach(), "data").item())
+    return losses, model.module[0].calls
+
+
+def in_stages(**options):
+    model, losses, handles = make(), [], []
+    booster = fs.Booster(plugin=fs.HybridParallelPlugin(pipeline=2, microbatches=2, **options))
+    model, opt, loss, *_ = booster.boost(model, momentum(model), lambda y, _: y.square().mean())
+    for step in range(STEPS):
+        act(model.module, step, handles)
+        x = batch(step)
+        losses.append(booster.execute_pipeline(iter([(x, x)]), model, loss, opt, return_loss=True)["loss"].item())
+        opt.step()
+        opt.zero_grad()
+    return losses, model.unwrap()[0].calls
+
+
+@pytest.mark.parametrize("plugin", PLUGINS)
+@pytest.mark.parametrize("reproducible", [False, True])
+def test_attributes_and_hooks_count_from_the_next_call_on(plugin, reproducible):
+    own = {"reproducible": True, "slices": 2} if reproducible else {}
+    for losses, calls in fs.run(lambda: boosted(lambda: PLUGINS[plugin](**own)), mesh=fs.make_mesh({"data": 2})):
+        torch.testing.assert_close(losses, alone(), rtol=1e-6 if reproducible else 1e-9, atol=1e-9)
+        assert calls == STEPS
+
+
+@pytest.mark.parametrize("mesh", [{"pipe": 2}, {"pipe": 2, "data": 2}], ids=str)
+def test_they_count_in_stages(mesh):
+    for losses, calls in fs.run(in_stages, mesh=fs.make_mesh(mesh)):
+        torch.testing.assert_close(losses, alone(), rtol=1e-9, atol=1e-9)
+        assert calls == STEPS
+
+
+def stages_of_this_process():
+    return fs.run(in_stages, mesh=fs.make_mesh({"pipe": 2}))
+
+
+def test_they_count_in_stages_of_processes(two):
+    for ((losses, calls),) in two.run(stages_of_this_process):
+        torch.testing.assert_close(losses, alone(), rtol=1e-9, atol=1e-9)
+        assert calls == STEPS
+
+
+def frozen(module):
+    module[0].layer.requires_grad_(False)
+
+
+def replaced(module):
+    module[1] = nn.Linear(3, 2).double()
+
+
+def registered(module):
+    module[0].register_buffer("mask", torch.ones(3))
+
+
+@pytest.mark.parametrize("plugin", [fs.DDPPlugin, lambda: fs.HybridParallelPlugin(pipeline=2)], ids=["ddp", "stages"])
+@pytest.mark.parametrize(
+    ("do", "names"),
+    [(frozen, "0.layer.weight, 0.layer.bias"), (replaced, "1"), (registered, "0.mask")],
+    ids=["frozen", "replaced", "registered"],
+)
+def test_what_cannot_be_followed_is_refused(do, names, plugin):
+    def main():
+        booster = fs.Booster(plugin=plugin())
+        model, opt, loss, *_ = booster.boost(model := make(), momentum(model), lambda y, _: y.square().mean())
+        do(model.module)
+        x = batch(0)
+        if isinstance(booster.plugin, fs.DDPPlugin):
+            model(x)
+        else:
+            booster.execute_pipeline(iter([(x, x)]), model, loss, opt)
+
+    mesh = fs.make_mesh({"data": 1} if plugin is fs.DDPPlugin else {"pipe": 2})
+    with pytest.raises(fs.ModuleError, match=rf"^{names} of model.module was replaced, frozen or thawed after"):
+        fs.run(main, mesh=mesh)
+
+
+def test_an_object_is_not_set_in_stages():
+    def main():
+        booster = fs.Booster(plugin=fs.HybridParallelPlugin(pipeline=2))
+        model, opt, loss, *_ = booster.boost(model := make(), momentum(model), lambda y, _: y.square().mean())
+        model.module[0].tau = [1.0]
+        booster.execute_pipeline(iter([(batch(0), batch(0))]), model, loss, opt)
+
+    with pytest.raises(fs.ModuleError, match=r"^0.tau of model.module was set .* no number, string or None"):
+        fs.run(main, mesh=fs.make_mesh({"pipe": 2}))
+
+
+def test_no_stage_has_a_hook_of_the_whole():
+    def main():
+        booster = fs.Booster(plugin=fs.HybridParallelPlugin(pipeline=2))
+        model, opt, loss, *_ = booster.boost(model := make(), momentum(model), lambda y, _: y.square().mean())
+        model.module.register_forward_hook(doubled, with_kwargs=True)
+        booster.execute_pipeline(iter([(batch(0), batch(0))]), model, loss, opt)
+
+    with pytest.raises(fs.ModuleError, match=r"^hooks of model.module itself are not called"):
+        fs.run(main, mesh=fs.make_mesh({"pipe": 2}))
