@@ -1,5 +1,7 @@
 """What a model remembers, where slices and devices write to different parts of it, and make of them what they like."""
 
+import gc
+import weakref
 from functools import partial
 
 import pytest
@@ -343,3 +345,116 @@ def test_what_an_earlier_call_of_a_step_has_written_is_averaged_too(reproducible
     for each in found:
         assert torch.equal(each["norm.num_batches_tracked"], torch.tensor(1))
         torch.testing.assert_close(each["norm.running_mean"], torch.stack(means).mean(0))
+
+
+def norms():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).double()
+
+
+@pytest.mark.parametrize("when", ["before", "between", "after"])
+@pytest.mark.parametrize("plugin", [*PLUGINS, "reproducible"])
+def test_what_a_forward_without_gradients_writes_is_remembered(plugin, when):
+    x, other = torch.randn(8, 3).double(), torch.randn(8, 3).double()
+
+    def look(model, at):
+        if at == when:
+            with torch.no_grad():
+                model(other)
+
+    def main():
+        model = norms()
+        made = partial(fs.DDPPlugin, reproducible=True, slices=1) if plugin == "reproducible" else PLUGINS[plugin]
+        booster = fs.Booster(plugin=made())
+        model, opt, *_ = booster.boost(model, momentum(model))
+        for _ in range(2):
+            look(model, "before")
+            loss = model(x).square().mean()
+            look(model, "between")
+            booster.backward(loss, opt)
+            look(model, "after")
+            opt.step()
+            opt.zero_grad()
+        return model.unwrap()
+
+    model = norms()
+    opt = momentum(model)
+    for _ in range(2):
+        look(model, "before")
+        loss = model(x).square().mean()
+        look(model, "between")
+        loss.backward()
+        look(model, "after")
+        opt.step()
+        opt.zero_grad()
+    (found,) = fs.run(main, mesh=fs.make_mesh({"data": 1}))
+    for (name, own), (_, expected) in zip(found.named_buffers(), model.named_buffers(), strict=True):
+        torch.testing.assert_close(own, expected, msg=name)
+
+
+def test_stages_remember_forwards_without_gradients():
+    x = torch.randn(8, 3).double()
+
+    def main():
+        model = nn.Sequential(norms(), nn.Linear(4, 2).double())
+        booster = fs.Booster(plugin=fs.HybridParallelPlugin(pipeline=2, microbatches=1))
+        model, _, loss, *_ = booster.boost(model, None, lambda y, _: y.square().mean())
+        with torch.no_grad():
+            booster.execute_pipeline(iter([(x, x)]), model, loss)
+            model.eval()
+            booster.execute_pipeline(iter([(x, x)]), model, loss)
+        return model.unwrap()[0][1]
+
+    expected = norms()
+    expected(x)
+    for norm in fs.run(main, mesh=fs.make_mesh({"pipe": 2})):
+        torch.testing.assert_close(norm.running_mean, expected[1].running_mean)
+        assert norm.num_batches_tracked == 1
+
+
+@pytest.mark.parametrize("rows", [8, 10, 14])
+@pytest.mark.parametrize("n", [1, 2])
+def test_slices_of_a_loop_count_as_those_of_a_step(n, rows):
+    x = torch.randn(rows, 3).double()
+    own = {"reproducible": True, "slices": 4}
+
+    def main():
+        model = norms()
+        booster = fs.Booster(plugin=fs.DDPPlugin(**own))
+        model, opt, *_ = booster.boost(model, momentum(model))
+        booster.backward(model(x.chunk(n)[fs.axis_index("data")]).square().mean(), opt)
+        opt.step()
+        return dict(model.unwrap().named_buffers())
+
+    mesh = fs.make_mesh({"data": n})
+    booster, model = fs.Booster(plugin=fs.DDPPlugin(mesh=mesh, **own)), norms()
+    state = booster.init(model, momentum(model), lambda y, _: y.square().mean())
+    state, _ = booster.step(state, (x, x))
+    for found in fs.run(main, mesh=mesh):
+        for name, buffer in found.items():
+            assert torch.equal(buffer, fs.unshard(state.buffers[name])), name
+
+
+@pytest.mark.parametrize("reproducible", [False, True])
+def test_outputs_that_nobody_holds_are_let_go(reproducible):
+    own = {"reproducible": True, "slices": 2} if reproducible else {}
+
+    def main():
+        model = norms()
+        booster = fs.Booster(plugin=fs.DDPPlugin(**own))
+        model, opt, *_ = booster.boost(model, momentum(model))
+        seen = []
+
+        def note(module, args, output):
+            seen.append(weakref.ref(output))
+
+        model.module[1].register_forward_hook(note)
+        for _ in range(3):
+            model(torch.randn(4, 3).double())
+            gc.collect()
+        alive = sum(one() is not None for one in seen[: -2 if reproducible else -1])
+        booster.backward(model(torch.randn(4, 3).double()).square().mean(), opt)
+        opt.step()
+        return alive
+
+    assert fs.run(main, mesh=fs.make_mesh({"data": 1})) == [0]

@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -52,7 +53,7 @@ from fshard.transforms.opaque import refuse_opaque
 from fshard.transforms.randomness import drawn_key, keyed_random
 from fshard.transforms.reached import marked, reached
 from fshard.transforms.remembered import Written
-from fshard.transforms.side_by_side import side_by_side
+from fshard.transforms.side_by_side import Pieces, side_by_side
 from fshard.transforms.slices import Device
 from fshard.transforms.tape import Tape
 from fshard.transforms.unsliced import refuse_unsliced
@@ -65,7 +66,8 @@ Apply = Callable[..., tuple[Any, PyTree]]
 class _Open:
     """The parameters of a step that has begun, and its forwards.
 
-    `remembered` is what each slice has made of the buffers; `joined` and `counted` are of all forwards.
+    `remembered` is what each slice has made of the buffers, of so many `rows`; `joined` are the outputs of all forwards that
+    somebody still holds, or something made of them does.
     """
 
     tape: Tape
@@ -77,10 +79,10 @@ class _Open:
     marks: list[Any] = field(default_factory=list[Any])
     share: float = 1.0
     remembered: list[PyTree] = field(default_factory=list[PyTree])
-    joined: list[Any] = field(default_factory=list[Any])
+    joined: list[tuple[ref[Tensor], Pieces]] = field(default_factory=list[tuple[ref[Tensor], Pieces]])
     used: list[float] = field(default_factory=list[float])
     loss: Tensor = field(default_factory=lambda: torch.zeros(()))
-    turns: int = 1
+    rows: list[float] = field(default_factory=lambda: [1.0])
     begun: bool = False
     spent: bool = True
     kept: bool = False
@@ -172,7 +174,8 @@ class ByHand(Learner):
         if now.spent:
             tape.begin()
             now.spent = False
-        sliced = how.slices is not None and grad
+        begun = None if self._open is None else self._open.remembered  # by the slices of this step
+        sliced = how.slices is not None and (grad or bool(begun))
         batch, counted = self._batch(device, args, kwargs, sliced=sliced)
         place = prod(self.mesh.shape[axis] for axis in self.axes)
         count = how.turns(place)
@@ -182,8 +185,8 @@ class ByHand(Learner):
         group = now.device.group
         index = 0 if group is None else group.index
         slices = batch.slices(0, count, apart=True) if sliced else [Slice([x for (x,) in batch.columns], 1, None)]
-        now.turns = len(slices)
-        given = now.remembered if sliced and now.remembered else [self._remembered] * now.turns
+        now.rows = [float(slice.rows) for slice in slices] if sliced else [1.0]
+        given = begun if sliced and begun else [self._remembered] * len(slices)
         parts = [
             self._one(now, slice, given[turn], index * len(slices) + turn, grad=grad)
             for turn, slice in enumerate(slices)
@@ -198,9 +201,11 @@ class ByHand(Learner):
             now.counted.append(counted)
         if sliced:
             found, structure = side_by_side(outputs, [slice.rows for slice in slices])
-            now.joined += found
-            now.remembered = remembered
-            output = tree_unflatten([x for x, _ in found], structure)
+            if self._open is not None:
+                self._open.remembered = remembered
+            now.joined = [(end, pieces) for end, pieces in now.joined if end() is not None]
+            now.joined += [(ref(x), pieces) for x, pieces in found if _needs(x)]
+            output = tree_unflatten([x.view_as(x) if _needs(x) else x for x, _ in found], structure)
         else:
             (output,), (self._remembered,) = outputs, remembered
         now.marks += marked(output, now.counted, len(now.counted) - 1) if grad else []
@@ -303,13 +308,13 @@ class ByHand(Learner):
         reductions = now.tape.reductions
         forest = Forest(now.tape.units, reductions.as_reduced)
         reductions.keep = forest.plant
-        ends = [(x, pieces) for x, pieces in now.joined if isinstance(x, Tensor) and x.requires_grad]
+        ends = [(x, pieces) for end, pieces in now.joined if (x := end()) is not None]
         given = torch.autograd.grad(loss, [x for x, _ in ends], start, allow_unused=True)
         if all(g is None for g in given):
             raise LayoutError(
                 "backward: this loss depends on nothing that this model has returned: it is another optimizer's."
             )
-        for turn in range(now.turns):
+        for turn in range(len(now.rows)):
             pairs = [(pieces(turn, g)) for (_, pieces), g in zip(ends, given, strict=True) if g is not None]
             outputs, cotangents = [x for x, _ in pairs], [g for _, g in pairs]
             if outputs:
@@ -322,10 +327,12 @@ class ByHand(Learner):
 
     def _reduced(self, now: _Open, device: Device, loss: Tensor) -> None:
         """Reduce what is left, and average buffers."""
-        trees, weight = now.remembered or [self._remembered] * now.turns, now.share / now.turns
+        trees = now.remembered or [self._remembered] * len(now.rows)
+        weights = [row * bool(now.share) for row in now.rows] if device.how.slices is not None else [now.share]
         new = [self._agreed.compared(0, tree, loss.device) for tree in trees]
         _, now.used, changed = device.together(
-            [Found(loss.detach(), weight, [], []) for _ in trees], [Written(weight, one.changed) for one in new]
+            [Found(loss.detach(), weight, [], []) for weight in weights],
+            [Written(weight, one.changed) for weight, one in zip(weights, new, strict=True)],
         )
         self._agreed = Buffers(self._agreed.after([new[-1]._replace(changed=changed)]), standing(self.mesh))
         self._remembered, now.remembered = self._agreed.part(0), []
@@ -373,3 +380,7 @@ class ByHand(Learner):
             now, self._open = self._open, None
             self._here(lambda device: now.tape.end())
             now.tape.close()
+
+
+def _needs(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.requires_grad

@@ -132,7 +132,7 @@ class InStages(Learner):
             value, grads = runs.run(self.params, self.buffers, batch, call_site(), scale)
         if backward:
             self._grads.append(grads)
-            self.buffers = value.buffers
+        self.buffers = value.buffers
         return value
 
     def announce(self, total: int | None, part: PyTree) -> None:
