@@ -194,6 +194,46 @@ def test_a_mask_of_another_size_on_each_device(plugin):
             torch.testing.assert_close(learnt[name], x)
 
 
+class Rotating(nn.Module):
+    """Which makes a table as long as it has ever been needed, and a note of its length."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 4)
+        self.build(1)
+
+    def build(self, length):
+        self.length = length
+        self.register_buffer("table", torch.ones(length), persistent=False)
+
+    def forward(self, x):
+        longest = int(x[0, 0].abs())
+        if self.length < longest:
+            self.build(longest)
+        return self.layer(x) * self.table[:longest].mean()
+
+
+def test_what_a_module_writes_together_stays_together():
+    batches = [[torch.full((4, 3), float(length)) for length in row] for row in ((5, 9), (7, 7), (7, 7), (8, 8))]
+    with pytest.warns(
+        UserWarning, match="give table several shapes or dtypes: .* so (length:kept, table|table, length:kept) is"
+    ):
+        found = fs.run(train, Rotating, fs.DDPPlugin, batches, mesh=fs.make_mesh({"data": 2}))
+    for remembered, _ in found:
+        assert [len(each["table"]) for each in remembered] == [1, 7, 7, 8]
+
+
+def test_large_whole_numbers_keep_their_digits():
+    def loss(params, buffers, batch):
+        return params["w"] * batch.mean(), {"seed": buffers["seed"] + 2}
+
+    mesh = fs.make_mesh({"data": 2})
+    grad = fs.value_and_grad(loss, mesh=mesh, batch=P("data"), has_buffers=True)
+    params = fs.shard_params({"w": torch.ones(())}, P(), mesh=mesh)
+    (_, buffers), _ = grad(params, {"seed": torch.tensor(123456789123456789)}, torch.ones(2))
+    assert fs.unshard(buffers["seed"]).item() == 123456789123456791
+
+
 # -- in stages ----------------------------------------------------------------------------------------------------------
 
 

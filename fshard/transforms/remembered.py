@@ -17,7 +17,7 @@ import json
 import warnings
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -64,23 +64,34 @@ def entries_of_all(own: Sequence[Entry], group: Group | None, site: Site) -> lis
 
 
 def of_one_kind(entries: Sequence[Entry]) -> list[Entry]:
-    """Return what has one shape and dtype wherever it was written; warn of the rest, which stays as it was."""
+    """Return what has one shape and dtype wherever it was written; warn of the rest.
+
+    What a module has written together stays together: the length of a table, say, and the table.
+    """
     times = Counter(entry.path for entry in entries)
-    if len(times) < len(entries):
-        several = ", ".join(named(parts_of(path)) for path, count in times.items() if count > 1)
-        warnings.warn(
-            f"Devices, or slices of a batch, give {several} several shapes or dtypes: there is no mean of these, so what is "
-            "remembered stays as it was before the step. That is right for what can be computed again, a mask, say.",
-            stacklevel=2,
-        )
-    return [entry for entry in entries if times[entry.path] == 1]
+    if len(times) == len(entries):
+        return [*entries]
+    owners = {_owner(path) for path, count in times.items() if count > 1}
+    lost = [path for path in times if _owner(path) in owners]
+    warnings.warn(
+        f"Devices, or slices of a batch, give {', '.join(named(parts_of(path)) for path in lost if times[path] > 1)} several "
+        f"shapes or dtypes: there is no mean of these, so {', '.join(named(parts_of(path)) for path in lost)} is as it was before "
+        "the step. That is right for what can be computed again, a mask, say.",
+        stacklevel=2,
+    )
+    return [entry for entry in entries if entry.path not in lost]
+
+
+def _owner(path: str) -> tuple[str, ...]:
+    """Return the parts of the path of what has written something."""
+    return parts_of(path)[:-1]
 
 
 def averaged(
     slices: Sequence[Written],
     entries: Sequence[Entry],
     group: Group | None,
-    given: Mapping[str, Tensor],
+    given: Mapping[str, Any],
     near: torch.device,
     site: Site,
     added: Collection[str] = (),
@@ -92,7 +103,8 @@ def averaged(
     if not entries:
         return {}
     with torch.no_grad():
-        sums = sum_of_rows(torch.stack([_row(one, entries, near, added) for one in slices]))
+        begun = {entry.path: given[entry.path] for entry in entries if _counts_from(given.get(entry.path), entry)}
+        sums = sum_of_rows(torch.stack([_row(one, entries, begun, near, added) for one in slices]))
     if group is not None and group.size > 1:
         (sums,) = summed((sums,), group, site)
     *totals, counts = sums.split([*(_count(entry) for entry in entries), len(entries)])
@@ -102,16 +114,28 @@ def averaged(
         dtype: torch.dtype = getattr(torch, entry.dtype)
         own = next((one.changed[entry.path] for one in slices if entry.path in one.changed), given.get(entry.path))
         place = near if own is None else own.device
-        result[entry.path] = (x if dtype.is_floating_point else x.round()).reshape(entry.shape).to(place, dtype)
+        x = (x if dtype.is_floating_point else x.round()).reshape(entry.shape).to(place)
+        result[entry.path] = begun[entry.path] + x.to(dtype) if entry.path in begun else x.to(dtype)
     return result
 
 
-def _row(one: Written, entries: Sequence[Entry], near: torch.device, added: Collection[str]) -> Tensor:
+def _counts_from(given: Any, entry: Entry) -> bool:
+    """Return whether whole numbers are averaged as differences from those of before: so large ones keep all digits."""
+    return isinstance(given, Tensor) and given.dtype is torch.int64 and entry_of(entry.path, given) == entry
+
+
+def _row(
+    one: Written, entries: Sequence[Entry], begun: Mapping[str, Tensor], near: torch.device, added: Collection[str]
+) -> Tensor:
     """Return all numbers of a slice, times what it counts for, and for each entry what that is."""
     wrote = one.changed if one.weight else {}
     weights = [(1.0 if entry.path in added else one.weight) * (entry.path in wrote) for entry in entries]
+
+    def moved(path: str) -> Tensor:
+        return wrote[path] - begun[path] if path in begun else wrote[path]
+
     values = [
-        wrote[entry.path].to(near, torch.float64).reshape(-1) * weight
+        moved(entry.path).to(near, torch.float64).reshape(-1) * weight
         if weight
         else torch.zeros(_count(entry), dtype=torch.float64, device=near)
         for entry, weight in zip(entries, weights, strict=True)
