@@ -134,16 +134,27 @@ def registered(module):
     module[0].register_buffer("mask", torch.ones(3))
 
 
+def written(module):
+    module[2].reset_running_stats()
+
+
 @pytest.mark.parametrize("plugin", [fs.DDPPlugin, lambda: fs.HybridParallelPlugin(pipeline=2)], ids=["ddp", "stages"])
 @pytest.mark.parametrize(
     ("do", "names"),
-    [(frozen, "0.layer.weight, 0.layer.bias"), (replaced, "1"), (registered, "0.mask")],
-    ids=["frozen", "replaced", "registered"],
+    [
+        (frozen, "0.layer.weight, 0.layer.bias"),
+        (replaced, "1"),
+        (registered, "0.mask"),
+        (written, "2.running_mean, 2.running_var, 2.num_batches_tracked"),
+    ],
+    ids=["frozen", "replaced", "registered", "written"],
 )
 def test_what_cannot_be_followed_is_refused(do, names, plugin):
     def main():
         booster = fs.Booster(plugin=plugin())
-        model, opt, loss, *_ = booster.boost(model := make(), momentum(model), lambda y, _: y.square().mean())
+        model, opt, loss, *_ = booster.boost(
+            model := nn.Sequential(*make(), nn.BatchNorm1d(2)), momentum(model), lambda y, _: y.square().mean()
+        )
         do(model.module)
         x = batch(0)
         if isinstance(booster.plugin, fs.DDPPlugin):
@@ -152,7 +163,9 @@ def test_what_cannot_be_followed_is_refused(do, names, plugin):
             booster.execute_pipeline(iter([(x, x)]), model, loss, opt)
 
     mesh = fs.make_mesh({"data": 1} if plugin is fs.DDPPlugin else {"pipe": 2})
-    with pytest.raises(fs.ModuleError, match=rf"^{names} of model.module was replaced, frozen or thawed after"):
+    with pytest.raises(
+        fs.ModuleError, match=rf"^{names} of model.module was replaced, written to, frozen or thawed after"
+    ):
         fs.run(main, mesh=mesh)
 
 

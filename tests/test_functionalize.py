@@ -358,14 +358,16 @@ def test_two_calls_give_what_two_calls_of_the_module_give(kind, train):
 def test_what_is_kept_in_plain_attributes():
     apply, params, buffers = functionalize(nn.Sequential(Stateful(), Stateful()))
     assert not buffers
-    output, after = apply(params, buffers, torch.ones(3, D))
+    output, first = apply(params, buffers, torch.ones(3, D))
     names = ["calls", "first", "kept", "mean", "odd", "seen", "smooth", "steps", "table"]
+    everything = sorted([*names, "latest"])  # nobody knows yet that no other call reads that
+    assert sorted(first) == [f"{number}.{name}:kept" for number in "01" for name in everything]
+    assert first["0.calls:kept"].item() == 1 and first["0.odd:kept"].item() is True and not output.isnan().any()
+    _, after = apply(params, first, torch.ones(3, D))
     assert sorted(after) == [f"{number}.{name}:kept" for number in "01" for name in names]
-    assert after["0.calls:kept"].item() == 1 and after["0.odd:kept"].item() is True and not output.isnan().any()
-    _, again = apply(params, after, torch.ones(3, D))
-    assert again["0.table:kept"] is after["0.table:kept"]  # nobody has written to it
-    assert torch.equal(after["0.seen:kept"], torch.ones(1, D)) and torch.equal(
-        again["0.seen:kept"], torch.full((1, D), 1.5)
+    assert after["0.table:kept"] is first["0.table:kept"]  # nobody has written to it
+    assert torch.equal(first["0.seen:kept"], torch.ones(1, D)) and torch.equal(
+        after["0.seen:kept"], torch.full((1, D), 1.5)
     )
 
 
@@ -388,46 +390,152 @@ def test_an_attribute_may_be_none_again():
 
 
 class Forgetful(nn.Module):
-    """Remembers what is neither a number nor a tensor, or has a graph."""
+    """Remembers what is neither a number nor a tensor, and leaves a loss behind."""
 
     def __init__(self):
         super().__init__()
-        self.layer, self.log, self.cache, self.loss, self.name = nn.Linear(D, D), [], {}, 0.0, "first"
-        self.unread, self.map = None, None
+        self.layer, self.log, self.inner, self.name = nn.Linear(D, D), [], OrderedDict(counts={"n": 0}), "first"
+        self.loss, self.penalty, self.unread, self.map, self.own, self.hash = 0.0, torch.zeros(()), None, None, [], 1
 
     def forward(self, x):
         self.log.append(len(self.log))
-        self.cache[len(x)] = x
+        self.inner["counts"]["n"] += 1
         y = self.layer(x)
-        self.loss = y.mean()
-        self.unread = [x]
-        self.map = y
-        if self.name == "first":
-            self.name = "second"
-        return y
+        self.loss, self.penalty = y.mean(), y.abs().mean()
+        self.unread, self.map = [x], y
+        self.own = []
+        self.own.append(y)
+        self.hash = self.hash << 60
+        self.shape = x.shape
+        return self.sum(y) if self.name == "first" else y
+
+    def sum(self, y):
+        self.name = "second"
+        return sum(self.own)[: self.shape[0]]
 
 
-def test_what_is_lost_is_told():
+def test_what_is_lost_is_told_when_it_is_read():
     apply, params, buffers = functionalize(Forgetful())
-    lost = r"has changed Forgetful\.loss, Forgetful\.name, Forgetful\.log, Forgetful\.cache, of which"
-    with pytest.warns(UserWarning, match=lost):
+    _, buffers = apply(params, buffers, torch.ones(3, D))
+    with pytest.warns(UserWarning, match="Forgetful") as told:
         _, after = apply(params, buffers, torch.ones(3, D))
+    lost, left = [str(one.message) for one in told]
+    assert lost.startswith("Forgetful.log, Forgetful.inner, Forgetful.hash, Forgetful.name was changed by a forward")
+    assert left.startswith("A forward leaves Forgetful.loss, Forgetful.penalty behind with its graph")
     assert not after
 
 
-def test_a_number_that_is_too_large_to_be_averaged_is_lost():
-    class Large(nn.Module):
+class Reading(nn.Module):
+    """Sets attributes in one place, and reads them in another."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.center, self.scale = nn.Linear(D, D), torch.zeros(D), 0.5
+        self.bent = lambda x: x * self.scale
+        self.layer.factor = 1.0
+        self.layer.register_forward_hook(count_up)
+
+    def forward(self, x):
+        y = self.bent(self.layer(x))
+        out = y - self.center.detach()
+        self.update(y)
+        return outside(self, out)
+
+    def update(self, y):
+        self.center = y.mean(0)
+        self.scale = self.scale_now()
+
+    def scale_now(self):
+        return 2.0
+
+
+def count_up(module, args, output):
+    module.factor += 1
+    return output * module.factor
+
+
+def outside(module, x):
+    return x * module.scale
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_who_reads_an_attribute_does_not_matter(train):
+    module = Reading().train(train)
+    apply, params, buffers = functionalize(module)
+    plain, x = copy.deepcopy(module), torch.randn(3, D)
+    plain.bent = lambda x: x * plain.scale
+    for _ in range(4):
+        output, buffers = apply(params, buffers, x)
+        close(output, plain(x))
+        buffers = {name: b.detach() for name, b in buffers.items()}
+
+
+def test_a_mode_that_a_forward_sets_is_kept():
+    class Freezing(nn.Module):
         def __init__(self):
             super().__init__()
-            self.hash = 1
+            self.norm, self.calls = nn.BatchNorm1d(D), 0
 
         def forward(self, x):
-            self.hash = self.hash << 60
-            return x
+            self.calls += 1
+            if self.calls == 2:
+                self.norm.eval()
+            return self.norm(x)
 
-    apply, params, buffers = functionalize(Large())
-    with pytest.warns(UserWarning, match=r"Large\.hash"):
-        apply(params, buffers, torch.ones(2))
+    apply, params, buffers = functionalize(Freezing())
+    plain, x = Freezing(), torch.randn(3, D)
+    for _ in range(4):
+        output, buffers = apply(params, buffers, x)
+        close(output, plain(x))
+    assert buffers["norm.num_batches_tracked"] == plain.norm.num_batches_tracked == 1
+
+
+def test_plain_tensors_that_share_memory_stay_together():
+    class Sharing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.whole = torch.zeros(2, D)
+            self.first, self.second = self.whole.unbind(0)
+
+        def forward(self, x):
+            self.first.add_(1)
+            self.second.add_(2)
+            return x + self.whole.sum()
+
+    apply, params, buffers = functionalize(Sharing())
+    plain, x = Sharing(), torch.randn(3, D)
+    for _ in range(3):
+        output, buffers = apply(params, buffers, x)
+        close(output, plain(x))
+
+
+def test_views_of_what_is_registered_are_refused():
+    module = nn.Linear(D, D)
+    module.row = module.weight.detach()[0]
+    module.others = [module.bias.detach()]
+    with pytest.raises(
+        fs.ModuleError, match=r"functionalize of Linear: others, row are views of parameters or buffers"
+    ):
+        functionalize(module)
+
+
+def test_slots_of_a_module():
+    class Slotted(nn.Module):
+        __slots__ = ("scale",)
+
+        def __init__(self):
+            super().__init__()
+            self.scale, self.calls = 2.0, 0
+
+        def forward(self, x):
+            self.calls += 1
+            return x * self.scale * self.calls
+
+    apply, params, buffers = functionalize(Slotted())
+    plain, x = Slotted(), torch.ones(2)
+    for _ in range(3):
+        output, buffers = apply(params, buffers, x)
+        close(output, plain(x))
 
 
 @each_module
@@ -570,7 +678,8 @@ def test_a_forward_that_raises_leaves_nothing_behind():
             with pytest.raises(KeyError):
                 apply(params, buffers, torch.ones(D), fail=True)
         else:
-            assert apply(params, buffers, torch.ones(D), fail=False)[1] == {"count": torch.tensor(1)}
+            _, after = apply(params, buffers, torch.ones(D), fail=False)
+            assert after["count"] == 1 and after.keys() <= {"count", "seen:kept"}
     assert_untouched(module, before)
 
 
@@ -662,7 +771,10 @@ def test_remat_of_apply(kind):
 
     def gradients(apply):
         output, after = apply(params, buffers, x)
-        return torch.autograd.grad(output.sum(), wanted, allow_unused=True), after
+        kept = {
+            name: b for name, b in after.items() if name != "latest:kept"
+        }  # of which a first call does not know yet
+        return torch.autograd.grad(output.sum(), wanted, allow_unused=True), kept
 
     close(gradients(remat(apply)), gradients(apply))
 

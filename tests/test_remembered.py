@@ -387,6 +387,65 @@ def test_what_an_earlier_call_of_a_step_has_written_is_averaged_too(reproducible
         torch.testing.assert_close(each["norm.running_mean"], torch.stack(means).mean(0))
 
 
+class Toggling(nn.Module):
+    """Whose buffers are None every other time, and gone every third."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.calls = nn.Linear(3, 4), 0
+        self.register_buffer("cache", torch.ones(4))
+        self.register_buffer("made", None)
+
+    def forward(self, x):
+        y = self.layer(x)
+        y = y if self.cache is None else y * self.cache
+        y = y if self.made is None else y + self.made
+        self.calls += 1
+        self.cache = None if self.calls % 2 else torch.full((4,), 0.5, dtype=x.dtype)
+        self.made = torch.ones(4, dtype=x.dtype) if self.made is None else None
+        if self.calls % 3 == 0:
+            del self.cache
+            self.register_buffer("cache", None)
+        return y
+
+
+@pytest.mark.parametrize("options", [{}, {"pipeline": 2, "microbatches": 2}], ids=["ddp", "stages"])
+def test_buffers_may_be_none(options):
+    def make():
+        torch.manual_seed(0)
+        return nn.Sequential(Toggling(), nn.Linear(4, 2)).double()
+
+    def main():
+        model, losses = make(), []
+        booster = fs.Booster(plugin=fs.HybridParallelPlugin(**options) if options else fs.DDPPlugin())
+        model, opt, loss, *_ = booster.boost(model, momentum(model), lambda y, _: y.square().mean())
+        for step in range(6):
+            x = whole_batch(step)
+            if options:
+                losses.append(
+                    booster.execute_pipeline(iter([(x, x)]), model, loss, opt, return_loss=True)["loss"].item()
+                )
+            else:
+                own = loss(model(x.chunk(2)[fs.axis_index("data")]), None)
+                booster.backward(own, opt)
+                losses.append(fs.pmean(own.detach(), "data").item())
+            opt.step()
+            opt.zero_grad()
+        return losses, model.unwrap()[0]
+
+    plain, expected = make(), []
+    opt = momentum(plain)
+    for step in range(6):
+        loss = plain(whole_batch(step)).square().mean()
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        expected.append(loss.item())
+    for losses, module in fs.run(main, mesh=fs.make_mesh({"pipe": 2} if options else {"data": 2})):
+        torch.testing.assert_close(losses, expected, rtol=1e-9, atol=1e-10)
+        assert module.cache is None and module.made is None and module.calls == 6
+
+
 def norms():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).double()

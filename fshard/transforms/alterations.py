@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -25,6 +25,19 @@ _TENSORS = ("_parameters", "_buffers", "_modules")
 _HOOKS = tuple(sorted(key for key in INTERNAL if key.endswith("_hooks") and key.startswith(("_forward", "_backward"))))
 _ABOUT_HOOKS = tuple(sorted(key for key in INTERNAL if key.startswith(("_forward", "_backward"))))
 _VALUES = (bool, int, float, complex, str, bytes, type(None))
+
+
+class Altered(NamedTuple):
+    """Attributes that were set, modes that were switched, and whether the module as a function is another one."""
+
+    attributes: list[Slot]
+    modes: list[Slot]
+    anew: bool
+
+    @property
+    def forgotten(self) -> set[str]:
+        """The names of what calls may have kept, and the caller knows better."""
+        return {slot.name for slot in (*self.attributes, *self.modes)}
 
 
 class Alterations:
@@ -41,6 +54,7 @@ class Alterations:
         self._noted = {id(each): dict(each) for each in self._dicts}
         self._params = dict(self._module.named_parameters())
         self._trained = [x.requires_grad for x in self._params.values()]
+        self._buffers = {name: (x, x._version) for name, x in self._module.named_buffers()}
         self._lengths = [*map(len, self._dicts)]
         self._views = [each.values() for each in self._dicts if each]
         self._values = [*chain.from_iterable(self._views)]
@@ -51,12 +65,14 @@ class Alterations:
             map(is_, chain.from_iterable(self._views), self._values)
         )
 
-    def found(self) -> list[Slot] | None:
-        """Return which attributes have been set since the last time; None if nothing was done, to hooks neither."""
+    def found(self) -> Altered | None:
+        """Return what has been done since the last time; None if nothing has."""
         trained = [x.requires_grad for x in self._params.values()]
-        if self._is_as_noted() and trained == self._trained:
+        versions = [x._version == version for x, version in self._buffers.values()]
+        if self._is_as_noted() and trained == self._trained and all(versions):
             return None
         wrong = [name for name, now, then in zip(self._params, trained, self._trained, strict=True) if now is not then]
+        wrong += [name for name, same in zip(self._buffers, versions, strict=True) if not same]
         wrong += [
             f"{path}.{key}".removeprefix(".")
             for path, own in self._parts
@@ -65,13 +81,15 @@ class Alterations:
         ]
         if wrong:
             raise ModuleError(
-                f"{', '.join(wrong)} of model.module was replaced, frozen or thawed after the model was boosted. Where tensors "
-                "lie, and which are trained, was decided then: do it before, or boost model.unwrap() anew."
+                f"{', '.join(wrong)} of model.module was replaced, written to, frozen or thawed after the model was boosted. "
+                "What there is, and which is trained, was decided then: do it before, or boost model.unwrap() anew."
             )
-        slots = [Slot(path, key) for path, own in self._parts for key in self._different(own) if key not in INTERNAL]
+        slots = [Slot(path, key) for path, own in self._parts for key in self._different(own)]
         hooks = any(self._different(own[kind]) for _, own in self._parts for kind in _HOOKS)
         self._note()
-        return slots if slots or hooks else None
+        attributes = [slot for slot in slots if slot.key not in INTERNAL]
+        modes = [slot for slot in slots if slot.key == "training"]
+        return Altered(attributes, modes, anew=bool(attributes) or hooks) if attributes or hooks or modes else None
 
     def show(self, kept: Mapping[str, Tensor]) -> None:
         """Let the module have what a call has kept, by the names of buffers."""

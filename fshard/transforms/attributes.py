@@ -6,22 +6,20 @@
     self.table = table                                     likewise, also if it was None before, or not there
     self.table = None                                      "head.table:kept"     None: no row
 
-So it is averaged over devices, as all that is remembered, and each slice of a step begins with the same.  Kept is what some
-method reads; what is only ever set cannot change what a forward computes.  A tensor with a graph is kept where a method
-reads it first and sets it then: else it is of one call alone.  Of all else, a list that grows, say, a warning tells: the next
-call begins with what was there at first.
+So it is averaged over devices, as all that is remembered, and each slice of a step begins with the same.  Kept is what a call
+changes and a later one reads before it sets it (see `observed`); until that is known, what might be.  Not kept are lists,
+strings and objects: who reads such a thing after an earlier call has changed it is told that he reads what was there at
+first.
 """
 
 from __future__ import annotations
 
-import dis
 import warnings
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from functools import lru_cache
-from inspect import unwrap
 from operator import is_
-from types import CodeType, FunctionType
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -29,12 +27,14 @@ from torch import Tensor, nn
 from fshard.mesh.differentiate import transformed
 from fshard.mesh.tree import PyTree
 from fshard.transforms.lent import lent, untouched
+from fshard.transforms.observed import code_of, watch
 
 INTERNAL = frozenset(vars(nn.Module()))
 """What torch keeps in every module."""
 _DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64}
 _KEPT = ":kept"
 _VALUES = (bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device)
+_CONTAINERS = (dict, list, set, deque)
 _ABSENT = object()
 
 
@@ -92,6 +92,16 @@ def value_of(x: Tensor) -> Any:
     return x[0] if len(x) else None
 
 
+def nothing() -> Tensor:
+    """Return what stands for a buffer that a forward has set to None, so that it can be sent and averaged."""
+    return torch.empty(0, dtype=torch.bool)
+
+
+def is_nothing(x: Any) -> bool:
+    """Return whether a buffer is None for a module."""
+    return isinstance(x, Tensor) and x.dtype is torch.bool and x.shape == (0,)
+
+
 def put(module: nn.Module, made: Mapping[str, Any]) -> None:
     """Put what forwards have made into a module: attributes, and buffers that it had not."""
     for name, x in made.items():
@@ -100,30 +110,56 @@ def put(module: nn.Module, made: Mapping[str, Any]) -> None:
             vars(module.get_submodule(slot.path))[slot.key] = value_of(x)
         else:
             path, _, key = name.rpartition(".")
-            vars(module.get_submodule(path))["_buffers"][key] = x
+            vars(module.get_submodule(path))["_buffers"][key] = None if is_nothing(x) else x
+
+
+class Seen:
+    """What the calls of a module have been seen to do to attributes; replicas share it."""
+
+    def __init__(self) -> None:
+        self.changed: set[Slot] = set()
+        self.states: set[Slot] = set()
+        self.passing: set[Slot] = set()
+        self.lost: set[Slot] = set()
+
+    def note(self, slot: Slot, done: str) -> None:
+        """Note what was done to an attribute first."""
+        if done == "read":
+            self.states.add(slot)
+        elif done == "set, read":
+            self.passing.add(slot)
 
 
 class Attributes:
-    """The plain attributes of a replica's modules; torch's own modules keep nothing there.
+    """The plain attributes of a replica's modules.
 
     Args:
         modules: with the names of their paths.
         places: the dicts and lists in which registered tensors stand, and their keys there.
+        alone: plain tensors, by their ids, that share memory with no other: these are lent to a call.
+        seen: what is known of them.
     """
 
-    def __init__(self, modules: Iterable[tuple[str, nn.Module]], places: Iterable[tuple[Any, Any]]) -> None:
-        own = {path: module for path, module in modules if not type(module).__module__.startswith("torch.")}
+    def __init__(
+        self,
+        modules: Iterable[tuple[str, nn.Module]],
+        places: Iterable[tuple[Any, Any]],
+        alone: Collection[int],
+        seen: Seen,
+    ) -> None:
         filled = dict[int, set[Any]]()
         for container, key in places:
             filled.setdefault(id(container), set()).add(key)
-        self._kinds = {type(module) for module in own.values()}
-        self._modules = {path: _Module(module, filled) for path, module in own.items()}
+        self._seen = seen
+        self._modules = {path: _Module(path, module, filled, alone) for path, module in modules}
+        self._kinds = {module.kind for module in self._modules.values()}
 
     def put(self, kept: Mapping[str, Any]) -> None:
         """Lend plain tensors to a call, and what earlier calls have kept, by its names."""
-        copies: dict[int, Tensor] = {}
+        for slot in self._seen.changed:
+            self._modules[slot.path].watched.add(slot.key)
         for module in self._modules.values():
-            module.begin(copies)
+            module.begin()
         for name, x in kept.items():
             slot = slot_of(name)
             if slot is not None and slot.path in self._modules:
@@ -131,96 +167,145 @@ class Attributes:
 
     def kept(self, before: Mapping[str, Any]) -> dict[str, Any]:
         """Return what is kept after a call that was given this, and warn of what is lost."""
-        after, lost = dict(before), list[str]()
-        for path, module in self._modules.items():
-            for key, first, now in module.changed():
-                x = as_tensor(now) if self._is_kept(key, now) else None
-                if x is not None:
-                    after[Slot(path, key).name] = x
-                elif self._is_missed(key, first, now):
-                    lost.append(f"{module.title}.{key}")
-            lost += [f"{module.title}.{key}" for key in module.written() if self._is_read(key)]
-        if lost:
+        after, seen, read, left = dict(before), self._seen, list[str](), list[str]()
+        for module in self._modules.values():
+            for key, done in module.log.items():
+                seen.note(slot := Slot(module.path, key), done)
+                if done == "read" and slot in seen.lost:
+                    read.append(f"{module.title}.{key}")
+            for key, first, now, written in module.changed():
+                slot = Slot(module.path, key)
+                known = slot in seen.changed
+                if written or key == "training":
+                    seen.states.add(slot)
+                seen.changed.add(slot)
+                x = as_tensor(now)
+                if slot in seen.states or (slot not in seen.passing and (not known or self._may_read(key))):
+                    after.pop(slot.name, None)
+                    seen.lost.discard(slot)
+                    if x is not None:
+                        after[slot.name] = x
+                    else:
+                        seen.lost.add(slot)
+                    continue
+                after.pop(slot.name, None)
+                if slot not in seen.passing and isinstance(now, Tensor) and now.requires_grad and _had_value(first):
+                    left.append(f"{module.title}.{key}")
+        if read:
             warnings.warn(
-                f"A forward has changed {', '.join(dict.fromkeys(lost))}, of which the next call knows nothing: it begins with "
-                "what was there at first. Kept are buffers, and attributes that are tensors or numbers. What is to be read "
-                "later, by a loss, say, make one of these, or return it.",
+                f"{', '.join(read)} was changed by a forward, and is read by the next one as it was at first. Kept are "
+                "buffers, and attributes that are tensors or numbers: make it one of these.",
+                stacklevel=2,
+            )
+        if left:
+            warnings.warn(
+                f"A forward leaves {', '.join(left)} behind with its graph, which nobody outside can see. A loss that is to be "
+                "trained has to be returned.",
                 stacklevel=2,
             )
         return after
 
-    def _is_read(self, key: str) -> bool:
-        """Return whether a method may read an attribute: one does, or what has set it is no method."""
-        known = [_known(kind) for kind in self._kinds]
-        return any(key in each.read for each in known) or not any(key in each.written for each in known)
-
-    def _is_kept(self, key: str, now: Any) -> bool:
-        """Return whether what an attribute is after a call may be read by the next one."""
-        if not isinstance(now, Tensor) or not now.requires_grad:
-            return self._is_read(key)
-        known = [_known(kind) for kind in self._kinds]
-        return any(key in each.first_read for each in known) or not any(key in each.written for each in known)
-
-    def _is_missed(self, key: str, first: Any, now: Any) -> bool:
-        """Return whether the loss of a value may matter: of what was only set it does to who reads the number there was."""
-        if isinstance(now, Tensor) and now.requires_grad:
-            return type(first) in (bool, int, float)
-        return self._is_read(key)
+    def _may_read(self, key: str) -> bool:
+        """Return whether a forward may read an attribute: its code does in some branch, or what has set it is no method."""
+        code = code_of(self._kinds)
+        return key in code.read or key not in code.written
 
 
 class _Module:
     """The attributes of one module, as they are between calls and in one."""
 
-    def __init__(self, module: nn.Module, filled: Mapping[int, set[Any]]) -> None:
-        self.title, self._now = type(module).__name__, vars(module)
-        self._never = INTERNAL | {"forward"} | filled.get(id(self._now), set())  # `layers` sets forward
+    def __init__(self, path: str, module: nn.Module, filled: Mapping[int, set[Any]], alone: Collection[int]) -> None:
+        self.path, self.kind, self.title = path, type(module), type(module).__name__
+        self.watched, self.log = set[str](), dict[str, str]()
+        self._module, self._now, self._watching = ref(module), vars(module), frozenset[str]()
+        self._torchs = self.kind.__module__.startswith("torch.")  # of these, numbers: what they compute is no state
+        self._never = (INTERNAL | {"forward"} | filled.get(id(self._now), set())) - {
+            "training"
+        }  # `layers` sets forward
         self._first = dict(self._now)
         known = {key: x for key, x in self._first.items() if key not in self._never}
-        self._tensors = [(key, _lendable(x)) for key, x in known.items() if type(x) is Tensor and not x.requires_grad]
-        self._containers = {key: (x, _items(x)) for key, x in known.items() if _is_plain(x) and id(x) not in filled}
+        self._tensors = [(key, x) for key, x in known.items() if id(x) in alone and not self._torchs]
+        held = {key: (x, _items(x)) for key, x in known.items() if isinstance(x, _CONTAINERS) and not self._torchs}
+        self._containers = {
+            key: (x, items) for key, (x, items) in held.items() if not any(id(each) in filled for each in (x, *items))
+        }
+        modules = self._first["_modules"]
+        if modules:
+            self._containers["_modules"] = modules, _items(modules)
         self._put: dict[str, Any] = {}
 
-    def begin(self, copies: dict[int, Tensor]) -> None:
-        """Lend the tensors to a call, each once."""
+    def begin(self) -> None:
+        """Lend the tensors to a call, and watch what has been changed before."""
         self._put = {}
+        self._first["training"] = self._now["training"]
         for key, x in self._tensors:
-            if id(x) not in copies:
-                copies[id(x)] = lent(x)
-            self.put(key, copies[id(x)])
+            self.put(key, lent(x))
+        if self.watched != self._watching:
+            self._watching = frozenset(self.watched)
+            module = self._module()
+            assert module is not None
+            watch(module, self._watching, self.log)
+        self.log.clear()
 
     def put(self, key: str, x: Any) -> None:
         """Set an attribute for a call; whoever puts back all puts it back."""
         self._now[key] = self._put[key] = x
 
-    def changed(self) -> Iterator[tuple[str, Any, Any]]:
-        """Yield which attributes a call has set, or written to, what they were at first and what they are."""
+    def changed(self) -> Iterator[tuple[str, Any, Any, bool]]:
+        """Yield which attributes a call has changed, what they were at first and what they are; and whether in place."""
         begun = {**self._first, **self._put} if self._put else self._first
         more = ("forward" in self._now) - ("forward" in begun)
         if len(self._now) - more != len(begun) or not all(map(is_, begun.values(), self._now.values())):
             for key in dict.fromkeys((*begun, *self._now)):
                 was, now = begun.get(key, _ABSENT), self._now.get(key, _ABSENT)
-                if key not in self._never and not _is_same(was, now):
-                    yield key, self._first.get(key, _ABSENT), now
+                if (
+                    key not in self._never
+                    and not _is_same(was, now)
+                    and not (self._torchs and not isinstance(now, _VALUES))
+                ):
+                    yield key, self._first.get(key, _ABSENT), now, False
         for key, x in self._put.items():
             if isinstance(x, Tensor) and self._now.get(key) is x and _is_written(x):
-                yield key, self._first.get(key, _ABSENT), x
-
-    def written(self) -> list[str]:
-        """Return which attributes are lists, dicts or sets that hold something else after a call."""
-        return [key for key, (x, items) in self._containers.items() if not _are_same(_items(x), items)]
-
-
-def _lendable(x: Tensor) -> Tensor:
-    """Return a tensor whose memory is torch's own, so that to lend it costs nothing."""
-    return x if untouched(lent(x)) else x.clone()
+                yield key, self._first.get(key, _ABSENT), x, True
+        for key, (x, items) in self._containers.items():
+            if not _are_same(_items(x), items):
+                yield key, x, x, True
 
 
-def _is_plain(x: Any) -> bool:
-    return type(x) in (list, dict, set)
+def alone_among(module: nn.Module) -> tuple[list[Tensor], list[str]]:
+    """Return the plain tensors of a module that share memory with no other; and those that share a registered one's."""
+    registered = {storage for x in (*module.parameters(), *module.buffers()) if (storage := _storage(x)) is not None}
+    known = {id(x) for x in (*module.parameters(), *module.buffers())}
+    found: dict[int, list[tuple[str, Tensor]]] = {}
+    for path, part in module.named_modules():
+        for key, value in vars(part).items():
+            for x in [value] if isinstance(value, Tensor) else _items(value) if isinstance(value, _CONTAINERS) else ():
+                storage = _storage(x) if isinstance(x, Tensor) and key not in INTERNAL and id(x) not in known else None
+                if storage is not None and f"{key}_orig" not in vars(part)["_parameters"]:  # of which a hook makes it
+                    found.setdefault(storage, []).append((f"{path}.{key}".removeprefix("."), x))
+    alone = [x for tensors in found.values() for _, x in tensors if len(tensors) == 1 and not x.requires_grad]
+    views = [name for storage in found.keys() & registered for name, _ in found[storage]]
+    return [x for x in alone if type(x) is Tensor and untouched(lent(x))], sorted(views)
 
 
-def _items(x: Any) -> list[Any]:
-    return [*x.keys(), *x.values()] if isinstance(x, dict) else [*x]
+def _storage(x: Tensor) -> int | None:
+    try:
+        storage: Any = x.untyped_storage()
+        return storage._cdata if x.numel() else None
+    except (RuntimeError, NotImplementedError):  # a sparse one, say
+        return None
+
+
+def _had_value(first: Any) -> bool:
+    """Return whether an attribute had something that a loss could have been made of."""
+    return type(first) in (bool, int, float) or (isinstance(first, Tensor) and not first.requires_grad)
+
+
+def _items(x: Any, depth: int = 4) -> list[Any]:
+    """Return what a container holds, and what that holds."""
+    items = [*dict.keys(x), *dict.values(x)] if isinstance(x, dict) else [*x]
+    inner = [each for item in items if depth and isinstance(item, _CONTAINERS) for each in _items(item, depth - 1)]
+    return items + inner if inner else items
 
 
 def _is_same(was: Any, now: Any) -> bool:
@@ -234,56 +319,3 @@ def _are_same(was: list[Any], now: list[Any]) -> bool:
 def _is_written(copy: Tensor) -> bool:
     """Return whether a call has written to a tensor that was lent to it."""
     return copy._version > 0 if transformed() else not untouched(copy)
-
-
-# -- what methods read ------------------------------------------------------------------------------------------------
-
-
-class _Known(NamedTuple):
-    """The attributes that methods of a class read, those that they set, and those that one method reads and then sets."""
-
-    read: set[str]
-    written: set[str]
-    first_read: set[str]
-
-
-@lru_cache(maxsize=4096)
-def _known(kind: type) -> _Known:
-    """Return what the methods of a class do to attributes; `__init__` counts as none of them."""
-    known = _Known(set(), set(), set())
-    for base in kind.__mro__:
-        if base is object or base.__module__.startswith("torch."):
-            continue
-        for name, member in vars(base).items():
-            for code in _codes(member) if name not in ("__init__", "__repr__", "extra_repr") else ():
-                _note(code, known)
-    return known
-
-
-def _note(code: CodeType, known: _Known) -> None:
-    read = (
-        {x for x in code.co_consts if isinstance(x, str)} if {"getattr", "hasattr"} & {*code.co_names} else set[str]()
-    )
-    written = set[str]()
-    for step in dis.get_instructions(code):
-        if step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
-            read.add(step.argval)
-        elif step.opname in ("STORE_ATTR", "DELETE_ATTR"):
-            if step.argval in read and step.argval not in written:
-                known.first_read.add(step.argval)
-            written.add(step.argval)
-    known.read.update(read)
-    known.written.update(written)
-
-
-def _codes(member: Any) -> Iterator[CodeType]:
-    """Yield the code of a method, and of the functions within it."""
-    if isinstance(member, property):
-        member = member.fget
-    if isinstance(member, staticmethod | classmethod):
-        member = member.__func__
-    found: list[Any] = [member.__code__] if isinstance(member := unwrap(member), FunctionType) else []
-    while found:
-        code = found.pop()
-        yield code
-        found += [x for x in code.co_consts if isinstance(x, CodeType)]

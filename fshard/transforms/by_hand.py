@@ -38,8 +38,9 @@ from fshard.mesh.tree import PyTree, flatten_outside, flatten_with_paths, unflat
 from fshard.optim.leaves import firsts_of
 from fshard.optim.scaling import held_by
 from fshard.source import call_site
+from fshard.transforms.alterations import Altered
 from fshard.transforms.announced import Announced, Counted
-from fshard.transforms.attributes import Slot, kept_of, without
+from fshard.transforms.attributes import kept_of, without
 from fshard.transforms.batch import Batch, Slice
 from fshard.transforms.buffers import Buffers
 from fshard.transforms.forest import Forest
@@ -140,13 +141,14 @@ class ByHand(Learner):
         new = self._agreed.compared(0, self._remembered, torch.device("cpu"))
         return unshard(self.params), unshard(self._agreed.after([new]))
 
-    def follow(self, module: nn.Module, slots: Sequence[Slot]) -> None:
+    def follow(self, module: nn.Module, altered: Altered) -> None:
         """Call from now on what a model's structure has become; forget what was kept in attributes that were set."""
-        assert self._pure is not None
-        self.apply, names = self._pure(module), {slot.name for slot in slots}
-        self._remembered = without(self._remembered, names)
+        if altered.anew:
+            assert self._pure is not None
+            self.apply = self._pure(module)
+        self._remembered = without(self._remembered, altered.forgotten)
         if self._open is not None:
-            self._open.remembered = [without(tree, names) for tree in self._open.remembered]
+            self._open.remembered = [without(tree, altered.forgotten) for tree in self._open.remembered]
 
     def kept(self) -> dict[str, Tensor]:
         """Return what this device's last call has kept in attributes, by the names of buffers."""

@@ -24,7 +24,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.checkpoint import _StopRecomputationError as StopRecomputation  # pyright: ignore[reportPrivateUsage]
 
 from fshard.mesh.spec import Axes
-from fshard.transforms.attributes import slot_of
+from fshard.transforms.attributes import alone_among, is_nothing, nothing, slot_of
 from fshard.transforms.batchnorm import synchronise
 from fshard.transforms.deferred import defer, pending
 from fshard.transforms.lent import lent, untouched
@@ -70,12 +70,18 @@ def functionalize(
     (tensor(0), tensor(1))
     """
     _refuse_unready(module)
+    alone, views = alone_among(module)
+    if views:
+        raise ModuleError(
+            f"functionalize of {type(module).__name__}: {', '.join(views)} {'is a view' if len(views) == 1 else 'are views'} "
+            "of parameters or buffers, in whose place others will be. Take it in forward: self.weight[0]."
+        )
     if deferred_batch_norm and sync_batchnorm is not None:
         raise ModuleError("functionalize: BatchNorm is either synchronised or deferred: give one of these options.")
     params, buffers = dict(module.named_parameters()), dict(module.named_buffers())
     names = {id(x): name for name, x in (buffers | params).items()}
     adapt = defer if deferred_batch_norm else partial(synchronise, axis=sync_batchnorm)
-    pool = _Pool(Blueprint(module, names, adapt))
+    pool = _Pool(Blueprint(module, names, adapt, alone))
     check = _Check(type(module).__name__, params, buffers, [name for name, _ in module.named_modules()])
     aliases = _aliases(module, names)
 
@@ -87,7 +93,7 @@ def functionalize(
         try:
             made = buffers.keys() - check.buffers
             kept = {name: buffers[name] for name in made if slot_of(name) is not None}
-            copies = {name: lent(x) for name, x in buffers.items() if name not in kept}
+            copies = {name: None if is_nothing(x) else lent(x) for name, x in buffers.items() if name not in kept}
             replica.fill({**params, **copies})
             _place_new(replica, {name: copies[name] for name in made if name not in kept})
             replica.attributes.put(kept)
@@ -150,8 +156,9 @@ def _new_state(
                 if x is not None:
                     after[name] = x
             elif x is not copies[name] or name not in after:  # of two names of one buffer, that which was bound anew
-                after[name] = given[name] if x is copies[name] and untouched(x) else x
-    return after
+                same = x is copies[name] and (x is None or untouched(x))
+                after[name] = given[name] if same else nothing() if x is None else x
+    return after | {name: nothing() for name in copies.keys() - after.keys()}  # deleted
 
 
 def _place_new(replica: Replica, made: Mapping[str, Any]) -> None:

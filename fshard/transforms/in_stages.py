@@ -24,8 +24,8 @@ from fshard.mesh.spmd import held, standing
 from fshard.mesh.tree import PyTree, flatten, unflatten
 from fshard.pipeline.schedule import Schedule
 from fshard.source import call_site
-from fshard.transforms.alterations import alter
-from fshard.transforms.attributes import Slot, kept_of, without
+from fshard.transforms.alterations import Altered, alter
+from fshard.transforms.attributes import kept_of, without
 from fshard.transforms.functionalize import refuse_hooks
 from fshard.transforms.gradient import Runs, Value, as_they_lie
 from fshard.transforms.learner import Learner
@@ -93,11 +93,12 @@ class InStages(Learner):
         params, buffers = unshard(self.params), unshard(self.buffers)
         return {k: x for tree in params for k, x in tree.items()}, {k: x for tree in buffers for k, x in tree.items()}
 
-    def follow(self, module: nn.Module, slots: Sequence[Slot]) -> None:
+    def follow(self, module: nn.Module, altered: Altered) -> None:
         """Call from now on what a model's structure has become; forget what was kept in attributes that were set."""
-        alter(self.stages, module, slots)
-        self.buffers = [without(tree, {slot.name for slot in slots}) for tree in self.buffers]
-        self._gradient.cache_clear()
+        if altered.anew:
+            alter(self.stages, module, altered.attributes)
+            self._gradient.cache_clear()
+        self.buffers = [without(tree, altered.forgotten) for tree in self.buffers]
 
     def kept(self) -> dict[str, Tensor]:
         """Return what this device's last call has kept in attributes, by the names of buffers; of other stages, something."""

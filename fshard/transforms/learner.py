@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -19,7 +19,7 @@ from fshard.mesh.threads import one_thread
 from fshard.mesh.tree import PyTree, flatten, unflatten
 from fshard.optim.contract import Optimizer, step_of
 from fshard.optim.leaves import trainable
-from fshard.transforms.attributes import Slot
+from fshard.transforms.alterations import Altered
 from fshard.transforms.randomness import keyed_random
 
 
@@ -65,7 +65,7 @@ class Learner(ABC):
         return keyed_random(self.seed, self.steps, self._rounds - 1)
 
     @abstractmethod
-    def follow(self, module: nn.Module, slots: Sequence[Slot]) -> None:
+    def follow(self, module: nn.Module, altered: Altered) -> None:
         """Call from now on what a model's structure has become; forget what was kept in attributes that were set."""
 
     @abstractmethod

@@ -72,11 +72,11 @@ def of_one_kind(entries: Sequence[Entry]) -> list[Entry]:
     if len(times) == len(entries):
         return [*entries]
     owners = {_owner(path) for path, count in times.items() if count > 1}
-    lost = [path for path in times if _owner(path) in owners]
+    lost = {path: named(parts_of(path)) for path in times if _owner(path) in owners}
+    several = ", ".join(name for path, name in lost.items() if times[path] > 1)
     warnings.warn(
-        f"Devices, or slices of a batch, give {', '.join(named(parts_of(path)) for path in lost if times[path] > 1)} several "
-        f"shapes or dtypes: there is no mean of these, so {', '.join(named(parts_of(path)) for path in lost)} is as it was before "
-        "the step. That is right for what can be computed again, a mask, say.",
+        f"Devices, or slices of a batch, give {several} several shapes or dtypes: there is no mean of these, so "
+        f"{', '.join(lost.values())} is as it was before the step. That is right for what can be computed again, a mask, say.",
         stacklevel=2,
     )
     return [entry for entry in entries if entry.path not in lost]

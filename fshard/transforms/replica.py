@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import copy
 from functools import partial
 from sys import getrefcount
@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from fshard.errors import ModuleError
-from fshard.transforms.attributes import INTERNAL, Attributes
+from fshard.transforms.attributes import INTERNAL, Attributes, Seen
 from fshard.transforms.layers import Layers
 
 _ATOMS = (Tensor, str, int, float, complex, bytes, type(None), type, ModuleType, BuiltinFunctionType, torch.dtype)
@@ -57,19 +57,24 @@ class Replica:
         places: where registered tensors belong.
         containers: the dicts, lists and sets that a forward may write to, to be put back after it.
         owned: every object that was made for the replica.
+        attributes: those that a forward may set.
 
-    `layers` lets the modules draw by their names; `attributes` are those that a forward may set.
+    `layers` lets the modules draw by their names.
     """
 
     def __init__(
-        self, modules: list[tuple[str, nn.Module]], places: list[Place], containers: list[Any], owned: list[Any]
+        self,
+        modules: list[tuple[str, nn.Module]],
+        places: list[Place],
+        containers: list[Any],
+        owned: list[Any],
+        attributes: Attributes,
     ) -> None:
-        self.modules, self.places, self._owned = modules, places, owned
+        self.modules, self.places, self._owned, self.attributes = modules, places, owned, attributes
         self._puts = [(_plain(place.container).__setitem__.__get__(place.container), place) for place in places]
         self._originals = [(container, _plain(container), _entries(container)) for container in containers]
         self._rest: list[int] = []
         self.layers = Layers(modules)
-        self.attributes = Attributes(modules, [(place.container, place.key) for place in places])
 
     def settle(self) -> None:
         """Count who refers to it now that it is finished, and nobody uses it."""
@@ -113,11 +118,14 @@ class Blueprint:
         module: the module, as it is now.
         names: the name of every registered tensor by its id.
         adapt: called with each module of every replica.
+        alone: the plain tensors that share memory with no other.
     """
 
-    def __init__(self, module: nn.Module, names: Mapping[int, str], adapt: Callable[[nn.Module], None]) -> None:
-        self._adapt = adapt
-        first = _Copying(module, names, {}).replica(lambda module: None)
+    def __init__(
+        self, module: nn.Module, names: Mapping[int, str], adapt: Callable[[nn.Module], None], alone: Sequence[Tensor]
+    ) -> None:
+        self._adapt, self._alone, self._seen = adapt, {id(x): x for x in alone}, Seen()
+        first = _Copying(module, names, {}).replica(lambda module: None, self._alone, self._seen)
         first.fill({name: Empty(name) for name in names.values()})
         self._first = first.modules[0][1]
         self._empties = {id(container[key]): name for container, key, name in first.places}
@@ -126,7 +134,7 @@ class Blueprint:
 
     def build(self) -> Replica:
         """Make a replica."""
-        replica = _Copying(self._first, self._empties, self._leads).replica(self._adapt)
+        replica = _Copying(self._first, self._empties, self._leads).replica(self._adapt, self._alone, self._seen)
         replica.settle()
         return replica
 
@@ -151,7 +159,7 @@ class _Copying:
         self._containers: list[Any] = []
         self._stuck: list[str] = []
 
-    def replica(self, adapt: Callable[[nn.Module], None]) -> Replica:
+    def replica(self, adapt: Callable[[nn.Module], None], alone: Collection[int], seen: Seen) -> Replica:
         """Copy the whole; raise if a tensor stands where no other can be put."""
         self.of(self._root)
         if self._stuck:
@@ -165,7 +173,8 @@ class _Copying:
         dicts = [vars(module) for _, module in modules]
         internal = {id(own[key]) for own in dicts for key in INTERNAL & own.keys()}
         owned = [x for x in self._memo.values() if id(x) not in internal]
-        return Replica(modules, self._places, dicts + self._containers, owned)
+        attributes = Attributes(modules, [(place.container, place.key) for place in self._places], alone, seen)
+        return Replica(modules, self._places, dicts + self._containers, owned, attributes)
 
     def of(self, x: Any) -> Any:
         """Return the copy of an object, or the object itself if it is to be shared."""
@@ -182,6 +191,8 @@ class _Copying:
     def _module(self, module: nn.Module) -> nn.Module:
         made = self._memo[id(module)] = _blank(module)
         self._fill(vars(made), vars(module).items())
+        for key, value in _slots(module):
+            object.__setattr__(made, key, self._settled(value, f"a slot of {type(module).__name__}"))
         made.__dict__["_compiled_call_impl"] = None  # what module.compile() has made runs the module itself
         return made
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fshard.errors import ModuleError
-from fshard.transforms.attributes import put
+from fshard.transforms.attributes import is_nothing, put
 
 
 def skeleton(module: nn.Module) -> nn.Module:
@@ -68,7 +68,7 @@ def filled(bare: nn.Module, params: Mapping[str, Tensor], buffers: Mapping[str, 
         given[id(x)] = nn.Parameter(params[name].detach(), requires_grad=x.requires_grad)
     known = dict(bare.named_buffers())
     for name, x in known.items():
-        given[id(x)] = buffers[name]
+        given[id(x)] = None if is_nothing(buffers[name]) else buffers[name]
     module = deepcopy(bare, given)
     put(module, {name: x for name, x in buffers.items() if name not in known})
     return module

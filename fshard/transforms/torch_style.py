@@ -51,9 +51,9 @@ class Model(nn.Module):
 
     def _follow(self) -> None:
         """Have the next call know of what was done to `module`."""
-        slots = self._alterations.found()
-        if slots is not None:
-            self.learner.follow(self.module, slots)
+        altered = self._alterations.found()
+        if altered is not None:
+            self.learner.follow(self.module, altered)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, as the optimizer's `zero_grad` does."""
