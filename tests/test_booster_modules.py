@@ -161,6 +161,20 @@ class Keeping(nn.Module):
         return y
 
 
+class Closing(nn.Module):
+    """Whose functions, made at first, refer to itself: to a parameter, and to what its forward sets."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.scale = nn.Parameter(torch.randn(3, 2)), 0.5
+        self.times = lambda x: x @ self.weight * self.scale
+
+    def forward(self, x):
+        y = self.times(x)
+        self.scale *= 1.5
+        return y
+
+
 def normed(norm):
     return nn.Sequential(norm(nn.Linear(3, 4)), nn.Tanh(), norm(nn.Linear(4, 2)))
 
@@ -169,6 +183,7 @@ CASES = {
     "sparse": Case(Sparse),
     "rebound": Case(Rebound),
     "keeping": Case(Keeping),
+    "closing": Case(Closing),
     "strided": Case(Strided),
     "kinked": Case(Kinked),
     "again": Case(Again),

@@ -10,6 +10,7 @@ from functools import partial
 from threading import Lock
 from types import SimpleNamespace
 
+import numpy
 import pytest
 import torch
 from hypothesis import given, settings
@@ -504,9 +505,78 @@ def test_plain_tensors_that_share_memory_stay_together():
 
     apply, params, buffers = functionalize(Sharing())
     plain, x = Sharing(), torch.randn(3, D)
-    for _ in range(3):
-        output, buffers = apply(params, buffers, x)
+    close(apply(params, buffers, x)[0], plain(x))
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="Sharing.first, Sharing.second, Sharing.whole was changed by a forward"):
+            output, _ = apply(params, buffers, x)
         close(output, plain(x))
+
+
+class Holder:
+    def __init__(self):
+        self.counts = {"n": [0]}
+
+
+@pytest.mark.parametrize(
+    "held", [Holder, lambda: {"a": torch.zeros(1)}, lambda: numpy.zeros(2)], ids=["object", "dict", "array"]
+)
+def test_who_keeps_something_in_an_object_is_told(held):
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.held = held()
+
+        def forward(self, x):
+            if isinstance(self.held, Holder):
+                self.held.counts["n"][0] += 1
+            elif isinstance(self.held, dict):
+                self.held["a"].add_(1)
+            else:
+                self.held += 1
+            return x * 1
+
+    apply, params, buffers = functionalize(Counting())
+    apply(params, buffers, torch.ones(2))
+    with pytest.warns(UserWarning, match=r"^Counting.held was changed by a forward, .* or shared by all slices"):
+        apply(params, buffers, torch.ones(2))
+
+
+def test_a_forward_that_replaces_what_it_is_made_of():
+    class Replacing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.bend = nn.Linear(D, D), nn.Identity()
+
+        def forward(self, x, what):
+            if what == "module":
+                self.bend = nn.Tanh()
+            if what == "parameter":
+                self.layer.bias = nn.Parameter(torch.ones(D))
+            return self.bend(self.layer(x))
+
+    apply, params, buffers = functionalize(Replacing())
+    with pytest.warns(UserWarning, match="^Replacing's submodules was changed by a forward"):
+        apply(params, buffers, torch.ones(D), "module")
+    with pytest.raises(
+        fs.ModuleError, match="apply of Replacing: its forward binds the parameter layer.bias to another"
+    ):
+        apply(params, buffers, torch.ones(D), "parameter")
+    apply(params, buffers, torch.ones(D), None)
+
+
+def test_a_forward_that_deletes_a_buffer():
+    class Deleting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("seen", torch.ones(1))
+
+        def forward(self, x):
+            del self.seen
+            return x
+
+    apply, params, buffers = functionalize(Deleting())
+    with pytest.raises(fs.ModuleError, match="apply of Deleting: its forward deletes the buffer seen"):
+        apply(params, buffers, torch.ones(1))
 
 
 def test_views_of_what_is_registered_are_refused():

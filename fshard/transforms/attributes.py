@@ -18,6 +18,7 @@ import warnings
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from operator import is_
+from types import CellType, ModuleType
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -35,6 +36,8 @@ _DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64}
 _KEPT = ":kept"
 _VALUES = (bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device)
 _CONTAINERS = (dict, list, set, deque)
+_FIXED = (nn.Module, type, ModuleType, torch.Generator, *_VALUES)
+_MANY = 1 << 12
 _ABSENT = object()
 
 
@@ -153,6 +156,15 @@ class Attributes:
         self._seen = seen
         self._modules = {path: _Module(path, module, filled, alone) for path, module in modules}
         self._kinds = {module.kind for module in self._modules.values()}
+        self._held: dict[int, tuple[Any, list[Any], list[Slot]]] = {}
+        for path, module in self._modules.items():
+            for key, x in module.holders:
+                if id(x) not in self._held and id(x) not in filled:
+                    items = _items(x)
+                    if not any(id(each) in filled for each in items):
+                        self._held[id(x)] = x, items, []
+                if id(x) in self._held:
+                    self._held[id(x)][2].append(Slot(path, key))
 
     def put(self, kept: Mapping[str, Any]) -> None:
         """Lend plain tensors to a call, and what earlier calls have kept, by its names."""
@@ -191,10 +203,17 @@ class Attributes:
                 after.pop(slot.name, None)
                 if slot not in seen.passing and isinstance(now, Tensor) and now.requires_grad and _had_value(first):
                     left.append(f"{module.title}.{key}")
+        for x, items, slots in self._held.values():
+            if not _are_same(_items(x), items):
+                seen.changed.update(slots)
+                seen.states.update(slots)
+                seen.lost.update(slots)
+        read += [f"{module.title}'s submodules" for module in self._modules.values() if module.has_other_modules()]
         if read:
             warnings.warn(
-                f"{', '.join(read)} was changed by a forward, and is read by the next one as it was at first. Kept are "
-                "buffers, and attributes that are tensors or numbers: make it one of these.",
+                f"{', '.join(read)} was changed by a forward, and the next one does not find it as in torch: lists, strings "
+                "and objects are put back after a call, or shared by all slices of a batch. Keep buffers, or tensors and "
+                "numbers that are attributes.",
                 stacklevel=2,
             )
         if left:
@@ -222,16 +241,11 @@ class _Module:
         self._never = (INTERNAL | {"forward"} | filled.get(id(self._now), set())) - {
             "training"
         }  # `layers` sets forward
-        self._first = dict(self._now)
+        self._first, self._modules = dict(self._now), [*vars(module)["_modules"].values()]
         known = {key: x for key, x in self._first.items() if key not in self._never}
         self._tensors = [(key, x) for key, x in known.items() if id(x) in alone and not self._torchs]
-        held = {key: (x, _items(x)) for key, x in known.items() if isinstance(x, _CONTAINERS) and not self._torchs}
-        self._containers = {
-            key: (x, items) for key, (x, items) in held.items() if not any(id(each) in filled for each in (x, *items))
-        }
-        modules = self._first["_modules"]
-        if modules:
-            self._containers["_modules"] = modules, _items(modules)
+        lent_ones = {key for key, _ in self._tensors}
+        self.holders = [(key, x) for key, x in known.items() if _holds(x) and key not in lent_ones and not self._torchs]
         self._put: dict[str, Any] = {}
 
     def begin(self) -> None:
@@ -267,9 +281,10 @@ class _Module:
         for key, x in self._put.items():
             if isinstance(x, Tensor) and self._now.get(key) is x and _is_written(x):
                 yield key, self._first.get(key, _ABSENT), x, True
-        for key, (x, items) in self._containers.items():
-            if not _are_same(_items(x), items):
-                yield key, x, x, True
+
+    def has_other_modules(self) -> bool:
+        """Return whether a call has replaced submodules."""
+        return not all(map(is_, self._modules, self._first["_modules"].values()))
 
 
 def alone_among(module: nn.Module) -> tuple[list[Tensor], list[str]]:
@@ -279,7 +294,7 @@ def alone_among(module: nn.Module) -> tuple[list[Tensor], list[str]]:
     found: dict[int, list[tuple[str, Tensor]]] = {}
     for path, part in module.named_modules():
         for key, value in vars(part).items():
-            for x in [value] if isinstance(value, Tensor) else _items(value) if isinstance(value, _CONTAINERS) else ():
+            for x in [value] if isinstance(value, Tensor) else _items(value) if _holds(value) else ():
                 storage = _storage(x) if isinstance(x, Tensor) and key not in INTERNAL and id(x) not in known else None
                 if storage is not None and f"{key}_orig" not in vars(part)["_parameters"]:  # of which a hook makes it
                     found.setdefault(storage, []).append((f"{path}.{key}".removeprefix("."), x))
@@ -301,11 +316,60 @@ def _had_value(first: Any) -> bool:
     return type(first) in (bool, int, float) or (isinstance(first, Tensor) and not first.requires_grad)
 
 
-def _items(x: Any, depth: int = 4) -> list[Any]:
-    """Return what a container holds, and what that holds."""
-    items = [*dict.keys(x), *dict.values(x)] if isinstance(x, dict) else [*x]
-    inner = [each for item in items if depth and isinstance(item, _CONTAINERS) for each in _items(item, depth - 1)]
-    return items + inner if inner else items
+def _holds(x: Any) -> bool:
+    """Return whether something may be changed and stay the same object."""
+    if isinstance(x, Tensor):
+        return not x.is_inference()
+    if isinstance(x, _CONTAINERS) or _is_array(x):
+        return True
+    return (hasattr(x, "__dict__") or hasattr(x, "__slots__")) and not isinstance(x, _FIXED) and not callable(x)
+
+
+def _is_array(x: Any) -> bool:
+    return type(x).__module__ == "numpy" and getattr(x, "nbytes", 1 << 20) <= 1 << 16
+
+
+def _items(x: Any) -> list[Any]:
+    """Return what something holds, and what that holds: values of which some differ if any of it is changed."""
+    items, seen, left = list[Any](), set[int](), [x]
+    while left and len(items) < _MANY:
+        x = left.pop()
+        if id(x) not in seen:
+            seen.add(id(x))
+            inner = _inner(x)
+            items += inner
+            left += [each for each in inner if _holds(each)]
+    return items
+
+
+def _inner(x: Any) -> list[Any]:
+    if isinstance(x, Tensor):
+        return [x._version]
+    if _is_array(x):
+        return [x.tobytes()]
+    if isinstance(x, dict):
+        return [*dict.keys(x), *dict.values(x)]
+    if isinstance(x, _CONTAINERS):
+        return [*x]
+    return [*getattr(x, "__dict__", {}).values(), *(value for _, value in slots_of(x))]
+
+
+def contents_of(cell: CellType) -> list[Any]:
+    """Return what a closure's variable holds: nothing as long as it has not been set."""
+    try:
+        return [cell.cell_contents]
+    except ValueError:
+        return []
+
+
+def slots_of(x: Any) -> list[tuple[str, Any]]:
+    """Return the attributes that a class of Python keeps in slots."""
+    names = [name for kind in type(x).__mro__ for name in _listed(vars(kind).get("__slots__", ()))]
+    return [(name, getattr(x, name)) for name in names if not name.startswith("__") and hasattr(x, name)]
+
+
+def _listed(names: str | Iterable[str]) -> Iterable[str]:
+    return (names,) if isinstance(names, str) else names
 
 
 def _is_same(was: Any, now: Any) -> bool:

@@ -13,7 +13,7 @@ nothing, and what a forward does in place is seen in its result alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from traceback import clear_frames
 from typing import Any
@@ -101,7 +101,9 @@ def functionalize(
             if key is not None:
                 replica.layers.enter(key)
             output = replica.modules[0][1](*args, **kwargs)
-            return output, _new_state(replica, aliases, buffers, copies) | replica.attributes.kept(kept)
+            after = _new_state(replica, aliases, buffers, copies)
+            check.after(replica.rebound(params), after)
+            return output, after | replica.attributes.kept(kept)
         except StopRecomputation as stop:  # a checkpoint that runs apply again has what it wants
             clear_frames(stop.__traceback__)  # which would still refer to the replica
             raise
@@ -158,7 +160,7 @@ def _new_state(
             elif x is not copies[name] or name not in after:  # of two names of one buffer, that which was bound anew
                 same = x is copies[name] and (x is None or untouched(x))
                 after[name] = given[name] if same else nothing() if x is None else x
-    return after | {name: nothing() for name in copies.keys() - after.keys()}  # deleted
+    return after
 
 
 def _place_new(replica: Replica, made: Mapping[str, Any]) -> None:
@@ -200,6 +202,17 @@ class _Check:
         raise ModuleError(
             f"apply of {self._title}: {'; '.join(wrong)}. Pass trees with the names that functionalize returned, "
             "(params, buffers) in this order."
+        )
+
+    def after(self, rebound: Sequence[str], buffers: Mapping[str, Any]) -> None:
+        """Raise if a forward has bound parameters to others, or has deleted buffers."""
+        if not rebound and buffers.keys() >= self.buffers:
+            return
+        wrong = [f"binds the parameter {name} to another" for name in rebound]
+        wrong += [f"deletes the buffer {name}" for name in sorted(self.buffers - buffers.keys())]
+        raise ModuleError(
+            f"apply of {self._title}: its forward {'; '.join(wrong)}. What there is was decided before: write to .data, or set "
+            "a buffer to None."
         )
 
 

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from fshard.errors import ModuleError
-from fshard.transforms.attributes import INTERNAL, Attributes, Seen
+from fshard.transforms.attributes import INTERNAL, Attributes, Seen, contents_of, slots_of
 from fshard.transforms.layers import Layers
 
 _ATOMS = (Tensor, str, int, float, complex, bytes, type(None), type, ModuleType, BuiltinFunctionType, torch.dtype)
@@ -74,6 +74,8 @@ class Replica:
         self._puts = [(_plain(place.container).__setitem__.__get__(place.container), place) for place in places]
         self._originals = [(container, _plain(container), _entries(container)) for container in containers]
         self._rest: list[int] = []
+        own = {id(vars(module)["_parameters"]) for _, module in modules}
+        self._params = [place for place in places if id(place.container) in own]
         self.layers = Layers(modules)
 
     def settle(self) -> None:
@@ -84,6 +86,10 @@ class Replica:
         """Put tensors, or what stands for them, into their places."""
         for put, (_, key, name) in self._puts:
             put(key, tensors[name])
+
+    def rebound(self, tensors: Mapping[str, Any]) -> list[str]:
+        """Return the parameters that a call has bound to something else."""
+        return [name for container, key, name in self._params if container.get(key) is not tensors[name]]
 
     def restore(self) -> None:
         """Undo whatever a call has put into the modules, its tensors among them."""
@@ -191,7 +197,7 @@ class _Copying:
     def _module(self, module: nn.Module) -> nn.Module:
         made = self._memo[id(module)] = _blank(module)
         self._fill(vars(made), vars(module).items())
-        for key, value in _slots(module):
+        for key, value in slots_of(module):
             object.__setattr__(made, key, self._settled(value, f"a slot of {type(module).__name__}"))
         made.__dict__["_compiled_call_impl"] = None  # what module.compile() has made runs the module itself
         return made
@@ -257,7 +263,7 @@ class _Copying:
         if hasattr(x, "__dict__"):
             self._containers.append(vars(made))
             self._fill(vars(made), vars(x).items())
-        for key, value in _slots(x):
+        for key, value in slots_of(x):
             object.__setattr__(made, key, self._settled(value, f"a slot of {type(x).__name__}"))
 
     def _closure(self, f: FunctionType) -> FunctionType:
@@ -267,7 +273,7 @@ class _Copying:
         made.__kwdefaults__ = f.__kwdefaults__
         self._memo[id(f)] = made  # before its cells: it may stand in one of them
         for cell, old in zip(cells, f.__closure__ or (), strict=True):
-            for content in _contents(old):
+            for content in contents_of(old):
                 cell.cell_contents = self._settled(content, f"the closure of {f.__qualname__}")
         made.__defaults__ = self.of(f.__defaults__)
         return made
@@ -335,27 +341,9 @@ def _parts(x: Any) -> list[Any]:
     elif isinstance(x, partial):
         parts = [x.func, *x.args, *x.keywords.values()]
     elif isinstance(x, FunctionType):
-        parts = [content for cell in x.__closure__ or () for content in _contents(cell)] + list(x.__defaults__ or ())
+        parts = [content for cell in x.__closure__ or () for content in contents_of(cell)] + list(x.__defaults__ or ())
     elif isinstance(x, weakref.ref):
         parts = [x()] if isinstance(x(), nn.Module) else []
     else:
-        parts = [*getattr(x, "__dict__", {}).values(), *(value for _, value in _slots(x))]
+        parts = [*getattr(x, "__dict__", {}).values(), *(value for _, value in slots_of(x))]
     return parts
-
-
-def _contents(cell: CellType) -> list[Any]:
-    """Return what a closure's variable holds: nothing as long as it has not been set."""
-    try:
-        return [cell.cell_contents]
-    except ValueError:
-        return []
-
-
-def _slots(x: Any) -> list[tuple[str, Any]]:
-    """Return the attributes that a class of Python keeps in slots."""
-    names = [name for kind in type(x).__mro__ for name in _listed(vars(kind).get("__slots__", ()))]
-    return [(name, getattr(x, name)) for name in names if not name.startswith("__") and hasattr(x, name)]
-
-
-def _listed(names: str | Iterable[str]) -> Iterable[str]:
-    return (names,) if isinstance(names, str) else names

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from copy import deepcopy
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fshard.errors import ModuleError
-from fshard.transforms.attributes import is_nothing, put
+from fshard.transforms.attributes import contents_of, is_nothing, put, slots_of
 
 
 def skeleton(module: nn.Module) -> nn.Module:
@@ -31,13 +32,34 @@ def skeleton(module: nn.Module) -> nn.Module:
         bare |= {
             id(x): x.detach() for x in computed
         }  # by an earlier forward, as weight_norm does; torch does not copy it
+    slots = [f"{path}.{key}".removeprefix(".") for path, part in module.named_modules() for key, _ in slots_of(part)]
+    if slots:
+        raise ModuleError(
+            f"{type(module).__name__} cannot be copied: {', '.join(slots)} stands in __slots__, which torch's modules do not "
+            "copy. Keep it in a plain attribute."
+        )
     try:
-        return deepcopy(module, bare)
+        made = deepcopy(module, bare)
+        for part in made.modules():
+            vars(part).update({key: _pointing(x, bare) for key, x in vars(part).items() if isinstance(x, FunctionType)})
+        return made
     except Exception as error:
         raise ModuleError(
             f"{type(module).__name__} cannot be copied: {error}. Boosting keeps a copy of a module's structure: keep what "
             "cannot be copied outside of it, or give it a __deepcopy__."
         ) from error
+
+
+def _pointing(f: FunctionType, copies: Mapping[int, Any]) -> FunctionType:
+    """Return a function whose variables are copies where there are any: deepcopy leaves functions as they are."""
+    cells = f.__closure__ or ()
+    if not any(id(content) in copies for cell in cells for content in contents_of(cell)):
+        return f
+    made = tuple(CellType(*(copies.get(id(content), content) for content in contents_of(cell))) for cell in cells)
+    copy = FunctionType(f.__code__, f.__globals__, f.__name__, f.__defaults__, made)
+    copy.__kwdefaults__ = f.__kwdefaults__
+    copy.__dict__.update(f.__dict__)
+    return copy
 
 
 class Hollow(nn.Parameter):
