@@ -15,7 +15,12 @@ from fshard import P
 from tests.loops import PLUGINS, momentum
 
 ROWS = 8
-START = {"a": torch.full((2, 3), 0.5, dtype=torch.float64), "b": torch.tensor(4), "c": torch.tensor(True)}
+START = {
+    "a": torch.full((2, 3), 0.5, dtype=torch.float64),
+    "b": torch.tensor(4),
+    "c": torch.tensor(True),
+    "z": torch.tensor([0.25 + 0.5j], dtype=torch.complex128),
+}
 
 
 def remembering(params, buffers, batch):
@@ -30,6 +35,8 @@ def remembering(params, buffers, batch):
         new["made"] = value.detach().reshape(1).clone()
     if which & 8:
         new["c"] = ~new["c"]
+    if which & 16:
+        new["z"] = new["z"] * 1j + value
     return (params["w"] * batch[:, 1]).mean(), new
 
 
@@ -56,7 +63,7 @@ def step(batch, n, **options):
     return {key: fs.unshard(x) for key, x in buffers.items()}
 
 
-batches = st.lists(st.tuples(st.integers(0, 15), st.integers(-40, 40)), min_size=ROWS, max_size=ROWS).map(
+batches = st.lists(st.tuples(st.integers(0, 31), st.integers(-40, 40)), min_size=ROWS, max_size=ROWS).map(
     lambda rows: torch.tensor(rows, dtype=torch.float64) / torch.tensor([1.0, 8.0])
 )
 

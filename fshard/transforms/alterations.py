@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from fshard.errors import ModuleError
-from fshard.transforms.attributes import INTERNAL, Slot, put
+from fshard.transforms.holders import INTERNAL
+from fshard.transforms.kept import Slot, put
 
 _TENSORS = ("_parameters", "_buffers", "_modules")
 _HOOKS = tuple(sorted(key for key in INTERNAL if key.endswith("_hooks") and key.startswith(("_forward", "_backward"))))

@@ -1,119 +1,32 @@
 """What a forward keeps in plain attributes from one call to the next: it is handed back, and lent again, as buffers are.
 
-    self.calls += 1                                        "head.calls:kept"     a number: a tensor without dims
-    self.mean = 0.9 * self.mean + 0.1 * x.mean()           "head.mean:kept"      a tensor: its only row
-    self.mean.mul_(0.9)                                    likewise: plain tensors are lent, too
-    self.table = table                                     likewise, also if it was None before, or not there
-    self.table = None                                      "head.table:kept"     None: no row
+    self.calls += 1
+    self.mean = 0.9 * self.mean + 0.1 * x.mean()
+    self.mean.mul_(0.9)                              plain tensors are lent, too
+    self.table = table                               also if it was None before, or not there
 
 So it is averaged over devices, as all that is remembered, and each slice of a step begins with the same.  Kept is what a call
 changes and a later one reads before it sets it (see `observed`); until that is known, what might be.  Not kept are lists,
-strings and objects: who reads such a thing after an earlier call has changed it is told that he reads what was there at
-first.
+strings and objects: who reads such a thing after an earlier call has changed it is warned.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from operator import is_
-from types import CellType, ModuleType
 from typing import Any, NamedTuple
 from weakref import ref
 
-import torch
 from torch import Tensor, nn
 
 from fshard.mesh.differentiate import transformed
-from fshard.mesh.tree import PyTree
+from fshard.transforms.holders import INTERNAL, VALUES, are_same, holds, is_same, items_of
+from fshard.transforms.kept import Slot, as_tensor, slot_of, value_of
 from fshard.transforms.lent import lent, untouched
 from fshard.transforms.observed import code_of, watch
 
-INTERNAL = frozenset(vars(nn.Module()))
-"""What torch keeps in every module."""
-_DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64}
-_KEPT = ":kept"
-_VALUES = (bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device)
-_CONTAINERS = (dict, list, set, deque)
-_FIXED = (nn.Module, type, ModuleType, torch.Generator, *_VALUES)
-_MANY = 1 << 12
 _ABSENT = object()
-
-
-class Slot(NamedTuple):
-    """The path of a module, and an attribute of it that is kept."""
-
-    path: str
-    key: str
-
-    @property
-    def name(self) -> str:
-        """The name by which it stands among the buffers."""
-        return f"{self.path}.{self.key}{_KEPT}".removeprefix(".")
-
-
-def slot_of(name: str) -> Slot | None:
-    """Return which attribute a name among the buffers is for; None if it is that of a buffer.
-
-    >>> slot_of("head.calls:kept"), slot_of("head.running_mean")
-    (Slot(path='head', key='calls'), None)
-    """
-    path, _, key = name.removesuffix(_KEPT).rpartition(".")
-    return Slot(path, key) if name.endswith(_KEPT) else None
-
-
-def without(tree: PyTree, names: Collection[str]) -> PyTree:
-    """Return buffers without those of some names."""
-    return {name: x for name, x in tree.items() if name not in names}
-
-
-def kept_of(tree: PyTree) -> dict[str, Any]:
-    """Return those of the buffers that stand for attributes."""
-    return {name: x for name, x in tree.items() if name.endswith(_KEPT)}
-
-
-def as_tensor(value: Any) -> Tensor | None:
-    """Return the tensor that stands for a value, from which `value_of` makes it again; None if there is none.
-
-    >>> [value_of(as_tensor(value)) for value in (3, False, None, torch.ones(2))]
-    [3, False, None, tensor([1., 1.])]
-    """
-    if isinstance(value, Tensor):
-        return None if value.is_complex() or value.layout is not torch.strided else value.unsqueeze(0)
-    if value is None:
-        return torch.empty(0)
-    if type(value) not in _DTYPES or (type(value) is int and abs(value) >= 1 << 53):  # a mean has no more digits
-        return None
-    return torch.tensor(value, dtype=_DTYPES[type(value)])
-
-
-def value_of(x: Tensor) -> Any:
-    """Return what a tensor stands for."""
-    if not x.ndim:
-        return x.item()
-    return x[0] if len(x) else None
-
-
-def nothing() -> Tensor:
-    """Return what stands for a buffer that a forward has set to None, so that it can be sent and averaged."""
-    return torch.empty(0, dtype=torch.bool)
-
-
-def is_nothing(x: Any) -> bool:
-    """Return whether a buffer is None for a module."""
-    return isinstance(x, Tensor) and x.dtype is torch.bool and x.shape == (0,)
-
-
-def put(module: nn.Module, made: Mapping[str, Any]) -> None:
-    """Put what forwards have made into a module: attributes, and buffers that it had not."""
-    for name, x in made.items():
-        slot = slot_of(name)
-        if slot is not None:
-            vars(module.get_submodule(slot.path))[slot.key] = value_of(x)
-        else:
-            path, _, key = name.rpartition(".")
-            vars(module.get_submodule(path))["_buffers"][key] = None if is_nothing(x) else x
 
 
 class Seen:
@@ -160,7 +73,7 @@ class Attributes:
         for path, module in self._modules.items():
             for key, x in module.holders:
                 if id(x) not in self._held and id(x) not in filled:
-                    items = _items(x)
+                    items = items_of(x)
                     if not any(id(each) in filled for each in items):
                         self._held[id(x)] = x, items, []
                 if id(x) in self._held:
@@ -179,35 +92,18 @@ class Attributes:
 
     def kept(self, before: Mapping[str, Any]) -> dict[str, Any]:
         """Return what is kept after a call that was given this, and warn of what is lost."""
-        after, seen, read, left = dict(before), self._seen, list[str](), list[str]()
+        after, left, read = dict(before), list[str](), self._read_in_vain()
         for module in self._modules.values():
-            for key, done in module.log.items():
-                seen.note(slot := Slot(module.path, key), done)
-                if done == "read" and slot in seen.lost:
-                    read.append(f"{module.title}.{key}")
-            for key, first, now, written in module.changed():
-                slot = Slot(module.path, key)
-                known = slot in seen.changed
-                if written or key == "training":
-                    seen.states.add(slot)
-                seen.changed.add(slot)
-                x = as_tensor(now)
-                if slot in seen.states or (slot not in seen.passing and (not known or self._may_read(key))):
-                    after.pop(slot.name, None)
-                    seen.lost.discard(slot)
-                    if x is not None:
-                        after[slot.name] = x
-                    else:
-                        seen.lost.add(slot)
-                    continue
+            for change in module.changed():
+                slot = Slot(module.path, change.key)
                 after.pop(slot.name, None)
-                if slot not in seen.passing and isinstance(now, Tensor) and now.requires_grad and _had_value(first):
-                    left.append(f"{module.title}.{key}")
-        for x, items, slots in self._held.values():
-            if not _are_same(_items(x), items):
-                seen.changed.update(slots)
-                seen.states.update(slots)
-                seen.lost.update(slots)
+                if self._may_be_state(slot, change):
+                    x = as_tensor(change.now)
+                    (self._seen.lost.add if x is None else self._seen.lost.discard)(slot)
+                    after |= {} if x is None else {slot.name: x}
+                elif slot not in self._seen.passing and change.leaves_loss:
+                    left.append(f"{module.title}.{change.key}")
+        self._look_at_held()
         read += [f"{module.title}'s submodules" for module in self._modules.values() if module.has_other_modules()]
         if read:
             warnings.warn(
@@ -224,10 +120,53 @@ class Attributes:
             )
         return after
 
+    def _read_in_vain(self) -> list[str]:
+        """Note what a call has done to what it was watched for; return what it has read that was lost."""
+        read: list[str] = []
+        for module in self._modules.values():
+            for key, done in module.log.items():
+                slot = Slot(module.path, key)
+                self._seen.note(slot, done)
+                if done == "read" and slot in self._seen.lost:
+                    read.append(f"{module.title}.{key}")
+        return read
+
+    def _may_be_state(self, slot: Slot, change: Change) -> bool:
+        """Return whether what an attribute is now may be read by a later call; from now on it is watched."""
+        seen, known = self._seen, slot in self._seen.changed
+        seen.changed.add(slot)
+        if change.written or slot.key == "training":
+            seen.states.add(slot)
+        return slot in seen.states or (slot not in seen.passing and (not known or self._may_read(slot.key)))
+
+    def _look_at_held(self) -> None:
+        """Note which objects have been changed, that stay what they are."""
+        for x, items, slots in self._held.values():
+            if not are_same(items_of(x), items):
+                for found in (self._seen.changed, self._seen.states, self._seen.lost):
+                    found.update(slots)
+
     def _may_read(self, key: str) -> bool:
         """Return whether a forward may read an attribute: its code does in some branch, or what has set it is no method."""
         code = code_of(self._kinds)
         return key in code.read or key not in code.written
+
+
+class Change(NamedTuple):
+    """An attribute that a call has changed: what it was at first, and is now; and whether it was written to in place."""
+
+    key: str
+    first: Any
+    now: Any
+    written: bool
+
+    @property
+    def leaves_loss(self) -> bool:
+        """Whether it has a graph, where there was something of which a loss could have been made."""
+        had = type(self.first) in (bool, int, float) or (
+            isinstance(self.first, Tensor) and not self.first.requires_grad
+        )
+        return had and isinstance(self.now, Tensor) and self.now.requires_grad
 
 
 class _Module:
@@ -238,14 +177,14 @@ class _Module:
         self.watched, self.log = set[str](), dict[str, str]()
         self._module, self._now, self._watching = ref(module), vars(module), frozenset[str]()
         self._torchs = self.kind.__module__.startswith("torch.")  # of these, numbers: what they compute is no state
-        self._never = (INTERNAL | {"forward"} | filled.get(id(self._now), set())) - {
-            "training"
-        }  # `layers` sets forward
+        self._never = (
+            (INTERNAL - {"training"}) | {"forward"} | filled.get(id(self._now), set())
+        )  # `layers` sets forward
         self._first, self._modules = dict(self._now), [*vars(module)["_modules"].values()]
         known = {key: x for key, x in self._first.items() if key not in self._never}
         self._tensors = [(key, x) for key, x in known.items() if id(x) in alone and not self._torchs]
         lent_ones = {key for key, _ in self._tensors}
-        self.holders = [(key, x) for key, x in known.items() if _holds(x) and key not in lent_ones and not self._torchs]
+        self.holders = [(key, x) for key, x in known.items() if holds(x) and key not in lent_ones and not self._torchs]
         self._put: dict[str, Any] = {}
 
     def begin(self) -> None:
@@ -265,119 +204,23 @@ class _Module:
         """Set an attribute for a call; whoever puts back all puts it back."""
         self._now[key] = self._put[key] = x
 
-    def changed(self) -> Iterator[tuple[str, Any, Any, bool]]:
-        """Yield which attributes a call has changed, what they were at first and what they are; and whether in place."""
+    def changed(self) -> Iterator[Change]:
+        """Yield which attributes a call has changed."""
         begun = {**self._first, **self._put} if self._put else self._first
         more = ("forward" in self._now) - ("forward" in begun)
         if len(self._now) - more != len(begun) or not all(map(is_, begun.values(), self._now.values())):
             for key in dict.fromkeys((*begun, *self._now)):
                 was, now = begun.get(key, _ABSENT), self._now.get(key, _ABSENT)
-                if (
-                    key not in self._never
-                    and not _is_same(was, now)
-                    and not (self._torchs and not isinstance(now, _VALUES))
-                ):
-                    yield key, self._first.get(key, _ABSENT), now, False
+                fits = isinstance(now, VALUES) or not self._torchs
+                if key not in self._never and fits and not is_same(was, now):
+                    yield Change(key, self._first.get(key, _ABSENT), now, written=False)
         for key, x in self._put.items():
             if isinstance(x, Tensor) and self._now.get(key) is x and _is_written(x):
-                yield key, self._first.get(key, _ABSENT), x, True
+                yield Change(key, self._first.get(key, _ABSENT), x, written=True)
 
     def has_other_modules(self) -> bool:
         """Return whether a call has replaced submodules."""
         return not all(map(is_, self._modules, self._first["_modules"].values()))
-
-
-def alone_among(module: nn.Module) -> tuple[list[Tensor], list[str]]:
-    """Return the plain tensors of a module that share memory with no other; and those that share a registered one's."""
-    registered = {storage for x in (*module.parameters(), *module.buffers()) if (storage := _storage(x)) is not None}
-    known = {id(x) for x in (*module.parameters(), *module.buffers())}
-    found: dict[int, list[tuple[str, Tensor]]] = {}
-    for path, part in module.named_modules():
-        for key, value in vars(part).items():
-            for x in [value] if isinstance(value, Tensor) else _items(value) if _holds(value) else ():
-                storage = _storage(x) if isinstance(x, Tensor) and key not in INTERNAL and id(x) not in known else None
-                if storage is not None and f"{key}_orig" not in vars(part)["_parameters"]:  # of which a hook makes it
-                    found.setdefault(storage, []).append((f"{path}.{key}".removeprefix("."), x))
-    alone = [x for tensors in found.values() for _, x in tensors if len(tensors) == 1 and not x.requires_grad]
-    views = [name for storage in found.keys() & registered for name, _ in found[storage]]
-    return [x for x in alone if type(x) is Tensor and untouched(lent(x))], sorted(views)
-
-
-def _storage(x: Tensor) -> int | None:
-    try:
-        storage: Any = x.untyped_storage()
-        return storage._cdata if x.numel() else None
-    except (RuntimeError, NotImplementedError):  # a sparse one, say
-        return None
-
-
-def _had_value(first: Any) -> bool:
-    """Return whether an attribute had something that a loss could have been made of."""
-    return type(first) in (bool, int, float) or (isinstance(first, Tensor) and not first.requires_grad)
-
-
-def _holds(x: Any) -> bool:
-    """Return whether something may be changed and stay the same object."""
-    if isinstance(x, Tensor):
-        return not x.is_inference()
-    if isinstance(x, _CONTAINERS) or _is_array(x):
-        return True
-    return (hasattr(x, "__dict__") or hasattr(x, "__slots__")) and not isinstance(x, _FIXED) and not callable(x)
-
-
-def _is_array(x: Any) -> bool:
-    return type(x).__module__ == "numpy" and getattr(x, "nbytes", 1 << 20) <= 1 << 16
-
-
-def _items(x: Any) -> list[Any]:
-    """Return what something holds, and what that holds: values of which some differ if any of it is changed."""
-    items, seen, left = list[Any](), set[int](), [x]
-    while left and len(items) < _MANY:
-        x = left.pop()
-        if id(x) not in seen:
-            seen.add(id(x))
-            inner = _inner(x)
-            items += inner
-            left += [each for each in inner if _holds(each)]
-    return items
-
-
-def _inner(x: Any) -> list[Any]:
-    if isinstance(x, Tensor):
-        return [x._version]
-    if _is_array(x):
-        return [x.tobytes()]
-    if isinstance(x, dict):
-        return [*dict.keys(x), *dict.values(x)]
-    if isinstance(x, _CONTAINERS):
-        return [*x]
-    return [*getattr(x, "__dict__", {}).values(), *(value for _, value in slots_of(x))]
-
-
-def contents_of(cell: CellType) -> list[Any]:
-    """Return what a closure's variable holds: nothing as long as it has not been set."""
-    try:
-        return [cell.cell_contents]
-    except ValueError:
-        return []
-
-
-def slots_of(x: Any) -> list[tuple[str, Any]]:
-    """Return the attributes that a class of Python keeps in slots."""
-    names = [name for kind in type(x).__mro__ for name in _listed(vars(kind).get("__slots__", ()))]
-    return [(name, getattr(x, name)) for name in names if not name.startswith("__") and hasattr(x, name)]
-
-
-def _listed(names: str | Iterable[str]) -> Iterable[str]:
-    return (names,) if isinstance(names, str) else names
-
-
-def _is_same(was: Any, now: Any) -> bool:
-    return was is now or (type(was) is type(now) and isinstance(was, _VALUES) and was == now)
-
-
-def _are_same(was: list[Any], now: list[Any]) -> bool:
-    return len(was) == len(now) and all(map(_is_same, was, now))
 
 
 def _is_written(copy: Tensor) -> bool:

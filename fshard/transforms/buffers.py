@@ -35,13 +35,13 @@ class New(NamedTuple):
 def numbers(buffers: Mapping[str, Any], near: torch.device) -> list[Tensor]:
     """Return buffers, by their paths, as tensors."""
     wrong = [
-        f"{named(parts_of(path))} is {'complex' if isinstance(x, Tensor) else type(x).__name__}"
+        f"{named(parts_of(path))} is {type(x).__name__}"
         for path, x in buffers.items()
-        if not isinstance(x, Tensor | int | float) or (isinstance(x, Tensor) and x.is_complex())
+        if not isinstance(x, Tensor | int | float)
     ]
     if wrong:
         raise LayoutError(
-            f"value_and_grad: among the buffers {'; '.join(wrong)}. They are averaged: give tensors or real numbers."
+            f"value_and_grad: among the buffers {'; '.join(wrong)}. They are averaged: give tensors or numbers."
         )
     return [x if isinstance(x, Tensor) else torch.full((), x, device=near) for x in buffers.values()]
 

@@ -40,12 +40,12 @@ from fshard.optim.scaling import held_by
 from fshard.source import call_site
 from fshard.transforms.alterations import Altered
 from fshard.transforms.announced import Announced, Counted
-from fshard.transforms.attributes import kept_of, without
 from fshard.transforms.batch import Batch, Slice
 from fshard.transforms.buffers import Buffers
 from fshard.transforms.forest import Forest
 from fshard.transforms.gradient import as_they_lie, unstaged
 from fshard.transforms.handle import wholes
+from fshard.transforms.kept import kept_of, without
 from fshard.transforms.known import Known
 from fshard.transforms.learner import Learner
 from fshard.transforms.means import Found

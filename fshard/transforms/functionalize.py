@@ -24,9 +24,10 @@ from torch.nn.parameter import is_lazy
 from torch.utils.checkpoint import _StopRecomputationError as StopRecomputation  # pyright: ignore[reportPrivateUsage]
 
 from fshard.mesh.spec import Axes
-from fshard.transforms.attributes import alone_among, is_nothing, nothing, slot_of
 from fshard.transforms.batchnorm import synchronise
 from fshard.transforms.deferred import defer, pending
+from fshard.transforms.holders import alone_among
+from fshard.transforms.kept import is_nothing, nothing, slot_of
 from fshard.transforms.lent import lent, untouched
 from fshard.transforms.randomness import key_now
 from fshard.transforms.replica import Blueprint, ModuleError, Replica

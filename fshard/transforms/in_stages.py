@@ -25,9 +25,9 @@ from fshard.mesh.tree import PyTree, flatten, unflatten
 from fshard.pipeline.schedule import Schedule
 from fshard.source import call_site
 from fshard.transforms.alterations import Altered, alter
-from fshard.transforms.attributes import kept_of, without
 from fshard.transforms.functionalize import refuse_hooks
 from fshard.transforms.gradient import Runs, Value, as_they_lie
+from fshard.transforms.kept import kept_of, without
 from fshard.transforms.learner import Learner
 from fshard.transforms.nearby import refuse_distant
 from fshard.transforms.skeleton import skeleton

@@ -114,8 +114,12 @@ def averaged(
         dtype: torch.dtype = getattr(torch, entry.dtype)
         own = next((one.changed[entry.path] for one in slices if entry.path in one.changed), given.get(entry.path))
         place = near if own is None else own.device
-        x = (x if dtype.is_floating_point else x.round()).reshape(entry.shape).to(place)
-        result[entry.path] = begun[entry.path] + x.to(dtype) if entry.path in begun else x.to(dtype)
+        if dtype.is_complex:
+            x = torch.view_as_complex(x.reshape(*entry.shape, 2))
+        elif not dtype.is_floating_point:
+            x = x.round()
+        x = x.reshape(entry.shape).to(place, dtype)
+        result[entry.path] = begun[entry.path] + x if entry.path in begun else x
     return result
 
 
@@ -131,17 +135,16 @@ def _row(
     wrote = one.changed if one.weight else {}
     weights = [(1.0 if entry.path in added else one.weight) * (entry.path in wrote) for entry in entries]
 
-    def moved(path: str) -> Tensor:
-        return wrote[path] - begun[path] if path in begun else wrote[path]
+    def numbers(path: str) -> Tensor:
+        x = wrote[path] - begun[path] if path in begun else wrote[path]
+        return (torch.view_as_real(x.resolve_conj()) if x.is_complex() else x).to(near, torch.float64).reshape(-1)
 
     values = [
-        moved(entry.path).to(near, torch.float64).reshape(-1) * weight
-        if weight
-        else torch.zeros(_count(entry), dtype=torch.float64, device=near)
+        numbers(entry.path) * weight if weight else torch.zeros(_count(entry), dtype=torch.float64, device=near)
         for entry, weight in zip(entries, weights, strict=True)
     ]
     return torch.cat([*values, torch.tensor(weights, dtype=torch.float64, device=near)])
 
 
 def _count(entry: Entry) -> int:
-    return torch.Size(entry.shape).numel()
+    return torch.Size(entry.shape).numel() * (2 if entry.dtype.startswith("complex") else 1)

@@ -26,7 +26,8 @@ import torch
 from torch import Tensor, nn
 
 from fshard.errors import ModuleError
-from fshard.transforms.attributes import INTERNAL, Attributes, Seen, contents_of, slots_of
+from fshard.transforms.attributes import Attributes, Seen
+from fshard.transforms.holders import INTERNAL, contents_of, slots_of
 from fshard.transforms.layers import Layers
 
 _ATOMS = (Tensor, str, int, float, complex, bytes, type(None), type, ModuleType, BuiltinFunctionType, torch.dtype)

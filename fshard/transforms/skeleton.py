@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from fshard.errors import ModuleError
-from fshard.transforms.attributes import contents_of, is_nothing, put, slots_of
+from fshard.transforms.holders import contents_of, slots_of
+from fshard.transforms.kept import is_nothing, put
 
 
 def skeleton(module: nn.Module) -> nn.Module:

@@ -27,8 +27,8 @@ from fshard.pipeline.leaves import map_tensors
 from fshard.pipeline.midway import around_blocks
 from fshard.pipeline.saved import watching_now
 from fshard.pipeline.turns import ByMicrobatch, Stage
-from fshard.transforms.attributes import kept_of, without
 from fshard.transforms.functionalize import functionalize
+from fshard.transforms.kept import kept_of, without
 from fshard.transforms.randomness import drawing_from, random_state
 from fshard.transforms.remat import Policy, remat
 

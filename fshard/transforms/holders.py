@@ -1,0 +1,112 @@
+"""Objects that may be changed and stay the same: lists, tensors, arrays, objects of the user's own; and who shares memory."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from types import CellType, ModuleType, NoneType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fshard.transforms.lent import lent, untouched
+
+INTERNAL = frozenset(vars(nn.Module()))
+"""What torch keeps in every module."""
+VALUES = (bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device)
+"""What cannot be changed."""
+_ATOMS = frozenset({*VALUES, NoneType})
+_CONTAINERS = (dict, list, set, deque)
+_FIXED = (nn.Module, type, ModuleType, torch.Generator, *VALUES)
+_MANY = 1 << 12
+
+
+def holds(x: Any) -> bool:
+    """Return whether something may be changed and stay the same object."""
+    if isinstance(x, Tensor):
+        return not x.is_inference()
+    if isinstance(x, _CONTAINERS) or _is_array(x):
+        return True
+    return (hasattr(x, "__dict__") or hasattr(x, "__slots__")) and not isinstance(x, _FIXED) and not callable(x)
+
+
+def _is_array(x: Any) -> bool:
+    return type(x).__module__ == "numpy" and getattr(x, "nbytes", 1 << 20) <= 1 << 16
+
+
+def items_of(x: Any) -> list[Any]:
+    """Return what something holds, and what that holds: values of which some differ if any of it is changed."""
+    items, seen, left = list[Any](), set[int](), [x]
+    while left and len(items) < _MANY:
+        x = left.pop()
+        if id(x) not in seen:
+            seen.add(id(x))
+            inner = _inner(x)
+            items += inner
+            left += [each for each in inner if type(each) not in _ATOMS and holds(each)]
+    return items
+
+
+def _inner(x: Any) -> list[Any]:
+    if isinstance(x, Tensor):
+        return [x._version]
+    if _is_array(x):
+        return [x.tobytes()]
+    if isinstance(x, dict):
+        return [*dict.keys(x), *dict.values(x)]
+    if isinstance(x, _CONTAINERS):
+        return [*x]
+    return [*getattr(x, "__dict__", {}).values(), *(value for _, value in slots_of(x))]
+
+
+def contents_of(cell: CellType) -> list[Any]:
+    """Return what a closure's variable holds: nothing as long as it has not been set."""
+    try:
+        return [cell.cell_contents]
+    except ValueError:
+        return []
+
+
+def slots_of(x: Any) -> list[tuple[str, Any]]:
+    """Return the attributes that a class of Python keeps in slots."""
+    names = [name for kind in type(x).__mro__ for name in _listed(vars(kind).get("__slots__", ()))]
+    return [(name, getattr(x, name)) for name in names if not name.startswith("__") and hasattr(x, name)]
+
+
+def _listed(names: str | Iterable[str]) -> Iterable[str]:
+    return (names,) if isinstance(names, str) else names
+
+
+def is_same(was: Any, now: Any) -> bool:
+    """Return whether two values are one object, or equal and of a kind that cannot be changed."""
+    return was is now or (type(was) is type(now) and isinstance(was, VALUES) and was == now)
+
+
+def are_same(was: list[Any], now: list[Any]) -> bool:
+    """Return whether all are."""
+    return len(was) == len(now) and all(map(is_same, was, now))
+
+
+def alone_among(module: nn.Module) -> tuple[list[Tensor], list[str]]:
+    """Return the plain tensors of a module that share memory with no other; and those that share a registered one's."""
+    registered = {storage for x in (*module.parameters(), *module.buffers()) if (storage := _storage(x)) is not None}
+    known = {id(x) for x in (*module.parameters(), *module.buffers())}
+    found: dict[int, list[tuple[str, Tensor]]] = {}
+    for path, part in module.named_modules():
+        for key, value in vars(part).items():
+            for x in [value] if isinstance(value, Tensor) else items_of(value) if holds(value) else ():
+                storage = _storage(x) if isinstance(x, Tensor) and key not in INTERNAL and id(x) not in known else None
+                if storage is not None and f"{key}_orig" not in vars(part)["_parameters"]:  # of which a hook makes it
+                    found.setdefault(storage, []).append((f"{path}.{key}".removeprefix("."), x))
+    alone = [x for tensors in found.values() for _, x in tensors if len(tensors) == 1 and not x.requires_grad]
+    views = [name for storage in found.keys() & registered for name, _ in found[storage]]
+    return [x for x in alone if type(x) is Tensor and untouched(lent(x))], sorted(views)
+
+
+def _storage(x: Tensor) -> int | None:
+    try:
+        storage: Any = x.untyped_storage()
+        return storage._cdata if x.numel() else None
+    except (RuntimeError, NotImplementedError):  # a sparse one, say
+        return None
