@@ -48,11 +48,14 @@ def expected(batch, slices):
         for key, x in new.items():
             if x is not START.get(key):
                 found.setdefault(key, []).append(x)
-    means = {key: torch.stack(rows).double().mean(0) for key, rows in found.items()}
-    return START | {
-        key: mean if found[key][0].is_floating_point() else mean.round().to(found[key][0])
-        for key, mean in means.items()
-    }
+    result = dict(START)
+    for key, rows in found.items():
+        if rows[0].is_complex():
+            result[key] = torch.view_as_complex(torch.stack([torch.view_as_real(x) for x in rows]).mean(0))
+        else:
+            mean = torch.stack(rows).double().mean(0)
+            result[key] = (mean if rows[0].is_floating_point() else mean.round()).to(rows[0])
+    return result
 
 
 def step(batch, n, **options):
