@@ -96,13 +96,16 @@ class Attributes:
         for module in self._modules.values():
             for change in module.changed():
                 slot = Slot(module.path, change.key)
+                known = slot in self._seen.changed
                 after.pop(slot.name, None)
                 if self._may_be_state(slot, change):
                     x = as_tensor(change.now)
                     (self._seen.lost.add if x is None else self._seen.lost.discard)(slot)
                     after |= {} if x is None else {slot.name: x}
-                elif slot not in self._seen.passing and change.leaves_loss:
-                    left.append(f"{module.title}.{change.key}")
+                    continue
+                if slot not in self._seen.passing:
+                    self._seen.lost.add(slot)
+                    left += [f"{module.title}.{change.key}"] if known and change.leaves_loss else []
         self._look_at_held()
         read += [f"{module.title}'s submodules" for module in self._modules.values() if module.has_other_modules()]
         if read:
@@ -137,7 +140,14 @@ class Attributes:
         seen.changed.add(slot)
         if change.written or slot.key == "training":
             seen.states.add(slot)
-        return slot in seen.states or (slot not in seen.passing and (not known or self._may_read(slot.key)))
+        if slot in seen.states or slot in seen.passing:
+            return slot in seen.states
+        code = code_of(self._kinds)
+        if slot.key not in code.written:  # but by a hook, say, that may read it as well
+            return True
+        if known:
+            return slot.key in code.read
+        return slot.key in code.read_first or (slot.key not in code.read and not _has_graph(change.now))
 
     def _look_at_held(self) -> None:
         """Note which objects have been changed, that stay what they are."""
@@ -145,11 +155,6 @@ class Attributes:
             if not are_same(items_of(x), items):
                 for found in (self._seen.changed, self._seen.states, self._seen.lost):
                     found.update(slots)
-
-    def _may_read(self, key: str) -> bool:
-        """Return whether a forward may read an attribute: its code does in some branch, or what has set it is no method."""
-        code = code_of(self._kinds)
-        return key in code.read or key not in code.written
 
 
 class Change(NamedTuple):
@@ -166,7 +171,7 @@ class Change(NamedTuple):
         had = type(self.first) in (bool, int, float) or (
             isinstance(self.first, Tensor) and not self.first.requires_grad
         )
-        return had and isinstance(self.now, Tensor) and self.now.requires_grad
+        return had and _has_graph(self.now)
 
 
 class _Module:
@@ -221,6 +226,10 @@ class _Module:
     def has_other_modules(self) -> bool:
         """Return whether a call has replaced submodules."""
         return not all(map(is_, self._modules, self._first["_modules"].values()))
+
+
+def _has_graph(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.requires_grad
 
 
 def _is_written(copy: Tensor) -> bool:

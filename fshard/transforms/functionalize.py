@@ -57,8 +57,8 @@ def functionalize(
     In a training step, or where else draws are keyed (`keyed_random`), each layer draws by its own name; elsewhere draws are
     those of the module itself.
 
-    Plain attributes that a forward sets and reads again, numbers and tensors, are among the new buffers as "path.name:kind";
-    of what else it keeps for itself, a list that grows, say, a warning tells: return it or make it a buffer.
+    Plain attributes that a forward sets and reads again, numbers and tensors, are among the new buffers as "path.name:kept";
+    who reads something else that an earlier call has changed, a list that grows, say, is warned.
     apply does not keep the module alive (but the class of one with parametrizations does, in torch).
 
     >>> import torch, fshard as fs

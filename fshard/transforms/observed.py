@@ -75,19 +75,16 @@ def watch(module: nn.Module, keys: Iterable[str], log: dict[str, str]) -> None:
 
 
 class Code(NamedTuple):
-    """The attributes that a forward may read, those that any method sets, and what is read anywhere."""
+    """The attributes that a forward may read, those that it may read first, and those that any method sets."""
 
     read: frozenset[str]
+    read_first: frozenset[str]
     written: frozenset[str]
 
 
 def code_of(kinds: Iterable[type]) -> Code:
     """Return what the methods of some classes do."""
-    found = [_code_of(kind) for kind in kinds]
-    return Code(
-        frozenset[str]().union(*(each.read for each in found)),
-        frozenset[str]().union(*(each.written for each in found)),
-    )
+    return Code(*(frozenset[str]().union(*each) for each in zip(*map(_code_of, kinds), strict=True)))
 
 
 @lru_cache(maxsize=4096)
@@ -98,25 +95,29 @@ def _code_of(kind: type) -> Code:
             for name, member in vars(base).items():
                 members.setdefault(name, []).extend(_codes(member) if name not in _OUTSIDE else ())
     done = {name: [_names_in(code) for code in codes] for name, codes in members.items()}
-    reached, left = set[str](), ["forward", "__call__"]
+    reached, left = list[Code](), ["forward", "__call__"]
     while left:
-        name = left.pop()
-        if name in done and name not in reached:
-            reached.add(name)
-            left += [other for each in done[name] for other in each.read]
-    read = {other for name in reached for each in done[name] for other in each.read}
-    return Code(frozenset(read), frozenset(other for each in done.values() for one in each for other in one.written))
+        own = done.pop(left.pop(), [])
+        reached += own
+        left += [other for each in own for other in each.read]
+    written = [each.written for each in (*reached, *(each for own in done.values() for each in own))]
+    read, read_first = ([each[place] for each in reached] for place in (0, 1))
+    return Code(*(frozenset[str]().union(*each) for each in (read, read_first, written)))
 
 
 def _names_in(code: CodeType) -> Code:
-    read = (
+    """Return what a piece of code does, as far as it is known by its order: a branch may leave out what comes before."""
+    first = (
         {x for x in code.co_consts if isinstance(x, str)} if {"getattr", "hasattr"} & {*code.co_names} else set[str]()
     )
-    steps = [*dis.get_instructions(code)]
-    read |= {step.argval for step in steps if step.opname in ("LOAD_ATTR", "LOAD_METHOD")}
-    return Code(
-        frozenset(read), frozenset(step.argval for step in steps if step.opname in ("STORE_ATTR", "DELETE_ATTR"))
-    )
+    read, written = {*first}, set[str]()
+    for step in dis.get_instructions(code):
+        if step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            read.add(step.argval)
+            first |= {step.argval} - written
+        elif step.opname in ("STORE_ATTR", "DELETE_ATTR"):
+            written.add(step.argval)
+    return Code(frozenset(read), frozenset(first), frozenset(written))
 
 
 def _codes(member: Any) -> Iterator[CodeType]:
