@@ -202,9 +202,9 @@ def _check(where: str, tree: PyTree) -> None:
         raise Lost(f"{where} {', '.join(lost)}")
 
 
-def _own_call(module: Any) -> Callable[..., Any]:
-    """Return what a call of a module would be, were it no stage and no block of one."""
-    after: Any = super(type(module).__mro__[1], module)
+def _own_call(kind: type, module: Any) -> Callable[..., Any]:
+    """Return what a call of a module would be, were it no stage, or no block of one."""
+    after: Any = super(kind, module)
     return after.__call__
 
 
@@ -220,7 +220,7 @@ class Stage:
         mail, inputs = (None, Call.of(value)) if self._part.begin == 0 else value
         run = Run(self._part, mail, device_of(mail))
         try:
-            return run.of(_own_call(self), without_memory(inputs))
+            return run.of(_own_call(Stage, self), without_memory(inputs))
         except Reached as reached:
             return Message(reached.call, told(inputs))
 
@@ -231,7 +231,7 @@ class Block:
     _place: int
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        run, whole = _now.get(), vars(self).get("_around", _as_it_is)(_own_call(self))
+        run, whole = _now.get(), vars(self).get("_around", _as_it_is)(_own_call(Block, self))
         if run is None:
             return whole(*args, **kwargs)
         call = run.called(self._place, Call(args, kwargs))

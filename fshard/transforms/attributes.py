@@ -53,6 +53,7 @@ class Attributes:
         modules: with the names of their paths.
         places: the dicts and lists in which registered tensors stand, and their keys there.
         alone: plain tensors, by their ids, that share memory with no other: these are lent to a call.
+        owned: objects, by their ids, that the replica has to itself, and puts back.
         seen: what is known of them.
     """
 
@@ -61,6 +62,7 @@ class Attributes:
         modules: Iterable[tuple[str, nn.Module]],
         places: Iterable[tuple[Any, Any]],
         alone: Collection[int],
+        owned: Collection[int],
         seen: Seen,
     ) -> None:
         filled = dict[int, set[Any]]()
@@ -69,15 +71,15 @@ class Attributes:
         self._seen = seen
         self._modules = {path: _Module(path, module, filled, alone) for path, module in modules}
         self._kinds = {module.kind for module in self._modules.values()}
-        self._held: dict[int, tuple[Any, list[Any], list[Slot]]] = {}
+        self._held: dict[int, _Held] = {}
         for path, module in self._modules.items():
             for key, x in module.holders:
                 if id(x) not in self._held and id(x) not in filled:
                     items = items_of(x)
                     if not any(id(each) in filled for each in items):
-                        self._held[id(x)] = x, items, []
+                        self._held[id(x)] = _Held(x, items, shared=id(x) not in owned)
                 if id(x) in self._held:
-                    self._held[id(x)][2].append(Slot(path, key))
+                    self._held[id(x)].slots.append(Slot(path, key))
 
     def put(self, kept: Mapping[str, Any]) -> None:
         """Lend plain tensors to a call, and what earlier calls have kept, by its names."""
@@ -109,16 +111,18 @@ class Attributes:
         self._look_at_held()
         read += [f"{module.title}'s submodules" for module in self._modules.values() if module.has_other_modules()]
         if read:
+            names = ", ".join(dict.fromkeys(read))
             warnings.warn(
-                f"{', '.join(read)} was changed by a forward, and the next one does not find it as in torch: lists, strings "
-                "and objects are put back after a call, or shared by all slices of a batch. Keep buffers, or tensors and "
-                "numbers that are attributes.",
+                f"{names} was changed by a forward, and the next one does not find it as in torch: lists, strings and objects "
+                "are put back after a call, or shared by all slices of a batch. Keep buffers, or tensors and numbers that are "
+                "attributes.",
                 stacklevel=2,
             )
         if left:
+            names = ", ".join(dict.fromkeys(left))
             warnings.warn(
-                f"A forward leaves {', '.join(left)} behind with its graph, which nobody outside can see. A loss that is to be "
-                "trained has to be returned.",
+                f"A forward leaves {names} behind with its graph, which nobody outside can see. A loss that is to be trained "
+                "has to be returned.",
                 stacklevel=2,
             )
         return after
@@ -151,10 +155,26 @@ class Attributes:
 
     def _look_at_held(self) -> None:
         """Note which objects have been changed, that stay what they are."""
-        for x, items, slots in self._held.values():
-            if not are_same(items_of(x), items):
+        for held in self._held.values():
+            if held.is_changed():
                 for found in (self._seen.changed, self._seen.states, self._seen.lost):
-                    found.update(slots)
+                    found.update(held.slots)
+
+
+class _Held:
+    """An object, and what it held when it was last looked at."""
+
+    def __init__(self, x: Any, items: list[Any], *, shared: bool) -> None:
+        self._x, self._items, self._shared, self._times, self.slots = x, items, shared, 0, list[Slot]()
+
+    def is_changed(self) -> bool:
+        """Return whether calls change it: one that is shared by all calls may be completed once, as a configuration is."""
+        items = items_of(self._x)
+        if are_same(items, self._items):
+            return False
+        if self._shared:
+            self._items, self._times = items, self._times + 1
+        return not self._shared or self._times > 1
 
 
 class Change(NamedTuple):

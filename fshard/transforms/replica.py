@@ -180,7 +180,8 @@ class _Copying:
         dicts = [vars(module) for _, module in modules]
         internal = {id(own[key]) for own in dicts for key in INTERNAL & own.keys()}
         owned = [x for x in self._memo.values() if id(x) not in internal]
-        attributes = Attributes(modules, [(place.container, place.key) for place in self._places], alone, seen)
+        places = [(place.container, place.key) for place in self._places]
+        attributes = Attributes(modules, places, alone, {id(x) for x in owned}, seen)
         return Replica(modules, self._places, dicts + self._containers, owned, attributes)
 
     def of(self, x: Any) -> Any:
