@@ -521,9 +521,7 @@ def in_a_dict():
     return {"a": torch.zeros(1)}
 
 
-@pytest.mark.parametrize(
-    "held", [Holder, lambda: {"a": torch.zeros(1)}, lambda: numpy.zeros(2)], ids=["object", "dict", "array"]
-)
+@pytest.mark.parametrize("held", [Holder, in_a_dict, lambda: numpy.zeros(2)], ids=["object", "dict", "array"])
 def test_who_keeps_something_in_an_object_is_told(held):
     class Counting(nn.Module):
         def __init__(self):
