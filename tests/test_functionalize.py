@@ -1211,3 +1211,29 @@ def test_synchronised_batch_norm_of_uneven_batches_far_from_zero():
     variance = (0.9 + 0.1 * x.double().var(0)).float()
     for _, after in results:
         torch.testing.assert_close(after["running_var"], variance, rtol=1e-4, atol=1e-4)
+
+
+def test_what_another_branch_reads_later_is_told_once_and_kept_then():
+    class Centered(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.center = torch.zeros(D)
+
+        def forward(self, x):
+            if self.training:
+                self.center = x.mean(0)
+                return x - self.center
+            return x - self.center
+
+    module, plain, x = Centered(), Centered(), torch.randn(3, D)
+    apply, params, buffers = functionalize(module)
+    for _ in range(3):  # set, then read: of one call alone, as far as anybody knows
+        output, buffers = apply(params, buffers, x)
+        close(output, plain(x))
+    module.eval()
+    with pytest.warns(UserWarning, match="^Centered.center was changed by a forward"):
+        apply(params, buffers, x)
+    module.train()
+    _, buffers = apply(params, buffers, x)
+    module.eval()
+    close(apply(params, buffers, x)[0], plain.eval()(x))

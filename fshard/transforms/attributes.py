@@ -83,7 +83,7 @@ class Attributes:
 
     def put(self, kept: Mapping[str, Any]) -> None:
         """Lend plain tensors to a call, and what earlier calls have kept, by its names."""
-        for slot in self._seen.changed:
+        for slot in tuple(self._seen.changed):  # to which other threads add
             self._modules[slot.path].watched.add(slot.key)
         for module in self._modules.values():
             module.begin()
@@ -105,9 +105,9 @@ class Attributes:
                     (self._seen.lost.add if x is None else self._seen.lost.discard)(slot)
                     after |= {} if x is None else {slot.name: x}
                     continue
-                if slot not in self._seen.passing:
-                    self._seen.lost.add(slot)
-                    left += [f"{module.title}.{change.key}"] if known and change.leaves_loss else []
+                self._seen.lost.add(slot)
+                if known and slot not in self._seen.passing and change.leaves_loss:
+                    left.append(f"{module.title}.{change.key}")
         self._look_at_held()
         read += [f"{module.title}'s submodules" for module in self._modules.values() if module.has_other_modules()]
         if read:
@@ -202,9 +202,8 @@ class _Module:
         self.watched, self.log = set[str](), dict[str, str]()
         self._module, self._now, self._watching = ref(module), vars(module), frozenset[str]()
         self._torchs = self.kind.__module__.startswith("torch.")  # of these, numbers: what they compute is no state
-        self._never = (
-            (INTERNAL - {"training"}) | {"forward"} | filled.get(id(self._now), set())
-        )  # `layers` sets forward
+        put_by_others = {"forward"} | filled.get(id(self._now), set())  # `layers` sets forward
+        self._never = (INTERNAL - {"training"}) | put_by_others
         self._first, self._modules = dict(self._now), [*vars(module)["_modules"].values()]
         known = {key: x for key, x in self._first.items() if key not in self._never}
         self._tensors = [(key, x) for key, x in known.items() if id(x) in alone and not self._torchs]

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dis
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from functools import lru_cache
 from inspect import getattr_static, unwrap
 from types import CodeType, FunctionType
@@ -65,10 +66,8 @@ def watch(module: nn.Module, keys: Iterable[str], log: dict[str, str]) -> None:
     own: Any = module
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
     made = type(kind.__name__, (kind,), {"_watched": log, "__slots__": (), **names, **members})
-    try:
+    with suppress(TypeError):  # where a class has another layout nothing is noted, and all that may be read is kept
         own.__class__ = made
-    except TypeError:  # a layout that no class of Python has
-        log.update(dict.fromkeys(keys, "read"))
 
 
 # -- what methods may do ----------------------------------------------------------------------------------------------
