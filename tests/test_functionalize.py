@@ -1220,9 +1220,9 @@ def test_what_another_branch_reads_later_is_told_once_and_kept_then():
             self.center = torch.zeros(D)
 
         def forward(self, x):
-            if self.training:
-                self.center = x.mean(0)
+            if not self.training:
                 return x - self.center
+            self.center = x.mean(0)
             return x - self.center
 
     module, plain, x = Centered(), Centered(), torch.randn(3, D)
