@@ -27,6 +27,8 @@ from fshard.transforms.lent import lent, untouched
 from fshard.transforms.observed import code_of, watch
 
 _ABSENT = object()
+_LOOKS = 8
+"""After so many calls, and after each of as many, it is looked whether objects have been changed."""
 
 
 class Seen:
@@ -72,6 +74,7 @@ class Attributes:
         self._modules = {path: _Module(path, module, filled, alone) for path, module in modules}
         self._kinds = {module.kind for module in self._modules.values()}
         self._held: dict[int, _Held] = {}
+        self._calls = 0
         for path, module in self._modules.items():
             for key, x in module.holders:
                 if id(x) not in self._held and id(x) not in filled:
@@ -154,7 +157,10 @@ class Attributes:
         return slot.key in code.read_first or (slot.key not in code.read and not _has_graph(change.now))
 
     def _look_at_held(self) -> None:
-        """Note which objects have been changed, that stay what they are."""
+        """Note which objects have been changed, that stay what they are: after the first calls, and some of the others."""
+        self._calls += 1
+        if self._calls > _LOOKS and self._calls % _LOOKS:
+            return
         for held in self._held.values():
             if held.is_changed():
                 for found in (self._seen.changed, self._seen.states, self._seen.lost):

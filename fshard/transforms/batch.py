@@ -229,7 +229,8 @@ def _placed(leaf: Any, spec: Any, mesh: Mesh) -> tuple[Cut | None, tuple[Any, ..
         return cut, _unevenly(unshard(leaf), cut, layout)
     if isinstance(leaf, Sharded):
         return cut, (leaf if leaf.layout == layout else device_put(leaf, layout)).shards
-    if layout.spec.axes or leaf.requires_grad or not is_dense(leaf) or not leaf.is_contiguous():
+    divided = layout.spec.is_flat or any(mesh.shape[axis] > 1 for axis in layout.spec.axes)
+    if divided or leaf.requires_grad or not is_dense(leaf) or not leaf.is_contiguous():
         return cut, device_put(leaf, layout).shards
     whole = in_memory(leaf, mesh, "device")
     return cut, tuple(lent(whole) for _ in held(mesh))  # it is only read, as a rule

@@ -142,8 +142,8 @@ class _Pool:
             replica.restore()
             self._idle.append(replica)
             return
-        for _, module in replica.modules:
-            vars(module)["_buffers"].update({key: lent(x) for key, x in module.named_buffers(recurse=False)})
+        for _, own in replica.buffers:
+            own.update({key: lent(x) for key, x in own.items() if x is not None})
 
 
 def _new_state(
@@ -151,8 +151,8 @@ def _new_state(
 ) -> Tensors:
     """Read the buffers that stand in the modules after a call; those not written to are the given ones."""
     after: dict[str, Any] = {}
-    for path, module in replica.modules:
-        for key, x in vars(module)["_buffers"].items():
+    for path, own in replica.buffers:
+        for key, x in own.items():
             name = f"{path}.{key}" if path else key
             name = aliases.get(name, name)
             if name not in given:

@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import nn
 
-from fshard.transforms.randomness import drawing_by, folded, key_now
+from fshard.transforms.randomness import digested, drawing_by, key_now
 
 _DRAWING = (
     nn.modules.dropout._DropoutNd,  # pyright: ignore[reportPrivateUsage]
@@ -46,7 +46,7 @@ class Calls:
         key = self._known.get((begun_by, name))
         if key is None:
             count = self._counts[name] = self._counts.get(name, -1) + 1
-            key = self._known[begun_by, name] = folded(self._key, name, count)
+            key = self._known[begun_by, name] = digested([self._key, name, count])
         return key
 
 

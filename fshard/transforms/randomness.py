@@ -63,6 +63,11 @@ class State:
         """Whose they are."""
         return [generator for generator, _ in self._of]
 
+    def begin(self, key: int) -> None:
+        """Let the generators draw by a key from now on."""
+        for generator, _ in self._of:
+            generator.manual_seed(key)
+
     def set(self, key: int | None = None) -> None:
         """Let the generators go on from here, the CPU's by another name, if a key is given: nothing is drawn from a seed."""
         if key is not None:
@@ -89,7 +94,7 @@ class _Keyed(ContextDecorator):
 
     def __enter__(self) -> None:
         self._before = random_state()
-        _seed(self._key)
+        self._before.begin(self._key)
         if self._told is not None:
             random_state().set(self._told)
 
@@ -133,11 +138,6 @@ def key_now() -> int | None:
     return seed if seed >> 48 == _MARK else None
 
 
-def _seed(key: int) -> None:
-    for generator in _generators():
-        generator.manual_seed(key)
-
-
 def _generators() -> tuple[torch.Generator, ...]:
     """Return the generators that the calling thread draws from."""
     if not torch.cuda.is_initialized():  # then no tensor is there yet
@@ -151,6 +151,10 @@ _MARK = 0xF5A2
 
 def folded(*key: int | str) -> int:
     """Return a key of 64 bits in which every part of what it is made of, and its place, count."""
-    parts = [part if isinstance(part, str) else index(part) for part in key]  # 3 is 3, whoever counts
+    return digested([part if isinstance(part, str) else index(part) for part in key])  # 3 is 3, whoever counts
+
+
+def digested(parts: list[int | str]) -> int:
+    """Return the key of parts that are plain numbers and strings."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=6).digest()
     return _MARK << 48 | int.from_bytes(digest, "little")

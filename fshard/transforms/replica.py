@@ -60,7 +60,7 @@ class Replica:
         owned: every object that was made for the replica.
         attributes: those that a forward may set.
 
-    `layers` lets the modules draw by their names.
+    `layers` lets the modules draw by their names; `buffers` are theirs, by their paths.
     """
 
     def __init__(
@@ -78,6 +78,7 @@ class Replica:
         own = {id(vars(module)["_parameters"]) for _, module in modules}
         self._params = [place for place in places if id(place.container) in own]
         self.layers = Layers(modules)
+        self.buffers = [(path, vars(module)["_buffers"]) for path, module in modules]
 
     def settle(self) -> None:
         """Count who refers to it now that it is finished, and nobody uses it."""

@@ -10,6 +10,7 @@ something new.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ from fshard.mesh.mesh import Mesh
 from fshard.mesh.scope import Group
 from fshard.mesh.sharded import Sharded
 from fshard.mesh.spmd import held
-from fshard.mesh.tree import PyTree, flatten_with_paths, unflatten
+from fshard.mesh.tree import PyTree, flatten, flatten_with_paths, unflatten
 from fshard.pipeline.turns import Stage
 from fshard.source import Site
 from fshard.transforms.buffers import numbers
@@ -118,10 +119,14 @@ class Memory:
     def __init__(self, caller: str, parts: Sequence[PyTree], modules: Sequence[nn.Module | None]) -> None:
         self._caller, self.parts, self._modules = caller, parts, modules
         self._before = [_by_path(part) for part in parts]
+        self._given = [flatten(part, none_is_leaf=True) for part in parts]
         self._learnt: dict[int, dict[str, Any]] = {}
 
     def note(self, stage: int, microbatch: int, after: PyTree) -> None:
         """Note what a stage has returned of its buffers."""
+        (given, structure), (leaves, form) = self._given[stage], flatten(after, none_is_leaf=True)
+        if form == structure and all(map(is_, given, leaves)):
+            return
         before, found = self._before[stage], _by_path(after)
         new = {path: x for path, x in found.items() if path not in before or x is not before[path]}
         wrong = [path for path in before if path not in found]
