@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from fshard.errors import ModuleError
 from fshard.transforms.holders import INTERNAL
-from fshard.transforms.kept import Slot, put
+from fshard.transforms.kept import Slot, put, set_in
 
 _TENSORS = ("_parameters", "_buffers", "_modules")
 _HOOKS = tuple(sorted(key for key in INTERNAL if key.endswith("_hooks") and key.startswith(("_forward", "_backward"))))
@@ -92,10 +92,13 @@ class Alterations:
         modes = [slot for slot in slots if slot.key == "training"]
         return Altered(attributes, modes, anew=bool(attributes) or hooks) if attributes or hooks or modes else None
 
-    def show(self, kept: Mapping[str, Tensor]) -> None:
-        """Let the module have what a call has kept, by the names of buffers."""
-        if kept:
+    def show(self, kept: Mapping[str, Tensor], left: Mapping[Slot, Any]) -> None:
+        """Let the module have what calls have kept, by the names of buffers, and left behind."""
+        if kept or left:
             put(self._module, {name: x.detach() for name, x in kept.items()})
+            for slot, x in left.items():
+                if slot.name not in kept:
+                    set_in(vars(self._module.get_submodule(slot.path)), slot.key, x)
             self._note()
 
     def _different(self, now: dict[str, Any]) -> list[str]:

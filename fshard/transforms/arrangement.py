@@ -21,6 +21,7 @@ from fshard.optim.contract import Optimizer, Update
 from fshard.optim.following import NOTHING, Followed
 from fshard.optim.partition import Partitioned, Stage, partition_optimizer
 from fshard.optim.scaling import loss_scaled
+from fshard.transforms.attributes import seen_together
 from fshard.transforms.by_hand import ByHand
 from fshard.transforms.functionalize import functionalize
 from fshard.transforms.in_stages import InStages, bare_stages, loss_of_pair
@@ -109,6 +110,7 @@ class Arrangement:
 
     def learner(self, model: nn.Module, bare: nn.Module, source: Followed) -> ByHand | InStages:
         """Return what a loop calls for a model; `bare` is its skeleton.  It keeps none of the model's tensors."""
+        seen_together(bare)  # by all that is made of it
         lay = self.partition(NOTHING).gradients
         how: Any = {"mesh": self.mesh, "axes": self.axes, "seed": self.seed, "gradients": lay, **self.options}
         if self.cut is not None:

@@ -6,8 +6,11 @@
     self.table = table                               also if it was None before, or not there
 
 So it is averaged over devices, as all that is remembered, and each slice of a step begins with the same.  Kept is what a call
-changes and a later one reads before it sets it (see `observed`); until that is known, what might be.  Not kept are lists,
-strings and objects: who reads such a thing after an earlier call has changed it is warned.
+changes and a later one reads before it sets it (see `observed`); until that is known, what might be.
+
+What a call *leaves* behind, as far as anybody knows for nobody, the device's next call finds, without the graph: an attention
+map for whoever looks at it, a tensor that is read first at last, and is kept from then on.  So are strings, and all else that
+cannot be changed.  Lists and objects are put back: who reads one after an earlier call has changed it is warned.
 """
 
 from __future__ import annotations
@@ -15,18 +18,20 @@ from __future__ import annotations
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from operator import is_
-from typing import Any, NamedTuple
-from weakref import ref
+from typing import Any, NamedTuple, cast
+from weakref import WeakKeyDictionary, ref
 
 from torch import Tensor, nn
 
 from fshard.mesh.differentiate import transformed
-from fshard.transforms.holders import INTERNAL, VALUES, are_same, holds, is_same, items_of
-from fshard.transforms.kept import Slot, as_tensor, slot_of, value_of
+from fshard.mesh.scope import here
+from fshard.transforms.holders import INTERNAL, VALUES, are_same, holds, is_same, items_of, stays
+from fshard.transforms.kept import ABSENT, Slot, as_tensor, set_in, slot_of, value_of
 from fshard.transforms.lent import lent, untouched
-from fshard.transforms.observed import code_of, watch
+from fshard.transforms.observed import code_of, unwatch, watch
 
-_ABSENT = object()
+_COUNTED = (int, float, complex, str, bytes)
+"""What, if it is no number that is averaged, is made of what it was once for each slice, instead of once for each call."""
 _LOOKS = 8
 """After so many calls, and after each of as many, it is looked whether objects have been changed."""
 
@@ -39,6 +44,24 @@ class Seen:
         self.states: set[Slot] = set()
         self.passing: set[Slot] = set()
         self.lost: set[Slot] = set()
+        self._left: dict[int | None, dict[Slot, Any]] = {}
+
+    @property
+    def left(self) -> dict[Slot, Any]:
+        """What the calling device's last calls have left behind."""
+        scope = here()
+        return self._left.setdefault(None if scope is None else scope.device, {})
+
+    @property
+    def left_by_all(self) -> dict[Slot, Any]:
+        """What the last calls of all devices have left behind; of one that has a module for itself, its own."""
+        return {slot: x for left in self._left.values() for slot, x in left.items()}
+
+    def forget(self, slots: Collection[Slot]) -> None:
+        """Let no call find what others have left there."""
+        for left in self._left.values():
+            for slot in left.keys() & slots:
+                del left[slot]
 
     def note(self, slot: Slot, done: str) -> None:
         """Note what was done to an attribute first."""
@@ -46,6 +69,19 @@ class Seen:
             self.states.add(slot)
         elif done == "set, read":
             self.passing.add(slot)
+
+
+_seen: WeakKeyDictionary[nn.Module, Seen] = WeakKeyDictionary()
+
+
+def seen_together(module: nn.Module) -> Seen:
+    """Let all functions that are made of a module from now on see what each other's calls do."""
+    return _seen.setdefault(module, Seen())
+
+
+def seen_of(module: nn.Module) -> Seen:
+    """Return what is to be known of the calls of a function that is made of a module."""
+    return _seen.get(module) or Seen()
 
 
 class Attributes:
@@ -85,32 +121,54 @@ class Attributes:
                     self._held[id(x)].slots.append(Slot(path, key))
 
     def put(self, kept: Mapping[str, Any]) -> None:
-        """Lend plain tensors to a call, and what earlier calls have kept, by its names."""
-        for slot in tuple(self._seen.changed):  # to which other threads add
-            self._modules[slot.path].watched.add(slot.key)
-        for module in self._modules.values():
-            module.begin()
+        """Lend plain tensors to a call, and what earlier calls have kept, by its names, or left behind."""
+        seen, watched = self._seen, dict[str, set[str]]()
+        for slot in tuple(seen.changed):  # to which other threads add
+            if slot not in seen.states or slot in seen.lost:
+                watched.setdefault(slot.path, set()).add(slot.key)
+        for path, module in self._modules.items():
+            module.begin(watched.get(path, ()))
         for name, x in kept.items():
             slot = slot_of(name)
             if slot is not None and slot.path in self._modules:
                 self._modules[slot.path].put(slot.key, value_of(lent(x)))
+        for slot, x in seen.left.items():
+            if slot not in seen.states or slot.name not in kept:
+                self._modules[slot.path].put(slot.key, lent(x))
 
-    def kept(self, before: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what is kept after a call that was given this, and warn of what is lost."""
-        after, left, read = dict(before), list[str](), self._read_in_vain()
+    def end(self) -> None:
+        """Watch no more, whatever has become of the call."""
+        for module in self._modules.values():
+            module.end()
+
+    def kept(self, before: Mapping[str, Any], registered: Iterable[Any]) -> dict[str, Any]:
+        """Return what is kept after a call that was given this and has registered tensors; warn of what is lost."""
+        seen, after, losses, read = self._seen, dict(before), list[str](), self._read_in_vain()
+        left = seen.left
         for module in self._modules.values():
             for change in module.changed():
                 slot = Slot(module.path, change.key)
-                known = slot in self._seen.changed
-                after.pop(slot.name, None)
-                if self._may_be_state(slot, change):
-                    x = as_tensor(change.now)
-                    (self._seen.lost.add if x is None else self._seen.lost.discard)(slot)
-                    after |= {} if x is None else {slot.name: x}
+                known = slot in seen.changed
+                x = as_tensor(change.now) if self._may_be_state(slot, change) else None
+                if x is not None:
+                    after[slot.name] = x
+                    seen.lost.discard(slot)
                     continue
-                self._seen.lost.add(slot)
-                if known and slot not in self._seen.passing and change.leaves_loss:
-                    left.append(f"{module.title}.{change.key}")
+                after.pop(slot.name, None)
+                if known and slot not in seen.passing and change.leaves_loss:
+                    losses.append(f"{module.title}.{change.key}")
+                if module.log.get(change.key) == "read" and isinstance(change.now, _COUNTED):
+                    read.append(f"{module.title}.{change.key}")
+                if stays(change.now, registered):
+                    left[slot] = change.now.detach() if isinstance(change.now, Tensor) else change.now
+                    seen.lost.discard(slot)
+                else:
+                    left.pop(slot, None)
+                    seen.lost.add(slot)
+        for slot in left.keys() & seen.states if left else ():
+            x = as_tensor(left[slot])
+            if x is not None:
+                after.setdefault(slot.name, x)
         self._look_at_held()
         read += [f"{module.title}'s submodules" for module in self._modules.values() if module.has_other_modules()]
         if read:
@@ -121,8 +179,8 @@ class Attributes:
                 "attributes.",
                 stacklevel=2,
             )
-        if left:
-            names = ", ".join(dict.fromkeys(left))
+        if losses:
+            names = ", ".join(dict.fromkeys(losses))
             warnings.warn(
                 f"A forward leaves {names} behind with its graph, which nobody outside can see. A loss that is to be trained "
                 "has to be returned.",
@@ -147,9 +205,14 @@ class Attributes:
         seen.changed.add(slot)
         if change.written or slot.key == "training":
             seen.states.add(slot)
-        if slot in seen.states or slot in seen.passing:
-            return slot in seen.states
+        if slot in seen.states:
+            return True
         code = code_of(self._kinds)
+        if slot.key in code.read_unseen:
+            seen.states.add(slot)
+            return True
+        if slot in seen.passing:
+            return False
         if slot.key not in code.written:  # but by a hook, say, that may read it as well
             return True
         if known:
@@ -205,8 +268,8 @@ class _Module:
 
     def __init__(self, path: str, module: nn.Module, filled: Mapping[int, set[Any]], alone: Collection[int]) -> None:
         self.path, self.kind, self.title = path, type(module), type(module).__name__
-        self.watched, self.log = set[str](), dict[str, str]()
-        self._module, self._now, self._watching = ref(module), vars(module), frozenset[str]()
+        self.log = dict[str, str]()
+        self._module, self._now, self._watched = ref(module), vars(module), cast("Collection[str]", ())
         self._torchs = self.kind.__module__.startswith("torch.")  # of these, numbers: what they compute is no state
         put_by_others = {"forward"} | filled.get(id(self._now), set())  # `layers` sets forward
         self._never = (INTERNAL - {"training"}) | put_by_others
@@ -217,36 +280,45 @@ class _Module:
         self.holders = [(key, x) for key, x in known.items() if holds(x) and key not in lent_ones and not self._torchs]
         self._put: dict[str, Any] = {}
 
-    def begin(self) -> None:
-        """Lend the tensors to a call, and watch what has been changed before."""
+    def begin(self, watched: Collection[str]) -> None:
+        """Lend the tensors to a call, and watch some attributes."""
         self._put = {}
-        self._first["training"] = self._now["training"]
+        if "training" in self._now:
+            self._first["training"] = self._now["training"]
         for key, x in self._tensors:
             self.put(key, lent(x))
-        if self.watched != self._watching:
-            self._watching = frozenset(self.watched)
-            module = self._module()
-            assert module is not None
-            watch(module, self._watching, self.log)
         self.log.clear()
+        if watched and (module := self._module()) is not None:
+            self._watched = watched
+            watch(module, watched, self.log)
+
+    def end(self) -> None:
+        """Watch no more."""
+        if self._watched and (module := self._module()) is not None:
+            unwatch(module, self._watched)
+            self._watched = ()
 
     def put(self, key: str, x: Any) -> None:
         """Set an attribute for a call; whoever puts back all puts it back."""
-        self._now[key] = self._put[key] = x
+        set_in(self._now, key, x)
+        self._put[key] = x
 
     def changed(self) -> Iterator[Change]:
         """Yield which attributes a call has changed."""
-        begun = {**self._first, **self._put} if self._put else self._first
+        begun = self._first
+        if self._put:
+            begun = {key: x for key, x in {**self._first, **self._put}.items() if x is not ABSENT}
         more = ("forward" in self._now) - ("forward" in begun)
         if len(self._now) - more != len(begun) or not all(map(is_, begun.values(), self._now.values())):
             for key in dict.fromkeys((*begun, *self._now)):
-                was, now = begun.get(key, _ABSENT), self._now.get(key, _ABSENT)
-                fits = isinstance(now, VALUES) or not self._torchs
+                was, now = begun.get(key, ABSENT), self._now.get(key, ABSENT)
+                new = key not in self._first and isinstance(now, Tensor)
+                fits = not self._torchs or isinstance(now, VALUES) or new
                 if key not in self._never and fits and not is_same(was, now):
-                    yield Change(key, self._first.get(key, _ABSENT), now, written=False)
+                    yield Change(key, self._first.get(key, ABSENT), now, written=False)
         for key, x in self._put.items():
             if isinstance(x, Tensor) and self._now.get(key) is x and _is_written(x):
-                yield Change(key, self._first.get(key, _ABSENT), x, written=True)
+                yield Change(key, self._first.get(key, ABSENT), x, written=True)
 
     def has_other_modules(self) -> bool:
         """Return whether a call has replaced submodules."""

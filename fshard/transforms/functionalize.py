@@ -104,11 +104,12 @@ def functionalize(
             output = replica.modules[0][1](*args, **kwargs)
             after = _new_state(replica, aliases, buffers, copies)
             check.after(replica.rebound(params), after)
-            return output, after | replica.attributes.kept(kept)
+            return output, after | replica.attributes.kept(kept, params.values())
         except StopRecomputation as stop:  # a checkpoint that runs apply again has what it wants
             clear_frames(stop.__traceback__)  # which would still refer to the replica
             raise
         finally:
+            replica.attributes.end()
             pool.give_back(replica)
 
     frozen = {name: nn.Parameter(x.detach(), requires_grad=False) for name, x in params.items() if not x.requires_grad}

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from types import CellType, ModuleType, NoneType
+from enum import Enum
+from types import BuiltinFunctionType, CellType, FunctionType, ModuleType, NoneType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fshard.mesh.differentiate import transformed
+from fshard.transforms.kept import ABSENT
 from fshard.transforms.lent import lent, untouched
 
 INTERNAL = frozenset(vars(nn.Module()))
 """What torch keeps in every module."""
 VALUES = (bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device)
 """What cannot be changed."""
+_UNCHANGED = (*VALUES, NoneType, Enum, type, BuiltinFunctionType)
 _ATOMS = frozenset({*VALUES, NoneType})
 _CONTAINERS = (dict, list, set, deque)
 _FIXED = (nn.Module, type, ModuleType, torch.Generator, *VALUES)
@@ -29,6 +33,18 @@ def holds(x: Any) -> bool:
     if isinstance(x, _CONTAINERS) or _is_array(x):
         return True
     return (hasattr(x, "__dict__") or hasattr(x, "__slots__")) and not isinstance(x, _FIXED) and not callable(x)
+
+
+def stays(x: Any, registered: Iterable[Any]) -> bool:
+    """Return whether a later call may find what one has left: what nobody changes, and tensors but these."""
+    if isinstance(x, tuple | frozenset):
+        items: Iterable[Any] = x
+        return all(not isinstance(each, Tensor) and stays(each, ()) for each in items)
+    if isinstance(x, Tensor):
+        if type(x) is not Tensor or x.is_meta or transformed() or (storage := _storage(x)) is None:
+            return False
+        return all(storage != _storage(other) for other in registered if isinstance(other, Tensor))
+    return x is ABSENT or isinstance(x, _UNCHANGED) or (isinstance(x, FunctionType) and x.__closure__ is None)
 
 
 def _is_array(x: Any) -> bool:

@@ -25,6 +25,7 @@ from fshard.mesh.tree import PyTree, flatten, unflatten
 from fshard.pipeline.schedule import Schedule
 from fshard.source import call_site
 from fshard.transforms.alterations import Altered, alter
+from fshard.transforms.attributes import seen_together
 from fshard.transforms.functionalize import refuse_hooks
 from fshard.transforms.gradient import Runs, Value, as_they_lie
 from fshard.transforms.kept import kept_of, without
@@ -67,6 +68,8 @@ class InStages(Learner):
         cut = P(axes) if axes else P()
         self._options: dict[str, Any] = {"mesh": mesh, "batch": cut, "schedule": schedule, **options}
         self.stages, self._grads = stages, list[PyTree]()
+        for stage in stages:
+            seen_together(stage)  # by training and by evaluation
         self._gradient = lru_cache(maxsize=4)(self._made)
 
     @classmethod

@@ -3,6 +3,7 @@
 self.calls = 3            "head.calls:kept"     a number is a tensor without dims
 self.mean = x.mean(0)     "head.mean:kept"      a tensor is its only row
 self.table = None         "head.table:kept"     None is no row
+del self.table            "head.table:kept"     neither is what was deleted, in another dtype
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from fshard.mesh.tree import PyTree
 
 _DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
 _KEPT = ":kept"
+ABSENT: Any = object()
+"""The value of an attribute that is not there."""
 
 
 class Slot(NamedTuple):
@@ -48,7 +51,7 @@ def without(tree: PyTree, names: Collection[str]) -> PyTree:
 
 def kept_of(tree: PyTree) -> dict[str, Any]:
     """Return those of the buffers that stand for attributes."""
-    return {name: x for name, x in tree.items() if name.endswith(_KEPT)}
+    return {name: x for name, x in tree.items() if name.endswith(_KEPT) and not is_forgotten(x)}
 
 
 def as_tensor(value: Any) -> Tensor | None:
@@ -59,8 +62,8 @@ def as_tensor(value: Any) -> Tensor | None:
     """
     if isinstance(value, Tensor):
         return None if value.layout is not torch.strided else value.unsqueeze(0)
-    if value is None:
-        return torch.empty(0)
+    if value is None or value is ABSENT:
+        return torch.empty(0, dtype=torch.float32 if value is None else torch.int8)
     if type(value) not in _DTYPES or (type(value) is int and abs(value) >= 1 << 53):  # a mean has no more digits
         return None
     return torch.tensor(value, dtype=_DTYPES[type(value)])
@@ -70,7 +73,15 @@ def value_of(x: Tensor) -> Any:
     """Return what a tensor stands for."""
     if not x.ndim:
         return x.item()
-    return x[0] if len(x) else None
+    return x[0] if len(x) else ABSENT if x.dtype is torch.int8 else None
+
+
+def set_in(attributes: dict[str, Any], key: str, value: Any) -> None:
+    """Let an attribute have a value, or not be there."""
+    if value is ABSENT:
+        attributes.pop(key, None)
+    else:
+        attributes[key] = value
 
 
 def nothing() -> Tensor:
@@ -83,12 +94,24 @@ def is_nothing(x: Any) -> bool:
     return isinstance(x, Tensor) and x.dtype is torch.bool and x.shape == (0,)
 
 
+def forgotten() -> Tensor:
+    """Return what stands, where a tree has to stay as it is, for an attribute that is kept no more."""
+    return torch.empty(0, dtype=torch.int16)
+
+
+def is_forgotten(x: Any) -> bool:
+    """Return whether an attribute is kept no more."""
+    return isinstance(x, Tensor) and x.dtype is torch.int16 and x.shape == (0,)
+
+
 def put(module: nn.Module, made: Mapping[str, Any]) -> None:
     """Put what forwards have made into a module: attributes, and buffers that it had not."""
     for name, x in made.items():
         slot = slot_of(name)
+        if is_forgotten(x):
+            continue
         if slot is not None:
-            vars(module.get_submodule(slot.path))[slot.key] = value_of(x)
+            set_in(vars(module.get_submodule(slot.path)), slot.key, value_of(x))
         else:
             path, _, key = name.rpartition(".")
             vars(module.get_submodule(path))["_buffers"][key] = None if is_nothing(x) else x

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from fshard.errors import ModuleError
-from fshard.transforms.attributes import Attributes, Seen
+from fshard.transforms.attributes import Attributes, Seen, seen_of
 from fshard.transforms.holders import INTERNAL, contents_of, slots_of
 from fshard.transforms.layers import Layers
 
@@ -132,7 +132,7 @@ class Blueprint:
     def __init__(
         self, module: nn.Module, names: Mapping[int, str], adapt: Callable[[nn.Module], None], alone: Sequence[Tensor]
     ) -> None:
-        self._adapt, self._alone, self._seen = adapt, {id(x): x for x in alone}, Seen()
+        self._adapt, self._alone, self._seen = adapt, {id(x): x for x in alone}, seen_of(module)
         first = _Copying(module, names, {}).replica(lambda module: None, self._alone, self._seen)
         first.fill({name: Empty(name) for name in names.values()})
         self._first = first.modules[0][1]

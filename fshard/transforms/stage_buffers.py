@@ -28,6 +28,7 @@ from fshard.source import Site
 from fshard.transforms.buffers import numbers
 from fshard.transforms.deferred import commit_batch_norm, is_pending, pending
 from fshard.transforms.functionalize import functionalize
+from fshard.transforms.kept import forgotten, is_forgotten, slot_of
 from fshard.transforms.patterns import named, parts_of
 from fshard.transforms.remembered import Entry, Written, averaged, entry_of, of_one_kind
 from fshard.transforms.stage_layouts import on_place
@@ -117,9 +118,10 @@ class Memory:
     """What the stages of one device learn in a step; `parts` are their buffers before it."""
 
     def __init__(self, caller: str, parts: Sequence[PyTree], modules: Sequence[nn.Module | None]) -> None:
-        self._caller, self.parts, self._modules = caller, parts, modules
+        self._caller, self._modules = caller, modules
         self._before = [_by_path(part) for part in parts]
-        self._given = [flatten(part, none_is_leaf=True) for part in parts]
+        self.parts = [_known(part) for part in parts]
+        self._given = [flatten(part, none_is_leaf=True) for part in self.parts]
         self._learnt: dict[int, dict[str, Any]] = {}
 
     def note(self, stage: int, microbatch: int, after: PyTree) -> None:
@@ -129,7 +131,9 @@ class Memory:
             return
         before, found = self._before[stage], _by_path(after)
         new = {path: x for path, x in found.items() if path not in before or x is not before[path]}
-        wrong = [path for path in before if path not in found]
+        missing = [path for path in before if path not in found]
+        wrong = [path for path in missing if slot_of(path[2:-2]) is None]
+        new |= {path: forgotten() for path in missing if path not in wrong and not is_forgotten(before[path])}
         wrong += [path for path in new if path not in before and self._modules[stage] is None]
         if wrong:
             listed = ", ".join(named(parts_of(path)) for path in wrong)
@@ -186,6 +190,13 @@ def stage_and_path(key: str) -> tuple[int, str]:
     """
     number, _, path = key[1:].partition("]")
     return int(number), path
+
+
+def _known(part: PyTree) -> PyTree:
+    """Return buffers without what stands for attributes that are kept no more."""
+    if isinstance(part, dict) and any(map(is_forgotten, part.values())):
+        return {name: x for name, x in part.items() if not is_forgotten(x)}
+    return part
 
 
 def _by_path(tree: PyTree) -> dict[str, Any]:

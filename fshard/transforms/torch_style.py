@@ -19,6 +19,7 @@ from fshard.optim.chain import clip_by_global_norm, clip_by_value
 from fshard.optim.norms import global_norm
 from fshard.optim.partition import Partitioned
 from fshard.transforms.alterations import Alterations
+from fshard.transforms.attributes import seen_together
 from fshard.transforms.by_hand import ByHand
 from fshard.transforms.in_stages import InStages
 from fshard.transforms.skeleton import filled
@@ -36,6 +37,7 @@ class Model(nn.Module):
         self.module = module
         self.learner = learner
         self._alterations = Alterations(module)
+        self._seen = [seen_together(part) for part in ([module] if isinstance(learner, ByHand) else learner.stages)]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model."""
@@ -46,7 +48,7 @@ class Model(nn.Module):
             )
         self._follow()
         output = self.learner(*args, **kwargs)
-        self._alterations.show(self.learner.kept())
+        self._show()
         return output
 
     def _follow(self) -> None:
@@ -54,6 +56,13 @@ class Model(nn.Module):
         altered = self._alterations.found()
         if altered is not None:
             self.learner.follow(self.module, altered)
+            for seen in self._seen:
+                seen.forget({*altered.attributes, *altered.modes})
+
+    def _show(self) -> None:
+        """Let `module` have what the last call has kept and left behind."""
+        left = {slot: x for seen in self._seen for slot, x in seen.left_by_all.items()}
+        self._alterations.show(self.learner.kept(), left)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, as the optimizer's `zero_grad` does."""
@@ -107,7 +116,7 @@ class Model(nn.Module):
             part.training = modes.get(name, self.training)
         scale = boosted(optimizer).scale if torch.is_grad_enabled() else 1.0
         value = self.learner.run(criterion, next(batches), scale=scale, outputs=outputs)
-        self._alterations.show(self.learner.kept())
+        self._show()
         return value.loss, unshard(value.aux) if outputs else None
 
     def unwrap(self) -> nn.Module:

@@ -1,0 +1,322 @@
+"""Models that keep things as research code does: in branches, beside what they compute, in classes with rules of their own.
+
+What they keep depends on no data, so every plugin has to find the losses of torch's loop on the whole batch, without a warning.
+"""
+
+import copy
+import warnings
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+
+import fshard as fs
+from tests.loops import momentum
+
+STEPS, ROWS, WIDTH = 5, 8, 4
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.n = nn.Linear(WIDTH, WIDTH), 0
+        self.setup()
+
+    def setup(self):
+        pass
+
+    def cached(self, x):
+        return torch.full((WIDTH,), 1 / (1 + self.n), dtype=x.dtype)
+
+
+class Refreshed(Layer):
+    """Sets what it reads in every third call alone."""
+
+    def setup(self):
+        self.cache = None
+
+    def forward(self, x):
+        if self.n % 3 == 0:
+            self.cache = self.cached(x)
+        self.n += 1
+        return self.layer(x) * self.cache
+
+
+class WarmedUp(Layer):
+    """Stops setting what it goes on reading."""
+
+    def setup(self):
+        self.cache = None
+
+    def forward(self, x):
+        if self.n <= 2:
+            self.cache = self.cached(x)
+        self.n += 1
+        return self.layer(x) * self.cache
+
+
+class Alternating(Layer):
+    """Sets in one call what it reads in the next."""
+
+    def setup(self):
+        self.cache = 1.0
+
+    def forward(self, x):
+        self.n += 1
+        if self.n % 2:
+            self.cache = 1 / (1 + self.n)
+            return self.layer(x)
+        return self.layer(x) * self.cache
+
+
+class Flagged(Layer):
+    """Has an attribute every other time."""
+
+    def forward(self, x):
+        y = self.layer(x)
+        if hasattr(self, "flag"):
+            y = y * 2 * self.flag
+            del self.flag
+        else:
+            self.flag = 1
+        return y
+
+
+class Lazy(Layer):
+    """Makes a tensor, a function, a shape and a name in its first call."""
+
+    def setup(self):
+        self.table = self.function = self.shape = self.name = None
+
+    def forward(self, x):
+        if self.table is None:
+            self.table, self.function = torch.full((WIDTH,), 0.5, dtype=x.dtype), lambda t: t * 2
+            self.shape, self.name = (2, WIDTH // 2), "made"
+        y = self.function(self.layer(x) * self.table).unflatten(1, self.shape).flatten(1)
+        return y * (1 if self.name == "made" else 0)
+
+
+class Logging(Layer):
+    """Leaves behind what somebody may want to look at."""
+
+    def setup(self):
+        self.norm = 0.0
+
+    def forward(self, x):
+        y = self.layer(x)
+        self.norm, self.given, self.mean, self.shape = y.detach().norm().item(), x, y.mean(), tuple(x.shape)
+        return y
+
+
+class Exact(Layer):
+    """Asks whether it is just this class."""
+
+    def forward(self, x):
+        self.n += 1
+        return self.layer(x) * (1 + 0.1 * self.n) * (2 if type(self) is Exact else 1) * FACTORS[type(self)]
+
+
+FACTORS = {Exact: 0.5}
+
+
+class Superior(Exact):
+    """Calls super() the short way that breaks in subclasses."""
+
+    def forward(self, x):
+        self.n += 1
+        return super(type(self), self).forward(x)  # noqa: UP008
+
+
+FACTORS[Superior] = 1.5
+
+
+class Registered(Layer):
+    """Whose subclasses have to have a name, once."""
+
+    names: list[str] = []
+
+    def __init_subclass__(cls, *, name):
+        assert name not in Registered.names
+        Registered.names.append(name)
+
+
+class Named(Registered, name="named"):
+    def forward(self, x):
+        self.n += 1
+        return self.layer(x) * self.n
+
+
+class Limited(Layer):
+    """Whose attribute is a property."""
+
+    @property
+    def n(self):
+        return vars(self)["n"]
+
+    @n.setter
+    def n(self, value):
+        vars(self)["n"] = min(value, 2)
+
+    def forward(self, x):
+        y = self.layer(x) * (1 + 0.1 * self.n)
+        self.n = self.n + 1
+        return y
+
+
+class Direct(Layer):
+    """Reads by its dict what it sets as an attribute."""
+
+    def forward(self, x):
+        self.last = self.__dict__.get("last", 0) + 1
+        return self.layer(x) * self.last
+
+
+class Copying(Layer):
+    """Sets an attribute of a copy, which is of the same class."""
+
+    def forward(self, x):
+        other = copy.copy(self)
+        other.n = 7
+        self.n += 1
+        return self.layer(x) * self.n
+
+
+class Writing(Layer):
+    """Keeps a tensor in a layer of torch's."""
+
+    def forward(self, x):
+        last = getattr(self.layer, "last", None)
+        self.layer.last = torch.full((WIDTH,), 0.5, dtype=x.dtype) if last is None else last * 1.5
+        return self.layer(x) * self.layer.last
+
+
+class Defaulted(Layer):
+    """Whose count begins in its class."""
+
+    count = 1
+
+    def forward(self, x):
+        self.count += 1
+        return self.layer(x) * self.count * type(self).count
+
+
+class Registering(Layer):
+    """Makes a buffer in the place of an attribute."""
+
+    def setup(self):
+        self.cache = None
+
+    def forward(self, x):
+        if self.cache is None:
+            del self.cache
+            self.register_buffer("cache", self.cached(x))
+        return self.layer(x) * self.cache
+
+
+@dataclass
+class Options:
+    scale: float = 1.0
+
+
+KINDS = [
+    Refreshed,
+    WarmedUp,
+    Alternating,
+    Flagged,
+    Lazy,
+    Logging,
+    Exact,
+    Superior,
+    Named,
+    Limited,
+    Direct,
+    Copying,
+    Writing,
+    Defaulted,
+    Registering,
+]
+
+
+def make(kind):
+    torch.manual_seed(0)
+    return nn.Sequential(kind(), nn.Tanh(), nn.Linear(WIDTH, WIDTH)).double()
+
+
+def batch(step):
+    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+
+
+def loss_of(y, _):
+    return y.square().mean()
+
+
+def serial(kind):
+    model, losses = make(kind), []
+    opt = momentum(model)
+    for step in range(STEPS):
+        loss = loss_of(model(batch(step)), None)
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        losses.append(loss.item())
+    return losses, model
+
+
+def loop(kind, plugin):
+    model, losses = make(kind), []
+    booster = fs.Booster(plugin=plugin)
+    model, opt, *_ = booster.boost(model, momentum(model))
+    for step in range(STEPS):
+        loss = loss_of(model(batch(step).chunk(fs.axis_size("data"))[fs.axis_index("data")]), None)
+        booster.backward(loss, opt)
+        opt.step()
+        opt.zero_grad()
+        losses.append(fs.pmean(loss.detach(), "data").item())
+    return losses, model
+
+
+def in_stages(kind, plugin):
+    model, losses = make(kind), []
+    booster = fs.Booster(plugin=plugin)
+    model, opt, loss, *_ = booster.boost(model, momentum(model), loss_of)
+    for step in range(STEPS):
+        x = batch(step)
+        losses.append(booster.execute_pipeline(iter([(x, x)]), model, loss, opt)["loss"].item())
+        opt.step()
+        opt.zero_grad()
+    return losses, model
+
+
+def functional(kind, plugin):
+    booster = fs.Booster(plugin=plugin)
+    state, losses = booster.init(model := make(kind), momentum(model), loss_of), []
+    for step in range(STEPS):
+        x = batch(step)
+        state, metrics = booster.step(state, (x, x))
+        losses.append(metrics["loss"].item())
+    return losses, None
+
+
+WAYS = {
+    "ddp": (loop, lambda: fs.DDPPlugin(), {"data": 2}),
+    "fsdp": (loop, lambda: fs.FSDPPlugin(), {"data": 2}),
+    "alone": (loop, lambda: fs.DDPPlugin(), {"data": 1}),
+    "reproducible": (loop, lambda: fs.DDPPlugin(reproducible=True), {"data": 2}),
+    "stages": (in_stages, lambda: fs.HybridParallelPlugin(pipeline=2, microbatches=2), {"pipe": 2}),
+    "stages and data": (in_stages, lambda: fs.HybridParallelPlugin(pipeline=2, microbatches=2), {"pipe": 2, "data": 2}),
+    "functional": (functional, lambda: fs.ZeroPlugin(stage=1), {"data": 2}),
+    "functional stages": (functional, lambda: fs.HybridParallelPlugin(pipeline=2, microbatches=2), {"pipe": 2}),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_kept_is_as_in_torch(kind, way):
+    run, plugin, mesh = WAYS[way]
+    expected, _ = serial(kind)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for losses, _ in fs.run(lambda: run(kind, plugin()), mesh=fs.make_mesh(mesh)):
+            torch.testing.assert_close(losses, expected, rtol=1e-9, atol=1e-10)
+    assert Registered.names == ["named"] and Defaulted.__dict__["count"] == 1 and "n" not in vars(Exact)
