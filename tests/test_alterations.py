@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import fshard as fs
+from fshard.transforms.replica import Blueprint
 from tests.loops import PLUGINS, momentum
 
 
@@ -176,7 +177,7 @@ def test_an_object_is_not_set_in_stages():
         model.module[0].tau = [1.0]
         booster.execute_pipeline(iter([(batch(0), batch(0))]), model, loss, opt)
 
-    with pytest.raises(fs.ModuleError, match=r"^0.tau of model.module was set .* no number, string or None"):
+    with pytest.raises(fs.ModuleError, match=r"^0.tau of model.module was set .* no number, string, tensor or None"):
         fs.run(main, mesh=fs.make_mesh({"pipe": 2}))
 
 
@@ -189,3 +190,72 @@ def test_no_stage_has_a_hook_of_the_whole():
 
     with pytest.raises(fs.ModuleError, match=r"^hooks of model.module itself are not called"):
         fs.run(main, mesh=fs.make_mesh({"pipe": 2}))
+
+
+def zeroed(module):
+    module[0].layer.weight.data.zero_()
+
+
+def initialised(module):
+    module.apply(lambda part: nn.init.constant_(part.weight, 0.5) if isinstance(part, nn.Linear) else None)
+
+
+@pytest.mark.parametrize("do", [zeroed, initialised])
+def test_numbers_that_are_written_to_tensors_without_memory_are_refused(do):
+    def main():
+        booster = fs.Booster(plugin=fs.DDPPlugin())
+        model, *_ = booster.boost(model := make(), momentum(model))
+        do(model.module)
+        model(batch(0))
+
+    with pytest.raises(fs.ModuleError, match=r"^parameters or buffers of model.module were written to after"):
+        fs.run(main, mesh=fs.make_mesh({"data": 1}))
+
+
+def test_gradients_of_tensors_without_memory_have_no_hooks():
+    def main():
+        booster = fs.Booster(plugin=fs.DDPPlugin())
+        model, *_ = booster.boost(model := make(), momentum(model))
+        for register in ("register_hook", "register_post_accumulate_grad_hook"):
+            with pytest.raises(fs.ModuleError, match="^hooks of a boosted model's parameters are not called"):
+                getattr(model.module[0].layer.weight, register)(print)
+
+    fs.run(main, mesh=fs.make_mesh({"data": 1}))
+
+
+@pytest.mark.parametrize("to", [0.5, torch.full((3,), 0.5, dtype=torch.float64)], ids=["number", "tensor"])
+@pytest.mark.parametrize("plugin", [fs.DDPPlugin, lambda: fs.HybridParallelPlugin(pipeline=2)], ids=["ddp", "stages"])
+def test_what_is_annealed_makes_no_function_anew(plugin, to, monkeypatch):
+    made, counts, build = [], [], Blueprint.build
+    monkeypatch.setattr(Blueprint, "build", lambda self: (made.append(self), build(self))[1])
+
+    def main():
+        booster = fs.Booster(plugin=plugin())
+        model, opt, loss, *_ = booster.boost(model := make(), momentum(model), lambda y, _: y.square().mean())
+        losses = []
+        for step in range(STEPS):
+            model.module[0].tau = to / (1 + step)
+            x = batch(step)
+            if isinstance(booster.plugin, fs.DDPPlugin):
+                found = loss(model(x), None)
+                booster.backward(found, opt)
+            else:
+                found = booster.execute_pipeline(iter([(x, x)]), model, loss, opt)["loss"]
+            opt.step()
+            opt.zero_grad()
+            losses.append(found.item())
+            counts.append(len(made))
+        return losses
+
+    plain, expected = make(), []
+    opt = momentum(plain)
+    for step in range(STEPS):
+        plain[0].tau = to / (1 + step)
+        loss = plain(batch(step)).square().mean()
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        expected.append(loss.item())
+    for losses in fs.run(main, mesh=fs.make_mesh({"data": 1} if plugin is fs.DDPPlugin else {"pipe": 2})):
+        torch.testing.assert_close(losses, expected, rtol=1e-9, atol=1e-10)
+    assert counts[-1] == counts[1]  # after the first step of each device

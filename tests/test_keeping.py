@@ -5,7 +5,8 @@ What they keep depends on no data, so every plugin has to find the losses of tor
 
 import copy
 import warnings
-from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -125,7 +126,7 @@ class Superior(Exact):
 
     def forward(self, x):
         self.n += 1
-        return super(type(self), self).forward(x)  # noqa: UP008
+        return super(type(self), self).forward(x)
 
 
 FACTORS[Superior] = 1.5
@@ -134,7 +135,7 @@ FACTORS[Superior] = 1.5
 class Registered(Layer):
     """Whose subclasses have to have a name, once."""
 
-    names: list[str] = []
+    names: ClassVar[list[str]] = []
 
     def __init_subclass__(cls, *, name):
         assert name not in Registered.names
@@ -212,11 +213,6 @@ class Registering(Layer):
             del self.cache
             self.register_buffer("cache", self.cached(x))
         return self.layer(x) * self.cache
-
-
-@dataclass
-class Options:
-    scale: float = 1.0
 
 
 KINDS = [
@@ -320,3 +316,96 @@ def test_what_is_kept_is_as_in_torch(kind, way):
         for losses, _ in fs.run(lambda: run(kind, plugin()), mesh=fs.make_mesh(mesh)):
             torch.testing.assert_close(losses, expected, rtol=1e-9, atol=1e-10)
     assert Registered.names == ["named"] and Defaulted.__dict__["count"] == 1 and "n" not in vars(Exact)
+
+
+def losses_of(kind, between, *, way="ddp"):
+    """Return what a loop finds in which something is done to the model between its steps, and what torch's does."""
+    _, plugin, mesh = WAYS[way]
+
+    def run(model, opt, backward, part):
+        losses = []
+        for step in range(STEPS):
+            loss = loss_of(model(part(batch(step))), None)
+            backward(loss, opt)
+            opt.step()
+            opt.zero_grad()
+            losses.append(loss.detach())
+            between(getattr(model, "module", model), step)
+        return losses
+
+    def boosted():
+        booster, model = fs.Booster(plugin=plugin()), make(kind)
+        model, opt, *_ = booster.boost(model, momentum(model))
+        found = run(model, opt, booster.backward, lambda x: x.chunk(fs.axis_size("data"))[fs.axis_index("data")])
+        return [fs.pmean(loss, "data").item() for loss in found]
+
+    model = make(kind)
+    expected = run(model, momentum(model), lambda loss, _: loss.backward(), lambda x: x)
+    return [loss.item() for loss in expected], fs.run(boosted, mesh=fs.make_mesh(mesh))
+
+
+class Scaled(Layer):
+    """Reads a number in an object, in a dict and in a list; and what was left."""
+
+    def setup(self):
+        self.options, self.table, self.row = SimpleNamespace(scale=1.0), {"inner": {"scale": 1.0}}, [1.0]
+        self.norm, self.factor = 0.0, torch.ones(WIDTH, dtype=torch.float64)
+
+    def forward(self, x):
+        y = self.layer(x) * self.options.scale * self.table["inner"]["scale"] * sum(self.row) * self.factor
+        self.norm = y.detach().norm().item()
+        self.factor = self.factor * 1.5
+        return y
+
+
+def in_object(module, step):
+    module[0].options.scale = 1 / (2 + step)
+
+
+def in_dict(module, step):
+    module[0].table["inner"]["scale"] = 1 / (2 + step)
+
+
+def in_list(module, step):
+    module[0].row.append(0.5)
+
+
+def in_kept(module, step):
+    module[0].factor.mul_(0.5)
+
+
+def in_number(module, step):
+    module[0].options = SimpleNamespace(scale=0.5 + step)
+
+
+@pytest.mark.parametrize("between", [in_object, in_dict, in_list, in_kept, in_number])
+@pytest.mark.parametrize("way", ["alone", "ddp", "reproducible"])
+def test_what_is_changed_within_an_attribute_counts_from_the_next_call_on(between, way):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        expected, found = losses_of(Scaled, between, way=way)
+    for losses in found:
+        torch.testing.assert_close(losses, expected, rtol=1e-9, atol=1e-10)
+
+
+def test_what_is_left_behind_is_shown():
+    def main():
+        model, seen = make(Logging), []
+        booster = fs.Booster(plugin=fs.DDPPlugin())
+        model, opt, *_ = booster.boost(model, momentum(model))
+        for step in range(STEPS):
+            booster.backward(loss_of(model(batch(step)), None), opt)
+            opt.step()
+            opt.zero_grad()
+            seen.append((model.module[0].norm, model.module[0].mean, model.module[0].given, model.module[0].shape))
+        return seen
+
+    (found,) = fs.run(main, mesh=fs.make_mesh({"data": 1}))
+    model = make(Logging)
+    opt = momentum(model)
+    for step, (norm, mean, given, shape) in enumerate(found):
+        loss_of(model(batch(step)), None).backward()
+        opt.step()
+        opt.zero_grad()
+        torch.testing.assert_close((norm, mean), (model[0].norm, model[0].mean.detach()))
+        assert not mean.requires_grad and torch.equal(given, batch(step)) and shape == (ROWS, WIDTH)

@@ -19,21 +19,26 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from fshard.errors import ModuleError
-from fshard.transforms.holders import INTERNAL
-from fshard.transforms.kept import Slot, put, set_in
+from fshard.transforms.holders import CONTAINERS, INTERNAL, are_same, items_of, stays
+from fshard.transforms.kept import ABSENT, Slot, put, set_in, slot_of
+from fshard.transforms.skeleton import written_to
 
 _TENSORS = ("_parameters", "_buffers", "_modules")
 _HOOKS = tuple(sorted(key for key in INTERNAL if key.endswith("_hooks") and key.startswith(("_forward", "_backward"))))
 _ABOUT_HOOKS = tuple(sorted(key for key in INTERNAL if key.startswith(("_forward", "_backward"))))
-_VALUES = (bool, int, float, complex, str, bytes, type(None))
 
 
 class Altered(NamedTuple):
-    """Attributes that were set, modes that were switched, and whether the module as a function is another one."""
+    """Attributes that were set, and to what; modes that were switched; and whether the module as a function is another one."""
 
-    attributes: list[Slot]
+    attributes: dict[Slot, Any]
     modes: list[Slot]
     anew: bool
+
+    @property
+    def values(self) -> dict[Slot, Any]:
+        """What attributes were set to that any call can be given."""
+        return {slot: x for slot, x in self.attributes.items() if stays(x, ())}
 
     @property
     def forgotten(self) -> set[str]:
@@ -41,11 +46,30 @@ class Altered(NamedTuple):
         return {slot.name for slot in (*self.attributes, *self.modes)}
 
 
+class _Inner(NamedTuple):
+    """A plain tensor or a container that is an attribute, and what it held."""
+
+    x: Any
+    items: list[Any]
+
+    def is_as_noted(self) -> bool:
+        return are_same(items_of(self.x), self.items)
+
+
+_MANY = 1 << 8
+
+
+def _inner(key: str, x: Any) -> _Inner | None:
+    """Return what may be changed within an attribute; every call has the same objects, and large ones are not looked into."""
+    small = isinstance(x, Tensor) or (isinstance(x, CONTAINERS) and len(x) <= _MANY)
+    return _Inner(x, items_of(x)) if small and key not in INTERNAL else None
+
+
 class Alterations:
     """Compares a module with what it was."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = module
+        self._module, self._is_written_to = module, written_to(module)
         self._note()
 
     def _note(self) -> None:
@@ -53,9 +77,14 @@ class Alterations:
         self._parts = [(path, vars(part)) for path, part in self._module.named_modules()]
         self._dicts = [each for _, own in self._parts for each in (own, *(own[key] for key in (*_TENSORS, *_HOOKS)))]
         self._noted = {id(each): dict(each) for each in self._dicts}
+        every = ((Slot(path, key), _inner(key, x)) for path, own in self._parts for key, x in own.items())
+        self._inner = {slot: inner for slot, inner in every if inner is not None}
         self._params = dict(self._module.named_parameters())
         self._trained = [x.requires_grad for x in self._params.values()]
         self._buffers = {name: (x, x._version) for name, x in self._module.named_buffers()}
+        self._note_values()
+
+    def _note_values(self) -> None:
         self._lengths = [*map(len, self._dicts)]
         self._views = [each.values() for each in self._dicts if each]
         self._values = [*chain.from_iterable(self._views)]
@@ -70,7 +99,9 @@ class Alterations:
         """Return what has been done since the last time; None if nothing has."""
         trained = [x.requires_grad for x in self._params.values()]
         versions = [x._version == version for x, version in self._buffers.values()]
-        if self._is_as_noted() and trained == self._trained and all(versions):
+        within = [slot for slot, inner in self._inner.items() if not inner.is_as_noted()]
+        written = self._is_written_to()
+        if self._is_as_noted() and trained == self._trained and all(versions) and not within and not written:
             return None
         wrong = [name for name, now, then in zip(self._params, trained, self._trained, strict=True) if now is not then]
         wrong += [name for name, same in zip(self._buffers, versions, strict=True) if not same]
@@ -85,12 +116,19 @@ class Alterations:
                 f"{', '.join(wrong)} of model.module was replaced, written to, frozen or thawed after the model was boosted. "
                 "What there is, and which is trained, was decided then: do it before, or boost model.unwrap() anew."
             )
-        slots = [Slot(path, key) for path, own in self._parts for key in self._different(own)]
+        if written:
+            raise ModuleError(
+                "parameters or buffers of model.module were written to after the model was boosted: they have no memory "
+                "there. Do it before, or to model.unwrap(), and boost that anew."
+            )
+        slots = [*within, *(Slot(path, key) for path, own in self._parts for key in self._different(own))]
         hooks = any(self._different(own[kind]) for _, own in self._parts for kind in _HOOKS)
         self._note()
-        attributes = [slot for slot in slots if slot.key not in INTERNAL]
+        parts = dict(self._parts)
+        attributes = {slot: parts[slot.path].get(slot.key, ABSENT) for slot in slots if slot.key not in INTERNAL}
         modes = [slot for slot in slots if slot.key == "training"]
-        return Altered(attributes, modes, anew=bool(attributes) or hooks) if attributes or hooks or modes else None
+        anew = hooks or not all(stays(x, ()) for x in attributes.values())
+        return Altered(attributes, modes, anew) if attributes or hooks or modes else None
 
     def show(self, kept: Mapping[str, Tensor], left: Mapping[Slot, Any]) -> None:
         """Let the module have what calls have kept, by the names of buffers, and left behind."""
@@ -99,22 +137,30 @@ class Alterations:
             for slot, x in left.items():
                 if slot.name not in kept:
                     set_in(vars(self._module.get_submodule(slot.path)), slot.key, x)
-            self._note()
+            parts = dict(self._parts)
+            for slot in {*left, *(slot for name in kept if (slot := slot_of(name)) is not None)}:
+                own = parts[slot.path]
+                now = own.get(slot.key, ABSENT)
+                set_in(self._noted[id(own)], slot.key, now)
+                self._inner.pop(slot, None)
+                if (inner := _inner(slot.key, now)) is not None:
+                    self._inner[slot] = inner
+            self._note_values()
 
     def _different(self, now: dict[str, Any]) -> list[str]:
         before = self._noted[id(now)]
         return [key for key in dict.fromkeys((*before, *now)) if before.get(key, self) is not now.get(key, self)]
 
 
-def alter(stages: Sequence[nn.Module], module: nn.Module, slots: Sequence[Slot]) -> None:
-    """Do to copies of parts of a module what was done to it."""
+def alter(stages: Sequence[nn.Module], module: nn.Module, altered: Altered) -> None:
+    """Do to copies of parts of a module what was done to it, where no call can be given that."""
     parts = {path: vars(part) for path, part in module.named_modules()}
-    objects = [slot for slot in slots if not isinstance(parts[slot.path].get(slot.key), _VALUES)]
+    objects = altered.attributes.keys() - altered.values.keys()
     if objects:
-        names = ", ".join(f"{slot.path}.{slot.key}".removeprefix(".") for slot in objects)
+        names = ", ".join(f"{slot.path}.{slot.key}".removeprefix(".") for slot in sorted(objects))
         raise ModuleError(
-            f"{names} of model.module was set after the model was boosted, to what is no number, string or None. A model in "
-            "stages is copied part by part: set it before."
+            f"{names} of model.module was set after the model was boosted, to what is no number, string, tensor or None. A "
+            "model in stages is copied part by part: set it before."
         )
     if any(parts[""][kind] for kind in _HOOKS):
         raise ModuleError(
@@ -122,7 +168,6 @@ def alter(stages: Sequence[nn.Module], module: nn.Module, slots: Sequence[Slot])
         )
     for path, part in (own for stage in stages for own in stage.named_modules() if own[0] in parts):
         own = parts[path]
-        vars(part).update({slot.key: own[slot.key] for slot in slots if slot.path == path and slot.key in own})
         for kind in _ABOUT_HOOKS if path else ():
             held = vars(part)[kind]
             held.clear()

@@ -33,7 +33,7 @@ from fshard.transforms.observed import code_of, unwatch, watch
 _COUNTED = (int, float, complex, str, bytes)
 """What, if it is no number that is averaged, is made of what it was once for each slice, instead of once for each call."""
 _LOOKS = 8
-"""After so many calls, and after each of as many, it is looked whether objects have been changed."""
+"""In so many first calls, and in one of as many later, it is looked whether objects are changed."""
 
 
 class Seen:
@@ -44,6 +44,7 @@ class Seen:
         self.states: set[Slot] = set()
         self.passing: set[Slot] = set()
         self.lost: set[Slot] = set()
+        self.given: dict[Slot, Any] = {}
         self._left: dict[int | None, dict[Slot, Any]] = {}
 
     @property
@@ -57,11 +58,13 @@ class Seen:
         """What the last calls of all devices have left behind; of one that has a module for itself, its own."""
         return {slot: x for left in self._left.values() for slot, x in left.items()}
 
-    def forget(self, slots: Collection[Slot]) -> None:
-        """Let no call find what others have left there."""
-        for left in self._left.values():
-            for slot in left.keys() & slots:
-                del left[slot]
+    def give(self, values: Mapping[Slot, Any], instead_of: Iterable[Slot]) -> None:
+        """Let all calls find some values from now on, until they change them; and not what others have left there."""
+        for slot in instead_of:
+            self.given.pop(slot, None)
+            for left in self._left.values():
+                left.pop(slot, None)
+        self.given |= values
 
     def note(self, slot: Slot, done: str) -> None:
         """Note what was done to an attribute first."""
@@ -110,7 +113,7 @@ class Attributes:
         self._modules = {path: _Module(path, module, filled, alone) for path, module in modules}
         self._kinds = {module.kind for module in self._modules.values()}
         self._held: dict[int, _Held] = {}
-        self._calls = 0
+        self._calls, self._looking = 0, self._held
         for path, module in self._modules.items():
             for key, x in module.holders:
                 if id(x) not in self._held and id(x) not in filled:
@@ -128,12 +131,18 @@ class Attributes:
                 watched.setdefault(slot.path, set()).add(slot.key)
         for path, module in self._modules.items():
             module.begin(watched.get(path, ()))
+        self._calls += 1
+        self._looking = self._held if self._calls <= _LOOKS or self._calls % _LOOKS == 0 else {}
+        for held in self._looking.values():
+            held.begin()
         for name, x in kept.items():
             slot = slot_of(name)
             if slot is not None and slot.path in self._modules:
                 self._modules[slot.path].put(slot.key, value_of(lent(x)))
-        for slot, x in seen.left.items():
-            if slot not in seen.states or slot.name not in kept:
+        for slot, x in {**seen.given, **seen.left}.items() if seen.given or seen.left else ():
+            if slot.path in self._modules and (
+                slot.name not in kept or (slot not in seen.states and slot in seen.left)
+            ):
                 self._modules[slot.path].put(slot.key, lent(x))
 
     def end(self) -> None:
@@ -220,29 +229,29 @@ class Attributes:
         return slot.key in code.read_first or (slot.key not in code.read and not _has_graph(change.now))
 
     def _look_at_held(self) -> None:
-        """Note which objects have been changed, that stay what they are: after the first calls, and some of the others."""
-        self._calls += 1
-        if self._calls > _LOOKS and self._calls % _LOOKS:
-            return
-        for held in self._held.values():
+        """Note which objects have been changed, that stay what they are."""
+        for held in self._looking.values():
             if held.is_changed():
                 for found in (self._seen.changed, self._seen.states, self._seen.lost):
                     found.update(held.slots)
 
 
 class _Held:
-    """An object, and what it held when it was last looked at."""
+    """An object, and what it held when a call began."""
 
     def __init__(self, x: Any, items: list[Any], *, shared: bool) -> None:
         self._x, self._items, self._shared, self._times, self.slots = x, items, shared, 0, list[Slot]()
 
+    def begin(self) -> None:
+        """Look at it before a call; whatever is put back after each call is as it was."""
+        if self._shared:
+            self._items = items_of(self._x)
+
     def is_changed(self) -> bool:
         """Return whether calls change it: one that is shared by all calls may be completed once, as a configuration is."""
-        items = items_of(self._x)
-        if are_same(items, self._items):
+        if are_same(items_of(self._x), self._items):
             return False
-        if self._shared:
-            self._items, self._times = items, self._times + 1
+        self._times += 1
         return not self._shared or self._times > 1
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from enum import Enum
+from logging import Logger
 from types import BuiltinFunctionType, CellType, FunctionType, ModuleType, NoneType
 from typing import Any
 
@@ -21,16 +22,17 @@ VALUES = (bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.
 """What cannot be changed."""
 _UNCHANGED = (*VALUES, NoneType, Enum, type, BuiltinFunctionType)
 _ATOMS = frozenset({*VALUES, NoneType})
-_CONTAINERS = (dict, list, set, deque)
-_FIXED = (nn.Module, type, ModuleType, torch.Generator, *VALUES)
+CONTAINERS = (dict, list, set, deque)
+_FIXED = (nn.Module, type, ModuleType, torch.Generator, Logger, *VALUES)
 _MANY = 1 << 12
+"""Of more than that, what something holds is not looked at."""
 
 
 def holds(x: Any) -> bool:
     """Return whether something may be changed and stay the same object."""
     if isinstance(x, Tensor):
         return not x.is_inference()
-    if isinstance(x, _CONTAINERS) or _is_array(x):
+    if isinstance(x, CONTAINERS) or _is_array(x):
         return True
     return (hasattr(x, "__dict__") or hasattr(x, "__slots__")) and not isinstance(x, _FIXED) and not callable(x)
 
@@ -69,9 +71,11 @@ def _inner(x: Any) -> list[Any]:
         return [x._version]
     if _is_array(x):
         return [x.tobytes()]
+    if isinstance(x, CONTAINERS) and len(x) > _MANY:
+        return []
     if isinstance(x, dict):
         return [*dict.keys(x), *dict.values(x)]
-    if isinstance(x, _CONTAINERS):
+    if isinstance(x, CONTAINERS):
         return [*x]
     return [*getattr(x, "__dict__", {}).values(), *(value for _, value in slots_of(x))]
 

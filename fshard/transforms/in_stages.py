@@ -99,7 +99,7 @@ class InStages(Learner):
     def follow(self, module: nn.Module, altered: Altered) -> None:
         """Call from now on what a model's structure has become; forget what was kept in attributes that were set."""
         if altered.anew:
-            alter(self.stages, module, altered.attributes)
+            alter(self.stages, module, altered)
             self._gradient.cache_clear()
         self.buffers = [without(tree, altered.forgotten) for tree in self.buffers]
 

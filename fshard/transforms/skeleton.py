@@ -6,8 +6,9 @@ and whoever computes with it by mistake sees it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import deepcopy
+from functools import lru_cache
 from types import CellType, FunctionType
 from typing import Any
 
@@ -26,8 +27,12 @@ def skeleton(module: nn.Module) -> nn.Module:
     >>> bare.weight.shape, bare.weight.device, bare.weight.untyped_storage().nbytes(), bare(torch.ones(2)).isnan().all()
     (torch.Size([3, 2]), device(type='cpu'), 4, tensor(True))
     """
-    bare: dict[int, Any] = {id(x): Hollow(_hollow(x), requires_grad=x.requires_grad) for x in module.parameters()}
-    bare |= {id(x): _hollow(x) for x in module.buffers()}
+    hollow = lru_cache(_nothing)
+    bare: dict[int, Any] = {
+        id(x): Hollow(hollow(x.dtype, x.device).expand(x.shape), requires_grad=x.requires_grad)
+        for x in module.parameters()
+    }
+    bare |= {id(x): hollow(x.dtype, x.device).expand(x.shape) for x in module.buffers()}
     for part in module.modules():
         computed = (x for x in vars(part).values() if isinstance(x, Tensor) and x.grad_fn is not None)
         bare |= {
@@ -71,13 +76,28 @@ class Hollow(nn.Parameter):
         """Raise: torch's own clipping, say, would find none, and do nothing."""
         raise ModuleError(
             "a boosted model's gradients are not at its parameters: booster.clip_grad_norm(optimizer, max_norm) and "
-            "booster.clip_grad_value clip them, optimizer.grads are they, as they lie."
+            "booster.clip_grad_value clip them, optimizer.zero_grad() drops them, optimizer.grads are they, as they lie. Nor "
+            "is such a model converted: that comes before boosting."
         )
 
+    def _hook(self, hook: Any) -> Any:
+        """Raise: nobody would call it."""
+        raise ModuleError(
+            "hooks of a boosted model's parameters are not called: its gradients are not made there. optimizer.grads are they."
+        )
 
-def _hollow(x: Tensor) -> Tensor:
-    nothing = torch.nan if x.is_floating_point() or x.is_complex() else 0
-    return torch.full((), nothing, dtype=x.dtype, device=x.device).expand(x.shape)
+    register_hook = register_post_accumulate_grad_hook = _hook
+
+
+def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.full((), torch.nan if dtype.is_floating_point or dtype.is_complex else 0, dtype=dtype, device=device)
+
+
+def written_to(bare: nn.Module) -> Callable[[], bool]:
+    """Return what says whether anybody has written numbers to a skeleton's tensors, which have one for all of a dtype."""
+    every = {x.untyped_storage().data_ptr(): x for x in (*bare.parameters(), *bare.buffers()) if not x.is_meta}
+    ones = [x.detach().as_strided((), ()) for x in every.values() if x.is_floating_point() or x.is_complex()]
+    return lambda: not all(x.isnan() for x in ones)
 
 
 def filled(bare: nn.Module, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> nn.Module:

@@ -57,7 +57,7 @@ class Model(nn.Module):
         if altered is not None:
             self.learner.follow(self.module, altered)
             for seen in self._seen:
-                seen.forget({*altered.attributes, *altered.modes})
+                seen.give(altered.values, altered.attributes)
 
     def _show(self) -> None:
         """Let `module` have what the last call has kept and left behind."""
