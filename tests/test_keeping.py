@@ -247,7 +247,11 @@ def loss_of(y, _):
     return y.square().mean()
 
 
-def serial(kind):
+def nothing(module, step):
+    pass
+
+
+def serial(kind, between=nothing):
     model, losses = make(kind), []
     opt = momentum(model)
     for step in range(STEPS):
@@ -256,10 +260,11 @@ def serial(kind):
         opt.step()
         opt.zero_grad()
         losses.append(loss.item())
+        between(model, step)
     return losses, model
 
 
-def loop(kind, plugin):
+def loop(kind, plugin, between=nothing):
     model, losses = make(kind), []
     booster = fs.Booster(plugin=plugin)
     model, opt, *_ = booster.boost(model, momentum(model))
@@ -269,10 +274,11 @@ def loop(kind, plugin):
         opt.step()
         opt.zero_grad()
         losses.append(fs.pmean(loss.detach(), "data").item())
+        between(model.module, step)
     return losses, model
 
 
-def in_stages(kind, plugin):
+def in_stages(kind, plugin, between=nothing):
     model, losses = make(kind), []
     booster = fs.Booster(plugin=plugin)
     model, opt, loss, *_ = booster.boost(model, momentum(model), loss_of)
@@ -281,6 +287,7 @@ def in_stages(kind, plugin):
         losses.append(booster.execute_pipeline(iter([(x, x)]), model, loss, opt)["loss"].item())
         opt.step()
         opt.zero_grad()
+        between(model.module, step)
     return losses, model
 
 
@@ -318,30 +325,13 @@ def test_what_is_kept_is_as_in_torch(kind, way):
     assert Registered.names == ["named"] and Defaulted.__dict__["count"] == 1 and "n" not in vars(Exact)
 
 
-def losses_of(kind, between, *, way="ddp"):
+def with_changes(way, between):
     """Return what a loop finds in which something is done to the model between its steps, and what torch's does."""
-    _, plugin, mesh = WAYS[way]
-
-    def run(model, opt, backward, part):
-        losses = []
-        for step in range(STEPS):
-            loss = loss_of(model(part(batch(step))), None)
-            backward(loss, opt)
-            opt.step()
-            opt.zero_grad()
-            losses.append(loss.detach())
-            between(getattr(model, "module", model), step)
-        return losses
-
-    def boosted():
-        booster, model = fs.Booster(plugin=plugin()), make(kind)
-        model, opt, *_ = booster.boost(model, momentum(model))
-        found = run(model, opt, booster.backward, lambda x: x.chunk(fs.axis_size("data"))[fs.axis_index("data")])
-        return [fs.pmean(loss, "data").item() for loss in found]
-
-    model = make(kind)
-    expected = run(model, momentum(model), lambda loss, _: loss.backward(), lambda x: x)
-    return [loss.item() for loss in expected], fs.run(boosted, mesh=fs.make_mesh(mesh))
+    run, plugin, mesh = WAYS[way]
+    expected, _ = serial(Scaled, between)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return expected, fs.run(lambda: run(Scaled, plugin(), between)[0], mesh=fs.make_mesh(mesh))
 
 
 class Scaled(Layer):
@@ -353,9 +343,9 @@ class Scaled(Layer):
 
     def forward(self, x):
         y = self.layer(x) * self.options.scale * self.table["inner"]["scale"] * sum(self.row) * self.factor
-        self.norm = y.detach().norm().item()
+        self.norm, self.n = y.detach().norm().item(), self.n + 1
         self.factor = self.factor * 1.5
-        return y
+        return y * self.n
 
 
 def in_object(module, step):
@@ -374,18 +364,36 @@ def in_kept(module, step):
     module[0].factor.mul_(0.5)
 
 
+def in_count(module, step):
+    module[0].n += 5
+
+
 def in_number(module, step):
     module[0].options = SimpleNamespace(scale=0.5 + step)
 
 
-@pytest.mark.parametrize("between", [in_object, in_dict, in_list, in_kept, in_number])
+@pytest.mark.parametrize("between", [in_object, in_dict, in_list, in_kept, in_count, in_number])
 @pytest.mark.parametrize("way", ["alone", "ddp", "reproducible"])
 def test_what_is_changed_within_an_attribute_counts_from_the_next_call_on(between, way):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        expected, found = losses_of(Scaled, between, way=way)
+    expected, found = with_changes(way, between)
     for losses in found:
         torch.testing.assert_close(losses, expected, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("between", [in_kept, in_count])
+@pytest.mark.parametrize("way", ["stages", "stages and data"])
+def test_what_is_changed_counts_in_stages(between, way):
+    expected, found = with_changes(way, between)
+    for losses in found:
+        torch.testing.assert_close(losses, expected, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("between", [in_object, in_dict, in_list])
+def test_objects_of_stages_are_copies(between):
+    with pytest.raises(
+        fs.ModuleError, match=r"^0\.(options|table|row) of model.module was set or changed .* set it before"
+    ):
+        with_changes("stages", between)
 
 
 def test_what_is_left_behind_is_shown():

@@ -11,7 +11,7 @@ All devices have to do the same, as in any such loop.  What a forward keeps is s
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from operator import is_
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from fshard.errors import ModuleError
-from fshard.transforms.holders import CONTAINERS, INTERNAL, are_same, items_of, stays
+from fshard.transforms.holders import ATOMS, CONTAINERS, INTERNAL, are_same, holds, items_of, stays
 from fshard.transforms.kept import ABSENT, Slot, put, set_in, slot_of
 from fshard.transforms.skeleton import written_to
 
@@ -59,16 +59,11 @@ class _Inner(NamedTuple):
 _MANY = 1 << 8
 
 
-def _inner(key: str, x: Any) -> _Inner | None:
-    """Return what may be changed within an attribute; every call has the same objects, and large ones are not looked into."""
-    small = isinstance(x, Tensor) or (isinstance(x, CONTAINERS) and len(x) <= _MANY)
-    return _Inner(x, items_of(x)) if small and key not in INTERNAL else None
-
-
 class Alterations:
-    """Compares a module with what it was."""
+    """Compares a module with what it was; without `objects` these are the same that calls have, and need no look."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, *, objects: bool) -> None:
+        self._objects = objects
         self._module, self._is_written_to = module, written_to(module)
         self._note()
 
@@ -77,12 +72,23 @@ class Alterations:
         self._parts = [(path, vars(part)) for path, part in self._module.named_modules()]
         self._dicts = [each for _, own in self._parts for each in (own, *(own[key] for key in (*_TENSORS, *_HOOKS)))]
         self._noted = {id(each): dict(each) for each in self._dicts}
-        every = ((Slot(path, key), _inner(key, x)) for path, own in self._parts for key, x in own.items())
-        self._inner = {slot: inner for slot, inner in every if inner is not None}
+        self._inner = dict[Slot, _Inner]()
+        self._look_into(
+            (Slot(path, key), x) for path, own in self._parts for key, x in own.items() if key not in INTERNAL
+        )
         self._params = dict(self._module.named_parameters())
         self._trained = [x.requires_grad for x in self._params.values()]
         self._buffers = {name: (x, x._version) for name, x in self._module.named_buffers()}
         self._note_values()
+
+    def _look_into(self, attributes: Iterable[tuple[Slot, Any]]) -> None:
+        """Note what may be changed within attributes, each once; large ones are not looked into."""
+        known = {id(inner.x) for inner in self._inner.values()}
+        for slot, x in attributes:
+            looked_at = isinstance(x, (Tensor, *CONTAINERS)) or (self._objects and type(x) not in ATOMS and holds(x))
+            if looked_at and id(x) not in known and len(items := items_of(x)) <= _MANY:
+                known.add(id(x))
+                self._inner[slot] = _Inner(x, items)
 
     def _note_values(self) -> None:
         self._lengths = [*map(len, self._dicts)]
@@ -143,8 +149,7 @@ class Alterations:
                 now = own.get(slot.key, ABSENT)
                 set_in(self._noted[id(own)], slot.key, now)
                 self._inner.pop(slot, None)
-                if (inner := _inner(slot.key, now)) is not None:
-                    self._inner[slot] = inner
+                self._look_into([(slot, now)])
             self._note_values()
 
     def _different(self, now: dict[str, Any]) -> list[str]:
@@ -159,8 +164,8 @@ def alter(stages: Sequence[nn.Module], module: nn.Module, altered: Altered) -> N
     if objects:
         names = ", ".join(f"{slot.path}.{slot.key}".removeprefix(".") for slot in sorted(objects))
         raise ModuleError(
-            f"{names} of model.module was set after the model was boosted, to what is no number, string, tensor or None. A "
-            "model in stages is copied part by part: set it before."
+            f"{names} of model.module was set or changed after the model was boosted, and is no number, string, tensor or "
+            "None. A model in stages is copied part by part: set it before."
         )
     if any(parts[""][kind] for kind in _HOOKS):
         raise ModuleError(

@@ -21,7 +21,7 @@ INTERNAL = frozenset(vars(nn.Module()))
 VALUES = (bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device)
 """What cannot be changed."""
 _UNCHANGED = (*VALUES, NoneType, Enum, type, BuiltinFunctionType)
-_ATOMS = frozenset({*VALUES, NoneType})
+ATOMS = frozenset({*VALUES, NoneType})
 CONTAINERS = (dict, list, set, deque)
 _FIXED = (nn.Module, type, ModuleType, torch.Generator, Logger, *VALUES)
 _MANY = 1 << 12
@@ -43,8 +43,11 @@ def stays(x: Any, registered: Iterable[Any]) -> bool:
         items: Iterable[Any] = x
         return all(not isinstance(each, Tensor) and stays(each, ()) for each in items)
     if isinstance(x, Tensor):
-        if type(x) is not Tensor or x.is_meta or transformed() or (storage := _storage(x)) is None:
+        if type(x) is not Tensor or x.is_meta or transformed():
             return False
+        storage = _storage(x)
+        if storage is None:
+            return not x.numel()
         return all(storage != _storage(other) for other in registered if isinstance(other, Tensor))
     return x is ABSENT or isinstance(x, _UNCHANGED) or (isinstance(x, FunctionType) and x.__closure__ is None)
 
@@ -62,7 +65,7 @@ def items_of(x: Any) -> list[Any]:
             seen.add(id(x))
             inner = _inner(x)
             items += inner
-            left += [each for each in inner if type(each) not in _ATOMS and holds(each)]
+            left += [each for each in inner if type(each) not in ATOMS and holds(each)]
     return items
 
 

@@ -36,7 +36,7 @@ class Model(nn.Module):
         super().__init__()
         self.module = module
         self.learner = learner
-        self._alterations = Alterations(module)
+        self._alterations = Alterations(module, objects=isinstance(learner, InStages))
         self._seen = [seen_together(part) for part in ([module] if isinstance(learner, ByHand) else learner.stages)]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
