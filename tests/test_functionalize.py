@@ -1213,7 +1213,7 @@ def test_synchronised_batch_norm_of_uneven_batches_far_from_zero():
         torch.testing.assert_close(after["running_var"], variance, rtol=1e-4, atol=1e-4)
 
 
-def test_what_another_branch_reads_later_is_there_and_kept_from_then_on():
+def test_what_another_branch_reads_later_is_kept():
     class Centered(nn.Module):
         def __init__(self):
             super().__init__()
@@ -1227,10 +1227,9 @@ def test_what_another_branch_reads_later_is_there_and_kept_from_then_on():
 
     module, plain, x = Centered(), Centered(), torch.randn(3, D)
     apply, params, buffers = functionalize(module)
-    for _ in range(3):  # set, then read: of one call alone, as far as anybody knows
+    for _ in range(3):
         output, buffers = apply(params, buffers, x)
         close(output, plain(x))
-    assert not buffers
     module.eval(), plain.eval()
     output, buffers = apply(params, buffers, 2 * x)
     close(output, plain(2 * x))

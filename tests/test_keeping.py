@@ -57,6 +57,29 @@ class WarmedUp(Layer):
         return self.layer(x) * self.cache
 
 
+class Late(Layer):
+    """Begins to set what it has read from the start."""
+
+    def setup(self):
+        self.cache = 1.0
+
+    def forward(self, x):
+        if self.n > 0:
+            self.cache = 1 / (2 + self.n)
+        self.n += 1
+        return self.layer(x) * self.cache
+
+
+class Early(Late):
+    """Stops setting a number that it goes on reading."""
+
+    def forward(self, x):
+        self.n += 1
+        if self.n <= 2:
+            self.cache = 1 / (1 + self.n)
+        return self.layer(x) * self.cache
+
+
 class Alternating(Layer):
     """Sets in one call what it reads in the next."""
 
@@ -218,6 +241,8 @@ class Registering(Layer):
 KINDS = [
     Refreshed,
     WarmedUp,
+    Late,
+    Early,
     Alternating,
     Flagged,
     Lazy,
@@ -323,6 +348,132 @@ def test_what_is_kept_is_as_in_torch(kind, way):
         for losses, _ in fs.run(lambda: run(kind, plugin()), mesh=fs.make_mesh(mesh)):
             torch.testing.assert_close(losses, expected, rtol=1e-9, atol=1e-10)
     assert Registered.names == ["named"] and Defaulted.__dict__["count"] == 1 and "n" not in vars(Exact)
+
+
+RESUMED = [
+    Refreshed,
+    WarmedUp,
+    Late,
+    Early,
+    Alternating,
+    Flagged,
+    Exact,
+    Limited,
+    Direct,
+    Copying,
+    Defaulted,
+    Registering,
+]
+
+
+@pytest.mark.parametrize("kind", RESUMED)
+def test_buffers_are_all_that_is_remembered(kind):
+    module, x = make(kind), batch(0)
+    apply, params, start = fs.functionalize(module)
+    buffers, outputs = start, []
+    for _ in range(STEPS):
+        again, _, _ = fs.functionalize(module)
+        output, after = apply(params, buffers, x)
+        for other in (again, apply):
+            found, _ = other(params, buffers, x)
+            assert torch.equal(found, output)
+        outputs, buffers = [*outputs, output], after
+    output, _ = apply(params, start, x)
+    assert torch.equal(output, outputs[0])
+
+
+class Coding(Layer):
+    """Keeps activations from one call of a step to the next."""
+
+    def setup(self):
+        self.memory = None
+
+    def forward(self, x, encode=True):
+        if encode:
+            self.memory = torch.tanh(self.layer(x))
+            return self.memory * 1.0
+        return self.layer(x) * self.memory.detach()
+
+
+@pytest.mark.parametrize("way", ["alone", "ddp", "fsdp", "reproducible"])
+def test_what_one_call_of_a_step_keeps_for_another(way):
+    _, plugin, mesh = WAYS[way]
+
+    def run(model, opt, backward, part):
+        losses = []
+        for step in range(STEPS):
+            x = part(batch(step))
+            loss = (model(x) if step < 2 else model(x) + model(x, encode=False)).square().mean()
+            backward(loss, opt)
+            opt.step()
+            opt.zero_grad()
+            losses.append(loss.detach())
+        return losses
+
+    def make():
+        torch.manual_seed(0)
+        return Coding().double()
+
+    def main():
+        booster = fs.Booster(plugin=plugin())
+        model, opt, *_ = booster.boost(model := make(), momentum(model))
+        part = run(model, opt, booster.backward, lambda x: x.chunk(fs.axis_size("data"))[fs.axis_index("data")])
+        return [fs.pmean(loss, "data").item() for loss in part]
+
+    model = make()
+    expected = run(model, momentum(model), lambda loss, _: loss.backward(), lambda x: x)
+    for losses in fs.run(main, mesh=fs.make_mesh(mesh)):
+        torch.testing.assert_close(losses, [loss.item() for loss in expected], rtol=1e-9, atol=1e-10)
+
+
+class Naming(Layer):
+    """Goes on by what is no number."""
+
+    def setup(self):
+        self.scales, self.activation = (1.0,), torch.tanh
+
+    def forward(self, x):
+        y = self.activation(self.layer(x)) * self.scales[0]
+        self.scales, self.activation = (
+            (self.scales[0] * 0.5,),
+            torch.relu if self.activation is torch.tanh else torch.tanh,
+        )
+        return y
+
+
+def test_what_goes_on_by_what_is_no_number_is_told():
+    apply, params, buffers = fs.functionalize(make(Naming))
+    _, buffers = apply(params, buffers, batch(0))
+    with pytest.warns(UserWarning, match="^Naming.scales, Naming.activation was changed by a forward"):
+        apply(params, buffers, batch(0))
+
+
+class Comparing(Layer):
+    """Compares its weight with what is the same weight."""
+
+    def forward(self, x):
+        other = getattr(self, "other", None)
+        self.other = self.layer.weight.detach()
+        return self.layer(x) + (0 if other is None else (other - self.layer.weight).abs().sum())
+
+
+def test_what_refers_to_a_parameter_is_not_kept():
+    apply, params, buffers = fs.functionalize(make(Comparing))
+    _, buffers = apply(params, buffers, batch(0))
+    assert not buffers
+    with pytest.warns(UserWarning, match=r"^Comparing.other was changed by a forward"):
+        apply(params, buffers, batch(0))
+
+
+def in_forward(module, step):
+    module[0].forward = lambda x: x * step
+
+
+def test_a_forward_that_is_replaced_counts():
+    for way in ("alone", "reproducible"):
+        expected, found = with_changes(way, in_forward)
+        for losses in found:
+            torch.testing.assert_close(losses, expected, rtol=1e-9, atol=1e-10)
 
 
 def with_changes(way, between):

@@ -38,7 +38,7 @@ class Altered(NamedTuple):
     @property
     def values(self) -> dict[Slot, Any]:
         """What attributes were set to that any call can be given."""
-        return {slot: x for slot, x in self.attributes.items() if stays(x, ())}
+        return {slot: x for slot, x in self.attributes.items() if stays(x, ()) and not callable(x)}
 
     @property
     def forgotten(self) -> set[str]:
@@ -133,8 +133,9 @@ class Alterations:
         parts = dict(self._parts)
         attributes = {slot: parts[slot.path].get(slot.key, ABSENT) for slot in slots if slot.key not in INTERNAL}
         modes = [slot for slot in slots if slot.key == "training"]
-        anew = hooks or not all(stays(x, ()) for x in attributes.values())
-        return Altered(attributes, modes, anew) if attributes or hooks or modes else None
+        found = Altered(attributes, modes, anew=False)
+        found = found._replace(anew=hooks or len(found.values) < len(attributes))
+        return found if attributes or hooks or modes else None
 
     def show(self, kept: Mapping[str, Tensor], left: Mapping[Slot, Any]) -> None:
         """Let the module have what calls have kept, by the names of buffers, and left behind."""

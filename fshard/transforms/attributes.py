@@ -25,13 +25,11 @@ from torch import Tensor, nn
 
 from fshard.mesh.differentiate import transformed
 from fshard.mesh.scope import here
-from fshard.transforms.holders import INTERNAL, VALUES, are_same, holds, is_same, items_of, stays
+from fshard.transforms.holders import INTERNAL, VALUES, are_same, holds, is_counted, is_same, items_of, shares, stays
 from fshard.transforms.kept import ABSENT, Slot, as_tensor, set_in, slot_of, value_of
 from fshard.transforms.lent import lent, untouched
 from fshard.transforms.observed import code_of, unwatch, watch
 
-_COUNTED = (int, float, complex, str, bytes)
-"""What, if it is no number that is averaged, is made of what it was once for each slice, instead of once for each call."""
 _LOOKS = 8
 """In so many first calls, and in one of as many later, it is looked whether objects are changed."""
 
@@ -42,7 +40,6 @@ class Seen:
     def __init__(self) -> None:
         self.changed: set[Slot] = set()
         self.states: set[Slot] = set()
-        self.passing: set[Slot] = set()
         self.lost: set[Slot] = set()
         self.given: dict[Slot, Any] = {}
         self._left: dict[int | None, dict[Slot, Any]] = {}
@@ -70,8 +67,6 @@ class Seen:
         """Note what was done to an attribute first."""
         if done == "read":
             self.states.add(slot)
-        elif done == "set, read":
-            self.passing.add(slot)
 
 
 _seen: WeakKeyDictionary[nn.Module, Seen] = WeakKeyDictionary()
@@ -112,6 +107,7 @@ class Attributes:
         self._seen = seen
         self._modules = {path: _Module(path, module, filled, alone) for path, module in modules}
         self._kinds = {module.kind for module in self._modules.values()}
+        self._layers = {path.rpartition(".")[2] for path in self._modules}
         self._held: dict[int, _Held] = {}
         self._calls, self._looking = 0, self._held
         for path, module in self._modules.items():
@@ -127,7 +123,7 @@ class Attributes:
         """Lend plain tensors to a call, and what earlier calls have kept, by its names, or left behind."""
         seen, watched = self._seen, dict[str, set[str]]()
         for slot in tuple(seen.changed):  # to which other threads add
-            if slot not in seen.states or slot in seen.lost:
+            if slot not in seen.states or slot in seen.lost or slot in seen.left:
                 watched.setdefault(slot.path, set()).add(slot.key)
         for path, module in self._modules.items():
             module.begin(watched.get(path, ()))
@@ -159,14 +155,14 @@ class Attributes:
                 slot = Slot(module.path, change.key)
                 known = slot in seen.changed
                 x = as_tensor(change.now) if self._may_be_state(slot, change) else None
-                if x is not None:
+                if x is not None and not shares(change.now, registered):
                     after[slot.name] = x
                     seen.lost.discard(slot)
                     continue
                 after.pop(slot.name, None)
-                if known and slot not in seen.passing and change.leaves_loss:
+                if known and module.log.get(change.key) != "set, read" and change.leaves_loss:
                     losses.append(f"{module.title}.{change.key}")
-                if module.log.get(change.key) == "read" and isinstance(change.now, _COUNTED):
+                if module.log.get(change.key) == "read" and is_counted(change.now):
                     read.append(f"{module.title}.{change.key}")
                 if stays(change.now, registered):
                     left[slot] = change.now.detach() if isinstance(change.now, Tensor) else change.now
@@ -209,24 +205,21 @@ class Attributes:
         return read
 
     def _may_be_state(self, slot: Slot, change: Change) -> bool:
-        """Return whether what an attribute is now may be read by a later call; from now on it is watched."""
-        seen, known = self._seen, slot in self._seen.changed
-        seen.changed.add(slot)
-        if change.written or slot.key == "training":
-            seen.states.add(slot)
-        if slot in seen.states:
+        """Return whether what an attribute is now may be read by a later call before it is set; if not, it is watched."""
+        self._seen.changed.add(slot)
+        if change.written or slot.key == "training" or self._may_be_read_first(slot):
+            self._seen.states.add(slot)
+        return slot in self._seen.states
+
+    def _may_be_read_first(self, slot: Slot) -> bool:
+        """Return whether a method reads an attribute on some way to it on which it was not set before."""
+        own, every = code_of(self._modules[slot.path].kind), [*map(code_of, self._kinds)]
+        if slot.key in own.first or any(slot.key in code.unseen for code in every):
             return True
-        code = code_of(self._kinds)
-        if slot.key in code.read_unseen:
-            seen.states.add(slot)
+        if not any(slot.key in code.written for code in every):  # but by a hook, say, that may read it as well
             return True
-        if slot in seen.passing:
-            return False
-        if slot.key not in code.written:  # but by a hook, say, that may read it as well
-            return True
-        if known:
-            return slot.key in code.read
-        return slot.key in code.read_first or (slot.key not in code.read and not _has_graph(change.now))
+        meant = hasattr(Tensor, slot.key) or slot.key in self._layers  # something else, most likely
+        return not meant and any(slot.key in code.others for code in every)
 
     def _look_at_held(self) -> None:
         """Note which objects have been changed, that stay what they are."""
@@ -306,6 +299,7 @@ class _Module:
         if self._watched and (module := self._module()) is not None:
             unwatch(module, self._watched)
             self._watched = ()
+        self._put = {}
 
     def put(self, key: str, x: Any) -> None:
         """Set an attribute for a call; whoever puts back all puts it back."""

@@ -43,13 +43,23 @@ def stays(x: Any, registered: Iterable[Any]) -> bool:
         items: Iterable[Any] = x
         return all(not isinstance(each, Tensor) and stays(each, ()) for each in items)
     if isinstance(x, Tensor):
-        if type(x) is not Tensor or x.is_meta or transformed():
-            return False
-        storage = _storage(x)
-        if storage is None:
-            return not x.numel()
-        return all(storage != _storage(other) for other in registered if isinstance(other, Tensor))
+        plain = type(x) is Tensor and x.layout is torch.strided and not x.is_meta and not transformed()
+        return plain and not shares(x, registered)
     return x is ABSENT or isinstance(x, _UNCHANGED) or (isinstance(x, FunctionType) and x.__closure__ is None)
+
+
+def shares(x: Any, registered: Iterable[Any]) -> bool:
+    """Return whether a tensor has its memory from one of these."""
+    storage = _storage(x) if isinstance(x, Tensor) else None
+    return storage is not None and any(storage == _storage(other) for other in registered if isinstance(other, Tensor))
+
+
+def is_counted(x: Any) -> bool:
+    """Return whether what is no number to be averaged goes on by what it was: a name or a function, but no key of a cache."""
+    if isinstance(x, tuple):
+        items: Iterable[Any] = x
+        return any(isinstance(each, float) or is_counted(each) for each in items if not isinstance(each, int))
+    return isinstance(x, (int, float, complex, str, bytes, Enum, FunctionType, BuiltinFunctionType))
 
 
 def _is_array(x: Any) -> bool:

@@ -4,19 +4,19 @@ An attribute that a call has changed is watched in the next ones, until one read
 has a descriptor in the place of the attribute, which notes who comes first.
 
     read, then set          a state: what a call leaves there, the next one reads
-    set, then read          of one call alone, as an intermediate result that two methods share; as far as anybody knows
-    set, and not read       nobody knows yet: a method that a forward calls may do so in another branch
+    set, then read          of one call alone, as an intermediate result that two methods share
+    set, and not read       left behind, for whoever may look
 
-What methods may do is read off their code.
+What methods may do on some way through them is read off their code before, so that no call has to show it.
 """
 
 from __future__ import annotations
 
 import dis
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from inspect import getattr_static, unwrap
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple
@@ -104,65 +104,96 @@ def _is_watched(kind: type, key: str) -> bool:
 
 
 class Code(NamedTuple):
-    """The attributes that a forward may read, those that it may read first or unseen, and those that any method sets."""
+    """The attributes that a class's methods, as far as a forward reaches them, may read first of their own module.
 
-    read: frozenset[str]
-    read_first: frozenset[str]
-    read_unseen: frozenset[str]
+    Further those that they read of other objects, those that they may read where no descriptor sees it, and those that any of
+    its methods sets.
+    """
+
+    first: frozenset[str]
+    others: frozenset[str]
+    unseen: frozenset[str]
     written: frozenset[str]
 
 
-def code_of(kinds: Iterable[type]) -> Code:
-    """Return what the methods of some classes do."""
-    return Code(*(frozenset[str]().union(*each) for each in zip(*map(_code_of, kinds), strict=True)))
-
-
 @lru_cache(maxsize=4096)
-def _code_of(kind: type) -> Code:
+def code_of(kind: type) -> Code:
+    """Return what the methods of a class do."""
     members: dict[str, list[CodeType]] = {}
     for base in kind.__mro__:
         if base is not object and not base.__module__.startswith("torch."):
             for name, member in vars(base).items():
                 members.setdefault(name, []).extend(_codes(member) if name not in _OUTSIDE else ())
-    done = {name: [_names_in(code) for code in codes] for name, codes in members.items()}
-    reached, left = list[Code](), ["forward", "__call__"]
+    set_by = {name: frozenset.intersection(*map(_set_at_end, codes)) for name, codes in members.items() if codes}
+    found, begun = dict[CodeType, _Read](), dict[CodeType, frozenset[str]]()
+    left = [(code, _own(code), frozenset[str]()) for name in ("forward", "__call__") for code in members.get(name, ())]
     while left:
-        own = done.pop(left.pop(), [])
-        reached += own
-        left += [other for each in own for other in each.read]
-    written = [each.written for each in (*reached, *(each for own in done.values() for each in own))]
-    columns = ([each[place] for each in reached] for place in range(3))
-    return Code(*(frozenset[str]().union(*each) for each in (*columns, written)))
+        code, own, known = left.pop()
+        if code in begun and begun[code] <= known:
+            continue
+        begun[code] = begun.get(code, known) & known
+        found[code] = read = _read_in(code, own, begun[code], members.keys(), set_by)
+        left += [(inner, own, before) for inner, before in read.inner]
+        left += [(other, _own(other), before) for name, before in read.calls for other in members[name]]
+    every = _all_in(code for codes in members.values() for code in codes)
+    written = {step.argval for code in every for step in dis.get_instructions(code) if step.opname in _WRITES}
+    columns = (frozenset[str]().union(*(each[place] for each in found.values())) for place in range(3))
+    return Code(*columns, frozenset(written))
 
 
-def _names_in(code: CodeType) -> Code:
-    """Return what a piece of code does: it may read first what has not been set on every way there."""
+class _Read(NamedTuple):
+    """What a piece of code reads: see `Code`.  Which methods it calls, and functions it has within, after what was set."""
+
+    first: set[str]
+    others: set[str]
+    unseen: set[str]
+    calls: list[tuple[str, frozenset[str]]]
+    inner: list[tuple[CodeType, frozenset[str]]]
+
+
+def _read_in(
+    code: CodeType,
+    own: str | None,
+    begun: frozenset[str],
+    members: Collection[str],
+    set_by: Mapping[str, frozenset[str]],
+) -> _Read:
+    """Return what a piece of code reads of the module that it calls `own`, of which some attributes have been set before."""
     words, names = {x for x in code.co_consts if isinstance(x, str)}, {*code.co_names}
     unseen = words if names & {"vars", "__dict__"} else set[str]()
-    first = words if unseen or names & {"getattr", "hasattr"} else set[str]()
-    read, written, known = {*first}, set[str](), _set_before(code)
-    for step in dis.get_instructions(code):
-        if step.opname in _READS:
-            read.add(step.argval)
-            first |= {step.argval} - known.get(step.offset, frozenset())
-        elif step.opname in _WRITES:
-            written.add(step.argval)
-    return Code(frozenset(read), frozenset(first), frozenset(unseen), frozenset(written))
+    asked = words if unseen or names & {"getattr", "hasattr"} else set[str]()
+    read, known = _Read({*asked}, {*asked}, {*unseen}, [], []), _set_before(code, own, begun, set_by)
+    steps = [*dis.get_instructions(code)]
+    for before, step in zip([steps[0], *steps], steps, strict=False):
+        now, of_own = known.get(step.offset, frozenset[str]()), _loaded(before) == own
+        if isinstance(step.argval, CodeType):
+            read.inner.append((step.argval, now))
+        elif step.opname in _READS:
+            if step.argval in members:
+                read.calls.append((step.argval, now if of_own else frozenset()))
+            if not of_own:
+                read.others.add(step.argval)
+            elif step.argval not in now:
+                read.first.add(step.argval)
+    return read
 
 
-_READS = ("LOAD_ATTR", "LOAD_METHOD")
+_READS = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR")
 _WRITES = ("STORE_ATTR", "DELETE_ATTR")
 _ENDS = ("RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "RERAISE")
+_JUMPS = frozenset((*dis.hasjrel, *dis.hasjabs))
 
 
-def _set_before(code: CodeType) -> dict[int, frozenset[str]]:
-    """Return which attributes of a module its method has set when it comes to an instruction, on whatever way.
+def _set_before(
+    code: CodeType, own: str | None, begun: frozenset[str], set_by: Mapping[str, frozenset[str]]
+) -> dict[int, frozenset[str]]:
+    """Return which attributes of a module have been set when an instruction is come to, on whatever way.
 
     Nothing is said of the handlers of errors, to which there is a way from anywhere.
     """
-    steps, own = [*dis.get_instructions(code)], code.co_varnames[:1]
+    steps = [*dis.get_instructions(code)]
     places, known = {step.offset: place for place, step in enumerate(steps)}, dict[int, frozenset[str]]()
-    left = [(0, frozenset[str]())]
+    left = [(0, begun)]
     while left:
         place, before = left.pop()
         step = steps[place]
@@ -170,8 +201,11 @@ def _set_before(code: CodeType) -> dict[int, frozenset[str]]:
         if known.get(step.offset) == now:
             continue
         known[step.offset] = now
-        set_here = step.opname in _WRITES and _loaded(steps[place - 1]) in own
-        after = now | {step.argval} if set_here else now
+        of_own, after = bool(place) and _loaded(steps[place - 1]) == own, now
+        if of_own and step.opname in _WRITES:
+            after = now | {step.argval}
+        elif of_own and step.opname in _READS:  # of a method, to call it
+            after = now | set_by.get(step.argval, frozenset())
         if step.opcode in _JUMPS:
             left.append((places[step.argval], after))
         ends = step.opname in _ENDS or (step.opcode in _JUMPS and step.opname.startswith(("JUMP_FORWARD", "JUMP_BACK")))
@@ -180,23 +214,40 @@ def _set_before(code: CodeType) -> dict[int, frozenset[str]]:
     return known
 
 
-_JUMPS = frozenset((*dis.hasjrel, *dis.hasjabs))
+def _set_at_end(code: CodeType) -> frozenset[str]:
+    """Return which attributes a method has set whenever it returns, without what it calls."""
+    known = _set_before(code, _own(code), frozenset(), {})
+    ends = [
+        known[step.offset] for step in dis.get_instructions(code) if step.opname in _ENDS[:2] and step.offset in known
+    ]
+    return frozenset.intersection(*ends) if ends else frozenset()
+
+
+def _own(code: CodeType) -> str | None:
+    """Return what a method calls its module."""
+    return code.co_varnames[0] if code.co_argcount else None
 
 
 def _loaded(step: dis.Instruction) -> str | None:
     """Return the variable that an instruction has loaded last."""
-    if not step.opname.startswith("LOAD_FAST"):
+    if not step.opname.startswith(("LOAD_FAST", "LOAD_DEREF")):
         return None
     return step.argval[-1] if isinstance(step.argval, tuple) else step.argval
 
 
 def _codes(member: Any) -> Iterator[CodeType]:
-    """Yield the code of a method, and of the functions within it."""
-    if isinstance(member, property):
-        member = member.fget
+    """Yield the code of a method."""
+    if isinstance(member, property | cached_property):
+        member = member.fget if isinstance(member, property) else member.func
     if isinstance(member, staticmethod | classmethod):
         member = member.__func__
-    found: list[Any] = [member.__code__] if isinstance(member := unwrap(member), FunctionType) else []
+    if isinstance(member := unwrap(member), FunctionType):
+        yield member.__code__
+
+
+def _all_in(codes: Iterable[CodeType]) -> Iterator[CodeType]:
+    """Yield code, and that of the functions within it."""
+    found = [*codes]
     while found:
         code = found.pop()
         yield code
