@@ -261,3 +261,14 @@ def test_what_is_annealed_makes_no_function_anew(plugin, to, monkeypatch):
     for losses in fs.run(main, mesh=fs.make_mesh({"data": 1} if plugin is fs.DDPPlugin else {"pipe": 2})):
         torch.testing.assert_close(losses, expected, rtol=1e-9, atol=1e-10)
     assert counts[-1] == counts[1]  # after the first step of each device
+
+
+def test_no_stage_has_a_hook_of_the_boosted_model():
+    def main():
+        booster = fs.Booster(plugin=fs.HybridParallelPlugin(pipeline=2))
+        model, opt, loss, *_ = booster.boost(model := make(), momentum(model), lambda y, _: y.square().mean())
+        model.register_forward_hook(doubled, with_kwargs=True)
+        booster.execute_pipeline(iter([(batch(0), batch(0))]), model, loss, opt)
+
+    with pytest.raises(fs.ModuleError, match=r"^execute_pipeline: hooks of the boosted model are not called"):
+        fs.run(main, mesh=fs.make_mesh({"pipe": 2}))

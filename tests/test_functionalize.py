@@ -1234,3 +1234,22 @@ def test_what_another_branch_reads_later_is_kept():
     output, buffers = apply(params, buffers, 2 * x)
     close(output, plain(2 * x))
     close(buffers["center:kept"][0], x.mean(0))
+
+
+def test_large_containers_are_shared():
+    class Tokens(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.vocabulary, self.short = {str(number): number for number in range(10_000)}, {"a": 1}
+            self.given = None
+
+        def forward(self, x):
+            given.append((self.vocabulary, self.short))
+            return x * self.vocabulary["3"]
+
+    module, given = Tokens(), []
+    apply, params, buffers = functionalize(module)
+    output, _ = apply(params, buffers, torch.ones(2))
+    assert output.tolist() == [3.0, 3.0]
+    ((vocabulary, short),) = given
+    assert vocabulary is module.vocabulary and short == module.short and short is not module.short

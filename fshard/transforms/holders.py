@@ -24,8 +24,8 @@ _UNCHANGED = (*VALUES, NoneType, Enum, type, BuiltinFunctionType)
 ATOMS = frozenset({*VALUES, NoneType})
 CONTAINERS = (dict, list, set, deque)
 _FIXED = (nn.Module, type, ModuleType, torch.Generator, Logger, *VALUES)
-_MANY = 1 << 12
-"""Of more than that, what something holds is not looked at."""
+MANY = 1 << 12
+"""Containers of more than that are shared by all calls, and nobody looks at what they hold."""
 
 
 def holds(x: Any) -> bool:
@@ -69,7 +69,7 @@ def _is_array(x: Any) -> bool:
 def items_of(x: Any) -> list[Any]:
     """Return what something holds, and what that holds: values of which some differ if any of it is changed."""
     items, seen, left = list[Any](), set[int](), [x]
-    while left and len(items) < _MANY:
+    while left and len(items) < MANY:
         x = left.pop()
         if id(x) not in seen:
             seen.add(id(x))
@@ -84,7 +84,7 @@ def _inner(x: Any) -> list[Any]:
         return [x._version]
     if _is_array(x):
         return [x.tobytes()]
-    if isinstance(x, CONTAINERS) and len(x) > _MANY:
+    if isinstance(x, CONTAINERS) and len(x) > MANY:
         return []
     if isinstance(x, dict):
         return [*dict.keys(x), *dict.values(x)]

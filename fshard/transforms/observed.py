@@ -137,8 +137,12 @@ def code_of(kind: type) -> Code:
         left += [(other, _own(other), before) for name, before in read.calls for other in members[name]]
     every = _all_in(code for codes in members.values() for code in codes)
     written = {step.argval for code in every for step in dis.get_instructions(code) if step.opname in _WRITES}
-    columns = (frozenset[str]().union(*(each[place] for each in found.values())) for place in range(3))
-    return Code(*columns, frozenset(written))
+    result = _Read(set(), set(), set(), [], [])
+    for read in found.values():
+        result.first.update(read.first)
+        result.others.update(read.others)
+        result.unseen.update(read.unseen)
+    return Code(frozenset(result.first), frozenset(result.others), frozenset(result.unseen), frozenset(written))
 
 
 class _Read(NamedTuple):

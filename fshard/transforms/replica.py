@@ -3,7 +3,7 @@
 A forward that swaps tensors must not do so in the user's module: virtual devices are threads, and another one may run
 in the middle of it.  So each call has a replica to itself: modules, and the lists, dicts and sets among their
 attributes, are copied; so is whatever leads back to one of the modules or of their tensors (a bound method, a partial, a
-closure, a helper object), and it points into the replica; everything else is shared.
+closure, a helper object), and it points into the replica; everything else is shared, large containers too.
 
     module --blueprint--> replica without tensors --built--> replicas, each lent to one call at a time
 
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from fshard.errors import ModuleError
 from fshard.transforms.attributes import Attributes, Seen, seen_of
-from fshard.transforms.holders import INTERNAL, contents_of, slots_of
+from fshard.transforms.holders import INTERNAL, MANY, contents_of, slots_of
 from fshard.transforms.layers import Layers
 
 _ATOMS = (Tensor, str, int, float, complex, bytes, type(None), type, ModuleType, BuiltinFunctionType, torch.dtype)
@@ -193,7 +193,7 @@ class _Copying:
             return self._memo[id(x)]
         if id(x) in self._tree:
             return self._module(x)
-        if isinstance(x, _CONTAINERS):
+        if isinstance(x, _CONTAINERS) and (len(x) <= MANY or self._leads_back(x)):
             return self._container(x)
         return self._pointing(x) if self._leads_back(x) else x
 

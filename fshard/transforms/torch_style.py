@@ -110,6 +110,11 @@ class Model(nn.Module):
             raise ModuleError(
                 "execute_pipeline: without an optimizer nobody takes gradients: call it in torch.no_grad()."
             )
+        if self._forward_hooks or self._forward_pre_hooks:
+            raise ModuleError(
+                "execute_pipeline: hooks of the boosted model are not called: no stage has the whole. Hook a part of "
+                "model.module."
+            )
         self._follow()
         modes = {name: part.training for name, part in self.module.named_modules()}
         for name, part in (own for stage in self.learner.stages for own in stage.named_modules()):
