@@ -6,11 +6,11 @@
     self.table = table                               also if it was None before, or not there
 
 So it is averaged over devices, as all that is remembered, and each slice of a step begins with the same.  Kept is what a call
-changes and a later one reads before it sets it (see `observed`); until that is known, what might be.
+changes and a later one may read before it sets it, by its code or as it was seen to (see `observed`).
 
-What a call *leaves* behind, as far as anybody knows for nobody, the device's next call finds, without the graph: an attention
-map for whoever looks at it, a tensor that is read first at last, and is kept from then on.  So are strings, and all else that
-cannot be changed.  Lists and objects are put back: who reads one after an earlier call has changed it is warned.
+All else a call *leaves* behind: the device's next call finds it, without its graph, and whoever looks at the module: an
+attention map, a norm that is logged.  So are strings, and whatever cannot be changed.  Lists and objects are put back: who
+reads one after an earlier call has changed it is warned.
 """
 
 from __future__ import annotations
