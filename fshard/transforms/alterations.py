@@ -38,7 +38,7 @@ class Altered(NamedTuple):
     @property
     def values(self) -> dict[Slot, Any]:
         """What attributes were set to that any call can be given."""
-        return {slot: x for slot, x in self.attributes.items() if stays(x, ()) and not callable(x)}
+        return {slot: x for slot, x in self.attributes.items() if stays(x) and not callable(x)}
 
     @property
     def forgotten(self) -> set[str]:

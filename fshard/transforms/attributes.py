@@ -25,7 +25,18 @@ from torch import Tensor, nn
 
 from fshard.mesh.differentiate import transformed
 from fshard.mesh.scope import here
-from fshard.transforms.holders import INTERNAL, VALUES, are_same, holds, is_counted, is_same, items_of, shares, stays
+from fshard.transforms.holders import (
+    INTERNAL,
+    VALUES,
+    are_same,
+    holds,
+    is_counted,
+    is_same,
+    items_of,
+    shares,
+    stays,
+    storages_of,
+)
 from fshard.transforms.kept import ABSENT, Slot, as_tensor, set_in, slot_of, value_of
 from fshard.transforms.lent import lent, untouched
 from fshard.transforms.observed import code_of, unwatch, watch
@@ -40,6 +51,7 @@ class Seen:
     def __init__(self) -> None:
         self.changed: set[Slot] = set()
         self.states: set[Slot] = set()
+        self.unread: set[Slot] = set()
         self.lost: set[Slot] = set()
         self.given: dict[Slot, Any] = {}
         self._left: dict[int | None, dict[Slot, Any]] = {}
@@ -62,11 +74,6 @@ class Seen:
             for left in self._left.values():
                 left.pop(slot, None)
         self.given |= values
-
-    def note(self, slot: Slot, done: str) -> None:
-        """Note what was done to an attribute first."""
-        if done == "read":
-            self.states.add(slot)
 
 
 _seen: WeakKeyDictionary[nn.Module, Seen] = WeakKeyDictionary()
@@ -121,9 +128,9 @@ class Attributes:
 
     def put(self, kept: Mapping[str, Any]) -> None:
         """Lend plain tensors to a call, and what earlier calls have kept, by its names, or left behind."""
-        seen, watched = self._seen, dict[str, set[str]]()
+        seen, left, watched = self._seen, self._seen.left, dict[str, set[str]]()
         for slot in tuple(seen.changed):  # to which other threads add
-            if slot not in seen.states or slot in seen.lost or slot in seen.left:
+            if slot not in seen.states or slot in seen.lost or slot in left:
                 watched.setdefault(slot.path, set()).add(slot.key)
         for path, module in self._modules.items():
             module.begin(watched.get(path, ()))
@@ -135,10 +142,10 @@ class Attributes:
             slot = slot_of(name)
             if slot is not None and slot.path in self._modules:
                 self._modules[slot.path].put(slot.key, value_of(lent(x)))
-        for slot, x in {**seen.given, **seen.left}.items() if seen.given or seen.left else ():
-            if slot.path in self._modules and (
-                slot.name not in kept or (slot not in seen.states and slot in seen.left)
-            ):
+        for slot in [slot for slot in left if slot in seen.states and slot.name in kept]:
+            del left[slot]
+        for slot, x in {**seen.given, **left}.items() if seen.given or left else ():
+            if slot.path in self._modules and (slot in left or slot.name not in kept):
                 self._modules[slot.path].put(slot.key, lent(x))
 
     def end(self) -> None:
@@ -149,13 +156,15 @@ class Attributes:
     def kept(self, before: Mapping[str, Any], registered: Iterable[Any]) -> dict[str, Any]:
         """Return what is kept after a call that was given this and has registered tensors; warn of what is lost."""
         seen, after, losses, read = self._seen, dict(before), list[str](), self._read_in_vain()
-        left = seen.left
+        left, taken = seen.left, cast("frozenset[int] | None", None)
         for module in self._modules.values():
             for change in module.changed():
                 slot = Slot(module.path, change.key)
                 known = slot in seen.changed
+                if taken is None and isinstance(change.now, Tensor):
+                    taken = storages_of(registered)
                 x = as_tensor(change.now) if self._may_be_state(slot, change) else None
-                if x is not None and not shares(change.now, registered):
+                if x is not None and not shares(change.now, taken):
                     after[slot.name] = x
                     seen.lost.discard(slot)
                     continue
@@ -164,7 +173,7 @@ class Attributes:
                     losses.append(f"{module.title}.{change.key}")
                 if module.log.get(change.key) == "read" and is_counted(change.now):
                     read.append(f"{module.title}.{change.key}")
-                if stays(change.now, registered):
+                if stays(change.now, taken):
                     left[slot] = change.now.detach() if isinstance(change.now, Tensor) else change.now
                     seen.lost.discard(slot)
                 else:
@@ -199,17 +208,21 @@ class Attributes:
         for module in self._modules.values():
             for key, done in module.log.items():
                 slot = Slot(module.path, key)
-                self._seen.note(slot, done)
-                if done == "read" and slot in self._seen.lost:
-                    read.append(f"{module.title}.{key}")
+                if done == "read":
+                    self._seen.states.add(slot)
+                    read += [f"{module.title}.{key}"] if slot in self._seen.lost else []
         return read
 
     def _may_be_state(self, slot: Slot, change: Change) -> bool:
         """Return whether what an attribute is now may be read by a later call before it is set; if not, it is watched."""
-        self._seen.changed.add(slot)
-        if change.written or slot.key == "training" or self._may_be_read_first(slot):
-            self._seen.states.add(slot)
-        return slot in self._seen.states
+        seen = self._seen
+        if slot not in seen.states and slot not in seen.unread:
+            first = slot.key == "training" or self._may_be_read_first(slot)
+            (seen.states if first else seen.unread).add(slot)
+        seen.changed.add(slot)
+        if change.written:
+            seen.states.add(slot)
+        return slot in seen.states
 
     def _may_be_read_first(self, slot: Slot) -> bool:
         """Return whether a method reads an attribute on some way to it on which it was not set before."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from enum import Enum
 from logging import Logger
 from types import BuiltinFunctionType, CellType, FunctionType, ModuleType, NoneType
@@ -37,21 +37,25 @@ def holds(x: Any) -> bool:
     return (hasattr(x, "__dict__") or hasattr(x, "__slots__")) and not isinstance(x, _FIXED) and not callable(x)
 
 
-def stays(x: Any, registered: Iterable[Any]) -> bool:
-    """Return whether a later call may find what one has left: what nobody changes, and tensors but these."""
+def stays(x: Any, taken: Collection[int] | None = None) -> bool:
+    """Return whether a later call may find what one has left: what nobody changes, and tensors with other memory than that."""
     if isinstance(x, tuple | frozenset):
         items: Iterable[Any] = x
-        return all(not isinstance(each, Tensor) and stays(each, ()) for each in items)
+        return all(not isinstance(each, Tensor) and stays(each) for each in items)
     if isinstance(x, Tensor):
         plain = type(x) is Tensor and x.layout is torch.strided and not x.is_meta and not transformed()
-        return plain and not shares(x, registered)
+        return plain and not shares(x, taken)
     return x is ABSENT or isinstance(x, _UNCHANGED) or (isinstance(x, FunctionType) and x.__closure__ is None)
 
 
-def shares(x: Any, registered: Iterable[Any]) -> bool:
-    """Return whether a tensor has its memory from one of these."""
-    storage = _storage(x) if isinstance(x, Tensor) else None
-    return storage is not None and any(storage == _storage(other) for other in registered if isinstance(other, Tensor))
+def shares(x: Any, taken: Collection[int] | None) -> bool:
+    """Return whether a tensor has its memory from those of some storages."""
+    return bool(taken) and isinstance(x, Tensor) and _storage(x) in taken
+
+
+def storages_of(xs: Iterable[Any]) -> frozenset[int]:
+    """Return which memory tensors have."""
+    return frozenset(storage for x in xs if isinstance(x, Tensor) and (storage := _storage(x)) is not None)
 
 
 def is_counted(x: Any) -> bool:
@@ -123,7 +127,7 @@ def are_same(was: list[Any], now: list[Any]) -> bool:
 
 def alone_among(module: nn.Module) -> tuple[list[Tensor], list[str]]:
     """Return the plain tensors of a module that share memory with no other; and those that share a registered one's."""
-    registered = {storage for x in (*module.parameters(), *module.buffers()) if (storage := _storage(x)) is not None}
+    registered = storages_of((*module.parameters(), *module.buffers()))
     known = {id(x) for x in (*module.parameters(), *module.buffers())}
     found: dict[int, list[tuple[str, Tensor]]] = {}
     for path, part in module.named_modules():
