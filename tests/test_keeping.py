@@ -350,23 +350,7 @@ def test_what_is_kept_is_as_in_torch(kind, way):
     assert Registered.names == ["named"] and Defaulted.__dict__["count"] == 1 and "n" not in vars(Exact)
 
 
-RESUMED = [
-    Refreshed,
-    WarmedUp,
-    Late,
-    Early,
-    Alternating,
-    Flagged,
-    Exact,
-    Limited,
-    Direct,
-    Copying,
-    Defaulted,
-    Registering,
-]
-
-
-@pytest.mark.parametrize("kind", RESUMED)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind is not Lazy])  # whose name is left behind
 def test_buffers_are_all_that_is_remembered(kind):
     module, x = make(kind), batch(0)
     apply, params, start = fs.functionalize(module)

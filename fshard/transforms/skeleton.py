@@ -94,8 +94,11 @@ def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def written_to(bare: nn.Module) -> Callable[[], bool]:
-    """Return what says whether anybody has written numbers to a skeleton's tensors, which have one for all of a dtype."""
-    every = {x.untyped_storage().data_ptr(): x for x in (*bare.parameters(), *bare.buffers()) if not x.is_meta}
+    """Return what says whether anybody has written numbers to a skeleton's tensors, which have one for all of a dtype.
+
+    It is asked in every call, so it looks at the host's alone: a GPU would have to be waited for.
+    """
+    every = {x.untyped_storage().data_ptr(): x for x in (*bare.parameters(), *bare.buffers()) if x.is_cpu}
     ones = [x.detach().as_strided((), ()) for x in every.values() if x.is_floating_point() or x.is_complex()]
     return lambda: not all(x.isnan() for x in ones)
 
