@@ -1,5 +1,6 @@
 """Bad configurations of the Booster: one error each, that names all that is wrong, before anything is laid anywhere."""
 
+import re
 from contextlib import nullcontext
 
 import pytest
@@ -21,7 +22,7 @@ def model():
 BAD = {
     "precision": (lambda: fs.DDPPlugin(precision="fp8"), 'DDPPlugin: precision is "bf16", "fp16" or None, not .fp8.'),
     "unused": (lambda: fs.DDPPlugin(unused="none"), 'unused is "skip" or "zero"'),
-    "mesh": (lambda: fs.DDPPlugin(mesh={"data": 2}), "mesh= takes a mesh, not dict"),
+    "mesh": (lambda: fs.DDPPlugin(mesh={"data": 2}), "mesh is a Mesh or None, not {'data': 2}"),
     "axis": (lambda: fs.DDPPlugin(mesh=MESH, axis="rows"), 'axis=: .* has no axis "rows"'),
     "axis twice": (lambda: fs.DDPPlugin(mesh=MESH, axis=("data", "data")), "twice"),
     "seed": (lambda: fs.DDPPlugin(seed=-1), "seed is a whole number from 0 on, not -1"),
@@ -35,7 +36,7 @@ BAD = {
         lambda: fs.DDPPlugin(reproducible=True, sync_batchnorm=True),
         "computes slices by themselves, sync_batchnorm=True all devices together",
     ),
-    "options that are no dict": (lambda: fs.DDPPlugin(options=["bucket"]), r"options= is a dict, not \['bucket'\]"),
+    "options that are no dict": (lambda: fs.DDPPlugin(options=["bucket"]), r"options is a dict, not \['bucket'\]"),
     "slices of nothing": (lambda: fs.DDPPlugin(slices=4), "slices= has no meaning without reproducible=True"),
     "slices of stages": (
         lambda: fs.HybridParallelPlugin(pipeline=2, reproducible=True, slices=4),
@@ -65,12 +66,12 @@ BAD = {
     ),
     "a mesh for stages": (
         lambda: fs.HybridParallelPlugin(mesh={"pipe": 2}, pipeline=2),
-        "mesh= takes a mesh, not dict",
+        "mesh is a Mesh or None, not {'pipe': 2}",
     ),
-    "unit": (lambda: fs.FSDPPlugin(unit=0), "FSDPPlugin: fsdp: unit=0 is no path pattern"),
-    "an axis that is no name": (lambda: fs.DDPPlugin(axis=3), "An axis is a name like .* found 3"),
-    "a bucket": (lambda: fs.ZeroPlugin(options={"bucket": -1}), "bucket=-1: a whole number"),
-    "a dtype": (lambda: fs.DDPPlugin(options={"reduce": "fp32"}), "reduce='fp32' is no dtype: reduce=torch.float32"),
+    "unit": (lambda: fs.FSDPPlugin(unit=0), "unit is a string, a list, a whole number from 1 on or None, not 0"),
+    "an axis that is no name": (lambda: fs.DDPPlugin(axis=3), "axis is a string, a list or None, not 3"),
+    "a bucket": (lambda: fs.ZeroPlugin(options={"bucket": -1}), "bucket is a whole number from 0 on, not -1"),
+    "a dtype": (lambda: fs.DDPPlugin(options={"reduce": "fp32"}), "reduce is a dtype or None, not .fp32."),
     "balance": (lambda: fs.HybridParallelPlugin(pipeline=2, balance="even"), "there is no balance='even'"),
     "sizes": (
         lambda: fs.HybridParallelPlugin(pipeline=2, balance=[1, 2, 3]),
@@ -90,12 +91,15 @@ BAD = {
     ),
     "recompute": (
         lambda: fs.HybridParallelPlugin(pipeline=2, recompute="sometimes"),
-        "recompute='sometimes' is none of",
+        "recompute is .* or a whole number from 1 on, not .sometimes.",
     ),
     "chunks of nothing": (lambda: fs.HybridParallelPlugin(pipeline=2, chunks=0), "chunks is a whole number from 1 on"),
-    "pipeline axis": (lambda: fs.HybridParallelPlugin(pipeline=2, pipeline_axis=3), "axis name 3 is not a name"),
+    "pipeline axis": (lambda: fs.HybridParallelPlugin(pipeline=2, pipeline_axis=3), "pipeline_axis is a string, not 3"),
     "schedule": (lambda: fs.HybridParallelPlugin(pipeline=2, schedule="1b1f"), "There is no schedule .1b1f."),
-    "microbatches": (lambda: fs.HybridParallelPlugin(pipeline=2, microbatches=0), "microbatches=0"),
+    "microbatches": (
+        lambda: fs.HybridParallelPlugin(pipeline=2, microbatches=0),
+        "microbatches is a whole number from 1 on, not 0",
+    ),
     "chunks": (
         lambda: fs.HybridParallelPlugin(pipeline=2, schedule="zbv", chunks=4),
         "zbv lays 8 stages on 4 devices, not on 2: change chunks=4",
@@ -106,7 +110,7 @@ BAD = {
     ),
     "all at once": (
         lambda: fs.FSDPPlugin(precision="fp8", unused="no", seed=-1, mesh=MESH, shard_axis="rows", options={"a": 1}),
-        "precision is .*; unused is .*; options has 'a'.*; seed is .*; shard_axis=: .*rows",
+        "precision is .*; unused is .*; seed is .*; options has 'a'.*; shard_axis=: .*rows",
     ),
     "no plugin": (lambda: fs.Booster(plugin="ddp"), "takes a plugin, .* not 'ddp'"),
     "outside": (
@@ -228,10 +232,52 @@ INSIDE = {*[*BAD][[*BAD].index("no optimizer") :]} - {"no step"}
 def test_any_plugin_is_made_or_names_all_that_is_wrong(precision, stage, seed, slices, reproducible, sync):
     mesh = fs.make_mesh({"data": 2})
     general = [precision == "fp8", seed < 0, slices < 1, reproducible and sync]
-    uneven = reproducible and not any(general) and slices not in (2, 4, 8)
+    uneven = reproducible and slices > 0 and slices not in (2, 4, 8)
     idle = slices != 8 and not reproducible
     count = sum(general) + uneven + idle + (stage not in (1, 2))
     how = {"precision": precision, "stage": stage, "seed": seed, "slices": slices, "reproducible": reproducible}
     with pytest.raises(fs.LayoutError) if count else nullcontext() as found:
         fs.ZeroPlugin(mesh=mesh, sync_batchnorm=sync, **how)
     assert not count or str(found.value).count(";") + 1 == count
+
+
+OFFENDERS = {
+    "precision": ("fp8", "precision is"),
+    "unused": ("none", "unused is"),
+    "seed": (-1, "seed is"),
+    "axis": (("data", 3), "found 3"),
+    "sync_batchnorm": (True, "sync_batchnorm=True has no meaning for stages"),
+    "slices": (0, "slices is"),
+    "options": (
+        {"buckt": 1, "reduce": "fp32", "dynamic": 3},
+        "'buckt'; .*; reduce is .*; dynamic is|reduce is .*; dynamic is",
+    ),
+    "zero_stage": (4, "zero_stage is"),
+    "pipeline": (0, "pipeline is"),
+    "microbatches": ("4", "microbatches is"),
+    "schedule": ("1f2b", 'no schedule "1f2b"; did you mean'),
+    "chunks": (0, "chunks is"),
+    "balance": ("even", "no balance='even'"),
+    "blocks": (3, "blocks is"),
+    "recompute": (True, "recompute is"),
+    "pipeline_axis": (3, "pipeline_axis is"),
+}
+
+
+@given(names=st.sets(st.sampled_from([*OFFENDERS]), min_size=1), mesh=st.sampled_from([None, MESH]))
+def test_stages_name_all_that_is_wrong(names, mesh):
+    with pytest.raises(fs.LayoutError) as found:
+        fs.HybridParallelPlugin(
+            **{"pipeline": 2, "mesh": mesh} | {name: value for name, (value, _) in OFFENDERS.items() if name in names}
+        )
+    told = str(found.value)
+    missing = [name for name in names if not re.search(OFFENDERS[name][1], told)]
+    assert not missing, told
+    others = [name for name in {*OFFENDERS} - names if re.search(OFFENDERS[name][1], told)]
+    assert {*others} <= ({"slices"} if "slices" in names else set()), told
+
+
+@pytest.mark.parametrize("balance", [3, None, ["a", "b"], [1, True], [1, 0], [1.0, 1]])
+def test_a_balance_is_a_word_or_numbers(balance):
+    with pytest.raises(fs.LayoutError, match="balance"):
+        fs.HybridParallelPlugin(pipeline=2, balance=balance)

@@ -156,7 +156,7 @@ def test_every_option_is_known_by_its_name_and_type():
 
 def test_options_without_a_meaning_are_refused():
     mesh, other = fs.make_mesh({"data": 2}), fs.make_mesh({"data": 4})
-    with pytest.raises(fs.LayoutError, match=r"slices=4\) has no meaning without reproducible=True"):
+    with pytest.raises(fs.LayoutError, match=r"slices=4 has no meaning without reproducible=True"):
         fs.value_and_grad(mean, mesh=mesh, batch=P("data"), slices=4)
     with pytest.raises(optim.OptimizerError, match="stages of ZeRO are 0, 1, 2 and 3; found True"):
         fs.partition_optimizer(optim.adamw(), mesh=mesh, axis="data", stage=True)

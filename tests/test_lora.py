@@ -278,7 +278,7 @@ def test_biases_of_any_name_are_trained():
     [
         (
             lambda: fs.LoraConfig(lora_alpha="8", lora_dropout="x"),
-            "lora_dropout is .*'x'; lora_alpha is a number, not '8'",
+            "lora_alpha is a number, not '8'; lora_dropout is .*'x'",
         ),
         (lambda: fs.LoraConfig(target_modules="("), r"a regular expression, not '\(': missing \)"),
         (lambda: fs.lora(3, {"r": 2}), "3 is no module; {'r': 2} is no fs.LoraConfig"),

@@ -11,9 +11,10 @@ HybridParallelPlugin     those of a stage on its devices, and along the other ax
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
@@ -29,7 +30,8 @@ from fshard.pipeline.builders import pipeline_schedule
 from fshard.pipeline.schedule import Schedule
 from fshard.pipeline.stages import Balance, check_balance, split_stages
 from fshard.transforms.arrangement import Arrangement
-from fshard.transforms.complaints import changed, complaints_of, not_among, not_flags, not_known, not_whole
+from fshard.transforms.complaints import changed, complaints_of, misfits, not_known
+from fshard.transforms.options import wrong_options
 from fshard.transforms.rules import fsdp
 from fshard.transforms.stage_functions import How
 from fshard.transforms.step import Precision
@@ -38,6 +40,8 @@ from fshard.transforms.value_and_grad import OF_LOSSES, OF_STAGES
 Unused = Literal["skip", "zero"]
 _OPTIONS = {"bucket", "in_flight", "prefetch", "live_units", "reduce", "reduce_once", "skips", "inputs", "dynamic"}
 """What of `value_and_grad` a plugin leaves open."""
+_USUAL = {"slices": {"slices": 0}, "zero_stage": {"zero_stage": 3}, "pipeline": {"pipeline": 2, "mesh": None}}
+"""With what, if these are no such numbers, nothing else is wrong because of them."""
 _OF_STAGES = ("microbatches", "schedule", "chunks", "balance", "sample", "blocks", "recompute")
 
 
@@ -60,7 +64,7 @@ class Plugin:
     """
 
     mesh: Mesh | None = None
-    axis: str | tuple[str, ...] | None = None
+    axis: str | Sequence[str] | None = None
     precision: Precision | None = None
     unused: Unused = "skip"
     sync_batchnorm: bool = False
@@ -71,9 +75,15 @@ class Plugin:
     why: str = field(default="", repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        wrong = self.complaints() or complaints_of(type(self).tried, self)
-        if wrong:
-            raise LayoutError(f"{type(self).__name__}: {'; '.join(wrong)}.")
+        wrong, usual = self.misfits(), copy(self)
+        for name in wrong:
+            vars(usual).update(_USUAL.get(name) or {name: getattr(type(self), name, {})})
+        if told := [*wrong.values(), *usual.complaints()] or complaints_of(type(self).tried, self):
+            raise LayoutError(f"{type(self).__name__}: {'; '.join(told)}.")
+
+    def misfits(self) -> dict[str, str]:
+        """Return what is no such thing as its type says, by name."""
+        return misfits(type(self), vars(self), seed=0)
 
     def tried(self) -> None:
         """Raise if what is arranged has no meaning, on a mesh of the axes that are named if none was given."""
@@ -85,23 +95,17 @@ class Plugin:
         return dict.fromkeys(as_axes(self.axis or "data"), 1)
 
     def complaints(self) -> list[str]:
-        """Return all that is wrong with what was given."""
-        wrong = not_among(("bf16", "fp16", None), precision=self.precision)
-        wrong += not_among(get_args(Unused), unused=self.unused) + not_flags(self)
-        if self.mesh is not None and not isinstance(self.mesh, Mesh):  # pyright: ignore[reportUnnecessaryIsInstance]
-            wrong.append(f"mesh= takes a mesh, not {type(self.mesh).__name__}: fs.make_mesh(...)")
-        elif self.mesh is not None and self.axis is not None:
-            wrong += complaints_of(self.axes, self.mesh)
+        """Return all that is wrong with what was given, where each is by itself what it may be."""
+        axes = complaints_of(self.axes, self.mesh) if self.mesh is not None else complaints_of(as_axes, self.axis)
         known = _OPTIONS & {*(OF_STAGES if self.in_stages() else OF_LOSSES)}
-        wrong += (strange := not_known(sorted(known), options=self.options))
-        if not strange and self.zero() != 3 and (idle := {"prefetch", "live_units"} & {*self.options}):
+        wrong = axes + not_known(sorted(known), options=self.options) + wrong_options(self.reproducible, self.options)
+        if self.zero() != 3 and (idle := {"prefetch", "live_units"} & {*self.options}):
             wrong.append(f"options={sorted(idle)} have no meaning where nothing is gathered: stage {self.zero()}")
         if self.reproducible and self.sync_batchnorm:
             wrong.append("reproducible=True computes slices by themselves, sync_batchnorm=True all devices together")
-        wrong += not_whole(1, slices=self.slices) + not_whole(0, seed=self.seed)
         if changed(self, ["slices"]) and (self.in_stages() or not self.reproducible):
             wrong.append("slices= has no meaning without reproducible=True, and none for stages")
-        if self.mesh is not None and not wrong and self.reproducible and not self.in_stages():
+        if self.mesh is not None and not axes and self.reproducible and not self.in_stages():
             parts = prod(self.mesh.shape[axis] for axis in self.axes(self.mesh))
             own, left = divmod(self.slices, parts)
             if left or (parts > 1 and own & (own - 1)):
@@ -165,12 +169,12 @@ class ZeroPlugin(Plugin):
 
     stage: Literal[1, 2] = 1
 
+    def misfits(self) -> dict[str, str]:
+        wrong = super().misfits()
+        return wrong | {k: f"{wrong[k]}: stage 0 is DDPPlugin, stage 3 FSDPPlugin" for k in {"stage"} & {*wrong}}
+
     def zero(self) -> Stage:
         return self.stage
-
-    def complaints(self) -> list[str]:
-        unfit = not_among((1, 2), stage=self.stage)
-        return [*super().complaints(), *(f"{one}: stage 0 is DDPPlugin, stage 3 FSDPPlugin" for one in unfit)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,16 +189,18 @@ class FSDPPlugin(Plugin):
         reshard_after_forward: let parameters go after the forward, and gather them again for the backward.
     """
 
-    unit: str | tuple[str, ...] | int | None = None
-    shard_axis: str | tuple[str, ...] | None = None
+    unit: str | Sequence[str] | int | None = None
+    shard_axis: str | Sequence[str] | None = None
     reshard_after_forward: bool = True
 
     def zero(self) -> Stage:
         return 3
 
     def complaints(self) -> list[str]:
-        wrong = super().complaints()
-        if isinstance(self.mesh, Mesh) and self.shard_axis is not None:
+        wrong = super().complaints() + complaints_of(lambda unit: fsdp((), unit=unit), self.unit)
+        if self.mesh is None:
+            wrong += complaints_of(as_axes, self.shard_axis)
+        elif self.shard_axis is not None:
             own, all_axes = complaints_of(self.pieces, self.mesh), complaints_of(self.axes, self.mesh)
             strange = () if own or all_axes else {*self.pieces(self.mesh)} - {*self.axes(self.mesh)}
             wrong += [
@@ -253,16 +259,13 @@ class HybridParallelPlugin(Plugin):
 
     def complaints(self) -> list[str]:
         wrong = super().complaints()
-        wrong += not_among(get_args(Stage), zero_stage=self.zero_stage)
-        wrong += [] if self.chunks is None else not_whole(1, chunks=self.chunks)
-        if unfit := not_whole(1, pipeline=self.pipeline):
-            return wrong + unfit
-        if isinstance(self.mesh, Mesh) and self.mesh.shape.get(self.pipeline_axis, 1) != self.pipeline:
-            found = self.mesh.shape.get(self.pipeline_axis)
-            wrong.append(
-                f'pipeline={self.pipeline}, but "{self.pipeline_axis}" of {self.mesh} has {found or "no"} devices'
-            )
-        wrong += complaints_of(HybridParallelPlugin.plan, self) or complaints_of(HybridParallelPlugin.balanced, self)
+        if self.mesh is not None and (found := self.mesh.shape.get(self.pipeline_axis, 1)) != self.pipeline:
+            found = found if self.pipeline_axis in self.mesh.shape else "no"
+            wrong.append(f'pipeline={self.pipeline}, but "{self.pipeline_axis}" of {self.mesh} has {found} devices')
+        wrong += (plan := complaints_of(HybridParallelPlugin.plan, self))
+        if not plan or isinstance(self.balance, str):
+            stages = 0 if plan else len(self.plan().placement)
+            wrong += complaints_of(lambda balance: check_balance(balance, stages, self.sample), self.balance)
         if self.mesh is None and self.in_stages() and self.pipeline_axis == "data":
             wrong.append('pipeline_axis="data" is the axis of the batch')
         if self.pipeline == 1 and (idle := changed(self, _OF_STAGES)):
@@ -284,10 +287,6 @@ class HybridParallelPlugin(Plugin):
         return pipeline_schedule(
             self.schedule, stages=chunks * self.pipeline, microbatches=self.microbatches, devices=devices
         )
-
-    def balanced(self) -> None:
-        """Raise if stages cannot be balanced so."""
-        check_balance(self.balance, len(self.plan().placement), self.sample)
 
     def laid_on(self) -> Mesh:
         """Return the mesh: that which was given, that of `fs.run`, or all processes, the stages along the last axis."""

@@ -11,7 +11,7 @@ runtime.  Devices are numbered row-major: the last axis is the fastest.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -109,7 +109,7 @@ class Mesh:
         """Return the number that a device of the parent mesh has in this one."""
         return self._number({name: root_device // step % self.shape[name] for name, step in self.strides.items()})
 
-    def check_axes(self, axes: Axes, where: str) -> tuple[str, ...]:
+    def check_axes(self, axes: Axes | Iterable[str], where: str) -> tuple[str, ...]:
         """Return `axes` as a tuple, or raise naming all that this mesh does not have."""
         names = as_axes(axes)
         unknown = [name for name in names if name not in self.axis_names]

@@ -53,14 +53,17 @@ def pipeline_schedule(name: str, *, stages: int, microbatches: int, devices: int
     >>> pipeline_schedule("zbv", stages=8, microbatches=4).placement
     (0, 1, 2, 3, 3, 2, 1, 0)
     """
+    numbers = {"stages": stages, "microbatches": microbatches} | ({} if devices is None else {"devices": devices})
+    bad = [f"{what}={n!r}" for what, n in numbers.items() if not isinstance(n, int) or isinstance(n, bool) or n < 1]
+    wrong = [f"{' and '.join(bad)} should be a whole number, at least 1"] * bool(bad)
     if name not in BUILDERS:
         guess = get_close_matches(str(name).lower(), BUILDERS, n=1)
         hint = f'; did you mean "{guess[0]}"?' if guess else "."
-        raise ScheduleError(f'There is no schedule "{name}"{hint} There are {", ".join(BUILDERS)}.')
-    numbers = {"stages": stages, "microbatches": microbatches} | ({} if devices is None else {"devices": devices})
-    wrong = [f"{what}={n!r}" for what, n in numbers.items() if not isinstance(n, int) or isinstance(n, bool) or n < 1]
+        raise ScheduleError(
+            "; ".join([*wrong, f'There is no schedule "{name}"{hint} There are {", ".join(BUILDERS)}.'])
+        )
     if wrong:
-        raise ScheduleError(f"{name}: {' and '.join(wrong)} should be a whole number, at least 1.")
+        raise ScheduleError(f"{name}: {wrong[0]}.")
     lay, build = BUILDERS[name]
     return build(name, lay(name, stages, devices), microbatches)
 

@@ -156,9 +156,10 @@ def _named(layers: nn.Sequential | Iterable[Layer]) -> dict[str, nn.Module]:
 def check_balance(balance: Balance, n: int, sample: PyTree) -> None:
     """Raise if a balance is none of those that there are for n stages; whether it fits is asked when there are layers."""
     if not isinstance(balance, str):
-        if len(balance) != n or min(balance) < 1:
+        sizes: Any = [*balance] if isinstance(balance, Sequence) else balance
+        if sizes != [size for size in sizes[:n] if type(size) is int and size > 0]:
             raise LayoutError(
-                f"split_stages: balance={[*balance]} is not a number of layers, at least 1, for each of {n} stages."
+                f"split_stages: balance={sizes!r} is not a number of layers, at least 1, for each of {n} stages."
             )
     elif not balance.startswith("type:") and balance not in _BALANCES:
         raise LayoutError(

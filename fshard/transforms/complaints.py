@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import fields
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from numbers import Integral, Real
+from reprlib import repr as shown
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from fshard.errors import FshardError
 
@@ -31,10 +33,66 @@ def not_known(names: Sequence[str], **given: Any) -> list[str]:
     return wrong + [f"{name} has {key!r}; it may have {', '.join(names)}" for name, key in pairs]
 
 
-def not_flags(given: Any) -> list[str]:
-    """Return a complaint of each attribute of a dataclass that is to be True or False, and is not."""
-    named = ((one.name, getattr(given, one.name)) for one in fields(given) if one.type == "bool")
-    return [f"{name} is True or False, not {x!r}" for name, x in named if not isinstance(x, bool)]
+def misfits(kind: type, given: Mapping[str, Any], **least: int) -> dict[str, str]:
+    """Return a complaint, by its name, of each value that is not what a class has annotated; names of another are let be.
+
+    Whole numbers are `least` of their name and more, or 1.
+
+    >>> class Plan:
+    ...     seed: int
+    ...     unused: Literal["skip", "zero"] | None
+    ...     quiet: bool
+    >>> [*misfits(Plan, {"seed": -1, "unused": "none", "quiet": False}, seed=0).values()]
+    ['seed is a whole number from 0 on, not -1', 'unused is "skip", "zero" or None, not \\'none\\'']
+    """
+    wrong: dict[str, str] = {}
+    for name, hint in get_type_hints(kind).items():
+        parts = [*_parts(hint)]
+        if name in given and not any(_fits(given[name], part, least.get(name, 1)) for part in parts):
+            *others, last = [_told(part, least.get(name, 1)) for part in parts]
+            told = f"{', '.join(others)} or {last}" if others else last
+            wrong[name] = f"{name} is {told}, not {shown(given[name])}"
+    return wrong
+
+
+def _parts(hint: Any) -> Iterator[Any]:
+    """Yield what any of a union, or of choices, is."""
+    if get_origin(hint) in (Union, UnionType):
+        for part in get_args(hint):
+            yield from _parts(part)
+    elif get_origin(hint) is Literal:
+        yield from get_args(hint)
+    else:
+        yield hint
+
+
+def _fits(x: Any, part: Any, least: int) -> bool:
+    kind = get_origin(part) or part
+    if kind is Any or part in (None, NoneType):
+        return kind is Any or x is None
+    if not isinstance(kind, type):
+        return type(x) is type(part) and x == part
+    if kind is bool or isinstance(x, bool):
+        return kind is type(x)
+    if kind is int:
+        return isinstance(x, Integral) and int(x) >= least
+    return isinstance(x, Real if kind is float else kind)
+
+
+def _told(part: Any, least: int) -> str:
+    kind = get_origin(part) or part
+    if part in (None, NoneType):
+        return "None"
+    if not isinstance(kind, type):
+        return json.dumps(part) if isinstance(part, str) else repr(part)
+    named = {
+        bool: "True or False",
+        int: f"a whole number from {least} on",
+        float: "a number",
+        str: "a string",
+        Sequence: "a list",
+    }
+    return named.get(kind, f"a {kind.__name__}")
 
 
 def changed(given: object, names: Sequence[str]) -> str:
@@ -49,17 +107,6 @@ def changed(given: object, names: Sequence[str]) -> str:
     """
     usual = [(name, getattr(given, name), getattr(type(given), name)) for name in names]
     return ", ".join(f"{name}=" for name, x, default in usual if type(x) is not type(default) or x != default)
-
-
-def not_among(choices: Sequence[Any], **given: Any) -> list[str]:
-    """Return a complaint of each that is none of the choices.
-
-    >>> not_among(("skip", "zero"), unused="none")
-    ['unused is "skip" or "zero", not \\'none\\'']
-    """
-    *others, last = [json.dumps(x) if isinstance(x, str) else repr(x) for x in choices]
-    wrong = {k: x for k, x in given.items() if isinstance(x, bool) or x not in choices}
-    return [f"{name} is {', '.join(others)} or {last}, not {x!r}" for name, x in wrong.items()]
 
 
 def complaints_of(asked: Callable[[Any], Any], given: Any) -> list[str]:

@@ -46,7 +46,7 @@ from fshard.transforms.buffers import Buffers
 from fshard.transforms.counts import Weight
 from fshard.transforms.known import Known, leaf_of, refuse_half_frozen
 from fshard.transforms.nearby import refuse_distant, refuse_unplaced
-from fshard.transforms.options import refuse_options
+from fshard.transforms.options import wrong_options
 from fshard.transforms.patterns import Choice, chosen
 from fshard.transforms.randomness import drawn_key
 from fshard.transforms.slices import Device, How, Result
@@ -79,14 +79,11 @@ def unstaged(
     backward: bool = True,
 ) -> Gradient:
     """Return the gradient of a loss function of the whole model; for its options see `value_and_grad`."""
+    numbers = {"accumulate": accumulate, "slices": slices, "live_units": live_units, "bucket": bucket}
+    numbers |= {"in_flight": in_flight, "prefetch": prefetch, "reduce": reduce, "compute": compute}
+    if wrong := wrong_options(reproducible, numbers):
+        raise LayoutError(f"value_and_grad: {'; '.join(wrong)}.")
     count = 8 if slices is None else slices
-    refuse_options(
-        reproducible,
-        slices,
-        reduce,
-        at_least_1={"accumulate": accumulate, "slices": count, "live_units": live_units},
-        at_least_0={"in_flight": in_flight, "prefetch": prefetch, "bucket": bucket},
-    )
     manner = Manner(reshard_after_forward, live_units, prefetch, in_flight, bucket, compute, reduce)
     once = reduce_once or reproducible
     how = How(

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from torch.nn.parameter import is_lazy
 
 from fshard.errors import ModuleError
-from fshard.transforms.complaints import not_among, not_whole
+from fshard.transforms.complaints import misfits
 
 Bias = Literal["none", "all", "lora_only"]
 
@@ -49,11 +49,9 @@ class LoraConfig:
     bias: Bias = "none"
 
     def __post_init__(self) -> None:
-        wrong = not_whole(1, r=self.r) + not_among(get_args(Bias), bias=self.bias)
-        if not isinstance(self.lora_dropout, Real) or not 0 <= self.lora_dropout < 1:
+        wrong = [*misfits(LoraConfig, vars(self)).values()]
+        if isinstance(self.lora_dropout, Real) and not 0 <= self.lora_dropout < 1:
             wrong.append(f"lora_dropout is at least 0 and less than 1, not {self.lora_dropout!r}")
-        if not isinstance(self.lora_alpha, Real):
-            wrong.append(f"lora_alpha is a number, not {self.lora_alpha!r}")
         if isinstance(self.target_modules, str):
             wrong += _no_pattern(self.target_modules)
         if isinstance(self.modules_to_save, str):

@@ -41,6 +41,7 @@ from fshard.transforms.counts import Weight
 from fshard.transforms.gradient import Value, called, refuse_unrecorded
 from fshard.transforms.known import refuse_half_frozen
 from fshard.transforms.nearby import refuse_unplaced
+from fshard.transforms.options import wrong_options
 from fshard.transforms.patterns import Choice, chosen, named, parts_of
 from fshard.transforms.randomness import drawn_key
 from fshard.transforms.shift import Result, Shift
@@ -85,7 +86,9 @@ def staged(
     complaints = ["deferred_batch_norm=True is about buffers: say has_buffers=True"] * (
         deferred_batch_norm and not has_buffers
     )
-    complaints += _complaints(given, mesh, batch, axis, loss, live_units, reproducible, reduce)
+    complaints += _complaints(given, mesh, batch, axis, loss)
+    named: dict[str, Any] = {"live_units": live_units, "reduce": reduce, "compute": compute, "dynamic": dynamic}
+    complaints += wrong_options(reproducible, {**named, "recompute": recompute, "skips": skips, "inputs": inputs})
     refuse_unfit(caller, len(given), mesh, schedule, axis, *complaints)
     assert loss is not None
     if not backward:
@@ -126,9 +129,6 @@ def _complaints(
     batch: PyTree,
     axis: str,
     loss: object,
-    live: int,
-    reproducible: bool,
-    reduce: torch.dtype | None,
 ) -> list[str]:
     """Return what is wrong with what was given, besides its numbers."""
     wrong = [
@@ -140,8 +140,6 @@ def _complaints(
         wrong.append(
             "the last stage makes no loss by itself: give loss=, a function of what it makes and the microbatch"
         )
-    if not isinstance(live, int) or live < 1:
-        wrong.append(f"live_units={live!r}: a stage that is computed is whole, so at least 1 is")
     if axis in _cut_over(batch, mesh):
         wrong.append(f"the batch is cut along {axis}, along which the stages lie: all of them see the same samples")
     if mesh.runtime == "abstract":
@@ -149,8 +147,6 @@ def _complaints(
             "on an abstract mesh nobody says what a stage makes: `schedule.simulate` needs no stages, and a virtual mesh "
             "counts bytes as well"
         )
-    if reproducible and reduce in (torch.bfloat16, torch.float16):
-        wrong.append(f"reproducible=True with reduce={reduce}: sums in 16 bits are rounded at other places elsewhere")
     return wrong
 
 
