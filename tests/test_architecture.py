@@ -16,12 +16,13 @@ PACKAGE = Path(fshard.__file__).parent
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 # Single modules below all rooms, such as fshard/errors.py.
-GROUND = {"errors", "source", "uncompiled"}
+GROUND = {"copying", "errors", "source", "uncompiled"}
 # room -> the rooms it may import, besides itself. `fshard` is the front door, fshard/__init__.py.
 MAY_IMPORT = {
     "errors": set(),
     "source": {"errors"},
     "uncompiled": set(),
+    "copying": {"errors"},
     "mesh": GROUND,
     "optim": GROUND | {"mesh"},
     "transforms": GROUND | {"mesh", "optim", "pipeline"},  # a training step is a gradient and an optimizer

@@ -13,12 +13,12 @@ comes once and is handed to both.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from copy import deepcopy
 from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor, nn
 
+from fshard.copying import copied
 from fshard.errors import LayoutError
 from fshard.mesh.tree import PyTree
 from fshard.pipeline.midway import Absent, Block, Call, Part, Shapes, Stage, Tracing, become, device_of, told
@@ -40,7 +40,7 @@ class Blocks:
         self.blocks = [module.get_submodule(name) for name in self.names]
         self._tensors = {id(x): x for x in (*module.parameters(), *module.buffers())}
         self._nowhere = {key: _nowhere(x) for key, x in self._tensors.items()}
-        self._shapes = [Shapes(deepcopy(block, {**self._nowhere})) for block in self.blocks]
+        self._shapes = [Shapes(copied(block, {**self._nowhere})) for block in self.blocks]
         self._used = self._traced(sample)
 
     def stages(self, sizes: Sequence[int]) -> list[nn.Module]:
@@ -59,7 +59,7 @@ class Blocks:
             for place, (block, shapes) in enumerate(zip(self.blocks, self._shapes, strict=True))
             if not begin <= place < end
         }
-        stage = deepcopy(self._module, {**tensors, **absent})
+        stage = copied(self._module, {**tensors, **absent})
         for place in range(begin, end):
             become(Block, stage.get_submodule(self.names[place]), place)
         others = {id(self._nowhere[key]) for key in self._nowhere.keys() - own}
@@ -71,7 +71,7 @@ class Blocks:
 
     def _traced(self, sample: PyTree) -> Mapping[int, set[int]]:
         """Return by which blocks, or after which, each tensor is used; by the first, if before it."""
-        copy = deepcopy(self._module, {**self._nowhere})
+        copy = copied(self._module, {**self._nowhere})
         for place, name in enumerate(self.names):
             become(Block, copy.get_submodule(name), place)
         run = Tracing(Part(type(copy).__name__, self.names, 0, len(self.names)), device_of(sample))

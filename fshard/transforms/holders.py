@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Collection, Iterable
 from enum import Enum
 from logging import Logger
-from types import BuiltinFunctionType, CellType, FunctionType, ModuleType, NoneType
+from types import BuiltinFunctionType, FunctionType, ModuleType, NoneType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fshard.copying import CONTAINERS, MANY, slots_of
 from fshard.mesh.differentiate import transformed
 from fshard.transforms.kept import ABSENT
 from fshard.transforms.lent import lent, untouched
@@ -22,10 +22,7 @@ VALUES = (bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.
 """What cannot be changed."""
 _UNCHANGED = (*VALUES, NoneType, Enum, type, BuiltinFunctionType)
 ATOMS = frozenset({*VALUES, NoneType})
-CONTAINERS = (dict, list, set, deque)
 _FIXED = (nn.Module, type, ModuleType, torch.Generator, Logger, *VALUES)
-MANY = 1 << 12
-"""Containers of more than that are shared by all calls, and nobody looks at what they hold."""
 
 
 def holds(x: Any) -> bool:
@@ -95,24 +92,6 @@ def _inner(x: Any) -> list[Any]:
     if isinstance(x, CONTAINERS):
         return [*x]
     return [*getattr(x, "__dict__", {}).values(), *(value for _, value in slots_of(x))]
-
-
-def contents_of(cell: CellType) -> list[Any]:
-    """Return what a closure's variable holds: nothing as long as it has not been set."""
-    try:
-        return [cell.cell_contents]
-    except ValueError:
-        return []
-
-
-def slots_of(x: Any) -> list[tuple[str, Any]]:
-    """Return the attributes that a class of Python keeps in slots."""
-    names = [name for kind in type(x).__mro__ for name in _listed(vars(kind).get("__slots__", ()))]
-    return [(name, getattr(x, name)) for name in names if not name.startswith("__") and hasattr(x, name)]
-
-
-def _listed(names: str | Iterable[str]) -> Iterable[str]:
-    return (names,) if isinstance(names, str) else names
 
 
 def is_same(was: Any, now: Any) -> bool:

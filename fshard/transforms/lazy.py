@@ -9,7 +9,6 @@ A layer's draws depend on the seed and on its name in the whole model alone: not
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from copy import deepcopy
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from fshard.copying import copied
 from fshard.errors import ModuleError
 from fshard.transforms.randomness import keyed_random
 
@@ -55,7 +55,7 @@ def built(module: Module, *, seed: int) -> Module:
     [('2.weight', (1, 64)), ('2.bias', (1,))]
     """
     known = {id(x): x for _, x in _tensors(module) if not x.is_meta}
-    made = deepcopy(module, {**known})
+    made = copied(module, {**known})
     for name, part in made.named_modules():
         recipe = vars(part).get(_RECIPE)
         if recipe is not None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Sequence
-from copy import deepcopy
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Literal, cast
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parameter import is_lazy
 
+from fshard.copying import copied
 from fshard.errors import ModuleError
 from fshard.transforms.complaints import misfits
 
@@ -132,7 +132,7 @@ def lora(model: nn.Module, config: LoraConfig | None = None) -> nn.Module:
         raise ModuleError(f"lora: {'; '.join(wrong)}. Linear layers are: {suited or 'none'}.")
     frozen = {id(x): nn.Parameter(x.detach(), requires_grad=False) for x in model.parameters()}
     same = {**frozen, **_computed(model), **{id(x): x for x in model.buffers()}}
-    model = deepcopy(model, cast("dict[int, Any]", same))
+    model = copied(model, cast("dict[int, Any]", same))
     layers = _targets(model, config)
     for name, part in model.named_modules():
         if any(_ends(name, saved) for saved in config.modules_to_save):
@@ -162,7 +162,7 @@ def merge_lora(model: nn.Module) -> nn.Module:
     >>> torch.equal(merge_lora(layer)(x), layer(x)), type(merge_lora(layer)).__name__
     (True, 'Linear')
     """
-    model = deepcopy(model, cast("dict[int, Any]", _computed(model)))
+    model = copied(model, cast("dict[int, Any]", _computed(model)))
     learnt = [part for part in model.modules() if isinstance(part, LowRank)]
     for part in learnt:  # a new tensor: the old one may be tied to that of another layer, whose difference is another
         part.base_layer.weight = nn.Parameter(part.weight, requires_grad=_weight(part.base_layer).requires_grad)

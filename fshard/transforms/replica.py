@@ -14,24 +14,20 @@ A *place* is an entry of a dict or list in which a registered tensor stands: `_p
 from __future__ import annotations
 
 import weakref
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from copy import copy
 from functools import partial
 from sys import getrefcount
-from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
+from fshard.copying import CONTAINERS, MANY, Copying, blank, entries_of, plain, slots_of
 from fshard.errors import ModuleError
 from fshard.transforms.attributes import Attributes, Seen, seen_of
-from fshard.transforms.holders import INTERNAL, MANY, contents_of, slots_of
+from fshard.transforms.holders import INTERNAL
 from fshard.transforms.layers import Layers
 
-_ATOMS = (Tensor, str, int, float, complex, bytes, type(None), type, ModuleType, BuiltinFunctionType, torch.dtype)
-_CONTAINERS = (OrderedDict, dict, list, set, deque)
 _WRITTEN = frozenset({"_parameters", "_buffers", "_modules"})
 """What a forward may write to of all that torch keeps in every module; the others are hooks."""
 
@@ -72,8 +68,8 @@ class Replica:
         attributes: Attributes,
     ) -> None:
         self.modules, self.places, self._owned, self.attributes = modules, places, owned, attributes
-        self._puts = [(_plain(place.container).__setitem__.__get__(place.container), place) for place in places]
-        self._originals = [(container, _plain(container), _entries(container)) for container in containers]
+        self._puts = [(plain(place.container).__setitem__.__get__(place.container), place) for place in places]
+        self._originals = [(container, plain(container), entries_of(container)) for container in containers]
         self._rest: list[int] = []
         own = {id(vars(module)["_parameters"]) for _, module in modules}
         self._params = [place for place in places if id(place.container) in own]
@@ -95,21 +91,21 @@ class Replica:
 
     def restore(self) -> None:
         """Undo whatever a call has put into the modules, its tensors among them."""
-        for container, plain, original in self._originals:
+        for container, kind, original in self._originals:
             if not container and not original:
                 continue
-            if plain is dict:
+            if kind is dict:
                 dict.update(container, original)
                 if len(container) != len(original):
                     for key in dict.keys(container) - original.keys():
                         dict.__delitem__(container, key)
                 continue
-            plain.clear(container)
-            if plain is OrderedDict:  # whose update calls a class's own __setitem__
+            kind.clear(container)
+            if kind is OrderedDict:  # whose update calls a class's own __setitem__
                 for key, value in original.items():
                     OrderedDict.__setitem__(container, key, value)
             else:
-                (set.update if plain is set else plain.extend)(container, original)
+                (set.update if kind is set else kind.extend)(container, original)
 
     def is_at_rest(self) -> bool:
         """Return whether nobody outside refers to it; who does may call it again, as a checkpoint will in backward."""
@@ -154,15 +150,12 @@ class Blueprint:
                 module.__dict__["training"] = original.training
 
 
-class _Copying:
+class _Copying(Copying):
     """One copy of a module's structure, in the making."""
 
     def __init__(self, root: nn.Module, names: Mapping[int, str], leads: dict[int, bool]) -> None:
-        self._root = root
-        self._tree = {id(module) for module in root.modules()}
-        self._names = names
-        self._leads = leads
-        self._memo: dict[int, Any] = {}
+        super().__init__({*names, *map(id, root.modules())}, leads, {})
+        self._root, self._names = root, names
         self._places: list[Place] = []
         self._containers: list[Any] = []
         self._stuck: list[str] = []
@@ -185,42 +178,22 @@ class _Copying:
         attributes = Attributes(modules, places, alone, {id(x) for x in owned}, seen)
         return Replica(modules, self._places, dicts + self._containers, owned, attributes)
 
-    def of(self, x: Any) -> Any:
-        """Return the copy of an object, or the object itself if it is to be shared."""
-        if isinstance(x, _ATOMS):
+    def _own(self, x: Any) -> Any:
+        if isinstance(x, Tensor | Empty):
             return x
-        if id(x) in self._memo:
-            return self._memo[id(x)]
-        if id(x) in self._tree:
-            return self._module(x)
-        if isinstance(x, _CONTAINERS) and (len(x) <= MANY or self._leads_back(x)):
-            return self._container(x)
-        return self._pointing(x) if self._leads_back(x) else x
-
-    def _module(self, module: nn.Module) -> nn.Module:
-        made = self._memo[id(module)] = _blank(module)
-        self._fill(vars(made), vars(module).items())
-        for key, value in slots_of(module):
-            object.__setattr__(made, key, self._settled(value, f"a slot of {type(module).__name__}"))
+        made = self._memo[id(x)] = blank(x)
+        self._fill(vars(made), vars(x).items())
+        for key, value in slots_of(x):
+            object.__setattr__(made, key, self._settled(value, f"a slot of {type(x).__name__}"))
         made.__dict__["_compiled_call_impl"] = None  # what module.compile() has made runs the module itself
         return made
 
-    def _container(self, x: Any) -> Any:
-        made, plain, entries = _emptied(x), _plain(x), _entries(x)
-        self._memo[id(x)] = made
-        if isinstance(x, dict):
-            self._fill(made, entries.items())
-        elif isinstance(x, set):
-            set.update(made, (self._settled(item, "a set") for item in entries))
-        else:
-            plain.extend(made, entries)
-            self._fill(made, enumerate(entries))
-        self._attributes(made, x)
-        return made
+    def _is_to_copy(self, container: Any) -> bool:
+        return len(container) <= MANY
 
     def _fill(self, made: Any, items: Iterable[tuple[Any, Any]]) -> None:
         """Copy entries, and note the places among them."""
-        put = _plain(made).__setitem__
+        put = plain(made).__setitem__
         for key, value in items:
             name = self._names.get(id(value))
             if name is not None:
@@ -230,123 +203,21 @@ class _Copying:
 
     def _value(self, key: Any, value: Any) -> Any:
         made = self.of(value)
-        if made is not value and isinstance(made, _CONTAINERS) and (key in _WRITTEN or key not in INTERNAL):
+        if made is not value and isinstance(made, CONTAINERS) and (key in _WRITTEN or key not in INTERNAL):
             self._containers.append(made)
         return made
 
-    def _pointing(self, x: Any) -> Any:
-        """Copy what leads back into the tree."""
-        made: Any
-        if isinstance(x, tuple):
-            items = [self._settled(item, "a tuple") for item in x]
-            made = getattr(type(x), "_make", type(x))(items)  # a NamedTuple has its own way
-        elif isinstance(x, frozenset):
-            made = frozenset(self._settled(item, "a set") for item in x)
-        elif isinstance(x, MethodType):
-            made = MethodType(x.__func__, self.of(x.__self__))
-        elif isinstance(x, partial):
-            made = partial(self.of(x.func), *(self._settled(item, "a partial") for item in x.args))
-            self._containers.append(made.keywords)
-            self._fill(made.keywords, x.keywords.items())
-        elif isinstance(x, FunctionType):
-            made = self._closure(x)
-        elif isinstance(x, weakref.ref):
-            made = weakref.ref(self.of(x()))
-        else:
-            made = self._object(x)
-        self._memo[id(x)] = made
-        return made
-
-    def _object(self, x: Any) -> Any:
-        made = self._memo[id(x)] = _blank(x) if isinstance(x, nn.Module) else copy(x)
-        self._attributes(made, x)
+    def _partial(self, x: partial[Any]) -> Any:
+        made = super()._partial(x)
+        self._containers.append(made.keywords)
         return made
 
     def _attributes(self, made: Any, x: Any) -> None:
         if hasattr(x, "__dict__"):
             self._containers.append(vars(made))
-            self._fill(vars(made), vars(x).items())
-        for key, value in slots_of(x):
-            object.__setattr__(made, key, self._settled(value, f"a slot of {type(x).__name__}"))
-
-    def _closure(self, f: FunctionType) -> FunctionType:
-        cells = tuple(CellType() for _ in f.__closure__ or ())
-        made = FunctionType(f.__code__, f.__globals__, f.__name__, f.__defaults__, cells)
-        made.__dict__.update(f.__dict__)
-        made.__kwdefaults__ = f.__kwdefaults__
-        self._memo[id(f)] = made  # before its cells: it may stand in one of them
-        for cell, old in zip(cells, f.__closure__ or (), strict=True):
-            for content in contents_of(old):
-                cell.cell_contents = self._settled(content, f"the closure of {f.__qualname__}")
-        made.__defaults__ = self.of(f.__defaults__)
-        return made
+        super()._attributes(made, x)
 
     def _settled(self, x: Any, where: str) -> Any:
-        """Copy what stands where nothing else can be put later."""
         if id(x) in self._names:
             self._stuck.append(f'"{self._names[id(x)]}" stands, {where}')
         return self.of(x)
-
-    def _leads_back(self, x: Any) -> bool:
-        """Return whether an object leads to a module of the tree or to a registered tensor."""
-        if id(x) not in self._leads:
-            self._leads[id(x)] = self._search(x)
-        return self._leads[id(x)]
-
-    def _search(self, x: Any) -> bool:
-        seen: dict[int, Any] = {}
-        found = [x]
-        while found:
-            x = found.pop()
-            if id(x) in self._tree or id(x) in self._names:
-                return True
-            if id(x) not in seen and not isinstance(x, _ATOMS):
-                seen[id(x)] = x  # held, so that no other object gets its id
-                found += _parts(x)
-        return False
-
-
-def _blank(module: nn.Module) -> nn.Module:
-    return object.__new__(type(module))
-
-
-def _emptied(x: Any) -> Any:
-    """Return a container of the same kind with nothing in it."""
-    if type(x) in (dict, OrderedDict, list, set):
-        return type(x)()
-    make, arguments, *_ = x.__reduce_ex__(4)  # as copy does: a defaultdict keeps its default
-    made = make(*arguments)
-    _plain(x).clear(made)
-    return made
-
-
-def _plain(x: Any) -> Any:
-    """Return the built-in class of a container: its methods write also where those of a class of the user's refuse to."""
-    return next(kind for kind in _CONTAINERS if isinstance(x, kind))
-
-
-def _entries(x: Any) -> Any:
-    """Return what a container holds, in a plain one."""
-    if isinstance(x, dict):
-        return dict(_plain(x).items(x))
-    return {*x} if isinstance(x, set) else [*x]
-
-
-def _parts(x: Any) -> list[Any]:
-    """Return the objects that an object is made of, as far as they could be copied."""
-    parts: list[Any]
-    if isinstance(x, dict):
-        parts = [*x.keys(), *x.values()]
-    elif isinstance(x, list | tuple | set | frozenset | deque):
-        parts = list(x)
-    elif isinstance(x, MethodType):
-        parts = [x.__self__]
-    elif isinstance(x, partial):
-        parts = [x.func, *x.args, *x.keywords.values()]
-    elif isinstance(x, FunctionType):
-        parts = [content for cell in x.__closure__ or () for content in contents_of(cell)] + list(x.__defaults__ or ())
-    elif isinstance(x, weakref.ref):
-        parts = [x()] if isinstance(x(), nn.Module) else []
-    else:
-        parts = [*getattr(x, "__dict__", {}).values(), *(value for _, value in slots_of(x))]
-    return parts

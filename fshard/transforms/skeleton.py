@@ -7,16 +7,14 @@ and whoever computes with it by mistake sees it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from copy import deepcopy
 from functools import lru_cache
-from types import CellType, FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fshard.copying import copied, slots_of
 from fshard.errors import ModuleError
-from fshard.transforms.holders import contents_of, slots_of
 from fshard.transforms.kept import is_nothing, put
 
 
@@ -45,27 +43,14 @@ def skeleton(module: nn.Module) -> nn.Module:
             "copy. Keep it in a plain attribute."
         )
     try:
-        made = deepcopy(module, bare)
-        for part in made.modules():
-            vars(part).update({key: _pointing(x, bare) for key, x in vars(part).items() if isinstance(x, FunctionType)})
-        return made
+        return copied(module, bare)
+    except ModuleError:
+        raise
     except Exception as error:
         raise ModuleError(
             f"{type(module).__name__} cannot be copied: {error}. Boosting keeps a copy of a module's structure: keep what "
             "cannot be copied outside of it, or give it a __deepcopy__."
         ) from error
-
-
-def _pointing(f: FunctionType, copies: Mapping[int, Any]) -> FunctionType:
-    """Return a function whose variables are copies where there are any: deepcopy leaves functions as they are."""
-    cells = f.__closure__ or ()
-    if not any(id(content) in copies for cell in cells for content in contents_of(cell)):
-        return f
-    made = tuple(CellType(*(copies.get(id(content), content) for content in contents_of(cell))) for cell in cells)
-    copy = FunctionType(f.__code__, f.__globals__, f.__name__, f.__defaults__, made)
-    copy.__kwdefaults__ = f.__kwdefaults__
-    copy.__dict__.update(f.__dict__)
-    return copy
 
 
 class Hollow(nn.Parameter):
@@ -115,6 +100,6 @@ def filled(bare: nn.Module, params: Mapping[str, Tensor], buffers: Mapping[str, 
     known = dict(bare.named_buffers())
     for name, x in known.items():
         given[id(x)] = None if is_nothing(buffers[name]) else buffers[name]
-    module = deepcopy(bare, given)
+    module = copied(bare, given)
     put(module, {name: x for name, x in buffers.items() if name not in known})
     return module

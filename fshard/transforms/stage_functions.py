@@ -13,7 +13,6 @@ wait as ever.  With a policy they do not: torch's checkpoint hands a tensor out 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from copy import deepcopy
 from functools import partial
 from itertools import count
 from typing import Any, Literal
@@ -21,6 +20,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from fshard.copying import copied
 from fshard.errors import PolicyError
 from fshard.mesh.tree import PyTree
 from fshard.pipeline.leaves import map_tensors
@@ -167,7 +167,7 @@ def _grouped(stage: Any, size: int, policy: str | Policy) -> nn.Module:
     if type(stage) is nn.Sequential:
         return Grouped(stage, size, policy)
     tensors = {id(x): x for x in (*stage.parameters(), *stage.buffers())}
-    made = deepcopy(stage, {**tensors})
+    made = copied(stage, {**tensors})
     if size != 1 or not around_blocks(made, partial(_again, policy=policy)):
         raise PolicyError(
             f"stage_functions: groups of {size} can be told of an nn.Sequential; of {type(stage).__name__} single blocks can, "

@@ -1,0 +1,242 @@
+"""Copies of modules: hooks, closures and patched methods go with them, and the original is left alone."""
+
+import copy
+import functools
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+import fshard as fs
+from fshard.copying import copied
+
+D = 4
+
+
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.gain = nn.Linear(D, D), nn.Linear(D, D), 1.0
+        self.point()
+
+    def forward(self, x):
+        return self.b(self.a(x))
+
+
+class Patched(Pair):
+    def point(self):
+        old = self.a.forward
+        self.a.forward = lambda x: torch.tanh(old(x))
+
+
+class Wrapped(Pair):
+    def point(self):
+        old = self.a.forward
+
+        @functools.wraps(old)
+        def forward(x):
+            return old(x).tanh()
+
+        self.a.forward = forward
+
+
+class Table(Pair):
+    def point(self):
+        self.table = {"a": lambda x: self.a(x)}
+
+    def forward(self, x):
+        return self.b(self.table["a"](x))
+
+
+class Row(Pair):
+    def point(self):
+        self.row = [lambda x: self.a(x), (lambda x: self.b(x), "b")]
+
+    def forward(self, x):
+        return self.row[1][0](self.row[0](x))
+
+
+class Nested(Pair):
+    def point(self):
+        inner = lambda x: self.a(x)  # noqa: E731
+        self.outer = lambda x: inner(x) * 2
+
+    def forward(self, x):
+        return self.b(self.outer(x))
+
+
+class Defaults(Pair):
+    def point(self):
+        self.first = lambda x, layer=self.a: layer(x)
+        self.second = functools.partial(lambda x, *, layer: layer(x), layer=self.b)
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+
+class Weak(Pair):
+    def point(self):
+        self.layer = weakref.ref(self.a)
+
+    def forward(self, x):
+        return self.b(self.layer()(x))
+
+
+class HookList(Pair):
+    def point(self):
+        self.features = []
+        self.a.register_forward_hook(lambda module, inputs, output: self.features.append(output))
+
+    def forward(self, x):
+        self.features = []
+        y = self.b(self.a(x))
+        return y + sum(x.square() for x in self.features)
+
+
+class HookDict(Pair):
+    def point(self):
+        self.features = {}
+
+        def save(name):
+            def hook(module, inputs, output):
+                self.features[name] = output
+
+            return hook
+
+        for name, layer in self.named_children():
+            layer.register_forward_hook(save(name))
+
+    def forward(self, x):
+        return self.b(self.a(x)) + self.features["a"] ** 2
+
+
+class PreHook(Pair):
+    def point(self):
+        self.a.register_forward_pre_hook(lambda module, inputs: (inputs[0] * self.gain,))
+
+    def forward(self, x):
+        self.gain = self.gain * 0.5
+        return self.b(self.a(x))
+
+
+class Helped(Pair):
+    """A closure has an object that has the module."""
+
+    def point(self):
+        class Helper:
+            def __init__(self, module):
+                self.module, self.calls = module, []
+
+            def run(self, x):
+                return self.module.a(x)
+
+        helper = Helper(self)
+        self.run = lambda x: helper.run(x)
+
+    def forward(self, x):
+        return self.b(self.run(x))
+
+
+KINDS = [Patched, Wrapped, Table, Row, Nested, Defaults, Weak, HookList, HookDict, PreHook, Helped]
+
+
+def made(kind):
+    torch.manual_seed(0)
+    return kind()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_copy_leads_to_itself_alone(kind):
+    original = made(kind)
+    x = torch.randn(3, D, generator=torch.Generator().manual_seed(1))
+    expected = made(kind)(x)
+    copy_ = copied(original)
+    again = copied(copy_)
+    with torch.no_grad():
+        for each in original.parameters():
+            each.fill_(torch.nan)
+    state = {key: value for key, value in vars(original).items() if key in ("gain", "features")}
+    assert torch.equal(copy_(x), expected)
+    assert all(vars(original)[key] is value and (key != "features" or not value) for key, value in state.items())
+    copy_(x).sum().backward()
+    assert all(each.grad is not None for each in copy_.parameters())
+    with torch.no_grad():
+        for each in copy_.parameters():
+            each.fill_(torch.nan)
+    again(x).sum().backward()
+    assert not any(each.grad.isnan().any() for each in again.parameters())
+
+
+def test_what_leads_nowhere_is_shared():
+    seen, log = [], {}
+    module = made(Pair_)
+    module.a.register_forward_hook(lambda *_: seen.append(1))
+    module.b.register_forward_hook(lambda *_: log.update(calls=len(seen), by=module.gain))
+    copied(module)(torch.ones(1, D))
+    assert seen == [1] and log == {"calls": 1, "by": 1.0}
+
+
+class Pair_(Pair):
+    def point(self):
+        pass
+
+
+class Stubborn:
+    def __init__(self, module):
+        self.module = module
+
+    def __deepcopy__(self, memo):
+        return self
+
+
+def test_what_cannot_be_copied_is_told():
+    module = made(Pair_)
+    module.stubborn, module.a.cached = Stubborn(module), functools.lru_cache(module.forward)
+    with pytest.raises(
+        fs.ModuleError, match=r"Pair_ cannot be copied: stubborn, a.cached would still lead to the original"
+    ):
+        copied(module)
+
+
+def losses(kind, plugin, n):
+    def main():
+        model = made(kind)
+        original = copy.deepcopy([*model.parameters()])
+        booster = fs.Booster(plugin=plugin)
+        boosted, opt, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.5))
+        found = trained(boosted, opt, lambda loss: booster.backward(loss, opt), n, fs.axis_index("data"))
+        assert all(map(torch.equal, original, model.parameters()))
+        back = boosted.unwrap()
+        with torch.no_grad():
+            for x in model.parameters():
+                x.fill_(torch.nan)
+        return [found, back(batch(9)).square().mean().item()]
+
+    return fs.run(main, mesh=fs.make_mesh({"data": n}))[0]
+
+
+def batch(seed):
+    return torch.randn(8, D, generator=torch.Generator().manual_seed(seed))
+
+
+def trained(model, opt, backward, n=1, place=0):
+    found = []
+    for step in range(3):
+        loss = model(batch(step).chunk(n)[place]).square().mean()
+        backward(loss)
+        opt.step()
+        opt.zero_grad()
+        found.append(fs.pmean(loss.detach(), "data").item() if n > 1 else loss.item())
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:HookDict.features was changed by a forward")  # its entries outlast a call
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("plugin", "n"), [(fs.DDPPlugin(), 1), (fs.FSDPPlugin(), 2)])
+def test_models_that_point_to_themselves_train(kind, plugin, n):
+    model = made(kind)
+    expected = trained(model, torch.optim.SGD(model.parameters(), lr=0.5), lambda loss: loss.backward())
+    expected.append(model(batch(9)).square().mean().item())
+    found, last = losses(kind, plugin, n)
+    torch.testing.assert_close([*found, last], expected)
