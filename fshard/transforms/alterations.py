@@ -139,12 +139,14 @@ class Alterations:
 
     def show(self, kept: Mapping[str, Tensor], left: Mapping[Slot, Any]) -> None:
         """Let the module have what calls have kept, by the names of buffers, and left behind."""
+        parts = dict(self._parts)
+        shown = ((name, x, slot_of(name)) for name, x in kept.items())
+        kept = {name: x for name, x, slot in shown if slot and slot.key not in parts[slot.path]["_parameters"]}
         if kept or left:
             put(self._module, {name: x.detach() for name, x in kept.items()})
             for slot, x in left.items():
                 if slot.name not in kept:
                     set_in(vars(self._module.get_submodule(slot.path)), slot.key, x)
-            parts = dict(self._parts)
             for slot in {*left, *(slot for name in kept if (slot := slot_of(name)) is not None)}:
                 own = parts[slot.path]
                 now = own.get(slot.key, ABSENT)

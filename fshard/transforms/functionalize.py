@@ -26,6 +26,7 @@ from torch.utils.checkpoint import _StopRecomputationError as StopRecomputation 
 from fshard.mesh.spec import Axes
 from fshard.transforms.batchnorm import synchronise
 from fshard.transforms.deferred import defer, pending
+from fshard.transforms.given import Given
 from fshard.transforms.holders import alone_among
 from fshard.transforms.kept import is_nothing, nothing, slot_of
 from fshard.transforms.lent import lent, untouched
@@ -85,6 +86,7 @@ def functionalize(
     pool = _Pool(Blueprint(module, names, adapt, alone))
     check = _Check(type(module).__name__, params, buffers, [name for name, _ in module.named_modules()])
     aliases = _aliases(module, names)
+    frozen = [name for name, x in params.items() if not x.requires_grad]
 
     def apply(
         params: Mapping[str, Any], buffers: Mapping[str, Any], /, *args: Any, **kwargs: Any
@@ -95,16 +97,18 @@ def functionalize(
             made = buffers.keys() - check.buffers
             kept = {name: buffers[name] for name in made if slot_of(name) is not None}
             copies = {name: None if is_nothing(x) else lent(x) for name, x in buffers.items() if name not in kept}
-            replica.fill({**params, **copies})
-            _place_new(replica, {name: copies[name] for name in made if name not in kept})
+            new = {name: copies[name] for name in made if name not in kept}
+            given = Given(params, frozen, kept)
+            replica.fill({**given.tensors, **copies})
+            _place_new(replica, new)
             replica.attributes.put(kept)
             key = key_now()
             if key is not None:
                 replica.layers.enter(key)
             output = replica.modules[0][1](*args, **kwargs)
             after = _new_state(replica, aliases, buffers, copies)
-            check.after(replica.rebound(params), after)
-            return output, after | replica.attributes.kept(kept, params.values())
+            check.after(replica.rebound(given.tensors), given.changed(), after)
+            return output, after | replica.attributes.kept(kept, params.values()) | given.kept()
         except StopRecomputation as stop:  # a checkpoint that runs apply again has what it wants
             clear_frames(stop.__traceback__)  # which would still refer to the replica
             raise
@@ -112,9 +116,9 @@ def functionalize(
             replica.attributes.end()
             pool.give_back(replica)
 
-    frozen = {name: nn.Parameter(x.detach(), requires_grad=False) for name, x in params.items() if not x.requires_grad}
+    fixed = {name: nn.Parameter(params[name].detach(), requires_grad=False) for name in frozen}
     sums = pending(module) if deferred_batch_norm else {}
-    return apply, {**_detached(params), **frozen}, {**_detached(buffers), **sums}
+    return apply, {**_detached(params), **fixed}, {**_detached(buffers), **sums}
 
 
 def _detached(tensors: Mapping[str, Tensor]) -> Tensors:
@@ -206,15 +210,16 @@ class _Check:
             "(params, buffers) in this order."
         )
 
-    def after(self, rebound: Sequence[str], buffers: Mapping[str, Any]) -> None:
-        """Raise if a forward has bound parameters to others, or has deleted buffers."""
-        if not rebound and buffers.keys() >= self.buffers:
+    def after(self, rebound: Sequence[str], changed: Sequence[str], buffers: Mapping[str, Any]) -> None:
+        """Raise if a forward has bound parameters to others, has written to them, or has deleted buffers."""
+        if not rebound and not changed and buffers.keys() >= self.buffers:
             return
         wrong = [f"binds the parameter {name} to another" for name in rebound]
+        wrong += [f"writes to the parameter {name} in place" for name in changed]
         wrong += [f"deletes the buffer {name}" for name in sorted(self.buffers - buffers.keys())]
         raise ModuleError(
-            f"apply of {self._title}: its forward {'; '.join(wrong)}. What there is was decided before: write to .data, or set "
-            "a buffer to None."
+            f"apply of {self._title}: its forward {'; '.join(wrong)}. Trained parameters are the optimizer's; what is written "
+            "to a frozen one, requires_grad_(False) before, is kept, but not in stages. A buffer may be set to None."
         )
 
 

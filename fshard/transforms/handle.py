@@ -11,11 +11,13 @@ ask a tensor's class.  What it gives is added to the unit's gradients after the 
 
 from __future__ import annotations
 
+import operator
 import threading
 import weakref
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -58,6 +60,9 @@ class Handle(Tensor):
 
     unit: Unit
     at: int
+    own: Tensor | None = None
+    """What a call has made of a frozen one, until it is taken."""
+    bound: bool = False
 
     @staticmethod
     def of(unit: Unit, at: int) -> Handle:
@@ -79,7 +84,35 @@ class Handle(Tensor):
                 f"{self._path} is a parameter of a step that is over: it was kept from inside a loss function. Return what is "
                 "needed of it with has_aux=True, or take it from the parameters that the step returns."
             )
-        return self.unit.leaf(self.at)
+        return self.unit.leaf(self.at) if self.own is None else self.own
+
+    @property
+    def _trained(self) -> bool:
+        return self.unit.tape.leaves[self.unit.places[self.at]].trained
+
+    def _to_write(self) -> Tensor:
+        """Return what may be written to: of a frozen one a copy, which stands for it from now on."""
+        if self.own is None and not self._trained:
+            self.own = self.whole().detach().clone()
+        return self.whole()
+
+    def _bind(self, x: Tensor) -> None:
+        if self._trained:
+            raise ModuleError(
+                f"a forward has given {self._path} other data. It is trained, and so the optimizer's to change; of a "
+                "frozen parameter, requires_grad_(False) before, it would be kept."
+            )
+        self.own, self.bound = x.detach().clone(), True
+
+    def is_written(self) -> bool:
+        """Return whether a call has written to a frozen one."""
+        return self.own is not None and (self.bound or self.own.is_inference() or self.own._version > 0)
+
+    def take_written(self) -> Tensor | None:
+        """Return what a call has made of it, if it has; from now on it is what it was."""
+        own, written = self.own, self.is_written()
+        self.own, self.bound = None, False
+        return own if written else None
 
     @property
     def _path(self) -> str:
@@ -96,6 +129,13 @@ class Handle(Tensor):
         if func in _KNOWN:
             with _C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
+        if (effect := _effect_of(func)) is not None or (kwargs and kwargs.get("out") is not None):
+            if effect == "gets" and type(args[0]) is Handle:
+                return args[0]._to_write().detach()  # which shares the version: whoever writes to it is seen
+            if effect == "sets" and type(args[0]) is Handle:
+                return args[0]._bind(wholes(args[1]))
+            for handle in _handles_in((args[0] if effect == "writes" else (), (kwargs or {}).get("out"))):
+                handle._to_write()
         own_args, own_kwargs = wholes(args), wholes(kwargs) if kwargs else {}
         if _here.context is None:
             return func(*own_args, **own_kwargs)
@@ -160,6 +200,29 @@ def wholes(x: Any) -> Any:
     if type(x) is dict:
         return {key: wholes(value) for key, value in x.items()}
     return x
+
+
+@lru_cache(maxsize=4096)
+def _effect_of(func: Callable[..., Any]) -> Literal["gets", "sets", "writes"] | None:
+    """Return what a function of torch's does to its first argument: it gets or sets its data, or writes to it."""
+    if func in (_T.data.__get__, _T.data.__set__):
+        return "gets" if func == _T.data.__get__ else "sets"
+    name = getattr(func, "__name__", "")
+    return (
+        "writes" if name in _IN_PLACE or (name.endswith("_") and not name.endswith(("__", "requires_grad_"))) else None
+    )
+
+
+_IN_PLACE = {name for name in dir(operator) if name.startswith("__i") and name.replace("__i", "__", 1) in dir(operator)}
+_IN_PLACE.add("__setitem__")
+
+
+def _handles_in(x: Any) -> Iterator[Handle]:
+    if type(x) is Handle:
+        yield x
+    elif isinstance(x, tuple | list):
+        for each in x:
+            yield from _handles_in(each)
 
 
 class _Aside(Function):

@@ -4,6 +4,8 @@ self.calls = 3            "head.calls:kept"     a number is a tensor without dim
 self.mean = x.mean(0)     "head.mean:kept"      a tensor is its only row
 self.table = None         "head.table:kept"     None is no row
 del self.table            "head.table:kept"     neither is what was deleted, in another dtype
+
+What a forward has written to a frozen parameter is kept by that name as well: "head.weight:kept".
 """
 
 from __future__ import annotations
@@ -42,6 +44,11 @@ def slot_of(name: str) -> Slot | None:
     """
     path, _, key = name.removesuffix(_KEPT).rpartition(".")
     return Slot(path, key) if name.endswith(_KEPT) else None
+
+
+def kept_name(parameter: str) -> str:
+    """Return by which name a frozen parameter that a forward has written to stands among the buffers."""
+    return parameter + _KEPT
 
 
 def without(tree: PyTree, names: Collection[str]) -> PyTree:
@@ -111,7 +118,11 @@ def put(module: nn.Module, made: Mapping[str, Any]) -> None:
         if is_forgotten(x):
             continue
         if slot is not None:
-            set_in(vars(module.get_submodule(slot.path)), slot.key, value_of(x))
+            own = vars(module.get_submodule(slot.path))
+            if slot.key in own["_parameters"]:
+                own["_parameters"][slot.key].data = value_of(x)
+            else:
+                set_in(own, slot.key, value_of(x))
         else:
             path, _, key = name.rpartition(".")
             vars(module.get_submodule(path))["_buffers"][key] = None if is_nothing(x) else x

@@ -9,6 +9,7 @@ same tensors: nothing has to be swapped, and nothing is recorded twice.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -17,7 +18,10 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from fshard.mesh.steps import go
 from fshard.mesh.tree import PyTree
 from fshard.source import Site
+from fshard.transforms.given import guarded
 from fshard.transforms.units import Leaf
+
+_data_of = cast("Any", Tensor).data.__get__
 
 
 class StageParams:
@@ -52,7 +56,7 @@ class StageParams:
             near = self._converted(place)
             wholes[place] = torch.empty(leaves[place].shape, dtype=near.dtype, device=near.device)
             wholes[place].untyped_storage().resize_(0)
-        self._xs = [wholes[place].detach() for place in range(len(leaves))]
+        self._xs = [guarded(wholes[place]) for place in range(len(leaves))]
         trained = [place for place, leaf in enumerate(leaves) if backward and leaf.trained]
         self.own = [self._xs[place].requires_grad_() for place in trained]
         self._edges = [get_gradient_edge(x) for x in self.own]
@@ -87,7 +91,7 @@ class StageParams:
         if self._coming is not None:
             values, self._coming, self._whole = self._coming(), None, True
             for place, value in zip(self._cut, values, strict=True):
-                x = self._xs[place].data  # whose changes autograd does not count
+                x = _data_of(self._xs[place])  # whose changes autograd does not count
                 x.untyped_storage().resize_(x.nbytes)
                 x.copy_(value)
 

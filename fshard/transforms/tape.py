@@ -23,7 +23,7 @@ from fshard.errors import LayoutError
 from fshard.mesh.scope import Group, require
 from fshard.mesh.steps import go
 from fshard.source import Site
-from fshard.transforms.handle import handles_of
+from fshard.transforms.handle import Handle, handles_of
 from fshard.transforms.patterns import named, parts_of
 from fshard.transforms.reductions import Along, Reductions, Ways
 from fshard.transforms.saved import Saved
@@ -135,11 +135,13 @@ class Tape:
         changed = self.changed.union(*(unit.changed() for unit in self.units))
         both = zip(versions_of(self.shards), self._versions, strict=True)
         changed |= {place for place, (now, before) in enumerate(both) if now != before}
+        changed |= {place for place, x in enumerate(self.handles) if isinstance(x, Handle) and x.is_written()}
         if changed:
             names = ", ".join(named(parts_of(self.leaves[place].path)) for place in sorted(changed))
             raise LayoutError(
-                f"the loss function changed parameters in place: {names}. It has to be pure: work on a copy, "
-                "or return the new value with has_aux=True."
+                f"the loss function, or a forward, changed parameters in place: {names}. Trained ones are the optimizer's, and "
+                "what a module writes to frozen ones, requires_grad_(False) before, is kept. A loss function works "
+                "on a copy, or returns the new value with has_aux=True."
             )
 
     def words(self) -> list[str]:

@@ -1,0 +1,78 @@
+"""The parameters that a call of a module is given, and what it writes to them.
+
+                                     a trained one    a frozen one
+in a loss function (a handle)        an error         kept: a copy is written to, and stands for it in later calls
+by itself, apply(params, ...)        an error         kept
+in stages (guarded)                  an error         an error
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fshard.transforms.handle import Handle
+from fshard.transforms.kept import kept_name, value_of
+from fshard.transforms.lent import lent, untouched
+from fshard.transforms.units import versions_of
+
+
+class Guarded(Tensor):
+    """A parameter whose data nobody can write to unseen."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore
+    bound = False
+
+    @property
+    def data(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride, reportIncompatibleMethodOverride]
+        """The same memory, and the same version."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        self.bound = True
+
+
+def guarded(x: Tensor) -> Tensor:
+    """Return a tensor with the same memory whose data nobody can write to unseen."""
+    return x.detach().as_subclass(Guarded)
+
+
+class Given:
+    """The parameters of one call: `tensors` are put into the module.
+
+    Args:
+        params: by their names.
+        frozen: the names of those that are not trained.
+        kept: what earlier calls have kept; what is of parameters is taken out.
+    """
+
+    def __init__(self, params: Mapping[str, Any], frozen: Collection[str], kept: dict[str, Tensor]) -> None:
+        self._kept = {name: kept.pop(key) for name in params if (key := kept_name(name)) in kept} if kept else {}
+        self._own = {name: params[name].detach() for name in frozen if type(params[name]) in (Tensor, nn.Parameter)}
+        self._lent = {name: lent(x) for name, x in self._own.items() if name not in self._kept}
+        self._lent |= {name: value_of(lent(x)) for name, x in self._kept.items()}
+        self.tensors = {**params, **self._lent} if self._lent else params
+        self._watched = {
+            name: x for name, x in self.tensors.items() if type(x) is not Handle and name not in self._lent
+        }
+        self._versions = versions_of([*self._watched.values()])
+
+    def changed(self) -> list[str]:
+        """Return what the call has written to, and may not."""
+        versions = versions_of([*self._watched.values()])
+        both = zip(self._watched.items(), versions, self._versions, strict=True)
+        return [name for (name, x), now, before in both if now != before or (type(x) is Guarded and x.bound)]
+
+    def kept(self) -> dict[str, Tensor]:
+        """Return what is to be kept of frozen parameters, by the names of buffers."""
+        found = {name: x for name, x in self._lent.items() if not untouched(x)}
+        found = {name: x for name, x in found.items() if name in self._kept or not x.equal(self._own[name])}
+        for name, x in self.tensors.items():
+            if type(x) is Handle and (taken := x.take_written()) is not None:
+                found[name] = taken
+        found = {name: x.detach().unsqueeze(0) for name, x in found.items()}
+        return {kept_name(name): x for name, x in {**self._kept, **found}.items()}

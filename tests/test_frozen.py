@@ -1,0 +1,261 @@
+"""Parameters that a forward writes to: frozen ones are kept, as buffers are; trained ones belong to the optimizer."""
+
+import copy
+import re
+
+import pytest
+import torch
+from torch import nn
+
+import fshard as fs
+
+D, ROWS, STEPS = 4, 8, 4
+
+
+class Momentum(nn.Module):
+    """A key encoder that follows the query encoder, as in MoCo."""
+
+    def __init__(self):
+        super().__init__()
+        self.query = nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, D))
+        self.key = copy.deepcopy(self.query).requires_grad_(False)
+
+    @torch.no_grad()
+    def follow(self):
+        for key, query in zip(self.key.parameters(), self.query.parameters(), strict=True):
+            key.data = key.data * 0.5 + query.data * 0.5
+
+    def forward(self, x):
+        if self.training:
+            self.follow()
+        with torch.no_grad():
+            key = self.key(x)
+        return self.query(x) - 0.5 * key
+
+
+class ByData(Momentum):
+    def follow(self):
+        for key, query in zip(self.key.parameters(), self.query.parameters(), strict=True):
+            key.data.mul_(0.5).add_(query.data, alpha=0.5)
+
+
+class InPlace(Momentum):
+    @torch.no_grad()
+    def follow(self):
+        for key, query in zip(self.key.parameters(), self.query.parameters(), strict=True):
+            key.lerp_(query, 0.5)
+
+
+class Together(Momentum):
+    @torch.no_grad()
+    def follow(self):
+        keys, queries = [*self.key.parameters()], [*self.query.parameters()]
+        torch._foreach_mul_(keys, 0.5)
+        torch._foreach_add_(keys, queries, alpha=0.5)
+
+
+class Out(Momentum):
+    @torch.no_grad()
+    def follow(self):
+        for key, query in zip(self.key.parameters(), self.query.parameters(), strict=True):
+            torch.lerp(key, query, 0.5, out=key)
+
+
+class Items(Momentum):
+    @torch.no_grad()
+    def follow(self):
+        for key, query in zip(self.key.parameters(), self.query.parameters(), strict=True):
+            key[:] = key * 0.5 + query * 0.5
+
+
+class Sometimes(Momentum):
+    """Takes the weights over in every second step, by a state_dict."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def follow(self):
+        self.calls += 1
+        if self.calls % 2 == 0:
+            self.key.load_state_dict(self.query.state_dict())
+
+
+class Codebook(nn.Module):
+    """A number of its own that it anneals, and a table that it moves by what it has seen."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(D, D)
+        self.heat = nn.Parameter(torch.ones(()), requires_grad=False)
+        self.table = nn.Parameter(torch.randn(D, generator=torch.Generator().manual_seed(3)), requires_grad=False)
+
+    def forward(self, x):
+        y = self.layer(x)
+        if self.training:
+            self.heat.data *= 0.9
+            self.table.data += 0.1 * self.layer.bias.detach()
+        return y * self.heat + self.table.data
+
+
+KINDS = [Momentum, ByData, InPlace, Together, Out, Items, Sometimes, Codebook]
+WAYS = {
+    "ddp": (fs.DDPPlugin(), 1),
+    "ddp on two": (fs.DDPPlugin(), 2),
+    "zero 1": (fs.ZeroPlugin(stage=1), 2),
+    "zero 2": (fs.ZeroPlugin(stage=2), 2),
+    "fsdp": (fs.FSDPPlugin(), 2),
+    "fsdp on one": (fs.FSDPPlugin(), 1),
+    "reproducible": (fs.FSDPPlugin(reproducible=True), 2),
+    "kept whole": (fs.FSDPPlugin(reshard_after_forward=False), 2),
+}
+
+
+def made(kind):
+    torch.manual_seed(0)
+    return kind()
+
+
+def batch(step):
+    return torch.randn(ROWS, D, generator=torch.Generator().manual_seed(step))
+
+
+def by_torch(kind):
+    model = made(kind)
+    opt = torch.optim.SGD([x for x in model.parameters() if x.requires_grad], lr=0.5)
+    losses = []
+    for step in range(STEPS):
+        loss = model(batch(step)).square().mean()
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        losses.append(loss.item())
+    return losses, model.eval()(batch(9)).detach(), model.state_dict()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("way", WAYS)
+def test_frozen_parameters_that_a_forward_writes_to_are_kept(kind, way):
+    plugin, n = WAYS[way]
+
+    def main():
+        model = made(kind)
+        before = copy.deepcopy(model.state_dict())
+        booster = fs.Booster(plugin=plugin)
+        boosted, opt, *_ = booster.boost(
+            model, torch.optim.SGD([x for x in model.parameters() if x.requires_grad], lr=0.5)
+        )
+        losses = []
+        for step in range(STEPS):
+            loss = boosted(batch(step).chunk(n)[fs.axis_index("data")]).square().mean()
+            booster.backward(loss, opt)
+            opt.step()
+            opt.zero_grad()
+            losses.append(fs.pmean(loss.detach(), "data").item())
+        boosted.eval()
+        with torch.no_grad():
+            seen = boosted(batch(9))
+        assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+        return losses, seen, boosted.unwrap().state_dict()
+
+    expected = by_torch(kind)
+    for found in fs.run(main, mesh=fs.make_mesh({"data": n})):
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("n", [1, 2])
+def test_functional_steps_keep_them(kind, n):
+    model = made(kind)
+    booster = fs.Booster(plugin=fs.FSDPPlugin(mesh=fs.make_mesh({"data": n})))
+    opt = torch.optim.SGD([x for x in model.parameters() if x.requires_grad], lr=0.5)
+    state, losses = booster.init(model, opt, lambda y, _: y.square().mean()), []
+    for step in range(STEPS):
+        first = state
+        state, metrics = booster.step(state, (batch(step), batch(step)))
+        losses.append(metrics["loss"].item())
+    del first
+    torch.testing.assert_close(losses, by_torch(kind)[0])
+
+
+class ReadsData(Momentum):
+    """Only reads, whatever way."""
+
+    def follow(self):
+        self.read = sum(x.data.norm() for x in self.parameters()) + sum(x.detach().sum() for x in self.key.parameters())
+
+
+def test_who_only_reads_keeps_nothing():
+    apply, params, buffers = fs.functionalize(made(ReadsData))
+    _, after = apply(params, buffers, batch(0))
+    assert not [name for name in after if "weight" in name or "bias" in name]
+
+
+def test_apply_stays_pure():
+    for kind in KINDS:
+        apply, params, buffers = fs.functionalize(made(kind))
+        params = {name: x + 0.1 if x.requires_grad else x for name, x in params.items()}
+        before = {name: x.clone() for name, x in params.items()}
+        first, after = apply(params, buffers, batch(0))
+        again, _ = apply(params, buffers, batch(0))
+        assert torch.equal(first, again) and all(torch.equal(x, before[name]) for name, x in params.items())
+        later, _ = apply(params, after, batch(0))
+        assert not torch.equal(later, first)
+
+
+class Clamped(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(D, D)
+
+    def forward(self, x):
+        self.layer.weight.data.clamp_(-0.1, 0.1)
+        return self.layer(x)
+
+
+class Rebound(Clamped):
+    def forward(self, x):
+        self.layer.weight.data = self.layer.weight.data.clamp(-0.1, 0.1)
+        return self.layer(x)
+
+
+class Written(Clamped):
+    def forward(self, x):
+        with torch.no_grad():
+            self.layer.weight.clamp_(-0.1, 0.1)
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("kind", [Clamped, Rebound, Written])
+@pytest.mark.parametrize("way", WAYS)
+def test_trained_parameters_are_the_optimizers(kind, way):
+    plugin, n = WAYS[way]
+
+    def main():
+        model = made(kind)
+        booster = fs.Booster(plugin=plugin)
+        boosted, opt, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.5))
+        loss = boosted(batch(0).chunk(n)[fs.axis_index("data")]).square().mean()
+        booster.backward(loss, opt)
+        opt.step()
+
+    with pytest.raises(fs.FshardError, match=r"(in place: |given )layer\.weight.*requires_grad_\(False\)"):
+        fs.run(main, mesh=fs.make_mesh({"data": n}))
+
+
+@pytest.mark.parametrize("kind", [Clamped, Rebound, Written, ByData, Momentum, InPlace])
+@pytest.mark.parametrize("zero_stage", [0, 1, 3])
+def test_stages_refuse_writes_to_any(kind, zero_stage):
+    plugin = fs.HybridParallelPlugin(pipeline=2, microbatches=2, zero_stage=zero_stage)
+
+    def main():
+        model = nn.Sequential(made(kind), nn.Linear(D, D))
+        booster = fs.Booster(plugin=plugin)
+        opt = torch.optim.SGD([x for x in model.parameters() if x.requires_grad], lr=0.5)
+        boosted, opt, *_ = booster.boost(model, opt)
+        booster.execute_pipeline(iter([(batch(0), batch(1))]), boosted, nn.MSELoss(), opt)
+
+    name = r"0\.layer\.weight" if issubclass(kind, Clamped) else r"0\.key\.0\.weight"
+    with pytest.raises(fs.FshardError, match=name + r".*(in place|bound anew)") as found:
+        fs.run(main, mesh=fs.make_mesh({"data": 2, "pipe": 2}))
+    assert re.search("stages", str(found.value))
