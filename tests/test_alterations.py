@@ -202,15 +202,31 @@ def initialised(module):
     module.apply(lambda part: nn.init.constant_(part.weight, 0.5) if isinstance(part, nn.Linear) else None)
 
 
-@pytest.mark.parametrize("do", [zeroed, initialised])
-def test_numbers_that_are_written_to_tensors_without_memory_are_refused(do):
+def unseen(module):
+    """As an operator in C++ would."""
+    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+        module[0].layer.weight.zero_()
+
+
+NO_VALUES = r"^parameters of a boosted model have no values here.*set before the model is boosted"
+
+
+@pytest.mark.parametrize(
+    ("do", "message"),
+    [
+        (zeroed, NO_VALUES),
+        (initialised, NO_VALUES),
+        (unseen, r"^parameters or buffers of model.module were written to after"),
+    ],
+)
+def test_numbers_that_are_written_to_tensors_without_memory_are_refused(do, message):
     def main():
         booster = fs.Booster(plugin=fs.DDPPlugin())
         model, *_ = booster.boost(model := make(), momentum(model))
         do(model.module)
         model(batch(0))
 
-    with pytest.raises(fs.ModuleError, match=r"^parameters or buffers of model.module were written to after"):
+    with pytest.raises(fs.ModuleError, match=message):
         fs.run(main, mesh=fs.make_mesh({"data": 1}))
 
 

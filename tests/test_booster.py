@@ -555,10 +555,10 @@ def test_a_boosted_model_is_asked_as_before_and_holds_nothing():
         gc.collect()
         parameter = next(boosted.parameters())
         told = parameter.shape, parameter.dtype, parameter.device.type, sum(x.numel() for x in boosted.parameters())
-        return first() is None, told, opt.param_groups[0]["params"][0] is parameter, parameter.isnan().all().item()
+        return first() is None, told, opt.param_groups[0]["params"][0] is parameter, repr(parameter)
 
     told = (2, 3), torch.float16, "cpu", 12
-    assert fs.run(main, mesh=fs.make_mesh({"data": 2})) == [(True, told, True, True)] * 2
+    assert fs.run(main, mesh=fs.make_mesh({"data": 2})) == [(True, told, True, "Hollow(float16[2, 3])")] * 2
 
 
 class Branches(nn.Module):

@@ -1,6 +1,7 @@
 """What a boosted model does as torch does, where it seems that it could not; and what it says where it cannot."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -428,3 +429,130 @@ def test_a_pure_optimizer_has_no_groups(ask, name):
         fs.OptimizerError, match=rf"^{name}: the optimizer that was boosted is a pure one, .*schedule as its rate"
     ):
         fs.run(main, mesh=fs.make_mesh({"data": 1}))
+
+
+# -- losses of parameters beside the model ------------------------------------------------------------------------------
+
+PENALISED = {
+    "ddp": fs.DDPPlugin(),
+    "zero 2": fs.ZeroPlugin(stage=2),
+    "fsdp": fs.FSDPPlugin(),
+    "reproducible": fs.FSDPPlugin(reproducible=True),
+}
+
+
+def small():
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+
+
+def penalty(model):
+    return sum(x.square().sum() for x in model.parameters())
+
+
+@pytest.mark.parametrize("name", PENALISED)
+def test_a_penalty_beside_a_boosted_model_is_refused(name):
+    """Nobody would give its gradient to the parameters that are trained."""
+
+    def main(own):
+        given = small()
+        booster = fs.Booster(plugin=PENALISED[name])
+        model, opt, *_ = booster.boost(given, torch.optim.SGD(given.parameters(), lr=0.1))
+        loss = model(torch.ones(4, 3)).square().mean() + penalty(model if own else given)
+        booster.backward(loss, opt)
+
+    for own, message in {
+        True: "have no values here",
+        False: r"the loss uses 0\.bias, 0\.weight, 2\.bias, 2\.weight",
+    }.items():
+        with pytest.raises(fs.ModuleError, match=message):
+            fs.run(lambda own=own: main(own), mesh=fs.make_mesh({"data": 2}))
+
+
+@pytest.mark.parametrize("name", PENALISED)
+def test_a_criterion_with_a_penalty_is_refused(name):
+    model = small()
+    booster = fs.Booster(plugin=replace(PENALISED[name], mesh=fs.make_mesh({"data": 2})))
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = booster.init(model, opt, lambda y, _: y.square().mean() + penalty(model))
+    with pytest.raises(fs.ModuleError, match=r"the loss uses 0\.bias, 0\.weight, 2\.bias, 2\.weight beside"):
+        booster.step(state, (torch.ones(8, 3), torch.ones(8)))
+
+
+def test_stages_refuse_a_penalty():
+    def main():
+        model = small()
+        booster = fs.Booster(plugin=fs.HybridParallelPlugin(pipeline=2, microbatches=2))
+        opt = torch.optim.SGD(model.parameters(), lr=0.1)
+        boosted, opt, *_ = booster.boost(model, opt)
+        booster.execute_pipeline(
+            iter([(torch.ones(4, 3), torch.ones(4, 2))]), boosted, lambda y, t: (y - t).mean() + penalty(model), opt
+        )
+
+    with pytest.raises(fs.ModuleError, match=r"the loss uses 0\.bias"):
+        fs.run(main, mesh=fs.make_mesh({"pipe": 2}))
+
+
+def test_losses_may_have_parameters_of_others():
+    """A temperature that another optimizer trains, an input whose gradient is wanted, the given model without gradients."""
+
+    def main():
+        given = small()
+        before = [x.clone() for x in given.parameters()]
+        heat, x = nn.Parameter(torch.ones(())), torch.ones(4, 3, requires_grad=True)
+        booster = fs.Booster()
+        model, opt, *_ = booster.boost(given, torch.optim.SGD(given.parameters(), lr=0.1))
+        with torch.no_grad():
+            apart = sum((now - then).square().sum() for now, then in zip(given.parameters(), before, strict=True))
+        booster.backward((model(x) * heat).square().mean() + apart, opt)
+        opt.step()
+        return any(not torch.equal(a, b) for a, b in zip(model.unwrap().parameters(), before, strict=True))
+
+    assert fs.run(main, mesh=fs.make_mesh({"data": 1})) == [True]
+
+
+READS = {
+    "norm": lambda x: x.norm(),
+    "item": lambda x: x.sum().item(),
+    "detached": lambda x: x.detach().mean(),
+    "data": lambda x: x.data[0],
+    "moving average": lambda x: torch.zeros(4, 3).lerp(x, 0.1),
+    "numpy": lambda x: x.detach().numpy(),
+    "vector": lambda x: nn.utils.parameters_to_vector([x]),
+    "equal": lambda x: torch.equal(x, x),
+    "written": lambda x: x.data.fill_(0.0),
+    "converted": lambda x: x.to(torch.float64),
+    "transposed": lambda x: x.T,
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_values_of_a_boosted_models_parameters_are_not_there(name):
+    def main():
+        model, *_ = fs.Booster().boost(small())
+        READS[name](next(model.parameters()))
+
+    with pytest.raises(fs.ModuleError, match="have no values here"):
+        fs.run(main, mesh=fs.make_mesh({"data": 1}))
+
+
+def test_all_else_of_them_is_told():
+    def main():
+        x = next(fs.Booster().boost(small())[0].parameters())
+        like = torch.zeros_like(x), x.new_ones(2), torch.empty_like(x, device="meta")
+        told = (
+            x.shape,
+            x.dtype,
+            x.numel(),
+            x.nbytes,
+            x.stride(),
+            len(x),
+            x.dim(),
+            x.is_leaf,
+            x.requires_grad,
+            x.detach().shape,
+        )
+        return told, [(type(one), one.shape, one.device.type) for one in like], x in {x}
+
+    told = (4, 3), torch.float32, 12, 48, (0, 0), 4, 2, True, True, (4, 3)
+    like = [(torch.Tensor, (4, 3), "cpu"), (torch.Tensor, (2,), "cpu"), (torch.Tensor, (4, 3), "meta")]
+    assert fs.run(main, mesh=fs.make_mesh({"data": 1})) == [(told, like, True)]

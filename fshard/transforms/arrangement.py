@@ -27,6 +27,7 @@ from fshard.transforms.functionalize import functionalize
 from fshard.transforms.in_stages import InStages, bare_stages, loss_of_pair
 from fshard.transforms.learner import with_zeros
 from fshard.transforms.randomness import folded, keyed_random
+from fshard.transforms.reached import note_originals, refuse_originals
 from fshard.transforms.rules import shard_params
 from fshard.transforms.skeleton import skeleton
 from fshard.transforms.step import Metrics, train_step
@@ -111,6 +112,7 @@ class Arrangement:
     def learner(self, model: nn.Module, bare: nn.Module, source: Followed) -> ByHand | InStages:
         """Return what a loop calls for a model; `bare` is its skeleton.  It keeps none of the model's tensors."""
         seen_together(bare)  # by all that is made of it
+        note_originals(model)
         lay = self.partition(NOTHING).gradients
         how: Any = {"mesh": self.mesh, "axes": self.axes, "seed": self.seed, "gradients": lay, **self.options}
         if self.cut is not None:
@@ -119,6 +121,7 @@ class Arrangement:
 
     def functional(self, model: nn.Module, source: Followed, criterion: Criterion | None) -> tuple[State, Step]:
         """Return the state to begin with, and the step that takes it: see `loss_of`."""
+        note_originals(model)
         if self.cut is None:
             apply, params, buffers = self._pure(model, skeleton(model), source)
             loss, own = loss_of(apply, criterion), dict[str, Any]()
@@ -180,6 +183,8 @@ def loss_of(apply: Callable[..., Any], criterion: Criterion | None) -> Callable[
             return output.loss, after
         inputs, labels = batch
         output, after = apply(params, buffers, inputs)
-        return criterion(output, labels), after
+        loss = criterion(output, labels)
+        refuse_originals(loss, output)
+        return loss, after
 
     return loss_fn

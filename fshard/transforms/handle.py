@@ -16,7 +16,6 @@ import threading
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -35,7 +34,7 @@ _compiler: Any = torch._C._dynamo.eval_frame.get_eval_frame_callback  # type: ig
 """What torch.compile runs the present frame with, None outside of it."""
 _C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
 _T: Any = Tensor
-_KNOWN = frozenset(
+KNOWN = frozenset(
     {
         *(getattr(_T, name).__get__ for name in ("device", "dtype", "is_leaf", "itemsize", "layout", "nbytes", "ndim")),
         *(
@@ -126,10 +125,12 @@ class Handle(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if func in _KNOWN:
+        if func in KNOWN:
             with _C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        if (effect := _effect_of(func)) is not None or (kwargs and kwargs.get("out") is not None):
+        if func not in _effects:
+            _effects[func] = _effect_of(func)
+        if (effect := _effects[func]) is not None or (kwargs and kwargs.get("out") is not None):
             if effect == "gets" and type(args[0]) is Handle:
                 return args[0]._to_write().detach()  # which shares the version: whoever writes to it is seen
             if effect == "sets" and type(args[0]) is Handle:
@@ -202,8 +203,11 @@ def wholes(x: Any) -> Any:
     return x
 
 
-@lru_cache(maxsize=4096)
-def _effect_of(func: Callable[..., Any]) -> Literal["gets", "sets", "writes"] | None:
+Effect = Literal["gets", "sets", "writes"]
+_effects: dict[Callable[..., Any], Effect | None] = {}  # no lru_cache: Dynamo warns of these
+
+
+def _effect_of(func: Callable[..., Any]) -> Effect | None:
     """Return what a function of torch's does to its first argument: it gets or sets its data, or writes to it."""
     if func in (_T.data.__get__, _T.data.__set__):
         return "gets" if func == _T.data.__get__ else "sets"

@@ -31,6 +31,7 @@ from fshard.transforms.gradient import Runs, Value, as_they_lie
 from fshard.transforms.kept import kept_of, without
 from fshard.transforms.learner import Learner
 from fshard.transforms.nearby import refuse_distant
+from fshard.transforms.reached import refuse_originals
 from fshard.transforms.skeleton import skeleton
 from fshard.transforms.stage_layouts import shard_stages
 from fshard.transforms.value_and_grad import gradient_of
@@ -174,7 +175,9 @@ def loss_of_pair(criterion: Loss | None) -> Loss:
         if criterion is None:
             return y.loss
         pair = isinstance(microbatch, tuple | list) and len(microbatch) == 2
-        return criterion(y, microbatch[1] if pair else microbatch)
+        found = criterion(y, microbatch[1] if pair else microbatch)
+        refuse_originals(found, y)
+        return found
 
     return loss
 

@@ -1,14 +1,20 @@
-"""Which calls of a model a loss was made of: what each has returned is marked in autograd's graph, and looked for there."""
+"""What a loss was made of: which calls of a model, whose outputs are marked in autograd's graph; and what beside them."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves  # it knows the outputs of other libraries' modules
+from torch.utils.weak import WeakIdKeyDictionary
+
+from fshard.errors import ModuleError
+from fshard.mesh.differentiate import transformed
 
 _MARK = "fshard: a call"
+_originals = WeakIdKeyDictionary()
+"""The names of parameters of which others, that lie as a plugin says, are trained."""
 
 
 def marked(output: Any, owner: object, number: int) -> list[Any]:
@@ -45,3 +51,30 @@ def reached(loss: Tensor, owner: object) -> list[int]:
         else:
             left += [before for before, _ in node.next_functions]
     return sorted(found)
+
+
+def note_originals(module: nn.Module) -> None:
+    """Note that others are trained in the place of a module's parameters."""
+    for name, x in module.named_parameters():
+        _originals[x] = name
+
+
+def refuse_originals(loss: Any, outputs: Any = ()) -> None:
+    """Raise if a loss was made of noted parameters, beside a model's outputs: what it asks of them, nobody would do."""
+    if not isinstance(loss, Tensor) or not loss.requires_grad or transformed():
+        return
+    ends = [get_gradient_edge(x).node for x in tree_leaves(outputs) if isinstance(x, Tensor) and x.requires_grad]
+    names, seen, left = set[str](), set[Any](ends), [get_gradient_edge(loss).node]
+    while left:
+        node: Any = left.pop()
+        if node is not None and node not in seen and _MARK not in node.metadata:
+            seen.add(node)
+            variable = getattr(node, "variable", None)
+            if variable is not None and variable in _originals:
+                names.add(_originals[variable])
+            left += [before for before, _ in node.next_functions]
+    if names:
+        raise ModuleError(
+            f"the loss uses {', '.join(sorted(names))} beside what the model has returned. These are the parameters that were "
+            "given, and not those that are trained, which lie as the plugin says: compute it inside forward."
+        )

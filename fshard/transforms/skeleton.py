@@ -6,8 +6,9 @@ and whoever computes with it by mistake sees it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
+from inspect import isdatadescriptor
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from fshard.copying import copied, slots_of
 from fshard.errors import ModuleError
+from fshard.transforms.handle import KNOWN
 from fshard.transforms.kept import is_nothing, put
 
 
@@ -53,8 +55,48 @@ def skeleton(module: nn.Module) -> nn.Module:
         ) from error
 
 
+_T: Any = Tensor
+_C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
+_VALUES = {"H", "T", "mH", "mT", "real", "imag", "data", "grad", "_grad"}
+_ABOUT = KNOWN | {
+    *(
+        getattr(_T, name).__get__
+        for name, x in vars(_C.TensorBase).items()
+        if isdatadescriptor(x) and name not in _VALUES
+    ),
+    *(_T.requires_grad.__set__, _T.requires_grad_, _T.stride, _T.storage_offset, _T.is_contiguous, _T.is_inference),
+    *(_T.untyped_storage, _T.__hash__, _T.type, _T.is_shared, torch.is_floating_point, torch.is_complex, torch.numel),
+    *(torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like, torch.rand_like, torch.randn_like),
+    *(_T.new_empty, _T.new_zeros, _T.new_ones, _T.new_full),
+}
+"""What can be told of a parameter, or made like it, without its values."""
+
+
 class Hollow(nn.Parameter):
-    """A parameter without memory, which has no gradient either: whoever looks for it there is told where it is."""
+    """A parameter without memory, nor gradient: whoever looks for either, or writes to it, is told where they are."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Raise if values are asked for, or given."""
+        with _C.DisableTorchFunctionSubclass():
+            if func in _ABOUT:
+                return func(*args, **(kwargs or {}))
+            if func in (_T.detach, _T.data.__get__):
+                return Hollow(func(*args), requires_grad=False)
+        raise ModuleError(
+            "parameters of a boosted model have no values here: they lie as the plugin says. What is made of them, a penalty "
+            "say, belongs into forward, and weight decay into the optimizer. model.unwrap() is a copy with values, and "
+            "fs.optim.ema(opt, decay) keeps an average. They are set before the model is boosted."
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"Hollow({str(self.dtype).removeprefix('torch.')}{list(self.shape)})"
 
     @property
     def grad(self) -> Tensor | None:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -83,8 +125,9 @@ def written_to(bare: nn.Module) -> Callable[[], bool]:
 
     It is asked in every call, so it looks at the host's alone: a GPU would have to be waited for.
     """
-    every = {x.untyped_storage().data_ptr(): x for x in (*bare.parameters(), *bare.buffers()) if x.is_cpu}
-    ones = [x.detach().as_strided((), ()) for x in every.values() if x.is_floating_point() or x.is_complex()]
+    with _C.DisableTorchFunctionSubclass():
+        every = {x.untyped_storage().data_ptr(): x for x in (*bare.parameters(), *bare.buffers()) if x.is_cpu}
+        ones = [x.detach().as_strided((), ()) for x in every.values() if x.is_floating_point() or x.is_complex()]
     return lambda: not all(x.isnan() for x in ones)
 
 
