@@ -288,3 +288,102 @@ def test_no_stage_has_a_hook_of_the_boosted_model():
 
     with pytest.raises(fs.ModuleError, match=r"^execute_pipeline: hooks of the boosted model are not called"):
         fs.run(main, mesh=fs.make_mesh({"pipe": 2}))
+
+
+class Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.calls, self.scale, self.on = nn.Linear(3, 3), 0, torch.ones(3), False
+
+    def forward(self, x):
+        y = self.layer(x) * self.scale
+        self.calls, self.scale, self.on = self.calls + 1, self.scale * 0.9, not self.on
+        return y
+
+
+def test_a_copy_knows_what_was_done_since_the_last_call():
+    def main():
+        model = Counting()
+        model, *_ = fs.Booster(plugin=fs.DDPPlugin()).boost(model, momentum(model))
+        model(torch.ones(2, 3))
+        before = model.unwrap()
+        model.module.calls, model.module.scale = 7, None
+        model.module.layer.extra = "set"
+        after = model.unwrap()
+        return before.calls, before.scale.tolist(), after.calls, after.scale, after.layer.extra
+
+    scale = pytest.approx([0.9] * 3)
+    assert fs.run(main, mesh=fs.make_mesh({"data": 2})) == [(1, scale, 7, None, "set")] * 2
+
+
+def test_what_other_stages_keep_has_a_shape_and_no_numbers():
+    def main():
+        model = nn.Sequential(Counting(), Counting())
+        booster = fs.Booster(plugin=fs.HybridParallelPlugin(pipeline=2))
+        model, opt, loss, *_ = booster.boost(model, momentum(model), lambda y, _: y.square().mean())
+        pair = torch.ones(4, 3), torch.ones(4, 3)
+        booster.execute_pipeline(iter([pair]), model, loss, opt)
+        shown = [(part.calls, part.scale.tolist()) for part in model.module]
+        for part in model.module:
+            part.scale[0] = 3.0
+            part.calls = 0 if part.calls > 0 else part.calls
+        booster.execute_pipeline(iter([pair]), model, loss, opt)
+        learnt = [(part.calls, part.scale.tolist()) for part in model.unwrap()]
+        return shown, learnt
+
+    own, nothing = (
+        (1, pytest.approx([0.9] * 3)),
+        (pytest.approx(torch.nan, nan_ok=True), pytest.approx([torch.nan] * 3, nan_ok=True)),
+    )
+    learnt = [(1, pytest.approx([2.7, 0.81, 0.81]))] * 2
+    found = fs.run(main, mesh=fs.make_mesh({"pipe": 2}))
+    assert found == [([own, nothing], learnt), ([nothing, own], learnt)]
+
+
+class LazyAct(nn.Module):
+    """Makes a part of it in its first call."""
+
+    def __init__(self, make):
+        super().__init__()
+        self.layer, self.act, self.make = nn.Linear(3, 3), None, make
+
+    def forward(self, x):
+        if self.act is None:
+            self.act = self.make()
+        return self.act(self.layer(x))
+
+
+def lazily(make):
+    def main():
+        torch.manual_seed(0)
+        model = LazyAct(make)
+        booster = fs.Booster(plugin=fs.DDPPlugin())
+        model, opt, *_ = booster.boost(model, momentum(model))
+        found = []
+        for step in range(3):
+            loss = model(batch(step).float()).square().mean()
+            booster.backward(loss, opt)
+            opt.step()
+            opt.zero_grad()
+            found.append(loss.item())
+        return found
+
+    return fs.run(main, mesh=fs.make_mesh({"data": 1}))[0]
+
+
+def test_a_part_without_tensors_may_be_made_in_a_forward():
+    torch.manual_seed(0)
+    model, expected = LazyAct(nn.GELU), []
+    opt = momentum(model)
+    for step in range(3):
+        loss = model(batch(step).float()).square().mean()
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        expected.append(loss.item())
+    assert lazily(nn.GELU) == pytest.approx(expected)
+
+
+def test_a_part_with_tensors_may_not():
+    with pytest.warns(UserWarning, match="LazyAct's submodules was changed by a forward"):
+        lazily(lambda: nn.Linear(3, 3))

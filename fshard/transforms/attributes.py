@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from itertools import chain
 from operator import is_
 from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary, ref
@@ -330,15 +331,23 @@ class _Module:
                 was, now = begun.get(key, ABSENT), self._now.get(key, ABSENT)
                 new = key not in self._first and isinstance(now, Tensor)
                 fits = not self._torchs or isinstance(now, VALUES) or new
-                if key not in self._never and fits and not is_same(was, now):
+                registered = now is ABSENT and any(
+                    key in self._now[kind] for kind in ("_modules", "_parameters", "_buffers")
+                )
+                if key not in self._never and fits and not registered and not is_same(was, now):
                     yield Change(key, self._first.get(key, ABSENT), now, written=False)
         for key, x in self._put.items():
             if isinstance(x, Tensor) and self._now.get(key) is x and _is_written(x):
                 yield Change(key, self._first.get(key, ABSENT), x, written=True)
 
     def has_other_modules(self) -> bool:
-        """Return whether a call has replaced submodules."""
-        return not all(map(is_, self._modules, self._first["_modules"].values()))
+        """Return whether a call has replaced submodules, or has made some with tensors."""
+        now = [*self._first["_modules"].values()]
+        return not all(map(is_, self._modules, now)) or any(map(_has_tensors, now[len(self._modules) :]))
+
+
+def _has_tensors(module: Any) -> bool:
+    return module is not None and any(True for _ in chain(module.parameters(), module.buffers()))
 
 
 def _has_graph(x: Any) -> bool:

@@ -105,12 +105,12 @@ class InStages(Learner):
         self.buffers = [without(tree, altered.forgotten) for tree in self.buffers]
 
     def kept(self) -> dict[str, Tensor]:
-        """Return what this device's last call has kept in attributes, by the names of buffers; of other stages, something."""
+        """Return what this device's last call has kept in attributes, by the names of buffers; of other stages, no numbers."""
         (device,) = held(standing(self.mesh))
         at = self.mesh.coordinates(device)[self._options["axis"]]
         here = [place == at for place in self._options["schedule"].placement]
         return {
-            name: x.shards[0] if own else torch.empty(1, 0)
+            name: x.shards[0] if own else _no_number(x)
             for own, tree in sorted(zip(here, self.buffers, strict=True), key=lambda pair: pair[0])
             for name, x in kept_of(tree).items()
         }
@@ -180,6 +180,12 @@ def loss_of_pair(criterion: Loss | None) -> Loss:
         return found
 
     return loss
+
+
+def _no_number(x: Sharded) -> Tensor:
+    """Return what is shown of what the device of another stage has kept: it has the same shape."""
+    dtype = x.dtype if x.dtype.is_floating_point or x.dtype.is_complex else torch.float64
+    return torch.full(x.shape, torch.nan, dtype=dtype)
 
 
 def _sum(given: Sequence[Sharded]) -> Sharded | None:

@@ -126,6 +126,7 @@ class Model(nn.Module):
 
     def unwrap(self) -> nn.Module:
         """Return a copy of the model by itself, with whole parameters; all devices have to call it."""
+        self._follow()
         return filled(self.module, *self.learner.whole())
 
 
