@@ -56,23 +56,24 @@ class Given:
         self._lent = {name: lent(x) for name, x in self._own.items() if name not in self._kept}
         self._lent |= {name: value_of(lent(x)) for name, x in self._kept.items()}
         self.tensors = {**params, **self._lent} if self._lent else params
-        self._watched = {
-            name: x for name, x in self.tensors.items() if type(x) is not Handle and name not in self._lent
-        }
-        self._versions = versions_of([*self._watched.values()])
+        self._watched = [x for x in params.values() if type(x) is not Handle] if len(self._lent) < len(params) else []
+        self._versions = versions_of(self._watched)
 
     def changed(self) -> list[str]:
         """Return what the call has written to, and may not."""
-        versions = versions_of([*self._watched.values()])
-        both = zip(self._watched.items(), versions, self._versions, strict=True)
-        return [name for (name, x), now, before in both if now != before or (type(x) is Guarded and x.bound)]
+        bound = {id(x) for x in self._watched if type(x) is Guarded and x.bound}
+        if not bound and versions_of(self._watched) == self._versions:
+            return []
+        before = {id(x): version for x, version in zip(self._watched, self._versions, strict=True)}
+        pairs = ((name, x) for name, x in self.tensors.items() if id(x) in before)
+        return [name for name, x in pairs if id(x) in bound or versions_of([x]) != [before[id(x)]]]
 
     def kept(self) -> dict[str, Tensor]:
         """Return what is to be kept of frozen parameters, by the names of buffers."""
         found = {name: x for name, x in self._lent.items() if not untouched(x)}
         found = {name: x for name, x in found.items() if name in self._kept or not x.equal(self._own[name])}
         for name, x in self.tensors.items():
-            if type(x) is Handle and (taken := x.take_written()) is not None:
+            if type(x) is Handle and x.own is not None and (taken := x.take_written()) is not None:
                 found[name] = taken
         found = {name: x.detach().unsqueeze(0) for name, x in found.items()}
         return {kept_name(name): x for name, x in {**self._kept, **found}.items()}

@@ -233,7 +233,10 @@ def _untransformed() -> AbstractContextManager[Any]:
 
 def versions_of(xs: Sequence[Tensor]) -> list[int]:
     """Return numbers that grow whenever a tensor is written to; torch keeps none of what was made in inference mode."""
-    return [0 if x.is_inference() else x._version for x in xs]
+    try:
+        return [x._version for x in xs]
+    except RuntimeError:
+        return [0 if x.is_inference() else x._version for x in xs]
 
 
 def _in_backward() -> bool:
