@@ -1,7 +1,6 @@
 """Parameters that a forward writes to: frozen ones are kept, as buffers are; trained ones belong to the optimizer."""
 
 import copy
-import re
 
 import pytest
 import torch
@@ -255,7 +254,6 @@ def test_stages_refuse_writes_to_any(kind, zero_stage):
         boosted, opt, *_ = booster.boost(model, opt)
         booster.execute_pipeline(iter([(batch(0), batch(1))]), boosted, nn.MSELoss(), opt)
 
-    name = r"0\.layer\.weight" if issubclass(kind, Clamped) else r"0\.key\.0\.weight"
-    with pytest.raises(fs.FshardError, match=name + r".*(in place|bound anew)") as found:
+    name = r"0\[0\]\.layer\.weight" if issubclass(kind, Clamped) else r"0\[0\]\.key\[0\]\.weight"
+    with pytest.raises(fs.LayoutError, match=rf"execute_pipeline: stages changed parameters in place: .*{name}"):
         fs.run(main, mesh=fs.make_mesh({"data": 2, "pipe": 2}))
-    assert re.search("stages", str(found.value))

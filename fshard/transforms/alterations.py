@@ -16,6 +16,7 @@ from itertools import chain
 from operator import is_
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from fshard.errors import ModuleError
@@ -23,6 +24,7 @@ from fshard.transforms.holders import ATOMS, CONTAINERS, INTERNAL, are_same, hol
 from fshard.transforms.kept import ABSENT, Slot, put, set_in, slot_of
 from fshard.transforms.skeleton import written_to
 
+_C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
 _TENSORS = ("_parameters", "_buffers", "_modules")
 _HOOKS = tuple(sorted(key for key in INTERNAL if key.endswith("_hooks") and key.startswith(("_forward", "_backward"))))
 _ABOUT_HOOKS = tuple(sorted(key for key in INTERNAL if key.startswith(("_forward", "_backward"))))
@@ -103,7 +105,8 @@ class Alterations:
 
     def found(self) -> Altered | None:
         """Return what has been done since the last time; None if nothing has."""
-        trained = [x.requires_grad for x in self._params.values()]
+        with _C.DisableTorchFunctionSubclass():  # it asks all parameters, in every call
+            trained = [x.requires_grad for x in self._params.values()]
         versions = [x._version == version for x, version in self._buffers.values()]
         within = [slot for slot, inner in self._inner.items() if not inner.is_as_noted()]
         written = self._is_written_to()

@@ -8,7 +8,7 @@ in stages (guarded)                  an error         an error
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,8 +37,22 @@ class Guarded(Tensor):
 
 
 def guarded(x: Tensor) -> Tensor:
-    """Return a tensor with the same memory whose data nobody can write to unseen."""
+    """Return a tensor with the same memory whose data nobody can write to unseen.
+
+    >>> x = guarded(torch.zeros(2))
+    >>> x.data += 1
+    >>> x._version, written_to([x], [0])
+    (1, [0])
+    """
     return x.detach().as_subclass(Guarded)
+
+
+def written_to(xs: Sequence[Tensor], versions: Sequence[int]) -> list[int]:
+    """Return the places of guarded tensors that have other versions now, or were given other data."""
+    if versions_of(xs) == versions and not any(x.bound for x in xs if type(x) is Guarded):
+        return []
+    both = zip(xs, versions_of(xs), versions, strict=True)
+    return [place for place, (x, now, before) in enumerate(both) if now != before or getattr(x, "bound", False)]
 
 
 class Given:
@@ -56,17 +70,17 @@ class Given:
         self._lent = {name: lent(x) for name, x in self._own.items() if name not in self._kept}
         self._lent |= {name: value_of(lent(x)) for name, x in self._kept.items()}
         self.tensors = {**params, **self._lent} if self._lent else params
-        self._watched = [x for x in params.values() if type(x) is not Handle] if len(self._lent) < len(params) else []
-        self._versions = versions_of(self._watched)
+        alone = type(next(iter(params.values()), None)) in (
+            Tensor,
+            nn.Parameter,
+        )  # else the step looks, once for all calls
+        self._watched = {name: x for name, x in params.items() if name not in self._lent} if alone else {}
+        self._versions = versions_of([*self._watched.values()])
 
     def changed(self) -> list[str]:
         """Return what the call has written to, and may not."""
-        bound = {id(x) for x in self._watched if type(x) is Guarded and x.bound}
-        if not bound and versions_of(self._watched) == self._versions:
-            return []
-        before = {id(x): version for x, version in zip(self._watched, self._versions, strict=True)}
-        pairs = ((name, x) for name, x in self.tensors.items() if id(x) in before)
-        return [name for name, x in pairs if id(x) in bound or versions_of([x]) != [before[id(x)]]]
+        now = versions_of([*self._watched.values()])
+        return [name for name, one, other in zip(self._watched, now, self._versions, strict=True) if one != other]
 
     def kept(self) -> dict[str, Tensor]:
         """Return what is to be kept of frozen parameters, by the names of buffers."""

@@ -31,6 +31,7 @@ from fshard.transforms.counts import something
 from fshard.transforms.idle import idling
 from fshard.transforms.means import Found, together, tree_sum
 from fshard.transforms.origin import Origin, bits
+from fshard.transforms.patterns import named, parts_of
 from fshard.transforms.randomness import keyed_apart
 from fshard.transforms.remembered import entries_of, entries_of_all, entry_of
 from fshard.transforms.slices import DETACHED, counts_of, one_loss
@@ -176,6 +177,7 @@ class Shift:
                 plan.route, self, self.pipe, near, self.site, kinds, known, backward=how.backward, tells=True
             )
             loss, held, aux = device.run()
+        self._refuse_written()
         found = self.totals.result()
         used, learnt = self._agreed()
         divisor = 1.0 if how.slices is None else self.weight
@@ -185,6 +187,16 @@ class Shift:
             if used[leaf]
         }
         return Result(loss, self.weight, aux, gradients, used, learnt)
+
+    def _refuse_written(self) -> None:
+        """Raise if a stage has written to a parameter: to frozen ones, too, since it has done so for each microbatch."""
+        paths = [path for stage in self.mine for path in self.params[stage].written_to()]
+        if paths:
+            names = ", ".join(named(parts_of(path)) for path in paths)
+            raise LayoutError(
+                f"{self.plan.how.caller}: stages changed parameters in place: {names}. Trained ones are the optimizer's; "
+                "frozen ones are kept where there are no stages. Keep buffers."
+            )
 
     def _divided(self, g: Tensor, divisor: float, held: Tensor) -> Tensor:
         g = g if divisor == 1.0 else g / divisor

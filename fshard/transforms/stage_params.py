@@ -18,8 +18,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from fshard.mesh.steps import go
 from fshard.mesh.tree import PyTree
 from fshard.source import Site
-from fshard.transforms.given import guarded
-from fshard.transforms.units import Leaf
+from fshard.transforms.given import guarded, written_to
+from fshard.transforms.units import Leaf, versions_of
 
 _data_of = cast("Any", Tensor).data.__get__
 
@@ -61,6 +61,7 @@ class StageParams:
         self.own = [self._xs[place].requires_grad_() for place in trained]
         self._edges = [get_gradient_edge(x) for x in self.own]
         self._tree = tree(self._xs)
+        self._versions, self._leaves = versions_of(self._xs), leaves
 
     @property
     def tree(self) -> PyTree:
@@ -73,6 +74,10 @@ class StageParams:
         """Where the gradients of those that are trained come out; and they are whole."""
         self._arrive()
         return self._edges
+
+    def written_to(self) -> list[str]:
+        """Return the paths of those that a stage has written to."""
+        return [self._leaves[place].path for place in written_to(self._xs, self._versions)]
 
     def gather(self) -> None:
         """Begin to gather what lies in pieces, ahead of its use."""
