@@ -11,8 +11,6 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import fshard as fs
-from fshard.mesh.tree import flatten
-from fshard.transforms.budget import budget
 
 PLUGINS = {
     "ddp": fs.DDPPlugin,
@@ -750,50 +748,3 @@ def test_processes_have_the_bits_of_virtual_devices(two, plugin):
         assert all(torch.equal(x, expected[rank][0][key]) for key, x in state.items())
         assert torch.equal(output, expected[rank][1])
         assert losses == expected[rank][2]
-
-
-# -- advice -----------------------------------------------------------------------------------------------------------
-
-
-def layers(count=8, width=100):
-    return nn.Sequential(*(nn.Linear(width, width, device="meta") for _ in range(count)))
-
-
-@pytest.mark.parametrize(
-    ("memory", "expected"),
-    [
-        (1_300_000, fs.DDPPlugin),
-        (900_000, partial(fs.ZeroPlugin, stage=1)),
-        (700_000, partial(fs.ZeroPlugin, stage=2)),
-        (450_000, fs.FSDPPlugin),
-        (400_000, partial(fs.HybridParallelPlugin, pipeline=2, microbatches=4, zero_stage=3)),
-    ],
-)
-def test_the_simplest_plugin_that_fits_is_advised(memory, expected):
-    mesh = fs.make_mesh({"data": 4})
-    advised = fs.auto_plugin(layers(), mesh, memory)
-    assert advised == expected(mesh=None if "Hybrid" in type(advised).__name__ else mesh)
-    *rows, last = advised.why.splitlines()[1:]
-    assert last.endswith("fits")
-    assert all(row.endswith("too much") for row in rows)
-
-
-def test_what_is_counted_is_what_devices_hold():
-    mesh = fs.make_mesh({"data": 4})
-    model = nn.Sequential(nn.Linear(30, 40), nn.Linear(40, 7))
-    for plugin in (fs.DDPPlugin(mesh=mesh), fs.ZeroPlugin(mesh=mesh, stage=1), fs.FSDPPlugin(mesh=mesh)):
-        state = fs.Booster(plugin).init(model, torch.optim.AdamW(model.parameters()), nn.MSELoss())
-        how = plugin.arranged()
-        counted = budget(dict(model.named_parameters()), how.rules, fs.optim.adamw(), mesh, ("data",), how.stage)
-        assert held_by_first(state.params) == counted.parameters
-        assert held_by_first(state.optimizer) == counted.state
-
-
-def held_by_first(tree):
-    return sum(x.shards[0].nbytes for x in flatten(tree, sharded_is_leaf=True)[0] if isinstance(x, fs.Sharded))
-
-
-def test_what_fits_in_no_way_is_told_with_the_numbers():
-    with pytest.raises(fs.LayoutError, match="fits in no way:\nbytes a device .*\nDDP, stage 0 .*1,292,800  too much"):
-        fs.auto_plugin(layers(), fs.make_mesh({"data": 4}), 1000)
-    assert isinstance(fs.auto_plugin(layers(), fs.make_mesh({"data": 4}), 2_000_000, activations=1000), fs.DDPPlugin)

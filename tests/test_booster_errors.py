@@ -281,3 +281,74 @@ def test_stages_name_all_that_is_wrong(names, mesh):
 def test_a_balance_is_a_word_or_numbers(balance):
     with pytest.raises(fs.LayoutError, match="balance"):
         fs.HybridParallelPlugin(pipeline=2, balance=balance)
+
+
+def trained():
+    one = model()
+    return fs.Booster().boost(one, torch.optim.SGD(one.parameters(), lr=0.1))[0]
+
+
+def lone(cls):
+    one = model()
+    return {"model": one, "optimizer": cls(one.parameters())}
+
+
+ADVICE = {
+    "model": ({"model": None}, "model is a Module, not None"),
+    "a class": ({"model": nn.Linear}, "model is a Module, not <class"),
+    "no shapes": ({"model": nn.LazyLinear(2)}, "model has no shapes before its first call: weight, bias"),
+    "mesh": ({"mesh": {"data": 2}}, "mesh is a Mesh, not {'data': 2}"),
+    "memory": ({"memory": "80GB"}, "memory is a whole number from 1 on, not '80GB'"),
+    "no memory": ({"memory": 0}, "memory is a whole number from 1 on, not 0"),
+    "bytes": ({"memory": True}, "memory is a whole number from 1 on, not True"),
+    "no activations": ({"activations": None}, "activations is a whole number from 0 on, not None"),
+    "negative activations": ({"activations": -1}, "activations is a whole number from 0 on, not -1"),
+    "an optimizer": ({"optimizer": "adamw"}, "str is no pair of init and update"),
+    "no optimizer": ({"optimizer": 0}, "int is no pair of init and update"),
+    "an optimizer of another": (
+        {"optimizer": torch.optim.SGD(model().parameters())},
+        "SGD: in param_groups.0. are tensors that are no parameters of the model",
+    ),
+    "an optimizer with a search": (
+        lone(torch.optim.LBFGS),
+        "from_torch cannot make torch.optim.LBFGS .*calls the loss function several times",
+    ),
+    "an option": ({"unitt": 3, "why": "so"}, "there is no unitt=, why=; there are axis=, balance=, .*zero_stage="),
+    "precision": ({"precision": "fp8"}, "precision is .*not 'fp8'"),
+    "axis": ({"axis": "rows"}, 'axis=: Mesh.* has no axis "rows"'),
+    "slices": ({"slices": 4}, "slices= has no meaning without reproducible=True"),
+    "options": ({"options": {"buckt": 1}}, "options has 'buckt'"),
+    "unit": ({"unit": 0}, "unit is .*, not 0"),
+    "stage": ({"stage": 3}, "stage is 1 or 2, not 3"),
+    "shard axis": ({"shard_axis": "rows"}, 'shard_axis=: .* has no axis "rows"'),
+    "schedule": ({"schedule": "1b1f"}, 'There is no schedule "1b1f"'),
+    "microbatches": ({"microbatches": "4"}, "microbatches is a whole number from 1 on, not '4'"),
+    "zero stage": ({"zero_stage": 4}, "zero_stage is 0, 1, 2 or 3, not 4"),
+    "pipeline": ({"pipeline": 0}, "pipeline is a whole number from 1 on, not 0"),
+}
+FITTING = {"model": model(), "mesh": MESH, "memory": 10**9}
+
+
+@pytest.mark.parametrize("name", ADVICE)
+def test_a_question_that_cannot_be_answered_is_one_error(name):
+    asked, told = ADVICE[name]
+    with pytest.raises(fs.LayoutError, match=f"^auto_plugin: {told}"):
+        fs.auto_plugin(**FITTING | asked)
+
+
+OF_A_MODEL_AND_A_MESH = {"no shapes", "an optimizer of another", "an optimizer with a search", "axis", "shard axis"}
+
+
+@given(names=st.sets(st.sampled_from([*{*ADVICE} - OF_A_MODEL_AND_A_MESH]), min_size=1))
+def test_all_that_is_wrong_with_a_question_is_told(names):
+    chosen = {frozenset(ADVICE[name][0]): name for name in sorted(names)}  # of several about one thing the last
+    with pytest.raises(fs.LayoutError) as found:
+        fs.auto_plugin(**FITTING | {key: x for name in chosen.values() for key, x in ADVICE[name][0].items()})
+    told = str(found.value)
+    assert told.startswith("auto_plugin: ")
+    assert not [name for name in chosen.values() if not re.search(ADVICE[name][1], told)], told
+
+
+def test_a_boosted_model_is_not_asked_about():
+    with pytest.raises(fs.LayoutError, match="auto_plugin: model is boosted already: ask before that"):
+        fs.run(lambda: fs.auto_plugin(trained(), MESH, 10**9), mesh=fs.make_mesh({"data": 1}))

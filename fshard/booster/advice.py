@@ -8,22 +8,23 @@ nor do units or activations   HybridParallelPlugin: fewer layers on each device
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from math import prod
+from typing import Any, cast
 
 from torch import nn
 
 from fshard.booster.plugins import DDPPlugin, FSDPPlugin, HybridParallelPlugin, Plugin, ZeroPlugin
 from fshard.errors import LayoutError
-from fshard.mesh.mesh import Mesh, refuse_no_mesh
+from fshard.mesh.mesh import Mesh
+from fshard.mesh.spec import as_axes
 from fshard.optim.adam import adamw
 from fshard.optim.following import followed
-from fshard.optim.partition import Stage
-from fshard.transforms.budget import budget
-from fshard.transforms.functionalize import functionalize
-
-_COLUMNS = ("parameters", "gathered", "gradients", "state", "activations", "together")
+from fshard.transforms.budget import Budget, budget
+from fshard.transforms.complaints import misfits
+from fshard.transforms.takers import Taker, takers_of, wrong_for_all
+from fshard.transforms.weighing import Table, counts_of_stages, in_the_abstract, not_counted
 
 
 def auto_plugin(
@@ -31,15 +32,17 @@ def auto_plugin(
 ) -> Plugin:
     """Return the simplest plugin with which each device holds at most so much; its `why` is a table of what was counted.
 
-    Stages are for rows of layers, an `nn.Sequential`, and are counted as equal parts.
+    The device counts that holds most.  A plugin that the options make meaningless has a row that says why.
 
     Args:
         model: any module, which may lie on the meta device: nothing is laid anywhere.
         mesh: the devices.  For stages they are laid anew, along "data" and "pipe".
         memory: bytes of each device.
         optimizer: what trains it; None: AdamW.
-        activations: bytes that those of a device's part of a batch take, which stages divide.
-        options: of the plugin, precision and so on.
+        activations: bytes that those of a device's part of a batch take on this mesh, if none are computed again.  Stages share
+            them, and a device holds those of as many microbatches as its schedule says.
+        options: of plugins, precision and so on: each is given those that it has.  Stages of a model that is no `nn.Sequential`
+            need `blocks` and `sample`.  Unless said, `zero_stage` is 1 or 3, and there are two microbatches for each stage.
 
     >>> import torch, fshard as fs
     >>> model = torch.nn.Sequential(*(torch.nn.Linear(100, 100, device="meta") for _ in range(8)))
@@ -47,48 +50,46 @@ def auto_plugin(
     >>> type(plugin).__name__, plugin.stage
     ('ZeroPlugin', 2)
     >>> print(plugin.why)
-    bytes a device           parameters       gathered      gradients          state    activations       together  of 700,000
+    bytes a device           parameters         copies      gradients          state    activations       together  of 700,000
     DDP, stage 0                323,200              0        323,200        646,400              0      1,292,800  too much
     Zero, stage 1               323,200              0        323,200        161,600              0        808,000  too much
     Zero, stage 2               323,200              0        121,200        161,600              0        606,000  fits
     """
-    refuse_no_mesh("auto_plugin", mesh)
-    given = dict(model.named_parameters())
-    opt = adamw() if optimizer is None else followed(optimizer, given, "auto_plugin").now()
-    _, params, _ = functionalize(model)
-    rows = ["".join(["bytes a device      ", *(f"{name:>15}" for name in _COLUMNS), f"  of {memory:,}"])]
-    for plugin, parts, cut in _candidates(model, mesh, options):
-        how = plugin.arranged(cut)
-        counted = budget(params, how.rules, opt, cut, how.pieces or cut.axis_names, how.stage if how.pieces else 0)
-        held = [-(-one // parts) for one in (*counted, activations)]
-        fits = sum(held) <= memory
-        numbers = [f"{one:>15,}" for one in (*held, sum(held))]
-        rows.append("".join([f"{_name(plugin):20}", *numbers, "  fits" if fits else "  too much"]))
-        if fits:
-            return replace(plugin, why="\n".join(rows))
-    raise LayoutError("auto_plugin: this model fits in no way:\n" + "\n".join(rows))
+    given: dict[str, Any] = {"mesh": mesh, "memory": memory, "activations": activations}
+    opt, takers = adamw() if optimizer is None else optimizer, _takers(model, mesh, options)
+    wrong = not_counted(model, opt) | misfits(cast(Any, auto_plugin), given, activations=0)
+    axis = filter(None, [takers[0].refusal({"axis": options.get("axis")})])
+    if told := dict.fromkeys([*wrong.values(), *axis, *wrong_for_all(takers, options, ("mesh", "why"))]):
+        raise LayoutError(f"auto_plugin: {'; '.join(told)}.")
+    batch = activations * prod(n for axis, n in mesh.axes if axis in as_axes(options.get("axis") or mesh.axis_names))
+
+    def counted(taker: Taker[Plugin]) -> Budget:
+        plugin = taker.made(options)
+        cut = {plugin.pipeline_axis: plugin.pipeline} if isinstance(plugin, HybridParallelPlugin) else {}
+        source = followed(opt, dict(model.named_parameters()), "auto_plugin")
+        return budget(plugin.arranged(in_the_abstract(mesh, cut)), model, source, batch)
+
+    table = Table(memory)
+    for taker in takers:
+        if table.fits(_name(taker, options), partial(counted, taker)):
+            return replace(taker.made(options), why=str(table))
+    raise LayoutError(f"auto_plugin: this model fits in no way:\n{table}")
 
 
-def _candidates(model: nn.Module, mesh: Mesh, options: dict[str, Any]) -> Iterator[tuple[Plugin, int, Mesh]]:
-    """Yield plugins, the simplest first: into how many parts each cuts the model, and the mesh that is then along its batch."""
-    yield DDPPlugin(mesh=mesh, **options), 1, mesh
-    yield ZeroPlugin(mesh=mesh, stage=1, **options), 1, mesh
-    yield ZeroPlugin(mesh=mesh, stage=2, **options), 1, mesh
-    yield FSDPPlugin(mesh=mesh, **options), 1, mesh
-    layers = len(model) if isinstance(model, nn.Sequential) else 0
-    stages: tuple[Stage, Stage] = (1, 3)
-    for parts in range(2, min(mesh.size, layers) + 1):
-        if mesh.size % parts == 0:
-            cut = Mesh((("data", mesh.size // parts), ("pipe", parts)), "abstract", "meta")
-            for stage in stages:
-                yield (
-                    HybridParallelPlugin(pipeline=parts, microbatches=2 * parts, zero_stage=stage, **options),
-                    parts,
-                    cut,
-                )
+def _takers(model: nn.Module, mesh: Mesh, options: dict[str, Any]) -> list[Taker[Plugin]]:
+    """Return plugins, the simplest first, and what is theirs unless it is said."""
+    on = {"mesh": mesh if isinstance(mesh, Mesh) else None}  # pyright: ignore[reportUnnecessaryIsInstance]
+    usual: list[tuple[type[Plugin], dict[str, Any]]] = [(DDPPlugin, on)]
+    usual += [(ZeroPlugin, on | {"stage": stage}) for stage in (1, 2)]
+    usual += [(FSDPPlugin, on)]
+    for count in counts_of_stages(model, options, mesh):
+        of_stages = {"pipeline": count, "microbatches": 2 * count}
+        usual += [(HybridParallelPlugin, of_stages | {"zero_stage": stage}) for stage in (1, 3)]
+    return takers_of(usual, options)
 
 
-def _name(plugin: Plugin) -> str:
-    name = type(plugin).__name__.removesuffix("Plugin").removesuffix("Parallel")
-    cut = f" x {plugin.pipeline}" if isinstance(plugin, HybridParallelPlugin) else ""
-    return f"{name}, stage {plugin.zero()}{cut}"
+def _name(taker: Taker[Plugin], options: dict[str, Any]) -> str:
+    own: dict[str, Any] = {"stage": 3 if taker.kind is FSDPPlugin else 0} | taker.own(options)
+    stage = own.get("zero_stage", own["stage"])
+    cut = f" x {own['pipeline']}" if "pipeline" in own else ""
+    return f"{taker.kind.__name__.removesuffix('Plugin').removesuffix('Parallel')}, stage {stage}{cut}"
