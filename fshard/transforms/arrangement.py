@@ -121,7 +121,8 @@ class Arrangement:
 
     def functional(self, model: nn.Module, source: Followed, criterion: Criterion | None) -> tuple[State, Step]:
         """Return the state to begin with, and the step that takes it: see `loss_of`."""
-        note_originals(model)
+        if self.mesh.runtime != "abstract":  # where nothing is trained
+            note_originals(model)
         if self.cut is None:
             apply, params, buffers = self._pure(model, skeleton(model), source)
             loss, own = loss_of(apply, criterion), dict[str, Any]()
