@@ -126,7 +126,10 @@ class Memory:
 
     def note(self, stage: int, microbatch: int, after: PyTree) -> None:
         """Note what a stage has returned of its buffers."""
-        (given, structure), (leaves, form) = self._given[stage], flatten(after, none_is_leaf=True)
+        given, structure = self._given[stage]
+        if not after and not given:
+            return
+        leaves, form = flatten(after, none_is_leaf=True)
         if form == structure and all(map(is_, given, leaves)):
             return
         before, found = self._before[stage], _by_path(after)
