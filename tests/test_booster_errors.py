@@ -1,5 +1,7 @@
 """Bad configurations of the Booster: one error each, that names all that is wrong, before anything is laid anywhere."""
 
+import copy
+import pickle
 import re
 from contextlib import nullcontext
 
@@ -136,7 +138,10 @@ BAD = {
         lambda: fs.Booster().prepare_dataloader(TensorDataset(torch.ones(4)), 2, shufle=True),
         "torch's DataLoader has no option shufle",
     ),
-    "a function": (lambda: fs.Booster().boost(model), "boost takes a module, not function"),
+    "a function": (
+        lambda: fs.Booster().boost(model),
+        "boost: the model is a module, not function: for a function there is",
+    ),
     "the optimizer that was": (lambda: not_boosted(), "SGD is no optimizer that boost has returned"),
     "torch's backward": (
         lambda: by_torch(),
@@ -239,6 +244,107 @@ def test_any_plugin_is_made_or_names_all_that_is_wrong(precision, stage, seed, s
     with pytest.raises(fs.LayoutError) if count else nullcontext() as found:
         fs.ZeroPlugin(mesh=mesh, sync_batchnorm=sync, **how)
     assert not count or str(found.value).count(";") + 1 == count
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, pickle.dumps])
+def test_a_boosted_optimizer_that_is_copied_is_one_error_and_harms_no_other(copied):
+    def main(act):
+        booster, one, opt = with_optimizer()
+        act(opt)
+        booster.backward(one(torch.ones(5, 3)).mean(), opt)
+        opt.step()
+
+    mesh = fs.make_mesh({"data": 1})
+    with pytest.raises(fs.OptimizerError, match=r"a boosted optimizer is not copied or pickled: .* model.unwrap\(\)"):
+        fs.run(main, copied, mesh=mesh)
+    fs.run(main, lambda opt: None, mesh=mesh)
+
+
+def sgd(one):
+    return torch.optim.SGD(one.parameters(), lr=0.1)
+
+
+MISGIVEN = {
+    "words": (
+        lambda g: (g.one, g.opt, "mse", 3, "sched"),
+        "boost: criterion is called, 'mse' cannot be; dataloader is iterated, 3 cannot be; lr_scheduler has a step(), "
+        "'sched' has none.",
+    ),
+    "swapped": (
+        lambda g: (g.one, g.opt, nn.MSELoss(), g.steps, [1]),
+        "boost: dataloader is iterated, StepLR cannot be; lr_scheduler has a step(), list has none.",
+    ),
+    "a scheduler of another": (
+        lambda g: (g.one, g.opt, nn.MSELoss(), None, g.foreign),
+        "boost: lr_scheduler writes into another optimizer: StepLR is to be made of this one.",
+    ),
+    "a row of schedulers of another": (
+        lambda g: (g.other, sgd(g.other), nn.MSELoss(), None, g.row),
+        "boost: lr_scheduler writes into another optimizer: SequentialLR is to be made of this one.",
+    ),
+    "everything": (
+        lambda g: (model, nn.MSELoss(), g.opt, None, g.opt.param_groups),
+        "boost: the model is a module, not function: for a function there is fs.train_step; MSELoss is no pair of init and "
+        "update. Write fs.optim.adamw(...), or make one of a class of torch: fs.optim.from_torch(torch.optim.RMSprop, lr=...); "
+        "criterion is called, SGD cannot be; lr_scheduler has a step(), list has none.",
+    ),
+}
+
+
+class Five:
+    """What boost may be given."""
+
+    def __init__(self):
+        self.one, self.other = model(), model()
+        self.opt = sgd(self.one)
+        self.steps = torch.optim.lr_scheduler.StepLR(self.opt, 1)
+        self.row = torch.optim.lr_scheduler.SequentialLR(
+            self.opt, [self.steps, torch.optim.lr_scheduler.StepLR(self.opt, 2)], [1]
+        )
+        self.foreign = torch.optim.lr_scheduler.StepLR(sgd(self.other), 1)
+
+
+@pytest.mark.parametrize("name", MISGIVEN)
+def test_what_boost_cannot_take_is_named_at_once(name):
+    give, message = MISGIVEN[name]
+    with pytest.raises(fs.ModuleError) as found:
+        fs.run(lambda: fs.Booster().boost(*give(Five())), mesh=fs.make_mesh({"data": 1}))
+    assert str(found.value) == message
+
+
+def test_schedulers_of_any_maker_are_taken():
+    class Third:
+        def step(self):
+            pass
+
+    def main():
+        given = Five()
+        fs.Booster().boost(given.one, given.opt, nn.MSELoss(), [1], given.row)
+        fs.Booster().boost(given.other, sgd(given.other), None, None, Third())
+
+    fs.run(main, mesh=fs.make_mesh({"data": 1}))
+
+
+BOOSTED = "the model has been boosted already: model.unwrap() is one to boost anew"
+TWICE = {
+    "both": (lambda b, m, o: b.boost(m, o), f"boost: {BOOSTED}; the optimizer has been boosted already"),
+    "the model": (lambda b, m, o: fs.Booster(fs.FSDPPlugin()).boost(m), f"boost: {BOOSTED}"),
+    "its structure": (lambda b, m, o: b.boost(m.module), f"boost: {BOOSTED}"),
+    "the optimizer": (lambda b, m, o: b.boost(model(), o), "boost: the optimizer has been boosted already"),
+    "a new optimizer": (lambda b, m, o: b.boost(m, sgd(m)), f"boost: {BOOSTED}"),
+    "to begin with": (lambda b, m, o: b.init(m, sgd(m), nn.MSELoss()), f"init: {BOOSTED}"),
+    "a lazy one": (
+        lambda b, m, o: b.boost(nn.Sequential(nn.LazyLinear(3)), sgd(model())),
+        "boost: 0.weight, 0.bias of the model has no shape yet: run it once on an example first",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TWICE)
+def test_what_was_boosted_before_or_has_no_shape_is_told(name):
+    act, message = TWICE[name]
+    with pytest.raises(fs.ModuleError, match=re.escape(message)):
+        fs.run(lambda: act(*with_optimizer()), mesh=fs.make_mesh({"data": 1}))
 
 
 OFFENDERS = {

@@ -21,8 +21,8 @@ from torch.utils.data import DataLoader
 
 from fshard.booster.plugins import DDPPlugin, Plugin
 from fshard.errors import LayoutError, ModuleError
-from fshard.optim.following import followed
 from fshard.transforms.arrangement import Arrangement, State, Step
+from fshard.transforms.accepted import taken
 from fshard.transforms.loader import Loader
 from fshard.transforms.lora import LoraConfig, lora
 from fshard.transforms.skeleton import skeleton
@@ -82,12 +82,8 @@ class Booster:
             dataloader: of torch, whose batches are then those of all devices together; anything else stays as it is.
             lr_scheduler: stays as it is: what it writes into the optimizer's groups counts.
         """
-        if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ModuleError(
-                f"boost takes a module, not {type(model).__name__}. For a function there is fs.train_step."
-            )
+        source = taken("boost", model, optimizer, criterion, dataloader, lr_scheduler)
         how = self.plugin.arranged().of(len(self._loops.own.models))
-        source = followed(optimizer, dict(model.named_parameters()), "boost")
         bare = skeleton(model)
         stand_in = Model(bare, how.learner(model, bare, source))
         source.point_at(dict(bare.named_parameters()))
@@ -168,14 +164,14 @@ class Booster:
 
     def init(self, model: nn.Module, optimizer: Any, criterion: Callable[..., Tensor] | None = None) -> State:
         """Return the state to begin with, and remember the step: see `loss_of`."""
-        source = followed(optimizer, dict(model.named_parameters()), "init")
+        source = taken("init", model, optimizer, criterion)
         how, self._loops.own.inits = self.plugin.arranged().of(self._loops.own.inits), self._loops.own.inits + 1
         state, step = how.functional(model, source, criterion)
         self._steps.append(step)
         return state._replace(turn=len(self._steps) - 1)
 
     def step(self, state: State, batch: Any) -> tuple[State, Metrics]:
-        """Take a step on a batch, which is that of all devices; the state that is given is used up."""
+        """Take a step on a batch of all devices, or what a prepared loader gives; the state that is given is used up."""
         if not isinstance(state, State) or state.turn >= len(self._steps):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ModuleError("step comes after state = booster.init(model, optimizer, criterion).")
-        return self._steps[state.turn](state, batch)
+        return self._steps[state.turn](state, self._loops.batch(batch))

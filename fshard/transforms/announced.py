@@ -23,11 +23,18 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from fshard.errors import LayoutError, MismatchError
 from fshard.mesh.mesh import Mesh
 from fshard.mesh.scope import require
+from fshard.mesh.spmd import device_of
 from fshard.mesh.tree import PyTree, flatten_outside
 from fshard.source import call_site
 from fshard.transforms.agree import on_host, summed
-from fshard.transforms.batch import Cut
+from fshard.transforms.batch import Cut, Part
 from fshard.transforms.opaque import rows_of, tensors_of
+
+_LENT = (
+    "all devices have as many rows, and batches were fetched ahead and copied, of which one has fewer samples than there are "
+    "devices; whether some of these rows are a neighbour's nobody knows. Call the model with the tensors that the loader has "
+    "given, take each batch when its turn has come, or leave the last one out: drop_last=True."
+)
 
 
 class Counted(NamedTuple):
@@ -83,8 +90,7 @@ class Announced:
     def counted(self, leaves: Sequence[Any], device: int) -> Counted:
         """Return what the leaves of a device's part count for."""
         self._unused = False
-        found = (self._total_of(x) for leaf in leaves for x in tensors_of(leaf))
-        known = next((total for total in found if total is not None), None)
+        known = self._known(leaves)
         total = known if known is not None else None if self._ahead else self._last
         own = None if total is None else self._own(total, device)
         rows = _rows(leaves, None if own is None else max(own, 1))
@@ -96,6 +102,30 @@ class Announced:
             return Counted(rows, cut, 1 / self._parts, False, None, None)
         lent = self._ahead and min(self._told) < self._parts and not (rows > 1 and rows * self._parts in self._told)
         return Counted(rows, cut, None, lent, None, None)
+
+    def part(self, batch: PyTree) -> PyTree:
+        """Return a batch as this device's part, if the loader has told it; else, as who has no loader gives it, the whole.
+
+        A copy with as many rows as the part that was told last is one.  If it is not, all devices have the same few rows, and
+        a mean over all of them is the mean over each.
+        """
+        self._unused = False
+        leaves = flatten_outside(batch)[1]
+        known = self._known(leaves)
+        total = self._last if known is None else known
+        if total is None:
+            return batch
+        own = max(self._own(total, device_of(self._mesh)), 1)
+        if known is None and {rows_of(x) for x in leaves} - {None} != {own}:
+            return batch
+        if known is None and self._ahead and total < self._parts:
+            raise MismatchError(f"step: {_LENT}")
+        return Part(batch, Cut(self._axes, self._parts, total))
+
+    def _known(self, leaves: Sequence[Any]) -> int | None:
+        """Return how many samples all devices have of the batch that leaves are of, if one has been told."""
+        found = (self._total_of(x) for leaf in leaves for x in tensors_of(leaf))
+        return next((total for total in found if total is not None), None)
 
     def _total_of(self, x: Tensor) -> int | None:
         return self._totals.get(x if x in self._totals or x._base is None else x._base)
@@ -123,12 +153,7 @@ class Announced:
         rows = [part.rows or 0 for part in asked]
         sums = self._sum([x for n, part in zip(rows, asked, strict=True) for x in (n, n**2, part.lent)])
         if any(lent and n**2 == self._parts * squares for n, squares, lent in zip(*[iter(sums)] * 3, strict=True)):
-            raise MismatchError(
-                "backward: all devices have as many rows, and batches were fetched ahead and copied, of which one has fewer "
-                "samples than there are devices; whether some of these rows are a neighbour's nobody knows. Call the model "
-                "with the tensors that the loader has given, take each batch when its turn has come, or leave the last one "
-                "out: drop_last=True."
-            )
+            raise MismatchError(f"backward: {_LENT}")
         return [n / total for n, total in zip(rows, sums[::3], strict=True)]
 
     def _sum(self, numbers: Sequence[float]) -> list[float]:

@@ -97,6 +97,11 @@ class Batch:
     wholes: dict[str, Tensor]
 
     @property
+    def alone(self) -> bool:
+        """Whether other devices, for whom the caller does not stand, may have been given something else."""
+        return len(self.devices) < self.mesh.size and self.mesh.runtime != "abstract"
+
+    @property
     def cut(self) -> Cut | None:
         """How samples are cut, if all tensors that hold some say the same."""
         kinds = {cut for cut in self.cuts if cut is not None}
@@ -167,8 +172,37 @@ def _rows(x: Tensor, ranges: list[Range], turn: int) -> Tensor:
     return x[slice(*_filled((start - first, stop - first), len(x)))]
 
 
+@dataclass(frozen=True)
+class Part:
+    """A batch of which the caller, who is one device, has its own part, as a loader has cut it."""
+
+    tree: PyTree
+    cut: Cut
+
+    def on(self, mesh: Mesh) -> Batch:
+        """Return the batch as it lies."""
+        _refuse_opaque(self.tree, P(self.cut.axes))
+        paths, leaves, structure = flatten_with_paths(self.tree, none_is_leaf=True)
+        (device,) = held(mesh)
+        (own,) = self.cut.ranges(mesh, device, 1)
+        rows = max(own[1] - own[0], 1)  # a neighbour's, if there is none
+        strange = [(path, x) for path, x in zip(paths, leaves, strict=True) if rows_of(x) not in (None, rows)]
+        if strange:
+            found = ", ".join(f"{path or 'it'} is {rows_of(x)} long" for path, x in strange)
+            raise LayoutError(
+                f"this device has {rows} of the batch's {self.cut.length} samples, as the loader has cut it, but {found}. Give "
+                "what has a row for each sample, and what all devices take whole by itself."
+            )
+        tensors = [lent(in_memory(x, mesh, "device")) if isinstance(x, Tensor) else x for x in leaves]
+        cuts = [None if rows_of(x) is None else self.cut for x in leaves]
+        shapes = tuple((*([self.cut.length] if x.ndim else []), *x.shape[1:]) for x in leaves if isinstance(x, Tensor))
+        return Batch(mesh, (device,), [(x,) for x in tensors], cuts, structure, self.cut.axes, shapes, {})
+
+
 def placed(batch: PyTree, specs: PyTree, mesh: Mesh) -> Batch:
     """Lay a batch on a mesh by a P, or a prefix tree of Ps."""
+    if isinstance(batch, Part):
+        return batch.on(mesh)
     paths, leaves, structure = flatten_with_paths(batch, sharded_is_leaf=True, none_is_leaf=True)
     try:
         chosen = broadcast_prefix(specs, batch, none_is_leaf=True)

@@ -12,27 +12,53 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from inspect import signature
-from typing import Any, cast
+from math import prod
+from typing import Any, cast, get_type_hints
 
 import torch
-from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
-from fshard.errors import LayoutError
+from fshard.errors import LayoutError, ScopeError
 from fshard.mesh.mesh import Mesh
-from fshard.mesh.spmd import device_of
+from fshard.mesh.spmd import device_of, is_outside
 from fshard.transforms.batch import Cut
-from fshard.transforms.complaints import not_whole
+from fshard.transforms.complaints import misfits
 
-Notice = Callable[[int | None, Any], None]
-"""Of how many samples all devices have together, and this device's part of them; of None after the last batch."""
+Notice = Callable[[Mesh, tuple[str, ...], int | None, Any], None]
+"""Where a batch is cut, how many samples all devices have of it, and this device's part; None after the last one."""
 _OPTIONS = frozenset(signature(DataLoader.__init__).parameters)
+_DECIDED = ("sampler", "batch_sampler", "generator")
+
+
+class Position:
+    """What a loader's `state_dict` has."""
+
+    epoch: int
+    sample: int
+    seed: int
+
+
+class Given:
+    """What a loader is given, as far as it is known what that is."""
+
+    batch_size: int
+    shuffle: bool
+    seed: int
+    drop_last: bool
+    pin_memory: bool
+    num_workers: int
+    prefetch_factor: int | None
+    persistent_workers: bool
+    timeout: float
+    in_order: bool
 
 
 class Loader:
-    """A dataset's batches, as one device gets them.  Iterating goes on from the position, and then to the next epoch.
+    """A dataset's batches, as one device gets them; whole ones, where all devices are asked for at once.
 
-    `epoch` and `sample` are the position; each batch that comes tells `notice` how many samples all devices have of it.
-    `samples` is how many of the batch that came last this device has: 0, where a neighbour's stands in for one of its own.
+    Iterating goes on from the position, and then to the next epoch.  `epoch` and `sample` are the position; each batch that
+    comes tells `notice` how many samples all devices have of it.  `samples` is how many of the batch that came last this
+    device has: 0, where a neighbour's stands in for one of its own.
     """
 
     def __init__(
@@ -45,19 +71,11 @@ class Loader:
         shuffle: bool = False,
         seed: int = 1024,
         drop_last: bool = False,
-        notice: Notice = lambda samples, part: None,
+        notice: Notice = lambda mesh, axes, samples, part: None,
         **options: Any,
     ) -> None:
-        count = 1
-        for axis in axes:
-            count *= mesh.shape[axis]
-        wrong = (
-            [] if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") else ["the dataset has no indices"]
-        )
-        wrong += not_whole(1, batch_size=batch_size)
-        wrong += [f"{name}= is decided here" for name in ("sampler", "batch_sampler", "generator") if options.get(name)]
-        wrong += [f"torch's DataLoader has no option {name}" for name in options if name not in _OPTIONS]
-        if wrong:
+        given = {"batch_size": batch_size, "shuffle": shuffle, "seed": seed, "drop_last": drop_last, **options}
+        if wrong := _complaints(dataset, given):
             raise LayoutError(f"prepare_dataloader: {'; '.join(wrong)}.")
         self.dataset, self.batch_size, self.shuffle, self.seed, self.drop_last = (
             dataset,
@@ -67,15 +85,27 @@ class Loader:
             drop_last,
         )
         self.notice, self.epoch, self.sample, self.samples = notice, 0, 0, 0
-        self._mesh, self._axes, self._count, self._options = mesh, axes, count, options
+        self._mesh, self._axes, self._outside, self._options = mesh, axes, is_outside(mesh), options
+        self._parts = list[list[int]]()
+        try:
+            self._by_torch = DataLoader(dataset, batch_sampler=self._parts, **options)
+        except (TypeError, ValueError) as error:
+            raise LayoutError(f"prepare_dataloader: torch's DataLoader refused what it was given: {error}") from error
 
     @classmethod
-    def of(cls, loader: DataLoader[Any], **how: Any) -> Loader:
+    def of(cls, loader: DataLoader[Any], **where: Any) -> Loader:
         """Return what stands for a loader of torch, whose batches are then those of all devices together."""
-        plain = type(loader.sampler) in (RandomSampler, SequentialSampler)
-        if not plain or loader.batch_size is None:
+        if isinstance(loader.dataset, IterableDataset):
             raise LayoutError(
-                f"boost: the dataloader draws by {type(loader.sampler).__name__}; which device gets what is not known then. "
+                "boost: an IterableDataset has no indices; which device gets what is not known then. Iterate it yourself, a "
+                "part on each device, or give a dataset with indices."
+            )
+        how = None if type(loader.sampler) in (RandomSampler, SequentialSampler) else loader.sampler
+        how = loader.batch_sampler if loader.batch_size is None else how
+        if how is not None or loader.batch_size is None:
+            draws = "makes no batches" if how is None else f"draws by {type(how).__name__}"
+            raise LayoutError(
+                f"boost: the dataloader {draws}; which device gets what is not known then. "
                 "Give booster.prepare_dataloader(dataset, batch_size=...), or iterate it yourself, a part on each device."
             )
         dataset, sampler = cast(Any, loader.dataset), cast(Any, loader.sampler)
@@ -89,10 +119,11 @@ class Loader:
                 "on each device."
             )
         same = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "prefetch_factor")
-        same = (*same, "multiprocessing_context", "in_order")
-        options = {name: getattr(loader, name) for name in same}
-        shuffle = isinstance(loader.sampler, RandomSampler)
-        return cls(loader.dataset, loader.batch_size, shuffle=shuffle, drop_last=loader.drop_last, **how, **options)
+        same = (*same, "multiprocessing_context", "in_order", "persistent_workers")
+        flags = ("pin_memory", "in_order", "persistent_workers", "drop_last")  # torch takes what is true
+        options: dict[str, Any] = {name: getattr(loader, name) for name in same}
+        options |= {name: bool(getattr(loader, name)) for name in flags}
+        return cls(dataset, loader.batch_size, shuffle=isinstance(sampler, RandomSampler), **where, **options)
 
     def __len__(self) -> int:
         """Return how many batches an epoch has."""
@@ -100,24 +131,42 @@ class Loader:
         return full + (left > 0 and not self.drop_last)
 
     def __iter__(self) -> Iterator[Any]:
-        """Go through the rest of the epoch; what has been handed out counts as taken."""
-        order = self._order()
-        batches = [order[at : at + self.batch_size] for at in range(self.sample, len(order), self.batch_size)]
-        if self.drop_last:
-            batches = [batch for batch in batches if len(batch) == self.batch_size]
-        own = DataLoader(self.dataset, batch_sampler=[self._part(batch) for batch in batches], **self._options)
-        for left, (batch, part) in zip(range(len(batches))[::-1], zip(batches, own, strict=True), strict=True):
+        """Go through the rest of the epoch, or the next one if nothing is left; what has been handed out counts as taken."""
+        if self._outside and not is_outside(self._mesh):
+            raise ScopeError(
+                "a loader that was made outside of fs.run and used inside has one position for all devices. Make it inside, "
+                "where each device has its own."
+            )
+        batches = self._rest()
+        if self.sample and not batches:
+            self.set_epoch(self.epoch + 1)
+            batches = self._rest()
+        parts = self._fetched([self._part(batch) for batch in batches])
+        for left, (batch, part) in zip(range(len(batches))[::-1], zip(batches, parts, strict=True), strict=True):
             self.epoch, self.sample = (self.epoch, self.sample + len(batch)) if left else (self.epoch + 1, 0)
             self.samples = len(self._own(batch))
-            self.notice(len(batch), part)
+            self.notice(self._mesh, self._over(), len(batch), part)
             yield part
-        self.notice(None, None)  # a batch that comes now is not ours
+        self.notice(self._mesh, self._over(), None, None)  # a batch that comes now is not ours
+
+    def _rest(self) -> list[list[int]]:
+        """Return the samples of each batch from the position on."""
+        order = self._order()
+        batches = [order[at : at + self.batch_size] for at in range(self.sample, len(order), self.batch_size)]
+        return [batch for batch in batches if len(batch) == self.batch_size or not self.drop_last]
 
     def _order(self) -> list[int]:
         if not self.shuffle:
             return list(range(len(self.dataset)))
-        draw = torch.Generator().manual_seed(self.seed + self.epoch)
+        draw = torch.Generator().manual_seed((self.seed + self.epoch) % (1 << 63))
         return torch.randperm(len(self.dataset), generator=draw).tolist()
+
+    def _fetched(self, parts: list[list[int]]) -> DataLoader[Any]:
+        """Return what fetches samples; its workers may stay from one epoch to the next."""
+        if not self._by_torch.persistent_workers:
+            return DataLoader(self.dataset, batch_sampler=parts, **self._options)
+        self._parts[:] = parts
+        return self._by_torch
 
     def _part(self, batch: list[int]) -> list[int]:
         """Return this device's samples; a neighbour's, which counts for nothing, if there is none for it."""
@@ -126,7 +175,13 @@ class Loader:
 
     def _own(self, batch: list[int]) -> range:
         """Return the places of this device's samples."""
-        return range(*Cut(self._axes, self._count, len(batch)).ranges(self._mesh, device_of(self._mesh), 1)[0])
+        axes = self._over()
+        cut = Cut(axes, prod(self._mesh.shape[axis] for axis in axes), len(batch))
+        return range(*cut.ranges(self._mesh, device_of(self._mesh), 1)[0])
+
+    def _over(self) -> tuple[str, ...]:
+        """Return the axes along which a batch is cut for the caller."""
+        return () if is_outside(self._mesh) else self._axes
 
     def state_dict(self) -> dict[str, int]:
         """Return the position: it means the same on any mesh."""
@@ -134,8 +189,27 @@ class Loader:
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Go on from a position."""
+        wrong = [f"{name} is missing" for name in get_type_hints(Position) if name not in state]
+        wrong += misfits(Position, state, epoch=0, sample=0, seed=0).values()
+        if not wrong and state["sample"] > len(self.dataset):
+            wrong = [f"sample is {state['sample']}, but the dataset has {len(self.dataset)}"]
+        if wrong:
+            raise LayoutError(f"load_state_dict: {'; '.join(wrong)}.")
         self.epoch, self.sample, self.seed = state["epoch"], state["sample"], state["seed"]
 
     def set_epoch(self, epoch: int) -> None:
         """Begin an epoch anew."""
-        self.epoch, self.sample = epoch, 0
+        self.load_state_dict({"epoch": epoch, "sample": 0, "seed": self.seed})
+
+
+def _complaints(dataset: Any, given: Mapping[str, Any]) -> list[str]:
+    """Return all that is wrong with what a loader is given."""
+    indexed = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    wrong = [] if indexed else ["the dataset has no indices"]
+    wrong += misfits(Given, given, seed=0, num_workers=0).values()
+    wrong += [f"{name}= is decided here" for name in _DECIDED if given.get(name)]
+    wrong += [f"torch's DataLoader has no option {name}" for name in given if name not in {"seed"} | _OPTIONS]
+    idle = [f"{name}=" for name in ("prefetch_factor", "persistent_workers") if given.get(name)]
+    if idle and not given.get("num_workers"):
+        wrong.append(f"{', '.join(idle)} has no meaning without workers: num_workers=1")
+    return wrong

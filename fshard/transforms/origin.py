@@ -1,4 +1,4 @@
-"""What a step starts from and all processes have to hold alike, since nobody sends it to them.
+"""What a step starts from and all devices have to hold alike, since nobody sends it to them.
 
     the shapes of the whole batch            in every step
     the key that random draws begin with     in every step, in reproducible mode
@@ -42,7 +42,7 @@ class Origin:
     Args:
         shapes: of the whole batch.
         key: of random draws; None if devices may draw differently.
-        leaves: the bits of parameters that lie whole, by their paths; none, but in the first step of processes.
+        leaves: the bits of parameters that lie whole, by their paths; none, but in a device's first step.
         batch: those of what the batch has that was given whole, likewise.
     """
 

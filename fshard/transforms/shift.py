@@ -335,6 +335,6 @@ class Shift:
     def _origin(self) -> Origin:
         """Return what the step has begun from."""
         key = None if self.plan.how.slices is None else self.key
-        looks = self.fresh and self.batch.mesh.runtime == "process"
+        looks = self.fresh and self.batch.alone
         wholes = {path: bits(x) for path, x in self.batch.wholes.items()} if looks else {}
         return Origin(self.batch.shapes, key, {}, wholes)

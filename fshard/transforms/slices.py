@@ -286,7 +286,7 @@ class Device:
         """Return what the step starts from."""
         tape, batch = self.tape, self.batch
         key = None if self.how.slices is None else self.key
-        if not tape.fresh or batch.mesh.runtime != "process":
+        if not tape.fresh or not batch.alone:
             return Origin(batch.shapes, key, {}, {})
         whole = zip(tape.leaves, tape.shards, strict=True)
         leaves = {leaf.path: bits(x) for leaf, x in whole if not leaf.gather.steps}

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fshard.errors import ModuleError, OptimizerError
+from fshard.mesh.mesh import Mesh
 from fshard.mesh.placing import unshard
 from fshard.mesh.scope import here
 from fshard.mesh.tree import PyTree
@@ -19,6 +20,7 @@ from fshard.optim.chain import clip_by_global_norm, clip_by_value
 from fshard.optim.norms import global_norm
 from fshard.optim.partition import Partitioned
 from fshard.transforms.alterations import Alterations
+from fshard.transforms.announced import Announced
 from fshard.transforms.attributes import seen_together
 from fshard.transforms.by_hand import ByHand
 from fshard.transforms.in_stages import InStages
@@ -132,11 +134,15 @@ class Model(nn.Module):
 
 @dataclass
 class Loop:
-    """What a Booster has for one device: the models that it trains, and whether backwards reduce gradients."""
+    """What a Booster has for one device: the models that it trains, and whether backwards reduce gradients.
+
+    `announced` is what its loaders have told, for functional steps.
+    """
 
     models: list[Model] = field(default_factory=list[Model])
     sync: bool = True
     inits: int = 0
+    announced: Announced | None = None
 
 
 class Loops:
@@ -160,10 +166,19 @@ class Loops:
         finally:
             own.sync = before
 
-    def notice(self, samples: int | None, part: Any) -> None:
-        """Tell the calling device's models which batch comes."""
-        for model in self.own.models:
+    def notice(self, mesh: Mesh, axes: tuple[str, ...], samples: int | None, part: Any) -> None:
+        """Tell the calling device's models and steps which batch comes."""
+        own = self.own
+        if axes:
+            own.announced = own.announced or Announced(mesh, axes)
+            own.announced.tell(samples, part)
+        for model in own.models:
             model.learner.announce(samples, part)
+
+    def batch(self, given: PyTree) -> PyTree:
+        """Return what a functional step is given, with what is known of it: see `Announced.part`."""
+        own = self.own
+        return given if own.announced is None else own.announced.part(given)
 
 
 class BoostedOptimizer(torch.optim.Optimizer):
@@ -259,6 +274,13 @@ class BoostedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Any) -> None:
         """Raise: as `state_dict`."""
         raise OptimizerError("load_state_dict: a boosted optimizer's state lies as the plugin says: optimizer.state.")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Raise: what torch makes of a copy is another class."""
+        raise OptimizerError(
+            "a boosted optimizer is not copied or pickled: its state lies as the plugin says. model.unwrap() is a copy of what "
+            "was learnt, optimizer.state what is to be kept beside it."
+        )
 
     def add_param_group(self, param_group: Any) -> None:
         """Raise: how the state lies is decided."""
