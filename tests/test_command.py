@@ -58,6 +58,22 @@ def test_all_that_is_wrong_with_a_command_line_is_said(capsys, monkeypatch):
     assert "--address gpu1 is not HOST:PORT" in said and "and so do options of torchrun" in said
 
 
+@pytest.mark.parametrize("count", ["0", "-1", "x", "2.5"])
+def test_a_number_of_processes_that_is_none_is_said_before_any_starts(count, tmp_path, capsys):
+    (tmp_path / "file.py").touch()
+    assert main(["run", f"--processes={count}", str(tmp_path / "file.py")]) == 2
+    assert capsys.readouterr().err == (
+        f"fshard run cannot start: --processes {count} is neither a whole number from 1 on nor auto, cpu, gpu or xpu.\n"
+    )
+
+
+def test_what_is_not_there_to_run_is_said_before_any_process_starts(capsys):
+    assert main(["run", "--processes", "0", "nowhere.py"]) == 2
+    assert capsys.readouterr().err.endswith("auto, cpu, gpu or xpu; there is no file nowhere.py.\n")
+    assert main(["run", "--processes", "2", "-m", "no_such_package.part", "--rate", "3"]) == 2
+    assert capsys.readouterr().err == "fshard run cannot start: there is no module no_such_package.\n"
+
+
 def test_run_runs(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(

@@ -13,6 +13,7 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
+from importlib.machinery import PathFinder
 from typing import NoReturn
 
 import torch
@@ -21,6 +22,8 @@ from fshard.errors import MeshError
 
 _THEIRS = ("--standalone", "--rdzv", "--master", "--nnodes", "--node-rank", "--node_rank")
 """Options of torchrun that say where processes meet."""
+_COUNTS = ("auto", "cpu", "gpu", "xpu")
+"""What torchrun takes for a number of processes."""
 
 
 def _own(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -34,35 +37,60 @@ def _own(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     return parser
 
 
-def command(arguments: Sequence[str]) -> tuple[list[str], bool]:
+def command(arguments: Sequence[str], *, look: bool = False) -> tuple[list[str], bool]:
     """Return the command line that starts the processes, and whether it is only to be shown.
+
+    `look`: raise if what is to be started is not there.
 
     >>> words, dry = command(["--processes", "4", "train.py", "--processes", "theirs"])
     >>> words[1:], dry
     (['-m', 'torch.distributed.run', '--standalone', '--nproc-per-node', '4', 'train.py', '--processes', 'theirs'], False)
     """
-    before, target = _divided(list(arguments))
+    before, target, known = _divided(list(arguments))
     own, theirs = _own(argparse.ArgumentParser(allow_abbrev=False)).parse_known_args(before)
     wrong: list[str] = []
     processes = own.processes or (str(torch.cuda.device_count()) if torch.cuda.is_available() else None)
     if processes is None and not _has(theirs, ("--nproc",)):
         wrong.append("--processes is missing (without GPUs nothing else says how many)")
+    if own.processes is not None and own.processes not in _COUNTS and not _is_count(own.processes):
+        some = f"{', '.join(_COUNTS[:-1])} or {_COUNTS[-1]}"
+        wrong.append(f"--processes {own.processes} is neither a whole number from 1 on nor {some}")
     meeting = _meeting(own, theirs, wrong)
+    if look and not own.dry_run and (missing := _missing(known)):
+        wrong.append(missing)
     if wrong:
         raise MeshError(f"fshard run cannot start: {'; '.join(wrong)}.")
     count = ["--nproc-per-node", processes] if processes is not None and not _has(theirs, ("--nproc",)) else []
     return [sys.executable, "-m", "torch.distributed.run", *meeting, *count, *theirs, *target], own.dry_run
 
 
-def _divided(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """Divide the arguments before the file or module to run, as torchrun's own parser would: it knows its options' values."""
+def _is_count(word: str) -> bool:
+    return word.isdecimal() and int(word) > 0
+
+
+def _missing(known: argparse.Namespace) -> str | None:
+    """Say that the file, or the package of the module, that torchrun is to start is not there."""
+    name = known.training_script
+    if known.no_python:  # any program
+        return None
+    if not known.module:
+        return None if os.path.exists(name) else f"there is no file {name}"
+    package = name.partition(".")[0]
+    return None if PathFinder.find_spec(package, ["", *sys.path]) else f"there is no module {package}"
+
+
+def _divided(arguments: list[str]) -> tuple[list[str], list[str], argparse.Namespace]:
+    """Divide the arguments before the file or module to run, as torchrun's own parser would: it knows its options' values.
+
+    Return also what it has read.
+    """
     from torch.distributed.run import get_args_parser
 
     both = _own(get_args_parser())
     both.prog, both.description = "fshard run", "Start a file in several processes, by torchrun."
     known = both.parse_args(arguments)
     count = 1 + len(known.training_script_args)
-    return arguments[: len(arguments) - count], arguments[len(arguments) - count :]
+    return arguments[: len(arguments) - count], arguments[len(arguments) - count :], known
 
 
 def _has(words: Sequence[str], starts: tuple[str, ...]) -> bool:
@@ -92,7 +120,7 @@ def _meeting(own: argparse.Namespace, theirs: Sequence[str], wrong: list[str]) -
 
 def run(arguments: Sequence[str]) -> NoReturn:
     """Become torchrun."""
-    words, dry = command(arguments)
+    words, dry = command(arguments, look=True)
     if dry:
         sys.stdout.write(shlex.join(words) + "\n")
         raise SystemExit(0)
