@@ -544,6 +544,30 @@ def test_other_optimizers_are_divided_too(name, plugin):
     close(found, model.state_dict())
 
 
+@pytest.mark.parametrize("zero_stage", [0, 1])
+@pytest.mark.parametrize("name", ["ASGD", "NAdam", "RAdam", "Adamax", "Adadelta", "Rprop"])
+def test_stages_are_trained_by_classes_that_keep_numbers_beside_tensors(name, zero_stage):
+    def start():
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 2))
+        return model, getattr(torch.optim, name)(model.parameters(), lr=0.05)
+
+    model, opt = start()
+    for step in range(3):
+        model(rows(8, step)).square().mean().backward()
+        opt.step(), opt.zero_grad()
+
+    def main():
+        booster = fs.Booster(fs.HybridParallelPlugin(pipeline=2, microbatches=2, zero_stage=zero_stage))
+        model, opt, *_ = booster.boost(*start())
+        for step in range(3):
+            booster.execute_pipeline(iter([rows(8, step)]), model, lambda y, x: y.square().mean(), opt)
+            opt.step(), opt.zero_grad()
+        return model.unwrap().state_dict()
+
+    close(fs.run(main, mesh=fs.make_mesh({"data": 2, "pipe": 2})), model.state_dict())
+
+
 def test_a_boosted_model_is_asked_as_before_and_holds_nothing():
     def main():
         model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)).half()

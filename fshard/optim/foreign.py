@@ -63,7 +63,10 @@ def from_torch(cls: type[torch.optim.Optimizer], *, elementwise: bool | None = N
 
     def slot(name: str) -> Any:
         def make(shard: Tensor) -> Tensor | None:
-            numbers = torch.ones_like(shard, device="cpu") if shard.is_meta and not elementwise else shard
+            if shard.is_meta and elementwise:
+                small = _dry_step(cls, torch.ones([2] * shard.ndim, dtype=shard.dtype), dry).get(name)
+                return _of_size(_zeros(small), shard)
+            numbers = torch.ones_like(shard, device="cpu") if shard.is_meta else shard
             return _zeros(_dry_step(cls, numbers, dry).get(name))
 
         return make
@@ -214,6 +217,13 @@ def _keep(slot: Tensor | None, value: Any) -> None:
 
 def _zeros(value: Any) -> Tensor | None:
     return None if value is None else torch.zeros_like(torch.as_tensor(value))
+
+
+def _of_size(small: Tensor | None, shard: Tensor) -> Tensor | None:
+    """Return what a tensor that was found beside two elements in each dim is beside a shard without memory."""
+    if small is None or small.shape != (2,) * shard.ndim:
+        return small
+    return torch.empty_like(shard, dtype=small.dtype)
 
 
 def _default_rate(cls: Any, options: dict[str, Any]) -> float:
