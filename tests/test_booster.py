@@ -568,6 +568,55 @@ def test_stages_are_trained_by_classes_that_keep_numbers_beside_tensors(name, ze
     close(fs.run(main, mesh=fs.make_mesh({"data": 2, "pipe": 2})), model.state_dict())
 
 
+@pytest.mark.parametrize("order", [1, 2.0, 3, torch.inf, "inf"])
+@pytest.mark.parametrize(("plugin", "n"), [("ddp", 2), ("zero 2", 4), ("fsdp", 2), ("fsdp", 4), ("stages", 4)])
+def test_gradients_are_clipped_by_any_norm_as_torch_does(plugin, n, order):
+    def start():
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 2)).double()
+        return model, torch.optim.SGD(model.parameters(), lr=0.5)
+
+    x = rows(8, 0).double()
+    model, opt = start()
+    model(x).square().sum(1).mean().backward()
+    expected = nn.utils.clip_grad_norm_(model.parameters(), 0.1, norm_type=order)
+    opt.step()
+
+    def loss_of(y, _=None):
+        return y.square().sum(1).mean()
+
+    def main():
+        staged = fs.HybridParallelPlugin(pipeline=2, microbatches=2, zero_stage=2)
+        booster = fs.Booster(staged if plugin == "stages" else PLUGINS[plugin]())
+        model, opt, *_ = booster.boost(*start())
+        if plugin == "stages":
+            booster.execute_pipeline(iter([x]), model, loss_of, opt)
+        else:
+            booster.backward(loss_of(model(own(x))), opt)
+        norm = booster.clip_grad_norm(opt, 0.1, norm_type=order, error_if_nonfinite=True)
+        opt.step()
+        return norm, model.unwrap().state_dict()
+
+    mesh = fs.make_mesh({"data": 2, "pipe": 2} if plugin == "stages" else {"data": n})
+    for norm, state in fs.run(main, mesh=mesh):
+        torch.testing.assert_close(norm, expected)
+        torch.testing.assert_close(state, model.state_dict(), rtol=1e-6, atol=1e-9)
+
+
+def test_a_norm_that_is_not_finite_is_an_error_if_it_is_to_be():
+    def main(fails):
+        booster = fs.Booster()
+        model = nn.Linear(3, 2)
+        model, opt, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.5))
+        booster.backward((model(torch.ones(2, 3)) * torch.inf).sum(), opt)
+        return booster.clip_grad_norm(opt, 1.0, error_if_nonfinite=fails).isfinite().item()
+
+    mesh = fs.make_mesh({"data": 2})
+    assert fs.run(main, False, mesh=mesh) == [False, False]
+    with pytest.raises(fs.OptimizerError, match="clip_grad_norm: the norm of the gradients is (nan|inf)"):
+        fs.run(main, True, mesh=mesh)
+
+
 def test_a_boosted_model_is_asked_as_before_and_holds_nothing():
     def main():
         model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)).half()

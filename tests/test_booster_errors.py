@@ -159,6 +159,36 @@ BAD = {
     "no forward": (lambda: unforwarded(), "the model has not been called since the last step"),
     "no loss": (lambda: losing(torch.ones(())), "does not depend on the model"),
     "many losses": (lambda: losing(None), r"has the shape \(5, 2\)"),
+    "a loss that is no tensor": (lambda: losing(1.0), "backward takes one number .*, a tensor, not 1.0"),
+    "a norm of words": (
+        lambda: by_norm("1", "two"),
+        "clip_grad_norm: max_norm is a number, not '1'; norm_type is a number, not 'two'",
+    ),
+    "a norm below zero": (
+        lambda: by_norm(-1.0, 0),
+        "clip_grad_norm: max_norm=-1.0 has to lie between 0 and inf; norm_type=0 has to be above 0",
+    ),
+    "a value of words": (lambda: by_value("1"), "clip_grad_value: clip_value is a number, not '1'"),
+    "the model that was": (
+        lambda: fs.Booster().execute_pipeline(iter([]), model(), nn.MSELoss()),
+        "Sequential is no model that boost has returned",
+    ),
+    "no criterion": (
+        lambda: without_criterion((torch.ones(2, 3), torch.ones(2, 2))),
+        "without a criterion a batch is a dict of the model's arguments, not a tuple. Give one to init",
+    ),
+    "no loss of its own": (
+        lambda: without_criterion({"input": torch.ones(2, 3)}),
+        "without a criterion a model returns its loss, as .loss of its output; this one has returned a Tensor",
+    ),
+    "no criterion for stages": (
+        lambda: in_two_stages(iter, None),
+        "without a criterion a model returns its loss, as .loss of its output; this one has returned a Tensor",
+    ),
+    "no iterator": (
+        lambda: in_two_stages(list, nn.MSELoss()),
+        "execute_pipeline takes the next batch of an iterator, list is none",
+    ),
     "no gradients": (lambda: unstepped(), "there are no gradients. Call the model, then booster.backward"),
 }
 
@@ -212,6 +242,32 @@ def losing(loss):
     booster.backward(output if loss is None else loss, opt)
 
 
+def by_norm(*how):
+    booster, _, opt = with_optimizer()
+    booster.clip_grad_norm(opt, *how)
+
+
+def by_value(limit):
+    booster, _, opt = with_optimizer()
+    booster.clip_grad_value(opt, limit)
+
+
+def without_criterion(batch):
+    one = model()
+    booster = fs.Booster()
+    booster.step(booster.init(one, sgd(one)), batch)
+
+
+def in_two_stages(given, criterion):
+    def main():
+        one = model()
+        booster = fs.Booster(fs.HybridParallelPlugin(pipeline=2, microbatches=1))
+        one, opt, *_ = booster.boost(one, sgd(one))
+        booster.execute_pipeline(given([(torch.ones(2, 3), torch.ones(2, 2))]), one, criterion, opt)
+
+    fs.run(main, mesh=fs.make_mesh({"data": 1, "pipe": 2}))
+
+
 def unstepped():
     with_optimizer()[2].step()
 
@@ -223,7 +279,7 @@ def test_a_bad_configuration_is_one_error(name):
         fs.run(bad, mesh=fs.make_mesh({"data": 1})) if name in INSIDE else bad()
 
 
-INSIDE = {*[*BAD][[*BAD].index("no optimizer") :]} - {"no step"}
+INSIDE = {*[*BAD][[*BAD].index("no optimizer") :]} - {"no step", "no criterion for stages", "no iterator"}
 
 
 @given(

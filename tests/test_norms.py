@@ -46,6 +46,49 @@ def test_global_norm_is_torchs_and_counts_ties_once():
     assert optim.global_norm({}) == 0
 
 
+@pytest.mark.parametrize("order", [0.5, 1, 3.0, inf])
+@given(data=st.data())
+@settings(max_examples=20)
+def test_norms_of_any_order_are_torchs_however_a_tree_is_cut(order, data):
+    mesh = data.draw(fs.testing.strategies.meshes())
+    whole, tree = [], []
+    for _ in range(data.draw(st.integers(0, 4))):
+        shape = data.draw(fs.testing.strategies.shapes_for(mesh))
+        dtype = data.draw(st.sampled_from([torch.float32, torch.float64, torch.complex64]))
+        x = data.draw(fs.testing.strategies.dyadic(shape, dtype))
+        whole.append(x)
+        tree.append(
+            fs.device_put(x, data.draw(fs.testing.strategies.layouts(mesh, shape, unreduced=False)))
+            if data.draw(st.booleans())
+            else x
+        )
+    together = torch.cat([torch.zeros(1, dtype=torch.float64), *(x.abs().flatten().double() for x in whole)])
+    expected = torch.linalg.vector_norm(together, order)
+    found = optim.global_norm(tree, order)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(
+        [fs.unshard(x) for x in optim.clip_by_global_norm(0.5, order).update(tree, (), None)[0]],
+        [(x * min(0.5 / (expected.item() + 1e-6), 1.0)) for x in whole],
+    )
+    inside = fs.run(
+        lambda: optim.global_norm([fs.device_put(x, fs.Layout(mesh, P())) for x in whole], order), mesh=mesh
+    )
+    torch.testing.assert_close(inside[0], expected)
+
+
+def test_a_norm_that_is_none_is_refused_and_what_is_not_finite_stays_so():
+    for order in (0, -inf, nan):
+        with pytest.raises(fs.OptimizerError, match=f"order={order} has to be above 0"):
+            optim.global_norm([torch.ones(2)], order)
+    with pytest.raises(fs.OptimizerError, match="exact=True is for order=2"):
+        optim.global_norm([torch.ones(2)], 1, exact=True)
+    mesh = fs.make_mesh({"data": 2})
+    for bad in (nan, inf):
+        x = fs.device_put(torch.tensor([bad, 1.0]), fs.Layout(mesh, P("data")))
+        found = [optim.global_norm([x], order) for order in (1, inf)]
+        assert all(isnan(norm) if isnan(bad) else norm == inf for norm in found)
+
+
 def test_global_norm_refuses_open_sums_and_two_meshes():
     mesh, other = fs.make_mesh({"data": 2}), fs.make_mesh({"model": 2})
     summed = fs.device_put(torch.ones(2), fs.Layout(mesh, P(unreduced="data")))

@@ -27,7 +27,7 @@ from fshard.transforms.loader import Loader
 from fshard.transforms.lora import LoraConfig, lora
 from fshard.transforms.skeleton import skeleton
 from fshard.transforms.step import Metrics
-from fshard.transforms.torch_style import BoostedOptimizer, Loops, Model, boosted
+from fshard.transforms.torch_style import BoostedOptimizer, Loops, Model, boosted, boosted_model
 
 
 class Booster:
@@ -110,9 +110,11 @@ class Booster:
         """
         return self._loops.unsynchronised()
 
-    def clip_grad_norm(self, optimizer: BoostedOptimizer, max_norm: float) -> Tensor:
-        """Shrink the gradients so that the norm of all of them is at most `max_norm`; return what it was."""
-        return boosted(optimizer).clip_grad_by_norm(max_norm)
+    def clip_grad_norm(
+        self, optimizer: BoostedOptimizer, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """Shrink the gradients so that the norm of all of them is at most `max_norm`; return what it was, as torch's does."""
+        return boosted(optimizer).clip_grad_by_norm(max_norm, norm_type, error_if_nonfinite)
 
     def clip_grad_value(self, optimizer: BoostedOptimizer, clip_value: float) -> None:
         """Keep each element of the gradients between -clip_value and clip_value."""
@@ -157,7 +159,7 @@ class Booster:
             return_loss: whether the loss of the whole batch is returned, on every device.
             return_outputs: whether that is returned too, for every sample, what the last stage makes of it.
         """
-        loss, outputs = model.run_stages(criterion, data_iter, optimizer, return_outputs)
+        loss, outputs = boosted_model(model).run_stages(criterion, data_iter, optimizer, return_outputs)
         return {"loss": loss if return_loss else None, "outputs": outputs}
 
     # -- the functional form ------------------------------------------------------------------------------------------

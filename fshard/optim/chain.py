@@ -27,7 +27,7 @@ from fshard.optim.contract import (
 )
 from fshard.optim.leaves import Leaf, Leaves, count_from_zero, map_shards, trainable
 from fshard.optim.norms import global_norm
-from fshard.optim.numbers import finite, refuse, within
+from fshard.optim.numbers import above, finite, refuse, within
 from fshard.optim.plain import on_arrays
 from fshard.optim.schedules import Rate, rate_at
 
@@ -114,26 +114,28 @@ def clip_by_value(limit: float) -> Optimizer:
     return _stateless(lambda grads, params: _each(clipped, grads))
 
 
-def clip_by_global_norm(max_norm: float) -> Optimizer:
+def clip_by_global_norm(max_norm: float, order: float = 2) -> Optimizer:
     """Shrink gradients so that the norm of all of them is at most `max_norm`, whatever their layouts.
 
-    Communicates as `global_norm` does; in `train_step` nothing, since its metrics have the same norm.  The factor is the one of
-    torch.nn.utils.clip_grad_norm_.  It counts as elementwise, since it does on any shards what it does on the whole.
+    Communicates as `global_norm` does; in `train_step` nothing, since its metrics have the same norm, if it is of order 2.  The
+    factor is the one of torch.nn.utils.clip_grad_norm_.  It counts as elementwise, since it does on any shards what it does
+    on the whole.
 
     >>> import torch
     >>> clip_by_global_norm(1.0).update([torch.tensor([3.0]), torch.tensor([4.0])], (), None)[0]
     [tensor([0.6000]), tensor([0.8000])]
     """
 
-    refuse("clip_by_global_norm", within(0, inf, max_norm=max_norm))
+    refuse("clip_by_global_norm", within(0, inf, max_norm=max_norm), above(0, order=order))
+    return _stateless(lambda grads, params: shrunk(grads, global_norm(grads, order), max_norm))
 
-    def clipped(grads: PyTree, params: PyTree) -> PyTree:
-        factor = (max_norm / (global_norm(grads) + 1e-6)).clamp(max=1.0)
-        if factor.is_cpu and bool(factor == 1.0):  # known without waiting for a device
-            return grads
-        return _each(lambda grad: grad * factor.to(grad.device, grad.dtype), grads)
 
-    return _stateless(clipped)
+def shrunk(grads: PyTree, norm: Tensor, max_norm: float) -> PyTree:
+    """Return gradients of some norm with one that is at most `max_norm`."""
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    if factor.is_cpu and bool(factor == 1.0):  # known without waiting for a device
+        return grads
+    return _each(lambda grad: grad * factor.to(grad.device, grad.dtype), grads)
 
 
 def add_decayed_weights(decay: float) -> Optimizer:

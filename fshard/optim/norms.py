@@ -25,7 +25,7 @@ from torch import Tensor
 from fshard.errors import LayoutError
 from fshard.mesh.layout import Layout
 from fshard.mesh.mesh import Mesh
-from fshard.mesh.placing import reshard_all
+from fshard.mesh.placing import reshard_all, unshard
 from fshard.mesh.sharded import Sharded
 from fshard.mesh.spec import P
 from fshard.mesh.spmd import held
@@ -33,6 +33,7 @@ from fshard.mesh.tree import PyTree
 from fshard.optim import lists
 from fshard.optim.digits import WIDTH, digits_of_squares, number_of
 from fshard.optim.leaves import Leaf, Leaves, shards_of
+from fshard.optim.numbers import above, refuse
 from fshard.optim.once import watched, watching
 from fshard.source import call_site
 
@@ -41,17 +42,19 @@ Places = Sequence[tuple[int, int]]
 
 
 @torch.no_grad()
-def global_norm(tree: PyTree, *, exact: bool | None = None) -> Tensor:
-    """Return the Euclidean norm of all elements of a tree, as a float64 number.
+def global_norm(tree: PyTree, order: float = 2, *, exact: bool | None = None) -> Tensor:
+    """Return the norm of all elements of a tree, the Euclidean one if no order is given, as a float64 number.
 
     Args:
         tree: tensors and `Sharded`s.
-        exact: True: the same bits however the tree is cut, by sums in digits: about 20 ns an element on a CPU.  None: so only
-            if a leaf is of float64.  Else squares are added in float64: the norm of n elements is off by at most n 2^-53 of
-            it, so two cuts differ in its last bits, and once in 2^29 times or so after rounding to float32.  False: each
-            shard is squared and added in its own dtype, several times as fast.
+        order: p of the root of the sum of all |x|^p, or inf for the largest |x|.
+        exact: of order 2.  True: the same bits however the tree is cut, by sums in digits: about 20 ns an element on a CPU.
+            None: so only if a leaf is of float64.  Else squares are added in float64: the norm of n elements is off by at most
+            n 2^-53 of it, so two cuts differ in its last bits, and once in 2^29 times or so after rounding to float32.  False:
+            each shard is squared and added in its own dtype, several times as fast.
 
     Communicates a `psum` of 8 bytes, or of 856 in digits, over the axes along which any leaf is cut; nothing if none is.
+    The largest are gathered, 8 bytes of each device.
     Tied leaves (the very same tensors) count once, None counts as nothing.
 
     >>> import torch, fshard as fs
@@ -61,10 +64,15 @@ def global_norm(tree: PyTree, *, exact: bool | None = None) -> Tensor:
     ...     norm = global_norm({"x": x, "y": torch.tensor(4.0)})
     >>> norm, comm.calls()
     (tensor(5., dtype=torch.float64), 1)
+    >>> global_norm({"x": x, "y": torch.tensor(4.0)}, 1), global_norm({"x": x, "y": torch.tensor(4.0)}, inf)
+    (tensor(7., dtype=torch.float64), tensor(4., dtype=torch.float64))
     """
+    refuse("global_norm", above(0, order=order), ["exact=True is for order=2"] * bool(exact and order != 2))
     at = Leaves.of(tree)
     check_summable("global_norm", at)
     leaves = _counted(at)
+    if order != 2:
+        return _largest_of_all(leaves) if order == inf else _norm_of_order(leaves, order)
     precision = 0 if exact is False else 2 if exact or in_digits(leaves) else 1
     known = watched()
     times = None if known is None else known.times(leaves)
@@ -116,6 +124,35 @@ def _norm_later(leaves: Sequence[Leaf], precision: int) -> Callable[[], Tensor]:
 
     total = sum_over_mesh_later(leaves, row)
     return lambda: sum_of(total()).sqrt()
+
+
+def _norm_of_order(leaves: Sequence[Leaf], order: float) -> Tensor:
+    """Return the root of the sum of powers."""
+    if not leaves:
+        return torch.zeros((), dtype=torch.float64)
+    near = shards_of(leaves[0])[0].device
+
+    def row(places: Places) -> Tensor:
+        shards = [shards_of(leaves[i])[at].abs() for i, at in places]
+        return _norms(shards, near, order, torch.float64).pow(order).sum()[None]
+
+    return sum_over_mesh(leaves, row)[0].pow(1 / order)
+
+
+def _largest_of_all(leaves: Sequence[Leaf]) -> Tensor:
+    """Return the largest absolute value; each device is asked for that of its own shards."""
+    columns = [[x.abs() for x in shards_of(leaf)] for leaf in leaves]
+    mesh = next((leaf.mesh for leaf in leaves if isinstance(leaf, Sharded) and _cut_axes(leaf.layout)), None)
+
+    def top(index: int) -> Tensor:
+        own = [x for column in columns if (x := column[index % len(column)]).numel()]
+        return largest(own, own[0].device).max() if own else torch.zeros((), dtype=torch.float64)
+
+    if mesh is None:
+        return top(0)
+    near = shards_of(leaves[0])[0].device
+    tops = tuple(top(index).to(near)[None] for index in range(len(held(mesh))))
+    return unshard(Sharded((mesh.size,), Layout(mesh, P(mesh.axis_names)), tops)).max()
 
 
 def largest(shards: Sequence[Tensor], near: torch.device) -> Tensor:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from fshard.errors import ModuleError
 from fshard.mesh.mesh import Mesh
 from fshard.mesh.spec import P
 from fshard.mesh.tree import PyTree
@@ -24,7 +25,7 @@ from fshard.optim.scaling import loss_scaled
 from fshard.transforms.attributes import seen_together
 from fshard.transforms.by_hand import ByHand
 from fshard.transforms.functionalize import functionalize
-from fshard.transforms.in_stages import InStages, bare_stages, loss_of_pair
+from fshard.transforms.in_stages import InStages, bare_stages, loss_in, loss_of_pair
 from fshard.transforms.learner import with_zeros
 from fshard.transforms.randomness import folded, keyed_random
 from fshard.transforms.reached import note_originals, refuse_originals
@@ -180,8 +181,13 @@ def loss_of(apply: Callable[..., Any], criterion: Criterion | None) -> Callable[
 
     def loss_fn(params: PyTree, buffers: PyTree, batch: Any) -> tuple[Tensor, PyTree]:
         if criterion is None:
+            if not isinstance(batch, Mapping):
+                raise ModuleError(
+                    f"without a criterion a batch is a dict of the model's arguments, not a {type(batch).__name__}. Give "
+                    "one to init: booster.init(model, optimizer, criterion)."
+                )
             output, after = apply(params, buffers, **batch)
-            return output.loss, after
+            return loss_in(output), after
         inputs, labels = batch
         output, after = apply(params, buffers, inputs)
         loss = criterion(output, labels)

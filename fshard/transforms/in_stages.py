@@ -173,7 +173,7 @@ def loss_of_pair(criterion: Loss | None) -> Loss:
 
     def loss(y: Any, microbatch: Any) -> Tensor:
         if criterion is None:
-            return y.loss
+            return loss_in(y)
         pair = isinstance(microbatch, tuple | list) and len(microbatch) == 2
         found = criterion(y, microbatch[1] if pair else microbatch)
         refuse_originals(found, y)
@@ -186,6 +186,16 @@ def _no_number(x: Sharded) -> Tensor:
     """Return what is shown of what the device of another stage has kept: it has the same shape."""
     dtype = x.dtype if x.dtype.is_floating_point or x.dtype.is_complex else torch.float64
     return torch.full(x.shape, torch.nan, dtype=dtype)
+
+
+def loss_in(output: Any) -> Tensor:
+    """Return the loss that a model has returned itself."""
+    if not hasattr(output, "loss"):
+        raise ModuleError(
+            f"without a criterion a model returns its loss, as .loss of its output; this one has returned a "
+            f"{type(output).__name__}. Give a criterion: criterion(output, labels)."
+        )
+    return output.loss
 
 
 def _sum(given: Sequence[Sharded]) -> Sharded | None:

@@ -5,19 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
-from fshard.errors import ModuleError, OptimizerError
+from fshard.errors import LayoutError, ModuleError, OptimizerError
 from fshard.mesh.mesh import Mesh
 from fshard.mesh.placing import unshard
 from fshard.mesh.scope import here
 from fshard.mesh.tree import PyTree
-from fshard.optim.chain import clip_by_global_norm, clip_by_value
+from fshard.optim.chain import clip_by_value, shrunk
 from fshard.optim.norms import global_norm
+from fshard.optim.numbers import above, refuse, within
 from fshard.optim.partition import Partitioned
 from fshard.transforms.alterations import Alterations
 from fshard.transforms.announced import Announced
@@ -107,6 +109,11 @@ class Model(nn.Module):
         if not isinstance(self.learner, InStages):
             raise ModuleError(
                 "execute_pipeline: this model is not cut into stages. Call it: loss = criterion(model(inputs), labels)."
+            )
+        if not hasattr(batches, "__next__"):
+            raise ModuleError(
+                f"execute_pipeline takes the next batch of an iterator, {type(batches).__name__} is none: "
+                "batches = iter(dataloader), once for an epoch."
             )
         if optimizer is None and torch.is_grad_enabled():
             raise ModuleError(
@@ -230,6 +237,8 @@ class BoostedOptimizer(torch.optim.Optimizer):
             )
         if not isinstance(self._learner, ByHand):
             raise OptimizerError("the backward of a model in stages is part of booster.execute_pipeline(...).")
+        if not isinstance(loss, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise LayoutError(f"backward takes one number that the model's output led to, a tensor, not {loss!r}.")
         self._learner.backward(loss, scale=self.scale, sync=sync)
 
     @property
@@ -239,14 +248,30 @@ class BoostedOptimizer(torch.optim.Optimizer):
             self._grads = self._learner.gradients(zeros=self._zeros or self._zeros_once)
         return self._grads
 
-    def clip_grad_by_norm(self, max_norm: float) -> Tensor:
-        """Shrink the gradients so that the norm of all of them is at most `max_norm`; return what it was."""
-        norm, scale = global_norm(self.grads), self.scale
-        self._grads, _ = clip_by_global_norm(max_norm * scale).update(self.grads, (), None)
+    def clip_grad_by_norm(
+        self, max_norm: float, norm_type: float | str = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """Shrink the gradients so that the norm of all of them is at most `max_norm`; return what it was.
+
+        Args:
+            max_norm: how much it may be.
+            norm_type: p of the norm: 2 the Euclidean one, inf the largest element.
+            error_if_nonfinite: whether a norm that is none, or infinite, is an error.
+        """
+        order = torch.inf if norm_type == "inf" else norm_type
+        refuse("clip_grad_norm", _no_numbers(max_norm=max_norm, norm_type=order))
+        refuse("clip_grad_norm", within(0, torch.inf, max_norm=max_norm), above(0, norm_type=order))
+        norm, scale = global_norm(self.grads, float(order)), self.scale
+        if error_if_nonfinite and not norm.isfinite():
+            raise OptimizerError(
+                f"clip_grad_norm: the norm of the gradients is {norm.item()}; error_if_nonfinite=False would only return it."
+            )
+        self._grads = shrunk(self.grads, norm, max_norm * scale)
         return norm / scale
 
     def clip_grad_by_value(self, clip_value: float) -> None:
         """Keep each element of the gradients between -clip_value and clip_value."""
+        refuse("clip_grad_value", _no_numbers(clip_value=clip_value))
         self._grads, _ = clip_by_value(clip_value * self.scale).update(self.grads, (), None)
 
     def step(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -298,6 +323,22 @@ class BoostedOptimizer(torch.optim.Optimizer):
         """Forget the gradients.  If they are not set to None, parameters that nobody uses have zeros in the next step."""
         self._grads, self._zeros_once = None, not set_to_none
         self._learner.drop()
+
+
+def _no_numbers(**given: Any) -> list[str]:
+    """Return a complaint of each that is neither a number nor a tensor of one."""
+    wrong = {k: x for k, x in given.items() if not (isinstance(x, Real) or (isinstance(x, Tensor) and x.numel() == 1))}
+    return [f"{name} is a number, not {x!r}" for name, x in wrong.items()]
+
+
+def boosted_model(model: Any) -> Model:
+    """Return a model that `boost` has returned; raise if it is another."""
+    if not isinstance(model, Model):
+        raise ModuleError(
+            f"{type(model).__name__} is no model that boost has returned. Write "
+            "model, optimizer, *_ = booster.boost(model, optimizer), and give that one."
+        )
+    return model
 
 
 def boosted(optimizer: Any) -> BoostedOptimizer:
