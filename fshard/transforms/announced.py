@@ -8,6 +8,8 @@ is told any more, devices add up how many rows they have, which is one small num
 cut unevenly, each counts as much as the others.
 
 So it is for who has no loader that tells: as in torch, where each takes the mean of its own.
+
+A functional step asks whether what it is given is such a part at all, or the whole batch.
 """
 
 from __future__ import annotations

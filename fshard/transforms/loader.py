@@ -6,6 +6,8 @@ the same on another mesh.  No sample is left out or taken twice: where the last 
 
     10 samples, batch_size 4, 2 devices      device 0   [3 8] [1 9] [0]
                                              device 1   [5 2] [7 4] [6]
+
+Outside of `fs.run`, where who asks stands for all devices, a batch is whole.
 """
 
 from __future__ import annotations
