@@ -21,8 +21,8 @@ from torch.utils.data import DataLoader
 
 from fshard.booster.plugins import DDPPlugin, Plugin
 from fshard.errors import LayoutError, ModuleError
-from fshard.transforms.arrangement import Arrangement, State, Step
 from fshard.transforms.accepted import taken
+from fshard.transforms.arrangement import Arrangement, State, Step
 from fshard.transforms.loader import Loader
 from fshard.transforms.lora import LoraConfig, lora
 from fshard.transforms.skeleton import skeleton
