@@ -1,10 +1,12 @@
 """Models that keep things as research code does: in branches, beside what they compute, in classes with rules of their own.
 
-What they keep depends on no data, so every plugin has to find the losses of torch's loop on the whole batch, without a warning.
+What they keep depends on no data, or is a mean of it, so every plugin has to find the losses of torch's loop on the whole batch, without a warning.
 """
 
 import copy
 import warnings
+from contextlib import suppress
+from functools import partialmethod
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -238,7 +240,198 @@ class Registering(Layer):
         return self.layer(x) * self.cache
 
 
+class Dispatching(Layer):
+    """Finds its method by a part of its name."""
+
+    def forward(self, x, mode="train"):
+        return getattr(self, f"forward_{mode}")(x)
+
+    def forward_train(self, x):
+        y = self.layer(x) * (1 + self.n)
+        self.n = 0.5 * self.n + 1
+        return y
+
+
+class Bound(Dispatching):
+    """Holds its method."""
+
+    def setup(self):
+        self.function = self.forward_train
+
+    def forward(self, x):
+        return self.function(x)
+
+
+class Partial(Dispatching):
+    """Has a method that is another one with some arguments."""
+
+    def scaled(self, x, scale):
+        return self.forward_train(x) * scale
+
+    halved = partialmethod(scaled, scale=0.5)
+
+    def forward(self, x):
+        return self.halved(x)
+
+
+class Operating(Layer):
+    """Is used as Python alone uses it."""
+
+    def __getitem__(self, i):
+        return self.n + i
+
+    def __matmul__(self, x):
+        return self.layer(x) * self[1]
+
+    def forward(self, x):
+        y = self @ x
+        self.n = 0.5 * self[0] + 1
+        return y
+
+
+class Trying(Layer):
+    """Goes on with what it has if it fails."""
+
+    def setup(self):
+        self.cache = 1.0
+
+    def compute(self, x):
+        self.n += 1
+        if self.n % 2:
+            raise ValueError
+        return x.mean().item()
+
+    def forward(self, x):
+        try:
+            self.cache = self.compute(x)
+        except ValueError:
+            self.n += 0
+        return self.layer(x) * (self.cache if self.n % 2 else 1)
+
+
+class Suppressing(Trying):
+    def forward(self, x):
+        with suppress(ValueError):
+            self.cache = self.compute(x)
+        return self.layer(x) * (self.cache if self.n % 2 else 1)
+
+
+class Choosing(Layer):
+    """Has its methods in a table, of which it calls one."""
+
+    def setup(self):
+        self.cache = 1.0
+
+    def set(self, x):
+        self.cache = 1 / (1 + self.n)
+        return self.layer(x)
+
+    def use(self, x):
+        return self.layer(x) * self.cache
+
+    def forward(self, x):
+        function = {0: self.set, 1: self.use}[self.n % 2]
+        self.n += 1
+        return function(x)
+
+
+class Generating(Layer):
+    """Makes a generator that sets something when it is used."""
+
+    def parts(self, x):
+        self.n = self.n_of_step + 1
+        yield self.layer(x)
+
+    def setup(self):
+        self.n_of_step = 0
+
+    def forward(self, x):
+        parts = self.parts(x)
+        scale = 1 + self.n
+        self.n_of_step += 1
+        return sum(parts) * scale
+
+
+class Static(Layer):
+    """Sets something of another object."""
+
+    @staticmethod
+    def prepare(other):
+        other.n = 3
+
+    def forward(self, x):
+        self.prepare(SimpleNamespace())
+        y, self.steps = self.layer(x) * (1 + self.n), getattr(self, "steps", 0) + 1
+        self.n = 1 / self.steps
+        return y
+
+
+def plain(function):
+    def call(self, *args):
+        return function(self, *args)
+
+    return call
+
+
+class Decorated(Layer):
+    """Whose decorator does not say what it has decorated."""
+
+    @plain
+    def forward(self, x):
+        y = self.layer(x) * (1 + self.n)
+        self.n = 0.5 * self.n + 1
+        return y
+
+    def reset(self):
+        self.n = 0
+
+
+class Child(Layer):
+    def setup(self):
+        self.mean = 0.0
+
+    def forward(self, x):
+        self.n += 1
+        self.mean = 1 / self.n
+        return self.layer(x)
+
+
+class Parent(Layer):
+    """Reads of another module, by a name that tensors have too."""
+
+    def setup(self):
+        self.child = Child()
+
+    def forward(self, x):
+        y = self.layer(x) * (1 + self.child.mean)
+        return self.child(y)
+
+
+class Augmented(Layer):
+    """Only adds to what it keeps, and by the name of what tensors have."""
+
+    def setup(self):
+        self.T, self.sum = 1.0, 0.0
+
+    def forward(self, x):
+        self.T *= 0.9
+        self.sum += 2
+        return self.layer(x)
+
+
 KINDS = [
+    Dispatching,
+    Bound,
+    Partial,
+    Operating,
+    Trying,
+    Suppressing,
+    Choosing,
+    Generating,
+    Static,
+    Decorated,
+    Parent,
+    Augmented,
     Refreshed,
     WarmedUp,
     Late,
@@ -529,6 +722,18 @@ def test_objects_of_stages_are_copies(between):
         fs.ModuleError, match=r"^0\.(options|table|row) of model.module was set or changed .* set it before"
     ):
         with_changes("stages", between)
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if not way.startswith("functional")])
+def test_what_only_is_added_to_is_added_to(way):
+    run, plugin, mesh = WAYS[way]
+    expected = serial(Augmented)[1][0]
+
+    def main():
+        return run(Augmented, plugin())[1].unwrap()[0]
+
+    for module in fs.run(main, mesh=fs.make_mesh(mesh)):
+        torch.testing.assert_close((module.T, module.sum), (expected.T, expected.sum))
 
 
 def test_what_is_left_behind_is_shown():

@@ -6,7 +6,7 @@
     self.table = table                               also if it was None before, or not there
 
 So it is averaged over devices, as all that is remembered, and each slice of a step begins with the same.  Kept is what a call
-changes and a later one may read before it sets it, by its code or as it was seen to (see `observed`).
+changes and a later one may read before it sets it, by its code (see `methods`) or as it was seen to (see `observed`).
 
 All else a call *leaves* behind: the device's next call finds it, without its graph, and whoever looks at the module: an
 attention map, a norm that is logged.  So are strings, and whatever cannot be changed.  Lists and objects are put back: who
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from functools import cached_property
 from itertools import chain
 from operator import is_
 from typing import Any, NamedTuple, cast
@@ -40,7 +41,8 @@ from fshard.transforms.holders import (
 )
 from fshard.transforms.kept import ABSENT, Slot, as_tensor, set_in, slot_of, value_of
 from fshard.transforms.lent import lent, untouched
-from fshard.transforms.observed import code_of, unwatch, watch
+from fshard.transforms.methods import Reads
+from fshard.transforms.observed import unwatch, watch
 
 _LOOKS = 8
 """In so many first calls, and in one of as many later, it is looked whether objects are changed."""
@@ -227,13 +229,11 @@ class Attributes:
 
     def _may_be_read_first(self, slot: Slot) -> bool:
         """Return whether a method reads an attribute on some way to it on which it was not set before."""
-        own, every = code_of(self._modules[slot.path].kind), [*map(code_of, self._kinds)]
-        if slot.key in own.first or any(slot.key in code.unseen for code in every):
-            return True
-        if not any(slot.key in code.written for code in every):  # but by a hook, say, that may read it as well
-            return True
-        meant = hasattr(Tensor, slot.key) or slot.key in self._layers  # something else, most likely
-        return not meant and any(slot.key in code.others for code in every)
+        return self._reads.may_be_first(self._modules[slot.path].kind, slot.key)
+
+    @cached_property
+    def _reads(self) -> Reads:
+        return Reads(self._kinds, self._layers)
 
     def _look_at_held(self) -> None:
         """Note which objects have been changed, that stay what they are."""
