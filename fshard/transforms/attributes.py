@@ -331,9 +331,7 @@ class _Module:
                 was, now = begun.get(key, ABSENT), self._now.get(key, ABSENT)
                 new = key not in self._first and isinstance(now, Tensor)
                 fits = not self._torchs or isinstance(now, VALUES) or new
-                registered = now is ABSENT and any(
-                    key in self._now[kind] for kind in ("_modules", "_parameters", "_buffers")
-                )
+                registered = now is ABSENT and any(key in self._now[kind] for kind in ("_modules", "_parameters"))
                 if key not in self._never and fits and not registered and not is_same(was, now):
                     yield Change(key, self._first.get(key, ABSENT), now, written=False)
         for key, x in self._put.items():
