@@ -54,6 +54,11 @@ class Cells:
             {name: taken(column) for name, column in self.state.items()},
         )
 
+    def filled(self) -> Cells:
+        """Return the cells that have elements: others are what lies on other devices, those of other stages, say."""
+        some = [place for place, param in enumerate(self.params) if param.numel()]
+        return self if len(some) == len(self.params) else self.only(some)
+
     def real(self) -> Cells:
         """Return complex cells as cells of real numbers, in the same memory."""
         if not self.params[0].is_complex():

@@ -28,7 +28,9 @@ def fused_or(fused: Rule, rule: Rule, wanted: bool | None) -> Rule | None:
 
     def chosen(cells: Cells, lr: float) -> None:
         for kind in cells.kinds():
-            kind = kind.real()
+            kind = kind.filled().real()
+            if not kind.params:
+                continue
             if qualifies(kind):
                 fused(replace(kind, grads=[grad.contiguous() for grad in kind.grads]), lr)
             elif wanted:

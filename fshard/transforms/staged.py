@@ -296,7 +296,13 @@ def _gradient(leaf: Leaf, number: int, devices: Sequence[int], results: Sequence
 
 
 def _nothing(leaf: Leaf, device: int, near: Tensor) -> Tensor:
-    return torch.empty(_shape(leaf.gradient, leaf.shape, device), dtype=leaf.dtype, device=near.device)
+    return _empty(_shape(leaf.gradient, leaf.shape, device), leaf.dtype, near.device)
+
+
+@lru_cache(maxsize=4096)
+def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a tensor without elements, which nobody can write to, and so one for all."""
+    return torch.empty(shape, dtype=dtype, device=device)
 
 
 @lru_cache(maxsize=4096)
