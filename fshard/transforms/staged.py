@@ -87,8 +87,8 @@ def staged(
         deferred_batch_norm and not has_buffers
     )
     complaints += _complaints(given, mesh, batch, axis, loss)
-    named: dict[str, Any] = {"live_units": live_units, "reduce": reduce, "compute": compute, "dynamic": dynamic}
-    complaints += wrong_options(reproducible, {**named, "recompute": recompute, "skips": skips, "inputs": inputs})
+    options: dict[str, Any] = {"live_units": live_units, "reduce": reduce, "compute": compute, "dynamic": dynamic}
+    complaints += wrong_options(reproducible, {**options, "recompute": recompute, "skips": skips, "inputs": inputs})
     refuse_unfit(caller, len(given), mesh, schedule, axis, *complaints)
     assert loss is not None
     if not backward:
@@ -296,13 +296,7 @@ def _gradient(leaf: Leaf, number: int, devices: Sequence[int], results: Sequence
 
 
 def _nothing(leaf: Leaf, device: int, near: Tensor) -> Tensor:
-    return _empty(_shape(leaf.gradient, leaf.shape, device), leaf.dtype, near.device)
-
-
-@lru_cache(maxsize=4096)
-def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a tensor without elements, which nobody can write to, and so one for all."""
-    return torch.empty(shape, dtype=dtype, device=device)
+    return torch.empty(_shape(leaf.gradient, leaf.shape, device), dtype=leaf.dtype, device=near.device)
 
 
 @lru_cache(maxsize=4096)
