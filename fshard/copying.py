@@ -6,20 +6,21 @@ copied(module)      as `copy.deepcopy`, for which functions and weak references 
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from copy import copy, deepcopy
-from functools import partial
+from functools import lru_cache, partial
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from fshard.errors import ModuleError
-
 _ATOMS = (Tensor, str, int, float, complex, bytes, type(None), type, ModuleType, BuiltinFunctionType, torch.dtype)
+_Cached: Any = type(lru_cache(lambda: None))
+_HOOKS = tuple(key for key in vars(nn.Module()) if key.startswith(("_forward", "_backward")) and key.endswith("_hooks"))
 CONTAINERS = (OrderedDict, dict, list, set, deque)
 MANY = 1 << 12
 """Containers of more than that are shared, and nobody looks at what they hold."""
@@ -93,8 +94,10 @@ class Copying:
             made = self._closure(x)
         elif isinstance(x, weakref.ref):
             made = weakref.ref(self.of(x()))
+        elif isinstance(x, _Cached):
+            made = lru_cache(**x.cache_parameters())(self.of(x.__wrapped__))
         else:
-            made = self._object(x)
+            return self._object(x)
         self._memo[id(x)] = made
         return made
 
@@ -140,14 +143,26 @@ class _Deeply(Copying, dict[int, Any]):
         dict.__init__(self, memo)
         own = {id(x) for kind in (module.modules(), module.parameters(), module.buffers()) for x in kind}
         Copying.__init__(self, own, {}, self)
-        apart = (x for x in _within(module) if isinstance(x, FunctionType | weakref.ref) and self._leads_back(x))
+        apart = (
+            x for x in _within(module) if isinstance(x, FunctionType | weakref.ref | _Cached) and self._leads_back(x)
+        )
         self._apart = {id(x): x for x in apart}
+        hooks = (vars(part)[kind].values() for part in module.modules() for kind in _HOOKS)
+        self._hooks, self._for_hook = {id(x) for each in hooks for x in each}, False
 
     def get(self, key: Any, default: Any = None) -> Any:
         """Return a copy."""
         if key in self._apart:
-            return self.of(self._apart[key])
+            before, self._for_hook = self._for_hook, self._for_hook or key in self._hooks
+            try:
+                return self.of(self._apart[key])
+            finally:
+                self._for_hook = before
         return super().get(key, default)
+
+    def _object(self, x: Any) -> Any:
+        """Share what a hook notes things in, as somebody outside looks for them there."""
+        return x if self._for_hook and not isinstance(x, nn.Module) else super()._object(x)
 
     def _own(self, x: Any) -> Any:
         return deepcopy(x, self)
@@ -177,9 +192,10 @@ def copied(module: Module, memo: dict[int, Any] | None = None) -> Module:
             for key, x in vars(part).items()
             if key != "_modules" and any(id(each) in originals for each in _within(x))
         ]
-        raise ModuleError(
-            f"{type(module).__name__} cannot be copied: {', '.join(wrong)} would still lead to the original. Give what leads "
-            "there a __deepcopy__, or set it after it was copied."
+        warnings.warn(
+            f"{', '.join(wrong)} of {type(module).__name__} still leads to the module that was given, though a copy is used "
+            "from now on, and trained: an object that its hooks note things in, or one that is not copied.",
+            stacklevel=2,
         )
     return made
 

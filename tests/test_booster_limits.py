@@ -1,6 +1,7 @@
 """What a boosted model does as torch does, where it seems that it could not; and what it says where it cannot."""
 
 import copy
+import pickle
 from dataclasses import replace
 
 import pytest
@@ -522,6 +523,7 @@ READS = {
     "written": lambda x: x.data.fill_(0.0),
     "converted": lambda x: x.to(torch.float64),
     "transposed": lambda x: x.T,
+    "saved": lambda x: pickle.dumps(x),
 }
 
 
@@ -531,7 +533,7 @@ def test_values_of_a_boosted_models_parameters_are_not_there(name):
         model, *_ = fs.Booster().boost(small())
         READS[name](next(model.parameters()))
 
-    with pytest.raises(fs.ModuleError, match="have no values here"):
+    with pytest.raises(fs.ModuleError, match="have no values"):
         fs.run(main, mesh=fs.make_mesh({"data": 1}))
 
 
@@ -551,8 +553,11 @@ def test_all_else_of_them_is_told():
             x.requires_grad,
             x.detach().shape,
         )
+        like += (torch.ones(2).to(x), x.data.new(1, 2), torch.ones(4, 1).expand_as(x))
+        assert f"{x}" == str(x) == "Hollow(float32[4, 3])" and torch.result_type(x, 1) is torch.float32
         return told, [(type(one), one.shape, one.device.type) for one in like], x in {x}
 
     told = (4, 3), torch.float32, 12, 48, (0, 0), 4, 2, True, True, (4, 3)
     like = [(torch.Tensor, (4, 3), "cpu"), (torch.Tensor, (2,), "cpu"), (torch.Tensor, (4, 3), "meta")]
+    like += [(torch.Tensor, (2,), "cpu"), (torch.Tensor, (1, 2), "cpu"), (torch.Tensor, (4, 3), "cpu")]
     assert fs.run(main, mesh=fs.make_mesh({"data": 1})) == [(told, like, True)]

@@ -190,13 +190,80 @@ class Stubborn:
         return self
 
 
-def test_what_cannot_be_copied_is_told():
+def test_what_is_not_copied_is_told():
     module = made(Pair_)
-    module.stubborn, module.a.cached = Stubborn(module), functools.lru_cache(module.forward)
-    with pytest.raises(
-        fs.ModuleError, match=r"Pair_ cannot be copied: stubborn, a.cached would still lead to the original"
-    ):
+    module.stubborn = Stubborn(module)
+    with pytest.warns(UserWarning, match=r"^stubborn of Pair_ still leads to the module that was given"):
         copied(module)
+
+
+class Cached(Pair):
+    """Has a method behind a cache of functools."""
+
+    def point(self):
+        self.calls, self.table = 0, functools.lru_cache(4)(self.computed)
+
+    def computed(self, n):
+        return torch.arange(n) * self.a.bias.detach()
+
+    def forward(self, x):
+        return self.b(self.a(x)) + self.table(D)
+
+
+def test_a_cache_of_functools_is_made_anew():
+    original = made(Cached)
+    made_ = copied(original)
+    with torch.no_grad():
+        made_.a.bias.fill_(2.0)
+    assert made_.table(D).tolist() != original.table(D).tolist()
+    assert made_.table.cache_info().maxsize == 4 and original.table.cache_info().currsize == 1
+
+
+class Extractor:
+    """Notes what a layer has made, for a loop to look at."""
+
+    def __init__(self, model):
+        self.model, self.calls, self.feature, self.all = model, 0, None, {}
+
+        def hook(module, inputs, output):
+            self.feature, self.all["a"] = output, output.detach()
+            self.calls += 1
+
+        model.a.register_forward_hook(hook)
+
+
+@pytest.mark.filterwarnings("ignore:_forward_hooks, a._forward_hooks")
+@pytest.mark.parametrize("before", [False, True])
+def test_an_object_in_which_a_hook_notes_things_is_shared(before):
+    def main():
+        model = made(Pair_)
+        extractor = Extractor(model)
+        if before:
+            model(batch(7))
+            extractor.calls = 0
+        booster = fs.Booster()
+        with pytest.warns(UserWarning, match="a._forward_hooks of Pair_ still leads to the module that was given"):
+            boosted, opt, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.5))
+        losses = []
+        for step in range(3):
+            loss = boosted(batch(step)).square().mean() + extractor.feature.square().mean()
+            booster.backward(loss, opt)
+            opt.step()
+            opt.zero_grad()
+            losses.append(loss.item())
+        return losses, extractor.calls, [*extractor.all]
+
+    model = made(Pair_)
+    extractor, expected = Extractor(model), []
+    opt = torch.optim.SGD(model.parameters(), lr=0.5)
+    for step in range(3):
+        loss = model(batch(step)).square().mean() + extractor.feature.square().mean()
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        expected.append(loss.item())
+    (found,) = fs.run(main, mesh=fs.make_mesh({"data": 1}))
+    assert found == (pytest.approx(expected), 3, ["a"])
 
 
 def losses(kind, plugin, n):

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import fshard as fs
 
@@ -257,3 +258,48 @@ def test_stages_refuse_writes_to_any(kind, zero_stage):
     name = r"0\[0\]\.layer\.weight" if issubclass(kind, Clamped) else r"0\[0\]\.key\[0\]\.weight"
     with pytest.raises(fs.LayoutError, match=rf"execute_pipeline: stages changed parameters in place: .*{name}"):
         fs.run(main, mesh=fs.make_mesh({"data": 2, "pipe": 2}))
+
+
+class Checkpointed(nn.Module):
+    """Runs a part again in the backward, after it has written to what that reads."""
+
+    def __init__(self, again=True):
+        super().__init__()
+        self.layer, self.again = nn.Linear(D, D), again
+        self.gain = nn.Parameter(torch.ones(D), requires_grad=False)
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.gain.mul_(1.5)
+        part = lambda h: (h * self.gain).sin()  # noqa: E731
+        h = self.layer(x)
+        return checkpoint(part, h, use_reentrant=False) if self.again else part(h)
+
+
+class Filled(Momentum):
+    """torch's initialisers are given their tensor by its name."""
+
+    def follow(self):
+        nn.init.constant_(self.key[0].bias, 0.5)
+        nn.init.constant_(tensor=self.key[2].bias, val=0.25)
+
+
+class Signs(nn.Module):
+    """Computes with other data than a trained weight has, and puts its own back."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(D, D)
+
+    def forward(self, x):
+        own = self.layer.weight.data
+        self.layer.weight.data = own.sign()
+        y = self.layer(x)
+        self.layer.weight.data = own
+        return y
+
+
+@pytest.mark.parametrize("kind", [Checkpointed, Filled, Signs])
+@pytest.mark.parametrize("way", WAYS)
+def test_writes_are_seen_where_torch_sees_them(kind, way):
+    test_frozen_parameters_that_a_forward_writes_to_are_kept(kind, way)

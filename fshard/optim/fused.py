@@ -28,9 +28,9 @@ def fused_or(fused: Rule, rule: Rule, wanted: bool | None) -> Rule | None:
 
     def chosen(cells: Cells, lr: float) -> None:
         for kind in cells.kinds():
-            kind = kind.filled().real()
-            if not kind.params:
+            if not (filled := kind.filled()).params:
                 continue
+            kind = filled.real()
             if qualifies(kind):
                 fused(replace(kind, grads=[grad.contiguous() for grad in kind.grads]), lr)
             elif wanted:

@@ -108,7 +108,9 @@ def functionalize(
             output = replica.modules[0][1](*args, **kwargs)
             after = _new_state(replica, aliases, buffers, copies)
             check.after(replica.rebound(given.tensors), given.changed(), after)
-            return output, after | replica.attributes.kept(kept, params.values()) | given.kept()
+            after |= replica.attributes.kept(kept, params.values()) | given.kept()
+            replica.put({name: lent(x) for name, x in given.taken.items()})  # for a checkpoint, which runs a part again
+            return output, after
         except StopRecomputation as stop:  # a checkpoint that runs apply again has what it wants
             clear_frames(stop.__traceback__)  # which would still refer to the replica
             raise

@@ -56,7 +56,7 @@ def written_to(xs: Sequence[Tensor], versions: Sequence[int]) -> list[int]:
 
 
 class Given:
-    """The parameters of one call: `tensors` are put into the module.
+    """The parameters of one call: `tensors` are put into the module, and `taken` is what it has made of handles among them.
 
     Args:
         params: by their names.
@@ -69,6 +69,7 @@ class Given:
         self._own = {name: params[name].detach() for name in frozen if type(params[name]) in (Tensor, nn.Parameter)}
         self._lent = {name: lent(x) for name, x in self._own.items() if name not in self._kept}
         self._lent |= {name: value_of(lent(x)) for name, x in self._kept.items()}
+        self.taken = dict[str, Tensor]()
         self.tensors = {**params, **self._lent} if self._lent else params
         alone = type(next(iter(params.values()), None)) in (
             Tensor,
@@ -88,6 +89,6 @@ class Given:
         found = {name: x for name, x in found.items() if name in self._kept or not x.equal(self._own[name])}
         for name, x in self.tensors.items():
             if type(x) is Handle and x.own is not None and (taken := x.take_written()) is not None:
-                found[name] = taken
+                found[name] = self.taken[name] = taken.detach()
         found = {name: x.detach().unsqueeze(0) for name, x in found.items()}
         return {kept_name(name): x for name, x in {**self._kept, **found}.items()}

@@ -62,6 +62,8 @@ class Handle(Tensor):
     own: Tensor | None = None
     """What a call has made of a frozen one, until it is taken."""
     bound: bool = False
+    swapped: tuple[Tensor, int] | None = None
+    """A trained one that was given other data, and where its own lies."""
 
     @staticmethod
     def of(unit: Unit, at: int) -> Handle:
@@ -96,20 +98,35 @@ class Handle(Tensor):
         return self.whole()
 
     def _bind(self, x: Tensor) -> None:
-        if self._trained:
-            raise ModuleError(
-                f"a forward has given {self._path} other data. It is trained, and so the optimizer's to change; of a "
-                "frozen parameter, requires_grad_(False) before, it would be kept."
-            )
-        self.own, self.bound = x.detach().clone(), True
+        """Give it other data: a frozen one for good, a trained one until the call ends, when it has to have its own again."""
+        if not self._trained:
+            self.own, self.bound = x.detach().clone(), True
+        elif not torch.is_grad_enabled():
+            self.own = None if x.data_ptr() == self.unit.leaf(self.at).data_ptr() else x.detach()
+        elif self.unit.tape.reductions.singly:
+            self._refuse()
+        else:
+            whole = self.whole()
+            self.swapped = self.swapped or (whole, whole.data_ptr())
+            _T.data.__set__(whole, x)
+
+    def _refuse(self) -> None:
+        raise ModuleError(
+            f"a forward has given {self._path} other data. It is trained, and so the optimizer's to change; of a frozen "
+            "parameter, requires_grad_(False) before, it would be kept."
+        )
 
     def is_written(self) -> bool:
-        """Return whether a call has written to a frozen one."""
+        """Return whether a call has written to a frozen one, or has left a trained one with other data."""
+        if self.swapped is not None:
+            return self.swapped[0].data_ptr() != self.swapped[1]
         return self.own is not None and (self.bound or self.own.is_inference() or self.own._version > 0)
 
     def take_written(self) -> Tensor | None:
         """Return what a call has made of it, if it has; from now on it is what it was."""
         own, written = self.own, self.is_written()
+        if own is not None and self._trained:
+            self._refuse()
         self.own, self.bound = None, False
         return own if written else None
 
@@ -131,11 +148,12 @@ class Handle(Tensor):
         if func not in _effects:
             _effects[func] = _effect_of(func)
         if (effect := _effects[func]) is not None or (kwargs and kwargs.get("out") is not None):
-            if effect == "gets" and type(args[0]) is Handle:
-                return args[0]._to_write().detach()  # which shares the version: whoever writes to it is seen
-            if effect == "sets" and type(args[0]) is Handle:
-                return args[0]._bind(wholes(args[1]))
-            for handle in _handles_in((args[0] if effect == "writes" else (), (kwargs or {}).get("out"))):
+            target = args[0] if args else next(iter((kwargs or {}).values()), None)
+            if effect == "gets" and type(target) is Handle:
+                return target._to_write().detach()  # which shares the version: whoever writes to it is seen
+            if effect == "sets" and type(target) is Handle:
+                return target._bind(wholes(args[1]))
+            for handle in _handles_in((target if effect == "writes" else (), (kwargs or {}).get("out"))):
                 handle._to_write()
         own_args, own_kwargs = wholes(args), wholes(kwargs) if kwargs else {}
         if _here.context is None:

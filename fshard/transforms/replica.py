@@ -85,6 +85,12 @@ class Replica:
         for put, (_, key, name) in self._puts:
             put(key, tensors[name])
 
+    def put(self, tensors: Mapping[str, Any]) -> None:
+        """Put other tensors into the places of some."""
+        for put, (_, key, name) in self._puts if tensors else ():
+            if name in tensors:
+                put(key, tensors[name])
+
     def rebound(self, tensors: Mapping[str, Any]) -> list[str]:
         """Return the parameters that a call has bound to something else."""
         return [name for container, key, name in self._params if container.get(key) is not tensors[name]]

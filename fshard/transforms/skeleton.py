@@ -24,8 +24,8 @@ def skeleton(module: nn.Module) -> nn.Module:
     """Return a copy of a module whose parameters and buffers have no memory; what is tied stays tied.
 
     >>> bare = skeleton(nn.Linear(2, 3))
-    >>> bare.weight.shape, bare.weight.device, bare.weight.untyped_storage().nbytes(), bare(torch.ones(2)).isnan().all()
-    (torch.Size([3, 2]), device(type='cpu'), 4, tensor(True))
+    >>> bare.weight, bare.weight.device, bare.weight.untyped_storage().nbytes()
+    (Hollow(float32[3, 2]), device(type='cpu'), 4)
     """
     hollow = lru_cache(_nothing)
     bare: dict[int, Any] = {
@@ -67,9 +67,14 @@ _ABOUT = KNOWN | {
     *(_T.requires_grad.__set__, _T.requires_grad_, _T.stride, _T.storage_offset, _T.is_contiguous, _T.is_inference),
     *(_T.untyped_storage, _T.__hash__, _T.type, _T.is_shared, torch.is_floating_point, torch.is_complex, torch.numel),
     *(torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like, torch.rand_like, torch.randn_like),
-    *(_T.new_empty, _T.new_zeros, _T.new_ones, _T.new_full),
+    *(_T.new, _T.new_empty, _T.new_zeros, _T.new_ones, _T.new_full, _T.new_tensor, _T.is_same_size, _T.is_signed),
+    *(_T.data_ptr, torch.result_type, torch.is_same_size, torch.is_signed),
 }
 """What can be told of a parameter, or made like it, without its values."""
+
+
+_LIKE = {_T.to, _T.type_as, _T.expand_as, _T.view_as, _T.reshape_as}
+"""What makes a tensor like another."""
 
 
 class Hollow(nn.Parameter):
@@ -87,6 +92,8 @@ class Hollow(nn.Parameter):
         with _C.DisableTorchFunctionSubclass():
             if func in _ABOUT:
                 return func(*args, **(kwargs or {}))
+            if func in _LIKE and not isinstance(args[0], Hollow):
+                return func(*args, **(kwargs or {}))
             if func in (_T.detach, _T.data.__get__):
                 return Hollow(func(*args), requires_grad=False)
         raise ModuleError(
@@ -94,6 +101,15 @@ class Hollow(nn.Parameter):
             "say, belongs into forward, and weight decay into the optimizer. model.unwrap() is a copy with values, and "
             "fs.optim.ema(opt, decay) keeps an average. They are set before the model is boosted."
         )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Raise: nobody could make it again."""
+        raise ModuleError(
+            "parameters of a boosted model have no values to be saved: model.unwrap() is a copy with values."
+        )
+
+    def __format__(self, spec: str) -> str:
+        return format(repr(self), spec)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"Hollow({str(self.dtype).removeprefix('torch.')}{list(self.shape)})"

@@ -140,8 +140,8 @@ class Tape:
             names = ", ".join(named(parts_of(self.leaves[place].path)) for place in sorted(changed))
             raise LayoutError(
                 f"the loss function, or a forward, changed parameters in place: {names}. Trained ones are the optimizer's, and "
-                "what a module writes to frozen ones, requires_grad_(False) before, is kept. A loss function works "
-                "on a copy, or returns the new value with has_aux=True."
+                "what a module writes to frozen ones, requires_grad_(False) before, is kept, if it "
+                "does not write to a view of them. A loss function works on a copy, or returns the new value with has_aux=True."
             )
 
     def words(self) -> list[str]:
