@@ -232,7 +232,6 @@ class Extractor:
         model.a.register_forward_hook(hook)
 
 
-@pytest.mark.filterwarnings("ignore:_forward_hooks, a._forward_hooks")
 @pytest.mark.parametrize("before", [False, True])
 def test_an_object_in_which_a_hook_notes_things_is_shared(before):
     def main():
