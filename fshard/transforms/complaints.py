@@ -12,16 +12,6 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from fshard.errors import FshardError
 
 
-def not_whole(least: int, **given: Any) -> list[str]:
-    """Return a complaint of each that is no whole number from `least` on.
-
-    >>> not_whole(1, r=0, slices=8, seed=True)
-    ['r is a whole number from 1 on, not 0', 'seed is a whole number from 1 on, not True']
-    """
-    wrong = {k: x for k, x in given.items() if not isinstance(x, int) or isinstance(x, bool) or x < least}
-    return [f"{name} is a whole number from {least} on, not {x!r}" for name, x in wrong.items()]
-
-
 def not_known(names: Sequence[str], **given: Any) -> list[str]:
     """Return a complaint of each dict's names that are none of these, and of what is no dict.
 
