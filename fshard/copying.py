@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from abc import ABC, abstractmethod
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from copy import copy, deepcopy
@@ -27,7 +28,7 @@ MANY = 1 << 12
 Module = TypeVar("Module", bound=nn.Module)
 
 
-class Copying:
+class Copying(ABC):
     """A copy in the making: of the objects of a tree, by their ids, and of what leads to one of them; the rest is shared."""
 
     def __init__(self, tree: Iterable[int], leads: dict[int, bool], memo: dict[int, Any]) -> None:
@@ -45,9 +46,9 @@ class Copying:
             return self._container(x)
         return self._pointing(x) if self._leads_back(x) else x
 
+    @abstractmethod
     def _own(self, x: Any) -> Any:
         """Copy an object of the tree."""
-        raise NotImplementedError
 
     def _is_to_copy(self, container: Any) -> bool:
         """Return whether a container is copied even if it leads nowhere."""

@@ -374,11 +374,12 @@ def test_schedulers_of_any_maker_are_taken():
             pass
 
     def main():
-        given = Five()
-        fs.Booster().boost(given.one, given.opt, nn.MSELoss(), [1], given.row)
-        fs.Booster().boost(given.other, sgd(given.other), None, None, Third())
+        given, third = Five(), Third()
+        *_, row = fs.Booster().boost(given.one, given.opt, nn.MSELoss(), [1], given.row)
+        *_, last = fs.Booster().boost(given.other, sgd(given.other), None, None, third)
+        return row is given.row, last is third
 
-    fs.run(main, mesh=fs.make_mesh({"data": 1}))
+    assert fs.run(main, mesh=fs.make_mesh({"data": 1})) == [(True, True)]
 
 
 BOOSTED = "the model has been boosted already: model.unwrap() is one to boost anew"

@@ -59,7 +59,9 @@ class Row(Pair):
 
 class Nested(Pair):
     def point(self):
-        inner = lambda x: self.a(x)  # noqa: E731
+        def inner(x):
+            return self.a(x)
+
         self.outer = lambda x: inner(x) * 2
 
     def forward(self, x):
