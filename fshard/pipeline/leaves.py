@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import Function
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from fshard.mesh.tree import PyTree, flatten, unflatten
@@ -62,6 +63,33 @@ def _edge(x: Tensor) -> GradientEdge:
     return get_gradient_edge(x) if x.grad_fn is None else GradientEdge(x.grad_fn, x.output_nr)
 
 
+class _Of(Function):
+    """Something that was made of all: its node knows where the gradient of each comes in."""
+
+    @staticmethod
+    def forward(ctx: Any, *xs: Tensor) -> Tensor:
+        return xs[0].new_empty(())
+
+    @staticmethod
+    def backward(ctx: Any, *gs: Any) -> tuple[None, ...]:
+        return (None,) * len(ctx.needs_input_grad)
+
+
+def edges_of(xs: Sequence[Tensor]) -> list[GradientEdge]:
+    """Return where the gradients of tensors come in, that require them; quicker than one by one.
+
+    >>> from torch.autograd.graph import get_gradient_edge
+    >>> x = torch.ones(2, requires_grad=True)
+    >>> edges_of([x, x * 2])[0] == get_gradient_edge(x)
+    True
+    """
+    if not xs:
+        return []
+    with torch.enable_grad():
+        made: Any = _Of.apply(*xs)
+    return [GradientEdge(*slot) for slot in made.grad_fn.next_functions]
+
+
 class Params:
     """The parameters of a stage in one step: `tree`, and its `own` floating leaves, whose gradients come out at `edges`.
 
@@ -73,7 +101,7 @@ class Params:
         own = [x.detach() if isinstance(x, Tensor) else x for x in leaves]
         self._places = [place for place, x in enumerate(leaves) if trained and isinstance(x, Tensor) and _is_trained(x)]
         self.own: list[Tensor] = [own[place].requires_grad_() for place in self._places]
-        self.edges = [get_gradient_edge(x) for x in self.own]
+        self.edges = edges_of(self.own)
         self.tree = unflatten(self._structure, own)
 
     def tree_of(self, gs: Sequence[Tensor | None]) -> PyTree:

@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import nn
 
-from fshard.transforms.randomness import digested, drawing_by, key_now
+from fshard.transforms.randomness import key_now, random_state, turned
 
 _DRAWING = (
     nn.modules.dropout._DropoutNd,  # pyright: ignore[reportPrivateUsage]
@@ -46,7 +46,7 @@ class Calls:
         key = self._known.get((begun_by, name))
         if key is None:
             count = self._counts[name] = self._counts.get(name, -1) + 1
-            key = self._known[begun_by, name] = digested([self._key, name, count])
+            key = self._known[begun_by, name] = turned(self._key, name, count)
         return key
 
 
@@ -79,8 +79,12 @@ def _forward(
     **kwargs: Any,
 ) -> Any:
     layer: Any = module()
-    begun_by = key_now()
+    forward, begun_by = own or partial(type(layer).forward, layer), key_now()
     if begun_by is None:  # run again by somebody who has not kept the generator's state
-        return type(layer).forward(layer, *args, **kwargs) if own is None else own(*args, **kwargs)
-    with drawing_by(calls[0].key(name, begun_by)):
-        return type(layer).forward(layer, *args, **kwargs) if own is None else own(*args, **kwargs)
+        return forward(*args, **kwargs)
+    before, key = random_state(), calls[0].key(name, begun_by)
+    before.begin(key)
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        before.set(key ^ 1)  # another than before: that tells what comes now from what came before

@@ -7,9 +7,10 @@ masks on 1 device as on 8.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, ContextDecorator
 from ctypes import c_uint64
+from functools import lru_cache
 from operator import index
 
 import torch
@@ -34,51 +35,46 @@ def keyed_random(seed: int, *key: int | str) -> AbstractContextManager[None]:
     return _Keyed(folded(seed, *key))
 
 
-def keyed_apart(seed: int, *key: int | str, part: int) -> AbstractContextManager[None]:
-    """Draw as `keyed_random` does in the first of several parts; others draw something else, but layers what they would there.
+def keyed_apart(key: int, part: int) -> AbstractContextManager[None]:
+    """Draw by a key in the first of several parts; others draw something else, but layers what they would there.
 
+    >>> key = folded(17, 0)
     >>> def draw(part):
-    ...     with keyed_apart(17, 0, part=part):
+    ...     with keyed_apart(key, part):
     ...         return torch.rand(()).item(), key_now()
     >>> with keyed_random(17, 0):
     ...     first = torch.rand(()).item(), key_now()
     >>> first == draw(0), first[0] == draw(1)[0], first[1] == draw(1)[1]
     (True, False, True)
     """
-    if not part:
-        return keyed_random(seed, *key)
-    return _Keyed(folded(seed, *key, f"part {part}"), folded(seed, *key))
+    return _Keyed(turned(key, "part", part), key) if part else _Keyed(key)
 
 
 class State:
     """The states of some generators; no tree, so that no transform looks at them."""
 
-    __slots__ = ("_of",)
+    __slots__ = ("_states", "generators")
 
-    def __init__(self, generators: Iterable[torch.Generator]) -> None:
-        self._of = [(generator, generator.get_state()) for generator in generators]
-
-    @property
-    def generators(self) -> list[torch.Generator]:
-        """Whose they are."""
-        return [generator for generator, _ in self._of]
+    def __init__(self, generators: Sequence[torch.Generator]) -> None:
+        self.generators = generators
+        self._states = [*map(torch.Generator.get_state, generators)]
 
     def begin(self, key: int) -> None:
         """Let the generators draw by a key from now on."""
-        for generator, _ in self._of:
+        for generator in self.generators:
             generator.manual_seed(key)
 
     def set(self, key: int | None = None) -> None:
         """Let the generators go on from here, the CPU's by another name, if a key is given: nothing is drawn from a seed."""
         if key is not None:
-            c_uint64.from_address(self._of[0][1].data_ptr()).value = key  # where torch keeps the seed
-        for generator, own in self._of:
+            c_uint64.from_address(self._states[0].data_ptr()).value = key  # where torch keeps the seed
+        for generator, own in zip(self.generators, self._states, strict=True):
             generator.set_state(own)
 
 
 def random_state(*others: torch.Generator) -> State:
     """Return the states of the generators that the calling thread draws from, and of others."""
-    return State((*_generators(), *others))
+    return State((*_generators(), *others) if others else _generators())
 
 
 class _Keyed(ContextDecorator):
@@ -100,15 +96,6 @@ class _Keyed(ContextDecorator):
 
     def __exit__(self, *_: object) -> None:
         self._before.set()
-
-
-class drawing_by(_Keyed):
-    """Draw by a key; afterwards go on as before, but by a key that tells what comes now from what came before."""
-
-    __slots__ = ()
-
-    def __exit__(self, *_: object) -> None:
-        self._before.set(self._key ^ 1)
 
 
 class drawing_from:
@@ -148,13 +135,27 @@ def _generators() -> tuple[torch.Generator, ...]:
 _MARK = 0xF5A2
 """What the seeds begin with that are keys."""
 
+_BITS = 48
+
 
 def folded(*key: int | str) -> int:
     """Return a key of 64 bits in which every part of what it is made of, and its place, count."""
-    return digested([part if isinstance(part, str) else index(part) for part in key])  # 3 is 3, whoever counts
+    return _MARK << _BITS | _digest(*(part if isinstance(part, str) else index(part) for part in key))
 
 
-def digested(parts: list[int | str]) -> int:
-    """Return the key of parts that are plain numbers and strings."""
-    digest = hashlib.blake2b(repr(parts).encode(), digest_size=6).digest()
-    return _MARK << 48 | int.from_bytes(digest, "little")
+def turned(key: int, *parts: int | str) -> int:
+    """Return another key for each of a few parts, numbers and strings that come again for many keys.
+
+    >>> key = folded(17, 3)
+    >>> turned(key, "blocks.1", 0) == turned(key, "blocks.1", 0) != turned(key, "blocks.1", 1)
+    True
+    """
+    return key ^ _known_digest(*parts)
+
+
+def _digest(*parts: int | str) -> int:
+    digest = hashlib.blake2b(repr([*parts]).encode(), digest_size=_BITS // 8).digest()
+    return int.from_bytes(digest, "little")
+
+
+_known_digest = lru_cache(maxsize=1 << 16)(_digest)  # a digest is soon made, but not among products of matrices

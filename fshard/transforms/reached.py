@@ -22,7 +22,7 @@ def marked(output: Any, owner: object, number: int) -> list[Any]:
     kept: list[Any] = []
     for x in tree_leaves(output):
         if isinstance(x, Tensor) and x.requires_grad:
-            node: Any = get_gradient_edge(x).node
+            node = _node(x)
             node.metadata[_MARK] = owner, number
             kept += [node] if x.is_leaf else []  # of others the graph itself keeps it
     return kept
@@ -39,9 +39,9 @@ def reached(loss: Tensor, owner: object) -> list[int]:
     >>> reached(y.sum(), owner), reached((y + z).sum(), owner), reached(x.sum(), owner)
     ([0], [0, 1], [])
     """
-    found, seen, left = set[int](), set[Any](), [get_gradient_edge(loss).node]
+    found, seen, left = set[int](), set[Any](), [_node(loss)]
     while left:
-        node: Any = left.pop()
+        node = left.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
@@ -51,6 +51,10 @@ def reached(loss: Tensor, owner: object) -> list[int]:
         else:
             left += [before for before, _ in node.next_functions]
     return sorted(found)
+
+
+def _node(x: Tensor) -> Any:
+    return x.grad_fn or get_gradient_edge(x).node
 
 
 def note_originals(module: nn.Module) -> None:
@@ -63,15 +67,17 @@ def refuse_originals(loss: Any, outputs: Any = ()) -> None:
     """Raise if a loss was made of noted parameters, beside a model's outputs: what it asks of them, nobody would do."""
     if not isinstance(loss, Tensor) or not loss.requires_grad or transformed():
         return
-    ends = [get_gradient_edge(x).node for x in tree_leaves(outputs) if isinstance(x, Tensor) and x.requires_grad]
-    names, seen, left = set[str](), set[Any](ends), [get_gradient_edge(loss).node]
+    given = [outputs] if type(outputs) is Tensor else tree_leaves(outputs)
+    seen: set[Any] = {_node(x) for x in given if isinstance(x, Tensor) and x.requires_grad}
+    names, left = set[str](), [_node(loss)]
     while left:
-        node: Any = left.pop()
-        if node is not None and node not in seen and _MARK not in node.metadata:
-            seen.add(node)
-            variable = getattr(node, "variable", None)
-            if variable is not None and variable in _originals:
-                names.add(_originals[variable])
+        node = left.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if _MARK not in node.metadata:
+            names |= {_originals[variable]} if variable is not None and variable in _originals else set()
             left += [before for before, _ in node.next_functions]
     if names:
         raise ModuleError(

@@ -32,7 +32,7 @@ from fshard.transforms.idle import idling
 from fshard.transforms.means import Found, together, tree_sum
 from fshard.transforms.origin import Origin, bits
 from fshard.transforms.patterns import named, parts_of
-from fshard.transforms.randomness import keyed_apart
+from fshard.transforms.randomness import folded, keyed_apart
 from fshard.transforms.remembered import entries_of, entries_of_all, entry_of
 from fshard.transforms.slices import DETACHED, counts_of, one_loss
 from fshard.transforms.stage_buffers import Learnt, Memory
@@ -95,7 +95,8 @@ class Shift:
         index = self.beside.index if self.beside is not None else 0
         turns = how.turns(self.beside.size if self.beside is not None else 1)
         self.slices = batch.slices(at, turns, apart=how.slices is not None)
-        self.first = index * len(self.slices)
+        first = index * len(self.slices)
+        self.keys = [folded(key, 0, first + microbatch) for microbatch in range(len(self.slices))]
         self.counts = counts_of(how, batch, self.slices, self.beside, site)
         self.weight = self._weight()
         self.mine = [stage for stage, place in enumerate(plan.route.placement) if place == self.pipe.index]
@@ -222,7 +223,7 @@ class Shift:
             return y
 
     def _draws(self, microbatch: int, part: int) -> AbstractContextManager[None]:
-        return keyed_apart(self.key, 0, self.first + microbatch, part=part)
+        return keyed_apart(self.keys[microbatch], part)
 
     def _idling(self, microbatch: int) -> idling:
         return idling(not self.slices[microbatch].rows)

@@ -13,10 +13,11 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 
 from fshard.mesh.steps import go
 from fshard.mesh.tree import PyTree
+from fshard.pipeline.leaves import edges_of
 from fshard.source import Site
 from fshard.transforms.given import guarded, written_to
 from fshard.transforms.units import Leaf, versions_of
@@ -59,7 +60,7 @@ class StageParams:
         self._xs = [guarded(wholes[place]) for place in range(len(leaves))]
         trained = [place for place, leaf in enumerate(leaves) if backward and leaf.trained]
         self.own = [self._xs[place].requires_grad_() for place in trained]
-        self._edges = [get_gradient_edge(x) for x in self.own]
+        self._edges = edges_of(self.own)
         self._tree = tree(self._xs)
         self._versions, self._leaves = versions_of(self._xs), leaves
 
