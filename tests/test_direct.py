@@ -12,6 +12,8 @@ import torch.distributed as dist
 import fshard as fs
 from fshard.mesh.runtimes import direct, neighbours
 from fshard.mesh.runtimes.process import ProcessWorld, leave
+from fshard.mesh.runtimes.rings import SIZE
+from fshard.pipeline.execute import pipelined
 from fshard.testing.processes import Processes, run_processes
 
 pytestmark = pytest.mark.skipif(neighbours._libc() is None, reason="this system does not read other processes' memory")
@@ -243,6 +245,29 @@ def messages_of_all_sizes():
 
 def test_messages_small_and_large_arrive_in_order(pair):
     assert pair.run(messages_of_all_sizes) == [2.0, 2.0]
+
+
+def microbatches_for_a_late_stage():
+    """Values of 24 microbatches are sent before the next stage looks, in the second step as messages that are known."""
+    mesh, long = fs.make_mesh({"pipe": 2}), direct.INLINE_MESSAGE // 4
+    schedule = fs.pipeline_schedule("gpipe", stages=2, microbatches=24)
+    found = []
+    for length in (1, long - 3, long, long + 1, 3 * long):
+
+        def late(w, x):
+            time.sleep(0.1 if x[0] == 0 else 0)
+            return w * x
+
+        step = pipelined([lambda w, x: w * x, late], schedule, lambda y, x: y.mean(), mesh=mesh)
+        xs = [torch.full((length,), float(at)) for at in range(24)]
+        found += [step([torch.tensor(2.0), torch.tensor(3.0)], xs)[:2] for _ in range(2)]
+    return [(loss.item(), *(g.item() for g in gs if g is not None)) for loss, gs in found]
+
+
+def test_more_values_wait_for_a_stage_than_a_ring_holds(pair):
+    assert direct.INLINE_MESSAGE * 24 > SIZE
+    for found, gradient in zip(pair.run(microbatches_for_a_late_stage), (34.5, 23.0), strict=True):
+        assert len(found) == 10 and all(each == pytest.approx((69.0, gradient)) for each in found)
 
 
 def to_oneself():

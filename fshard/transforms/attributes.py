@@ -120,6 +120,11 @@ class Attributes:
         self._layers = {path.rpartition(".")[2] for path in self._modules}
         self._held: dict[int, _Held] = {}
         self._calls, self._looking = 0, self._held
+        self._lending = [module for module in self._modules.values() if module.lends]
+        self._busy: list[_Module] = []
+        self._modes = [(module.first, module.now) for module in self._modules.values() if "training" in module.now]
+        self._all = [each for module in self._modules.values() for each in (module.now, module.now["_modules"])]
+        self._views, self._begun, self._lengths = [each.values() for each in self._all], list[Any](), list[int]()
         for path, module in self._modules.items():
             for key, x in module.holders:
                 if id(x) not in self._held and id(x) not in filled:
@@ -135,8 +140,13 @@ class Attributes:
         for slot in tuple(seen.changed):  # to which other threads add
             if slot not in seen.states or slot in seen.lost or slot in left:
                 watched.setdefault(slot.path, set()).add(slot.key)
-        for path, module in self._modules.items():
-            module.begin(watched.get(path, ()))
+        for first, now in self._modes:
+            first["training"] = now["training"]
+        self._busy = [*self._lending, *(self._modules[path] for path in watched if path in self._modules)]
+        for module in self._lending:
+            module.lend()
+        for path in watched.keys() & self._modules.keys() if watched else ():
+            self._modules[path].watch(watched[path])
         self._calls += 1
         self._looking = self._held if self._calls <= _LOOKS or self._calls % _LOOKS == 0 else {}
         for held in self._looking.values():
@@ -144,23 +154,36 @@ class Attributes:
         for name, x in kept.items():
             slot = slot_of(name)
             if slot is not None and slot.path in self._modules:
-                self._modules[slot.path].put(slot.key, value_of(lent(x)))
+                self._put(slot, value_of(lent(x)))
         for slot in [slot for slot in left if slot in seen.states and slot.name in kept]:
             del left[slot]
         for slot, x in {**seen.given, **left}.items() if seen.given or left else ():
             if slot.path in self._modules and (slot in left or slot.name not in kept):
-                self._modules[slot.path].put(slot.key, lent(x))
+                self._put(slot, lent(x))
+        self._lengths, self._begun = [*map(len, self._all)], [*chain.from_iterable(self._views)]
+
+    def _put(self, slot: Slot, x: Any) -> None:
+        module = self._modules[slot.path]
+        module.put(slot.key, x)
+        self._busy.append(module)
 
     def end(self) -> None:
         """Watch no more, whatever has become of the call."""
-        for module in self._modules.values():
+        for module in self._busy:
             module.end()
+        self._busy, self._begun = [], []
+
+    def _to_look_at(self) -> Iterable[_Module]:
+        """Return the modules of which a call may have changed attributes: mostly none, and every call asks."""
+        same = [*map(len, self._all)] == self._lengths and all(map(is_, chain.from_iterable(self._views), self._begun))
+        return dict.fromkeys(self._busy) if same else self._modules.values()
 
     def kept(self, before: Mapping[str, Any], registered: Iterable[Any]) -> dict[str, Any]:
         """Return what is kept after a call that was given this and has registered tensors; warn of what is lost."""
         seen, after, losses, read = self._seen, dict(before), list[str](), self._read_in_vain()
         left, taken = seen.left, cast("frozenset[int] | None", None)
-        for module in self._modules.values():
+        modules = self._to_look_at()
+        for module in modules:
             for change in module.changed():
                 slot = Slot(module.path, change.key)
                 known = slot in seen.changed
@@ -187,7 +210,7 @@ class Attributes:
             if x is not None:
                 after.setdefault(slot.name, x)
         self._look_at_held()
-        read += [f"{module.title}'s submodules" for module in self._modules.values() if module.has_other_modules()]
+        read += [f"{module.title}'s submodules" for module in modules if module.has_other_modules()]
         if read:
             names = ", ".join(dict.fromkeys(read))
             warnings.warn(
@@ -208,7 +231,7 @@ class Attributes:
     def _read_in_vain(self) -> list[str]:
         """Note what a call has done to what it was watched for; return what it has read that was lost."""
         read: list[str] = []
-        for module in self._modules.values():
+        for module in dict.fromkeys(self._busy):
             for key, done in module.log.items():
                 slot = Slot(module.path, key)
                 if done == "read":
@@ -280,33 +303,32 @@ class Change(NamedTuple):
 
 
 class _Module:
-    """The attributes of one module, as they are between calls and in one."""
+    """The attributes of one module, as they are between calls, `first`, and `now`, in one."""
 
     def __init__(self, path: str, module: nn.Module, filled: Mapping[int, set[Any]], alone: Collection[int]) -> None:
         self.path, self.kind, self.title = path, type(module), type(module).__name__
         self.log = dict[str, str]()
-        self._module, self._now, self._watched = ref(module), vars(module), cast("Collection[str]", ())
+        self._module, self.now, self._watched = ref(module), vars(module), cast("Collection[str]", ())
         self._torchs = self.kind.__module__.startswith("torch.")  # of these, numbers: what they compute is no state
-        put_by_others = {"forward"} | filled.get(id(self._now), set())  # `layers` sets forward
+        put_by_others = {"forward"} | filled.get(id(self.now), set())  # `layers` sets forward
         self._never = (INTERNAL - {"training"}) | put_by_others
-        self._first, self._modules = dict(self._now), [*vars(module)["_modules"].values()]
-        known = {key: x for key, x in self._first.items() if key not in self._never}
-        self._tensors = [(key, x) for key, x in known.items() if id(x) in alone and not self._torchs]
-        lent_ones = {key for key, _ in self._tensors}
+        self.first, self._modules = dict(self.now), [*self.now["_modules"].values()]
+        known = {key: x for key, x in self.first.items() if key not in self._never}
+        self.lends = [(key, x) for key, x in known.items() if id(x) in alone and not self._torchs]
+        lent_ones = {key for key, _ in self.lends}
         self.holders = [(key, x) for key, x in known.items() if holds(x) and key not in lent_ones and not self._torchs]
         self._put: dict[str, Any] = {}
 
-    def begin(self, watched: Collection[str]) -> None:
-        """Lend the tensors to a call, and watch some attributes."""
-        self._put = {}
-        if "training" in self._now:
-            self._first["training"] = self._now["training"]
-        for key, x in self._tensors:
+    def lend(self) -> None:
+        """Lend the tensors to a call."""
+        for key, x in self.lends:
             self.put(key, lent(x))
-        self.log.clear()
-        if watched and (module := self._module()) is not None:
-            self._watched = watched
-            watch(module, watched, self.log)
+
+    def watch(self, keys: Collection[str]) -> None:
+        """Watch some attributes in a call."""
+        if (module := self._module()) is not None:
+            self._watched = keys
+            watch(module, keys, self.log)
 
     def end(self) -> None:
         """Watch no more."""
@@ -314,33 +336,34 @@ class _Module:
             unwatch(module, self._watched)
             self._watched = ()
         self._put = {}
+        self.log.clear()
 
     def put(self, key: str, x: Any) -> None:
         """Set an attribute for a call; whoever puts back all puts it back."""
-        set_in(self._now, key, x)
+        set_in(self.now, key, x)
         self._put[key] = x
 
     def changed(self) -> Iterator[Change]:
         """Yield which attributes a call has changed."""
-        begun = self._first
+        begun = self.first
         if self._put:
-            begun = {key: x for key, x in {**self._first, **self._put}.items() if x is not ABSENT}
-        more = ("forward" in self._now) - ("forward" in begun)
-        if len(self._now) - more != len(begun) or not all(map(is_, begun.values(), self._now.values())):
-            for key in dict.fromkeys((*begun, *self._now)):
-                was, now = begun.get(key, ABSENT), self._now.get(key, ABSENT)
-                new = key not in self._first and isinstance(now, Tensor)
+            begun = {key: x for key, x in {**self.first, **self._put}.items() if x is not ABSENT}
+        more = ("forward" in self.now) - ("forward" in begun)
+        if len(self.now) - more != len(begun) or not all(map(is_, begun.values(), self.now.values())):
+            for key in dict.fromkeys((*begun, *self.now)):
+                was, now = begun.get(key, ABSENT), self.now.get(key, ABSENT)
+                new = key not in self.first and isinstance(now, Tensor)
                 fits = not self._torchs or isinstance(now, VALUES) or new
-                registered = now is ABSENT and any(key in self._now[kind] for kind in ("_modules", "_parameters"))
+                registered = now is ABSENT and any(key in self.now[kind] for kind in ("_modules", "_parameters"))
                 if key not in self._never and fits and not registered and not is_same(was, now):
-                    yield Change(key, self._first.get(key, ABSENT), now, written=False)
+                    yield Change(key, self.first.get(key, ABSENT), now, written=False)
         for key, x in self._put.items():
-            if isinstance(x, Tensor) and self._now.get(key) is x and _is_written(x):
-                yield Change(key, self._first.get(key, ABSENT), x, written=True)
+            if isinstance(x, Tensor) and self.now.get(key) is x and _is_written(x):
+                yield Change(key, self.first.get(key, ABSENT), x, written=True)
 
     def has_other_modules(self) -> bool:
         """Return whether a call has replaced submodules, or has made some with tensors."""
-        now = [*self._first["_modules"].values()]
+        now = [*self.first["_modules"].values()]
         return not all(map(is_, self._modules, now)) or any(map(_has_tensors, now[len(self._modules) :]))
 
 

@@ -101,10 +101,10 @@ def functionalize(
             given = Given(params, frozen, kept)
             replica.fill({**given.tensors, **copies})
             _place_new(replica, new)
-            replica.attributes.put(kept)
             key = key_now()
             if key is not None:
                 replica.layers.enter(key)
+            replica.attributes.put(kept)
             output = replica.modules[0][1](*args, **kwargs)
             after = _new_state(replica, aliases, buffers, copies)
             check.after(replica.rebound(given.tensors), given.changed(), after)

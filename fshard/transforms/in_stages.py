@@ -102,6 +102,10 @@ class InStages(Learner):
         if altered.anew:
             alter(self.stages, module, altered)
             self._gradient.cache_clear()
+        if altered.modes:
+            modes = {name: part.training for name, part in module.named_modules()}
+            for name, part in (own for stage in self.stages for own in stage.named_modules()):
+                part.training = modes.get(name, module.training)
         self.buffers = [without(tree, altered.forgotten) for tree in self.buffers]
 
     def kept(self) -> dict[str, Tensor]:

@@ -17,6 +17,8 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import compress
+from operator import ne
 from sys import getrefcount
 from typing import Any, NamedTuple
 
@@ -69,7 +71,11 @@ class Replica:
     ) -> None:
         self.modules, self.places, self._owned, self.attributes = modules, places, owned, attributes
         self._puts = [(plain(place.container).__setitem__.__get__(place.container), place) for place in places]
-        self._originals = [(container, plain(container), entries_of(container)) for container in containers]
+        kinds = [plain(container) for container in containers]
+        self._dicts = [x for x, kind in zip(containers, kinds, strict=True) if kind is dict]
+        self._entries, self._lengths = [*map(entries_of, self._dicts)], [*map(len, self._dicts)]
+        rest = [(x, kind) for x, kind in zip(containers, kinds, strict=True) if kind is not dict]
+        self._others = [(x, kind, entries_of(x)) for x, kind in rest]
         self._rest: list[int] = []
         own = {id(vars(module)["_parameters"]) for _, module in modules}
         self._params = [place for place in places if id(place.container) in own]
@@ -97,14 +103,15 @@ class Replica:
 
     def restore(self) -> None:
         """Undo whatever a call has put into the modules, its tensors among them."""
-        for container, kind, original in self._originals:
+        for _ in map(dict.update, self._dicts, self._entries):  # a loop of C's: there are many
+            pass
+        for own, original in compress(
+            zip(self._dicts, self._entries, strict=True), map(ne, map(len, self._dicts), self._lengths)
+        ):
+            for key in dict.keys(own) - original.keys():
+                dict.__delitem__(own, key)
+        for container, kind, original in self._others:
             if not container and not original:
-                continue
-            if kind is dict:
-                dict.update(container, original)
-                if len(container) != len(original):
-                    for key in dict.keys(container) - original.keys():
-                        dict.__delitem__(container, key)
                 continue
             kind.clear(container)
             if kind is OrderedDict:  # whose update calls a class's own __setitem__

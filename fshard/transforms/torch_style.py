@@ -125,9 +125,6 @@ class Model(nn.Module):
                 "model.module."
             )
         self._follow()
-        modes = {name: part.training for name, part in self.module.named_modules()}
-        for name, part in (own for stage in self.learner.stages for own in stage.named_modules()):
-            part.training = modes.get(name, self.training)
         scale = boosted(optimizer).scale if torch.is_grad_enabled() else 1.0
         value = self.learner.run(criterion, next(batches), scale=scale, outputs=outputs)
         self._show()

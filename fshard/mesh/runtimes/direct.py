@@ -29,7 +29,7 @@ from fshard.mesh.moves import Broadcast, Permute, Wired, combining, is_plain
 from fshard.mesh.runtimes.buffers import empty
 from fshard.mesh.runtimes.link import Coming, Departed, Stamped, What, Wire, packed
 from fshard.mesh.runtimes.neighbours import INLINE, SLICE, Need, Neighbours, differs
-from fshard.mesh.runtimes.rings import INSIDE, READ, Message
+from fshard.mesh.runtimes.rings import INSIDE, READ, SIZE, Message
 from fshard.mesh.runtimes.swaps import Swapping, swap_of
 from fshard.mesh.sums import WIDER, Combine, combined
 from fshard.mesh.supply import Parts
@@ -38,8 +38,11 @@ FEW = 192 << 10
 """Bytes up to which a process may send its tensor to all others, to be added there."""
 SMALL = 1 << 20
 """Bytes up to which a reduction is best done in few rounds rather than in few bytes."""
-INLINE_MESSAGE = 4 << 10
-"""Bytes up to which a message of `send` is put into the ring: its receiver may take its time, and rings fill."""
+INLINE_MESSAGE = SIZE // 8
+"""Bytes up to which a message of `send` is put into the ring, if at least half of that is free: its receiver may take its time.
+
+So there is room for what has to be skipped before it, and for others' messages: no call waits for a receiver of messages.
+"""
 MESSAGE, ANSWER = 4, 3
 """What a key ends in: a bit that tells messages from collectives, and the part that says that a tensor has been read."""
 PIECE = 256 << 10
