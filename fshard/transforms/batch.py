@@ -14,7 +14,7 @@ Where no axis cuts samples, as beside a pipeline alone, all tensors of one lengt
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
@@ -101,7 +101,7 @@ class Batch:
         """Whether other devices, for whom the caller does not stand, may have been given something else."""
         return len(self.devices) < self.mesh.size and self.mesh.runtime != "abstract"
 
-    @property
+    @cached_property
     def cut(self) -> Cut | None:
         """How samples are cut, if all tensors that hold some say the same."""
         kinds = {cut for cut in self.cuts if cut is not None}
@@ -150,7 +150,8 @@ class Batch:
             leaves = [
                 whole(x) if cut is None else _rows(x, ranges[cut], turn) for x, cut in zip(own, self.cuts, strict=True)
             ]
-            leaves = [x.clone() if apart and cut is not None else x for x, cut in zip(leaves, self.cuts, strict=True)]
+            if apart:
+                leaves = [x if cut is None else x.clone() for x, cut in zip(leaves, self.cuts, strict=True)]
             if self.cut is None:
                 return Slice(leaves, 1, self.samples)
             start, stop = ranges[self.cut][turn]

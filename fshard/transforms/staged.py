@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -167,6 +166,23 @@ class Known:
     key: object
     plan: Plan
     fresh: bool = True
+    elsewhere: dict[int, Sharded] = field(default_factory=dict[int, Sharded])
+
+    def gradient(self, number: int, leaf: Leaf, devices: Sequence[int], results: Sequence[Result]) -> Sharded | None:
+        """Return a gradient as it lies: nothing on the devices of other stages; None, if nobody has used the parameter."""
+        if not leaf.trained or not results[0].used[number]:
+            return None
+        if number in self.elsewhere:
+            return self.elsewhere[number]
+        here = [result.gradients.get(number) for result in results]
+        shards = [
+            _nothing(leaf, device, result.loss) if g is None else g
+            for g, device, result in zip(here, devices, results, strict=True)
+        ]
+        made = Sharded(leaf.shape, leaf.gradient, tuple(shards))
+        if all(g is None for g in here):
+            self.elsewhere[number] = made  # so in all steps
+        return made
 
 
 @dataclass(frozen=True)
@@ -223,7 +239,8 @@ class Staged:
             self.known.clear()  # some devices may have learnt of messages what others have not
             raise
         known.fresh = False
-        grads = [_gradient(leaf, number, devices, results) for number, leaf in enumerate(known.plan.weights.leaves)]
+        leaves_of = enumerate(known.plan.weights.leaves)
+        grads = [known.gradient(number, leaf, devices, results) for number, leaf in leaves_of]
         one, rows = results[0], [flatten(result.aux)[0] for result in results]
         aux = unflatten(flatten(one.aux)[1], [_together(column, parts) for column in zip(*rows, strict=True)])
         after = remembered.after([result.learnt for result in results]) if remembered else ()
@@ -284,24 +301,8 @@ class Staged:
         return found
 
 
-def _gradient(leaf: Leaf, number: int, devices: Sequence[int], results: Sequence[Result]) -> Sharded | None:
-    """Return a gradient as it lies: nothing on the devices of other stages; None, if nobody has used the parameter."""
-    if not leaf.trained or not results[0].used[number]:
-        return None
-    shards = [
-        result.gradients[number] if number in result.gradients else _nothing(leaf, device, result.loss)
-        for device, result in zip(devices, results, strict=True)
-    ]
-    return Sharded(leaf.shape, leaf.gradient, tuple(shards))
-
-
 def _nothing(leaf: Leaf, device: int, near: Tensor) -> Tensor:
-    return torch.empty(_shape(leaf.gradient, leaf.shape, device), dtype=leaf.dtype, device=near.device)
-
-
-@lru_cache(maxsize=4096)
-def _shape(layout: Layout, whole: tuple[int, ...], device: int) -> tuple[int, ...]:
-    return layout.local_shape(whole, device)
+    return torch.empty(leaf.gradient.local_shape(leaf.shape, device), dtype=leaf.dtype, device=near.device)
 
 
 def _together(column: Sequence[Any], batch: Batch) -> Any:
