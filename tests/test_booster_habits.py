@@ -68,6 +68,44 @@ def round_of(booster, model, opt, x, y):
 
 @pytest.mark.parametrize("reproducible", [False, True])
 @pytest.mark.parametrize("plugin", PLUGINS)
+def test_a_backward_of_torchs_own_is_not_added_to_those_of_the_booster(plugin, reproducible):
+    def body(booster, model, opt, loader):
+        for x, y in loader:
+            nn.functional.cross_entropy(model(2 * x), y).backward()
+            opt.zero_grad()
+            round_of(booster, model, opt, x, y)
+
+    with pytest.raises(
+        fs.ModuleError, match=r"knows nothing of the other devices.*booster.backward\(loss, optimizer\)"
+    ):
+        boosted(plugin, body, reproducible=reproducible)
+
+
+@pytest.mark.parametrize("plugin", PLUGINS)
+def test_gradients_of_inputs_are_asked_for_by_themselves(plugin):
+    """Adversarial training: towards where the loss grows."""
+
+    def towards(model, x, y):
+        x = x.clone().requires_grad_()
+        (g,) = torch.autograd.grad(nn.functional.cross_entropy(model(x), y), x)
+        return (x + 0.1 * g.sign()).detach()
+
+    def body(booster, model, opt, loader):
+        for x, y in loader:
+            round_of(booster, model, opt, towards(model, x, y), y)
+
+    model = layers()
+    opt = torch.optim.Adam(model.parameters(), lr=0.01)
+    for x, y in DataLoader(samples(22), 5):
+        x = towards(model, x, y)
+        opt.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        opt.step()
+    close(boosted(plugin, body), model.state_dict())
+
+
+@pytest.mark.parametrize("reproducible", [False, True])
+@pytest.mark.parametrize("plugin", PLUGINS)
 def test_gradients_may_be_dropped_between_forward_and_backward(plugin, reproducible):
     def body(booster, model, opt, loader):
         for x, y in loader:

@@ -537,6 +537,16 @@ def test_values_of_a_boosted_models_parameters_are_not_there(name):
         fs.run(main, mesh=fs.make_mesh({"data": 1}))
 
 
+@pytest.mark.parametrize("act", [lambda x: x.grad, lambda x: setattr(x, "grad", None), lambda x: delattr(x, "grad")])
+def test_gradients_are_neither_found_nor_dropped_at_parameters(act):
+    def main():
+        model, *_ = fs.Booster().boost(small())
+        act(next(model.parameters()))
+
+    with pytest.raises(fs.ModuleError, match=r"not at its parameters.*optimizer.zero_grad\(\) drops them"):
+        fs.run(main, mesh=fs.make_mesh({"data": 1}))
+
+
 def test_all_else_of_them_is_told():
     def main():
         x = next(fs.Booster().boost(small())[0].parameters())

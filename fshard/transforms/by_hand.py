@@ -52,7 +52,7 @@ from fshard.transforms.means import Found
 from fshard.transforms.nearby import refuse_distant, refuse_unplaced
 from fshard.transforms.opaque import refuse_opaque
 from fshard.transforms.randomness import drawn_key, keyed_random
-from fshard.transforms.reached import marked, reached, refuse_originals
+from fshard.transforms.reached import marked, reached, refuse_backward, refuse_originals
 from fshard.transforms.remembered import Written
 from fshard.transforms.side_by_side import Pieces, side_by_side
 from fshard.transforms.slices import Device
@@ -207,6 +207,8 @@ class ByHand(Learner):
                 self._open.remembered = remembered
             now.joined = [(end, pieces) for end, pieces in now.joined if end() is not None]
             now.joined += [(ref(x), pieces) for x, pieces in found if _needs(x)]
+            for x in filter(_needs, (x for x, _ in found)):
+                x.register_post_accumulate_grad_hook(refuse_backward)
             output = tree_unflatten([x.view_as(x) if _needs(x) else x for x, _ in found], structure)
         else:
             (output,), (self._remembered,) = outputs, remembered
@@ -297,7 +299,8 @@ class ByHand(Learner):
         reductions.keep = None if sync or not how.once else lambda unit, gs: unit.keep(gs)
         tape.begin_backward(device.everyone, device.talk.along, idle=not now.share)
         if how.slices is None:
-            torch.autograd.grad(loss, [tape.anchor], start, allow_unused=True)
+            with reductions.asked():
+                torch.autograd.grad(loss, [tape.anchor], start, allow_unused=True)
             if reductions.keep is None:
                 reductions.end()
         else:
@@ -321,7 +324,8 @@ class ByHand(Learner):
             pairs = [(pieces(turn, g)) for (_, pieces), g in zip(ends, given, strict=True) if g is not None]
             outputs, cotangents = [x for x, _ in pairs], [g for _, g in pairs]
             if outputs:
-                torch.autograd.grad(outputs, [now.tape.anchor], cotangents, allow_unused=True)
+                with reductions.asked():
+                    torch.autograd.grad(outputs, [now.tape.anchor], cotangents, allow_unused=True)
             forest.grow(1.0)
         reductions.keep = None
         for unit in now.tape.units:

@@ -57,6 +57,14 @@ def _node(x: Tensor) -> Any:
     return x.grad_fn or get_gradient_edge(x).node
 
 
+def refuse_backward(*given: Any) -> None:
+    """Raise: what has come here is a backward of torch's own; a hook too."""
+    raise ModuleError(
+        "loss.backward() has come to parameters that lie as a plugin says, and knows nothing of the other devices: write "
+        "booster.backward(loss, optimizer). Gradients of inputs alone are torch.autograd.grad(loss, inputs)."
+    )
+
+
 def note_originals(module: nn.Module) -> None:
     """Note that others are trained in the place of a module's parameters."""
     for name, x in module.named_parameters():

@@ -10,7 +10,8 @@ lies sharded is not kept waiting in a bucket: its whole gradients are to go.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from fshard.mesh.scope import Group
 from fshard.mesh.steps import Way, go
 from fshard.source import Site
 from fshard.transforms.agree import agreed_turns
+from fshard.transforms.reached import refuse_backward
 from fshard.transforms.units import Leaf, Manner, Unit
 
 Along = tuple[str, ...]
@@ -58,7 +60,7 @@ class Reductions:
         self.used = [False] * len(leaves)
         self.sums: list[Tensor | None] = [None] * len(leaves)
         self.keep: Callable[[Unit, list[Tensor | None]], None] | None = None
-        self._turn, self._idle = 0, False
+        self._turn, self._idle, self._asked = 0, False, False
         self._waiting: dict[int, list[Tensor | None]] = {}
         self._bucket: list[tuple[int, Tensor, Way]] = []
         self._size = 0  # of the bucket, in bytes
@@ -71,6 +73,15 @@ class Reductions:
             self.turns, self.along = [], along  # there are more devices to agree
         if not self.turns and any(leaf.trained for leaf in self.leaves):
             self.turns = agreed_turns(used, len(self.units), group, self.site, self.shards[0].device)
+
+    @contextmanager
+    def asked(self) -> Generator[None]:
+        """Go back within: what comes at any other time is another's backward, which only this device has taken."""
+        self._asked = True
+        try:
+            yield
+        finally:
+            self._asked = False
 
     def receive(self, unit: Unit, gs: Sequence[Tensor | None]) -> None:
         """Take the cotangents of one use of a unit."""
@@ -90,6 +101,8 @@ class Reductions:
 
     def _noted(self, unit: Unit, gs: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Note which leaves were used; return what counts of their cotangents."""
+        if not self._asked:
+            refuse_backward()
         for place, g in zip(unit.places, gs, strict=True):
             self.used[place] |= g is not None
         return [None if self._idle else g.to_dense() if g is not None and g.is_sparse else g for g in gs]

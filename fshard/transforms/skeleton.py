@@ -114,14 +114,15 @@ class Hollow(nn.Parameter):
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"Hollow({str(self.dtype).removeprefix('torch.')}{list(self.shape)})"
 
-    @property
-    def grad(self) -> Tensor | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def _gradient(self, *given: Any) -> Any:
         """Raise: torch's own clipping, say, would find none, and do nothing."""
         raise ModuleError(
             "a boosted model's gradients are not at its parameters: booster.clip_grad_norm(optimizer, max_norm) and "
             "booster.clip_grad_value clip them, optimizer.zero_grad() drops them, optimizer.grads are they, as they lie. Nor "
             "is such a model converted: that comes before boosting."
         )
+
+    grad = property(_gradient, _gradient, _gradient)  # pyright: ignore[reportAssignmentType]
 
     def _hook(self, hook: Any) -> Any:
         """Raise: nobody would call it."""

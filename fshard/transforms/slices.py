@@ -231,7 +231,8 @@ class Device:
             start = torch.full_like(loss, share * self.scaled)
             if not count.weight and not idle:
                 silence(loss)
-            torch.autograd.grad(loss, [tape.anchor], start, allow_unused=True)
+            with tape.reductions.asked():
+                torch.autograd.grad(loss, [tape.anchor], start, allow_unused=True)
         new = self.buffers.compared(self.place, buffers, loss.device)
         beside = told(aux, slice.samples, loss.device)
         found = Found(loss.detach(), count.weight, [*beside.means.values()], [*beside.counts.values()])
