@@ -239,6 +239,51 @@ def test_a_gradient_goes_through_two_models():
     close(both, alone)
 
 
+def one_loss(booster, encoder, head, ours, theirs, x, y):
+    booster.backward(nn.functional.cross_entropy(head(encoder(x)), y), ours)
+
+
+def beside_its_own(booster, encoder, head, ours, theirs, x, y):
+    booster.backward(nn.functional.cross_entropy(head(x), y), theirs)
+    one_loss(booster, encoder, head, ours, theirs, x, y)
+
+
+def of_the_second(booster, encoder, head, ours, theirs, x, y):
+    booster.backward(encoder(x).square().mean(), ours)
+    booster.backward(nn.functional.cross_entropy(head(encoder(x).tanh()), y), theirs)
+
+
+def side_by_side(booster, encoder, head, ours, theirs, x, y):
+    booster.backward((encoder(x).mean(1) * head(x).mean(1)).mean(), ours)
+
+
+def apart(act, plugin, dropped):
+    """Train an encoder and a head that are boosted apart; drop in between what is not wanted."""
+
+    def main():
+        booster = fs.Booster(PLUGINS[plugin]())
+        encoder, head = nn.Linear(6, 6).double(), layers()
+        ours, theirs = (torch.optim.SGD(model.parameters(), lr=0.1) for model in (encoder, head))
+        encoder, ours, _, loader, _ = booster.boost(encoder, ours, None, DataLoader(samples(8), 4))
+        head, theirs, *_ = booster.boost(head, theirs)
+        for x, y in loader:
+            act(booster, encoder, head, ours, theirs, x, y)
+            if dropped:
+                ours.zero_grad(), theirs.zero_grad()
+                booster.backward(encoder(x).mean(), ours), booster.backward(head(x).mean(), theirs)
+            ours.step(), theirs.step()
+
+    fs.run(main, mesh=fs.make_mesh({"data": 2}))
+
+
+@pytest.mark.parametrize("act", [one_loss, beside_its_own, of_the_second, side_by_side])
+@pytest.mark.parametrize("plugin", PLUGINS)
+def test_a_gradient_that_another_optimizers_backward_leaves_out_is_told(plugin, act):
+    with pytest.raises(fs.ModuleError, match=r"this one's gradient of it was not taken.*optimizer.zero_grad\(\)"):
+        apart(act, plugin, dropped=False)
+    apart(act, plugin, dropped=True)
+
+
 def test_in_reproducible_mode_it_is_said_that_models_are_cut_off():
     with pytest.raises(fs.LayoutError, match=r"Outputs are cut off from a model's graph.*detach\(\) it, or leave rep"):
         through_two(reproducible=True)

@@ -52,7 +52,7 @@ from fshard.transforms.means import Found
 from fshard.transforms.nearby import refuse_distant, refuse_unplaced
 from fshard.transforms.opaque import refuse_opaque
 from fshard.transforms.randomness import drawn_key, keyed_random
-from fshard.transforms.reached import marked, reached, refuse_backward, refuse_originals
+from fshard.transforms.reached import Calls, marked, reached, refuse_backward, refuse_originals
 from fshard.transforms.remembered import Written
 from fshard.transforms.side_by_side import Pieces, side_by_side
 from fshard.transforms.slices import Device
@@ -76,7 +76,7 @@ class _Open:
     tree: Callable[[], PyTree]
     unflatten: Callable[[Sequence[Any]], PyTree]
     device: Device | None = None
-    counted: list[Counted] = field(default_factory=list[Counted])
+    calls: Calls = field(default_factory=Calls)
     marks: list[Any] = field(default_factory=list[Any])
     share: float = 1.0
     remembered: list[PyTree] = field(default_factory=list[PyTree])
@@ -200,7 +200,8 @@ class ByHand(Learner):
             tape.close()
         else:
             self._open = now
-            now.counted.append(counted)
+            now.calls.counted.append(counted)
+            now.calls.follow((args, kwargs))
         if sliced:
             found, structure = side_by_side(outputs, [slice.rows for slice in slices])
             if self._open is not None:
@@ -212,7 +213,7 @@ class ByHand(Learner):
             output = tree_unflatten([x.view_as(x) if _needs(x) else x for x, _ in found], structure)
         else:
             (output,), (self._remembered,) = outputs, remembered
-        now.marks += marked(output, now.counted, len(now.counted) - 1) if grad else []
+        now.marks += marked(output, now.calls, len(now.calls.counted) - 1) if grad else []
         return output
 
     def _one(self, now: _Open, slice: Slice, given: PyTree, number: int, *, grad: bool) -> tuple[Any, PyTree]:
@@ -285,14 +286,16 @@ class ByHand(Learner):
             found = "does not depend on the model" if loss.numel() == 1 else f"has the shape {tuple(loss.shape)}"
             raise LayoutError(f"backward takes one number that the model's output led to; this loss {found}.")
         refuse_originals(loss)
+        now.calls.tell(loss)
         self._here(lambda device: self._backward(now, loss, scale, sync))
 
     def _backward(self, now: _Open, loss: Tensor, scale: float, sync: bool) -> None:
         tape, how, device = now.tape, self._gradient.how, now.device
         assert device is not None
         device.scale, device.scaled = scale, held_by(loss.dtype, scale)
-        made_of = reached(loss, now.counted) if len(now.counted) > 1 else []
-        now.share = self._announced.share([now.counted[place] for place in made_of] or now.counted[-1:])
+        counted = now.calls.counted
+        made_of = reached(loss, now.calls) if len(counted) > 1 else []
+        now.share = self._announced.share([counted[place] for place in made_of] or counted[-1:])
         start = torch.full_like(loss, now.share * device.scaled)
         reductions = tape.reductions
         reductions.singly = reductions.wide = how.slices is not None
@@ -347,6 +350,8 @@ class ByHand(Learner):
     def found(self) -> PyTree:
         """Return the gradients of all backwards since the last time; None where no device has used a parameter."""
         now = self._open
+        if now is not None:
+            now.calls.refuse_passed()
         if now is None or now.device is None or not (now.used or now.kept):
             raise ModuleError(
                 "there are no gradients. Call the model, then booster.backward(loss, optimizer): loss.backward() knows "
@@ -379,7 +384,7 @@ class ByHand(Learner):
             self.forget()
         else:
             self._open.tape.reductions.drop()
-            self._open.used, self._open.kept = [], False
+            self._open.used, self._open.kept, self._open.calls.passed = [], False, False
 
     def forget(self) -> None:
         """Drop all gradients and forwards since the last step."""

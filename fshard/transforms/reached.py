@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,6 +17,56 @@ from fshard.mesh.differentiate import transformed
 _MARK = "fshard: a call"
 _originals = WeakIdKeyDictionary()
 """The names of parameters of which others, that lie as a plugin says, are trained."""
+
+
+@dataclass(eq=False)
+class Calls:
+    """A model's calls since its last step.
+
+    Args:
+        counted: what the batch of each counts for.
+        before: of other models, whose outputs these were given.
+        passed: whether another optimizer's backward has gone through them.
+    """
+
+    counted: list[Any] = field(default_factory=list[Any])
+    before: list[Calls] = field(default_factory=list["Calls"])
+    passed: bool = False
+
+    def follow(self, inputs: Any) -> None:
+        """Note of whose calls the inputs of one were made."""
+        self.before += [calls for calls in _behind(inputs) if calls is not self and calls not in self.before]
+
+    def tell(self, loss: Tensor) -> None:
+        """Let others know of a backward that gives gradients to these alone."""
+        seen, left = {self}, [self, *_behind(loss)]
+        while left:
+            calls = left.pop()
+            left += [before for before in calls.before if before not in seen]
+            seen |= {calls, *calls.before}
+            calls.passed |= calls is not self
+
+    def refuse_passed(self) -> None:
+        """Raise if the gradients of these are not all there."""
+        if self.passed:
+            raise ModuleError(
+                "a loss that was gone back through with another optimizer has used this model too, and this one's gradient of "
+                "it was not taken. Make one module of both models, or drop what is not wanted: optimizer.zero_grad()."
+            )
+
+
+def _behind(outputs: Any) -> Iterator[Calls]:
+    """Give whose calls tensors were made of; what these were made of is not looked at."""
+    ends = [x for x in tree_leaves(outputs) if isinstance(x, Tensor) and x.requires_grad]
+    seen, left = set[Any](), [get_gradient_edge(x).node for x in ends]
+    while left:
+        node: Any = left.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            if _MARK in node.metadata:
+                yield node.metadata[_MARK][0]
+            else:
+                left += [before for before, _ in node.next_functions]
 
 
 def marked(output: Any, owner: object, number: int) -> list[Any]:
