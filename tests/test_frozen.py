@@ -302,7 +302,130 @@ class Signs(nn.Module):
         return y
 
 
-@pytest.mark.parametrize("kind", [Checkpointed, Filled, Signs])
+class ByStates(Momentum):
+    """Writes to what a state_dict has of it, after all of it was looked up."""
+
+    @torch.no_grad()
+    def follow(self):
+        keys, queries = self.key.state_dict(), self.query.state_dict()
+        for name, key in keys.items():
+            key.mul_(0.5).add_(queries[name], alpha=0.5)
+
+
+class Detached(Momentum):
+    def follow(self):
+        for key, query in zip(self.key.parameters(), self.query.parameters(), strict=True):
+            key.detach().lerp_(query.detach(), 0.5)
+
+
+class Averaged(Momentum):
+    """By torch's own average of a model."""
+
+    def __init__(self):
+        super().__init__()
+        averages = torch.optim.swa_utils.get_ema_multi_avg_fn(0.5)
+        self.key = torch.optim.swa_utils.AveragedModel(self.query, multi_avg_fn=averages).requires_grad_(False)
+
+    def follow(self):
+        self.key.update_parameters(self.query)
+
+
+class Inference(Momentum):
+    @torch.inference_mode()
+    def follow(self):
+        for key, query in zip(self.key.parameters(), self.query.parameters(), strict=True):
+            key.lerp_(query, 0.5)
+
+
+class Product(torch.autograd.Function):
+    """Has its weight saved, and not what it was computed with."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, g):
+        (weight,) = ctx.saved_tensors
+        return g * weight, None
+
+
+class Gained(nn.Module):
+    """Writes by the signs of Python, which set the attribute again."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(D, D)
+        self.gain = nn.Parameter(torch.ones(D), requires_grad=False)
+        self.more = nn.ParameterDict({"gain": nn.Parameter(torch.ones(D), requires_grad=False)})
+
+    def forward(self, x):
+        assert all(isinstance(each, nn.Parameter) for each in (self.gain, self.more["gain"], self.layer.bias))
+        with torch.no_grad():
+            self.gain *= 1.5
+            self.gain -= 0.1
+            self.more["gain"] /= 1 + self.layer.bias.square()
+        return self.act(self.layer(x)) * self.more["gain"]
+
+    def act(self, x):
+        return Product.apply(x, self.gain).sin()
+
+
+class Given(Gained):
+    def act(self, x):
+        return checkpoint(lambda x, gain: (x * gain).sin(), x, self.gain, use_reentrant=False)
+
+
+class Reset(Gained):
+    """Gives it other memory, which torch does past all that classes see."""
+
+    def act(self, x):
+        with torch.no_grad():
+            self.gain.set_(self.gain.detach() * 0.5)
+        return (x * self.gain).sin()
+
+
+WRITERS = [Checkpointed, Filled, Signs, ByStates, Detached, Averaged, Inference, Gained, Given, Reset]
+
+
+class Late(nn.Sequential):
+    """Writes to weights of which others have been used since they were looked up."""
+
+    def __init__(self):
+        super().__init__(*(nn.Linear(D, D) for _ in range(4)))
+
+    def forward(self, x):
+        first, *_ = self.looked_up()
+        first.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+    def looked_up(self):
+        return [x.data for x in self.parameters()]
+
+
+class LateStates(Late):
+    def looked_up(self):
+        return [*self.state_dict().values()]
+
+
+@pytest.mark.parametrize("kind", [Late, LateStates])
+@pytest.mark.parametrize("way", WAYS)
+def test_what_shares_the_memory_of_trained_ones_is_watched_for_as_long(kind, way):
+    plugin, n = WAYS[way]
+
+    def main():
+        model = made(kind)
+        booster = fs.Booster(plugin=plugin)
+        boosted, opt, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.5))
+        booster.backward(boosted(batch(0).chunk(n)[fs.axis_index("data")]).square().mean(), opt)
+        opt.step()
+
+    with pytest.raises(fs.LayoutError, match=r"changed parameters in place: 0\.weight\."):
+        fs.run(main, mesh=fs.make_mesh({"data": n}))
+
+
+@pytest.mark.parametrize("kind", WRITERS)
 @pytest.mark.parametrize("way", WAYS)
 def test_writes_are_seen_where_torch_sees_them(kind, way):
     assert_as_torch(kind, way)

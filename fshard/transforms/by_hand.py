@@ -292,6 +292,7 @@ class ByHand(Learner):
     def _backward(self, now: _Open, loss: Tensor, scale: float, sync: bool) -> None:
         tape, how, device = now.tape, self._gradient.how, now.device
         assert device is not None
+        tape.check_unchanged()
         device.scale, device.scaled = scale, held_by(loss.dtype, scale)
         counted = now.calls.counted
         made_of = reached(loss, now.calls) if len(counted) > 1 else []

@@ -69,6 +69,8 @@ class Given:
         self._own = {name: params[name].detach() for name in frozen if type(params[name]) in (Tensor, nn.Parameter)}
         self._lent = {name: lent(x) for name, x in self._own.items() if name not in self._kept}
         self._lent |= {name: value_of(lent(x)) for name, x in self._kept.items()}
+        for x in self._lent.values():
+            vars(x)["_is_param"] = True  # as torch asks: self.w *= 2 sets it
         self.taken = dict[str, Tensor]()
         self.tensors = {**params, **self._lent} if self._lent else params
         alone = type(next(iter(params.values()), None)) in (

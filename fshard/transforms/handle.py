@@ -15,7 +15,7 @@ import operator
 import threading
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -24,6 +24,7 @@ from torch.autograd.function import Function
 
 from fshard.errors import LayoutError, ModuleError, ScopeError
 from fshard.mesh.scope import here
+from fshard.transforms.lent import lent
 from fshard.transforms.patterns import named, parts_of
 
 if TYPE_CHECKING:
@@ -59,9 +60,12 @@ class Handle(Tensor):
 
     unit: Unit
     at: int
+    _is_param = True
+    """As torch asks whether it is one."""
     own: Tensor | None = None
-    """What a call has made of a frozen one, until it is taken."""
+    """What a call has made of a frozen one."""
     bound: bool = False
+    """Whether it was given other data, or an operation has written to it."""
     swapped: tuple[Tensor, int] | None = None
     """A trained one that was given other data, and where its own lies."""
 
@@ -94,8 +98,16 @@ class Handle(Tensor):
     def _to_write(self) -> Tensor:
         """Return what may be written to: of a frozen one a copy, which stands for it from now on."""
         if self.own is None and not self._trained:
-            self.own = self.whole().detach().clone()
+            with torch.inference_mode(False):  # what is made there can be saved for no backward
+                self.own = self.whole().detach().clone()
         return self.whole()
+
+    def _memory(self) -> Tensor:
+        """Return what shares the memory, and the version, of what may be written to: whoever writes to it is seen."""
+        memory = self._to_write().detach()
+        if self._trained and self.unit.sharded:
+            self.unit.tape.watch(self.unit.places[self.at], memory)
+        return memory
 
     def _bind(self, x: Tensor) -> None:
         """Give it other data: a frozen one for good, a trained one until the call ends, when it has to have its own again."""
@@ -112,8 +124,8 @@ class Handle(Tensor):
 
     def _refuse(self) -> None:
         raise ModuleError(
-            f"a forward has given {self._path} other data. It is trained, and so the optimizer's to change; of a frozen "
-            "parameter, requires_grad_(False) before, it would be kept."
+            f"a forward has given {self._path} other data, or written to it. It is trained, and so the optimizer's to change; "
+            "of a frozen parameter, requires_grad_(False) before, it would be kept."
         )
 
     def is_written(self) -> bool:
@@ -123,12 +135,16 @@ class Handle(Tensor):
         return self.own is not None and (self.bound or self.own.is_inference() or self.own._version > 0)
 
     def take_written(self) -> Tensor | None:
-        """Return what a call has made of it, if it has; from now on it is what it was."""
-        own, written = self.own, self.is_written()
+        """Return what a call has made of it, if it has; a backward that has saved it keeps it, the next call has another."""
+        own = self.own
         if own is not None and self._trained:
             self._refuse()
-        self.own, self.bound = None, False
-        return own if written else None
+        if own is None or not self.is_written():
+            self.own = None
+            return None
+        self.unit.tape.handles[self.unit.places[self.at]] = Handle.of(self.unit, self.at)
+        self.own = lent(own)
+        return own
 
     @property
     def _path(self) -> str:
@@ -147,19 +163,21 @@ class Handle(Tensor):
                 return func(*args, **(kwargs or {}))
         if func not in _effects:
             _effects[func] = _effect_of(func)
+        written = list[Handle]()
         if (effect := _effects[func]) is not None or (kwargs and kwargs.get("out") is not None):
-            target = args[0] if args else next(iter((kwargs or {}).values()), None)
+            target = _first(args, kwargs)
             if effect == "gets" and type(target) is Handle:
-                return target._to_write().detach()  # which shares the version: whoever writes to it is seen
+                return target._memory()
             if effect == "sets" and type(target) is Handle:
                 return target._bind(wholes(args[1]))
-            for handle in _handles_in((target if effect == "writes" else (), (kwargs or {}).get("out"))):
+            written += _handles_in((target if effect == "writes" else (), (kwargs or {}).get("out")))
+            for handle in written:
                 handle._to_write()
+                handle.bound = handle.own is not None
         own_args, own_kwargs = wholes(args), wholes(kwargs) if kwargs else {}
-        if _here.context is None:
-            return func(*own_args, **own_kwargs)
-        with _here.context():
-            return func(*own_args, **own_kwargs)
+        with nullcontext() if _here.context is None else _here.context():
+            result = func(*own_args, **own_kwargs)
+        return _first(args, kwargs) if written and result is _first(own_args, own_kwargs) else result  # self.w *= 2
 
     @classmethod
     def __torch_dispatch__(
@@ -169,6 +187,11 @@ class Handle(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        for handle in _mutated(func, args, kwargs or {}):
+            if handle._trained:
+                handle._refuse()  # the version stays what it is here
+            handle._to_write()
+            handle.bound = True
         with torch.no_grad():
             return func(*wholes(args), **(wholes(kwargs) if kwargs else {}))
 
@@ -210,6 +233,10 @@ def around_each(context: Context | None) -> Generator[None]:
         _here.context = before
 
 
+def _first(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+    return args[0] if args else next(iter((kwargs or {}).values()), None)
+
+
 def wholes(x: Any) -> Any:
     """Put tensors in the place of handles, in whatever arguments torch's functions take."""
     if type(x) is Handle:
@@ -227,8 +254,10 @@ _effects: dict[Callable[..., Any], Effect | None] = {}  # no lru_cache: Dynamo w
 
 def _effect_of(func: Callable[..., Any]) -> Effect | None:
     """Return what a function of torch's does to its first argument: it gets or sets its data, or writes to it."""
-    if func in (_T.data.__get__, _T.data.__set__):
-        return "gets" if func == _T.data.__get__ else "sets"
+    if func in (_T.data.__get__, _T.detach, torch.detach):
+        return "gets"
+    if func == _T.data.__set__:
+        return "sets"
     name = getattr(func, "__name__", "")
     return (
         "writes" if name in _IN_PLACE or (name.endswith("_") and not name.endswith(("__", "requires_grad_"))) else None
@@ -237,6 +266,14 @@ def _effect_of(func: Callable[..., Any]) -> Effect | None:
 
 _IN_PLACE = {name for name in dir(operator) if name.startswith("__i") and name.replace("__i", "__", 1) in dir(operator)}
 _IN_PLACE.add("__setitem__")
+
+
+def _mutated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Handle]:
+    """Yield the handles that an operator writes to, by its schema."""
+    if func._schema.is_mutable:
+        for at, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                yield from _handles_in(args[at] if at < len(args) else kwargs.get(argument.name))
 
 
 def _handles_in(x: Any) -> Iterator[Handle]:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from fshard.errors import LayoutError
+from fshard.mesh.differentiate import transformed
 from fshard.mesh.scope import Group, require
 from fshard.mesh.steps import go
 from fshard.source import Site
@@ -65,6 +66,7 @@ class Tape:
         self.first: list[int] = []  # the units that the forward has used, in the order of their first use
         self.over, self.fresh = False, order is None
         self.changed: set[int] = set()  # the leaves that the loss function was found to have changed
+        self._watched: list[tuple[int, Tensor, int]] = []  # what has the version of a leaf, and which it was
         self._versions = versions_of(shards)
         self.seen, self.expected = Order([], [], []), order or Order([], [], [])
         by_unit: dict[str, list[int]] = {}
@@ -111,6 +113,8 @@ class Tape:
 
     def end(self) -> None:
         """End a slice."""
+        self.changed |= {place for place, x, version in self._watched if x._version != version}
+        self._watched.clear()
         for unit in self.units:
             unit.arrive()  # if it was gathered ahead in vain: other devices count on it
             unit.release()
@@ -121,6 +125,13 @@ class Tape:
         """Let everything go that a step has used: units refer to the tape and it to them, so it would stay for a while."""
         self.over, self.shards, self.handles = True, (), []
         self.reductions.shards, self.reductions.sums = (), []
+
+    def watch(self, place: int, memory: Tensor) -> None:
+        """See it if somebody writes to what shares the memory of a leaf, after that has been let go too."""
+        if self.manner.reshard and not memory.is_inference() and not transformed():
+            alone = memory.detach()
+            alone.data = memory.new_empty(0)  # it has the same version for ever, and other memory
+            self._watched.append((place, alone, memory._version))
 
     def look_ahead(self, seen: list[int], expected: list[int], unit: Unit) -> None:
         """Note that a unit is gathered, and start to gather those that came after it the last time."""
@@ -135,6 +146,7 @@ class Tape:
         changed = self.changed.union(*(unit.changed() for unit in self.units))
         both = zip(versions_of(self.shards), self._versions, strict=True)
         changed |= {place for place, (now, before) in enumerate(both) if now != before}
+        changed |= {place for place, x, version in self._watched if x._version != version}
         changed |= {place for place, x in enumerate(self.handles) if isinstance(x, Handle) and x.is_written()}
         if changed:
             names = ", ".join(named(parts_of(self.leaves[place].path)) for place in sorted(changed))

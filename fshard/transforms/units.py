@@ -113,8 +113,9 @@ class Unit:
             self.start()
             self.arrive()
         elif not self.values:
-            xs = [self._converted(self.tape.shards[place]) for place in self.places]
-            self._take(go(xs, [self.tape.leaves[place].gather for place in self.places], self.tape.site)())
+            with torch.inference_mode(False), torch.no_grad():
+                xs = [self._converted(self.tape.shards[place]) for place in self.places]
+                self._take(go(xs, [self.tape.leaves[place].gather for place in self.places], self.tape.site)())
         return self.values
 
     def _take(self, values: list[Tensor]) -> None:
@@ -130,14 +131,14 @@ class Unit:
         tape = self.tape
         if self.sharded and not self.values and self.coming is None:
             tape.sequence.append(self.number)
-            with torch.no_grad():
+            with torch.inference_mode(False), torch.no_grad():  # nothing made in inference mode is saved for a backward
                 xs = [self._converted(tape.shards[place]) for place in self.places]
                 self.coming = go(xs, [tape.leaves[place].gather for place in self.places], tape.site, ahead=True)
 
     def arrive(self) -> None:
         """Wait for what is under way."""
         if self.coming is not None:
-            with torch.no_grad():
+            with torch.inference_mode(False), torch.no_grad():
                 values, self.coming = self.coming(), None
             self._take(values)
             self.tape.saved.know(self)
