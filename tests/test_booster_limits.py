@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import fshard as fs
@@ -571,3 +572,59 @@ def test_all_else_of_them_is_told():
     like = [(torch.Tensor, (4, 3), "cpu"), (torch.Tensor, (2,), "cpu"), (torch.Tensor, (4, 3), "meta")]
     like += [(torch.Tensor, (2,), "cpu"), (torch.Tensor, (1, 2), "cpu"), (torch.Tensor, (4, 3), "cpu")]
     assert fs.run(main, mesh=fs.make_mesh({"data": 1})) == [(told, like, True)]
+
+
+# -- what no gradient would come to --------------------------------------------------------------------------------------
+
+
+class Hidden(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = layers(), layers()
+
+    def forward(self, x):
+        return self.second(checkpoint(self.first, x.clone().requires_grad_(), use_reentrant=True))
+
+
+class Within(Hidden):
+    def forward(self, x):
+        return checkpoint(self.second, self.first(x), use_reentrant=True)
+
+
+class Elsewhere(Hidden):
+    """Comes to a layer by a table that is not its own."""
+
+    table = {}  # noqa: RUF012
+
+    def __init__(self):
+        super().__init__()
+        self.table["first"] = self.first
+
+    def forward(self, x):
+        return self.second(self.table["first"](x))
+
+
+UNREACHED = {
+    Hidden: r"a forward runs a reentrant checkpoint.*Write checkpoint\(..., use_reentrant=False\)\.",
+    Within: r"a forward runs a reentrant checkpoint",
+    Elsewhere: r"a forward uses first\.0\.bias, .* of the model that was given",
+}
+
+
+@pytest.mark.parametrize("kind", UNREACHED)
+@pytest.mark.parametrize("reproducible", [False, True])
+def test_what_no_gradient_would_come_to_is_refused(kind, reproducible):
+    model = kind()
+
+    def main():
+        booster = fs.Booster(fs.FSDPPlugin(reproducible=reproducible))
+        boosted, opt, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        booster.backward(boosted(rows(8, 5)).square().mean(), opt)
+
+    with pytest.raises(fs.ModuleError, match=UNREACHED[kind]):
+        fs.run(main, mesh=MESH)
+    booster = fs.Booster(fs.FSDPPlugin(mesh=MESH, reproducible=reproducible))
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = booster.init(model, opt, lambda y, _: y.square().mean())
+    with pytest.raises(fs.ModuleError, match=UNREACHED[kind]):
+        booster.step(state, (rows(8, 5), rows(8, 5)))

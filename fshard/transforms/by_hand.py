@@ -52,7 +52,7 @@ from fshard.transforms.means import Found
 from fshard.transforms.nearby import refuse_distant, refuse_unplaced
 from fshard.transforms.opaque import refuse_opaque
 from fshard.transforms.randomness import drawn_key, keyed_random
-from fshard.transforms.reached import Calls, marked, reached, refuse_backward, refuse_originals
+from fshard.transforms.reached import Calls, marked, reached, refuse_backward, refuse_originals, refuse_unreached
 from fshard.transforms.remembered import Written
 from fshard.transforms.side_by_side import Pieces, side_by_side
 from fshard.transforms.slices import Device
@@ -234,6 +234,8 @@ class ByHand(Learner):
             owning(device.batch.mesh.axis_names, device.talk.notice),
         ):
             output, after = tape.saved.watch(forward, begin) if grad else forward()
+        if grad and tape.fresh:
+            refuse_unreached(output)
         return wholes(output), after
 
     def _batch(

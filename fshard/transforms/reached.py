@@ -1,20 +1,26 @@
-"""What a loss was made of: which calls of a model, whose outputs are marked in autograd's graph; and what beside them."""
+"""What a loss was made of: which calls of a model, whose outputs are marked in autograd's graph; and what beside them.
+
+A backward goes from a loss to the units' anchor.  What does not lead there is not gone through, so in a first step it is looked
+for: a reentrant checkpoint, whose backward makes the gradients of all that it runs, and the parameters that were given.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves  # it knows the outputs of other libraries' modules
+from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fshard.errors import ModuleError
 from fshard.mesh.differentiate import transformed
 
 _MARK = "fshard: a call"
+_REENTRANT: Any = CheckpointFunction._backward_cls  # type: ignore[attr-defined]
 _originals = WeakIdKeyDictionary()
 """The names of parameters of which others, that lie as a plugin says, are trained."""
 
@@ -35,11 +41,11 @@ class Calls:
 
     def follow(self, inputs: Any) -> None:
         """Note of whose calls the inputs of one were made."""
-        self.before += [calls for calls in _behind(inputs) if calls is not self and calls not in self.before]
+        self.before += [calls for calls in _owners(inputs) if calls is not self and calls not in self.before]
 
     def tell(self, loss: Tensor) -> None:
         """Let others know of a backward that gives gradients to these alone."""
-        seen, left = {self}, [self, *_behind(loss)]
+        seen, left = {self}, [self, *_owners(loss)]
         while left:
             calls = left.pop()
             left += [before for before in calls.before if before not in seen]
@@ -55,28 +61,13 @@ class Calls:
             )
 
 
-def _behind(outputs: Any) -> Iterator[Calls]:
-    """Give whose calls tensors were made of; what these were made of is not looked at."""
-    ends = [x for x in tree_leaves(outputs) if isinstance(x, Tensor) and x.requires_grad]
-    seen, left = set[Any](), [get_gradient_edge(x).node for x in ends]
-    while left:
-        node: Any = left.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            if _MARK in node.metadata:
-                yield node.metadata[_MARK][0]
-            else:
-                left += [before for before, _ in node.next_functions]
-
-
 def marked(output: Any, owner: object, number: int) -> list[Any]:
     """Mark what the call of some number has returned; return what has to be kept as long as the marks are to last."""
     kept: list[Any] = []
-    for x in tree_leaves(output):
-        if isinstance(x, Tensor) and x.requires_grad:
-            node = _node(x)
-            node.metadata[_MARK] = owner, number
-            kept += [node] if x.is_leaf else []  # of others the graph itself keeps it
+    for x in _moving(output):
+        node = _node(x)
+        node.metadata[_MARK] = owner, number
+        kept += [node] if x.is_leaf else []  # of others the graph itself keeps it
     return kept
 
 
@@ -91,22 +82,8 @@ def reached(loss: Tensor, owner: object) -> list[int]:
     >>> reached(y.sum(), owner), reached((y + z).sum(), owner), reached(x.sum(), owner)
     ([0], [0, 1], [])
     """
-    found, seen, left = set[int](), set[Any](), [_node(loss)]
-    while left:
-        node = left.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        whose, number = node.metadata.get(_MARK, (None, 0))
-        if whose is owner:
-            found.add(number)
-        else:
-            left += [before for before, _ in node.next_functions]
-    return sorted(found)
-
-
-def _node(x: Tensor) -> Any:
-    return x.grad_fn or get_gradient_edge(x).node
+    marks = (_mark(node) for node in _behind(loss, lambda node: _mark(node)[0] is owner))
+    return sorted({number for whose, number in marks if whose is owner})
 
 
 def refuse_backward(*given: Any) -> None:
@@ -123,24 +100,67 @@ def note_originals(module: nn.Module) -> None:
         _originals[x] = name
 
 
+def refuse_unreached(output: Any) -> None:
+    """Raise if a forward has done what no gradient would come to, though torch's backward would make one."""
+    nodes = [*_behind(output)]
+    if any(isinstance(node, _REENTRANT) for node in nodes):
+        raise ModuleError(
+            "a forward runs a reentrant checkpoint, and the gradients of what that computes would be lost. Write "
+            "checkpoint(..., use_reentrant=False)."
+        )
+    if names := _originals_among(nodes):
+        raise ModuleError(
+            f"a forward uses {names} of the model that was given, and not of the copy that is trained: it comes to them by a "
+            "global variable, say, or by a class made within a function. Keep the module in an attribute."
+        )
+
+
 def refuse_originals(loss: Any, outputs: Any = ()) -> None:
     """Raise if a loss was made of noted parameters, beside a model's outputs: what it asks of them, nobody would do."""
     if not isinstance(loss, Tensor) or not loss.requires_grad or transformed():
         return
-    given = [outputs] if type(outputs) is Tensor else tree_leaves(outputs)
-    seen: set[Any] = {_node(x) for x in given if isinstance(x, Tensor) and x.requires_grad}
-    names, left = set[str](), [_node(loss)]
-    while left:
-        node = left.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        variable = getattr(node, "variable", None)
-        if _MARK not in node.metadata:
-            names |= {_originals[variable]} if variable is not None and variable in _originals else set()
-            left += [before for before, _ in node.next_functions]
-    if names:
+    ends = {*map(_node, _moving(outputs))}
+    if names := _originals_among(_behind(loss, lambda node: node in ends or _MARK in node.metadata)):
         raise ModuleError(
-            f"the loss uses {', '.join(sorted(names))} beside what the model has returned. These are the parameters that were "
+            f"the loss uses {names} beside what the model has returned. These are the parameters that were "
             "given, and not those that are trained, which lie as the plugin says: compute it inside forward."
         )
+
+
+# -- graphs -------------------------------------------------------------------------------------------------------------
+
+
+def _moving(tree: Any) -> list[Tensor]:
+    """Return the tensors of a tree that have a graph."""
+    leaves = [tree] if type(tree) is Tensor else tree_leaves(tree)
+    return [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
+
+
+def _node(x: Tensor) -> Any:
+    return x.grad_fn or get_gradient_edge(x).node
+
+
+def _mark(node: Any) -> tuple[Any, int]:
+    return node.metadata.get(_MARK, (None, 0))
+
+
+def _behind(tree: Any, is_end: Callable[[Any], bool] = lambda node: False) -> Iterator[Any]:
+    """Yield the nodes of a tree's graph, the ends among them, but not what is behind these."""
+    seen, left = set[Any](), [*map(_node, _moving(tree))]
+    while left:
+        node = left.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            left += [] if is_end(node) else [before for before, _ in node.next_functions]
+
+
+def _owners(tree: Any) -> list[Any]:
+    """Return whose calls tensors were made of; what these were made of is not looked at."""
+    marks = (_mark(node) for node in _behind(tree, lambda node: _MARK in node.metadata))
+    return [owner for owner, _ in marks if owner is not None]
+
+
+def _originals_among(nodes: Iterable[Any]) -> str:
+    variables = (getattr(node, "variable", None) for node in nodes)
+    return ", ".join(sorted({_originals[x] for x in variables if x is not None and x in _originals}))

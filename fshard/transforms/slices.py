@@ -29,6 +29,7 @@ from fshard.transforms.idle import idling
 from fshard.transforms.means import Found, together
 from fshard.transforms.origin import Origin, bits
 from fshard.transforms.randomness import keyed_random
+from fshard.transforms.reached import refuse_unreached
 from fshard.transforms.remembered import Written, averaged, entries_of, entries_of_all, of_one_kind
 from fshard.transforms.silence import silence
 from fshard.transforms.talk import Talk
@@ -223,6 +224,8 @@ class Device:
             batch = self.batch.tree(slice.leaves, how.manner.compute)
             loss, buffers, aux = tape.saved.watch(lambda: self._called(batch), tape.begin)
             loss = one_loss(how, loss, slice, count)
+        if tape.fresh:
+            refuse_unreached(loss)
         idle = not count.weight and not self.talk.mixed  # other losses may depend on what counts for nothing itself
         tape.begin_backward(self.everyone, self.talk.along, idle=idle)
         if loss.requires_grad:
