@@ -105,9 +105,9 @@ class Alterations:
 
     def found(self) -> Altered | None:
         """Return what has been done since the last time; None if nothing has."""
-        with _C.DisableTorchFunctionSubclass():  # it asks all parameters, in every call
+        with _C.DisableTorchFunctionSubclass():  # it asks all parameters and buffers, in every call
             trained = [x.requires_grad for x in self._params.values()]
-        versions = [x._version == version for x, version in self._buffers.values()]
+            versions = [x._version == version for x, version in self._buffers.values()]
         within = [slot for slot, inner in self._inner.items() if not inner.is_as_noted()]
         written = self._is_written_to()
         if self._is_as_noted() and trained == self._trained and all(versions) and not within and not written:

@@ -32,7 +32,7 @@ def skeleton(module: nn.Module) -> nn.Module:
         id(x): Hollow(hollow(x.dtype, x.device).expand(x.shape), requires_grad=x.requires_grad)
         for x in module.parameters()
     }
-    bare |= {id(x): hollow(x.dtype, x.device).expand(x.shape) for x in module.buffers()}
+    bare |= {id(x): hollow(x.dtype, x.device).expand(x.shape).as_subclass(Bare) for x in module.buffers()}
     for part in module.modules():
         computed = (x for x in vars(part).values() if isinstance(x, Tensor) and x.grad_fn is not None)
         bare |= {
@@ -77,8 +77,8 @@ _LIKE = {_T.to, _T.type_as, _T.expand_as, _T.view_as, _T.reshape_as}
 """What makes a tensor like another."""
 
 
-class Hollow(nn.Parameter):
-    """A parameter without memory, nor gradient: whoever looks for either, or writes to it, is told where they are."""
+class Bare(Tensor):
+    """A buffer without memory: whoever looks for it, or writes to it, is told where it is."""
 
     @classmethod
     def __torch_function__(
@@ -92,14 +92,15 @@ class Hollow(nn.Parameter):
         with _C.DisableTorchFunctionSubclass():
             if func in _ABOUT:
                 return func(*args, **(kwargs or {}))
-            if func in _LIKE and not isinstance(args[0], Hollow):
+            if func in _LIKE and not isinstance(args[0], Bare):
                 return func(*args, **(kwargs or {}))
             if func in (_T.detach, _T.data.__get__):
-                return Hollow(func(*args), requires_grad=False)
+                return func(*args).as_subclass(type(args[0]))
         raise ModuleError(
-            "parameters of a boosted model have no values here: they lie as the plugin says. What is made of them, a penalty "
-            "say, belongs into forward, and weight decay into the optimizer. model.unwrap() is a copy with values, and "
-            "fs.optim.ema(opt, decay) keeps an average. They are set before the model is boosted."
+            "parameters and buffers of a boosted model have no values here: they lie as the plugin says. What is made of them, "
+            "a penalty say, belongs into forward, and weight decay into the optimizer. model.unwrap() is a copy with values, "
+            "and fs.optim.ema(opt, decay) keeps an average. They are set before the model is boosted, and a buffer that a loop "
+            "reads is taken before."
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -112,7 +113,11 @@ class Hollow(nn.Parameter):
         return format(repr(self), spec)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
-        return f"Hollow({str(self.dtype).removeprefix('torch.')}{list(self.shape)})"
+        return f"{type(self).__name__}({str(self.dtype).removeprefix('torch.')}{list(self.shape)})"
+
+
+class Hollow(Bare, nn.Parameter):
+    """A parameter without memory, nor gradient."""
 
     def _gradient(self, *given: Any) -> Any:
         """Raise: torch's own clipping, say, would find none, and do nothing."""
