@@ -21,6 +21,8 @@ from torch import Tensor, nn
 
 _ATOMS = (Tensor, str, int, float, complex, bytes, type(None), type, ModuleType, BuiltinFunctionType, torch.dtype)
 _Cached: Any = type(lru_cache(lambda: None))
+_FUNCTIONS = (FunctionType, MethodType, partial, weakref.ref, _Cached)
+_TORCHS = vars(nn.Module()).keys()
 _HOOKS = tuple(key for key in vars(nn.Module()) if key.startswith(("_forward", "_backward")) and key.endswith("_hooks"))
 CONTAINERS = (OrderedDict, dict, list, set, deque)
 MANY = 1 << 12
@@ -33,11 +35,14 @@ class Copying(ABC):
 
     def __init__(self, tree: Iterable[int], leads: dict[int, bool], memo: dict[int, Any]) -> None:
         self._tree, self._leads, self._memo = frozenset(tree), leads, memo
+        self._held: frozenset[int] | None = None
 
     def of(self, x: Any) -> Any:
         """Return the copy of an object, or the object itself if it is to be shared."""
         if id(x) in self._memo:
             return self._memo[id(x)]
+        if self._held is None:
+            self._held = frozenset(map(id, self._copied_with(x)))
         if id(x) in self._tree:
             return self._own(x)
         if isinstance(x, _ATOMS):
@@ -49,6 +54,12 @@ class Copying(ABC):
     @abstractmethod
     def _own(self, x: Any) -> Any:
         """Copy an object of the tree."""
+
+    def _copied_with(self, root: nn.Module) -> Iterator[Any]:
+        """Yield what attributes of modules hold and is copied wherever it leads: who else has it has to have that copy."""
+        for x in _attributes_of(root):
+            if isinstance(x, CONTAINERS) and self._is_to_copy(x):
+                yield x
 
     def _is_to_copy(self, container: Any) -> bool:
         """Return whether a container is copied even if it leads nowhere."""
@@ -133,7 +144,8 @@ class Copying(ABC):
     def _leads_back(self, x: Any) -> bool:
         """Return whether an object leads to one of the tree."""
         if id(x) not in self._leads:
-            self._leads[id(x)] = any(id(each) in self._tree for each in _within(x))
+            held = self._held or ()
+            self._leads[id(x)] = any(id(each) in self._tree or id(each) in held for each in _within(x))
         return self._leads[id(x)]
 
 
@@ -144,12 +156,17 @@ class _Deeply(Copying, dict[int, Any]):
         dict.__init__(self, memo)
         own = {id(x) for kind in (module.modules(), module.parameters(), module.buffers()) for x in kind}
         Copying.__init__(self, own, {}, self)
+        self._held = frozenset(id(x) for x in _attributes_of(module) if id(x) not in own)
         apart = (
             x for x in _within(module) if isinstance(x, FunctionType | weakref.ref | _Cached) and self._leads_back(x)
         )
         self._apart = {id(x): x for x in apart}
         hooks = (vars(part)[kind].values() for part in module.modules() for kind in _HOOKS)
         self._hooks, self._for_hook = {id(x) for each in hooks for x in each}, False
+
+    def of(self, x: Any) -> Any:
+        """Return the copy of an object, or the object itself if it is to be shared."""
+        return deepcopy(x, self) if id(x) in (self._held or ()) else super().of(x)
 
     def get(self, key: Any, default: Any = None) -> Any:
         """Return a copy."""
@@ -199,6 +216,18 @@ def copied(module: Module, memo: dict[int, Any] | None = None) -> Module:
             stacklevel=2,
         )
     return made
+
+
+def _attributes_of(module: nn.Module) -> Iterator[Any]:
+    """Yield the containers and objects that a module's attributes hold, and what these hold; not what functions do."""
+    every = (x for part in module.modules() for key, x in vars(part).items() if key not in _TORCHS)
+    seen, found = dict[int, Any](), [*every]
+    while found:
+        x = found.pop()
+        if id(x) not in seen and not isinstance(x, (*_ATOMS, *_FUNCTIONS, nn.Module)):
+            seen[id(x)] = x
+            yield x
+            found += _parts(x)
 
 
 def _within(x: Any) -> Iterator[Any]:

@@ -3,6 +3,7 @@
 import copy
 import functools
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -140,7 +141,41 @@ class Helped(Pair):
         return self.b(self.run(x))
 
 
+class SharedList(Pair):
+    """A closure has the list itself, and not the module that it is of."""
+
+    def point(self):
+        features = self.features = []
+        self.a.register_forward_hook(lambda module, inputs, output: features.append(output))
+
+    def forward(self, x):
+        self.features.clear()
+        return self.b(self.a(x)) + sum(x.square() for x in self.features)
+
+
+class SharedDict(Pair):
+    def point(self):
+        self.features = {}
+        save = functools.partial(lambda store, module, inputs, output: store.update(a=output), self.features)
+        self.a.register_forward_hook(save)
+
+    def forward(self, x):
+        y = self.b(self.a(x))
+        return y + self.features.pop("a", torch.zeros(())) ** 2
+
+
+class SharedObject(Pair):
+    def point(self):
+        options = self.options = SimpleNamespace(gain=1.0)
+        self.scale = lambda x: x * options.gain
+
+    def forward(self, x):
+        self.options.gain = 0.5
+        return self.b(self.scale(self.a(x)))
+
+
 KINDS = [Patched, Wrapped, Table, Row, Nested, Defaults, Weak, HookList, HookDict, PreHook, Helped]
+KINDS += [SharedList, SharedDict, SharedObject]
 
 
 def made(kind):
@@ -299,7 +334,7 @@ def trained(model, opt, backward, n=1, place=0):
     return found
 
 
-@pytest.mark.filterwarnings("ignore:HookDict.features was changed by a forward")  # its entries outlast a call
+@pytest.mark.filterwarnings("ignore:.*(features|options) was changed by a forward")  # its entries outlast a call
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("plugin", "n"), [(fs.DDPPlugin(), 1), (fs.FSDPPlugin(), 2)])
 def test_models_that_point_to_themselves_train(kind, plugin, n):
