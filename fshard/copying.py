@@ -10,7 +10,7 @@ import warnings
 import weakref
 from abc import ABC, abstractmethod
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from copy import copy, deepcopy
 from functools import lru_cache, partial
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
@@ -57,9 +57,7 @@ class Copying(ABC):
 
     def _copied_with(self, root: nn.Module) -> Iterator[Any]:
         """Yield what attributes of modules hold and is copied wherever it leads: who else has it has to have that copy."""
-        for x in _attributes_of(root):
-            if isinstance(x, CONTAINERS) and self._is_to_copy(x):
-                yield x
+        return _attributes_of(root, lambda x: isinstance(x, CONTAINERS) and self._is_to_copy(x))
 
     def _is_to_copy(self, container: Any) -> bool:
         """Return whether a container is copied even if it leads nowhere."""
@@ -156,7 +154,9 @@ class _Deeply(Copying, dict[int, Any]):
         dict.__init__(self, memo)
         own = {id(x) for kind in (module.modules(), module.parameters(), module.buffers()) for x in kind}
         Copying.__init__(self, own, {}, self)
-        self._held = frozenset(id(x) for x in _attributes_of(module) if id(x) not in own)
+        self._held = frozenset(
+            map(id, _attributes_of(module, lambda x: not isinstance(x, (*_ATOMS, *_FUNCTIONS, nn.Module))))
+        )
         apart = (
             x for x in _within(module) if isinstance(x, FunctionType | weakref.ref | _Cached) and self._leads_back(x)
         )
@@ -218,13 +218,13 @@ def copied(module: Module, memo: dict[int, Any] | None = None) -> Module:
     return made
 
 
-def _attributes_of(module: nn.Module) -> Iterator[Any]:
-    """Yield the containers and objects that a module's attributes hold, and what these hold; not what functions do."""
-    every = (x for part in module.modules() for key, x in vars(part).items() if key not in _TORCHS)
-    seen, found = dict[int, Any](), [*every]
+def _attributes_of(module: nn.Module, counts: Callable[[Any], bool]) -> Iterator[Any]:
+    """Yield what a module's attributes hold, and what that holds, as far as it counts."""
+    seen = dict[int, Any]()
+    found = [x for part in module.modules() for key, x in vars(part).items() if key not in _TORCHS]
     while found:
         x = found.pop()
-        if id(x) not in seen and not isinstance(x, (*_ATOMS, *_FUNCTIONS, nn.Module)):
+        if id(x) not in seen and counts(x):
             seen[id(x)] = x
             yield x
             found += _parts(x)
