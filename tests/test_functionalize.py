@@ -396,13 +396,14 @@ class Forgetful(nn.Module):
         super().__init__()
         self.layer, self.log, self.inner, self.name = nn.Linear(D, D), [], OrderedDict(counts={"n": 0}), "first"
         self.loss, self.penalty, self.unread, self.map, self.own, self.hash = 0.0, torch.zeros(()), None, None, [], 1
+        self.losses = []
 
     def forward(self, x):
         self.log.append(len(self.log))
         self.inner["counts"]["n"] += 1
         y = self.layer(x)
         self.loss, self.penalty = y.mean(), y.abs().mean()
-        self.unread, self.map = [x], y
+        self.unread, self.map, self.losses = [x], y, {"aux": [y.mean()]}
         self.own = []
         self.own.append(y)
         self.hash = self.hash << 60
@@ -421,7 +422,7 @@ def test_what_is_lost_is_told_when_it_is_read():
         _, after = apply(params, buffers, torch.ones(3, D))
     lost, left = [str(one.message) for one in told]
     assert lost.startswith("Forgetful.log, Forgetful.inner, Forgetful.hash was changed by a forward")
-    assert left.startswith("A forward leaves Forgetful.loss, Forgetful.penalty behind with its graph")
+    assert left.startswith("A forward leaves Forgetful.loss, Forgetful.penalty, Forgetful.losses behind with its graph")
     assert not after
 
 

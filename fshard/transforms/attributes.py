@@ -299,6 +299,8 @@ class Change(NamedTuple):
         had = type(self.first) in (bool, int, float) or (
             isinstance(self.first, Tensor) and not self.first.requires_grad
         )
+        if isinstance(self.now, (list, tuple, dict)):  # of losses, and not of features
+            return any(isinstance(x, Tensor) and not x.ndim and _has_graph(x) for x in items_of(self.now))
         return had and _has_graph(self.now)
 
 
