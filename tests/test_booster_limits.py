@@ -494,13 +494,13 @@ def test_stages_refuse_a_penalty():
         fs.run(main, mesh=fs.make_mesh({"pipe": 2}))
 
 
-def test_losses_may_have_parameters_of_others():
-    """A temperature that another optimizer trains, an input whose gradient is wanted, the given model without gradients."""
+def test_losses_may_use_what_is_not_trained():
+    """A frozen temperature, an input whose gradient is wanted, the given model without gradients."""
 
     def main():
         given = small()
         before = [x.clone() for x in given.parameters()]
-        heat, x = nn.Parameter(torch.ones(())), torch.ones(4, 3, requires_grad=True)
+        heat, x = nn.Parameter(torch.ones(()), requires_grad=False), torch.ones(4, 3, requires_grad=True)
         booster = fs.Booster()
         model, opt, *_ = booster.boost(given, torch.optim.SGD(given.parameters(), lr=0.1))
         with torch.no_grad():
@@ -510,6 +510,37 @@ def test_losses_may_have_parameters_of_others():
         return any(not torch.equal(a, b) for a, b in zip(model.unwrap().parameters(), before, strict=True))
 
     assert fs.run(main, mesh=fs.make_mesh({"data": 1})) == [True]
+
+
+class Tempered(nn.Module):
+    """A criterion that has a parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.heat = nn.Parameter(torch.ones(1, 2))
+
+    def forward(self, y, target):
+        return (y * self.heat - target).square().mean()
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_parameters_of_a_loss_that_nobody_would_train_are_told(stages):
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).double()
+
+    def main():
+        plugin = fs.DDPPlugin() if stages == 1 else fs.HybridParallelPlugin(pipeline=2, microbatches=2, zero_stage=0)
+        booster, criterion, batch = fs.Booster(plugin), Tempered(), (rows(8, 3), torch.ones(8, 2))
+        boosted, opt, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        if stages == 1:
+            booster.backward(criterion(boosted(batch[0]), batch[1]), opt)
+        else:
+            booster.execute_pipeline(iter([batch]), boosted, criterion, opt)
+        opt.step()
+
+    with pytest.warns(
+        UserWarning, match=r"parameters that no boosted model has, of shapes \(1, 2\), and nobody is given"
+    ):
+        fs.run(main, mesh=fs.make_mesh({"data": 1} if stages == 1 else {"pipe": 2}))
 
 
 READS = {
@@ -607,8 +638,21 @@ class Elsewhere(Hidden):
 UNREACHED = {
     Hidden: r"a forward runs a reentrant checkpoint.*Write checkpoint\(..., use_reentrant=False\)\.",
     Within: r"a forward runs a reentrant checkpoint",
-    Elsewhere: r"a forward uses first\.0\.bias, .* of the model that was given",
+    Elsewhere: r"a forward uses \S*first\.0\.bias, .* of the model that was given",
 }
+
+
+@pytest.mark.parametrize("kind", UNREACHED)
+def test_what_no_gradient_would_come_to_is_refused_in_stages(kind):
+    model = nn.Sequential(nn.Linear(5, 5), kind()).double()
+
+    def main():
+        booster = fs.Booster(fs.HybridParallelPlugin(pipeline=2, microbatches=2))
+        boosted, opt, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        booster.execute_pipeline(iter([(rows(8, 5), torch.zeros(8, 5))]), boosted, nn.functional.mse_loss, opt)
+
+    with pytest.raises(fs.ModuleError, match=UNREACHED[kind]):
+        fs.run(main, mesh=fs.make_mesh({"pipe": 2}))
 
 
 @pytest.mark.parametrize("kind", UNREACHED)

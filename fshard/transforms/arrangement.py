@@ -28,7 +28,7 @@ from fshard.transforms.functionalize import functionalize
 from fshard.transforms.in_stages import InStages, bare_stages, loss_in, loss_of_pair
 from fshard.transforms.learner import with_zeros
 from fshard.transforms.randomness import folded, keyed_random
-from fshard.transforms.reached import note_originals, refuse_originals
+from fshard.transforms.reached import look_beside, note_originals
 from fshard.transforms.rules import shard_params
 from fshard.transforms.skeleton import skeleton
 from fshard.transforms.step import Metrics, train_step
@@ -191,7 +191,7 @@ def loss_of(apply: Callable[..., Any], criterion: Criterion | None) -> Callable[
         inputs, labels = batch
         output, after = apply(params, buffers, inputs)
         loss = criterion(output, labels)
-        refuse_originals(loss, output)
+        look_beside(loss, output)
         return loss, after
 
     return loss_fn

@@ -52,7 +52,7 @@ from fshard.transforms.means import Found
 from fshard.transforms.nearby import refuse_distant, refuse_unplaced
 from fshard.transforms.opaque import refuse_opaque
 from fshard.transforms.randomness import drawn_key, keyed_random
-from fshard.transforms.reached import Calls, marked, reached, refuse_backward, refuse_originals, refuse_unreached
+from fshard.transforms.reached import Calls, look_beside, marked, reached, refuse_backward, refuse_unreached
 from fshard.transforms.remembered import Written
 from fshard.transforms.side_by_side import Pieces, side_by_side
 from fshard.transforms.slices import Device
@@ -287,7 +287,7 @@ class ByHand(Learner):
         if loss.numel() != 1 or not loss.requires_grad:
             found = "does not depend on the model" if loss.numel() == 1 else f"has the shape {tuple(loss.shape)}"
             raise LayoutError(f"backward takes one number that the model's output led to; this loss {found}.")
-        refuse_originals(loss)
+        look_beside(loss)
         now.calls.tell(loss)
         self._here(lambda device: self._backward(now, loss, scale, sync))
 

@@ -31,7 +31,7 @@ from fshard.transforms.gradient import Runs, Value, as_they_lie
 from fshard.transforms.kept import kept_of, without
 from fshard.transforms.learner import Learner
 from fshard.transforms.nearby import refuse_distant
-from fshard.transforms.reached import refuse_originals
+from fshard.transforms.reached import look_beside
 from fshard.transforms.skeleton import skeleton
 from fshard.transforms.stage_layouts import shard_stages
 from fshard.transforms.value_and_grad import gradient_of
@@ -180,7 +180,7 @@ def loss_of_pair(criterion: Loss | None) -> Loss:
             return loss_in(y)
         pair = isinstance(microbatch, tuple | list) and len(microbatch) == 2
         found = criterion(y, microbatch[1] if pair else microbatch)
-        refuse_originals(found, y)
+        look_beside(found, y)
         return found
 
     return loss

@@ -6,6 +6,7 @@ for: a reentrant checkpoint, whose backward makes the gradients of all that it r
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -115,15 +116,23 @@ def refuse_unreached(output: Any) -> None:
         )
 
 
-def refuse_originals(loss: Any, outputs: Any = ()) -> None:
-    """Raise if a loss was made of noted parameters, beside a model's outputs: what it asks of them, nobody would do."""
+def look_beside(loss: Any, outputs: Any = ()) -> None:
+    """Raise if a loss was made of noted parameters, beside a model's outputs; warn of others, whose gradient nobody gets."""
     if not isinstance(loss, Tensor) or not loss.requires_grad or transformed():
         return
     ends = {*map(_node, _moving(outputs))}
-    if names := _originals_among(_behind(loss, lambda node: node in ends or _MARK in node.metadata)):
+    nodes = [*_behind(loss, lambda node: node in ends or _MARK in node.metadata)]
+    if names := _originals_among(nodes):
         raise ModuleError(
             f"the loss uses {names} beside what the model has returned. These are the parameters that were "
             "given, and not those that are trained, which lie as the plugin says: compute it inside forward."
+        )
+    others = [tuple(x.shape) for x in _variables(nodes) if isinstance(x, nn.Parameter)]
+    if others:
+        warnings.warn(
+            f"the loss uses parameters that no boosted model has, of shapes {', '.join(map(str, others))}, and nobody is given "
+            "their gradient. Make them a part of the model; if they are not to be trained, say so: requires_grad_(False).",
+            stacklevel=2,
         )
 
 
@@ -161,6 +170,10 @@ def _owners(tree: Any) -> list[Any]:
     return [owner for owner, _ in marks if owner is not None]
 
 
+def _variables(nodes: Iterable[Any]) -> list[Tensor]:
+    """Return the leaves that nodes give gradients to."""
+    return [x for node in nodes if (x := getattr(node, "variable", None)) is not None]
+
+
 def _originals_among(nodes: Iterable[Any]) -> str:
-    variables = (getattr(node, "variable", None) for node in nodes)
-    return ", ".join(sorted({_originals[x] for x in variables if x is not None and x in _originals}))
+    return ", ".join(sorted({_originals[x] for x in _variables(nodes) if x in _originals}))

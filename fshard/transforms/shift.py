@@ -33,6 +33,7 @@ from fshard.transforms.means import Found, together, tree_sum
 from fshard.transforms.origin import Origin, bits
 from fshard.transforms.patterns import named, parts_of
 from fshard.transforms.randomness import folded, keyed_apart
+from fshard.transforms.reached import refuse_unreached
 from fshard.transforms.remembered import entries_of, entries_of_all, entry_of
 from fshard.transforms.slices import DETACHED, counts_of, one_loss
 from fshard.transforms.stage_buffers import Learnt, Memory
@@ -217,10 +218,13 @@ class Shift:
         with self._draws(microbatch, part=stage), self._idling(microbatch):
             called, params = called_for(self.plan.stages[stage], microbatch), self.params[stage].tree
             if self.memory is None:
-                return called(params, x, **skips)
-            y, after = called((params, self.memory.parts[stage]), x, **skips)
-            self.memory.note(stage, microbatch, after)
-            return y
+                y = called(params, x, **skips)
+            else:
+                y, after = called((params, self.memory.parts[stage]), x, **skips)
+                self.memory.note(stage, microbatch, after)
+        if self.fresh:
+            refuse_unreached(y)
+        return y
 
     def _draws(self, microbatch: int, part: int) -> AbstractContextManager[None]:
         return keyed_apart(self.keys[microbatch], part)
