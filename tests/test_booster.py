@@ -664,6 +664,33 @@ def test_what_nobody_used_is_skipped_or_has_zeros(plugin, unused):
     close(loop(2, plugin, Branches, rounds, optimizer, unused=unused), model.state_dict())
 
 
+@pytest.mark.parametrize(
+    "to_none", [(False,) * 6, (True,) * 6, (True, True, False, False, True, False), (False, True) * 3]
+)
+@pytest.mark.parametrize("used", [(0, 0, 0, 0, 0, 0), (0, 1, 0, 0, 1, 0), (1, 0, 0, 0, 0, 0)])
+@pytest.mark.parametrize("plugin", PLUGINS)
+def test_what_has_had_a_gradient_has_zeros_that_were_not_set_to_none(plugin, used, to_none):
+    """And what never had one stays as it is: neither decay nor momentum moves it, nor does its count of steps."""
+
+    def rounds(booster, model, opt, _):
+        for step, (to, with_branch) in enumerate(zip(to_none, used, strict=True)):
+            opt.zero_grad(set_to_none=to)
+            booster.backward(model(own(rows(8, step)), bool(with_branch)).square().mean(), opt)
+            opt.step()
+
+    def optimizer(model):
+        return torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+
+    torch.manual_seed(1)
+    model = Branches()
+    opt = optimizer(model)
+    for step, (to, with_branch) in enumerate(zip(to_none, used, strict=True)):
+        opt.zero_grad(set_to_none=to)
+        model(rows(8, step), bool(with_branch)).square().mean().backward()
+        opt.step()
+    close(loop(2, plugin, Branches, rounds, optimizer), model.state_dict())
+
+
 def test_what_the_optimizer_does_not_have_stays():
     def rounds(booster, model, opt, _):
         booster.backward(model(own(rows(8))).square().mean(), opt)

@@ -84,11 +84,14 @@ class Learner(ABC):
     def drop(self) -> None:
         """Drop all gradients since the last step."""
 
-    def gradients(self, *, zeros: bool = False) -> PyTree:
-        """Return the gradients since the last time, and forget them; where no device has used a parameter None, or zeros."""
+    def gradients(self, zeros: Callable[[int], bool]) -> tuple[PyTree, set[int]]:
+        """Return the gradients since the last time, and which there are, and forget them; of others None, or zeros."""
         grads = self.found()
         self.steps, self._rounds = self.steps + 1, 0
-        return with_zeros(grads, self.params, self._lay) if zeros else grads
+        leaves, _ = flatten(grads, sharded_is_leaf=True, none_is_leaf=True)
+        there = {place for place, g in enumerate(leaves) if g is not None}
+        wanted = any(map(zeros, {*range(len(leaves))} - there))
+        return with_zeros(grads, self.params, self._lay, zeros) if wanted else grads, there
 
     @torch.no_grad()
     def written(self, opt: Any, grads: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
@@ -98,12 +101,18 @@ class Learner(ABC):
             return step_of(Optimizer(opt.init, opt.update, step, arrays=True))(grads, state, self.params)
 
 
-def with_zeros(grads: PyTree, params: PyTree, lay: Callable[[Layout], Layout]) -> PyTree:
+def with_zeros(
+    grads: PyTree,
+    params: PyTree,
+    lay: Callable[[Layout], Layout],
+    zeros: Callable[[int], bool] = lambda place: True,
+) -> PyTree:
     """Return gradients with zeros for parameters that have none; `lay` leads from a parameter's layout to its gradient's."""
     given, _ = flatten(grads, sharded_is_leaf=True, none_is_leaf=True)
     leaves, structure = flatten(params, sharded_is_leaf=True, none_is_leaf=True)
-    pairs = zip(leaves, given, strict=True)
-    return unflatten(structure, [_zeros(x, lay(x.layout)) if g is None and trainable(x) else g for x, g in pairs])
+    missing = [g is None and trainable(x) and zeros(at) for at, (x, g) in enumerate(zip(leaves, given, strict=True))]
+    both = zip(leaves, given, missing, strict=True)
+    return unflatten(structure, [_zeros(x, lay(x.layout)) if wanted else g for x, g, wanted in both])
 
 
 def _zeros(x: Sharded, layout: Layout) -> Sharded:

@@ -199,7 +199,7 @@ class BoostedOptimizer(torch.optim.Optimizer):
 
     def __init__(self, given: Any, opts: Callable[[], Partitioned], model: Model, *, zeros: bool) -> None:
         self.optim, self._opts, self._learner, self._zeros = given, opts, model.learner, zeros
-        self._zeros_once, self._grads = False, cast("PyTree | None", None)
+        self._zeroed, self._had, self._grads = False, set[int](), cast("PyTree | None", None)
         self.state: PyTree = opts().init(self._learner.params)
 
     @property
@@ -242,7 +242,9 @@ class BoostedOptimizer(torch.optim.Optimizer):
     def grads(self) -> PyTree:
         """The gradients of all backwards since the last step, of their size times `scale`, as they lie."""
         if self._grads is None:
-            self._grads = self._learner.gradients(zeros=self._zeros or self._zeros_once)
+            had = self._had if self._zeroed else ()
+            self._grads, there = self._learner.gradients(lambda place: self._zeros or place in had)
+            self._had |= there
         return self._grads
 
     def clip_grad_by_norm(
@@ -282,7 +284,7 @@ class BoostedOptimizer(torch.optim.Optimizer):
         with torch.enable_grad():
             loss = None if closure is None else closure()
         params, self.state = self._learner.written(self._opts(), self.grads, self.state)
-        self._learner.params, self._grads, self._zeros_once = params, None, False
+        self._learner.params, self._grads, self._zeroed = params, None, False
         if isinstance(self.optim, torch.optim.Optimizer):
             vars(self.optim)["_opt_called"] = (
                 True  # schedulers ask torch's optimizers whether a step came before theirs
@@ -317,8 +319,10 @@ class BoostedOptimizer(torch.optim.Optimizer):
     register_load_state_dict_pre_hook = register_load_state_dict_post_hook = _hook
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients.  If they are not set to None, parameters that nobody uses have zeros in the next step."""
-        self._grads, self._zeros_once = None, not set_to_none
+        """Forget the gradients.  If they are not set to None, those that there were are zeros where nobody makes others."""
+        self._grads, self._zeroed = None, not set_to_none
+        if set_to_none:
+            self._had = set()
         self._learner.drop()
 
 
