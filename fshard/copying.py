@@ -31,18 +31,23 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 class Copying(ABC):
-    """A copy in the making: of the objects of a tree, by their ids, and of what leads to one of them; the rest is shared."""
+    """A copy in the making: of the objects of a tree and of what leads to one of them; the rest is shared.
 
-    def __init__(self, tree: Iterable[int], leads: dict[int, bool], memo: dict[int, Any]) -> None:
+    Args:
+        tree: the objects, by their ids.
+        held: what they hold and is copied with them; who else leads to that is copied, too, and has that copy.
+        leads: what is known of others: whether they lead there.
+        memo: the copies, by what they are copies of.
+    """
+
+    def __init__(self, tree: Iterable[int], held: Iterable[Any], leads: dict[int, bool], memo: dict[int, Any]) -> None:
         self._tree, self._leads, self._memo = frozenset(tree), leads, memo
-        self._held: frozenset[int] | None = None
+        self._held = frozenset(map(id, held))
 
     def of(self, x: Any) -> Any:
         """Return the copy of an object, or the object itself if it is to be shared."""
         if id(x) in self._memo:
             return self._memo[id(x)]
-        if self._held is None:
-            self._held = frozenset(map(id, self._copied_with(x)))
         if id(x) in self._tree:
             return self._own(x)
         if isinstance(x, _ATOMS):
@@ -54,10 +59,6 @@ class Copying(ABC):
     @abstractmethod
     def _own(self, x: Any) -> Any:
         """Copy an object of the tree."""
-
-    def _copied_with(self, root: nn.Module) -> Iterator[Any]:
-        """Yield what attributes of modules hold and is copied wherever it leads: who else has it has to have that copy."""
-        return _attributes_of(root, lambda x: isinstance(x, CONTAINERS) and self._is_to_copy(x))
 
     def _is_to_copy(self, container: Any) -> bool:
         """Return whether a container is copied even if it leads nowhere."""
@@ -142,8 +143,7 @@ class Copying(ABC):
     def _leads_back(self, x: Any) -> bool:
         """Return whether an object leads to one of the tree."""
         if id(x) not in self._leads:
-            held = self._held or ()
-            self._leads[id(x)] = any(id(each) in self._tree or id(each) in held for each in _within(x))
+            self._leads[id(x)] = any(id(each) in self._tree or id(each) in self._held for each in _within(x))
         return self._leads[id(x)]
 
 
@@ -153,10 +153,8 @@ class _Deeply(Copying, dict[int, Any]):
     def __init__(self, module: nn.Module, memo: dict[int, Any]) -> None:
         dict.__init__(self, memo)
         own = {id(x) for kind in (module.modules(), module.parameters(), module.buffers()) for x in kind}
-        Copying.__init__(self, own, {}, self)
-        self._held = frozenset(
-            map(id, _attributes_of(module, lambda x: not isinstance(x, (*_ATOMS, *_FUNCTIONS, nn.Module))))
-        )
+        held = held_by_attributes(module, lambda x: not isinstance(x, (*_ATOMS, *_FUNCTIONS, nn.Module)))
+        Copying.__init__(self, own, held, {}, self)
         apart = (
             x for x in _within(module) if isinstance(x, FunctionType | weakref.ref | _Cached) and self._leads_back(x)
         )
@@ -166,7 +164,7 @@ class _Deeply(Copying, dict[int, Any]):
 
     def of(self, x: Any) -> Any:
         """Return the copy of an object, or the object itself if it is to be shared."""
-        return deepcopy(x, self) if id(x) in (self._held or ()) else super().of(x)
+        return deepcopy(x, self) if id(x) in self._held else super().of(x)
 
     def get(self, key: Any, default: Any = None) -> Any:
         """Return a copy."""
@@ -218,8 +216,8 @@ def copied(module: Module, memo: dict[int, Any] | None = None) -> Module:
     return made
 
 
-def _attributes_of(module: nn.Module, counts: Callable[[Any], bool]) -> Iterator[Any]:
-    """Yield what a module's attributes hold, and what that holds, as far as it counts."""
+def held_by_attributes(module: nn.Module, counts: Callable[[Any], bool]) -> Iterator[Any]:
+    """Yield what attributes of modules hold, and what that holds, as far as it counts."""
     seen = dict[int, Any]()
     found = [x for part in module.modules() for key, x in vars(part).items() if key not in _TORCHS]
     while found:

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from fshard.copying import CONTAINERS, MANY, Copying, blank, entries_of, plain, slots_of
+from fshard.copying import CONTAINERS, MANY, Copying, blank, entries_of, held_by_attributes, plain, slots_of
 from fshard.errors import ModuleError
 from fshard.transforms.attributes import Attributes, Seen, seen_of
 from fshard.transforms.holders import INTERNAL
@@ -167,7 +167,8 @@ class _Copying(Copying):
     """One copy of a module's structure, in the making."""
 
     def __init__(self, root: nn.Module, names: Mapping[int, str], leads: dict[int, bool]) -> None:
-        super().__init__({*names, *map(id, root.modules())}, leads, {})
+        held = held_by_attributes(root, lambda x: isinstance(x, CONTAINERS) and len(x) <= MANY)
+        super().__init__({*names, *map(id, root.modules())}, held, leads, {})
         self._root, self._names = root, names
         self._places: list[Place] = []
         self._containers: list[Any] = []
