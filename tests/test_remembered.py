@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import fshard as fs
 from fshard import P
@@ -395,6 +396,71 @@ def test_what_an_earlier_call_of_a_step_has_written_is_averaged_too(reproducible
     for each in found:
         assert torch.equal(each["norm.num_batches_tracked"], torch.tensor(1))
         torch.testing.assert_close(each["norm.running_mean"], torch.stack(means).mean(0))
+
+
+class Counting(nn.Module):
+    """Which runs a part again in backward, that counts its calls, and notes what comes back in a hook."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.norm, self.calls = nn.Linear(3, 3), nn.BatchNorm1d(3), 0
+        self.register_buffer("seen", torch.zeros(3))
+
+    def inner(self, x):
+        self.calls += 1
+        self.seen.add_(x.detach().mean(0))
+        return self.norm(self.layer(x)).tanh()
+
+    def forward(self, x):
+        return checkpoint(self.inner, x, use_reentrant=False)
+
+
+def counting(recompute):
+    torch.manual_seed(0)
+    model = nn.Sequential(Counting(), nn.Linear(3, 3), Counting(), nn.Linear(3, 2)).double()
+    booster = fs.Booster(fs.HybridParallelPlugin(pipeline=2, microbatches=4, recompute=recompute))
+    model, opt, loss, *_ = booster.boost(model, momentum(model), lambda y, _: y.square().mean())
+    for step in range(3):
+        x = whole_batch(step)
+        booster.execute_pipeline(iter([(x, x)]), model, loss, opt)
+        opt.step()
+        opt.zero_grad()
+    return model.unwrap()
+
+
+def test_what_a_stage_runs_again_in_backward_is_learnt_once():
+    """A call may be ended after its backward, but for one of which a part is run again there."""
+    (once, *_), (again, *_) = (fs.run(counting, how, mesh=fs.make_mesh({"pipe": 2})) for how in ("never", "always"))
+    for part in (once[0], once[2]):
+        assert part.calls == 3 and part.norm.num_batches_tracked == 3
+    for one, other in zip(once.state_dict().values(), again.state_dict().values(), strict=True):
+        assert one.equal(other)
+
+
+class Binding(nn.Module):
+    """Which does what no forward may, as it comes out when its call ends."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x):
+        y = self.layer(x)
+        self.layer.weight = nn.Parameter(self.layer.weight.detach() * 2)
+        return y
+
+
+def test_what_comes_out_when_a_call_ends_says_which_call_it_was():
+    def main():
+        model = nn.Sequential(Binding(), nn.Linear(3, 3), Binding(), nn.Linear(3, 2)).double()
+        booster = fs.Booster(fs.HybridParallelPlugin(pipeline=2, microbatches=4))
+        model, opt, loss, *_ = booster.boost(model, momentum(model), lambda y, _: y.square().mean())
+        x = whole_batch(0)
+        booster.execute_pipeline(iter([(x, x)]), model, loss, opt)
+
+    with pytest.raises(fs.ModuleError, match="binds the parameter 0.layer.weight to another") as error:
+        fs.run(main, mesh=fs.make_mesh({"pipe": 2}))
+    assert any("after stage 0 was called with microbatch 0" in note for note in error.value.__notes__)
 
 
 class Toggling(nn.Module):

@@ -124,7 +124,7 @@ class Attributes:
         self._busy: list[_Module] = []
         self._modes = [(module.first, module.now) for module in self._modules.values() if "training" in module.now]
         self._all = [each for module in self._modules.values() for each in (module.now, module.now["_modules"])]
-        self._views, self._begun, self._lengths = [each.values() for each in self._all], list[Any](), list[int]()
+        self._views, self._begun, self._lengths = [each.values() for each in self._all], list[int](), list[int]()
         for path, module in self._modules.items():
             for key, x in module.holders:
                 if id(x) not in self._held and id(x) not in filled:
@@ -160,7 +160,7 @@ class Attributes:
         for slot, x in {**seen.given, **left}.items() if seen.given or left else ():
             if slot.path in self._modules and (slot in left or slot.name not in kept):
                 self._put(slot, lent(x))
-        self._lengths, self._begun = [*map(len, self._all)], [*chain.from_iterable(self._views)]
+        self._lengths, self._begun = [*map(len, self._all)], self._ids()
 
     def _put(self, slot: Slot, x: Any) -> None:
         module = self._modules[slot.path]
@@ -175,8 +175,12 @@ class Attributes:
 
     def _to_look_at(self) -> Iterable[_Module]:
         """Return the modules of which a call may have changed attributes: mostly none, and every call asks."""
-        same = [*map(len, self._all)] == self._lengths and all(map(is_, chain.from_iterable(self._views), self._begun))
+        same = [*map(len, self._all)] == self._lengths and self._ids() == self._begun
         return dict.fromkeys(self._busy) if same else self._modules.values()
+
+    def _ids(self) -> list[int]:
+        """Return what all attributes are now, by numbers: it is held elsewhere, and nobody is to find another holder."""
+        return [*map(id, chain.from_iterable(self._views))]
 
     def kept(self, before: Mapping[str, Any], registered: Iterable[Any]) -> dict[str, Any]:
         """Return what is kept after a call that was given this and has registered tensors; warn of what is lost."""

@@ -71,6 +71,26 @@ def functionalize(
     >>> buffers["1.num_batches_tracked"], after["1.num_batches_tracked"]
     (tensor(0), tensor(1))
     """
+    begun, params, buffers = in_two_parts(
+        module, sync_batchnorm=sync_batchnorm, deferred_batch_norm=deferred_batch_norm
+    )
+
+    def apply(
+        params: Mapping[str, Any], buffers: Mapping[str, Any], /, *args: Any, **kwargs: Any
+    ) -> tuple[Any, Tensors]:
+        output, end = begun(params, buffers, *args, **kwargs)
+        return output, end()
+
+    return apply, params, buffers
+
+
+def in_two_parts(
+    module: nn.Module, *, sync_batchnorm: Axes | None = None, deferred_batch_norm: bool = False
+) -> tuple[Callable[..., tuple[Any, Callable[[], Tensors]]], Tensors, Tensors]:
+    """Return what `functionalize` does, but a function that returns the output, and what ends the call.
+
+    That is to be called once, as soon as nobody waits for the output, and returns the new buffers.
+    """
     _refuse_unready(module)
     alone, views = alone_among(module)
     if views:
@@ -88,9 +108,9 @@ def functionalize(
     aliases = _aliases(module, names)
     frozen = [name for name, x in params.items() if not x.requires_grad]
 
-    def apply(
+    def begun(
         params: Mapping[str, Any], buffers: Mapping[str, Any], /, *args: Any, **kwargs: Any
-    ) -> tuple[Any, Tensors]:
+    ) -> tuple[Any, Callable[[], Tensors]]:
         check(params, buffers)
         replica = pool.take()
         try:
@@ -106,21 +126,34 @@ def functionalize(
                 replica.layers.enter(key)
             replica.attributes.put(kept)
             output = replica.modules[0][1](*args, **kwargs)
-            after = _new_state(replica, aliases, buffers, copies)
-            check.after(replica.rebound(given.tensors), given.changed(), after)
-            after |= replica.attributes.kept(kept, params.values()) | given.kept()
-            replica.put({name: lent(x) for name, x in given.taken.items()})  # for a checkpoint, which runs a part again
-            return output, after
-        except StopRecomputation as stop:  # a checkpoint that runs apply again has what it wants
-            clear_frames(stop.__traceback__)  # which would still refer to the replica
-            raise
-        finally:
+        except BaseException as error:
+            if isinstance(error, StopRecomputation):  # a checkpoint that runs apply again has what it wants
+                clear_frames(error.__traceback__)  # which would still refer to the replica
             replica.attributes.end()
             pool.give_back(replica)
+            raise
+
+        def end() -> Tensors:
+            try:
+                after = _new_state(replica, aliases, buffers, copies)
+                check.after(replica.rebound(given.tensors), given.changed(), after)
+                after |= replica.attributes.kept(kept, params.values()) | given.kept()
+                replica.put(
+                    {name: lent(x) for name, x in given.taken.items()}
+                )  # for a checkpoint that runs a part again
+                return after
+            finally:
+                replica.attributes.end()
+                pool.give_back(replica)
+
+        if replica.is_at_rest():
+            return output, end
+        after = end()  # now: a backward may run a part again, in this replica
+        return output, lambda: after
 
     fixed = {name: nn.Parameter(params[name].detach(), requires_grad=False) for name in frozen}
     sums = pending(module) if deferred_batch_norm else {}
-    return apply, {**_detached(params), **fixed}, {**_detached(buffers), **sums}
+    return begun, {**_detached(params), **fixed}, {**_detached(buffers), **sums}
 
 
 def _detached(tensors: Mapping[str, Tensor]) -> Tensors:

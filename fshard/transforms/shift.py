@@ -6,8 +6,8 @@ and gradients are those of `value_and_grad`.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, suppress
 from itertools import starmap
 from typing import NamedTuple
 
@@ -36,7 +36,7 @@ from fshard.transforms.randomness import folded, keyed_apart
 from fshard.transforms.reached import refuse_unreached
 from fshard.transforms.remembered import entries_of, entries_of_all, entry_of
 from fshard.transforms.slices import DETACHED, counts_of, one_loss
-from fshard.transforms.stage_buffers import Learnt, Memory
+from fshard.transforms.stage_buffers import Learnt, Memory, Remembering
 from fshard.transforms.stage_params import StageParams
 from fshard.transforms.stage_plan import Plan
 from fshard.transforms.stage_sums import StageSums
@@ -107,6 +107,7 @@ class Shift:
         self.params = {stage: self._params(stage, here) for stage in self.mine}
         self.totals = self._totals()
         self.parts: dict[int, tuple[Found, Told]] = {}
+        self._left: tuple[int, int, Callable[[], PyTree]] | None = None
 
     def _along(self, axes: tuple[str, ...]) -> Group | None:
         return self.scope.group(axes, self.plan.how.caller) if axes else None
@@ -178,7 +179,12 @@ class Shift:
             device = Device(
                 plan.route, self, self.pipe, near, self.site, kinds, known, backward=how.backward, tells=True
             )
-            loss, held, aux = device.run()
+            try:
+                loss, held, aux = device.run()
+                self.tidy()
+            finally:
+                with suppress(Exception):  # there is another one
+                    self.tidy()
         self._refuse_written()
         found = self.totals.result()
         used, learnt = self._agreed()
@@ -215,16 +221,32 @@ class Shift:
 
     def call(self, stage: int, microbatch: int, x: PyTree, skips: dict[str, PyTree]) -> PyTree:
         """Call a stage; what it draws depends on the samples and the layer."""
+        self.tidy()
         with self._draws(microbatch, part=stage), self._idling(microbatch):
             called, params = called_for(self.plan.stages[stage], microbatch), self.params[stage].tree
             if self.memory is None:
                 y = called(params, x, **skips)
+            elif isinstance(called, Remembering):
+                y, end = called.begun((params, self.memory.parts[stage]), x, **skips)
+                self._left = stage, microbatch, end
             else:
                 y, after = called((params, self.memory.parts[stage]), x, **skips)
                 self.memory.note(stage, microbatch, after)
         if self.fresh:
             refuse_unreached(y)
         return y
+
+    def tidy(self) -> None:
+        """End the last call, if that is left to do."""
+        if self._left is None or self.memory is None:
+            return
+        (stage, microbatch, end), self._left = self._left, None
+        try:
+            after = end()
+        except Exception as error:
+            error.add_note(f"after stage {stage} was called with microbatch {microbatch}")
+            raise
+        self.memory.note(stage, microbatch, after)
 
     def _draws(self, microbatch: int, part: int) -> AbstractContextManager[None]:
         return keyed_apart(self.keys[microbatch], part)

@@ -9,7 +9,7 @@ something new.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -27,20 +27,36 @@ from fshard.pipeline.turns import Stage
 from fshard.source import Site
 from fshard.transforms.buffers import numbers
 from fshard.transforms.deferred import commit_batch_norm, is_pending, pending
-from fshard.transforms.functionalize import functionalize
+from fshard.transforms.functionalize import in_two_parts
 from fshard.transforms.kept import forgotten, is_forgotten, slot_of
 from fshard.transforms.patterns import named, parts_of
 from fshard.transforms.remembered import Entry, Written, averaged, entry_of, of_one_kind
 from fshard.transforms.stage_layouts import on_place
 
 
+class Remembering:
+    """A module as a function of ((params, buffers), x) that returns (y, buffers), or y and what ends the call."""
+
+    def __init__(self, module: nn.Module, deferred: bool) -> None:
+        self._begun, _, _ = in_two_parts(module, deferred_batch_norm=deferred)
+        self._sums = pending(module) if deferred else {}
+
+    def begun(self, given: tuple[PyTree, PyTree], x: PyTree, **skips: PyTree) -> tuple[PyTree, Callable[[], PyTree]]:
+        """Return y, and what returns the buffers: see `in_two_parts`."""
+        params, buffers = given
+        return self._begun(params, {**buffers, **self._sums}, x, **skips)
+
+    def __call__(self, given: tuple[PyTree, PyTree], x: PyTree, **skips: PyTree) -> tuple[PyTree, PyTree]:
+        """Return both."""
+        y, end = self.begun(given, x, **skips)
+        return y, end()
+
+
 def remembering(stage: nn.Module | Stage, deferred: bool) -> Stage:
     """Return a stage as a function of ((params, buffers), x) that returns (y, buffers)."""
-    if not isinstance(stage, nn.Module):
-        return lambda given, x, **skips: stage(*given, x, **skips)
-    apply, _, _ = functionalize(stage, deferred_batch_norm=deferred)
-    sums = pending(stage) if deferred else {}
-    return lambda given, x, **skips: apply(given[0], {**given[1], **sums}, x, **skips)
+    if isinstance(stage, nn.Module):
+        return Remembering(stage, deferred)
+    return lambda given, x, **skips: stage(*given, x, **skips)
 
 
 class StageBuffers:
