@@ -138,9 +138,8 @@ def in_two_parts(
                 after = _new_state(replica, aliases, buffers, copies)
                 check.after(replica.rebound(given.tensors), given.changed(), after)
                 after |= replica.attributes.kept(kept, params.values()) | given.kept()
-                replica.put(
-                    {name: lent(x) for name, x in given.taken.items()}
-                )  # for a checkpoint that runs a part again
+                for_checkpoints = {name: lent(x) for name, x in given.taken.items()}  # which run a part again
+                replica.put(for_checkpoints)
                 return after
             finally:
                 replica.attributes.end()
