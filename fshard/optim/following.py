@@ -19,7 +19,8 @@ from fshard.errors import OptimizerError
 from fshard.optim.adam import adam, adamw
 from fshard.optim.choose import by_label
 from fshard.optim.contract import Optimizer, check_optimizer
-from fshard.optim.foreign import from_torch
+from fshard.optim.copies import foreign
+from fshard.optim.foreign import is_torchs
 from fshard.optim.sgd import sgd
 
 _ADAM = ("betas", "eps", "weight_decay", "amsgrad", "maximize")
@@ -102,7 +103,7 @@ class Following:
                 f"{type(given).__name__}: in {', '.join(strange)} are tensors that are no parameters of the model. Make the "
                 "optimizer of model.parameters(), before both are boosted."
             )
-        if any(map(_began, given.state.values())):
+        if is_torchs(type(given)) and any(map(_began, given.state.values())):
             raise OptimizerError(
                 f"{type(given).__name__} has taken steps already, and what it remembers of them would be lost. Boost it before "
                 "its first step."
@@ -111,13 +112,17 @@ class Following:
         self.labels = {name: at for at, group in enumerate(self._names) for name in group}
         self._tied = {id(x): self.labels.get(name) for name, x in params.items()}
         self._frozen: dict[int, nn.Parameter] = {}
-        self._made: tuple[list[dict[str, Any]], Optimizer] | None = None
+        self._made: tuple[dict[int, dict[str, Any]], Optimizer] | None = None
+        others = [at for at, group in enumerate(given.param_groups) if not _is_ours(type(given), group)]
+        self._foreign = foreign(given, others) if others else {}
 
     def now(self) -> Optimizer:
         """Return the optimizer that torch's groups describe; learning rates are read anew in each step."""
-        options = [_options(group) for group in self.given.param_groups]
+        groups = {at: group for at, group in enumerate(self.given.param_groups) if at not in self._foreign}
+        options = {at: _options(group) for at, group in groups.items()}
         if self._made is None or self._made[0] != options:
-            opts = {at: _made(type(self.given), group, own) for at, (group, own) in enumerate(self._groups(options))}
+            ours = {at: _made(type(self.given), groups[at], own) for at, own in options.items()}
+            opts = dict(sorted((ours | self._foreign).items()))
             self._made = options, opts[0] if len(opts) == 1 else by_label(opts, self._label)
         return self._made[1]
 
@@ -144,9 +149,6 @@ class Following:
         """Return the group of a parameter, by its name; those in none are not trained."""
         return self.labels.get(path.rpartition('["')[2].removesuffix('"]'), 0)
 
-    def _groups(self, options: list[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-        return list(zip(self.given.param_groups, options, strict=True))
-
 
 def _began(state: Mapping[str, Any]) -> bool:
     """Return whether an optimizer remembers steps of a parameter; some have a state of zeros from the beginning."""
@@ -159,14 +161,16 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     return {name: x for name, x in group.items() if name not in ("params", "lr", "initial_lr", "max_lr", "min_lr")}
 
 
-def _made(cls: type[torch.optim.Optimizer], group: dict[str, Any], options: dict[str, Any]) -> Optimizer:
+def _is_ours(cls: type, group: Mapping[str, Any]) -> bool:
+    """Return whether there is an optimizer of ours that is this class with these options."""
+    return cls in _OWN and not any(group.get(name) for name in _NOT_OURS)
+
+
+def _made(cls: type, group: dict[str, Any], options: dict[str, Any]) -> Optimizer:
     def rate(count: int) -> float:
         return float(group["lr"])
 
-    own, names = _OWN.get(cls, (None, ()))
-    if own is None or any(options.get(name) for name in _NOT_OURS):
-        accepted = {name: x for name, x in options.items() if name in cls.__init__.__code__.co_varnames}
-        return from_torch(cls, lr=rate, **accepted)
+    own, names = _OWN[cls]
     if options.get("decoupled_weight_decay") and own is adam:
         own = adamw
     return own(rate, **{name: options[name] for name in names}, fused=bool(options.get("fused")))
