@@ -52,8 +52,11 @@ def foreign(given: torch.optim.Optimizer, groups: Iterable[int]) -> dict[int, Op
     if not own:
         _refuse_replaced(given)
         _refuse_held(given)
+    most = 2 if own or elementwise else 256  # second moments are factored from some size on
     with _dry(given):
-        made = {at: _Group.of(given, at).pure(_shapes(given, at), elementwise) for at in groups}
+        made = {
+            at: _Group.of(given, at).pure(_shapes(given.param_groups[at]["params"], most), elementwise) for at in groups
+        }
         if not own:
             _refuse_dependent(given, made, elementwise)
     return made
@@ -159,11 +162,14 @@ def _maker(param: Tensor, value: Any) -> Callable[[Tensor], Any] | None:
     return (lambda other: value.detach().clone()) if value.ndim == 0 else None
 
 
-def _shapes(given: torch.optim.Optimizer, at: int) -> list[Tensor]:
-    """Return an example of each kind of parameter in a group."""
-    params: list[Tensor] = given.param_groups[at]["params"]
-    kinds = dict.fromkeys((x.shape, x.dtype, _device(x)) for x in params if x.numel())
+def _shapes(params: Iterable[Tensor], most: int) -> list[Tensor]:
+    """Return an example of each kind of parameter, of no more elements in a dim than tell what state there is."""
+    kinds = dict.fromkeys((tuple(min(n, most) for n in x.shape), x.dtype, _device(x)) for x in filter(_moves, params))
     return [torch.ones(shape, dtype=dtype, device=device) for shape, dtype, device in kinds]
+
+
+def _moves(x: Tensor) -> bool:
+    return x.numel() > 0 and (x.is_floating_point() or x.is_complex())
 
 
 def _device(x: Tensor) -> torch.device:
@@ -256,7 +262,7 @@ def _examples(given: torch.optim.Optimizer, groups: Iterable[int]) -> list[_Exam
     sizes, found = (3, 5, 2, 4, 3, 2, 5, 4), list[_Example]()
     for at in groups:
         params = given.param_groups[at]["params"]
-        for x in {x.ndim: x for x in params}.values():
+        for x in {x.ndim: x for x in filter(_moves, params)}.values():
             for turn in range(3):
                 shape = [sizes[(dim + turn) % len(sizes)] for dim in range(x.ndim)]
                 dtype = torch.float32 if x.dtype.itemsize == 2 else x.dtype
@@ -320,8 +326,8 @@ def _refuse_dependent(given: torch.optim.Optimizer, groups: Iterable[int], eleme
         )
     tags = {repr(vars(x)): (x.ndim, vars(x)) for group in given.param_groups for x in group["params"] if vars(x)}
     for ndim, own in tags.values():
-        i = next(i for i, example in enumerate(examples) if example.start.ndim == ndim)
-        if not _same_after(_ran([examples[i]._replace(tags=own)])[0], alone[i]):
+        i = next((i for i, example in enumerate(examples) if example.start.ndim == ndim), None)
+        if i is not None and not _same_after(_ran([examples[i]._replace(tags=own)])[0], alone[i]):
             raise OptimizerError(
                 f"{name} reads attributes of parameters, of {', '.join(own)}, and these are lost. Make groups with options."
             )
