@@ -145,7 +145,7 @@ BAD = {
     "the optimizer that was": (lambda: not_boosted(), "SGD is no optimizer that boost has returned"),
     "torch's backward": (
         lambda: by_torch(),
-        r"there are no gradients. .* booster.backward\(loss, optimizer\): loss.backward",
+        r"loss.backward\(\) has come to parameters .*: write booster.backward\(loss, optimizer\).",
     ),
     "no step": (lambda: fs.Booster().step((), ()), "step comes after state = booster.init"),
     "a state of another": (lambda: fs.Booster().step(other(), ()), "step comes after state = booster.init"),

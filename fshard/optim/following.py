@@ -19,9 +19,9 @@ from fshard.errors import OptimizerError
 from fshard.optim.adam import adam, adamw
 from fshard.optim.choose import by_label
 from fshard.optim.contract import Optimizer, check_optimizer
-from fshard.optim.copies import foreign
 from fshard.optim.foreign import is_torchs
 from fshard.optim.sgd import sgd
+from fshard.optim.trials import foreign
 
 _ADAM = ("betas", "eps", "weight_decay", "amsgrad", "maximize")
 _OWN: dict[type, tuple[Any, tuple[str, ...]]] = {

@@ -117,10 +117,9 @@ def in_two_parts(
             made = buffers.keys() - check.buffers
             kept = {name: buffers[name] for name in made if slot_of(name) is not None}
             copies = {name: None if is_nothing(x) else lent(x) for name, x in buffers.items() if name not in kept}
-            new = {name: copies[name] for name in made if name not in kept}
             given = Given(params, frozen, kept)
             replica.fill({**given.tensors, **copies})
-            _place_new(replica, new)
+            _place_new(replica, {name: copies[name] for name in made if name not in kept})
             key = key_now()
             if key is not None:
                 replica.layers.enter(key)
