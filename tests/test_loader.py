@@ -233,6 +233,73 @@ def test_a_position_that_is_none_is_one_error(position, message):
     assert str(found.value) == message
 
 
+# -- what torch's loaders are asked for ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", [{}, {"shuffle": True}, {"drop_last": True}, {"batch_size": 3}])
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_a_loaders_sampler_has_the_samples_that_its_device_gets(n, how):
+    def main():
+        count = torch.arange(COUNT)
+        loader = fs.Booster().prepare_dataloader(TensorDataset(count), **{"batch_size": SIZE, **how})
+        for epoch in range(2):
+            loader.sampler.set_epoch(epoch + 5)
+            assert loader.sampler.epoch == loader.epoch == epoch + 5
+            own = list(loader.sampler)
+            got = [x for (x,) in loader for x in x[: loader.samples].tolist()]
+            assert own == got and len(loader.sampler) == len(own)
+        return own
+
+    parts = fs.run(main, mesh=fs.make_mesh({"data": n}))
+    taken = COUNT // SIZE * SIZE if "drop_last" in how else COUNT
+    found = sorted(x for part in parts for x in part)
+    assert len(found) == len({*found}) == taken and ("drop_last" in how or found == list(range(COUNT)))
+
+
+def test_a_sampler_begins_the_epoch_anew_as_its_loader_does_and_takes_nothing_by_itself():
+    def main():
+        loader = fs.Booster().prepare_dataloader(samples(), SIZE, shuffle=True)
+        next(iter(loader))
+        before = loader.state_dict()
+        first = list(loader.sampler), list(loader.sampler)
+        assert loader.state_dict() == before
+        loader.sampler.set_epoch(1)
+        return first[0] == first[1], first[0] == list(loader.sampler), loader.state_dict()["sample"]
+
+    assert alone(main) == (True, False, 0)
+
+
+def test_outside_of_run_a_sampler_has_all_samples():
+    loader = fs.Booster(fs.DDPPlugin(mesh=fs.make_mesh({"data": 4}))).prepare_dataloader(samples(), SIZE)
+    assert list(loader.sampler) == list(range(COUNT)) and len(loader.sampler) == COUNT
+
+
+def test_a_loader_tells_what_torchs_was_given():
+    def together(rows):
+        return torch.stack([x for x, _ in rows])
+
+    given = DataLoader(samples(), 4, num_workers=1, collate_fn=together, drop_last=True, timeout=3, prefetch_factor=3)
+
+    def main():
+        *_, loader, _ = fs.Booster().boost(start()[0], dataloader=given)
+        same = (
+            "dataset",
+            "batch_size",
+            "num_workers",
+            "collate_fn",
+            "pin_memory",
+            "drop_last",
+            "timeout",
+            "worker_init_fn",
+        )
+        same = (*same, "prefetch_factor", "persistent_workers", "multiprocessing_context", "in_order")
+        assert all(getattr(loader, name) == getattr(given, name) for name in same)
+        with pytest.raises(AttributeError):
+            loader.num_workers = 0  # which nobody would ask
+
+    alone(main)
+
+
 # -- what a loader is given ---------------------------------------------------------------------------------------------
 
 WRONG = {

@@ -55,13 +55,51 @@ class Given:
     in_order: bool
 
 
+class Sampler:
+    """What a loader has in the place of a `DistributedSampler`: which samples of an epoch are this device's.
+
+    Unlike that one's they are as many as the device really has, so the lengths of all devices add up to the dataset's, or,
+    with `drop_last`, to what its whole batches have.
+    """
+
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that comes, or is under way."""
+        return self._loader.epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin an epoch anew, as the loader's `set_epoch` does."""
+        self._loader.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        """Return how many samples of an epoch are this device's."""
+        return sum(map(len, self._loader.own_parts()))
+
+    def __iter__(self) -> Iterator[int]:
+        """Go through the indices of this device's samples in the epoch, from its beginning; nothing counts as taken."""
+        return (index for part in self._loader.own_parts() for index in part)
+
+
+def _of_torch(name: str) -> Any:
+    """Return a property that tells what torch's DataLoader, which fetches samples, has been given."""
+    return property(lambda loader: getattr(loader.by_torch, name), doc=f"As torch's DataLoader has it: {name}.")
+
+
 class Loader:
     """A dataset's batches, as one device gets them; whole ones, where all devices are asked for at once.
 
     Iterating goes on from the position, and then to the next epoch.  `epoch` and `sample` are the position; each batch that
     comes tells `notice` how many samples all devices have of it.  `samples` is how many of the batch that came last this
-    device has: 0, where a neighbour's stands in for one of its own.
+    device has: 0, where a neighbour's stands in for one of its own.  What else torch's loaders have is told: `sampler`, say.
     """
+
+    num_workers, collate_fn, pin_memory = _of_torch("num_workers"), _of_torch("collate_fn"), _of_torch("pin_memory")
+    timeout, worker_init_fn, in_order = _of_torch("timeout"), _of_torch("worker_init_fn"), _of_torch("in_order")
+    prefetch_factor, persistent_workers = _of_torch("prefetch_factor"), _of_torch("persistent_workers")
+    multiprocessing_context = _of_torch("multiprocessing_context")
 
     def __init__(
         self,
@@ -90,7 +128,7 @@ class Loader:
         self._mesh, self._axes, self._outside, self._options = mesh, axes, is_outside(mesh), options
         self._parts = list[list[int]]()
         try:
-            self._by_torch = DataLoader(dataset, batch_sampler=self._parts, **options)
+            self.by_torch = DataLoader(dataset, batch_sampler=self._parts, **options)
         except (TypeError, ValueError) as error:
             raise LayoutError(f"prepare_dataloader: torch's DataLoader refused what it was given: {error}") from error
 
@@ -139,10 +177,10 @@ class Loader:
                 "a loader that was made outside of fs.run and used inside has one position for all devices. Make it inside, "
                 "where each device has its own."
             )
-        batches = self._rest()
+        batches = self._rest(self.sample)
         if self.sample and not batches:
             self.set_epoch(self.epoch + 1)
-            batches = self._rest()
+            batches = self._rest(self.sample)
         parts = self._fetched([self._part(batch) for batch in batches])
         for left, (batch, part) in zip(range(len(batches))[::-1], zip(batches, parts, strict=True), strict=True):
             self.epoch, self.sample = (self.epoch, self.sample + len(batch)) if left else (self.epoch + 1, 0)
@@ -151,10 +189,20 @@ class Loader:
             yield part
         self.notice(self._mesh, self._over(), None, None)  # a batch that comes now is not ours
 
-    def _rest(self) -> list[list[int]]:
-        """Return the samples of each batch from the position on."""
+    @property
+    def sampler(self) -> Sampler:
+        """Which samples of an epoch are this device's; its `set_epoch` is the loader's."""
+        return Sampler(self)
+
+    def own_parts(self) -> list[list[int]]:
+        """Return which samples of each batch of the epoch are this device's, from the first batch on."""
+        owns = [(batch, self._own(batch)) for batch in self._rest(0)]
+        return [batch[own.start : own.stop] for batch, own in owns]
+
+    def _rest(self, start: int) -> list[list[int]]:
+        """Return the samples of each batch from that many samples on."""
         order = self._order()
-        batches = [order[at : at + self.batch_size] for at in range(self.sample, len(order), self.batch_size)]
+        batches = [order[at : at + self.batch_size] for at in range(start, len(order), self.batch_size)]
         return [batch for batch in batches if len(batch) == self.batch_size or not self.drop_last]
 
     def _order(self) -> list[int]:
@@ -165,10 +213,10 @@ class Loader:
 
     def _fetched(self, parts: list[list[int]]) -> DataLoader[Any]:
         """Return what fetches samples; its workers may stay from one epoch to the next."""
-        if not self._by_torch.persistent_workers:
+        if not self.by_torch.persistent_workers:
             return DataLoader(self.dataset, batch_sampler=parts, **self._options)
         self._parts[:] = parts
-        return self._by_torch
+        return self.by_torch
 
     def _part(self, batch: list[int]) -> list[int]:
         """Return this device's samples; a neighbour's, which counts for nothing, if there is none for it."""
