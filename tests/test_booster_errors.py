@@ -404,6 +404,18 @@ def test_what_was_boosted_before_or_has_no_shape_is_told(name):
         fs.run(lambda: act(*with_optimizer()), mesh=fs.make_mesh({"data": 1}))
 
 
+@pytest.mark.parametrize("plugin", [fs.DDPPlugin, fs.FSDPPlugin])
+def test_an_optimizer_that_all_devices_share_is_told_to_be_made_by_each(plugin):
+    one = model()
+    opt = sgd(one)
+    with pytest.raises(fs.ModuleError) as found:
+        fs.run(lambda: fs.Booster(plugin()).boost(one, opt), mesh=fs.make_mesh({"data": 2}))
+    assert str(found.value) == (
+        "boost: SGD has been boosted already, by another device say, and has that model's parameters: each device makes a model "
+        "and an optimizer of its own, inside of what fs.run is given."
+    )
+
+
 OFFENDERS = {
     "precision": ("fp8", "precision is"),
     "unused": ("none", "unused is"),

@@ -27,6 +27,11 @@ def taken(
     wrong, lost, source = [*_of_model(model)], None, Fixed()
     if isinstance(optimizer, BoostedOptimizer):
         wrong.append("the optimizer has been boosted already: make one of model.unwrap().parameters()")
+    elif isinstance(optimizer, torch.optim.Optimizer) and not wrong and _is_pointed_elsewhere(optimizer):
+        wrong.append(
+            f"{type(optimizer).__name__} has been boosted already, by another device say, and has that model's parameters: "
+            "each device makes a model and an optimizer of its own, inside of what fs.run is given"
+        )
     elif not (wrong and isinstance(optimizer, torch.optim.Optimizer)):
         try:
             source = followed(optimizer, {} if wrong else dict(model.named_parameters()), who)
@@ -49,6 +54,11 @@ def _of_model(model: Any) -> Iterator[str]:
         yield "the model has been boosted already: model.unwrap() is one to boost anew"
     if lazy := [name for name, x in (*model.named_parameters(), *model.named_buffers()) if is_lazy(x)]:
         yield f"{', '.join(lazy)} of the model has no shape yet: run it once on an example first: model(example)"
+
+
+def _is_pointed_elsewhere(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer was boosted: it has had the parameters of a boosted model since."""
+    return any(isinstance(x, Hollow) for group in optimizer.param_groups for x in group["params"])
 
 
 def _of_others(optimizer: Any, criterion: Any, dataloader: Any, lr_scheduler: Any) -> Iterator[str]:
