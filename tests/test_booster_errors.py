@@ -153,6 +153,14 @@ BAD = {
         lambda: nn.utils.clip_grad_norm_(with_optimizer()[1].parameters(), 1.0),
         r"gradients are not at its parameters: booster.clip_grad_norm\(optimizer, max_norm\)",
     ),
+    "torch's scaler": (
+        lambda: scaled(lambda scaler, opt: scaler.step(opt)),
+        'In the place of a GradScaler is the plugin\'s precision="fp16"',
+    ),
+    "torch's scaler that unscales": (
+        lambda: scaled(lambda scaler, opt: scaler.unscale_(opt)),
+        'In the place of a GradScaler is the plugin\'s precision="fp16"',
+    ),
     "saved as it is": (lambda: with_optimizer()[1].state_dict(), r"On all devices: model.unwrap\(\).state_dict\(\)"),
     "loaded afterwards": (lambda: with_optimizer()[1].load_state_dict({}), "load into the model before it is boosted"),
     "no pipeline": (lambda: piped(), "this model is not cut into stages. Call it"),
@@ -229,6 +237,13 @@ def by_torch():
     opt.step()
     one(torch.ones(5, 3)).mean().backward()
     opt.step()
+
+
+def scaled(act):
+    booster, one, opt = with_optimizer()
+    scaler = torch.amp.GradScaler("cpu")
+    booster.backward(scaler.scale(one(torch.ones(5, 3)).mean()), opt)
+    act(scaler, opt)
 
 
 def unforwarded():

@@ -123,8 +123,9 @@ class Hollow(Bare, nn.Parameter):
         """Raise: torch's own clipping, say, would find none, and do nothing."""
         raise ModuleError(
             "a boosted model's gradients are not at its parameters: booster.clip_grad_norm(optimizer, max_norm) and "
-            "booster.clip_grad_value clip them, optimizer.zero_grad() drops them, optimizer.grads are they, as they lie. Nor "
-            "is such a model converted: that comes before boosting."
+            "booster.clip_grad_value clip them, optimizer.zero_grad() drops them, optimizer.grads are they, as they lie. "
+            'In the place of a GradScaler is the plugin\'s precision="fp16", or an optimizer fs.optim.loss_scaled(opt). Nor is '
+            "such a model converted: that comes before boosting."
         )
 
     grad = property(_gradient, _gradient, _gradient)  # pyright: ignore[reportAssignmentType]
