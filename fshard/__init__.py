@@ -76,6 +76,7 @@ from fshard.transforms.rules import fsdp, shard_params, units_of
 from fshard.transforms.stage_functions import stage_functions
 from fshard.transforms.stage_layouts import shard_stages
 from fshard.transforms.step import train_step
+from fshard.transforms.torch_style import BoostedOptimizer, Model
 from fshard.transforms.use import gathered, whole
 from fshard.transforms.value_and_grad import grad, value_and_grad
 from fshard.uncompiled import uncompiled
@@ -193,5 +194,5 @@ __all__ = [
 _COMPILED = {"gathered", "keyed_random", "name", "offload", "optim", "remat", "report", "save_names", "whole"}
 """What a loss function calls and is compiled with, and rooms."""
 
-for _name in {*__all__} - _COMPILED:
-    uncompiled(globals()[_name])
+for _each in (*map(globals().get, {*__all__} - _COMPILED), Model, BoostedOptimizer):
+    uncompiled(_each)

@@ -1,10 +1,12 @@
 """torch.compile around fshard, inside it, and both: the same values and gradients, and nothing of fshard is looked into."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch._dynamo.utils import counters
 
 import fshard as fs
@@ -96,6 +98,86 @@ def test_a_gradient_goes_through_what_is_compiled_around_inside_and_both():
     x = X.clone().requires_grad_()
     (x * x).sum().backward()  # it was refused in the whole process
     assert batches_nested() == 0
+
+
+# -- torch's loop -----------------------------------------------------------------------------------------------------
+
+PLUGINS = {"ddp": fs.DDPPlugin, "fsdp": fs.FSDPPlugin, "reproducible": partial(fs.FSDPPlugin, reproducible=True)}
+
+
+class Net(nn.Module):
+    """Layers around a function that may be compiled."""
+
+    def __init__(self, act: Callable[..., Any] = torch.tanh, first: Callable[..., Any] | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.act, self.first = nn.Linear(3, 4), nn.Linear(4, 1), act, first
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.a(x) if self.first is None else self.first(x, self.a.weight, self.a.bias)
+        return self.b(self.act(y))
+
+
+def trained_in_a_loop(plugin, made, loss=lambda model, x: (model(x) * 2).square().mean(), after=lambda model: model):
+    def main():
+        model = made()
+        booster = fs.Booster(PLUGINS[plugin]())
+        model, opt, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        called = after(model)
+        for step in range(3):
+            x = torch.arange(12.0).view(4, 3).sin() * (step + 1)
+            booster.backward(loss(called, x[fs.axis_index("data") * 2 :][:2]), opt)
+            opt.step(), opt.zero_grad()
+        return {name: x.detach() for name, x in model.unwrap().named_parameters()}
+
+    return fs.run(main, mesh=MESH)
+
+
+def assert_is_plain(found, plugin):
+    for params, expected in zip(found, trained_in_a_loop(plugin, Net), strict=True):
+        torch.testing.assert_close(params, expected)
+
+
+@pytest.mark.parametrize("plugin", PLUGINS)
+def test_what_is_compiled_around_a_boosted_model_does_not_look_into_it(plugin):
+    assert_is_plain(trained_in_a_loop(plugin, Net, after=compiled), plugin)
+    around = compiled(lambda model, x: (model(x) * 2).square().mean())
+    assert_is_plain(trained_in_a_loop(plugin, Net, around), plugin)
+    assert counters["stats"]["calls_captured"] >= 3  # what is made of the output
+
+
+@pytest.mark.parametrize("plugin", PLUGINS)
+def test_a_boosted_model_calls_compiled_functions(plugin):
+    assert_is_plain(trained_in_a_loop(plugin, lambda: Net(compiled(torch.tanh))), plugin)
+    assert counters["stats"]["calls_captured"] >= 1
+    assert_is_plain(trained_in_a_loop(plugin, lambda: Net(first=fs.gathered(compiled(nn.functional.linear)))), plugin)
+    assert counters["stats"]["calls_captured"] >= 1
+
+
+def part_compiled() -> Net:
+    model = Net(compiled(nn.Tanh()))  # which has no parameters
+    model.a, model.b = compiled(model.a), compiled(model.b)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("made", "parts"), [(part_compiled, "a, b"), (lambda: compiled(Net()), "the model")], ids=["parts", "whole"]
+)
+def test_a_compiled_module_is_one_error_when_it_is_boosted(made, parts):
+    with pytest.raises(fs.ModuleError, match=rf"^boost: {parts} is what torch.compile has returned, .* fs.gathered\("):
+        trained_in_a_loop("ddp", made)
+
+
+@pytest.mark.parametrize(("which", "parts"), [(lambda m: [m], "the model"), (lambda m: [m.a, m.b], "a, b")])
+def test_a_module_that_is_compiled_in_place_is_trained_as_it_is_with_a_warning(which, parts):
+    def made():
+        model = Net()
+        for part in which(model):
+            part.compile(backend="eager")
+        return model
+
+    with pytest.warns(UserWarning, match=rf"^boost: compile\(\) of {parts} counts for nothing"):
+        assert_is_plain(trained_in_a_loop("ddp", made), "ddp")
 
 
 def on_processes() -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -43,7 +44,15 @@ def taken(
     told = [*wrong, *([] if lost is None else [str(lost).removeprefix(f"{who}: ").rstrip(".")]), *others]
     if told:
         raise ModuleError(f"{who}: {'; '.join(told)}.")
+    if idle := [path or "the model" for path, part in model.named_modules() if _is_compiled_in_place(part)]:
+        warnings.warn(f"{who}: compile() of {', '.join(idle)} counts for nothing: {_COMPILED}.", stacklevel=3)
     return source
+
+
+_COMPILED = (
+    "torch.compile cannot follow parameters that are gathered when they are used. Compile functions that are given them, "
+    "fs.gathered(torch.compile(fn)), parts without parameters, or the criterion"
+)
 
 
 def _of_model(model: Any) -> Iterator[str]:
@@ -54,6 +63,17 @@ def _of_model(model: Any) -> Iterator[str]:
         yield "the model has been boosted already: model.unwrap() is one to boost anew"
     if lazy := [name for name, x in (*model.named_parameters(), *model.named_buffers()) if is_lazy(x)]:
         yield f"{', '.join(lazy)} of the model has no shape yet: run it once on an example first: model(example)"
+    if compiled := [path or "the model" for path, part in model.named_modules() if _is_compiled(part)]:
+        yield f"{', '.join(compiled)} is what torch.compile has returned, of which only ._orig_mod can be boosted: {_COMPILED}"
+
+
+def _is_compiled(part: nn.Module) -> bool:
+    """Return whether a module with parameters is one that torch.compile has wrapped."""
+    return "_torchdynamo_orig_callable" in vars(part) and any(True for _ in part.parameters())
+
+
+def _is_compiled_in_place(part: nn.Module) -> bool:
+    return vars(part).get("_compiled_call_impl") is not None
 
 
 def _is_pointed_elsewhere(optimizer: torch.optim.Optimizer) -> bool:
