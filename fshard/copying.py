@@ -10,7 +10,7 @@ import warnings
 import weakref
 from abc import ABC, abstractmethod
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from copy import copy, deepcopy
 from functools import lru_cache, partial
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 _ATOMS = (Tensor, str, int, float, complex, bytes, type(None), type, ModuleType, BuiltinFunctionType, torch.dtype)
 _Cached: Any = type(lru_cache(lambda: None))
 _FUNCTIONS = (FunctionType, MethodType, partial, weakref.ref, _Cached)
+_WEAK = (weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet)
 _TORCHS = vars(nn.Module()).keys()
 _HOOKS = tuple(key for key in vars(nn.Module()) if key.startswith(("_forward", "_backward")) and key.endswith("_hooks"))
 CONTAINERS = (OrderedDict, dict, list, set, deque)
@@ -216,10 +217,53 @@ def copied(module: Module, memo: dict[int, Any] | None = None) -> Module:
     return made
 
 
+def unlike(module: nn.Module) -> list[str]:
+    """Return what a module's attributes hold and would go on with the original's layers and parameters in a copy, or find none.
+
+    >>> layer = nn.Linear(2, 2)
+    >>> layer.names = {layer.weight: "weight"}
+    >>> unlike(layer)
+    ['names has parameters as keys of a dict']
+    """
+    own = {id(x) for kind in (module.modules(), module.parameters(), module.buffers()) for x in kind}
+
+    def counts(x: Any) -> bool:
+        return not isinstance(x, (*_ATOMS, torch.optim.Optimizer)) and id(x) not in own
+
+    held = [
+        (f"{path}.{key}".removeprefix("."), kind)
+        for path, part in module.named_modules()
+        for key, x in _set_in(part)
+        for kind in dict.fromkeys(_unlike(each, own) for each in _reached([x], counts))
+    ]
+    return [f"{name} has {kind}" for name, kind in held if kind]
+
+
+def _unlike(x: Any, own: Collection[int]) -> str:
+    """Return what an object is, if no copy of it would have copies of what is in it; nothing if one would."""
+    if isinstance(x, dict):
+        keys: Any = x.keys()
+        return "parameters as keys of a dict" * any(isinstance(key, Tensor) and id(key) in own for key in keys)
+    if isinstance(x, _WEAK):
+        return "layers in a weak dict or set" * any(id(each) in own for each in _within(x))
+    if isinstance(x, FunctionType) and {"registry", "dispatch"} <= vars(x).keys():
+        return "a function of functools.singledispatch" * any(id(each) in own for each in _within(x))
+    return ""
+
+
 def held_by_attributes(module: nn.Module, counts: Callable[[Any], bool]) -> Iterator[Any]:
     """Yield what attributes of modules hold, and what that holds, as far as it counts."""
-    seen = dict[int, Any]()
-    found = [x for part in module.modules() for key, x in vars(part).items() if key not in _TORCHS]
+    yield from _reached((x for part in module.modules() for _, x in _set_in(part)), counts)
+
+
+def _set_in(part: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the attributes of a module that are not torch's."""
+    return ((key, x) for key, x in vars(part).items() if key not in _TORCHS)
+
+
+def _reached(begin: Iterable[Any], counts: Callable[[Any], bool]) -> Iterator[Any]:
+    """Yield objects, and what they hold, as far as it counts."""
+    seen, found = dict[int, Any](), [*begin]
     while found:
         x = found.pop()
         if id(x) not in seen and counts(x):

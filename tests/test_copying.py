@@ -343,3 +343,46 @@ def test_models_that_point_to_themselves_train(kind, plugin, n):
     expected.append(model(batch(9)).square().mean().item())
     found, last = losses(kind, plugin, n)
     torch.testing.assert_close([*found, last], expected)
+
+
+class Unlike(Pair):
+    """Attributes of which a copy would find the original's layers and parameters, or none."""
+
+    def point(self):
+        self.scales = {self.a.weight: 2.0, self.b.weight: 3.0}
+        self.b.inner = [SimpleNamespace(rates=weakref.WeakKeyDictionary({self.a: 2.0}))]
+        self.by_name = weakref.WeakValueDictionary(a=self.a)
+        self.known = weakref.WeakSet([self.b])
+        self.act = functools.singledispatch(lambda x: self.a(x))
+
+
+def test_what_would_go_on_with_the_original_is_one_error_at_boost():
+    with pytest.raises(fs.ModuleError) as found:
+        fs.run(lambda: fs.Booster().boost(Unlike()), mesh=fs.make_mesh({"data": 1}))
+    assert str(found.value).splitlines()[0] == (
+        "Unlike cannot be copied: scales has parameters as keys of a dict; by_name has layers in a weak dict or set; known has "
+        "layers in a weak dict or set; act has a function of functools.singledispatch; b.inner has layers in a weak dict or set, "
+        "and a copy would not find its own there. Keep them by names: a dict of strings, and self.get_parameter(name) or "
+        "self.get_submodule(name) in forward."
+    )
+
+
+class Alike(Pair):
+    """The same kinds, of which none leads to a layer or a parameter of the module."""
+
+    def point(self):
+        self.parent, self.layers = [self], {self.a: 2.0}
+        self.noted, self.act = weakref.WeakKeyDictionary({Pair: 1}), functools.singledispatch(torch.tanh)
+        self.optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        self.optimizer.state[self.a.weight] = {}
+
+    def forward(self, x):
+        return self.act(self.a(x)) * self.layers[self.a]
+
+
+def test_of_the_same_kinds_what_leads_to_no_layer_is_boosted():
+    def main():
+        model, _, *_ = fs.Booster().boost(Alike())
+        return model(torch.ones(2, D)).shape
+
+    assert fs.run(main, mesh=fs.make_mesh({"data": 1})) == [(2, D)]

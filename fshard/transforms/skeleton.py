@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fshard.copying import copied, slots_of
+from fshard.copying import copied, slots_of, unlike
 from fshard.errors import ModuleError
 from fshard.transforms.handle import KNOWN
 from fshard.transforms.kept import is_nothing, put
@@ -43,6 +43,11 @@ def skeleton(module: nn.Module) -> nn.Module:
         raise ModuleError(
             f"{type(module).__name__} cannot be copied: {', '.join(slots)} stands in __slots__, which torch's modules do not "
             "copy. Keep it in a plain attribute."
+        )
+    if strange := unlike(module):
+        raise ModuleError(
+            f"{type(module).__name__} cannot be copied: {'; '.join(strange)}, and a copy would not find its own there. Keep "
+            "them by names: a dict of strings, and self.get_parameter(name) or self.get_submodule(name) in forward."
         )
     try:
         return copied(module, bare)
