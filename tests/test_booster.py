@@ -617,11 +617,12 @@ def test_a_norm_that_is_not_finite_is_an_error_if_it_is_to_be():
         fs.run(main, True, mesh=mesh)
 
 
-def test_a_boosted_model_is_asked_as_before_and_holds_nothing():
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adagrad])
+def test_a_boosted_model_is_asked_as_before_and_holds_nothing(kind):
     def main():
         model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)).half()
         first = weakref.ref(model[0].weight)
-        boosted, opt, *_ = fs.Booster(fs.FSDPPlugin()).boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        boosted, opt, *_ = fs.Booster(fs.FSDPPlugin()).boost(model, kind(model.parameters(), lr=0.1))
         del model
         gc.collect()
         parameter = next(boosted.parameters())

@@ -121,8 +121,9 @@ def _maker(param: Tensor, value: Any) -> Callable[[Tensor], Any] | None:
     if not isinstance(value, Tensor):
         return (lambda other: value) if value is None or isinstance(value, int | float) else None
     dtype = None if value.dtype == param.dtype else value.dtype
-    if value.shape == param.shape and bool((value == (fill := value.flatten()[0] if value.numel() else 0)).all()):
-        return lambda other: torch.full_like(other, float(fill), dtype=dtype, requires_grad=False)
+    fill = float(value.flatten()[0]) if value.numel() and not value.is_complex() else 0.0
+    if value.shape == param.shape and bool((value == fill).all()):
+        return lambda other: torch.full_like(other, fill, dtype=dtype, requires_grad=False)
     return (lambda other: value.detach().clone()) if value.ndim == 0 else None
 
 

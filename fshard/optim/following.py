@@ -140,7 +140,8 @@ class Following:
         return self._frozen.setdefault(id(x), nn.Parameter(x.detach(), requires_grad=False))
 
     def point_at(self, params: Mapping[str, Tensor]) -> None:
-        """Let the groups have other tensors in the place of the parameters."""
+        """Let the groups have other tensors in the place of the parameters, and forget the state that was made for these."""
+        self.given.state.clear()
         self._tied, self._frozen = {}, {}  # whose numbers mean nothing once they have gone
         for group, names in zip(self.given.param_groups, self._names, strict=True):
             group["params"] = [params[name] for name in names]
