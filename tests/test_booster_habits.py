@@ -284,6 +284,47 @@ def test_a_gradient_that_another_optimizers_backward_leaves_out_is_told(plugin, 
     apart(act, plugin, dropped=True)
 
 
+def at_last(back, generator, critic, ours, theirs, z, x):
+    """Take both steps when both have been gone back through, and drop between what the critic is not to have."""
+    made = generator(z)
+    ours.zero_grad(), back(critic(made).mean(), ours)
+    theirs.zero_grad(), back(critic(x).square().mean() - critic(made.detach()).mean(), theirs)
+    ours.step(), theirs.step()
+
+
+def looked_at(back, generator, critic, ours, theirs, z, x):
+    """Look at what the critic says with gradients that nobody wants."""
+    made = generator(z)
+    assert critic(made).isfinite().all()
+    ours.zero_grad(), back(made.square().mean(), ours)
+    theirs.zero_grad(), back(critic(x).square().mean(), theirs)
+    ours.step(), theirs.step()
+
+
+@pytest.mark.parametrize("act", [at_last, looked_at])
+@pytest.mark.parametrize("plugin", PLUGINS)
+def test_a_loss_says_nothing_of_models_that_it_is_not_made_of(plugin, act):
+    def train(booster, part):
+        models = [nn.Linear(6, 6).double(), layers()]
+        with torch.no_grad():
+            models[0].weight.fill_(0.1), models[0].bias.fill_(0.2)
+        opts = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+        if booster is not None:
+            pairs = [booster.boost(model, opt)[:2] for model, opt in zip(models, opts, strict=True)]
+            models, opts = map(list, zip(*pairs, strict=True))
+        for z, x in torch.randn(3, 2, 4, 6, generator=torch.Generator().manual_seed(1)).double():
+            back = (lambda loss, opt: loss.backward()) if booster is None else booster.backward
+            act(back, *models, *opts, part(z), part(x))
+        return [dict((model if booster is None else model.unwrap()).state_dict()) for model in models]
+
+    def main():
+        return train(fs.Booster(PLUGINS[plugin]()), lambda x: x.chunk(2)[fs.axis_index("data")])
+
+    alone = train(None, lambda x: x)
+    for states in fs.run(main, mesh=fs.make_mesh({"data": 2})):
+        torch.testing.assert_close(states, alone, rtol=0, atol=1e-12)
+
+
 def test_in_reproducible_mode_it_is_said_that_models_are_cut_off():
     with pytest.raises(fs.LayoutError, match=r"Outputs are cut off from a model's graph.*detach\(\) it, or leave rep"):
         through_two(reproducible=True)

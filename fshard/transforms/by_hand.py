@@ -200,8 +200,7 @@ class ByHand(Learner):
             tape.close()
         else:
             self._open = now
-            now.calls.counted.append(counted)
-            now.calls.follow((args, kwargs))
+            now.calls.add(counted, (args, kwargs))
         if sliced:
             found, structure = side_by_side(outputs, [slice.rows for slice in slices])
             if self._open is not None:

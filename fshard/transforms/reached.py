@@ -32,26 +32,28 @@ class Calls:
 
     Args:
         counted: what the batch of each counts for.
-        before: of other models, whose outputs these were given.
+        before: by which calls the inputs of each were made.
         passed: whether another optimizer's backward has gone through them.
     """
 
     counted: list[Any] = field(default_factory=list[Any])
-    before: list[Calls] = field(default_factory=list["Calls"])
+    before: list[list[tuple[Calls, int]]] = field(default_factory=list[list[tuple["Calls", int]]])
     passed: bool = False
 
-    def follow(self, inputs: Any) -> None:
-        """Note of whose calls the inputs of one were made."""
-        self.before += [calls for calls in _owners(inputs) if calls is not self and calls not in self.before]
+    def add(self, counted: Any, inputs: Any) -> None:
+        """Note a call."""
+        self.counted.append(counted)
+        self.before.append(_calls_behind(inputs))
 
     def tell(self, loss: Tensor) -> None:
         """Let others know of a backward that gives gradients to these alone."""
-        seen, left = {self}, [self, *_owners(loss)]
+        seen, left = set[tuple[Calls, int]](), _calls_behind(loss)
         while left:
-            calls = left.pop()
-            left += [before for before in calls.before if before not in seen]
-            seen |= {calls, *calls.before}
-            calls.passed |= calls is not self
+            calls, number = call = left.pop()
+            if call not in seen:
+                seen.add(call)
+                left += calls.before[number]
+                calls.passed |= calls is not self
 
     def refuse_passed(self) -> None:
         """Raise if the gradients of these are not all there."""
@@ -164,10 +166,10 @@ def _behind(tree: Any, is_end: Callable[[Any], bool] = lambda node: False) -> It
             left += [] if is_end(node) else [before for before, _ in node.next_functions]
 
 
-def _owners(tree: Any) -> list[Any]:
-    """Return whose calls tensors were made of; what these were made of is not looked at."""
+def _calls_behind(tree: Any) -> list[tuple[Any, int]]:
+    """Return which calls tensors were made by, each once; what these were made of is not looked at."""
     marks = (_mark(node) for node in _behind(tree, lambda node: _MARK in node.metadata))
-    return [owner for owner, _ in marks if owner is not None]
+    return [*dict.fromkeys(mark for mark in marks if mark[0] is not None)]
 
 
 def _variables(nodes: Iterable[Any]) -> list[Tensor]:
