@@ -110,6 +110,23 @@ def test_under_torch_func_a_block_that_is_run_again_draws_what_it_drew():
         assert pull(torch.eye(10)[place][:, None].expand(10, WIDTH))[0].equal(row)
 
 
+class Within(nn.Module):
+    """Calls a functional module by itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = [fs.functionalize(Stack(("a", Noisy()), ("b", Noisy())))]
+
+    def forward(self, x):
+        ((apply, params, buffers),) = self.inner
+        return apply(params, buffers, x)[0]
+
+
+def test_masks_within_layers_that_call_each_other_all_differ():
+    found = masks(Stack(("a", Within()), ("b", Within()), ("c", Noisy())))
+    assert len(found) == 25 == len({tuple(mask.tolist()) for mask in found.values()})
+
+
 @pytest.mark.parametrize("stage", [0, 3])
 def test_the_masks_of_a_step_are_those_of_its_layers_on_any_mesh(stage):
     class Model(nn.Module):

@@ -47,7 +47,7 @@ def keyed_apart(key: int, part: int) -> AbstractContextManager[None]:
     >>> first == draw(0), first[0] == draw(1)[0], first[1] == draw(1)[1]
     (True, False, True)
     """
-    return _Keyed(turned(key, "part", part), key) if part else _Keyed(key)
+    return _Keyed(turned(key, part), key) if part else _Keyed(key)
 
 
 class State:
@@ -137,6 +137,9 @@ _MARK = 0xF5A2
 
 _BITS = 48
 
+_TURN = 0x9E3779B97F4B
+"""An odd number: no two keys are turned to one."""
+
 
 def folded(*key: int | str) -> int:
     """Return a key of 64 bits in which every part of what it is made of, and its place, count."""
@@ -144,13 +147,15 @@ def folded(*key: int | str) -> int:
 
 
 def turned(key: int, *parts: int | str) -> int:
-    """Return another key for each of a few parts, numbers and strings that come again for many keys.
+    """Return another key for each of a few parts, numbers and strings that come again for many keys; their order counts.
 
     >>> key = folded(17, 3)
     >>> turned(key, "blocks.1", 0) == turned(key, "blocks.1", 0) != turned(key, "blocks.1", 1)
     True
+    >>> key == turned(turned(key, "a"), "a"), turned(turned(key, "a"), "b") == turned(turned(key, "b"), "a")
+    (False, False)
     """
-    return key ^ _known_digest(*parts)
+    return _MARK << _BITS | (key ^ _known_digest(*parts)) * _TURN % (1 << _BITS)
 
 
 def _digest(*parts: int | str) -> int:
