@@ -47,7 +47,7 @@ KNOWN = frozenset(
     }
 )
 """What a handle knows without its values."""
-
+_GRAD_FN = _T.grad_fn.__get__
 
 _COMPILED = (
     "torch.compile cannot follow a parameter that is gathered when it is used. Compile the whole loss function, or a part that "
@@ -161,6 +161,8 @@ class Handle(Tensor):
         if func in KNOWN:
             with _C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
+        if func == _GRAD_FN:
+            return None  # as of a parameter: torch asks where a forward gives it another name
         if func not in _effects:
             _effects[func] = _effect_of(func)
         written = list[Handle]()
