@@ -178,6 +178,25 @@ def test_an_object_is_not_set_in_stages():
         fs.run(main, mesh=fs.make_mesh({"pipe": 2}))
 
 
+def test_modes_count_that_were_switched_with_what_is_refused():
+    def main():
+        booster, x = fs.Booster(plugin=fs.HybridParallelPlugin(pipeline=2, microbatches=2)), torch.ones(4, 3)
+        model = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.9), nn.Linear(3, 3))
+        model, opt, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.0))
+
+        def loss():
+            return booster.execute_pipeline(iter([(x, x)]), model, nn.functional.mse_loss, opt)["loss"].item()
+
+        model.eval()
+        model.module[0].table = {}
+        with pytest.raises(fs.ModuleError, match=r"0\.table"):
+            loss()
+        del model.module[0].table
+        return loss() == loss()
+
+    assert all(fs.run(main, mesh=fs.make_mesh({"pipe": 2})))
+
+
 def test_no_stage_has_a_hook_of_the_whole():
     def main():
         booster = fs.Booster(plugin=fs.HybridParallelPlugin(pipeline=2))

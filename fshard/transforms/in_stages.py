@@ -99,13 +99,13 @@ class InStages(Learner):
 
     def follow(self, module: nn.Module, altered: Altered) -> None:
         """Call from now on what a model's structure has become; forget what was kept in attributes that were set."""
-        if altered.anew:
-            alter(self.stages, module, altered)
-            self._gradient.cache_clear()
-        if altered.modes:
+        if altered.modes:  # first: what is refused below is told once
             modes = {name: part.training for name, part in module.named_modules()}
             for name, part in (own for stage in self.stages for own in stage.named_modules()):
                 part.training = modes.get(name, module.training)
+        if altered.anew:
+            alter(self.stages, module, altered)
+            self._gradient.cache_clear()
         self.buffers = [without(tree, altered.forgotten) for tree in self.buffers]
 
     def kept(self) -> dict[str, Tensor]:
