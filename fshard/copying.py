@@ -217,6 +217,16 @@ def copied(module: Module, memo: dict[int, Any] | None = None) -> Module:
     return made
 
 
+def held_apart(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield modules that attributes lead to and that are no submodules, each with the attribute's name."""
+    own = {id(x) for x in module.modules()}
+    for path, part in module.named_modules():
+        for key, x in _set_in(part):
+            for each in _reached([x], lambda x: not isinstance(x, _ATOMS) and id(x) not in own):
+                if isinstance(each, nn.Module):
+                    yield f"{path}.{key}".removeprefix("."), each
+
+
 def unlike(module: nn.Module) -> list[str]:
     """Return what a module's attributes hold and would go on with the original's layers and parameters in a copy, or find none.
 

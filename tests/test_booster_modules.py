@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, spectral_norm, weight_norm
 from torch.utils.checkpoint import checkpoint
 
+import fshard as fs
 from tests.loops import PLUGINS, Case, assert_trained_alike, bits, boosted
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers' own, and of what torch calls old
@@ -281,3 +282,54 @@ def test_a_bert_with_dropout_has_equal_bits_on_all_meshes(plugin):
     for n in (2, 4):
         for found in bits(TRANSFORMERS["BertModel"], plugin, n):
             assert all(torch.equal(x, expected[key]) for key, x in found.items())
+
+
+# -- modules that are no submodules -----------------------------------------------------------------------------------
+
+
+class Taught(nn.Module):
+    """A student, and a teacher that is hidden from registration."""
+
+    def __init__(self, hide, write):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.write = nn.Linear(3, 2), write
+        hide(self, nn.Linear(3, 2).requires_grad_(False))
+
+    def forward(self, x):
+        teacher = self.teacher[0] if isinstance(self.teacher, list) else self.teacher
+        with torch.no_grad():
+            self.write(teacher)
+        return self.layer(x) - teacher(x)
+
+
+HIDDEN = {
+    "in a list": lambda self, teacher: setattr(self, "teacher", [teacher]),
+    "past registration": lambda self, teacher: object.__setattr__(self, "teacher", teacher),
+}
+WRITES = {"in place": lambda teacher: teacher.weight.mul_(0.9), "by data": lambda teacher: teacher.bias.data.add_(1.0)}
+
+
+def taught(hide, write, **how):
+    def main():
+        booster, model = fs.Booster(fs.DDPPlugin(**how)), Taught(HIDDEN[hide], write)
+        model, opt, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for step in range(2):
+            booster.backward(model(torch.ones(4, 3) + step).square().mean(), opt)
+            opt.step(), opt.zero_grad()
+
+    fs.run(main, mesh=fs.make_mesh({"data": 1}))
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("hide", HIDDEN)
+def test_in_reproducible_mode_a_hidden_teacher_that_a_forward_writes_to_is_told_once(hide, write):
+    with pytest.warns(UserWarning, match=r"^Taught.teacher leads to modules that are no submodules") as told:
+        taught(hide, WRITES[write], reproducible=True, slices=4)
+    assert len(told) == 1
+    taught(hide, WRITES[write])  # as in torch, without a word
+
+
+@pytest.mark.parametrize("hide", HIDDEN)
+def test_a_hidden_teacher_that_is_only_read_is_not_told(hide):
+    taught(hide, lambda teacher: teacher.weight.sum(), reproducible=True, slices=4)

@@ -25,6 +25,7 @@ from fshard.optim.scaling import loss_scaled
 from fshard.transforms.attributes import seen_together
 from fshard.transforms.by_hand import ByHand
 from fshard.transforms.functionalize import functionalize
+from fshard.transforms.hidden import watched
 from fshard.transforms.in_stages import InStages, bare_stages, loss_in, loss_of_pair
 from fshard.transforms.learner import with_zeros
 from fshard.transforms.randomness import folded, keyed_random
@@ -156,7 +157,7 @@ class Arrangement:
 
     def _function(self, bare: nn.Module) -> Any:
         apply, _, _ = functionalize(bare, sync_batchnorm=self.axes if self.sync_batchnorm else None)
-        return apply
+        return apply if self.options.get("slices") is None else watched(apply, bare)
 
     def _pure(self, model: nn.Module, bare: nn.Module, source: Followed) -> tuple[Any, Any, Any]:
         """Return a model as a function, which keeps none of its tensors, its parameters as they lie, and its buffers."""
