@@ -256,6 +256,7 @@ class Neighbours:
         """Take leave of all."""
         for one in self.known.values():
             one.close()
+            one.socket.close()
 
 
 def _forget(neighbours: Neighbours | None) -> None:
