@@ -669,13 +669,14 @@ def test_what_nobody_used_is_skipped_or_has_zeros(plugin, unused):
     "to_none", [(False,) * 6, (True,) * 6, (True, True, False, False, True, False), (False, True) * 3]
 )
 @pytest.mark.parametrize("used", [(0, 0, 0, 0, 0, 0), (0, 1, 0, 0, 1, 0), (1, 0, 0, 0, 0, 0)])
+@pytest.mark.parametrize("of_model", [False, True])
 @pytest.mark.parametrize("plugin", PLUGINS)
-def test_what_has_had_a_gradient_has_zeros_that_were_not_set_to_none(plugin, used, to_none):
+def test_what_has_had_a_gradient_has_zeros_that_were_not_set_to_none(plugin, of_model, used, to_none):
     """And what never had one stays as it is: neither decay nor momentum moves it, nor does its count of steps."""
 
     def rounds(booster, model, opt, _):
         for step, (to, with_branch) in enumerate(zip(to_none, used, strict=True)):
-            opt.zero_grad(set_to_none=to)
+            (model if of_model else opt).zero_grad(set_to_none=to)
             booster.backward(model(own(rows(8, step)), bool(with_branch)).square().mean(), opt)
             opt.step()
 

@@ -655,6 +655,36 @@ def test_what_no_gradient_would_come_to_is_refused_in_stages(kind):
         fs.run(main, mesh=fs.make_mesh({"pipe": 2}))
 
 
+class Later(Hidden):
+    """Whose checkpoints are switched on later, as in libraries."""
+
+    checkpoints = False
+
+    def forward(self, x):
+        return super().forward(x) if self.checkpoints else self.second(self.first(x))
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_what_no_gradient_would_come_to_is_refused_when_it_is_switched_on(stages):
+    model = nn.Sequential(nn.Linear(5, 5), Later()).double()
+
+    def main():
+        plugin = fs.FSDPPlugin() if stages == 1 else fs.HybridParallelPlugin(pipeline=2, microbatches=2)
+        booster, batch = fs.Booster(plugin), (rows(8, 5), torch.zeros(8, 5, dtype=torch.float64))
+        boosted, opt, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for step in range(3):
+            boosted.module[1].checkpoints = step == 2
+            if stages == 1:
+                booster.backward(nn.functional.mse_loss(boosted(batch[0]), batch[1]), opt)
+            else:
+                booster.execute_pipeline(iter([batch]), boosted, nn.functional.mse_loss, opt)
+            opt.step()
+            assert step < 2
+
+    with pytest.raises(fs.ModuleError, match=UNREACHED[Hidden]):
+        fs.run(main, mesh=MESH if stages == 1 else fs.make_mesh({"pipe": 2}))
+
+
 @pytest.mark.parametrize("kind", UNREACHED)
 @pytest.mark.parametrize("reproducible", [False, True])
 def test_what_no_gradient_would_come_to_is_refused(kind, reproducible):

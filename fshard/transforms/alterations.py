@@ -43,6 +43,11 @@ class Altered(NamedTuple):
         return {slot: x for slot, x in self.attributes.items() if stays(x) and not callable(x)}
 
     @property
+    def switches(self) -> bool:
+        """Whether a forward may do something else from now on: an attribute was set that is no number to be annealed."""
+        return any(x is None or isinstance(x, bool | str) for x in self.attributes.values())
+
+    @property
     def forgotten(self) -> set[str]:
         """The names of what calls may have kept, and the caller knows better."""
         return {slot.name for slot in (*self.attributes, *self.modes)}

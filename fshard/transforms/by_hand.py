@@ -131,7 +131,7 @@ class ByHand(Learner):
         super().__init__(params, mesh, lay, seed=seed, reproducible=options.get("reproducible", False))
         self.apply, self.axes, self._pure = apply, axes, pure
         self._agreed = Buffers(buffers, standing(mesh))  # as they were on all devices after the last step
-        self._remembered = self._agreed.part(0)
+        self._remembered, self._looks_anew = self._agreed.part(0), False
         self._announced = Announced(mesh, axes)
         self._gradient = unstaged(apply, mesh=mesh, batch=P(axes), has_buffers=True, **options)
         self._open: _Open | None = None
@@ -146,6 +146,7 @@ class ByHand(Learner):
         if altered.anew:
             assert self._pure is not None
             self.apply = self._pure(module)
+        self._looks_anew |= altered.anew or altered.switches
         self._remembered = without(self._remembered, altered.forgotten)
         if self._open is not None:
             self._open.remembered = [without(tree, altered.forgotten) for tree in self._open.remembered]
@@ -233,7 +234,7 @@ class ByHand(Learner):
             owning(device.batch.mesh.axis_names, device.talk.notice),
         ):
             output, after = tape.saved.watch(forward, begin) if grad else forward()
-        if grad and tape.fresh:
+        if grad and (tape.fresh or self._looks_anew):
             refuse_unreached(output)
         return wholes(output), after
 
@@ -375,7 +376,7 @@ class ByHand(Learner):
             None if g is None else Sharded(leaf.shape, leaf.gradient, (g,))
             for leaf, g in zip(now.known.leaves, device.gradients(now.used), strict=True)
         ]
-        now.known.order = tape.order
+        now.known.order, self._looks_anew = tape.order, False
         tree = now.unflatten(grads)
         self.forget()
         return tree

@@ -105,7 +105,8 @@ class InStages(Learner):
                 part.training = modes.get(name, module.training)
         if altered.anew:
             alter(self.stages, module, altered)
-            self._gradient.cache_clear()
+        if altered.anew or altered.switches:
+            self._gradient.cache_clear()  # first steps look for what no gradient would come to
         self.buffers = [without(tree, altered.forgotten) for tree in self.buffers]
 
     def kept(self) -> dict[str, Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -51,6 +51,7 @@ class Learner(ABC):
         self.params, self.mesh, self._lay, self.reproducible = params, mesh, lay, reproducible
         self.seed = seed
         self.steps = self._rounds = self._looks = 0
+        self._had, self._zeroed = set[int](), set[int]()  # which have had a gradient, and whose is zero at least
 
     @abstractmethod
     def whole(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -84,14 +85,26 @@ class Learner(ABC):
     def drop(self) -> None:
         """Drop all gradients since the last step."""
 
-    def gradients(self, zeros: Callable[[int], bool]) -> tuple[PyTree, set[int]]:
-        """Return the gradients since the last time, and which there are, and forget them; of others None, or zeros."""
+    def gradients(self, *, zeros: bool = False) -> PyTree:
+        """Return the gradients since the last time, and forget them; where no device has used a parameter None, or zeros.
+
+        Zeros are those of all parameters, or else of those that were zeroed.
+        """
         grads = self.found()
         self.steps, self._rounds = self.steps + 1, 0
         leaves, _ = flatten(grads, sharded_is_leaf=True, none_is_leaf=True)
         there = {place for place, g in enumerate(leaves) if g is not None}
-        wanted = any(map(zeros, {*range(len(leaves))} - there))
-        return with_zeros(grads, self.params, self._lay, zeros) if wanted else grads, there
+        missing = {*range(len(leaves))} - there
+        wanted, self._zeroed = missing if zeros else missing & self._zeroed, set[int]()
+        self._had |= there
+        return with_zeros(grads, self.params, self._lay, wanted) if wanted else grads
+
+    def zero(self, *, to_none: bool) -> None:
+        """Drop the gradients; unless they become None, those that there were are zeros where nobody makes others."""
+        self.drop()
+        if to_none:
+            self._had = set[int]()
+        self._zeroed = {*self._had}
 
     @torch.no_grad()
     def written(self, opt: Any, grads: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
@@ -105,12 +118,16 @@ def with_zeros(
     grads: PyTree,
     params: PyTree,
     lay: Callable[[Layout], Layout],
-    zeros: Callable[[int], bool] = lambda place: True,
+    places: Collection[int] | None = None,
 ) -> PyTree:
-    """Return gradients with zeros for parameters that have none; `lay` leads from a parameter's layout to its gradient's."""
+    """Return gradients with zeros for parameters that have none, all or some of them.
+
+    `lay` leads from a parameter's layout to its gradient's.
+    """
     given, _ = flatten(grads, sharded_is_leaf=True, none_is_leaf=True)
     leaves, structure = flatten(params, sharded_is_leaf=True, none_is_leaf=True)
-    missing = [g is None and trainable(x) and zeros(at) for at, (x, g) in enumerate(zip(leaves, given, strict=True))]
+    pairs = enumerate(zip(leaves, given, strict=True))
+    missing = [g is None and trainable(x) and (places is None or at in places) for at, (x, g) in pairs]
     both = zip(leaves, given, missing, strict=True)
     return unflatten(structure, [_zeros(x, lay(x.layout)) if wanted else g for x, g, wanted in both])
 

@@ -57,9 +57,14 @@ class Model(nn.Module):
 
     def _follow(self) -> None:
         """Have the next call know of what was done to `module`."""
+        noted = dict(vars(self._alterations))
         altered = self._alterations.found()
         if altered is not None:
-            self.learner.follow(self.module, altered)
+            try:
+                self.learner.follow(self.module, altered)
+            except ModuleError:
+                vars(self._alterations).update(noted)  # so the next call is told again
+                raise
             for seen in self._seen:
                 seen.give(altered.values, altered.attributes)
 
@@ -70,7 +75,7 @@ class Model(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, as the optimizer's `zero_grad` does."""
-        self.learner.drop()
+        self.learner.zero(to_none=set_to_none)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Raise: what there is here has no memory."""
@@ -199,7 +204,7 @@ class BoostedOptimizer(torch.optim.Optimizer):
 
     def __init__(self, given: Any, opts: Callable[[], Partitioned], model: Model, *, zeros: bool) -> None:
         self.optim, self._opts, self._learner, self._zeros = given, opts, model.learner, zeros
-        self._zeroed, self._had, self._grads = False, set[int](), cast("PyTree | None", None)
+        self._grads = cast("PyTree | None", None)
         self.state: PyTree = opts().init(self._learner.params)
 
     @property
@@ -242,9 +247,7 @@ class BoostedOptimizer(torch.optim.Optimizer):
     def grads(self) -> PyTree:
         """The gradients of all backwards since the last step, of their size times `scale`, as they lie."""
         if self._grads is None:
-            had = self._had if self._zeroed else ()
-            self._grads, there = self._learner.gradients(lambda place: self._zeros or place in had)
-            self._had |= there
+            self._grads = self._learner.gradients(zeros=self._zeros)
         return self._grads
 
     def clip_grad_by_norm(
@@ -284,7 +287,7 @@ class BoostedOptimizer(torch.optim.Optimizer):
         with torch.enable_grad():
             loss = None if closure is None else closure()
         params, self.state = self._learner.written(self._opts(), self.grads, self.state)
-        self._learner.params, self._grads, self._zeroed = params, None, False
+        self._learner.params, self._grads = params, None
         if isinstance(self.optim, torch.optim.Optimizer):
             vars(self.optim)["_opt_called"] = (
                 True  # schedulers ask torch's optimizers whether a step came before theirs
@@ -320,10 +323,8 @@ class BoostedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients.  If they are not set to None, those that there were are zeros where nobody makes others."""
-        self._grads, self._zeroed = None, not set_to_none
-        if set_to_none:
-            self._had = set()
-        self._learner.drop()
+        self._grads = None
+        self._learner.zero(to_none=set_to_none)
 
 
 def _no_numbers(**given: Any) -> list[str]:
