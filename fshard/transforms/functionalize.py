@@ -117,11 +117,11 @@ def in_two_parts(
             made = buffers.keys() - check.buffers
             kept = {name: buffers[name] for name in made if slot_of(name) is not None}
             copies = {name: None if is_nothing(x) else lent(x) for name, x in buffers.items() if name not in kept}
-            given = Given(params, frozen, kept)
+            new = {name: copies[name] for name in made if name not in kept}
+            given = Given(params, frozen, kept)  # which takes what is of parameters out of what is kept
             replica.fill({**given.tensors, **copies})
-            _place_new(replica, {name: copies[name] for name in made if name not in kept})
-            key = key_now()
-            if key is not None:
+            _place_new(replica, new)
+            if (key := key_now()) is not None:
                 replica.layers.enter(key)
             replica.attributes.put(kept)
             output = replica.modules[0][1](*args, **kwargs)
