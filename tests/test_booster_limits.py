@@ -3,6 +3,7 @@
 import copy
 import pickle
 from dataclasses import replace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -625,7 +626,7 @@ class Within(Hidden):
 class Elsewhere(Hidden):
     """Comes to a layer by a table that is not its own."""
 
-    table = {}  # noqa: RUF012
+    table: ClassVar[dict] = {}
 
     def __init__(self):
         super().__init__()

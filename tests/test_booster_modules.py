@@ -331,5 +331,6 @@ def test_in_reproducible_mode_a_hidden_teacher_that_a_forward_writes_to_is_told_
 
 
 @pytest.mark.parametrize("hide", HIDDEN)
-def test_a_hidden_teacher_that_is_only_read_is_not_told(hide):
+def test_a_hidden_teacher_that_is_only_read_is_not_told(hide, recwarn):
     taught(hide, lambda teacher: teacher.weight.sum(), reproducible=True, slices=4)
+    assert not recwarn

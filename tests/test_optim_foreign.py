@@ -503,7 +503,7 @@ def boost(opt_of, change=lambda opt: None):
     model = net()
     opt = opt_of(model)
     change(opt)
-    fs.Booster(fs.DDPPlugin(mesh=fs.make_mesh({"data": 1}))).init(model, opt, lambda y: y.mean())
+    return fs.Booster(fs.DDPPlugin(mesh=fs.make_mesh({"data": 1}))).init(model, opt, lambda y: y.mean())
 
 
 class Plain(torch.optim.Optimizer):
@@ -668,7 +668,10 @@ def test_what_a_copy_of_an_optimizer_could_not_do_is_refused(cls, change, told):
 
 
 def test_tags_that_nobody_reads_are_no_matter():
-    boost(lambda model: OWN["Lars"](groups_of(model)), tagged)
+    assert (
+        boost(lambda model: OWN["Lars"](groups_of(model)), tagged).params.keys()
+        == dict(net().named_parameters()).keys()
+    )
 
 
 def test_state_that_comes_late_or_changes_is_refused_when_it_does():

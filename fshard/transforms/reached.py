@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
@@ -21,7 +21,7 @@ from fshard.errors import ModuleError
 from fshard.mesh.differentiate import transformed
 
 _MARK = "fshard: a call"
-_REENTRANT: Any = CheckpointFunction._backward_cls  # type: ignore[attr-defined]
+_REENTRANT: Any = cast("Any", CheckpointFunction)._backward_cls
 _originals = WeakIdKeyDictionary()
 """The names of parameters of which others, that lie as a plugin says, are trained."""
 
