@@ -145,18 +145,20 @@ class Alterations:
         found = found._replace(anew=hooks or len(found.values) < len(attributes))
         return found if attributes or hooks or modes else None
 
-    def show(self, kept: Mapping[str, Tensor], left: Mapping[Slot, Any]) -> None:
-        """Let the module have what calls have kept, by the names of buffers, and left behind."""
+    def show(self, kept: Mapping[str, Tensor], left: Mapping[Slot, Any], graphs: Mapping[Slot, Any]) -> None:
+        """Let the module have what calls have kept, by the names of buffers, and left behind; `graphs` with its graph."""
         parts = dict(self._parts)
         shown = ((name, x, slot_of(name)) for name, x in kept.items())
         kept = {name: x for name, x, slot in shown if slot and slot.key not in parts[slot.path]["_parameters"]}
-        if kept or left:
+        if kept or left or graphs:
             put(self._module, {name: x.detach() for name, x in kept.items()})
             for slot, x in left.items():
                 if slot.name not in kept:
                     set_in(vars(self._module.get_submodule(slot.path)), slot.key, x)
-            for slot in {*left, *(slot for name in kept if (slot := slot_of(name)) is not None)}:
+            for slot in {*left, *graphs, *(slot for name in kept if (slot := slot_of(name)) is not None)}:
                 own = parts[slot.path]
+                if slot in graphs:
+                    own[slot.key] = graphs[slot]
                 now = own.get(slot.key, ABSENT)
                 set_in(self._noted[id(own)], slot.key, now)
                 self._inner.pop(slot, None)

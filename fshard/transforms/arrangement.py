@@ -28,8 +28,9 @@ from fshard.transforms.functionalize import functionalize
 from fshard.transforms.hidden import watched
 from fshard.transforms.in_stages import InStages, bare_stages, loss_in, loss_of_pair
 from fshard.transforms.learner import with_zeros
+from fshard.transforms.originals import note_originals
 from fshard.transforms.randomness import folded, keyed_random
-from fshard.transforms.reached import look_beside, note_originals
+from fshard.transforms.reached import look_beside
 from fshard.transforms.rules import shard_params
 from fshard.transforms.skeleton import skeleton
 from fshard.transforms.step import Metrics, train_step

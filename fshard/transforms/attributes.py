@@ -10,7 +10,8 @@ changes and a later one may read before it sets it, by its code (see `methods`) 
 
 All else a call *leaves* behind: the device's next call finds it, without its graph, and whoever looks at the module: an
 attention map, a norm that is logged.  So are strings, and whatever cannot be changed.  Lists and objects are put back: who
-reads one after an earlier call has changed it is warned.
+reads one after an earlier call has changed it is warned.  Who looks at a boosted model finds graphs, too, so the loss that a
+router has left there may be added to another.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from fshard.transforms.holders import (
     shares,
     stays,
     storages_of,
+    tensors_of,
 )
 from fshard.transforms.kept import ABSENT, Slot, as_tensor, set_in, slot_of, value_of
 from fshard.transforms.lent import lent, untouched
@@ -58,6 +60,24 @@ class Seen:
         self.lost: set[Slot] = set()
         self.given: dict[Slot, Any] = {}
         self._left: dict[int | None, dict[Slot, Any]] = {}
+        self._graphs: dict[Slot, Any] | None = None
+
+    def want_graphs(self) -> Seen:
+        """Keep from now on what calls leave with its graph, until it is taken."""
+        self._graphs = {}
+        return self
+
+    def keep_graph(self, slot: Slot, x: Any) -> bool:
+        """Keep what a call has left, if it has a graph and anybody wants it; return whether it is kept."""
+        if self._graphs is None or not any(map(_has_graph, tensors_of(x))):
+            return False
+        self._graphs[slot] = x
+        return True
+
+    def taken_graphs(self) -> dict[Slot, Any]:
+        """Return what the last calls have left with its graph, and let it go."""
+        graphs, self._graphs = self._graphs or {}, {}
+        return graphs
 
     @property
     def left(self) -> dict[Slot, Any]:
@@ -197,9 +217,11 @@ class Attributes:
                 if x is not None and not shares(change.now, taken):
                     after[slot.name] = x
                     seen.lost.discard(slot)
+                    seen.keep_graph(slot, change.now)
                     continue
                 after.pop(slot.name, None)
-                if known and module.log.get(change.key) != "set, read" and change.leaves_loss:
+                shown = seen.keep_graph(slot, change.now)
+                if known and module.log.get(change.key) != "set, read" and change.leaves_loss and not shown:
                     losses.append(f"{module.title}.{change.key}")
                 if module.log.get(change.key) == "read" and is_counted(change.now):
                     read.append(f"{module.title}.{change.key}")

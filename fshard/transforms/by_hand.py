@@ -16,7 +16,7 @@ the same on any mesh, as long as a sample's loss depends on that sample alone an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -42,10 +42,11 @@ from fshard.transforms.alterations import Altered
 from fshard.transforms.announced import Announced, Counted
 from fshard.transforms.batch import Batch, Slice
 from fshard.transforms.buffers import Buffers
+from fshard.transforms.cut_off import cut_off
 from fshard.transforms.forest import Forest
 from fshard.transforms.gradient import as_they_lie, unstaged
 from fshard.transforms.handle import wholes
-from fshard.transforms.kept import kept_of, without
+from fshard.transforms.kept import Slot, kept_of, without
 from fshard.transforms.known import Known
 from fshard.transforms.learner import Learner
 from fshard.transforms.means import Found
@@ -154,6 +155,14 @@ class ByHand(Learner):
     def kept(self) -> dict[str, Tensor]:
         """Return what this device's last call has kept in attributes, by the names of buffers."""
         return kept_of(self._remembered if self._open is None else [*self._open.remembered, self._remembered][0])
+
+    def shown(self, graphs: Mapping[Slot, Any]) -> dict[Slot, Any]:
+        """Return what is to be seen of what the last call has left in attributes with its graph: a loss may be made of it."""
+        now = self._open
+        if self._gradient.how.slices is not None or now is None:
+            return cut_off(graphs, "in reproducible mode each slice of a batch leaves its own")
+        now.marks += marked([*graphs.values()], now.calls, len(now.calls.counted) - 1)
+        return dict(graphs)
 
     def announce(self, total: int | None, part: PyTree) -> None:
         """Note how many samples all devices have together, of which this one's are about to come."""

@@ -80,6 +80,12 @@ def items_of(x: Any) -> list[Any]:
     return items
 
 
+def tensors_of(x: Any) -> list[Tensor]:
+    """Return a tensor, or those in a plain list, tuple or dict."""
+    items = items_of([*x] if type(x) is tuple else x) if type(x) in (list, tuple, dict) else [x]
+    return [each for each in items if isinstance(each, Tensor)]
+
+
 def _inner(x: Any) -> list[Any]:
     if isinstance(x, Tensor):
         return [x._version]

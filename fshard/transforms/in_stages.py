@@ -26,9 +26,10 @@ from fshard.pipeline.schedule import Schedule
 from fshard.source import call_site
 from fshard.transforms.alterations import Altered, alter
 from fshard.transforms.attributes import seen_together
+from fshard.transforms.cut_off import cut_off
 from fshard.transforms.functionalize import refuse_hooks
 from fshard.transforms.gradient import Runs, Value, as_they_lie
-from fshard.transforms.kept import kept_of, without
+from fshard.transforms.kept import Slot, kept_of, without
 from fshard.transforms.learner import Learner
 from fshard.transforms.nearby import refuse_distant
 from fshard.transforms.reached import look_beside
@@ -119,6 +120,10 @@ class InStages(Learner):
             for own, tree in sorted(zip(here, self.buffers, strict=True), key=lambda pair: pair[0])
             for name, x in kept_of(tree).items()
         }
+
+    def shown(self, graphs: Mapping[Slot, Any]) -> dict[Slot, Any]:
+        """Return what is to be seen of what the last call has left in attributes with its graph: no loss is made of it."""
+        return cut_off(graphs, "stages have gone back through what they have made")
 
     def _made(self, loss: Loss | None, outputs: bool, backward: bool) -> Runs:
         of_pair = loss_of_pair(loss)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -20,6 +20,7 @@ from fshard.mesh.tree import PyTree, flatten, unflatten
 from fshard.optim.contract import Optimizer, step_of
 from fshard.optim.leaves import trainable
 from fshard.transforms.alterations import Altered
+from fshard.transforms.kept import Slot
 from fshard.transforms.randomness import keyed_random
 
 
@@ -72,6 +73,10 @@ class Learner(ABC):
     @abstractmethod
     def kept(self) -> dict[str, Tensor]:
         """Return what this device's last call has kept in attributes, by the names of buffers."""
+
+    @abstractmethod
+    def shown(self, graphs: Mapping[Slot, Any]) -> dict[Slot, Any]:
+        """Return what is to be seen of what the last call has left in attributes with its graph."""
 
     @abstractmethod
     def announce(self, total: int | None, part: PyTree) -> None:

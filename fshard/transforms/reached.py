@@ -15,15 +15,14 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves  # it knows the outputs of other libraries' modules
 from torch.utils.checkpoint import CheckpointFunction
-from torch.utils.weak import WeakIdKeyDictionary
 
 from fshard.errors import ModuleError
 from fshard.mesh.differentiate import transformed
+from fshard.transforms.cut_off import refuse_cut_off
+from fshard.transforms.originals import originals_among
 
 _MARK = "fshard: a call"
 _REENTRANT: Any = cast("Any", CheckpointFunction)._backward_cls
-_originals = WeakIdKeyDictionary()
-"""The names of parameters of which others, that lie as a plugin says, are trained."""
 
 
 @dataclass(eq=False)
@@ -97,12 +96,6 @@ def refuse_backward(*given: Any) -> None:
     )
 
 
-def note_originals(module: nn.Module) -> None:
-    """Note that others are trained in the place of a module's parameters."""
-    for name, x in module.named_parameters():
-        _originals[x] = name
-
-
 def refuse_unreached(output: Any) -> None:
     """Raise if a forward has done what no gradient would come to, though torch's backward would make one."""
     nodes = [*_behind(output)]
@@ -111,7 +104,7 @@ def refuse_unreached(output: Any) -> None:
             "a forward runs a reentrant checkpoint, and the gradients of what that computes would be lost. Write "
             "checkpoint(..., use_reentrant=False)."
         )
-    if names := _originals_among(nodes):
+    if names := originals_among(_variables(nodes)):
         raise ModuleError(
             f"a forward uses {names} of the model that was given, and not of the copy that is trained: it comes to them by a "
             "global variable, say, or by a class made within a function. Keep the module in an attribute."
@@ -124,12 +117,14 @@ def look_beside(loss: Any, outputs: Any = ()) -> None:
         return
     ends = {*map(_node, _moving(outputs))}
     nodes = [*_behind(loss, lambda node: node in ends or _MARK in node.metadata)]
-    if names := _originals_among(nodes):
+    refuse_cut_off(nodes)
+    variables = _variables(nodes)
+    if names := originals_among(variables):
         raise ModuleError(
             f"the loss uses {names} beside what the model has returned. These are the parameters that were "
             "given, and not those that are trained, which lie as the plugin says: compute it inside forward."
         )
-    others = [tuple(x.shape) for x in _variables(nodes) if isinstance(x, nn.Parameter)]
+    others = [tuple(x.shape) for x in variables if isinstance(x, nn.Parameter)]
     if others:
         warnings.warn(
             f"the loss uses parameters that no boosted model has, of shapes {', '.join(map(str, others))}, and nobody is given "
@@ -175,7 +170,3 @@ def _calls_behind(tree: Any) -> list[tuple[Any, int]]:
 def _variables(nodes: Iterable[Any]) -> list[Tensor]:
     """Return the leaves that nodes give gradients to."""
     return [x for node in nodes if (x := getattr(node, "variable", None)) is not None]
-
-
-def _originals_among(nodes: Iterable[Any]) -> str:
-    return ", ".join(sorted({_originals[x] for x in _variables(nodes) if x in _originals}))

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from fshard.copying import copied, slots_of, unlike
 from fshard.errors import ModuleError
 from fshard.transforms.handle import KNOWN
+from fshard.transforms.holders import tensors_of
 from fshard.transforms.kept import is_nothing, put
 
 
@@ -33,11 +34,7 @@ def skeleton(module: nn.Module) -> nn.Module:
         for x in module.parameters()
     }
     bare |= {id(x): hollow(x.dtype, x.device).expand(x.shape).as_subclass(Bare) for x in module.buffers()}
-    for part in module.modules():
-        computed = (x for x in vars(part).values() if isinstance(x, Tensor) and x.grad_fn is not None)
-        bare |= {
-            id(x): x.detach() for x in computed
-        }  # by an earlier forward, as weight_norm does; torch does not copy it
+    bare |= _computed(module)
     slots = [f"{path}.{key}".removeprefix(".") for path, part in module.named_modules() for key, _ in slots_of(part)]
     if slots:
         raise ModuleError(
@@ -58,6 +55,12 @@ def skeleton(module: nn.Module) -> nn.Module:
             f"{type(module).__name__} cannot be copied: {error}. Boosting keeps a copy of a module's structure: keep what "
             "cannot be copied outside of it, or give it a __deepcopy__."
         ) from error
+
+
+def _computed(module: nn.Module) -> dict[int, Tensor]:
+    """Return what a forward has left in attributes, as weight_norm does, without its graph, with which torch copies nothing."""
+    found = (x for part in module.modules() for held in vars(part).values() for x in tensors_of(held))
+    return {id(x): x.detach() for x in found if x.grad_fn is not None}
 
 
 _T: Any = Tensor
@@ -165,7 +168,7 @@ def filled(bare: nn.Module, params: Mapping[str, Tensor], buffers: Mapping[str, 
     >>> filled(skeleton(nn.Linear(1, 1)), {"weight": torch.ones(1, 1), "bias": torch.ones(1)}, {})(torch.ones(1))
     tensor([2.], grad_fn=<ViewBackward0>)
     """
-    given: dict[int, Any] = {}
+    given: dict[int, Any] = {**_computed(bare)}
     for name, x in bare.named_parameters():
         given[id(x)] = nn.Parameter(params[name].detach(), requires_grad=x.requires_grad)
     known = dict(bare.named_buffers())

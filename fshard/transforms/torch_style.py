@@ -41,7 +41,8 @@ class Model(nn.Module):
         self.module = module
         self.learner = learner
         self._alterations = Alterations(module, objects=isinstance(learner, InStages))
-        self._seen = [seen_together(part) for part in ([module] if isinstance(learner, ByHand) else learner.stages)]
+        parts = [module] if isinstance(learner, ByHand) else learner.stages
+        self._seen = [seen_together(part).want_graphs() for part in parts]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model."""
@@ -71,7 +72,8 @@ class Model(nn.Module):
     def _show(self) -> None:
         """Let `module` have what the last call has kept and left behind."""
         left = {slot: x for seen in self._seen for slot, x in seen.left_by_all.items()}
-        self._alterations.show(self.learner.kept(), left)
+        graphs = {slot: x for seen in self._seen for slot, x in seen.taken_graphs().items()}
+        self._alterations.show(self.learner.kept(), left, self.learner.shown(graphs) if graphs else {})
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, as the optimizer's `zero_grad` does."""

@@ -1,0 +1,193 @@
+"""Losses that layers leave in attributes, as routers do: whoever adds them to another trains as with torch, or is told."""
+
+import gc
+import warnings
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import fshard as fs
+
+ROWS, WIDTH = 4, 5
+STEPS = 3
+PLUGINS = {
+    "ddp": fs.DDPPlugin,
+    "zero 2": lambda **more: fs.ZeroPlugin(stage=2, **more),
+    "fsdp": fs.FSDPPlugin,
+}
+
+
+class Router(nn.Module):
+    """Leaves what it thinks of its output; of several kinds, which say how."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.layer, self.kind = nn.Linear(WIDTH, WIDTH), kind
+        if kind in BEFORE:
+            self.aux = BEFORE[kind]
+
+    def forward(self, x):
+        y = self.layer(x).tanh()
+        loss = y.square().mean()
+        self.aux = LEFT[self.kind](loss) if self.kind in LEFT else loss
+        if self.kind == "added up":
+            self.aux = loss + self.earlier
+            self.earlier = self.earlier + 1
+        return y
+
+
+BEFORE = {"a number": 0.0, "None": None, "a tensor": torch.zeros(()), "a list": [], "a tuple": (), "a dict": {}}
+LEFT = {
+    "a list": lambda loss: [loss],
+    "a tuple": lambda loss: (1, loss),
+    "a dict": lambda loss: {"loss": loss, "name": "aux"},
+    "nested": lambda loss: {"losses": [loss, loss * 2]},
+}
+KINDS = [*BEFORE, "not there", "nested", "checkpointed", "hooked midway", "looked at"]
+
+
+def losses_in(aux):
+    if isinstance(aux, torch.Tensor):
+        return [aux]
+    values = aux.values() if isinstance(aux, dict) else aux
+    return [x for each in values if isinstance(each, (torch.Tensor, list)) for x in losses_in(each)]
+
+
+class Net(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.routers, self.head, self.kind = nn.ModuleList(Router(kind) for _ in range(2)), nn.Linear(WIDTH, 1), kind
+
+    def forward(self, x):
+        for router in self.routers:
+            x = checkpoint(router, x, use_reentrant=False) if self.kind == "checkpointed" else router(x)
+        return self.head(x)
+
+
+def batch(step, rows=ROWS):
+    return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(step)).double()
+
+
+def trained(kind, plugin=None, calls=1, n=1):
+    """Return the parameters after a loop whose loss has what routers have left after each of so many calls."""
+    torch.manual_seed(0)
+    model = Net(kind).double()
+    opt = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    booster, whole = None, model
+    if plugin is not None:
+        booster = fs.Booster(plugin)
+        model, opt, *_ = booster.boost(model, opt)
+        whole = model.module
+    for step in range(STEPS):
+        if kind == "hooked midway" and step == 1:
+            whole.routers[0].register_forward_hook(lambda module, args, output: output * 1.5)
+        loss = 0.0
+        for call in range(calls):
+            rows = batch(10 * step + call, ROWS * (1 + call))
+            place = 0 if plugin is None else fs.axis_index("data")
+            own = rows.chunk(n)[place] if plugin is not None else rows
+            loss = loss + model(own).square().mean()
+            loss = loss + sum(x for router in whole.routers for x in losses_in(router.aux))
+        loss.backward() if booster is None else booster.backward(loss, opt)
+        opt.step()
+        opt.zero_grad()
+        if kind == "looked at":
+            with torch.no_grad():
+                model(batch(step))
+            assert not whole.routers[0].aux.requires_grad
+            model.unwrap() if booster is not None else None
+    return [x.detach() for x in (model if booster is None else model.unwrap()).parameters()]
+
+
+@pytest.mark.parametrize("plugin", PLUGINS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_layers_leave_may_be_added_to_a_loss(kind, plugin):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = fs.run(lambda: trained(kind, PLUGINS[plugin](), n=2), mesh=fs.make_mesh({"data": 2}))
+    for own in found:
+        torch.testing.assert_close(own, trained(kind), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["not there", "a list"])
+def test_each_of_several_calls_leaves_its_own(kind):
+    found = fs.run(lambda: trained(kind, fs.DDPPlugin(), calls=2, n=2), mesh=fs.make_mesh({"data": 2}))
+    for own in found:
+        torch.testing.assert_close(own, trained(kind, calls=2), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_in_reproducible_mode_a_loss_made_of_it_is_an_error(kind):
+    with pytest.raises(
+        fs.ModuleError, match=r"made of routers.\d.aux, .* each slice of a batch leaves its own. Return it"
+    ):
+        fs.run(lambda: trained(kind, fs.DDPPlugin(reproducible=True)), mesh=fs.make_mesh({"data": 1}))
+
+
+def test_what_is_left_may_be_looked_at_in_reproducible_mode():
+    def main():
+        torch.manual_seed(0)
+        model = Net("not there").double()
+        booster = fs.Booster(fs.DDPPlugin(reproducible=True))
+        boosted, opt, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        loss = boosted(batch(0)).square().mean()
+        booster.backward(loss, opt)
+        return boosted.module.routers[0].aux.item(), model.routers[0](batch(0)[-1:]).square().mean().item()
+
+    ((shown, expected),) = fs.run(main, mesh=fs.make_mesh({"data": 1}))
+    assert shown == pytest.approx(expected, rel=0.9) and shown > 0
+
+
+def test_in_stages_a_criterion_made_of_it_is_an_error():
+    def main():
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Router("not there") for _ in range(2))).double()
+        booster = fs.Booster(fs.HybridParallelPlugin(pipeline=2, microbatches=2))
+        boosted, opt, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+        def criterion(y, target):
+            left = [x.aux for x in boosted.module if hasattr(x, "aux")]
+            return nn.functional.mse_loss(y, target) + sum(left)
+
+        for step in range(2):
+            booster.execute_pipeline(iter([(batch(step), batch(step))]), boosted, criterion, opt)
+            opt.step()
+            opt.zero_grad()
+
+    with pytest.raises(fs.ModuleError, match=r"made of \d.aux, .* stages have gone back through what they have made"):
+        fs.run(main, mesh=fs.make_mesh({"pipe": 2}))
+
+
+def test_another_model_is_told_of_a_loss_made_of_what_it_has_left():
+    def main():
+        torch.manual_seed(0)
+        first, second = Net("not there").double(), Net("not there").double()
+        booster = fs.Booster(fs.DDPPlugin())
+        first, own, *_ = booster.boost(first, torch.optim.SGD(first.parameters(), lr=0.1))
+        second, other, *_ = booster.boost(second, torch.optim.SGD(second.parameters(), lr=0.1))
+        second(batch(1))
+        booster.backward(first(batch(0)).sum() + second.module.routers[0].aux, own)
+        own.step()
+        other.step()
+
+    with pytest.raises(fs.ModuleError, match="with another optimizer has used this model too"):
+        fs.run(main, mesh=fs.make_mesh({"data": 1}))
+
+
+def test_graphs_are_let_go_with_the_next_call():
+    def main():
+        model = Net("not there").double()
+        booster = fs.Booster(fs.DDPPlugin())
+        boosted, opt, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        booster.backward(boosted(batch(0)).sum(), opt)
+        opt.step()
+        left = weakref.ref(boosted.module.routers[0].aux)
+        opt.zero_grad()
+        boosted(batch(1))
+        gc.collect()
+        return left()
+
+    assert fs.run(main, mesh=fs.make_mesh({"data": 1})) == [None]
