@@ -572,6 +572,7 @@ class Coding(Layer):
         return self.layer(x) * self.memory.detach()
 
 
+@pytest.mark.filterwarnings("ignore:memory is kept from call to call, and seems to have a row for each sample")
 @pytest.mark.parametrize("way", ["alone", "ddp", "fsdp", "reproducible"])
 def test_what_one_call_of_a_step_keeps_for_another(way):
     _, plugin, mesh = WAYS[way]

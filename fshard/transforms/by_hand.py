@@ -54,7 +54,7 @@ from fshard.transforms.nearby import refuse_distant, refuse_unplaced
 from fshard.transforms.opaque import refuse_opaque
 from fshard.transforms.randomness import drawn_key, keyed_random
 from fshard.transforms.reached import Calls, look_beside, marked, reached, refuse_backward, refuse_unreached
-from fshard.transforms.remembered import Written
+from fshard.transforms.remembered import Written, warn_of_samples
 from fshard.transforms.side_by_side import Pieces, side_by_side
 from fshard.transforms.slices import Device
 from fshard.transforms.tape import Tape
@@ -85,6 +85,7 @@ class _Open:
     used: list[float] = field(default_factory=list[float])
     loss: Tensor = field(default_factory=lambda: torch.zeros(()))
     rows: list[float] = field(default_factory=lambda: [1.0])
+    samples: list[int | None] = field(default_factory=lambda: [None])
     begun: bool = False
     spent: bool = True
     kept: bool = False
@@ -198,6 +199,7 @@ class ByHand(Learner):
         index = 0 if group is None else group.index
         slices = batch.slices(0, count, apart=True) if sliced else [Slice([x for (x,) in batch.columns], 1, None)]
         now.rows = [float(slice.rows) for slice in slices] if sliced else [1.0]
+        now.samples = [slice.rows for slice in slices] if sliced else [counted.rows]
         given = begun if sliced and begun else [self._remembered] * len(slices)
         parts = [
             self._one(now, slice, given[turn], index * len(slices) + turn, grad=grad)
@@ -352,10 +354,10 @@ class ByHand(Learner):
         trees = now.remembered or [self._remembered] * len(now.rows)
         weights = [row * bool(now.share) for row in now.rows] if device.how.slices is not None else [now.share]
         new = [self._agreed.compared(0, tree, loss.device) for tree in trees]
-        _, now.used, changed = device.together(
-            [Found(loss.detach(), weight, [], []) for weight in weights],
-            [Written(weight, one.changed) for weight, one in zip(weights, new, strict=True)],
-        )
+        written = [Written(weight, one.changed) for weight, one in zip(weights, new, strict=True)]
+        if now.tape.fresh and len(now.samples) * prod(self.mesh.shape[axis] for axis in self.axes) > 1:
+            warn_of_samples(written, now.samples)
+        _, now.used, changed = device.together([Found(loss.detach(), weight, [], []) for weight in weights], written)
         self._agreed = Buffers(self._agreed.after([new[-1]._replace(changed=changed)]), standing(self.mesh))
         self._remembered, now.remembered = self._agreed.part(0), []
 

@@ -25,6 +25,7 @@ from torch import Tensor
 from fshard.mesh.scope import Group
 from fshard.source import Site
 from fshard.transforms.agree import exchanged, summed
+from fshard.transforms.kept import slot_of
 from fshard.transforms.means import sum_of_rows
 from fshard.transforms.patterns import named, parts_of
 
@@ -80,6 +81,24 @@ def of_one_kind(entries: Sequence[Entry]) -> list[Entry]:
         stacklevel=2,
     )
     return [entry for entry in entries if entry.path not in lost]
+
+
+def warn_of_samples(slices: Sequence[Written], rows: Sequence[int | None]) -> None:
+    """Warn of what is kept in attributes and has, as it seems, a row for each sample of a slice: others have other samples."""
+    found = {
+        named(parts_of(path)).partition(":")[0]
+        for one, count in zip(slices, rows, strict=True)
+        for path, x in one.changed.items()
+        if count is not None and slot_of(parts_of(path)[-1]) is not None
+        if x.ndim > 2 and 1 < count in x.shape[1:3]  # the first dim says that something is kept
+    }
+    if found:
+        warnings.warn(
+            f"{', '.join(sorted(found))} is kept from call to call, and seems to have a row for each sample. Devices and slices"
+            " have other samples: calls of one step find their own, and the next step the mean over them. Let a state that is "
+            "to go on from step to step be an argument of forward, and return it.",
+            stacklevel=2,
+        )
 
 
 def _owner(path: str) -> tuple[str, ...]:

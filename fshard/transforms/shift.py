@@ -34,7 +34,7 @@ from fshard.transforms.origin import Origin, bits
 from fshard.transforms.patterns import named, parts_of
 from fshard.transforms.randomness import folded, keyed_apart
 from fshard.transforms.reached import refuse_unreached
-from fshard.transforms.remembered import entries_of, entries_of_all, entry_of
+from fshard.transforms.remembered import entries_of, entries_of_all, entry_of, warn_of_samples
 from fshard.transforms.slices import DETACHED, counts_of, one_loss
 from fshard.transforms.stage_buffers import Learnt, Memory, Remembering
 from fshard.transforms.stage_params import StageParams
@@ -335,6 +335,8 @@ class Shift:
         """Return whether any device has used each parameter, and what was learnt; raise if devices have begun differently."""
         origin, memory, places = self._origin(), self.memory, range(self.pipe.size)
         written = [] if memory is None else memory.written([count.weight for count in self.counts])
+        if self.fresh and len(written) * (1 if self.beside is None else self.beside.size) > 1:
+            warn_of_samples(written, [slice.rows for slice in self.slices[: len(written)]])
         entries = entries_of(written)
         news = 0.0 if memory is None else float(any(map(memory.is_new, entries)))
         own = marks(*origin.told)

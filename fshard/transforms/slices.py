@@ -30,7 +30,7 @@ from fshard.transforms.means import Found, together
 from fshard.transforms.origin import Origin, bits
 from fshard.transforms.randomness import keyed_random
 from fshard.transforms.reached import refuse_unreached
-from fshard.transforms.remembered import Written, averaged, entries_of, entries_of_all, of_one_kind
+from fshard.transforms.remembered import Written, averaged, entries_of, entries_of_all, of_one_kind, warn_of_samples
 from fshard.transforms.silence import silence
 from fshard.transforms.talk import Talk
 from fshard.transforms.tape import Order, Tape
@@ -188,9 +188,10 @@ class Device:
                 unit.kept = forest.harvest(unit)
             reductions.end()
         tape.end()
-        mean, used, changed = self.together(
-            [part.found for part in parts], [Written(part.found.weight, part.new.changed) for part in parts]
-        )
+        written = [Written(part.found.weight, part.new.changed) for part in parts]
+        if tape.fresh and n * len(slices) > 1:
+            warn_of_samples(written, [slice.rows for slice in slices])
+        mean, used, changed = self.together([part.found for part in parts], written)
         gradients = self.gradients(used, mean.weight)
         _, new, told = parts[-1]
         numbers = {
