@@ -1,5 +1,8 @@
 """Classes of torch.optim as pure pairs."""
 
+import functools
+import weakref
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -621,6 +624,91 @@ class Shared(Plain):
         self.state["k"] = {"n": 0}
 
 
+class ByList(Plain):
+    """Goes through parameters that it finds by weak references."""
+
+    def __init__(self, params):
+        super().__init__(params)
+        self.own = [weakref.ref(p) for group in self.param_groups for p in group["params"]]
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in (x for ref in self.own if (x := ref()) is not None and x.grad is not None):
+            p.sub_(p.grad, alpha=0.1)
+
+
+class Coasting(Plain):
+    """Goes on moving what has had a gradient."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                m = self.state[p].setdefault("m", torch.zeros_like(p)).mul_(0.9)
+                p.sub_(m if p.grad is None else m.add_(p.grad), alpha=group["lr"])
+
+
+class OfFirst(Plain):
+    """Has the rate of the first group for all."""
+
+    def moved(self, params):
+        return [p.grad * self.param_groups[0]["lr"] for p in params]
+
+
+class Dropping(Plain):
+    """Lowers the rate itself after some steps."""
+
+    def moved(self, params):
+        for p in params:
+            self.state[p]["n"] = n = self.state[p].get("n", 0) + 1
+            if n == 5 and not self.param_groups[0].get("low"):
+                self.param_groups[0].update(lr=0.01, low=True)
+        return [p.grad for p in params]
+
+
+class Switching(Plain):
+    """Has another rate for all, once any parameter has made some steps."""
+
+    rate = 1.0
+
+    def moved(self, params):
+        for p in params:
+            self.state[p]["n"] = self.state[p].get("n", 0) + 1
+            if self.state[p]["n"] > 4:
+                self.rate = 0.1
+        return [p.grad * self.rate for p in params]
+
+
+class Skipping(Plain):
+    """Makes no step where any gradient is no number."""
+
+    def moved(self, params):
+        good = all(
+            p.grad.isfinite().all() for group in self.param_groups for p in group["params"] if p.grad is not None
+        )
+        return [p.grad if good else torch.zeros_like(p) for p in params]
+
+
+class Bounded(Plain):
+    """Bounds a norm of all that is seldom too large."""
+
+    def moved(self, params):
+        norm = torch.stack([p.grad.norm() for p in params]).norm() / 1e4
+        return [p.grad / norm.clamp(min=1.0) for p in params]
+
+
+class Breaking(Plain):
+    """Leaves what comes after a parameter without gradient."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    break
+                p.sub_(p.grad, alpha=group["lr"])
+
+
 def tagged(opt):
     opt.param_groups[0]["params"][0].multiplier = 2.0
 
@@ -651,6 +739,13 @@ REFUSALS = {
     "shared": (Shared, None, r"Shared: state\['k'\] would be lost"),
     "replaced": (MyAdamW, replaced, "MyAdamW: the step of this one optimizer has been replaced"),
     "stepped": (MyAdamW, stepped, r'MyAdamW: state\[param\]\["exp_avg"\].* would be lost.*before its first step'),
+    "by list": (ByList, None, "ByList: .* have moved none of the parameters"),
+    "coasting": (Coasting, None, "Coasting moves parameters that have no gradient"),
+    "dropping": (Dropping, None, "Dropping: steps of .* have another result"),
+    **{
+        cls.__name__: (cls, None, f"{cls.__name__}: steps of several parameters together")
+        for cls in (OfFirst, Switching, Skipping, Bounded, Breaking)
+    },
     "a subclass of LBFGS": (
         type("Mine", (torch.optim.LBFGS,), {}),
         None,
@@ -665,6 +760,16 @@ def test_what_a_copy_of_an_optimizer_could_not_do_is_refused(cls, change, told):
         boost(
             lambda model: cls([*model.parameters()] if "LBFGS" in str(cls.__mro__) else groups_of(model)), change or str
         )
+
+
+@pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.RMSprop, MyAdamW])
+def test_a_step_that_was_replaced_is_refused_whose_class_it_may_be(cls):
+    def wrapped(opt):
+        before = opt.step
+        opt.step = functools.wraps(type(opt).step)(lambda closure=None: before())
+
+    with pytest.raises(fs.OptimizerError, match=f"{cls.__name__}: the step of this one optimizer has been replaced"):
+        boost(lambda model: cls(groups_of(model), lr=0.1), wrapped)
 
 
 def test_tags_that_nobody_reads_are_no_matter():

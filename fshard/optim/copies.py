@@ -22,7 +22,7 @@ from fshard.optim.contract import Optimizer
 from fshard.optim.foreign import Foreign, is_torchs
 
 _RATE = 0.125
-"""A learning rate that moves parameters, where a schedule may begin with 0."""
+"""A learning rate that moves parameters, where a schedule may begin with 0; each group has another part of it."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,8 @@ class Group:
         group = self.given.param_groups[self.at]
         more: dict[str, Any] = {"fused": False} if group.get("fused") else {}
         if (lr := group.get("lr")) is not None:
-            more["lr"] = torch.full_like(lr, _RATE) if isinstance(lr, Tensor) else _RATE
+            rate = _RATE / (1 + self.at)
+            more["lr"] = torch.full_like(lr, rate) if isinstance(lr, Tensor) else rate
         return Group(self.given, self.at, self.begun, more)
 
     def pure(self, examples: Iterable[Tensor], elementwise: bool) -> Optimizer:

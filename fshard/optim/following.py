@@ -21,7 +21,7 @@ from fshard.optim.choose import by_label
 from fshard.optim.contract import Optimizer, check_optimizer
 from fshard.optim.foreign import is_torchs
 from fshard.optim.sgd import sgd
-from fshard.optim.trials import foreign
+from fshard.optim.trials import foreign, refuse_replaced
 
 _ADAM = ("betas", "eps", "weight_decay", "amsgrad", "maximize")
 _OWN: dict[type, tuple[Any, tuple[str, ...]]] = {
@@ -103,6 +103,7 @@ class Following:
                 f"{type(given).__name__}: in {', '.join(strange)} are tensors that are no parameters of the model. Make the "
                 "optimizer of model.parameters(), before both are boosted."
             )
+        refuse_replaced(given)
         if is_torchs(type(given)) and any(map(_began, given.state.values())):
             raise OptimizerError(
                 f"{type(given).__name__} has taken steps already, and what it remembers of them would be lost. Boost it before "

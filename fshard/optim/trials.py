@@ -20,7 +20,8 @@ from fshard.optim.contract import Optimizer, step_of
 from fshard.optim.copies import Group, copied, device_of, is_method, moves, same, shapes_of
 from fshard.optim.foreign import is_torchs, known_elementwise
 
-_STEPS = 3
+_STEPS = 12
+"""Some begin to move, or to remember more, after a few steps."""
 
 
 def foreign(given: torch.optim.Optimizer, groups: Iterable[int]) -> dict[int, Optimizer]:
@@ -45,7 +46,7 @@ def foreign(given: torch.optim.Optimizer, groups: Iterable[int]) -> dict[int, Op
     own = is_torchs(cls)
     elementwise = known_elementwise(cls, None) if own else getattr(given, "elementwise", None) is True
     if not own:
-        _refuse_replaced(given)
+        _refuse_shared(given)
         _refuse_held(given)
     most = 2 if own or elementwise else 256  # second moments are factored from some size on
     with _dry(given):
@@ -78,13 +79,18 @@ def _dry(given: torch.optim.Optimizer) -> Generator[None]:
 # -- what no copy can do ----------------------------------------------------------------------------------------------
 
 
-def _refuse_replaced(given: torch.optim.Optimizer) -> None:
+def refuse_replaced(given: torch.optim.Optimizer) -> None:
     """Raise if the steps of an optimizer are not those of its class, but for a scheduler that notes them."""
     step = vars(given).get("step")
-    if step is not None and getattr(step, "__wrapped__", step) is not type(given).step:
+    noted = getattr(step, "_wrapped_by_lr_sched", False) and getattr(step, "__wrapped__", None) is type(given).step
+    if step is not None and not noted:
         raise OptimizerError(
             f"{type(given).__name__}: the step of this one optimizer has been replaced. Write a class with that step."
         )
+
+
+def _refuse_shared(given: torch.optim.Optimizer) -> None:
+    """Raise if what an optimizer steps, or remembers, is another's or no parameter's."""
     if missing := [name for name in ("param_groups", "state") if name not in vars(given)]:
         raise OptimizerError(
             f"{type(given).__name__}: its {' and '.join(missing)} belong to another optimizer. Boost that one."
@@ -174,7 +180,7 @@ def _ran(examples: list[_Example]) -> list[_After]:
         vars(param).update(example.tags)
         groups.setdefault(example.group.at, (example.group, []))[1].append(param)
     optimizer = copied(groups.values(), {})
-    for t in range(_STEPS):
+    for t in range(len(examples[0].grads)):
         for param, example in zip(params, examples, strict=True):
             grad = example.grads[t]
             param.grad = None if grad is None else grad.clone()
@@ -196,11 +202,16 @@ def _refuse_dependent(given: torch.optim.Optimizer, groups: Iterable[int], eleme
     """Raise if dry steps show that the update of a parameter is made of more than its gradient, its state and options."""
     name, examples = type(given).__name__, _examples(given, groups)
     alone = [_ran([example])[0] for example in examples]
-    if not all(map(_same_after, alone, _ran(examples))):
+    if not all(map(_same_after, alone, _ran(examples))) or any(map(_are_dependent, _unusual(examples))):
         raise OptimizerError(
             f"{name}: steps of several parameters together have another result than those of each alone. The update of one "
             "depends on others, by a norm of all, a count, random numbers or its place in the group, and others may be on "
             "other devices. For norms there is booster.clip_grad_norm(optimizer, max_norm)."
+        )
+    if examples and all(same(after.param, example.start) for example, after in zip(examples, alone, strict=True)):
+        raise OptimizerError(
+            f"{name}: {_STEPS} steps of an optimizer like it have moved none of the parameters that it was given. Its step() "
+            "is to find them, and their gradients, in param_groups: those of a list, a function or a model are not trained."
         )
     if _moves_unused(examples):
         raise OptimizerError(
@@ -238,15 +249,44 @@ def _refuse_others(name: str, examples: list[_Example], expected: list[Tensor], 
             )
 
 
+def _unusual(examples: list[_Example]) -> list[list[_Example]]:
+    """Return examples of which some have no gradient at times, large ones, or one that is no number."""
+
+    def with_one(i: int, at: int, grad: Tensor | None) -> _Example:
+        return examples[i]._replace(grads=[grad if t == at else g for t, g in enumerate(examples[i].grads)])
+
+    places = range(len(examples))
+    starts = [example.start for example in examples]
+    return [
+        [with_one(i, i % 3, None) if i % 2 else examples[i] for i in places],  # their counts differ from then on
+        [with_one(i, 1, 1e6 * starts[i]) for i in places],
+        [with_one(i, 1, torch.full_like(starts[i], torch.nan if i == 1 else 1.0)) for i in places],
+    ]
+
+
+def _are_dependent(examples: list[_Example]) -> bool:
+    """Return whether steps together have another result than alone; what they raise, they raise in torch's loop as well."""
+    try:
+        alone = [_ran([example])[0] for example in examples]
+        return not all(map(_same_after, alone, _ran(examples)))
+    except Exception:  # of whatever kind
+        return False
+
+
 def _halves(x: Tensor | None) -> tuple[Tensor, ...]:
     return () if x is None else x.flatten().tensor_split(2)
 
 
 def _moves_unused(examples: list[_Example]) -> bool:
-    """Return whether a step moves what has no gradient; many raise an error, in torch's loop as well."""
-    unused: list[Tensor | None] = [None] * _STEPS
+    """Return whether a step moves what has no gradient, or has had one; many raise an error, in torch's loop as well."""
+
+    def after(example: _Example, grads: list[Tensor | None]) -> Tensor:
+        return _ran([example._replace(grads=grads)])[0].param if grads else example.start
+
     try:
-        return any(not same(_ran([x._replace(grads=unused)])[0].param, x.start) for x in examples)
+        return any(
+            not same(after(x, [*some, None, None]), after(x, some)) for x in examples for some in ([], x.grads[:1])
+        )
     except Exception:  # of whatever kind
         return False
 
