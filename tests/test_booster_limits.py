@@ -8,6 +8,7 @@ from typing import ClassVar
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -315,9 +316,69 @@ def with_hook(model, opt):
     opt.step()
 
 
+def with_hook_of_all(model, opt):
+    handle = register_optimizer_step_post_hook(lambda *given: None)
+    try:
+        fs.Booster().backward(model(torch.ones(1, 5).double()).sum(), opt)
+        opt.step()
+    finally:
+        handle.remove()
+
+
+class Tuned(torch.optim.SGD):
+    """Has an attribute that counts."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, lr=lr)
+        self.times = 1.0
+
+    def first_step(self):
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for x in group["params"]:
+                if x.grad is not None:
+                    x.sub_(x.grad, alpha=group["lr"] * self.times)
+
+
+@pytest.mark.parametrize("boosted", ["the boosted one", "the given one"])
+def test_attributes_of_an_optimizer_of_ones_own_count_when_they_are_set(boosted):
+    def loop(booster):
+        model = layers()
+        raw = opt = Tuned(model.parameters(), 0.1)
+        if booster is not None:
+            model, opt, *_ = booster.boost(model, opt)
+        for step in range(4):
+            (opt if boosted == "the boosted one" else raw).times = 1.0 + step
+            assert opt.times == 1.0 + step
+            backward(booster, model(rows(4, 5, seed=step)).square().mean(), opt)
+            opt.step()
+            opt.zero_grad()
+        return [x.detach() for x in (model if booster is None else model.unwrap()).parameters()]
+
+    for own in fs.run(lambda: loop(fs.Booster(fs.ZeroPlugin(stage=2))), mesh=MESH):
+        torch.testing.assert_close(own, loop(None), rtol=0, atol=1e-12)
+
+
+def test_what_a_boosted_optimizer_has_not_is_said():
+    def main():
+        model = layers()
+        model, opt, *_ = fs.Booster().boost(model, Tuned(model.parameters(), 0.1))
+        assert not hasattr(opt, "train")
+        opt.note = 3  # of its own: nobody steps by it
+        assert opt.note == 3
+        opt.first_step()
+
+    with pytest.raises(AttributeError, match="no first_step: Tuned has it, but copies of that make the steps"):
+        fs.run(main, mesh=fs.make_mesh({"data": 1}))
+
+
 @pytest.mark.parametrize(
     ("act", "error", "words"),
     [
+        (with_hook_of_all, fs.OptimizerError, "hooks of all optimizers, .* are not called for a boosted one"),
         (with_hook, fs.OptimizerError, "hooks of the optimizer that was boosted are not called"),
         (
             lambda model, opt: opt.register_step_pre_hook(print),
@@ -337,6 +398,7 @@ def with_hook(model, opt):
         (lambda model, opt: opt.add_param_group({}), fs.OptimizerError, "all its groups before it is boosted"),
     ],
     ids=[
+        "step hook of all",
         "step hook",
         "pre hook",
         "half",

@@ -343,9 +343,21 @@ class Stream(torch.utils.data.IterableDataset):
         return iter(range(4))
 
 
+class Mixing(DataLoader):
+    def __iter__(self):
+        return (batch for batch in super().__iter__())
+
+
+class Longer(DataLoader):
+    def __len__(self):
+        return super().__len__() + 1
+
+
 @pytest.mark.parametrize(
     ("loader", "message"),
     [
+        (lambda: Mixing(samples(), 2), "Mixing has __iter__ of its own, which would not be asked.* collate_fn"),
+        (lambda: Longer(samples(), 2), "Longer has __len__ of its own"),
         (lambda: DataLoader(Stream(), 2), "an IterableDataset has no indices; .* Iterate it yourself, a part on each"),
         (lambda: DataLoader(samples(), batch_sampler=[[1], [2]]), "the dataloader draws by list"),
         (lambda: DataLoader(samples(), batch_size=None), "the dataloader makes no batches"),
@@ -354,6 +366,47 @@ class Stream(torch.utils.data.IterableDataset):
 def test_a_loader_of_torch_that_cannot_be_cut_is_told_what_can(loader, message):
     with pytest.raises(fs.LayoutError, match=message):
         alone(lambda: fs.Booster().boost(start()[0], dataloader=loader()))
+
+
+# -- loops over one loader ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:the first batch of epoch 0 was taken before this loop")
+@pytest.mark.parametrize(
+    "both", [lambda x: [(a, [*x]) for a in x], lambda x: [*zip(x, x, strict=True)]], ids=["nested", "zip"]
+)
+def test_loops_that_take_batches_from_each_other_are_refused(both):
+    with pytest.raises(fs.LayoutError, match="has one position, and another loop over it has begun"):
+        alone(lambda: both(fs.Booster().prepare_dataloader(samples(), SIZE)))
+
+
+def test_a_loop_may_begin_when_another_was_left_or_has_ended():
+    def main():
+        loader = fs.Booster().prepare_dataloader(samples(), SIZE)
+        first = iter(loader)
+        taken = [next(first), next(first)]
+        rest = [*loader]
+        again = [*loader]
+        return [x.tolist() for x, _ in taken + rest], [x.tolist() for x, _ in again]
+
+    one, other = alone(main)
+    assert one == other
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_first_batch_that_was_only_looked_at_is_told(shuffle):
+    def main(back):
+        loader = fs.Booster().prepare_dataloader(samples(), SIZE, shuffle=shuffle)
+        first = next(iter(loader))
+        if back:
+            loader.set_epoch(0)
+        return first[0].tolist(), [x.tolist() for x, _ in loader]
+
+    with pytest.warns(UserWarning, match=r"first batch of epoch 0 was taken before this loop.* loader.set_epoch\(0\)"):
+        first, others = alone(lambda: main(False))
+    again, every = alone(lambda: main(True))
+    assert first == again
+    assert every == [first, *others]
 
 
 class Pids(torch.utils.data.Dataset):

@@ -294,7 +294,9 @@ class ByHand(Learner):
         """
         now = self._open
         if now is None:
-            raise ModuleError("backward: the model has not been called since the last step. Call it first.")
+            raise ModuleError(
+                "backward: the model has not been called since the last step or zero_grad. Call it first."
+            )
         if loss.numel() != 1 or not loss.requires_grad:
             found = "does not depend on the model" if loss.numel() == 1 else f"has the shape {tuple(loss.shape)}"
             raise LayoutError(f"backward takes one number that the model's output led to; this loss {found}.")

@@ -12,6 +12,7 @@ Outside of `fs.run`, where who asks stands for all devices, a batch is whole.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from inspect import signature
 from math import prod
@@ -126,7 +127,7 @@ class Loader:
         )
         self.notice, self.epoch, self.sample, self.samples = notice, 0, 0, 0
         self._mesh, self._axes, self._outside, self._options = mesh, axes, is_outside(mesh), options
-        self._parts = list[list[int]]()
+        self._parts, self._loops, self._taken = list[list[int]](), 0, 0
         try:
             self.by_torch = DataLoader(dataset, batch_sampler=self._parts, **options)
         except (TypeError, ValueError) as error:
@@ -147,6 +148,13 @@ class Loader:
             raise LayoutError(
                 f"boost: the dataloader {draws}; which device gets what is not known then. "
                 "Give booster.prepare_dataloader(dataset, batch_size=...), or iterate it yourself, a part on each device."
+            )
+        replaced = [name for name in ("__iter__", "__len__", "_get_iterator") if _is_replaced(loader, name)]
+        if replaced:
+            raise LayoutError(
+                f"boost: {type(loader).__name__} has {', '.join(replaced)} of its own, which would not be asked: another "
+                "loader takes its place, on each device. Do what it does in collate_fn, in the dataset or in the loop, or "
+                "iterate it yourself, a part on each device."
             )
         dataset, sampler = cast(Any, loader.dataset), cast(Any, loader.sampler)
         own = [name for name in ("replacement", "generator") if getattr(sampler, name, None)]
@@ -181,13 +189,29 @@ class Loader:
         if self.sample and not batches:
             self.set_epoch(self.epoch + 1)
             batches = self._rest(self.sample)
-        parts = self._fetched([self._part(batch) for batch in batches])
+        self._tell_of_a_peek()
+        self._loops, self._taken = self._loops + 1, 0
+        loop, parts = self._loops, self._fetched([self._part(batch) for batch in batches])
         for left, (batch, part) in zip(range(len(batches))[::-1], zip(batches, parts, strict=True), strict=True):
             self.epoch, self.sample = (self.epoch, self.sample + len(batch)) if left else (self.epoch + 1, 0)
-            self.samples = len(self._own(batch))
+            self.samples, self._taken = len(self._own(batch)), self._taken + 1
             self.notice(self._mesh, self._over(), len(batch), part)
             yield part
+            if left and loop != self._loops:
+                raise LayoutError(
+                    "a loader has one position, and another loop over it has begun since this one took its last batch: each "
+                    "would have batches that the other misses. Make a loader for each, or begin a loop when one has ended."
+                )
         self.notice(self._mesh, self._over(), None, None)  # a batch that comes now is not ours
+
+    def _tell_of_a_peek(self) -> None:
+        """Warn if the first batch of all was taken by itself: this loop goes on with the second."""
+        if self._loops == self._taken == 1 and self.sample:
+            warnings.warn(
+                f"the first batch of epoch {self.epoch} was taken before this loop, which goes on with the second: looking at "
+                f"one counts. loader.set_epoch({self.epoch}) begins the epoch anew.",
+                stacklevel=3,
+            )
 
     @property
     def sampler(self) -> Sampler:
@@ -245,11 +269,15 @@ class Loader:
             wrong = [f"sample is {state['sample']}, but the dataset has {len(self.dataset)}"]
         if wrong:
             raise LayoutError(f"load_state_dict: {'; '.join(wrong)}.")
-        self.epoch, self.sample, self.seed = state["epoch"], state["sample"], state["seed"]
+        self.epoch, self.sample, self.seed, self._taken = state["epoch"], state["sample"], state["seed"], 0
 
     def set_epoch(self, epoch: int) -> None:
         """Begin an epoch anew."""
         self.load_state_dict({"epoch": epoch, "sample": 0, "seed": self.seed})
+
+
+def _is_replaced(loader: DataLoader[Any], name: str) -> bool:
+    return getattr(type(loader), name) is not getattr(DataLoader, name)
 
 
 def _complaints(dataset: Any, given: Mapping[str, Any]) -> list[str]:

@@ -26,6 +26,7 @@ from fshard.transforms.announced import Announced
 from fshard.transforms.attributes import seen_together
 from fshard.transforms.by_hand import ByHand
 from fshard.transforms.in_stages import InStages
+from fshard.transforms.originals import has_hooks_of_all
 from fshard.transforms.skeleton import filled
 
 
@@ -205,9 +206,27 @@ class BoostedOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(self, given: Any, opts: Callable[[], Partitioned], model: Model, *, zeros: bool) -> None:
-        self.optim, self._opts, self._learner, self._zeros = given, opts, model.learner, zeros
-        self._grads = cast("PyTree | None", None)
+        self._grads = cast("PyTree | None", None)  # first: what the given one has is set there
+        self._opts, self._learner, self._zeros, self.optim = opts, model.learner, zeros, given
         self.state: PyTree = opts().init(self._learner.params)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute, of the optimizer that was boosted if it has that: its steps are made with it."""
+        given = vars(self).get("optim")
+        of_given = (
+            isinstance(given, torch.optim.Optimizer) and name in vars(given) and name not in (*vars(self), "step")
+        )
+        super().__setattr__(name, value) if not of_given else setattr(given, name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what the optimizer that was boosted has in an attribute of its own."""
+        given = vars(self).get("optim")
+        if name in vars(given or self):
+            return vars(given)[name]
+        more = (
+            f": {type(given).__name__} has it, but copies of that make the steps" if hasattr(type(given), name) else ""
+        )
+        raise AttributeError(f"a boosted optimizer has no {name}{more}")
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -285,6 +304,11 @@ class BoostedOptimizer(torch.optim.Optimizer):
         if any(getattr(self.optim, f"_optimizer_step_{when}_hooks", None) for when in ("pre", "post")):
             raise OptimizerError(
                 "step: hooks of the optimizer that was boosted are not called. Call them beside step()."
+            )
+        if has_hooks_of_all():
+            raise OptimizerError(
+                "step: hooks of all optimizers, register_optimizer_step_pre_hook and _post_hook, are not called for a boosted "
+                "one. Call them beside step()."
             )
         with torch.enable_grad():
             loss = None if closure is None else closure()
