@@ -428,3 +428,80 @@ def test_a_part_without_tensors_may_be_made_in_a_forward():
 def test_a_part_with_tensors_may_not():
     with pytest.warns(UserWarning, match="LazyAct's submodules was changed by a forward"):
         lazily(lambda: nn.Linear(3, 3))
+
+
+REGISTER = {
+    "forward": lambda part: part.register_forward_hook(lambda module, x, y: y * 0.5),
+    "backward": lambda part: part.register_full_backward_hook(lambda module, xs, ys: tuple(x * 0.5 for x in xs)),
+    "before backward": lambda part: part.register_full_backward_pre_hook(lambda module, ys: tuple(y * 0.5 for y in ys)),
+}
+
+
+@pytest.mark.parametrize("kind", REGISTER)
+def test_hooks_of_all_kinds_count_in_stages(kind):
+    def row():
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.Linear(3, 3) for _ in range(4))).double()
+
+    def main():
+        booster = fs.Booster(plugin=fs.HybridParallelPlugin(pipeline=2, microbatches=2))
+        model, opt, loss, *_ = booster.boost(model := row(), momentum(model), lambda y, _: y.square().mean())
+        losses = []
+        for step in range(STEPS):
+            if step == 1:
+                REGISTER[kind](model.module[1])
+            losses.append(booster.execute_pipeline(iter([(batch(step),) * 2]), model, loss, opt)["loss"].item())
+            opt.step(), opt.zero_grad()
+        return losses
+
+    plain, expected = row(), []
+    opt = momentum(plain)
+    for step in range(STEPS):
+        if step == 1:
+            REGISTER[kind](plain[1])
+        loss = plain(batch(step)).square().mean()
+        loss.backward()
+        opt.step(), opt.zero_grad()
+        expected.append(loss.item())
+    for losses in fs.run(main, mesh=fs.make_mesh({"pipe": 2})):
+        torch.testing.assert_close(losses, expected, rtol=1e-9, atol=1e-10)
+
+
+class Tabled(nn.Module):
+    """Whose forward looks something up in a table, of which every call has a copy."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.layer, self.table = nn.Linear(3, 2), kind(dict.fromkeys(range(3000), 1.0))
+
+    def forward(self, x):
+        return self.layer(x) * self.table[0]
+
+
+KINDS = {"dict": dict, "list": lambda table: [*table.values()]}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_entry_of_a_large_table_is_followed(kind):
+    def main():
+        model = Tabled(KINDS[kind])
+        model, *_ = fs.Booster().boost(model, momentum(model))
+        before = model(torch.ones(2, 3))
+        model.module.table[0] = 0.5
+        return before, model(torch.ones(2, 3))
+
+    for before, after in fs.run(main, mesh=fs.make_mesh({"data": 1})):
+        torch.testing.assert_close(after, before / 2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_entry_of_a_large_table_is_not_set_in_stages(kind):
+    def main():
+        booster = fs.Booster(plugin=fs.HybridParallelPlugin(pipeline=2))
+        row = nn.Sequential(Tabled(KINDS[kind]), nn.Linear(2, 2))
+        model, opt, loss, *_ = booster.boost(row, momentum(row), lambda y, _: y.square().mean())
+        model.module[0].table[0] = 0.5
+        booster.execute_pipeline(iter([(torch.ones(2, 3),) * 2]), model, loss, opt)
+
+    with pytest.raises(fs.ModuleError, match=r"^0\.table of model\.module was set or changed"):
+        fs.run(main, mesh=fs.make_mesh({"pipe": 2}))

@@ -334,3 +334,19 @@ def test_in_reproducible_mode_a_hidden_teacher_that_a_forward_writes_to_is_told_
 def test_a_hidden_teacher_that_is_only_read_is_not_told(hide, recwarn):
     taught(hide, lambda teacher: teacher.weight.sum(), reproducible=True, slices=4)
     assert not recwarn
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("hide", HIDDEN)
+def test_in_stages_it_is_told_if_there_are_several_microbatches(hide, microbatches, recwarn):
+    def main():
+        row = nn.Sequential(Taught(HIDDEN[hide], WRITES["in place"]), nn.Linear(2, 2))
+        booster = fs.Booster(fs.HybridParallelPlugin(pipeline=2, microbatches=microbatches))
+        model, opt, loss, *_ = booster.boost(row, torch.optim.SGD(row.parameters(), lr=0.1), nn.MSELoss())
+        for step in range(2):
+            booster.execute_pipeline(iter([(torch.ones(4, 3) + step, torch.ones(4, 2))]), model, loss, opt)
+            opt.step(), opt.zero_grad()
+
+    fs.run(main, mesh=fs.make_mesh({"pipe": 2}))
+    told = [str(each.message) for each in recwarn if "no submodules" in str(each.message)]
+    assert len(told) == (microbatches > 1)

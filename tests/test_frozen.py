@@ -265,6 +265,31 @@ def test_stages_refuse_writes_to_any(kind, zero_stage):
         fs.run(main, mesh=fs.make_mesh({"data": 2, "pipe": 2}))
 
 
+class Decayed(nn.Module):
+    """Writes to a frozen parameter before each use, so that the backward of the call before misses what it has saved."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.key = nn.Linear(D, D), nn.Linear(D, D).requires_grad_(False)
+
+    def forward(self, x):
+        self.key.weight.data.mul_(0.9)
+        return self.key(self.layer(x))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
+def test_stages_refuse_writes_that_a_backward_comes_upon(schedule):
+    def main():
+        model = nn.Sequential(Decayed(), nn.Linear(D, D))
+        booster = fs.Booster(plugin=fs.HybridParallelPlugin(pipeline=2, microbatches=4, schedule=schedule))
+        opt = torch.optim.SGD([x for x in model.parameters() if x.requires_grad], lr=0.5)
+        boosted, opt, *_ = booster.boost(model, opt)
+        booster.execute_pipeline(iter([(batch(0), batch(1))]), boosted, nn.MSELoss(), opt)
+
+    with pytest.raises(fs.LayoutError, match=r"stages changed parameters in place: 0\[0\]\.key\.weight\. "):
+        fs.run(main, mesh=fs.make_mesh({"pipe": 2}))
+
+
 class Checkpointed(nn.Module):
     """Runs a part again in the backward, after it has written to what that reads."""
 

@@ -346,3 +346,21 @@ def test_what_autograd_adds_up_is_the_gradient_of_the_whole(name):
         y = torch.tanh(y @ w)
     for g, expected in zip(found, torch.autograd.grad(y.square().mean(), model), strict=True):
         torch.testing.assert_close(g, expected.float(), rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("hooked", [lambda y: y, lambda y: y.grad_fn], ids=["of a tensor", "of its node"])
+def test_hooks_of_a_product_change_a_gradient_once(hooked):
+    torch.manual_seed(0)
+    x, w = torch.randn(3, 4, requires_grad=True), torch.randn(4, 2, requires_grad=True)
+
+    def product():
+        y = x @ w
+        register = y.register_hook if hooked(y) is y else y.grad_fn.register_prehook
+        register(lambda g: g * 0.5 if isinstance(g, torch.Tensor) else tuple(each * 0.5 for each in g))
+        return y.tanh()
+
+    given = [torch.ones(3, 2)]
+    gxs, later = halves(edges([product()]), given, edges([x]), edges([w]))
+    expected = torch.autograd.grad([product()], [x, w], given)
+    assert torch.equal(gxs[0], expected[0])
+    assert torch.equal(later()[0], expected[1])

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fshard.copying import MANY
 from fshard.errors import ModuleError
 from fshard.transforms.holders import ATOMS, CONTAINERS, INTERNAL, are_same, holds, items_of, stays
 from fshard.transforms.kept import ABSENT, Slot, put, set_in, slot_of
@@ -63,7 +64,8 @@ class _Inner(NamedTuple):
         return are_same(items_of(self.x), self.items)
 
 
-_MANY = 1 << 8
+_MANY = 2 * MANY
+"""What a dict has that calls have a copy of, keys and values: what is larger they share."""
 
 
 class Alterations:
@@ -190,3 +192,5 @@ def alter(stages: Sequence[nn.Module], module: nn.Module, altered: Altered) -> N
             held = vars(part)[kind]
             held.clear()
             held.update(own[kind])
+        if path:
+            vars(part)["_is_full_backward_hook"] = own["_is_full_backward_hook"]  # without it they are not called

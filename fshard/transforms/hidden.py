@@ -4,7 +4,8 @@
     object.__setattr__(self, "teacher", teacher)
 
 Without slices a call is a step's only one on its device, and such a teacher goes on as in torch.  In reproducible mode each
-slice would write to it, on a device that has few of them fewer times than on one that has all: that is told.
+slice would write to it, on a device that has few of them fewer times than on one that has all, in stages each microbatch: that
+is told.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def watched(apply: Apply, module: nn.Module) -> Apply:
         first.clear()
         output = apply(*args, **kwargs)
         written = [name for name, xs in inner.items() if [x._version for x in xs] != versions[name]]
-        written += [name for name, xs in values.items() if not all(map(torch.equal, xs, inner[name]))]
+        written += [name for name, xs in values.items() if not all(map(torch.equal, xs, inner.get(name, xs)))]
         if written:
             _warn(type(module).__name__, list(dict.fromkeys(written)))
             inner.clear()  # it is told once
@@ -68,7 +69,7 @@ def _warn(title: str, names: list[str]) -> None:
     told = ", ".join(f"{title}.{name}" for name in names)
     warnings.warn(
         f"{told} leads to modules that are no submodules, and a forward has written to their tensors: in reproducible mode "
-        "once for each slice, not once for a step, and not alike on all devices. Make them submodules, frozen by "
-        "requires_grad_(False), or write to them outside of forward.",
+        "once for each slice, in stages once for each microbatch, not once for a step, and not alike on all devices. Make them "
+        "submodules, frozen by requires_grad_(False), or write to them outside of forward.",
         stacklevel=3,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from enum import Enum
 from logging import Logger
+from operator import is_
 from types import BuiltinFunctionType, FunctionType, ModuleType, NoneType
 from typing import Any
 
@@ -107,7 +108,7 @@ def is_same(was: Any, now: Any) -> bool:
 
 def are_same(was: list[Any], now: list[Any]) -> bool:
     """Return whether all are."""
-    return len(was) == len(now) and all(map(is_same, was, now))
+    return len(was) == len(now) and (all(map(is_, was, now)) or all(map(is_same, was, now)))
 
 
 def alone_among(module: nn.Module) -> tuple[list[Tensor], list[str]]:

@@ -182,6 +182,9 @@ class Shift:
             try:
                 loss, held, aux = device.run()
                 self.tidy()
+            except RuntimeError:  # autograd, say, of what it has saved and somebody has changed
+                self._refuse_written()
+                raise
             finally:
                 with suppress(Exception):  # there is another one
                     self.tidy()

@@ -28,6 +28,7 @@ from fshard.source import Site
 from fshard.transforms.buffers import numbers
 from fshard.transforms.deferred import commit_batch_norm, is_pending, pending
 from fshard.transforms.functionalize import in_two_parts
+from fshard.transforms.hidden import watched
 from fshard.transforms.kept import forgotten, is_forgotten, slot_of
 from fshard.transforms.patterns import named, parts_of
 from fshard.transforms.remembered import Entry, Written, averaged, entry_of, of_one_kind
@@ -37,8 +38,9 @@ from fshard.transforms.stage_layouts import on_place
 class Remembering:
     """A module as a function of ((params, buffers), x) that returns (y, buffers), or y and what ends the call."""
 
-    def __init__(self, module: nn.Module, deferred: bool) -> None:
-        self._begun, _, _ = in_two_parts(module, deferred_batch_norm=deferred)
+    def __init__(self, module: nn.Module, deferred: bool, several: bool) -> None:
+        begun, _, _ = in_two_parts(module, deferred_batch_norm=deferred)
+        self._begun = watched(begun, module) if several else begun
         self._sums = pending(module) if deferred else {}
 
     def begun(self, given: tuple[PyTree, PyTree], x: PyTree, **skips: PyTree) -> tuple[PyTree, Callable[[], PyTree]]:
@@ -52,10 +54,10 @@ class Remembering:
         return y, end()
 
 
-def remembering(stage: nn.Module | Stage, deferred: bool) -> Stage:
-    """Return a stage as a function of ((params, buffers), x) that returns (y, buffers)."""
+def remembering(stage: nn.Module | Stage, deferred: bool, *, several: bool) -> Stage:
+    """Return a stage as a function of ((params, buffers), x) that returns (y, buffers), called by a step once or several times."""
     if isinstance(stage, nn.Module):
-        return Remembering(stage, deferred)
+        return Remembering(stage, deferred, several)
     return lambda given, x, **skips: stage(*given, x, **skips)
 
 

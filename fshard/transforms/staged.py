@@ -116,7 +116,8 @@ def staged(
     if has_buffers:
         if isinstance(recompute, int):
             functions, recompute = in_groups(given, recompute), "never"
-        functions = [remembering(stage, deferred_batch_norm) for stage in functions]
+        several = schedule.microbatches > 1
+        functions = [remembering(stage, deferred_batch_norm, several=several) for stage in functions]
     called, _ = stage_functions(functions, recompute, microbatches=schedule.microbatches)
     modules = [stage if isinstance(stage, nn.Module) else None for stage in given]
     return Staged(how, mesh, batch, axis, called, modules, inputs or first_of_two, route, gradients, frozen, dynamic)
