@@ -758,3 +758,63 @@ def test_what_is_left_behind_is_shown():
         opt.zero_grad()
         torch.testing.assert_close((norm, mean), (model[0].norm, model[0].mean))
         assert mean.requires_grad and torch.equal(given, batch(step)) and shape == (ROWS, WIDTH)
+
+
+# -- what hooks keep in torch's own layers ----------------------------------------------------------------------------
+
+
+def averaged(layer, args, y):
+    layer.seen = layer.seen * 0.9
+    return y * layer.seen
+
+
+def written(layer, args, y):
+    layer.seen.mul_(0.9)
+    return y * layer.seen
+
+
+def toggled(layer, args, y):
+    layer.seen = None if layer.seen is not None else torch.full((WIDTH,), 0.5, dtype=y.dtype)
+    return y if layer.seen is None else y * layer.seen
+
+
+def row_of_linears(hook):
+    torch.manual_seed(0)
+    row = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4))).double()
+    for layer in row:
+        layer.seen = torch.ones(WIDTH, dtype=torch.float64)
+        layer.register_forward_hook(hook)
+    return row
+
+
+@pytest.mark.parametrize("hook", [averaged, written, toggled])
+@pytest.mark.parametrize("stages", [False, True])
+def test_what_hooks_keep_in_layers_of_torch_is_kept(hook, stages, recwarn):
+    def xs(step):
+        return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+
+    def main():
+        plugin = fs.HybridParallelPlugin(pipeline=2, microbatches=2) if stages else fs.DDPPlugin()
+        row, booster = row_of_linears(hook), fs.Booster(plugin)
+        model, opt, loss, *_ = booster.boost(row, momentum(row), lambda y, _: y.square().mean())
+        losses = []
+        for step in range(STEPS):
+            if stages:
+                found = booster.execute_pipeline(iter([(xs(step),) * 2]), model, loss, opt)["loss"]
+            else:
+                found = loss(model(xs(step)), None)
+                booster.backward(found, opt)
+            opt.step(), opt.zero_grad()
+            losses.append(found.item())
+        return losses
+
+    plain, expected = row_of_linears(hook), []
+    opt = momentum(plain)
+    for step in range(STEPS):
+        loss = plain(xs(step)).square().mean()
+        loss.backward()
+        opt.step(), opt.zero_grad()
+        expected.append(loss.item())
+    for losses in fs.run(main, mesh=fs.make_mesh({"pipe": 2} if stages else {"data": 1})):
+        torch.testing.assert_close(losses, expected, rtol=1e-9, atol=1e-10)
+    assert not recwarn

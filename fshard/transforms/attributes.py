@@ -337,15 +337,22 @@ class _Module:
         self.path, self.kind, self.title = path, type(module), type(module).__name__
         self.log = dict[str, str]()
         self._module, self.now, self._watched = ref(module), vars(module), cast("Collection[str]", ())
-        self._torchs = self.kind.__module__.startswith("torch.")  # of these, numbers: what they compute is no state
+        self._torchs = self.kind.__module__.startswith("torch.")
+        self._computed = _computed_by_torch(self.now) if self._torchs else frozenset()
         put_by_others = {"forward"} | filled.get(id(self.now), set())  # `layers` sets forward
         self._never = (INTERNAL - {"training"}) | put_by_others
         self.first, self._modules = dict(self.now), [*self.now["_modules"].values()]
         known = {key: x for key, x in self.first.items() if key not in self._never}
-        self.lends = [(key, x) for key, x in known.items() if id(x) in alone and not self._torchs]
+        self.lends = [(key, x) for key, x in known.items() if id(x) in alone and not self._is_torchs(key)]
         lent_ones = {key for key, _ in self.lends}
-        self.holders = [(key, x) for key, x in known.items() if holds(x) and key not in lent_ones and not self._torchs]
+        self.holders = [
+            (key, x) for key, x in known.items() if holds(x) and key not in lent_ones and not self._is_torchs(key)
+        ]
         self._put: dict[str, Any] = {}
+
+    def _is_torchs(self, key: str) -> bool:
+        """Return whether it is torch that sets an attribute of its own layer: only numbers are a state there."""
+        return self._torchs and (key.startswith("_") or key in self._computed)
 
     def lend(self) -> None:
         """Lend the tensors to a call."""
@@ -380,8 +387,11 @@ class _Module:
         if len(self.now) - more != len(begun) or not all(map(is_, begun.values(), self.now.values())):
             for key in dict.fromkeys((*begun, *self.now)):
                 was, now = begun.get(key, ABSENT), self.now.get(key, ABSENT)
-                new = key not in self.first and isinstance(now, Tensor)
-                fits = not self._torchs or isinstance(now, VALUES) or new
+                fits = (
+                    isinstance(now, VALUES)
+                    or not self._is_torchs(key)
+                    or (key not in self.first and isinstance(now, Tensor))
+                )
                 registered = now is ABSENT and any(key in self.now[kind] for kind in ("_modules", "_parameters"))
                 if key not in self._never and fits and not registered and not is_same(was, now):
                     yield Change(key, self.first.get(key, ABSENT), now, written=False)
@@ -393,6 +403,12 @@ class _Module:
         """Return whether a call has replaced submodules, or has made some with tensors."""
         now = [*self.first["_modules"].values()]
         return not all(map(is_, self._modules, now)) or any(map(_has_tensors, now[len(self._modules) :]))
+
+
+def _computed_by_torch(own: Mapping[str, Any]) -> frozenset[str]:
+    """Return what hooks of torch's make of a layer's parameters in each call, which is no state: weight of weight_orig."""
+    split = (name.rpartition("_") for name in own["_parameters"])
+    return frozenset(key for key, _, end in split if end in ("orig", "g", "v"))
 
 
 def _has_tensors(module: Any) -> bool:

@@ -55,7 +55,7 @@ class Remembering:
 
 
 def remembering(stage: nn.Module | Stage, deferred: bool, *, several: bool) -> Stage:
-    """Return a stage as a function of ((params, buffers), x) that returns (y, buffers), called by a step once or several times."""
+    """Return a stage as a function of ((params, buffers), x) that returns (y, buffers); a step may call it several times."""
     if isinstance(stage, nn.Module):
         return Remembering(stage, deferred, several)
     return lambda given, x, **skips: stage(*given, x, **skips)
