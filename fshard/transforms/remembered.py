@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -83,8 +83,9 @@ def of_one_kind(entries: Sequence[Entry]) -> list[Entry]:
     return [entry for entry in entries if entry.path not in lost]
 
 
-def warn_of_samples(slices: Sequence[Written], rows: Sequence[int | None]) -> None:
-    """Warn of what is kept in attributes and has, as it seems, a row for each sample of a slice: others have other samples."""
+def warn_of_samples(slices: Sequence[Written], rows: Sequence[int | None], params: Iterable[str]) -> None:
+    """Warn of what is kept in attributes, not in frozen parameters, and has, as it seems, a row for each sample of a slice."""
+    frozen = {named(parts_of(path)) for path in params}
     found = {
         named(parts_of(path)).partition(":")[0]
         for one, count in zip(slices, rows, strict=True)
@@ -92,7 +93,7 @@ def warn_of_samples(slices: Sequence[Written], rows: Sequence[int | None]) -> No
         if count is not None and slot_of(parts_of(path)[-1]) is not None
         if x.ndim > 2 and 1 < count in x.shape[1:3]  # the first dim says that something is kept
     }
-    if found:
+    if found := found - frozen:
         warnings.warn(
             f"{', '.join(sorted(found))} is kept from call to call, and seems to have a row for each sample. Devices and slices"
             " have other samples: calls of one step find their own, and the next step the mean over them. Let a state that is "

@@ -339,7 +339,8 @@ class Shift:
         origin, memory, places = self._origin(), self.memory, range(self.pipe.size)
         written = [] if memory is None else memory.written([count.weight for count in self.counts])
         if self.fresh and len(written) * (1 if self.beside is None else self.beside.size) > 1:
-            warn_of_samples(written, [slice.rows for slice in self.slices[: len(written)]])
+            rows, leaves = [slice.rows for slice in self.slices], self.plan.weights.leaves
+            warn_of_samples(written, rows[: len(written)], [leaf.path for leaf in leaves])
         entries = entries_of(written)
         news = 0.0 if memory is None else float(any(map(memory.is_new, entries)))
         own = marks(*origin.told)
