@@ -42,6 +42,7 @@ from fshard.transforms.holders import (
     tensors_of,
 )
 from fshard.transforms.kept import ABSENT, Slot, as_tensor, set_in, slot_of, value_of
+from fshard.transforms.late import Late
 from fshard.transforms.lent import lent, untouched
 from fshard.transforms.methods import Reads
 from fshard.transforms.observed import unwatch, watch
@@ -61,10 +62,11 @@ class Seen:
         self.given: dict[Slot, Any] = {}
         self._left: dict[int | None, dict[Slot, Any]] = {}
         self._graphs: dict[Slot, Any] | None = None
+        self.late: Late | None = None
 
-    def want_graphs(self) -> Seen:
-        """Keep from now on what calls leave with its graph, until it is taken."""
-        self._graphs = {}
+    def shown(self, *, hold: bool) -> Seen:
+        """Keep from now on what calls leave with its graph, and look at what backwards do, until it is taken; see `Late`."""
+        self._graphs, self.late = {}, Late(hold=hold)
         return self
 
     def keep_graph(self, slot: Slot, x: Any) -> bool:
@@ -186,6 +188,11 @@ class Attributes:
         module = self._modules[slot.path]
         module.put(slot.key, x)
         self._busy.append(module)
+
+    def stay(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
+        """Note what modules have that a graph still refers to."""
+        if self._seen.late is not None:
+            self._seen.late.note(modules)
 
     def end(self) -> None:
         """Watch no more, whatever has become of the call."""

@@ -182,6 +182,7 @@ class _Pool:
             return
         for _, own in replica.buffers:
             own.update({key: lent(x) for key, x in own.items() if x is not None})
+        replica.attributes.stay(replica.modules)
 
 
 def _new_state(

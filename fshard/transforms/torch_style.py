@@ -43,7 +43,7 @@ class Model(nn.Module):
         self.learner = learner
         self._alterations = Alterations(module, objects=isinstance(learner, InStages))
         parts = [module] if isinstance(learner, ByHand) else learner.stages
-        self._seen = [seen_together(part).want_graphs() for part in parts]
+        self._seen = [seen_together(part).shown(hold=part is not module) for part in parts]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model."""
@@ -75,6 +75,25 @@ class Model(nn.Module):
         left = {slot: x for seen in self._seen for slot, x in seen.left_by_all.items()}
         graphs = {slot: x for seen in self._seen for slot, x in seen.taken_graphs().items()}
         self._alterations.show(self.learner.kept(), left, self.learner.shown(graphs) if graphs else {})
+
+    def _show_late(self) -> None:
+        """Let `module` and the next call have what a backward has set."""
+        for seen in self._seen:
+            late = seen.late.taken() if seen.late is not None else {}
+            if late:
+                seen.left.update(late)
+                self._alterations.show({}, late, {})
+
+    def go_back(self, loss: Tensor, *, scale: float, sync: bool) -> None:
+        """Add the gradient of `scale` times a loss."""
+        if not isinstance(self.learner, ByHand):
+            raise OptimizerError("the backward of a model in stages is part of booster.execute_pipeline(...).")
+        if not isinstance(loss, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise LayoutError(f"backward takes one number that the model's output led to, a tensor, not {loss!r}.")
+        held = [seen.late.held() for seen in self._seen if seen.late is not None]
+        self.learner.backward(loss, scale=scale, sync=sync)
+        self._show_late()
+        del held
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, as the optimizer's `zero_grad` does."""
@@ -136,6 +155,7 @@ class Model(nn.Module):
         scale = boosted(optimizer).scale if torch.is_grad_enabled() else 1.0
         value = self.learner.run(criterion, next(batches), scale=scale, outputs=outputs)
         self._show()
+        self._show_late()
         return value.loss, unshard(value.aux) if outputs else None
 
     def unwrap(self) -> nn.Module:
@@ -207,7 +227,7 @@ class BoostedOptimizer(torch.optim.Optimizer):
 
     def __init__(self, given: Any, opts: Callable[[], Partitioned], model: Model, *, zeros: bool) -> None:
         self._grads = cast("PyTree | None", None)  # first: what the given one has is set there
-        self._opts, self._learner, self._zeros, self.optim = opts, model.learner, zeros, given
+        self._opts, self._model, self._learner, self._zeros, self.optim = opts, model, model.learner, zeros, given
         self.state: PyTree = opts().init(self._learner.params)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -258,11 +278,7 @@ class BoostedOptimizer(torch.optim.Optimizer):
             raise OptimizerError(
                 "backward after the gradients were clipped or read: do that once all of a step are there."
             )
-        if not isinstance(self._learner, ByHand):
-            raise OptimizerError("the backward of a model in stages is part of booster.execute_pipeline(...).")
-        if not isinstance(loss, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise LayoutError(f"backward takes one number that the model's output led to, a tensor, not {loss!r}.")
-        self._learner.backward(loss, scale=self.scale, sync=sync)
+        self._model.go_back(loss, scale=self.scale, sync=sync)
 
     @property
     def grads(self) -> PyTree:

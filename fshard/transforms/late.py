@@ -1,0 +1,87 @@
+"""What a backward does to the attributes of modules: in hooks of tensors and layers, in functions of one's own.
+
+    def hook(g): self.gradient = g                     Grad-CAM;  self.steps += 1
+    y.register_hook(hook)
+
+By then the call has ended, and what it ran in, a replica, has been left to the graph that refers to it.  So it is noted what
+such a replica had when its call ended, without holding anything that has a graph, and looked at once the backward is over.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Any
+from weakref import ref
+
+from torch import Tensor, nn
+
+from fshard.transforms.holders import CONTAINERS, INTERNAL, items_of, stays
+from fshard.transforms.kept import ABSENT, Slot
+from fshard.transforms.lent import untouched
+
+_MOST = 64
+"""Calls without a backward that are looked at: more are evaluations that forgot to say so."""
+
+
+class Late:
+    """The replicas that a step's graphs refer to."""
+
+    def __init__(self, *, hold: bool) -> None:
+        self._hold, self._noted = hold, deque[list[_Noted]](maxlen=None if hold else _MOST)
+
+    def note(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
+        """Note what a replica's modules have, whose call has ended; with `hold` they last until it is looked at them."""
+        self._noted.append([_Noted(path, module, hold=self._hold) for path, module in modules])
+
+    def held(self) -> list[Any]:
+        """Return what is to be held while a backward lets go of its graph."""
+        return [one.module() for each in self._noted for one in each]
+
+    def taken(self) -> dict[Slot, Any]:
+        """Return what has been set since, and forget all; warn of what is lost."""
+        changed = [change for each in self._noted for one in each for change in one.changes()]
+        self._noted.clear()
+        lost = {f"{slot.path}.{slot.key}".removeprefix(".") for slot, x in changed if not stays(x)}
+        if lost:
+            warnings.warn(
+                f"A backward has changed {', '.join(sorted(lost))}, where nobody finds it: a call has lists, buffers and "
+                "objects for itself, and has ended. Attributes that are set, to tensors or numbers, are kept.",
+                stacklevel=2,
+            )
+        return {slot: x.detach() if isinstance(x, Tensor) else x for slot, x in changed if stays(x)}
+
+
+class _Noted:
+    """The attributes of one module when a call has ended, and which of its buffers nobody has written to."""
+
+    def __init__(self, path: str, module: nn.Module, *, hold: bool) -> None:
+        self._path, self.module = path, (lambda: module) if hold else ref(module)
+        own, buffers = vars(module), vars(module)["_buffers"]
+        self._were = {key: ref(x) if isinstance(x, Tensor) else x for key, x in own.items() if key not in INTERNAL}
+        self._within = {key: _ids(x) for key, x in self._were.items() if isinstance(x, CONTAINERS)}
+        self._lent = [key for key, x in buffers.items() if x is not None and untouched(x)]
+
+    def changes(self) -> Iterator[tuple[Slot, Any]]:
+        """Yield which attributes are others now, or hold others, and which buffers have been written to."""
+        module = self.module()
+        if module is None:
+            return
+        own, buffers = vars(module), vars(module)["_buffers"]
+        for key in dict.fromkeys((*self._were, *own)):
+            was, x = self._were.get(key, ABSENT), own.get(key, ABSENT)
+            if key not in INTERNAL and (
+                (was() if isinstance(was, ref) else was) is not x or self._holds_others(key, x)
+            ):
+                yield Slot(self._path, key), x
+        for key in self._lent:
+            if not untouched(buffers.get(key)):
+                yield Slot(self._path, key), buffers
+
+    def _holds_others(self, key: str, x: Any) -> bool:
+        return key in self._within and _ids(x) != self._within[key]
+
+
+def _ids(x: Any) -> list[int]:
+    return [*map(id, items_of(x))]
