@@ -69,7 +69,7 @@ def batch(step):
     return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(step)).double()
 
 
-def trained(kind, plugin=None, n=1):
+def trained(kind, plugin=None, n=1, *, early=False):
     """Return losses, what hooks have noted after each step, and parameters."""
     model, booster, whole = made(kind), None, None
     opt = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -82,8 +82,12 @@ def trained(kind, plugin=None, n=1):
     for step in range(STEPS):
         x = batch(step) if booster is None else batch(step).chunk(n)[fs.axis_index("data")]
         loss = model(x).square().mean()
+        if early:
+            opt.zero_grad()
         loss.backward() if booster is None else booster.backward(loss, opt)
-        opt.step(), opt.zero_grad()
+        opt.step()
+        if not early:
+            opt.zero_grad()
         found.append((loss.item(), whole[0].times, whole[0].gradient))
         with torch.no_grad():
             model(x)
@@ -98,10 +102,12 @@ KINDS = [ByTensorHook, ByLayersHook, ByFunction]
     "plugin", [fs.DDPPlugin, lambda: fs.ZeroPlugin(stage=2), fs.FSDPPlugin], ids=["ddp", "zero 2", "fsdp"]
 )
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("n", [1, 2])
-def test_what_a_backward_sets_is_kept(kind, plugin, n):
+@pytest.mark.parametrize(("n", "early"), [(1, False), (2, False), (2, True)])
+def test_what_a_backward_sets_is_kept(kind, plugin, n, early):
     notes, params = trained(kind)
-    for index, (found, learnt) in enumerate(fs.run(lambda: trained(kind, plugin(), n), mesh=fs.make_mesh({"data": n}))):
+    for index, (found, learnt) in enumerate(
+        fs.run(lambda: trained(kind, plugin(), n, early=early), mesh=fs.make_mesh({"data": n}))
+    ):
         torch.testing.assert_close(learnt, params, rtol=0, atol=1e-12)
         assert [times for _, times, _ in found] == [times for _, times, _ in notes] == [*range(1, STEPS + 1)]
         for (_, _, g), (_, _, whole) in zip(found, notes, strict=True):
@@ -179,14 +185,36 @@ class Saving(ByTensorHook):
         return y
 
 
-def test_calls_without_a_backward_hold_no_graph():
+def test_graphs_are_let_go_though_they_lead_to_what_leads_to_them():
+    Saving.marks.clear()
+
     def main():
         model = made(Saving)
         booster = fs.Booster(fs.DDPPlugin())
-        model, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        for _ in range(3):
-            model(batch(0))
+        model, opt, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for step in range(3):
+            loss = model(batch(step)).sum()
+            opt.zero_grad()
+            booster.backward(loss, opt)
+            opt.step()
+            del loss
         gc.collect()
         return [mark() is None for mark in Saving.marks]
 
     assert fs.run(main, mesh=fs.make_mesh({"data": 1})) == [[True, True, False]]  # the last one's can be seen
+
+
+def test_calls_of_which_two_are_gone_back_through_one_after_the_other_are_both_looked_at():
+    def main():
+        model = made(ByTensorHook)
+        booster = fs.Booster(fs.DDPPlugin())
+        model, opt, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        first, second = model(batch(0)).sum(), model(batch(1)).square().sum()
+        found = []
+        for loss in (first, second):
+            booster.backward(loss, opt)
+            found.append(model.module[0].gradient.clone())
+        return found
+
+    ((one, other),) = fs.run(main, mesh=fs.make_mesh({"data": 1}))
+    assert not torch.equal(one, other)

@@ -21,28 +21,29 @@ from fshard.transforms.holders import CONTAINERS, INTERNAL, items_of, stays
 from fshard.transforms.kept import ABSENT, Slot
 from fshard.transforms.lent import untouched
 
-_MOST = 64
-"""Calls without a backward that are looked at: more are evaluations that forgot to say so."""
+_MOST = 16
+"""Calls of a step that are looked at: of more, some are evaluations that forgot to say so."""
 
 
 class Late:
     """The replicas that a step's graphs refer to."""
 
     def __init__(self, *, hold: bool) -> None:
-        self._hold, self._noted = hold, deque[list[_Noted]](maxlen=None if hold else _MOST)
+        self._hold, self._noted = hold, deque[list[_Noted]]()
 
     def note(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
         """Note what a replica's modules have, whose call has ended; with `hold` they last until it is looked at them."""
         self._noted.append([_Noted(path, module, hold=self._hold) for path, module in modules])
+        while len(self._noted) > _MOST and not self._hold:
+            self._let_go(self._noted.popleft())
 
     def held(self) -> list[Any]:
         """Return what is to be held while a backward lets go of its graph."""
         return [one.module() for each in self._noted for one in each]
 
     def taken(self) -> dict[Slot, Any]:
-        """Return what has been set since, and forget all; warn of what is lost."""
+        """Return what has been set since it was last looked at; warn of what is lost."""
         changed = [change for each in self._noted for one in each for change in one.changes()]
-        self._noted.clear()
         lost = {f"{slot.path}.{slot.key}".removeprefix(".") for slot, x in changed if not stays(x)}
         if lost:
             warnings.warn(
@@ -52,12 +53,26 @@ class Late:
             )
         return {slot: x.detach() if isinstance(x, Tensor) else x for slot, x in changed if stays(x)}
 
+    def forget(self) -> None:
+        """Look no more at what there is: its step is over."""
+        while self._noted:
+            self._let_go(self._noted.popleft())
+
+    def _let_go(self, noted: Iterable[_Noted]) -> None:
+        """Cut replicas off from their graphs: a tensor there whose hook leads to the replica is a cycle that nobody finds."""
+        for one in noted:
+            own = vars(one.module() or one)
+            own.update({key: x.detach() for key, x in own.items() if isinstance(x, Tensor) and x.grad_fn is not None})
+
 
 class _Noted:
     """The attributes of one module when a call has ended, and which of its buffers nobody has written to."""
 
     def __init__(self, path: str, module: nn.Module, *, hold: bool) -> None:
         self._path, self.module = path, (lambda: module) if hold else ref(module)
+        self._note(module)
+
+    def _note(self, module: nn.Module) -> None:
         own, buffers = vars(module), vars(module)["_buffers"]
         self._were = {key: ref(x) if isinstance(x, Tensor) else x for key, x in own.items() if key not in INTERNAL}
         self._within = {key: _ids(x) for key, x in self._were.items() if isinstance(x, CONTAINERS)}
@@ -78,6 +93,7 @@ class _Noted:
         for key in self._lent:
             if not untouched(buffers.get(key)):
                 yield Slot(self._path, key), buffers
+        self._note(module)
 
     def _holds_others(self, key: str, x: Any) -> bool:
         return key in self._within and _ids(x) != self._within[key]

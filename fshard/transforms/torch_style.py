@@ -84,6 +84,12 @@ class Model(nn.Module):
                 seen.left.update(late)
                 self._alterations.show({}, late, {})
 
+    def forget_late(self) -> None:
+        """Look no more at what backwards set: a step is over."""
+        for seen in self._seen:
+            if seen.late is not None:
+                seen.late.forget()
+
     def go_back(self, loss: Tensor, *, scale: float, sync: bool) -> None:
         """Add the gradient of `scale` times a loss."""
         if not isinstance(self.learner, ByHand):
@@ -156,6 +162,7 @@ class Model(nn.Module):
         value = self.learner.run(criterion, next(batches), scale=scale, outputs=outputs)
         self._show()
         self._show_late()
+        self.forget_late()
         return value.loss, unshard(value.aux) if outputs else None
 
     def unwrap(self) -> nn.Module:
@@ -330,6 +337,7 @@ class BoostedOptimizer(torch.optim.Optimizer):
             loss = None if closure is None else closure()
         params, self.state = self._learner.written(self._opts(), self.grads, self.state)
         self._learner.params, self._grads = params, None
+        self._model.forget_late()
         if isinstance(self.optim, torch.optim.Optimizer):
             vars(self.optim)["_opt_called"] = (
                 True  # schedulers ask torch's optimizers whether a step came before theirs
