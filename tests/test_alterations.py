@@ -205,6 +205,33 @@ def test_modes_count_that_were_switched_with_what_is_refused():
     assert all(fs.run(main, mesh=fs.make_mesh({"pipe": 2})))
 
 
+@pytest.mark.parametrize("hook", ["register_full_backward_hook", "register_full_backward_pre_hook"])
+def test_stages_have_backward_hooks_of_their_parts(hook):
+    def tripled(module, *grads):
+        return tuple(None if g is None else 3 * g for g in grads[0])
+
+    def alone():
+        model = make()
+        getattr(model[1], hook)(tripled)
+        loss = model(batch(0)).square().mean()
+        return torch.autograd.grad(loss, [*model.parameters()])
+
+    def main():
+        booster = fs.Booster(plugin=fs.HybridParallelPlugin(pipeline=2, balance=[1, 1]))
+        given = make()
+        model, opt, loss, *_ = booster.boost(
+            given, torch.optim.SGD(given.parameters(), lr=1), lambda y, _: y.square().mean()
+        )
+        before = dict(model.unwrap().named_parameters())
+        getattr(model.module[1], hook)(tripled)
+        booster.execute_pipeline(iter([(batch(0), batch(0))]), model, loss, opt)
+        opt.step()
+        return [before[name].detach() - x.detach() for name, x in model.unwrap().named_parameters()]
+
+    for found in fs.run(main, mesh=fs.make_mesh({"pipe": 2})):
+        torch.testing.assert_close(found, [*alone()], rtol=0, atol=1e-12)
+
+
 def test_no_stage_has_a_hook_of_the_whole():
     def main():
         booster = fs.Booster(plugin=fs.HybridParallelPlugin(pipeline=2))

@@ -575,6 +575,54 @@ def test_losses_may_use_what_is_not_trained():
     assert fs.run(main, mesh=fs.make_mesh({"data": 1})) == [True]
 
 
+@pytest.mark.parametrize(
+    "plugin",
+    [
+        fs.DDPPlugin(),
+        fs.ZeroPlugin(stage=1),
+        fs.ZeroPlugin(stage=2),
+        fs.FSDPPlugin(),
+        fs.DDPPlugin(reproducible=True, slices=2),
+        fs.HybridParallelPlugin(pipeline=2, balance="uniform"),
+    ],
+)
+@pytest.mark.parametrize("n", [1, 2])
+def test_what_is_unwrapped_is_a_copy(plugin, n):
+    """The best model so far stays what it was when training goes on, and training does when somebody writes to the copy."""
+
+    def main():
+        given = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+        booster = fs.Booster(plugin)
+        model, opt, *_ = booster.boost(given, torch.optim.SGD(given.parameters(), lr=0.5))
+
+        def state():
+            return {name: x.clone() for name, x in model.unwrap().state_dict().items()}
+
+        def step():
+            x, y = rows(8, 3).float(), rows(8, 2, seed=6).float()
+            if plugin.in_stages():
+                booster.execute_pipeline(iter([(x, y)]), model, nn.functional.mse_loss, opt)
+            else:
+                booster.backward(nn.functional.mse_loss(model(x), y), opt)
+            opt.step()
+
+        step()
+        best, then = model.unwrap(), state()
+        step()
+        torch.testing.assert_close(dict(best.state_dict()), then, rtol=0, atol=0)
+        now = state()
+        with torch.no_grad():
+            for x in best.state_dict().values():
+                x.zero_()
+            for x in model.unwrap().state_dict().values():
+                x.zero_()
+        torch.testing.assert_close(state(), now, rtol=0, atol=0)
+        return any(not torch.equal(then[name], x) for name, x in now.items())
+
+    pipe = {"pipe": 2} if plugin.in_stages() else {}
+    assert all(fs.run(main, mesh=fs.make_mesh({"data": n} | pipe)))
+
+
 class Tempered(nn.Module):
     """A criterion that has a parameter."""
 

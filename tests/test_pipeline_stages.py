@@ -135,6 +135,38 @@ def test_what_cannot_be_cut_is_refused():
         split_stages(nn.Bilinear(2, 2, 2), 2)
 
 
+class Halved(nn.Sequential):
+    def forward(self, x):
+        return super().forward(x) / 2
+
+
+def with_hook(model, kind="register_forward_hook"):
+    getattr(model, kind)(lambda *_: None)
+    return model
+
+
+def with_own(model, **more):
+    for name, x in more.items():
+        setattr(model, name, x)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "more"),
+    [
+        (Halved(nn.Linear(2, 2), nn.ReLU()), "forward"),
+        (with_own(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), forward=lambda x: x), "forward"),
+        (with_hook(nn.Sequential(nn.Linear(2, 2), nn.ReLU())), "hooks"),
+        (with_hook(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), "register_forward_pre_hook"), "hooks"),
+        (with_hook(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), "register_full_backward_hook"), "hooks"),
+        (with_own(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), gain=nn.Parameter(torch.ones(2))), "gain"),
+    ],
+)
+def test_what_a_row_of_layers_does_beside_them_is_not_lost(model, more):
+    with pytest.raises(fs.LayoutError, match=rf"more than the row of its layers, .* would have its {more}\."):
+        split_stages(model, 2)
+
+
 def test_stages_run_in_a_pipeline_as_the_whole_model():
     layers, tokens = model(), [TOKENS, TOKENS[:1] + 7]
     stages = split_stages(layers, 3, "parameters")

@@ -140,6 +140,12 @@ def _check_count(count: int, n: int) -> None:
 
 def _named(layers: nn.Sequential | Iterable[Layer]) -> dict[str, nn.Module]:
     names = layers._modules if isinstance(layers, nn.Sequential) else None  # pyright: ignore[reportPrivateUsage]
+    if isinstance(layers, Iterable) and isinstance(layers, nn.Module) and (more := _beyond_layers(layers)):
+        raise LayoutError(
+            f"split_stages: {type(layers).__name__} is more than the row of its layers, no stage of which would have its "
+            f"{', '.join(more)}. Make a layer of that (functions are layers, too), or cut a module that contains it between "
+            'blocks: sample=x, blocks="layers".'
+        )
     if not isinstance(layers, Iterable):
         raise LayoutError(
             f"split_stages cuts a list of layers, found {type(layers).__name__}. Any other module is cut between its blocks: "
@@ -151,6 +157,16 @@ def _named(layers: nn.Sequential | Iterable[Layer]) -> dict[str, nn.Module]:
         raise LayoutError(f"split_stages takes modules and functions; {', '.join(wrong)}.")
     modules = [one if isinstance(one, nn.Module) else Call(one) for one in given]
     return dict(zip(names or map(str, range(len(modules))), modules, strict=True))
+
+
+def _beyond_layers(layers: nn.Module) -> list[str]:
+    """Return what a container has beside its layers."""
+    own = vars(layers)
+    rows = (nn.Sequential.forward, nn.Module.forward)
+    more = ["forward"] if "forward" in own or type(layers).forward not in rows else []
+    hooks = [held for key, held in own.items() if key.endswith("_hooks") and "state_dict" not in key]
+    more += ["hooks"] if any(hooks) else []
+    return more + [name for kind in ("_parameters", "_buffers") for name in own[kind]]
 
 
 def check_balance(balance: Balance, n: int, sample: PyTree) -> None:

@@ -168,7 +168,7 @@ class Model(nn.Module):
     def unwrap(self) -> nn.Module:
         """Return a copy of the model by itself, with whole parameters; all devices have to call it."""
         self._follow()
-        return filled(self.module, *self.learner.whole())
+        return filled(self.module, *map(_copies, self.learner.whole()))
 
 
 @dataclass
@@ -381,6 +381,11 @@ def _no_numbers(**given: Any) -> list[str]:
     """Return a complaint of each that is neither a number nor a tensor of one."""
     wrong = {k: x for k, x in given.items() if not (isinstance(x, Real) or (isinstance(x, Tensor) and x.numel() == 1))}
     return [f"{name} is a number, not {x!r}" for name, x in wrong.items()]
+
+
+def _copies(tree: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return copies of tensors that training may go on with, and let go of each: gathered ones are not there twice."""
+    return {name: tree.pop(name).clone() for name in [*tree]}
 
 
 def boosted_model(model: Any) -> Model:
