@@ -576,3 +576,71 @@ def test_a_model_drops_gradients_as_its_optimizer_does():
             round_of(booster, model, opt, x, y)
 
     close(boosted("zero 2", body), by_torch(batches))
+
+
+# -- devices that go apart -----------------------------------------------------------------------------------------------
+
+
+def by_a_plateau(booster, opt, scheduler, loss):
+    scheduler.step(loss)
+
+
+def by_hand(booster, opt, scheduler, loss):
+    opt.param_groups[0]["weight_decay"] = 0.1 * fs.axis_index("data")
+
+
+def by_a_limit(booster, opt, scheduler, loss):
+    booster.clip_grad_norm(opt, 1.0 + fs.axis_index("data"))
+
+
+@pytest.mark.parametrize(
+    ("plugin", "mesh"),
+    [
+        (fs.DDPPlugin, {"data": 2}),
+        (lambda: fs.ZeroPlugin(stage=2), {"data": 2}),
+        (fs.FSDPPlugin, {"data": 2}),
+        (lambda: fs.DDPPlugin(reproducible=True), {"data": 2}),
+        (lambda: fs.HybridParallelPlugin(pipeline=2, microbatches=2), {"data": 2, "pipe": 2}),
+    ],
+    ids=["ddp", "zero 2", "fsdp", "reproducible", "stages"],
+)
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        (by_a_plateau, r"\(data=0.*\) with lr=0.1, .*; \(data=1.*\) with lr=0.01"),
+        (by_hand, "weight_decay=0.*weight_decay=0.1"),
+        (by_a_limit, "a limit of 1.0.*a limit of 2.0"),
+        (None, None),
+    ],
+    ids=["plateau", "by hand", "limit", "nothing"],
+)
+def test_steps_with_other_options_on_other_devices_are_an_error(what, words, plugin, mesh):
+    def main():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+        booster = fs.Booster(plugin())
+        opt = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(opt, patience=0)
+        model, opt, *_ = booster.boost(model, opt)
+        for step in range(4):
+            x = torch.ones(4, 3)
+            if booster.plugin.arranged().cut is None:
+                loss = model(x).square().mean()
+                booster.backward(loss, opt)
+            else:
+                loss = booster.execute_pipeline(iter([(x, x[:, :1])]), model, nn.functional.mse_loss, opt)["loss"]
+            if what is by_a_limit:
+                what(booster, opt, scheduler, None)
+            opt.step()
+            opt.zero_grad()
+            if what is not by_a_limit and what is not None:
+                what(booster, opt, scheduler, 1.0 + step * (fs.axis_index("data") - 0.5))
+
+    def run():
+        fs.run(main, mesh=fs.make_mesh(mesh))
+
+    if what is None:
+        run()
+        return
+    with pytest.raises(fs.MismatchError, match=f"taken the last step with different options: .*{words}"):
+        run()

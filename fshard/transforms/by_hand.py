@@ -52,6 +52,7 @@ from fshard.transforms.learner import Learner
 from fshard.transforms.means import Found
 from fshard.transforms.nearby import refuse_distant, refuse_unplaced
 from fshard.transforms.opaque import refuse_opaque
+from fshard.transforms.origin import after_a_step
 from fshard.transforms.randomness import drawn_key, keyed_random
 from fshard.transforms.reached import Calls, look_beside, marked, reached, refuse_backward, refuse_unreached
 from fshard.transforms.remembered import Written, warn_of_samples
@@ -302,7 +303,8 @@ class ByHand(Learner):
             raise LayoutError(f"backward takes one number that the model's output led to; this loss {found}.")
         look_beside(loss)
         now.calls.tell(loss)
-        self._here(lambda device: self._backward(now, loss, scale, sync))
+        with after_a_step(self.stepped):
+            self._here(lambda device: self._backward(now, loss, scale, sync))
 
     def _backward(self, now: _Open, loss: Tensor, scale: float, sync: bool) -> None:
         tape, how, device = now.tape, self._gradient.how, now.device
@@ -373,7 +375,8 @@ class ByHand(Learner):
                 "there are no gradients. Call the model, then booster.backward(loss, optimizer): loss.backward() knows "
                 "nothing of the other devices."
             )
-        return self._here(lambda device: self._gradients(now, now.device))
+        with after_a_step(self.stepped):
+            return self._here(lambda device: self._gradients(now, now.device))
 
     def _gradients(self, now: _Open, device: Device | None) -> PyTree:
         assert device is not None

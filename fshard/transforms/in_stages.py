@@ -32,6 +32,7 @@ from fshard.transforms.gradient import Runs, Value, as_they_lie
 from fshard.transforms.kept import Slot, kept_of, without
 from fshard.transforms.learner import Learner
 from fshard.transforms.nearby import refuse_distant
+from fshard.transforms.origin import after_a_step
 from fshard.transforms.reached import look_beside
 from fshard.transforms.skeleton import skeleton
 from fshard.transforms.stage_layouts import shard_stages
@@ -144,7 +145,8 @@ class InStages(Learner):
         refuse_distant(self.mesh, "execute_pipeline", params=self.params, buffers=self.buffers)
         with self.draws(grad=backward), torch.enable_grad() if backward else torch.no_grad():
             runs = self._gradient(loss, outputs, backward)
-            value, grads = runs.run(self.params, self.buffers, batch, call_site(), scale)
+            with after_a_step(self.stepped):
+                value, grads = runs.run(self.params, self.buffers, batch, call_site(), scale)
         if backward:
             self._grads.append(grads)
         self.buffers = value.buffers

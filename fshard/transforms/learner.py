@@ -50,7 +50,7 @@ class Learner(ABC):
                 "torchrun."
             )
         self.params, self.mesh, self._lay, self.reproducible = params, mesh, lay, reproducible
-        self.seed = seed
+        self.seed, self.stepped = seed, ""  # with which options, as a text
         self.steps = self._rounds = self._looks = 0
         self._had, self._zeroed = set[int](), set[int]()  # which have had a gradient, and whose is zero at least
 

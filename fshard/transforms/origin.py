@@ -4,6 +4,7 @@
     the key that random draws begin with     in every step, in reproducible mode
     parameters that lie whole                in the first step: their bits, each leaf's as a number
     batches that are given whole             in the first step, likewise
+    the options of the step before           in every step of a loop: learning rates, limits of norms
 
 Where devices differ in one of these, their replicas would come apart without a word.  Marks of them go along with numbers
 that are summed anyway; only when those differ devices tell each other more.
@@ -11,8 +12,10 @@ that are summed anyway; only when those differ devices tell each other more.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -35,6 +38,19 @@ def bits(x: Tensor) -> int:
     return int(words.sum(dtype=torch.int64).item()) % (1 << 40)
 
 
+_stepped: ContextVar[str] = ContextVar("stepped", default="")
+
+
+@contextmanager
+def after_a_step(options: str) -> Generator[None]:
+    """Let what is begun inside tell the options of the step before it."""
+    token = _stepped.set(options)
+    try:
+        yield
+    finally:
+        _stepped.reset(token)
+
+
 @dataclass(frozen=True)
 class Origin:
     """What one device starts from.
@@ -44,21 +60,25 @@ class Origin:
         key: of random draws; None if devices may draw differently.
         leaves: the bits of parameters that lie whole, by their paths; none, but in a device's first step.
         batch: those of what the batch has that was given whole, likewise.
+        stepped: the options of the step before, in a loop.
     """
 
     shapes: tuple[tuple[int, ...], ...]
     key: int | None
     leaves: Mapping[str, int]
     batch: Mapping[str, int]
+    stepped: str = field(default_factory=_stepped.get)
 
     @property
     def told(self) -> tuple[object, ...]:
         """What is to be the same on all devices."""
-        return (self.shapes, [*self.batch.values()]), self.key, [*self.leaves.values()]
+        return (self.shapes, [*self.batch.values()]), self.key, [*self.leaves.values()], self.stepped
 
     def refuse(self, place: int, mesh: Mesh, exchange: Callable[[Sequence[int]], Mapping[int, Sequence[int]]]) -> None:
         """Raise, saying who differs in what was told at some place; `exchange` gives all devices' numbers."""
-        raise MismatchError(f"value_and_grad: {(self._batches, self._keys, self._parameters)[place](mesh, exchange)}")
+        raise MismatchError(
+            f"value_and_grad: {(self._batches, self._keys, self._parameters, self._options)[place](mesh, exchange)}"
+        )
 
     def _batches(self, mesh: Mesh, exchange: Callable[[Sequence[int]], Mapping[int, Sequence[int]]]) -> str:
         found = exchange([length for shape in self.shapes for length in shape])
@@ -83,6 +103,14 @@ class Origin:
         return (
             f"parameters that lie whole are not the same on all devices: {_wrong(self.leaves, mesh, exchange)}. Make them "
             "from one seed on all processes, or load them from one file."
+        )
+
+    def _options(self, mesh: Mesh, exchange: Callable[[Sequence[int]], Mapping[int, Sequence[int]]]) -> str:
+        found = exchange([*self.stepped.encode()])
+        held = "; ".join(f"{name_of(mesh, device)} with {bytes(text).decode()}" for device, text in found.items())
+        return (
+            f"devices have taken the last step with different options: {held}. A device's own loss is of its own samples: give "
+            'a scheduler, ReduceLROnPlateau say, fs.pmean(loss.detach(), "data"), and all the same limits.'
         )
 
     def _values(self, mesh: Mesh, exchange: Callable[[Sequence[int]], Mapping[int, Sequence[int]]]) -> str:

@@ -233,7 +233,10 @@ class BoostedOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(self, given: Any, opts: Callable[[], Partitioned], model: Model, *, zeros: bool) -> None:
-        self._grads = cast("PyTree | None", None)  # first: what the given one has is set there
+        self._grads, self._limits = (
+            cast("PyTree | None", None),
+            list[float](),
+        )  # first: what the given one has is set there
         self._opts, self._model, self._learner, self._zeros, self.optim = opts, model, model.learner, zeros, given
         self.state: PyTree = opts().init(self._learner.params)
 
@@ -313,12 +316,14 @@ class BoostedOptimizer(torch.optim.Optimizer):
                 f"clip_grad_norm: the norm of the gradients is {norm.item()}; error_if_nonfinite=False would only return it."
             )
         self._grads = shrunk(self.grads, norm, max_norm * scale)
+        self._limits.append(float(max_norm))
         return norm / scale
 
     def clip_grad_by_value(self, clip_value: float) -> None:
         """Keep each element of the gradients between -clip_value and clip_value."""
         refuse("clip_grad_value", _no_numbers(clip_value=clip_value))
         self._grads, _ = clip_by_value(clip_value * self.scale).update(self.grads, (), None)
+        self._limits.append(float(clip_value))
 
     def step(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, closure: Callable[[], Tensor] | None = None
@@ -337,12 +342,19 @@ class BoostedOptimizer(torch.optim.Optimizer):
             loss = None if closure is None else closure()
         params, self.state = self._learner.written(self._opts(), self.grads, self.state)
         self._learner.params, self._grads = params, None
+        self._learner.stepped, self._limits = self._options(), []
         self._model.forget_late()
         if isinstance(self.optim, torch.optim.Optimizer):
             vars(self.optim)["_opt_called"] = (
                 True  # schedulers ask torch's optimizers whether a step came before theirs
             )
         return loss
+
+    def _options(self) -> str:
+        """Return what this step was made with, as far as a loop decides it."""
+        groups = self.optim.param_groups if isinstance(self.optim, torch.optim.Optimizer) else []
+        told = ", ".join(f"{name}={_shown(group[name])}" for group in groups for name in _VARIED if name in group)
+        return told + "".join(f", a limit of {limit}" for limit in self._limits)
 
     def state_dict(self) -> Any:
         """Raise: `state` lies as the plugin says."""
@@ -375,6 +387,14 @@ class BoostedOptimizer(torch.optim.Optimizer):
         """Forget the gradients.  If they are not set to None, those that there were are zeros where nobody makes others."""
         self._grads = None
         self._learner.zero(to_none=set_to_none)
+
+
+_VARIED = "lr", "momentum", "betas", "weight_decay"
+"""Options that schedulers change."""
+
+
+def _shown(x: Any) -> str:
+    return str(float(x)) if isinstance(x, Tensor) and x.numel() == 1 else str(x)
 
 
 def _no_numbers(**given: Any) -> list[str]:
