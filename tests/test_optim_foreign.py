@@ -739,7 +739,7 @@ REFUSALS = {
     "shared": (Shared, None, r"Shared: state\['k'\] would be lost"),
     "replaced": (MyAdamW, replaced, "MyAdamW: the step of this one optimizer has been replaced"),
     "stepped": (MyAdamW, stepped, r'MyAdamW: state\[param\]\["exp_avg"\].* would be lost.*before its first step'),
-    "by list": (ByList, None, "ByList: .* have moved none of the parameters"),
+    "by list": (ByList, None, "ByList holds parameters of the model in own"),
     "coasting": (Coasting, None, "Coasting moves parameters that have no gradient"),
     "dropping": (Dropping, None, "Dropping: steps of .* have another result"),
     **{

@@ -9,8 +9,8 @@ Whether a copy does what the given one would do is found out in `trials`.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from types import MethodType
 from typing import Any, TypeGuard
 
@@ -34,41 +34,66 @@ class Group:
         at: the number of the group.
         begun: what its constructor has put into the state of each parameter, made for another.
         more: options that come before those of the group.
+        cut: names of options that have an item for each parameter: a copy has those of its own.
     """
 
     given: torch.optim.Optimizer
     at: int
     begun: dict[str, Callable[[Tensor], Any]]
     more: dict[str, Any] = field(default_factory=dict[str, Any])
+    cut: frozenset[str] = frozenset()
 
     @staticmethod
     def of(given: torch.optim.Optimizer, at: int) -> Group:
         return Group(given, at, _begun(given, at))
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """What stands in the group now."""
+        return self.given.param_groups[self.at]
+
+    def by_place(self) -> frozenset[str]:
+        """Return the names of options that have as many items as the group has parameters."""
+        n = len(self.options["params"])
+        return frozenset(name for name, x in self.options.items() if type(x) in (list, tuple) and len(x) == n) - {
+            "params"
+        }
+
+    def cutting(self, names: Iterable[str]) -> Group:
+        """Return the group with these options cut, as far as it has them."""
+        return replace(self, cut=self.by_place() & {*names})
+
     def moving(self) -> Group:
         """Return the group with a learning rate that moves parameters, and without a kernel that rounds by the place."""
-        group = self.given.param_groups[self.at]
+        group = self.options
         more: dict[str, Any] = {"fused": False} if group.get("fused") else {}
         if (lr := group.get("lr")) is not None:
             rate = _RATE / (1 + self.at)
             more["lr"] = torch.full_like(lr, rate) if isinstance(lr, Tensor) else rate
-        return Group(self.given, self.at, self.begun, more)
+        return replace(self, more=more)
 
-    def pure(self, examples: Iterable[Tensor], elementwise: bool) -> Optimizer:
-        """Return the pure optimizer whose steps are those of copies."""
+    def pure(self, examples: Iterable[Tensor], elementwise: bool, place: Callable[[str], int]) -> Optimizer:
+        """Return the pure optimizer whose steps are those of copies; `place` is that of a parameter, by its path."""
 
-        def make(params: list[Tensor], more: dict[str, Any]) -> torch.optim.Optimizer:
+        def make(params: list[Tensor], more: dict[str, Any], places: Sequence[int]) -> torch.optim.Optimizer:
             fused = {name: x for name, x in more.items() if name == "fused"}  # the learning rate is read off the group
-            return copied([(self, params)], fused)
+            return copied([(self, params, places)], fused)
 
         name = type(self.given).__name__
         of = Foreign(make, name, f"{name} cannot be made", is_torchs(type(self.given)))
-        fused = bool(self.given.param_groups[self.at].get("fused"))
-        return of.pure(lambda count: 0.0, examples, elementwise=elementwise, fused=fused)
+        fused, by_path = bool(self.options.get("fused")), place if self.cut else None
+        return of.pure(lambda count: 0.0, examples, elementwise=elementwise, fused=fused, place=by_path)
+
+    def filled(self, params: list[Tensor], places: Sequence[int], more: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the group with other parameters, which stand for those at some places."""
+        options = {**self.options, **self.more, **more, "params": params}
+        return options | {name: type(x := options[name])(x[place] for place in places) for name in self.cut}
 
 
-def copied(groups: Iterable[tuple[Group, list[Tensor]]], more: Mapping[str, Any]) -> torch.optim.Optimizer:
-    """Return an optimizer like the given one that has these groups of these parameters."""
+def copied(
+    groups: Iterable[tuple[Group, list[Tensor], Sequence[int]]], more: Mapping[str, Any]
+) -> torch.optim.Optimizer:
+    """Return an optimizer like the given one that has these groups of these parameters, of some places."""
     groups = [*groups]
     given = groups[0][0].given
     new = object.__new__(type(given))
@@ -80,10 +105,8 @@ def copied(groups: Iterable[tuple[Group, list[Tensor]]], more: Mapping[str, Any]
         own[name] = dict[int, Any]() if is_hooks else x
     own.pop("step", None)  # a scheduler's
     own["state"] = state = defaultdict[Tensor, dict[str, Any]](dict[str, Any])
-    own["param_groups"] = [
-        {**group.given.param_groups[group.at], **group.more, **more, "params": params} for group, params in groups
-    ]
-    for group, params in groups:
+    own["param_groups"] = [group.filled(params, places, more) for group, params, places in groups]
+    for group, params, _ in groups:
         for param in params if group.begun else ():
             state[param] = {name: make(param) for name, make in group.begun.items()}
     return new
@@ -126,12 +149,6 @@ def _maker(param: Tensor, value: Any) -> Callable[[Tensor], Any] | None:
     if value.shape == param.shape and bool((value == fill).all()):
         return lambda other: torch.full_like(other, fill, dtype=dtype, requires_grad=False)
     return (lambda other: value.detach().clone()) if value.ndim == 0 else None
-
-
-def shapes_of(params: Iterable[Tensor], most: int) -> list[Tensor]:
-    """Return an example of each kind of parameter, of no more elements in a dim than tell what state there is."""
-    kinds = dict.fromkeys((tuple(min(n, most) for n in x.shape), x.dtype, device_of(x)) for x in filter(moves, params))
-    return [torch.ones(shape, dtype=dtype, device=device) for shape, dtype, device in kinds]
 
 
 def moves(x: Tensor) -> bool:

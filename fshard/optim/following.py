@@ -8,7 +8,8 @@ What is written there before a step counts in that step.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,9 +20,11 @@ from fshard.errors import OptimizerError
 from fshard.optim.adam import adam, adamw
 from fshard.optim.choose import by_label
 from fshard.optim.contract import Optimizer, check_optimizer
+from fshard.optim.dry import NOT_OPTIONS, Groups, modes
 from fshard.optim.foreign import is_torchs
+from fshard.optim.held import refuse_hooks_of_all, refuse_replaced
 from fshard.optim.sgd import sgd
-from fshard.optim.trials import foreign, refuse_replaced
+from fshard.optim.trials import closure_error, foreign, pure
 
 _ADAM = ("betas", "eps", "weight_decay", "amsgrad", "maximize")
 _OWN: dict[type, tuple[Any, tuple[str, ...]]] = {
@@ -46,6 +49,10 @@ class Followed(Protocol):
 
     def point_at(self, params: Mapping[str, Tensor]) -> None:
         """Refer to these tensors in the place of the parameters, which may then go."""
+        ...
+
+    def refuse_closure(self) -> None:
+        """Raise if its steps would do more with a closure than to call it once before."""
         ...
 
 
@@ -80,6 +87,9 @@ class Fixed:
     def point_at(self, params: Mapping[str, Tensor]) -> None:
         """Do nothing: it refers to none."""
 
+    def refuse_closure(self) -> None:
+        """Do nothing: it knows of none."""
+
 
 class Following:
     """A pure optimizer for named parameters, as an optimizer of torch has them in its groups now.
@@ -110,29 +120,66 @@ class Following:
                 "its first step."
             )
         self._names = [[name for name in group if name is not None] for group in own]
-        self.labels = {name: at for at, group in enumerate(self._names) for name in group}
-        self._tied = {id(x): self.labels.get(name) for name, x in params.items()}
+        self._places = {name: (at, i) for at, group in enumerate(self._names) for i, name in enumerate(group)}
+        self._tied = {id(x): self._places.get(name) for name, x in params.items()}
         self._frozen: dict[int, nn.Parameter] = {}
-        self._made: tuple[dict[int, dict[str, Any]], Optimizer] | None = None
+        self._ids, self._is_pointed = _ids(given), False
         others = [at for at, group in enumerate(given.param_groups) if not _is_ours(type(given), group)]
-        self._foreign = foreign(given, others) if others else {}
+        self._copied = foreign(given, others) if others else Groups(given, {}, {})
+        self._tried: dict[Hashable, dict[int, Optimizer]] = {}
+        self._made: _Now | None = None
+        self.now()
+        self._closure_error = closure_error(self._copied)
 
     def now(self) -> Optimizer:
         """Return the optimizer that torch's groups describe; learning rates are read anew in each step."""
-        groups = {at: group for at, group in enumerate(self.given.param_groups) if at not in self._foreign}
-        options = {at: _options(group) for at, group in groups.items()}
-        if self._made is None or self._made[0] != options:
-            ours = {at: _made(type(self.given), groups[at], own) for at, own in options.items()}
-            opts = dict(sorted((ours | self._foreign).items()))
-            self._made = options, opts[0] if len(opts) == 1 else by_label(opts, self._label)
-        return self._made[1]
+        refuse_hooks_of_all(self.given)
+        self._refuse_moved()
+        groups = self.given.param_groups
+        options = {at: _options(group) for at, group in enumerate(groups) if at not in self._copied.groups}
+        modes_now = {at: modes(groups[at]) for at in self._copied.groups}
+        if self._made is None or (self._made.options, self._made.modes) != (options, modes_now):
+            ours = {at: _made(self.given, at, own) for at, own in options.items()}
+            opts = dict(sorted((ours | self._copies(modes_now)).items()))
+            opt = opts[0] if len(opts) == 1 else by_label(opts, self._label)
+            made = _Now(options, modes_now, opts, [_options(group) for group in groups], opt)
+            if self._made is not None:
+                made.refuse_other_state(self._made, type(self.given).__name__)
+            self._made = made
+        return self._made.opt
+
+    def _copies(self, modes: dict[int, Any]) -> dict[int, Optimizer]:
+        """Return the optimizers that step by copies: what dry steps show depends on which options are on."""
+        key = tuple(modes.items())
+        if key not in self._tried:
+            self._tried[key] = pure(self._copied, self._place)
+        return self._tried[key]
+
+    def _refuse_moved(self) -> None:
+        """Raise if groups have other parameters than they had, or there is state that nobody reads."""
+        name = type(self.given).__name__
+        if _ids(self.given) != self._ids:
+            raise OptimizerError(
+                f"{name}: groups, or parameters of them, have been added, removed or moved since it was boosted. Make them "
+                "before; what is not to move any more has the learning rate 0."
+            )
+        if self._is_pointed and any(self.given.state.values()):
+            raise OptimizerError(
+                f"{name}: a state was loaded into it after it was boosted, where nobody reads it: what counts is the state of "
+                "the optimizer that boost has returned. Resume from that."
+            )
+
+    def refuse_closure(self) -> None:
+        """Raise if steps of the given one would do more with a closure than to call it once before."""
+        if self._closure_error is not None:
+            raise OptimizerError(self._closure_error)
 
     def trained(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return parameters by their names, of which those that are in no group are frozen."""
         for name, x in params.items():  # a part of the model may know a tied parameter by another name
-            if (label := self._tied.get(id(x))) is not None:
-                self.labels.setdefault(name, label)
-        return {name: x if name in self.labels else self._as_frozen(x) for name, x in params.items()}
+            if (place := self._tied.get(id(x))) is not None:
+                self._places.setdefault(name, place)
+        return {name: x if name in self._places else self._as_frozen(x) for name, x in params.items()}
 
     def _as_frozen(self, x: Tensor) -> Tensor:
         """Return the same frozen parameter for the same parameter: what is tied stays tied."""
@@ -142,14 +189,85 @@ class Following:
 
     def point_at(self, params: Mapping[str, Tensor]) -> None:
         """Let the groups have other tensors in the place of the parameters, and forget the state that was made for these."""
-        self.given.state.clear()
+        self.given.state = _Gone()
         self._tied, self._frozen = {}, {}  # whose numbers mean nothing once they have gone
         for group, names in zip(self.given.param_groups, self._names, strict=True):
             group["params"] = [params[name] for name in names]
+        self._ids, self._is_pointed = _ids(self.given), True
 
     def _label(self, path: str, leaf: object) -> int:
         """Return the group of a parameter, by its name; those in none are not trained."""
-        return self.labels.get(path.rpartition('["')[2].removesuffix('"]'), 0)
+        return self._places.get(_name(path), (0, 0))[0]
+
+    def _place(self, path: str) -> int:
+        """Return the place of a parameter in its group."""
+        return self._places.get(_name(path), (0, 0))[1]
+
+
+@dataclass(frozen=True)
+class _Now:
+    """Pure optimizers, and what they were made for.
+
+    Args:
+        options: of the groups that have an optimizer of ours.
+        modes: of the others.
+        opts: the optimizer of each group.
+        said: the options of all groups, as they were said.
+        opt: that of all parameters.
+    """
+
+    options: dict[int, dict[str, Any]]
+    modes: dict[int, object]
+    opts: dict[int, Optimizer]
+    said: list[dict[str, Any]]
+    opt: Optimizer
+
+    def refuse_other_state(self, before: _Now, name: str) -> None:
+        """Raise naming what was changed in the groups whose optimizers have other parts of state than before."""
+        found = [
+            f'param_groups[{at}]["{key}"] was {old.get(key)!r} and is {new.get(key)!r}'
+            for at, (old, new) in enumerate(zip(before.said, self.said, strict=True))
+            if before.opts[at].init([]).keys() != self.opts[at].init([]).keys()
+            for key in {**old, **new}
+            if _is_other(old.get(key), new.get(key))
+        ]
+        if found:
+            raise OptimizerError(
+                f"{name}: {', '.join(found)}, and with that it remembers something else than it did when it was boosted. Boost "
+                "it with the options that decide what it remembers, and leave them on or off."
+            )
+
+
+class _Gone(defaultdict[Any, Any]):
+    """The state of an optimizer that was boosted: it has none, and what is written into it counts for nothing."""
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        raise OptimizerError(_GONE)
+
+    def __missing__(self, key: Any) -> Any:
+        raise OptimizerError(_GONE)
+
+    def clear(self) -> None:
+        raise OptimizerError(_GONE)
+
+
+_GONE = (
+    "state: the optimizer that was given to boost has none any more, and none is read from there. That of the one that boost "
+    "has returned lies as the plugin says."
+)
+
+
+def _ids(given: torch.optim.Optimizer) -> list[list[int]]:
+    """Return which tensors each group has, without holding them."""
+    return [[*map(id, group["params"])] for group in given.param_groups]
+
+
+def _name(path: str) -> str:
+    return path.rpartition('["')[2].removesuffix('"]')
+
+
+def _is_other(one: Any, other: Any) -> bool:
+    return one is not other and not (type(one) is type(other) and not isinstance(one, Tensor) and one == other)
 
 
 def _began(state: Mapping[str, Any]) -> bool:
@@ -160,7 +278,7 @@ def _began(state: Mapping[str, Any]) -> bool:
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a group but for its learning rate, and what schedulers keep there."""
-    return {name: x for name, x in group.items() if name not in ("params", "lr", "initial_lr", "max_lr", "min_lr")}
+    return {name: x for name, x in group.items() if name not in NOT_OPTIONS}
 
 
 def _is_ours(cls: type, group: Mapping[str, Any]) -> bool:
@@ -168,11 +286,11 @@ def _is_ours(cls: type, group: Mapping[str, Any]) -> bool:
     return cls in _OWN and not any(group.get(name) for name in _NOT_OURS)
 
 
-def _made(cls: type, group: dict[str, Any], options: dict[str, Any]) -> Optimizer:
+def _made(given: torch.optim.Optimizer, at: int, options: dict[str, Any]) -> Optimizer:
     def rate(count: int) -> float:
-        return float(group["lr"])
+        return float(given.param_groups[at]["lr"])
 
-    own, names = _OWN[cls]
+    own, names = _OWN[type(given)]
     if options.get("decoupled_weight_decay") and own is adam:
         own = adamw
     return own(rate, **{name: options[name] for name in names}, fused=bool(options.get("fused")))

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,8 +24,10 @@ import torch
 from torch import Tensor, nn
 
 from fshard.errors import FshardError, OptimizerError
+from fshard.mesh.tree import PyTree
 from fshard.optim.cells import Cells
-from fshard.optim.contract import Optimizer
+from fshard.optim.contract import Optimizer, step_of
+from fshard.optim.leaves import Leaves
 from fshard.optim.lists import rounds_by_place
 from fshard.optim.rules import Rule, writer
 from fshard.optim.schedules import Rate
@@ -42,8 +44,8 @@ _REFUSED = {
     "LBFGS": "it calls the loss function several times in one step",
     "SparseAdam": "it is for sparse gradients",
 }
-Maker = Callable[[list[Tensor], dict[str, Any]], torch.optim.Optimizer]
-"""Make a new optimizer of parameters; options, such as the learning rate, come before its own."""
+Maker = Callable[[list[Tensor], dict[str, Any], Sequence[int]], torch.optim.Optimizer]
+"""Make a new optimizer of parameters, of some places; options, such as the learning rate, come before its own."""
 
 
 def from_torch(cls: type[torch.optim.Optimizer], *, elementwise: bool | None = None, **options: Any) -> Optimizer:
@@ -65,7 +67,7 @@ def from_torch(cls: type[torch.optim.Optimizer], *, elementwise: bool | None = N
     elementwise = known_elementwise(cls, elementwise)
     lr: Rate = options.pop("lr") if "lr" in options else _default_rate(cls, options)
 
-    def make(params: list[Tensor], more: dict[str, Any]) -> torch.optim.Optimizer:
+    def make(params: list[Tensor], more: dict[str, Any], places: Sequence[int]) -> torch.optim.Optimizer:
         return _made(cls, params, options | more)
 
     of = Foreign(make, f"from_torch({cls.__name__})", f"from_torch cannot make {cls.__name__}", is_torchs(cls))
@@ -89,7 +91,15 @@ class Foreign:
     cannot: str
     counts: bool
 
-    def pure(self, lr: Rate, examples: Iterable[Tensor], *, elementwise: bool, fused: bool) -> Optimizer:
+    def pure(
+        self,
+        lr: Rate,
+        examples: Iterable[Tensor],
+        *,
+        elementwise: bool,
+        fused: bool,
+        place: Callable[[str], int] | None = None,
+    ) -> Optimizer:
         """Return the pure optimizer of which a step is one of a new optimizer, with the state that was kept.
 
         Args:
@@ -97,10 +107,11 @@ class Foreign:
             examples: parameters that show what state there is.
             elementwise: whether an element's update depends on that element alone.
             fused: whether `step` is to have the rounding of torch's fused kernels.
+            place: that of a parameter, by its path, where steps depend on it.
         """
         dry = {} if callable(lr) else {"lr": lr}
         kept = _Kept(_names(self, dry, examples), self.counts, self.cannot)
-        shown = _Shown(lambda param: _stepped(self.make([param], dry), param))
+        shown = _Shown(lambda param: _stepped(self.make([param], dry, [0]), param))
 
         def slot(name: str) -> Callable[[Tensor], Tensor | None]:
             def make(shard: Tensor) -> Tensor | None:
@@ -111,15 +122,30 @@ class Foreign:
 
             return make
 
-        rule = _rule(self, kept, {"fused": False} if fused else {})
-        return writer(
-            lr,
-            {own: slot(name) for name in kept.found if (own := kept.slot(name))},
-            _in_32_bits(rule) if elementwise else rule,
-            fast=_rule(self, kept, {}) if fused else None,
-            check=None if elementwise else check_whole(self.name),
-            elementwise=elementwise,
-        )
+        def at(places: Sequence[int]) -> Optimizer:
+            rule = _rule(self, kept, {"fused": False} if fused else {}, places)
+            return writer(
+                lr,
+                {own: slot(name) for name in kept.found if (own := kept.slot(name))},
+                _in_32_bits(rule) if elementwise else rule,
+                fast=_rule(self, kept, {}, places) if fused else None,
+                check=None if elementwise else check_whole(self.name),
+                elementwise=elementwise,
+            )
+
+        return at(()) if place is None else _placed(at, place)
+
+
+def _placed(at: Callable[[Sequence[int]], Optimizer], place: Callable[[str], int]) -> Optimizer:
+    """Return an optimizer that is one of the places of the parameters that it is given."""
+
+    def of(params: PyTree) -> Optimizer:
+        return at([*map(place, Leaves.of(params).paths)])
+
+    return at(())._replace(
+        update=lambda grads, state, params: of(params).update(grads, state, params),
+        step=lambda grads, state, params: step_of(of(params))(grads, state, params),
+    )
 
 
 @dataclass(frozen=True)
@@ -140,7 +166,9 @@ class _Kept:
         """Return what we call a piece of state; None where our own count tells it."""
         if name == "step" and self.counts:
             return None
-        return f"own {name}" if name in ("step", "count") else name  # which are names of ours
+        return (
+            f"own {name}" if name in ("step", "count") or name.startswith("own ") else name
+        )  # which are names of ours
 
     def given(self, cells: Cells, place: int, device: torch.device | None) -> dict[str, Any]:
         """Return the state of a parameter before this step as the class keeps it: tensors, or numbers."""
@@ -180,15 +208,18 @@ class _Kept:
 _WHAT_IS_KEPT = "What is kept from step to step are tensors and numbers in state[param], from the first step on."
 
 
-def _rule(of: Foreign, kept: _Kept, more: dict[str, Any]) -> Rule:
-    """Return the rule that is a step of a new optimizer of a class, with the state that it kept."""
+def _rule(of: Foreign, kept: _Kept, more: dict[str, Any], places: Sequence[int]) -> Rule:
+    """Return the rule that is a step of a new optimizer of a class, with the state that it kept.
+
+    `places` are those of the leaves; none: they do not matter.
+    """
 
     def rule(cells: Cells, lr: float) -> None:
         cells = cells.filled()
         if not cells.params:
             return
         params: list[Tensor] = [nn.Parameter(param.detach()) for param in cells.params]
-        optimizer = of.make(params, more | {"lr": lr})
+        optimizer = of.make(params, more | {"lr": lr}, [places[leaf] for leaf in cells.leaves] if places else [])
         options = optimizer.param_groups[0]
         on_device = bool(options.get("fused") or options.get("capturable"))  # where torch then keeps its counts
         for place, (param, grad, t) in enumerate(zip(params, cells.grads, cells.steps, strict=True)):
@@ -264,7 +295,7 @@ def _names(of: Foreign, options: dict[str, Any], examples: Iterable[Tensor]) -> 
     for example in examples:
         param = nn.Parameter(example.clone())
         try:
-            optimizer = of.make([param], options)
+            optimizer = of.make([param], options, [0])
         except OptimizerError as error:
             refusals.append(error)
             continue
@@ -275,7 +306,9 @@ def _names(of: Foreign, options: dict[str, Any], examples: Iterable[Tensor]) -> 
         second = _stepped(optimizer, param)
         changed = [name for name, x in _elsewhere(optimizer).items() if elsewhere.get(name) != x]
         strange = {name: x for name, x in first.items() if not isinstance(x, Tensor | int | float)}
+        unnamed = [name for name in {**first, **second} if not isinstance(name, str)]
         lost |= {f"{name}, which steps change": None for name in changed}
+        lost |= {f"state[param][{name!r}], as names have to be strings": None for name in unnamed}
         lost |= {f'state[param]["{name}"], a {type(x).__name__}': None for name, x in strange.items()}
         for name in {**first, **second}:
             if name not in first:

@@ -1,33 +1,45 @@
 """Optimizers of any class as pure ones, by copies; and whether these do what the given one would.
 
-Classes of torch are known to.  Of others dry steps on random numbers must show it, bit by bit: several parameters together,
-each alone, and each by a new copy in each step.
+Classes of torch are known to.  Of others dry steps on random numbers must show it, bit by bit: all parameters together, each
+in its place and as it was given, against each alone and plain; several of each kind for longer; and each by a new copy in each
+step.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Generator, Iterable, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
-from types import MethodType, ModuleType
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fshard.errors import FshardError, OptimizerError
-from fshard.optim.contract import Optimizer, step_of
-from fshard.optim.copies import Group, copied, device_of, is_method, moves, same, shapes_of
+from fshard.optim.contract import Optimizer
+from fshard.optim.copies import same
+from fshard.optim.dry import STEPS, After, Example, Groups, everywhere, long, ran, ran_pure, stepped
 from fshard.optim.foreign import is_torchs, known_elementwise
-
-_STEPS = 12
-"""Some begin to move, or to remember more, after a few steps."""
+from fshard.optim.held import refuse_held, refuse_shared
 
 
-def foreign(given: torch.optim.Optimizer, groups: Iterable[int]) -> dict[int, Optimizer]:
-    """Return the pure optimizers of some groups of one that was made, which read their options anew in each step.
+def foreign(given: torch.optim.Optimizer, at: Iterable[int]) -> Groups:
+    """Return some groups of an optimizer that was made, of which there can be copies."""
+    if not is_torchs(type(given)):
+        refuse_shared(given)
+        refuse_held(given)
+    return Groups.of(given, at)
+
+
+def pure(of: Groups, place: Callable[[str], int]) -> dict[int, Optimizer]:
+    """Return the pure optimizers of groups, which read their options anew in each step.
 
     A class that is not torch's own counts as elementwise if it says so: `elementwise = True`.
+
+    Args:
+        of: the groups.
+        place: that of a parameter in its group, by its path.
 
     >>> class Sign(torch.optim.Optimizer):
     ...     def __init__(self, params, **options):
@@ -38,31 +50,27 @@ def foreign(given: torch.optim.Optimizer, groups: Iterable[int]) -> dict[int, Op
     ...             for p in group["params"]:
     ...                 p.sub_(group["lr"] * p.grad.sign())
     >>> given = Sign([torch.nn.Parameter(torch.ones(2))], lr=0.25)
-    >>> opt, params = foreign(given, [0])[0], [torch.ones(2)]
+    >>> opt, params = pure(foreign(given, [0]), lambda path: 0)[0], [torch.ones(2)]
     >>> opt.step([torch.tensor([3.0, -3.0])], opt.init(params), params)[0], opt.elementwise
     ([tensor([0.7500, 1.2500])], False)
     """
-    cls = type(given)
+    cls = type(of.given)
     own = is_torchs(cls)
-    elementwise = known_elementwise(cls, None) if own else getattr(given, "elementwise", None) is True
-    if not own:
-        _refuse_shared(given)
-        _refuse_held(given)
+    elementwise = known_elementwise(cls, None) if own else getattr(of.given, "elementwise", None) is True
     most = 2 if own or elementwise else 256  # second moments are factored from some size on
-    with _dry(given):
-        made = {
-            at: Group.of(given, at).pure(shapes_of(given.param_groups[at]["params"], most), elementwise)
-            for at in groups
-        }
-        if not own:
-            _refuse_dependent(given, made, elementwise)
-    return made
+    with _dry(of):
+        shapes = {at: of.shapes(at, most) for at in of.groups}
+        made = {at: group.pure(shapes[at], elementwise, place) for at, group in of.groups.items()}
+        if own or not (cut := _tried(of, elementwise)):
+            return made
+        groups = {at: group.cutting(cut) for at, group in of.groups.items()}
+        return made | {at: group.pure(shapes[at], elementwise, place) for at, group in groups.items() if group.cut}
 
 
 @contextmanager
-def _dry(given: torch.optim.Optimizer) -> Generator[None]:
+def _dry(of: Groups) -> Generator[None]:
     """Within, steps draw nothing from the random numbers of the loop, and what they raise is one error."""
-    devices = {device_of(x) for group in given.param_groups for x in group["params"]}
+    devices = {spot.device for spots in of.spots.values() for spot in spots}
     try:
         with torch.random.fork_rng([device for device in devices if device.type == "cuda"]):
             yield
@@ -70,189 +78,102 @@ def _dry(given: torch.optim.Optimizer) -> Generator[None]:
         raise
     except Exception as error:
         raise OptimizerError(
-            f"{type(given).__name__}: an optimizer like it could not step other parameters of the same shapes: "
+            f"{type(of.given).__name__}: an optimizer like it could not step other parameters of the same shapes: "
             f"{type(error).__name__}: {error}. Its step() is to take from param_groups and state all that it needs of a "
             "parameter, and no closure."
         ) from error
 
 
-# -- what no copy can do ----------------------------------------------------------------------------------------------
-
-
-def refuse_replaced(given: torch.optim.Optimizer) -> None:
-    """Raise if the steps of an optimizer are not those of its class, but for a scheduler that notes them."""
-    step = vars(given).get("step")
-    noted = getattr(step, "_wrapped_by_lr_sched", False) and getattr(step, "__wrapped__", None) is type(given).step
-    if step is not None and not noted:
-        raise OptimizerError(
-            f"{type(given).__name__}: the step of this one optimizer has been replaced. Write a class with that step."
-        )
-
-
-def _refuse_shared(given: torch.optim.Optimizer) -> None:
-    """Raise if what an optimizer steps, or remembers, is another's or no parameter's."""
-    if missing := [name for name in ("param_groups", "state") if name not in vars(given)]:
-        raise OptimizerError(
-            f"{type(given).__name__}: its {' and '.join(missing)} belong to another optimizer. Boost that one."
-        )
-    if shared := [f"state[{key!r}]" for key in given.state if not isinstance(key, Tensor)]:
-        raise OptimizerError(
-            f"{type(given).__name__}: {', '.join(shared)} would be lost. What is kept from step to step are tensors and "
-            "numbers in state[param]."
-        )
-
-
-def _refuse_held(given: torch.optim.Optimizer) -> None:
-    """Raise naming the attributes by which an optimizer knows its parameters: a copy has others."""
-    params = {id(x) for group in given.param_groups for x in group["params"]}
-    others = ("state", "param_groups", "step")
-    own = {name: x for name, x in vars(given).items() if name not in others and not is_method(x, given)}
-    groups = {
-        f'param_groups[{at}]["{name}"]': x for at, group in enumerate(given.param_groups) for name, x in group.items()
-    }
-    groups = {name: x for name, x in groups.items() if not name.endswith('["params"]')}
-    if held := [name for name, x in (own | groups).items() if _holds(x, params)]:
-        raise OptimizerError(
-            f"{type(given).__name__} holds parameters of the model in {', '.join(held)}, and these go when it is boosted. Its "
-            "step() is to find them in param_groups."
-        )
-
-
-def _holds(x: Any, params: set[int]) -> bool:
-    """Return whether any of these tensors is reached from an object, through attributes and containers."""
-    left, seen = [x], set[int]()
-    while left:
-        x = left.pop()
-        if isinstance(x, Tensor):
-            if id(x) in params:
-                return True
-        elif id(x) not in seen and not isinstance(x, type | ModuleType):
-            seen.add(id(x))
-            left += vars(x).values() if hasattr(x, "__dict__") else ()
-            left += x.values() if isinstance(x, Mapping) else ()
-            left += x if isinstance(x, Mapping | list | tuple | set | frozenset | deque) else ()
-            left += (x.__self__,) if isinstance(x, MethodType) else ()
-    return False
-
-
-class _Example(NamedTuple):
-    """A parameter of a group to make dry steps with, what attributes it has, and its gradients."""
-
-    group: Group
-    start: Tensor
-    tags: Mapping[str, Any]
-    grads: list[Tensor | None]
-
-
-def _examples(given: torch.optim.Optimizer, groups: Iterable[int]) -> list[_Example]:
-    """Return three parameters for each number of dims that those of a group have, of several sizes and scales."""
-    draw = torch.Generator().manual_seed(0)
-    sizes, found = (3, 5, 2, 4, 3, 2, 5, 4), list[_Example]()
-    for at in groups:
-        params = given.param_groups[at]["params"]
-        for x in {x.ndim: x for x in filter(moves, params)}.values():
-            for turn in range(3):
-                shape = [sizes[(dim + turn) % len(sizes)] for dim in range(x.ndim)]
-                dtype = torch.float32 if x.dtype.itemsize == 2 else x.dtype
-
-                def drawn(
-                    scale: float, like: Tensor = x, shape: list[int] = shape, dtype: torch.dtype = dtype
-                ) -> Tensor:
-                    return (scale * torch.randn(shape, generator=draw, dtype=dtype)).to(device_of(like))
-
-                grads: list[Tensor | None] = [drawn((1.0, 0.01, 100.0)[(turn + t) % 3]) for t in range(_STEPS)]
-                found.append(_Example(Group.of(given, at).moving(), drawn(1.0), {}, grads))
-    return found
-
-
-class _After(NamedTuple):
-    """A parameter after steps, and its state."""
-
-    param: Tensor
-    state: Mapping[str, Any]
-
-
-def _ran(examples: list[_Example]) -> list[_After]:
-    """Return parameters after steps of a copy that has all of them, each in its group."""
-    params = [nn.Parameter(example.start.clone()) for example in examples]
-    groups: dict[int, tuple[Group, list[Tensor]]] = {}
-    for param, example in zip(params, examples, strict=True):
-        vars(param).update(example.tags)
-        groups.setdefault(example.group.at, (example.group, []))[1].append(param)
-    optimizer = copied(groups.values(), {})
-    for t in range(len(examples[0].grads)):
-        for param, example in zip(params, examples, strict=True):
-            grad = example.grads[t]
-            param.grad = None if grad is None else grad.clone()
-        optimizer.step()
-    return [_After(param.detach(), dict(optimizer.state.get(param, {}))) for param in params]
-
-
-@torch.no_grad()
-def _ran_pure(opt: Optimizer, starts: list[Tensor], grads: Sequence[Sequence[Tensor | None]]) -> list[Tensor]:
-    """Return parameters after steps of a pure optimizer."""
-    params: Any = [x.clone() for x in starts]
-    state = opt.init(params)
-    for t in range(_STEPS):
-        params, state = step_of(opt)([None if (g := own[t]) is None else g.clone() for own in grads], state, params)
-    return params
-
-
-def _refuse_dependent(given: torch.optim.Optimizer, groups: Iterable[int], elementwise: bool) -> None:
-    """Raise if dry steps show that the update of a parameter is made of more than its gradient, its state and options."""
-    name, examples = type(given).__name__, _examples(given, groups)
-    alone = [_ran([example])[0] for example in examples]
-    if not all(map(_same_after, alone, _ran(examples))) or any(map(_are_dependent, _unusual(examples))):
-        raise OptimizerError(
-            f"{name}: steps of several parameters together have another result than those of each alone. The update of one "
-            "depends on others, by a norm of all, a count, random numbers or its place in the group, and others may be on "
-            "other devices. For norms there is booster.clip_grad_norm(optimizer, max_norm)."
-        )
+def _tried(of: Groups, elementwise: bool) -> frozenset[str]:
+    """Return the options that go by place; raise if dry steps show that an update is made of more than a parameter's own."""
+    name, everyone = type(of.given).__name__, everywhere(of)
+    cut = _cut(of, everyone)
+    examples = [example.cutting(cut) for example in long(of)]
+    alone, short = [*_alone(examples)], [x._replace(grads=x.grads[:5]) for x in examples]
+    if not _agree(alone, ran(examples)) or any(map(_are_dependent, _unusual(short))):
+        raise _dependent(name)
     if examples and all(same(after.param, example.start) for example, after in zip(examples, alone, strict=True)):
         raise OptimizerError(
-            f"{name}: {_STEPS} steps of an optimizer like it have moved none of the parameters that it was given. Its step() "
+            f"{name}: {STEPS} steps of an optimizer like it have moved none of the parameters that it was given. Its step() "
             "is to find them, and their gradients, in param_groups: those of a list, a function or a model are not trained."
         )
     if _moves_unused(examples):
         raise OptimizerError(
             f"{name} moves parameters that have no gradient, which stay as they are. Let its step() skip them."
         )
-    tags = {repr(vars(x)): (x.ndim, vars(x)) for group in given.param_groups for x in group["params"] if vars(x)}
-    for ndim, own in tags.values():
-        i = next((i for i, example in enumerate(examples) if example.start.ndim == ndim), None)
-        if i is not None and not _same_after(_ran([examples[i]._replace(tags=own)])[0], alone[i]):
-            raise OptimizerError(
-                f"{name} reads attributes of parameters, of {', '.join(own)}, and these are lost. Make groups with options."
-            )
-    for at in groups:
-        if own := [
-            (example, after.param) for example, after in zip(examples, alone, strict=True) if example.group.at == at
-        ]:
-            _refuse_others(name, [example for example, _ in own], [after for _, after in own], elementwise)
-
-
-def _refuse_others(name: str, examples: list[_Example], expected: list[Tensor], elementwise: bool) -> None:
-    """Raise if the pure optimizer of a group does not do what the class does."""
-    starts, grads = [example.start for example in examples], [example.grads for example in examples]
-    opt = examples[0].group.pure(starts, elementwise)
-    if not all(map(same, _ran_pure(opt, starts, grads), expected)):
-        raise OptimizerError(
-            f"{name}: steps of one optimizer have another result than those of new ones, each given the state that the one "
-            "before has left. What is kept from step to step are tensors and numbers in state[param]; none is the parameter."
+    for at in of.groups:
+        _refuse_others(
+            name, [(x, y.param) for x, y in zip(examples, alone, strict=True) if x.group.at == at], elementwise
         )
-    if elementwise:
-        halves = [half for x in starts for half in _halves(x)]
-        parts = iter(_ran_pure(opt, halves, [[*own] for x in grads for own in zip(*map(_halves, x), strict=True)]))
-        if not all(same(torch.cat([next(parts), next(parts)]), x.flatten()) for x in expected):
-            raise OptimizerError(
-                f"{name} says elementwise = True, but pieces of a parameter have another result than the whole. Leave it out."
+    _refuse_zeroing(of.given, everyone)
+    return cut
+
+
+# -- each in its place ------------------------------------------------------------------------------------------------
+
+
+def _cut(of: Groups, everyone: list[Example]) -> frozenset[str]:
+    """Return the options to be cut with which each example alone has the result that all have together; raise if none do.
+
+    Nothing, if that will do: a list may be as long as there are parameters by chance.
+    """
+    lists = frozenset(name for group in of.groups.values() for name in group.by_place())
+    together = ran(everyone)
+    for cut in dict.fromkeys([frozenset[str](), lists & {"param_names"}, lists]):
+        if _agree(_alone(example.plain.cutting(cut) for example in everyone), together):
+            return cut
+    name = type(of.given).__name__
+    raise _told_apart(name, [example.cutting(lists) for example in everyone]) or _dependent(name)
+
+
+def _dependent(name: str) -> OptimizerError:
+    return OptimizerError(
+        f"{name}: steps of several parameters together have another result than those of each alone. The update of one "
+        "depends on others, by a norm of all, a count, random numbers or its place in the group, and others may be on "
+        "other devices. For norms there is booster.clip_grad_norm(optimizer, max_norm)."
+    )
+
+
+def _told_apart(name: str, everyone: list[Example]) -> OptimizerError | None:
+    """Return the error that names attributes or a class of parameters that steps ask for; None if they ask for none."""
+    for example in filter(lambda example: example.trained, everyone):
+        expected = ran([example.plain])
+        if example.tags and not _agree(ran([example._replace(cls=nn.Parameter)]), expected):
+            return OptimizerError(
+                f"{name} reads attributes of parameters, of {', '.join(example.tags)}, and these are lost. Make groups with "
+                "options."
             )
+        if example.cls is not nn.Parameter and not _agree(ran([example]), expected):
+            return OptimizerError(
+                f"{name} steps parameters of the class {example.cls.__name__} otherwise than others, and that class is lost. "
+                "Make groups with options."
+            )
+    return None
 
 
-def _unusual(examples: list[_Example]) -> list[list[_Example]]:
+def _alone(examples: Iterable[Example]) -> Iterator[After]:
+    """Yield each example after steps without others; those that have no gradient stay as they are."""
+    return (ran([x])[0] if x.trained else After(x.start, {}) for x in examples)
+
+
+def _agree(some: Iterable[After], others: Iterable[After]) -> bool:
+    return all(map(_same_after, some, others))
+
+
+def _same_after(one: After, other: After) -> bool:
+    states = one.state, other.state
+    return same(one.param, other.param) and (
+        states[0].keys() == states[1].keys() and all(same(states[0][name], states[1][name]) for name in states[0])
+    )
+
+
+# -- for longer, and in strange cases ---------------------------------------------------------------------------------
+
+
+def _unusual(examples: list[Example]) -> list[list[Example]]:
     """Return examples of which some have no gradient at times, large ones, or one that is no number."""
 
-    def with_one(i: int, at: int, grad: Tensor | None) -> _Example:
+    def with_one(i: int, at: int, grad: Tensor | None) -> Example:
         return examples[i]._replace(grads=[grad if t == at else g for t, g in enumerate(examples[i].grads)])
 
     places = range(len(examples))
@@ -264,24 +185,19 @@ def _unusual(examples: list[_Example]) -> list[list[_Example]]:
     ]
 
 
-def _are_dependent(examples: list[_Example]) -> bool:
+def _are_dependent(examples: list[Example]) -> bool:
     """Return whether steps together have another result than alone; what they raise, they raise in torch's loop as well."""
     try:
-        alone = [_ran([example])[0] for example in examples]
-        return not all(map(_same_after, alone, _ran(examples)))
+        return not _agree([*_alone(examples)], ran(examples))
     except Exception:  # of whatever kind
         return False
 
 
-def _halves(x: Tensor | None) -> tuple[Tensor, ...]:
-    return () if x is None else x.flatten().tensor_split(2)
-
-
-def _moves_unused(examples: list[_Example]) -> bool:
+def _moves_unused(examples: list[Example]) -> bool:
     """Return whether a step moves what has no gradient, or has had one; many raise an error, in torch's loop as well."""
 
-    def after(example: _Example, grads: list[Tensor | None]) -> Tensor:
-        return _ran([example._replace(grads=grads)])[0].param if grads else example.start
+    def after(example: Example, grads: list[Tensor | None]) -> Tensor:
+        return ran([example._replace(grads=grads)])[0].param if grads else example.start
 
     try:
         return any(
@@ -291,8 +207,124 @@ def _moves_unused(examples: list[_Example]) -> bool:
         return False
 
 
-def _same_after(one: _After, other: _After) -> bool:
-    states = one.state, other.state
-    return same(one.param, other.param) and (
-        states[0].keys() == states[1].keys() and all(same(states[0][name], states[1][name]) for name in states[0])
+def _refuse_others(name: str, examples: list[tuple[Example, Tensor]], elementwise: bool) -> None:
+    """Raise if the pure optimizer of a group does not do to examples what the class does."""
+    if not examples:
+        return
+    starts, grads = [x.start for x, _ in examples], [x.grads for x, _ in examples]
+    places = {f"[{i}]": x.place for i, (x, _) in enumerate(examples)}
+    opt = examples[0][0].group.pure(starts, elementwise, places.__getitem__)
+    if not all(map(same, ran_pure(opt, starts, grads), [after for _, after in examples])):
+        raise OptimizerError(
+            f"{name}: steps of one optimizer have another result than those of new ones, each given the state that the one "
+            "before has left. What is kept from step to step are tensors and numbers in state[param]; none is the parameter."
+        )
+    if elementwise:
+        opt = examples[0][0].group.pure(starts, elementwise, lambda path: places[f"[{int(path[1:-1]) // 2}]"])
+        halves = [half for x in starts for half in _halves(x)]
+        parts = iter(ran_pure(opt, halves, [[*own] for x in grads for own in zip(*map(_halves, x), strict=True)]))
+        if not all(same(torch.cat([next(parts), next(parts)]), after.flatten()) for _, after in examples):
+            raise OptimizerError(
+                f"{name} says elementwise = True, but pieces of a parameter have another result than the whole. Leave it out."
+            )
+
+
+def _halves(x: Tensor | None) -> tuple[Tensor, ...]:
+    return () if x is None else x.flatten().tensor_split(2)
+
+
+# -- what else a class may do -----------------------------------------------------------------------------------------
+
+
+def _refuse_zeroing(given: torch.optim.Optimizer, everyone: list[Example]) -> None:
+    """Raise if a class has a zero_grad of its own that does not drop gradients, or make zeros of them, as torch's does."""
+    if type(given).zero_grad is torch.optim.Optimizer.zero_grad:
+        return
+    optimizer, params = stepped(everyone)
+
+    def left(**how: bool) -> list[Tensor | None]:
+        for param, example in zip(params, everyone, strict=True):
+            param.grad = example.grads[0] if example.grads[0] is None else example.grads[0].clone()
+        optimizer.zero_grad(**how)
+        return [param.grad for param in params]
+
+    kept = any(grad is not None for grad in left())
+    kept |= takes(optimizer.zero_grad, set_to_none=False) and any(
+        example.trained and (grad is None or bool(grad.any()))
+        for grad, example in zip(left(set_to_none=False), everyone, strict=True)
     )
+    if kept or not all(
+        same(param.detach().as_subclass(Tensor), x.start) for param, x in zip(params, everyone, strict=True)
+    ):
+        raise OptimizerError(
+            f"{type(given).__name__}: its own zero_grad does something else than torch's, and would not be called. Leave it "
+            "out; zeros instead of None are made by optimizer.zero_grad(set_to_none=False)."
+        )
+
+
+def takes(f: Callable[..., object], *args: object, **kwargs: object) -> bool:
+    """Return whether a function can be called with such arguments."""
+    try:
+        inspect.signature(f).bind(*args, **kwargs)
+    except TypeError:
+        return False
+    return True
+
+
+def closure_error(of: Groups) -> str | None:
+    """Return why steps of a class that is not torch's own are not to be given a closure; None if they may.
+
+    Ours calls it once, before the step: whoever calls it again, has moved before, or asks for its loss, does something else.
+    """
+    if is_torchs(type(of.given)) or not takes(of.given.step, lambda: None):
+        return None
+    everyone = everywhere(of)
+    closures: list[_Closure] = []
+    with torch.random.fork_rng([]):
+        expected = ran(everyone)
+        try:
+            got = ran(everyone, partial(_step_by_closure, noted=closures))
+        except Exception:  # of whatever kind
+            got = None
+    if (
+        got is not None
+        and _agree(expected, got)
+        and all(closure.calls == 1 and closure.is_idle for closure in closures)
+    ):
+        return None
+    return (
+        f"step: {type(of.given).__name__} does more with a closure than to call it once before it steps: it calls it again, "
+        "or steps by its loss, and a boosted optimizer does not. Take the backward before step(), without a closure."
+    )
+
+
+class _Closure:
+    """Gives parameters their gradients, and notes how often, and that nothing has moved before.
+
+    Its loss is odd, and another one in each step.
+    """
+
+    def __init__(self, give: Callable[[], None], params: list[nn.Parameter], loss: float) -> None:
+        self._give, self._params, self._before = give, params, [param.detach().clone() for param in params]
+        self._loss = torch.tensor(loss, requires_grad=True)
+        self.calls, self._moved = 0, False
+
+    def __call__(self) -> Tensor:
+        self.calls += 1
+        self._moved |= not all(map(same, self._params, self._before))
+        self._give()
+        return self._loss
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing was moved before it, and nobody has taken the gradient of its loss."""
+        return not self._moved and self._loss.grad is None
+
+
+def _step_by_closure(
+    optimizer: Any, give: Callable[[], None], params: list[nn.Parameter], noted: list[_Closure]
+) -> None:
+    for param in params:
+        param.grad = None
+    noted.append(_Closure(give, params, -3.7 * 5.0 ** len(noted)))
+    optimizer.step(noted[-1])
