@@ -195,8 +195,10 @@ def _given_before(optimizer: torch.optim.Optimizer, give: Callable[[], None], pa
 
 def ran(examples: Sequence[Example], step: Step = _given_before) -> list[After]:
     """Return parameters after steps of a copy that has all of them, each in its group."""
+    if not examples:
+        return []
     optimizer, params = stepped(examples)
-    for t in range(len(examples[0].grads) if examples else 0):
+    for t in range(len(examples[0].grads)):
 
         def give(t: int = t) -> None:
             for param, example in zip(params, examples, strict=True):
@@ -223,6 +225,6 @@ def ran_pure(opt: Optimizer, starts: list[Tensor], grads: Sequence[Sequence[Tens
     """Return parameters after steps of a pure optimizer."""
     params: Any = [x.clone() for x in starts]
     state = opt.init(params)
-    for t in range(len(grads[0]) if grads else 0):
+    for t in range(len(grads[0])):
         params, state = step_of(opt)([None if (g := own[t]) is None else g.clone() for own in grads], state, params)
     return params

@@ -152,7 +152,7 @@ class Following:
         """Return the optimizers that step by copies: what dry steps show depends on which options are on."""
         key = tuple(modes.items())
         if key not in self._tried:
-            self._tried[key] = pure(self._copied, self._place)
+            self._tried[key] = pure(self._copied, self._place, idle=bool(self._tried))
         return self._tried[key]
 
     def _refuse_moved(self) -> None:
@@ -189,6 +189,8 @@ class Following:
 
     def point_at(self, params: Mapping[str, Tensor]) -> None:
         """Let the groups have other tensors in the place of the parameters, and forget the state that was made for these."""
+        if not self._is_pointed:
+            self.given.state.clear()
         self.given.state = _Gone()
         self._tied, self._frozen = {}, {}  # whose numbers mean nothing once they have gone
         for group, names in zip(self.given.param_groups, self._names, strict=True):

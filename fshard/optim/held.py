@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dis
 import inspect
+import sys
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -41,12 +42,11 @@ def refuse_hooks_of_all(given: torch.optim.Optimizer) -> None:
     """Raise if there are hooks of all optimizers' steps, for classes of torch, which need not be stepped by torch."""
     if not is_torchs(type(given)):
         return
-    module: Any = torch.optim.optimizer
+    module: Any = sys.modules[torch.optim.Optimizer.__module__]
     hooks = (*module._global_optimizer_pre_hooks.values(), *module._global_optimizer_post_hooks.values())
-    if strange := [hook for hook in hooks if not str(getattr(hook, "__module__", "")).startswith("torch.")]:
+    if any(not str(getattr(hook, "__module__", "")).startswith(("torch.", "fshard.")) for hook in hooks):
         raise OptimizerError(
-            f"{type(given).__name__}: hooks of all optimizers, {', '.join(map(repr, strange))}, are not called. Call them beside "
-            "step()."
+            f"{type(given).__name__}: hooks of the steps of all optimizers are not called. Call them beside step()."
         )
 
 

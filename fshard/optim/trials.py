@@ -32,7 +32,7 @@ def foreign(given: torch.optim.Optimizer, at: Iterable[int]) -> Groups:
     return Groups.of(given, at)
 
 
-def pure(of: Groups, place: Callable[[str], int]) -> dict[int, Optimizer]:
+def pure(of: Groups, place: Callable[[str], int], *, idle: bool = False) -> dict[int, Optimizer]:
     """Return the pure optimizers of groups, which read their options anew in each step.
 
     A class that is not torch's own counts as elementwise if it says so: `elementwise = True`.
@@ -40,6 +40,7 @@ def pure(of: Groups, place: Callable[[str], int]) -> dict[int, Optimizer]:
     Args:
         of: the groups.
         place: that of a parameter in its group, by its path.
+        idle: whether it is right that nothing moves, since options say so.
 
     >>> class Sign(torch.optim.Optimizer):
     ...     def __init__(self, params, **options):
@@ -59,12 +60,16 @@ def pure(of: Groups, place: Callable[[str], int]) -> dict[int, Optimizer]:
     elementwise = known_elementwise(cls, None) if own else getattr(of.given, "elementwise", None) is True
     most = 2 if own or elementwise else 256  # second moments are factored from some size on
     with _dry(of):
-        shapes = {at: of.shapes(at, most) for at in of.groups}
-        made = {at: group.pure(shapes[at], elementwise, place) for at, group in of.groups.items()}
-        if own or not (cut := _tried(of, elementwise)):
-            return made
-        groups = {at: group.cutting(cut) for at, group in of.groups.items()}
-        return made | {at: group.pure(shapes[at], elementwise, place) for at, group in groups.items() if group.cut}
+        everyone = [] if own else everywhere(of)
+        cut = _cut(of, everyone)
+        groups = {at: group.cutting(cut or ()) for at, group in of.groups.items()}
+        made = {at: group.pure(of.shapes(at, most), elementwise, place) for at, group in groups.items()}
+        if cut is None:
+            raise _told_apart(cls.__name__, everyone) or _dependent(cls.__name__)
+        if not own:
+            _try(of, [example.cutting(cut) for example in long(of)], elementwise, idle)
+            _refuse_zeroing(of.given, everyone)
+        return made
 
 
 @contextmanager
@@ -84,15 +89,14 @@ def _dry(of: Groups) -> Generator[None]:
         ) from error
 
 
-def _tried(of: Groups, elementwise: bool) -> frozenset[str]:
-    """Return the options that go by place; raise if dry steps show that an update is made of more than a parameter's own."""
-    name, everyone = type(of.given).__name__, everywhere(of)
-    cut = _cut(of, everyone)
-    examples = [example.cutting(cut) for example in long(of)]
+def _try(of: Groups, examples: list[Example], elementwise: bool, idle: bool) -> None:
+    """Raise if dry steps of several examples show that an update is made of more than a parameter's gradient and state."""
+    name = type(of.given).__name__
     alone, short = [*_alone(examples)], [x._replace(grads=x.grads[:5]) for x in examples]
     if not _agree(alone, ran(examples)) or any(map(_are_dependent, _unusual(short))):
         raise _dependent(name)
-    if examples and all(same(after.param, example.start) for example, after in zip(examples, alone, strict=True)):
+    unmoved = [same(after.param, example.start) for example, after in zip(examples, alone, strict=True)]
+    if not idle and examples and all(unmoved):
         raise OptimizerError(
             f"{name}: {STEPS} steps of an optimizer like it have moved none of the parameters that it was given. Its step() "
             "is to find them, and their gradients, in param_groups: those of a list, a function or a model are not trained."
@@ -105,25 +109,25 @@ def _tried(of: Groups, elementwise: bool) -> frozenset[str]:
         _refuse_others(
             name, [(x, y.param) for x, y in zip(examples, alone, strict=True) if x.group.at == at], elementwise
         )
-    _refuse_zeroing(of.given, everyone)
-    return cut
 
 
 # -- each in its place ------------------------------------------------------------------------------------------------
 
 
-def _cut(of: Groups, everyone: list[Example]) -> frozenset[str]:
-    """Return the options to be cut with which each example alone has the result that all have together; raise if none do.
+def _cut(of: Groups, everyone: list[Example]) -> frozenset[str] | None:
+    """Return the options to be cut with which each example alone has the result that all have together; None: none do.
 
     Nothing, if that will do: a list may be as long as there are parameters by chance.
     """
     lists = frozenset(name for group in of.groups.values() for name in group.by_place())
     together = ran(everyone)
     for cut in dict.fromkeys([frozenset[str](), lists & {"param_names"}, lists]):
-        if _agree(_alone(example.plain.cutting(cut) for example in everyone), together):
-            return cut
-    name = type(of.given).__name__
-    raise _told_apart(name, [example.cutting(lists) for example in everyone]) or _dependent(name)
+        try:
+            if _agree(_alone(example.plain.cutting(cut) for example in everyone), together):
+                return cut
+        except Exception:  # of whatever kind: some compare lengths
+            continue
+    return None
 
 
 def _dependent(name: str) -> OptimizerError:
@@ -293,8 +297,8 @@ def closure_error(of: Groups) -> str | None:
     ):
         return None
     return (
-        f"step: {type(of.given).__name__} does more with a closure than to call it once before it steps: it calls it again, "
-        "or steps by its loss, and a boosted optimizer does not. Take the backward before step(), without a closure."
+        f"step: {type(of.given).__name__} does something else with a closure than to call it once before it steps: it calls it "
+        "again, or steps by its loss, and a boosted optimizer does not. Take the backward before step(), without a closure."
     )
 
 
