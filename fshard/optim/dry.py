@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fshard.optim.contract import Optimizer, step_of
-from fshard.optim.copies import Group, copied, device_of, moves
+from fshard.optim.copies import Group, copied, device_of, moves, same
 
 STEPS = 12
 """Some begin to move, or to remember more, after a few steps."""
@@ -182,6 +182,18 @@ class After(NamedTuple):
 
     param: Tensor
     state: Mapping[str, Any]
+
+
+def agree(some: Iterable[After], others: Iterable[After]) -> bool:
+    """Return whether parameters, and what is remembered of them, have the same bits."""
+    return all(map(_same_after, some, others))
+
+
+def _same_after(one: After, other: After) -> bool:
+    states = one.state, other.state
+    return same(one.param, other.param) and (
+        states[0].keys() == states[1].keys() and all(same(states[0][name], states[1][name]) for name in states[0])
+    )
 
 
 Step = Callable[[torch.optim.Optimizer, Callable[[], None], list[nn.Parameter]], object]

@@ -23,8 +23,9 @@ from fshard.optim.contract import Optimizer, check_optimizer
 from fshard.optim.dry import NOT_OPTIONS, Groups, modes
 from fshard.optim.foreign import is_torchs
 from fshard.optim.held import refuse_hooks_of_all, refuse_replaced
+from fshard.optim.methods import closure_error
 from fshard.optim.sgd import sgd
-from fshard.optim.trials import closure_error, foreign, pure
+from fshard.optim.trials import foreign, pure
 
 _ADAM = ("betas", "eps", "weight_decay", "amsgrad", "maximize")
 _OWN: dict[type, tuple[Any, tuple[str, ...]]] = {

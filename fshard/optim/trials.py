@@ -7,11 +7,8 @@ step.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +16,10 @@ from torch import Tensor, nn
 from fshard.errors import FshardError, OptimizerError
 from fshard.optim.contract import Optimizer
 from fshard.optim.copies import same
-from fshard.optim.dry import STEPS, After, Example, Groups, everywhere, long, ran, ran_pure, stepped
+from fshard.optim.dry import STEPS, After, Example, Groups, agree, everywhere, long, ran, ran_pure
 from fshard.optim.foreign import is_torchs, known_elementwise
 from fshard.optim.held import refuse_held, refuse_shared
+from fshard.optim.methods import refuse_zeroing
 
 
 def foreign(given: torch.optim.Optimizer, at: Iterable[int]) -> Groups:
@@ -68,7 +66,7 @@ def pure(of: Groups, place: Callable[[str], int], *, idle: bool = False) -> dict
             raise _told_apart(cls.__name__, everyone) or _dependent(cls.__name__)
         if not own:
             _try(of, [example.cutting(cut) for example in long(of)], elementwise, idle)
-            _refuse_zeroing(of.given, everyone)
+            refuse_zeroing(of.given, everyone)
         return made
 
 
@@ -93,7 +91,7 @@ def _try(of: Groups, examples: list[Example], elementwise: bool, idle: bool) -> 
     """Raise if dry steps of several examples show that an update is made of more than a parameter's gradient and state."""
     name = type(of.given).__name__
     alone, short = [*_alone(examples)], [x._replace(grads=x.grads[:5]) for x in examples]
-    if not _agree(alone, ran(examples)) or any(map(_are_dependent, _unusual(short))):
+    if not agree(alone, ran(examples)) or any(map(_are_dependent, _unusual(short))):
         raise _dependent(name)
     unmoved = [same(after.param, example.start) for example, after in zip(examples, alone, strict=True)]
     if not idle and examples and all(unmoved):
@@ -123,7 +121,7 @@ def _cut(of: Groups, everyone: list[Example]) -> frozenset[str] | None:
     together = ran(everyone)
     for cut in dict.fromkeys([frozenset[str](), lists & {"param_names"}, lists]):
         try:
-            if _agree(_alone(example.plain.cutting(cut) for example in everyone), together):
+            if agree(_alone(example.plain.cutting(cut) for example in everyone), together):
                 return cut
         except Exception:  # of whatever kind: some compare lengths
             continue
@@ -142,12 +140,12 @@ def _told_apart(name: str, everyone: list[Example]) -> OptimizerError | None:
     """Return the error that names attributes or a class of parameters that steps ask for; None if they ask for none."""
     for example in filter(lambda example: example.trained, everyone):
         expected = ran([example.plain])
-        if example.tags and not _agree(ran([example._replace(cls=nn.Parameter)]), expected):
+        if example.tags and not agree(ran([example._replace(cls=nn.Parameter)]), expected):
             return OptimizerError(
                 f"{name} reads attributes of parameters, of {', '.join(example.tags)}, and these are lost. Make groups with "
                 "options."
             )
-        if example.cls is not nn.Parameter and not _agree(ran([example]), expected):
+        if example.cls is not nn.Parameter and not agree(ran([example]), expected):
             return OptimizerError(
                 f"{name} steps parameters of the class {example.cls.__name__} otherwise than others, and that class is lost. "
                 "Make groups with options."
@@ -158,17 +156,6 @@ def _told_apart(name: str, everyone: list[Example]) -> OptimizerError | None:
 def _alone(examples: Iterable[Example]) -> Iterator[After]:
     """Yield each example after steps without others; those that have no gradient stay as they are."""
     return (ran([x])[0] if x.trained else After(x.start, {}) for x in examples)
-
-
-def _agree(some: Iterable[After], others: Iterable[After]) -> bool:
-    return all(map(_same_after, some, others))
-
-
-def _same_after(one: After, other: After) -> bool:
-    states = one.state, other.state
-    return same(one.param, other.param) and (
-        states[0].keys() == states[1].keys() and all(same(states[0][name], states[1][name]) for name in states[0])
-    )
 
 
 # -- for longer, and in strange cases ---------------------------------------------------------------------------------
@@ -192,7 +179,7 @@ def _unusual(examples: list[Example]) -> list[list[Example]]:
 def _are_dependent(examples: list[Example]) -> bool:
     """Return whether steps together have another result than alone; what they raise, they raise in torch's loop as well."""
     try:
-        return not _agree([*_alone(examples)], ran(examples))
+        return not agree([*_alone(examples)], ran(examples))
     except Exception:  # of whatever kind
         return False
 
@@ -235,100 +222,3 @@ def _refuse_others(name: str, examples: list[tuple[Example, Tensor]], elementwis
 
 def _halves(x: Tensor | None) -> tuple[Tensor, ...]:
     return () if x is None else x.flatten().tensor_split(2)
-
-
-# -- what else a class may do -----------------------------------------------------------------------------------------
-
-
-def _refuse_zeroing(given: torch.optim.Optimizer, everyone: list[Example]) -> None:
-    """Raise if a class has a zero_grad of its own that does not drop gradients, or make zeros of them, as torch's does."""
-    if type(given).zero_grad is torch.optim.Optimizer.zero_grad:
-        return
-    optimizer, params = stepped(everyone)
-
-    def left(**how: bool) -> list[Tensor | None]:
-        for param, example in zip(params, everyone, strict=True):
-            param.grad = example.grads[0] if example.grads[0] is None else example.grads[0].clone()
-        optimizer.zero_grad(**how)
-        return [param.grad for param in params]
-
-    kept = any(grad is not None for grad in left())
-    kept |= takes(optimizer.zero_grad, set_to_none=False) and any(
-        example.trained and (grad is None or bool(grad.any()))
-        for grad, example in zip(left(set_to_none=False), everyone, strict=True)
-    )
-    if kept or not all(
-        same(param.detach().as_subclass(Tensor), x.start) for param, x in zip(params, everyone, strict=True)
-    ):
-        raise OptimizerError(
-            f"{type(given).__name__}: its own zero_grad does something else than torch's, and would not be called. Leave it "
-            "out; zeros instead of None are made by optimizer.zero_grad(set_to_none=False)."
-        )
-
-
-def takes(f: Callable[..., object], *args: object, **kwargs: object) -> bool:
-    """Return whether a function can be called with such arguments."""
-    try:
-        inspect.signature(f).bind(*args, **kwargs)
-    except TypeError:
-        return False
-    return True
-
-
-def closure_error(of: Groups) -> str | None:
-    """Return why steps of a class that is not torch's own are not to be given a closure; None if they may.
-
-    Ours calls it once, before the step: whoever calls it again, has moved before, or asks for its loss, does something else.
-    """
-    if is_torchs(type(of.given)) or not takes(of.given.step, lambda: None):
-        return None
-    everyone = everywhere(of)
-    closures: list[_Closure] = []
-    with torch.random.fork_rng([]):
-        expected = ran(everyone)
-        try:
-            got = ran(everyone, partial(_step_by_closure, noted=closures))
-        except Exception:  # of whatever kind
-            got = None
-    if (
-        got is not None
-        and _agree(expected, got)
-        and all(closure.calls == 1 and closure.is_idle for closure in closures)
-    ):
-        return None
-    return (
-        f"step: {type(of.given).__name__} does something else with a closure than to call it once before it steps: it calls it "
-        "again, or steps by its loss, and a boosted optimizer does not. Take the backward before step(), without a closure."
-    )
-
-
-class _Closure:
-    """Gives parameters their gradients, and notes how often, and that nothing has moved before.
-
-    Its loss is odd, and another one in each step.
-    """
-
-    def __init__(self, give: Callable[[], None], params: list[nn.Parameter], loss: float) -> None:
-        self._give, self._params, self._before = give, params, [param.detach().clone() for param in params]
-        self._loss = torch.tensor(loss, requires_grad=True)
-        self.calls, self._moved = 0, False
-
-    def __call__(self) -> Tensor:
-        self.calls += 1
-        self._moved |= not all(map(same, self._params, self._before))
-        self._give()
-        return self._loss
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether nothing was moved before it, and nobody has taken the gradient of its loss."""
-        return not self._moved and self._loss.grad is None
-
-
-def _step_by_closure(
-    optimizer: Any, give: Callable[[], None], params: list[nn.Parameter], noted: list[_Closure]
-) -> None:
-    for param in params:
-        param.grad = None
-    noted.append(_Closure(give, params, -3.7 * 5.0 ** len(noted)))
-    optimizer.step(noted[-1])
