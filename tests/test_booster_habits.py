@@ -644,3 +644,36 @@ def test_steps_with_other_options_on_other_devices_are_an_error(what, words, plu
         return
     with pytest.raises(fs.MismatchError, match=f"taken the last step with different options: .*{words}"):
         run()
+
+
+class Twice(torch.optim.SGD):
+    """Goes back a second time, as SAM does."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
+                loss = closure()
+        super().step()
+        return loss if closure is not None else None
+
+
+def test_a_closure_that_an_optimizer_would_call_again_is_an_error():
+    def main(closure):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 1)
+        booster = fs.Booster()
+        model, opt, *_ = booster.boost(model, Twice(model.parameters(), lr=0.1))
+
+        def given():
+            opt.zero_grad()
+            loss = model(torch.ones(4, 3)).square().mean()
+            booster.backward(loss, opt)
+            return loss
+
+        return opt.step(given) if closure else (given(), opt.step())
+
+    fs.run(lambda: main(False), mesh=fs.make_mesh({"data": 2}))
+    with pytest.raises(fs.OptimizerError, match="Twice does something else with a closure than to call it once"):
+        fs.run(lambda: main(True), mesh=fs.make_mesh({"data": 2}))

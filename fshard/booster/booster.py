@@ -90,7 +90,7 @@ class Booster:
         self._loops.own.models.append(stand_in)
         wrapped = None
         if optimizer is not None:
-            wrapped = BoostedOptimizer(optimizer, how.divided(source), stand_in, zeros=how.zeros)
+            wrapped = BoostedOptimizer(optimizer, how.divided(source), stand_in, source, zeros=how.zeros)
         if isinstance(dataloader, DataLoader):
             dataloader = Loader.of(dataloader, seed=self.plugin.seed, **self._cut(how))
         return stand_in, wrapped, criterion, dataloader, lr_scheduler

@@ -39,9 +39,7 @@ def refuse_replaced(given: torch.optim.Optimizer) -> None:
 
 
 def refuse_hooks_of_all(given: torch.optim.Optimizer) -> None:
-    """Raise if there are hooks of all optimizers' steps, for classes of torch, which need not be stepped by torch."""
-    if not is_torchs(type(given)):
-        return
+    """Raise if there are hooks of all optimizers' steps: boosted ones need not be stepped by torch, or more than once."""
     module: Any = sys.modules[torch.optim.Optimizer.__module__]
     hooks = (*module._global_optimizer_pre_hooks.values(), *module._global_optimizer_post_hooks.values())
     if any(not str(getattr(hook, "__module__", "")).startswith(("torch.", "fshard.")) for hook in hooks):

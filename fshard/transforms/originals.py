@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import _global_optimizer_post_hooks as after  # pyright: ignore[reportPrivateUsage]
-from torch.optim.optimizer import _global_optimizer_pre_hooks as before  # pyright: ignore[reportPrivateUsage]
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -35,16 +33,9 @@ def originals_among(xs: Iterable[Tensor]) -> str:
     return ", ".join(sorted({_names[x] for x in xs if x in _names}))
 
 
-def has_hooks_of_all() -> bool:
-    """Return whether somebody else looks at every step of every optimizer."""
-    return len(before) + len(after) > _watch_optimizers()
-
-
 @cache
-def _watch_optimizers() -> int:
-    """Look at every step from now on; return how many hooks that takes."""
+def _watch_optimizers() -> None:
     register_optimizer_step_pre_hook(_refuse_idle)
-    return 1
 
 
 def _refuse_idle(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -18,6 +18,7 @@ from fshard.mesh.placing import unshard
 from fshard.mesh.scope import here
 from fshard.mesh.tree import PyTree
 from fshard.optim.chain import clip_by_value, shrunk
+from fshard.optim.following import Followed
 from fshard.optim.norms import global_norm
 from fshard.optim.numbers import above, refuse, within
 from fshard.optim.partition import Partitioned
@@ -26,7 +27,6 @@ from fshard.transforms.announced import Announced
 from fshard.transforms.attributes import seen_together
 from fshard.transforms.by_hand import ByHand
 from fshard.transforms.in_stages import InStages
-from fshard.transforms.originals import has_hooks_of_all
 from fshard.transforms.skeleton import filled
 
 
@@ -229,16 +229,17 @@ class BoostedOptimizer(torch.optim.Optimizer):
         given: the optimizer of torch, or a pure one.
         opts: what divides the pure optimizer that it is at the moment.
         model: whose parameters it writes.
+        source: what follows the given one.
         zeros: whether parameters that nobody has used have a gradient of zeros.
     """
 
-    def __init__(self, given: Any, opts: Callable[[], Partitioned], model: Model, *, zeros: bool) -> None:
-        self._grads, self._limits = (
-            cast("PyTree | None", None),
-            list[float](),
-        )  # first: what the given one has is set there
-        self._opts, self._model, self._learner, self._zeros, self.optim = opts, model, model.learner, zeros, given
+    def __init__(
+        self, given: Any, opts: Callable[[], Partitioned], model: Model, source: Followed, *, zeros: bool
+    ) -> None:
+        self._opts, self._model, self._learner, self._source, self._zeros = opts, model, model.learner, source, zeros
+        self._grads, self._limits = cast("PyTree | None", None), list[float]()
         self.state: PyTree = opts().init(self._learner.params)
+        self.optim = given  # last: from now on, what that has is set there
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute, of the optimizer that was boosted if it has that: its steps are made with it."""
@@ -333,11 +334,8 @@ class BoostedOptimizer(torch.optim.Optimizer):
             raise OptimizerError(
                 "step: hooks of the optimizer that was boosted are not called. Call them beside step()."
             )
-        if has_hooks_of_all():
-            raise OptimizerError(
-                "step: hooks of all optimizers, register_optimizer_step_pre_hook and _post_hook, are not called for a boosted "
-                "one. Call them beside step()."
-            )
+        if closure is not None:
+            self._source.refuse_closure()
         with torch.enable_grad():
             loss = None if closure is None else closure()
         params, self.state = self._learner.written(self._opts(), self.grads, self.state)
