@@ -26,6 +26,7 @@ from fshard.pipeline.schedule import Schedule
 from fshard.source import call_site
 from fshard.transforms.alterations import Altered, alter
 from fshard.transforms.attributes import seen_together
+from fshard.transforms.criteria import watched_criterion
 from fshard.transforms.cut_off import cut_off
 from fshard.transforms.functionalize import refuse_hooks
 from fshard.transforms.gradient import Runs, Value, as_they_lie
@@ -127,7 +128,9 @@ class InStages(Learner):
         return cut_off(graphs, "stages have gone back through what they have made")
 
     def _made(self, loss: Loss | None, outputs: bool, backward: bool) -> Runs:
-        of_pair = loss_of_pair(loss)
+        schedule: Schedule = self._options["schedule"]
+        several = schedule.microbatches > 1 or len({*schedule.placement}) > 1
+        of_pair = loss_of_pair(watched_criterion(loss) if several and loss is not None else loss)
 
         def both(y: Any, microbatch: Any) -> Any:
             found = of_pair(y, microbatch)
