@@ -30,7 +30,7 @@ from fshard.transforms.criteria import watched_criterion
 from fshard.transforms.cut_off import cut_off
 from fshard.transforms.functionalize import refuse_hooks
 from fshard.transforms.gradient import Runs, Value, as_they_lie
-from fshard.transforms.kept import Slot, kept_of, without
+from fshard.transforms.kept import Slot, as_tensor, kept_of, value_of, without
 from fshard.transforms.learner import Learner
 from fshard.transforms.nearby import refuse_distant
 from fshard.transforms.origin import after_a_step
@@ -108,18 +108,39 @@ class InStages(Learner):
                 part.training = modes.get(name, module.training)
         if altered.anew:
             alter(self.stages, module, altered)
-        if altered.anew or altered.switches:
+        numbers = self._numbers_of(altered)
+        others = altered._replace(attributes={slot: x for slot, x in altered.attributes.items() if slot not in numbers})
+        if altered.anew or others.switches:
             self._gradient.cache_clear()  # first steps look for what no gradient would come to
-        self.buffers = [without(tree, altered.forgotten) for tree in self.buffers]
+        set_to = {slot.name: x for slot, x in numbers.items()}
+        places = zip(self._here(), self.buffers, strict=True)
+        self.buffers = [
+            {name: _set_to(x, set_to[name]) if own and name in set_to else x for name, x in rest.items()}
+            for own, tree in places
+            for rest in [without(tree, others.forgotten)]
+        ]
+
+    def _numbers_of(self, altered: Altered) -> dict[Slot, Any]:
+        """Return what kept numbers were set to, if it is of their kind: they stay.
+
+        The device of another stage, to which they look like no numbers, finds what was set even where it is what there was,
+        and the device of their own does not; both have to go on with the same.
+        """
+        known = {name: x for tree in self.buffers for name, x in kept_of(tree).items()}
+        pairs = ((slot, x, known.get(slot.name)) for slot, x in altered.attributes.items())
+        return {slot: x for slot, x, kept in pairs if kept is not None and not kept.shape and _is_of(x, kept.dtype)}
+
+    def _here(self) -> list[bool]:
+        """Return for each stage whether this device has it."""
+        (device,) = held(standing(self.mesh))
+        at = self.mesh.coordinates(device)[self._options["axis"]]
+        return [place == at for place in self._options["schedule"].placement]
 
     def kept(self) -> dict[str, Tensor]:
         """Return what this device's last call has kept in attributes, by the names of buffers; of other stages, no numbers."""
-        (device,) = held(standing(self.mesh))
-        at = self.mesh.coordinates(device)[self._options["axis"]]
-        here = [place == at for place in self._options["schedule"].placement]
         return {
             name: x.shards[0] if own else _no_number(x)
-            for own, tree in sorted(zip(here, self.buffers, strict=True), key=lambda pair: pair[0])
+            for own, tree in sorted(zip(self._here(), self.buffers, strict=True), key=lambda pair: pair[0])
             for name, x in kept_of(tree).items()
         }
 
@@ -195,6 +216,18 @@ def loss_of_pair(criterion: Loss | None) -> Loss:
         return found
 
     return loss
+
+
+def _is_of(value: Any, dtype: torch.dtype) -> bool:
+    """Return whether a value can be told as a number of some dtype; what is no number there may be one elsewhere."""
+    if not isinstance(value, (bool, int, float)) or (x := as_tensor(value)) is None:
+        return False
+    return value != value or value_of(x.to(dtype)) == value
+
+
+def _set_to(x: Sharded, value: Any) -> Sharded:
+    """Return a number with another value."""
+    return Sharded(x.shape, x.layout, tuple(torch.full_like(shard, value) for shard in x.shards))
 
 
 def _no_number(x: Sharded) -> Tensor:
