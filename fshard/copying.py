@@ -144,7 +144,7 @@ class Copying(ABC):
     def _leads_back(self, x: Any) -> bool:
         """Return whether an object leads to one of the tree."""
         if id(x) not in self._leads:
-            self._leads[id(x)] = any(id(each) in self._tree or id(each) in self._held for each in _within(x))
+            self._leads[id(x)] = any(id(each) in self._tree or id(each) in self._held for each in within(x))
         return self._leads[id(x)]
 
 
@@ -157,7 +157,7 @@ class _Deeply(Copying, dict[int, Any]):
         held = held_by_attributes(module, lambda x: not isinstance(x, (*_ATOMS, *_FUNCTIONS, nn.Module)))
         Copying.__init__(self, own, held, {}, self)
         apart = (
-            x for x in _within(module) if isinstance(x, FunctionType | weakref.ref | _Cached) and self._leads_back(x)
+            x for x in within(module) if isinstance(x, FunctionType | weakref.ref | _Cached) and self._leads_back(x)
         )
         self._apart = {id(x): x for x in apart}
         hooks = (vars(part)[kind].values() for part in module.modules() for kind in _HOOKS)
@@ -202,12 +202,12 @@ def copied(module: Module, memo: dict[int, Any] | None = None) -> Module:
     known = _Deeply(module, memo or {})
     made = deepcopy(module, known)
     originals = {id(part) for part in module.modules() if dict.get(known, id(part)) is not part}
-    if any(id(x) in originals for x in _within(made)):
+    if any(id(x) in originals for x in within(made)):
         wrong = [
             f"{path}.{key}".removeprefix(".")
             for path, part in made.named_modules()
             for key, x in vars(part).items()
-            if key != "_modules" and any(id(each) in originals for each in _within(x))
+            if key != "_modules" and any(id(each) in originals for each in within(x))
         ]
         warnings.warn(
             f"{', '.join(wrong)} of {type(module).__name__} still leads to the module that was given, though a copy is used "
@@ -255,9 +255,9 @@ def _unlike(x: Any, own: Collection[int]) -> str:
         keys: Any = x.keys()
         return "parameters as keys of a dict" * any(isinstance(key, Tensor) and id(key) in own for key in keys)
     if isinstance(x, _WEAK):
-        return "layers in a weak dict or set" * any(id(each) in own for each in _within(x))
+        return "layers in a weak dict or set" * any(id(each) in own for each in within(x))
     if isinstance(x, FunctionType) and {"registry", "dispatch"} <= vars(x).keys():
-        return "a function of functools.singledispatch" * any(id(each) in own for each in _within(x))
+        return "a function of functools.singledispatch" * any(id(each) in own for each in within(x))
     return ""
 
 
@@ -282,7 +282,7 @@ def _reached(begin: Iterable[Any], counts: Callable[[Any], bool]) -> Iterator[An
             found += _parts(x)
 
 
-def _within(x: Any) -> Iterator[Any]:
+def within(x: Any) -> Iterator[Any]:
     """Yield an object and all that it leads to, as far as that could be copied."""
     seen, found = dict[int, Any](), [x]
     while found:

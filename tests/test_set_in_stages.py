@@ -1,5 +1,7 @@
 """What is set at `model.module` between the steps of a model in stages: the same, whichever device has the stage."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -95,3 +97,127 @@ def another_kind(layer, step):
 def test_a_number_that_a_forward_keeps_is_set(act, schedule):
     for losses in fs.run(lambda: in_stages(Counting, act, schedule=schedule), mesh=fs.make_mesh({"pipe": 2})):
         torch.testing.assert_close(losses, alone(Counting, act), rtol=1e-9, atol=1e-12)
+
+
+np = pytest.importorskip("numpy")
+
+
+class Scaled(nn.Module):
+    """Multiplies by what stands in tables, arrays, tensors and objects, small and large."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.tensor, self.object = nn.Linear(3, 3), torch.ones(3), SimpleNamespace(row=[1.0])
+        self.small, self.large, self.table = [1.0], [1.0] * 5000, dict.fromkeys(range(5000), 1.0)
+        self.array, self.wide, self.nested = np.ones(1), np.ones(20000), {"a": {"b": [1.0]}}
+
+    def forward(self, x):
+        y = self.layer(x) * self.tensor * self.small[0] * self.large[0] * self.table[0] * self.nested["a"]["b"][0]
+        return y * self.object.row[0] * float(self.array[0]) * float(self.wide[0])
+
+
+def factor(step):
+    return 1 / (step + 2)
+
+
+def by_data(layer, step):
+    layer.tensor.data = torch.full((3,), factor(step), dtype=torch.float64)
+
+
+def by_numpy(layer, step):
+    layer.tensor.numpy()[:] = factor(step)
+
+
+def small(layer, step):
+    layer.small[0] = factor(step)
+
+
+def large(layer, step):
+    layer.large[0] = factor(step)
+
+
+def table(layer, step):
+    layer.table[0] = factor(step)
+
+
+def nested(layer, step):
+    layer.nested["a"]["b"][0] = factor(step)
+
+
+def within_object(layer, step):
+    layer.object.row[0] = factor(step)
+
+
+def array(layer, step):
+    layer.array[0] = factor(step)
+
+
+def wide(layer, step):
+    layer.wide[0] = factor(step)
+
+
+def others(layer, step):
+    layer.small, layer.object, layer.array = [factor(step)], SimpleNamespace(row=[0.5]), np.full(1, factor(step + 1))
+    if step % 2:
+        layer.small[0] *= 2
+        layer.object.row[0] *= 2
+
+
+def as_number(layer, step):
+    layer.array = [[factor(step)], factor(step) * torch.ones(1, dtype=torch.float64)][step % 2]
+
+
+ACTS = [by_data, by_numpy, small, large, table, nested, within_object, array, wide, others, as_number]
+
+
+@pytest.mark.parametrize("act", ACTS)
+def test_what_is_changed_within_attributes_is_followed(act):
+    for losses in fs.run(lambda: in_stages(Scaled, act), mesh=fs.make_mesh({"pipe": 2})):
+        torch.testing.assert_close(losses, alone(Scaled, act), rtol=1e-9, atol=1e-12)
+
+
+class Leading(nn.Module):
+    """Has an object that leads to a layer: the stage's is a copy."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.helper = SimpleNamespace(layer=self.layer, scale=1.0)
+
+    def forward(self, x):
+        return self.helper.layer(x) * self.helper.scale
+
+
+def in_helper(layer, step):
+    layer.helper.scale = factor(step)
+
+
+def test_what_leads_to_a_layer_is_not():
+    with pytest.raises(fs.ModuleError, match=r"^1\.helper of model\.module was set or changed after"):
+        fs.run(lambda: in_stages(Leading, in_helper), mesh=fs.make_mesh({"pipe": 2}))
+
+
+class Noting(nn.Module):
+    """Notes what it does in an object, in tensors of a list and in a small table, and reads none of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.notes = nn.Linear(3, 3), SimpleNamespace(calls=0, means=[])
+        self.sums = [torch.zeros(3)]
+
+    def forward(self, x):
+        self.notes.calls += 1
+        self.notes.means.append(x.mean().item())
+        with torch.no_grad():
+            self.sums[0].add_(x.mean(0))
+        return self.layer(x)
+
+
+def nothing(layer, step):
+    pass
+
+
+@pytest.mark.filterwarnings("default::UserWarning")
+def test_what_a_stage_notes_in_objects_is_of_no_concern_to_others():
+    for losses in fs.run(lambda: in_stages(Noting, nothing), mesh=fs.make_mesh({"pipe": 2})):
+        torch.testing.assert_close(losses, alone(Noting, nothing), rtol=1e-9, atol=1e-12)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from fshard.copying import MANY
 from fshard.errors import ModuleError
 from fshard.transforms.holders import ATOMS, CONTAINERS, INTERNAL, are_same, holds, items_of, stays
+from fshard.transforms.in_common import is_common, own_of, parts_in
 from fshard.transforms.kept import ABSENT, Slot, put, set_in, slot_of
 from fshard.transforms.skeleton import written_to
 
@@ -69,7 +70,10 @@ _MANY = 2 * MANY
 
 
 class Alterations:
-    """Compares a module with what it was; without `objects` these are the same that calls have, and need no look."""
+    """Compares a module with what it was.
+
+    Objects need no look where they are the same that calls have: in stages, `objects`, those that these have in common.
+    """
 
     def __init__(self, module: nn.Module, *, objects: bool) -> None:
         self._objects = objects
@@ -94,10 +98,14 @@ class Alterations:
         """Note what may be changed within attributes, each once; large ones are not looked into."""
         known = {id(inner.x) for inner in self._inner.values()}
         for slot, x in attributes:
-            looked_at = isinstance(x, (Tensor, *CONTAINERS)) or (self._objects and type(x) not in ATOMS and holds(x))
+            looked_at = isinstance(x, (Tensor, *CONTAINERS)) or self._is_copied(x)
             if looked_at and id(x) not in known and len(items := items_of(x)) <= _MANY:
                 known.add(id(x))
                 self._inner[slot] = _Inner(x, items)
+
+    def _is_copied(self, x: Any) -> bool:
+        """Return whether an object is none that calls have, but stages have copies of it."""
+        return self._objects and type(x) not in ATOMS and holds(x) and not is_common(x, own_of(self._module))
 
     def _note_values(self) -> None:
         self._lengths = [*map(len, self._dicts)]
@@ -175,18 +183,21 @@ class Alterations:
 def alter(stages: Sequence[nn.Module], module: nn.Module, altered: Altered) -> None:
     """Do to copies of parts of a module what was done to it, where no call can be given that."""
     parts = {path: vars(part) for path, part in module.named_modules()}
-    objects = altered.attributes.keys() - altered.values.keys()
-    if objects:
-        names = ", ".join(f"{slot.path}.{slot.key}".removeprefix(".") for slot in sorted(objects))
+    own, inside = own_of(module), parts_in(stages)
+    objects = {slot: x for slot, x in altered.attributes.items() if slot not in altered.values}
+    if wrong := [slot for slot, x in sorted(objects.items()) if not slot.path or not is_common(x, own)]:
+        names = ", ".join(f"{slot.path}.{slot.key}".removeprefix(".") for slot in wrong)
         raise ModuleError(
             f"{names} of model.module was set or changed after the model was boosted, and is no number, string, tensor or "
             "None. A model in stages is copied part by part: set it before."
         )
+    for slot, part in ((slot, part) for path, part in inside for slot in objects if slot.path == path):
+        vars(part)[slot.key] = objects[slot]
     if any(parts[""][kind] for kind in _HOOKS):
         raise ModuleError(
             "hooks of model.module itself are not called: no stage has the whole model. Hook a part of it."
         )
-    for path, part in (own for stage in stages for own in stage.named_modules() if own[0] in parts):
+    for path, part in (each for each in inside if each[0] in parts):
         own = parts[path]
         for kind in _ABOUT_HOOKS if path else ():
             held = vars(part)[kind]

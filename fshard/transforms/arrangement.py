@@ -26,6 +26,7 @@ from fshard.transforms.attributes import seen_together
 from fshard.transforms.by_hand import ByHand
 from fshard.transforms.functionalize import functionalize
 from fshard.transforms.hidden import watched
+from fshard.transforms.in_common import have_in_common
 from fshard.transforms.in_stages import InStages, bare_stages, loss_in, loss_of_pair
 from fshard.transforms.learner import with_zeros
 from fshard.transforms.originals import note_originals
@@ -119,7 +120,9 @@ class Arrangement:
         lay = self.partition(NOTHING).gradients
         how: Any = {"mesh": self.mesh, "axes": self.axes, "seed": self.seed, "gradients": lay, **self.options}
         if self.cut is not None:
-            return InStages.of(self.cut(model), self.rules, source.trained, **how)
+            staged = InStages.of(self.cut(model), self.rules, source.trained, **how)
+            have_in_common(bare, staged.stages)
+            return staged
         return ByHand(*self._pure(model, bare, source), **how, pure=self._function)
 
     def functional(self, model: nn.Module, source: Followed, criterion: Criterion | None) -> tuple[State, Step]:
