@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fshard.transforms.handle import Handle
+from fshard.transforms.handle import Handle, refuse_copy, tell_set
 from fshard.transforms.kept import kept_name, value_of
 from fshard.transforms.lent import lent, untouched
 from fshard.transforms.units import versions_of
@@ -25,6 +25,9 @@ class Guarded(Tensor):
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore
     bound = False
+    path = ""
+    tells = False
+    """Whether a warning says what is set at it."""
 
     @property
     def data(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride, reportIncompatibleMethodOverride]
@@ -35,8 +38,21 @@ class Guarded(Tensor):
     def data(self, value: Tensor) -> None:
         self.bound = True
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set what belongs to it; tell of all else, which no later step would find."""
+        if name not in _OWN:
+            tell_set(name, self.path, tells=self.tells and name not in vars(self))
+        super().__setattr__(name, value)
 
-def guarded(x: Tensor) -> Tensor:
+    def __deepcopy__(self, memo: Any) -> Tensor:
+        """Raise: what lies as a plugin says has no copies."""
+        refuse_copy(self.path)
+
+
+_OWN = frozenset({"bound", "path", "tells", "data", "grad", "requires_grad", "_is_param", "_backward_hooks"})
+
+
+def guarded(x: Tensor, path: str = "", *, tells: bool = False) -> Tensor:
     """Return a tensor with the same memory whose data nobody can write to unseen.
 
     >>> x = guarded(torch.zeros(2))
@@ -44,7 +60,9 @@ def guarded(x: Tensor) -> Tensor:
     >>> x._version, written_to([x], [0])
     (1, [0])
     """
-    return x.detach().as_subclass(Guarded)
+    made = x.detach().as_subclass(Guarded)
+    made.path, made.tells = path, tells
+    return made
 
 
 def written_to(xs: Sequence[Tensor], versions: Sequence[int]) -> list[int]:

@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import operator
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ from torch.autograd.function import Function
 
 from fshard.errors import LayoutError, ModuleError, ScopeError
 from fshard.mesh.scope import here
-from fshard.transforms.lent import lent
+from fshard.transforms.lent import lent, untouched
 from fshard.transforms.patterns import named, parts_of
 
 if TYPE_CHECKING:
@@ -66,8 +67,20 @@ class Handle(Tensor):
     """What a call has made of a frozen one."""
     bound: bool = False
     """Whether it was given other data, or an operation has written to it."""
+    was: Tensor | None = None
+    """What it was before a call has made something of it."""
     swapped: tuple[Tensor, int] | None = None
     """A trained one that was given other data, and where its own lies."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set what the handle itself has; tell of all else, which no later call would find."""
+        if name not in _OWN:
+            tell_set(name, self._path, tells=self.unit.tape.fresh and name not in vars(self))
+        super().__setattr__(name, value)
+
+    def __deepcopy__(self, memo: Any) -> Handle:
+        """Raise: what lies as a plugin says has no copies."""
+        refuse_copy(self._path)
 
     @staticmethod
     def of(unit: Unit, at: int) -> Handle:
@@ -99,7 +112,8 @@ class Handle(Tensor):
         """Return what may be written to: of a frozen one a copy, which stands for it from now on."""
         if self.own is None and not self._trained:
             with torch.inference_mode(False):  # what is made there can be saved for no backward
-                self.own = self.whole().detach().clone()
+                self.was = self.whole().detach()
+                self.own = lent(self.was)
         return self.whole()
 
     def _memory(self) -> Tensor:
@@ -132,7 +146,11 @@ class Handle(Tensor):
         """Return whether a call has written to a frozen one, or has left a trained one with other data."""
         if self.swapped is not None:
             return self.swapped[0].data_ptr() != self.swapped[1]
-        return self.own is not None and (self.bound or self.own.is_inference() or self.own._version > 0)
+        if self.own is None or self.bound or self.own.is_inference() or self.own._version > 0:
+            return self.own is not None
+        return (
+            self.was is not None and not untouched(self.own) and not self.own.equal(self.was)
+        )  # numpy counts no versions
 
     def take_written(self) -> Tensor | None:
         """Return what a call has made of it, if it has; a backward that has saved it keeps it, the next call has another."""
@@ -140,10 +158,10 @@ class Handle(Tensor):
         if own is not None and self._trained:
             self._refuse()
         if own is None or not self.is_written():
-            self.own = None
+            self.own = self.was = None
             return None
         self.unit.tape.handles[self.unit.places[self.at]] = Handle.of(self.unit, self.at)
-        self.own = lent(own)
+        self.own, self.was = lent(own), None
         return own
 
     @property
@@ -213,6 +231,35 @@ class Handle(Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"Handle({str(self.dtype).removeprefix('torch.')}{list(self.shape)})"
+
+
+_OWN = frozenset(
+    {"unit", "at", "own", "bound", "was", "swapped", "data", "grad", "requires_grad", "_is_param", "_backward_hooks"}
+)
+"""What is set at a handle by itself, and by torch."""
+
+
+def tell_set(name: str, path: str, *, tells: bool) -> None:
+    """Warn, in a first step, of an attribute that a forward sets at a parameter; refuse to make it something else."""
+    if name == "__class__":
+        raise ModuleError(
+            f"a forward swaps a parameter for another, {path}: what lies as a plugin says stays what it is. Write to a frozen "
+            "one, self.weight.copy_(...), which is kept where there are no stages; or do it before the model is boosted."
+        )
+    if tells:
+        warnings.warn(
+            f"a forward sets {name} of a parameter, {path}, which only stands for it in this step: no later one finds that. "
+            f"Keep it in an attribute of the module: self.{name.lstrip('_')}.",
+            stacklevel=3,
+        )
+
+
+def refuse_copy(path: str) -> NoReturn:
+    """Raise: a parameter is to be copied."""
+    raise ModuleError(
+        f"a forward makes a deep copy of a parameter, {path}, which would be neither kept nor laid as the plugin says. Make "
+        "the copy before the model is boosted: a submodule with requires_grad_(False), to which forward may write."
+    )
 
 
 Context = Callable[[], AbstractContextManager[Any]]

@@ -137,6 +137,7 @@ class Shift:
             own.tree,
             plan.how.manner.compute,
             backward=plan.how.backward,
+            fresh=self.fresh,
             site=self.site,
         )
 

@@ -20,6 +20,8 @@ from fshard.mesh.tree import PyTree
 from fshard.pipeline.leaves import edges_of
 from fshard.source import Site
 from fshard.transforms.given import guarded, written_to
+from fshard.transforms.origin import bits
+from fshard.transforms.patterns import named, parts_of
 from fshard.transforms.units import Leaf, versions_of
 
 _data_of = cast("Any", Tensor).data.__get__
@@ -34,6 +36,7 @@ class StageParams:
         tree: puts wholes together as the stage takes them.
         compute: the floating dtype that they are used in; None: their own.
         backward: whether gradients are wanted.
+        fresh: whether it is the first step, in which values of frozen ones are compared, as numpy's writes count no versions.
         site: the line of the step.
     """
 
@@ -45,6 +48,7 @@ class StageParams:
         compute: torch.dtype | None,
         *,
         backward: bool,
+        fresh: bool,
         site: Site,
     ) -> None:
         self._shards, self._compute, self._site = shards, compute, site
@@ -57,12 +61,19 @@ class StageParams:
             near = self._converted(place)
             wholes[place] = torch.empty(leaves[place].shape, dtype=near.dtype, device=near.device)
             wholes[place].untyped_storage().resize_(0)
-        self._xs = [guarded(wholes[place]) for place in range(len(leaves))]
+        self._xs = [
+            guarded(wholes[place], named(parts_of(leaf.path)), tells=fresh) for place, leaf in enumerate(leaves)
+        ]
         trained = [place for place, leaf in enumerate(leaves) if backward and leaf.trained]
         self.own = [self._xs[place].requires_grad_() for place in trained]
         self._edges = edges_of(self.own)
         self._tree = tree(self._xs)
         self._versions, self._leaves = versions_of(self._xs), leaves
+        self._frozen = [
+            place for place, leaf in enumerate(leaves) if fresh and not leaf.trained and wholes[place].is_cpu
+        ]
+        self._found = set[int]()
+        self._bits = {place: bits(wholes[place]) for place in self._frozen if place not in self._cut}
 
     @property
     def tree(self) -> PyTree:
@@ -78,7 +89,14 @@ class StageParams:
 
     def written_to(self) -> list[str]:
         """Return the paths of those that a stage has written to."""
-        return [self._leaves[place].path for place in written_to(self._xs, self._versions)]
+        self._look()
+        places = {*written_to(self._xs, self._versions), *self._found}
+        return [self._leaves[place].path for place in sorted(places)]
+
+    def _look(self) -> None:
+        """Note which frozen ones have other values, of those that are there."""
+        there = [place for place in self._bits if self._xs[place].untyped_storage().nbytes()]
+        self._found |= {place for place in there if bits(self._xs[place]) != self._bits[place]}
 
     def gather(self) -> None:
         """Begin to gather what lies in pieces, ahead of its use."""
@@ -88,6 +106,7 @@ class StageParams:
     def free(self) -> None:
         """Let go what was gathered."""
         self._arrive()  # others count on it
+        self._look()
         for place in self._cut:
             self._xs[place].untyped_storage().resize_(0)
         self._whole = not self._cut
@@ -97,6 +116,8 @@ class StageParams:
         if self._coming is not None:
             values, self._coming, self._whole = self._coming(), None, True
             for place, value in zip(self._cut, values, strict=True):
+                if place in self._frozen:
+                    self._bits.setdefault(place, bits(value))
                 x = _data_of(self._xs[place])  # whose changes autograd does not count
                 x.untyped_storage().resize_(x.nbytes)
                 x.copy_(value)
