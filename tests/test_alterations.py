@@ -519,3 +519,23 @@ def test_an_entry_of_a_large_table_is_followed(kind):
 
     for before, after in fs.run(main, mesh=fs.make_mesh({"data": 1})):
         torch.testing.assert_close(after, before / 2)
+
+
+@pytest.mark.parametrize("plugin", [fs.DDPPlugin, lambda: fs.HybridParallelPlugin(pipeline=2)], ids=["ddp", "stages"])
+@pytest.mark.parametrize("path", ["", "0"])
+def test_what_is_compiled_after_boosting_is_told(plugin, path):
+    def main():
+        booster, x = fs.Booster(plugin=plugin()), batch(0)
+        model, opt, loss, *_ = booster.boost(model := make(), momentum(model), lambda y, _: y.square().mean())
+        model.module.get_submodule(path).compile(backend="eager")
+        for _ in range(2):
+            if plugin is fs.DDPPlugin:
+                booster.backward(model(x).square().mean(), opt)
+            else:
+                booster.execute_pipeline(iter([(x, x)]), model, loss, opt)
+            opt.step()
+
+    mesh = fs.make_mesh({"data": 1} if plugin is fs.DDPPlugin else {"pipe": 2})
+    with pytest.warns(UserWarning, match=rf"^compile\(\) of {path or 'the model'} counts for nothing") as told:
+        fs.run(main, mesh=mesh)
+    assert len(told) == mesh.size

@@ -86,13 +86,17 @@ def boosted(way, plugin, steps=3):
     return losses, model.unwrap()[0].frozen.weight.detach()
 
 
+def squared(y, _):
+    return y.square().mean()
+
+
 def in_stages(way, steps=1, **options):
     model = make(way)
     booster = fs.Booster(plugin=fs.HybridParallelPlugin(pipeline=2, microbatches=2, **options))
     model, opt, *_ = booster.boost(model, trained(model))
     for step in range(steps):
         x = batch(step)
-        booster.execute_pipeline(iter([(x, x)]), model, lambda y, _: y.square().mean(), opt)
+        booster.execute_pipeline(iter([(x, x)]), model, squared, opt)
         opt.step()
         opt.zero_grad()
 
@@ -163,4 +167,4 @@ def test_what_is_set_at_a_parameter_is_told_in_the_first_step(where):
     name = r"\S*0\S*\.frozen\.weight"
     with pytest.warns(UserWarning, match=f"^a forward sets calls of a parameter, {name}, .* self.calls") as told:
         fs.run(main, mesh=fs.make_mesh({"pipe": 2} if where == "stages" else {"data": 2}))
-    assert len(told) == 2  # on two devices, or in two steps
+    assert len(told) == (1 if where == "stages" else 2)  # by each device that has it

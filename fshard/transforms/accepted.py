@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from fshard.errors import FshardError, ModuleError
 from fshard.optim.following import Fixed, Followed, followed
+from fshard.transforms.alterations import COMPILED
 from fshard.transforms.skeleton import Hollow
 from fshard.transforms.torch_style import BoostedOptimizer
 
@@ -45,14 +46,8 @@ def taken(
     if told:
         raise ModuleError(f"{who}: {'; '.join(told)}.")
     if idle := [path or "the model" for path, part in model.named_modules() if _is_compiled_in_place(part)]:
-        warnings.warn(f"{who}: compile() of {', '.join(idle)} counts for nothing: {_COMPILED}.", stacklevel=3)
+        warnings.warn(f"{who}: compile() of {', '.join(idle)} counts for nothing: {COMPILED}.", stacklevel=3)
     return source
-
-
-_COMPILED = (
-    "torch.compile cannot follow parameters that are gathered when they are used. Compile functions that are given them, "
-    "fs.gathered(torch.compile(fn)), parts without parameters, or the criterion"
-)
 
 
 def _of_model(model: Any) -> Iterator[str]:
@@ -64,7 +59,7 @@ def _of_model(model: Any) -> Iterator[str]:
     if lazy := [name for name, x in (*model.named_parameters(), *model.named_buffers()) if is_lazy(x)]:
         yield f"{', '.join(lazy)} of the model has no shape yet: run it once on an example first: model(example)"
     if compiled := [path or "the model" for path, part in model.named_modules() if _is_compiled(part)]:
-        yield f"{', '.join(compiled)} is what torch.compile has returned, of which only ._orig_mod can be boosted: {_COMPILED}"
+        yield f"{', '.join(compiled)} is what torch.compile has returned, of which only ._orig_mod can be boosted: {COMPILED}"
 
 
 def _is_compiled(part: nn.Module) -> bool:

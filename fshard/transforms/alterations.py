@@ -11,6 +11,7 @@ All devices have to do the same, as in any such loop.  What a forward keeps is s
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from operator import is_
@@ -30,6 +31,12 @@ _C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
 _TENSORS = ("_parameters", "_buffers", "_modules")
 _HOOKS = tuple(sorted(key for key in INTERNAL if key.endswith("_hooks") and key.startswith(("_forward", "_backward"))))
 _ABOUT_HOOKS = tuple(sorted(key for key in INTERNAL if key.startswith(("_forward", "_backward"))))
+
+COMPILED = (
+    "torch.compile cannot follow parameters that are gathered when they are used. Compile functions that are given them, "
+    "fs.gathered(torch.compile(fn)), parts without parameters, or the criterion"
+)
+_COMPILED_IN_PLACE = "_compiled_call_impl"
 
 
 class Altered(NamedTuple):
@@ -146,6 +153,9 @@ class Alterations:
                 "there. Do it before, or to model.unwrap(), and boost that anew."
             )
         slots = [*within, *(Slot(path, key) for path, own in self._parts for key in self._different(own))]
+        if idle := [slot.path or "the model" for slot in slots if slot.key == _COMPILED_IN_PLACE]:
+            warnings.warn(f"compile() of {', '.join(idle)} counts for nothing: {COMPILED}.", stacklevel=3)
+        slots = [slot for slot in slots if slot.key != _COMPILED_IN_PLACE]
         hooks = any(self._different(own[kind]) for _, own in self._parts for kind in _HOOKS)
         self._note()
         parts = dict(self._parts)
