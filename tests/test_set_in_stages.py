@@ -221,3 +221,42 @@ def nothing(layer, step):
 def test_what_a_stage_notes_in_objects_is_of_no_concern_to_others():
     for losses in fs.run(lambda: in_stages(Noting, nothing), mesh=fs.make_mesh({"pipe": 2})):
         torch.testing.assert_close(losses, alone(Noting, nothing), rtol=1e-9, atol=1e-12)
+
+
+class Growing(nn.Module):
+    """Appends to a long list, sets an entry of a large table, and writes to an array, in each call."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.layer, self.way = nn.Linear(3, 3), way
+        self.row, self.table, self.array = [0.0] * 5000, dict.fromkeys(range(5000), 0), np.zeros(10000)
+
+    def forward(self, x):
+        self.way(self)
+        return self.layer(x)
+
+
+def appended(layer):
+    layer.row.append(1.0)
+
+
+def counted(layer):
+    layer.table[0] += 1
+
+
+def added(layer):
+    layer.array += 1
+
+
+@pytest.mark.parametrize("where", ["reproducible", "stages"])
+@pytest.mark.parametrize(("way", "name"), [(appended, "row"), (counted, "table"), (added, "array")])
+def test_a_forward_that_changes_what_all_calls_share_is_told(way, name, where):
+    def main():
+        if where == "stages":
+            return in_stages(lambda: Growing(way), nothing)
+        booster = fs.Booster(plugin=fs.DDPPlugin(reproducible=True, slices=2))
+        model, *_ = booster.boost(model := make(lambda: Growing(way)), momentum(model))
+        return model(batch(0))
+
+    with pytest.warns(UserWarning, match=rf"Growing\.{name}|\.{name} was changed by a forward, and is so large"):
+        fs.run(main, mesh=fs.make_mesh({"pipe": 2} if where == "stages" else {"data": 1}))

@@ -3,6 +3,8 @@
     self.teacher = [teacher]                            neither parameters nor buffers of the model, and shared by all calls
     object.__setattr__(self, "teacher", teacher)
 
+Large containers and arrays, which all calls share, are watched as well.
+
 Without slices a call is a step's only one on its device, and such a teacher goes on as in torch.  In reproducible mode each
 slice would write to it, on a device that has few of them fewer times than on one that has all, in stages each microbatch: that
 is told.
@@ -18,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fshard.copying import held_apart
+from fshard.copying import CONTAINERS, MANY, held_apart
+from fshard.transforms.holders import INTERNAL, are_same
 
 Apply = Callable[..., Any]
 
@@ -39,13 +42,40 @@ def hidden(module: nn.Module) -> dict[str, list[Tensor]]:
     return {name: tensors for name, tensors in found.items() if tensors}
 
 
+def large(module: nn.Module) -> dict[str, Any]:
+    """Return the attributes that are large containers or arrays, of which calls have no copies.
+
+    >>> layer = nn.Linear(1, 1)
+    >>> layer.words, layer.few = [*range(5000)], [1]
+    >>> [*large(layer)]
+    ['words']
+    """
+    return {
+        f"{path}.{key}".removeprefix("."): x
+        for path, part in module.named_modules()
+        for key, x in vars(part).items()
+        if key not in INTERNAL and (_is_array(x) or (isinstance(x, CONTAINERS) and len(x) > MANY))
+    }
+
+
+def _is_array(x: Any) -> bool:
+    return type(x).__module__ == "numpy" and getattr(x, "nbytes", 0) > 1 << 16 and x.ndim > 0
+
+
+def _entries(x: Any) -> list[Any]:
+    """Return what a container holds, or an array."""
+    if _is_array(x):
+        return [x.tobytes()]
+    return [*x.keys(), *x.values()] if isinstance(x, dict) else [*x]
+
+
 def watched(apply: Apply, module: nn.Module) -> Apply:
     """Return a module as a function that warns once of what its forward writes to hidden modules.
 
     Values are compared in the first call, as `.data` counts no writes; after it, who writes otherwise is seen still.
     """
-    inner = hidden(module)
-    if not inner:
+    inner, shared = hidden(module), large(module)
+    if not inner and not shared:
         return apply
     first = [True]
 
@@ -53,6 +83,8 @@ def watched(apply: Apply, module: nn.Module) -> Apply:
     def run(*args: Any, **kwargs: Any) -> Any:
         values = {name: [x.detach().clone() for x in xs] for name, xs in inner.items() if first}
         versions = {name: [x._version for x in xs] for name, xs in inner.items()}
+        sizes = {name: len(x) for name, x in shared.items()}
+        entries = {name: _entries(x) for name, x in shared.items() if first}
         first.clear()
         output = apply(*args, **kwargs)
         written = [name for name, xs in inner.items() if [x._version for x in xs] != versions[name]]
@@ -60,9 +92,24 @@ def watched(apply: Apply, module: nn.Module) -> Apply:
         if written:
             _warn(type(module).__name__, list(dict.fromkeys(written)))
             inner.clear()  # it is told once
+        changed = [name for name, x in shared.items() if len(x) != sizes[name]]
+        changed += [name for name, was in entries.items() if not are_same(_entries(shared[name]), was)]
+        if changed:
+            _warn_of_large(type(module).__name__, list(dict.fromkeys(changed)))
+            shared.clear()
         return output
 
     return run
+
+
+def _warn_of_large(title: str, names: list[str]) -> None:
+    told = ", ".join(f"{title}.{name}" for name in names)
+    warnings.warn(
+        f"{told} was changed by a forward, and is so large that all calls share it: in reproducible mode it is changed once "
+        "for each slice, in stages once for each microbatch, not once for a step. Change it outside of forward, in "
+        "model.module, or keep a buffer.",
+        stacklevel=3,
+    )
 
 
 def _warn(title: str, names: list[str]) -> None:
