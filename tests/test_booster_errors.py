@@ -164,6 +164,10 @@ BAD = {
     "saved as it is": (lambda: with_optimizer()[1].state_dict(), r"On all devices: model.unwrap\(\).state_dict\(\)"),
     "loaded afterwards": (lambda: with_optimizer()[1].load_state_dict({}), "load into the model before it is boosted"),
     "no pipeline": (lambda: piped(), "this model is not cut into stages. Call it"),
+    "no memory": (
+        lambda: fs.Booster().boost(nn.Sequential(fs.lazy(nn.Linear, 2, 2), fs.lazy(nn.Linear, 2, 2))),
+        r"0.weight, 0.bias, 1.weight and 1 more of the model have no memory.* fs.built\(model, seed=0\)",
+    ),
     "no forward": (lambda: unforwarded(), "the model has not been called since the last step"),
     "no loss": (lambda: losing(torch.ones(())), "does not depend on the model"),
     "many losses": (lambda: losing(None), r"has the shape \(5, 2\)"),

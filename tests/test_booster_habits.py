@@ -677,3 +677,31 @@ def test_a_closure_that_an_optimizer_would_call_again_is_an_error():
     fs.run(lambda: main(False), mesh=fs.make_mesh({"data": 2}))
     with pytest.raises(fs.OptimizerError, match="Twice does something else with a closure than to call it once"):
         fs.run(lambda: main(True), mesh=fs.make_mesh({"data": 2}))
+
+
+@pytest.mark.parametrize(
+    "plugin", [fs.DDPPlugin, lambda: fs.ZeroPlugin(stage=2), fs.FSDPPlugin], ids=["ddp", "zero 2", "fsdp"]
+)
+def test_an_average_of_the_weights_is_loaded_into_a_copy(plugin):
+    def loop(booster):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 1).double()
+        if booster is None:
+            opt = torch.optim.SGD(model.parameters(), lr=0.1)
+            average = [x.detach().clone() for x in model.parameters()]
+        else:
+            model, opt, *_ = booster.boost(model, fs.optim.ema(fs.optim.sgd(0.1), 0.5))
+        for _ in range(3):
+            loss = model(torch.ones(4, 3).double()).square().mean()
+            loss.backward() if booster is None else booster.backward(loss, opt)
+            opt.step(), opt.zero_grad()
+            if booster is None:
+                average = [0.5 * a + 0.5 * x.detach() for a, x in zip(average, model.parameters(), strict=True)]
+        if booster is None:
+            return average
+        whole = model.unwrap()
+        whole.load_state_dict(fs.unshard(fs.optim.ema_params(opt.state)))
+        return [x.detach() for x in whole.parameters()]
+
+    for found in fs.run(lambda: loop(fs.Booster(plugin())), mesh=fs.make_mesh({"data": 2})):
+        torch.testing.assert_close(found, loop(None), rtol=0, atol=1e-12)

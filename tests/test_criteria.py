@@ -85,3 +85,28 @@ def test_one_that_keeps_nothing_is_not():
             return (y - labels).square().mean() * self.scale * self.weight[0]
 
     fs.run(lambda: train(Weighted(), microbatches=2), mesh=fs.make_mesh({"pipe": 2}))
+
+
+def test_a_criterion_may_be_written_anew_in_every_step():
+    """What is worked out of a schedule is not worked out again: so it is that of the criteria that stay."""
+
+    def main(anew):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).double()
+        booster = fs.Booster(fs.HybridParallelPlugin(pipeline=2, microbatches=2))
+        model, opt, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        losses, runs = [], set()
+        for step in range(3):
+            x = torch.full((4, 3), 1.0 + step).double()
+            weight = 1.0 + step
+            own = (lambda y, target, weight=weight: weight * (y - target).square().mean()) if anew else None
+            loss = booster.execute_pipeline(iter([(x, x)]), model, own or nn.functional.mse_loss, opt)["loss"]
+            opt.zero_grad()
+            losses.append(loss.item() / (weight if anew else 1.0))
+            runs.add(id(model.learner._gradient(False, True)))
+        return losses, len(runs)
+
+    (new, count), _ = fs.run(lambda: main(True), mesh=fs.make_mesh({"pipe": 2}))
+    (old, _), _ = fs.run(lambda: main(False), mesh=fs.make_mesh({"pipe": 2}))
+    assert new == pytest.approx(old, rel=1e-12)
+    assert count == 1

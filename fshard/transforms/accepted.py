@@ -26,7 +26,7 @@ def taken(
     Traceback (most recent call last):
     fshard.errors.ModuleError: boost: criterion is called, 'mse' cannot be; lr_scheduler has a step(), 'cosine' has none.
     """
-    wrong, lost, source = [*_of_model(model)], None, Fixed()
+    wrong, lost, source = [*_of_model(model), *(_without_memory(model) if who == "boost" else ())], None, Fixed()
     if isinstance(optimizer, BoostedOptimizer):
         wrong.append("the optimizer has been boosted already: make one of model.unwrap().parameters()")
     elif isinstance(optimizer, torch.optim.Optimizer) and not wrong and _is_pointed_elsewhere(optimizer):
@@ -60,6 +60,17 @@ def _of_model(model: Any) -> Iterator[str]:
         yield f"{', '.join(lazy)} of the model has no shape yet: run it once on an example first: model(example)"
     if compiled := [path or "the model" for path, part in model.named_modules() if _is_compiled(part)]:
         yield f"{', '.join(compiled)} is what torch.compile has returned, of which only ._orig_mod can be boosted: {COMPILED}"
+
+
+def _without_memory(model: Any) -> Iterator[str]:
+    missing = [name for name, x in model.named_parameters() if x.is_meta] if isinstance(model, nn.Module) else []
+    if missing:
+        several = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        yield (
+            f"{', '.join(missing[:3])}{several} of the model have no memory, and boosting lays out numbers: build it, of lazy "
+            "layers by fs.built(model, seed=0). What no device can hold as a whole is built stage by stage: "
+            "fs.shard_stages(stages, ..., seed=0), for fs.train_step"
+        )
 
 
 def _is_compiled(part: nn.Module) -> bool:

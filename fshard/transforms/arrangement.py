@@ -24,6 +24,7 @@ from fshard.optim.partition import Partitioned, Stage, partition_optimizer
 from fshard.optim.scaling import loss_scaled
 from fshard.transforms.attributes import seen_together
 from fshard.transforms.by_hand import ByHand
+from fshard.transforms.donated import Donated
 from fshard.transforms.functionalize import functionalize
 from fshard.transforms.hidden import watched
 from fshard.transforms.in_common import have_in_common
@@ -150,11 +151,13 @@ class Arrangement:
             divided: Any = _of_all(opt) if self.zeros else opt
             return train_step(loss, divided, **how)
 
-        train = lru_cache(maxsize=1)(made)
+        train, donated = lru_cache(maxsize=1)(made), Donated()
 
         def step(state: State, batch: Any) -> tuple[State, Metrics]:
+            donated.refuse(state.params, state.steps)
             with keyed_random(self.seed, state.steps, 0):
                 params, kept, buffers, metrics = train(opts())(state.params, state.optimizer, state.buffers, batch)
+            donated.note(params, state.steps + 1)
             return state._replace(params=params, optimizer=kept, buffers=buffers, steps=state.steps + 1), metrics
 
         return State(params, opts().init(params), buffers), step

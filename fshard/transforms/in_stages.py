@@ -74,7 +74,8 @@ class InStages(Learner):
         self.stages, self._grads = stages, list[PyTree]()
         for stage in stages:
             seen_together(stage)  # by training and by evaluation
-        self._gradient = lru_cache(maxsize=4)(self._made)
+        self._gradient, self._of_pair = lru_cache(maxsize=4)(self._made), lru_cache(maxsize=4)(self._loss_of)
+        self._loss = loss_of_pair(None)
 
     @classmethod
     def of(
@@ -148,13 +149,16 @@ class InStages(Learner):
         """Return what is to be seen of what the last call has left in attributes with its graph: no loss is made of it."""
         return cut_off(graphs, "stages have gone back through what they have made")
 
-    def _made(self, loss: Loss | None, outputs: bool, backward: bool) -> Runs:
+    def _loss_of(self, loss: Loss | None) -> Loss:
         schedule: Schedule = self._options["schedule"]
         several = schedule.microbatches > 1 or len({*schedule.placement}) > 1
-        of_pair = loss_of_pair(watched_criterion(loss) if several and loss is not None else loss)
+        return loss_of_pair(watched_criterion(loss) if several and loss is not None else loss)
+
+    def _made(self, outputs: bool, backward: bool) -> Runs:
+        """Return what runs the schedule, whatever the criterion is: a loop may write a new one in every step."""
 
         def both(y: Any, microbatch: Any) -> Any:
-            found = of_pair(y, microbatch)
+            found = self._loss(y, microbatch)
             return (found, y) if outputs else found
 
         how: dict[str, Any] = {**self._options, "loss": both, "has_aux": outputs, "has_buffers": True}
@@ -168,7 +172,7 @@ class InStages(Learner):
         backward = torch.is_grad_enabled()
         refuse_distant(self.mesh, "execute_pipeline", params=self.params, buffers=self.buffers)
         with self.draws(grad=backward), torch.enable_grad() if backward else torch.no_grad():
-            runs = self._gradient(loss, outputs, backward)
+            runs, self._loss = self._gradient(outputs, backward), self._of_pair(loss)
             with after_a_step(self.stepped):
                 value, grads = runs.run(self.params, self.buffers, batch, call_site(), scale)
         if backward:
