@@ -140,35 +140,53 @@ class Losing(ByTensorHook):
     def __init__(self):
         super().__init__()
         self.all = []
-        self.register_buffer("mean", torch.zeros(WIDTH))
 
     def note(self, g):
         self.all.append(g)
-        self.mean += g.mean(0)
 
 
-def test_what_a_backward_writes_to_lists_and_buffers_is_told():
-    with pytest.warns(UserWarning, match=r"A backward has changed 0.all, 0.mean, where nobody finds it"):
+def test_what_a_backward_writes_to_lists_is_told():
+    with pytest.warns(UserWarning, match=r"A backward has changed 0.all, where nobody finds it"):
         fs.run(lambda: trained(Losing, fs.DDPPlugin()), mesh=fs.make_mesh({"data": 1}))
 
 
 class Checkpointed(nn.Module):
-    """Has a graph that refers to it, and that changes nothing."""
+    """Has a graph that refers to it, and runs a part again that sets attributes, which counts once."""
 
     def __init__(self):
         super().__init__()
         self.layer, self.note, self.times, self.gradient = nn.Linear(WIDTH, WIDTH), [1], 0, None
         self.register_buffer("calls", torch.zeros(()))
 
-    def forward(self, x):
+    def inner(self, x):
         self.calls += 1
-        return torch.utils.checkpoint.checkpoint(self.layer, x, use_reentrant=False)
+        self.times += 1
+        self.latest = x
+        return self.layer(x)
+
+    def forward(self, x):
+        return torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=False)
 
 
-def test_nothing_is_told_of_graphs_that_change_nothing():
+def test_what_a_checkpoint_sets_again_counts_once():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        fs.run(lambda: trained(Checkpointed, fs.DDPPlugin()), mesh=fs.make_mesh({"data": 1}))
+        ((found, _),) = fs.run(lambda: trained(Checkpointed, fs.DDPPlugin()), mesh=fs.make_mesh({"data": 1}))
+    assert [times for _, times, _ in found] == [1, 3, 5]  # and that of each evaluation
+
+
+class Resetting(ByTensorHook):
+    """Forgets in a forward what hooks have noted."""
+
+    def forward(self, x):
+        self.gradient = None
+        return super().forward(x)
+
+
+def test_what_was_none_when_a_forward_ended_is_what_a_hook_made_it():
+    ((found, _),) = fs.run(lambda: trained(Resetting, fs.DDPPlugin()), mesh=fs.make_mesh({"data": 1}))
+    for (_, _, g), (_, _, expected) in zip(found, trained(Resetting)[0], strict=True):
+        torch.testing.assert_close(g, expected, rtol=0, atol=1e-12)
 
 
 class Saving(ByTensorHook):

@@ -103,6 +103,7 @@ def test_the_gradient_of_a_reshard_is_that_of_the_identity(problem):
 
 @given(problems())
 @example(({"a": 2, "b": 2, "c": 2}, (3, 3), P.owned("b", "c", by=3, unreduced="a"), P()))
+@example(({"a": 2, "b": 2, "c": 2}, (2,), P(unreduced=("a", "c")), P("a", on={"c": 0})))
 def test_the_ledger_counts_what_the_plan_says_and_never_more_than_a_full_gather(problem):
     axes, shape, before, after = problem
     mesh = fs.make_mesh(axes)

@@ -83,7 +83,7 @@ def _by_search(start: State, goal: State, shape: tuple[int, ...], sizes: Mapping
 
 
 def _by_place(start: State, goal: State, shape: tuple[int, ...], sizes: Mapping[str, int]) -> Iterator[Route]:
-    """Yield routes of what lies in pieces at one place: kept there first, straight on, and by way of flat ranges everywhere."""
+    """Yield routes of what lies in pieces at one place: kept there or summed first, straight on, and by flat ranges of all."""
     if 0 in shape:
         yield Route((Step("reshape", (), Fraction(0), goal),))
         return
@@ -91,10 +91,10 @@ def _by_place(start: State, goal: State, shape: tuple[int, ...], sizes: Mapping[
         kept = keep(start, goal, sizes)
         yield Route((kept,)).then(_route(kept.after, goal, shape, sizes))
     open_sums = start.unreduced & goal.unreduced
-    straight = _straight(start, goal, shape, sizes)
-    if not straight:  # a sum of too many to be shared out: it is made first
-        summed = replace(start, unreduced=open_sums)
+    straight, summed = _straight(start, goal, shape, sizes), replace(start, unreduced=open_sums)
+    if summed != start and (not straight or not start.on):  # sums of few elements, or of many devices: made first
         yield _route(start, summed, shape, sizes).then(_route(summed, goal, shape, sizes))
+    if not straight:
         return
     yield Route.of(straight, start, shape, sizes)
     everywhere = State(((),) * len(shape), open_sums, tuple(axis for axis in sizes if axis not in open_sums))

@@ -37,7 +37,11 @@ def hidden(module: nn.Module) -> dict[str, list[Tensor]]:
     own = {id(x) for x in (*module.parameters(), *module.buffers())}
     found = dict[str, list[Tensor]]()
     for name, part in held_apart(module):
-        tensors = [x for x in (*part.parameters(), *part.buffers()) if id(x) not in own and not x.is_inference()]
+        tensors = [
+            x
+            for x in (*part.parameters(), *part.buffers())
+            if id(x) not in own and not x.is_inference() and not x.is_meta
+        ]
         found.setdefault(name, []).extend(tensors)
     return {name: tensors for name, tensors in found.items() if tensors}
 

@@ -5,13 +5,14 @@
 
 By then the call has ended, and what it ran in, a replica, has been left to the graph that refers to it.  So it is noted what
 such a replica had when its call ended, without holding anything that has a graph, and looked at once the backward is over.
+What forwards set as well, a checkpoint that runs a part again may have set: that counts once, when it was a forward.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 from weakref import ref
 
@@ -19,7 +20,6 @@ from torch import Tensor, nn
 
 from fshard.transforms.holders import CONTAINERS, INTERNAL, items_of, stays
 from fshard.transforms.kept import ABSENT, Slot
-from fshard.transforms.lent import untouched
 
 _MOST = 16
 """Calls of a step that are looked at: of more, some are evaluations that forgot to say so."""
@@ -41,13 +41,13 @@ class Late:
         """Return what is to be held while a backward lets go of its graph."""
         return [one.module() for each in self._noted for one in each]
 
-    def taken(self) -> dict[Slot, Any]:
+    def taken(self, by_forwards: Collection[Slot]) -> dict[Slot, Any]:
         """Return what has been set since it was last looked at; warn of what is lost."""
-        changed = [change for each in self._noted for one in each for change in one.changes()]
+        changed = [change for each in self._noted for one in each for change in one.changes(by_forwards)]
         lost = {f"{slot.path}.{slot.key}".removeprefix(".") for slot, x in changed if not stays(x)}
         if lost:
             warnings.warn(
-                f"A backward has changed {', '.join(sorted(lost))}, where nobody finds it: a call has lists, buffers and "
+                f"A backward has changed {', '.join(sorted(lost))}, where nobody finds it: a call has lists and "
                 "objects for itself, and has ended. Attributes that are set, to tensors or numbers, are kept.",
                 stacklevel=2,
             )
@@ -66,33 +66,32 @@ class Late:
 
 
 class _Noted:
-    """The attributes of one module when a call has ended, and which of its buffers nobody has written to."""
+    """The attributes of one module when a call has ended."""
 
     def __init__(self, path: str, module: nn.Module, *, hold: bool) -> None:
         self._path, self.module = path, (lambda: module) if hold else ref(module)
         self._note(module)
 
     def _note(self, module: nn.Module) -> None:
-        own, buffers = vars(module), vars(module)["_buffers"]
+        own = vars(module)
         self._were = {key: ref(x) if isinstance(x, Tensor) else x for key, x in own.items() if key not in INTERNAL}
         self._within = {key: _ids(x) for key, x in self._were.items() if isinstance(x, CONTAINERS)}
-        self._lent = [key for key, x in buffers.items() if x is not None and untouched(x)]
 
-    def changes(self) -> Iterator[tuple[Slot, Any]]:
-        """Yield which attributes are others now, or hold others, and which buffers have been written to."""
+    def changes(self, by_forwards: Collection[Slot]) -> Iterator[tuple[Slot, Any]]:
+        """Yield which attributes are others now, or hold others; of those that forwards change, only what was None."""
         module = self.module()
         if module is None:
             return
-        own, buffers = vars(module), vars(module)["_buffers"]
+        own = vars(module)
         for key in dict.fromkeys((*self._were, *own)):
             was, x = self._were.get(key, ABSENT), own.get(key, ABSENT)
-            if key not in INTERNAL and (
-                (was() if isinstance(was, ref) else was) is not x or self._holds_others(key, x)
+            again = was is not None and Slot(self._path, key) in by_forwards
+            if (
+                key not in INTERNAL
+                and not again
+                and ((was() if isinstance(was, ref) else was) is not x or self._holds_others(key, x))
             ):
                 yield Slot(self._path, key), x
-        for key in self._lent:
-            if not untouched(buffers.get(key)):
-                yield Slot(self._path, key), buffers
         self._note(module)
 
     def _holds_others(self, key: str, x: Any) -> bool:

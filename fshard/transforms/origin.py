@@ -72,13 +72,11 @@ class Origin:
     @property
     def told(self) -> tuple[object, ...]:
         """What is to be the same on all devices."""
-        return (self.shapes, [*self.batch.values()]), self.key, [*self.leaves.values()], self.stepped
+        return (self.shapes, [*self.batch.values()]), (self.key, self.stepped), [*self.leaves.values()]
 
     def refuse(self, place: int, mesh: Mesh, exchange: Callable[[Sequence[int]], Mapping[int, Sequence[int]]]) -> None:
         """Raise, saying who differs in what was told at some place; `exchange` gives all devices' numbers."""
-        raise MismatchError(
-            f"value_and_grad: {(self._batches, self._keys, self._parameters, self._options)[place](mesh, exchange)}"
-        )
+        raise MismatchError(f"value_and_grad: {(self._batches, self._keys, self._parameters)[place](mesh, exchange)}")
 
     def _batches(self, mesh: Mesh, exchange: Callable[[Sequence[int]], Mapping[int, Sequence[int]]]) -> str:
         found = exchange([length for shape in self.shapes for length in shape])
@@ -92,6 +90,8 @@ class Origin:
 
     def _keys(self, mesh: Mesh, exchange: Callable[[Sequence[int]], Mapping[int, Sequence[int]]]) -> str:
         found = exchange([(self.key or 0) % (1 << 40)])
+        if len(set(map(tuple, found.values()))) == 1:
+            return self._options(mesh, exchange)
         (first, own), *others = found.items()
         differ = " and ".join(name_of(mesh, device) for device, key in others if key != own)
         return (

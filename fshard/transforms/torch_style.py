@@ -79,7 +79,7 @@ class Model(nn.Module):
     def _show_late(self) -> None:
         """Let `module` and the next call have what a backward has set."""
         for seen in self._seen:
-            late = seen.late.taken() if seen.late is not None else {}
+            late = seen.late.taken(seen.changed) if seen.late is not None else {}
             if late:
                 seen.left.update(late)
                 self._alterations.show({}, late, {})
