@@ -796,6 +796,35 @@ def test_what_no_gradient_would_come_to_is_refused_when_it_is_switched_on(stages
         fs.run(main, mesh=MESH if stages == 1 else fs.make_mesh({"pipe": 2}))
 
 
+def test_what_no_gradient_would_come_to_is_looked_for_now_and_then():
+    original = nn.Linear(5, 5).double()
+    calls = []
+
+    class Reaching(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = original
+
+        def forward(self, x):
+            calls.append(x)
+            return self.layer(x) if len(calls) < 4 else original(x) + self.layer(x)
+
+    def main():
+        model = Reaching()
+        booster = fs.Booster()
+        boosted, opt, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for _ in range(9):
+            booster.backward(boosted(rows(8, 5)).square().mean(), opt)
+            opt.step()
+            opt.zero_grad()
+
+    with pytest.raises(
+        fs.ModuleError, match="a forward uses layer.weight, layer.bias of the model that was given|layer.bias"
+    ):
+        fs.run(main, mesh=fs.make_mesh({"data": 1}))
+    assert len(calls) < 9
+
+
 @pytest.mark.parametrize("kind", UNREACHED)
 @pytest.mark.parametrize("reproducible", [False, True])
 def test_what_no_gradient_would_come_to_is_refused(kind, reproducible):
