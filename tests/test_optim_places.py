@@ -136,6 +136,7 @@ BY_PLACE = {
     "names that nobody reads": lambda m: Each(two(m, named)),
     "lists": lambda m: ByScale([g | {"scales": [1.0 / (1 + i) for i in range(10)]} for g in two(m)]),
     "tuples": lambda m: ByScale([g | {"scales": (1.0,) * 9 + (0.1,)} for g in two(m)]),
+    "equal items": lambda m: ByScale([g | {"scales": [1.0] * 10} for g in two(m)]),
     "by chance": lambda m: ByBetas([{"params": [*m.head.parameters()], "betas": [0.5, 0.7]}]),
 }
 
@@ -149,6 +150,24 @@ def test_options_that_go_by_place_go_with_their_parameters(kind, plugin):
 
     as_torch(start, plugin)
     as_torch(start, plugin, n=4)
+
+
+@pytest.mark.parametrize("plugin", PLUGINS)
+def test_equal_items_of_a_list_may_become_others(plugin):
+    def start():
+        model = deep()
+        return model, BY_PLACE["equal items"](model)
+
+    as_torch(start, plugin, between=lambda opt, step: opt.param_groups[0]["scales"].__setitem__(2 * step, 0.25))
+
+
+@pytest.mark.parametrize("cls", [torch.optim.Adam, torch.optim.AdamW])
+def test_betas_may_be_tensors(cls):
+    def start():
+        model = deep()
+        return model, cls(model.parameters(), lr=0.01, betas=(torch.tensor(0.5), torch.tensor(0.75)))
+
+    as_torch(start, "fsdp")
 
 
 @pytest.mark.parametrize("plugin", PLUGINS)

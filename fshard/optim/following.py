@@ -286,7 +286,13 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 def _is_ours(cls: type, group: Mapping[str, Any]) -> bool:
     """Return whether there is an optimizer of ours that is this class with these options."""
-    return cls in _OWN and not any(group.get(name) for name in _NOT_OURS)
+    if cls not in _OWN or any(group.get(name) for name in _NOT_OURS):
+        return False
+    return not any(isinstance(x, Tensor) for name in _OWN[cls][1] for x in _items(group[name]))
+
+
+def _items(x: Any) -> tuple[Any, ...]:
+    return x if isinstance(x, tuple) else (x,)
 
 
 def _made(given: torch.optim.Optimizer, at: int, options: dict[str, Any]) -> Optimizer:

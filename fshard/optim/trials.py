@@ -115,13 +115,15 @@ def _try(of: Groups, examples: list[Example], elementwise: bool, idle: bool) -> 
 def _cut(of: Groups, everyone: list[Example]) -> frozenset[str] | None:
     """Return the options to be cut with which each example alone has the result that all have together; None: none do.
 
-    Nothing, if that will do: a list may be as long as there are parameters by chance.
+    Nothing, if that will do, also for twice as many parameters: a list may be as long as there are parameters by chance, and
+    items of one that goes by place may be equal now.
     """
     lists = frozenset(name for group in of.groups.values() for name in group.by_place())
     together = ran(everyone)
     for cut in dict.fromkeys([frozenset[str](), lists & {"param_names"}, lists]):
+        examples = [example.plain.cutting(cut) for example in everyone]
         try:
-            if agree(_alone(example.plain.cutting(cut) for example in everyone), together):
+            if agree(_alone(examples), together) and (cut >= lists or agree(ran(examples * 2), together * 2)):
                 return cut
         except Exception:  # of whatever kind: some compare lengths
             continue
