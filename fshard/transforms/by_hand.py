@@ -202,10 +202,15 @@ class ByHand(Learner):
         now.rows = [float(slice.rows) for slice in slices] if sliced else [1.0]
         now.samples = [slice.rows for slice in slices] if sliced else [counted.rows]
         given = begun if sliced and begun else [self._remembered] * len(slices)
-        parts = [
-            self._one(now, slice, given[turn], index * len(slices) + turn, grad=grad)
-            for turn, slice in enumerate(slices)
-        ]
+        try:
+            parts = [
+                self._one(now, slice, given[turn], index * len(slices) + turn, grad=grad)
+                for turn, slice in enumerate(slices)
+            ]
+        except BaseException:
+            if now is not self._open:  # nobody goes on with it
+                tape.leave()
+            raise
         now.begun = True
         outputs, remembered = [output for output, _ in parts], [after for _, after in parts]
         if not grad:

@@ -103,7 +103,7 @@ class Saved:
             return x
         found = self._known.get(_storage(x))
         if found is None or x.dtype != found.dtype:
-            return x
+            return x.detach() if x.requires_grad else x  # an operation's own output would hold the operation, and stay
         return _Note(found.unit, found.at, x.size(), x.stride(), int(x.storage_offset()), x.is_conj(), x.is_neg())
 
     def _read(self, note: Any) -> Tensor:

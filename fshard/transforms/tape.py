@@ -126,6 +126,13 @@ class Tape:
         self.over, self.shards, self.handles = True, (), []
         self.reductions.shards, self.reductions.sums = (), []
 
+    def leave(self) -> None:
+        """Let everything go after an error, and wait for nobody: graphs and units refer to each other, which nobody finds."""
+        for unit in self.units:
+            unit.release()
+        self.saved.clear()
+        self.close()
+
     def watch(self, place: int, memory: Tensor) -> None:
         """See it if somebody writes to what shares the memory of a leaf, after that has been let go too."""
         if self.manner.reshard and not memory.is_inference() and not transformed():
