@@ -43,7 +43,9 @@ def test_calls_without_a_backward_leave_nothing_behind(plugin, does):
             opt.step(), opt.zero_grad()
             if step in (1, 9):
                 gc.collect()
-                counts.append(sum(issubclass(type(each), torch.Tensor) and WIDE in each.shape for each in gc.get_objects()))
+                counts.append(
+                    sum(issubclass(type(each), torch.Tensor) and WIDE in each.shape for each in gc.get_objects())
+                )
 
     fs.run(main, mesh=fs.make_mesh({"data": 2}))
     assert max(counts[2:]) <= max(counts[:2]) + 6, counts
