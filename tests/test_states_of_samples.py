@@ -38,6 +38,19 @@ class Averaging(nn.Module):
         return y
 
 
+class Masked(Averaging):
+    """Makes a mask once, as large as a batch by chance."""
+
+    def __init__(self):
+        super().__init__()
+        self.mask = None
+
+    def forward(self, x):
+        if self.mask is None:
+            self.mask = torch.ones(4, 4, dtype=torch.bool).tril()
+        return self.layer(x) * self.mask.any()
+
+
 def told(model, plugin, mesh, rows):
     """Return the warnings of two steps."""
 
@@ -48,10 +61,11 @@ def told(model, plugin, mesh, rows):
         boosted, opt, *_ = booster.boost(own, torch.optim.SGD(own.parameters(), lr=0.1))
         for _ in range(2):
             if isinstance(plugin, fs.HybridParallelPlugin):
-                x = torch.ones(rows, WIDTH)
+                x = torch.arange(1.0, rows + 1)[:, None].expand(-1, WIDTH)
                 booster.execute_pipeline(iter([(x, x)]), boosted, nn.functional.mse_loss, opt)
             else:
-                booster.backward(boosted(torch.ones(rows, WIDTH)).square().mean(), opt)
+                x = torch.arange(1.0, rows + 1)[:, None].expand(-1, WIDTH) * (1 + fs.axis_index("data"))
+                booster.backward(boosted(x).square().mean(), opt)
             opt.step()
             opt.zero_grad()
 
@@ -94,7 +108,7 @@ def test_it_is_told_in_a_functional_step():
 
     with pytest.warns(UserWarning, match="hidden is kept from call to call"):
         fs.value_and_grad(loss_fn, mesh=mesh, batch=fs.P("data"), has_buffers=True)(
-            fs.shard_params(params, fs.fsdp("data"), mesh=mesh), buffers, torch.ones(4, WIDTH)
+            fs.shard_params(params, fs.fsdp("data"), mesh=mesh), buffers, torch.arange(4.0)[:, None].expand(-1, WIDTH)
         )
 
 
@@ -104,8 +118,9 @@ def test_it_is_told_in_a_functional_step():
         (Recurrent, fs.DDPPlugin(), {"data": 1}, 4),  # nobody else has samples
         (Recurrent, fs.DDPPlugin(), {"data": 2}, 1),
         (Averaging, fs.DDPPlugin(), {"data": 2}, 4),
+        (Masked, fs.DDPPlugin(), {"data": 2}, 4),
     ],
-    ids=["one device", "one sample", "a mean"],
+    ids=["one device", "one sample", "a mean", "a mask"],
 )
 def test_nothing_is_told_of_others(model, plugin, mesh, rows):
     assert not told(model, plugin, mesh, rows)

@@ -364,9 +364,9 @@ class ByHand(Learner):
         weights = [row * bool(now.share) for row in now.rows] if device.how.slices is not None else [now.share]
         new = [self._agreed.compared(0, tree, loss.device) for tree in trees]
         written = [Written(weight, one.changed) for weight, one in zip(weights, new, strict=True)]
-        if now.tape.fresh and len(now.samples) * prod(self.mesh.shape[axis] for axis in self.axes) > 1:
-            warn_of_samples(written, now.samples, [leaf.path for leaf in now.known.leaves])
         _, now.used, changed = device.together([Found(loss.detach(), weight, [], []) for weight in weights], written)
+        if now.tape.fresh and len(now.samples) * prod(self.mesh.shape[axis] for axis in self.axes) > 1:
+            warn_of_samples(written, now.samples, [leaf.path for leaf in now.known.leaves], changed)
         self._agreed = Buffers(self._agreed.after([new[-1]._replace(changed=changed)]), standing(self.mesh))
         self._remembered, now.remembered = self._agreed.part(0), []
 

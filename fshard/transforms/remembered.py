@@ -83,8 +83,13 @@ def of_one_kind(entries: Sequence[Entry]) -> list[Entry]:
     return [entry for entry in entries if entry.path not in lost]
 
 
-def warn_of_samples(slices: Sequence[Written], rows: Sequence[int | None], params: Iterable[str]) -> None:
-    """Warn of what is kept in attributes, not in frozen parameters, and has, as it seems, a row for each sample of a slice."""
+def warn_of_samples(
+    slices: Sequence[Written], rows: Sequence[int | None], params: Iterable[str], means: Mapping[str, Tensor]
+) -> None:
+    """Warn of what is kept in attributes, not in frozen parameters, and seems to have a row for each sample of a slice.
+
+    What is its own mean, a mask that is the same everywhere, is none.
+    """
     frozen = {named(parts_of(path)) for path in params}
     found = {
         named(parts_of(path)).partition(":")[0]
@@ -92,6 +97,7 @@ def warn_of_samples(slices: Sequence[Written], rows: Sequence[int | None], param
         for path, x in one.changed.items()
         if count is not None and slot_of(parts_of(path)[-1]) is not None
         if x.ndim > 2 and 1 < count in x.shape[1:3]  # the first dim says that something is kept
+        if path in means and not torch.equal(x.detach(), means[path].to(x))
     }
     if found := found - frozen:
         warnings.warn(

@@ -339,9 +339,6 @@ class Shift:
         """Return whether any device has used each parameter, and what was learnt; raise if devices have begun differently."""
         origin, memory, places = self._origin(), self.memory, range(self.pipe.size)
         written = [] if memory is None else memory.written([count.weight for count in self.counts])
-        if self.fresh and len(written) * (1 if self.beside is None else self.beside.size) > 1:
-            rows, leaves = [slice.rows for slice in self.slices], self.plan.weights.leaves
-            warn_of_samples(written, rows[: len(written)], [leaf.path for leaf in leaves])
         entries = entries_of(written)
         news = 0.0 if memory is None else float(any(map(memory.is_new, entries)))
         own = marks(*origin.told)
@@ -361,6 +358,9 @@ class Shift:
         if unlike(told[3 * self.pipe.index :][:3]):
             entries = entries_of_all(entries, self.beside, self.site)
         values = memory.together(written, entries, self.beside, self.site)
+        if self.fresh and len(written) * (1 if self.beside is None else self.beside.size) > 1:
+            rows, leaves = [slice.rows for slice in self.slices], self.plan.weights.leaves
+            warn_of_samples(written, rows[: len(written)], [leaf.path for leaf in leaves], values)
         if not news:
             return used, Learnt(values, [])
         own_news = sorted(filter(memory.is_new, starmap(entry_of, values.items())))

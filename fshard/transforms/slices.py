@@ -189,9 +189,9 @@ class Device:
             reductions.end()
         tape.end()
         written = [Written(part.found.weight, part.new.changed) for part in parts]
-        if tape.fresh and n * len(slices) > 1:
-            warn_of_samples(written, [slice.rows for slice in slices], [leaf.path for leaf in tape.leaves])
         mean, used, changed = self.together([part.found for part in parts], written)
+        if tape.fresh and n * len(slices) > 1:
+            warn_of_samples(written, [slice.rows for slice in slices], [leaf.path for leaf in tape.leaves], changed)
         gradients = self.gradients(used, mean.weight)
         _, new, told = parts[-1]
         numbers = {
