@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from fshard.transforms.handle import Handle, refuse_copy, tell_set
 from fshard.transforms.kept import kept_name, value_of
 from fshard.transforms.lent import lent, untouched
+from fshard.transforms.patterns import named, parts_of
 from fshard.transforms.units import versions_of
 
 
@@ -41,12 +42,12 @@ class Guarded(Tensor):
     def __setattr__(self, name: str, value: Any) -> None:
         """Set what belongs to it; tell of all else, which no later step would find."""
         if name not in _OWN:
-            tell_set(name, self.path, tells=self.tells and name not in vars(self))
+            tell_set(name, named(parts_of(self.path)), tells=self.tells and name not in vars(self))
         super().__setattr__(name, value)
 
     def __deepcopy__(self, memo: Any) -> Tensor:
         """Raise: what lies as a plugin says has no copies."""
-        refuse_copy(self.path)
+        refuse_copy(named(parts_of(self.path)))
 
 
 _OWN = frozenset({"bound", "path", "tells", "data", "grad", "requires_grad", "_is_param", "_backward_hooks"})

@@ -21,7 +21,6 @@ from fshard.pipeline.leaves import edges_of
 from fshard.source import Site
 from fshard.transforms.given import guarded, written_to
 from fshard.transforms.origin import bits
-from fshard.transforms.patterns import named, parts_of
 from fshard.transforms.units import Leaf, versions_of
 
 _data_of = cast("Any", Tensor).data.__get__
@@ -61,9 +60,7 @@ class StageParams:
             near = self._converted(place)
             wholes[place] = torch.empty(leaves[place].shape, dtype=near.dtype, device=near.device)
             wholes[place].untyped_storage().resize_(0)
-        self._xs = [
-            guarded(wholes[place], named(parts_of(leaf.path)), tells=fresh) for place, leaf in enumerate(leaves)
-        ]
+        self._xs = [guarded(wholes[place], leaf.path, tells=fresh) for place, leaf in enumerate(leaves)]
         trained = [place for place, leaf in enumerate(leaves) if backward and leaf.trained]
         self.own = [self._xs[place].requires_grad_() for place in trained]
         self._edges = edges_of(self.own)
