@@ -22,7 +22,6 @@ from fshard.optim.contract import Optimizer, Update
 from fshard.optim.following import NOTHING, Followed
 from fshard.optim.partition import Partitioned, Stage, partition_optimizer
 from fshard.optim.scaling import loss_scaled
-from fshard.transforms.attributes import seen_together
 from fshard.transforms.by_hand import ByHand
 from fshard.transforms.donated import Donated
 from fshard.transforms.functionalize import functionalize
@@ -34,6 +33,7 @@ from fshard.transforms.originals import note_originals
 from fshard.transforms.randomness import folded, keyed_random
 from fshard.transforms.reached import look_beside
 from fshard.transforms.rules import shard_params
+from fshard.transforms.seen import seen_together
 from fshard.transforms.skeleton import skeleton
 from fshard.transforms.step import Metrics, train_step
 from fshard.transforms.value_and_grad import gradient_of

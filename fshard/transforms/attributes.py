@@ -22,16 +22,16 @@ from functools import cached_property
 from itertools import chain
 from operator import is_
 from typing import Any, NamedTuple, cast
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 from torch import Tensor, nn
 
 from fshard.mesh.differentiate import transformed
-from fshard.mesh.scope import here
 from fshard.transforms.holders import (
     INTERNAL,
     VALUES,
     are_same,
+    has_graph,
     holds,
     is_counted,
     is_same,
@@ -39,79 +39,15 @@ from fshard.transforms.holders import (
     shares,
     stays,
     storages_of,
-    tensors_of,
 )
 from fshard.transforms.kept import ABSENT, Slot, as_tensor, set_in, slot_of, value_of
-from fshard.transforms.late import Late
 from fshard.transforms.lent import lent, untouched
 from fshard.transforms.methods import Reads
 from fshard.transforms.observed import unwatch, watch
+from fshard.transforms.seen import Seen
 
 _LOOKS = 8
 """In so many first calls, and in one of as many later, it is looked whether objects are changed."""
-
-
-class Seen:
-    """What the calls of a module have been seen to do to attributes; replicas share it."""
-
-    def __init__(self) -> None:
-        self.changed: set[Slot] = set()
-        self.states: set[Slot] = set()
-        self.unread: set[Slot] = set()
-        self.lost: set[Slot] = set()
-        self.given: dict[Slot, Any] = {}
-        self._left: dict[int | None, dict[Slot, Any]] = {}
-        self._graphs: dict[Slot, Any] | None = None
-        self.late: Late | None = None
-
-    def shown(self, *, hold: bool) -> Seen:
-        """Keep from now on what calls leave with its graph, and look at what backwards do, until it is taken; see `Late`."""
-        self._graphs, self.late = {}, Late(hold=hold)
-        return self
-
-    def keep_graph(self, slot: Slot, x: Any) -> bool:
-        """Keep what a call has left, if it has a graph and anybody wants it; return whether it is kept."""
-        if self._graphs is None or not any(map(_has_graph, tensors_of(x))):
-            return False
-        self._graphs[slot] = x
-        return True
-
-    def taken_graphs(self) -> dict[Slot, Any]:
-        """Return what the last calls have left with its graph, and let it go."""
-        graphs, self._graphs = self._graphs or {}, {}
-        return graphs
-
-    @property
-    def left(self) -> dict[Slot, Any]:
-        """What the calling device's last calls have left behind."""
-        scope = here()
-        return self._left.setdefault(None if scope is None else scope.device, {})
-
-    @property
-    def left_by_all(self) -> dict[Slot, Any]:
-        """What the last calls of all devices have left behind; of one that has a module for itself, its own."""
-        return {slot: x for left in self._left.values() for slot, x in left.items()}
-
-    def give(self, values: Mapping[Slot, Any], instead_of: Iterable[Slot]) -> None:
-        """Let all calls find some values from now on, until they change them; and not what others have left there."""
-        for slot in instead_of:
-            self.given.pop(slot, None)
-            for left in self._left.values():
-                left.pop(slot, None)
-        self.given |= values
-
-
-_seen: WeakKeyDictionary[nn.Module, Seen] = WeakKeyDictionary()
-
-
-def seen_together(module: nn.Module) -> Seen:
-    """Let all functions that are made of a module from now on see what each other's calls do."""
-    return _seen.setdefault(module, Seen())
-
-
-def seen_of(module: nn.Module) -> Seen:
-    """Return what is to be known of the calls of a function that is made of a module."""
-    return _seen.get(module) or Seen()
 
 
 class Attributes:
@@ -333,8 +269,8 @@ class Change(NamedTuple):
             isinstance(self.first, Tensor) and not self.first.requires_grad
         )
         if isinstance(self.now, (list, tuple, dict)):  # of losses, and not of features
-            return any(isinstance(x, Tensor) and not x.ndim and _has_graph(x) for x in items_of(self.now))
-        return had and _has_graph(self.now)
+            return any(isinstance(x, Tensor) and not x.ndim and has_graph(x) for x in items_of(self.now))
+        return had and has_graph(self.now)
 
 
 class _Module:
@@ -420,10 +356,6 @@ def _computed_by_torch(own: Mapping[str, Any]) -> frozenset[str]:
 
 def _has_tensors(module: Any) -> bool:
     return module is not None and any(True for _ in chain(module.parameters(), module.buffers()))
-
-
-def _has_graph(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.requires_grad
 
 
 def _is_written(copy: Tensor) -> bool:

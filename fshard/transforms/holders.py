@@ -81,6 +81,11 @@ def items_of(x: Any) -> list[Any]:
     return items
 
 
+def has_graph(x: Any) -> bool:
+    """Return whether a gradient can go through something."""
+    return isinstance(x, Tensor) and x.requires_grad
+
+
 def tensors_of(x: Any) -> list[Tensor]:
     """Return a tensor, or those in a plain list, tuple or dict."""
     items = items_of([*x] if type(x) is tuple else x) if type(x) in (list, tuple, dict) else [x]

@@ -25,7 +25,6 @@ from fshard.mesh.tree import PyTree, flatten, unflatten
 from fshard.pipeline.schedule import Schedule
 from fshard.source import call_site
 from fshard.transforms.alterations import Altered, alter
-from fshard.transforms.attributes import seen_together
 from fshard.transforms.criteria import watched_criterion
 from fshard.transforms.cut_off import cut_off
 from fshard.transforms.functionalize import refuse_hooks
@@ -35,6 +34,7 @@ from fshard.transforms.learner import Learner
 from fshard.transforms.nearby import refuse_distant
 from fshard.transforms.origin import after_a_step
 from fshard.transforms.reached import look_beside
+from fshard.transforms.seen import seen_together
 from fshard.transforms.skeleton import skeleton
 from fshard.transforms.stage_layouts import shard_stages
 from fshard.transforms.value_and_grad import gradient_of

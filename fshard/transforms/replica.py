@@ -26,9 +26,10 @@ from torch import Tensor, nn
 
 from fshard.copying import CONTAINERS, MANY, Copying, blank, entries_of, held_by_attributes, plain, slots_of
 from fshard.errors import ModuleError
-from fshard.transforms.attributes import Attributes, Seen, seen_of
+from fshard.transforms.attributes import Attributes
 from fshard.transforms.holders import INTERNAL
 from fshard.transforms.layers import Layers
+from fshard.transforms.seen import Seen, seen_of
 
 _WRITTEN = frozenset({"_parameters", "_buffers", "_modules"})
 """What a forward may write to of all that torch keeps in every module; the others are hooks."""

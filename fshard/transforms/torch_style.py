@@ -24,9 +24,9 @@ from fshard.optim.numbers import above, refuse, within
 from fshard.optim.partition import Partitioned
 from fshard.transforms.alterations import Alterations
 from fshard.transforms.announced import Announced
-from fshard.transforms.attributes import seen_together
 from fshard.transforms.by_hand import ByHand
 from fshard.transforms.in_stages import InStages
+from fshard.transforms.seen import seen_together
 from fshard.transforms.skeleton import filled
 
 
