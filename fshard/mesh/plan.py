@@ -92,7 +92,8 @@ def _by_place(start: State, goal: State, shape: tuple[int, ...], sizes: Mapping[
         yield Route((kept,)).then(_route(kept.after, goal, shape, sizes))
     open_sums = start.unreduced & goal.unreduced
     straight, summed = _straight(start, goal, shape, sizes), replace(start, unreduced=open_sums)
-    if summed != start and (not straight or not start.on):  # sums of few elements, or of many devices: made first
+    in_pieces = start.on or start.cut or start.flat is not None
+    if summed != start and not (straight and in_pieces):  # a sum of too many to be shared out, or a small one
         yield _route(start, summed, shape, sizes).then(_route(summed, goal, shape, sizes))
     if not straight:
         return
