@@ -333,7 +333,7 @@ class Tuned(torch.optim.SGD):
         self.times = 1.0
 
     def first_step(self):
-        raise NotImplementedError
+        self.step()
 
     @torch.no_grad()
     def step(self, closure=None):

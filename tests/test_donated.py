@@ -55,8 +55,11 @@ def test_in_reproducible_mode_it_is_as_it_was(name):
 def test_another_state_of_the_same_booster_may_be_given():
     booster, first = begun("ddp")
     kept = {name: x.clone() for name, x in fs.unshard(first.params).items()}
-    second, _ = booster.step(first, BATCH)
+    second, metrics = booster.step(first, BATCH)
     mesh = fs.make_mesh({"data": 2})
     back = second._replace(params=fs.shard_params(kept, fs.P(), mesh=mesh))
-    booster.step(back, BATCH)
+    before = values(second)
+    _, again = booster.step(back, BATCH)
+    assert torch.equal(again["loss"], metrics["loss"])
+    assert all(torch.equal(before[name], x) for name, x in values(second).items())
     booster.step(second, BATCH)

@@ -94,7 +94,7 @@ def watched(apply: Apply, module: nn.Module) -> Apply:
         written = [name for name, xs in inner.items() if [x._version for x in xs] != versions[name]]
         written += [name for name, xs in values.items() if not all(map(torch.equal, xs, inner.get(name, xs)))]
         if written:
-            _warn(type(module).__name__, list(dict.fromkeys(written)))
+            _warn_of_hidden(type(module).__name__, list(dict.fromkeys(written)))
             inner.clear()  # it is told once
         changed = [name for name, x in shared.items() if len(x) != sizes[name]]
         changed += [name for name, was in entries.items() if not are_same(_entries(shared[name]), was)]
@@ -107,20 +107,24 @@ def watched(apply: Apply, module: nn.Module) -> Apply:
 
 
 def _warn_of_large(title: str, names: list[str]) -> None:
-    told = ", ".join(f"{title}.{name}" for name in names)
-    warnings.warn(
-        f"{told} was changed by a forward, and is so large that all calls share it: in reproducible mode it is changed once "
-        "for each slice, in stages once for each microbatch, not once for a step. Change it outside of forward, in "
-        "model.module, or keep a buffer.",
-        stacklevel=3,
+    _warn(
+        title,
+        names,
+        "was changed by a forward, and is so large that all calls share it: in reproducible mode it is changed once for each "
+        "slice, in stages once for each microbatch, not once for a step. Change it outside of forward, in model.module, or "
+        "keep a buffer.",
     )
 
 
-def _warn(title: str, names: list[str]) -> None:
-    told = ", ".join(f"{title}.{name}" for name in names)
-    warnings.warn(
-        f"{told} leads to modules that are no submodules, and a forward has written to their tensors: in reproducible mode "
-        "once for each slice, in stages once for each microbatch, not once for a step, and not alike on all devices. Make them "
+def _warn_of_hidden(title: str, names: list[str]) -> None:
+    _warn(
+        title,
+        names,
+        "leads to modules that are no submodules, and a forward has written to their tensors: in reproducible mode once for "
+        "each slice, in stages once for each microbatch, not once for a step, and not alike on all devices. Make them "
         "submodules, frozen by requires_grad_(False), or write to them outside of forward.",
-        stacklevel=3,
     )
+
+
+def _warn(title: str, names: list[str], what: str) -> None:
+    warnings.warn(f"{', '.join(f'{title}.{name}' for name in names)} {what}", stacklevel=4)
