@@ -25,7 +25,6 @@ from fshard.transforms.accepted import taken
 from fshard.transforms.arrangement import Arrangement, State, Step
 from fshard.transforms.loader import Loader
 from fshard.transforms.lora import LoraConfig, lora
-from fshard.transforms.skeleton import skeleton
 from fshard.transforms.step import Metrics
 from fshard.transforms.torch_style import BoostedOptimizer, Loops, Model, boosted, boosted_model
 
@@ -84,7 +83,7 @@ class Booster:
         """
         source = taken("boost", model, optimizer, criterion, dataloader, lr_scheduler)
         how = self.plugin.arranged().of(len(self._loops.own.models))
-        bare = skeleton(model)
+        bare = how.bare(model)
         stand_in = Model(bare, how.learner(model, bare, source))
         source.point_at(dict(bare.named_parameters()))
         self._loops.own.models.append(stand_in)

@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 from fshard.errors import FshardError, ModuleError
 from fshard.optim.following import Fixed, Followed, followed
 from fshard.transforms.alterations import COMPILED
+from fshard.transforms.lazy import undescribed
 from fshard.transforms.skeleton import Hollow
 from fshard.transforms.torch_style import BoostedOptimizer
 
@@ -63,13 +64,12 @@ def _of_model(model: Any) -> Iterator[str]:
 
 
 def _without_memory(model: Any) -> Iterator[str]:
-    missing = [name for name, x in model.named_parameters() if x.is_meta] if isinstance(model, nn.Module) else []
+    missing = undescribed(model) if isinstance(model, nn.Module) else []
     if missing:
         several = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         yield (
-            f"{', '.join(missing[:3])}{several} of the model have no memory, and boosting lays out numbers: build it, of lazy "
-            "layers by fs.built(model, seed=0). What no device can hold as a whole is built stage by stage: "
-            "fs.shard_stages(stages, ..., seed=0), for fs.train_step"
+            f"{', '.join(missing[:3])}{several} of the model have no memory, and nobody says how they are made: describe "
+            "it, or its layers, by fs.lazy(GPT, config). Each device then keeps its own pieces of each tensor alone"
         )
 
 

@@ -27,14 +27,13 @@ from fshard.transforms.donated import Donated
 from fshard.transforms.functionalize import functionalize
 from fshard.transforms.hidden import watched
 from fshard.transforms.in_common import have_in_common
-from fshard.transforms.in_stages import InStages, bare_stages, loss_in, loss_of_pair
+from fshard.transforms.in_stages import InStages, loss_in, loss_of_pair
+from fshard.transforms.laying import bare, in_stages, whole
 from fshard.transforms.learner import with_zeros
 from fshard.transforms.originals import note_originals
 from fshard.transforms.randomness import folded, keyed_random
 from fshard.transforms.reached import look_beside
-from fshard.transforms.rules import shard_params
 from fshard.transforms.seen import seen_together
-from fshard.transforms.skeleton import skeleton
 from fshard.transforms.step import Metrics, train_step
 from fshard.transforms.value_and_grad import gradient_of
 
@@ -121,7 +120,7 @@ class Arrangement:
         lay = self.partition(NOTHING).gradients
         how: Any = {"mesh": self.mesh, "axes": self.axes, "seed": self.seed, "gradients": lay, **self.options}
         if self.cut is not None:
-            staged = InStages.of(self.cut(model), self.rules, source.trained, **how)
+            staged = InStages(*self._stages(model, self.cut(model), source), **how)
             have_in_common(bare, staged.stages)
             return staged
         return ByHand(*self._pure(model, bare, source), **how, pure=self._function)
@@ -131,11 +130,10 @@ class Arrangement:
         if self.mesh.runtime != "abstract":  # where nothing is trained
             note_originals(model)
         if self.cut is None:
-            apply, params, buffers = self._pure(model, skeleton(model), source)
+            apply, params, buffers = self._pure(model, self.bare(model), source)
             loss, own = loss_of(apply, criterion), dict[str, Any]()
         else:
-            where = {"mesh": self.mesh, "schedule": self.options["schedule"], "axis": self.options["axis"]}
-            loss, params, buffers = bare_stages(self.cut(model), self.rules, source.trained, **where)
+            loss, params, buffers = self._stages(model, self.cut(model), source)
             own = {"loss": loss_of_pair(criterion)}
         opts = self.divided(source)
         how: Any = {
@@ -166,10 +164,19 @@ class Arrangement:
         apply, _, _ = functionalize(bare, sync_batchnorm=self.axes if self.sync_batchnorm else None)
         return apply if self.options.get("slices") is None else watched(apply, bare)
 
+    def bare(self, model: nn.Module) -> nn.Module:
+        """Return the structure of a model: it has none of its tensors."""
+        return bare(model, mesh=self.mesh, seed=self.seed)
+
     def _pure(self, model: nn.Module, bare: nn.Module, source: Followed) -> tuple[Any, Any, Any]:
         """Return a model as a function, which keeps none of its tensors, its parameters as they lie, and its buffers."""
-        _, params, buffers = functionalize(model)
-        return self._function(bare), shard_params(source.trained(params), self.rules, mesh=self.mesh), buffers
+        params, buffers = whole(model, self.rules, source.trained, mesh=self.mesh, seed=self.seed)
+        return self._function(bare), params, buffers
+
+    def _stages(self, model: nn.Module, stages: Sequence[nn.Module], source: Followed) -> tuple[Any, Any, Any]:
+        """Return the structure of a model's stages, and their parameters and buffers as they lie."""
+        where: Any = {name: self.options[name] for name in ("schedule", "axis")}
+        return in_stages(model, stages, self.rules, source.trained, mesh=self.mesh, seed=self.seed, **where)
 
 
 def _of_all(opt: Partitioned) -> Partitioned:

@@ -14,18 +14,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import optree
 import torch
 from torch import Tensor, UntypedStorage
-from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 from fshard.errors import LayoutError
 from fshard.transforms.randomness import State, drawing_from, random_state
 
 _tree: Any = optree
+Made = TypeVar("Made")
 Memories = dict[int, UntypedStorage]
 """Memory by its number."""
 
@@ -235,6 +236,13 @@ class History(TorchDispatchMode):
         whole = x.is_contiguous() and x.numel() * x.itemsize == memory.nbytes()
         at = (x.size(), x.stride(), int(x.storage_offset()))
         return Place(number, x.dtype, x.device, *at, x.is_conj(), x.is_neg(), whole)
+
+
+def noted(function: Callable[[], Made]) -> tuple[History, Made]:
+    """Run a function on tensors without memory; return what it did, and what it has made."""
+    history = History()
+    with FakeTensorMode(allow_non_fake_inputs=True), history:
+        return history, function()
 
 
 def _closure(starts: Iterable[int], before: Callable[[int], Iterable[int]], done: Collection[int] = ()) -> list[int]:

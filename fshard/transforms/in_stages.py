@@ -27,7 +27,6 @@ from fshard.source import call_site
 from fshard.transforms.alterations import Altered, alter
 from fshard.transforms.criteria import watched_criterion
 from fshard.transforms.cut_off import cut_off
-from fshard.transforms.functionalize import refuse_hooks
 from fshard.transforms.gradient import Runs, Value, as_they_lie
 from fshard.transforms.kept import Slot, as_tensor, kept_of, value_of, without
 from fshard.transforms.learner import Learner
@@ -35,8 +34,6 @@ from fshard.transforms.nearby import refuse_distant
 from fshard.transforms.origin import after_a_step
 from fshard.transforms.reached import look_beside
 from fshard.transforms.seen import seen_together
-from fshard.transforms.skeleton import skeleton
-from fshard.transforms.stage_layouts import shard_stages
 from fshard.transforms.value_and_grad import gradient_of
 
 Loss = Callable[[Any, Any], Tensor]
@@ -76,25 +73,6 @@ class InStages(Learner):
             seen_together(stage)  # by training and by evaluation
         self._gradient, self._of_pair = lru_cache(maxsize=4)(self._made), lru_cache(maxsize=4)(self._loss_of)
         self._loss = loss_of_pair(None)
-
-    @classmethod
-    def of(
-        cls,
-        stages: Sequence[nn.Module],
-        rules: Any,
-        trained: Callable[[Mapping[str, Tensor]], PyTree],
-        *,
-        mesh: Mesh,
-        schedule: Schedule,
-        axis: str,
-        **options: Any,
-    ) -> InStages:
-        """Return stages whose tensors are laid where they belong; `trained` freezes some of their parameters.
-
-        What is returned refers to none of the stages' own tensors.
-        """
-        where: dict[str, Any] = {"mesh": mesh, "schedule": schedule, "axis": axis}
-        return cls(*bare_stages(stages, rules, trained, **where), **where, **options)
 
     def whole(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Return the parameters and buffers of all stages by their names in the model."""
@@ -195,17 +173,6 @@ class InStages(Learner):
     def drop(self) -> None:
         """Drop all gradients since the last step."""
         self._grads = []
-
-
-def bare_stages(
-    stages: Sequence[nn.Module], rules: Any, trained: Callable[[Mapping[str, Tensor]], PyTree], **where: Any
-) -> tuple[list[nn.Module], Sequence[PyTree], Sequence[PyTree]]:
-    """Return the structure of stages, and their parameters and buffers as they lie."""
-    for stage in stages:
-        refuse_hooks(stage)
-    params = shard_stages([trained(dict(stage.named_parameters())) for stage in stages], rules, **where)
-    buffers = shard_stages([dict(stage.named_buffers()) for stage in stages], **where)
-    return [skeleton(stage) for stage in stages], params, buffers
 
 
 def loss_of_pair(criterion: Loss | None) -> Loss:

@@ -16,13 +16,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fshard.errors import LayoutError
 from fshard.mesh.mesh import Mesh
 from fshard.mesh.placing import device_put
 from fshard.mesh.tree import PyTree, flatten_with_paths, unflatten
-from fshard.transforms.history import History
+from fshard.transforms.history import History, noted
 from fshard.transforms.patterns import Choice, named, parts_of
 from fshard.transforms.randomness import drawing_from, random_state
 from fshard.transforms.rules import Rules, layouts_of
@@ -74,10 +73,8 @@ def init_params(
 
 def _run(init_fn: Callable[[], PyTree]) -> tuple[History, PyTree]:
     """Run the function on tensors without memory."""
-    history = History()
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True), history:
-            return history, init_fn()
+        return noted(init_fn)
     except (RuntimeError, TypeError) as error:
         raise LayoutError(
             f"init_params: the function cannot be run without memory ({str(error).strip().splitlines()[0]}). "

@@ -2,13 +2,15 @@
 
     lazy(nn.Linear, 8, 8)        a Linear without memory, which knows how it is made        count it, cut it, name it
     built(stage, seed=0)         the stage with memory, each layer drawn by (seed, its name)
+    draw(model, 0, names, cut)   tensor after tensor, each handed over and let go
 
 A layer's draws depend on the seed and on its name in the whole model alone: not on who builds it, when, or what else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
@@ -18,6 +20,12 @@ from torch.nn.parameter import is_lazy
 
 from fshard.copying import copied
 from fshard.errors import ModuleError
+from fshard.mesh.layout import Layout
+from fshard.mesh.placing import device_put
+from fshard.mesh.sharded import Sharded
+from fshard.mesh.spmd import held
+from fshard.transforms.history import noted
+from fshard.transforms.holders import INTERNAL, tensors_of
 from fshard.transforms.randomness import keyed_random
 
 Args = ParamSpec("Args")
@@ -26,7 +34,10 @@ _RECIPE = "_fshard_recipe"
 
 
 def lazy(factory: Callable[Args, Module], *args: Args.args, **kwargs: Args.kwargs) -> Module:
-    """Return the module that a factory makes, without memory; `built` gives it some.
+    """Return the module that a factory makes, without memory; what trains it, or `built`, gives it some.
+
+    It may be a layer or a whole model.  A factory that reads files, or does else what cannot be done without memory, makes all
+    of its module at once: make a lazy layer of each part then.
 
     >>> layer = lazy(nn.Linear, 1_000_000, 1_000_000)
     >>> layer.weight.shape, layer.weight.device
@@ -54,30 +65,143 @@ def built(module: Module, *, seed: int) -> Module:
     >>> [(name, tuple(x.shape)) for name, x in built(second, seed=0).named_parameters()]
     [('2.weight', (1, 64)), ('2.bias', (1,))]
     """
-    known = {id(x): x for _, x in _tensors(module) if not x.is_meta}
-    made = copied(module, {**known})
-    for name, part in made.named_modules():
-        recipe = vars(part).get(_RECIPE)
-        if recipe is not None:
-            with keyed_random(seed, name):
-                _fill(part, recipe(), known)
-    missing = [name for name, x in _tensors(made) if x.is_meta]
-    if missing:
+    own = dict(_tensors(module))
+    known = {id(x): x for x in own.values() if not x.is_meta}
+
+    def take(name: str, made: Tensor) -> None:
+        known[id(own[name])] = _like(own[name], made)
+
+    draw(module, seed, without_memory(module), take, "fs.built")
+    return copied(module, {**known})
+
+
+def _like(x: Tensor, made: Tensor) -> Tensor:
+    """Return numbers as a parameter, if they were made for one."""
+    if not isinstance(x, nn.Parameter):
+        return made
+    parameter = nn.Parameter(made, requires_grad=x.requires_grad)
+    vars(parameter).update(vars(x))
+    return parameter
+
+
+def without_memory(module: nn.Module) -> list[str]:
+    """Return the names of all tensors of a module that have no memory; "path.key[0]" is one that a plain attribute holds."""
+    return [name for name, x in _tensors(module) if x.is_meta]
+
+
+def undescribed(module: nn.Module) -> list[str]:
+    """Return the names of those without memory of which nobody says how they are made."""
+    known = {id(x) for _, part in _described(module) for _, x in _tensors(part)}
+    return [name for name, x in _tensors(module) if x.is_meta and id(x) not in known]
+
+
+def drawn_attributes(module: nn.Module, seed: int, near: torch.device) -> dict[str, Tensor]:
+    """Return what plain attributes of lazy layers hold, by the names of what stands for it without memory."""
+    known = {id(x) for x in (*module.parameters(), *module.buffers())}
+    own = {name: x for name, x in _tensors(module) if x.is_meta and id(x) not in known}
+    drawn: dict[int, Tensor] = {}
+
+    def take(name: str, made: Tensor) -> None:
+        drawn[id(own[name])] = made.to(near)
+
+    draw(module, seed, own, take)
+    return {name: drawn[id(x)] for name, x in own.items()}
+
+
+def standing_for(module: nn.Module, drawn: Mapping[str, Tensor]) -> dict[int, Tensor]:
+    """Return what was drawn by the ids of what stands for it in a module, a stage for instance."""
+    return {id(x): drawn[name] for name, x in _tensors(module) if name in drawn}
+
+
+def forget_recipes(module: Module) -> Module:
+    """Return a module whose layers know no more how they are made."""
+    for _, part in [*_described(module)]:
+        del vars(part)[_RECIPE]
+    return module
+
+
+def _described(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the lazy layers of a module with their paths."""
+    return ((path, part) for path, part in module.named_modules() if _RECIPE in vars(part))
+
+
+def draw(
+    module: nn.Module, seed: int, names: Collection[str], take: Callable[[str, Tensor], None], who: str = "fs.lazy"
+) -> None:
+    """Make tensors of lazy layers, those of some names, one after the other; hand each over, by the first of its names."""
+    wanted = {*names}
+    left = {id(x): name for name, x in reversed([*_tensors(module)]) if name in wanted and x.is_meta}
+    for path, part in _described(module) if left else ():
+        own = {key: x for key, x in _tensors(part) if id(x) in left}
+
+        def hand_over(key: str, made: Tensor, own: Mapping[str, Tensor] = own) -> None:
+            x = own.get(key)
+            if x is not None and x.shape == made.shape and id(x) in left:
+                take(left[id(x)], made.detach().to(x.dtype))
+                del left[id(x)]
+
+        if own:
+            _make(vars(part)[_RECIPE], own.keys(), lambda path=path: keyed_random(seed, path), hand_over)
+    if left:
+        unknown = ", ".join([*left.values()][::-1])
         raise ModuleError(
-            f"fs.built of {type(module).__name__}: {', '.join(missing)} has no memory, and nobody says how it is made. "
-            "Make its layer by fs.lazy."
+            f"{who} of {type(module).__name__}: {unknown} has no memory, and nobody says how it is made. Make its layer by "
+            "fs.lazy."
         )
-    return made
 
 
-def _fill(part: nn.Module, real: nn.Module, known: dict[int, Tensor]) -> None:
-    """Put the tensors of a module into one like it; those that are tied stay so."""
-    for name, x in _tensors(real):
-        path, _, key = name.rpartition(".")
-        owner: Any = part.get_submodule(path)
-        setattr(owner, key, known.setdefault(id(getattr(owner, key)), x))
+def _make(
+    recipe: Callable[[], nn.Module],
+    keys: Collection[str],
+    keyed: Callable[[], AbstractContextManager[None]],
+    hand_over: Callable[[str, Tensor], None],
+) -> None:
+    """Make what a recipe does, tensor after tensor; or at once, if it can be made in no other way."""
+
+    def wanted() -> dict[str, Tensor]:
+        return {
+            key: x for key, x in _tensors(recipe()) if key in keys and not x.is_meta
+        }  # a lazy layer in it has its own
+
+    try:
+        with keyed():
+            history, made = noted(wanted)
+            order = [*made]
+            with torch.no_grad():
+                history.repeat([*made.values()], lambda number, x: hand_over(order[number], _real(x)))
+    except Exception:
+        with keyed():
+            for key, x in wanted().items():
+                hand_over(key, x)
+
+
+def _real(x: Tensor) -> Tensor:
+    """Return a tensor, or raise if that has come out without memory again."""
+    if x.is_meta:
+        raise ModuleError("fs.lazy: it is not known what led to a tensor.")
+    return x
+
+
+def reserved(x: Any, layout: Layout) -> Sharded:
+    """Lay a leaf on a mesh; one without memory gets pieces to be filled, see `fill`."""
+    if not (isinstance(x, Tensor) and x.is_meta and layout.mesh.runtime != "abstract"):
+        return device_put(x, layout)
+    shapes = [layout.local_shape(x.shape, device) for device in held(layout.mesh)]
+    near = layout.mesh.device_type
+    return Sharded(tuple(x.shape), layout, tuple(torch.empty(shape, dtype=x.dtype, device=near) for shape in shapes))
+
+
+def fill(x: Sharded, made: Tensor) -> None:
+    """Give reserved pieces their numbers, those of the whole."""
+    for own, piece in zip(x.shards, device_put(made, x.layout).shards, strict=True):
+        own.copy_(piece)
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_parameters(remove_duplicate=False)
     yield from module.named_buffers(remove_duplicate=False)
+    for path, part in module.named_modules():
+        for key, held_there in vars(part).items():
+            if key not in INTERNAL:
+                for at, x in enumerate(tensors_of(held_there)):
+                    yield f"{path}.{key}[{at}]", x

@@ -15,7 +15,7 @@ may write a path in any way (see `patterns`); a function is given it as `blocks[
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,7 @@ from fshard.mesh.sharded import key_of
 from fshard.mesh.spec import P, as_axes
 from fshard.mesh.tree import PyTree, broadcast_prefix, flatten_with_paths, unflatten
 from fshard.optim.leaves import is_frozen
+from fshard.transforms.lazy import draw, fill, reserved
 from fshard.transforms.patterns import Choice, chosen, default_units, listed, matches, matches_parts, named, parts_of
 
 Rules = Any
@@ -140,16 +141,20 @@ def fsdp(axis: str | tuple[str, ...], *, unit: str | Sequence[str] | int | None 
     return Fsdp(as_axes(axis), given[0] if alone else tuple(given))
 
 
-def shard_params(params: PyTree, rules: Rules, *, mesh: Mesh, frozen: Choice = None) -> PyTree:
+def shard_params(
+    params: nn.Module | PyTree, rules: Rules, *, mesh: Mesh, frozen: Choice = None, seed: int | None = None
+) -> PyTree:
     """Lay parameters on a mesh by rules.  Nothing is sent: every process is given the whole and keeps its pieces.
 
     Args:
         params: a tree of tensors, the same on every process.  A tensor that stands twice in it (tied) is laid out once.  What
-            lies on a mesh already, this or another one, is laid anew; what was frozen stays so.
+            lies on a mesh already, this or another one, is laid anew; what was frozen stays so.  Or a module, of which the
+            parameters are taken by their names.
         rules: see the module: a P, a tree of Ps, patterns, a function, or `fsdp(...)`.
         mesh: the devices.
         frozen: which are not to be trained: a path pattern, several, or a function of the path.  They lie as the others, and
             never have a gradient or optimizer state.  A Parameter that does not require grad is frozen anyway.
+        seed: that `lazy` layers of a module are drawn by: tensor after tensor, each cut and let go, so no device has them all.
 
     >>> import torch, fshard as fs
     >>> mesh = fs.make_mesh({"data": 4})
@@ -157,11 +162,25 @@ def shard_params(params: PyTree, rules: Rules, *, mesh: Mesh, frozen: Choice = N
     >>> fs.typeof(params["w"]), [tuple(shard.shape) for shard in params["w"].shards]
     (f32[3, 3]{flat:data}, [(3,), (3,), (3,), (0,)])
     """
+    if not isinstance(params, nn.Module):
+        return lay(params, rules, mesh, frozen)
+    tree = dict(params.named_parameters())
+    if seed is None or mesh.runtime == "abstract":
+        return lay(tree, rules, mesh, frozen)
+    laid = lay(tree, rules, mesh, frozen, reserved)
+    draw(params, seed, tree.keys(), lambda name, x: fill(laid[name], x), "shard_params")
+    return laid
+
+
+def lay(
+    params: PyTree, rules: Rules, mesh: Mesh, frozen: Choice = None, put: Callable[[Any, Layout], Any] = device_put
+) -> PyTree:
+    """Lay parameters on a mesh by rules, each by `put`."""
     _, leaves, structure = flatten_with_paths(params, sharded_is_leaf=True)
     done: dict[tuple[int, ...], Any] = {}
     for leaf, layout in zip(leaves, layouts_of(params, rules, mesh, frozen), strict=True):
         if key_of(leaf) not in done:
-            done[key_of(leaf)] = device_put(leaf.detach() if isinstance(leaf, Tensor) else leaf, layout)
+            done[key_of(leaf)] = put(leaf.detach() if isinstance(leaf, Tensor) else leaf, layout)
     return unflatten(structure, [done[key_of(leaf)] for leaf in leaves])
 
 

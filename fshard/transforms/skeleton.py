@@ -19,22 +19,31 @@ from fshard.errors import ModuleError
 from fshard.transforms.handle import KNOWN
 from fshard.transforms.holders import tensors_of
 from fshard.transforms.kept import is_nothing, put
+from fshard.transforms.lazy import forget_recipes
+
+NONE: Mapping[int, Tensor] = {}
 
 
-def skeleton(module: nn.Module) -> nn.Module:
+def skeleton(module: nn.Module, near: torch.device | None = None, drawn: Mapping[int, Tensor] = NONE) -> nn.Module:
     """Return a copy of a module whose parameters and buffers have no memory; what is tied stays tied.
+
+    Args:
+        module: which is copied.
+        near: where tensors of lazy layers will be; None: they stay without memory.
+        drawn: what their plain attributes hold, by the ids of what stands for it.
 
     >>> bare = skeleton(nn.Linear(2, 3))
     >>> bare.weight, bare.weight.device, bare.weight.untyped_storage().nbytes()
     (Hollow(float32[3, 2]), device(type='cpu'), 4)
     """
     hollow = lru_cache(_nothing)
-    bare: dict[int, Any] = {
-        id(x): Hollow(hollow(x.dtype, x.device).expand(x.shape), requires_grad=x.requires_grad)
-        for x in module.parameters()
-    }
-    bare |= {id(x): hollow(x.dtype, x.device).expand(x.shape).as_subclass(Bare) for x in module.buffers()}
-    bare |= _computed(module)
+
+    def nothing(x: Tensor) -> Tensor:
+        return hollow(x.dtype, near if near is not None and x.is_meta else x.device).expand(x.shape)
+
+    bare: dict[int, Any] = {id(x): Hollow(nothing(x), requires_grad=x.requires_grad) for x in module.parameters()}
+    bare |= {id(x): nothing(x).as_subclass(Bare) for x in module.buffers()}
+    bare |= {**_computed(module), **drawn}
     slots = [f"{path}.{key}".removeprefix(".") for path, part in module.named_modules() for key, _ in slots_of(part)]
     if slots:
         raise ModuleError(
@@ -47,7 +56,7 @@ def skeleton(module: nn.Module) -> nn.Module:
             "them by names: a dict of strings, and self.get_parameter(name) or self.get_submodule(name) in forward."
         )
     try:
-        return copied(module, bare)
+        return forget_recipes(copied(module, bare))
     except ModuleError:
         raise
     except Exception as error:

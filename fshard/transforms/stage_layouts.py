@@ -6,22 +6,21 @@ need to know nothing of pipelines.  Of a parameter that stands in two stages (ti
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from fshard.errors import LayoutError
 from fshard.mesh.layout import Layout
 from fshard.mesh.mesh import Mesh
 from fshard.mesh.placing import device_put
-from fshard.mesh.sharded import Sharded, key_of
+from fshard.mesh.sharded import key_of
 from fshard.mesh.spec import P
 from fshard.mesh.spmd import held
 from fshard.mesh.tree import PyTree, flatten, flatten_with_paths, unflatten
 from fshard.pipeline.schedule import Schedule
-from fshard.transforms.lazy import built
+from fshard.transforms.lazy import draw, fill, reserved
 from fshard.transforms.patterns import Choice, named, parts_of
 from fshard.transforms.rules import Rules, layouts_of
 
@@ -55,24 +54,49 @@ def shard_stages(
     >>> fs.typeof(params[1]["weight"]), [tuple(shard.shape) for shard in params[1]["weight"].shards]
     (f32[2, 4]{on:pipe=1}, [(0, 0), (0, 0), (2, 4), (2, 4)])
     """
-    refuse_unfit("shard_stages", len(stages), mesh, schedule, axis)
     trees = [dict(one.named_parameters()) if isinstance(one, nn.Module) else one for one in stages]
+    where: dict[str, Any] = {"mesh": mesh, "schedule": schedule, "axis": axis}
+    modules = all(isinstance(one, nn.Module) for one in stages)  # nobody says how other tensors are made
+    put = device_put if seed is None or not modules else reserved
+    result = lay_stages(trees, rules, **where, frozen=frozen, put=put)
+    seen: set[tuple[int, ...]] = set()
+    for stage, tree, laid, own in zip(stages, trees, result, has_stages(**where), strict=True):
+        if isinstance(stage, nn.Module) and seed is not None and put is reserved and own:
+            new = [name for name, x in tree.items() if key_of(x) not in seen]
+            draw(stage, seed, new, lambda name, x, laid=laid: fill(laid[name], x), "shard_stages")
+        seen |= {key_of(x) for x in flatten(tree, sharded_is_leaf=True)[0]}
+    return result
+
+
+def lay_stages(
+    trees: Sequence[PyTree],
+    rules: Rules | None = None,
+    *,
+    mesh: Mesh,
+    schedule: Schedule,
+    axis: str,
+    frozen: Choice = None,
+    put: Callable[[Any, Layout], Any] = device_put,
+) -> list[PyTree]:
+    """Lay the parameters of stages on the devices that have them, each by `put`."""
+    refuse_unfit("shard_stages", len(trees), mesh, schedule, axis)
     found = layouts_of(trees, P() if rules is None else rules, mesh, frozen, "shard_stages")
     _refuse_placed(trees, found, mesh, axis, schedule.placement)
-    layouts = iter(found)
-    done: dict[tuple[int, ...], Any] = {}
-    result: list[PyTree] = []
-    for stage, place, tree in zip(stages, schedule.placement, trees, strict=True):
+    layouts, done, result = iter(found), dict[tuple[int, ...], Any](), list[PyTree]()
+    for place, tree in zip(schedule.placement, trees, strict=True):
         leaves, structure = flatten(tree, sharded_is_leaf=True)
-        here = mesh.runtime == "abstract" or any(mesh.coordinates(device)[axis] == place for device in held(mesh))
-        real = flatten(_real(stage, seed), sharded_is_leaf=True)[0] if here and _lacks(leaves, mesh) else leaves
-        for leaf, x in zip(leaves, real, strict=True):
+        for leaf in leaves:
             layout = on_place(next(layouts), axis, place)
             if key_of(leaf) not in done:
-                x = x.detach() if isinstance(x, Tensor) else x
-                done[key_of(leaf)] = _elsewhere(x, layout) if _is_meta(x) and not here else device_put(x, layout)
+                done[key_of(leaf)] = put(leaf.detach() if isinstance(leaf, Tensor) else leaf, layout)
         result.append(unflatten(structure, [done[key_of(leaf)] for leaf in leaves]))
     return result
+
+
+def has_stages(mesh: Mesh, schedule: Schedule, axis: str) -> list[bool]:
+    """Return for each stage whether the caller has tensors of it: without memory nobody has."""
+    places = {mesh.coordinates(device)[axis] for device in held(mesh)} if mesh.runtime != "abstract" else set[int]()
+    return [place in places for place in schedule.placement]
 
 
 def _refuse_placed(
@@ -96,31 +120,6 @@ def _refuse_placed(
             f'shard_stages: stages lie along "{axis}" already, each at its place, but rules lay {", ".join(wrong)}. '
             + (f"Axes that are left for rules: {others}." if others else "The mesh has no other axis: leave rules out.")
         )
-
-
-def _real(stage: Any, seed: int | None) -> PyTree:
-    """Return the parameters of a stage whose lazy layers are built."""
-    if not isinstance(stage, nn.Module) or seed is None:
-        raise LayoutError(
-            "shard_stages: there are parameters without memory. Those of fs.lazy layers in modules are drawn by a seed: seed=0."
-        )
-    return dict(built(stage, seed=seed).named_parameters())
-
-
-def _lacks(leaves: Sequence[Any], mesh: Mesh) -> bool:
-    """Return whether there are values to be made."""
-    return mesh.runtime != "abstract" and any(map(_is_meta, leaves))
-
-
-def _is_meta(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.is_meta
-
-
-def _elsewhere(x: Tensor, layout: Layout) -> Sharded:
-    """Return the empty pieces that devices at other places have."""
-    shapes = [layout.local_shape(x.shape, device) for device in held(layout.mesh)]
-    near = layout.mesh.device_type
-    return Sharded(tuple(x.shape), layout, tuple(torch.empty(shape, dtype=x.dtype, device=near) for shape in shapes))
 
 
 def refuse_unfit(what: str, stages: int, mesh: Mesh, schedule: Schedule, axis: str, *others: str) -> None:
