@@ -122,6 +122,7 @@ def _begun(given: torch.optim.Optimizer, at: int) -> dict[str, Callable[[Tensor]
 
     That is a number for each, or a tensor of one number; raise if it is anything else.
     """
+    given = _made_small(given, at)
     params = sorted(given.param_groups[at]["params"], key=lambda param: -param.ndim)
     states = [(param, given.state.get(param, {})) for param in params]
     found: dict[str, Callable[[Tensor], Any]] = {}
@@ -138,6 +139,19 @@ def _begun(given: torch.optim.Optimizer, at: int) -> dict[str, Callable[[Tensor]
             "Boost it before its first step, and let step() make its state where state[param] is empty."
         )
     return found
+
+
+def _made_small(given: torch.optim.Optimizer, at: int) -> torch.optim.Optimizer:
+    """Return an optimizer of the same class and options for small tensors, if the state that it begins with has no memory."""
+    group = given.param_groups[at]
+    begun = (x for param in group["params"] for x in given.state.get(param, {}).values())
+    if not any(isinstance(x, Tensor) and x.is_meta for x in begun):
+        return given
+    small = [torch.zeros([min(n, 2) for n in param.shape], dtype=param.dtype) for param in group["params"]]
+    made: Any = type(given)
+    one = made(small, **given.defaults)
+    one.param_groups[:0] = [{"params": []}] * at
+    return one
 
 
 def _maker(param: Tensor, value: Any) -> Callable[[Tensor], Any] | None:

@@ -276,7 +276,8 @@ def _is_other(one: Any, other: Any) -> bool:
 def _began(state: Mapping[str, Any]) -> bool:
     """Return whether an optimizer remembers steps of a parameter; some have a state of zeros from the beginning."""
     remembered = [state["step"]] if "step" in state else state.values()
-    return any(isinstance(x, Tensor | int | float) and bool(torch.as_tensor(x).any()) for x in remembered)
+    numbers = (torch.as_tensor(x) for x in remembered if isinstance(x, Tensor | int | float))
+    return any(not x.is_meta and bool(x.any()) for x in numbers)
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:

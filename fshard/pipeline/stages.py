@@ -221,6 +221,11 @@ def _costs(layers: Sequence[nn.Module], balance: str, sample: PyTree) -> list[fl
             )
         return found
     check_balance(balance, 1, sample)
+    if bare := [name for layer in layers for name, x in layer.named_parameters() if x.is_meta]:
+        raise LayoutError(
+            f'split_stages: balance="{balance}" is measured, and {", ".join(bare[:3])} ({len(bare)} in all) have no memory. '
+            'Count instead: balance="parameters", or the number of layers of each stage.'
+        )
     states = [map_tensors(torch.clone, layer.state_dict()) for layer in layers]
     try:
         with torch.enable_grad(), torch.random.fork_rng():

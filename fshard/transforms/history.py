@@ -13,7 +13,9 @@ overwrites it (6), if anybody needs both.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from ctypes import CDLL
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, TypeVar
 
 import optree
@@ -115,6 +117,7 @@ class History(TorchDispatchMode):
         self._memories: Memories = {}  # held, so that none is taken for another that came later
         self._maker: dict[int, int] = {}  # the turn that has written to a memory last
         self._generators: dict[torch.Generator, None] = {}  # of the function's own
+        self._let_go = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -192,6 +195,10 @@ class History(TorchDispatchMode):
                     own = real.pop(memory)
                     if end is not None:
                         end(memory, own)
+                    self._let_go += own.nbytes()
+            if self._let_go > _MUCH:
+                self._let_go = 0
+                _trim()
         return out
 
     def _note(self, func: Any, given: Any, results: list[Place], random: State | None = None) -> None:
@@ -236,6 +243,20 @@ class History(TorchDispatchMode):
         whole = x.is_contiguous() and x.numel() * x.itemsize == memory.nbytes()
         at = (x.size(), x.stride(), int(x.storage_offset()))
         return Place(number, x.dtype, x.device, *at, x.is_conj(), x.is_neg(), whole)
+
+
+_MUCH = 1 << 26
+
+
+@cache
+def _c_library() -> Any:
+    return CDLL(None)
+
+
+def _trim() -> None:
+    """Give memory back that was let go: the C library keeps it, and small ones come to lie between large pieces."""
+    if hasattr(_c_library(), "malloc_trim"):  # as glibc has it
+        _c_library().malloc_trim(0)
 
 
 def noted(function: Callable[[], Made]) -> tuple[History, Made]:

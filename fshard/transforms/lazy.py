@@ -10,7 +10,6 @@ A layer's draws depend on the seed and on its name in the whole model alone: not
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
@@ -71,7 +70,7 @@ def built(module: Module, *, seed: int) -> Module:
     def take(name: str, made: Tensor) -> None:
         known[id(own[name])] = _like(own[name], made)
 
-    draw(module, seed, without_memory(module), take, "fs.built")
+    draw(module, seed, without_memory(module), take, "fs.built", at_once=True)
     return copied(module, {**known})
 
 
@@ -126,9 +125,18 @@ def _described(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def draw(
-    module: nn.Module, seed: int, names: Collection[str], take: Callable[[str, Tensor], None], who: str = "fs.lazy"
+    module: nn.Module,
+    seed: int,
+    names: Collection[str],
+    take: Callable[[str, Tensor], None],
+    who: str = "fs.lazy",
+    *,
+    at_once: bool = False,
 ) -> None:
-    """Make tensors of lazy layers, those of some names, one after the other; hand each over, by the first of its names."""
+    """Make tensors of lazy layers, those of some names, and hand each over, by the first of its names.
+
+    It is one tensor after the other, unless all of a layer are made `at_once`; their numbers are the same.
+    """
     wanted = {*names}
     left = {id(x): name for name, x in reversed([*_tensors(module)]) if name in wanted and x.is_meta}
     for path, part in _described(module) if left else ():
@@ -141,7 +149,13 @@ def draw(
                 del left[id(x)]
 
         if own:
-            _make(vars(part)[_RECIPE], own.keys(), lambda path=path: keyed_random(seed, path), hand_over)
+            make = partial(_wanted, vars(part)[_RECIPE], own.keys())
+            with keyed_random(seed, path):
+                done = not at_once and _one_by_one(make, hand_over)
+            if not done:
+                with keyed_random(seed, path):
+                    for key, x in make().items():
+                        hand_over(key, x)
     if left:
         unknown = ", ".join([*left.values()][::-1])
         raise ModuleError(
@@ -150,29 +164,21 @@ def draw(
         )
 
 
-def _make(
-    recipe: Callable[[], nn.Module],
-    keys: Collection[str],
-    keyed: Callable[[], AbstractContextManager[None]],
-    hand_over: Callable[[str, Tensor], None],
-) -> None:
-    """Make what a recipe does, tensor after tensor; or at once, if it can be made in no other way."""
+def _wanted(recipe: Callable[[], nn.Module], keys: Collection[str]) -> dict[str, Tensor]:
+    """Make a layer; return some of its tensors, but for those of lazy layers in it, which have recipes of their own."""
+    return {key: x for key, x in _tensors(recipe()) if key in keys and not x.is_meta}
 
-    def wanted() -> dict[str, Tensor]:
-        return {
-            key: x for key, x in _tensors(recipe()) if key in keys and not x.is_meta
-        }  # a lazy layer in it has its own
 
+def _one_by_one(make: Callable[[], dict[str, Tensor]], hand_over: Callable[[str, Tensor], None]) -> bool:
+    """Hand tensors over as they are made, each alone; return whether that could be."""
     try:
-        with keyed():
-            history, made = noted(wanted)
-            order = [*made]
-            with torch.no_grad():
-                history.repeat([*made.values()], lambda number, x: hand_over(order[number], _real(x)))
-    except Exception:
-        with keyed():
-            for key, x in wanted().items():
-                hand_over(key, x)
+        history, made = noted(make)
+        keys = [*made]
+        with torch.no_grad():
+            history.repeat([*made.values()], lambda number, x: hand_over(keys[number], _real(x)))
+    except Exception:  # of any kind: what is wrong without that is wrong again when all are made at once
+        return False
+    return True
 
 
 def _real(x: Tensor) -> Tensor:

@@ -77,8 +77,9 @@ class LowRank(nn.Module):
         inner, outer = weight.shape if _inputs_first(base_layer) else weight.shape[::-1]
         self.base_layer, self.scale = base_layer, config.lora_alpha / config.r
         self.lora_dropout = nn.Dropout(config.lora_dropout)
-        self.lora_A = nn.Parameter(weight.new_empty(config.r, inner))
-        self.lora_B = nn.Parameter(weight.new_zeros(outer, config.r))
+        near: dict[str, Any] = {"dtype": weight.dtype, "device": None if weight.is_meta else weight.device}
+        self.lora_A = nn.Parameter(torch.empty(config.r, inner, **near))
+        self.lora_B = nn.Parameter(torch.zeros(outer, config.r, **near))
         nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))  # as nn.Linear begins
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
