@@ -165,8 +165,8 @@ BAD = {
     "loaded afterwards": (lambda: with_optimizer()[1].load_state_dict({}), "load into the model before it is boosted"),
     "no pipeline": (lambda: piped(), "this model is not cut into stages. Call it"),
     "no memory": (
-        lambda: fs.Booster().boost(nn.Sequential(fs.lazy(nn.Linear, 2, 2), fs.lazy(nn.Linear, 2, 2))),
-        r"0.weight, 0.bias, 1.weight and 1 more of the model have no memory.* fs.built\(model, seed=0\)",
+        lambda: fs.Booster().boost(nn.Sequential(*(nn.Linear(2, 2, device="meta") for _ in range(2)))),
+        r"0.weight, 0.bias, 1.weight and 1 more of the model have no memory.* fs.lazy\(GPT, config\)",
     ),
     "no forward": (lambda: unforwarded(), "the model has not been called since the last step"),
     "no loss": (lambda: losing(torch.ones(())), "does not depend on the model"),

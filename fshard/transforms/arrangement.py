@@ -120,7 +120,7 @@ class Arrangement:
         lay = self.partition(NOTHING).gradients
         how: Any = {"mesh": self.mesh, "axes": self.axes, "seed": self.seed, "gradients": lay, **self.options}
         if self.cut is not None:
-            staged = InStages(*self._stages(model, self.cut(model), source), **how)
+            staged = InStages(*self._stages(model, bare, self.cut(model), source), **how)
             have_in_common(bare, staged.stages)
             return staged
         return ByHand(*self._pure(model, bare, source), **how, pure=self._function)
@@ -129,11 +129,12 @@ class Arrangement:
         """Return the state to begin with, and the step that takes it: see `loss_of`."""
         if self.mesh.runtime != "abstract":  # where nothing is trained
             note_originals(model)
+        bare = self.bare(model)
         if self.cut is None:
-            apply, params, buffers = self._pure(model, self.bare(model), source)
+            apply, params, buffers = self._pure(model, bare, source)
             loss, own = loss_of(apply, criterion), dict[str, Any]()
         else:
-            loss, params, buffers = self._stages(model, self.cut(model), source)
+            loss, params, buffers = self._stages(model, bare, self.cut(model), source)
             own = {"loss": loss_of_pair(criterion)}
         opts = self.divided(source)
         how: Any = {
@@ -173,10 +174,12 @@ class Arrangement:
         params, buffers = whole(model, self.rules, source.trained, mesh=self.mesh, seed=self.seed)
         return self._function(bare), params, buffers
 
-    def _stages(self, model: nn.Module, stages: Sequence[nn.Module], source: Followed) -> tuple[Any, Any, Any]:
+    def _stages(
+        self, model: nn.Module, bare: nn.Module, stages: Sequence[nn.Module], source: Followed
+    ) -> tuple[Any, Any, Any]:
         """Return the structure of a model's stages, and their parameters and buffers as they lie."""
         where: Any = {name: self.options[name] for name in ("schedule", "axis")}
-        return in_stages(model, stages, self.rules, source.trained, mesh=self.mesh, seed=self.seed, **where)
+        return in_stages(model, bare, stages, self.rules, source.trained, mesh=self.mesh, seed=self.seed, **where)
 
 
 def _of_all(opt: Partitioned) -> Partitioned:

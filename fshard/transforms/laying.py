@@ -29,8 +29,8 @@ Trained = Callable[[Mapping[str, Tensor]], PyTree]
 
 def bare(model: nn.Module, *, mesh: Mesh, seed: int) -> nn.Module:
     """Return a model's structure: see `skeleton`."""
-    (structure,) = _bare(model, [model], mesh, seed)
-    return structure
+    near = _near(mesh)
+    return skeleton(model, near, {} if near is None else drawn_attributes(model, seed, near))
 
 
 def whole(model: nn.Module, rules: Rules, trained: Trained, *, mesh: Mesh, seed: int) -> tuple[PyTree, PyTree]:
@@ -51,6 +51,7 @@ def whole(model: nn.Module, rules: Rules, trained: Trained, *, mesh: Mesh, seed:
 
 def in_stages(
     model: nn.Module,
+    structure: nn.Module,
     stages: Sequence[nn.Module],
     rules: Rules,
     trained: Trained,
@@ -60,7 +61,7 @@ def in_stages(
     axis: str,
     seed: int,
 ) -> tuple[list[nn.Module], Sequence[PyTree], Sequence[PyTree]]:
-    """Return the structure of a model's stages, and their parameters and buffers as they lie."""
+    """Return the structure of a model's stages, whose own is known, and their parameters and buffers as they lie."""
     for stage in stages:
         refuse_hooks(stage)
     where: dict[str, Any] = {"mesh": mesh, "schedule": schedule, "axis": axis}
@@ -70,13 +71,7 @@ def in_stages(
     for here, own, rest in zip(has_stages(**where), params, buffers, strict=True):
         laid |= {**own, **rest} if here else {}
     draw(model, seed, laid, lambda name, made: fill(laid[name], made))
-    return _bare(model, stages, mesh, seed), params, buffers
-
-
-def _bare(model: nn.Module, parts: Sequence[nn.Module], mesh: Mesh, seed: int) -> list[nn.Module]:
-    near = _near(mesh)
-    drawn = {} if near is None else drawn_attributes(model, seed, near)
-    return [skeleton(part, near, standing_for(part, drawn)) for part in parts]
+    return [skeleton(stage, _near(mesh), standing_for(stage, structure)) for stage in stages], params, buffers
 
 
 def _near(mesh: Mesh) -> torch.device | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,13 @@ from fshard.transforms.randomness import keyed_random
 Args = ParamSpec("Args")
 Module = TypeVar("Module", bound=nn.Module)
 _RECIPE = "_fshard_recipe"
+
+
+class _Recipe(NamedTuple):
+    """How a layer is made, and the names of tensors that it has then."""
+
+    make: Callable[[], nn.Module]
+    names: frozenset[str]
 
 
 def lazy(factory: Callable[Args, Module], *args: Args.args, **kwargs: Args.kwargs) -> Module:
@@ -52,7 +59,7 @@ def lazy(factory: Callable[Args, Module], *args: Args.args, **kwargs: Args.kwarg
             f"fs.lazy: {', '.join(unknown)} of {type(made).__name__} has no shape before a first call, so nobody can tell what "
             "it is without building it. Say its sizes: nn.Linear for nn.LazyLinear."
         )
-    vars(made)[_RECIPE] = partial(factory, *args, **kwargs)
+    vars(made)[_RECIPE] = _Recipe(partial(factory, *args, **kwargs), frozenset(dict(_tensors(made))))
     return made
 
 
@@ -90,12 +97,12 @@ def without_memory(module: nn.Module) -> list[str]:
 
 def undescribed(module: nn.Module) -> list[str]:
     """Return the names of those without memory of which nobody says how they are made."""
-    known = {id(x) for _, part in _described(module) for _, x in _tensors(part)}
+    known = {id(x) for _, part, recipe in _described(module) for name, x in _tensors(part) if name in recipe.names}
     return [name for name, x in _tensors(module) if x.is_meta and id(x) not in known]
 
 
-def drawn_attributes(module: nn.Module, seed: int, near: torch.device) -> dict[str, Tensor]:
-    """Return what plain attributes of lazy layers hold, by the names of what stands for it without memory."""
+def drawn_attributes(module: nn.Module, seed: int, near: torch.device) -> dict[int, Tensor]:
+    """Return what plain attributes of lazy layers hold, by the ids of what stands for it without memory."""
     known = {id(x) for x in (*module.parameters(), *module.buffers())}
     own = {name: x for name, x in _tensors(module) if x.is_meta and id(x) not in known}
     drawn: dict[int, Tensor] = {}
@@ -104,24 +111,25 @@ def drawn_attributes(module: nn.Module, seed: int, near: torch.device) -> dict[s
         drawn[id(own[name])] = made.to(near)
 
     draw(module, seed, own, take)
-    return {name: drawn[id(x)] for name, x in own.items()}
+    return drawn
 
 
-def standing_for(module: nn.Module, drawn: Mapping[str, Tensor]) -> dict[int, Tensor]:
-    """Return what was drawn by the ids of what stands for it in a module, a stage for instance."""
-    return {id(x): drawn[name] for name, x in _tensors(module) if name in drawn}
+def standing_for(module: nn.Module, whole: nn.Module) -> dict[int, Tensor]:
+    """Return what plain attributes of a structure hold, by the ids of what stands for it in a part of the model."""
+    known, own = dict(_tensors(whole)), {id(x) for x in (*module.parameters(), *module.buffers())}
+    return {id(x): known[name] for name, x in _tensors(module) if x.is_meta and id(x) not in own and name in known}
 
 
 def forget_recipes(module: Module) -> Module:
     """Return a module whose layers know no more how they are made."""
-    for _, part in [*_described(module)]:
+    for _, part, _ in [*_described(module)]:
         del vars(part)[_RECIPE]
     return module
 
 
-def _described(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the lazy layers of a module with their paths."""
-    return ((path, part) for path, part in module.named_modules() if _RECIPE in vars(part))
+def _described(module: nn.Module) -> Iterator[tuple[str, nn.Module, _Recipe]]:
+    """Yield the lazy layers of a module with their paths, and how they are made."""
+    return ((path, part, vars(part)[_RECIPE]) for path, part in module.named_modules() if _RECIPE in vars(part))
 
 
 def draw(
@@ -139,8 +147,8 @@ def draw(
     """
     wanted = {*names}
     left = {id(x): name for name, x in reversed([*_tensors(module)]) if name in wanted and x.is_meta}
-    for path, part in _described(module) if left else ():
-        own = {key: x for key, x in _tensors(part) if id(x) in left}
+    for path, part, recipe in _described(module) if left else ():
+        own = {key: x for key, x in _tensors(part) if id(x) in left and key in recipe.names}
 
         def hand_over(key: str, made: Tensor, own: Mapping[str, Tensor] = own) -> None:
             x = own.get(key)
@@ -149,7 +157,7 @@ def draw(
                 del left[id(x)]
 
         if own:
-            make = partial(_wanted, vars(part)[_RECIPE], own.keys())
+            make = partial(_wanted, recipe.make, own.keys())
             with keyed_random(seed, path):
                 done = not at_once and _one_by_one(make, hand_over)
             if not done:
