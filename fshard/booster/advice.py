@@ -35,7 +35,7 @@ def auto_plugin(
     The device counts that holds most.  A plugin that the options make meaningless has a row that says why.
 
     Args:
-        model: any module, which may lie on the meta device: nothing is laid anywhere.
+        model: any module, which may be lazy or lie on the meta device: nothing is laid anywhere.
         mesh: the devices.  For stages they are laid anew, along "data" and "pipe".
         memory: bytes of each device.
         optimizer: what trains it; None: AdamW.

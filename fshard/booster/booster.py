@@ -75,7 +75,8 @@ class Booster:
         """Return what takes the place of the five, in this order; None stays None.
 
         Args:
-            model: any module.  What is returned refers to none of its tensors, and neither does the optimizer any more.
+            model: any module.  What is returned refers to none of its tensors, and neither does the optimizer any more.  One
+                that no device can hold is made of `lazy` layers: each device makes its pieces, by the plugin's seed.
             optimizer: of torch, or of `fs.optim`.
             criterion: stays as it is.
             dataloader: of torch, whose batches are then those of all devices together; anything else stays as it is.
