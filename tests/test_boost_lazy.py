@@ -44,13 +44,14 @@ class Net(nn.Module):
 
     def __init__(self, make=Block):
         super().__init__()
+        self.copies = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 4, 0.1, batch_first=True), 2)
         self.first = nn.utils.parametrizations.weight_norm(nn.Linear(4, WIDE))
         self.blocks = nn.Sequential(*(make(WIDE) for _ in range(4)))
         self.again, self.last = nn.Linear(WIDE, WIDE), nn.Linear(WIDE, WIDE)
         self.last.weight = self.again.weight
 
     def forward(self, x):
-        return self.last(self.again(self.blocks(self.first(x))))
+        return self.last(self.again(self.blocks(self.first(self.copies(x[:, None])[:, 0]))))
 
 
 def described(width):

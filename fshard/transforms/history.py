@@ -17,6 +17,7 @@ from ctypes import CDLL
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar
+from warnings import catch_warnings, filterwarnings
 
 import optree
 import torch
@@ -262,7 +263,8 @@ def _trim() -> None:
 def noted(function: Callable[[], Made]) -> tuple[History, Made]:
     """Run a function on tensors without memory; return what it did, and what it has made."""
     history = History()
-    with FakeTensorMode(allow_non_fake_inputs=True), history:
+    with catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True), history:
+        filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # as deepcopy does, and clones it then
         return history, function()
 
 
