@@ -139,6 +139,7 @@ def step(plugin, model, opt, width=30, look=lambda: None):
     return held(model.learner.params), held(opt.grads), held(opt.state), seen
 
 
+@pytest.mark.filterwarnings("ignore:seen was changed by the criterion")
 @pytest.mark.parametrize(("model", "optimizer"), PAIRS)
 @pytest.mark.parametrize("plugin", PLUGINS)
 def test_what_is_counted_is_what_devices_hold(model, plugin, optimizer):
@@ -175,6 +176,7 @@ def in_use(dtype, others):
     return sum(size for pointer, size in storages.items() if pointer)
 
 
+@pytest.mark.filterwarnings("ignore:seen was changed by the criterion")
 @pytest.mark.parametrize("precision", [None, "bf16"])
 @pytest.mark.parametrize("plugin", PLUGINS)
 def test_the_copies_that_are_counted_are_those_in_use(plugin, precision):

@@ -1,5 +1,8 @@
 """Criteria that keep something: in stages they are called otherwise than in a loop of torch's, and a warning says so."""
 
+import logging
+from dataclasses import dataclass, field
+
 import pytest
 import torch
 from torch import nn
@@ -45,6 +48,73 @@ def within(criterion):
     return lambda y, labels: criterion(y, labels)
 
 
+class Plain:
+    """No module."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, y, labels):
+        self.calls += 1
+        return (y - labels).square().mean() / self.calls
+
+    method = __call__
+
+
+class Frozen(nn.Module):
+    """A centre that is a frozen parameter, and one in a table, which are written to where no version counts it."""
+
+    def __init__(self, *, table=False):
+        super().__init__()
+        self.centre = nn.Parameter(torch.ones(2), requires_grad=False)
+        self.table = {"centre": torch.ones(2)} if table else {}
+
+    def forward(self, y, labels):
+        (self.table.get("centre", self.centre)).data.mul_(0.5)
+        return (y - labels).square().mean() * self.centre[0]
+
+
+def by_variable():
+    calls = 0
+
+    def loss(y, labels):
+        nonlocal calls
+        calls += 1
+        return (y - labels).square().mean() / calls
+
+    return loss
+
+
+def by_default():
+    def loss(y, labels, seen=[]):  # noqa: B006
+        seen.append(1)
+        return (y - labels).square().mean() / len(seen)
+
+    return loss
+
+
+def by_attribute():
+    def loss(y, labels):
+        loss.calls += 1
+        return (y - labels).square().mean() / loss.calls
+
+    loss.calls = 0
+    return loss
+
+
+CALLS = {"calls": 0}
+
+
+def by_global(y, labels):
+    CALLS["calls"] += 1
+    return (y - labels).square().mean() / CALLS["calls"]
+
+
+def in_a_table():
+    losses = {"main": Counting()}
+    return lambda y, labels: losses["main"](y, labels)
+
+
 def train(criterion, steps=3, **options):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
@@ -65,10 +135,20 @@ def train(criterion, steps=3, **options):
         (Listing, "Listing.losses"),
         (lambda: within(Counting()), "Counting.calls"),
         (lambda: Counting().forward, "Counting.calls"),
+        (Plain, "Plain.calls"),
+        (lambda: Plain().method, "Plain.calls"),
+        (lambda: within(Plain()), "Plain.calls"),
+        (Frozen, "Frozen.centre"),
+        (lambda: Frozen(table=True), "Frozen.table"),
+        (by_variable, "calls"),
+        (by_default, "seen"),
+        (by_attribute, "calls"),
+        (lambda: by_global, "CALLS"),
+        (in_a_table, "Counting.calls"),
     ],
-    ids=["count", "buffer", "list", "closure", "method"],
 )
 def test_a_criterion_that_keeps_something_is_told_in_stages(make, name, microbatches):
+    CALLS["calls"] = 0
     with pytest.warns(UserWarning, match=f"{name} was changed by the criterion") as told:
         fs.run(lambda: train(make(), microbatches=microbatches), mesh=fs.make_mesh({"pipe": 2}))
     assert len(told) == 1
@@ -85,6 +165,53 @@ def test_one_that_keeps_nothing_is_not():
             return (y - labels).square().mean() * self.scale * self.weight[0]
 
     fs.run(lambda: train(Weighted(), microbatches=2), mesh=fs.make_mesh({"pipe": 2}))
+
+
+def test_what_is_none_of_its_numbers_is_not():
+    """What logs, or has other types of the same numbers."""
+
+    class Converting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("weight", torch.ones(2).double())
+
+        def forward(self, y, labels):
+            logging.getLogger("a criterion").debug("called")
+            self.weight = self.weight.to(y.dtype)
+            return ((y - labels).square() * self.weight).mean()
+
+    fs.run(lambda: train(within(Converting()), microbatches=2), mesh=fs.make_mesh({"pipe": 2}))
+
+
+def test_criteria_need_no_hash_and_equal_ones_are_not_taken_for_each_other():
+    @dataclass
+    class Weighted:
+        factors: list = field(default_factory=list, compare=False)
+
+        def __call__(self, y, labels):
+            return self.factors[0] * (y - labels).square().mean()
+
+    @dataclass(eq=False)
+    class Hashed(Weighted):
+        __hash__ = object.__hash__
+
+        def __eq__(self, other):
+            return True
+
+    def main(kind):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        booster = fs.Booster(plugin=fs.HybridParallelPlugin(pipeline=2, microbatches=2))
+        model, opt, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        x, losses = torch.ones(4, 3), []
+        for criterion in (kind([1.0]), kind([2.0])):
+            losses.append(booster.execute_pipeline(iter([(x, x)]), model, criterion, opt)["loss"].item())
+            opt.zero_grad()
+        return losses
+
+    for kind in (Weighted, Hashed):
+        (one, two), _ = fs.run(lambda kind=kind: main(kind), mesh=fs.make_mesh({"pipe": 2}))
+        assert two == pytest.approx(2 * one)
 
 
 def test_a_criterion_may_be_written_anew_in_every_step():

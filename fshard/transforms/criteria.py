@@ -1,50 +1,63 @@
 """Criteria that keep something from one call to the next: a count, running centres.  In stages they are called otherwise.
 
               calls in a step         who is called
-torch         one                     the module that the loop has
+torch         one                     the one that the loop has
 in stages     one a microbatch        the one on the last stage's device; on others nobody
+
+What they keep stands in modules, in objects of the user's own, or in variables of functions: closures, defaults, globals.
 """
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import chain
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from fshard.copying import contents_of
-from fshard.transforms.holders import INTERNAL, are_same, holds, items_of
+from fshard.copying import CONTAINERS, MANY, contents_of
+from fshard.transforms.holders import ATOMS, INTERNAL, are_same, holds, is_array, items_of
 
 Criterion = Callable[[Any, Any], Tensor]
+Part = tuple[str, Any]
+"""A module, an object or a function, and what stands before the names of what it keeps."""
 _LOOKS = 16
 """In so many first calls it is looked whether a criterion keeps something."""
+_LARGE = 1 << 20
+"""Tensors of more elements are not copied to be compared: whoever writes to them counts up their version."""
+_LIBRARIES = {"torch", "fshard", "numpy"} | (sys.stdlib_module_names - {"types", "argparse"})  # of a SimpleNamespace
+"""Whose functions and objects are no criteria that keep something: loggers, clocks, optimizers."""
 
 
 class _Noted(NamedTuple):
-    """What an attribute or a buffer was, and held."""
+    """What an attribute, a buffer or a variable was, and held."""
 
     x: Any
     items: list[Any]
-    values: Tensor | None
+    values: list[Tensor | None]
 
     def is_as_noted(self, now: Any) -> bool:
         """Return whether it is the same, and holds the same."""
+        if isinstance(self.x, Tensor) and self.values[0] is not None and isinstance(now, Tensor):
+            return _are_equal(self.values[0], now)
         if not are_same([self.x], [now]) or (holds(now) and not are_same(items_of(now), self.items)):
             return False
-        return self.values is None or torch.allclose(self.values, now.detach(), rtol=0, atol=0, equal_nan=True)
+        pairs = zip(self.values, _tensors_in(now, self.items), strict=True)
+        return all(values is None or _are_equal(values, x) for values, x in pairs)
 
 
 def watched_criterion(criterion: Criterion) -> Criterion:
-    """Return a criterion that warns once if a call changes what modules in it keep; it is looked at in its first calls.
+    """Return a criterion that warns once if a call changes what it keeps; it is looked at in its first calls.
 
     >>> watched_criterion(nn.functional.mse_loss) is nn.functional.mse_loss
     True
     """
-    parts = [own for module in _modules_in(criterion) for own in module.named_modules(prefix=type(module).__name__)]
+    parts = [*_parts_of(criterion)]
     looks = _LOOKS if parts else 0
     if not looks:
         return criterion
@@ -67,29 +80,94 @@ def watched_criterion(criterion: Criterion) -> Criterion:
     return call
 
 
-def _modules_in(criterion: Any) -> Iterator[nn.Module]:
-    """Yield the module that a criterion is, or those that it has at hand."""
-    held: list[Any] = [criterion]
-    if isinstance(criterion, MethodType):
-        held = [criterion.__self__]
-    elif isinstance(criterion, partial):
-        held = [criterion.func, *criterion.args, *criterion.keywords.values()]
-    elif isinstance(criterion, FunctionType):
-        held = [x for cell in criterion.__closure__ or () for x in contents_of(cell)]
-    yield from (x for x in held if isinstance(x, nn.Module))
+def _parts_of(criterion: Any) -> Iterator[Part]:
+    """Yield what a criterion is, or has at hand, if it may keep something."""
+    seen, left = dict[int, Any](), [criterion]
+    while left and len(seen) < MANY:
+        x = left.pop(0)
+        if id(x) in seen:
+            continue
+        seen[id(x)] = x  # held, so that no other object gets its id
+        if isinstance(x, nn.Module):
+            yield from x.named_modules(prefix=type(x).__name__)
+        elif isinstance(x, FunctionType):
+            variables = {} if _is_of_a_library(x) else dict(_variables_of(x))
+            left += variables.values()
+            if variables:
+                yield "", x
+        elif isinstance(x, MethodType):
+            left += [x.__self__, x.__func__]
+        elif isinstance(x, partial):
+            left += [x.func, *x.args, *x.keywords.values()]
+        elif isinstance(x, (*CONTAINERS, tuple)):
+            left += [] if len(x) > MANY else dict.values(x) if isinstance(x, dict) else x
+        elif hasattr(x, "__dict__") and not isinstance(x, type | Tensor) and not _is_of_a_library(type(x)):
+            left += vars(x).values()
+            yield f"{type(x).__name__}.", x
 
 
-def _kept_by(parts: list[tuple[str, nn.Module]]) -> Iterator[tuple[str, Any]]:
-    """Yield the attributes and buffers of modules that are not without memory."""
+def _is_of_a_library(x: Any) -> bool:
+    return str(getattr(x, "__module__", "")).partition(".")[0] in _LIBRARIES
+
+
+def _variables_of(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    """Yield what a function finds by its names, in closures, defaults, attributes and globals, if that may be changed."""
+    code, defaults = function.__code__, function.__defaults__ or ()
+    free = zip(code.co_freevars, function.__closure__ or (), strict=True)
+    names = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
+    own = {
+        **{name: function.__globals__[name] for name in code.co_names if name in function.__globals__},
+        **{name: x for name, cell in free for x in contents_of(cell)},
+        **dict(zip(names, defaults, strict=True)),
+        **(function.__kwdefaults__ or {}),
+        **vars(function),
+    }
+    yield from ((name, x) for name, x in own.items() if not isinstance(x, type))
+
+
+def _kept_by(parts: list[Part]) -> Iterator[tuple[str, Any]]:
+    """Yield what is kept in attributes, buffers, frozen parameters and variables."""
     for path, part in parts:
-        own = vars(part)
-        yield from ((f"{path}.{key}", x) for key, x in own.items() if key not in INTERNAL)
-        yield from ((f"{path}.{key}", x) for key, x in own["_buffers"].items() if x is None or type(x) is Tensor)
+        if isinstance(part, nn.Module):
+            own = vars(part)
+            tensors = chain(own["_buffers"].items(), own["_parameters"].items())
+            yield from ((f"{path}.{key}", x) for key, x in own.items() if key not in INTERNAL)
+            yield from ((f"{path}.{key}", x) for key, x in tensors if x is None or _is_plain(x))
+        else:
+            held = _variables_of(part) if isinstance(part, FunctionType) else vars(part).items()
+            yield from ((path + key, x) for key, x in held if _is_data(x))
+
+
+def _is_plain(x: Any) -> bool:
+    """Return whether something is a tensor that nobody trains."""
+    return type(x) is Tensor or (type(x) is nn.Parameter and not x.requires_grad)
+
+
+def _is_data(x: Any) -> bool:
+    """Return whether something is a value or holds values: an object beside a criterion may be changed by anybody."""
+    return type(x) in ATOMS or _is_plain(x) or isinstance(x, CONTAINERS) or is_array(x)
 
 
 def _noted(x: Any) -> _Noted:
-    values = x.detach().clone() if type(x) is Tensor and x.layout is torch.strided and not x.is_meta else None
-    return _Noted(x, items_of(x) if holds(x) else [], values)
+    items = items_of(x) if holds(x) else []
+    return _Noted(x, items, [_copy(each) for each in _tensors_in(x, items)])
+
+
+def _tensors_in(x: Any, items: list[Any]) -> list[Tensor]:
+    return [each for each in (x, *items) if isinstance(each, Tensor)]
+
+
+def _copy(x: Tensor) -> Tensor | None:
+    comparable = _is_plain(x) and x.layout is torch.strided and not x.is_meta and x.numel() <= _LARGE
+    return x.detach().clone() if comparable else None
+
+
+def _are_equal(values: Tensor, x: Tensor) -> bool:
+    """Return whether a tensor has the values that were noted, in whatever dtype."""
+    if values.shape != x.shape or values.device != x.device:
+        return False
+    wide = torch.promote_types(values.dtype, x.dtype)
+    return torch.allclose(values.to(wide), x.detach().to(wide), rtol=0, atol=0, equal_nan=True)
 
 
 def _warn(names: list[str]) -> None:

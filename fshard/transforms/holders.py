@@ -30,7 +30,7 @@ def holds(x: Any) -> bool:
     """Return whether something may be changed and stay the same object."""
     if isinstance(x, Tensor):
         return not x.is_inference()
-    if isinstance(x, CONTAINERS) or _is_array(x):
+    if isinstance(x, CONTAINERS) or is_array(x):
         return True
     return (hasattr(x, "__dict__") or hasattr(x, "__slots__")) and not isinstance(x, _FIXED) and not callable(x)
 
@@ -64,7 +64,8 @@ def is_counted(x: Any) -> bool:
     return isinstance(x, (int, float, complex, str, bytes, Enum, FunctionType, BuiltinFunctionType))
 
 
-def _is_array(x: Any) -> bool:
+def is_array(x: Any) -> bool:
+    """Return whether something is an array of numpy's that is small enough to be looked into."""
     return type(x).__module__ == "numpy" and getattr(x, "nbytes", 1 << 20) <= 1 << 16
 
 
@@ -95,7 +96,7 @@ def tensors_of(x: Any) -> list[Tensor]:
 def _inner(x: Any) -> list[Any]:
     if isinstance(x, Tensor):
         return [x._version]
-    if _is_array(x):
+    if is_array(x):
         return [x.tobytes()]
     if isinstance(x, CONTAINERS) and len(x) > MANY:
         return []

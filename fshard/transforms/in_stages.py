@@ -8,8 +8,10 @@ The caller is one device, as in `by_hand`; a batch is that of all devices.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
+from types import MethodType
 from typing import Any
 
 import torch
@@ -71,7 +73,7 @@ class InStages(Learner):
         self.stages, self._grads = stages, list[PyTree]()
         for stage in stages:
             seen_together(stage)  # by training and by evaluation
-        self._gradient, self._of_pair = lru_cache(maxsize=4)(self._made), lru_cache(maxsize=4)(self._loss_of)
+        self._gradient, self._losses = lru_cache(maxsize=4)(self._made), deque[tuple[Loss | None, Loss]](maxlen=4)
         self._loss = loss_of_pair(None)
 
     def whole(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -132,6 +134,14 @@ class InStages(Learner):
         several = schedule.microbatches > 1 or len({*schedule.placement}) > 1
         return loss_of_pair(watched_criterion(loss) if several and loss is not None else loss)
 
+    def _of_pair(self, loss: Loss | None) -> Loss:
+        """Return the loss of what the last stage makes and a microbatch, that which was made before of the same one."""
+        found = next((made for given, made in self._losses if _are_one(given, loss)), None)
+        if found is None:
+            found = self._loss_of(loss)
+            self._losses.append((loss, found))
+        return found
+
     def _made(self, outputs: bool, backward: bool) -> Runs:
         """Return what runs the schedule, whatever the criterion is: a loop may write a new one in every step."""
 
@@ -187,6 +197,11 @@ def loss_of_pair(criterion: Loss | None) -> Loss:
         return found
 
     return loss
+
+
+def _are_one(given: Loss | None, loss: Loss | None) -> bool:
+    """Return whether two criteria are one: equal ones need not be, and some have no hash; a method is another each time."""
+    return given is loss or (isinstance(given, MethodType) and isinstance(loss, MethodType) and given == loss)
 
 
 def _is_of(value: Any, dtype: torch.dtype) -> bool:
