@@ -52,6 +52,27 @@ def test_in_reproducible_mode_it_is_as_it_was(name):
     assert all(torch.equal(again[0][k], again[1][k]) and torch.equal(before[k], x) for k, x in values(first).items())
 
 
+def test_what_nobody_uses_is_the_same_in_each_state_and_says_nothing():
+    class Idle(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.layer = nn.Parameter(torch.ones(2)), nn.Linear(3, 1)
+
+        def forward(self, x):
+            return self.layer(x)
+
+    batch, model = (torch.ones(8, 3), torch.zeros(8, 1)), Idle()
+    booster = fs.Booster(fs.DDPPlugin(mesh=fs.make_mesh({"data": 2}), reproducible=True))
+    first = booster.init(model, torch.optim.AdamW(model.parameters(), lr=0.1), nn.MSELoss())
+    again = [values(booster.step(first, batch)[0]) for _ in range(2)]
+    assert all(torch.equal(x, again[1][name]) for name, x in again[0].items())
+    booster = fs.Booster(fs.DDPPlugin(mesh=fs.make_mesh({"data": 2})))
+    first = booster.init(model, torch.optim.AdamW(model.parameters(), lr=0.1), nn.MSELoss())
+    booster.step(first, batch)
+    with pytest.raises(fs.LayoutError, match="was used up by an earlier step"):
+        booster.step(first, batch)
+
+
 def test_another_state_of_the_same_booster_may_be_given():
     booster, first = begun("ddp")
     kept = {name: x.clone() for name, x in fs.unshard(first.params).items()}

@@ -19,24 +19,26 @@ class Donated:
 
     def __init__(self) -> None:
         self._newest: Callable[[], Sharded | None] = lambda: None
-        self._steps = 0
+        self._steps, self._given = 0, list[int]()
 
     def refuse(self, params: PyTree, steps: int) -> None:
-        """Raise if a state of so many steps has parameters that have taken another number of them."""
-        newest = self._newest()
-        if newest is not None and newest is _first(params) and steps != self._steps:
+        """Raise if a state of so many steps, which is given, has parameters that have taken another number of them."""
+        newest, given = self._newest(), _trained(params)
+        if newest is not None and any(newest is x for x in given) and steps != self._steps:
             raise LayoutError(
                 f"step: this state, of {steps} steps, was used up by an earlier step, and its parameters have taken "
                 f"{self._steps} by now. Go on with the state that was returned; what is to be kept is copied before: "
                 "{name: x.clone() for name, x in fs.unshard(state.params).items()}."
             )
+        self._given = [*map(id, given)]
 
     def note(self, params: PyTree, steps: int) -> None:
-        """Note what a step returns."""
-        first = _first(params)
-        self._newest, self._steps = (lambda: None) if first is None else ref(first), steps
+        """Note what a step returns for what was given; a parameter that nobody uses stays the same, others may be new ones."""
+        made = _trained(params)
+        in_place = bool(made) and [*map(id, made)] == self._given
+        self._newest, self._steps = ref(made[0]) if in_place else (lambda: None), steps
 
 
-def _first(params: PyTree) -> Sharded | None:
+def _trained(params: PyTree) -> list[Sharded]:
     leaves, _ = flatten(params, sharded_is_leaf=True)
-    return next((x for x in leaves if isinstance(x, Sharded) and trainable(x)), None)
+    return [x for x in leaves if isinstance(x, Sharded) and trainable(x)]
