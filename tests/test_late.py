@@ -236,3 +236,69 @@ def test_calls_of_which_two_are_gone_back_through_one_after_the_other_are_both_l
 
     ((one, other),) = fs.run(main, mesh=fs.make_mesh({"data": 1}))
     assert not torch.equal(one, other)
+
+
+class Failing(ByTensorHook):
+    """Raises in the middle of a backward, once."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x)
+
+    def note(self, g):
+        super().note(g)
+        if self.times == 2:
+            raise KeyError("a hook has failed")
+
+
+def gone_on(plugin=None, n=1, each=1):
+    """Return what was learnt by a loop that goes on after a backward has failed, and what hooks have noted."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Failing(), nn.Tanh(), nn.Linear(WIDTH, 1)).double()
+    booster, whole = None, model
+    opt = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    if plugin is not None:
+        booster = fs.Booster(plugin)
+        model, opt, *_ = booster.boost(model, opt)
+        whole = model.module
+    failed = 0
+    for step in range(5):
+        try:
+            for turn in range(each):
+                x = torch.cat([batch(step * each + turn)] * 2)
+                x = x if booster is None else x.chunk(n)[fs.axis_index("data")]
+                loss = model(x).square().mean() / each
+                loss.backward() if booster is None else booster.backward(loss, opt)
+        except KeyError:
+            failed += 1
+        else:
+            opt.step()
+        opt.zero_grad()
+    model = model if booster is None else model.unwrap()
+    return (failed, whole[1].times, model[1].calls.item()), dict(model.named_parameters())
+
+
+@pytest.mark.parametrize("each", [1, 2])
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize(
+    "plugin",
+    [
+        fs.DDPPlugin,
+        lambda: fs.ZeroPlugin(stage=2),
+        fs.FSDPPlugin,
+        lambda: fs.FSDPPlugin(unit=1),
+        lambda: fs.DDPPlugin(options={"bucket": 1}),
+        lambda: fs.DDPPlugin(reproducible=True),
+    ],
+    ids=["ddp", "zero 2", "fsdp", "units", "buckets", "reproducible"],
+)
+def test_a_backward_that_fails_leaves_no_gradients_once_they_are_zeroed(plugin, n, each):
+    counted, params = gone_on(each=each)
+    assert counted[0] == 1
+    for found, learnt in fs.run(lambda: gone_on(plugin(), n, each), mesh=fs.make_mesh({"data": n})):
+        assert found == counted
+        torch.testing.assert_close(learnt, params, rtol=0, atol=1e-9)

@@ -325,6 +325,7 @@ class ByHand(Learner):
         reductions.keep = None if sync or not how.once else lambda unit, gs: unit.keep(gs)
         tape.begin_backward(device.everyone, device.talk.along, idle=not now.share)
         if how.slices is None:
+            now.spent = True  # also if it fails: what it has not come to is gone back through by nobody
             with reductions.asked():
                 torch.autograd.grad(loss, [tape.anchor], start, allow_unused=True)
             if reductions.keep is None:
@@ -414,8 +415,7 @@ class ByHand(Learner):
         """Drop all gradients and forwards since the last step."""
         if self._open is not None:
             now, self._open = self._open, None
-            self._here(lambda device: now.tape.end())
-            now.tape.close()
+            self._here(lambda device: now.tape.stop())
 
 
 def _needs(x: Any) -> bool:

@@ -69,6 +69,7 @@ class Reductions:
     def begin(self, used: Sequence[int], group: Group | None, along: Along, *, idle: bool) -> None:
         """Begin a backward: agree on the turns, unless they are known.  Of an idle slice, gradients are 0."""
         self._idle, self._turn = idle, 0
+        self._waiting, self._bucket, self._size = {}, [], 0  # of one that has failed
         if along != self.along:
             self.turns, self.along = [], along  # there are more devices to agree
         if not self.turns and any(leaf.trained for leaf in self.leaves):

@@ -121,6 +121,12 @@ class Tape:
             unit.awaited = 0
         self.saved.clear()
 
+    def stop(self) -> None:
+        """End a step; what a backward that has failed has under way, other devices count on."""
+        self.reductions.finish()
+        self.end()
+        self.close()
+
     def close(self) -> None:
         """Let everything go that a step has used: units refer to the tape and it to them, so it would stay for a while."""
         self.over, self.shards, self.handles = True, (), []

@@ -97,9 +97,11 @@ class Model(nn.Module):
         if not isinstance(loss, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise LayoutError(f"backward takes one number that the model's output led to, a tensor, not {loss!r}.")
         held = [seen.late.held() for seen in self._seen if seen.late is not None]
-        self.learner.backward(loss, scale=scale, sync=sync)
-        self._show_late()
-        del held
+        try:
+            self.learner.backward(loss, scale=scale, sync=sync)
+        finally:  # what it has set before it has failed is set, as in torch
+            self._show_late()
+            del held
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, as the optimizer's `zero_grad` does."""
