@@ -850,3 +850,31 @@ def test_processes_have_the_bits_of_virtual_devices(two, plugin):
         assert all(torch.equal(x, expected[rank][0][key]) for key, x in state.items())
         assert torch.equal(output, expected[rank][1])
         assert losses == expected[rank][2]
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("stages", [False, True])
+def test_what_overflows_is_skipped_though_its_elements_are_clipped(stages, n):
+    """A clipped infinite gradient is finite; torch's scaler looks before."""
+
+    def main():
+        model = nn.Sequential(nn.Identity(), nn.Linear(3, 1, bias=False))
+        nn.init.ones_(model[1].weight)
+        plugin = fs.HybridParallelPlugin(pipeline=2, precision="fp16") if stages else fs.FSDPPlugin(precision="fp16")
+        booster = fs.Booster(plugin)
+        model, opt, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.5))
+        found = []
+        for size in (0.5, 3e4, 0.5):
+            x = torch.full((4, 3), size)
+            if stages:
+                booster.execute_pipeline(iter([(x, x)]), model, lambda y, _: y.float().mean(), opt)
+            else:
+                booster.backward(model(x).float().mean(), opt)
+            booster.clip_grad_value(opt, 0.25)
+            opt.step(), opt.zero_grad()
+            found.append((model.unwrap()[1].weight[0, 0].item(), opt.scale))
+        return found
+
+    mesh = fs.make_mesh({"data": n, "pipe": 2} if stages else {"data": n})
+    for found in fs.run(main, mesh=mesh):
+        assert found == [(0.875, 2.0**16), (0.875, 2.0**15), (0.75, 2.0**15)]

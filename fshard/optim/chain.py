@@ -106,12 +106,22 @@ def clip_by_value(limit: float) -> Optimizer:
 
     refuse("clip_by_value", within(0, inf, limit=limit))
 
-    def clipped(grad: Tensor) -> Tensor:
-        if grad.is_complex():
-            return torch.view_as_complex(torch.view_as_real(grad.resolve_conj()).clamp(-limit, limit))
-        return grad.clamp(-limit, limit)
+    return _stateless(lambda grads, params: _each(lambda grad: _clipped(grad, limit), grads))
 
-    return _stateless(lambda grads, params: _each(clipped, grads))
+
+def clipped_if_finite(grads: PyTree, limit: float) -> PyTree:
+    """Return gradients as `clip_by_value` does, infinite elements as they are: who scales losses has to see these.
+
+    >>> clipped_if_finite([torch.tensor([3.0, torch.inf])], 1.0)
+    [tensor([1., inf])]
+    """
+    return _each(lambda grad: torch.where(grad.isinf(), grad, _clipped(grad, limit)), grads)
+
+
+def _clipped(grad: Tensor, limit: float) -> Tensor:
+    if grad.is_complex():
+        return torch.view_as_complex(torch.view_as_real(grad.resolve_conj()).clamp(-limit, limit))
+    return grad.clamp(-limit, limit)
 
 
 def clip_by_global_norm(max_norm: float, order: float = 2) -> Optimizer:

@@ -17,7 +17,7 @@ from fshard.mesh.mesh import Mesh
 from fshard.mesh.placing import unshard
 from fshard.mesh.scope import here
 from fshard.mesh.tree import PyTree
-from fshard.optim.chain import clip_by_value, shrunk
+from fshard.optim.chain import clip_by_value, clipped_if_finite, shrunk
 from fshard.optim.following import Followed
 from fshard.optim.norms import global_norm
 from fshard.optim.numbers import above, refuse, within
@@ -323,9 +323,13 @@ class BoostedOptimizer(torch.optim.Optimizer):
         return norm / scale
 
     def clip_grad_by_value(self, clip_value: float) -> None:
-        """Keep each element of the gradients between -clip_value and clip_value."""
+        """Keep each element of the gradients between -clip_value and clip_value; of scaled losses, what overflowed is told."""
         refuse("clip_grad_value", _no_numbers(clip_value=clip_value))
-        self._grads, _ = clip_by_value(clip_value * self.scale).update(self.grads, (), None)
+        if self._opts().loss_scale is None:
+            self._grads, _ = clip_by_value(clip_value).update(self.grads, (), None)
+        else:
+            refuse("clip_grad_value", within(0, torch.inf, clip_value=clip_value))
+            self._grads = clipped_if_finite(self.grads, clip_value * self.scale)
         self._limits.append(float(clip_value))
 
     def step(  # pyright: ignore[reportIncompatibleMethodOverride]
