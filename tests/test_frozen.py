@@ -98,7 +98,16 @@ class Codebook(nn.Module):
         return y * self.heat + self.table.data
 
 
-KINDS = [Momentum, ByData, InPlace, Together, Out, Items, Sometimes, Codebook]
+class ByNumpy(Momentum):
+    """Writes where no version counts it, to what a frozen parameter shows as it is."""
+
+    def follow(self):
+        for at, (key, query) in enumerate(zip(self.key.parameters(), self.query.parameters(), strict=True)):
+            array = torch.from_dlpack(key).numpy() if at else key.numpy()
+            array[...] = 0.5 * array + 0.5 * query.detach().numpy()
+
+
+KINDS = [ByNumpy, Momentum, ByData, InPlace, Together, Out, Items, Sometimes, Codebook]
 WAYS = {
     "ddp": (fs.DDPPlugin(), 1),
     "ddp on two": (fs.DDPPlugin(), 2),

@@ -385,3 +385,60 @@ def test_functional_call_waiting_in_the_middle_is_refused_where_devices_share_th
         in str(error.value)
     )
     assert all(x is before[name] for name, x in module.named_parameters())
+
+
+class Changing(nn.Module):
+    """Does something to its layer before it calls it."""
+
+    def __init__(self, do):
+        super().__init__()
+        self.layer, self.fixed, self.do = nn.Linear(3, 3), nn.Linear(3, 1).requires_grad_(False), do
+
+    def forward(self, x):
+        self.do(self)
+        return self.fixed(self.layer(x))
+
+
+def of_one_step(do, plugin):
+    def main():
+        model = Changing(do)
+        booster = fs.Booster(plugin)
+        model, opt, *_ = booster.boost(model, torch.optim.SGD(model.layer.parameters(), lr=0.1))
+        booster.backward(model(torch.ones(2, 3)).sum(), opt)
+        opt.step()
+
+    fs.run(main, mesh=fs.make_mesh({"data": 2}))
+
+
+PLUGINS = [fs.DDPPlugin, fs.FSDPPlugin, lambda: fs.DDPPlugin(reproducible=True, slices=2)]
+
+
+@pytest.mark.parametrize("plugin", PLUGINS)
+def test_a_handle_is_a_leaf_without_a_gradient(plugin):
+    """Without the warning of torch that tensors in the middle of a graph have none."""
+
+    def do(module):
+        assert all(x.is_leaf and x.grad is None and x.grad_fn is None for x in module.parameters())
+        module.zero_grad()
+        module.layer.requires_grad_(True), module.fixed.requires_grad_(False)
+
+    of_one_step(do, plugin())
+
+
+@pytest.mark.parametrize("plugin", PLUGINS)
+@pytest.mark.parametrize(
+    ("do", "complaint"),
+    [
+        (lambda module: module.layer.requires_grad_(False), "freezes or thaws a parameter, layer.weight"),
+        (lambda module: setattr(module.layer.bias, "requires_grad", False), "freezes or thaws a parameter, layer.bias"),
+        (lambda module: module.fixed.requires_grad_(), "freezes or thaws a parameter, fixed.weight"),
+        (lambda module: module.layer.weight.register_hook(lambda g: 2 * g), "hooks a parameter, layer.weight"),
+        (
+            lambda module: module.layer.weight.register_post_accumulate_grad_hook(print),
+            "hooks a parameter, layer.weight",
+        ),
+    ],
+)
+def test_what_the_next_step_would_not_find_is_refused(do, complaint, plugin):
+    with pytest.raises(fs.ModuleError, match=f"a forward {complaint}, which only stands for it in this step"):
+        of_one_step(do, plugin())

@@ -38,7 +38,7 @@ _C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
 _T: Any = Tensor
 KNOWN = frozenset(
     {
-        *(getattr(_T, name).__get__ for name in ("device", "dtype", "is_leaf", "itemsize", "layout", "nbytes", "ndim")),
+        *(getattr(_T, name).__get__ for name in ("device", "dtype", "itemsize", "layout", "nbytes", "ndim")),
         *(
             getattr(_T, name).__get__
             for name in ("is_cpu", "is_cuda", "is_meta", "is_nested", "is_sparse", "requires_grad", "shape")
@@ -48,11 +48,23 @@ KNOWN = frozenset(
     }
 )
 """What a handle knows without its values."""
-_GRAD_FN = _T.grad_fn.__get__
+_OF_PARAMETERS = {_T.grad_fn.__get__: None, _T.grad.__get__: None, _T.is_leaf.__get__: True}
+"""What is asked of parameters, and the answer."""
+_HOOKS = frozenset({_T.register_hook, _T.register_post_accumulate_grad_hook})
+_FLAGS = frozenset({_T.requires_grad_, _T.requires_grad.__set__})
+_SHOWN = frozenset({_T.numpy, _T.__array__, _T.__dlpack__})
+"""What lets others have the memory, who tell nobody when they write to it."""
 
 _COMPILED = (
     "torch.compile cannot follow a parameter that is gathered when it is used. Compile the whole loss function, or a part that "
     "is called with gathered parameters: fs.gathered(torch.compile(fn))."
+)
+
+
+_INSTEAD_OF_HOOKS = "Hook what is made of it: w = self.weight * 1; w.register_hook(...)."
+_INSTEAD_OF_FLAGS = (
+    "What is frozen for good is frozen before the model is boosted. Call a layer with parameters that get no gradient so: "
+    "torch.func.functional_call(layer, {name: p.detach() for name, p in layer.named_parameters()}, x)."
 )
 
 
@@ -142,6 +154,15 @@ class Handle(Tensor):
             "of a frozen parameter, requires_grad_(False) before, it would be kept."
         )
 
+    def _flagged(self, hook: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Handle:
+        """Raise if a forward hooks a parameter, freezes or thaws it: it is another one in the next step."""
+        if not hook and bool(next(iter((*args, *kwargs.values())), True)) == self._trained:
+            return self
+        raise ModuleError(
+            f"a forward {'hooks' if hook else 'freezes or thaws'} a parameter, {self._path}, which only stands for it in this "
+            f"step. {_INSTEAD_OF_HOOKS if hook else _INSTEAD_OF_FLAGS}"
+        )
+
     def is_written(self) -> bool:
         """Return whether a call has written to a frozen one, or has left a trained one with other data."""
         if self.swapped is not None:
@@ -179,8 +200,10 @@ class Handle(Tensor):
         if func in KNOWN:
             with _C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        if func == _GRAD_FN:
-            return None  # as of a parameter: torch asks where a forward gives it another name
+        if func in _OF_PARAMETERS:
+            return _OF_PARAMETERS[func]
+        if func in _HOOKS or func in _FLAGS:
+            return _first(args, kwargs)._flagged(func in _HOOKS, args[1:], kwargs or {})
         if func not in _effects:
             _effects[func] = _effect_of(func)
         written = list[Handle]()
@@ -190,6 +213,8 @@ class Handle(Tensor):
                 return target._memory()
             if effect == "sets" and type(target) is Handle:
                 return target._bind(wholes(args[1]))
+            if effect == "shows" and type(target) is Handle:
+                target._to_write()
             written += _handles_in((target if effect == "writes" else (), (kwargs or {}).get("out")))
             for handle in written:
                 handle._to_write()
@@ -297,14 +322,16 @@ def wholes(x: Any) -> Any:
     return x
 
 
-Effect = Literal["gets", "sets", "writes"]
+Effect = Literal["gets", "sets", "shows", "writes"]
 _effects: dict[Callable[..., Any], Effect | None] = {}  # no lru_cache: Dynamo warns of these
 
 
 def _effect_of(func: Callable[..., Any]) -> Effect | None:
-    """Return what a function of torch's does to its first argument: it gets or sets its data, or writes to it."""
+    """Return what a function of torch's does to its first argument: it gets, sets or shows its data, or writes to it."""
     if func in (_T.data.__get__, _T.detach, torch.detach):
         return "gets"
+    if func in _SHOWN:
+        return "shows"
     if func == _T.data.__set__:
         return "sets"
     name = getattr(func, "__name__", "")
