@@ -442,3 +442,42 @@ def test_a_handle_is_a_leaf_without_a_gradient(plugin):
 def test_what_the_next_step_would_not_find_is_refused(do, complaint, plugin):
     with pytest.raises(fs.ModuleError, match=f"a forward {complaint}, which only stands for it in this step"):
         of_one_step(do, plugin())
+
+
+def in_stages(do, zero_stage, steps=2):
+    """Return the losses of stages whose first one does something to its layer before it calls it."""
+
+    def main():
+        torch.manual_seed(0)
+        model = nn.Sequential(Changing(do), nn.Linear(1, 1))
+        booster = fs.Booster(fs.HybridParallelPlugin(pipeline=2, zero_stage=zero_stage, microbatches=2))
+        model, opt, *_ = booster.boost(model, torch.optim.SGD([*model[0].layer.parameters()], lr=0.1))
+        x, losses = torch.ones(8, 3), []
+        for _ in range(steps):
+            loss = booster.execute_pipeline(iter([(x, x[:, :1])]), model, F.mse_loss, opt)["loss"]
+            opt.step(), opt.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    return fs.run(main, mesh=fs.make_mesh({"data": 2, "pipe": 2}))[0]
+
+
+@pytest.mark.parametrize("zero_stage", [0, 3])
+def test_stages_show_their_parameters_to_numpy(zero_stage):
+    """Memory of which numpy has an array cannot be given back before it is used again."""
+
+    def do(module):
+        assert all(isinstance(x, nn.Parameter) for x in module.parameters())
+        module.norm = float(module.layer.weight.detach().numpy().sum() + module.fixed.weight.numpy().sum())
+        assert module.norm == pytest.approx((module.layer.weight.sum() + module.fixed.weight.sum()).item(), rel=1e-4)
+
+    assert in_stages(do, zero_stage) == in_stages(lambda module: None, zero_stage)
+
+
+@pytest.mark.parametrize("zero_stage", [0, 3])
+def test_stages_refuse_hooks_of_parameters(zero_stage):
+    for name in ("register_hook", "register_post_accumulate_grad_hook"):
+        with pytest.raises(
+            fs.ModuleError, match=r"a forward hooks a parameter, 0\[0\].layer.weight, which only stands"
+        ):
+            in_stages(lambda module, name=name: getattr(module.layer.weight, name)(print), zero_stage)

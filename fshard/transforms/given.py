@@ -9,12 +9,12 @@ in stages (guarded)                  an error         an error
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from fshard.transforms.handle import Handle, refuse_copy, tell_set
+from fshard.transforms.handle import Handle, refuse_copy, refuse_hook, tell_set
 from fshard.transforms.kept import kept_name, value_of
 from fshard.transforms.lent import lent, untouched
 from fshard.transforms.patterns import named, parts_of
@@ -25,6 +25,8 @@ class Guarded(Tensor):
     """A parameter whose data nobody can write to unseen."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore
+    _is_param = True
+    """As torch asks whether it is one."""
     bound = False
     path = ""
     tells = False
@@ -44,6 +46,12 @@ class Guarded(Tensor):
         if name not in _OWN:
             tell_set(name, named(parts_of(self.path)), tells=self.tells and name not in vars(self))
         super().__setattr__(name, value)
+
+    def register_hook(self, hook: Any) -> NoReturn:
+        """Raise: the next step would not find it."""
+        refuse_hook(named(parts_of(self.path)))
+
+    register_post_accumulate_grad_hook = register_hook
 
     def __deepcopy__(self, memo: Any) -> Tensor:
         """Raise: what lies as a plugin says has no copies."""

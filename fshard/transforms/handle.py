@@ -61,13 +61,6 @@ _COMPILED = (
 )
 
 
-_INSTEAD_OF_HOOKS = "Hook what is made of it: w = self.weight * 1; w.register_hook(...)."
-_INSTEAD_OF_FLAGS = (
-    "What is frozen for good is frozen before the model is boosted. Call a layer with parameters that get no gradient so: "
-    "torch.func.functional_call(layer, {name: p.detach() for name, p in layer.named_parameters()}, x)."
-)
-
-
 class Handle(Tensor):
     """A parameter inside a loss function."""
 
@@ -154,14 +147,15 @@ class Handle(Tensor):
             "of a frozen parameter, requires_grad_(False) before, it would be kept."
         )
 
-    def _flagged(self, hook: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Handle:
-        """Raise if a forward hooks a parameter, freezes or thaws it: it is another one in the next step."""
-        if not hook and bool(next(iter((*args, *kwargs.values())), True)) == self._trained:
-            return self
-        raise ModuleError(
-            f"a forward {'hooks' if hook else 'freezes or thaws'} a parameter, {self._path}, which only stands for it in this "
-            f"step. {_INSTEAD_OF_HOOKS if hook else _INSTEAD_OF_FLAGS}"
-        )
+    def _flag(self, trained: bool) -> Handle:
+        """Return itself; raise if a forward freezes or thaws it: it is another one in the next step."""
+        if trained != self._trained:
+            raise ModuleError(
+                f"a forward freezes or thaws a parameter, {self._path}, which only stands for it in this step. What is frozen "
+                "for good is frozen before the model is boosted. Call a layer whose parameters are to get no gradient so: "
+                "torch.func.functional_call(layer, {name: p.detach() for name, p in layer.named_parameters()}, x)."
+            )
+        return self
 
     def is_written(self) -> bool:
         """Return whether a call has written to a frozen one, or has left a trained one with other data."""
@@ -202,8 +196,10 @@ class Handle(Tensor):
                 return func(*args, **(kwargs or {}))
         if func in _OF_PARAMETERS:
             return _OF_PARAMETERS[func]
-        if func in _HOOKS or func in _FLAGS:
-            return _first(args, kwargs)._flagged(func in _HOOKS, args[1:], kwargs or {})
+        if func in _HOOKS:
+            refuse_hook(args[0]._path)
+        if func in _FLAGS:
+            return args[0]._flag(bool(next(iter((*args[1:], *(kwargs or {}).values())), True)))
         if func not in _effects:
             _effects[func] = _effect_of(func)
         written = list[Handle]()
@@ -284,6 +280,14 @@ def refuse_copy(path: str) -> NoReturn:
     raise ModuleError(
         f"a forward makes a deep copy of a parameter, {path}, which would be neither kept nor laid as the plugin says. Make "
         "the copy before the model is boosted: a submodule with requires_grad_(False), to which forward may write."
+    )
+
+
+def refuse_hook(path: str) -> NoReturn:
+    """Raise: a forward hooks a parameter, which is another one in the next step."""
+    raise ModuleError(
+        f"a forward hooks a parameter, {path}, which only stands for it in this step. Hook what is made of it: "
+        "w = self.weight * 1; w.register_hook(...)."
     )
 
 

@@ -105,7 +105,9 @@ class StageParams:
         self._arrive()  # others count on it
         self._look()
         for place in self._cut:
-            self._xs[place].untyped_storage().resize_(0)
+            memory = self._xs[place].untyped_storage()
+            if memory.resizable():  # that of which numpy has an array stays until the step ends
+                memory.resize_(0)
         self._whole = not self._cut
 
     def _arrive(self) -> None:
@@ -116,7 +118,8 @@ class StageParams:
                 if place in self._frozen:
                     self._bits.setdefault(place, bits(value))
                 x = _data_of(self._xs[place])  # whose changes autograd does not count
-                x.untyped_storage().resize_(x.nbytes)
+                if x.untyped_storage().nbytes() != x.nbytes:
+                    x.untyped_storage().resize_(x.nbytes)
                 x.copy_(value)
 
     @property
