@@ -154,6 +154,16 @@ def test_a_criterion_that_keeps_something_is_told_in_stages(make, name, microbat
     assert len(told) == 1
 
 
+def test_so_it_is_in_functional_steps():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    mesh = fs.make_mesh({"data": 1, "pipe": 2})
+    booster = fs.Booster(fs.HybridParallelPlugin(pipeline=2, microbatches=2, mesh=mesh))
+    state = booster.init(model, torch.optim.SGD(model.parameters(), lr=0.1), Counting())
+    with pytest.warns(UserWarning, match="Counting.calls was changed by the criterion") as told:
+        booster.step(state, (torch.ones(4, 3), torch.zeros(4, 1)))
+    assert len(told) == 1
+
+
 def test_one_that_keeps_nothing_is_not():
     class Weighted(nn.Module):
         def __init__(self):

@@ -132,7 +132,7 @@ class InStages(Learner):
     def _loss_of(self, loss: Loss | None) -> Loss:
         schedule: Schedule = self._options["schedule"]
         several = schedule.microbatches > 1 or len({*schedule.placement}) > 1
-        return loss_of_pair(watched_criterion(loss) if several and loss is not None else loss)
+        return loss_of_pair(loss, watched=several)
 
     def _of_pair(self, loss: Loss | None) -> Loss:
         """Return the loss of what the last stage makes and a microbatch, that which was made before of the same one."""
@@ -185,8 +185,12 @@ class InStages(Learner):
         self._grads = []
 
 
-def loss_of_pair(criterion: Loss | None) -> Loss:
-    """Return the loss of what the last stage makes and a microbatch; without a criterion the last stage returns it."""
+def loss_of_pair(criterion: Loss | None, *, watched: bool = True) -> Loss:
+    """Return the loss of what the last stage makes and a microbatch; without a criterion the last stage returns it.
+
+    One that is watched is called otherwise than a loop would call it, and warns if it keeps anything.
+    """
+    criterion = watched_criterion(criterion) if watched and criterion is not None else criterion
 
     def loss(y: Any, microbatch: Any) -> Tensor:
         if criterion is None:
