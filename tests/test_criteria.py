@@ -48,8 +48,10 @@ def within(criterion):
     return lambda y, labels: criterion(y, labels)
 
 
-class Plain:
+class Called:
     """No module."""
+
+    __slots__ = ()
 
     def __init__(self):
         self.calls = 0
@@ -59,6 +61,16 @@ class Plain:
         return (y - labels).square().mean() / self.calls
 
     method = __call__
+
+
+class Plain(Called):
+    """Has a dict of its own."""
+
+
+class Slotted(Called):
+    """Has none."""
+
+    __slots__ = ("calls",)
 
 
 class Frozen(nn.Module):
@@ -137,6 +149,7 @@ def train(criterion, steps=3, **options):
         (lambda: Counting().forward, "Counting.calls"),
         (Plain, "Plain.calls"),
         (lambda: Plain().method, "Plain.calls"),
+        (Slotted, "Slotted.calls"),
         (lambda: within(Plain()), "Plain.calls"),
         (Frozen, "Frozen.centre"),
         (lambda: Frozen(table=True), "Frozen.table"),

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fshard.copying import CONTAINERS, MANY, contents_of
+from fshard.copying import CONTAINERS, MANY, contents_of, slots_of
 from fshard.transforms.holders import ATOMS, INTERNAL, are_same, holds, is_array, items_of
 
 Criterion = Callable[[Any, Any], Tensor]
@@ -30,7 +30,9 @@ _LOOKS = 16
 """In so many first calls it is looked whether a criterion keeps something."""
 _LARGE = 1 << 20
 """Tensors of more elements are not copied to be compared: whoever writes to them counts up their version."""
-_LIBRARIES = {"torch", "fshard", "numpy"} | (sys.stdlib_module_names - {"types", "argparse"})  # of a SimpleNamespace
+_LIBRARIES = {"torch", "fshard", "numpy", "builtins"} | (
+    sys.stdlib_module_names - {"types", "argparse"}
+)  # of a SimpleNamespace
 """Whose functions and objects are no criteria that keep something: loggers, clocks, optimizers."""
 
 
@@ -101,8 +103,8 @@ def _parts_of(criterion: Any) -> Iterator[Part]:
             left += [x.func, *x.args, *x.keywords.values()]
         elif isinstance(x, (*CONTAINERS, tuple)):
             left += [] if len(x) > MANY else dict.values(x) if isinstance(x, dict) else x
-        elif hasattr(x, "__dict__") and not isinstance(x, type | Tensor) and not _is_of_a_library(type(x)):
-            left += vars(x).values()
+        elif not isinstance(x, type | Tensor) and not _is_of_a_library(type(x)):
+            left += _attributes_of(x).values()
             yield f"{type(x).__name__}.", x
 
 
@@ -125,6 +127,10 @@ def _variables_of(function: FunctionType) -> Iterator[tuple[str, Any]]:
     yield from ((name, x) for name, x in own.items() if not isinstance(x, type))
 
 
+def _attributes_of(x: Any) -> dict[str, Any]:
+    return {**getattr(x, "__dict__", {}), **dict(slots_of(x))}
+
+
 def _kept_by(parts: list[Part]) -> Iterator[tuple[str, Any]]:
     """Yield what is kept in attributes, buffers, frozen parameters and variables."""
     for path, part in parts:
@@ -134,7 +140,7 @@ def _kept_by(parts: list[Part]) -> Iterator[tuple[str, Any]]:
             yield from ((f"{path}.{key}", x) for key, x in own.items() if key not in INTERNAL)
             yield from ((f"{path}.{key}", x) for key, x in tensors if x is None or _is_plain(x))
         else:
-            held = _variables_of(part) if isinstance(part, FunctionType) else vars(part).items()
+            held = _variables_of(part) if isinstance(part, FunctionType) else _attributes_of(part).items()
             yield from ((path + key, x) for key, x in held if _is_data(x))
 
 
