@@ -206,6 +206,29 @@ def test_what_is_none_of_its_numbers_is_not():
     fs.run(lambda: train(within(Converting()), microbatches=2), mesh=fs.make_mesh({"pipe": 2}))
 
 
+def test_one_that_is_written_anew_in_every_step_is_told_once_and_looked_at_no_longer():
+    calls, looked = {"calls": 0}, []
+
+    def main(steps):
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        booster = fs.Booster(fs.HybridParallelPlugin(pipeline=2, microbatches=2))
+        model, opt, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        x = torch.ones(4, 3)
+        for step in range(steps):
+
+            def loss(y, labels, step=step):
+                calls["calls"] += 1
+                return (y - labels).square().mean() / (1 + step)
+
+            booster.execute_pipeline(iter([(x, x)]), model, loss, opt)
+            opt.zero_grad()
+        looked.append(len(model.learner._left))
+
+    with pytest.warns(UserWarning, match="calls was changed by the criterion") as told:
+        fs.run(lambda: main(4), mesh=fs.make_mesh({"pipe": 2}))
+    assert len(told) == 1 and calls["calls"] == 8 and looked == [1, 1]
+
+
 def test_criteria_need_no_hash_and_equal_ones_are_not_taken_for_each_other():
     @dataclass
     class Weighted:

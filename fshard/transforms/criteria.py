@@ -53,29 +53,32 @@ class _Noted(NamedTuple):
         return all(values is None or _are_equal(values, x) for values, x in pairs)
 
 
-def watched_criterion(criterion: Criterion) -> Criterion:
+def watched_criterion(criterion: Criterion, left: dict[Any, int] | None = None) -> Criterion:
     """Return a criterion that warns once if a call changes what it keeps; it is looked at in its first calls.
+
+    `left` has how many looks are left, by the code of functions: those that are written anew in every step have it in common.
 
     >>> watched_criterion(nn.functional.mse_loss) is nn.functional.mse_loss
     True
     """
-    parts = [*_parts_of(criterion)]
-    looks = _LOOKS if parts else 0
-    if not looks:
+    key = getattr(criterion, "__code__", None)
+    left = {} if left is None or key is None else left
+    looks = left.setdefault(key, _LOOKS)
+    parts = [*_parts_of(criterion)] if looks else []
+    if not parts:
         return criterion
 
     def call(y: Any, labels: Any) -> Tensor:
-        nonlocal looks
-        if not looks:
+        if not left[key]:
             return criterion(y, labels)
-        looks -= 1
+        left[key] -= 1
         before = {name: _noted(x) for name, x in _kept_by(parts)}
         loss = criterion(y, labels)
         after = dict(_kept_by(parts))
         changed = [name for name, x in before.items() if name not in after or not x.is_as_noted(after[name])]
         changed += after.keys() - before.keys()
         if changed:
-            looks = 0  # it is told once
+            left[key] = 0  # it is told once
             _warn(sorted(changed))
         return loss
 

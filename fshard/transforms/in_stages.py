@@ -74,7 +74,7 @@ class InStages(Learner):
         for stage in stages:
             seen_together(stage)  # by training and by evaluation
         self._gradient, self._losses = lru_cache(maxsize=4)(self._made), deque[tuple[Loss | None, Loss]](maxlen=4)
-        self._loss = loss_of_pair(None)
+        self._loss, self._left = loss_of_pair(None), dict[Any, int]()
 
     def whole(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Return the parameters and buffers of all stages by their names in the model."""
@@ -132,7 +132,7 @@ class InStages(Learner):
     def _loss_of(self, loss: Loss | None) -> Loss:
         schedule: Schedule = self._options["schedule"]
         several = schedule.microbatches > 1 or len({*schedule.placement}) > 1
-        return loss_of_pair(loss, watched=several)
+        return loss_of_pair(loss, watched=several, left=self._left)
 
     def _of_pair(self, loss: Loss | None) -> Loss:
         """Return the loss of what the last stage makes and a microbatch, that which was made before of the same one."""
@@ -185,12 +185,13 @@ class InStages(Learner):
         self._grads = []
 
 
-def loss_of_pair(criterion: Loss | None, *, watched: bool = True) -> Loss:
+def loss_of_pair(criterion: Loss | None, *, watched: bool = True, left: dict[Any, int] | None = None) -> Loss:
     """Return the loss of what the last stage makes and a microbatch; without a criterion the last stage returns it.
 
-    One that is watched is called otherwise than a loop would call it, and warns if it keeps anything.
+    One that is watched is called otherwise than a loop would call it, and warns if it keeps anything; for `left` see there.
     """
-    criterion = watched_criterion(criterion) if watched and criterion is not None else criterion
+    if criterion is not None and watched:
+        criterion = watched_criterion(criterion, left)
 
     def loss(y: Any, microbatch: Any) -> Tensor:
         if criterion is None:
