@@ -1,5 +1,7 @@
 """A functional state is used up by its step: whoever goes on from it is told, if its numbers are not there any more."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -79,8 +81,10 @@ def test_another_state_of_the_same_booster_may_be_given():
     second, metrics = booster.step(first, BATCH)
     mesh = fs.make_mesh({"data": 2})
     back = second._replace(params=fs.shard_params(kept, fs.P(), mesh=mesh))
-    before = values(second)
+    before, fresh = values(second), copy.deepcopy(second)
     _, again = booster.step(back, BATCH)
     assert torch.equal(again["loss"], metrics["loss"])
     assert all(torch.equal(before[name], x) for name, x in values(second).items())
-    booster.step(second, BATCH)
+    with pytest.raises(fs.LayoutError, match="was used up by an earlier step"):
+        booster.step(second, BATCH)  # its parameters are there, but what its optimizer keeps has taken another step
+    booster.step(fresh, BATCH)

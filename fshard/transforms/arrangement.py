@@ -153,10 +153,10 @@ class Arrangement:
         train, donated = lru_cache(maxsize=1)(made), Donated()
 
         def step(state: State, batch: Any) -> tuple[State, Metrics]:
-            donated.refuse(state.params, state.steps)
+            donated.refuse(state.params, state.optimizer, state.steps)
             with keyed_random(self.seed, state.steps, 0):
                 params, kept, buffers, metrics = train(opts())(state.params, state.optimizer, state.buffers, batch)
-            donated.note(params, state.steps + 1)
+            donated.note(params, kept, state.steps + 1)
             return state._replace(params=params, optimizer=kept, buffers=buffers, steps=state.steps + 1), metrics
 
         return State(params, opts().init(params), buffers), step

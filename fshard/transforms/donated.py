@@ -5,7 +5,6 @@ after, metrics = booster.step(before, batch)         before.params are those of 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from weakref import ref
 
 from fshard.errors import LayoutError
@@ -15,30 +14,37 @@ from fshard.optim.leaves import trainable
 
 
 class Donated:
-    """Remembers, without holding it, a parameter of the newest state, and how many steps that has taken."""
+    """Remembers, without holding them, a parameter of the newest state and a tensor of its optimizer's, and how many steps."""
 
     def __init__(self) -> None:
-        self._newest: Callable[[], Sharded | None] = lambda: None
+        self._newest = list[ref[Sharded]]()
         self._steps, self._given = 0, list[int]()
+        self._kept = set[int]()
 
-    def refuse(self, params: PyTree, steps: int) -> None:
-        """Raise if a state of so many steps, which is given, has parameters that have taken another number of them."""
-        newest, given = self._newest(), _trained(params)
-        if newest is not None and any(newest is x for x in given) and steps != self._steps:
+    def refuse(self, params: PyTree, optimizer: PyTree, steps: int) -> None:
+        """Raise if a state of so many steps, which is given, has what has taken another number of them."""
+        trained, kept = _trained(params), _sharded(optimizer)
+        given = {*map(id, trained), *map(id, kept)}
+        if steps != self._steps and any(id(x()) in given for x in self._newest if x() is not None):
             raise LayoutError(
-                f"step: this state, of {steps} steps, was used up by an earlier step, and its parameters have taken "
-                f"{self._steps} by now. Go on with the state that was returned; what is to be kept is copied before: "
-                "{name: x.clone() for name, x in fs.unshard(state.params).items()}."
+                f"step: this state, of {steps} steps, was used up by an earlier step, and its parameters, or its optimizer's, "
+                f"have taken {self._steps} by now. Go on with the state that was returned; what is to be kept is copied "
+                "before: copy.deepcopy(state), or {name: x.clone() for name, x in fs.unshard(state.params).items()}."
             )
-        self._given = [*map(id, given)]
+        self._given, self._kept = [*map(id, trained)], {*map(id, kept)}
 
-    def note(self, params: PyTree, steps: int) -> None:
+    def note(self, params: PyTree, optimizer: PyTree, steps: int) -> None:
         """Note what a step returns for what was given; a parameter that nobody uses stays the same, others may be new ones."""
         made = _trained(params)
         in_place = bool(made) and [*map(id, made)] == self._given
-        self._newest, self._steps = ref(made[0]) if in_place else (lambda: None), steps
+        kept = (x for x in _sharded(optimizer) if id(x) in self._kept)
+        self._newest = [ref(x) for x in (made[0], next(kept, None)) if x is not None] if in_place else []
+        self._steps = steps
 
 
 def _trained(params: PyTree) -> list[Sharded]:
-    leaves, _ = flatten(params, sharded_is_leaf=True)
-    return [x for x in leaves if isinstance(x, Sharded) and trainable(x)]
+    return [x for x in _sharded(params) if trainable(x)]
+
+
+def _sharded(tree: PyTree) -> list[Sharded]:
+    return [x for x in flatten(tree, sharded_is_leaf=True)[0] if isinstance(x, Sharded)]
