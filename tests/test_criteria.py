@@ -177,6 +177,46 @@ def test_so_it_is_in_functional_steps():
     assert len(told) == 1
 
 
+def step_functional(plugin):
+    """Take steps without stages; return how often the criterion was called."""
+    torch.manual_seed(0)
+    model, criterion = nn.Linear(3, 1), Counting()
+    booster = fs.Booster(plugin)
+    state = booster.init(model, torch.optim.SGD(model.parameters(), lr=0.1), criterion)
+    for _ in range(2):
+        state, _ = booster.step(state, (torch.ones(4, 3), torch.zeros(4, 1)))
+    return criterion.calls
+
+
+@pytest.mark.parametrize(
+    ("plugin", "calls"),
+    [
+        (lambda mesh: fs.DDPPlugin(mesh=mesh), 4),
+        (lambda mesh: fs.FSDPPlugin(mesh=mesh), 4),
+        (lambda mesh: fs.DDPPlugin(mesh=mesh, reproducible=True, slices=4), 8),
+    ],
+)
+def test_so_it_is_without_stages_where_one_criterion_is_called_several_times_in_a_step(plugin, calls):
+    often = f"which is called {calls // 2} times in a step here"
+    with pytest.warns(UserWarning, match=f"Counting.calls was changed by the criterion, {often}") as told:
+        assert step_functional(plugin(fs.make_mesh({"data": 2}))) == calls
+    assert len(told) == 1
+
+
+def test_so_it_is_of_slices_on_a_device_of_its_own():
+    plugin = fs.DDPPlugin(reproducible=True, slices=4)
+    with pytest.warns(UserWarning, match="which is called 2 times in a step here"):
+        assert fs.run(lambda: step_functional(plugin), mesh=fs.make_mesh({"data": 2})) == [4, 4]
+
+
+def test_one_that_is_called_once_in_a_step_is_not():
+    mesh, alone = fs.make_mesh({"data": 2}), fs.make_mesh({"data": 1})
+    for plugin in (fs.DDPPlugin(), fs.FSDPPlugin(), fs.DDPPlugin(reproducible=True, slices=2)):
+        assert fs.run(lambda plugin=plugin: step_functional(plugin), mesh=mesh) == [2, 2]
+    for plugin in (fs.DDPPlugin(mesh=alone), fs.DDPPlugin(mesh=alone, reproducible=True, slices=1)):
+        assert step_functional(plugin) == 2
+
+
 def test_one_that_keeps_nothing_is_not():
     class Weighted(nn.Module):
         def __init__(self):

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from math import prod
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -17,12 +18,14 @@ from torch import Tensor, nn
 from fshard.errors import ModuleError
 from fshard.mesh.mesh import Mesh
 from fshard.mesh.spec import P
+from fshard.mesh.spmd import held, standing
 from fshard.mesh.tree import PyTree
 from fshard.optim.contract import Optimizer, Update
 from fshard.optim.following import NOTHING, Followed
 from fshard.optim.partition import Partitioned, Stage, partition_optimizer
 from fshard.optim.scaling import loss_scaled
 from fshard.transforms.by_hand import ByHand
+from fshard.transforms.criteria import watched_criterion
 from fshard.transforms.donated import Donated
 from fshard.transforms.functionalize import functionalize
 from fshard.transforms.hidden import watched
@@ -132,7 +135,7 @@ class Arrangement:
         bare = self.bare(model)
         if self.cut is None:
             apply, params, buffers = self._pure(model, bare, source)
-            loss, own = loss_of(apply, criterion), dict[str, Any]()
+            loss, own = loss_of(apply, self._watched(criterion)), dict[str, Any]()
         else:
             loss, params, buffers = self._stages(model, bare, self.cut(model), source)
             own = {"loss": loss_of_pair(criterion)}
@@ -164,6 +167,15 @@ class Arrangement:
     def _function(self, bare: nn.Module) -> Any:
         apply, _, _ = functionalize(bare, sync_batchnorm=self.axes if self.sync_batchnorm else None)
         return apply if self.options.get("slices") is None else watched(apply, bare)
+
+    def _watched(self, criterion: Criterion | None) -> Criterion | None:
+        """Return a criterion that tells if it keeps anything, where one is called more than once in a step."""
+        mesh, slices = self.mesh, self.options.get("slices") or 1
+        calls = len(held(standing(mesh))) * max(1, slices // prod(mesh.shape[axis] for axis in self.axes))
+        if criterion is None or calls == 1 or mesh.runtime == "abstract":
+            return criterion
+        where = "for each slice, and for each device of a virtual mesh outside of fs.run"
+        return watched_criterion(criterion, f"is called {calls} times in a step here: {where}")
 
     def bare(self, model: nn.Module) -> nn.Module:
         """Return the structure of a model: it has none of its tensors."""

@@ -1,8 +1,9 @@
-"""Criteria that keep something from one call to the next: a count, running centres.  In stages they are called otherwise.
+"""Criteria that keep something from one call to another: a count, running centres.  They may be called more often here.
 
-              calls in a step         who is called
-torch         one                     the one that the loop has
-in stages     one a microbatch        the one on the last stage's device; on others nobody
+                     calls in a step                  who is called
+torch                one                              the one that the loop has
+in stages            one a microbatch                 the one on the last stage's device; on others nobody
+functional steps     one a slice and device at hand   one for all devices of a virtual mesh outside of `run`
 
 What they keep stands in modules, in objects of the user's own, or in variables of functions: closures, defaults, globals.
 """
@@ -53,12 +54,19 @@ class _Noted(NamedTuple):
         return all(values is None or _are_equal(values, x) for values, x in pairs)
 
 
-def watched_criterion(criterion: Criterion, left: dict[Any, int] | None = None) -> Criterion:
+IN_STAGES = (
+    "in stages is called once for each microbatch and not for a step, and on the devices of the last stage alone"
+)
+"""How often a criterion is called there, and where."""
+
+
+def watched_criterion(criterion: Criterion, often: str, left: dict[Any, int] | None = None) -> Criterion:
     """Return a criterion that warns once if a call changes what it keeps; it is looked at in its first calls.
 
-    `left` has how many looks are left, by the code of functions: those that are written anew in every step have it in common.
+    `often` tells how it is called; `left` has how many looks are left, by the code of functions: those that are written anew
+    in every step have it in common.
 
-    >>> watched_criterion(nn.functional.mse_loss) is nn.functional.mse_loss
+    >>> watched_criterion(nn.functional.mse_loss, IN_STAGES) is nn.functional.mse_loss
     True
     """
     key = getattr(criterion, "__code__", None)
@@ -79,7 +87,7 @@ def watched_criterion(criterion: Criterion, left: dict[Any, int] | None = None) 
         changed += after.keys() - before.keys()
         if changed:
             left[key] = 0  # it is told once
-            _warn(sorted(changed))
+            _warn(sorted(changed), often)
         return loss
 
     return call
@@ -179,10 +187,9 @@ def _are_equal(values: Tensor, x: Tensor) -> bool:
     return torch.allclose(values.to(wide), x.detach().to(wide), rtol=0, atol=0, equal_nan=True)
 
 
-def _warn(names: list[str]) -> None:
+def _warn(names: list[str], often: str) -> None:
     warnings.warn(
-        f"{', '.join(names)} was changed by the criterion, which in stages is called once for each microbatch and not for a "
-        "step, and on the devices of the last stage alone. Keep that in the loop, of the loss and the outputs that "
-        "execute_pipeline returns, or in a layer of the model.",
+        f"{', '.join(names)} was changed by the criterion, which {often}. Keep that in the loop, of the loss and the outputs "
+        "that come back, or in a layer of the model.",
         stacklevel=2,
     )

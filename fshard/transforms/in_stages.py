@@ -27,7 +27,7 @@ from fshard.mesh.tree import PyTree, flatten, unflatten
 from fshard.pipeline.schedule import Schedule
 from fshard.source import call_site
 from fshard.transforms.alterations import Altered, alter
-from fshard.transforms.criteria import watched_criterion
+from fshard.transforms.criteria import IN_STAGES, watched_criterion
 from fshard.transforms.cut_off import cut_off
 from fshard.transforms.gradient import Runs, Value, as_they_lie
 from fshard.transforms.kept import Slot, as_tensor, kept_of, value_of, without
@@ -191,7 +191,7 @@ def loss_of_pair(criterion: Loss | None, *, watched: bool = True, left: dict[Any
     One that is watched is called otherwise than a loop would call it, and warns if it keeps anything; for `left` see there.
     """
     if criterion is not None and watched:
-        criterion = watched_criterion(criterion, left)
+        criterion = watched_criterion(criterion, IN_STAGES, left)
 
     def loss(y: Any, microbatch: Any) -> Tensor:
         if criterion is None:
