@@ -222,7 +222,7 @@ def held_apart(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     own = {id(x) for x in module.modules()}
     for path, part in module.named_modules():
         for key, x in _set_in(part):
-            for each in _reached([x], lambda x: not isinstance(x, _ATOMS) and id(x) not in own):
+            for each in reached_from([x], lambda x: not isinstance(x, _ATOMS) and id(x) not in own):
                 if isinstance(each, nn.Module):
                     yield f"{path}.{key}".removeprefix("."), each
 
@@ -244,7 +244,7 @@ def unlike(module: nn.Module) -> list[str]:
         (f"{path}.{key}".removeprefix("."), kind)
         for path, part in module.named_modules()
         for key, x in _set_in(part)
-        for kind in dict.fromkeys(_unlike(each, own) for each in _reached([x], counts))
+        for kind in dict.fromkeys(_unlike(each, own) for each in reached_from([x], counts))
     ]
     return [f"{name} has {kind}" for name, kind in held if kind]
 
@@ -263,7 +263,7 @@ def _unlike(x: Any, own: Collection[int]) -> str:
 
 def held_by_attributes(module: nn.Module, counts: Callable[[Any], bool]) -> Iterator[Any]:
     """Yield what attributes of modules hold, and what that holds, as far as it counts."""
-    yield from _reached((x for part in module.modules() for _, x in _set_in(part)), counts)
+    yield from reached_from((x for part in module.modules() for _, x in _set_in(part)), counts)
 
 
 def _set_in(part: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -271,7 +271,7 @@ def _set_in(part: nn.Module) -> Iterator[tuple[str, Any]]:
     return ((key, x) for key, x in vars(part).items() if key not in _TORCHS)
 
 
-def _reached(begin: Iterable[Any], counts: Callable[[Any], bool]) -> Iterator[Any]:
+def reached_from(begin: Iterable[Any], counts: Callable[[Any], bool]) -> Iterator[Any]:
     """Yield objects, and what they hold, as far as it counts."""
     seen, found = dict[int, Any](), [*begin]
     while found:

@@ -1,9 +1,14 @@
 """Models of lazy layers are boosted: each tensor is made where its pieces lie, with the bits of the model that was built."""
 
+import random
 import weakref
+from collections import deque
+from functools import partial
 from pathlib import Path
-from typing import ClassVar
+from types import SimpleNamespace
+from typing import ClassVar, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -352,3 +357,142 @@ def test_what_nobody_describes_is_named_before_anything_is_made():
     ):
         fs.Booster(plugin=fs.DDPPlugin(mesh=fs.make_mesh({"data": 1}))).boost(model)
     assert Block.made == ["meta"]
+
+
+class Row(NamedTuple):
+    x: torch.Tensor
+
+
+class Holding(nn.Module):
+    """Keeps tensors in what an attribute leads to."""
+
+    def __init__(self, make, take):
+        super().__init__()
+        self.linear, self.held, self.take = nn.Linear(4, 4), make(), take
+
+    def forward(self, x):
+        return self.linear(x) * self.take(self.held)
+
+
+HOLDERS = {
+    "object": (lambda: SimpleNamespace(x=torch.rand(4), rows=[torch.rand(4)]), lambda held: held.x + held.rows[0]),
+    "tuples": (lambda: {"a": ((torch.rand(4), 1),), 3: Row(torch.rand(4))}, lambda held: held["a"][0][0] + held[3].x),
+    "deque": (lambda: deque([torch.rand(4)]), lambda held: held[0]),
+    "partial": (lambda: partial(torch.mul, torch.rand(4)), lambda held: held(2.0)),
+}
+
+
+@pytest.mark.parametrize("plugin", ["fsdp", "stages"])
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_tensors_are_made_wherever_a_copy_has_its_own(holder, plugin):
+    KINDS["holding"] = lambda: nn.Sequential(fs.lazy(Holding, *HOLDERS[holder]), fs.lazy(nn.Linear, 4, WIDE))
+    mesh = fs.make_mesh({"data": 2, "pipe": 2}) if plugin == "stages" else fs.make_mesh({"data": 2})
+    two = fs.HybridParallelPlugin(pipeline=2, zero_stage=3, microbatches=2)
+
+    def both():
+        return [trained("holding", two if plugin == "stages" else plugin, built=built) for built in (False, True)]
+
+    for own, expected in fs.run(both, mesh=mesh):
+        same(own, expected)
+
+
+def in_a_function():
+    x = torch.rand(4)
+    return lambda: x
+
+
+@pytest.mark.parametrize("make", [in_a_function, lambda: {torch.rand(4)}, lambda: [nn.Linear(4, 4)]])
+def test_tensors_that_nobody_would_make_are_told(make):
+    model = nn.Sequential(fs.lazy(Holding, make, len))
+    mesh = fs.make_mesh({"data": 1})
+    for begin in (fs.Booster(fs.DDPPlugin(mesh=mesh)).boost, partial(fs.built, seed=0)):
+        with pytest.raises(
+            fs.ModuleError, match=r"of Sequential: 0\.held leads to tensors without memory that nobody would"
+        ):
+            begin(model)
+    model[0].held = None
+    fs.built(model, seed=0)
+
+
+class Teaching(nn.Module):
+    """Refers to itself and to all that is around it, as is usual."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = fs.lazy(nn.Linear, 4, 4)
+        self.back, self.named, self.first = [self], {"linear": self.linear}, lambda x: self.linear(x)
+
+    def forward(self, x):
+        return self.first(x)
+
+
+def test_who_leads_to_parameters_of_the_model_is_not():
+    model = nn.Sequential(fs.lazy(Teaching))
+    built = fs.built(model, seed=0)
+    assert built[0].named["linear"] is built[0].linear and not built[0].first(torch.ones(4)).is_meta
+
+
+class ByOthers(nn.Module):
+    """Draws by numpy and by Python."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(np.random.rand(4), dtype=torch.float32))
+        self.order = nn.Parameter(torch.tensor(random.sample(range(4), 4)), requires_grad=False)
+
+    def forward(self, x):
+        return x[:, self.order] * self.weight
+
+
+@pytest.mark.parametrize("plugin", ["ddp", "fsdp"])
+def test_numpy_and_python_draw_by_the_name_of_the_layer_too(plugin):
+    KINDS["others"] = lambda: nn.Sequential(fs.lazy(ByOthers), fs.lazy(ByOthers), fs.lazy(nn.Linear, 4, WIDE))
+
+    def both():
+        return [trained("others", plugin, built=built) for built in (False, True)]
+
+    for own, expected in fs.run(both, mesh=fs.make_mesh({"data": 2})):
+        same(own, expected)
+        assert not torch.equal(expected[1]["0.weight"], expected[1]["1.weight"])
+    model, states = KINDS["others"](), (random.getstate(), np.random.get_state()[1].tolist())
+    fs.built(model, seed=0)
+    assert states == (random.getstate(), np.random.get_state()[1].tolist())
+
+
+class Counted(nn.Module):
+    count: ClassVar[list[int]] = []
+
+    def __init__(self):
+        super().__init__()
+        self.count.append(1)
+        self.register_parameter(f"weight{len(self.count)}", nn.Parameter(torch.ones(2)))
+
+
+def test_a_factory_that_makes_something_else_the_second_time_is_told():
+    model = nn.Sequential(fs.lazy(Counted))
+    with pytest.raises(
+        fs.ModuleError, match=r"fs.built of Sequential: 0\.weight1 was not made again\. The factory of a lazy layer"
+    ):
+        fs.built(model, seed=0)
+
+
+def test_who_looks_at_numbers_is_told_what_to_do():
+    def deep(device):
+        return nn.ModuleList(nn.Dropout(rate.item()) for rate in torch.linspace(0, 0.5, 3, device=device))
+
+    with pytest.raises(RuntimeError) as error:
+        fs.lazy(deep, None)
+    assert 'make those that it looks at with device="cpu"' in error.value.__notes__[0]
+    assert [layer.p for layer in fs.lazy(deep, "cpu")] == [0, 0.25, 0.5]
+
+
+def test_hooks_of_parameters_stay_in_what_is_built():
+    def hooked():
+        layer = nn.Linear(2, 1)
+        layer.weight.register_hook(lambda grad: grad * 2)
+        layer.bias.register_post_accumulate_grad_hook(lambda bias: setattr(bias, "grad", None))
+        return layer
+
+    layer = fs.built(fs.lazy(hooked), seed=0)
+    layer(torch.ones(1, 2)).sum().backward()
+    assert layer.weight.grad.tolist() == [[2, 2]] and layer.bias.grad is None

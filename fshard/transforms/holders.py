@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator
 from enum import Enum
+from functools import partial
 from logging import Logger
 from operator import is_
-from types import BuiltinFunctionType, FunctionType, ModuleType, NoneType
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, NoneType
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ VALUES = (bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.
 """What cannot be changed."""
 _UNCHANGED = (*VALUES, NoneType, Enum, type, BuiltinFunctionType)
 ATOMS = frozenset({*VALUES, NoneType})
+_ALIKE = (Enum, FunctionType, MethodType, BuiltinFunctionType, set, frozenset, torch.optim.Optimizer)
 _FIXED = (nn.Module, type, ModuleType, torch.Generator, Logger, *VALUES)
 
 
@@ -91,6 +94,40 @@ def tensors_of(x: Any) -> list[Tensor]:
     """Return a tensor, or those in a plain list, tuple or dict."""
     items = items_of([*x] if type(x) is tuple else x) if type(x) in (list, tuple, dict) else [x]
     return [each for each in items if isinstance(each, Tensor)]
+
+
+def tensors_at(x: Any, name: str) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors that a value leads to, with the ways there, as far as a deep copy of it has copies of them.
+
+    >>> [way for way, _ in tensors_at({"rows": [torch.ones(1), (torch.ones(1),)]}, "table")]
+    ["table['rows'][0]", "table['rows'][1][0]"]
+    """
+    seen, left = dict[int, Any](), [(name, x)]
+    while left:
+        name, x = left.pop()
+        if id(x) not in seen:
+            seen[id(x)] = x  # held, so that no other object gets its id
+            if isinstance(x, Tensor):
+                yield name, x
+            else:
+                left += [*_ways_from(x, name)][::-1]
+
+
+def _ways_from(x: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """Yield what an object holds, with the ways there, but for modules, and for what is not copied or has no order."""
+    if isinstance(x, (*_ALIKE, *_FIXED)) or (isinstance(x, (*CONTAINERS, tuple)) and len(x) > MANY):
+        return
+    if isinstance(x, dict):
+        items = enumerate(dict.items(x))
+        yield from (
+            (f"{name}[{key!r}]" if isinstance(key, str | int) else f"{name}[{at}]", y) for at, (key, y) in items
+        )
+    elif isinstance(x, (list, tuple, deque)):
+        yield from ((f"{name}[{at}]", y) for at, y in enumerate(x))
+    elif isinstance(x, partial):
+        yield from ((f"{name}.args", x.args), (f"{name}.keywords", x.keywords))
+    elif not hasattr(type(x), "__deepcopy__"):
+        yield from ((f"{name}.{key}", y) for key, y in (*getattr(x, "__dict__", {}).items(), *slots_of(x)))
 
 
 def _inner(x: Any) -> list[Any]:

@@ -9,23 +9,27 @@ A layer's draws depend on the seed and on its name in the whole model alone: not
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+import random
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
+from types import ModuleType
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from fshard.copying import copied
+from fshard.copying import copied, held_by_attributes, reached_from
 from fshard.errors import ModuleError
 from fshard.mesh.layout import Layout
 from fshard.mesh.placing import device_put
 from fshard.mesh.sharded import Sharded
 from fshard.mesh.spmd import held
 from fshard.transforms.history import noted
-from fshard.transforms.holders import INTERNAL, tensors_of
-from fshard.transforms.randomness import keyed_random
+from fshard.transforms.holders import ATOMS, INTERNAL, tensors_at
+from fshard.transforms.randomness import folded, keyed_random
 
 Args = ParamSpec("Args")
 Module = TypeVar("Module", bound=nn.Module)
@@ -49,8 +53,15 @@ def lazy(factory: Callable[Args, Module], *args: Args.args, **kwargs: Args.kwarg
     >>> layer.weight.shape, layer.weight.device
     (torch.Size([1000000, 1000000]), device(type='meta'))
     """
-    with torch.device("meta"):
-        made = factory(*args, **kwargs)
+    try:
+        with torch.device("meta"):
+            made = factory(*args, **kwargs)
+    except Exception as error:
+        error.add_note(
+            'fs.lazy calls a factory without memory first, as in torch.device("meta"), where no number can be looked at. Let '
+            'it make those that it looks at with device="cpu", or make a lazy layer of each part.'
+        )
+        raise
     if not isinstance(made, nn.Module):
         raise ModuleError(f"fs.lazy takes what makes a module; {factory!r} has made {type(made).__name__}.")
     unknown = [name for name, x in made.named_parameters() if is_lazy(x)]
@@ -71,6 +82,7 @@ def built(module: Module, *, seed: int) -> Module:
     >>> [(name, tuple(x.shape)) for name, x in built(second, seed=0).named_parameters()]
     [('2.weight', (1, 64)), ('2.bias', (1,))]
     """
+    _refuse_hidden("fs.built", module)
     own = dict(_tensors(module))
     known = {id(x): x for x in own.values() if not x.is_meta}
 
@@ -87,11 +99,14 @@ def _like(x: Tensor, made: Tensor) -> Tensor:
         return made
     parameter = nn.Parameter(made, requires_grad=x.requires_grad)
     vars(parameter).update(vars(x))
+    for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        if (registered := getattr(x, hooks)) is not None:
+            setattr(parameter, hooks, registered)
     return parameter
 
 
 def without_memory(module: nn.Module) -> list[str]:
-    """Return the names of all tensors of a module that have no memory; "path.key[0]" is one that a plain attribute holds."""
+    """Return the names of all tensors of a module that have no memory; "path.key[0]" is one that an attribute leads to."""
     return [name for name, x in _tensors(module) if x.is_meta]
 
 
@@ -103,12 +118,13 @@ def undescribed(module: nn.Module) -> list[str]:
 
 def drawn_attributes(module: nn.Module, seed: int, near: torch.device) -> dict[int, Tensor]:
     """Return what plain attributes of lazy layers hold, by the ids of what stands for it without memory."""
+    _refuse_hidden("fs.lazy", module)
     known = {id(x) for x in (*module.parameters(), *module.buffers())}
     own = {name: x for name, x in _tensors(module) if x.is_meta and id(x) not in known}
     drawn: dict[int, Tensor] = {}
 
     def take(name: str, made: Tensor) -> None:
-        drawn[id(own[name])] = made.to(near)
+        drawn[id(own[name])] = _like(own[name], made.to(near))
 
     draw(module, seed, own, take)
     return drawn
@@ -116,7 +132,8 @@ def drawn_attributes(module: nn.Module, seed: int, near: torch.device) -> dict[i
 
 def standing_for(module: nn.Module, whole: nn.Module) -> dict[int, Tensor]:
     """Return what plain attributes of a structure hold, by the ids of what stands for it in a part of the model."""
-    known, own = dict(_tensors(whole)), {id(x) for x in (*module.parameters(), *module.buffers())}
+    there, own = ({id(x) for x in (*one.parameters(), *one.buffers())} for one in (whole, module))
+    known = {name: x for name, x in _tensors(whole) if id(x) not in there}
     return {id(x): known[name] for name, x in _tensors(module) if x.is_meta and id(x) not in own and name in known}
 
 
@@ -158,17 +175,65 @@ def draw(
 
         if own:
             make = partial(_wanted, recipe.make, own.keys())
-            with keyed_random(seed, path):
+            with _drawn_by(seed, path):
                 done = not at_once and _one_by_one(make, hand_over)
             if not done:
-                with keyed_random(seed, path):
+                with _drawn_by(seed, path):
                     for key, x in make().items():
                         hand_over(key, x)
     if left:
-        unknown = ", ".join([*left.values()][::-1])
+        raise ModuleError(f"{who} of {type(module).__name__}: {_complaint(module, left)}")
+
+
+def _complaint(module: nn.Module, left: Mapping[int, str]) -> str:
+    """Say what is wrong with tensors that were not made, by their ids and names."""
+    open_ones, names = {*undescribed(module)}, [*left.values()][::-1]
+    if unknown := [name for name in names if name in open_ones]:
+        return f"{', '.join(unknown)} has no memory, and nobody says how it is made. Make its layer by fs.lazy."
+    return (
+        f"{', '.join(names)} was not made again. The factory of a lazy layer is called once without memory and once more for "
+        "its numbers, and has to make the same both times: tensors that it keeps elsewhere, or names that it counts, are not."
+    )
+
+
+@contextmanager
+def _drawn_by(seed: int, path: str) -> Generator[None]:
+    """Draw all random numbers by a layer's name, those of numpy and of Python too."""
+    python, of_numpy, key = random.getstate(), np.random.get_state(), folded(seed, path)
+    random.seed(key)
+    np.random.seed(key % (1 << 32))
+    try:
+        with keyed_random(seed, path):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(of_numpy)
+
+
+def _refuse_hidden(who: str, module: nn.Module) -> None:
+    """Raise if there are tensors without memory where a copy would not have others."""
+    known = {id(x) for _, x in _tensors(module)}
+
+    def counts(x: Any) -> bool:
+        alike = isinstance(x, (*ATOMS, ModuleType, type, torch.optim.Optimizer))
+        return isinstance(x, Tensor) or not (
+            alike or type(x).__module__.startswith("fshard.")
+        )  # stages have shapes of others
+
+    def hidden(found: Iterable[Any]) -> bool:
+        return any(isinstance(x, Tensor) and x.is_meta and id(x) not in known for x in found)
+
+    if hidden(held_by_attributes(module, counts)):
+        found = (
+            f"{path}.{key}".removeprefix(".")
+            for path, part in module.named_modules()
+            for key, x in vars(part).items()
+            if key not in INTERNAL and hidden(reached_from([x], counts))
+        )
         raise ModuleError(
-            f"{who} of {type(module).__name__}: {unknown} has no memory, and nobody says how it is made. Make its layer by "
-            "fs.lazy."
+            f"{who} of {type(module).__name__}: {', '.join(found)} leads to tensors without memory that nobody would make: in "
+            "a function, a set, or a module that is no submodule. Keep them in an attribute, a list or a dict; a module may "
+            "be built before, by fs.built."
         )
 
 
@@ -215,7 +280,6 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_parameters(remove_duplicate=False)
     yield from module.named_buffers(remove_duplicate=False)
     for path, part in module.named_modules():
-        for key, held_there in vars(part).items():
-            if key not in INTERNAL:
-                for at, x in enumerate(tensors_of(held_there)):
-                    yield f"{path}.{key}[{at}]", x
+        for key, x in vars(part).items():
+            if key not in INTERNAL and key != _RECIPE:
+                yield from tensors_at(x, f"{path}.{key}".removeprefix("."))
