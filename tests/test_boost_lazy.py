@@ -84,8 +84,12 @@ PLUGINS = {
 HALF = {"blocks": "blocks", "sample": torch.ones(2, 4)}
 
 
+def trained_of(params):
+    return [x for x in params if x.requires_grad]
+
+
 def adamw(params):
-    return torch.optim.AdamW([x for x in params if x.requires_grad], lr=0.01)
+    return torch.optim.AdamW(trained_of(params), lr=0.01)
 
 
 def trained(kind, plugin, *, built, make_optimizer=adamw, functional=False, mesh=None):
@@ -496,3 +500,58 @@ def test_hooks_of_parameters_stay_in_what_is_built():
     layer = fs.built(fs.lazy(hooked), seed=0)
     layer(torch.ones(1, 2)).sum().backward()
     assert layer.weight.grad.tolist() == [[2, 2]] and layer.bias.grad is None
+
+
+class Momentum(torch.optim.Optimizer):
+    """Begins with a state, which the constructor makes by something that may stand nowhere else."""
+
+    def __init__(self, params, lr, make=torch.zeros_like):
+        super().__init__(params, {"lr": lr})
+        for param in (x for group in self.param_groups for x in group["params"]):
+            self.state[param]["kept"] = make(param)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in (x for x in group["params"] if x.grad is not None):
+                kept = self.state[param]["kept"].mul_(0.9).add_(param.grad)
+                param.add_(kept, alpha=-group["lr"])
+
+
+class Plain(Momentum):
+    def __init__(self, params, lr):
+        super().__init__(params, lr)
+
+
+class Slow(Momentum):
+    def __init__(self, params, lr):
+        super().__init__(params, lr, lambda param: param.detach().clone())
+
+
+class Renamed(Momentum):
+    def __init__(self, params, rate):
+        super().__init__(params, rate)
+
+
+OWN = [
+    (lambda params: Momentum(params, 0.1, partial(torch.full_like, fill_value=0.3)), "was made without memory"),
+    (lambda params: Slow(params, 0.1), 'state\\[param\\]\\["kept"\\] would be lost'),
+    (lambda params: Renamed(params, rate=0.1), "was made without memory"),
+]
+
+
+def test_a_state_of_ones_own_optimizer_is_made_anew_where_its_options_say_how():
+    def both():
+        return [
+            trained("row", "fsdp", built=built, make_optimizer=lambda params: Plain(trained_of(params), 0.1))
+            for built in (False, True)
+        ]
+
+    same(*fs.run(both, mesh=fs.make_mesh({"data": 2}))[0])
+
+
+@pytest.mark.parametrize(("make", "message"), OWN)
+def test_and_refused_where_they_do_not(make, message):
+    model, booster = a_row(), fs.Booster(fs.FSDPPlugin(mesh=fs.make_mesh({"data": 2})))
+    with pytest.raises(fs.OptimizerError, match=message):
+        booster.init(model, make(model.parameters()), nn.MSELoss())

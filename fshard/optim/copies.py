@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from inspect import signature
+from math import prod
 from types import MethodType
 from typing import Any, TypeGuard
 
@@ -142,16 +144,34 @@ def _begun(given: torch.optim.Optimizer, at: int) -> dict[str, Callable[[Tensor]
 
 
 def _made_small(given: torch.optim.Optimizer, at: int) -> torch.optim.Optimizer:
-    """Return an optimizer of the same class and options for small tensors, if the state that it begins with has no memory."""
+    """Return an optimizer of the same class and options for small tensors, if the state that it begins with has no memory.
+
+    What its constructor was given is known if all of that stands in its defaults.
+    """
     group = given.param_groups[at]
     begun = (x for param in group["params"] for x in given.state.get(param, {}).values())
     if not any(isinstance(x, Tensor) and x.is_meta for x in begun):
         return given
-    small = [torch.zeros([min(n, 2) for n in param.shape], dtype=param.dtype) for param in group["params"]]
-    made: Any = type(given)
-    one = made(small, **given.defaults)
+    kind: Any = type(given)
+    small = [_counted([min(n, 2) for n in param.shape], param.dtype) for param in group["params"]]
+    try:
+        _, *options = signature(kind).parameters.values()
+        one = kind(small, **{option.name: given.defaults[option.name] for option in options})
+    except Exception:  # of any kind: its constructor is the user's own
+        one = None
+    if one is None:
+        raise OptimizerError(
+            f"{kind.__name__}: its state was made without memory, as its parameters are, and another with the same options "
+            "would not begin alike or cannot be made. Let step() make its state where state[param] is empty, or keep all that "
+            "the constructor is given in defaults."
+        )
     one.param_groups[:0] = [{"params": []}] * at
     return one
+
+
+def _counted(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Return a tensor of several numbers: a state that is made of them is not one number."""
+    return torch.arange(1, prod(shape) + 1).to(dtype).reshape(tuple(shape))
 
 
 def _maker(param: Tensor, value: Any) -> Callable[[Tensor], Any] | None:
