@@ -555,3 +555,21 @@ def test_and_refused_where_they_do_not(make, message):
     model, booster = a_row(), fs.Booster(fs.FSDPPlugin(mesh=fs.make_mesh({"data": 2})))
     with pytest.raises(fs.OptimizerError, match=message):
         booster.init(model, make(model.parameters()), nn.MSELoss())
+
+
+def test_templates_without_memory_of_models_that_are_not_lazy_stay():
+    class Shaped(nn.Linear):
+        def __init__(self):
+            super().__init__(4, 4)
+            self.template, self.templates = torch.empty(3, device="meta"), {torch.empty(2, device="meta")}
+
+        def forward(self, x):
+            return super().forward(x) * len(self.template) * len(self.templates)
+
+    def boosted():
+        torch.manual_seed(0)
+        model = Shaped()
+        expected = model(torch.ones(1, 4))
+        return torch.equal(fs.Booster(plugin=fs.FSDPPlugin()).boost(model)[0](torch.ones(1, 4)), expected)
+
+    assert fs.run(boosted, mesh=fs.make_mesh({"data": 2})) == [True, True]

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from fshard.errors import FshardError, ModuleError
@@ -57,19 +57,27 @@ def _of_model(model: Any) -> Iterator[str]:
         return
     if any(isinstance(x, Hollow) for x in model.parameters()):
         yield "the model has been boosted already: model.unwrap() is one to boost anew"
-    if lazy := [name for name, x in (*model.named_parameters(), *model.named_buffers()) if is_lazy(x)]:
+    if lazy := [name for name, x in _registered(model) if is_lazy(x)]:
         yield f"{', '.join(lazy)} of the model has no shape yet: run it once on an example first: model(example)"
     if compiled := [path or "the model" for path, part in model.named_modules() if _is_compiled(part)]:
         yield f"{', '.join(compiled)} is what torch.compile has returned, of which only ._orig_mod can be boosted: {COMPILED}"
 
 
+def _registered(model: Any) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(model, nn.Module):
+        yield from (*model.named_parameters(), *model.named_buffers())
+
+
 def _without_memory(model: Any) -> Iterator[str]:
-    missing = undescribed(model) if isinstance(model, nn.Module) else []
+    registered = {name for name, _ in _registered(model)}
+    missing = [name for name in undescribed(model) if name in registered] if registered else []
     if missing:
         several = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         yield (
             f"{', '.join(missing[:3])}{several} of the model have no memory, and nobody says how they are made: describe "
-            "it, or its layers, by fs.lazy(GPT, config). Each device then keeps its own pieces of each tensor alone"
+            "it, or its layers, by fs.lazy(GPT, config). Each device then keeps its own pieces of each tensor alone. A lazy "
+            "layer's tensors are found by their names: what moves these, LoRA or weight_norm say, is for the factory to do, or "
+            "for smaller lazy layers"
         )
 
 

@@ -120,7 +120,8 @@ def drawn_attributes(module: nn.Module, seed: int, near: torch.device) -> dict[i
     """Return what plain attributes of lazy layers hold, by the ids of what stands for it without memory."""
     _refuse_hidden("fs.lazy", module)
     known = {id(x) for x in (*module.parameters(), *module.buffers())}
-    own = {name: x for name, x in _tensors(module) if x.is_meta and id(x) not in known}
+    strange = {*undescribed(module)}  # which stay as they are
+    own = {name: x for name, x in _tensors(module) if x.is_meta and id(x) not in known and name not in strange}
     drawn: dict[int, Tensor] = {}
 
     def take(name: str, made: Tensor) -> None:
@@ -216,14 +217,15 @@ def _refuse_hidden(who: str, module: nn.Module) -> None:
 
     def counts(x: Any) -> bool:
         alike = isinstance(x, (*ATOMS, ModuleType, type, torch.optim.Optimizer))
-        return isinstance(x, Tensor) or not (
-            alike or type(x).__module__.startswith("fshard.")
-        )  # stages have shapes of others
+        ours = type(x).__module__.startswith("fshard.")  # stages have shapes of others
+        return isinstance(x, Tensor) or not (alike or ours)
 
     def hidden(found: Iterable[Any]) -> bool:
         return any(isinstance(x, Tensor) and x.is_meta and id(x) not in known for x in found)
 
-    if hidden(held_by_attributes(module, counts)):
+    all_held = [*held_by_attributes(module, counts)]
+    modules = (x for x in (*module.modules(), *all_held) if isinstance(x, nn.Module))
+    if any(_RECIPE in vars(x) for x in modules) and hidden(all_held):
         found = (
             f"{path}.{key}".removeprefix(".")
             for path, part in module.named_modules()
