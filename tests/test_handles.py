@@ -426,6 +426,24 @@ def test_a_handle_is_a_leaf_without_a_gradient(plugin):
 
 
 @pytest.mark.parametrize("plugin", PLUGINS)
+def test_a_forward_may_tell_parameters_what_they_say_of_themselves_where_nobody_takes_gradients(plugin):
+    def do(module):
+        for x in module.parameters():
+            x.requires_grad_(x.requires_grad)
+
+    def main():
+        model = Changing(do)
+        booster = fs.Booster(plugin())
+        model, opt, *_ = booster.boost(model, torch.optim.SGD(model.layer.parameters(), lr=0.1))
+        with torch.no_grad():
+            model(torch.ones(2, 3))
+        booster.backward(model(torch.ones(2, 3)).sum(), opt)
+        opt.step()
+
+    fs.run(main, mesh=fs.make_mesh({"data": 2}))
+
+
+@pytest.mark.parametrize("plugin", PLUGINS)
 @pytest.mark.parametrize(
     ("do", "complaint"),
     [

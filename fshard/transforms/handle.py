@@ -148,8 +148,11 @@ class Handle(Tensor):
         )
 
     def _flag(self, trained: bool) -> Handle:
-        """Return itself; raise if a forward freezes or thaws it: it is another one in the next step."""
-        if trained != self._trained:
+        """Return itself; raise if a forward freezes or thaws it: it is another one in the next step.
+
+        Where nobody takes gradients it says that it is frozen, and may be told so.
+        """
+        if trained not in (self._trained, self.requires_grad):
             raise ModuleError(
                 f"a forward freezes or thaws a parameter, {self._path}, which only stands for it in this step. What is frozen "
                 "for good is frozen before the model is boosted. Call a layer whose parameters are to get no gradient so: "
