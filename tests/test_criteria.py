@@ -1,13 +1,16 @@
 """Criteria that keep something: in stages they are called otherwise than in a loop of torch's, and a warning says so."""
 
 import logging
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
 import fshard as fs
+from fshard.transforms.criteria import IN_STAGES, watched_criterion
 
 
 class Counting(nn.Module):
@@ -323,3 +326,34 @@ def test_a_criterion_may_be_written_anew_in_every_step():
     (old, _), _ = fs.run(lambda: main(False), mesh=fs.make_mesh({"pipe": 2}))
     assert new == pytest.approx(old, rel=1e-12)
     assert count == 1
+
+
+class Answering:
+    """Has tensors of unusual kinds, and an answer of its own to whoever asks for what it has not."""
+
+    def __init__(self):
+        self.nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+        self.quantized = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8)
+
+    def __getattr__(self, name):
+        raise RuntimeError(f"there is no {name}")
+
+    def __call__(self, y, labels):
+        return (y - labels).square().mean()
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning", "ignore:.*quantize_per_tensor:UserWarning")
+def test_a_criterion_may_hold_what_cannot_be_compared():
+    fs.run(lambda: train(Answering(), microbatches=2), mesh=fs.make_mesh({"pipe": 2}))
+
+
+@pytest.mark.parametrize("make", [lambda: partial(Plain().method), Plain, lambda: Plain().method])
+def test_one_that_is_made_anew_in_every_step_is_looked_at_no_more_after_its_first_calls(make):
+    left = {}
+    for _ in range(3):
+        looked_at = watched_criterion(make(), IN_STAGES, left)
+        with pytest.warns(UserWarning, match="Plain.calls") if not left or any(left.values()) else nullcontext():
+            looked_at(torch.ones(1), torch.ones(1))
+    assert [*left.values()] == [0]
+    given = make()
+    assert watched_criterion(given, IN_STAGES, left) is given

@@ -63,14 +63,13 @@ IN_STAGES = (
 def watched_criterion(criterion: Criterion, often: str, left: dict[Any, int] | None = None) -> Criterion:
     """Return a criterion that warns once if a call changes what it keeps; it is looked at in its first calls.
 
-    `often` tells how it is called; `left` has how many looks are left, by the code of functions: those that are written anew
-    in every step have it in common.
+    `often` tells how it is called; `left` has how many looks are left, by the code of functions and the type of objects:
+    those that are made anew in every step have it in common.
 
     >>> watched_criterion(nn.functional.mse_loss, IN_STAGES) is nn.functional.mse_loss
     True
     """
-    key = getattr(criterion, "__code__", None)
-    left = {} if left is None or key is None else left
+    key, left = _kind_of(criterion), {} if left is None else left
     looks = left.setdefault(key, _LOOKS)
     parts = [*_parts_of(criterion)] if looks else []
     if not parts:
@@ -91,6 +90,13 @@ def watched_criterion(criterion: Criterion, often: str, left: dict[Any, int] | N
         return loss
 
     return call
+
+
+def _kind_of(criterion: Any) -> Any:
+    """Return the code of a function, or of what a partial or a method calls; of an object its type."""
+    while isinstance(criterion, partial | MethodType):
+        criterion = criterion.func if isinstance(criterion, partial) else criterion.__func__
+    return criterion.__code__ if isinstance(criterion, FunctionType) else type(criterion)
 
 
 def _parts_of(criterion: Any) -> Iterator[Part]:
@@ -175,7 +181,8 @@ def _tensors_in(x: Any, items: list[Any]) -> list[Tensor]:
 
 
 def _copy(x: Tensor) -> Tensor | None:
-    comparable = _is_plain(x) and x.layout is torch.strided and not x.is_meta and x.numel() <= _LARGE
+    dense = x.layout is torch.strided and not (x.is_meta or x.is_nested or x.is_quantized)
+    comparable = _is_plain(x) and dense and x.numel() <= _LARGE
     return x.detach().clone() if comparable else None
 
 
