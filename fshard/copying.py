@@ -177,6 +177,11 @@ class _Deeply(Copying, dict[int, Any]):
                 self._for_hook = before
         return super().get(key, default)
 
+    def forget(self) -> None:
+        """Let go of what was copied: it refers to itself, so all of that would wait for the collector of garbage."""
+        dict.clear(self)
+        vars(self).clear()
+
     def _object(self, x: Any) -> Any:
         """Share what a hook notes things in, as somebody outside looks for them there."""
         return x if self._for_hook and not isinstance(x, nn.Module) else super()._object(x)
@@ -202,6 +207,7 @@ def copied(module: Module, memo: dict[int, Any] | None = None) -> Module:
     known = _Deeply(module, memo or {})
     made = deepcopy(module, known)
     originals = {id(part) for part in module.modules() if dict.get(known, id(part)) is not part}
+    known.forget()
     if any(id(x) in originals for x in within(made)):
         wrong = [
             f"{path}.{key}".removeprefix(".")

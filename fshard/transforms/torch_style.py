@@ -326,7 +326,7 @@ class BoostedOptimizer(torch.optim.Optimizer):
         """Keep each element of the gradients between -clip_value and clip_value; of scaled losses, what overflowed is told."""
         refuse("clip_grad_value", _no_numbers(clip_value=clip_value))
         if self._opts().loss_scale is None:
-            self._grads, _ = clip_by_value(clip_value).update(self.grads, (), None)
+            self._grads, _ = clip_by_value(float(clip_value)).update(self.grads, (), None)
         else:
             refuse("clip_grad_value", within(0, torch.inf, clip_value=clip_value))
             self._grads = clipped_if_finite(self.grads, clip_value * self.scale)
