@@ -229,6 +229,8 @@ def test_a_module_is_laid_tensor_after_tensor(monkeypatch):
     assert params.keys() == expected.keys() and alive.most == 1
     assert all(torch.equal(fs.unshard(params[name]), x) for name, x in expected.items())
     assert params["blocks.0.fixed"].layout.frozen and not params["blocks.0.scale"].layout.frozen
+    with pytest.raises(fs.LayoutError, match="seed= draws lazy layers of a module; a tree of tensors has none"):
+        fs.shard_params({"w": torch.ones(1)}, P(), mesh=mesh, seed=0)
     with pytest.raises(fs.LayoutError, match="a meta tensor .* has no values.*seed=0"):
         fs.shard_params(model, fs.fsdp("data"), mesh=mesh)
     with pytest.raises(fs.ModuleError, match="shard_params of Linear: weight, bias has no memory, and nobody says"):

@@ -75,6 +75,11 @@ def test_what_cannot_be_built_later_is_refused():
         fs.lazy(nn.LazyLinear, 3)
     with pytest.raises(fs.ModuleError, match="has made int"):
         fs.lazy(int, "3")
+    for made, told in ((nn.Linear(2, 2), "a module that is made already"), (3, "3")):
+        with pytest.raises(
+            fs.ModuleError, match=f"fs.lazy takes what makes a module, and its arguments.* found {told}"
+        ):
+            fs.lazy(made)
     with pytest.raises(fs.ModuleError, match="0.weight, 0.bias has no memory"):
         fs.built(nn.Sequential(nn.Linear(2, 2, device="meta"), fs.lazy(nn.Linear, 2, 2)), seed=0)
 

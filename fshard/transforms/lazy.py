@@ -53,6 +53,11 @@ def lazy(factory: Callable[Args, Module], *args: Args.args, **kwargs: Args.kwarg
     >>> layer.weight.shape, layer.weight.device
     (torch.Size([1000000, 1000000]), device(type='meta'))
     """
+    if not callable(factory) or isinstance(factory, nn.Module):
+        found = "a module that is made already" if isinstance(factory, nn.Module) else repr(factory)
+        raise ModuleError(
+            f"fs.lazy takes what makes a module, and its arguments: fs.lazy(nn.Linear, 8, 8); found {found}."
+        )
     try:
         with torch.device("meta"):
             made = factory(*args, **kwargs)

@@ -163,6 +163,10 @@ def shard_params(
     (f32[3, 3]{flat:data}, [(3,), (3,), (3,), (0,)])
     """
     if not isinstance(params, nn.Module):
+        if seed is not None:
+            raise LayoutError(
+                "shard_params: seed= draws lazy layers of a module; a tree of tensors has none. Leave it out."
+            )
         return lay(params, rules, mesh, frozen)
     tree = dict(params.named_parameters())
     if seed is None or mesh.runtime == "abstract":
