@@ -16,7 +16,7 @@ import fshard as fs
 from fshard import P
 from fshard.mesh.tree import flatten, flatten_with_paths, unflatten
 from fshard.testing import certify, check_elementwise, gpt
-from fshard.testing.certify import dyadic
+from fshard.testing.certify import dyadic_like
 from fshard.transforms import step as step_module
 from fshard.transforms.value_and_grad import gradient_of
 
@@ -745,7 +745,7 @@ def test_buffers_are_given_where_there_are_some():
 
 def test_dyadic_keeps_ties_and_what_does_not_move():
     x = torch.ones(2, 3)
-    drawn = dyadic({"a": x, "b": x, "c": x.clone(), "n": torch.arange(2), "z": torch.ones(2, dtype=torch.complex64)}, 0)
+    drawn = dyadic_like({"a": x, "b": x, "c": x.clone(), "n": torch.arange(2), "z": torch.ones(2, dtype=torch.complex64)}, 0)
     assert drawn["a"] is drawn["b"] and not torch.equal(drawn["a"], drawn["c"])
     assert torch.equal(drawn["n"], torch.arange(2)) and drawn["z"].dtype == torch.complex64
     assert ((8 * drawn["a"]) % 1 == 0).all() and drawn["a"].abs().max() <= 1

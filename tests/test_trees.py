@@ -13,7 +13,7 @@ from fshard.mesh.arithmetic import ravel
 from fshard.mesh.tree import flatten
 from fshard.optim.leaves import trainable
 from fshard.testing import certify
-from fshard.testing.models import FLOATS, models
+from tests.models import FLOATS, models
 from fshard.testing.strategies import axis_subsets, meshes
 from tests.optimizers import optimizers
 

@@ -1,21 +1,22 @@
-"""`certify`: does a program, sharded, train as it does on one device?  And if not, what is the likely reason?
+"""`certify`: does a program train sharded as it does on one device?  And if not, what is the likely reason?
 
-Both runs are made, and a third in float64 that says how far rounding alone leads.  Gradients and parameters are
-compared after every step, on every device, leaf by leaf:
+Three runs are made: sharded, serial, and serial in float64, which says how far rounding alone leads.  Gradients and
+parameters are compared after every step, on every device, leaf by leaf:
 
-    EXACT       the bits of the run on one device
-    BOUNDED     as near to float64 as four times the run on one device is (see `bounds_of`)
-    DIVERGENT   neither; then the gradient of that step is looked at, in this order:
-                  a psum in the loss function     with an average in its place it would be right; or the other way round
-                  a constant times too large      summed where it should be averaged, or the other way round
-                  what one device adds to it      a reduction over an axis is missing
-                  losses that differ              it is missing inside the loss function, over an axis of the model
-                  right                           then it is the optimizer: is it elementwise?
+    EXACT          the bits of the serial run
+    BOUNDED        as near to float64 as four times the serial run is (see `bounds`)
+    DIVERGENT      neither; then the first of these that fits is the reason:
+                     a psum in the loss function     averaged instead, the gradient would be right; or the other way round
+                     a constant times too large      summed where it should be averaged, or the other way round
+                     the summand of one device       a reduction over an axis is missing
+                     losses that differ              it is missing inside the loss function, over an axis of the model
+                     a gradient that is right        the optimizer: is it elementwise?
+    INCONCLUSIVE   the bound is so large that it would allow anything
 
-In reproducible mode bits are promised, so nothing is BOUNDED, and one device means a mesh of one.
+In reproducible mode bits are promised: nothing is BOUNDED, and the serial run is one on a mesh of one device.
 
-    inputs ─> runs ─> comparison ─> judge ─> certificate        beside: what devices hold beside a whole tensor
-                                      └─ reasons ─ again        elementwise: the same for optimizers alone
+    runs ─> bounds ─> certificate          shards: comparisons of shards with full tensors
+               └─ reasons ─ swaps          modules, elementwise: the same for modules and for optimizers alone
 """
 
 from __future__ import annotations
@@ -24,25 +25,39 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
+import fshard as fs
 from fshard.errors import LayoutError
 from fshard.mesh.mesh import Mesh
 from fshard.mesh.sharded import Sharded
 from fshard.mesh.spec import P
 from fshard.mesh.tree import PyTree, flatten_with_paths
 from fshard.optim.contract import Optimizer
-from fshard.optim.leaves import Leaves
+from fshard.optim.leaves import Leaf, Leaves
 from fshard.optim.partition import Partitioned
 from fshard.optim.plain import on_arrays
+from fshard.testing.certify.bounds import Comparison, Reference, bounded, equal_bits, judge
 from fshard.testing.certify.certificate import Certificate, Row
-from fshard.testing.certify.comparison import Comparison, bounds_of
 from fshard.testing.certify.elementwise import check_elementwise
-from fshard.testing.certify.inputs import dyadic
-from fshard.testing.certify.judge import judged
-from fshard.testing.certify.runs import Task, Units, on_mesh, on_one_device, overflows, refuse_random
+from fshard.testing.certify.modules import certify_module
+from fshard.testing.certify.reasons import Reasons
+from fshard.testing.certify.runs import (
+    RandomDraws,
+    Snapshot,
+    Task,
+    Units,
+    check_repeatable,
+    largest_summands,
+    nonfinite_parts,
+    serial_run,
+    sharded_run,
+)
+from fshard.testing.certify.shards import is_floating, keep_frozen
+from fshard.transforms.patterns import named, parts_of
 
-__all__ = ["Certificate", "Row", "certify", "check_elementwise", "dyadic"]
+__all__ = ["Certificate", "Row", "certify", "certify_module", "check_elementwise", "dyadic_like"]
 
 
 def certify(
@@ -62,30 +77,31 @@ def certify(
     seed: int = 0,
     **options: Any,
 ) -> Certificate:
-    """Train a few steps on a mesh and on one device; say of every leaf whether it is the same, and if not, why.
+    """Train a few steps on a mesh and on one device; compare every leaf and explain differences.
 
-    Communicates what `train_step` does.  On a process mesh every process calls it; all see what all hold, and come to
-    one verdict.
+    Communicates what `train_step` does.  On a process mesh every process calls it, and all come to one verdict.
 
-    A loss function that draws random numbers (dropout) needs `reproducible=True`, and one device is then a mesh of one:
+    A loss function that draws random numbers (dropout) needs `reproducible=True`, and is compared with a mesh of one device:
     otherwise each device draws its own, and no serial run draws what they draw.
 
     Args:
-        loss_fn: an ordinary function of one device: see `value_and_grad`.  On one device the collectives in it go over
-            axes of size 1.
-        params: whole tensors.
-        batch: whole tensors; every step has the same.
+        loss_fn: an ordinary function of one device: see `value_and_grad`.  In the serial run its collectives have axes of
+            size 1.
+        params: full tensors.
+        batch: full tensors; every step has the same.
         opt: an optimizer, not partitioned.
         mesh: the devices.
-        axis: over which parameters (stage 3) and the optimizer (1 to 3) are divided.
-        unit: what parameters are gathered together in stage 3: see `fsdp`.
-        batch_spec: how the batch is cut.
-        buffers: whole tensors that the loss function takes and returns, if it `has_buffers`; they are judged too.
+        axis: over which parameters (stage 3) and the optimizer (1 to 3) are sharded.
+        unit: the units of stage 3: see `fsdp`.
+        batch_spec: the spec of the batch.
+        buffers: full tensors that the loss function takes and returns, if it `has_buffers`; they are compared too.
         stages: of ZeRO.
         steps: how many.
-        exact_inputs: draw parameters and the floats of the batch anew, as small dyadic rationals: see `dyadic`.
+        exact_inputs: replace parameters and the floats of the batch by small dyadic rationals: see `dyadic_like`.
         seed: of all that is random.
         options: those of `train_step`: accumulate, weight, has_aux, precision, reproducible, ...
+
+    Raises a PromiseError if the loss function or the optimizer does not do the same when it is called again.
 
     >>> import torch, fshard as fs
     >>> mesh, params, x = fs.make_mesh({"data": 2}), {"w": torch.ones(3)}, torch.randn(4, 3)
@@ -100,56 +116,104 @@ def certify(
     step 0: the gradient is 2 times too large: summed over "data" where it should be averaged
     """
     if mesh.runtime == "abstract" or steps < 1:
-        raise LayoutError(
-            f"certify: it compares numbers, so it needs a mesh with values and steps; found {mesh}, {steps=}."
-        )
+        raise LayoutError(f"certify: mesh must have values, and steps must be at least 1; got {mesh}, {steps=}.")
     opt = on_arrays(opt, "certify")
-    _refuse_laid_out(opt, params=params, batch=batch, buffers=buffers)
-    if exact_inputs:
-        params, batch = dyadic(params, seed), dyadic(batch, seed + 1)
+    _refuse_sharded(opt, params=params, batch=batch, buffers=buffers)
     if bool(options.get("has_buffers", buffers is not None)) != (buffers is not None):
         raise LayoutError("certify: a loss function that has_buffers is given them by buffers=, and none else is.")
     options["has_buffers"] = buffers is not None
-    params, buffers, batch = (Leaves.of(tree).mapped(lambda x: _on(mesh, x)) for tree in (params, buffers, batch))
+    if exact_inputs:
+        params, batch = dyadic_like(params, seed), dyadic_like(batch, seed + 1)
     one = Mesh(tuple((name, 1) for name in mesh.axis_names), "virtual", mesh.device_type)
     task = Task(loss_fn, params, buffers, batch, opt, one, axis, unit, batch_spec, steps, seed, options)
-    if task.reproducible:
-        alone = exact = [turn.whole() for turn in on_mesh(task, one, 0)]
-    else:
-        refuse_random(task)
-        alone = on_one_device(task)
-        with _noting("in the run on one device in float64: does the loss function name a dtype?"):
-            exact = on_one_device(task.wide(), overflows(alone))
-    bounds, rows = bounds_of(task, mesh, alone, exact), list[Row]()
+    task = task.mapped(lambda x: x.to(mesh.device_type) if isinstance(x, Tensor) else x)
+    reference, rows = _reference(task, mesh), list[Row]()
     for stage in stages:
-        with _noting(f"in stage {stage}"):
-            turns = on_mesh(task, mesh, stage)
-        rows += judged(Comparison(task, mesh, stage, turns, alone, exact, bounds))
+        rows += _judge_stage(task, mesh, stage, reference)
     return Certificate(mesh, steps, task.reproducible, tuple(rows))
 
 
-def _refuse_laid_out(opt: Optimizer, **trees: PyTree) -> None:
-    """Raise if something lies on a mesh already, naming all that does."""
-    laid = [
+def _judge_stage(task: Task, mesh: Mesh, stage: int, reference: Reference) -> list[Row]:
+    with _note(f"in stage {stage}"):
+        comparison = Comparison(reference, sharded_run(task, mesh, stage))
+    paths = Leaves.of(task.buffers).paths if task.has_buffers else []
+    buffers = [f"buffers.{named(parts_of(path))}".rstrip(".") for path in paths]
+    return judge(comparison, stage, task.names, buffers, lambda step: Reasons(task, mesh, stage, comparison, step).of)
+
+
+def _reference(task: Task, mesh: Mesh) -> Reference:
+    """Train on one device, and in float64 for the bounds; raise if the program does not do the same again."""
+    start = Snapshot.of([], task.params, task.buffers)
+    if task.reproducible:
+        serial = [snapshot.mapped(fs.unshard) for snapshot in sharded_run(task, task.one, 0)]
+        return equal_bits(start, serial)
+    draws = RandomDraws()
+    serial = serial_run(task, draws.record())
+    check_repeatable("certify", serial, serial_run(task, key="again"), _CURES)
+    with _note("in the run on one device in float64: does the loss function name a dtype?"):
+        exact = serial_run(task.widened(), draws.repeat(), shifts=nonfinite_parts(serial))
+        summands = largest_summands(task.widened(), mesh, exact)
+
+    def perturbed_run(sign: int, shifts: list[list[Leaf]]) -> list[Snapshot]:
+        return serial_run(task.perturbed(sign), draws.repeat(), shifts=shifts)
+
+    return bounded(start, serial, exact, summands, perturbed_run, task.compute)
+
+
+_LOSS = (
+    "The loss function draws random numbers or counts its calls. For dropout call certify(..., reproducible=True), which "
+    "compares with a mesh of one device."
+)
+_CURES = {
+    "grads": _LOSS,
+    "buffers": _LOSS,
+    "params": "The optimizer draws random numbers or counts its calls. Keep in its state what it counts.",
+}
+
+
+def dyadic_like(tree: PyTree, seed: int) -> PyTree:
+    """Replace all floating tensors of a tree by random multiples of 1/8 from -1 to 1; keep the rest, and ties.
+
+    Sums of 8,000,000 of them, and of 250,000 products of two, are exact in float32 in any order.  So what is linear has
+    the same bits in any layout.
+
+    >>> import torch
+    >>> drawn = dyadic_like({"w": torch.ones(2, 3), "count": torch.tensor(3)}, seed=0)
+    >>> drawn["w"], drawn["count"]
+    (tensor([[-0.1250, -0.6250,  0.5000],
+            [ 1.0000, -0.7500, -1.0000]]), tensor(3))
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(x: Any) -> Any:
+        if not is_floating(x):
+            return x
+        real = torch.view_as_real(x) if x.is_complex() else x
+        numbers = (torch.randint(-8, 9, real.shape, generator=generator) / 8).to(real)
+        return keep_frozen(x, torch.view_as_complex(numbers) if x.is_complex() else numbers)
+
+    return Leaves.of(tree).mapped(draw)
+
+
+def _refuse_sharded(opt: Optimizer, **trees: PyTree) -> None:
+    """Raise if anything is sharded already, naming all of it."""
+    wrong = [
         name + path
         for name, tree in trees.items()
         for path, leaf in zip(*flatten_with_paths(tree, sharded_is_leaf=True)[:2], strict=True)
         if isinstance(leaf, Sharded)
     ]
-    laid += ["the optimizer"] if isinstance(opt, Partitioned) else []
-    if laid:
+    wrong += ["the optimizer"] if isinstance(opt, Partitioned) else []
+    if wrong:
         raise LayoutError(
-            f"certify: {', '.join(laid)} {'is' if len(laid) == 1 else 'are'} laid on a mesh already. It does that itself, for "
-            "every stage: give whole tensors (fs.unshard), and the optimizer as it was before fs.partition_optimizer."
+            f"certify: full tensors and an optimizer that is not partitioned are needed; {', '.join(wrong)} "
+            f"{'is' if len(wrong) == 1 else 'are'} sharded already. Give what was there before fs.device_put, fs.shard_params "
+            "and fs.partition_optimizer: certify shards for every stage."
         )
 
 
-def _on(mesh: Mesh, x: Any) -> Any:
-    return x.to(mesh.device_type) if isinstance(x, Tensor) else x
-
-
 @contextmanager
-def _noting(where: str) -> Generator[None]:
+def _note(where: str) -> Generator[None]:
     try:
         yield
     except Exception as error:

@@ -1,4 +1,4 @@
-"""What `certify` returns: a row for every stage and leaf, shown as a table."""
+"""The result of `certify`: a row for every stage and leaf, shown as a table."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from rich.table import Table
 from fshard.mesh.mesh import Mesh
 from fshard.mesh.tables import as_html, as_text
 
-Verdict = Literal["EXACT", "BOUNDED", "DIVERGENT"]
+Verdict = Literal["EXACT", "BOUNDED", "DIVERGENT", "INCONCLUSIVE"]
 
 
 class Row(NamedTuple):
-    """What was found of one leaf in one stage; `step` is the first at which it diverges."""
+    """The verdict on a leaf in a stage (or under a plugin); `step` is the first that fails."""
 
-    stage: int
+    stage: int | str
     leaf: str
     verdict: Verdict
     error: float
@@ -27,16 +27,15 @@ class Row(NamedTuple):
 
 
 def first_of(rows: Sequence[Row]) -> Row | None:
-    """Return what diverges first: in the first stage, at the first step, the first leaf in the order of the tree."""
-    divergent = [row for row in rows if row.step is not None]
-    return min(
-        (row for row in divergent if row.stage == divergent[0].stage), key=lambda row: row.step or 0, default=None
-    )
+    """Choose the row that fails first: in the first stage, at the first step; the first leaf, one that diverges if any does."""
+    failed = [row for row in rows if row.step is not None]
+    stage = [row for row in failed if row.stage == failed[0].stage]
+    return min(stage, key=lambda row: (row.step, row.verdict != "DIVERGENT"), default=None)
 
 
 @dataclass(frozen=True)
 class Certificate:
-    """A row for every stage and leaf.  Prints as a table; see `certify`."""
+    """A row for every stage and leaf; prints as a table.  See `certify` and `certify_module`."""
 
     mesh: Mesh
     steps: int
@@ -45,25 +44,26 @@ class Certificate:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing diverges."""
+        """Whether every leaf is EXACT or BOUNDED."""
         return self.first is None
 
     @property
     def first(self) -> Row | None:
-        """What diverges first: in the first stage, at the first step, the first leaf in the order of the tree."""
+        """The row that fails first: in the first stage, at the first step, the first leaf in the order of the tree."""
         return first_of(self.rows)
 
     def check(self) -> Certificate:
-        """Raise an AssertionError with the table if anything diverges; else return the certificate."""
-        if not self.ok:
-            raise AssertionError(f"the sharded run is not the run on one device.\n{self}")
-        return self
+        """Raise an AssertionError with the table if any leaf is DIVERGENT or INCONCLUSIVE; else return the certificate."""
+        if self.first is None:
+            return self
+        said = "is not" if self.first.verdict == "DIVERGENT" else "cannot be compared with"
+        raise AssertionError(f"the sharded run {said} the run on one device.\n{self}")
 
     def table(self) -> Table:
-        """Return the certificate as a rich table."""
+        """Build the rich table."""
         one = "a mesh of one device, bit for bit" if self.reproducible else "one device and float64"
         table = Table("stage", "leaf", "verdict", "error", "bound", "reason", title=f"{self.mesh} against {one}")
-        table.caption = f"of the worst element, after step {self.steps - 1} or where it diverges"
+        table.caption = f"of the worst element, after step {self.steps - 1} or the first that fails"
         stage = None
         for row in self.rows:
             if stage not in (None, row.stage):

@@ -1,4 +1,4 @@
-"""A property of optimizers: that an element's update depends on that element alone."""
+"""A check of optimizers: does an element's update depend on that element alone?"""
 
 from __future__ import annotations
 
@@ -17,26 +17,25 @@ from fshard.mesh.tree import PyTree
 from fshard.optim.contract import Optimizer, elementwise_leaves, pure_step
 from fshard.optim.leaves import Leaf, Leaves, trainable
 from fshard.optim.plain import on_arrays
-from fshard.testing.certify.beside import beside, first_difference, largest
+from fshard.testing.certify.shards import first_difference, largest, pair_shards
 from fshard.transforms.patterns import named, parts_of
 
 
 def check_elementwise(opt: Optimizer, params: PyTree = None, *, steps: int = 3, seed: int = 0) -> None:
-    """Hold an optimizer that says `elementwise=True`, or may want to, to its word: whole and in pieces, it has to do the same.
+    """Train with an optimizer that says `elementwise=True` on full tensors and on flat shards; raise if they differ.
 
-    Parameters are cut flat (in a `by_label`, those whose optimizer says it) over virtual meshes of several sizes, gradients
-    are random, of very different sizes from piece to piece.  What an optimizer communicates it may: `clip_by_global_norm`
-    is no counterexample.
+    Parameters are sharded flat (in a `by_label`, those whose optimizer says it) over virtual meshes of several sizes.  The
+    gradients are random and differ in size from shard to shard.  An optimizer may communicate, as `clip_by_global_norm` does.
 
     Args:
         opt: an optimizer, or a transformation of gradients.
-        params: what to run it on, by default a few leaves of odd shapes.
+        params: by default a few leaves of odd shapes.
         steps: how many.
         seed: of the gradients.
 
     >>> import torch, fshard as fs
     >>> check_elementwise(fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.optim.adamw(0.1)))
-    >>> check_elementwise(fs.optim.lamb(0.1)._replace(elementwise=True))  # it knows of pieces: it asks the others
+    >>> check_elementwise(fs.optim.lamb(0.1)._replace(elementwise=True))  # it asks the other shards for norms
     >>> def update(grads, state, params):
     ...     return {name: -g / g.norm() for name, g in grads.items()}, state
     >>> check_elementwise(fs.Optimizer(lambda params: (), update, elementwise=True), {"w": torch.zeros(4)}, steps=1)
@@ -51,34 +50,34 @@ def check_elementwise(opt: Optimizer, params: PyTree = None, *, steps: int = 3, 
     promised = elementwise_leaves(opt.elementwise, params)
     if not any(promised):
         raise OptimizerError(
-            "check_elementwise: this optimizer says that it is not elementwise, so there is nothing to hold it to."
+            "check_elementwise: this optimizer says that it is not elementwise, so there is nothing to compare."
         )
     at = Leaves.of(params)
     grads = [at.mapped(lambda x: _uneven(x, draw)) for _ in range(steps)]
-    expected = _trained(opt, params, grads)
+    expected = _train(opt, params, grads)
     for axes in ({"data": 2}, {"data": 3}, {"data": 2, "model": 2}, {"data": 7}):
         mesh = Mesh(tuple(axes.items()), "virtual", "cpu")
-        found = _trained(opt, _cut(params, mesh, promised), [_cut(each, mesh, promised) for each in grads])
+        found = _train(opt, _shard(params, mesh, promised), [_shard(each, mesh, promised) for each in grads])
         for step, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
             for path, a, b in zip(at.paths, ours, theirs, strict=True):
                 _compare(named(parts_of(path)) or "params", a, b, step, mesh)
 
 
-def _cut(tree: PyTree, mesh: Mesh, promised: Sequence[bool]) -> PyTree:
+def _shard(tree: PyTree, mesh: Mesh, promised: Sequence[bool]) -> PyTree:
     layouts = {True: Layout(mesh, P.flat(*mesh.axis_names)), False: Layout(mesh)}
     at = Leaves.of(tree)
-    cut = {id(x): layouts[one] for x, one in zip(at.leaves, promised, strict=True)}
-    return at.mapped(lambda x: fs.device_put(x, cut[id(x)]) if isinstance(x, Tensor) else x)
+    by = {id(x): layouts[one] for x, one in zip(at.leaves, promised, strict=True)}
+    return at.mapped(lambda x: fs.device_put(x, by[id(x)]) if isinstance(x, Tensor) else x)
 
 
 def _uneven(x: Any, draw: torch.Generator) -> Any:
-    """Return a gradient whose elements grow from the first to the last, by up to 16 times."""
+    """Draw a gradient whose elements grow from the first to the last, by up to 16 times."""
     if not isinstance(x, Tensor) or not trainable(x):
         return None
     return (torch.randn(x.shape, generator=draw) * torch.logspace(-2, 2, x.numel(), base=4).reshape(x.shape)).to(x)
 
 
-def _trained(opt: Optimizer, params: PyTree, grads: list[PyTree]) -> list[list[Leaf]]:
+def _train(opt: Optimizer, params: PyTree, grads: list[PyTree]) -> list[list[Leaf]]:
     step, state, found = pure_step(opt), opt.init(params), list[list[Leaf]]()
     for each in grads:
         params, state = step(each, state, params)
@@ -86,13 +85,13 @@ def _trained(opt: Optimizer, params: PyTree, grads: list[PyTree]) -> list[list[L
     return found
 
 
-def _compare(path: str, found: Leaf, expected: Leaf, step: int, mesh: Mesh) -> None:
+def _compare(name: str, found: Leaf, expected: Leaf, step: int, mesh: Mesh) -> None:
     if expected is None:
         return
     tolerance = 1e-3 if expected.dtype.itemsize < 4 else 1e-5
-    if not all(largest(piece.error) <= tolerance * largest(expected) for piece in beside(found, expected)):
+    if not all(largest(pair.error) <= tolerance * largest(expected) for pair in pair_shards(found, expected)):
         raise AssertionError(
-            f"the optimizer says elementwise=True, but cut into {mesh.size} flat pieces, {path} first differs at "
-            f"{first_difference(found, expected, tolerance)}, step {step}. Say elementwise=False, or ask the other pieces for "
+            f"the optimizer says elementwise=True, but on {mesh.size} flat shards {name} first differs at "
+            f"{first_difference(found, expected, tolerance)}, step {step}. Say elementwise=False, or ask the other shards for "
             "what you need of them, as clip_by_global_norm does."
         )

@@ -1,38 +1,42 @@
-"""The runs that are compared: on a mesh by `train_step`, and on one device by plain autograd."""
+"""The trainings that `certify` compares: sharded by `train_step`, serial by plain autograd, and serial in float64.
+
+The serial run is a function of its arguments, or nothing could be compared: losses and optimizer steps are repeated and have
+to be the same.  The float64 run repeats the random draws of the serial run (a mask from the loss function's own generator).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from math import isfinite
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fshard as fs
 from fshard.errors import PromiseError
 from fshard.mesh.layout import Layout
 from fshard.mesh.mesh import Mesh
 from fshard.mesh.spec import P
-from fshard.mesh.tree import PyTree
+from fshard.mesh.tree import PyTree, broadcast_prefix, flatten
 from fshard.optim.contract import Optimizer, Update, copied, pure_step, step_of
 from fshard.optim.leaves import Leaf, Leaves, map_shards, trainable
 from fshard.optim.scaling import held_by
-from fshard.testing.certify.beside import frozen_as, is_floating, known_to_all, largest, wide
-from fshard.transforms.batch import placed
-from fshard.transforms.patterns import chosen
+from fshard.testing.certify.shards import gather_processes, is_floating, keep_frozen, largest, widen
+from fshard.transforms.patterns import chosen, named, parts_of
 from fshard.transforms.randomness import keyed_random
 
 Units = str | Sequence[str] | int | None
-"""What `fsdp` makes units of."""
+"""The units of `fsdp`."""
 _COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16, None: None}
 
 
 @dataclass(frozen=True)
 class Task:
-    """What is to be trained, and how: what `certify` was told."""
+    """The arguments of `certify`; `one` is a mesh of one device with the same axes."""
 
     loss_fn: Callable[..., Any]
     params: PyTree
@@ -59,83 +63,125 @@ class Task:
 
     @property
     def compute(self) -> torch.dtype | None:
-        """The dtype that is computed in, if not that of the parameters."""
+        """The dtype of the computation, if it is not that of the parameters."""
         return self.options.get("compute") or _COMPUTE.get(self.options.get("precision"))
 
-    def wide(self) -> Task:
-        """Return the same task in float64."""
+    @property
+    def names(self) -> list[str]:
+        """The names of the parameters, in the order of the tree."""
+        return [named(parts_of(path)) or "params" for path in Leaves.of(self.params).paths]
+
+    def mapped(self, f: Callable[[Any], Any]) -> Task:
+        """Apply a function to each leaf of parameters, buffers and batch."""
+        params, buffers, batch = (Leaves.of(tree).mapped(f) for tree in (self.params, self.buffers, self.batch))
+        return replace(self, params=params, buffers=buffers, batch=batch)
+
+    def widened(self) -> Task:
+        """Convert the task to float64."""
         options = {key: x for key, x in self.options.items() if key not in ("compute", "precision")}
-        params, buffers, batch = (Leaves.of(tree).mapped(wide) for tree in (self.params, self.buffers, self.batch))
-        return replace(self, params=params, buffers=buffers, batch=batch, options=options)
+        return replace(self.mapped(widen), options=options)
 
-    def rounded(self, way: int) -> Task:
-        """Return the same task in float64, with each number that goes in moved by a rounding, half of them up, half down."""
+    def perturbed(self, sign: int) -> Task:
+        """Convert the task to float64 and move each number by a rounding, half of them up and half down."""
         draw = torch.Generator().manual_seed(self.seed)
+        return self.mapped(lambda x: perturb(x, sign, draw, self.compute)).widened()
 
-        def moved(x: Any) -> Any:
-            if not is_floating(x):
-                return x
-            signs = torch.randint(2, x.shape, generator=draw).to(x.device) * 2 - 1
-            return frozen_as(x, wide(x) * (1 + way * signs * torch.finfo(self.compute or x.dtype).eps / 2))
-
-        params, buffers, batch = (Leaves.of(tree).mapped(moved) for tree in (self.params, self.buffers, self.batch))
-        return replace(self, params=params, buffers=buffers, batch=batch).wide()
-
-    def placed(self, params: PyTree, mesh: Mesh, stage: int) -> PyTree:
-        """Lay parameters on a mesh as a stage of ZeRO has them."""
+    def place(self, params: PyTree, mesh: Mesh, stage: int) -> PyTree:
+        """Shard parameters as a stage of ZeRO does."""
         return fs.shard_params(params, fs.fsdp(self.axis, unit=self.unit) if stage == 3 else P(), mesh=mesh)
 
 
-class Turn(NamedTuple):
-    """Gradients that the optimizer was given in one step, parameters that it made, and buffers, in the order of the trees."""
+class Snapshot(NamedTuple):
+    """One step of a run: the gradients given to the optimizer, the parameters and buffers after it; leaves in tree order."""
 
     grads: list[Leaf]
     params: list[Leaf]
     buffers: list[Leaf]
 
     @staticmethod
-    def of(*trees: PyTree) -> Turn:
-        """Take the trees apart."""
-        return Turn(*(Leaves.of(tree).leaves for tree in trees))
+    def of(*trees: PyTree) -> Snapshot:
+        """Flatten the trees."""
+        return Snapshot(*(Leaves.of(tree).leaves for tree in trees))
 
-    def whole(self) -> Turn:
-        """Return whole tensors."""
-        return self.each(fs.unshard)
-
-    def each(self, f: Callable[[Leaf], Leaf]) -> Turn:
-        """Return f of each leaf; what is tied stays so."""
-        return Turn(*(Leaves.of(leaves).mapped(f) for leaves in self))
+    def mapped(self, f: Callable[[Leaf], Leaf]) -> Snapshot:
+        """Apply a function to each leaf; tied leaves stay tied."""
+        return Snapshot(*(Leaves.of(leaves).mapped(f) for leaves in self))
 
 
-# -- on a mesh ----------------------------------------------------------------------------------------------------
+def perturb(x: Any, sign: int, draw: torch.Generator, dtype: torch.dtype | None = None) -> Any:
+    """Convert a floating tensor to float64, each number moved by half a unit in the last place of its own dtype or `dtype`."""
+    if not is_floating(x):
+        return x
+    signs = torch.randint(2, x.shape, generator=draw).to(x.device) * 2 - 1
+    return keep_frozen(x, widen(x) * (1 + sign * signs * torch.finfo(dtype or x.dtype).eps / 2))
 
 
-def on_mesh(task: Task, mesh: Mesh, stage: Any) -> list[Turn]:
-    """Train on a mesh, and note what the optimizer is given."""
+class RandomDraws:
+    """The tensors that a run draws at random, from whatever generator: recorded in one run, repeated in others."""
+
+    def __init__(self) -> None:
+        self.drawn: list[Any] = []
+
+    def record(self) -> TorchDispatchMode:
+        """Record what is drawn inside the context."""
+        return _Drawing(lambda found: self.drawn.append(found.clone()))
+
+    def repeat(self) -> TorchDispatchMode:
+        """Overwrite what is drawn inside the context by what was recorded; draws of another shape stay."""
+        left = iter(self.drawn)
+
+        def overwrite(found: Tensor) -> None:
+            recorded = next(left, None)
+            if recorded is not None and recorded.shape == found.shape:
+                found.copy_(recorded)
+
+        return _Drawing(overwrite)
+
+
+class _Drawing(TorchDispatchMode):
+    """Calls a function with each tensor that is drawn at random."""
+
+    def __init__(self, handle: Callable[[Tensor], None]) -> None:
+        super().__init__()
+        self._handle = handle
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            for found in flatten(result)[0]:
+                self._handle(found)
+        return result
+
+
+# -- sharded ------------------------------------------------------------------------------------------------------
+
+
+def sharded_run(task: Task, mesh: Mesh, stage: Any) -> list[Snapshot]:
+    """Train on a mesh by `train_step`, with a partitioned optimizer that notes its gradients."""
     opt: Any = fs.partition_optimizer(task.opt, mesh=mesh, axis=task.axis, stage=stage)
-    write, turns, given = step_of(opt), list[Turn](), list[PyTree]()
+    snapshots, given = list[Snapshot](), list[PyTree]()
 
     def noting(act: Update) -> Update:
         def noted(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
-            given.append(_times(grads, 1 / _scale(opt, state)))  # a copy: the step may use them up
+            given.append(_times(grads, 1 / _scale(opt, state)))  # a copy: the step may overwrite them
             return act(grads, state, params)
 
         return noted
 
-    params = task.placed(task.params, mesh, stage)
+    params = task.place(task.params, mesh, stage)
     state, buffers = opt.init(params), fs.device_put(task.buffers, Layout(mesh))
-    noted = opt._replace(step=noting(write), update=noting(opt.update))
+    noted = opt._replace(step=noting(step_of(opt)), update=noting(opt.update))
     step = fs.train_step(task.loss_fn, noted, mesh=mesh, batch=task.batch_spec, **task.options)
     for turn in range(task.steps):
         with keyed_random(task.seed, turn):
             params, state, *new, _ = step(params, state, *([buffers] if task.has_buffers else []), task.batch)
         buffers = new[0] if new else buffers
-        turns.append(Turn.of(given[-1], copied(params), copied(buffers)).each(known_to_all))
-    return turns
+        snapshots.append(Snapshot.of(given[-1], copied(params), copied(buffers)).mapped(gather_processes))
+    return snapshots
 
 
 def _scale(opt: Any, state: PyTree) -> float:
-    """Return what an optimizer wants the loss to be multiplied by."""
+    """Get the factor of the loss that an optimizer asks for."""
     return float(opt.loss_scale(state)) if getattr(opt, "loss_scale", None) is not None else 1.0
 
 
@@ -144,31 +190,32 @@ def _times(tree: PyTree, factor: float) -> PyTree:
     return Leaves.of(tree).mapped(lambda leaf: map_shards(lambda x: x * factor, leaf))
 
 
-# -- on one device ------------------------------------------------------------------------------------------------
+# -- serial -------------------------------------------------------------------------------------------------------
 
 
-def on_one_device(task: Task, shifts: Sequence[Sequence[Leaf]] | None = None) -> list[Turn]:
-    """Train with plain tensors, plain autograd and the optimizer as it is, on gradients that are shifted."""
-    step, params, buffers, turns = pure_step(task.opt), task.params, task.buffers, list[Turn]()
+def serial_run(
+    task: Task, draws: TorchDispatchMode | None = None, shifts: Sequence[Sequence[Leaf]] | None = None, key: str = ""
+) -> list[Snapshot]:
+    """Train on plain tensors with plain autograd and the optimizer as it is; `shifts` are added to the gradients."""
+    step, params, buffers, snapshots = pure_step(task.opt), task.params, task.buffers, list[Snapshot]()
     state = task.opt.init(params)
-    with _default_dtype(Leaves.of(params).leaves):
-        for turn in range(task.steps):
+    for turn in range(task.steps):
+        with (
+            default_dtype(_is_wide(Leaves.of(params).leaves)),
+            keyed_random(task.seed, key, turn),
+            draws or nullcontext(),
+        ):
             scale = _scale(task.opt, state)
-            _, grads, buffers = gradient(task, params, buffers, scale)
+            grads, buffers = gradient(task, params, buffers, scale)
             grads = _times(grads, 1 / scale)
             moved = grads if shifts is None else _plus(grads, shifts[turn])
             params, state = step(_times(moved, scale), state, params)
-            turns.append(Turn.of(grads, params, buffers))
-    return turns
+        snapshots.append(Snapshot.of(grads, params, buffers))
+    return snapshots
 
 
-def overflows(turns: Sequence[Turn]) -> list[list[Leaf]]:
-    """Return of the gradients of each step what is not finite, and 0 elsewhere: another run with that skips what this did."""
-    return [[None if g is None else torch.where(g.isfinite(), 0, wide(g)) for g in turn.grads] for turn in turns]
-
-
-def gradient(task: Task, params: PyTree, buffers: PyTree, scale: float = 1.0) -> tuple[Tensor, PyTree, PyTree]:
-    """Return the loss, its scaled gradient and new buffers on whole tensors, on a mesh on which every axis has size 1."""
+def gradient(task: Task, params: PyTree, buffers: PyTree, scale: float = 1.0) -> tuple[PyTree, PyTree]:
+    """Compute the gradient times `scale`, and new buffers, on full tensors; all axes have size 1."""
     at = Leaves.of(params)
     frozen = chosen(task.options.get("frozen"), at.paths, "frozen")
     moving = {
@@ -180,54 +227,66 @@ def gradient(task: Task, params: PyTree, buffers: PyTree, scale: float = 1.0) ->
     def used(x: Any) -> Any:
         return _converted(moving.get(id(x), x.detach() if isinstance(x, Tensor) else x), task.compute)
 
-    def program() -> tuple[Tensor, Sequence[Tensor | None], PyTree]:
+    def program() -> tuple[Sequence[Tensor | None], PyTree]:
         batch = Leaves.of(task.batch).mapped(lambda x: _converted(x, task.compute))
         result = task.loss_fn(at.mapped(used), *([buffers] if task.has_buffers else []), batch)
         loss, *more = result if task.has_buffers or task.options.get("has_aux") else (result,)
-        loss, after = (
-            loss.mean(),
-            more[0] if task.has_buffers else buffers,
-        )  # the mean of a number, or of one for each sample
+        loss, after = loss.mean(), more[0] if task.has_buffers else buffers  # of one number, or of one for each sample
         if not loss.requires_grad:
-            return loss, (), after
+            return (), after
         start = held_by(loss.dtype, scale)
         found = torch.autograd.grad(loss, [*moving.values()], torch.full_like(loss, start), allow_unused=True)
-        return loss.detach(), [None if g is None else g * (scale / start) for g in found], after
+        return [None if g is None else g * (scale / start) for g in found], after
 
     with torch.enable_grad():
-        ((loss, found, after),) = fs.run(program, mesh=task.one)
+        ((found, after),) = fs.run(program, mesh=task.one)
     grads = dict(zip(moving, found, strict=False))
     after = Leaves.of(after).mapped(lambda x: x.detach() if isinstance(x, Tensor) else x)
-    return loss, at.rebuild([grads.get(id(x)) for x in at.leaves]), after
+    return at.rebuild([grads.get(id(x)) for x in at.leaves]), after
 
 
-def largest_in_parts(task: Task, mesh: Mesh, turns: Sequence[Turn]) -> list[float]:
-    """Return the largest element of the gradients that devices sum up, each step, on the parameters before it."""
-    whole = Mesh(mesh.axes, "virtual", mesh.device_type)
-    batch, count = placed(task.batch, task.batch_spec, whole), task.options.get("accumulate", 1)
-    slices = [slice for place in range(mesh.size) for slice in batch.slices(place, count) if slice.rows]
-    params, buffers = Leaves.of(task.params), Leaves.of(task.buffers)
-    found: list[float] = []
-    for before in [Turn([], params.leaves, buffers.leaves), *turns[:-1]]:
+def check_repeatable(who: str, serial: Sequence[Snapshot], again: Sequence[Snapshot], cures: Mapping[str, str]) -> None:
+    """Raise if two serial runs differ by more than a kernel's own order of sums may."""
+    for step, (one, other) in enumerate(zip(serial, again, strict=True)):
+        for what, left, right in zip(Snapshot._fields, one, other, strict=True):
+            for x, y in zip(left, right, strict=True):
+                if x is None or torch.equal(x, y):
+                    continue
+                error = (x.to(torch.complex128) - y.to(torch.complex128)).abs()
+                if (error > 1e-3 * largest(x)).any():
+                    raise PromiseError(
+                        f"{who}: on one device a run must give the same results when it is repeated; got others for the {what} "
+                        f"of step {step}. {cures[what]}"
+                    )
+
+
+def nonfinite_parts(run: Sequence[Snapshot]) -> list[list[Leaf]]:
+    """Keep of the gradients what is not finite, 0 elsewhere: a run with these shifts skips the steps that this one did."""
+    return [[None if g is None else torch.where(g.isfinite(), 0, widen(g)) for g in step.grads] for step in run]
+
+
+def largest_summands(task: Task, mesh: Mesh, run: Sequence[Snapshot]) -> list[float]:
+    """Compute, for each step, the largest element of the gradients that devices and turns of accumulate add up."""
+    at = Leaves.of(task.batch)
+    specs = broadcast_prefix(task.batch_spec, task.batch, none_is_leaf=True)
+    axes = [
+        spec.dims(x.ndim)[0] if isinstance(spec, P) and isinstance(x, Tensor) and x.ndim else ()
+        for x, spec in zip(at.leaves, specs, strict=True)
+    ]
+    count = max((prod(mesh.shape[axis] for axis in each) for each in axes), default=1) * task.options.get(
+        "accumulate", 1
+    )
+    tasks: list[Task] = [task]
+    for i in range(count):
+        leaves = [x.tensor_split(count)[i] if cut else x for x, cut in zip(at.leaves, axes, strict=True)]
+        if all(len(x) for x, cut in zip(leaves, axes, strict=True) if cut):
+            tasks.append(replace(task, batch=at.rebuild(leaves)))
+    params, buffers, found = Leaves.of(task.params), Leaves.of(task.buffers), list[float]()
+    for before in [Snapshot([], params.leaves, buffers.leaves), *run[:-1]]:
         trees = params.rebuild(before.params), buffers.rebuild(before.buffers)
-        grads = [gradient(replace(task, batch=batch.tree(slice.leaves)), *trees)[1] for slice in slices]
-        sizes = [largest(g) for each in grads for g in Leaves.of(each).leaves]
-        found.append(max(filter(isfinite, sizes), default=0.0))
+        sizes = [largest(g) for each in tasks for g in Leaves.of(gradient(each, *trees)[0]).leaves]
+        found.append(max((size for size in sizes if size < torch.inf), default=0.0))
     return found
-
-
-def refuse_random(task: Task) -> None:
-    """Raise if the loss function draws random numbers."""
-    losses: list[Tensor] = []
-    for key in ("one", "another"):
-        with keyed_random(task.seed, key):
-            losses.append(gradient(task, task.params, task.buffers)[0])
-    if not torch.allclose(*losses, rtol=0, atol=0, equal_nan=True):
-        raise PromiseError(
-            f"certify: the loss function draws random numbers: twice on the same batch, it gave {losses[0].item():.6g} and "
-            f"{losses[1].item():.6g}. No serial run draws what the devices draw. Call certify(..., reproducible=True), which "
-            "compares with a mesh of one device, or give a loss function without dropout."
-        )
 
 
 def _plus(grads: PyTree, shifts: Sequence[Leaf]) -> PyTree:
@@ -241,11 +300,16 @@ def _converted(x: Any, compute: torch.dtype | None) -> Any:
 
 
 @contextmanager
-def _default_dtype(leaves: Sequence[Leaf]) -> Generator[None]:
-    """Make float64 the dtype of new tensors where the parameters are float64, so that constants in a loss are, too."""
-    before, floats = torch.get_default_dtype(), {x.dtype for x in leaves if is_floating(x)}
-    torch.set_default_dtype(torch.float64 if floats and floats <= {torch.float64, torch.complex128} else before)
+def default_dtype(wide: bool) -> Generator[None]:
+    """Make float64 the dtype of new tensors if `wide`, so that constants have it, too."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64 if wide else before)
     try:
         yield
     finally:
         torch.set_default_dtype(before)
+
+
+def _is_wide(leaves: Sequence[Leaf]) -> bool:
+    floats = {x.dtype for x in leaves if is_floating(x)}
+    return bool(floats) and floats <= {torch.float64, torch.complex128}
