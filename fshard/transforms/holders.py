@@ -14,15 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fshard.copying import CONTAINERS, MANY, slots_of
+from fshard.transforms.old_copying import CONTAINERS, MANY, slots_of
 from fshard.mesh.differentiate import transformed
-from fshard.transforms.kept import ABSENT
+
 from fshard.transforms.lent import lent, untouched
 
 INTERNAL = frozenset(vars(nn.Module()))
 """What torch keeps in every module."""
 VALUES = (bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device)
 """What cannot be changed."""
+ABSENT: Any = object()
 _UNCHANGED = (*VALUES, NoneType, Enum, type, BuiltinFunctionType)
 ATOMS = frozenset({*VALUES, NoneType})
 _ALIKE = (Enum, FunctionType, MethodType, BuiltinFunctionType, set, frozenset, torch.optim.Optimizer)
@@ -46,7 +47,7 @@ def stays(x: Any, taken: Collection[int] | None = None) -> bool:
     if isinstance(x, Tensor):
         plain = type(x) is Tensor and x.layout is torch.strided and not x.is_meta and not transformed()
         return plain and not shares(x, taken)
-    return x is ABSENT or isinstance(x, _UNCHANGED) or (isinstance(x, FunctionType) and x.__closure__ is None)
+    return isinstance(x, _UNCHANGED) or (isinstance(x, FunctionType) and x.__closure__ is None)
 
 
 def shares(x: Any, taken: Collection[int] | None) -> bool:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from fshard.copying import copied, held_by_attributes, reached_from
+from fshard.transforms.old_copying import copied, held_by_attributes, reached_from
 from fshard.errors import ModuleError
 from fshard.mesh.layout import Layout
 from fshard.mesh.placing import device_put

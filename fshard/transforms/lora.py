@@ -132,8 +132,7 @@ def lora(model: nn.Module, config: LoraConfig | None = None) -> nn.Module:
         suited = ", ".join(name for name, x in model.named_modules() if _is_linear(x) and not _unfit(x))
         raise ModuleError(f"lora: {'; '.join(wrong)}. Linear layers are: {suited or 'none'}.")
     frozen = {id(x): nn.Parameter(x.detach(), requires_grad=False) for x in model.parameters()}
-    same = {**frozen, **_computed(model), **{id(x): x for x in model.buffers()}}
-    model = copied(model, cast("dict[int, Any]", same))
+    model = copied(model, {**frozen, **{id(x): x for x in model.buffers()}})
     layers = _targets(model, config)
     for name, part in model.named_modules():
         if any(_ends(name, saved) for saved in config.modules_to_save):
@@ -148,12 +147,6 @@ def lora(model: nn.Module, config: LoraConfig | None = None) -> nn.Module:
     return model
 
 
-def _computed(model: nn.Module) -> dict[int, Tensor]:
-    """Return tensors that modules have computed and kept, as weight_norm does, as deepcopy takes them."""
-    kept = (x for part in model.modules() for x in vars(part).values())
-    return {id(x): x.detach() for x in kept if isinstance(x, Tensor) and not x.is_leaf}
-
-
 @torch.no_grad()
 def merge_lora(model: nn.Module) -> nn.Module:
     """Return a model like one of `lora`, with plain layers whose weights have the differences in them.
@@ -163,7 +156,7 @@ def merge_lora(model: nn.Module) -> nn.Module:
     >>> torch.equal(merge_lora(layer)(x), layer(x)), type(merge_lora(layer)).__name__
     (True, 'Linear')
     """
-    model = copied(model, cast("dict[int, Any]", _computed(model)))
+    model = copied(model, {})
     learnt = [part for part in model.modules() if isinstance(part, LowRank)]
     for part in learnt:  # a new tensor: the old one may be tied to that of another layer, whose difference is another
         part.base_layer.weight = nn.Parameter(part.weight, requires_grad=_weight(part.base_layer).requires_grad)

@@ -20,7 +20,7 @@ from fshard.mesh.scope import Group
 from fshard.mesh.steps import Way, go
 from fshard.source import Site
 from fshard.transforms.agree import agreed_turns
-from fshard.transforms.reached import refuse_backward
+from fshard.transforms.graph_checks import refuse_backward
 from fshard.transforms.units import Leaf, Manner, Unit
 
 Along = tuple[str, ...]

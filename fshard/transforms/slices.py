@@ -22,15 +22,14 @@ from fshard.source import Site
 from fshard.transforms.agree import disagreement, exchanged, marks, on_host, summed, unlike
 from fshard.transforms.batch import Batch, Slice
 from fshard.transforms.beside import Rows, Told, collected, told
-from fshard.transforms.buffers import Buffers, New
+from fshard.transforms.buffers import Buffers, Written, averaged, entries_to_average, irregular, written_paths
 from fshard.transforms.counts import Count, Weight, added, refuse_weights, something, weighted, weights_of
 from fshard.transforms.forest import Forest
 from fshard.transforms.idle import idling
 from fshard.transforms.means import Found, together
 from fshard.transforms.origin import Origin, bits
 from fshard.transforms.randomness import keyed_random
-from fshard.transforms.reached import refuse_unreached
-from fshard.transforms.remembered import Written, averaged, entries_of, entries_of_all, of_one_kind, warn_of_samples
+from fshard.transforms.graph_checks import refuse_unreached
 from fshard.transforms.silence import silence
 from fshard.transforms.talk import Talk
 from fshard.transforms.tape import Order, Tape
@@ -89,7 +88,7 @@ class Part(NamedTuple):
     """What one slice has given."""
 
     found: Found
-    new: New
+    written: dict[str, Tensor]
     told: Told
 
 
@@ -106,7 +105,7 @@ class Result(NamedTuple):
     rows: dict[int, Rows]
     structure: Structure
     gradients: list[Tensor | None]
-    buffers: New
+    buffers: dict[str, Tensor]
     order: Order
 
 
@@ -188,12 +187,12 @@ class Device:
                 unit.kept = forest.harvest(unit)
             reductions.end()
         tape.end()
-        written = [Written(part.found.weight, part.new.changed) for part in parts]
+        written = [Written(part.found.weight, part.written) for part in parts]
         mean, used, changed = self.together([part.found for part in parts], written)
-        if tape.fresh and n * len(slices) > 1:
-            warn_of_samples(written, [slice.rows for slice in slices], [leaf.path for leaf in tape.leaves], changed)
+        if tape.fresh and len(slices) > 1:
+            tape.warn_of_attributes()
         gradients = self.gradients(used, mean.weight)
-        _, new, told = parts[-1]
+        told = parts[-1].told
         numbers = {
             **dict(zip(told.means, mean.means, strict=True)),
             **dict(zip(told.counts, mean.counts, strict=True)),
@@ -209,7 +208,7 @@ class Device:
         }
         tape.close()
         return Result(
-            mean.loss, mean.weight, numbers, rows, told.structure, gradients, new._replace(changed=changed), tape.order
+            mean.loss, mean.weight, numbers, rows, told.structure, gradients, changed, tape.order
         )
 
     def _rows(self, rows: list[Tensor]) -> Rows:
@@ -223,7 +222,8 @@ class Device:
         how, tape = self.how, self.tape
         with torch.set_grad_enabled(how.backward):
             batch = self.batch.tree(slice.leaves, how.manner.compute)
-            loss, buffers, aux = tape.saved.watch(lambda: self._called(batch), tape.begin)
+            with tape.saved.watch():
+                loss, buffers, aux = self._called(batch)
             loss = one_loss(how, loss, slice, count)
         if tape.fresh:
             refuse_unreached(loss)
@@ -237,10 +237,10 @@ class Device:
                 silence(loss)
             with tape.reductions.asked():
                 torch.autograd.grad(loss, [tape.anchor], start, allow_unused=True)
-        new = self.buffers.compared(self.place, buffers, loss.device)
+        written = self.buffers.changed(self.place, buffers, loss.device)
         beside = told(aux, slice.samples, loss.device)
         found = Found(loss.detach(), count.weight, [*beside.means.values()], [*beside.counts.values()])
-        return Part(found, new, beside)
+        return Part(found, written, beside)
 
     def _called(self, batch: PyTree) -> tuple[Any, PyTree, PyTree]:
         """Call the loss function; return the loss, buffers and what else there is."""
@@ -263,29 +263,30 @@ class Device:
 
         Return also how many devices have used each parameter, and what buffers were written to, averaged.
         """
-        tape = self.tape
-        origin, entries = self._origin(), entries_of(written)
+        tape, paths = self.tape, self.buffers.paths if self.how.has_buffers else []
+        given, near = self.buffers.before(self.place), found[0].loss.device
+        origin, wrote = self._origin(), written_paths(written)
+        others = irregular(written, given)
         told = tape.sequence, *origin.told
-        remembered = [entries] if self.how.has_buffers else []
-        own, kept = marks(*told, *remembered), [float(unit.kept is not None) for unit in tape.units]
-        mean, sums = together(
-            found, [*own, *kept, *map(float, tape.reductions.used)], self.everyone, self.talk.many, tape.site
-        )
-        differing = unlike(sums[: len(own)])
+        own, kept = marks(*told, others), [float(unit.kept is not None) for unit in tape.units]
+        flags = [float(path in wrote) for path in paths]
+        several = float(len({entry.path for entry in others}) < len(others))
+        row = [*own, several, *flags, *kept, *map(float, tape.reductions.used)]
+        mean, sums = together(found, row, self.everyone, self.talk.many, tape.site)
+        differing, several, sums = unlike(sums[: len(own)]), sums[len(own)], sums[len(own) + 1 :]
         wrong = [place for place in differing if place < len(told)]
         if wrong and wrong[-1]:  # what a step starts from may be why units were gathered otherwise
             origin.refuse(wrong[-1] - 1, tape.scope.mesh, self._exchanged)
         if wrong:
             raise MismatchError(self._another_order())
-        kept, used = sums[len(own) : len(own) + len(kept)], sums[len(own) + len(kept) :]
+        flags, sums = sums[: len(paths)], sums[len(paths) :]
+        kept, used = sums[: len(kept)], sums[len(kept) :]
         trained = [leaf.trained for leaf in tape.leaves]
         if any(trained) and not any(times for times, moves in zip(used, trained, strict=True) if moves):
             raise LayoutError(DETACHED)
         tape.reductions.rest(kept, used)
-        if differing:
-            entries = entries_of_all(entries, self.everyone, tape.site)
-        given, near = self.buffers.before(self.place), mean.loss.device
-        return mean, used, averaged(written, of_one_kind(entries), self.everyone, given, near, tape.site)
+        entries = entries_to_average(paths, flags, written, given, agreed=not differing and not several)
+        return mean, used, averaged(written, entries, self.everyone, given, near, tape.site)
 
     def _origin(self) -> Origin:
         """Return what the step starts from."""
