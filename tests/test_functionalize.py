@@ -434,7 +434,8 @@ def test_calls_within_calls():
 def test_parameters_are_not_kept_after_a_call_without_gradients():
     apply, params, buffers = functionalize(nn.Linear(D, D))
     params = {name: p.detach().clone() for name, p in params.items()}
-    apply(params, buffers, torch.ones(1, D))
+    with torch.no_grad():
+        apply(params, buffers, torch.ones(1, D))
     given = [weakref.ref(x) for x in params.values()]
     del params
     assert all(x() is None for x in given)

@@ -927,7 +927,7 @@ def test_a_change_of_parameters_in_place_is_refused(stage, n, recorded, live_uni
     opt = optimizer(stage, mesh)
     params = placed([{"w": torch.eye(2), "v": torch.zeros(2)} for _ in range(3)], stage, mesh)
     step = fs.train_step(loss_fn, opt, mesh=mesh, batch=P("data"), live_units=live_units, compute=compute)
-    with pytest.raises(fs.LayoutError, match=r"changed parameters in place: 0\.w, 2\.v\. Trained ones"):
+    with pytest.raises(fs.ModuleError, match=r"writes to parameters in place: 0\.w, 2\.v\. "):
         step(params, opt.init(params), torch.ones(2, 2))
 
 
@@ -936,7 +936,7 @@ def test_a_change_of_parameters_in_place_is_refused(stage, n, recorded, live_uni
 def test_a_change_of_a_part_of_a_parameter_is_refused(stage, change):
     mesh = fs.make_mesh({"data": 2})
     run = fs.grad(lambda p, x: (x @ p["w"]).sum() + (change(p["w"]) is p), mesh=mesh, batch=P("data"))
-    with pytest.raises(fs.LayoutError, match=r"changed parameters in place: w\. Trained ones"):
+    with pytest.raises(fs.ModuleError, match=r"writes to parameters in place: w\. "):
         run(placed({"w": torch.eye(2)}, stage, mesh), torch.ones(2, 2))
 
 

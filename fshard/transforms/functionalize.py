@@ -56,7 +56,8 @@ def functionalize(
         deferred_batch_norm: whether BatchNorm in training puts its update off until `commit_batch_norm`, once for all
             microbatches of a step; meanwhile the sums are among the buffers.
 
-    Two sets of parameters may be used in one loss, but not with a checkpoint in the forward.
+    Two sets of parameters may be used in one loss, but not with a checkpoint in the forward.  Outside of a training step
+    the copy holds the parameters of its last recorded call until the next one.
 
     >>> import torch, fshard as fs
     >>> layer = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
@@ -127,7 +128,7 @@ def module_function(
             replica.installed = outer
             if outer is not None:  # a recomputation within the forward
                 replica.install(outer)
-            elif tape is None and not _is_recorded(params):
+            elif tape is None and not torch.is_grad_enabled():  # else a backward may run a part again
                 replica.rest()
         return output, after
 
@@ -136,11 +137,6 @@ def module_function(
 
 def _detached(x: Tensor) -> Tensor:
     return x.detach().requires_grad_() if x.requires_grad else nn.Parameter(x.detach(), requires_grad=False)
-
-
-def _is_recorded(params: Mapping[str, Any]) -> bool:
-    """Return whether a backward may run a part of the module again, with the parameters that are installed."""
-    return torch.is_grad_enabled() and any(x.requires_grad for x in params.values())
 
 
 def _written(params: Mapping[str, Any], versions: list[int]) -> list[str]:

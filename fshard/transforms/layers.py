@@ -33,16 +33,24 @@ _DRAWING = (
 """The modules of torch that draw in their own forward."""
 
 
-class Calls:
-    """The keys of the calls of a module's parts in one call of it."""
+_MANY = 1 << 16
+"""How many keys are remembered outside of a step, where nothing says when a graph is freed."""
 
-    def __init__(self, key: int) -> None:
-        self._key = key
+
+class Calls:
+    """The keys of the calls of a module's layers in one call of it.
+
+    Args:
+        key: of the call.
+        known: the keys of earlier calls, by the key of the caller and the layer: a recomputation finds its own.
+    """
+
+    def __init__(self, key: int, known: dict[tuple[int, str], int]) -> None:
+        self._key, self._known = key, known
         self._counts: dict[str, int] = {}
-        self._known: dict[tuple[int, str], int] = {}
 
     def key(self, name: str, begun_by: int) -> int:
-        """Return the key of a call of a layer by one that draws by a key; the same, when it is run again."""
+        """Return the key of a call of a layer by one that draws by a key."""
         key = self._known.get((begun_by, name))
         if key is None:
             count = self._counts[name] = self._counts.get(name, -1) + 1
@@ -65,7 +73,7 @@ class Layers:
     ) -> None:
         self._now: list[Calls] = []  # at most one
         self._forwards: list[tuple[dict[str, Any], Callable[..., Any] | None, Callable[..., Any]]] = []
-        self._entered = False
+        self._entered, self._known = False, dict[tuple[int, str], int]()
         for name, module in modules:
             own, adapted = vars(module).get("forward"), adapt(module)
             forward = adapted or own
@@ -76,7 +84,9 @@ class Layers:
 
     def enter(self, key: int | None) -> None:
         """Install the forwards for a call of the whole, whose layers draw by their names if there is a key."""
-        self._now[:] = [] if key is None else [Calls(key)]
+        if len(self._known) > _MANY:
+            self._known.clear()
+        self._now[:] = [] if key is None else [Calls(key, self._known)]
         if not self._entered:
             self._entered = True
             for attributes, _, forward in self._forwards:
@@ -85,6 +95,7 @@ class Layers:
     def leave(self) -> None:
         """Put the modules' own forwards back."""
         self._entered = False
+        self._known.clear()
         for attributes, own, _ in self._forwards:
             if own is None:
                 attributes.pop("forward", None)

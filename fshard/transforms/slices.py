@@ -263,28 +263,31 @@ class Device:
 
         Return also how many devices have used each parameter, and what buffers were written to, averaged.
         """
-        tape, paths = self.tape, self.buffers.paths if self.how.has_buffers else []
+        tape, paths = self.tape, self.buffers.paths
         given, near = self.buffers.before(self.place), found[0].loss.device
         origin, wrote = self._origin(), written_paths(written)
         others = irregular(written, given)
         told = tape.sequence, *origin.told
-        own, kept = marks(*told, others), [float(unit.kept is not None) for unit in tape.units]
+        own, kept = marks(*told, *([others] if paths else [])), [float(unit.kept is not None) for unit in tape.units]
         flags = [float(path in wrote) for path in paths]
-        several = float(len({entry.path for entry in others}) < len(others))
-        row = [*own, several, *flags, *kept, *map(float, tape.reductions.used)]
+        flags += [float(len({entry.path for entry in others}) < len(others))] if paths else []
+        row = [*own, *flags, *kept, *map(float, tape.reductions.used)]
         mean, sums = together(found, row, self.everyone, self.talk.many, tape.site)
-        differing, several, sums = unlike(sums[: len(own)]), sums[len(own)], sums[len(own) + 1 :]
+        differing, sums = unlike(sums[: len(own)]), sums[len(own) :]
         wrong = [place for place in differing if place < len(told)]
         if wrong and wrong[-1]:  # what a step starts from may be why units were gathered otherwise
             origin.refuse(wrong[-1] - 1, tape.scope.mesh, self._exchanged)
         if wrong:
             raise MismatchError(self._another_order())
-        flags, sums = sums[: len(paths)], sums[len(paths) :]
+        flags, sums = sums[: len(flags)], sums[len(flags) :]
         kept, used = sums[: len(kept)], sums[len(kept) :]
         trained = [leaf.trained for leaf in tape.leaves]
         if any(trained) and not any(times for times, moves in zip(used, trained, strict=True) if moves):
             raise LayoutError(DETACHED)
         tape.reductions.rest(kept, used)
+        if not paths:
+            return mean, used, {}
+        *flags, several = flags
         entries = entries_to_average(paths, flags, written, given, agreed=not differing and not several)
         return mean, used, averaged(written, entries, self.everyone, given, near, tape.site)
 

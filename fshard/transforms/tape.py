@@ -24,7 +24,7 @@ from fshard.errors import ModuleError
 from fshard.mesh.scope import Group, require
 from fshard.mesh.steps import go
 from fshard.source import Site
-from fshard.transforms.handle import WRITES, handles_of
+from fshard.transforms.handle import WRITES, handles_of, own_versions
 from fshard.transforms.patterns import named, parts_of
 from fshard.transforms.reductions import Along, Reductions, Ways
 from fshard.transforms.replica import Replica
@@ -78,7 +78,7 @@ class Tape:
             self.units, leaves, shards, manner, site, self.expected.turns, self.expected.along, ways
         )
         self.handles = self._handles()
-        self._handle_versions = versions_of(self.handles)
+        self._handle_versions = own_versions(self.handles)
 
     def _handles(self) -> list[Tensor]:
         """Return what stands for the parameters: handles; integers themselves, since they may be indices."""
@@ -170,7 +170,7 @@ class Tape:
         changed = self.changed.union(*(unit.changed() for unit in self.units))
         both = zip(versions_of(self.shards), self._versions, strict=True)
         changed |= {place for place, (now, before) in enumerate(both) if now != before}
-        written = zip(versions_of(self.handles), self._handle_versions, strict=True)
+        written = zip(own_versions(self.handles), self._handle_versions, strict=True)
         changed |= {place for place, (now, before) in enumerate(written) if now != before}
         if changed:
             names = ", ".join(named(parts_of(self.leaves[place].path)) for place in sorted(changed))
