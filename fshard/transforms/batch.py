@@ -264,11 +264,26 @@ def _placed(leaf: Any, spec: Any, mesh: Mesh) -> tuple[Cut | None, tuple[Any, ..
         return cut, _unevenly(unshard(leaf), cut, layout)
     if isinstance(leaf, Sharded):
         return cut, (leaf if leaf.layout == layout else device_put(leaf, layout)).shards
+    if cut is not None and layout.spec.axes == cut.axes and not leaf.requires_grad and is_dense(leaf):
+        return cut, _rows_of_devices(leaf, cut, mesh)
     divided = layout.spec.is_flat or any(mesh.shape[axis] > 1 for axis in layout.spec.axes)
     if divided or leaf.requires_grad or not is_dense(leaf) or not leaf.is_contiguous():
         return cut, device_put(leaf, layout).shards
     whole = in_memory(leaf, mesh, "device")
     return cut, tuple(lent(whole) for _ in held(mesh))  # it is only read, as a rule
+
+
+def _rows_of_devices(x: Tensor, cut: Cut, mesh: Mesh) -> tuple[Tensor, ...]:
+    """Return each device's samples of a tensor that is cut along its first dim alone, evenly."""
+    pieces = x.chunk(cut.parts)
+    indices = [_index(cut, mesh, device) for device in held(mesh)]
+    return tuple(in_memory(pieces[index].clone(), mesh, "device") for index in indices)
+
+
+@lru_cache(maxsize=4096)
+def _index(cut: Cut, mesh: Mesh, device: int) -> int:
+    at = mesh.coordinates(device)
+    return ravel([at[axis] for axis in cut.axes], [mesh.shape[axis] for axis in cut.axes])
 
 
 @lru_cache(maxsize=1024)

@@ -181,12 +181,21 @@ class Gradient:
         at = [number[place] for place in first]
         known = self.known_of(structure, paths, leaves, at, mesh, parts.axes)
         drawn = drawn_key()  # the same on every process
+        several = self.how.slices is not None or (self.how.once and self.how.accumulate > 1)
         devices, memory, tapes = held(mesh), Buffers(buffers, mesh), dict[int, Tape]()
 
         def on_device(device: int) -> Result:
             place = devices.index(device) if len(devices) > 1 else 0
+            shards = [leaves[at].shards[place] for at in own]
             tape = tapes[device] = Tape(
-                known.leaves, [leaves[at].shards[place] for at in own], known.ways, self.how.manner, site, known.order
+                known.leaves,
+                shards,
+                known.ways,
+                self.how.manner,
+                site,
+                known.order,
+                several=several,
+                each_use=self.how.slices is not None,
             )
 
             def tree() -> PyTree:

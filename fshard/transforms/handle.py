@@ -76,15 +76,18 @@ class Handle(Tensor):
 
     def whole(self) -> Tensor:
         """Return the tensor."""
+        unit = self.unit
+        if unit.used is not None and not unit.tape.each_use and here() is unit.tape.scope:
+            return unit.used[self.at]
         if torch.compiler.is_compiling() or _compiler():
             raise LayoutError(_COMPILED)
         self._check_device()
-        if self.unit.tape.over:
+        if unit.tape.over:
             raise ScopeError(
                 f"{self._path} is a parameter of a step that is over: it was kept from inside a loss function. Return what is "
                 "needed of it with has_aux=True, or take it from the parameters that the step returns."
             )
-        return self.unit.leaf(self.at)
+        return unit.leaf(self.at)
 
     def refuse_write(self, *given: Any) -> None:
         """Raise: a forward writes to a parameter."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -34,7 +33,8 @@ from fshard.transforms.silence import silence
 from fshard.transforms.talk import Talk
 from fshard.transforms.tape import Order, Tape
 from fshard.transforms.uneven import objection
-from fshard.transforms.units import Manner
+from fshard.transforms.reductions import Keep
+from fshard.transforms.units import Manner, Unit
 from fshard.transforms.use import followed
 
 
@@ -82,6 +82,14 @@ class How:
                 f"are no branch: one device would round elsewhere. Give each 1, 2, 4, ... slices: {n << own.bit_length()}, say."
             )
         return own
+
+
+class Turn(NamedTuple):
+    """A slice, what it counts for, and its number among those of all devices."""
+
+    slice: Slice
+    count: Count
+    number: int
 
 
 class Part(NamedTuple):
@@ -136,13 +144,9 @@ class Device:
     ) -> None:
         self.how, self.tape, self.params, self.buffers, self.batch = how, tape, params, buffers, batch
         self.place, self.key, self.scale, self.scaled = place, key, scale, scale
-        turns = how.turns(prod(batch.mesh.shape[axis] for axis in batch.axes))
-        self.talk = Talk(batch, objection(batch, turns, reproducible=how.slices is not None))
-
-    @property
-    def group(self) -> Group | None:
-        """The devices along the batch's axes."""
-        return self._along(self.batch.axes)
+        self.group = self._along(batch.axes)  # the devices that have other samples
+        self._shares = 1 if self.group is None else self.group.size
+        self.talk = Talk(batch, objection(batch, how.turns(self._shares), reproducible=how.slices is not None))
 
     @property
     def everyone(self) -> Group | None:
@@ -153,40 +157,42 @@ class Device:
         return self.tape.scope.group(axes, "value_and_grad") if axes else None
 
     def run(self) -> Result:
-        """Take all slices."""
+        """Take the device's part in the step: forward and backward of its slices, then what all devices do together."""
         how, tape = self.how, self.tape
-        n, index = (self.group.size, self.group.index) if self.group is not None else (1, 0)
-        slices = self.batch.slices(self.place, how.turns(n), apart=how.slices is not None)
+        slices = self.batch.slices(self.place, how.turns(self._shares), apart=how.slices is not None)
         counts = counts_of(how, self.batch, slices, self.group, tape.site)
-        forest = Forest(tape.units, tape.reductions.as_reduced) if how.slices is not None else None
-        parts: list[Part] = []
-        reductions = tape.reductions
-        reductions.singly = forest is not None
-        reductions.wide = forest is not None or (how.once and len(slices) > 1)
-        for turn, (slice, count) in enumerate(zip(slices, counts, strict=True)):
-            if forest is not None:
-                reductions.keep = forest.plant
-            elif how.once and turn < len(slices) - 1:
-                reductions.keep = lambda unit, gs: unit.keep(gs)
-            else:
-                reductions.keep = None
-            tape.begin()
-            with (
-                keyed_random(self.key, 0, index * len(slices) + turn),
-                idling(not slice.rows),
-                owning(self.batch.mesh.axis_names, self.talk.notice),
-            ):
-                parts.append(self._one(slice, count))
-            if forest is not None:
-                forest.grow(count.share)
-            if reductions.keep is None:
-                reductions.end()
+        first = 0 if self.group is None else self.group.index * len(slices)
+        turns = [Turn(*pair, first + turn) for turn, pair in enumerate(zip(slices, counts, strict=True))]
+        if how.slices is not None:
+            parts = self._run_reproducible(turns)
+        else:
+            parts = self._accumulate(turns) if how.once else self._reduce_each(turns)
         tape.check_unchanged()
-        if forest is not None:
-            for unit in tape.units:
-                unit.kept = forest.harvest(unit)
-            reductions.end()
         tape.end()
+        return self._result(parts, slices)
+
+    def _reduce_each(self, turns: list[Turn]) -> list[Part]:
+        """Reduce the gradients of each slice as they are ready."""
+        return [self._one(turn) for turn in turns]
+
+    def _accumulate(self, turns: list[Turn]) -> list[Part]:
+        """Add the gradients of all slices up on the device, and reduce them with those of the last one."""
+        *others, last = turns
+        return [*(self._one(turn, Unit.keep) for turn in others), self._one(last)]
+
+    def _run_reproducible(self, turns: list[Turn]) -> list[Part]:
+        """Add the gradients of all slices up in one binary tree, which the reduction continues over devices."""
+        forest, parts = Forest(self.tape.units, self.tape.reductions.as_reduced), list[Part]()
+        for turn in turns:
+            parts.append(self._one(turn, forest.plant))
+            forest.grow(turn.count.share)
+        for unit in self.tape.units:
+            unit.kept = forest.harvest(unit)
+        self.tape.reductions.end()
+        return parts
+
+    def _result(self, parts: list[Part], slices: list[Slice]) -> Result:
+        tape = self.tape
         written = [Written(part.found.weight, part.written) for part in parts]
         mean, used, changed = self.together([part.found for part in parts], written)
         if tape.fresh and len(slices) > 1:
@@ -207,9 +213,7 @@ class Device:
             for place in told.rows
         }
         tape.close()
-        return Result(
-            mean.loss, mean.weight, numbers, rows, told.structure, gradients, changed, tape.order
-        )
+        return Result(mean.loss, mean.weight, numbers, rows, told.structure, gradients, changed, tape.order)
 
     def _rows(self, rows: list[Tensor]) -> Rows:
         """Put together what the slices have for each sample."""
@@ -217,8 +221,25 @@ class Device:
         same = tuple(axis for axis in (*self.talk.along, *self.batch.axes) if axis not in cut)
         return collected(rows, self.batch, self._along(same), self._along(cut), self.tape.site)
 
-    def _one(self, slice: Slice, count: Count) -> Part:
-        """Forward and backward of one slice."""
+    def _one(self, turn: Turn, keep: Keep | None = None) -> Part:
+        """Take the forward and backward of one slice; `keep` takes its gradients if they are not to be reduced yet."""
+        tape, (slice, count, number) = self.tape, turn
+        tape.begin()
+        with (
+            keyed_random(self.key, 0, number),
+            idling(not slice.rows),
+            owning(self.batch.mesh.axis_names, self.talk.notice),
+        ):
+            loss, buffers, aux = self._forward(slice, count)
+            self._backward(loss, count, keep)
+        if keep is None:
+            tape.reductions.end()
+        written = self.buffers.changed(self.place, buffers, loss.device)
+        beside = told(aux, slice.samples, loss.device)
+        found = Found(loss.detach(), count.weight, [*beside.means.values()], [*beside.counts.values()])
+        return Part(found, written, beside)
+
+    def _forward(self, slice: Slice, count: Count) -> tuple[Tensor, PyTree, PyTree]:
         how, tape = self.how, self.tape
         with torch.set_grad_enabled(how.backward):
             batch = self.batch.tree(slice.leaves, how.manner.compute)
@@ -227,20 +248,21 @@ class Device:
             loss = one_loss(how, loss, slice, count)
         if tape.fresh:
             refuse_unreached(loss)
+        return loss, buffers, aux
+
+    def _backward(self, loss: Tensor, count: Count, keep: Keep | None) -> None:
+        how, tape = self.how, self.tape
         idle = not count.weight and not self.talk.mixed  # other losses may depend on what counts for nothing itself
-        tape.begin_backward(self.everyone, self.talk.along, idle=idle)
-        if loss.requires_grad:
-            share = count.share if how.slices is None else 1.0  # in reproducible mode sums are weighted, in 32 bits
-            self.scaled = held_by(loss.dtype, self.scale)
-            start = torch.full_like(loss, share * self.scaled)
-            if not count.weight and not idle:
-                silence(loss)
-            with tape.reductions.asked():
-                torch.autograd.grad(loss, [tape.anchor], start, allow_unused=True)
-        written = self.buffers.changed(self.place, buffers, loss.device)
-        beside = told(aux, slice.samples, loss.device)
-        found = Found(loss.detach(), count.weight, [*beside.means.values()], [*beside.counts.values()])
-        return Part(found, written, beside)
+        tape.begin_backward(self.everyone, self.talk.along, keep, idle=idle)
+        if not loss.requires_grad:
+            return
+        share = count.share if how.slices is None else 1.0  # in reproducible mode sums are weighted, in 32 bits
+        self.scaled = held_by(loss.dtype, self.scale)
+        start = torch.full_like(loss, share * self.scaled)
+        if not count.weight and not idle:
+            silence(loss)
+        with tape.reductions.asked():
+            torch.autograd.grad(loss, [tape.anchor], start, allow_unused=True)
 
     def _called(self, batch: PyTree) -> tuple[Any, PyTree, PyTree]:
         """Call the loss function; return the loss, buffers and what else there is."""

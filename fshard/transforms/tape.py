@@ -26,7 +26,7 @@ from fshard.mesh.steps import go
 from fshard.source import Site
 from fshard.transforms.handle import WRITES, handles_of, own_versions
 from fshard.transforms.patterns import named, parts_of
-from fshard.transforms.reductions import Along, Reductions, Ways
+from fshard.transforms.reductions import Along, Keep, Reductions, Ways
 from fshard.transforms.replica import Replica
 from fshard.transforms.saved import Saved
 from fshard.transforms.units import Leaf, Manner, Unit, versions_of
@@ -46,7 +46,17 @@ class Order(NamedTuple):
 
 
 class Tape:
-    """The parameters of one device, through the slices of one step.  `order` is that of an earlier step."""
+    """The parameters of one device, through the slices of one step.
+
+    Args:
+        leaves: the parameters, and `shards` what this device holds of them.
+        ways: see `Reductions`.
+        manner: how units are handled.
+        site: the line of the step.
+        order: that of an earlier step.
+        several: gradients of several slices are added up before they are reduced.
+        each_use: each use of a leaf is received by itself, in reproducible mode.
+    """
 
     def __init__(
         self,
@@ -56,6 +66,9 @@ class Tape:
         manner: Manner,
         site: Site,
         order: Order | None = None,
+        *,
+        several: bool = False,
+        each_use: bool = False,
     ) -> None:
         self.leaves, self.shards, self.manner, self.site = leaves, shards, manner, site
         self.scope = require("value_and_grad")
@@ -64,6 +77,7 @@ class Tape:
         self.live: list[Unit] = []  # the units that lie sharded and are whole, the last used last
         self.first: list[int] = []  # the units that the forward has used, in the order of their first use
         self.over, self.fresh = False, order is None
+        self.each_use = each_use
         self.changed: set[int] = set()  # the leaves that the loss function was found to have changed
         self._replicas: list[Replica] = []  # whose modules the handles are installed in
         self._versions = versions_of(shards)
@@ -75,7 +89,7 @@ class Tape:
         self.units = [Unit(self, number, places) for number, places in enumerate(by_unit.values())]
         self.saved = Saved(manner.reshard and any(unit.sharded for unit in self.units))
         self.reductions = Reductions(
-            self.units, leaves, shards, manner, site, self.expected.turns, self.expected.along, ways
+            self.units, leaves, shards, manner, site, self.expected.turns, self.expected.along, ways, several
         )
         self.handles = self._handles()
         self._handle_versions = own_versions(self.handles)
@@ -107,9 +121,9 @@ class Tape:
         self.end()
         self.seen, self.first = Order([], [], []), []
 
-    def begin_backward(self, group: Group | None, along: Along, *, idle: bool) -> None:
-        """Begin the backward of a slice; an idle one counts for nothing."""
-        self.reductions.begin(self.first, group, along, idle=idle)
+    def begin_backward(self, group: Group | None, along: Along, keep: Keep | None, *, idle: bool) -> None:
+        """Begin the backward of a slice: see `Reductions.begin`."""
+        self.reductions.begin(self.first, group, along, keep, idle=idle)
 
     def end(self) -> None:
         """End a slice."""
