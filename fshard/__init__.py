@@ -9,9 +9,9 @@ from importlib.metadata import version
 from typing import Any
 
 from fshard import optim, report
-# TMP from fshard.booster.advice import auto_plugin
-# TMP from fshard.booster.booster import Booster
-# TMP from fshard.booster.plugins import DDPPlugin, FSDPPlugin, HybridParallelPlugin, ZeroPlugin
+from fshard.booster.advice import auto_plugin
+from fshard.booster.booster import Booster
+from fshard.booster.plugins import DDPPlugin, FSDPPlugin, HybridParallelPlugin, ZeroPlugin
 from fshard.errors import (
     CollectiveTimeoutError,
     DeadlockError,
@@ -76,7 +76,7 @@ from fshard.transforms.rules import fsdp, shard_params, units_of
 from fshard.transforms.stage_functions import stage_functions
 from fshard.transforms.stage_layouts import shard_stages
 from fshard.transforms.step import train_step
-# TMP from fshard.transforms.torch_style import BoostedOptimizer, Model
+from fshard.transforms.torch_style import BoostedOptimizer, Model
 from fshard.transforms.use import gathered, whole
 from fshard.transforms.value_and_grad import grad, value_and_grad
 from fshard.uncompiled import uncompiled
@@ -194,5 +194,5 @@ __all__ = [
 _COMPILED = {"gathered", "keyed_random", "name", "offload", "optim", "remat", "report", "save_names", "whole"}
 """What a loss function calls and is compiled with, and rooms."""
 
-for _each in (*map(globals().get, {*__all__} - _COMPILED - {"Booster","DDPPlugin","ZeroPlugin","FSDPPlugin","HybridParallelPlugin","auto_plugin"}),):
+for _each in (*map(globals().get, {*__all__} - _COMPILED), Model, BoostedOptimizer):
     uncompiled(_each)

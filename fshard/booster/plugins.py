@@ -32,6 +32,7 @@ from fshard.pipeline.stages import Balance, check_balance, split_stages
 from fshard.transforms.arrangement import Arrangement
 from fshard.transforms.complaints import changed, complaints_of, misfits, not_known
 from fshard.transforms.options import wrong_options
+from fshard.transforms.patterns import Choice
 from fshard.transforms.rules import fsdp
 from fshard.transforms.stage_functions import How
 from fshard.transforms.step import Precision
@@ -59,6 +60,7 @@ class Plugin:
         reproducible: the same bits on any number of devices that divides `slices`, if a sample's loss depends on it alone.
         slices: into how many a batch is cut then.
         seed: of random draws in the model.
+        buffers: frozen parameters that the forward updates, a momentum encoder say: see `functionalize`.
         options: further ones of `value_and_grad`: bucket, in_flight, live_units, prefetch, reduce, ...
         why: the table by which `auto_plugin` has chosen it.
     """
@@ -71,6 +73,7 @@ class Plugin:
     reproducible: bool = False
     slices: int = 8
     seed: int = 0
+    buffers: Choice = None
     options: dict[str, Any] = field(default_factory=dict[str, Any])
     why: str = field(default="", repr=False, compare=False)
 
@@ -149,6 +152,7 @@ class Plugin:
             sync_batchnorm=self.sync_batchnorm,
             seed=self.seed,
             zeros=self.unused == "zero",
+            buffers=self.buffers,
             options={**options, **self.options},
         )
 

@@ -142,6 +142,9 @@ class Batch:
         """
         device = self.devices[place]
         own = [column[place] for column in self.columns]
+        if count == 1 and not apart and self.cut is not None and self.cut.length % self.cut.parts == 0:
+            rows = self.cut.length // self.cut.parts
+            return [Slice(own, rows, rows)]
         ranges = {cut: cut.ranges(self.mesh, device, count) for cut in self.cuts if cut is not None}
 
         whole = lent if count > 1 else lambda x: x  # what one slice writes is not seen by the next
@@ -206,7 +209,7 @@ def placed(batch: PyTree, specs: PyTree, mesh: Mesh) -> Batch:
         return batch.on(mesh)
     paths, leaves, structure = flatten_with_paths(batch, sharded_is_leaf=True, none_is_leaf=True)
     try:
-        chosen = broadcast_prefix(specs, batch, none_is_leaf=True)
+        chosen = [specs] * len(leaves) if isinstance(specs, P) else broadcast_prefix(specs, batch, none_is_leaf=True)
     except ValueError:
         raise LayoutError(f"the batch specs {specs!r} are no prefix of the batch {structure}.") from None
     columns: list[tuple[Any, ...]] = []

@@ -21,7 +21,6 @@ from fshard.errors import ModuleError
 from fshard.mesh.spec import Axes
 from fshard.transforms.batchnorm import synchronise
 from fshard.transforms.deferred import defer, pending
-from fshard.transforms.handle import Handle
 from fshard.transforms.lent import lent
 from fshard.transforms.patterns import Choice, chosen
 from fshard.transforms.randomness import key_now
@@ -74,13 +73,18 @@ def functionalize(
 
 
 def functionalize_in_place(
-    module: nn.Module, *, buffers: Choice = None, sync_batchnorm: Axes | None = None
+    module: nn.Module,
+    *,
+    buffers: Choice = None,
+    sync_batchnorm: Axes | None = None,
+    deferred_batch_norm: bool = False,
 ) -> tuple[Apply, Tensors, Tensors]:
     """Turn a module into a function as `functionalize` does, of which one device runs the module itself.
 
-    The module gives up the memory of its parameters: between steps it holds parameters on the meta device.
+    Between steps the module holds the parameters that it has at the first call: see `give_up_memory`.
     """
-    return module_function(module, _adapter(sync_batchnorm, False), buffers, in_place=True)
+    adapt = _adapter(sync_batchnorm, deferred_batch_norm)
+    return module_function(module, adapt, buffers, deferred=deferred_batch_norm, in_place=True)
 
 
 def _adapter(axes: Axes | None, deferred: bool) -> Callable[[nn.Module], Callable[..., Any] | None]:
@@ -114,21 +118,21 @@ def module_function(
         outer, replica.installed = replica.installed, {**params, **copies}
         replica.install(replica.installed)
         replica.add({name: copies[name] for name in buffers.keys() - check.buffers})
-        tape = next((x.unit.tape for x in params.values() if type(x) is Handle), None)
-        if tape is not None:
-            tape.use(replica)
+        step = next((step for x in params.values() if (step := getattr(x, "step", None)) is not None), None)
+        if step is not None:
+            step.use(replica)
         replica.layers.enter(key_now())
-        versions = versions_of([*params.values()]) if tape is None else []
+        versions = versions_of([*params.values()]) if step is None else []
         try:
             output = replica.module(*args, **kwargs)
             after = replica.take(buffers, copies)
-            written = [] if tape is not None else _written(params, versions)
+            written = [] if step is not None else _written(params, versions)
             check.after(replica.rebound(params), written, after)
         finally:
             replica.installed = outer
             if outer is not None:  # a recomputation within the forward
                 replica.install(outer)
-            elif tape is None and not torch.is_grad_enabled():  # else a backward may run a part again
+            elif step is None and not torch.is_grad_enabled():  # else a backward may run a part again
                 replica.rest()
         return output, after
 

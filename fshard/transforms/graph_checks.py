@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves  # it knows the outputs of other libraries' modules
 from torch.utils.checkpoint import CheckpointFunction
@@ -47,3 +47,14 @@ def nodes_behind(tree: Any, is_end: Callable[[Any], bool] = lambda node: False) 
             seen.add(node)
             yield node
             left += [] if is_end(node) else [before for before, _ in node.next_functions]
+
+
+def refuse_other_parameters(loss: Tensor) -> None:
+    """Raise if a loss depends on parameters that no boosted model has: their gradient would be lost."""
+    found = [getattr(node, "variable", None) for node in nodes_behind(loss)]
+    others = [tuple(x.shape) for x in found if isinstance(x, nn.Parameter)]
+    if others:
+        raise ModuleError(
+            f"backward: the loss depends on parameters that no boosted model has, of shapes {', '.join(map(str, others))}, "
+            "and their gradient would be lost. Make them part of the model, or use model.parameters() after the forward."
+        )

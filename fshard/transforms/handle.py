@@ -89,6 +89,11 @@ class Handle(Tensor):
             )
         return unit.leaf(self.at)
 
+    @property
+    def step(self) -> Tape:
+        """The step whose parameter it is."""
+        return self.unit.tape
+
     def refuse_write(self, *given: Any) -> None:
         """Raise: a forward writes to a parameter."""
         raise ModuleError(f"a forward writes to the parameter {self._path}. {WRITES}")

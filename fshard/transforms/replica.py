@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -41,7 +41,8 @@ class Replica:
         module: the module to run.
         names: of each of its modules, the names of the tensors in its `_parameters` and `_buffers`, by their keys.
         adapt: returns another forward for a module, None for its own.
-        resting: parameters that stand in the slots between steps, by name.
+
+    What stands in the slots of parameters at the first call stands there between steps: see `give_up_memory`.
     """
 
     def __init__(
@@ -49,9 +50,8 @@ class Replica:
         module: nn.Module,
         names: list[tuple[Tensors, Tensors]],
         adapt: Callable[[nn.Module], Callable[..., Any] | None],
-        resting: Tensors,
     ) -> None:
-        self.module, self._resting = module, resting
+        self.module = module
         self.modules = dict(module.named_modules())
         parts = self.modules.values()
         self._params = [Slot(p._parameters, *item) for p, (own, _) in zip(parts, names, strict=True) for item in own.items()]
@@ -60,11 +60,14 @@ class Replica:
         self._empty = [frozenset(p._buffers) - own.keys() for p, (_, own) in zip(parts, names, strict=True)]
         self._recurrent = [p for p in parts if isinstance(p, nn.RNNBase)]
         self.layers = Layers(self.modules.items(), adapt)
+        self._resting: list[Any] | None = None
         self._noted: dict[str, dict[str, Any]] | None = None
         self.installed: Mapping[str, Any] | None = None  # while a call runs
 
     def install(self, tensors: Mapping[str, Any]) -> None:
         """Put tensors into the slots of those that the module has had from the beginning."""
+        if self._resting is None:
+            self._resting = [entries[key] for entries, key, _ in self._params]
         for entries, key, name in self._params:
             entries[key] = tensors[name]
         for (_, entries, own), empty in zip(self._others, self._empty, strict=True):
@@ -76,12 +79,8 @@ class Replica:
                         del entries[key]
         for entries, key, name in self._buffers:
             entries[key] = tensors[name]
-        self._alias()
-
-    def _alias(self) -> None:
         for part in self._recurrent:
-            own: Any = part._parameters
-            part._flat_weights = [own.get(name) for name in part._flat_weights_names]
+            _alias(part)
 
     def add(self, buffers: Mapping[str, Any]) -> None:
         """Put buffers that an earlier forward has registered into the modules that made them."""
@@ -117,9 +116,10 @@ class Replica:
 
     def rest(self) -> None:
         """Take the parameters of the last call out of the module."""
-        for entries, key, name in self._params:
-            entries[key] = self._resting[name]
-        self._alias()
+        for (entries, key, _), own in zip(self._params, self._resting or [], strict=False):
+            entries[key] = own
+        for part in self._recurrent:
+            _alias(part)
         self.layers.leave()
 
     def note_attributes(self) -> None:
@@ -156,12 +156,31 @@ def slot_names(module: nn.Module) -> list[tuple[Any, Any]]:
     ]
 
 
-def without_memory(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return parameters of the same kind on the meta device, by name: they stand in the slots between steps."""
-    return {
-        name: nn.Parameter(torch.empty_like(x, device="meta"), requires_grad=x.requires_grad)
-        for name, x in module.named_parameters()
-    }
+def give_up_memory(modules: Sequence[nn.Module], device: torch.device | None = None) -> None:
+    """Put parameters without memory in the place of the modules' own: of their shapes, dtypes and devices, all nan.
+
+    Tied parameters stay tied.  Those on the meta device get the given one.
+    """
+    made: dict[int, nn.Parameter] = {}
+    own = [*{id(part): part for module in modules for part in module.modules()}.values()]
+    params = [(part._parameters, key, x) for part in own for key, x in part._parameters.items() if x is not None]
+    for entries, key, x in params:
+        entries[key] = made.setdefault(id(x), _without_memory(x, device))
+    for part in own:
+        if isinstance(part, nn.RNNBase):
+            _alias(part)
+
+
+def _alias(part: nn.RNNBase) -> None:
+    """Let a recurrent layer's list of weights have those that are installed."""
+    own: Any = part._parameters
+    part._flat_weights = [own.get(name) for name in part._flat_weights_names]
+
+
+def _without_memory(x: Tensor, device: torch.device | None) -> nn.Parameter:
+    value = torch.nan if x.is_floating_point() or x.is_complex() else 0
+    one = torch.full((), value, dtype=x.dtype, device=device if x.is_meta and device is not None else x.device)
+    return nn.Parameter(one.expand(x.shape), requires_grad=x.requires_grad)
 
 
 class Replicas:
@@ -178,15 +197,10 @@ class Replicas:
     ) -> None:
         self._names, self._adapt = slot_names(module), adapt
         self._original = weakref.ref(module)
-        self._resting: Any = without_memory(module)
         self._made: dict[int | None, Replica] = {}
-        self._template = None if in_place else self._without_memory(module)
+        self._template = None if in_place else _copy_on_meta(module)
         if in_place:
-            self._made[None] = Replica(module, self._names, adapt, self._resting)
-
-    def _without_memory(self, module: nn.Module) -> nn.Module:
-        meta: dict[int, Any] = {id(x): self._resting[name] for name, x in module.named_parameters()}
-        return copied(module, meta | {id(x): torch.empty_like(x, device="meta") for x in module.buffers()})
+            self._made[None] = Replica(module, self._names, adapt)
 
     def mine(self) -> Replica:
         """Return the calling device's replica, in the mode that the module is in."""
@@ -196,11 +210,17 @@ class Replicas:
         device = None if scope is None else scope.device
         found = self._made.get(device)
         if found is None:
-            made = copy.deepcopy(self._template)
-            resting = {name: x for name, x in made.named_parameters()}
-            found = self._made[device] = Replica(made, self._names, self._adapt, resting)
+            found = self._made[device] = Replica(copy.deepcopy(self._template), self._names, self._adapt)
         original = self._original()
         if original is not None:
             for one, part in zip(original.modules(), found.modules.values(), strict=False):
                 part.training = one.training
         return found
+
+
+def _copy_on_meta(module: nn.Module) -> nn.Module:
+    """Copy a module with its registered tensors on the meta device."""
+    meta: dict[int, Any] = {id(x): torch.empty_like(x, device="meta") for x in module.buffers()}
+    for x in module.parameters():
+        meta[id(x)] = nn.Parameter(torch.empty_like(x, device="meta"), requires_grad=x.requires_grad)
+    return copied(module, meta)

@@ -28,13 +28,13 @@ from fshard.transforms.batch import Batch
 from fshard.transforms.beside import Told, collected, told
 from fshard.transforms.buffers import written_paths
 from fshard.transforms.counts import something
+from fshard.transforms.graph_checks import refuse_unreached
 from fshard.transforms.handle import WRITES
 from fshard.transforms.idle import idling
 from fshard.transforms.means import Found, together, tree_sum
 from fshard.transforms.origin import Origin, bits
 from fshard.transforms.patterns import named, parts_of
 from fshard.transforms.randomness import folded, keyed_apart
-from fshard.transforms.graph_checks import refuse_unreached
 from fshard.transforms.slices import DETACHED, counts_of, one_loss
 from fshard.transforms.stage_buffers import Memory
 from fshard.transforms.stage_params import StageParams
@@ -183,6 +183,9 @@ class Shift:
             except RuntimeError:  # autograd's, of what it has saved and a stage has written to
                 self._refuse_written()
                 raise
+            finally:
+                for params in self.params.values():
+                    params.close()
         self._refuse_written()
         found = self.totals.result()
         used, buffers = self._agreed()

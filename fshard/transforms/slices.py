@@ -24,16 +24,16 @@ from fshard.transforms.beside import Rows, Told, collected, told
 from fshard.transforms.buffers import Buffers, Written, averaged, entries_to_average, irregular, written_paths
 from fshard.transforms.counts import Count, Weight, added, refuse_weights, something, weighted, weights_of
 from fshard.transforms.forest import Forest
+from fshard.transforms.graph_checks import refuse_unreached
 from fshard.transforms.idle import idling
 from fshard.transforms.means import Found, together
 from fshard.transforms.origin import Origin, bits
 from fshard.transforms.randomness import keyed_random
-from fshard.transforms.graph_checks import refuse_unreached
+from fshard.transforms.reductions import Keep
 from fshard.transforms.silence import silence
 from fshard.transforms.talk import Talk
 from fshard.transforms.tape import Order, Tape
 from fshard.transforms.uneven import objection
-from fshard.transforms.reductions import Keep
 from fshard.transforms.units import Manner, Unit
 from fshard.transforms.use import followed
 
@@ -145,8 +145,8 @@ class Device:
         self.how, self.tape, self.params, self.buffers, self.batch = how, tape, params, buffers, batch
         self.place, self.key, self.scale, self.scaled = place, key, scale, scale
         self.group = self._along(batch.axes)  # the devices that have other samples
-        self._shares = 1 if self.group is None else self.group.size
-        self.talk = Talk(batch, objection(batch, how.turns(self._shares), reproducible=how.slices is not None))
+        self.turns = how.turns(1 if self.group is None else self.group.size)
+        self.talk = Talk(batch, objection(batch, self.turns, reproducible=how.slices is not None))
 
     @property
     def everyone(self) -> Group | None:
@@ -159,7 +159,7 @@ class Device:
     def run(self) -> Result:
         """Take the device's part in the step: forward and backward of its slices, then what all devices do together."""
         how, tape = self.how, self.tape
-        slices = self.batch.slices(self.place, how.turns(self._shares), apart=how.slices is not None)
+        slices = self.batch.slices(self.place, self.turns, apart=how.slices is not None)
         counts = counts_of(how, self.batch, slices, self.group, tape.site)
         first = 0 if self.group is None else self.group.index * len(slices)
         turns = [Turn(*pair, first + turn) for turn, pair in enumerate(zip(slices, counts, strict=True))]

@@ -22,16 +22,16 @@ from fshard.pipeline.turns import Stage
 from fshard.source import Site
 from fshard.transforms.buffers import Entry, Written, averaged, entry_of, number_of
 from fshard.transforms.deferred import commit_batch_norm, is_pending, pending
-from fshard.transforms.functionalize import functionalize
+from fshard.transforms.functionalize import functionalize, functionalize_in_place
 from fshard.transforms.patterns import named, parts_of
 from fshard.transforms.stage_layouts import on_place
 
 
-def with_buffers(stage: nn.Module | Stage, deferred: bool) -> Stage:
-    """Turn a stage into a function of ((params, buffers), x) that returns (y, buffers)."""
+def with_buffers(stage: nn.Module | Stage, deferred: bool, *, in_place: bool = False) -> Stage:
+    """Turn a stage into a function of ((params, buffers), x) that returns (y, buffers); a module may run in place."""
     if not isinstance(stage, nn.Module):
         return lambda given, x, **skips: stage(*given, x, **skips)
-    apply, _, _ = functionalize(stage, deferred_batch_norm=deferred)
+    apply, _, _ = (functionalize_in_place if in_place else functionalize)(stage, deferred_batch_norm=deferred)
     sums = pending(stage) if deferred else {}
     return lambda given, x, **skips: apply(given[0], {**given[1], **sums}, x, **skips)
 

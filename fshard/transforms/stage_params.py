@@ -22,6 +22,7 @@ from fshard.pipeline.leaves import edges_of
 from fshard.source import Site
 from fshard.transforms.handle import WRITES
 from fshard.transforms.patterns import named, parts_of
+from fshard.transforms.replica import Replica
 from fshard.transforms.units import Leaf, versions_of
 
 _data_of = cast("Any", Tensor).data.__get__
@@ -34,6 +35,8 @@ class _Guarded(Tensor):
     _is_param = True
     """As torch asks whether it is one."""
     path = ""
+    step: StageParams
+    """The step whose parameter it is."""
 
     @property
     def data(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride, reportIncompatibleMethodOverride]
@@ -45,9 +48,9 @@ class _Guarded(Tensor):
         raise ModuleError(f"a stage writes to the parameter {named(parts_of(self.path))}. {WRITES}")
 
 
-def _guarded(x: Tensor, path: str) -> Tensor:
+def _guarded(x: Tensor, path: str, step: StageParams) -> Tensor:
     made = x.detach().as_subclass(_Guarded)
-    made.path = path
+    made.path, made.step = path, step
     return made
 
 
@@ -74,6 +77,7 @@ class StageParams:
         site: Site,
     ) -> None:
         self._shards, self._compute, self._site = shards, compute, site
+        self._replicas: list[Replica] = []
         self._ways = [leaf.gather for leaf in leaves]
         self._cut = [place for place, way in enumerate(self._ways) if any(step.kind != "reshape" for step in way.steps)]
         self._coming: Callable[[], list[Tensor]] | None = None
@@ -83,7 +87,7 @@ class StageParams:
             near = self._converted(place)
             wholes[place] = torch.empty(leaves[place].shape, dtype=near.dtype, device=near.device)
             wholes[place].untyped_storage().resize_(0)
-        self._xs = [_guarded(wholes[place], leaf.path) for place, leaf in enumerate(leaves)]
+        self._xs = [_guarded(wholes[place], leaf.path, self) for place, leaf in enumerate(leaves)]
         trained = [place for place, leaf in enumerate(leaves) if backward and leaf.trained]
         self.own = [self._xs[place].requires_grad_() for place in trained]
         self._edges = edges_of(self.own)
@@ -101,6 +105,17 @@ class StageParams:
         """Where the gradients of those that are trained come out; and they are whole."""
         self._arrive()
         return self._edges
+
+    def use(self, replica: Replica) -> None:
+        """Note that the parameters are installed in a module until the step closes."""
+        if not any(replica is other for other in self._replicas):
+            self._replicas.append(replica)
+
+    def close(self) -> None:
+        """End the step: take the parameters out of modules."""
+        for replica in self._replicas:
+            replica.rest()
+        self._replicas = []
 
     def written_to(self) -> list[str]:
         """Return the paths of those that a stage has written to."""

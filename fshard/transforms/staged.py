@@ -78,6 +78,7 @@ def staged(
     compute: torch.dtype | None = None,
     reduce: torch.dtype | None = None,
     backward: bool = True,
+    in_place: bool = False,
     caller: str = "value_and_grad",
 ) -> Staged:
     """Return the gradient of stages that run as a schedule says; for its options see `train_step`."""
@@ -116,7 +117,7 @@ def staged(
     if has_buffers:
         if isinstance(recompute, int):
             functions, recompute = in_groups(given, recompute), "never"
-        functions = [with_buffers(stage, deferred_batch_norm) for stage in functions]
+        functions = [with_buffers(stage, deferred_batch_norm, in_place=in_place) for stage in functions]
     called, _ = stage_functions(functions, recompute, microbatches=schedule.microbatches)
     modules = [stage if isinstance(stage, nn.Module) else None for stage in given]
     return Staged(how, mesh, batch, axis, called, modules, inputs or first_of_two, route, gradients, frozen, dynamic)

@@ -50,6 +50,7 @@ class Tape:
 
     Args:
         leaves: the parameters, and `shards` what this device holds of them.
+        by_unit: the numbers of the leaves of each unit.
         ways: see `Reductions`.
         manner: how units are handled.
         site: the line of the step.
@@ -61,6 +62,7 @@ class Tape:
     def __init__(
         self,
         leaves: Sequence[Leaf],
+        by_unit: Sequence[list[int]],
         shards: Sequence[Tensor],
         ways: Ways,
         manner: Manner,
@@ -77,16 +79,12 @@ class Tape:
         self.live: list[Unit] = []  # the units that lie sharded and are whole, the last used last
         self.first: list[int] = []  # the units that the forward has used, in the order of their first use
         self.over, self.fresh = False, order is None
-        self.each_use = each_use
+        self.each_use, self.begun = each_use, False
         self.changed: set[int] = set()  # the leaves that the loss function was found to have changed
         self._replicas: list[Replica] = []  # whose modules the handles are installed in
         self._versions = versions_of(shards)
         self.seen, self.expected = Order([], [], []), order or Order([], [], [])
-        by_unit: dict[str, list[int]] = {}
-        for place, leaf in enumerate(leaves):
-            if leaf.dtype.is_floating_point or leaf.dtype.is_complex:
-                by_unit.setdefault(leaf.unit, []).append(place)
-        self.units = [Unit(self, number, places) for number, places in enumerate(by_unit.values())]
+        self.units = [Unit(self, number, places) for number, places in enumerate(by_unit)]
         self.saved = Saved(manner.reshard and any(unit.sharded for unit in self.units))
         self.reductions = Reductions(
             self.units, leaves, shards, manner, site, self.expected.turns, self.expected.along, ways, several
@@ -99,8 +97,9 @@ class Tape:
         places = [place for unit in self.units for place in unit.places]
         found = dict(zip(places, handles_of(self), strict=True))
         plain = [place for place in range(len(self.leaves)) if place not in found]
-        finish = go([self.shards[place] for place in plain], [self.leaves[place].gather for place in plain], self.site)
-        found.update((place, x.detach()) for place, x in zip(plain, finish(), strict=True))
+        if plain:
+            finish = go([self.shards[place] for place in plain], [self.leaves[place].gather for place in plain], self.site)
+            found.update((place, x.detach()) for place, x in zip(plain, finish(), strict=True))
         return [found[place] for place in range(len(self.leaves))]
 
     @property
@@ -118,7 +117,9 @@ class Tape:
 
     def begin(self) -> None:
         """Begin a slice: nothing of the one before is used again."""
-        self.end()
+        if self.begun:
+            self.end()
+        self.begun = True
         self.seen, self.first = Order([], [], []), []
 
     def begin_backward(self, group: Group | None, along: Along, keep: Keep | None, *, idle: bool) -> None:

@@ -92,17 +92,20 @@ class Unit:
             if self.sharded:
                 self.tape.make_room(self)
             if self.trained and torch.is_grad_enabled():
-                used = _outside_transforms(lambda: _Use.apply(self.tape.anchor, self))
+                used = _Use.apply(self.tape.anchor, self) if not transformed() else _outside_transforms(self._used)
                 if not _in_backward():  # a rematerialised use comes in a backward, and ends with it
                     self.awaited += 1
                     self.tape.first += [self.number] if self.number not in self.tape.first else []
             else:
-                used = _outside_transforms(self._detached)
+                used = self._detached() if not transformed() else _outside_transforms(self._detached)
             if torch.is_grad_enabled() or not self.trained:
                 self.used = used
             if self.sharded:
                 self.tape.look_ahead(self.tape.seen.forward, self.tape.expected.forward, self)
         return used
+
+    def _used(self) -> tuple[Tensor, ...]:
+        return _Use.apply(self.tape.anchor, self)  # type: ignore[no-any-return]
 
     def _detached(self) -> tuple[Tensor, ...]:
         with torch.no_grad():
@@ -240,9 +243,7 @@ class _Once(Function):
 
 
 def _outside_transforms(make: Callable[[], Result]) -> Result:
-    """Call without torch.func's transforms, if there are any: parameters come from outside of them."""
-    if not transformed():
-        return make()
+    """Call without torch.func's transforms: parameters come from outside of them."""
     with temporarily_clear_interpreter_stack():
         return make()
 
