@@ -1,210 +1,158 @@
-"""Layers that are described first, and built later where they are needed: no device ever has the whole model.
+"""Lazy modules: described on the meta device, given memory later, one at a time.
 
-    lazy(nn.Linear, 8, 8)        a Linear without memory, which knows how it is made        count it, cut it, name it
-    built(stage, seed=0)         the stage with memory, each layer drawn by (seed, its name)
-    draw(model, 0, names, cut)   tensor after tensor, each handed over and let go
+    lazy(nn.Linear, 8, 8)      a Linear on the meta device that remembers its factory      count it, split it, name it
+    built(model, seed=0)       a copy of the model with memory
+    draw(model, 0, ...)        calls the factories one after the other and hands over what they make
 
-A layer's draws depend on the seed and on its name in the whole model alone: not on who builds it, when, or what else.
+A lazy module is drawn by (seed, its path in the model), so its values depend neither on the mesh nor on the plugin.  The
+peak of memory is that of the largest lazy module: a model that fits on no device is written with lazy blocks,
+`nn.Sequential(*(fs.lazy(Block, config) for _ in range(n)))`.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from functools import partial
-from types import ModuleType
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from fshard.copying import copied, held_by_attributes, reached_from
 from fshard.errors import ModuleError
 from fshard.mesh.layout import Layout
 from fshard.mesh.placing import device_put
 from fshard.mesh.sharded import Sharded
 from fshard.mesh.spmd import held
-from fshard.transforms.history import noted
-from fshard.transforms.holders import ATOMS, INTERNAL, tensors_at
 from fshard.transforms.randomness import folded, keyed_random
 
 Args = ParamSpec("Args")
 Module = TypeVar("Module", bound=nn.Module)
 _RECIPE = "_fshard_recipe"
-
-
-class _Recipe(NamedTuple):
-    """How a layer is made, and the names of tensors that it has then."""
-
-    make: Callable[[], nn.Module]
-    names: frozenset[str]
+_OF_TORCH = frozenset(vars(nn.Module()))
 
 
 def lazy(factory: Callable[Args, Module], *args: Args.args, **kwargs: Args.kwargs) -> Module:
-    """Return the module that a factory makes, without memory; what trains it, or `built`, gives it some.
+    """Call a module's factory on the meta device; boosting the module, or `built`, calls it again with memory.
 
-    It may be a layer or a whole model.  A factory that reads files, or does else what cannot be done without memory, makes all
-    of its module at once: make a lazy layer of each part then.
+    Args:
+        factory: makes a layer or a whole model.  It is called with random generators seeded by the module's path, and has
+            to make the same tensors both times.
+        args, kwargs: what it is called with.
+
+    A whole model is built whole, on the host, once.  Describe its blocks by `lazy` to bound the memory by one of them.
 
     >>> layer = lazy(nn.Linear, 1_000_000, 1_000_000)
     >>> layer.weight.shape, layer.weight.device
     (torch.Size([1000000, 1000000]), device(type='meta'))
     """
     if not callable(factory) or isinstance(factory, nn.Module):
-        found = "a module that is made already" if isinstance(factory, nn.Module) else repr(factory)
-        raise ModuleError(
-            f"fs.lazy takes what makes a module, and its arguments: fs.lazy(nn.Linear, 8, 8); found {found}."
-        )
+        found = f"a {type(factory).__name__} that exists" if isinstance(factory, nn.Module) else repr(factory)
+        raise ModuleError(f"fs.lazy: factory must be a callable; got {found}. Write fs.lazy(nn.Linear, 8, 8).")
     try:
         with torch.device("meta"):
             made = factory(*args, **kwargs)
     except Exception as error:
         error.add_note(
-            'fs.lazy calls a factory without memory first, as in torch.device("meta"), where no number can be looked at. Let '
-            'it make those that it looks at with device="cpu", or make a lazy layer of each part.'
+            "fs.lazy calls the factory on the meta device first, where tensors have no values. Make the tensors that it "
+            'reads with device="cpu", or describe smaller modules by fs.lazy.'
         )
         raise
     if not isinstance(made, nn.Module):
-        raise ModuleError(f"fs.lazy takes what makes a module; {factory!r} has made {type(made).__name__}.")
-    unknown = [name for name, x in made.named_parameters() if is_lazy(x)]
-    if unknown:
+        raise ModuleError(f"fs.lazy: factory must return a module; {factory!r} returned a {type(made).__name__}.")
+    if unknown := [name for name, x in made.named_parameters() if is_lazy(x)]:
         raise ModuleError(
-            f"fs.lazy: {', '.join(unknown)} of {type(made).__name__} has no shape before a first call, so nobody can tell what "
-            "it is without building it. Say its sizes: nn.Linear for nn.LazyLinear."
+            f"fs.lazy: parameters must have shapes; {', '.join(unknown)} of {type(made).__name__} get theirs in a first "
+            "call. Write nn.Linear for nn.LazyLinear."
         )
-    vars(made)[_RECIPE] = _Recipe(partial(factory, *args, **kwargs), frozenset(dict(_tensors(made))))
+    vars(made)[_RECIPE] = partial(factory, *args, **kwargs)
     return made
 
 
 def built(module: Module, *, seed: int) -> Module:
-    """Return a module, a stage for instance, with its lazy layers built; what has memory already is shared.
+    """Copy a module, or a stage, and build its lazy modules; tensors that have memory are shared with the copy.
 
     >>> import fshard as fs
     >>> first, second = fs.split_stages([lazy(nn.Linear, 2, 64), nn.ReLU(), lazy(nn.Linear, 64, 1)], 2, "parameters")
     >>> [(name, tuple(x.shape)) for name, x in built(second, seed=0).named_parameters()]
     [('2.weight', (1, 64)), ('2.bias', (1,))]
     """
-    _refuse_hidden("fs.built", module)
     own = dict(_tensors(module))
-    known = {id(x): x for x in own.values() if not x.is_meta}
-
-    def take(name: str, made: Tensor) -> None:
-        known[id(own[name])] = _like(own[name], made)
-
-    draw(module, seed, without_memory(module), take, "fs.built", at_once=True)
-    return copied(module, {**known})
-
-
-def _like(x: Tensor, made: Tensor) -> Tensor:
-    """Return numbers as a parameter, if they were made for one."""
-    if not isinstance(x, nn.Parameter):
-        return made
-    parameter = nn.Parameter(made, requires_grad=x.requires_grad)
-    vars(parameter).update(vars(x))
-    for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
-        if (registered := getattr(x, hooks)) is not None:
-            setattr(parameter, hooks, registered)
-    return parameter
-
-
-def without_memory(module: nn.Module) -> list[str]:
-    """Return the names of all tensors of a module that have no memory; "path.key[0]" is one that an attribute leads to."""
-    return [name for name, x in _tensors(module) if x.is_meta]
+    shared = [x for x in own.values() if not x.is_meta] + [vars(part)[_RECIPE] for _, part in _described(module)]
+    made: dict[int, Any] = {id(x): x for x in shared}  # what deepcopy puts in the place of each
+    wanted = {**_registered(module), **_lazy_attributes(module)}
+    draw(module, seed, wanted, lambda name, x: made.update({id(own[name]): x}), "fs.built")
+    return forget_recipes(deepcopy(module, made))
 
 
 def undescribed(module: nn.Module) -> list[str]:
-    """Return the names of those without memory of which nobody says how they are made."""
-    known = {id(x) for _, part, recipe in _described(module) for name, x in _tensors(part) if name in recipe.names}
-    return [name for name, x in _tensors(module) if x.is_meta and id(x) not in known]
+    """List the parameters and buffers on the meta device that no factory makes."""
+    known = {id(x) for _, part in _described(module) for _, x in _tensors(part)}
+    return [name for name, x in _registered(module).items() if x.is_meta and id(x) not in known]
 
 
 def drawn_attributes(module: nn.Module, seed: int, near: torch.device) -> dict[int, Tensor]:
-    """Return what plain attributes of lazy layers hold, by the ids of what stands for it without memory."""
-    _refuse_hidden("fs.lazy", module)
-    known = {id(x) for x in (*module.parameters(), *module.buffers())}
-    strange = {*undescribed(module)}  # which stay as they are
-    own = {name: x for name, x in _tensors(module) if x.is_meta and id(x) not in known and name not in strange}
-    drawn: dict[int, Tensor] = {}
-
-    def take(name: str, made: Tensor) -> None:
-        drawn[id(own[name])] = _like(own[name], made.to(near))
-
-    draw(module, seed, own, take)
+    """Build the tensors in plain attributes of lazy modules, on a device; return them by the id of their description."""
+    own, drawn = _lazy_attributes(module), dict[int, Tensor]()
+    draw(module, seed, own, lambda name, x: drawn.update({id(own[name]): x.to(near)}))
     return drawn
 
 
 def standing_for(module: nn.Module, whole: nn.Module) -> dict[int, Tensor]:
-    """Return what plain attributes of a structure hold, by the ids of what stands for it in a part of the model."""
-    there, own = ({id(x) for x in (*one.parameters(), *one.buffers())} for one in (whole, module))
-    known = {name: x for name, x in _tensors(whole) if id(x) not in there}
-    return {id(x): known[name] for name, x in _tensors(module) if x.is_meta and id(x) not in own and name in known}
+    """Look up the tensors in plain attributes of a stage in the model that it is a part of; return them by id."""
+    known, own = _attributes(whole), _attributes(module)
+    return {id(own[name]): known[name] for name in own.keys() & known.keys() if own[name].is_meta}
 
 
 def forget_recipes(module: Module) -> Module:
-    """Return a module whose layers know no more how they are made."""
-    for _, part, _ in [*_described(module)]:
+    """Drop the factories of a module's lazy modules; return the module."""
+    for _, part in [*_described(module)]:
         del vars(part)[_RECIPE]
     return module
 
 
-def _described(module: nn.Module) -> Iterator[tuple[str, nn.Module, _Recipe]]:
-    """Yield the lazy layers of a module with their paths, and how they are made."""
-    return ((path, part, vars(part)[_RECIPE]) for path, part in module.named_modules() if _RECIPE in vars(part))
-
-
 def draw(
-    module: nn.Module,
-    seed: int,
-    names: Collection[str],
-    take: Callable[[str, Tensor], None],
-    who: str = "fs.lazy",
-    *,
-    at_once: bool = False,
+    module: nn.Module, seed: int, names: Collection[str], take: Callable[[str, Tensor], None], who: str = "fs.lazy"
 ) -> None:
-    """Make tensors of lazy layers, those of some names, and hand each over, by the first of its names.
+    """Build the lazy modules that make the named tensors, one at a time; call `take(name, tensor)` for each tensor.
 
-    It is one tensor after the other, unless all of a layer are made `at_once`; their numbers are the same.
+    A tied tensor is handed over once, under its first name.  Nothing that a factory makes outlives the next one.
     """
     wanted = {*names}
     left = {id(x): name for name, x in reversed([*_tensors(module)]) if name in wanted and x.is_meta}
-    for path, part, recipe in _described(module) if left else ():
-        own = {key: x for key, x in _tensors(part) if id(x) in left and key in recipe.names}
-
-        def hand_over(key: str, made: Tensor, own: Mapping[str, Tensor] = own) -> None:
-            x = own.get(key)
-            if x is not None and x.shape == made.shape and id(x) in left:
-                take(left[id(x)], made.detach().to(x.dtype))
-                del left[id(x)]
-
-        if own:
-            make = partial(_wanted, recipe.make, own.keys())
-            with _drawn_by(seed, path):
-                done = not at_once and _one_by_one(make, hand_over)
-            if not done:
-                with _drawn_by(seed, path):
-                    for key, x in make().items():
-                        hand_over(key, x)
+    for path, part in _described(module):
+        if any(id(x) in left for _, x in _tensors(part)):
+            _draw_one(part, seed, path, left, take)
     if left:
-        raise ModuleError(f"{who} of {type(module).__name__}: {_complaint(module, left)}")
+        raise ModuleError(
+            f"{who} of {type(module).__name__}: {', '.join([*left.values()][::-1])} must be made by the factory of a lazy "
+            "module, with the same name and shape each time it is called. Describe the module by fs.lazy(Block, config)."
+        )
 
 
-def _complaint(module: nn.Module, left: Mapping[int, str]) -> str:
-    """Say what is wrong with tensors that were not made, by their ids and names."""
-    open_ones, names = {*undescribed(module)}, [*left.values()][::-1]
-    if unknown := [name for name in names if name in open_ones]:
-        return f"{', '.join(unknown)} has no memory, and nobody says how it is made. Make its layer by fs.lazy."
-    return (
-        f"{', '.join(names)} was not made again. The factory of a lazy layer is called once without memory and once more for "
-        "its numbers, and has to make the same both times: tensors that it keeps elsewhere, or names that it counts, are not."
-    )
+def _draw_one(part: nn.Module, seed: int, path: str, left: dict[int, str], take: Callable[[str, Tensor], None]) -> None:
+    """Call the factory of a lazy module; hand over those of its tensors that are left."""
+    with _seeded(seed, path):
+        made = dict(_tensors(vars(part)[_RECIPE]()))
+    for name, x in _tensors(part):
+        new = made.pop(name, None)
+        if id(x) in left and new is not None and new.shape == x.shape and not new.is_meta:
+            if isinstance(new, nn.Parameter):
+                new.data = new.data.to(x.dtype)
+                new.requires_grad_(x.requires_grad)
+            else:
+                new = new.detach().to(x.dtype)
+            take(left.pop(id(x)), new)
 
 
 @contextmanager
-def _drawn_by(seed: int, path: str) -> Generator[None]:
-    """Draw all random numbers by a layer's name, those of numpy and of Python too."""
+def _seeded(seed: int, path: str) -> Generator[None]:
+    """Seed the generators of torch, numpy and Python by a path; restore them afterwards."""
     python, of_numpy, key = random.getstate(), np.random.get_state(), folded(seed, path)
     random.seed(key)
     np.random.seed(key % (1 << 32))
@@ -216,60 +164,8 @@ def _drawn_by(seed: int, path: str) -> Generator[None]:
         np.random.set_state(of_numpy)
 
 
-def _refuse_hidden(who: str, module: nn.Module) -> None:
-    """Raise if there are tensors without memory where a copy would not have others."""
-    known = {id(x) for _, x in _tensors(module)}
-
-    def counts(x: Any) -> bool:
-        alike = isinstance(x, (*ATOMS, ModuleType, type, torch.optim.Optimizer))
-        ours = type(x).__module__.startswith("fshard.")  # stages have shapes of others
-        return isinstance(x, Tensor) or not (alike or ours)
-
-    def hidden(found: Iterable[Any]) -> bool:
-        return any(isinstance(x, Tensor) and x.is_meta and id(x) not in known for x in found)
-
-    all_held = [*held_by_attributes(module, counts)]
-    modules = (x for x in (*module.modules(), *all_held) if isinstance(x, nn.Module))
-    if any(_RECIPE in vars(x) for x in modules) and hidden(all_held):
-        found = (
-            f"{path}.{key}".removeprefix(".")
-            for path, part in module.named_modules()
-            for key, x in vars(part).items()
-            if key not in INTERNAL and hidden(reached_from([x], counts))
-        )
-        raise ModuleError(
-            f"{who} of {type(module).__name__}: {', '.join(found)} leads to tensors without memory that nobody would make: in "
-            "a function, a set, or a module that is no submodule. Keep them in an attribute, a list or a dict; a module may "
-            "be built before, by fs.built."
-        )
-
-
-def _wanted(recipe: Callable[[], nn.Module], keys: Collection[str]) -> dict[str, Tensor]:
-    """Make a layer; return some of its tensors, but for those of lazy layers in it, which have recipes of their own."""
-    return {key: x for key, x in _tensors(recipe()) if key in keys and not x.is_meta}
-
-
-def _one_by_one(make: Callable[[], dict[str, Tensor]], hand_over: Callable[[str, Tensor], None]) -> bool:
-    """Hand tensors over as they are made, each alone; return whether that could be."""
-    try:
-        history, made = noted(make)
-        keys = [*made]
-        with torch.no_grad():
-            history.repeat([*made.values()], lambda number, x: hand_over(keys[number], _real(x)))
-    except Exception:  # of any kind: what is wrong without that is wrong again when all are made at once
-        return False
-    return True
-
-
-def _real(x: Tensor) -> Tensor:
-    """Return a tensor, or raise if that has come out without memory again."""
-    if x.is_meta:
-        raise ModuleError("fs.lazy: it is not known what led to a tensor.")
-    return x
-
-
 def reserved(x: Any, layout: Layout) -> Sharded:
-    """Lay a leaf on a mesh; one without memory gets pieces to be filled, see `fill`."""
+    """Lay out a leaf; allocate the local shards of one on the meta device, for `fill`."""
     if not (isinstance(x, Tensor) and x.is_meta and layout.mesh.runtime != "abstract"):
         return device_put(x, layout)
     shapes = [layout.local_shape(x.shape, device) for device in held(layout.mesh)]
@@ -277,16 +173,48 @@ def reserved(x: Any, layout: Layout) -> Sharded:
     return Sharded(tuple(x.shape), layout, tuple(torch.empty(shape, dtype=x.dtype, device=near) for shape in shapes))
 
 
+@torch.no_grad()
 def fill(x: Sharded, made: Tensor) -> None:
-    """Give reserved pieces their numbers, those of the whole."""
-    for own, piece in zip(x.shards, device_put(made, x.layout).shards, strict=True):
-        own.copy_(piece)
+    """Copy the local shards of a full tensor into reserved ones."""
+    for own, shard in zip(x.shards, device_put(made.detach(), x.layout).shards, strict=True):
+        own.copy_(shard)
+
+
+# -- the tensors of a module --------------------------------------------------------------------------------------------
+
+
+def _described(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the lazy modules in a module with their paths, outer ones first."""
+    return ((path, part) for path, part in module.named_modules() if _RECIPE in vars(part))
+
+
+def _registered(module: nn.Module) -> dict[str, Tensor]:
+    """Return parameters and buffers by all of their names."""
+    return {
+        **dict(module.named_parameters(remove_duplicate=False)),
+        **dict(module.named_buffers(remove_duplicate=False)),
+    }
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from module.named_parameters(remove_duplicate=False)
-    yield from module.named_buffers(remove_duplicate=False)
+    """Yield parameters, buffers, and the tensors in plain attributes and containers there, by name."""
+    yield from _registered(module).items()
     for path, part in module.named_modules():
-        for key, x in vars(part).items():
-            if key not in INTERNAL and key != _RECIPE:
-                yield from tensors_at(x, f"{path}.{key}".removeprefix("."))
+        for key, value in vars(part).items():
+            if key not in _OF_TORCH and key != _RECIPE:
+                found, _ = tree_flatten_with_path(value)
+                yield from (
+                    (f"{path}.{key}{keystr(at)}".removeprefix("."), x) for at, x in found if isinstance(x, Tensor)
+                )
+
+
+def _attributes(module: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors in plain attributes that are neither parameters nor buffers."""
+    registered = {id(x) for x in _registered(module).values()}
+    return {name: x for name, x in _tensors(module) if id(x) not in registered}
+
+
+def _lazy_attributes(module: nn.Module) -> dict[str, Tensor]:
+    """Return those of them on the meta device that lazy modules have."""
+    lazies = {id(x) for _, part in _described(module) for _, x in _tensors(part)}
+    return {name: x for name, x in _attributes(module).items() if x.is_meta and id(x) in lazies}
