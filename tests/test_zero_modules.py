@@ -336,7 +336,7 @@ def test_patterns_that_freeze_nothing_or_half_of_a_tie_are_refused():
         "shard_params", "frozen", 'no leaf is for the rule "typo". The leaves are 0.bias, 0.weight, tie, tied; "**"', "tied",
     ]  # fmt: skip
     assert 'tied: it is tied to a leaf that lies as P("data"), and cannot lie as P()' in str(error.value)
-    with pytest.raises(fs.LayoutError, match="init_params: b: it is tied to a leaf that lies as P\\(\\)"):
+    with pytest.raises(fs.LayoutError, match="shard_params: b: it is tied to a leaf that lies as P\\(\\)"):
         fs.init_params(lambda: dict.fromkeys("ab", torch.ones(2)), {"a": P(), "b": P("data")}, mesh=mesh)
     own = fs.shard_params(tree, P(), mesh=mesh)
 
