@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from fshard.errors import ModuleError
 
@@ -23,8 +24,8 @@ def copied(module: Module, instead: Mapping[int, Any]) -> Module:
     """
     memo = dict(instead)
     for part in module.modules():
-        for x in vars(part).values():
-            if isinstance(x, Tensor) and not x.is_leaf:  # weight_norm's, which torch does not copy
+        for x in tree_leaves([*vars(part).values()]):
+            if isinstance(x, Tensor) and not x.is_leaf:  # weight_norm's, say, which torch does not copy
                 memo.setdefault(id(x), x.detach().clone())
     try:
         return copy.deepcopy(module, memo)

@@ -71,9 +71,9 @@ def test_blocks_may_be_lazy():
 
 
 def test_what_cannot_be_built_later_is_refused():
-    with pytest.raises(fs.ModuleError, match="must have shapes; weight, bias of LazyLinear"):
+    with pytest.raises(fs.ModuleError, match="weight must have a shape"):
         fs.lazy(nn.LazyLinear, 3)
-    with pytest.raises(fs.ModuleError, match="factory must return a module; .* returned a int"):
+    with pytest.raises(fs.ModuleError, match="factory must return a module; got int"):
         fs.lazy(int, "3")
     for made, told in ((nn.Linear(2, 2), "a Linear that exists"), (3, "3")):
         with pytest.raises(fs.ModuleError, match=f"fs.lazy: factory must be a callable; got {told}"):

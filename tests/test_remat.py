@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import nn
 from torch.func import grad, jacfwd, jacrev, jvp, vmap
-from torch.multiprocessing.reductions import StorageWeakRef
 
 import fshard as fs
 from fshard import P

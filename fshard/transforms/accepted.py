@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from fshard.errors import FshardError, ModuleError
 from fshard.optim.following import Fixed, Followed, followed
 from fshard.transforms.lazy import undescribed
-from fshard.transforms.torch_style import BoostedOptimizer
+from fshard.transforms.torch_style import BoostedOptimizer, Model
 
 BOOSTED = WeakSet[nn.Module]()
 """The modules that run in place."""
@@ -49,8 +49,8 @@ def _of_model(model: Any) -> Iterator[str]:
     if not isinstance(model, nn.Module):
         yield f"the model is a module, not {type(model).__name__}: for a function there is fs.train_step"
         return
-    if model in BOOSTED:
-        yield "the model has been boosted already, by another device perhaps: each device makes its own, inside of main"
+    if model in BOOSTED or isinstance(model, Model):
+        yield "the model has been boosted already, perhaps by another device: each device makes its own, inside of main"
     if lazy := [name for name, x in _registered(model) if is_lazy(x)]:
         yield f"{', '.join(lazy)} of the model has no shape yet: run it once on an example first: model(example)"
     if compiled := [path or "the model" for path, part in model.named_modules() if _is_compiled(part)]:

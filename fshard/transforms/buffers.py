@@ -102,7 +102,9 @@ class Buffers:
             return unflatten(self._structure, [*self._given.values()])
         tree = unflatten(self._structure, [self._next(path, x, changed) for path, x in self._given.items()])
         added = [path for path in changed[0] if path not in self._given]
-        if added and not (isinstance(tree, dict) and all(len(parts_of(path)) == 1 or path.startswith('["') for path in added)):
+        if added and not (
+            isinstance(tree, dict) and all(len(parts_of(path)) == 1 or path.startswith('["') for path in added)
+        ):
             raise LayoutError(
                 f"{', '.join(named(parts_of(path)) for path in added)} must be among the buffers that the loss function was "
                 "given. Give a dict of tensors to have some added."
@@ -166,9 +168,7 @@ def entries_to_average(
         )
         others = []
     regular = [
-        entry_of(path, given[path])
-        for path, times in zip(paths, flags, strict=True)
-        if times and path not in strange
+        entry_of(path, given[path]) for path, times in zip(paths, flags, strict=True) if times and path not in strange
     ]
     return regular + others
 

@@ -58,3 +58,17 @@ def refuse_other_parameters(loss: Tensor) -> None:
             f"backward: the loss depends on parameters that no boosted model has, of shapes {', '.join(map(str, others))}, "
             "and their gradient would be lost. Make them part of the model, or use model.parameters() after the forward."
         )
+
+
+def refuse_attached(loss: Tensor, ends: list[Tensor]) -> None:
+    """Raise if a loss leads to parameters otherwise than through the outputs of slices: that gradient would be lost."""
+    stops = {get_gradient_edge(x).node for x in ends}
+    if any(type(node).__name__ in _OF_UNITS for node in nodes_behind(loss, lambda node: node in stops)):
+        raise ModuleError(
+            "reproducible=True: the loss depends on parameters, or on what a layer left in an attribute, beside the model's "
+            "outputs, and that gradient would be lost. Return it from the model."
+        )
+
+
+_OF_UNITS = frozenset({"_UseBackward", "_OnceBackward", "_AsideBackward"})
+"""The autograd nodes by which a loss leads to parameters."""

@@ -43,7 +43,7 @@ KNOWN = frozenset(
     }
 )
 """What a handle knows without its values."""
-_OF_PARAMETERS = {_T.grad_fn.__get__: None, _T.grad.__get__: None, _T.is_leaf.__get__: True}
+_OF_PARAMETERS = {_T.grad_fn.__get__: None, _T.is_leaf.__get__: True}
 """What is asked of parameters, and the answer."""
 
 _COMPILED = (
@@ -148,11 +148,22 @@ class Handle(Tensor):
         return f"Handle({str(self.dtype).removeprefix('torch.')}{list(self.shape)})"
 
 
+def _gradient(handle: Handle) -> None:
+    """Return None, as of any parameter in a forward; raise once there are gradients, which are not here."""
+    if any(handle.unit.tape.reductions.used):
+        raise ModuleError(
+            "gradients of a boosted model are sharded, so its parameters have no .grad. Clip them by "
+            "booster.clip_grad_norm(optimizer, max_norm); optimizer.grads are they."
+        )
+
+
 _DATA: dict[Any, Callable[..., Any]] = {
+    _T.grad.__get__: _gradient,
     _T.data.__get__: lambda handle: handle.whole().detach(),  # it shares the version, so that a write is seen
     _T.data.__set__: Handle.refuse_write,
 }
-"""A parameter's data, read and bound to other memory."""
+"""A parameter's gradient, and its data, read and bound to other memory."""
+
 
 def own_versions(xs: Sequence[Tensor]) -> list[int]:
     """Return numbers that grow whenever one of these is written to; handles are not gathered for it."""

@@ -38,6 +38,6 @@ def init_params(
     with drawing_from(random_state()) if seed is not None else nullcontext():
         if seed is not None:
             torch.manual_seed(seed)
-        with torch.device("cpu"):
+        with torch.device("meta") if mesh.runtime == "abstract" else nullcontext():
             made = init_fn()
     return shard_params(made, rules, mesh=mesh, frozen=frozen)

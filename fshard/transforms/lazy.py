@@ -52,13 +52,15 @@ def lazy(factory: Callable[Args, Module], *args: Args.args, **kwargs: Args.kwarg
     """
     if not callable(factory) or isinstance(factory, nn.Module):
         found = "a module that is made already" if isinstance(factory, nn.Module) else repr(factory)
-        raise ModuleError(f"fs.lazy: factory must be a function that makes a module, fs.lazy(nn.Linear, 8, 8); got {found}.")
+        raise ModuleError(
+            f"fs.lazy: factory must be a function that makes a module, fs.lazy(nn.Linear, 8, 8); got {found}."
+        )
     try:
         with torch.device("meta"):
             made = factory(*args, **kwargs)
     except Exception as error:
         error.add_note(
-            'fs.lazy calls the factory on the meta device first, where no value can be read. Make tensors whose values it '
+            "fs.lazy calls the factory on the meta device first, where no value can be read. Make tensors whose values it "
             'reads with device="cpu", or describe each layer by fs.lazy.'
         )
         raise
@@ -72,10 +74,14 @@ def lazy(factory: Callable[Args, Module], *args: Args.args, **kwargs: Args.kwarg
         if isinstance(x, Tensor) and x.is_meta
     ]
     wrong = [f"{name} must have a shape; say its sizes, nn.Linear for nn.LazyLinear" for name in unknown]
-    wrong += [f"{name} must be a parameter or a buffer; got a plain tensor, register_buffer makes one" for name in plain]
+    wrong += [
+        f"{name} must be a parameter or a buffer; got a plain tensor, register_buffer makes one" for name in plain
+    ]
     if wrong:
         raise ModuleError(f"fs.lazy of {type(made).__name__}: {'; '.join(wrong)}.")
-    vars(made)[_RECIPE] = _Recipe(partial(factory, *args, **kwargs), frozenset(name for name, x in _tensors(made) if x.is_meta))
+    vars(made)[_RECIPE] = _Recipe(
+        partial(factory, *args, **kwargs), frozenset(name for name, x in _tensors(made) if x.is_meta)
+    )
     return made
 
 

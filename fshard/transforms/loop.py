@@ -42,7 +42,12 @@ from fshard.transforms.buffers import Buffers, Written
 from fshard.transforms.forest import Forest
 from fshard.transforms.functionalize import Apply
 from fshard.transforms.gradient import as_they_lie, unstaged
-from fshard.transforms.graph_checks import refuse_backward, refuse_other_parameters, refuse_unreached
+from fshard.transforms.graph_checks import (
+    refuse_attached,
+    refuse_backward,
+    refuse_other_parameters,
+    refuse_unreached,
+)
 from fshard.transforms.handle import wholes
 from fshard.transforms.known import Known
 from fshard.transforms.means import Found
@@ -334,8 +339,11 @@ class ImperativeGradient:
         forest = Forest(tape.units, tape.reductions.as_reduced)
         tape.begin_backward(device.everyone, device.talk.along, forest.plant, idle=not now.share)
         joined = now.joined
+        refuse_attached(loss, [x for x, _ in joined])
         given = torch.autograd.grad(loss, [x for x, _ in joined], start, allow_unused=True) if joined else ()
-        now.joined = [pair for pair, g in zip(joined, given, strict=True) if g is None]  # another loss may be made of these
+        now.joined = [
+            pair for pair, g in zip(joined, given, strict=True) if g is None
+        ]  # another loss may be made of these
         if all(g is None for g in given):
             raise LayoutError("backward: the loss must depend on what this model has returned; got another model's.")
         for turn in range(len(now.slices)):

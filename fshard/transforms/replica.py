@@ -54,9 +54,15 @@ class Replica:
         self.module = module
         self.modules = dict(module.named_modules())
         parts = self.modules.values()
-        self._params = [Slot(p._parameters, *item) for p, (own, _) in zip(parts, names, strict=True) for item in own.items()]
-        self._buffers = [Slot(p._buffers, *item) for p, (_, own) in zip(parts, names, strict=True) for item in own.items()]
-        self._others = [(path, p._buffers, own) for (path, p), (_, own) in zip(self.modules.items(), names, strict=True)]
+        self._params = [
+            Slot(p._parameters, *item) for p, (own, _) in zip(parts, names, strict=True) for item in own.items()
+        ]
+        self._buffers = [
+            Slot(p._buffers, *item) for p, (_, own) in zip(parts, names, strict=True) for item in own.items()
+        ]
+        self._others = [
+            (path, p._buffers, own) for (path, p), (_, own) in zip(self.modules.items(), names, strict=True)
+        ]
         self._empty = [frozenset(p._buffers) - own.keys() for p, (_, own) in zip(parts, names, strict=True)]
         self._recurrent = [p for p in parts if isinstance(p, nn.RNNBase)]
         self.layers = Layers(self.modules.items(), adapt)
@@ -98,12 +104,16 @@ class Replica:
         for path, entries, own in self._others:
             if len(entries) > len(own):
                 prefix = f"{path}." if path else ""
-                slots += [Slot(entries, key, prefix + key) for key in entries.keys() - own.keys() if entries[key] is not None]
+                slots += [
+                    Slot(entries, key, prefix + key) for key in entries.keys() - own.keys() if entries[key] is not None
+                ]
         for entries, key, name in (*self._buffers, *slots):
             x = entries.get(key)
             if x is None:
                 continue
-            if x is not installed.get(name) or name not in after:  # of two names of one tensor, the one that was rebound
+            if (
+                x is not installed.get(name) or name not in after
+            ):  # of two names of one tensor, the one that was rebound
                 same = name in given and x is installed[name] and untouched(x)
                 after[name] = given[name] if same else x
         for entries, key, name in (*self._buffers, *slots):
@@ -151,7 +161,9 @@ def slot_names(module: nn.Module) -> list[tuple[Any, Any]]:
     for name, x in (*module.named_parameters(), *module.named_buffers()):
         first.setdefault(id(x), name)
     return [
-        tuple({key: first[id(x)] for key, x in own.items() if x is not None} for own in (part._parameters, part._buffers))
+        tuple(
+            {key: first[id(x)] for key, x in own.items() if x is not None} for own in (part._parameters, part._buffers)
+        )
         for part in module.modules()
     ]
 

@@ -71,7 +71,9 @@ class StageBuffers:
     def after(self, changed: Sequence[Mapping[str, Tensor]]) -> list[PyTree]:
         """Return the buffers for the next step, from what each device at hand has of its stages, by key."""
         return [
-            unflatten(structure, [_next(key_of(stage, path), x, changed) for path, x in zip(paths, leaves, strict=True)])
+            unflatten(
+                structure, [_next(key_of(stage, path), x, changed) for path, x in zip(paths, leaves, strict=True)]
+            )
             for stage, (paths, leaves, structure) in enumerate(self._found)
         ]
 
@@ -94,7 +96,9 @@ class Memory:
     @property
     def keys(self) -> list[str]:
         """The buffers of all stages, and the sums that are pending."""
-        sums = [key_of(at, f'["{name}"]') for at, module in enumerate(self._modules) if module for name in pending(module)]
+        sums = [
+            key_of(at, f'["{name}"]') for at, module in enumerate(self._modules) if module for name in pending(module)
+        ]
         return [*self._given, *(key for key in sums if key not in self._given)]
 
     def note(self, stage: int, microbatch: int, after: PyTree) -> None:

@@ -98,7 +98,9 @@ class Tape:
         found = dict(zip(places, handles_of(self), strict=True))
         plain = [place for place in range(len(self.leaves)) if place not in found]
         if plain:
-            finish = go([self.shards[place] for place in plain], [self.leaves[place].gather for place in plain], self.site)
+            finish = go(
+                [self.shards[place] for place in plain], [self.leaves[place].gather for place in plain], self.site
+            )
             found.update((place, x.detach()) for place, x in zip(plain, finish(), strict=True))
         return [found[place] for place in range(len(self.leaves))]
 
@@ -189,7 +191,9 @@ class Tape:
         changed |= {place for place, (now, before) in enumerate(written) if now != before}
         if changed:
             names = ", ".join(named(parts_of(self.leaves[place].path)) for place in sorted(changed))
-            raise ModuleError(f"the loss function, or a forward in it, writes to parameters in place: {names}. {WRITES}")
+            raise ModuleError(
+                f"the loss function, or a forward in it, writes to parameters in place: {names}. {WRITES}"
+            )
 
     def words(self) -> list[str]:
         """Return what each unit is called, and what it holds."""

@@ -85,13 +85,17 @@ class Model(nn.Module):
         """Run a schedule on the next batch; return its loss and, if wanted, the last stage's output of each sample."""
         wrong: list[str] = []
         if not isinstance(self.gradient, StagedGradient):
-            wrong.append("the model must be cut into stages, by HybridParallelPlugin; this one is called, model(inputs)")
+            wrong.append(
+                "the model must be cut into stages, by HybridParallelPlugin; this one is called, model(inputs)"
+            )
         if not hasattr(batches, "__next__"):
             wrong.append(f"data_iter must be an iterator, iter(dataloader); got {type(batches).__name__}")
         if optimizer is None and torch.is_grad_enabled():
             wrong.append("an optimizer must be given, or torch.no_grad() around the call")
         if self._forward_hooks or self._forward_pre_hooks:
-            wrong.append("the boosted model must have no hooks, since no stage has the whole; hook a part of model.module")
+            wrong.append(
+                "the boosted model must have no hooks, since no stage has the whole; hook a part of model.module"
+            )
         if wrong or not isinstance(self.gradient, StagedGradient):
             raise ModuleError(f"execute_pipeline: {'; '.join(wrong)}.")
         scale = boosted(optimizer).scale if torch.is_grad_enabled() else 1.0

@@ -71,7 +71,19 @@ def is_sent(way: Way) -> bool:
 class Unit:
     """Leaves that are gathered and reduced together."""
 
-    __slots__ = ("awaited", "coming", "kept", "number", "places", "sharded", "tape", "trained", "used", "values", "versions")
+    __slots__ = (
+        "awaited",
+        "coming",
+        "kept",
+        "number",
+        "places",
+        "sharded",
+        "tape",
+        "trained",
+        "used",
+        "values",
+        "versions",
+    )
 
     def __init__(self, tape: Tape, number: int, places: list[int]) -> None:
         self.tape, self.number, self.places = tape, number, places
