@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from fshard.errors import FshardError, ModuleError
-from fshard.optim.following import Fixed, Followed, followed
+from fshard.optim.source import FixedSource, LocalShard, OptimizerSource, optimizer_source
 from fshard.transforms.alterations import COMPILED
 from fshard.transforms.lazy import undescribed
 from fshard.transforms.skeleton import Hollow
@@ -20,14 +20,14 @@ from fshard.transforms.torch_style import BoostedOptimizer
 
 def taken(
     who: str, model: Any, optimizer: Any, criterion: Any = None, dataloader: Any = None, lr_scheduler: Any = None
-) -> Followed:
-    """Return what follows an optimizer for a model's parameters; raise naming all that is not what it should be.
+) -> OptimizerSource:
+    """Return the source of an optimizer for a model's parameters; raise naming all that is not what it should be.
 
     >>> taken("boost", nn.Linear(2, 2), None, "mse", lr_scheduler="cosine")
     Traceback (most recent call last):
     fshard.errors.ModuleError: boost: criterion is called, 'mse' cannot be; lr_scheduler has a step(), 'cosine' has none.
     """
-    wrong, lost, source = [*_of_model(model), *(_without_memory(model) if who == "boost" else ())], None, Fixed()
+    wrong, lost, source = [*_of_model(model), *(_without_memory(model) if who == "boost" else ())], None, FixedSource()
     if isinstance(optimizer, BoostedOptimizer):
         wrong.append("the optimizer has been boosted already: make one of model.unwrap().parameters()")
     elif isinstance(optimizer, torch.optim.Optimizer) and not wrong and _is_pointed_elsewhere(optimizer):
@@ -37,7 +37,7 @@ def taken(
         )
     elif not (wrong and isinstance(optimizer, torch.optim.Optimizer)):
         try:
-            source = followed(optimizer, {} if wrong else dict(model.named_parameters()), who)
+            source = optimizer_source(optimizer, {} if wrong else dict(model.named_parameters()), who)
         except FshardError as error:
             lost = error
     others = [*_of_others(optimizer, criterion, dataloader, lr_scheduler)]
@@ -92,7 +92,7 @@ def _is_compiled_in_place(part: nn.Module) -> bool:
 
 def _is_pointed_elsewhere(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether an optimizer was boosted: it has had the parameters of a boosted model since."""
-    return any(isinstance(x, Hollow) for group in optimizer.param_groups for x in group["params"])
+    return any(isinstance(x, Hollow | LocalShard) for group in optimizer.param_groups for x in group["params"])
 
 
 def _of_others(optimizer: Any, criterion: Any, dataloader: Any, lr_scheduler: Any) -> Iterator[str]:

@@ -21,9 +21,9 @@ from fshard.mesh.spec import P
 from fshard.mesh.spmd import held, standing
 from fshard.mesh.tree import PyTree
 from fshard.optim.contract import Optimizer, Update
-from fshard.optim.following import NOTHING, Followed
 from fshard.optim.partition import Partitioned, Stage, partition_optimizer
 from fshard.optim.scaling import loss_scaled
+from fshard.optim.source import NOTHING, OptimizerSource
 from fshard.transforms.by_hand import ByHand
 from fshard.transforms.criteria import watched_criterion
 from fshard.transforms.donated import Donated
@@ -111,12 +111,12 @@ class Arrangement:
         axes = self.pieces or self.mesh.axis_names
         return partition_optimizer(opt, mesh=self.mesh, axis=axes, stage=self.stage if self.pieces else 0)
 
-    def divided(self, source: Followed) -> Callable[[], Partitioned]:
+    def divided(self, source: OptimizerSource) -> Callable[[], Partitioned]:
         """Return what says how an optimizer is now, and how its work is divided."""
         divided = lru_cache(maxsize=1)(self.partition)
         return lambda: divided(source.now())
 
-    def learner(self, model: nn.Module, bare: nn.Module, source: Followed) -> ByHand | InStages:
+    def learner(self, model: nn.Module, bare: nn.Module, source: OptimizerSource) -> ByHand | InStages:
         """Return what a loop calls for a model; `bare` is its skeleton.  It keeps none of the model's tensors."""
         seen_together(bare)  # by all that is made of it
         note_originals(model)
@@ -128,7 +128,7 @@ class Arrangement:
             return staged
         return ByHand(*self._pure(model, bare, source), **how, pure=self._function)
 
-    def functional(self, model: nn.Module, source: Followed, criterion: Criterion | None) -> tuple[State, Step]:
+    def functional(self, model: nn.Module, source: OptimizerSource, criterion: Criterion | None) -> tuple[State, Step]:
         """Return the state to begin with, and the step that takes it: see `loss_of`."""
         if self.mesh.runtime != "abstract":  # where nothing is trained
             note_originals(model)
@@ -181,13 +181,13 @@ class Arrangement:
         """Return the structure of a model: it has none of its tensors."""
         return bare(model, mesh=self.mesh, seed=self.seed)
 
-    def _pure(self, model: nn.Module, bare: nn.Module, source: Followed) -> tuple[Any, Any, Any]:
+    def _pure(self, model: nn.Module, bare: nn.Module, source: OptimizerSource) -> tuple[Any, Any, Any]:
         """Return a model as a function, which keeps none of its tensors, its parameters as they lie, and its buffers."""
         params, buffers = whole(model, self.rules, source.trained, mesh=self.mesh, seed=self.seed)
         return self._function(bare), params, buffers
 
     def _stages(
-        self, model: nn.Module, bare: nn.Module, stages: Sequence[nn.Module], source: Followed
+        self, model: nn.Module, bare: nn.Module, stages: Sequence[nn.Module], source: OptimizerSource
     ) -> tuple[Any, Any, Any]:
         """Return the structure of a model's stages, and their parameters and buffers as they lie."""
         where: Any = {name: self.options[name] for name in ("schedule", "axis")}

@@ -18,10 +18,10 @@ from fshard.mesh.placing import unshard
 from fshard.mesh.scope import here
 from fshard.mesh.tree import PyTree
 from fshard.optim.chain import clip_by_value, clipped_if_finite, shrunk
-from fshard.optim.following import Followed
 from fshard.optim.norms import global_norm
 from fshard.optim.numbers import above, refuse, within
 from fshard.optim.partition import Partitioned
+from fshard.optim.source import OptimizerSource, TorchSource
 from fshard.transforms.alterations import Alterations
 from fshard.transforms.announced import Announced
 from fshard.transforms.by_hand import ByHand
@@ -231,12 +231,12 @@ class BoostedOptimizer(torch.optim.Optimizer):
         given: the optimizer of torch, or a pure one.
         opts: what divides the pure optimizer that it is at the moment.
         model: whose parameters it writes.
-        source: what follows the given one.
+        source: the given one, from step to step.
         zeros: whether parameters that nobody has used have a gradient of zeros.
     """
 
     def __init__(
-        self, given: Any, opts: Callable[[], Partitioned], model: Model, source: Followed, *, zeros: bool
+        self, given: Any, opts: Callable[[], Partitioned], model: Model, source: OptimizerSource, *, zeros: bool
     ) -> None:
         self._opts, self._model, self._learner, self._source, self._zeros = opts, model, model.learner, source, zeros
         self._grads, self._limits = cast("PyTree | None", None), list[float]()
@@ -336,12 +336,6 @@ class BoostedOptimizer(torch.optim.Optimizer):
         self, closure: Callable[[], Tensor] | None = None
     ) -> Tensor | None:
         """Take a step along the gradients, those of `closure` too, if it is given; return what that has returned."""
-        if any(getattr(self.optim, f"_optimizer_step_{when}_hooks", None) for when in ("pre", "post")):
-            raise OptimizerError(
-                "step: hooks of the optimizer that was boosted are not called. Call them beside step()."
-            )
-        if closure is not None:
-            self._source.refuse_closure()
         with torch.enable_grad():
             loss = None if closure is None else closure()
         params, self.state = self._learner.written(self._opts(), self.grads, self.state)
@@ -375,9 +369,12 @@ class BoostedOptimizer(torch.optim.Optimizer):
             "was learnt, optimizer.state what is to be kept beside it."
         )
 
-    def add_param_group(self, param_group: Any) -> None:
-        """Raise: how the state lies is decided."""
-        raise OptimizerError("add_param_group: give the optimizer all its groups before it is boosted.")
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Train parameters that were in no group so far."""
+        self._of_torch("add_param_group")(param_group)
+        if isinstance(self._source, TorchSource):
+            grown = self._source.grown(self._learner.params, self.state, self._opts().init)
+            self._learner.params, self.state = grown
 
     def _hook(self, *args: Any, **kwargs: Any) -> Any:
         """Raise: nobody would call it."""
