@@ -7,11 +7,11 @@ from functools import partial
 
 import pytest
 import torch
+from fshard.optim.following import followed
 from torch import nn
 
 import fshard as fs
 from fshard.mesh.tree import flatten
-from fshard.optim.following import followed
 from fshard.transforms.budget import budget
 from fshard.transforms.stage_params import StageParams
 from fshard.transforms.units import Unit

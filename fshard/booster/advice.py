@@ -20,7 +20,7 @@ from fshard.errors import LayoutError
 from fshard.mesh.mesh import Mesh
 from fshard.mesh.spec import as_axes
 from fshard.optim.adam import adamw
-from fshard.optim.following import followed
+from fshard.optim.source import optimizer_source
 from fshard.transforms.budget import Budget, budget
 from fshard.transforms.complaints import misfits
 from fshard.transforms.takers import Taker, takers_of, wrong_for_all
@@ -66,7 +66,7 @@ def auto_plugin(
     def counted(taker: Taker[Plugin]) -> Budget:
         plugin = taker.made(options)
         cut = {plugin.pipeline_axis: plugin.pipeline} if isinstance(plugin, HybridParallelPlugin) else {}
-        source = followed(opt, dict(model.named_parameters()), "auto_plugin")
+        source = optimizer_source(opt, dict(model.named_parameters()), "auto_plugin")
         return budget(plugin.arranged(in_the_abstract(mesh, cut)), model, source, batch)
 
     table = Table(memory)

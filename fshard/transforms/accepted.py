@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from fshard.errors import FshardError, ModuleError
-from fshard.optim.following import Fixed, Followed, followed
+from fshard.optim.source import FixedSource, OptimizerSource, optimizer_source
 from fshard.transforms.lazy import undescribed
 from fshard.transforms.torch_style import BoostedOptimizer, Model
 
@@ -21,19 +21,19 @@ BOOSTED = WeakSet[nn.Module]()
 
 def taken(
     who: str, model: Any, optimizer: Any, criterion: Any = None, dataloader: Any = None, lr_scheduler: Any = None
-) -> Followed:
-    """Return what follows an optimizer for a model's parameters; raise naming all that is not what it should be.
+) -> OptimizerSource:
+    """Return the source of an optimizer for a model's parameters; raise naming all that is not what it should be.
 
     >>> taken("boost", nn.Linear(2, 2), None, "mse", lr_scheduler="cosine")
     Traceback (most recent call last):
     fshard.errors.ModuleError: boost: criterion is called, 'mse' cannot be; lr_scheduler has a step(), 'cosine' has none.
     """
-    wrong, lost, source = [*_of_model(model), *(_without_memory(model) if who == "boost" else ())], None, Fixed()
+    wrong, lost, source = [*_of_model(model), *(_without_memory(model) if who == "boost" else ())], None, FixedSource()
     if isinstance(optimizer, BoostedOptimizer):
         wrong.append("the optimizer has been boosted already: make one of model.unwrap().parameters()")
     elif not (wrong and isinstance(optimizer, torch.optim.Optimizer)):
         try:
-            source = followed(optimizer, {} if wrong else dict(model.named_parameters()), who)
+            source = optimizer_source(optimizer, {} if wrong else dict(model.named_parameters()), who)
         except FshardError as error:
             lost = error
     others = [*_of_others(optimizer, criterion, dataloader, lr_scheduler)]

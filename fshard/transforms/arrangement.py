@@ -20,9 +20,9 @@ from fshard.mesh.mesh import Mesh
 from fshard.mesh.spec import P
 from fshard.mesh.tree import PyTree
 from fshard.optim.contract import Optimizer, Update
-from fshard.optim.following import NOTHING, Followed
 from fshard.optim.partition import Partitioned, Stage, partition_optimizer
 from fshard.optim.scaling import loss_scaled
+from fshard.optim.source import NOTHING, OptimizerSource
 from fshard.transforms.functionalize import functionalize, functionalize_in_place
 from fshard.transforms.laying import lay_model, lay_stage_tensors
 from fshard.transforms.loop import ImperativeGradient
@@ -107,12 +107,12 @@ class Arrangement:
         axes = self.pieces or self.mesh.axis_names
         return partition_optimizer(opt, mesh=self.mesh, axis=axes, stage=self.stage if self.pieces else 0)
 
-    def divided(self, source: Followed) -> Callable[[], Partitioned]:
+    def divided(self, source: OptimizerSource) -> Callable[[], Partitioned]:
         """Return what says how an optimizer is now, and how its work is divided."""
         divided = lru_cache(maxsize=1)(self.partition)
         return lambda: divided(source.now())
 
-    def gradient(self, model: nn.Module, source: Followed) -> ImperativeGradient | StagedGradient:
+    def gradient(self, model: nn.Module, source: OptimizerSource) -> ImperativeGradient | StagedGradient:
         """Return what a loop calls for a model, which runs in place and gives up the memory of its parameters."""
         lay = self.partition(NOTHING).gradients
         how: Any = {"mesh": self.mesh, "axes": self.axes, "seed": self.seed, "gradients": lay, **self.options}
@@ -126,7 +126,7 @@ class Arrangement:
         give_up_memory([model], torch.device(self.mesh.device_type))
         return ImperativeGradient(apply, laid, buffers, **how)
 
-    def functional(self, model: nn.Module, source: Followed, criterion: Criterion | None) -> tuple[State, Step]:
+    def functional(self, model: nn.Module, source: OptimizerSource, criterion: Criterion | None) -> tuple[State, Step]:
         """Return the state to begin with, and the step that takes it: see `loss_of`."""
         if self.cut is None:
             apply, given, buffers = functionalize(model, buffers=self.buffers, sync_batchnorm=self._synchronised)
@@ -163,10 +163,10 @@ class Arrangement:
     def _synchronised(self) -> tuple[str, ...] | None:
         return self.axes if self.sync_batchnorm else None
 
-    def _lay(self, model: nn.Module, params: Any, buffers: Any, source: Followed) -> Any:
+    def _lay(self, model: nn.Module, params: Any, buffers: Any, source: OptimizerSource) -> Any:
         return lay_model(model, params, buffers, self.rules, source.trained, mesh=self.mesh, seed=self.seed)
 
-    def _lay_stages(self, model: nn.Module, stages: Sequence[nn.Module], source: Followed) -> tuple[Any, Any]:
+    def _lay_stages(self, model: nn.Module, stages: Sequence[nn.Module], source: OptimizerSource) -> tuple[Any, Any]:
         where: Any = {name: self.options[name] for name in ("schedule", "axis")}
         return lay_stage_tensors(model, stages, self.rules, source.trained, mesh=self.mesh, seed=self.seed, **where)
 

@@ -21,8 +21,8 @@ from torch import nn
 from fshard.mesh.layout import Layout
 from fshard.mesh.sharded import Sharded, key_of
 from fshard.mesh.tree import PyTree, flatten, flatten_with_paths
-from fshard.optim.following import NOTHING, Followed
 from fshard.optim.leaves import trainable
+from fshard.optim.source import NOTHING, OptimizerSource
 from fshard.pipeline.schedule import Schedule
 from fshard.transforms.arrangement import Arrangement
 from fshard.transforms.patterns import unit_of
@@ -53,7 +53,7 @@ class Budget(NamedTuple):
         return sum(self)
 
 
-def budget(how: Arrangement, model: nn.Module, source: Followed, activations: int = 0) -> Budget:
+def budget(how: Arrangement, model: nn.Module, source: OptimizerSource, activations: int = 0) -> Budget:
     """Return what that device holds that holds most.
 
     Args:
@@ -66,7 +66,7 @@ def budget(how: Arrangement, model: nn.Module, source: Followed, activations: in
     >>> mesh = fs.make_mesh({"data": 4}, runtime="abstract")
     >>> model = nn.Sequential(nn.Linear(100, 10, bias=False), nn.Linear(10, 10, bias=False).requires_grad_(False))
     >>> def counted(plugin):
-    ...     source = fs.optim.following.followed(fs.optim.adamw(), dict(model.named_parameters()), "budget")
+    ...     source = fs.optim.source.optimizer_source(fs.optim.adamw(), dict(model.named_parameters()), "budget")
     ...     return budget(plugin.arranged(mesh), model, source)
     >>> counted(fs.DDPPlugin())
     Budget(parameters=4400, copies=0, gradients=4000, state=8000, activations=0)

@@ -21,10 +21,10 @@ from fshard.mesh.threads import one_thread
 from fshard.mesh.tree import PyTree
 from fshard.optim.chain import clip_by_value, clipped_if_finite, shrunk
 from fshard.optim.contract import Optimizer, step_of
-from fshard.optim.following import Followed
 from fshard.optim.norms import global_norm
 from fshard.optim.numbers import above, refuse, within
 from fshard.optim.partition import Partitioned
+from fshard.optim.source import OptimizerSource, TorchSource
 from fshard.transforms.announced import Announced
 from fshard.transforms.loop import ImperativeGradient
 from fshard.transforms.loop_stages import StagedGradient
@@ -176,7 +176,7 @@ class BoostedOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(
-        self, given: Any, opts: Callable[[], Partitioned], model: Model, source: Followed, *, zeros: bool
+        self, given: Any, opts: Callable[[], Partitioned], model: Model, source: OptimizerSource, *, zeros: bool
     ) -> None:
         self.optim = given
         self._opts, self._gradient, self._source, self._zeros = opts, model.gradient, source, zeros
@@ -290,9 +290,12 @@ class BoostedOptimizer(torch.optim.Optimizer):
         """Raise: the state is sharded."""
         raise OptimizerError("a boosted optimizer is sharded, so it cannot be copied or pickled.")
 
-    def add_param_group(self, param_group: Any) -> None:
-        """Raise: the layout of the state is fixed."""
-        raise OptimizerError("add_param_group: give the optimizer all its groups before it is boosted.")
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Train parameters that were in no group so far."""
+        self._of_torch("add_param_group")(param_group)
+        if isinstance(self._source, TorchSource):
+            own = self._gradient
+            own.params, self.state = self._source.grown(own.params, self.state, self._opts().init)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients."""

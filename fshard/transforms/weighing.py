@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from fshard.errors import FshardError, LayoutError
 from fshard.mesh.mesh import Mesh
-from fshard.optim.following import followed
+from fshard.optim.source import optimizer_source
 from fshard.transforms.budget import Budget
 from fshard.transforms.complaints import complaints_of
 from fshard.transforms.takers import reason
@@ -111,5 +111,5 @@ def not_counted(model: object, optimizer: object) -> dict[str, str]:
 
 
 def _wrong(optimizer: object, params: Mapping[str, Tensor]) -> dict[str, str]:
-    told = complaints_of(lambda opt: followed(opt, params, "optimizer").now().init, optimizer)
+    told = complaints_of(lambda opt: optimizer_source(opt, params, "optimizer").now().init, optimizer)
     return {"optimizer": told[0].removeprefix("optimizer: ")} if told else {}

@@ -22,7 +22,7 @@ from fshard.transforms.patterns import named, parts_of
 
 
 def check_elementwise(opt: Optimizer, params: PyTree = None, *, steps: int = 3, seed: int = 0) -> None:
-    """Hold an optimizer that says `elementwise=True`, or may want to, to its word: whole and in pieces, it has to do the same.
+    """Hold an optimizer that says `elementwise=True` to its word: whole and in pieces, it has to do the same.
 
     Parameters are cut flat (in a `by_label`, those whose optimizer says it) over virtual meshes of several sizes, gradients
     are random, of very different sizes from piece to piece.  What an optimizer communicates it may: `clip_by_global_norm`
@@ -47,7 +47,7 @@ def check_elementwise(opt: Optimizer, params: PyTree = None, *, steps: int = 3, 
     draw = torch.Generator().manual_seed(seed)
     shapes = {"bias": (7,), "matrix": (6, 5), "scale": (), "stack": (2, 3, 4)}
     params = {name: torch.randn(shape, generator=draw) for name, shape in shapes.items()} if params is None else params
-    opt = on_arrays(opt if opt.elementwise is not None else opt._replace(elementwise=True), "check_elementwise")
+    opt = on_arrays(opt, "check_elementwise")
     promised = elementwise_leaves(opt.elementwise, params)
     if not any(promised):
         raise OptimizerError(
