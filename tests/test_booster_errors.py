@@ -487,7 +487,7 @@ ADVICE = {
     ),
     "an optimizer with a search": (
         lone(torch.optim.LBFGS),
-        "from_torch cannot make torch.optim.LBFGS .*calls the loss function several times",
+        "torch.optim.LBFGS cannot step on shards.*calls the loss function several times",
     ),
     "an option": ({"unitt": 3, "why": "so"}, "there is no unitt=, why=; there are axis=, balance=, .*zero_stage="),
     "precision": ({"precision": "fp8"}, "precision is .*not 'fp8'"),

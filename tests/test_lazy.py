@@ -75,10 +75,10 @@ def test_what_cannot_be_built_later_is_refused():
         fs.lazy(nn.LazyLinear, 3)
     with pytest.raises(fs.ModuleError, match="factory must return a module; got int"):
         fs.lazy(int, "3")
-    for made, told in ((nn.Linear(2, 2), "a Linear that exists"), (3, "3")):
-        with pytest.raises(fs.ModuleError, match=f"fs.lazy: factory must be a callable; got {told}"):
+    for made in (nn.Linear(2, 2), 3):
+        with pytest.raises(fs.ModuleError, match="fs.lazy: factory must be a function that makes a module"):
             fs.lazy(made)
-    with pytest.raises(fs.ModuleError, match="0.weight, 0.bias must be made by the factory"):
+    with pytest.raises(fs.ModuleError, match="0.weight, 0.bias must be described"):
         fs.built(nn.Sequential(nn.Linear(2, 2, device="meta"), fs.lazy(nn.Linear, 2, 2)), seed=0)
 
 

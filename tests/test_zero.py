@@ -1117,7 +1117,7 @@ def test_all_that_is_wrong_with_rules_is_said_at_once():
         "shard_params", "frozen", "no rule is for c; no leaf is for the rule \"[de]\". The leaves are a, b, c, d, e, f; \"**\"",
         "a", "b", "d", "e",
     ]  # fmt: skip
-    with pytest.raises(fs.LayoutError, match="init_params: no rule is for b"):
+    with pytest.raises(fs.LayoutError, match="shard_params: no rule is for b"):
         fs.init_params(lambda: {"a": torch.ones(2), "b": torch.ones(2)}, {"a": P()}, mesh=fs.make_mesh({"data": 2}))
 
 

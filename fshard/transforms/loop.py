@@ -318,6 +318,7 @@ class ImperativeGradient:
         now.tape.check_unchanged()
         device.scale, device.scaled = scale, held_by(loss.dtype, scale)
         now.share, now.is_forward = self._announced.share([now.counted]), False
+        device.agree_on_axes(loss.device)
         start = torch.full_like(loss, now.share * device.scaled)
         keep = Unit.keep if not sync and device.how.once and not self.is_reproducible else None
         if self.is_reproducible:

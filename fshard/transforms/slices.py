@@ -231,6 +231,7 @@ class Device:
             owning(self.batch.mesh.axis_names, self.talk.notice),
         ):
             loss, buffers, aux = self._forward(slice, count)
+            self.agree_on_axes(loss.device)
             self._backward(loss, count, keep)
         if keep is None:
             tape.reductions.end()
@@ -249,6 +250,11 @@ class Device:
         if tape.fresh:
             refuse_unreached(loss)
         return loss, buffers, aux
+
+    def agree_on_axes(self, near: torch.device) -> None:
+        """Agree with all devices on the axes over which any of them called a collective, once."""
+        known = None if self.tape.fresh else self.tape.expected.along
+        self.talk.agree(self.tape.scope, known, near, self.tape.site)
 
     def _backward(self, loss: Tensor, count: Count, keep: Keep | None) -> None:
         how, tape = self.how, self.tape
