@@ -51,7 +51,6 @@ from fshard.transforms.known import Known
 from fshard.transforms.learner import Learner
 from fshard.transforms.means import Found
 from fshard.transforms.nearby import refuse_distant, refuse_unplaced
-from fshard.transforms.opaque import refuse_opaque
 from fshard.transforms.origin import after_a_step
 from fshard.transforms.randomness import drawn_key, keyed_random
 from fshard.transforms.reached import Calls, look_beside, marked, reached, refuse_backward, refuse_unreached
@@ -265,8 +264,7 @@ class ByHand(Learner):
         paths, outside, _ = flatten_outside((args, kwargs))
         counted = self._announced.counted(outside, device)
         if sliced:
-            refuse_opaque(paths, outside, counted.rows)
-            refuse_unsliced(leaves, counted)
+            refuse_unsliced(paths, outside, leaves, counted)
         cuts = [counted.cut if length is not None and length == counted.rows else None for length in lengths]
         return Batch(mesh, (device,), [(x,) for x in leaves], cuts, structure, self.axes, (), {}), counted
 
