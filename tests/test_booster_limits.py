@@ -312,7 +312,7 @@ class Tuned(torch.optim.SGD):
 
 @pytest.mark.parametrize("name", ["reproducible", "sync_batchnorm", "reshard_after_forward"])
 def test_flags_are_true_or_false(name):
-    with pytest.raises(fs.LayoutError, match=f"{name} is True or False, not 'no'"):
+    with pytest.raises(fs.LayoutError, match=f"{name} must be True or False, got 'no'"):
         fs.FSDPPlugin(**{name: "no"})
 
 

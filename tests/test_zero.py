@@ -984,7 +984,7 @@ SGD = torch.optim.SGD([torch.ones(1)], lr=0.1)
         (lambda: called(acumulate=2, wieght=3), "train_step has no option acumulate, wieght. .*weight, accumulate"),
         (
             lambda: called(accumulate=2.0, prefetch=0.5),
-            "accumulate is a whole number from 1 on, not 2.0; prefetch is a whole number from 0 on, not 0.5",
+            "accumulate must be an integer >= 1, got 2.0; prefetch must be an integer >= 0, got 0.5",
         ),
         (
             lambda: called(weight=lambda x: torch.ones(3)),

@@ -32,7 +32,7 @@ from fshard.mesh.spec import P
 from fshard.mesh.spmd import held
 from fshard.mesh.tree import PyTree, Structure, broadcast_prefix, flatten_outside, flatten_with_paths, unflatten
 from fshard.transforms.lent import lent
-from fshard.transforms.opaque import REASON, all_plain, is_opaque, rows_of
+from fshard.transforms.opaque import all_plain, is_opaque, rows_of
 
 
 class Cut(NamedTuple):
@@ -237,11 +237,10 @@ def _refuse_opaque(batch: PyTree, specs: PyTree) -> None:
     paths, leaves, structure = flatten_outside(batch)
     chosen = broadcast_prefix(specs, unflatten(structure, [0] * len(leaves)), none_is_leaf=True)
     cut = [(path, x) for path, x, spec in zip(paths, leaves, chosen, strict=True) if isinstance(spec, P) and spec.axes]
-    samples = {rows_of(x) for _, x in cut}
-    if wrong := [f"{path or 'it'} is of class {type(x).__name__}" for path, x in cut if is_opaque(x, samples)]:
+    if wrong := [f"{path or 'it'} is a {type(x).__name__}" for path, x in cut if is_opaque(x)]:
         raise LayoutError(
-            f"batch: {', '.join(wrong)}: {REASON} over devices. Give its tensors, or a dataclass of them, and make such an "
-            "object of them in the loss function; or P() for it in the batch's specs, if all devices take it whole."
+            f"batch: leaves must be tensors, or containers of them, to be cut over devices; {', '.join(wrong)}. Give its "
+            "tensors and make the object in the loss function, or P() for it in the batch's specs: all devices take it whole."
         )
 
 

@@ -52,7 +52,6 @@ from fshard.transforms.handle import wholes
 from fshard.transforms.known import Known
 from fshard.transforms.means import Found
 from fshard.transforms.nearby import refuse_distant, refuse_unplaced
-from fshard.transforms.opaque import refuse_opaque
 from fshard.transforms.origin import after_a_step
 from fshard.transforms.randomness import drawn_key, keyed_random
 from fshard.transforms.side_by_side import Pieces, side_by_side
@@ -268,8 +267,7 @@ class ImperativeGradient:
         paths, outside, _ = flatten_outside((args, kwargs))
         counted = self._announced.counted(outside, device)
         if sliced:
-            refuse_opaque(paths, outside, counted.rows)
-            refuse_unsliced(leaves, counted)
+            refuse_unsliced(paths, outside, leaves, counted)
         cuts = [counted.cut if length is not None and length == counted.rows else None for length in lengths]
         return Batch(mesh, (device,), [(x,) for x in leaves], cuts, structure, self.axes, (), {}), counted
 

@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 
 from fshard.copying import copied
 from fshard.errors import ModuleError
-from fshard.transforms.complaints import misfits
+from fshard.transforms.complaints import integer, must_be, one_of
 
 Bias = Literal["none", "all", "lora_only"]
 
@@ -49,15 +49,21 @@ class LoraConfig:
     bias: Bias = "none"
 
     def __post_init__(self) -> None:
-        wrong = [*misfits(LoraConfig, vars(self)).values()]
-        if isinstance(self.lora_dropout, Real) and not 0 <= self.lora_dropout < 1:
-            wrong.append(f"lora_dropout is at least 0 and less than 1, not {self.lora_dropout!r}")
+        wrong = [*integer("r", self.r), *one_of("bias", self.bias, "none", "all", "lora_only")]
+        wrong += must_be("lora_alpha", "a number", self.lora_alpha, isinstance(self.lora_alpha, Real))
+        part = isinstance(self.lora_dropout, Real) and 0 <= self.lora_dropout < 1
+        wrong += must_be("lora_dropout", "a number from 0 to below 1", self.lora_dropout, part)
         if isinstance(self.target_modules, str):
             wrong += _no_pattern(self.target_modules)
-        if isinstance(self.modules_to_save, str):
-            wrong.append(f"modules_to_save is a list of names, not {self.modules_to_save!r}")
+        elif self.target_modules is not None:
+            wrong += must_be("target_modules", "names or a pattern", self.target_modules, _is_list(self.target_modules))
+        wrong += must_be("modules_to_save", "a list of names", self.modules_to_save, _is_list(self.modules_to_save))
         if wrong:
             raise ModuleError(f"LoraConfig: {'; '.join(wrong)}.")
+
+
+def _is_list(x: object) -> bool:
+    return isinstance(x, Sequence) and not isinstance(x, str)
 
 
 def _no_pattern(text: str) -> list[str]:
