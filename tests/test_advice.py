@@ -133,7 +133,7 @@ def step(plugin, model, opt, width=30, look=lambda: None):
         booster.execute_pipeline(iter([batch]), model, loss, opt)
     else:
         booster.backward(loss(model(batch)), opt)
-    return held(model.learner.params), held(opt.grads), held(opt.state), seen
+    return held(model.gradient.params), held(opt.grads), held(opt.state), seen
 
 
 @pytest.mark.filterwarnings("ignore:seen was changed by the criterion")
@@ -290,7 +290,7 @@ def test_stages_of_a_model_with_blocks_are_counted():
             booster.execute_pipeline(iter([batch]), own, lambda y, x: y.square().mean(), opt)
             grads = held(opt.grads)
             opt.step()
-        return held(own.learner.params), grads, held(opt.state)
+        return held(own.gradient.params), grads, held(opt.state)
 
     row = rows_of(plugin)["Hybrid, stage 1 x 4"]
     assert (row["parameters"], row["state"]) in {(params, state) for params, _, state in fs.run(main, mesh=MESH)}

@@ -107,7 +107,9 @@ def auto_plugin(
         wrong += refused[:1] if len(refused) == len(its) else []
     if wrong:
         raise LayoutError(f"auto_plugin: {'; '.join(dict.fromkeys(wrong))}.")
-    source = optimizer_source(adamw() if optimizer is None else optimizer, dict(model.named_parameters()), "auto_plugin")
+    source = optimizer_source(
+        adamw() if optimizer is None else optimizer, dict(model.named_parameters()), "auto_plugin"
+    )
     axes = as_axes(options.get("axis") or mesh.axis_names)
     batch = activations * prod(size for axis, size in mesh.axes if axis in axes)
     titles = "".join(f"{title:>15}" for title in (*Budget._fields, "together"))
