@@ -23,6 +23,8 @@ from fshard.transforms.layers import Layers
 from fshard.transforms.lent import lent, untouched
 
 Tensors = dict[str, Tensor]
+Names = dict[str, str]
+"""The names of tensors by the keys of their slots in one module."""
 _INTERNAL = frozenset(vars(nn.Module())) - {"training"} | {"forward", "_flat_weights", "_flat_weight_refs"}
 
 
@@ -48,12 +50,12 @@ class Replica:
     def __init__(
         self,
         module: nn.Module,
-        names: list[tuple[Tensors, Tensors]],
+        names: Sequence[tuple[Names, Names]],
         adapt: Callable[[nn.Module], Callable[..., Any] | None],
     ) -> None:
         self.module = module
         self.modules = dict(module.named_modules())
-        parts = self.modules.values()
+        parts: list[Any] = [*self.modules.values()]
         self._params = [
             Slot(p._parameters, *item) for p, (own, _) in zip(parts, names, strict=True) for item in own.items()
         ]
@@ -61,7 +63,7 @@ class Replica:
             Slot(p._buffers, *item) for p, (_, own) in zip(parts, names, strict=True) for item in own.items()
         ]
         self._others = [
-            (path, p._buffers, own) for (path, p), (_, own) in zip(self.modules.items(), names, strict=True)
+            (path, vars(p)["_buffers"], own) for (path, p), (_, own) in zip(self.modules.items(), names, strict=True)
         ]
         self._empty = [frozenset(p._buffers) - own.keys() for p, (_, own) in zip(parts, names, strict=True)]
         self._recurrent = [p for p in parts if isinstance(p, nn.RNNBase)]
@@ -92,7 +94,7 @@ class Replica:
         """Put buffers that an earlier forward has registered into the modules that made them."""
         for name, x in buffers.items():
             path, _, key = name.rpartition(".")
-            self.modules[path]._buffers[key] = x
+            vars(self.modules[path])["_buffers"][key] = x
 
     def take(self, given: Mapping[str, Any], installed: Mapping[str, Any]) -> Tensors:
         """Return the buffers after a call; those not written to are the given ones.
@@ -155,17 +157,17 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
     return {key: x for key, x in vars(module).items() if key not in _INTERNAL}
 
 
-def slot_names(module: nn.Module) -> list[tuple[Any, Any]]:
+def slot_names(module: nn.Module) -> list[tuple[Names, Names]]:
     """Return, for each module inside, the names of its parameters and buffers by key; tied ones have their first name."""
     first: dict[int, str] = {}
     for name, x in (*module.named_parameters(), *module.named_buffers()):
         first.setdefault(id(x), name)
-    return [
-        tuple(
-            {key: first[id(x)] for key, x in own.items() if x is not None} for own in (part._parameters, part._buffers)
-        )
-        for part in module.modules()
-    ]
+    parts: list[Any] = [*module.modules()]
+    return [(_keys(part._parameters, first), _keys(part._buffers, first)) for part in parts]
+
+
+def _keys(entries: Mapping[str, Any], names: Mapping[int, str]) -> Names:
+    return {key: names[id(x)] for key, x in entries.items() if x is not None}
 
 
 def give_up_memory(modules: Sequence[nn.Module], device: torch.device | None = None) -> None:
@@ -174,7 +176,7 @@ def give_up_memory(modules: Sequence[nn.Module], device: torch.device | None = N
     Tied parameters stay tied.  Those on the meta device get the given one.
     """
     made: dict[int, nn.Parameter] = {}
-    own = [*{id(part): part for module in modules for part in module.modules()}.values()]
+    own: list[Any] = [*{id(part): part for module in modules for part in module.modules()}.values()]
     params = [(part._parameters, key, x) for part in own for key, x in part._parameters.items() if x is not None]
     for entries, key, x in params:
         entries[key] = made.setdefault(id(x), _without_memory(x, device))
@@ -183,7 +185,7 @@ def give_up_memory(modules: Sequence[nn.Module], device: torch.device | None = N
             _alias(part)
 
 
-def _alias(part: nn.RNNBase) -> None:
+def _alias(part: Any) -> None:
     """Let a recurrent layer's list of weights have those that are installed."""
     own: Any = part._parameters
     part._flat_weights = [own.get(name) for name in part._flat_weights_names]

@@ -314,7 +314,7 @@ class Shift:
             self._objection(what, group)
 
     def _agreed(self) -> tuple[list[bool], dict[str, Tensor]]:
-        """Return whether any device has used each parameter, and the buffers that changed; raise if devices began differently."""
+        """Return which parameters any device has used, and the buffers that changed; raise if devices began differently."""
         origin, memory = self._origin(), self.memory
         written = [] if memory is None else memory.written([count.weight for count in self.counts])
         keys = [] if memory is None else memory.keys

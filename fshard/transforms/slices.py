@@ -88,7 +88,7 @@ class Turn(NamedTuple):
     """A slice, what it counts for, and its number among those of all devices."""
 
     slice: Slice
-    count: Count
+    weight: Count
     number: int
 
 
@@ -185,7 +185,7 @@ class Device:
         forest, parts = Forest(self.tape.units, self.tape.reductions.as_reduced), list[Part]()
         for turn in turns:
             parts.append(self._one(turn, forest.plant))
-            forest.grow(turn.count.share)
+            forest.grow(turn.weight.share)
         for unit in self.tape.units:
             unit.kept = forest.harvest(unit)
         self.tape.reductions.end()

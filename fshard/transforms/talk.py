@@ -9,8 +9,8 @@ function of the values of all devices together.  That is right for any code, and
            └ 1/n to each           └ backward: its own                             └ backward: gradients summed over all
 
 Over which devices: those along the batch's axes, which have other samples; and those along any other axis over which the
-loss function of some device calls a collective, or takes its index to use a part of the parameters.  Devices agree on these axes
-in the first step, before anything is reduced; later only collectives add to them, so a device may print by its index.
+loss function of some device calls a collective, or takes its index to use a part of the parameters.  Devices agree on these
+axes in the first step, before anything is reduced; later only collectives add to them, so a device may print by its index.
 Where nothing is asked, all along such an axis compute the same, and nothing is sent along it after the first step.
 """
 
