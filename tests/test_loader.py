@@ -132,15 +132,17 @@ def test_a_loop_and_a_step_on_one_loader_train_the_same(plugin):
             torch.testing.assert_close(by_loop, by_step)
 
 
-def test_copies_of_uneven_batches_fetched_ahead_raise():
+def test_copies_fetched_ahead_that_may_be_of_several_batches_raise():
+    """Of 2 samples and of 1 sample, devices have one row each, of which one is a neighbour's."""
+
     def step():
         booster = fs.Booster()
-        batches = [copied(*batch) for batch in booster.prepare_dataloader(samples(), batch_size=SIZE)]
+        batches = [copied(*batch) for batch in booster.prepare_dataloader(samples(5), batch_size=2)]
         booster.step(booster.init(*start(), nn.CrossEntropyLoss()), batches[0])
 
     def loop():
         booster = fs.Booster()
-        loader = booster.prepare_dataloader(samples(), batch_size=SIZE)
+        loader = booster.prepare_dataloader(samples(5), batch_size=2)
         model, opt, criterion, *_ = booster.boost(*start(), nn.CrossEntropyLoss())
         (x, y), *_ = [copied(*batch) for batch in loader]
         booster.backward(criterion(model(x), y), opt)
