@@ -18,7 +18,7 @@ from fshard.mesh.sharded import Sharded
 from fshard.mesh.tree import PyTree
 from fshard.pipeline.schedule import Schedule
 from fshard.transforms.functionalize import functionalize, refuse_hooks
-from fshard.transforms.lazy import draw, drawn_attributes, fill, reserved, standing_for
+from fshard.transforms.lazy import build_attributes, draw, fill, reserved
 from fshard.transforms.rules import Rules, lay
 from fshard.transforms.skeleton import skeleton
 from fshard.transforms.stage_layouts import has_stages, lay_stages
@@ -30,7 +30,9 @@ Trained = Callable[[Mapping[str, Tensor]], PyTree]
 def bare(model: nn.Module, *, mesh: Mesh, seed: int) -> nn.Module:
     """Return a model's structure: see `skeleton`."""
     near = _near(mesh)
-    return skeleton(model, near, {} if near is None else drawn_attributes(model, seed, near))
+    if near is not None:
+        build_attributes(model, seed)
+    return skeleton(model, near)
 
 
 def whole(model: nn.Module, rules: Rules, trained: Trained, *, mesh: Mesh, seed: int) -> tuple[PyTree, PyTree]:
@@ -71,7 +73,7 @@ def in_stages(
     for here, own, rest in zip(has_stages(**where), params, buffers, strict=True):
         laid |= {**own, **rest} if here else {}
     draw(model, seed, laid, lambda name, made: fill(laid[name], made))
-    return [skeleton(stage, _near(mesh), standing_for(stage, structure)) for stage in stages], params, buffers
+    return [skeleton(stage, _near(mesh)) for stage in stages], params, buffers
 
 
 def _near(mesh: Mesh) -> torch.device | None:

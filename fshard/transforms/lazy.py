@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils._pytree import keystr, tree_flatten_with_path
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
 
 from fshard.errors import ModuleError
 from fshard.mesh.layout import Layout
@@ -96,17 +96,13 @@ def undescribed(module: nn.Module) -> list[str]:
     return [name for name, x in _registered(module).items() if x.is_meta and id(x) not in known]
 
 
-def drawn_attributes(module: nn.Module, seed: int, near: torch.device) -> dict[int, Tensor]:
-    """Build the tensors in plain attributes of lazy modules, on a device; return them by the id of their description."""
-    own, drawn = _lazy_attributes(module), dict[int, Tensor]()
-    draw(module, seed, own, lambda name, x: drawn.update({id(own[name]): x.to(near)}))
-    return drawn
-
-
-def standing_for(module: nn.Module, whole: nn.Module) -> dict[int, Tensor]:
-    """Look up the tensors in plain attributes of a stage in the model that it is a part of; return them by id."""
-    known, own = _attributes(whole), _attributes(module)
-    return {id(own[name]): known[name] for name in own.keys() & known.keys() if own[name].is_meta}
+def build_attributes(module: nn.Module, seed: int) -> None:
+    """Build the tensors in plain attributes of lazy modules, in place; parameters and buffers stay on the meta device."""
+    own, made = _lazy_attributes(module), dict[int, Tensor]()
+    draw(module, seed, own, lambda name, x: made.update({id(own[name]): x}))
+    for attributes in map(vars, module.modules() if made else ()):
+        for key in attributes.keys() - _OF_TORCH - {_RECIPE}:
+            attributes[key] = tree_map(lambda x: made.get(id(x), x), attributes[key])
 
 
 def forget_recipes(module: Module) -> Module:
@@ -208,13 +204,8 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 )
 
 
-def _attributes(module: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors in plain attributes that are neither parameters nor buffers."""
-    registered = {id(x) for x in _registered(module).values()}
-    return {name: x for name, x in _tensors(module) if id(x) not in registered}
-
-
 def _lazy_attributes(module: nn.Module) -> dict[str, Tensor]:
-    """Return those of them on the meta device that lazy modules have."""
-    lazies = {id(x) for _, part in _described(module) for _, x in _tensors(part)}
-    return {name: x for name, x in _attributes(module).items() if x.is_meta and id(x) in lazies}
+    """Return the tensors on the meta device in plain attributes of lazy modules."""
+    registered = {id(x) for x in _registered(module).values()}
+    lazies = {id(x) for _, part in _described(module) for _, x in _tensors(part)} - registered
+    return {name: x for name, x in _tensors(module) if x.is_meta and id(x) in lazies}
