@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -53,16 +53,22 @@ class Announced:
     def __init__(self, mesh: Mesh, axes: tuple[str, ...]) -> None:
         self._mesh, self._axes, self._parts = mesh, axes, prod(mesh.shape[axis] for axis in axes)
         self._totals = WeakTensorKeyDictionary()  # of tensors that are still there; None: of several batches
-        self._told, self._last = set[int](), cast("int | None", None)
+        self._told = set[int]()
+        self._last: int | None = None
+        self._before: int | None = None  # the last of the pass before
         self._unused = self._ahead = False
 
     def tell(self, total: int | None, part: PyTree) -> None:
         """Note a batch that is handed out, and how many samples it has on all devices; None: a pass begins or ends."""
-        begins = total is not None and self._last is None
-        self._ahead = not begins and (self._ahead or self._unused)
-        self._last, self._unused = total, total is not None
         if total is None:
+            self._ahead = self._last is not None and (self._ahead or self._unused)
+            self._before, self._last, self._unused = self._last, None, False
             return
+        if self._last is None:  # the first of a pass, which may be the same that was only looked at
+            self._ahead = self._ahead and total != self._before
+        else:
+            self._ahead = self._ahead or self._unused
+        self._last, self._unused = total, True
         self._told.add(total)
         for leaf in flatten_outside(part)[1]:
             for x in tensors_in(leaf):
