@@ -108,6 +108,32 @@ def test_a_step_knows_a_loaders_part_whatever_has_become_of_it(feed):
     assert_all_trained(everywhere(2, "zero 1", feed))
 
 
+def test_first_batch_that_is_looked_at_leaves_copies_in_turn():
+    """Parts of 8 samples and of 7 have the same number of rows on three of four devices."""
+    assert_all_trained(everywhere(4, "zero 1", "copied after a look", count=15), count=15)
+
+
+def test_copies_of_two_loaders_have_the_shares_of_their_own():
+    def train(model, opt, criterion, pairs, backward):
+        for given in pairs:
+            for x, y in given:
+                backward(criterion(model(x.clone()), y.clone()), opt)
+            opt.step(), opt.zero_grad()
+
+    def main():
+        booster = fs.Booster()
+        loaders = [booster.prepare_dataloader(samples(2 * size), batch_size=size) for size in (3, 5)]
+        model, opt, criterion, *_ = booster.boost(*start(), nn.CrossEntropyLoss())
+        train(model, opt, criterion, zip(*loaders, strict=True), booster.backward)
+        return {name: x.detach() for name, x in model.unwrap().named_parameters()}
+
+    model, opt = start()
+    pairs = zip(*(DataLoader(samples(2 * size), batch_size=size) for size in (3, 5)), strict=True)
+    train(model, opt, nn.CrossEntropyLoss(), pairs, lambda loss, opt: loss.backward())
+    for found in fs.run(main, mesh=fs.make_mesh({"data": 2})):
+        torch.testing.assert_close(found, {name: x.detach() for name, x in model.named_parameters()})
+
+
 @pytest.mark.parametrize("feed", ["each in its turn", "copied in its turn"])
 @pytest.mark.parametrize("plugin", ["zero 1", "reproducible"])
 def test_functional_steps_of_processes_train_all_samples_too(two, plugin, feed):
@@ -132,15 +158,17 @@ def test_a_loop_and_a_step_on_one_loader_train_the_same(plugin):
             torch.testing.assert_close(by_loop, by_step)
 
 
-def test_copies_of_uneven_batches_fetched_ahead_raise():
+def test_copies_fetched_ahead_that_may_be_of_several_batches_raise():
+    """Of 2 samples and of 1 sample, devices have one row each, of which one is a neighbour's."""
+
     def step():
         booster = fs.Booster()
-        batches = [copied(*batch) for batch in booster.prepare_dataloader(samples(), batch_size=SIZE)]
+        batches = [copied(*batch) for batch in booster.prepare_dataloader(samples(5), batch_size=2)]
         booster.step(booster.init(*start(), nn.CrossEntropyLoss()), batches[0])
 
     def loop():
         booster = fs.Booster()
-        loader = booster.prepare_dataloader(samples(), batch_size=SIZE)
+        loader = booster.prepare_dataloader(samples(5), batch_size=2)
         model, opt, criterion, *_ = booster.boost(*start(), nn.CrossEntropyLoss())
         (x, y), *_ = [copied(*batch) for batch in loader]
         booster.backward(criterion(model(x), y), opt)

@@ -26,7 +26,6 @@ from torch import nn
 
 from fshard.booster.plugins import DDPPlugin, FSDPPlugin, HybridParallelPlugin, Plugin, ZeroPlugin
 from fshard.errors import FshardError, LayoutError
-from fshard.mesh.layout import Layout
 from fshard.mesh.mesh import Mesh
 from fshard.mesh.sharded import Sharded, key_of
 from fshard.mesh.spec import as_axes
@@ -173,9 +172,6 @@ def _abstract(plugin: Plugin, mesh: Mesh) -> Mesh:
 
 # -- counting -----------------------------------------------------------------------------------------------------------
 
-_Shards = Counter[tuple[Layout, tuple[int, ...], int]]
-"""How many tensors have a layout, a shape, and elements of so many bytes."""
-
 
 def budget(how: Arrangement, model: nn.Module, source: OptimizerSource, activations: int = 0) -> Budget:
     """Count the bytes of the device that holds most.
@@ -206,80 +202,60 @@ def budget(how: Arrangement, model: nn.Module, source: OptimizerSource, activati
         params = shard_stages(trees, how.rules, mesh=how.mesh, schedule=schedule, axis=axis)
         state, placement = how.partition(source.now()).init(params), schedule.placement
         here = [{axis: place} for place in range(schedule.devices)]
-    rest, kept, found = _shards(params), _shards(state), list[Budget]()
+    rest, kept, found = _leaves(params), _leaves(state), list[Budget]()
     for place, held in enumerate(_activations(how, schedule, activations)):
-        own = [number for number, at in enumerate(placement) if at == place]
-        rows = [row for number in own for row in _rows(params[number], f"stage {number}" if schedule else "")]
-        owners = [here[place] | layout.place for layout, *_ in (*rest, *kept)]
+        used = [(f"stage {i}" if schedule else "", params[i]) for i, at in enumerate(placement) if at == place]
+        owners = [here[place] | layout.place for layout in {leaf.layout for leaf in (*rest, *kept)}]
         fullest = [here[place], *(owner for owner in owners if here[place].items() <= owner.items())]
         for device in {how.mesh.index(coordinates) for coordinates in fullest}:
-            copies, gradients = _copies(how, rows, device), _gradients(how, rows)
+            copies, gradients = _in_use(how, used, device)
             found.append(Budget(_bytes(rest, device), copies, gradients, _bytes(kept, device), held))
     return max(found, key=lambda one: one.total)
 
 
-def _parts(how: Arrangement) -> int:
-    """Return over how many devices the batch is cut."""
-    return prod(how.mesh.shape[axis] for axis in how.axes)
-
-
 def _activations(how: Arrangement, schedule: Schedule | None, whole: int) -> list[int]:
     """Return the bytes of activations at each place along the pipeline."""
-    part = Fraction(whole, _parts(how))
+    part = Fraction(whole, prod(how.mesh.shape[axis] for axis in how.axes))
     if schedule is None:
         return [ceil(part)]
     one = part / schedule.stages / schedule.microbatches
     return [ceil(x) for x in schedule.simulate(activation=one).peak_activations] if whole else [0] * schedule.devices
 
 
-def _shards(tree: PyTree) -> _Shards:
-    leaves = {key_of(x): x for x in flatten(tree, sharded_is_leaf=True)[0] if isinstance(x, Sharded)}.values()
-    return Counter((Layout(x.mesh, x.spec), x.shape, x.dtype.itemsize) for x in leaves)
+def _leaves(tree: PyTree) -> list[Sharded]:
+    """Return the leaves of a tree, each tied one once."""
+    leaves = flatten(tree, sharded_is_leaf=True)[0]
+    return [*{key_of(x): x for x in leaves if isinstance(x, Sharded)}.values()]
 
 
-def _bytes(shards: _Shards, device: int) -> int:
-    return sum(
-        count * size * prod(layout.local_shape(shape, device)) for (layout, shape, size), count in shards.items()
-    )
+def _bytes(leaves: Sequence[Sharded], device: int) -> int:
+    return sum(prod(x.layout.local_shape(x.shape, device)) * x.dtype.itemsize for x in leaves)
 
 
-def _rows(tree: PyTree, unit: str) -> Iterator[tuple[str, Sharded]]:
-    """Yield each parameter once, with the unit that it is all-gathered with: its stage, if it is in one."""
-    paths, leaves, _ = flatten_with_paths(tree, sharded_is_leaf=True)
-    once = {key_of(leaf): (path, leaf) for path, leaf in zip(paths, leaves, strict=True)}
-    yield from ((unit or leaf.layout.unit or unit_of(path), leaf) for path, leaf in once.values())
-
-
-def _dtype(how: Arrangement, leaf: Sharded) -> torch.dtype:
-    """Return the dtype that a parameter is used in."""
-    compute = how.options["compute"]
-    return compute if compute is not None and leaf.dtype.is_floating_point else leaf.dtype
-
-
-def _copies(how: Arrangement, rows: Sequence[tuple[str, Sharded]], device: int) -> int:
-    gathered, converted = Counter[str](), 0
-    for unit, leaf in rows:
-        size, dtype = prod(leaf.shape), _dtype(how, leaf)
-        if prod(leaf.layout.local_shape(leaf.shape, device)) < size:
-            gathered[unit] += size * dtype.itemsize
-        elif dtype is not leaf.dtype:
-            converted += size * dtype.itemsize
-    reshards = how.options.get("reshard_after_forward", True)
-    live = gathered.most_common(how.options.get("live_units", 2) if reshards else None)
-    return converted + sum(size for _, size in live)
-
-
-def _gradients(how: Arrangement, rows: Sequence[tuple[str, Sharded]]) -> int:
-    schedule, trees, lay = how.options.get("schedule"), how.options["reproducible"], how.partition(NOTHING).gradients
-    turns = schedule.microbatches if schedule is not None else how.options["slices"] // _parts(how) if trees else 1
+def _in_use(how: Arrangement, used: Sequence[tuple[str, PyTree]], device: int) -> tuple[int, int]:
+    """Count the bytes of copies and gradients of parameters that a device uses: trees of them, and the stage of each."""
+    schedule, trees, compute = how.options.get("schedule"), how.options["reproducible"], how.options["compute"]
+    devices, lay = prod(how.mesh.shape[axis] for axis in how.axes), how.partition(NOTHING).gradients
+    turns = schedule.microbatches if schedule is not None else how.options["slices"] // devices if trees else 1
     once = how.stage < 2 or schedule is not None or trees
-    gradients, reduced = 0, Counter[str]()
-    for unit, leaf in rows:
-        if trainable(leaf):
-            size, dtype = prod(leaf.shape), how.options["reduce"] or _dtype(how, leaf)
+    unsharded, reduced, converted, gradients = Counter[str](), Counter[str](), 0, 0
+    for stage, tree in used:
+        paths, leaves, _ = flatten_with_paths(tree, sharded_is_leaf=True)
+        for path, x in {key_of(x): (path, x) for path, x in zip(paths, leaves, strict=True)}.values():
+            size, unit = prod(x.shape), stage or x.layout.unit or unit_of(path)
+            dtype = compute if compute is not None and x.dtype.is_floating_point else x.dtype
+            if prod(x.layout.local_shape(x.shape, device)) < size:
+                unsharded[unit] += size * dtype.itemsize
+            elif dtype is not x.dtype:
+                converted += size * dtype.itemsize
+            if not trainable(x):
+                continue
+            dtype = how.options["reduce"] or dtype
             if turns > 1 or trees:
                 dtype = torch.promote_types(dtype, torch.float32)
-            own = size if once else prod(lay(leaf.layout).local_shape(leaf.shape, 0))
-            gradients += own * torch.promote_types(dtype, leaf.dtype).itemsize
+            own = size if once else prod(lay(x.layout).local_shape(x.shape, 0))
+            gradients += own * torch.promote_types(dtype, x.dtype).itemsize
             reduced[unit] += size * dtype.itemsize if own < size else 0
-    return gradients * (turns.bit_length() if trees else 1) + max(reduced.values(), default=0)
+    live = how.options.get("live_units", 2) if how.options.get("reshard_after_forward", True) else None
+    copies = converted + sum(size for _, size in unsharded.most_common(live))
+    return copies, gradients * (turns.bit_length() if trees else 1) + max(reduced.values(), default=0)

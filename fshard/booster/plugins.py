@@ -79,15 +79,12 @@ class Plugin:
 
     def invalid(self) -> list[str]:
         """List the fields that are wrong by themselves."""
-        mesh = self.mesh
-        wrong = must_be("mesh", "a Mesh or None", mesh, mesh is None or isinstance(mesh, Mesh))  # pyright: ignore[reportUnnecessaryIsInstance]
-        wrong += _wrong_axes("axis", self.axis, None if wrong else mesh)
+        wrong = must_be("mesh", "a Mesh or None", self.mesh, isinstance(self.mesh, Mesh | None))
+        wrong += _wrong_axes("axis", self.axis, self.mesh)
         wrong += one_of("precision", self.precision, "bf16", "fp16", None)
         wrong += one_of("unused", self.unused, "skip", "zero")
         wrong += flag("sync_batchnorm", self.sync_batchnorm) + flag("reproducible", self.reproducible)
         wrong += integer("slices", self.slices) + integer("seed", self.seed, 0)
-        if no_dict := must_be("options", "a dict", self.options, isinstance(self.options, dict)):  # pyright: ignore[reportUnnecessaryIsInstance]
-            return wrong + no_dict
         known = _OPTIONS & {*(OF_STAGES if self.in_stages() else OF_LOSSES)}
         return wrong + unknown("options", self.options, sorted(known)) + wrong_options(self.reproducible, self.options)
 
@@ -175,14 +172,14 @@ class ZeroPlugin(Plugin):
 
 @dataclass(frozen=True, kw_only=True)
 class FSDPPlugin(Plugin):
-    """ZeRO 3: parameters are divided too, and gathered as they are used.
+    """ZeRO 3: parameters are sharded too, and all-gathered as they are used.
 
     Args:
-        unit: what is gathered together: a pattern of paths ("blocks[*]"), several, or a size in bytes; None: each repeated
-            block.
-        shard_axis: along which parameters and state are cut; None: all of `axis`.  If it is less, there are replicas along
-            the others (hybrid sharding): {"node": 2, "gpu": 8} with shard_axis="gpu", say.
-        reshard_after_forward: let parameters go after the forward, and gather them again for the backward.
+        unit: what is all-gathered together: a pattern of paths ("blocks[*]"), several, or a size in bytes; None: each
+            repeated block.
+        shard_axis: along which parameters and state are sharded; None: all of `axis`.  Along the others they are replicated
+            (hybrid sharding): {"node": 2, "gpu": 8} with shard_axis="gpu", say.
+        reshard_after_forward: free unsharded parameters after the forward, and all-gather them again for the backward.
     """
 
     unit: str | Sequence[str] | int | None = None
@@ -219,12 +216,10 @@ class HybridParallelPlugin(Plugin):
         pipeline: how many devices the model is cut over.
         zero_stage: 0 to 3, of the devices that have the same stages.
         microbatches: into how many each device's part of a batch is cut.
-        schedule: a name that `pipeline_schedule` knows.
-        chunks: how many stages each device has; None: one, or two where the schedule wants them.
-        balance: what stages have alike: see `split_stages`; so for `sample` and `blocks`.
-        sample: a microbatch, if `balance` or `blocks` ask for one.
-        blocks: where the blocks of a model stand that is no row of layers.
-        recompute: which activations are computed again: see `stage_functions`.
+        schedule: a name of `pipeline_schedule`.
+        chunks: how many stages each device has; None: one, or two where the schedule needs them.
+        balance, sample, blocks: how the model is cut into stages: see `split_stages`.
+        recompute: which activations are recomputed: see `stage_functions`.
         pipeline_axis: the axis of the stages.
     """
 
@@ -249,9 +244,6 @@ class HybridParallelPlugin(Plugin):
         wrong = [*integer("pipeline", self.pipeline), *one_of("zero_stage", self.zero_stage, 0, 1, 2, 3)]
         wrong += integer("microbatches", self.microbatches)
         wrong += [] if self.chunks is None else integer("chunks", self.chunks)
-        wrong += must_be("blocks", "a path, several or None", self.blocks, isinstance(self.blocks, Sequence | None))
-        wrong += must_be("balance", "a name or sizes", self.balance, isinstance(self.balance, Sequence))  # pyright: ignore[reportUnnecessaryIsInstance]
-        wrong += must_be("pipeline_axis", "a name", self.pipeline_axis, isinstance(self.pipeline_axis, str))  # pyright: ignore[reportUnnecessaryIsInstance]
         wrong += wrong_options(False, {"recompute": self.recompute})
         if not wrong and self.in_stages():
             wrong += (plan := refusal(self.plan))
@@ -329,4 +321,4 @@ def _wrong_axes(name: str, axes: Any, mesh: Mesh | None) -> list[str]:
         return [f"{name}: {wrong[0]}"]
     names = as_axes(axes)
     wrong = must_be(name, "axes that are named once", axes, len({*names}) == len(names))
-    return wrong + ([] if mesh is None else refusal(lambda: mesh.check_axes(names, f"{name}=")))
+    return wrong + (refusal(lambda: mesh.check_axes(names, f"{name}=")) if isinstance(mesh, Mesh) else [])

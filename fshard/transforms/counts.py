@@ -32,7 +32,7 @@ def refuse_weights(weights: Sequence[float]) -> None:
     wrong = [str(weight) for weight in weights if not 0 <= weight < inf]
     if wrong:
         raise LayoutError(
-            f"weight= gave {', '.join(wrong)}: the weight of a part of the batch must be finite and >= 0."
+            f"weight= gave {', '.join(wrong)}: what a part of the batch counts for is finite and at least 0."
         )
 
 
