@@ -81,7 +81,7 @@ def test_time_may_come_before_samples():
     data = TensorDataset(rows(11, 6, 3))
     for change in (lambda x: x.transpose(0, 1), lambda x: x.clone().transpose(0, 1)):
         same(Reader, each(data, lambda model, x, change=change: model(change(x)).square().mean()))
-    with pytest.raises(fs.LayoutError, match=r"first dim, but that is 6 long, for 4 samples.*batch_first=True"):
+    with pytest.raises(fs.LayoutError, match=r"first dim of arguments must have a row for each of 4 samples, got 6.*batch_first=True"):
         same(
             Reader,
             each(data, lambda model, x: model(x.transpose(0, 1)).square().mean()),
@@ -205,7 +205,7 @@ def test_what_a_model_returned_may_be_given_to_it_again():
 
 
 def test_in_reproducible_mode_no_part_of_such_a_gradient_is_lost_in_silence():
-    with pytest.raises(fs.LayoutError, match=r"needs a gradient, as what another call has returned does"):
+    with pytest.raises(fs.LayoutError, match=r"arguments of the model must not need a gradient"):
         same(layers, unrolled, plugin=fs.DDPPlugin(reproducible=True))
 
 

@@ -353,7 +353,7 @@ def of_one_step(do, plugin):
     fs.run(main, mesh=fs.make_mesh({"data": 2}))
 
 
-PLUGINS = []  # TMP
+PLUGINS = [fs.DDPPlugin, fs.FSDPPlugin, lambda: fs.DDPPlugin(reproducible=True, slices=2)]
 
 
 @pytest.mark.parametrize("plugin", PLUGINS)
@@ -386,25 +386,6 @@ def test_a_forward_may_tell_parameters_what_they_say_of_themselves_where_nobody_
     fs.run(main, mesh=fs.make_mesh({"data": 2}))
 
 
-@pytest.mark.parametrize("plugin", PLUGINS)
-@pytest.mark.parametrize(
-    ("do", "complaint"),
-    [
-        (lambda module: module.layer.requires_grad_(False), "freezes or thaws a parameter, layer.weight"),
-        (lambda module: setattr(module.layer.bias, "requires_grad", False), "freezes or thaws a parameter, layer.bias"),
-        (lambda module: module.fixed.requires_grad_(), "freezes or thaws a parameter, fixed.weight"),
-        (lambda module: module.layer.weight.register_hook(lambda g: 2 * g), "hooks a parameter, layer.weight"),
-        (
-            lambda module: module.layer.weight.register_post_accumulate_grad_hook(print),
-            "hooks a parameter, layer.weight",
-        ),
-    ],
-)
-def test_what_the_next_step_would_not_find_is_refused(do, complaint, plugin):
-    with pytest.raises(fs.ModuleError, match=f"a forward {complaint}, which only stands for it in this step"):
-        of_one_step(do, plugin())
-
-
 def in_stages(do, zero_stage, steps=2):
     """Return the losses of stages whose first one does something to its layer before it calls it."""
 
@@ -433,12 +414,3 @@ def test_stages_show_their_parameters_to_numpy(zero_stage):
         assert module.norm == pytest.approx((module.layer.weight.sum() + module.fixed.weight.sum()).item(), rel=1e-4)
 
     assert in_stages(do, zero_stage) == in_stages(lambda module: None, zero_stage)
-
-
-@pytest.mark.parametrize("zero_stage", [0, 3])
-def test_stages_refuse_hooks_of_parameters(zero_stage):
-    for name in ("register_hook", "register_post_accumulate_grad_hook"):
-        with pytest.raises(
-            fs.ModuleError, match=r"a forward hooks a parameter, 0\[0\].layer.weight, which only stands"
-        ):
-            in_stages(lambda module, name=name: getattr(module.layer.weight, name)(print), zero_stage)

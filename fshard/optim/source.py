@@ -268,35 +268,37 @@ class InstanceSource(TorchSource):
         return self._opt
 
     def point_at(self, params: Mapping[str, Tensor]) -> None:
-        """Let the groups have local shards in place of the parameters."""
-        self._bind()
-        self._frozen = WeakIdKeyDictionary()
-        for name, x in params.items():
-            self._names[x] = name
+        """Let the groups, and the state that there is already, have these tensors in place of the parameters."""
+        before = [x for group in self.given.param_groups for x in group["params"]]
+        super().point_at(params)
+        after = [x for group in self.given.param_groups for x in group["params"]]
+        for old, new in zip(before, after, strict=True):
+            self._rename(old, new)
 
-    def _bind(self) -> None:
-        """Put a local shard in the place of each parameter in the groups, and of each key of the state."""
+    def _rename(self, old: Tensor, new: Tensor) -> None:
+        if old in self.given.state:
+            self.given.state[new] = self.given.state.pop(old)
+
+    def _pairs(self, at: Leaves, *others: list[Leaf]) -> list[tuple[LocalShard, Leaf, list[Leaf]]]:
+        """Put local shards in the place of the parameters in the groups; return each with the leaf that it is of.
+
+        And with what stands beside that leaf.
+        """
+        first = {self.name_at(path): i for i, path in reversed([*enumerate(at.paths)]) if at.leaves[i] is not None}
         for group, names in zip(self.given.param_groups, self.groups(), strict=True):
-            for at, (x, name) in enumerate(zip(group["params"], names, strict=True)):
+            for place, (x, name) in enumerate(zip(group["params"], names, strict=True)):
                 if isinstance(x, LocalShard):
                     continue
                 if name in self._local:
                     raise OptimizerError(f"{type(self.given).__name__}: {name} is in a group already. Leave it out.")
-                local = self._local[name] = group["params"][at] = LocalShard(
-                    torch.empty(0, dtype=x.dtype, device=x.device)
-                )
+                local = LocalShard(torch.empty_like(shards_of(at.leaves[first[name]])[0]))
+                self._local[name] = group["params"][place] = local
                 self._names[local] = name
-                if x in self.given.state:
-                    self.given.state[local] = self.given.state.pop(x)
-
-    def _pairs(self, at: Leaves, *others: list[Leaf]) -> list[tuple[LocalShard, Leaf, list[Leaf]]]:
-        """Return each local shard with its parameter, and what stands beside that."""
-        first = {self.name_at(path): i for i, path in reversed([*enumerate(at.paths)]) if at.leaves[i] is not None}
+                self._rename(x, local)
         return [(local, at.leaves[i := first[name]], [x[i] for x in others]) for name, local in self._local.items()]
 
     def _init(self, params: PyTree) -> PyTree:
         """Lay out the state that the instance has already, made by its constructor or loaded."""
-        self._bind()
         at = Leaves.of(params)
         if any(len(shards_of(leaf)) > 1 for leaf in at.leaves):
             raise OptimizerError(
@@ -305,13 +307,18 @@ class InstanceSource(TorchSource):
             )
         for local, leaf, _ in self._pairs(at):
             for name, x in self.given.state.get(local, {}).items():
-                if isinstance(leaf, Sharded) and isinstance(x, Tensor) and x.shape == leaf.shape and x.numel():
-                    self.given.state[local][name] = device_put(x, leaf.layout).shards[0]
+                if not isinstance(leaf, Sharded) or not isinstance(x, Tensor) or x.shape != leaf.shape or not x.numel():
+                    continue
+                if x.is_meta and not leaf.shards[0].is_meta:
+                    raise OptimizerError(
+                        f"{type(self.given).__name__}: state of a lazy parameter must be made in step(), not by the "
+                        f"constructor; got {name!r} without memory."
+                    )
+                self.given.state[local][name] = device_put(x, leaf.layout).shards[0]
         return ()
 
     @torch.no_grad()
     def _step(self, grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
-        self._bind()
         at = Leaves.of(params)
         pairs = self._pairs(at, at.gradients(grads))
         for local, leaf, (grad,) in pairs:

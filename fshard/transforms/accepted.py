@@ -54,7 +54,10 @@ def _of_model(model: Any) -> Iterator[str]:
     if lazy := [name for name, x in _registered(model) if is_lazy(x)]:
         yield f"{', '.join(lazy)} of the model has no shape yet: run it once on an example first: model(example)"
     if compiled := [path or "the model" for path, part in model.named_modules() if _is_compiled(part)]:
-        yield f"{', '.join(compiled)} is what torch.compile has returned, of which only ._orig_mod can be boosted"
+        yield (
+            f"{', '.join(compiled)} is compiled, and a compiled module does not gather its parameters: compile functions "
+            "that it calls, those of parameters as fs.gathered(torch.compile(fn))"
+        )
 
 
 def _registered(model: Any) -> Iterator[tuple[str, Tensor]]:
@@ -73,8 +76,10 @@ def _without_memory(model: Any) -> Iterator[str]:
 
 
 def _is_compiled(part: nn.Module) -> bool:
-    """Return whether a module with parameters is one that torch.compile has wrapped."""
-    return "_torchdynamo_orig_callable" in vars(part) and any(True for _ in part.parameters())
+    """Return whether a module with parameters is compiled, by torch.compile or in place."""
+    own = vars(part)
+    wrapped = "_torchdynamo_orig_callable" in own or own.get("_compiled_call_impl") is not None
+    return wrapped and any(True for _ in part.parameters())
 
 
 def _of_others(optimizer: Any, criterion: Any, dataloader: Any, lr_scheduler: Any) -> Iterator[str]:

@@ -187,8 +187,7 @@ def give_up_memory(modules: Sequence[nn.Module], device: torch.device | None = N
 
 def _alias(part: Any) -> None:
     """Let a recurrent layer's list of weights have those that are installed."""
-    own: Any = part._parameters
-    part._flat_weights = [own.get(name) for name in part._flat_weights_names]
+    part._flat_weights = [getattr(part, name, None) for name in part._flat_weights_names]
 
 
 def _without_memory(x: Tensor, device: torch.device | None) -> nn.Parameter:
