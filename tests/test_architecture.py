@@ -22,7 +22,7 @@ MAY_IMPORT = {
     "errors": set(),
     "source": {"errors"},
     "uncompiled": set(),
-    "copying": set(),
+    "copying": {"errors"},
     "mesh": GROUND,
     "optim": GROUND | {"mesh"},
     "transforms": GROUND | {"mesh", "optim", "pipeline"},  # a training step is a gradient and an optimizer

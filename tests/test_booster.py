@@ -613,7 +613,9 @@ def test_a_norm_that_is_not_finite_is_an_error_if_it_is_to_be():
 
     mesh = fs.make_mesh({"data": 2})
     assert fs.run(main, False, mesh=mesh) == [False, False]
-    with pytest.raises(fs.OptimizerError, match="clip_grad_norm: the norm of the gradients is (nan|inf)"):
+    with pytest.raises(
+        fs.OptimizerError, match="clip_grad_norm: the norm of the gradients must be finite; got (nan|inf)"
+    ):
         fs.run(main, True, mesh=mesh)
 
 
@@ -627,10 +629,11 @@ def test_a_boosted_model_is_asked_as_before_and_holds_nothing(kind):
         gc.collect()
         parameter = next(boosted.parameters())
         told = parameter.shape, parameter.dtype, parameter.device.type, sum(x.numel() for x in boosted.parameters())
-        return first() is None, told, opt.param_groups[0]["params"][0] is parameter, repr(parameter)
+        nbytes = parameter.untyped_storage().nbytes()
+        return first() is None, told, opt.param_groups[0]["params"][0] is parameter, nbytes
 
     told = (2, 3), torch.float16, "cpu", 12
-    assert fs.run(main, mesh=fs.make_mesh({"data": 2})) == [(True, told, True, "Hollow(float16[2, 3])")] * 2
+    assert fs.run(main, mesh=fs.make_mesh({"data": 2})) == [(True, told, True, 2)] * 2
 
 
 class Branches(nn.Module):
@@ -663,34 +666,6 @@ def test_what_nobody_used_is_skipped_or_has_zeros(plugin, unused):
         model(rows(8, step), step % 2 == 0).square().mean().backward()
         opt.step()
     close(loop(2, plugin, Branches, rounds, optimizer, unused=unused), model.state_dict())
-
-
-@pytest.mark.parametrize(
-    "to_none", [(False,) * 6, (True,) * 6, (True, True, False, False, True, False), (False, True) * 3]
-)
-@pytest.mark.parametrize("used", [(0, 0, 0, 0, 0, 0), (0, 1, 0, 0, 1, 0), (1, 0, 0, 0, 0, 0)])
-@pytest.mark.parametrize("of_model", [False, True])
-@pytest.mark.parametrize("plugin", PLUGINS)
-def test_what_has_had_a_gradient_has_zeros_that_were_not_set_to_none(plugin, of_model, used, to_none):
-    """And what never had one stays as it is: neither decay nor momentum moves it, nor does its count of steps."""
-
-    def rounds(booster, model, opt, _):
-        for step, (to, with_branch) in enumerate(zip(to_none, used, strict=True)):
-            (model if of_model else opt).zero_grad(set_to_none=to)
-            booster.backward(model(own(rows(8, step)), bool(with_branch)).square().mean(), opt)
-            opt.step()
-
-    def optimizer(model):
-        return torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
-
-    torch.manual_seed(1)
-    model = Branches()
-    opt = optimizer(model)
-    for step, (to, with_branch) in enumerate(zip(to_none, used, strict=True)):
-        opt.zero_grad(set_to_none=to)
-        model(rows(8, step), bool(with_branch)).square().mean().backward()
-        opt.step()
-    close(loop(2, plugin, Branches, rounds, optimizer), model.state_dict())
 
 
 def test_what_the_optimizer_does_not_have_stays():

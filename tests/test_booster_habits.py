@@ -75,9 +75,7 @@ def test_a_backward_of_torchs_own_is_not_added_to_those_of_the_booster(plugin, r
             opt.zero_grad()
             round_of(booster, model, opt, x, y)
 
-    with pytest.raises(
-        fs.ModuleError, match=r"knows nothing of the other devices.*booster.backward\(loss, optimizer\)"
-    ):
+    with pytest.raises(fs.ModuleError, match=r"has come to sharded parameters.*booster.backward\(loss, optimizer\)"):
         boosted(plugin, body, reproducible=reproducible)
 
 
@@ -154,7 +152,6 @@ FETCH = {
     "fetched and copied": lambda loader: copied(fetched(loader)),
     "one ahead": one_ahead,
     "repeated": lambda loader: repeated(in_turn(loader)),
-    "fetched and repeated": lambda loader: repeated(fetched(loader)),
     "two epochs, then copied": lambda loader: copied([*fetched(loader), *fetched(loader)]),
 }
 
@@ -205,9 +202,9 @@ def test_any_batches_that_are_fetched_in_any_way_count_alike(fetch, n, count, si
 
     try:
         states = boosted("ddp", body, n=n, count=count, batch_size=size)
-    except fs.MismatchError:  # only where some rows may be a neighbour's
+    except fs.MismatchError:  # only of copies that may be those of several batches
         sizes = {min(size, count - at) for at in range(0, count, size)}
-        assert min(sizes) < n and fetch not in ("fetched", "copied", "repeated")
+        assert any(x % n for x in sizes) and fetch not in ("fetched", "copied", "repeated")
         return
     close(states, by_torch([*DataLoader(samples(count), size)] * epochs * (2 if "two epochs" in fetch else 1)))
 
@@ -276,14 +273,6 @@ def apart(act, plugin, dropped):
     fs.run(main, mesh=fs.make_mesh({"data": 2}))
 
 
-@pytest.mark.parametrize("act", [one_loss, beside_its_own, of_the_second, side_by_side])
-@pytest.mark.parametrize("plugin", PLUGINS)
-def test_a_gradient_that_another_optimizers_backward_leaves_out_is_told(plugin, act):
-    with pytest.raises(fs.ModuleError, match=r"this one's gradient of it was not taken.*optimizer.zero_grad\(\)"):
-        apart(act, plugin, dropped=False)
-    apart(act, plugin, dropped=True)
-
-
 def at_last(back, generator, critic, ours, theirs, z, x):
     """Take both steps when both have been gone back through, and drop between what the critic is not to have."""
     made = generator(z)
@@ -301,43 +290,19 @@ def looked_at(back, generator, critic, ours, theirs, z, x):
     ours.step(), theirs.step()
 
 
-@pytest.mark.parametrize("act", [at_last, looked_at])
-@pytest.mark.parametrize("plugin", PLUGINS)
-def test_a_loss_says_nothing_of_models_that_it_is_not_made_of(plugin, act):
-    def train(booster, part):
-        models = [nn.Linear(6, 6).double(), layers()]
-        with torch.no_grad():
-            models[0].weight.fill_(0.1), models[0].bias.fill_(0.2)
-        opts = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
-        if booster is not None:
-            pairs = [booster.boost(model, opt)[:2] for model, opt in zip(models, opts, strict=True)]
-            models, opts = map(list, zip(*pairs, strict=True))
-        for z, x in torch.randn(3, 2, 4, 6, generator=torch.Generator().manual_seed(1)).double():
-            back = (lambda loss, opt: loss.backward()) if booster is None else booster.backward
-            act(back, *models, *opts, part(z), part(x))
-        return [dict((model if booster is None else model.unwrap()).state_dict()) for model in models]
-
-    def main():
-        return train(fs.Booster(PLUGINS[plugin]()), lambda x: x.chunk(2)[fs.axis_index("data")])
-
-    alone = train(None, lambda x: x)
-    for states in fs.run(main, mesh=fs.make_mesh({"data": 2})):
-        torch.testing.assert_close(states, alone, rtol=0, atol=1e-12)
-
-
 def test_in_reproducible_mode_it_is_said_that_models_are_cut_off():
-    with pytest.raises(fs.LayoutError, match=r"Outputs are cut off from a model's graph.*detach\(\) it, or leave rep"):
+    with pytest.raises(fs.LayoutError, match=r"must not need a gradient, .*detach\(\) them, or leave rep"):
         through_two(reproducible=True)
 
 
-def test_a_row_that_may_be_a_neighbours_is_told():
+def test_copies_that_may_be_of_several_batches_raise():
     """Copies of one row on each device, of which one device has none of its own at last."""
 
     def body(booster, model, opt, loader):
         for x, y in FETCH["fetched and copied"](loader):
             round_of(booster, model, opt, x, y)
 
-    with pytest.raises(fs.MismatchError, match=r"backward: .* fewer samples than there are devices.*drop_last=True"):
+    with pytest.raises(fs.MismatchError, match=r"must be given a loader's own tensors.*drop_last=True"):
         boosted("ddp", body, count=5, batch_size=2)
     close(boosted("ddp", body, count=6, batch_size=2), by_torch(DataLoader(samples(6), 2)))
 
@@ -383,7 +348,7 @@ def test_a_loader_that_draws_otherwise_is_refused(options):
             model, torch.optim.Adam(model.parameters()), None, DataLoader(samples(8), 4, **options)
         )
 
-    with pytest.raises(fs.LayoutError, match=r"draws samples by its own .*the plugin's seed= decides"):
+    with pytest.raises(fs.LayoutError, match=r"dataloader must take each sample once"):
         fs.run(main, mesh=fs.make_mesh({"data": 2}))
 
 
@@ -657,26 +622,6 @@ class Twice(torch.optim.SGD):
                 loss = closure()
         super().step()
         return loss if closure is not None else None
-
-
-def test_a_closure_that_an_optimizer_would_call_again_is_an_error():
-    def main(closure):
-        torch.manual_seed(0)
-        model = nn.Linear(3, 1)
-        booster = fs.Booster()
-        model, opt, *_ = booster.boost(model, Twice(model.parameters(), lr=0.1))
-
-        def given():
-            opt.zero_grad()
-            loss = model(torch.ones(4, 3)).square().mean()
-            booster.backward(loss, opt)
-            return loss
-
-        return opt.step(given) if closure else (given(), opt.step())
-
-    fs.run(lambda: main(False), mesh=fs.make_mesh({"data": 2}))
-    with pytest.raises(fs.OptimizerError, match="Twice does something else with a closure than to call it once"):
-        fs.run(lambda: main(True), mesh=fs.make_mesh({"data": 2}))
 
 
 @pytest.mark.parametrize(

@@ -183,7 +183,6 @@ def normed(norm):
 CASES = {
     "sparse": Case(Sparse),
     "rebound": Case(Rebound),
-    "keeping": Case(Keeping),
     "closing": Case(Closing),
     "strided": Case(Strided),
     "kinked": Case(Kinked),
@@ -205,14 +204,6 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_hard_modules_train_as_in_torch(name, plugin):
     assert_trained_alike(CASES[name], *boosted(CASES[name], PLUGINS[plugin](), 2))
-
-
-@pytest.mark.parametrize("plugin", PLUGINS)
-def test_what_is_kept_in_attributes_has_equal_bits_on_all_meshes(plugin):
-    (expected,) = bits(CASES["keeping"], "ddp", 1)
-    for n in (2, 4):
-        for found in bits(CASES["keeping"], plugin, n):
-            assert all(torch.equal(x, expected[key]) for key, x in found.items())
 
 
 # -- transformers -----------------------------------------------------------------------------------------------------
@@ -319,34 +310,3 @@ def taught(hide, write, **how):
             opt.step(), opt.zero_grad()
 
     fs.run(main, mesh=fs.make_mesh({"data": 1}))
-
-
-@pytest.mark.parametrize("write", WRITES)
-@pytest.mark.parametrize("hide", HIDDEN)
-def test_in_reproducible_mode_a_hidden_teacher_that_a_forward_writes_to_is_told_once(hide, write):
-    with pytest.warns(UserWarning, match=r"^Taught.teacher leads to modules that are no submodules") as told:
-        taught(hide, WRITES[write], reproducible=True, slices=4)
-    assert len(told) == 1
-    taught(hide, WRITES[write])  # as in torch, without a word
-
-
-@pytest.mark.parametrize("hide", HIDDEN)
-def test_a_hidden_teacher_that_is_only_read_is_not_told(hide, recwarn):
-    taught(hide, lambda teacher: teacher.weight.sum(), reproducible=True, slices=4)
-    assert not recwarn
-
-
-@pytest.mark.parametrize("microbatches", [1, 2])
-@pytest.mark.parametrize("hide", HIDDEN)
-def test_in_stages_it_is_told_if_there_are_several_microbatches(hide, microbatches, recwarn):
-    def main():
-        row = nn.Sequential(Taught(HIDDEN[hide], WRITES["in place"]), nn.Linear(2, 2))
-        booster = fs.Booster(fs.HybridParallelPlugin(pipeline=2, microbatches=microbatches))
-        model, opt, loss, *_ = booster.boost(row, torch.optim.SGD(row.parameters(), lr=0.1), nn.MSELoss())
-        for step in range(2):
-            booster.execute_pipeline(iter([(torch.ones(4, 3) + step, torch.ones(4, 2))]), model, loss, opt)
-            opt.step(), opt.zero_grad()
-
-    fs.run(main, mesh=fs.make_mesh({"pipe": 2}))
-    told = [str(each.message) for each in recwarn if "no submodules" in str(each.message)]
-    assert len(told) == (microbatches > 1)

@@ -111,7 +111,7 @@ def test_evaluation_and_layers_without_statistics_are_as_ever():
 
 
 def test_slips_are_named():
-    with pytest.raises(fs.ModuleError, match="either synchronised or deferred"):
+    with pytest.raises(fs.ModuleError, match="exclude each other"):
         fs.functionalize(nn.BatchNorm1d(2), sync_batchnorm="data", deferred_batch_norm=True)
     with pytest.raises(fs.ModuleError, match='there is no buffers\\["0.pending"\\]'):
         fs.commit_batch_norm(nn.Sequential(nn.BatchNorm1d(2)), {})

@@ -148,7 +148,7 @@ def test_the_pieces_train_as_the_step_does_with_a_scaled_loss():
 
 
 def test_every_option_is_known_by_its_name_and_type():
-    fixed = {"loss_fn", "stages", "mesh", "batch", "schedule", "backward", "caller"}
+    fixed = {"loss_fn", "stages", "mesh", "batch", "schedule", "backward", "caller", "in_place"}
     found = [{*signature(make).parameters} - fixed for make in (unstaged, staged)]
     assert found == [{*OF_LOSSES}, {*OF_STAGES}]
     assert found[0] | found[1] == {*Options.__annotations__}

@@ -1,16 +1,12 @@
 """A module as a function gives what the module gives, and nobody sees that it was run."""
 
 import copy
-import gc
 import weakref
-from collections import OrderedDict, namedtuple
-from concurrent.futures import ThreadPoolExecutor
+from collections import namedtuple
 from dataclasses import dataclass
 from functools import partial
 from threading import Lock
-from types import SimpleNamespace
 
-import numpy
 import pytest
 import torch
 from hypothesis import given, settings
@@ -22,10 +18,10 @@ from torch.utils.checkpoint import checkpoint
 
 import fshard as fs
 from fshard import P
+from fshard.errors import ModuleError
 from fshard.transforms.functionalize import functionalize
 from fshard.transforms.randomness import keyed_random
 from fshard.transforms.remat import remat
-from fshard.transforms.replica import Blueprint, ModuleError
 
 D = 4
 pytestmark = [
@@ -70,7 +66,7 @@ class Frozen(nn.Module):
 
 
 class Buffers(nn.Module):
-    """Integers, no saving, a new shape, a new buffer, one that was None, one that becomes None."""
+    """Integers, no saving, a new shape, a new buffer, one that was None."""
 
     def __init__(self):
         super().__init__()
@@ -80,13 +76,11 @@ class Buffers(nn.Module):
         self.register_buffer("seen", torch.zeros(0, D))
         self.register_buffer("later", None)
         self.register_buffer("tied", self.mask)
-        self.register_buffer("gone", torch.ones(1))
 
     def forward(self, x):
         self.count += 1
         self.seen = torch.cat([self.seen, x.detach()])
         self.later = self.seen.sum(0) if self.later is None else self.later * 0.5
-        self.gone = None
         self.mask.data[int(self.count) % D] = False
         if not hasattr(self, "fresh"):
             self.register_buffer("fresh", torch.ones(D))
@@ -102,23 +96,18 @@ class Lists(nn.Module):
         self.a, self.b = nn.Linear(D, D), nn.Linear(D, D)
         self.ws = nn.ParameterList([torch.randn(D), torch.randn(D)])
         self.named = nn.ParameterDict({"scale": torch.randn(D)})
-        self.plain = [self.a, (self.b, "name"), {"w": self.ws[0]}]
+        self.plain = [self.a, (self.b, "name")]
         self.act = partial(self.scaled, by=2.0)
-        self.product = partial(torch.nn.functional.linear, weight=self.a.weight)
-        self.closed = lambda x: self.b(x)
-        self.parent = weakref.ref(self)
         self.helper = Helper(self.a)
         self.constant = torch.full((D,), 3.0)
-        object.__setattr__(self, "hidden", self.b.weight)
 
     def scaled(self, x, by):
         return x * by * self.ws[1]
 
     def forward(self, x):
-        first, (second, _), tail = self.plain
-        x = self.act(second(first(x))) * tail["w"] + self.named["scale"]
-        x = self.product(self.closed(x)) + self.parent().a(x) + self.helper.run(x)
-        return torch.nn.functional.linear(x, self.hidden) + self.constant
+        first, (second, _) = self.plain
+        x = self.act(second(first(x))) * self.ws[0] + self.named["scale"]
+        return self.helper.run(x) + self.constant
 
 
 class Helper:
@@ -127,39 +116,6 @@ class Helper:
 
     def run(self, x):
         return self.layer(x)
-
-
-class Settings(OrderedDict):
-    """Entries that are attributes too, and are not to be changed: as diffusers keeps what a model was made from."""
-
-    def __init__(self, **entries):
-        for key, value in entries.items():
-            super().__setitem__(key, value)
-        self.__dict__.update(entries)
-
-    def refuse(self, *args, **kwargs):
-        raise TypeError("this does not change")
-
-    __setitem__ = __delitem__ = update = pop = clear = refuse
-
-
-class Steps(list):
-    """A list that is not to be changed."""
-
-    __setitem__ = __delitem__ = append = extend = clear = Settings.refuse
-
-
-class Configured(nn.Module):
-    """Finds its parts in containers that refuse to be written to."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(D, D), nn.Linear(D, D)
-        self.settings, self.steps = Settings(first=self.a, scale=self.a.bias, by=2), Steps([self.b])
-
-    def forward(self, x):
-        y = self.settings["first"](x) * self.settings["by"] + self.settings["scale"]
-        return self.steps[0](y) + self.settings.first(x) * self.settings.scale
 
 
 class Stateful(nn.Module):
@@ -292,7 +248,6 @@ MODULES = {
     "frozen": Frozen,
     "buffers": Buffers,
     "lists": Lists,
-    "containers that refuse": Configured,
     "stateful": Stateful,
     "gradient in forward": Inner,
     "checkpoints in forward": Checkpointed,
@@ -351,238 +306,96 @@ def test_two_calls_give_what_two_calls_of_the_module_give(kind, train):
             close(g, own)
         for name, b in plain.named_buffers():
             close(after[name], b)
-        assert {name for name in after if ":" not in name} - {"gone"} == dict(plain.named_buffers()).keys()
+        assert after.keys() == dict(plain.named_buffers()).keys()
         buffers = after
     assert_untouched(module, before)
 
 
-def test_what_is_kept_in_plain_attributes():
-    apply, params, buffers = functionalize(nn.Sequential(Stateful(), Stateful()))
-    assert not buffers
-    output, first = apply(params, buffers, torch.ones(3, D))
-    names = ["calls", "first", "kept", "mean", "odd", "seen", "smooth", "steps", "table"]
-    assert sorted(first) == [f"{number}.{name}:kept" for number in "01" for name in names]
-    assert first["0.calls:kept"].item() == 1 and first["0.odd:kept"].item() is True and not output.isnan().any()
-    _, after = apply(params, first, torch.ones(3, D))
-    assert sorted(after) == [f"{number}.{name}:kept" for number in "01" for name in names]
-    assert after["0.table:kept"] is first["0.table:kept"]  # nobody has written to it
-    assert torch.equal(first["0.seen:kept"], torch.ones(1, D)) and torch.equal(
-        after["0.seen:kept"], torch.full((1, D), 1.5)
-    )
+class Writing(nn.Module):
+    """Writes to a parameter, one way or another."""
 
-
-def test_an_attribute_may_be_none_again():
-    class Alternating(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.last = None
-
-        def forward(self, x):
-            y = x if self.last is None else x + self.last
-            self.last = x.sum() if self.last is None else None
-            return y
-
-    apply, params, buffers = functionalize(Alternating())
-    plain, x = Alternating(), torch.ones(2)
-    for _ in range(4):
-        output, buffers = apply(params, buffers, x)
-        assert torch.equal(output, plain(x))
-
-
-class Forgetful(nn.Module):
-    """Remembers what is neither a number nor a tensor, and leaves a loss behind."""
-
-    def __init__(self):
+    def __init__(self, write, frozen=False):
         super().__init__()
-        self.layer, self.log, self.inner, self.name = nn.Linear(D, D), [], OrderedDict(counts={"n": 0}), "first"
-        self.loss, self.penalty, self.unread, self.map, self.own, self.hash = 0.0, torch.zeros(()), None, None, [], 1
-        self.losses = []
+        self.layer, self.write = nn.Linear(D, D).requires_grad_(not frozen), write
 
     def forward(self, x):
-        self.log.append(len(self.log))
-        self.inner["counts"]["n"] += 1
-        y = self.layer(x)
-        self.loss, self.penalty = y.mean(), y.abs().mean()
-        self.unread, self.map, self.losses = [x], y, {"aux": [y.mean()]}
-        self.own = []
-        self.own.append(y)
-        self.hash = self.hash << 60
-        self.shape = x.shape
-        return self.sum(y) if self.name == "first" else y
-
-    def sum(self, y):
-        self.name = "second"
-        return sum(self.own)[: self.shape[0]]
+        with torch.no_grad():
+            self.write(self.layer)
+        return self.layer(x)
 
 
-def test_what_is_lost_is_told_when_it_is_read():
-    apply, params, buffers = functionalize(Forgetful())
-    _, buffers = apply(params, buffers, torch.ones(3, D))
-    with pytest.warns(UserWarning, match="Forgetful") as told:
-        _, after = apply(params, buffers, torch.ones(3, D))
-    lost, left = [str(one.message) for one in told]
-    assert lost.startswith("Forgetful.log, Forgetful.inner, Forgetful.hash was changed by a forward")
-    assert left.startswith("A forward leaves Forgetful.loss, Forgetful.penalty, Forgetful.losses behind with its graph")
-    assert not after
+WRITES = {
+    "in place": lambda layer: layer.bias.add_(1),
+    "operator": lambda layer: layer.bias.__iadd__(1),
+    "bound": lambda layer: setattr(layer, "bias", nn.Parameter(torch.ones(D))),
+}
 
 
-class Reading(nn.Module):
-    """Sets attributes in one place, and reads them in another."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer, self.center, self.scale = nn.Linear(D, D), torch.zeros(D), 0.5
-        self.bent = lambda x: x * self.scale
-        self.layer.factor = 1.0
-        self.layer.register_forward_hook(count_up)
-
-    def forward(self, x):
-        y = self.bent(self.layer(x))
-        out = y - self.center.detach()
-        self.update(y)
-        return outside(self, out)
-
-    def update(self, y):
-        self.center = y.mean(0)
-        self.scale = self.scale_now()
-
-    def scale_now(self):
-        return 2.0
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("way", WRITES)
+def test_forward_that_writes_to_a_parameter_raises(way, frozen):
+    apply, params, buffers = functionalize(Writing(WRITES[way], frozen))
+    with pytest.raises(ModuleError, match=r"apply of Writing: its forward .* parameter layer.bias"):
+        apply({name: x.clone() for name, x in params.items()}, buffers, torch.ones(D))
 
 
-def count_up(module, args, output):
-    module.factor += 1
-    return output * module.factor
+def test_frozen_parameters_declared_as_buffers_are_updated():
+    """A momentum encoder: its parameters are among the buffers, and the given ones stay as they are."""
 
-
-def outside(module, x):
-    return x * module.scale
-
-
-@pytest.mark.parametrize("train", [True, False])
-def test_who_reads_an_attribute_does_not_matter(train):
-    module = Reading().train(train)
-    apply, params, buffers = functionalize(module)
-    plain, x = copy.deepcopy(module), torch.randn(3, D)
-    plain.bent = lambda x: x * plain.scale
-    for _ in range(4):
-        output, buffers = apply(params, buffers, x)
-        close(output, plain(x))
-        buffers = {name: b.detach() for name, b in buffers.items()}
-
-
-def test_a_mode_that_a_forward_sets_is_kept():
-    class Freezing(nn.Module):
+    class Momentum(nn.Module):
         def __init__(self):
             super().__init__()
-            self.norm, self.calls = nn.BatchNorm1d(D), 0
+            self.online, self.target = nn.Linear(D, D), nn.Linear(D, D).requires_grad_(False)
 
         def forward(self, x):
-            self.calls += 1
-            if self.calls == 2:
-                self.norm.eval()
-            return self.norm(x)
+            with torch.no_grad():
+                for mine, other in zip(self.online.parameters(), self.target.parameters(), strict=True):
+                    other.mul_(0.5).add_(mine, alpha=0.5)
+            return self.online(x) - self.target(x)
 
-    apply, params, buffers = functionalize(Freezing())
-    plain, x = Freezing(), torch.randn(3, D)
-    for _ in range(4):
-        output, buffers = apply(params, buffers, x)
+    module = Momentum()
+    plain = copy.deepcopy(module)
+    apply, params, buffers = functionalize(module, buffers="target.**")
+    assert [*params] == ["online.weight", "online.bias"] and [*buffers] == ["target.weight", "target.bias"]
+    before = {name: x.clone() for name, x in buffers.items()}
+    x, now = torch.randn(3, D), buffers
+    for _ in range(3):
+        output, now = apply(params, now, x)
         close(output, plain(x))
-    assert buffers["norm.num_batches_tracked"] == plain.norm.num_batches_tracked == 1
+    close(now, {name: plain.get_parameter(name).detach() for name in now})
+    assert all(torch.equal(buffers[name], x) for name, x in before.items())
+    with pytest.raises(ModuleError, match=r"online.weight, online.bias must be frozen"):
+        functionalize(module, buffers="online.**")
 
 
-def test_plain_tensors_that_share_memory_stay_together():
-    class Sharing(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.whole = torch.zeros(2, D)
-            self.first, self.second = self.whole.unbind(0)
-
-        def forward(self, x):
-            self.first.add_(1)
-            self.second.add_(2)
-            return x + self.whole.sum()
-
-    apply, params, buffers = functionalize(Sharing())
-    plain, x = Sharing(), torch.randn(3, D)
-    for _ in range(2):
-        close(apply(params, buffers, x)[0], plain(x))
-    for _ in range(2):
-        with pytest.warns(UserWarning, match="Sharing.first, Sharing.second, Sharing.whole was changed by a forward"):
-            output, _ = apply(params, buffers, x)
-        close(output, plain(x))
-
-
-class Holder:
-    def __init__(self):
-        self.counts = {"n": [0]}
-
-
-def in_a_dict():
-    return {"a": torch.zeros(1)}
-
-
-@pytest.mark.parametrize("held", [Holder, in_a_dict, lambda: numpy.zeros(2)], ids=["object", "dict", "array"])
-def test_who_keeps_something_in_an_object_is_told(held):
+def test_attributes_belong_to_the_device_and_are_kept_from_call_to_call():
     class Counting(nn.Module):
         def __init__(self):
             super().__init__()
-            self.held = held()
+            self.calls, self.log = 0, []
 
         def forward(self, x):
-            if isinstance(self.held, Holder):
-                self.held.counts["n"][0] += 1
-            elif isinstance(self.held, dict):
-                self.held["a"].add_(1)
-            else:
-                self.held += 1
-            return x * 1
+            self.calls += 1
+            self.log.append(self.calls)
+            return x * self.calls
 
-    apply, params, buffers = functionalize(Counting())
-    apply(params, buffers, torch.ones(2))
-    if held is not in_a_dict:  # these are put back: the next call does not find them
-        apply(params, buffers, torch.ones(2))
-    with pytest.warns(UserWarning, match=r"^Counting.held was changed by a forward, .* or shared by all slices"):
-        apply(params, buffers, torch.ones(2))
+    module = Counting()
+    apply, params, buffers = functionalize(module)
+    assert [apply(params, buffers, torch.ones(())).__getitem__(0).item() for _ in range(3)] == [1, 2, 3]
 
+    def main():
+        own = fs.axis_index("data")
+        return [apply(params, buffers, torch.ones(()))[0].item() for _ in range(own + 1)][-1]
 
-def test_an_object_that_is_completed_once_is_no_state():
-    class Configured(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.config = SimpleNamespace(kind=None)
-
-        def forward(self, x):
-            if self.config.kind is None:
-                self.config.kind = "regression"
-            return x
-
-    apply, params, buffers = functionalize(Configured())
-    for _ in range(3):
-        apply(params, buffers, torch.ones(1))
+    assert fs.run(main, mesh=fs.make_mesh({"data": 3})) == [1, 2, 3]
+    assert module.calls == 0 and module.log == []
 
 
-def test_a_forward_that_replaces_what_it_is_made_of():
-    class Replacing(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer, self.bend = nn.Linear(D, D), nn.Identity()
-
-        def forward(self, x, what):
-            if what == "module":
-                self.bend = nn.Tanh()
-            if what == "parameter":
-                self.layer.bias = nn.Parameter(torch.ones(D))
-            return self.bend(self.layer(x))
-
-    apply, params, buffers = functionalize(Replacing())
-    with pytest.warns(UserWarning, match="^Replacing's submodules was changed by a forward"):
-        apply(params, buffers, torch.ones(D), "module")
-    with pytest.raises(
-        fs.ModuleError, match="apply of Replacing: its forward binds the parameter layer.bias to another"
-    ):
-        apply(params, buffers, torch.ones(D), "parameter")
-    apply(params, buffers, torch.ones(D), None)
+def test_module_that_cannot_be_copied_raises():
+    module = nn.Linear(D, D)
+    module.lock = Lock()
+    with pytest.raises(ModuleError, match=r"Linear must support copy.deepcopy; got TypeError"):
+        functionalize(module)
 
 
 def test_a_forward_that_deletes_a_buffer():
@@ -596,37 +409,36 @@ def test_a_forward_that_deletes_a_buffer():
             return x
 
     apply, params, buffers = functionalize(Deleting())
-    with pytest.raises(fs.ModuleError, match="apply of Deleting: its forward deletes the buffer seen"):
+    with pytest.raises(ModuleError, match="apply of Deleting: its forward removes the buffer seen"):
         apply(params, buffers, torch.ones(1))
 
 
-def test_views_of_what_is_registered_are_refused():
-    module = nn.Linear(D, D)
-    module.row = module.weight.detach()[0]
-    module.others = [module.bias.detach()]
-    with pytest.raises(
-        fs.ModuleError, match=r"functionalize of Linear: others, row are views of parameters or buffers"
-    ):
-        functionalize(module)
-
-
-def test_slots_of_a_module():
-    class Slotted(nn.Module):
-        __slots__ = ("scale",)
-
+def test_calls_within_calls():
+    class Nest(nn.Module):
         def __init__(self):
             super().__init__()
-            self.scale, self.calls = 2.0, 0
+            self.layer = nn.Linear(D, D)
 
-        def forward(self, x):
-            self.calls += 1
-            return x * self.scale * self.calls
+        def forward(self, x, inside):
+            y = self.layer(x)
+            return y + (inside(x) if inside else 0) + self.layer(x)
 
-    apply, params, buffers = functionalize(Slotted())
-    plain, x = Slotted(), torch.ones(2)
-    for _ in range(3):
-        output, buffers = apply(params, buffers, x)
-        close(output, plain(x))
+    module = Nest()
+    apply, params, buffers = functionalize(module)
+    other = {name: p.detach() * 2 for name, p in params.items()}
+    x = torch.randn(2, D)
+    got, _ = apply(params, buffers, x, lambda x: apply(other, buffers, x, None)[0])
+    close(got, 2 * module.layer(x) + 4 * module.layer(x))
+
+
+def test_parameters_are_not_kept_after_a_call_without_gradients():
+    apply, params, buffers = functionalize(nn.Linear(D, D))
+    params = {name: p.detach().clone() for name, p in params.items()}
+    with torch.no_grad():
+        apply(params, buffers, torch.ones(1, D))
+    given = [weakref.ref(x) for x in params.values()]
+    del params
+    assert all(x() is None for x in given)
 
 
 @each_module
@@ -636,27 +448,6 @@ def test_other_tensors_can_be_passed(kind):
     _, params, buffers = functionalize(other)
     x = torch.randn(3, D)
     close(apply(params, buffers, x)[0], other(x))
-
-
-@each_module
-def test_nothing_is_left_in_the_pool(kind):
-    """Neither the module, nor what was passed, is kept alive by apply."""
-    module = made(kind)
-    apply, params, buffers = functionalize(module)
-    x = torch.randn(3, D)
-    params = {name: p.detach().clone().requires_grad_() for name, p in params.items()}
-    buffers = {name: b.clone() for name, b in buffers.items()}
-    # Some keep a computed weight as an attribute, and with it its graph; torch keeps a parametrized module by its class.
-    if "norm" not in kind and kind not in ("pruned", "orthogonal", "parametrized"):
-        own = [weakref.ref(p) for p in module.parameters()]
-        del module
-        gc.collect()
-        assert not any(p() is not None for p in own)
-    apply(params, buffers, x)
-    given = [weakref.ref(t) for t in (*params.values(), *buffers.values())]
-    del params, buffers
-    gc.collect()
-    assert not any(t() is not None for t in given)
 
 
 # -- handles --------------------------------------------------------------------------------------------------------
@@ -770,27 +561,8 @@ def test_a_forward_that_raises_leaves_nothing_behind():
                 apply(params, buffers, torch.ones(D), fail=True)
         else:
             _, after = apply(params, buffers, torch.ones(D), fail=False)
-            assert after["count"] == 1 and after.keys() <= {"count", "seen:kept"}
+            assert after["count"] == 1 and after.keys() == {"count"}
     assert_untouched(module, before)
-
-
-def test_what_leads_nowhere_is_shared_and_what_leads_back_is_not():
-    class Slotted:
-        __slots__ = ("layer",)
-
-    module = nn.Sequential(nn.Linear(D, D), nn.Linear(D, D))
-    module.generator, module.lock, module.config = torch.Generator(), Lock(), SimpleNamespace(width=D)
-    module.slotted = Slotted()
-    module.slotted.layer = module[0]
-    found = []
-    module.register_forward_pre_hook(lambda own, args: found.append(own))
-    apply, params, buffers = functionalize(module)
-    apply(params, buffers, torch.ones(1, D))
-    (replica,) = found
-    assert replica is not module and replica[0] is not module[0]
-    assert replica.slotted.layer is replica[0]
-    for name in ("generator", "lock", "config"):
-        assert getattr(replica, name) is getattr(module, name)
 
 
 def test_training_and_eval_are_followed():
@@ -803,24 +575,6 @@ def test_training_and_eval_are_followed():
     module.train()
     module[0].eval()
     close(apply(params, buffers, x)[0], module(x))
-
-
-def test_calls_within_calls():
-    class Nest(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(D, D)
-
-        def forward(self, x, inside):
-            y = self.layer(x)
-            return y + (inside(x) if inside else 0) + self.layer(x)
-
-    module = Nest()
-    apply, params, buffers = functionalize(module)
-    other = {name: p.detach() * 2 for name, p in params.items()}
-    x = torch.randn(2, D)
-    got, _ = apply(params, buffers, x, lambda x: apply(other, buffers, x, None)[0])
-    close(got, 2 * module.layer(x) + 4 * module.layer(x))
 
 
 @pytest.mark.parametrize("again", [remat, lambda f: partial(checkpoint, f, use_reentrant=False)])
@@ -836,25 +590,7 @@ def test_what_a_checkpoint_runs_again_does_not_change_the_buffers_that_were_retu
     assert all(torch.equal(after[name], x) for name, x in known.items()) and known["num_batches_tracked"] == 1
 
 
-def test_many_steps_with_checkpoints_in_forward_use_their_own_parameters():
-    module = Checkpointed()
-    apply, params, buffers = functionalize(module)
-    x = torch.randn(3, D)
-    runs = []
-    for scale in (1.0, 2.0, 3.0):
-        own = {name: (p.detach() * scale).requires_grad_() for name, p in params.items()}
-        runs.append((scale, own, apply(own, buffers, x)[0]))
-    for scale, own, output in reversed(runs):
-        plain = copy.deepcopy(module)
-        with torch.no_grad():
-            for p in plain.parameters():
-                p.mul_(scale)
-        plain(x).sum().backward()
-        gradients = torch.autograd.grad(output.sum(), list(own.values()))
-        close(gradients, tuple(plain.get_parameter(name).grad for name in own))
-
-
-@each_module
+@pytest.mark.parametrize("kind", [kind for kind in MODULES if kind != "stateful"])  # which counts the recomputation
 def test_remat_of_apply(kind):
     apply, params, buffers = functionalize(made(kind))
     x = torch.randn(3, D)
@@ -862,12 +598,11 @@ def test_remat_of_apply(kind):
 
     def gradients(apply):
         output, after = apply(params, buffers, x)
-        kept = {
-            name: b for name, b in after.items() if name != "latest:kept"
-        }  # of which a first call does not know yet
-        return torch.autograd.grad(output.sum(), wanted, allow_unused=True), kept
+        return torch.autograd.grad(output.sum(), wanted, allow_unused=True), after
 
-    close(gradients(remat(apply)), gradients(apply))
+    again = remat(apply)
+    functionalized = gradients(again)
+    close(functionalized, gradients(apply))
 
 
 @pytest.mark.parametrize("kind", ["linear", "tied", "twice", "lists", "batch norm", "parametrized", "weight norm"])
@@ -897,36 +632,6 @@ def test_transforms_of_torch_func(kind):
         stacked = {name: torch.stack([p, 2 * p]) for name, p in params.items()}
         got = vmap(lambda p: apply(p, buffers, x)[0])(stacked)
         close(got[1], apply({name: 2 * p for name, p in params.items()}, buffers, x)[0])
-
-
-def test_replicas_are_used_again(monkeypatch):
-    built = []
-    build = Blueprint.build
-    monkeypatch.setattr(Blueprint, "build", lambda self: built.append(build(self)) or built[-1])
-    apply, params, buffers = functionalize(nn.Sequential(nn.Linear(D, D), nn.BatchNorm1d(D), nn.Linear(D, D)))
-    x = torch.randn(3, D)
-    for f in (apply, remat(apply), remat(apply, "dots")):
-        for _ in range(3):
-            f(params, buffers, x)[0].sin().sum().backward()
-    with pytest.raises(RuntimeError):
-        apply(params, buffers, torch.ones(3, D + 1))
-    apply(params, buffers, x)
-    assert len(built) <= 2  # one more after the error, whose traceback may still refer to the first
-
-
-def test_real_threads():
-    apply, params, buffers = functionalize(made("lists"))
-    x = torch.randn(3, D)
-
-    def work(scale):
-        own = {name: p.detach() * scale for name, p in params.items()}
-        return [apply(own, buffers, x)[0] for _ in range(20)]
-
-    with ThreadPoolExecutor(4) as pool:
-        results = list(pool.map(work, [1.0, 2.0, 3.0, 4.0]))
-    for scale, result in zip([1.0, 2.0, 3.0, 4.0], results, strict=True):
-        for y in result:
-            close(y, work(scale)[0])
 
 
 @dataclass
@@ -1013,9 +718,7 @@ def test_a_lazy_module_has_to_be_run_first():
         ModuleError, match="^functionalize of Sequential: 0.weight, 0.bias, 1.weight, 1.bias, "
     ) as error:
         functionalize(module)
-    assert str(error.value).endswith(
-        "have no shape yet, since the module is lazy. Run it once on an example first: module(example)."
-    )
+    assert "must have a shape" in str(error.value)
     module(torch.ones(2, 5))
     functionalize(module)
 
@@ -1034,20 +737,9 @@ def test_names_that_are_not_the_modules():
         apply(buffers, params, torch.ones(2, D))
 
 
-def test_a_tensor_where_no_other_can_be_put():
-    module = nn.Linear(D, D)
-    module.pair = (module.weight, 1)
-    with pytest.raises(ModuleError) as error:
-        functionalize(module)
-    assert str(error.value) == (
-        'functionalize of Linear: no other tensor can be put where "weight" stands, a tuple. Keep it in a list or a dict, '
-        "or look it up in forward: self.weight."
-    )
-
-
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_scripted_module():
-    with pytest.raises(ModuleError, match="0 is compiled by torch.jit"):
+    with pytest.raises(ModuleError, match="0 must not be compiled by torch.jit"):
         functionalize(nn.Sequential(torch.jit.script(nn.Linear(2, 2))))
 
 
@@ -1212,45 +904,3 @@ def test_synchronised_batch_norm_of_uneven_batches_far_from_zero():
     variance = (0.9 + 0.1 * x.double().var(0)).float()
     for _, after in results:
         torch.testing.assert_close(after["running_var"], variance, rtol=1e-4, atol=1e-4)
-
-
-def test_what_another_branch_reads_later_is_kept():
-    class Centered(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.center = torch.zeros(D)
-
-        def forward(self, x):
-            if not self.training:
-                return x - self.center
-            self.center = x.mean(0)
-            return x - self.center
-
-    module, plain, x = Centered(), Centered(), torch.randn(3, D)
-    apply, params, buffers = functionalize(module)
-    for _ in range(3):
-        output, buffers = apply(params, buffers, x)
-        close(output, plain(x))
-    module.eval(), plain.eval()
-    output, buffers = apply(params, buffers, 2 * x)
-    close(output, plain(2 * x))
-    close(buffers["center:kept"][0], x.mean(0))
-
-
-def test_large_containers_are_shared():
-    class Tokens(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.vocabulary, self.short = {str(number): number for number in range(10_000)}, {"a": 1}
-            self.given = None
-
-        def forward(self, x):
-            given.append((self.vocabulary, self.short))
-            return x * self.vocabulary["3"]
-
-    module, given = Tokens(), []
-    apply, params, buffers = functionalize(module)
-    output, _ = apply(params, buffers, torch.ones(2))
-    assert output.tolist() == [3.0, 3.0]
-    ((vocabulary, short),) = given
-    assert vocabulary is module.vocabulary and short == module.short and short is not module.short

@@ -71,16 +71,14 @@ def test_blocks_may_be_lazy():
 
 
 def test_what_cannot_be_built_later_is_refused():
-    with pytest.raises(fs.ModuleError, match="weight, bias of LazyLinear has no shape before a first call"):
+    with pytest.raises(fs.ModuleError, match="weight must have a shape"):
         fs.lazy(nn.LazyLinear, 3)
-    with pytest.raises(fs.ModuleError, match="has made int"):
+    with pytest.raises(fs.ModuleError, match="factory must return a module; got int"):
         fs.lazy(int, "3")
-    for made, told in ((nn.Linear(2, 2), "a module that is made already"), (3, "3")):
-        with pytest.raises(
-            fs.ModuleError, match=f"fs.lazy takes what makes a module, and its arguments.* found {told}"
-        ):
+    for made in (nn.Linear(2, 2), 3):
+        with pytest.raises(fs.ModuleError, match="fs.lazy: factory must be a function that makes a module"):
             fs.lazy(made)
-    with pytest.raises(fs.ModuleError, match="0.weight, 0.bias has no memory"):
+    with pytest.raises(fs.ModuleError, match="0.weight, 0.bias must be described"):
         fs.built(nn.Sequential(nn.Linear(2, 2, device="meta"), fs.lazy(nn.Linear, 2, 2)), seed=0)
 
 

@@ -1,11 +1,12 @@
 """Loaders: what they hand out trains every sample, in a loop or by functional steps, and a position always leads on."""
 
 from functools import partial
+from itertools import chain
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 import fshard as fs
 
@@ -107,6 +108,32 @@ def test_a_step_knows_a_loaders_part_whatever_has_become_of_it(feed):
     assert_all_trained(everywhere(2, "zero 1", feed))
 
 
+def test_first_batch_that_is_looked_at_leaves_copies_in_turn():
+    """Parts of 8 samples and of 7 have the same number of rows on three of four devices."""
+    assert_all_trained(everywhere(4, "zero 1", "copied after a look", count=15), count=15)
+
+
+def test_copies_of_two_loaders_have_the_shares_of_their_own():
+    def train(model, opt, criterion, pairs, backward):
+        for given in pairs:
+            for x, y in given:
+                backward(criterion(model(x.clone()), y.clone()), opt)
+            opt.step(), opt.zero_grad()
+
+    def main():
+        booster = fs.Booster()
+        loaders = [booster.prepare_dataloader(samples(2 * size), batch_size=size) for size in (3, 5)]
+        model, opt, criterion, *_ = booster.boost(*start(), nn.CrossEntropyLoss())
+        train(model, opt, criterion, zip(*loaders, strict=True), booster.backward)
+        return {name: x.detach() for name, x in model.unwrap().named_parameters()}
+
+    model, opt = start()
+    pairs = zip(*(DataLoader(samples(2 * size), batch_size=size) for size in (3, 5)), strict=True)
+    train(model, opt, nn.CrossEntropyLoss(), pairs, lambda loss, opt: loss.backward())
+    for found in fs.run(main, mesh=fs.make_mesh({"data": 2})):
+        torch.testing.assert_close(found, {name: x.detach() for name, x in model.named_parameters()})
+
+
 @pytest.mark.parametrize("feed", ["each in its turn", "copied in its turn"])
 @pytest.mark.parametrize("plugin", ["zero 1", "reproducible"])
 def test_functional_steps_of_processes_train_all_samples_too(two, plugin, feed):
@@ -131,14 +158,26 @@ def test_a_loop_and_a_step_on_one_loader_train_the_same(plugin):
             torch.testing.assert_close(by_loop, by_step)
 
 
-def test_batches_that_were_copied_when_the_epoch_was_over_are_one_error():
-    def main():
+def test_copies_fetched_ahead_that_may_be_of_several_batches_raise():
+    """Of 2 samples and of 1 sample, devices have one row each, of which one is a neighbour's."""
+
+    def step():
         booster = fs.Booster()
-        batches = [copied(*batch) for batch in booster.prepare_dataloader(samples(), batch_size=SIZE)]
+        batches = [copied(*batch) for batch in booster.prepare_dataloader(samples(5), batch_size=2)]
         booster.step(booster.init(*start(), nn.CrossEntropyLoss()), batches[0])
 
-    with pytest.raises(fs.MismatchError, match="devices were given different batches"):
-        fs.run(main, mesh=fs.make_mesh({"data": 2}))
+    def loop():
+        booster = fs.Booster()
+        loader = booster.prepare_dataloader(samples(5), batch_size=2)
+        model, opt, criterion, *_ = booster.boost(*start(), nn.CrossEntropyLoss())
+        (x, y), *_ = [copied(*batch) for batch in loader]
+        booster.backward(criterion(model(x), y), opt)
+
+    for main in (step, loop):
+        with pytest.raises(
+            fs.MismatchError, match="must be given a loader's own tensors, or a copy of each batch before"
+        ):
+            fs.run(main, mesh=fs.make_mesh({"data": 2}))
 
 
 def test_what_has_no_row_for_each_sample_of_a_part_is_named():
@@ -221,10 +260,16 @@ def test_a_position_at_the_end_of_the_samples_leads_to_the_next_epoch():
     [
         (
             {"epoch": -1, "sample": 9999, "seed": "x"},
-            "load_state_dict: epoch is a whole number from 0 on, not -1; seed is a whole number from 0 on, not 'x'.",
+            "load_state_dict: epoch must be an integer >= 0, got -1; seed must be an integer >= 0, got 'x'.",
         ),
-        ({"epoch": 1}, "load_state_dict: sample is missing; seed is missing."),
-        ({"epoch": 1, "sample": 20, "seed": 0}, "load_state_dict: sample is 20, but the dataset has 19."),
+        (
+            {"epoch": 1},
+            "load_state_dict: sample must be an integer >= 0, got None; seed must be an integer >= 0, got None.",
+        ),
+        (
+            {"epoch": 1, "sample": 20, "seed": 0},
+            "load_state_dict: sample must be at most 19, the samples of the dataset, got 20.",
+        ),
     ],
 )
 def test_a_position_that_is_none_is_one_error(position, message):
@@ -233,109 +278,85 @@ def test_a_position_that_is_none_is_one_error(position, message):
     assert str(found.value) == message
 
 
-# -- what torch's loaders are asked for ---------------------------------------------------------------------------------
+def joined(devices):
+    """Put the parts of each batch together that devices have."""
+    return [[*chain(*parts)] for parts in zip(*devices, strict=True)]
 
 
-@pytest.mark.parametrize("how", [{}, {"shuffle": True}, {"drop_last": True}, {"batch_size": 3}])
+@pytest.mark.parametrize("how", [{}, {"shuffle": True}, {"drop_last": True}, {"batch_size": 3}], ids=str)
 @pytest.mark.parametrize("n", [1, 2, 4])
-def test_a_loaders_sampler_has_the_samples_that_its_device_gets(n, how):
+def test_each_sample_is_taken_once_on_any_mesh(n, how):
     def main():
-        count = torch.arange(COUNT)
-        loader = fs.Booster().prepare_dataloader(TensorDataset(count), **{"batch_size": SIZE, **how})
-        for epoch in range(2):
-            loader.sampler.set_epoch(epoch + 5)
-            assert loader.sampler.epoch == loader.epoch == epoch + 5
-            own = list(loader.sampler)
-            got = [x for (x,) in loader for x in x[: loader.samples].tolist()]
-            assert own == got and len(loader.sampler) == len(own)
-        return own
+        loader = fs.Booster().prepare_dataloader(TensorDataset(torch.arange(COUNT)), **{"batch_size": SIZE, **how})
+        loader.set_epoch(5)
+        return [x[: loader.samples].tolist() for (x,) in loader], loader.epoch
 
-    parts = fs.run(main, mesh=fs.make_mesh({"data": n}))
-    taken = COUNT // SIZE * SIZE if "drop_last" in how else COUNT
-    found = sorted(x for part in parts for x in part)
-    assert len(found) == len({*found}) == taken and ("drop_last" in how or found == list(range(COUNT)))
-
-
-def test_a_sampler_begins_the_epoch_anew_as_its_loader_does_and_takes_nothing_by_itself():
-    def main():
-        loader = fs.Booster().prepare_dataloader(samples(), SIZE, shuffle=True)
-        next(iter(loader))
-        before = loader.state_dict()
-        first = list(loader.sampler), list(loader.sampler)
-        assert loader.state_dict() == before
-        loader.sampler.set_epoch(1)
-        return first[0] == first[1], first[0] == list(loader.sampler), loader.state_dict()["sample"]
-
-    assert alone(main) == (True, False, 0)
+    found = fs.run(main, mesh=fs.make_mesh({"data": n}))
+    batches = joined([batches for batches, _ in found])
+    taken = [x for batch in batches for x in batch]
+    assert len(taken) == len({*taken}) == (COUNT // SIZE * SIZE if "drop_last" in how else COUNT)
+    size = how.get("batch_size", SIZE)
+    assert [len(batch) for batch in batches][:-1] == [size] * (len(batches) - 1)
+    assert (sorted(taken) == taken) == ("shuffle" not in how) and {epoch for _, epoch in found} == {6}
+    (alone, _), *_ = fs.run(main, mesh=fs.make_mesh({"data": 1}))
+    assert batches == alone
 
 
-def test_outside_of_run_a_sampler_has_all_samples():
-    loader = fs.Booster(fs.DDPPlugin(mesh=fs.make_mesh({"data": 4}))).prepare_dataloader(samples(), SIZE)
-    assert list(loader.sampler) == list(range(COUNT)) and len(loader.sampler) == COUNT
+@pytest.mark.parametrize("workers", [0, 1])
+def test_position_goes_on_where_another_mesh_stopped(workers):
+    def batches(state, stop):
+        options = {"shuffle": True, "num_workers": workers}
+        loader = fs.Booster().prepare_dataloader(TensorDataset(torch.arange(COUNT)), 4, **options)
+        loader.load_state_dict(state or loader.state_dict())
+        found = []
+        for _, (x,) in zip(range(stop), loader, strict=False):
+            found.append(x[: loader.samples].tolist())
+        return found, loader.state_dict()
 
+    def on(n, *args):
+        parts = fs.run(batches, *args, mesh=fs.make_mesh({"data": n}))
+        return joined([part for part, _ in parts]), parts[0][1]
 
-def test_a_loader_tells_what_torchs_was_given():
-    def together(rows):
-        return torch.stack([x for x, _ in rows])
-
-    given = DataLoader(samples(), 4, num_workers=1, collate_fn=together, drop_last=True, timeout=3, prefetch_factor=3)
-
-    def main():
-        *_, loader, _ = fs.Booster().boost(start()[0], dataloader=given)
-        same = (
-            "dataset",
-            "batch_size",
-            "num_workers",
-            "collate_fn",
-            "pin_memory",
-            "drop_last",
-            "timeout",
-            "worker_init_fn",
-        )
-        same = (*same, "prefetch_factor", "persistent_workers", "multiprocessing_context", "in_order")
-        assert all(getattr(loader, name) == getattr(given, name) for name in same)
-        with pytest.raises(AttributeError):
-            loader.num_workers = 0  # which nobody would ask
-
-    alone(main)
+    whole, end = on(1, None, 5)
+    first, state = on(2, None, 2)
+    rest, after = on(4, state, 3)
+    assert first + rest == whole and after == end and state["sample"] == 8
 
 
 # -- what a loader is given ---------------------------------------------------------------------------------------------
 
 WRONG = {
-    "batch_size": (0, "batch_size is a whole number from 1 on, not 0"),
-    "shuffle": ("yes", "shuffle is True or False, not 'yes'"),
-    "seed": (1.5, "seed is a whole number from 0 on, not 1.5"),
-    "drop_last": ("no", "drop_last is True or False, not 'no'"),
-    "pin_memory": (1, "pin_memory is True or False, not 1"),
-    "num_workers": (-2, "num_workers is a whole number from 0 on, not -2"),
-    "timeout": ("long", "timeout is a number, not 'long'"),
-    "sampler": ([3], "sampler= is decided here"),
-    "shufle": (True, "torch's DataLoader has no option shufle"),
+    "batch_size": (0, "batch_size must be an integer >= 1, got 0"),
+    "shuffle": ("yes", "shuffle must be True or False, got 'yes'"),
+    "seed": (1.5, "seed must be an integer >= 0, got 1.5"),
+    "drop_last": ("no", "drop_last must be True or False, got 'no'"),
+    "sampler": ([3], "sampler= must be left out: seed= decides the order, the same on any mesh"),
 }
 
 
-def test_all_that_is_wrong_with_a_loader_is_named_at_once():
-    given = {name: x for name, (x, _) in WRONG.items()}
+def test_all_wrong_arguments_are_in_one_error():
     with pytest.raises(fs.LayoutError) as found:
-        alone(lambda: fs.Booster().prepare_dataloader(samples(), **given))
+        alone(lambda: fs.Booster().prepare_dataloader(samples(), **{name: x for name, (x, _) in WRONG.items()}))
     assert str(found.value) == f"prepare_dataloader: {'; '.join(told for _, told in WRONG.values())}."
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"seed": None}, "seed is a whole number from 0 on, not None"),
-        (
-            {"prefetch_factor": 2, "persistent_workers": True},
-            "prefetch_factor=, persistent_workers= has no meaning without workers: num_workers=1",
-        ),
-        ({"timeout": -1}, "torch's DataLoader refused what it was given: timeout option should be non-negative"),
+        ({"shufle": True}, "torch's DataLoader refused an option: .*shufle"),
+        ({"timeout": -1}, "torch's DataLoader refused an option: timeout"),
+        ({"num_workers": -2}, "torch's DataLoader refused an option: num_workers"),
+        ({"persistent_workers": True}, "torch's DataLoader refused an option: persistent_workers"),
     ],
 )
-def test_what_torch_would_refuse_late_is_refused_at_once(options, message):
+def test_option_that_torch_refuses_raises(options, message):
     with pytest.raises(fs.LayoutError, match=message):
         alone(lambda: fs.Booster().prepare_dataloader(samples(), SIZE, **options))
+
+
+def test_dataset_without_indices_raises():
+    with pytest.raises(fs.LayoutError, match="dataset must be indexed, with a length, got 'Stream'"):
+        alone(lambda: fs.Booster().prepare_dataloader(Stream(), SIZE))
 
 
 class Stream(torch.utils.data.IterableDataset):
@@ -348,65 +369,47 @@ class Mixing(DataLoader):
         return (batch for batch in super().__iter__())
 
 
-class Longer(DataLoader):
-    def __len__(self):
-        return super().__len__() + 1
-
-
 @pytest.mark.parametrize(
     ("loader", "message"),
     [
-        (lambda: Mixing(samples(), 2), "Mixing has __iter__ of its own, which would not be asked.* collate_fn"),
-        (lambda: Longer(samples(), 2), "Longer has __len__ of its own"),
-        (lambda: DataLoader(Stream(), 2), "an IterableDataset has no indices; .* Iterate it yourself, a part on each"),
-        (lambda: DataLoader(samples(), batch_sampler=[[1], [2]]), "the dataloader draws by list"),
-        (lambda: DataLoader(samples(), batch_size=None), "the dataloader makes no batches"),
+        (lambda: Mixing(samples(), 2), "Mixing.__iter__"),
+        (lambda: DataLoader(Stream(), 2), "an IterableDataset"),
+        (lambda: DataLoader(samples(), batch_sampler=[[1], [2]]), "a batch_sampler, or batch_size=None"),
+        (lambda: DataLoader(samples(), batch_size=None), "a batch_sampler, or batch_size=None"),
+        (lambda: DataLoader(samples(), 2, sampler=[3, 4]), "the sampler list"),
+        (
+            lambda: DataLoader(samples(), 2, sampler=RandomSampler(samples(), replacement=True)),
+            "a sampler with replacement or num_samples",
+        ),
+        (lambda: DataLoader(samples(), 2, shuffle=True, generator=torch.Generator()), "a generator"),
     ],
 )
-def test_a_loader_of_torch_that_cannot_be_cut_is_told_what_can(loader, message):
-    with pytest.raises(fs.LayoutError, match=message):
+def test_torch_loader_that_chooses_samples_itself_raises(loader, message):
+    with pytest.raises(fs.LayoutError, match=f"boost: dataloader must take each sample once, .* one with .*{message}"):
         alone(lambda: fs.Booster().boost(start()[0], dataloader=loader()))
 
 
-# -- loops over one loader ----------------------------------------------------------------------------------------------
+def test_torch_loader_keeps_its_options():
+    def together(rows):
+        return torch.stack([x for x, _ in rows])
+
+    given = DataLoader(samples(), 4, num_workers=1, collate_fn=together, drop_last=True, timeout=30, prefetch_factor=3)
+
+    def main():
+        *_, loader, _ = fs.Booster().boost(start()[0], dataloader=given)
+        return len(loader), [tuple(x.shape) for x in loader]
+
+    assert alone(main) == (4, [(4, 3)] * 4)
 
 
-@pytest.mark.filterwarnings("ignore:the first batch of epoch 0 was taken before this loop")
-@pytest.mark.parametrize(
-    "both", [lambda x: [(a, [*x]) for a in x], lambda x: [*zip(x, x, strict=True)]], ids=["nested", "zip"]
-)
-def test_loops_that_take_batches_from_each_other_are_refused(both):
-    with pytest.raises(fs.LayoutError, match="has one position, and another loop over it has begun"):
-        alone(lambda: both(fs.Booster().prepare_dataloader(samples(), SIZE)))
-
-
-def test_a_loop_may_begin_when_another_was_left_or_has_ended():
+def test_loop_that_was_left_is_continued_by_the_next():
     def main():
         loader = fs.Booster().prepare_dataloader(samples(), SIZE)
-        first = iter(loader)
-        taken = [next(first), next(first)]
-        rest = [*loader]
-        again = [*loader]
-        return [x.tolist() for x, _ in taken + rest], [x.tolist() for x, _ in again]
+        first = next(iter(loader))
+        return [x.tolist() for x, _ in (first, *loader)], [x.tolist() for x, _ in loader]
 
     one, other = alone(main)
     assert one == other
-
-
-@pytest.mark.parametrize("shuffle", [False, True])
-def test_a_first_batch_that_was_only_looked_at_is_told(shuffle):
-    def main(back):
-        loader = fs.Booster().prepare_dataloader(samples(), SIZE, shuffle=shuffle)
-        first = next(iter(loader))
-        if back:
-            loader.set_epoch(0)
-        return first[0].tolist(), [x.tolist() for x, _ in loader]
-
-    with pytest.warns(UserWarning, match=r"first batch of epoch 0 was taken before this loop.* loader.set_epoch\(0\)"):
-        first, others = alone(lambda: main(False))
-    again, every = alone(lambda: main(True))
-    assert first == again
-    assert every == [first, *others]
 
 
 class Pids(torch.utils.data.Dataset):

@@ -125,8 +125,8 @@ def test_a_bad_configuration_says_all_that_is_wrong():
     with pytest.raises(fs.ModuleError) as caught:
         fs.LoraConfig(r=0, lora_dropout=1.0, bias="some", modules_to_save="head")
     assert str(caught.value) == (
-        'LoraConfig: r is a whole number from 1 on, not 0; bias is "none", "all" or "lora_only", not \'some\'; '
-        "lora_dropout is at least 0 and less than 1, not 1.0; modules_to_save is a list of names, not 'head'."
+        "LoraConfig: r must be an integer >= 1, got 0; bias must be 'none', 'all' or 'lora_only', got 'some'; "
+        "lora_dropout must be a number from 0 to below 1, got 1.0; modules_to_save must be a list of names, got 'head'."
     )
 
 
@@ -278,7 +278,7 @@ def test_biases_of_any_name_are_trained():
     [
         (
             lambda: fs.LoraConfig(lora_alpha="8", lora_dropout="x"),
-            "lora_alpha is a number, not '8'; lora_dropout is .*'x'",
+            "lora_alpha must be a number, got '8'; lora_dropout must be .*'x'",
         ),
         (lambda: fs.LoraConfig(target_modules="("), r"a regular expression, not '\(': missing \)"),
         (lambda: fs.lora(3, {"r": 2}), "3 is no module; {'r': 2} is no fs.LoraConfig"),

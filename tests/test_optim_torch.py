@@ -155,8 +155,8 @@ def test_fused_kernels_that_are_wrong_are_not_used():
     with pytest.raises(optim.OptimizerError) as error:
         opt.step(params, opt.init(params), params)
     assert str(error.value) == (
-        "fused=True, but for parameters of torch.bfloat16 on cpu there is no fused kernel that can be trusted, "
-        "or they are not contiguous. Leave fused=None."
+        "fused=True needs contiguous parameters of a dtype that the kernel is right for; got torch.bfloat16 on cpu. "
+        "Leave fused=None."
     )
 
 

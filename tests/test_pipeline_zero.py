@@ -635,7 +635,7 @@ def test_what_does_not_fit_is_refused_with_all_that_is_wrong():
     assert str(error.value) == (
         "train_step: stage 1 is int, which is not called; the last stage makes no loss by itself: give loss=, a function of what "
         "it makes and the microbatch; the batch is cut along "
-        "pipe, along which the stages lie: all of them see the same samples; live_units is a whole number from 1 on, not 0; "
+        "pipe, along which the stages lie: all of them see the same samples; live_units must be an integer >= 1, got 0; "
         "the schedule gpipe has 3 stages, 2 are given; the schedule gpipe is for 3 devices, axis pipe has 2."
     )
     with pytest.raises(fs.LayoutError) as error:

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import nn
 from torch.func import grad, jacfwd, jacrev, jvp, vmap
-from torch.multiprocessing.reductions import StorageWeakRef
 
 import fshard as fs
 from fshard import P
@@ -391,7 +390,7 @@ INSIDE = {
 def transforming(kind):
     def f(w, v, x):
         h = name(torch.nn.functional.dropout((x @ w).sigmoid(), 0.3), "hidden").exp()
-        g = INSIDE[kind](lambda h: (h @ v).tanh() ** 2, h)
+        g = fs.gathered(INSIDE[kind], keep=True)(lambda h: (h @ v).tanh() ** 2, h)
         return (torch.nn.functional.dropout(g, 0.3) @ w).sin() + h.sum()
 
     return f
@@ -425,52 +424,3 @@ def test_transforms_of_torch_func_inside(kind, policy):
             close(got, expected)
     for got, expected in zip(derivatives(nested), derivatives(lambda w, v, x: f(w, v, f(w, v, x))), strict=True):
         close(got, expected)
-
-
-def test_what_stands_beside_a_transform_is_run_again():
-    made = []
-
-    def f(x):
-        y = x.sin().exp()
-        made.append(StorageWeakRef(y.untyped_storage()))  # exp saves it
-        return y.sin() * grad(lambda y: y.cos().sum())(y.sin())
-
-    again = remat(f)
-    x = torch.ones(3, requires_grad=True)
-    for expected in (2, 1):  # the first time it is begun anew
-        made.clear()
-        y = again(x).sum()
-        assert len(made) == expected and made[-1].expired()
-        torch.autograd.grad(y, x)
-        assert len(made) == expected + 1
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize("policy", ["nothing", "dots", offload("everything")], ids=["nothing", "dots", "offload"])
-def test_a_step_with_transforms_inside_of_rematerialised_blocks(stage, policy):
-    def block(p, x):
-        h = torch.nn.functional.dropout((x @ p["w"]).tanh(), 0.2)
-        return h + vmap(grad(lambda h: (h @ p["v"]).sin().sum()))(h)
-
-    def gradients(run, n):
-        mesh = fs.make_mesh({"data": n})
-        draw = torch.Generator().manual_seed(0)
-        blocks = [{k: torch.randn(D, D, generator=draw, dtype=torch.float64) for k in "wv"} for _ in range(3)]
-        params = fs.shard_params(blocks, fs.fsdp("data") if stage == 3 else P(), mesh=mesh)
-
-        def loss_fn(params, x):
-            for p in params:
-                x = run(block)(p, x)
-            return x.square().mean()
-
-        torch.manual_seed(0)
-        x = torch.randn(4, D, generator=draw, dtype=torch.float64)
-        options = {"reproducible": True, "slices": 4}
-        loss, grads = fs.value_and_grad(loss_fn, mesh=mesh, batch=P("data"), **options)(params, x)
-        return [fs.unshard(loss), *(fs.unshard(g[k]) for g in grads for k in "wv")]
-
-    expected = gradients(lambda f: f, 1)
-    again = {}
-    for n in (1, 2):
-        for got, wanted in zip(gradients(lambda f: again.setdefault(f, remat(f, policy)), n), expected, strict=True):
-            close(got, wanted)

@@ -405,7 +405,7 @@ def test_a_loss_that_asks_nothing_over_an_axis_sends_nothing_along_it():
     def sent(loss_fn):
         with fs.ledger() as found:
             on_mesh(loss_fn, batch_of(8), {"data": 2, "model": 2}, P())
-        return {row.axes for row, _, _ in found.rows()}
+        return {row.axes for row, _, _ in found.rows()} - {("data", "model")}  # over which the first step agrees
 
     assert sent(errors) == sent(lambda p, batch: errors(p, batch) * fs.axis_size("model") / 2) == {("data",)}
     assert {"model"} < {axis for axes in sent(tensor_parallel) for axis in axes}
@@ -550,3 +550,40 @@ def test_processes_that_start_from_different_things_are_told(two, four):
             assert found is None if words is None else words in found, found
     for found in four.run(started_from, "parameters", 4):
         assert "(data=1) in w; (data=2) in u, w; (data=3) in u, w differs from (data=0)." in found
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_device_dependent_print_in_the_loss_changes_nothing(stage):
+    """Devices that ask for an index that others do not ask for reduce over the same axes as these."""
+    mesh, printed, steps = fs.make_mesh({"data": 2, "model": 2}), [], []
+
+    def loss_fn(p, x):
+        if len(printed) < len(steps) and fs.axis_index("data") == 0 and fs.axis_index("model") == 0:
+            printed.append(0)
+        return (x @ p["w"]).square().mean()
+
+    params = {"w": torch.tensor([1.0, 2.0, 3.0])}
+    own = fs.shard_params(params, fs.fsdp("data") if stage else P(), mesh=mesh)
+    x = torch.arange(12.0).reshape(4, 3)
+    run = fs.grad(loss_fn, mesh=mesh, batch=P("data"))
+    w = params["w"].clone().requires_grad_()
+    (expected,) = torch.autograd.grad((x @ w).square().mean(), w)
+    for first in (0, 1, 2):  # it prints in the first step, in the third one, ...
+        steps += [first] * (first != 1)
+        torch.testing.assert_close(fs.unshard(run(own, x)["w"]), expected)
+    assert len(printed) == 2
+
+
+def test_collective_that_only_some_devices_call_decides_for_all():
+    """Devices agree on the axes of a loss before anything is reduced; here one row of them calls a collective."""
+    mesh = fs.make_mesh({"data": 2, "model": 2})
+
+    def loss_fn(w, x):
+        y = (x * w).mean()
+        return fs.pmean(y, "model") if fs.axis_index("data") == 0 else y
+
+    w = fs.shard_params(torch.tensor(2.0), P(), mesh=mesh)
+    run = fs.value_and_grad(loss_fn, mesh=mesh, batch=P("data"))
+    for _ in range(2):
+        loss, g = run(w, torch.arange(4.0))
+        assert loss.item() == 3.0 and fs.unshard(g).item() == 1.5

@@ -2,7 +2,6 @@
 
 import io
 import operator
-import weakref
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -899,7 +898,7 @@ def test_wrong_calls_name_what_is_wrong():
         run(own, torch.ones(2))
     with pytest.raises(fs.LayoutError, match="w is Tensor. Lay the parameters on that mesh"):
         run({"w": torch.ones(2)}, torch.ones(2))
-    with pytest.raises(fs.LayoutError, match="accumulate is .* not 0; prefetch is .* not -1"):
+    with pytest.raises(fs.LayoutError, match="accumulate must be an integer >= 1, got 0; prefetch must be an integer >= 0, got -1"):
         fs.value_and_grad(lambda p, x: x, mesh=mesh, batch=P("data"), accumulate=0, prefetch=-1)
     with pytest.raises(fs.LayoutError, match="cuts the batch into 3 slices, which 2 devices do not share"):
         fs.grad(lambda p, x: (p["w"] * x).mean(), mesh=mesh, batch=P("data"), reproducible=True, slices=3)(
@@ -927,7 +926,7 @@ def test_a_change_of_parameters_in_place_is_refused(stage, n, recorded, live_uni
     opt = optimizer(stage, mesh)
     params = placed([{"w": torch.eye(2), "v": torch.zeros(2)} for _ in range(3)], stage, mesh)
     step = fs.train_step(loss_fn, opt, mesh=mesh, batch=P("data"), live_units=live_units, compute=compute)
-    with pytest.raises(fs.LayoutError, match=r"changed parameters in place: 0\.w, 2\.v\. Trained ones"):
+    with pytest.raises(fs.ModuleError, match=r"writes to parameters in place: 0\.w, 2\.v\. "):
         step(params, opt.init(params), torch.ones(2, 2))
 
 
@@ -936,7 +935,7 @@ def test_a_change_of_parameters_in_place_is_refused(stage, n, recorded, live_uni
 def test_a_change_of_a_part_of_a_parameter_is_refused(stage, change):
     mesh = fs.make_mesh({"data": 2})
     run = fs.grad(lambda p, x: (x @ p["w"]).sum() + (change(p["w"]) is p), mesh=mesh, batch=P("data"))
-    with pytest.raises(fs.LayoutError, match=r"changed parameters in place: w\. Trained ones"):
+    with pytest.raises(fs.ModuleError, match=r"writes to parameters in place: w\. "):
         run(placed({"w": torch.eye(2)}, stage, mesh), torch.ones(2, 2))
 
 
@@ -985,7 +984,7 @@ SGD = torch.optim.SGD([torch.ones(1)], lr=0.1)
         (lambda: called(acumulate=2, wieght=3), "train_step has no option acumulate, wieght. .*weight, accumulate"),
         (
             lambda: called(accumulate=2.0, prefetch=0.5),
-            "accumulate is a whole number from 1 on, not 2.0; prefetch is a whole number from 0 on, not 0.5",
+            "accumulate must be an integer >= 1, got 2.0; prefetch must be an integer >= 0, got 0.5",
         ),
         (
             lambda: called(weight=lambda x: torch.ones(3)),
@@ -1118,7 +1117,7 @@ def test_all_that_is_wrong_with_rules_is_said_at_once():
         "shard_params", "frozen", "no rule is for c; no leaf is for the rule \"[de]\". The leaves are a, b, c, d, e, f; \"**\"",
         "a", "b", "d", "e",
     ]  # fmt: skip
-    with pytest.raises(fs.LayoutError, match="init_params: no rule is for b"):
+    with pytest.raises(fs.LayoutError, match="shard_params: no rule is for b"):
         fs.init_params(lambda: {"a": torch.ones(2), "b": torch.ones(2)}, {"a": P()}, mesh=fs.make_mesh({"data": 2}))
 
 
@@ -1139,118 +1138,6 @@ def test_a_unit_that_says_nothing_is_refused(unit):
 def test_no_parameter_is_a_sum_that_is_not_made_yet():
     with pytest.raises(fs.LayoutError, match=r'P\(unreduced="data"\) is a sum that is not made yet'):
         fs.shard_params({"w": torch.ones(2)}, P(unreduced="data"), mesh=fs.make_mesh({"data": 2}))
-
-
-def a_model():
-    embedding = torch.nn.init.orthogonal_(torch.empty(8, 4))
-    blocks = []
-    for _ in range(6):
-        layer = torch.nn.Linear(4, 4)
-        with torch.no_grad():
-            layer.bias[1:3].fill_(7.0)
-        blocks.append({"w": layer.weight, "b": layer.bias, "scale": torch.tensor([1.0, 2.0]) * torch.randn(2)})
-    return {"embedding": embedding, "blocks": blocks, "head": embedding, "whole": torch.ones(3).double()}
-
-
-def test_parameters_born_sharded_are_those_that_would_have_been_drawn():
-    mesh = fs.make_mesh({"data": 2})
-    torch.manual_seed(11)
-    expected = a_model()
-    before = torch.get_rng_state()
-    own = fs.init_params(a_model, fs.fsdp("data"), mesh=mesh, seed=11)
-    assert torch.equal(torch.get_rng_state(), before) and own["embedding"] is own["head"]
-    assert all(map(torch.equal, leaves_of(own), flatten(expected)[0]))
-    torch.manual_seed(11)
-    again = fs.init_params(a_model, fs.fsdp("data"), mesh=mesh)
-    assert all(map(torch.equal, leaves_of(again), leaves_of(own)))
-
-
-def test_parameters_born_sharded_are_never_all_whole(monkeypatch):
-    from fshard.transforms import initial
-
-    alive, most, put = [], [], initial.device_put
-
-    def watched(x, layout):
-        alive.append(weakref.ref(x))
-        most.append(sum(ref() is not None for ref in alive))
-        return put(x, layout)
-
-    monkeypatch.setattr(initial, "device_put", watched)
-    fs.init_params(a_model, fs.fsdp("data"), mesh=fs.make_mesh({"data": 2}))
-    assert len(most) == 20 and max(most) == 1
-
-
-def drawn(init_fn):
-    torch.manual_seed(3)
-    return flatten(init_fn())[0]
-
-
-def a_replaced_weight():
-    layer = torch.nn.Linear(3, 2)
-    layer.weight.data = torch.full((2, 3), 7.0)
-    with torch.no_grad():
-        layer.weight[0] += torch.randn(3)
-    return [layer.weight, layer.bias]
-
-
-def bits_read_otherwise():
-    whole = torch.arange(8, dtype=torch.int16)
-    complex = torch.randn(3, dtype=torch.complex64)
-    return [whole.view(torch.bfloat16)[2:4], torch.view_as_real(complex), complex.conj(), complex.conj().imag]
-
-
-def turned_in_place():
-    x, y = torch.randn(2, 3), torch.randn(1, 3)
-    turned, squeezed = x * 2, y + torch.zeros(3, 1)
-    x.t_()
-    y.squeeze_(0)
-    return [x, y, turned, squeezed, x @ turned]
-
-
-def many_at_once():
-    xs = [torch.randn(2), torch.randn(3)]
-    torch._foreach_mul_(xs, 2.0)
-    return xs
-
-
-def decompositions():
-    x = torch.randn(4, 4)
-    return [torch.linalg.svd(x)[0], torch.linalg.qr(x)[0], torch.linalg.eigh(x @ x.T)[1], torch.fft.fft2(x).real]
-
-
-def seeds_of_its_own():
-    first = torch.randn(3)
-    torch.manual_seed(5)
-    second = torch.randn(3)
-    torch.manual_seed(5)
-    third = torch.randn(3)
-    torch.manual_seed(3)
-    return [first, second, third]
-
-
-@pytest.mark.parametrize("seed", [None, 3])
-@pytest.mark.parametrize("init_fn", [seeds_of_its_own, many_at_once])
-def test_making_parameters_leaves_the_generator_where_the_function_would(init_fn, seed):
-    drawn(init_fn)
-    after = torch.get_rng_state()
-    before = torch.manual_seed(3).get_state()
-    fs.init_params(init_fn, P(), mesh=fs.make_mesh({"data": 2}), seed=seed)
-    assert torch.get_rng_state().equal(before if seed is not None else after)
-
-
-@pytest.mark.parametrize(
-    "init_fn",
-    [a_replaced_weight, bits_read_otherwise, turned_in_place, many_at_once, decompositions, seeds_of_its_own],
-)
-def test_parameters_born_sharded_may_be_made_in_any_way(init_fn):
-    own = fs.init_params(init_fn, P(), mesh=fs.make_mesh({"data": 2}), seed=3)
-    for found, expected in zip(leaves_of(own), drawn(init_fn), strict=True):
-        torch.testing.assert_close(found, expected.detach(), rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("shape", [(3, 4), (4, 3), (2, 6), (4, 4), (2, 3, 2)])
-def test_orthogonal_parameters_are_born_sharded(shape):
-    test_parameters_born_sharded_may_be_made_in_any_way(lambda: [torch.nn.init.orthogonal_(torch.empty(shape))])
 
 
 def test_units_are_blocks_sizes_or_patterns():

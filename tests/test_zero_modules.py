@@ -336,7 +336,7 @@ def test_patterns_that_freeze_nothing_or_half_of_a_tie_are_refused():
         "shard_params", "frozen", 'no leaf is for the rule "typo". The leaves are 0.bias, 0.weight, tie, tied; "**"', "tied",
     ]  # fmt: skip
     assert 'tied: it is tied to a leaf that lies as P("data"), and cannot lie as P()' in str(error.value)
-    with pytest.raises(fs.LayoutError, match="init_params: b: it is tied to a leaf that lies as P\\(\\)"):
+    with pytest.raises(fs.LayoutError, match="shard_params: b: it is tied to a leaf that lies as P\\(\\)"):
         fs.init_params(lambda: dict.fromkeys("ab", torch.ones(2)), {"a": P(), "b": P("data")}, mesh=mesh)
     own = fs.shard_params(tree, P(), mesh=mesh)
 
@@ -460,7 +460,9 @@ def test_buffers_that_lie_on_the_mesh_come_back_so():
     _, _, found = with_buffers(batch_normed(), 3, lay=lay)
     assert all(isinstance(x, fs.Sharded) and x.spec == P() for x in found.values())
     assert_same_buffers(found, serial(batch_normed(), 6, "sgd")[1])
-    with pytest.raises(fs.LayoutError, match=r"buffers lie whole .*; 1.running_mean lies as P.flat\(\"data\"\)"):
+    with pytest.raises(
+        fs.LayoutError, match=r"buffers must be replicated .*; 1.running_mean lies as P.flat\(\"data\"\)"
+    ):
         with_buffers(
             batch_normed(), 3, lay=lambda buffers, mesh: fs.device_put(buffers, fs.Layout(mesh, P.flat("data")))
         )
@@ -649,16 +651,6 @@ def test_no_more_units_are_whole_than_was_said(monkeypatch, name, live, prefetch
     assert 1 <= found.units <= live + prefetch
 
 
-def test_no_more_units_are_whole_beside_torch_func(monkeypatch):
-    def loss_fn(p, x):
-        slopes = torch.func.vmap(torch.func.grad(lambda row: (row @ p["head"]).sin().sum()))(x)
-        return tower(p, x + slopes, lambda block: block)
-
-    mesh = fs.make_mesh({"data": N})
-    found = most_whole(monkeypatch, loss_fn, placed(tower_params(), 3, mesh), mesh, live_units=1, prefetch=1)
-    assert found.units <= 2 + 1  # the transform holds the head
-
-
 @pytest.mark.parametrize("live", [1, 2, 4])
 def test_a_block_that_is_run_again_holds_its_own_units_too(monkeypatch, live):
     """The unit of `shared` stands inside and outside of blocks of three units, and may be there for both."""
@@ -843,7 +835,7 @@ def test_a_loss_function_that_changes_parameters_in_place_is_refused(stage):
             p["w"].clamp_(max=0.5)
         return (p["w"] * x).mean()
 
-    with pytest.raises(fs.LayoutError, match="changed parameters in place: w"):
+    with pytest.raises(fs.ModuleError, match="writes to parameters in place: w"):
         fs.value_and_grad(loss_fn, mesh=mesh, batch=P("data"))(own, torch.ones(4, 4))
 
 

@@ -1,48 +1,86 @@
-"""`auto_plugin`: which plugin a model of this size needs on these devices, by what they would hold.
+"""`auto_plugin`: the simplest plugin with which a model fits, by the bytes of the device that holds most.
 
-fits on one device            DDPPlugin
-the optimizer's state does not    ZeroPlugin(stage=1), then stage=2
-parameters do not             FSDPPlugin
-nor do units or activations   HybridParallelPlugin: fewer layers on each device
+For each candidate, simplest first:
+
+1. lay parameters and optimizer state on an abstract mesh, as the plugin does: their layouts say what a device holds at rest;
+2. add what a step holds besides: copies for use, gradients, activations;
+3. return the first plugin whose fullest device has room; if there is none, raise with the table.
+
+fits on one device                       DDPPlugin
+the optimizer's state does not           ZeroPlugin(stage=1), then stage=2
+parameters do not                        FSDPPlugin
+unsharded units or activations do not    HybridParallelPlugin: fewer layers on each device
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import partial
-from math import prod
-from typing import Any, cast
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, replace
+from fractions import Fraction
+from math import ceil, prod
+from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from fshard.booster.plugins import DDPPlugin, FSDPPlugin, HybridParallelPlugin, Plugin, ZeroPlugin
-from fshard.errors import LayoutError
+from fshard.errors import FshardError, LayoutError
 from fshard.mesh.mesh import Mesh
+from fshard.mesh.sharded import Sharded, key_of
 from fshard.mesh.spec import as_axes
+from fshard.mesh.tree import PyTree, flatten, flatten_with_paths
 from fshard.optim.adam import adamw
-from fshard.optim.following import followed
-from fshard.transforms.budget import Budget, budget
-from fshard.transforms.complaints import misfits
-from fshard.transforms.takers import Taker, takers_of, wrong_for_all
-from fshard.transforms.weighing import Table, counts_of_stages, in_the_abstract, not_counted
+from fshard.optim.leaves import trainable
+from fshard.optim.source import NOTHING, OptimizerSource, optimizer_source
+from fshard.pipeline.schedule import Schedule
+from fshard.transforms.arrangement import Arrangement
+from fshard.transforms.complaints import integer, must_be, unknown
+from fshard.transforms.patterns import unit_of
+from fshard.transforms.rules import shard_params
+from fshard.transforms.stage_layouts import shard_stages
+
+
+class Budget(NamedTuple):
+    """Bytes that one device holds.  All-gathers and reductions in flight are not counted: a unit or two.
+
+    Args:
+        parameters: at rest.
+        copies: for use.  Of sharded units the largest that are unsharded at a time; of a sharded stage all.  Of replicated
+            parameters those in another dtype.
+        gradients: unsharded where they are reduced once a step: stages 0 and 1 of ZeRO, pipelines, and reproducible mode,
+            which has several trees of them.  Else shards, and the largest unit unsharded.
+        state: of the optimizer.
+        activations: of the microbatches that a pipeline's device holds at once, else of the device's part of the batch.
+    """
+
+    parameters: int
+    copies: int
+    gradients: int
+    state: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        """The sum of all five."""
+        return sum(self)
 
 
 def auto_plugin(
     model: nn.Module, mesh: Mesh, memory: int, *, optimizer: Any = None, activations: int = 0, **options: Any
 ) -> Plugin:
-    """Return the simplest plugin with which each device holds at most so much; its `why` is a table of what was counted.
-
-    The device counts that holds most.  A plugin that the options make meaningless has a row that says why.
+    """Return the simplest plugin with which each device holds at most `memory` bytes; its `why` is the table of what was tried.
 
     Args:
         model: any module, which may be lazy or lie on the meta device: nothing is laid anywhere.
         mesh: the devices.  For stages they are laid anew, along "data" and "pipe".
         memory: bytes of each device.
         optimizer: what trains it; None: AdamW.
-        activations: bytes that those of a device's part of a batch take on this mesh, if none are computed again.  Stages share
+        activations: bytes that those of a device's part of a batch take on this mesh, if none are recomputed.  Stages share
             them, and a device holds those of as many microbatches as its schedule says.
-        options: of plugins, precision and so on: each is given those that it has.  Stages of a model that is no `nn.Sequential`
-            need `blocks` and `sample`.  Unless said, `zero_stage` is 1 or 3, and there are two microbatches for each stage.
+        options: of plugins, precision and so on: each plugin is given those that it has.  Stages of a model that is no
+            `nn.Sequential` need `blocks` and `sample`.  Unless given, `zero_stage` is 1 or 3, and there are two microbatches
+            for each stage.
 
     >>> import torch, fshard as fs
     >>> model = torch.nn.Sequential(*(torch.nn.Linear(100, 100, device="meta") for _ in range(8)))
@@ -55,41 +93,169 @@ def auto_plugin(
     Zero, stage 1               323,200              0        323,200        161,600              0        808,000  too much
     Zero, stage 2               323,200              0        121,200        161,600              0        606,000  fits
     """
-    given: dict[str, Any] = {"mesh": mesh, "memory": memory, "activations": activations}
-    opt, takers = adamw() if optimizer is None else optimizer, _takers(model, mesh, options)
-    wrong = not_counted(model, opt) | misfits(cast(Any, auto_plugin), given, activations=0)
-    axis = filter(None, [takers[0].refusal({"axis": options.get("axis")})])
-    if told := dict.fromkeys([*wrong.values(), *axis, *wrong_for_all(takers, options, ("mesh", "why"))]):
-        raise LayoutError(f"auto_plugin: {'; '.join(told)}.")
-    batch = activations * prod(n for axis, n in mesh.axes if axis in as_axes(options.get("axis") or mesh.axis_names))
+    wrong = must_be("model", "a Module", model, isinstance(model, nn.Module))  # pyright: ignore[reportUnnecessaryIsInstance]
+    wrong += must_be("mesh", "a Mesh", mesh, isinstance(mesh, Mesh))  # pyright: ignore[reportUnnecessaryIsInstance]
+    wrong += integer("memory", memory) + integer("activations", activations, 0)
+    wrong += unknown("auto_plugin", options, sorted({name for kind in _KINDS for name in _names(kind)}))
+    candidates = [] if wrong else [*_candidates(mesh, options)]
+    made = [_made(kind, usual, options) for _, kind, usual in candidates]
+    for name, x in options.items():  # is wrong if each plugin that has it refuses it, alone and with the others
+        its = [at for at, (_, kind, _) in enumerate(candidates) if name in _names(kind)]
+        alone = [_made(*candidates[at][1:], {name: x}) for at in its if isinstance(made[at], FshardError)]
+        refused = [str(one).rstrip(".") for one in alone if isinstance(one, FshardError)]
+        wrong += refused[:1] if len(refused) == len(its) else []
+    if wrong:
+        raise LayoutError(f"auto_plugin: {'; '.join(dict.fromkeys(wrong))}.")
+    source = optimizer_source(
+        adamw() if optimizer is None else optimizer, dict(model.named_parameters()), "auto_plugin"
+    )
+    axes = as_axes(options.get("axis") or mesh.axis_names)
+    batch = activations * prod(size for axis, size in mesh.axes if axis in axes)
+    titles = "".join(f"{title:>15}" for title in (*Budget._fields, "together"))
+    rows, told = [f"{'bytes a device':20}{titles}  of {memory:,}"], set[str]()
+    for (name, *_), plugin in zip(candidates, made, strict=True):
+        try:
+            if isinstance(plugin, FshardError):
+                raise plugin
+            held = budget(plugin.arranged(_abstract(plugin, mesh)), model, source, batch)
+        except FshardError as error:
+            reason = " ".join(str(error).split())
+            rows += [f"{name:20}  {reason}"] if reason not in told else []
+            told.add(reason)
+            continue
+        fits, sizes = held.total <= memory, "".join(f"{size:>15,}" for size in (*held, held.total))
+        rows.append(f"{name:20}{sizes}  {'fits' if fits else 'too much'}")
+        if fits:
+            return replace(plugin, why="\n".join(rows))
+    raise LayoutError("auto_plugin: this model fits in no way:\n" + "\n".join(rows))
 
-    def counted(taker: Taker[Plugin]) -> Budget:
-        plugin = taker.made(options)
-        cut = {plugin.pipeline_axis: plugin.pipeline} if isinstance(plugin, HybridParallelPlugin) else {}
-        source = followed(opt, dict(model.named_parameters()), "auto_plugin")
-        return budget(plugin.arranged(in_the_abstract(mesh, cut)), model, source, batch)
 
-    table = Table(memory)
-    for taker in takers:
-        if table.fits(_name(taker, options), partial(counted, taker)):
-            return replace(taker.made(options), why=str(table))
-    raise LayoutError(f"auto_plugin: this model fits in no way:\n{table}")
+# -- candidates ---------------------------------------------------------------------------------------------------------
+
+_KINDS = (DDPPlugin, ZeroPlugin, FSDPPlugin, HybridParallelPlugin)
 
 
-def _takers(model: nn.Module, mesh: Mesh, options: dict[str, Any]) -> list[Taker[Plugin]]:
-    """Return plugins, the simplest first, and what is theirs unless it is said."""
-    on = {"mesh": mesh if isinstance(mesh, Mesh) else None}  # pyright: ignore[reportUnnecessaryIsInstance]
-    usual: list[tuple[type[Plugin], dict[str, Any]]] = [(DDPPlugin, on)]
-    usual += [(ZeroPlugin, on | {"stage": stage}) for stage in (1, 2)]
-    usual += [(FSDPPlugin, on)]
-    for count in counts_of_stages(model, options, mesh):
-        of_stages = {"pipeline": count, "microbatches": 2 * count}
-        usual += [(HybridParallelPlugin, of_stages | {"zero_stage": stage}) for stage in (1, 3)]
-    return takers_of(usual, options)
+def _candidates(mesh: Mesh, options: Mapping[str, Any]) -> Iterator[tuple[str, type[Plugin], dict[str, Any]]]:
+    """Yield the plugins, simplest first: the name of the row, the class, and its options unless others are given."""
+    yield "DDP, stage 0", DDPPlugin, {"mesh": mesh}
+    for stage in [options["stage"]] if "stage" in options else [1, 2]:
+        yield f"Zero, stage {stage}", ZeroPlugin, {"mesh": mesh, "stage": stage}
+    yield "FSDP, stage 3", FSDPPlugin, {"mesh": mesh}
+    divisors = [count for count in range(2, mesh.size + 1) if mesh.size % count == 0]
+    for count in [options["pipeline"]] if "pipeline" in options else divisors:
+        for stage in [options["zero_stage"]] if "zero_stage" in options else [1, 3]:
+            usual = {"pipeline": count, "microbatches": 2 * count, "zero_stage": stage}
+            yield f"Hybrid, stage {stage} x {count}", HybridParallelPlugin, usual
 
 
-def _name(taker: Taker[Plugin], options: dict[str, Any]) -> str:
-    own: dict[str, Any] = {"stage": 3 if taker.kind is FSDPPlugin else 0} | taker.own(options)
-    stage = own.get("zero_stage", own["stage"])
-    cut = f" x {own['pipeline']}" if "pipeline" in own else ""
-    return f"{taker.kind.__name__.removesuffix('Plugin').removesuffix('Parallel')}, stage {stage}{cut}"
+def _made(kind: type[Plugin], usual: Mapping[str, Any], options: Mapping[str, Any]) -> Plugin | FshardError:
+    """Make a plugin of the options that it has; return the error if it refuses them."""
+    try:
+        return kind(**{**usual, **{name: x for name, x in options.items() if name in _names(kind)}})
+    except FshardError as error:
+        return error
+
+
+def _names(kind: type[Plugin]) -> set[str]:
+    return {one.name for one in fields(kind)} - {"mesh", "why"}
+
+
+def _abstract(plugin: Plugin, mesh: Mesh) -> Mesh:
+    """Return an abstract mesh of as many devices; stages have an axis of their own."""
+    if not isinstance(plugin, HybridParallelPlugin):
+        return Mesh(mesh.axes, "abstract", "meta")
+    if mesh.size % plugin.pipeline:
+        raise LayoutError(f"pipeline={plugin.pipeline} does not divide the {mesh.size} devices there are")
+    axes = (("data", mesh.size // plugin.pipeline), (plugin.pipeline_axis, plugin.pipeline))
+    return Mesh(axes, "abstract", "meta")
+
+
+# -- counting -----------------------------------------------------------------------------------------------------------
+
+
+def budget(how: Arrangement, model: nn.Module, source: OptimizerSource, activations: int = 0) -> Budget:
+    """Count the bytes of the device that holds most.
+
+    Args:
+        how: all is laid out, on an abstract mesh.
+        model: what is trained, but for what is frozen in it.
+        source: what trains it, and which parameters.
+        activations: bytes that those of a whole batch take, of the whole model.
+
+    >>> import fshard as fs
+    >>> mesh = fs.make_mesh({"data": 4}, runtime="abstract")
+    >>> model = nn.Sequential(nn.Linear(100, 10, bias=False), nn.Linear(10, 10, bias=False).requires_grad_(False))
+    >>> source = optimizer_source(adamw(), dict(model.named_parameters()), "budget")
+    >>> budget(fs.DDPPlugin().arranged(mesh), model, source)
+    Budget(parameters=4400, copies=0, gradients=4000, state=8000, activations=0)
+    >>> budget(fs.ZeroPlugin(stage=1, precision="bf16").arranged(mesh), model, source)
+    Budget(parameters=4400, copies=2200, gradients=4000, state=2000, activations=0)
+    """
+    schedule: Schedule | None = how.options.get("schedule")
+    parts = [model] if how.cut is None else how.cut(model)
+    trees = [source.trained(dict(part.named_parameters())) for part in parts]
+    if schedule is None:
+        params: list[PyTree] = [shard_params(trees[0], how.rules, mesh=how.mesh)]
+        state, placement, here = how.partition(source.now()).init(params[0]), (0,), [dict[str, int]()]
+    else:
+        axis = how.options["axis"]
+        params = shard_stages(trees, how.rules, mesh=how.mesh, schedule=schedule, axis=axis)
+        state, placement = how.partition(source.now()).init(params), schedule.placement
+        here = [{axis: place} for place in range(schedule.devices)]
+    rest, kept, found = _leaves(params), _leaves(state), list[Budget]()
+    for place, held in enumerate(_activations(how, schedule, activations)):
+        used = [(f"stage {i}" if schedule else "", params[i]) for i, at in enumerate(placement) if at == place]
+        owners = [here[place] | layout.place for layout in {leaf.layout for leaf in (*rest, *kept)}]
+        fullest = [here[place], *(owner for owner in owners if here[place].items() <= owner.items())]
+        for device in {how.mesh.index(coordinates) for coordinates in fullest}:
+            copies, gradients = _in_use(how, used, device)
+            found.append(Budget(_bytes(rest, device), copies, gradients, _bytes(kept, device), held))
+    return max(found, key=lambda one: one.total)
+
+
+def _activations(how: Arrangement, schedule: Schedule | None, whole: int) -> list[int]:
+    """Return the bytes of activations at each place along the pipeline."""
+    part = Fraction(whole, prod(how.mesh.shape[axis] for axis in how.axes))
+    if schedule is None:
+        return [ceil(part)]
+    one = part / schedule.stages / schedule.microbatches
+    return [ceil(x) for x in schedule.simulate(activation=one).peak_activations] if whole else [0] * schedule.devices
+
+
+def _leaves(tree: PyTree) -> list[Sharded]:
+    """Return the leaves of a tree, each tied one once."""
+    leaves = flatten(tree, sharded_is_leaf=True)[0]
+    return [*{key_of(x): x for x in leaves if isinstance(x, Sharded)}.values()]
+
+
+def _bytes(leaves: Sequence[Sharded], device: int) -> int:
+    return sum(prod(x.layout.local_shape(x.shape, device)) * x.dtype.itemsize for x in leaves)
+
+
+def _in_use(how: Arrangement, used: Sequence[tuple[str, PyTree]], device: int) -> tuple[int, int]:
+    """Count the bytes of copies and gradients of parameters that a device uses: trees of them, and the stage of each."""
+    schedule, trees, compute = how.options.get("schedule"), how.options["reproducible"], how.options["compute"]
+    devices, lay = prod(how.mesh.shape[axis] for axis in how.axes), how.partition(NOTHING).gradients
+    turns = schedule.microbatches if schedule is not None else how.options["slices"] // devices if trees else 1
+    once = how.stage < 2 or schedule is not None or trees
+    unsharded, reduced, converted, gradients = Counter[str](), Counter[str](), 0, 0
+    for stage, tree in used:
+        paths, leaves, _ = flatten_with_paths(tree, sharded_is_leaf=True)
+        for path, x in {key_of(x): (path, x) for path, x in zip(paths, leaves, strict=True)}.values():
+            size, unit = prod(x.shape), stage or x.layout.unit or unit_of(path)
+            dtype = compute if compute is not None and x.dtype.is_floating_point else x.dtype
+            if prod(x.layout.local_shape(x.shape, device)) < size:
+                unsharded[unit] += size * dtype.itemsize
+            elif dtype is not x.dtype:
+                converted += size * dtype.itemsize
+            if not trainable(x):
+                continue
+            dtype = how.options["reduce"] or dtype
+            if turns > 1 or trees:
+                dtype = torch.promote_types(dtype, torch.float32)
+            own = size if once else prod(lay(x.layout).local_shape(x.shape, 0))
+            gradients += own * torch.promote_types(dtype, x.dtype).itemsize
+            reduced[unit] += size * dtype.itemsize if own < size else 0
+    live = how.options.get("live_units", 2) if how.options.get("reshard_after_forward", True) else None
+    copies = converted + sum(size for _, size in unsharded.most_common(live))
+    return copies, gradients * (turns.bit_length() if trees else 1) + max(reduced.values(), default=0)

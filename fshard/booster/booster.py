@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 
 from fshard.booster.plugins import DDPPlugin, Plugin
 from fshard.errors import LayoutError, ModuleError
-from fshard.transforms.accepted import taken
+from fshard.transforms.accepted import BOOSTED, taken
 from fshard.transforms.arrangement import Arrangement, State, Step
 from fshard.transforms.loader import Loader
 from fshard.transforms.lora import LoraConfig, lora
@@ -75,8 +75,8 @@ class Booster:
         """Return what takes the place of the five, in this order; None stays None.
 
         Args:
-            model: any module.  What is returned refers to none of its tensors, and neither does the optimizer any more.  One
-                that no device can hold is made of `lazy` layers: each device makes its pieces, by the plugin's seed.
+            model: any module, which is then run in place: each device makes its own.  One that no device can hold is made of
+                `lazy` layers: each device builds one after the other, by the plugin's seed, and keeps its shards.
             optimizer: of torch, or of `fs.optim`.
             criterion: stays as it is.
             dataloader: of torch, whose batches are then those of all devices together; anything else stays as it is.
@@ -84,9 +84,9 @@ class Booster:
         """
         source = taken("boost", model, optimizer, criterion, dataloader, lr_scheduler)
         how = self.plugin.arranged().of(len(self._loops.own.models))
-        bare = how.bare(model)
-        stand_in = Model(bare, how.learner(model, bare, source))
-        source.point_at(dict(bare.named_parameters()))
+        stand_in = Model(model, how.gradient(model, source))
+        BOOSTED.add(model)
+        source.point_at(dict(model.named_parameters()))
         self._loops.own.models.append(stand_in)
         wrapped = None
         if optimizer is not None:

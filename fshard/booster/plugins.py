@@ -1,17 +1,16 @@
-"""Plugins: which mesh, where parameters, gradients and optimizer state lie, and in which precision.
+"""Plugins: which mesh, which layouts for parameters, gradients and optimizer state, and which precision.
 
-plugin                   parameters at rest    gradients               optimizer state
-DDPPlugin                whole                 summed                  whole
-ZeroPlugin(stage=1)      whole                 in pieces, once a step  in pieces
-ZeroPlugin(stage=2)      whole                 in pieces, at once      in pieces
-FSDPPlugin               in pieces             in pieces               in pieces
+plugin                   parameters       gradients                     optimizer state
+DDPPlugin                replicated       all-reduced                   replicated
+ZeroPlugin(stage=1)      replicated       reduce-scattered once a step  sharded
+ZeroPlugin(stage=2)      replicated       reduce-scattered per unit     sharded
+FSDPPlugin               sharded          reduce-scattered per unit     sharded
 HybridParallelPlugin     those of a stage on its devices, and along the other axes as its `zero_stage` says
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import copy
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, Literal, cast
@@ -30,8 +29,9 @@ from fshard.pipeline.builders import pipeline_schedule
 from fshard.pipeline.schedule import Schedule
 from fshard.pipeline.stages import Balance, check_balance, split_stages
 from fshard.transforms.arrangement import Arrangement
-from fshard.transforms.complaints import changed, complaints_of, misfits, not_known
+from fshard.transforms.complaints import flag, integer, must_be, one_of, refusal, unknown
 from fshard.transforms.options import wrong_options
+from fshard.transforms.patterns import Choice
 from fshard.transforms.rules import fsdp
 from fshard.transforms.stage_functions import How
 from fshard.transforms.step import Precision
@@ -39,26 +39,24 @@ from fshard.transforms.value_and_grad import OF_LOSSES, OF_STAGES
 
 Unused = Literal["skip", "zero"]
 _OPTIONS = {"bucket", "in_flight", "prefetch", "live_units", "reduce", "reduce_once", "skips", "inputs", "dynamic"}
-"""What of `value_and_grad` a plugin leaves open."""
-_USUAL = {"slices": {"slices": 0}, "zero_stage": {"zero_stage": 3}, "pipeline": {"pipeline": 2, "mesh": None}}
-"""With what, if these are no such numbers, nothing else is wrong because of them."""
-_OF_STAGES = ("microbatches", "schedule", "chunks", "balance", "sample", "blocks", "recompute")
+"""The options of `value_and_grad` that no field of a plugin sets."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plugin:
-    """What all plugins have.
+    """The options of every plugin.
 
     Args:
         mesh: the devices; None: all there are, along one axis "data".
         axis: along which the batch is cut; None: all axes of the mesh.
         precision: "bf16" or "fp16" computes in that dtype; parameters and state stay in their own.
         unused: what a parameter that no device has used gets: "skip", nothing, as in torch.optim, so that neither its state
-            nor its count of steps moves; "zero", a gradient of zeros, as in JAX.
+            nor its count of steps changes; "zero", a gradient of zeros, as in JAX.
         sync_batchnorm: BatchNorm takes mean and variance over all devices.
         reproducible: the same bits on any number of devices that divides `slices`, if a sample's loss depends on it alone.
-        slices: into how many a batch is cut then.
-        seed: of random draws in the model.
+        slices: into how many slices a batch is cut then.
+        seed: of random draws in the model, and of lazy modules.
+        buffers: frozen parameters that the forward updates, a momentum encoder say: see `functionalize`.
         options: further ones of `value_and_grad`: bucket, in_flight, live_units, prefetch, reduce, ...
         why: the table by which `auto_plugin` has chosen it.
     """
@@ -71,45 +69,39 @@ class Plugin:
     reproducible: bool = False
     slices: int = 8
     seed: int = 0
+    buffers: Choice = None
     options: dict[str, Any] = field(default_factory=dict[str, Any])
     why: str = field(default="", repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        wrong, usual = self.misfits(), copy(self)
-        for name in wrong:
-            vars(usual).update(_USUAL.get(name) or {name: getattr(type(self), name, {})})
-        if told := [*wrong.values(), *usual.complaints()] or complaints_of(type(self).tried, self):
-            raise LayoutError(f"{type(self).__name__}: {'; '.join(told)}.")
+        if wrong := self.invalid() or self.conflicts():
+            raise LayoutError(f"{type(self).__name__}: {'; '.join(wrong)}.")
 
-    def misfits(self) -> dict[str, str]:
-        """Return what is no such thing as its type says, by name."""
-        return misfits(type(self), vars(self), seed=0)
-
-    def tried(self) -> None:
-        """Raise if what is arranged has no meaning, on a mesh of the axes that are named if none was given."""
-        sizes = tuple(self.sizes().items())
-        self.arranged(self.mesh or Mesh(sizes, "virtual", "cpu")).check()
-
-    def sizes(self) -> dict[str, int]:
-        """Return the axes that are named, and how many devices are needed along each."""
-        return dict.fromkeys(as_axes(self.axis or "data"), 1)
-
-    def complaints(self) -> list[str]:
-        """Return all that is wrong with what was given, where each is by itself what it may be."""
-        axes = complaints_of(self.axes, self.mesh) if self.mesh is not None else complaints_of(as_axes, self.axis)
+    def invalid(self) -> list[str]:
+        """List the fields that are wrong by themselves."""
+        wrong = must_be("mesh", "a Mesh or None", self.mesh, isinstance(self.mesh, Mesh | None))
+        wrong += _wrong_axes("axis", self.axis, self.mesh)
+        wrong += one_of("precision", self.precision, "bf16", "fp16", None)
+        wrong += one_of("unused", self.unused, "skip", "zero")
+        wrong += flag("sync_batchnorm", self.sync_batchnorm) + flag("reproducible", self.reproducible)
+        wrong += integer("slices", self.slices) + integer("seed", self.seed, 0)
         known = _OPTIONS & {*(OF_STAGES if self.in_stages() else OF_LOSSES)}
-        wrong = axes + not_known(sorted(known), options=self.options) + wrong_options(self.reproducible, self.options)
+        return wrong + unknown("options", self.options, sorted(known)) + wrong_options(self.reproducible, self.options)
+
+    def conflicts(self) -> list[str]:
+        """List the fields that contradict each other, or the mesh."""
+        wrong: list[str] = []
         if self.zero() != 3 and (idle := {"prefetch", "live_units"} & {*self.options}):
-            wrong.append(f"options={sorted(idle)} have no meaning where nothing is gathered: stage {self.zero()}")
+            wrong.append(f"options={sorted(idle)} need parameters that are sharded: stage 3, not {self.zero()}")
         if self.reproducible and self.sync_batchnorm:
-            wrong.append("reproducible=True computes slices by themselves, sync_batchnorm=True all devices together")
-        if changed(self, ["slices"]) and (self.in_stages() or not self.reproducible):
-            wrong.append("slices= has no meaning without reproducible=True, and none for stages")
-        if self.mesh is not None and not axes and self.reproducible and not self.in_stages():
+            wrong.append("sync_batchnorm=True needs all devices at once, reproducible=True computes slices one by one")
+        if self.slices != Plugin.slices and (self.in_stages() or not self.reproducible):
+            wrong.append("slices= needs reproducible=True, and a model that is not cut into stages")
+        if self.mesh is not None and self.reproducible and not self.in_stages():
             parts = prod(self.mesh.shape[axis] for axis in self.axes(self.mesh))
             own, left = divmod(self.slices, parts)
             if left or (parts > 1 and own & (own - 1)):
-                wrong.append(f"{self.slices} slices are not 1, 2, 4, ... for each of {parts} devices")
+                wrong.append(f"slices must be 1, 2, 4, ... for each of {parts} devices, got {self.slices} in all")
         return wrong
 
     def zero(self) -> Stage:
@@ -149,29 +141,30 @@ class Plugin:
             sync_batchnorm=self.sync_batchnorm,
             seed=self.seed,
             zeros=self.unused == "zero",
+            buffers=self.buffers,
             options={**options, **self.options},
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class DDPPlugin(Plugin):
-    """Data parallelism: all devices have everything, and sum gradients.
+    """Data parallelism: parameters are replicated and gradients all-reduced.
 
     >>> DDPPlugin(precision="fp8", seed=-1)
     Traceback (most recent call last):
-    fshard.errors.LayoutError: DDPPlugin: precision is "bf16", "fp16" or None, not 'fp8'; seed is a whole number from 0 on, ...
+    fshard.errors.LayoutError: DDPPlugin: precision must be 'bf16', 'fp16' or None, got 'fp8'; seed must be an integer >= 0, ...
     """
 
 
 @dataclass(frozen=True, kw_only=True)
 class ZeroPlugin(Plugin):
-    """ZeRO 1 and 2: the optimizer's state is divided.  `stage` 2 reduces gradients in each backward, 1 once a step."""
+    """ZeRO 1 and 2: the optimizer's state is sharded.  `stage` 2 reduces gradients in each backward, 1 once a step."""
 
     stage: Literal[1, 2] = 1
 
-    def misfits(self) -> dict[str, str]:
-        wrong = super().misfits()
-        return wrong | {k: f"{wrong[k]}: stage 0 is DDPPlugin, stage 3 FSDPPlugin" for k in {"stage"} & {*wrong}}
+    def invalid(self) -> list[str]:
+        wrong = one_of("stage", self.stage, 1, 2)
+        return super().invalid() + [f"{text}: stage 0 is DDPPlugin, stage 3 FSDPPlugin" for text in wrong]
 
     def zero(self) -> Stage:
         return self.stage
@@ -179,14 +172,14 @@ class ZeroPlugin(Plugin):
 
 @dataclass(frozen=True, kw_only=True)
 class FSDPPlugin(Plugin):
-    """ZeRO 3: parameters are divided too, and gathered as they are used.
+    """ZeRO 3: parameters are sharded too, and all-gathered as they are used.
 
     Args:
-        unit: what is gathered together: a pattern of paths ("blocks[*]"), several, or a size in bytes; None: each repeated
-            block.
-        shard_axis: along which parameters and state are cut; None: all of `axis`.  If it is less, there are replicas along
-            the others (hybrid sharding): {"node": 2, "gpu": 8} with shard_axis="gpu", say.
-        reshard_after_forward: let parameters go after the forward, and gather them again for the backward.
+        unit: what is all-gathered together: a pattern of paths ("blocks[*]"), several, or a size in bytes; None: each
+            repeated block.
+        shard_axis: along which parameters and state are sharded; None: all of `axis`.  Along the others they are replicated
+            (hybrid sharding): {"node": 2, "gpu": 8} with shard_axis="gpu", say.
+        reshard_after_forward: free unsharded parameters after the forward, and all-gather them again for the backward.
     """
 
     unit: str | Sequence[str] | int | None = None
@@ -196,21 +189,13 @@ class FSDPPlugin(Plugin):
     def zero(self) -> Stage:
         return 3
 
-    def complaints(self) -> list[str]:
-        wrong = super().complaints() + complaints_of(lambda unit: fsdp((), unit=unit), self.unit)
-        if self.mesh is None:
-            wrong += complaints_of(as_axes, self.shard_axis)
-        elif self.shard_axis is not None:
-            own, all_axes = complaints_of(self.pieces, self.mesh), complaints_of(self.axes, self.mesh)
-            strange = () if own or all_axes else {*self.pieces(self.mesh)} - {*self.axes(self.mesh)}
-            wrong += [
-                *own,
-                *(f"shard_axis {axis} does not cut the batch, which axis= says" for axis in sorted(strange)),
-            ]
-        return wrong
+    def invalid(self) -> list[str]:
+        wrong = super().invalid() + flag("reshard_after_forward", self.reshard_after_forward)
+        return wrong + refusal(lambda: fsdp((), unit=self.unit)) + _wrong_axes("shard_axis", self.shard_axis, self.mesh)
 
-    def sizes(self) -> dict[str, int]:
-        return super().sizes() | dict.fromkeys(as_axes(self.shard_axis or ()), 1)
+    def conflicts(self) -> list[str]:
+        strange = {*self.pieces(self.mesh)} - {*self.axes(self.mesh)} if self.mesh is not None else ()
+        return super().conflicts() + [f'shard_axis must be among axis=, got "{axis}"' for axis in sorted(strange)]
 
     def pieces(self, mesh: Mesh) -> tuple[str, ...]:
         """Return the axes along which parameters and state are cut."""
@@ -231,12 +216,10 @@ class HybridParallelPlugin(Plugin):
         pipeline: how many devices the model is cut over.
         zero_stage: 0 to 3, of the devices that have the same stages.
         microbatches: into how many each device's part of a batch is cut.
-        schedule: a name that `pipeline_schedule` knows.
-        chunks: how many stages each device has; None: one, or two where the schedule wants them.
-        balance: what stages have alike: see `split_stages`; so for `sample` and `blocks`.
-        sample: a microbatch, if `balance` or `blocks` ask for one.
-        blocks: where the blocks of a model stand that is no row of layers.
-        recompute: which activations are computed again: see `stage_functions`.
+        schedule: a name of `pipeline_schedule`.
+        chunks: how many stages each device has; None: one, or two where the schedule needs them.
+        balance, sample, blocks: how the model is cut into stages: see `split_stages`.
+        recompute: which activations are recomputed: see `stage_functions`.
         pipeline_axis: the axis of the stages.
     """
 
@@ -255,30 +238,33 @@ class HybridParallelPlugin(Plugin):
         return self.zero_stage
 
     def in_stages(self) -> bool:
-        return self.pipeline > 1
+        return self.pipeline != 1
 
-    def complaints(self) -> list[str]:
-        wrong = super().complaints()
-        if self.mesh is not None and (found := self.mesh.shape.get(self.pipeline_axis, 1)) != self.pipeline:
-            found = found if self.pipeline_axis in self.mesh.shape else "no"
-            wrong.append(f'pipeline={self.pipeline}, but "{self.pipeline_axis}" of {self.mesh} has {found} devices')
-        wrong += (plan := complaints_of(HybridParallelPlugin.plan, self))
-        if not plan or isinstance(self.balance, str):
-            stages = 0 if plan else len(self.plan().placement)
-            wrong += complaints_of(lambda balance: check_balance(balance, stages, self.sample), self.balance)
-        if self.mesh is None and self.in_stages() and self.pipeline_axis == "data":
-            wrong.append('pipeline_axis="data" is the axis of the batch')
-        if self.pipeline == 1 and (idle := changed(self, _OF_STAGES)):
-            wrong.append(f"{idle} has no meaning without stages: pipeline=1")
-        if self.in_stages() and not wrong and (devices := 1 + max(self.plan().placement)) != self.pipeline:
-            lays = f"{self.schedule} lays {len(self.plan().placement)} stages on {devices} devices"
-            wrong.append(f"{lays}, not on {self.pipeline}: change chunks={self.chunks}")
+    def invalid(self) -> list[str]:
+        wrong = [*integer("pipeline", self.pipeline), *one_of("zero_stage", self.zero_stage, 0, 1, 2, 3)]
+        wrong += integer("microbatches", self.microbatches)
+        wrong += [] if self.chunks is None else integer("chunks", self.chunks)
+        wrong += wrong_options(False, {"recompute": self.recompute})
+        if not wrong and self.in_stages():
+            wrong += (plan := refusal(self.plan))
+            wrong += [] if plan else refusal(lambda: check_balance(self.balance, self.plan().stages, self.sample))
+        return super().invalid() + wrong
+
+    def conflicts(self) -> list[str]:
+        wrong, axis = super().conflicts(), self.pipeline_axis
+        if self.mesh is not None and (found := self.mesh.shape.get(axis, 1)) != self.pipeline:
+            wrong.append(f'pipeline must be the size of "{axis}" in {self.mesh}, {found}, got {self.pipeline}')
+        if self.mesh is None and self.in_stages() and axis == "data":
+            wrong.append('pipeline_axis must not be the axis of the batch, "data"')
         if self.sync_batchnorm:
             wrong.append("sync_batchnorm=True has no meaning for stages, whose microbatches come one after the other")
+        if not self.in_stages():
+            given = [name for name in _OF_STAGES if _is_given(self, name)]
+            return wrong + [f"{', '.join(given)} must be left out without stages: pipeline=1"] * bool(given)
+        if (plan := self.plan()).devices != self.pipeline:
+            lays = f"{self.schedule} puts {plan.stages} stages on {plan.devices} devices"
+            wrong.append(f"{lays}, not on {self.pipeline}: change chunks={self.chunks}")
         return wrong
-
-    def sizes(self) -> dict[str, int]:
-        return super().sizes() | {self.pipeline_axis: self.pipeline}
 
     def plan(self) -> Schedule:
         """Return the schedule."""
@@ -319,3 +305,20 @@ class HybridParallelPlugin(Plugin):
         """Return the stages of a model."""
         count, layers = len(self.plan().placement), cast(Any, model)
         return split_stages(layers, count, self.balance, sample=self.sample, blocks=cast(Any, self.blocks))
+
+
+_OF_STAGES = ("microbatches", "schedule", "chunks", "balance", "sample", "blocks", "recompute")
+
+
+def _is_given(plugin: HybridParallelPlugin, name: str) -> bool:
+    given, usual = getattr(plugin, name), getattr(HybridParallelPlugin, name)
+    return type(given) is not type(usual) or given != usual
+
+
+def _wrong_axes(name: str, axes: Any, mesh: Mesh | None) -> list[str]:
+    """List what is wrong with names of axes, of a mesh if there is one."""
+    if wrong := refusal(lambda: as_axes(axes)):
+        return [f"{name}: {wrong[0]}"]
+    names = as_axes(axes)
+    wrong = must_be(name, "axes that are named once", axes, len({*names}) == len(names))
+    return wrong + (refusal(lambda: mesh.check_axes(names, f"{name}=")) if isinstance(mesh, Mesh) else [])

@@ -205,6 +205,18 @@ class PartialSum(Parts):
     def traffic(self, index: int) -> Traffic:
         return _summed_traffic(self, index)
 
+    def meaning(self, xs: list[Tensor]) -> list[Tensor]:
+        """Sum whole tensors once for each row of devices, and take each device's part of the sum."""
+        xs, results = [plain(x).contiguous() for x in xs], list(xs)
+        for row in self._rows().tolist():
+            total = tree_sum([xs[index] for index in sorted(row)]).view(-1, self.length)
+            for index in row:
+                _, place = self.traffic(index).stays
+                result = torch.zeros_like(total)
+                place.fill(result, place.taken(total))
+                results[index] = result.view(xs[index].shape)
+        return results
+
     def made(self, rows: Tensor, index: int, arrived: Mapping[int, Tensor]) -> Tensor:
         source, place = self.traffic(index).stays
         summands = {**arrived, index: source.taken(rows)}

@@ -15,7 +15,6 @@ from fshard.optim.chain import add_decayed_weights, chain, clip_by_global_norm, 
 from fshard.optim.choose import by_label, masked
 from fshard.optim.contract import Optimizer, apply_updates, pure_step, step_of
 from fshard.optim.finite import all_finite, skip_if_not_finite
-from fshard.optim.foreign import from_torch
 from fshard.optim.lamb import lamb
 from fshard.optim.lion import lion
 from fshard.optim.master import with_master_weights
@@ -25,6 +24,7 @@ from fshard.optim.scaling import loss_scaled
 from fshard.optim.schedules import Rate, Schedule
 from fshard.optim.sgd import sgd
 from fshard.optim.shampoo import shampoo
+from fshard.optim.torch_classes import from_torch
 
 __all__ = [
     "Optimizer",

@@ -18,11 +18,16 @@ from torch import Tensor
 
 from fshard.optim.cells import Cells
 from fshard.optim.contract import Optimizer
-from fshard.optim.leaves import Leaf
+from fshard.optim.leaves import check_whole, refuse_complex
 from fshard.optim.numbers import above, at_least, pair, refuse
-from fshard.optim.rules import writer
+from fshard.optim.rules import Slots, writer
 from fshard.optim.schedules import Rate
-from fshard.optim.whole import check_whole
+
+SLOTS: Slots = {
+    "row_var": lambda p: p.new_zeros((*p.shape[:-1], 1)) if p.ndim > 1 else None,
+    "col_var": lambda p: p.new_zeros((*p.shape[:-2], 1, p.shape[-1])) if p.ndim > 1 else None,
+    "variance": lambda p: torch.zeros_like(p) if p.ndim < 2 else None,
+}
 
 
 def adafactor(
@@ -68,17 +73,7 @@ def adafactor(
             u = squared.clamp_(min=least * least).rsqrt_().mul_(g)
             p.add_(u, alpha=-alpha / max(1.0, _rms(u, d)))
 
-    slots = {
-        "row_var": lambda p: p.new_zeros((*p.shape[:-1], 1)) if p.ndim > 1 else None,
-        "col_var": lambda p: p.new_zeros((*p.shape[:-2], 1, p.shape[-1])) if p.ndim > 1 else None,
-        "variance": lambda p: torch.zeros_like(p) if p.ndim < 2 else None,
-    }
-    return writer(lr, slots, rule, check=check_whole("adafactor", refuse=refuse_complex), elementwise=False)
-
-
-def refuse_complex(leaf: Leaf) -> str | None:
-    """Return the reason why a complex parameter is refused."""
-    return "it is complex" if leaf.dtype.is_complex else None
+    return writer(lr, SLOTS, rule, check=check_whole("adafactor", refuse=refuse_complex), elementwise=False)
 
 
 def _rms(x: Tensor, unit: float = 1.0) -> float:

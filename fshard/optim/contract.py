@@ -38,12 +38,16 @@ class Optimizer(NamedTuple):
             that is None (an unused parameter) has the update None, and leaves state as it is.
         step: from gradients, state and parameters to parameters and state.  May use up all that it is given: the
             fast way.  None for a transformation of gradients.
-        elementwise: whether an element's update depends on that element alone (and on numbers): then it runs on any shards.
-            A function of the parameters, where that differs from leaf to leaf (`by_label`).  None: nobody has said so, and
-            it gets whole parameters.
+        elementwise: whether an element's update depends on that element alone (and on numbers): then it runs on flat shards.
+            Else each parameter goes whole to an owner.  A function of the parameters, where that differs from leaf to leaf
+            (`by_label`).
         loss_scale: from the state to what the loss is to be multiplied by before its gradient is taken; None: nothing.
-        arrays: whether the functions take trees of global arrays (`Sharded`), as those of `fshard.optim` do.  Others are
-            functions of plain tensors; what takes an optimizer runs them device by device (see `plain`).
+        arrays: whether the functions take trees of global arrays (`Sharded`), as those of `fshard.optim` do.  Others take
+            trees of plain tensors, and are run on those of one device at a time.
+
+    Subtrees of the state that have the structure of the parameters are laid out like them, leaf by leaf; what an owner keeps
+    of a parameter may have any shape.  All else in the state is replicated: numbers, equal on all devices.  Functions of plain
+    tensors see what a device holds of the parameters that have a gradient: others are left out of dicts, lists and tuples.
 
     >>> import torch, fshard.optim as optim
     >>> opt = optim.sgd(0.5)
@@ -56,7 +60,7 @@ class Optimizer(NamedTuple):
     init: Callable[[PyTree], PyTree]
     update: Update
     step: Update | None = None
-    elementwise: Elementwise | None = None
+    elementwise: Elementwise = False
     loss_scale: Callable[[PyTree], Tensor] | None = None
     arrays: bool = False
 
@@ -156,9 +160,9 @@ def pure_step(opt: Optimizer) -> Update:
     return lambda grads, state, params: step(copied(grads), copied(state), copied(params))
 
 
-def elementwise_leaves(elementwise: Elementwise | None, params: PyTree) -> list[bool]:
+def elementwise_leaves(elementwise: Elementwise, params: PyTree) -> list[bool]:
     """Return for each leaf of the parameters whether an element's update depends on that element alone."""
-    return elementwise(params) if callable(elementwise) else [bool(elementwise)] * len(Leaves.of(params).leaves)
+    return elementwise(params) if callable(elementwise) else [elementwise] * len(Leaves.of(params).leaves)
 
 
 @torch.no_grad()

@@ -22,7 +22,7 @@ from fshard.mesh.layout import Layout
 from fshard.mesh.sharded import Sharded, key_of
 from fshard.mesh.spec import P
 from fshard.mesh.spmd import held
-from fshard.mesh.tree import PyTree, Structure, broadcast_prefix, flatten, flatten_with_paths, unflatten
+from fshard.mesh.tree import PyTree, Structure, broadcast_prefix, flatten, paths_of, unflatten
 
 Leaf = Any
 """A tensor, a `Sharded`, or None."""
@@ -111,9 +111,9 @@ class Leaves:
         return Leaves(*flatten(tree, sharded_is_leaf=True, none_is_leaf=True))
 
     @property
-    def paths(self) -> list[str]:
+    def paths(self) -> tuple[str, ...]:
         """Where each leaf stands, as the expression that leads there: `["blocks"][0]["w"]`."""
-        return flatten_with_paths(self.rebuild(self.leaves), sharded_is_leaf=True, none_is_leaf=True)[0]
+        return paths_of(self.structure)
 
     def rebuild(self, leaves: Sequence[Leaf]) -> PyTree:
         """Put a tree of this structure together from other leaves."""
@@ -179,10 +179,9 @@ class Leaves:
 
 def alike(one: Leaf, other: Leaf) -> bool:
     """Return whether two leaves lie alike."""
-    if isinstance(one, Sharded):
-        if not isinstance(other, Sharded) or one.shape != other.shape:
-            return False
-        return one.layout is other.layout or _where(one.layout) == _where(other.layout)
+    if isinstance(one, Sharded) and isinstance(other, Sharded):
+        where = one.layout is other.layout or _where(one.layout) == _where(other.layout)
+        return where and one.shape == other.shape
     return isinstance(one, Tensor) and isinstance(other, Tensor) and one.shape == other.shape
 
 
@@ -196,6 +195,41 @@ def kind_of(leaf: Leaf) -> str:
     if leaf is None:
         return "None"
     return repr(leaf) if isinstance(leaf, Sharded) else f"a {type(leaf).__name__} of shape {tuple(leaf.shape)}"
+
+
+def check_whole(name: str, *, refuse: Callable[[Leaf], str | None] = lambda leaf: None) -> Callable[[Leaves], None]:
+    """Return a check that every parameter is whole on its devices, and not refused for another reason; it names all."""
+
+    def check(at: Leaves) -> None:
+        found = [(path or "the leaf", leaf) for path, leaf in zip(at.paths, at.leaves, strict=True) if trainable(leaf)]
+        cut = [f"\n  params{path} is {leaf!r}" for path, leaf in found if not is_whole(leaf)]
+        if cut:
+            raise LayoutError(
+                f"{name} needs whole matrices, but these parameters are in pieces:{''.join(cut)}\n"
+                "Give each matrix to one device: fs.partition_optimizer(opt, mesh=..., axis=..., stage=...)."
+            )
+        wrong = [f"\n  params{path}: {reason}" for path, leaf in found if (reason := refuse(leaf))]
+        if wrong:
+            raise LayoutError(
+                f"{name} is not for these parameters:{''.join(wrong)}\n"
+                "Give them another optimizer: by_label({...}, labels)."
+            )
+
+    return check
+
+
+def refuse_complex(leaf: Leaf) -> str | None:
+    """Return the reason why a complex parameter is refused."""
+    return "it is complex" if leaf.dtype.is_complex else None
+
+
+def is_whole(leaf: Leaf) -> bool:
+    """Return whether every device that holds any of a leaf holds all of it, in its shape."""
+    if not isinstance(leaf, Sharded):
+        return True
+    if leaf.spec.flat_axes is not None and len(leaf.shape) != 1:
+        return False  # a row of numbers, if over one device too
+    return all(leaf.mesh.shape[axis] == 1 for axis in (*leaf.spec.cut_axes, *leaf.spec.unreduced))
 
 
 def count_from_zero() -> Tensor:

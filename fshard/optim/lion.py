@@ -11,10 +11,10 @@ from __future__ import annotations
 import torch
 
 from fshard.optim import lists
-from fshard.optim.cells import Cells
+from fshard.optim.cells import Cells, each_kind
 from fshard.optim.contract import Optimizer
 from fshard.optim.numbers import at_least, below, pair, refuse
-from fshard.optim.rules import each_kind, writer
+from fshard.optim.rules import writer
 from fshard.optim.schedules import Rate
 
 

@@ -18,14 +18,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fshard.optim.adafactor import refuse_complex
 from fshard.optim.cells import Cells
 from fshard.optim.contract import Optimizer
-from fshard.optim.leaves import Leaf
+from fshard.optim.leaves import Leaf, check_whole, refuse_complex
 from fshard.optim.numbers import at_least, refuse
 from fshard.optim.rules import writer
 from fshard.optim.schedules import Rate
-from fshard.optim.whole import check_whole
 
 QUINTIC = (3.4445, -4.7750, 2.0315)
 """Coefficients whose slope at 0 is the largest; singular values end up between about 0.7 and 1.2."""

@@ -25,6 +25,7 @@ from math import prod
 from operator import is_
 from typing import Literal, NamedTuple, get_args
 
+import torch
 from torch import Tensor
 
 from fshard.errors import LayoutError, OptimizerError
@@ -36,7 +37,7 @@ from fshard.mesh.spec import P
 from fshard.mesh.spmd import fills, standing
 from fshard.mesh.tree import PyTree
 from fshard.optim.contract import Elementwise, Optimizer, Update, check_inside, elementwise_leaves, step_of
-from fshard.optim.leaves import Leaf, Leaves, trainable
+from fshard.optim.leaves import Leaf, Leaves
 from fshard.optim.once import stand_for
 from fshard.optim.plain import on_arrays
 from fshard.optim.scaling import refusing_unscaled
@@ -55,7 +56,7 @@ class Partitioned(NamedTuple):
     init: Callable[[PyTree], PyTree]
     update: Update
     step: Update | None
-    elementwise: Elementwise | None
+    elementwise: Elementwise
     loss_scale: Callable[[PyTree], Tensor] | None
     gradients: Callable[[Layout], Layout]
     stage: Stage
@@ -111,7 +112,7 @@ def partition_optimizer(
             return opt.init(params)
 
         return Partitioned(undivided, opt.update, opt.step, opt.elementwise, opt.loss_scale, _same, 0)
-    flat = opt.elementwise or False if unit is None else unit == "elementwise"
+    flat = opt.elementwise if unit is None else unit == "elementwise"
 
     @uncompiled
     def init(params: PyTree) -> PyTree:
@@ -181,7 +182,7 @@ def _cut_further(layout: Layout, axes: tuple[str, ...]) -> Layout | None:
 
 def _targets(at: Leaves, flat: Elementwise, axes: tuple[str, ...]) -> tuple[Layout | None, ...]:
     """Return how each parameter is to lie for the update, None where there is nothing to update."""
-    layouts = tuple([leaf.layout if trainable(leaf) else None for leaf in at.leaves])
+    layouts = tuple([leaf.layout if leaf is not None and _is_float(leaf.dtype) else None for leaf in at.leaves])
     shapes = tuple([() if leaf is None else leaf.shape for leaf in at.leaves])
     elementwise = elementwise_leaves(flat, at.rebuild(at.leaves))
     return _divided(layouts, shapes, tuple(at.firsts()), tuple(elementwise), axes)
@@ -198,7 +199,7 @@ def _divided(
     """Return how parameters of these layouts and shapes are to lie: flat where they are elementwise, else owned.
 
     Of leaves that are cut over the same axes, at the same place, each goes to the owner that has least so far, the largest
-    first.
+    first.  Frozen ones count, though they stay where they are: no owner changes when one is trained after all.
     """
     targets = list[Layout | None]([None] * len(layouts))
     whole: dict[tuple[Mesh, P], dict[int, Layout]] = {}
@@ -213,7 +214,16 @@ def _divided(
         owners = shared_out([prod(shapes[place]) for place in some], prod(mesh.shape[axis] for axis in over))
         for (place, layout), owner in zip(some.items(), owners, strict=True):
             targets[place] = layout.with_spec(P(on={**dict(spec.on), over: owner}))
-    return tuple([targets[first] for first in firsts])
+    return tuple(
+        [
+            None if layout is None or layout.frozen else targets[first]
+            for layout, first in zip(layouts, firsts, strict=True)
+        ]
+    )
+
+
+def _is_float(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
 
 
 def shared_out(sizes: Sequence[int], n: int) -> list[int]:

@@ -1,36 +1,37 @@
-"""Pairs of plain functions, on trees of plain tensors, as optimizers of global arrays.
+"""Pairs of functions on plain tensors, as optimizers of global arrays: run on the tensors of one device at a time.
 
-They are run device by device on the tensors that each device holds, and what comes back is put together.  How the state
-lies is not described anywhere: `init` and `update` are followed once on placeholders.
+    params               {"w", "v"}     not elementwise: device 0 owns w, device 1 owns v
+    device 0 sees        {"w"}
+    device 1 sees        {"v"}
+    state                {"m": {"w", "v"}, "count"}     m has the structure of the parameters: m["w"] lies with w
+                                                        count has not: it is replicated, a number equal on all devices
 
-    parameter    device 0    device 1        state goes with    and lies
-    w, cut       a piece     a piece         w, of its shape    as w does
-    v, owned     whole       a shadow        v, of any shape    with v's owner
-                                             no parameter       nowhere: it is a number, equal on all devices
-
-A *shadow*, of one element, stands where there is nothing to do: on other devices than the owner, for what is frozen or tied
-to an earlier leaf, and for a parameter without a gradient.  What the functions say of it is not looked at.
+A device sees what it holds of the parameters that have a gradient.  All others are left out of dicts, lists and tuples, and
+are an empty tuple in other containers: parameters of other owners or stages, frozen ones, ties after the first, and those
+without a gradient, whose state stays as it is.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import optree
 import torch
 from torch import Tensor
 
 from fshard.errors import OptimizerError
-from fshard.mesh.layout import Layout
+from fshard.mesh.layout import holders
 from fshard.mesh.sharded import Sharded
 from fshard.mesh.spec import P
 from fshard.mesh.spmd import held
-from fshard.mesh.tree import PyTree, unflatten
+from fshard.mesh.tree import NAMESPACE, PyTree, Structure, flatten, unflatten
 from fshard.optim.contract import Optimizer, Update, check_optimizer
-from fshard.optim.leaves import Leaf, Leaves, kind_of
-from fshard.optim.placeholders import Plan, apart, moving, planned, seen, shadow
-from fshard.optim.whole import check_whole
+from fshard.optim.leaves import Leaf, Leaves, check_whole, is_whole, kind_of, trainable
+
+_optree: Any = optree
+Check = Callable[[Leaves], None]
 
 
 def on_arrays(opt: Any, who: str) -> Any:
@@ -52,188 +53,257 @@ def on_arrays(opt: Any, who: str) -> Any:
     check_optimizer(opt, who)
     if getattr(opt, "arrays", False):
         return opt
-    pair = _Pair(opt.init, opt.update, getattr(opt, "elementwise", None) is True)
-    step, elementwise = getattr(opt, "step", None), getattr(opt, "elementwise", None)
+    elementwise, step = getattr(opt, "elementwise", False), getattr(opt, "step", None)
+    check = _no_check if elementwise is True else check_whole("A pair of plain functions without elementwise=True")
     return Optimizer(
-        pair.made,
-        pair.through(opt.update, writes=False),
-        step and pair.through(step, writes=True),
-        elementwise or False,
+        _init_on_devices(opt.init, check),
+        _on_devices(opt.update, check, writes=False),
+        step and _on_devices(step, check, writes=True),
+        elementwise,
         getattr(opt, "loss_scale", None),
         arrays=True,
     )
 
 
-class Part(NamedTuple):
-    """A device, and where its shards stand among those at hand."""
+def _no_check(at: Leaves) -> None:
+    pass
+
+
+def _init_on_devices(init: Callable[[PyTree], PyTree], check: Check) -> Callable[[PyTree], PyTree]:
+    """Make an init of global arrays: run one on each device, and lay out the state."""
+
+    @torch.no_grad()
+    def run(params: PyTree) -> PyTree:
+        at = Leaves.of(params)
+        check(at)
+        devices, moved = _devices(at), _moved(at)
+        trees = [{i: device.local(at.leaves[i]) for i in device.held(at, moved)} for device in devices]
+        if elsewhere := {i: _without_values(at.leaves[i]) for i in set(moved).difference(*trees)}:
+            trees.append(elsewhere)  # the state that other processes own: its shapes
+        states: list[_State] = []
+        for tree in trees:
+            local = _only(at, tree)
+            states.append(_State.of(init(local), flatten(local, none_is_leaf=True)[1]))
+        if any((state.structure, state.is_like) != (states[0].structure, states[0].is_like) for state in states):
+            raise OptimizerError(
+                f"init must make the same state on all devices, but for subtrees with the structure of the parameters that it "
+                f"is given; got {' and '.join({str(state.structure): None for state in states})}. Make dicts with the names of "
+                "the parameters."
+            )
+
+        _check_numbers(at, states[0])
+
+        def laid(*entries: list[Any]) -> PyTree:
+            rows = [dict(zip(tree, own, strict=True)) for tree, own in zip(trees, entries, strict=True)]
+            return at.rebuild([_laid(x, [row.get(i) for row in rows], devices) for i, x in enumerate(at.leaves)])
+
+        columns = zip(*(state.entries for state in states), strict=True)
+        made = [laid(*column) if like else column[0] for column, like in zip(columns, states[0].is_like, strict=True)]
+        return unflatten(states[0].structure, made)
+
+    return run
+
+
+def _check_numbers(at: Leaves, state: _State) -> None:
+    """Raise if parameters are divided, and state beside them holds more than numbers."""
+    divided = any(
+        isinstance(x, Sharded) and any(x.mesh.shape[axis] > 1 for axis in x.spec.sharded_axes) for x in at.leaves
+    )
+    others = [x for x, like in zip(state.entries, state.is_like, strict=True) if not like]
+    if divided and (large := [tuple(x.shape) for x in others if isinstance(x, Tensor) and x.ndim]):
+        raise OptimizerError(
+            f"state of divided parameters must be numbers, but for subtrees with the structure of the parameters; got tensors "
+            f"of shape {', '.join(map(str, large))}. Make such subtrees: {{'m': tree_map(torch.zeros_like, params)}}."
+        )
+
+
+def _on_devices(act: Update, check: Check, *, writes: bool) -> Update:
+    """Make an update, or a step (`writes`), of global arrays: run one on each device."""
+
+    @torch.no_grad()
+    def run(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+        at = Leaves.of(params)
+        check(at)
+        given, before, devices = at.gradients(grads), _State.of(state, at.structure), _devices(at)
+        moved = [i for i in _moved(at) if given[i] is not None]
+        results: list[dict[int, Any]] = []
+        states: list[list[Any]] = []
+        for device in devices:
+            places = device.held(at, moved)
+
+            def local(leaves: list[Leaf], places: list[int] = places, device: _Device = device) -> PyTree:
+                return _only(at, {i: device.local(leaves[i]) for i in places})
+
+            own = local(at.leaves)
+            entries = [local(x) if like else x for x, like in zip(before.entries, before.is_like, strict=True)]
+            result, after = act(local(given), unflatten(before.structure, entries), own)
+            structure = flatten(own, none_is_leaf=True)[1]
+            results.append(_by_place(result, structure, places, "updates"))
+            entries = zip(before.entries_of(after), before.is_like, strict=True)
+            states.append([_by_place(x, structure, places, "state") if like else x for x, like in entries])
+        new = {i: _joined(at.leaves[i], [row.get(i) for row in results], "update") for i in moved}
+        leaves = [new.get(first, at.leaves[i] if writes else None) for i, first in enumerate(at.firsts())]
+        kept = [
+            at.rebuild([_joined(x, [row.get(i) for row in column], "state") for i, x in enumerate(old)])
+            if like
+            else column[0]
+            for old, like, column in zip(before.entries, before.is_like, zip(*states, strict=True), strict=True)
+        ]
+        return at.rebuild(leaves), unflatten(before.structure, kept)
+
+    return run
+
+
+def _by_place(tree: PyTree, structure: Structure, places: list[int], what: str) -> dict[int, Any]:
+    """Return the leaves of a tree with the structure of a device's parameters, by the numbers of these."""
+    leaves, found = flatten(tree, none_is_leaf=True)
+    if found != structure or (what == "updates" and not all(isinstance(x, Tensor) for x in leaves)):
+        raise OptimizerError(
+            f"{what} must be a tree like the parameters, with a tensor for each; got {found}. The parameters are {structure}."
+        )
+    return dict(zip(places, leaves, strict=True))
+
+
+# -- devices, and what they hold --------------------------------------------------------------------------------------
+
+
+class _Device(NamedTuple):
+    """A device, and the place of its shards among those at hand."""
 
     place: int
-    device: int
+    number: int
 
-    def has(self, leaf: Leaf) -> bool:
-        """Return whether the device has any of a leaf."""
-        return not isinstance(leaf, Sharded) or leaf.layout.has_any(self.device)
+    def held(self, at: Leaves, leaves: Sequence[int]) -> list[int]:
+        """Return those of some leaves that the device holds."""
+        return [i for i in leaves if not isinstance(x := at.leaves[i], Sharded) or x.layout.has_any(self.number)]
 
-    def of(self, leaf: Leaf) -> Any:
-        """Return what the device has of a leaf."""
+    def local(self, leaf: Leaf) -> Any:
         x = leaf.shards[self.place] if isinstance(leaf, Sharded) else leaf
         return x.detach() if isinstance(x, Tensor) else x
 
-    @staticmethod
-    def all(at: Leaves) -> list[Part]:
-        """Return the devices at hand of the mesh that any leaf lies on."""
-        meshes = [leaf.mesh for leaf in at.leaves if isinstance(leaf, Sharded)]
-        return [Part(place, device) for place, device in enumerate(held(meshes[0]) if meshes else (0,))]
+
+def _devices(at: Leaves) -> list[_Device]:
+    mesh = next((leaf.mesh for leaf in at.leaves if isinstance(leaf, Sharded)), None)
+    return [_Device(place, number) for place, number in enumerate(held(mesh) if mesh else (0,))]
 
 
-@dataclass(frozen=True)
-class _Pair:
-    init: Callable[[PyTree], PyTree]
-    update: Update
-    elementwise: bool
-    known: list[Plan] = field(default_factory=list[Plan])
-
-    @torch.no_grad()
-    def made(self, params: PyTree) -> PyTree:
-        """Make the state of global arrays."""
-        at = Leaves.of(params)
-        moved = moving(at)
-        plan, parts = self._plan(at, moved), Part.all(at)
-        found = [apart(self.init(_shown(at, at.leaves, moved, part))) for part in parts]
-        results: list[Leaf] = []
-        for place, column in enumerate(zip(*(leaves for leaves, _ in found), strict=True)):
-            owner = plan.owner(place)
-            absent = owner is not None and owner not in moved
-            results.append(None if absent else _laid(plan, at, place, column, parts))
-        return unflatten(found[0][1], results)
-
-    def through(self, act: Update, *, writes: bool) -> Update:
-        """Return a function of global arrays that does what one of plain tensors does."""
-
-        @torch.no_grad()
-        def run(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
-            at = Leaves.of(params)
-            given, firsts, able = at.gradients(grads), at.firsts(), moving(at)
-            plan, parts, (own, structure) = self._plan(at, able), Part.all(at), apart(state)
-            if plan.structure is not None and structure != plan.structure:
-                raise OptimizerError(
-                    f"This state was not made by this optimizer's init: it is {structure}, and {plan.structure} is needed. "
-                    "Write state = opt.init(params)."
-                )
-            moved = {place for place in able if given[place] is not None}
-            shown = moved
-            if plan.refused:  # its state cannot be told apart: what has no gradient has one of 0
-                shown, given = able, [_zero(x) if g is None else g for x, g in zip(at.leaves, given, strict=True)]
-            shadows, _ = apart(self.init(_shown(at, at.leaves, set(), parts[0])))
-            columns: list[list[Leaf]] = []
-            after: list[list[Leaf]] = []
-            for part in parts:
-                mine = [
-                    part.of(x) if _is_at(plan.owner(place), at, shown, part) else shadows[place]
-                    for place, x in enumerate(own)
-                ]
-                result, new = act(
-                    _shown(at, given, shown, part), unflatten(structure, mine), _shown(at, at.leaves, shown, part)
-                )
-                columns.append(at.beside(result, "the optimizer's results"))
-                after.append(apart(new)[0])
-            moves = {
-                i: _beside(at, i, column, parts) for i, column in enumerate(zip(*columns, strict=True)) if i in moved
-            }
-            results = [moves.get(first, at.leaves[i] if writes else None) for i, first in enumerate(firsts)]
-            kept = [
-                own[place]
-                if (owner := plan.owner(place)) is not None and owner not in moved
-                else _laid(plan, at, place, column, parts)
-                for place, column in enumerate(zip(*after, strict=True))
-            ]
-            return at.rebuild(results), unflatten(structure, kept)
-
-        return run
-
-    def _plan(self, at: Leaves, moved: set[int]) -> Plan:
-        """Return what is known of parameters like these; raise if they lie in pieces that the pair cannot work on."""
-        key = at.structure, [(seen(x), x.dtype) if i in moved else None for i, x in enumerate(at.leaves)]
-        found = next((plan for plan in self.known if plan.key == key), None)
-        if found is None:
-            found = planned(self.init, self.update, key, at, moved)
-            self.known[:] = [found, *self.known[:15]]
-        if not self.elementwise:
-            check_whole(_WHO)(at)
-        if found.refused and any(_is_divided(at.leaves[place]) for place in moved):
-            raise OptimizerError(
-                f"This optimizer, a pair of plain functions, cannot be divided among devices: {found.refused}. Each parameter "
-                "and its state have to go by themselves. Norms of all gradients are taken by fs.optim.clip_by_global_norm "
-                "before it in a chain; in stage 0 it works as it is."
-            )
-        return found
+def _moved(at: Leaves) -> list[int]:
+    """Return the leaves that may move: not frozen, and no ties to an earlier one."""
+    return [i for i, first in enumerate(at.firsts()) if i == first and trainable(at.leaves[i])]
 
 
-_WHO = "A pair of plain functions that does not say elementwise=True"
+def _without_values(leaf: Sharded) -> Tensor:
+    """Return what an owner elsewhere holds of a leaf, on the meta device."""
+    shape = leaf.layout.local_shape(leaf.shape, holders(leaf.layout)[0])
+    return torch.empty(shape, dtype=leaf.dtype, device="meta")
 
 
-def _is_divided(leaf: Leaf) -> bool:
-    return isinstance(leaf, Sharded) and any(leaf.mesh.shape[axis] > 1 for axis in leaf.spec.sharded_axes)
-
-
-def _is_at(owner: int | None, at: Leaves, moved: set[int], part: Part) -> bool:
-    """Return whether a device has the state that goes with a parameter."""
-    return owner is None or (owner in moved and part.has(at.leaves[owner]))
-
-
-def _zero(leaf: Leaf) -> Leaf:
-    if not isinstance(leaf, Sharded):
-        return None if leaf is None else torch.zeros_like(leaf)
-    return Sharded(leaf.shape, leaf.layout, tuple(map(torch.zeros_like, leaf.shards)))
-
-
-def _shown(at: Leaves, leaves: Sequence[Leaf], moved: set[int], part: Part) -> PyTree:
-    """Return a tree as the functions see it on a device."""
-    return at.rebuild(
-        [part.of(x) if i in moved and part.has(at.leaves[i]) else shadow(at.leaves[i]) for i, x in enumerate(leaves)]
-    )
-
-
-def _laid(plan: Plan, at: Leaves, place: int, column: Sequence[Any], parts: list[Part]) -> Leaf:
-    """Return a leaf of the state from what each device has of it."""
-    owner = plan.owner(place)
-    param = None if owner is None else at.leaves[owner]
-    if not isinstance(param, Sharded):
-        return column[0]
-    like = plan.like[place]
-    shape, layout = tuple(like.shape), param.layout
-    if shape == seen(param):
-        shape = param.shape
-    else:
-        layout = layout.with_spec(P(on=dict(layout.spec.on)))
-    return _put_together(param, shape, layout, like.dtype, column, parts, "state")
-
-
-def _beside(at: Leaves, place: int, column: Sequence[Any], parts: list[Part]) -> Leaf:
-    """Return the result for a parameter from what each device has of it."""
-    param = at.leaves[place]
-    if not isinstance(param, Sharded) or any(x is None for x in column):
-        return column[0]
-    return _put_together(param, param.shape, param.layout, column[0].dtype, column, parts, "result")
-
-
-def _put_together(
-    param: Sharded,
-    shape: tuple[int, ...],
-    layout: Layout,
-    dtype: torch.dtype,
-    column: Sequence[Any],
-    parts: list[Part],
-    what: str,
-) -> Sharded:
-    wanted = [layout.local_shape(shape, part.device) for part in parts]
-    shards = [
-        x if part.has(param) else param.shards[part.place].new_empty(own, dtype=dtype)
-        for x, part, own in zip(column, parts, wanted, strict=True)
-    ]
-    if [tuple(x.shape) for x in shards] != wanted:
+def _laid(param: Leaf, column: Sequence[Any], devices: list[_Device]) -> Leaf:
+    """Lay out state that goes with a parameter, from what each device made; the last one may be without values."""
+    example = next((x for x in column if x is not None), None)
+    if example is None or not isinstance(param, Sharded):
+        return example
+    if not all(isinstance(x, Tensor | None) for x in column):
         raise OptimizerError(
-            f"This optimizer says elementwise=True, but makes a {what} of shape {tuple(shards[0].shape)} from a piece of "
-            f"{kind_of(param)}. Say elementwise=False: each parameter is then whole on one device."
+            f"state with the structure of the parameters must hold tensors or None; got a {type(example).__name__}. Write "
+            "torch.zeros(()) for a number of each parameter."
         )
-    return Sharded(shape, layout, tuple(shards))
+    shape, layout = param.shape, param.layout
+    shapes = [layout.local_shape(shape, at) for at in (*(device.number for device in devices), holders(layout)[0])]
+    if any(x is not None and tuple(x.shape) != own for x, own in zip(column, shapes, strict=False)):
+        if example.ndim and not is_whole(param):
+            raise OptimizerError(
+                f"state of an elementwise optimizer must have the shape of its parameter's shard, or be a number; got "
+                f"{tuple(example.shape)} beside {kind_of(param)}. Leave out elementwise=True: an owner then has all of it."
+            )
+        shape, layout = tuple(example.shape), layout.with_spec(P(on=dict(layout.spec.on)))
+
+    def empty(device: _Device) -> Tensor:
+        of = layout.local_shape(shape, device.number)
+        return torch.empty(of, dtype=example.dtype, device=param.shards[device.place].device)
+
+    made = zip(column, devices, strict=False)
+    return Sharded(shape, layout, tuple([empty(device) if x is None else x for x, device in made]))
+
+
+def _joined(old: Leaf, column: Sequence[Any], what: str) -> Leaf:
+    """Return what devices made in the place of a leaf; what they did not make is as it was."""
+    example = next((x for x in column if x is not None), None)
+    if example is None:
+        return old
+    before = old.shards if isinstance(old, Sharded) else (old,)
+    shards = [shard if x is None else x for x, shard in zip(column, before, strict=False)]
+    if old is None or any(x.shape != shard.shape for x, shard in zip(shards, before, strict=True)):
+        raise OptimizerError(
+            f"{what} of a parameter must keep its shape; got {tuple(example.shape)}, and it was "
+            f"{None if old is None else tuple(before[0].shape)}."
+        )
+    if not isinstance(old, Sharded):
+        return example
+    return Sharded(old.shape, old.layout, tuple(x.to(example.dtype) for x in shards))
+
+
+# -- trees with leaves left out, and states ---------------------------------------------------------------------------
+
+
+class _Absent:
+    """Stands in a tree where a device holds nothing."""
+
+
+_ABSENT = _Absent()
+
+
+def _only(at: Leaves, leaves: dict[int, Any]) -> PyTree:
+    """Return a tree of some leaves, by their numbers: the others are left out."""
+    return _without_absent(at.rebuild([leaves.get(i, _ABSENT) for i in range(len(at.leaves))]))
+
+
+def _without_absent(tree: Any) -> Any:
+    kind: Any = type(tree)
+    if kind in (dict, OrderedDict, defaultdict):
+        rest = tree.copy()  # of the same kind
+        for name, x in tree.items():
+            rest[name] = _without_absent(x)
+            if x is _ABSENT:
+                del rest[name]
+        return rest
+    if kind in (list, tuple):
+        return kind(_without_absent(x) for x in tree if x is not _ABSENT)
+    if hasattr(kind, "_fields"):
+        return kind(*map(_without_absent, tree))
+    return _optree.tree_map(lambda x: () if x is _ABSENT else x, tree, none_is_leaf=True, namespace=NAMESPACE)
+
+
+class _State(NamedTuple):
+    """A state, taken apart into entries: the leaves of a subtree that has the structure of the parameters, or one leaf."""
+
+    structure: Structure
+    entries: list[Any]
+    is_like: list[bool]
+
+    @staticmethod
+    def of(state: PyTree, params: Structure) -> _State:
+        alone = params.num_nodes == 1 == params.num_leaves
+
+        def is_like(x: Any) -> bool:
+            if alone:  # a number is not like a single parameter
+                return bool(getattr(x, "ndim", 0))
+            return not isinstance(x, Tensor) and flatten(x, sharded_is_leaf=True, none_is_leaf=True)[1] == params
+
+        entries, structure = _optree.tree_flatten(state, is_leaf=is_like, none_is_leaf=True, namespace=NAMESPACE)
+        found = [is_like(x) for x in entries]
+        return _State(
+            structure,
+            [
+                flatten(x, sharded_is_leaf=True, none_is_leaf=True)[0] if like else x
+                for x, like in zip(entries, found, strict=True)
+            ],
+            found,
+        )
+
+    def entries_of(self, state: PyTree) -> list[Any]:
+        """Take another state of this structure apart; subtrees that are like the parameters stay trees."""
+        try:
+            return self.structure.flatten_up_to(state)
+        except ValueError as error:
+            raise OptimizerError(f"state must keep its structure from step to step: {error}") from None

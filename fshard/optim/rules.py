@@ -24,7 +24,7 @@ from torch import Tensor
 from fshard.errors import LayoutError, OptimizerError
 from fshard.mesh.sharded import Sharded, key_of
 from fshard.mesh.tree import PyTree
-from fshard.optim.cells import Cells, cells_of, numbers_of
+from fshard.optim.cells import Cells, Rule, cells_of, numbers_of
 from fshard.optim.contract import Optimizer
 from fshard.optim.leaves import (
     Leaf,
@@ -40,20 +40,8 @@ from fshard.optim.leaves import (
 )
 from fshard.optim.schedules import Rate, rate_at
 
-Rule = Callable[[Cells, float], None]
-"""Write the next parameters and state into cells, at a learning rate."""
 Slots = Mapping[str, Callable[[Tensor], Tensor | None]]
 """For each piece of state how it is made from a shard of a parameter; None where a leaf has no such piece."""
-
-
-def each_kind(rule: Rule, *, complex_as_real: bool = True) -> Rule:
-    """Return an elementwise rule that is given cells of one device and dtype at a time."""
-
-    def by_kind(cells: Cells, lr: float) -> None:
-        for kind in cells.kinds():
-            rule(kind.real() if complex_as_real else kind, lr)
-
-    return by_kind
 
 
 def writer(
@@ -137,17 +125,19 @@ class Written:
         columns = {name: at.beside(tree, f'state["{name}"]') for name, tree in state.items() if name != "count"}
         _refuse_others_state(at, columns)
         firsts, after = at.firsts(), list(at.leaves)
-        _one_gradient_each(at, given, firsts)
+        tied = len(set(firsts)) < len(firsts)
+        if tied:
+            _one_gradient_each(at, given, firsts)
         moved = [
             i
             for i, (param, grad) in enumerate(zip(at.leaves, given, strict=True))
-            if firsts[i] == i and grad is not None and trainable(param)
+            if grad is not None and firsts[i] == i and trainable(param)
         ]
         for name, column in {"params": after, **columns}.items():
             some = [column[i] for i in moved]
             for i, own in zip(moved, _next(some) if name == "step" else _owned(some, donated), strict=True):
                 column[i] = own
-            if len({*firsts}) < len(firsts):
+            if tied:
                 column[:] = [column[first] for first in firsts]
         return Written(at, firsts, after, columns, cells_of(moved, at.leaves, after, given, columns))
 
@@ -169,17 +159,17 @@ def _refuse_strange_state(state: PyTree, names: set[str]) -> None:
 
 def _refuse_others_state(at: Leaves, columns: Mapping[str, list[Leaf]]) -> None:
     """Raise naming the state that is as large as its parameter and lies otherwise: it was made for another layout."""
-    wrong = [
-        (name, i)
-        for name, column in columns.items()
-        if name != "step"
-        for i, (param, slot) in enumerate(zip(at.leaves, column, strict=True))
-        if slot is not None
-        and param is not None
-        and getattr(slot, "layout", 0) is not getattr(param, "layout", 1)
-        and param.ndim
-        if slot.shape == param.shape and not alike(param, slot)  # a number of a leaf is no piece of it
-    ]
+    places = [param.layout if isinstance(param, Sharded) else None for param in at.leaves]
+    wrong: list[tuple[str, int]] = []
+    for name, column in columns.items():
+        if name == "step" or places == [slot.layout if isinstance(slot, Sharded) else None for slot in column]:
+            continue
+        wrong += [
+            (name, i)
+            for i, (param, slot) in enumerate(zip(at.leaves, column, strict=True))
+            if slot is not None and param is not None and param.ndim  # a number of a leaf is no piece of it
+            if slot.shape == param.shape and not alike(param, slot)
+        ]
     if wrong:
         found = "".join(
             f'\n  state["{name}"]{at.paths[i]}: {kind_of(columns[name][i])}, beside {kind_of(at.leaves[i])}'
@@ -200,16 +190,18 @@ def _next(counts: list[Tensor]) -> list[Tensor]:
 
 def _owned(leaves: list[Leaf], donated: bool) -> list[Leaf]:
     """Return leaves whose memory may be written: their own, if it was donated and no two elements of one share a place."""
-    shards = [shards_of(leaf) for leaf in leaves]
-    if donated and all(len(some) == 1 and some[0].is_contiguous() for some in shards):
-        return leaves
-    return [_own(leaf, donated) for leaf in leaves]
-
-
-def _own(leaf: Leaf, donated: bool) -> Leaf:
-    shards = shards_of(leaf)
     if not donated:
-        return like(leaf, [_copy(shard) for shard in shards])
+        return [like(leaf, list(map(_copy, shards_of(leaf)))) for leaf in leaves]
+    shards = [x for leaf in leaves for x in (leaf.shards if isinstance(leaf, Sharded) else (leaf,)) if x is not None]
+    apart = len({x.data_ptr() for x in shards}) == len(shards) or len(shards) == len(leaves)
+    if apart and all(x.is_contiguous() for x in shards):
+        return leaves
+    return [_apart(leaf) for leaf in leaves]
+
+
+def _apart(leaf: Leaf) -> Leaf:
+    """Return a leaf with copies of the shards that share memory."""
+    shards = shards_of(leaf)
     places = [shard.data_ptr() if shard.numel() and not shard.is_meta else None for shard in shards]
     shared = [
         0 in shard.stride() or (place is not None and places.index(place) < i)

@@ -16,11 +16,10 @@ import torch
 
 from fshard.errors import OptimizerError
 from fshard.optim import lists
-from fshard.optim.cells import Cells
+from fshard.optim.cells import Cells, Rule, each_kind, fused_or
 from fshard.optim.contract import Optimizer
-from fshard.optim.fused import fused_or
 from fshard.optim.numbers import at_least, finite, refuse
-from fshard.optim.rules import Rule, each_kind, writer
+from fshard.optim.rules import writer
 from fshard.optim.schedules import Rate
 
 

@@ -17,13 +17,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fshard.optim.adafactor import refuse_complex
 from fshard.optim.cells import Cells
 from fshard.optim.contract import Optimizer
+from fshard.optim.leaves import check_whole, refuse_complex
 from fshard.optim.numbers import at_least, refuse
 from fshard.optim.rules import writer
 from fshard.optim.schedules import Rate
-from fshard.optim.whole import check_whole
 
 
 def shampoo(

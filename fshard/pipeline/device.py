@@ -79,10 +79,6 @@ class Work(Protocol):
         """Reduce their gradients: all have come."""
         ...
 
-    def tidy(self) -> None:
-        """Do what was put off: the device is about to wait."""
-        ...
-
     def outcome(self) -> PyTree:
         """Return, where the last stage lies, what all devices are told at last."""
         ...
@@ -248,7 +244,6 @@ class Device:
     def _take(self, mail: Mail, source: int) -> Any:
         if source == self.index:
             return self.here.pop(mail)
-        self.work.tidy()
         began = perf_counter()
         found = self.post.take(mail, source)
         if self.clock is not None:

@@ -229,9 +229,6 @@ class Given:
 
     free = reduce = gather
 
-    def tidy(self) -> None:
-        """Do nothing: nothing is put off."""
-
     def outcome(self) -> tuple[Tensor, PyTree]:
         """Return the loss and the metrics."""
         return together([self.found[microbatch] for microbatch in sorted(self.found)], self.batch.weights)

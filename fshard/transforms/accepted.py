@@ -2,42 +2,38 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from fshard.errors import FshardError, ModuleError
-from fshard.optim.following import Fixed, Followed, followed
-from fshard.transforms.alterations import COMPILED
+from fshard.optim.source import FixedSource, OptimizerSource, optimizer_source
 from fshard.transforms.lazy import undescribed
-from fshard.transforms.skeleton import Hollow
-from fshard.transforms.torch_style import BoostedOptimizer
+from fshard.transforms.torch_style import BoostedOptimizer, Model
+
+BOOSTED = WeakSet[nn.Module]()
+"""The modules that run in place."""
 
 
 def taken(
     who: str, model: Any, optimizer: Any, criterion: Any = None, dataloader: Any = None, lr_scheduler: Any = None
-) -> Followed:
-    """Return what follows an optimizer for a model's parameters; raise naming all that is not what it should be.
+) -> OptimizerSource:
+    """Return the source of an optimizer for a model's parameters; raise naming all that is not what it should be.
 
     >>> taken("boost", nn.Linear(2, 2), None, "mse", lr_scheduler="cosine")
     Traceback (most recent call last):
     fshard.errors.ModuleError: boost: criterion is called, 'mse' cannot be; lr_scheduler has a step(), 'cosine' has none.
     """
-    wrong, lost, source = [*_of_model(model), *(_without_memory(model) if who == "boost" else ())], None, Fixed()
+    wrong, lost, source = [*_of_model(model), *(_without_memory(model) if who == "boost" else ())], None, FixedSource()
     if isinstance(optimizer, BoostedOptimizer):
         wrong.append("the optimizer has been boosted already: make one of model.unwrap().parameters()")
-    elif isinstance(optimizer, torch.optim.Optimizer) and not wrong and _is_pointed_elsewhere(optimizer):
-        wrong.append(
-            f"{type(optimizer).__name__} has been boosted already, by another device say, and has that model's parameters: "
-            "each device makes a model and an optimizer of its own, inside of what fs.run is given"
-        )
     elif not (wrong and isinstance(optimizer, torch.optim.Optimizer)):
         try:
-            source = followed(optimizer, {} if wrong else dict(model.named_parameters()), who)
+            source = optimizer_source(optimizer, {} if wrong else dict(model.named_parameters()), who)
         except FshardError as error:
             lost = error
     others = [*_of_others(optimizer, criterion, dataloader, lr_scheduler)]
@@ -46,8 +42,6 @@ def taken(
     told = [*wrong, *([] if lost is None else [str(lost).removeprefix(f"{who}: ").rstrip(".")]), *others]
     if told:
         raise ModuleError(f"{who}: {'; '.join(told)}.")
-    if idle := [path or "the model" for path, part in model.named_modules() if _is_compiled_in_place(part)]:
-        warnings.warn(f"{who}: compile() of {', '.join(idle)} counts for nothing: {COMPILED}.", stacklevel=3)
     return source
 
 
@@ -55,12 +49,15 @@ def _of_model(model: Any) -> Iterator[str]:
     if not isinstance(model, nn.Module):
         yield f"the model is a module, not {type(model).__name__}: for a function there is fs.train_step"
         return
-    if any(isinstance(x, Hollow) for x in model.parameters()):
-        yield "the model has been boosted already: model.unwrap() is one to boost anew"
+    if model in BOOSTED or isinstance(model, Model):
+        yield "the model has been boosted already, perhaps by another device: each device makes its own, inside of main"
     if lazy := [name for name, x in _registered(model) if is_lazy(x)]:
         yield f"{', '.join(lazy)} of the model has no shape yet: run it once on an example first: model(example)"
     if compiled := [path or "the model" for path, part in model.named_modules() if _is_compiled(part)]:
-        yield f"{', '.join(compiled)} is what torch.compile has returned, of which only ._orig_mod can be boosted: {COMPILED}"
+        yield (
+            f"{', '.join(compiled)} is compiled, and a compiled module does not gather its parameters: compile functions "
+            "that it calls, those of parameters as fs.gathered(torch.compile(fn))"
+        )
 
 
 def _registered(model: Any) -> Iterator[tuple[str, Tensor]]:
@@ -74,25 +71,15 @@ def _without_memory(model: Any) -> Iterator[str]:
     if missing:
         several = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         yield (
-            f"{', '.join(missing[:3])}{several} of the model have no memory, and nobody says how they are made: describe "
-            "it, or its layers, by fs.lazy(GPT, config). Each device then keeps its own pieces of each tensor alone. A lazy "
-            "layer's tensors are found by their names: what moves these, LoRA or weight_norm say, is for the factory to do, or "
-            "for smaller lazy layers"
+            f"{', '.join(missing[:3])}{several} of the model have no memory: describe its layers by fs.lazy(Block, config)"
         )
 
 
 def _is_compiled(part: nn.Module) -> bool:
-    """Return whether a module with parameters is one that torch.compile has wrapped."""
-    return "_torchdynamo_orig_callable" in vars(part) and any(True for _ in part.parameters())
-
-
-def _is_compiled_in_place(part: nn.Module) -> bool:
-    return vars(part).get("_compiled_call_impl") is not None
-
-
-def _is_pointed_elsewhere(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer was boosted: it has had the parameters of a boosted model since."""
-    return any(isinstance(x, Hollow) for group in optimizer.param_groups for x in group["params"])
+    """Return whether a module with parameters is compiled, by torch.compile or in place."""
+    own = vars(part)
+    wrapped = "_torchdynamo_orig_callable" in own or own.get("_compiled_call_impl") is not None
+    return wrapped and any(True for _ in part.parameters())
 
 
 def _of_others(optimizer: Any, criterion: Any, dataloader: Any, lr_scheduler: Any) -> Iterator[str]:

@@ -73,7 +73,7 @@ def marks(*told: object) -> list[float]:
 
 def mark(told: object) -> float:
     """Return a number of 20 bits that stands for something."""
-    return float(zlib.crc32(repr(told).encode()) % (1 << 20))
+    return float(zlib.crc32(repr(told).encode()) % (1 << 20)) if told else 0.0
 
 
 def unlike(sums: Sequence[float]) -> list[int]:

@@ -1,6 +1,6 @@
 """An arrangement: how a model, its optimizer and its batches lie, and in what way they are trained.  A plugin decides it.
 
-                     ┌─ learner(model)       which a torch-style loop calls and goes back through by hand
+                     ┌─ gradient(model)      whose forward and backward a torch-style loop takes
 Arrangement, model ──┤
                      └─ functional(model)    a state, and the step that takes it
 """
@@ -10,35 +10,29 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from math import prod
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from fshard.errors import ModuleError
 from fshard.mesh.mesh import Mesh
 from fshard.mesh.spec import P
-from fshard.mesh.spmd import held, standing
 from fshard.mesh.tree import PyTree
 from fshard.optim.contract import Optimizer, Update
-from fshard.optim.following import NOTHING, Followed
 from fshard.optim.partition import Partitioned, Stage, partition_optimizer
 from fshard.optim.scaling import loss_scaled
-from fshard.transforms.by_hand import ByHand
-from fshard.transforms.criteria import watched_criterion
-from fshard.transforms.donated import Donated
-from fshard.transforms.functionalize import functionalize
-from fshard.transforms.hidden import watched
-from fshard.transforms.in_common import have_in_common
-from fshard.transforms.in_stages import InStages, loss_in, loss_of_pair
-from fshard.transforms.laying import bare, in_stages, whole
-from fshard.transforms.learner import with_zeros
-from fshard.transforms.originals import note_originals
+from fshard.optim.source import NOTHING, OptimizerSource
+from fshard.transforms.functionalize import functionalize, functionalize_in_place
+from fshard.transforms.laying import lay_model, lay_stage_tensors
+from fshard.transforms.loop import ImperativeGradient
+from fshard.transforms.loop_stages import StagedGradient, loss_in, loss_of_pair
+from fshard.transforms.patterns import Choice
 from fshard.transforms.randomness import folded, keyed_random
-from fshard.transforms.reached import look_beside
-from fshard.transforms.seen import seen_together
+from fshard.transforms.replica import give_up_memory
 from fshard.transforms.step import Metrics, train_step
 from fshard.transforms.value_and_grad import gradient_of
+from fshard.transforms.zeros import with_zeros
 
 Criterion = Callable[..., Tensor]
 
@@ -78,6 +72,7 @@ class Arrangement:
         sync_batchnorm: BatchNorm takes mean and variance over all devices.
         seed: of random draws in the model.
         zeros: whether a parameter that no device has used has a gradient of zeros.
+        buffers: frozen parameters that the forward updates: see `functionalize`.
         cut: into which stages a model is cut; None: it is not.
         options: further ones of `value_and_grad`, with a schedule and its axis if there are stages.
     """
@@ -91,6 +86,7 @@ class Arrangement:
     sync_batchnorm: bool = False
     seed: int = 0
     zeros: bool = False
+    buffers: Choice = None
     cut: Callable[[nn.Module], Sequence[nn.Module]] | None = None
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
@@ -111,33 +107,34 @@ class Arrangement:
         axes = self.pieces or self.mesh.axis_names
         return partition_optimizer(opt, mesh=self.mesh, axis=axes, stage=self.stage if self.pieces else 0)
 
-    def divided(self, source: Followed) -> Callable[[], Partitioned]:
+    def divided(self, source: OptimizerSource) -> Callable[[], Partitioned]:
         """Return what says how an optimizer is now, and how its work is divided."""
         divided = lru_cache(maxsize=1)(self.partition)
         return lambda: divided(source.now())
 
-    def learner(self, model: nn.Module, bare: nn.Module, source: Followed) -> ByHand | InStages:
-        """Return what a loop calls for a model; `bare` is its skeleton.  It keeps none of the model's tensors."""
-        seen_together(bare)  # by all that is made of it
-        note_originals(model)
+    def gradient(self, model: nn.Module, source: OptimizerSource) -> ImperativeGradient | StagedGradient:
+        """Return what a loop calls for a model, which runs in place and gives up the memory of its parameters."""
         lay = self.partition(NOTHING).gradients
         how: Any = {"mesh": self.mesh, "axes": self.axes, "seed": self.seed, "gradients": lay, **self.options}
         if self.cut is not None:
-            staged = InStages(*self._stages(model, bare, self.cut(model), source), **how)
-            have_in_common(bare, staged.stages)
-            return staged
-        return ByHand(*self._pure(model, bare, source), **how, pure=self._function)
+            stages = self.cut(model)
+            params, buffers = self._lay_stages(model, stages, source)
+            give_up_memory([model, *stages], torch.device(self.mesh.device_type))
+            return StagedGradient(stages, params, buffers, **how)
+        apply, params, buffers = functionalize_in_place(model, buffers=self.buffers, sync_batchnorm=self._synchronised)
+        laid = self._lay(model, params, buffers, source)
+        give_up_memory([model], torch.device(self.mesh.device_type))
+        return ImperativeGradient(apply, laid, buffers, **how)
 
-    def functional(self, model: nn.Module, source: Followed, criterion: Criterion | None) -> tuple[State, Step]:
+    def functional(self, model: nn.Module, source: OptimizerSource, criterion: Criterion | None) -> tuple[State, Step]:
         """Return the state to begin with, and the step that takes it: see `loss_of`."""
-        if self.mesh.runtime != "abstract":  # where nothing is trained
-            note_originals(model)
-        bare = self.bare(model)
         if self.cut is None:
-            apply, params, buffers = self._pure(model, bare, source)
-            loss, own = loss_of(apply, self._watched(criterion)), dict[str, Any]()
+            apply, given, buffers = functionalize(model, buffers=self.buffers, sync_batchnorm=self._synchronised)
+            params = self._lay(model, given, buffers, source)
+            loss, own = loss_of(apply, criterion), dict[str, Any]()
         else:
-            loss, params, buffers = self._stages(model, bare, self.cut(model), source)
+            loss = self.cut(model)
+            params, buffers = self._lay_stages(model, loss, source)
             own = {"loss": loss_of_pair(criterion)}
         opts = self.divided(source)
         how: Any = {
@@ -153,45 +150,25 @@ class Arrangement:
             divided: Any = _of_all(opt) if self.zeros else opt
             return train_step(loss, divided, **how)
 
-        train, donated = lru_cache(maxsize=1)(made), Donated()
+        train = lru_cache(maxsize=1)(made)
 
         def step(state: State, batch: Any) -> tuple[State, Metrics]:
-            donated.refuse(state.params, state.optimizer, state.steps)
             with keyed_random(self.seed, state.steps, 0):
                 params, kept, buffers, metrics = train(opts())(state.params, state.optimizer, state.buffers, batch)
-            donated.note(params, kept, state.steps + 1)
             return state._replace(params=params, optimizer=kept, buffers=buffers, steps=state.steps + 1), metrics
 
         return State(params, opts().init(params), buffers), step
 
-    def _function(self, bare: nn.Module) -> Any:
-        apply, _, _ = functionalize(bare, sync_batchnorm=self.axes if self.sync_batchnorm else None)
-        return apply if self.options.get("slices") is None else watched(apply, bare)
+    @property
+    def _synchronised(self) -> tuple[str, ...] | None:
+        return self.axes if self.sync_batchnorm else None
 
-    def _watched(self, criterion: Criterion | None) -> Criterion | None:
-        """Return a criterion that tells if it keeps anything, where one is called more than once in a step."""
-        mesh, slices = self.mesh, self.options.get("slices") or 1
-        calls = len(held(standing(mesh))) * max(1, slices // prod(mesh.shape[axis] for axis in self.axes))
-        if criterion is None or calls == 1 or mesh.runtime == "abstract":
-            return criterion
-        where = "for each slice, and for each device of a virtual mesh outside of fs.run"
-        return watched_criterion(criterion, f"is called {calls} times in a step here: {where}")
+    def _lay(self, model: nn.Module, params: Any, buffers: Any, source: OptimizerSource) -> Any:
+        return lay_model(model, params, buffers, self.rules, source.trained, mesh=self.mesh, seed=self.seed)
 
-    def bare(self, model: nn.Module) -> nn.Module:
-        """Return the structure of a model: it has none of its tensors."""
-        return bare(model, mesh=self.mesh, seed=self.seed)
-
-    def _pure(self, model: nn.Module, bare: nn.Module, source: Followed) -> tuple[Any, Any, Any]:
-        """Return a model as a function, which keeps none of its tensors, its parameters as they lie, and its buffers."""
-        params, buffers = whole(model, self.rules, source.trained, mesh=self.mesh, seed=self.seed)
-        return self._function(bare), params, buffers
-
-    def _stages(
-        self, model: nn.Module, bare: nn.Module, stages: Sequence[nn.Module], source: Followed
-    ) -> tuple[Any, Any, Any]:
-        """Return the structure of a model's stages, and their parameters and buffers as they lie."""
+    def _lay_stages(self, model: nn.Module, stages: Sequence[nn.Module], source: OptimizerSource) -> tuple[Any, Any]:
         where: Any = {name: self.options[name] for name in ("schedule", "axis")}
-        return in_stages(model, bare, stages, self.rules, source.trained, mesh=self.mesh, seed=self.seed, **where)
+        return lay_stage_tensors(model, stages, self.rules, source.trained, mesh=self.mesh, seed=self.seed, **where)
 
 
 def _of_all(opt: Partitioned) -> Partitioned:
@@ -220,8 +197,6 @@ def loss_of(apply: Callable[..., Any], criterion: Criterion | None) -> Callable[
             return loss_in(output), after
         inputs, labels = batch
         output, after = apply(params, buffers, inputs)
-        loss = criterion(output, labels)
-        look_beside(loss, output)
-        return loss, after
+        return criterion(output, labels), after
 
     return loss_fn

@@ -32,7 +32,7 @@ from fshard.mesh.spec import P
 from fshard.mesh.spmd import held
 from fshard.mesh.tree import PyTree, Structure, broadcast_prefix, flatten_outside, flatten_with_paths, unflatten
 from fshard.transforms.lent import lent
-from fshard.transforms.opaque import REASON, all_plain, is_opaque, rows_of
+from fshard.transforms.opaque import all_plain, is_opaque, rows_of
 
 
 class Cut(NamedTuple):
@@ -142,6 +142,9 @@ class Batch:
         """
         device = self.devices[place]
         own = [column[place] for column in self.columns]
+        if count == 1 and not apart and self.cut is not None and self.cut.length % self.cut.parts == 0:
+            rows = self.cut.length // self.cut.parts
+            return [Slice(own, rows, rows)]
         ranges = {cut: cut.ranges(self.mesh, device, count) for cut in self.cuts if cut is not None}
 
         whole = lent if count > 1 else lambda x: x  # what one slice writes is not seen by the next
@@ -206,7 +209,7 @@ def placed(batch: PyTree, specs: PyTree, mesh: Mesh) -> Batch:
         return batch.on(mesh)
     paths, leaves, structure = flatten_with_paths(batch, sharded_is_leaf=True, none_is_leaf=True)
     try:
-        chosen = broadcast_prefix(specs, batch, none_is_leaf=True)
+        chosen = [specs] * len(leaves) if isinstance(specs, P) else broadcast_prefix(specs, batch, none_is_leaf=True)
     except ValueError:
         raise LayoutError(f"the batch specs {specs!r} are no prefix of the batch {structure}.") from None
     columns: list[tuple[Any, ...]] = []
@@ -234,11 +237,10 @@ def _refuse_opaque(batch: PyTree, specs: PyTree) -> None:
     paths, leaves, structure = flatten_outside(batch)
     chosen = broadcast_prefix(specs, unflatten(structure, [0] * len(leaves)), none_is_leaf=True)
     cut = [(path, x) for path, x, spec in zip(paths, leaves, chosen, strict=True) if isinstance(spec, P) and spec.axes]
-    samples = {rows_of(x) for _, x in cut}
-    if wrong := [f"{path or 'it'} is of class {type(x).__name__}" for path, x in cut if is_opaque(x, samples)]:
+    if wrong := [f"{path or 'it'} is a {type(x).__name__}" for path, x in cut if is_opaque(x)]:
         raise LayoutError(
-            f"batch: {', '.join(wrong)}: {REASON} over devices. Give its tensors, or a dataclass of them, and make such an "
-            "object of them in the loss function; or P() for it in the batch's specs, if all devices take it whole."
+            f"batch: leaves must be tensors, or containers of them, to be cut over devices; {', '.join(wrong)}. Give its "
+            "tensors and make the object in the loss function, or P() for it in the batch's specs: all devices take it whole."
         )
 
 
@@ -264,11 +266,26 @@ def _placed(leaf: Any, spec: Any, mesh: Mesh) -> tuple[Cut | None, tuple[Any, ..
         return cut, _unevenly(unshard(leaf), cut, layout)
     if isinstance(leaf, Sharded):
         return cut, (leaf if leaf.layout == layout else device_put(leaf, layout)).shards
+    if cut is not None and layout.spec.axes == cut.axes and not leaf.requires_grad and is_dense(leaf):
+        return cut, _rows_of_devices(leaf, cut, mesh)
     divided = layout.spec.is_flat or any(mesh.shape[axis] > 1 for axis in layout.spec.axes)
     if divided or leaf.requires_grad or not is_dense(leaf) or not leaf.is_contiguous():
         return cut, device_put(leaf, layout).shards
     whole = in_memory(leaf, mesh, "device")
     return cut, tuple(lent(whole) for _ in held(mesh))  # it is only read, as a rule
+
+
+def _rows_of_devices(x: Tensor, cut: Cut, mesh: Mesh) -> tuple[Tensor, ...]:
+    """Return each device's samples of a tensor that is cut along its first dim alone, evenly."""
+    pieces = x.chunk(cut.parts)
+    indices = [_index(cut, mesh, device) for device in held(mesh)]
+    return tuple(in_memory(pieces[index].clone(), mesh, "device") for index in indices)
+
+
+@lru_cache(maxsize=4096)
+def _index(cut: Cut, mesh: Mesh, device: int) -> int:
+    at = mesh.coordinates(device)
+    return ravel([at[axis] for axis in cut.axes], [mesh.shape[axis] for axis in cut.axes])
 
 
 @lru_cache(maxsize=1024)

@@ -12,6 +12,7 @@ that brings the gradients of all together; in a loss function that is done for e
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -27,12 +28,11 @@ from fshard.mesh.spec import Axes
 from fshard.transforms.idle import is_idle
 
 
-def synchronise(module: nn.Module, axis: Axes | None) -> None:
-    """Let a BatchNorm take its statistics over all devices along `axis`; leave every other module as it is."""
+def synchronise(module: nn.Module, axis: Axes | None) -> Callable[..., Any] | None:
+    """Return a forward that takes a BatchNorm's statistics over all devices along `axis`; None for other modules."""
     if axis is not None and isinstance(module, _BatchNorm):
-        module.__dict__["forward"] = partial(_forward, weakref.ref(module), axis)  # weak, or it would refer to itself
-    elif isinstance(module, _NormBase):
-        module.__dict__["forward"] = partial(_by_itself, weakref.ref(module))
+        return partial(_forward, weakref.ref(module), axis)  # weak, or it would refer to itself
+    return partial(_by_itself, weakref.ref(module)) if isinstance(module, _NormBase) else None
 
 
 def _by_itself(reference: weakref.ref[_NormBase], x: Tensor) -> Tensor:

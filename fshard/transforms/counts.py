@@ -1,6 +1,6 @@
-"""What a part of the batch counts for: its samples, or what `weight` says, of the part or of each sample in it.
+"""The weight of a part of the batch: its number of samples, or what `weight=` returns for the part or for each sample.
 
-What counts for nothing adds nothing, even if its loss is no number; nothing counts less.
+A part of weight 0 adds nothing, even if its loss is not finite.
 """
 
 from __future__ import annotations
@@ -20,16 +20,15 @@ Weight = Callable[[PyTree], Tensor | int | float]
 
 
 class Count(NamedTuple):
-    """What a slice counts for, and what its gradient is multiplied by."""
+    """The weight of a slice, what its gradient is multiplied by, and the weight of each sample if that is known."""
 
     weight: float
     share: float
     each: Tensor | None = None
-    """What each sample counts for, if that is known."""
 
 
 def refuse_weights(weights: Sequence[float]) -> None:
-    """Raise if something counts less than nothing, or for no number."""
+    """Raise if a weight is negative or not finite."""
     wrong = [str(weight) for weight in weights if not 0 <= weight < inf]
     if wrong:
         raise LayoutError(
@@ -38,16 +37,14 @@ def refuse_weights(weights: Sequence[float]) -> None:
 
 
 def something(total: float) -> float:
-    """Return what the whole batch counts for."""
+    """Return the weight of the whole batch, which must not be 0."""
     if not total:
-        raise LayoutError(
-            "weight= gave 0 for all of the batch: its mean loss would be one over nothing. Leave the batch out."
-        )
+        raise LayoutError("weight= gave 0 for all of the batch, which has no mean loss then. Leave the batch out.")
     return total
 
 
 def weights_of(weight: Any, samples: int | None) -> Tensor:
-    """Return what a part counts for, or each of its samples."""
+    """Return the weight of a part, or of each of its samples, in float64."""
     if isinstance(weight, Real) or (isinstance(weight, Tensor) and (weight.numel() == 1 or weight.shape == (samples,))):
         found = torch.as_tensor(weight, dtype=torch.float64)
         return found if found.shape == (samples,) else found.reshape(())
@@ -58,12 +55,12 @@ def weights_of(weight: Any, samples: int | None) -> Tensor:
 
 
 def added(weights: Tensor) -> Tensor:
-    """Return what all samples count for together, or what is wrong with one of them."""
+    """Add up the weights of samples; if one is negative, return that, for `refuse_weights`."""
     return torch.where((weights < 0).any(), weights.amin(), weights.sum())
 
 
 def weighted(losses: Tensor, weights: Tensor) -> Tensor:
-    """Return the mean of losses that count for so much; what counts for nothing may be no number."""
+    """Return the weighted mean of losses; a loss of weight 0 need not be finite."""
     total = weights.sum()
     shares = (weights / torch.where(total > 0, total, 1)).to(losses)
     return torch.where(weights > 0, losses * shares, 0).sum()

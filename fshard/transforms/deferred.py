@@ -9,7 +9,7 @@ So one step counts as one, whatever the number of microbatches, and short ones h
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -78,10 +78,11 @@ def is_pending(path: str) -> bool:
     return parts_of(path)[-1:] == (_PENDING,)
 
 
-def defer(layer: nn.Module) -> None:
-    """Let a BatchNorm keep what it learns of a microbatch as a sum; leave every other module as it is."""
+def defer(layer: nn.Module) -> Callable[..., Any] | None:
+    """Return a forward that keeps a BatchNorm's update as a sum; None for other modules."""
     if isinstance(layer, _BatchNorm) and layer.track_running_stats:
-        layer.__dict__["forward"] = partial(_forward, weakref.ref(layer))  # weak, or it would refer to itself
+        return partial(_forward, weakref.ref(layer))  # weak, or it would refer to itself
+    return None
 
 
 def _forward(reference: weakref.ref[_BatchNorm], x: Tensor) -> Tensor:
@@ -90,7 +91,8 @@ def _forward(reference: weakref.ref[_BatchNorm], x: Tensor) -> Tensor:
         return by_itself(layer, x)
     layer._check_input_dim(x)
     held = vars(layer)["_buffers"]
-    held[_PENDING] = held.get(_PENDING, _nothing(layer.running_mean)) + sums_of(x.detach())
+    sums = held.get(_PENDING)
+    held[_PENDING] = (_nothing(layer.running_mean) if sums is None else sums) + sums_of(x.detach())
     return F.batch_norm(x, None, None, layer.weight, layer.bias, training=True, eps=layer.eps)
 
 

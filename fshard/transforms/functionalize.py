@@ -1,66 +1,62 @@
-"""`functionalize`: any module as a function of its parameters and buffers.
+"""`functionalize`: a module as a pure function of its parameters and buffers.
 
-    apply(params, buffers, *args) = module(*args), with these tensors in the place of its own   ->  output, new buffers
+    apply(params, buffers, *args) = module(*args), with these tensors installed   ->   output, new buffers
 
-Nothing is swapped in the module.  A call borrows a replica of its structure (see `replica`) from a pool, puts the
-tensors into it, runs it, and puts the replica back as it was.  So calls may overlap: on virtual devices, which are
-threads that take turns inside a forward, or one within the other.  A replica that something still refers to after the
-call, as a checkpoint does that will run a block again in backward, is left to it; the pool builds another.
-
-Buffers are lent as copies that share memory until one of them is written to, so a mask of many megabytes costs
-nothing, and what a forward does in place is seen in its result alone.
+Each device runs a copy of the module of its own (see `replica`), as each rank does under torch's DDP.  Parameters stay
+installed until the step closes, so that a checkpoint inside the forward recomputes with them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
-from traceback import clear_frames
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.jit import ScriptModule
 from torch.nn.parameter import is_lazy
-from torch.utils.checkpoint import _StopRecomputationError as StopRecomputation  # pyright: ignore[reportPrivateUsage]
 
+from fshard.errors import ModuleError
 from fshard.mesh.spec import Axes
 from fshard.transforms.batchnorm import synchronise
 from fshard.transforms.deferred import defer, pending
-from fshard.transforms.given import Given
-from fshard.transforms.holders import alone_among
-from fshard.transforms.kept import is_nothing, nothing, slot_of
-from fshard.transforms.lent import lent, untouched
+from fshard.transforms.lent import lent
+from fshard.transforms.patterns import Choice, chosen
 from fshard.transforms.randomness import key_now
-from fshard.transforms.replica import Blueprint, ModuleError, Replica
+from fshard.transforms.replica import Replicas, Tensors
+from fshard.transforms.units import versions_of
 
-Tensors = dict[str, Tensor]
 Apply = Callable[..., tuple[Any, Tensors]]
 
 
 def functionalize(
-    module: nn.Module, *, sync_batchnorm: Axes | None = None, deferred_batch_norm: bool = False
+    module: nn.Module,
+    *,
+    buffers: Choice = None,
+    sync_batchnorm: Axes | None = None,
+    deferred_batch_norm: bool = False,
 ) -> tuple[Apply, Tensors, Tensors]:
-    """Return a module as a pure function, and what is to be passed to it: `(apply, params, buffers)`.
+    """Turn a module into a pure function; return `(apply, params, buffers)`.
 
-    `apply(params, buffers, *args, **kwargs)` returns `(output, new_buffers)` and changes nothing, not even the module.
-    `params` has every parameter by its name, a tied one once, under the first; those that do not require grad are Parameters
-    that say so, and `shard_params` and optimizers leave them as they are.
-    `buffers` has all buffers, those that are not saved too.  They are detached and share the module's memory.
+    `apply(params, buffers, *args, **kwargs)` returns `(output, new_buffers)` and leaves the module as it is.
+    `params` has every parameter by its name, a tied one once; those that do not require grad are Parameters that say so.
+    `buffers` has all buffers, not only the persistent ones.  All are detached and share the module's memory.
+
+    Parameters, buffers and random draws are the state of the function.  Everything else on the module is private to
+    the device that runs it: each device has its own copy of the module, kept from call to call.
 
     Args:
-        module: any module, as it is now; of later changes only `module.train()` and `eval()` are followed.
-        sync_batchnorm: the axes along which BatchNorm layers in training take mean and variance over all devices,
-            inside `shard_map` and loss functions (one psum of 2 * channels + 1 numbers per layer); outside, on one device, they
-            are as they were.
-        deferred_batch_norm: whether BatchNorm layers in training put off what they learn until `commit_batch_norm`, once for
-            all microbatches of a step; meanwhile the sums are among the buffers.
+        module: any module that `copy.deepcopy` copies, as it is now; later only `train()` and `eval()` are followed.
+        buffers: frozen parameters that the forward updates (a momentum encoder, a codebook): a path pattern, several, or
+            a function of the path.  They are returned and passed among the buffers.
+        sync_batchnorm: mesh axes over which BatchNorm in training takes mean and variance; one psum of
+            2 * channels + 1 numbers a layer.
+        deferred_batch_norm: whether BatchNorm in training puts its update off until `commit_batch_norm`, once for all
+            microbatches of a step; meanwhile the sums are among the buffers.
 
-    In a training step, or where else draws are keyed (`keyed_random`), each layer draws by its own name; elsewhere draws are
-    those of the module itself.
-
-    Plain attributes that a forward sets and reads again, numbers and tensors, are among the new buffers as "path.name:kept";
-    who reads something else that an earlier call has changed, a list that grows, say, is warned.
-    apply does not keep the module alive (but the class of one with parametrizations does, in torch).
+    Two sets of parameters may be used in one loss, but not with a checkpoint in the forward.  Outside of a training step
+    the copy holds the parameters of its last recorded call until the next one.
 
     >>> import torch, fshard as fs
     >>> layer = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
@@ -71,154 +67,97 @@ def functionalize(
     >>> buffers["1.num_batches_tracked"], after["1.num_batches_tracked"]
     (tensor(0), tensor(1))
     """
-    begun, params, buffers = in_two_parts(
-        module, sync_batchnorm=sync_batchnorm, deferred_batch_norm=deferred_batch_norm
-    )
+    if deferred_batch_norm and sync_batchnorm is not None:
+        raise ModuleError("functionalize: sync_batchnorm and deferred_batch_norm exclude each other. Give one of them.")
+    return module_function(module, _adapter(sync_batchnorm, deferred_batch_norm), buffers, deferred=deferred_batch_norm)
+
+
+def functionalize_in_place(
+    module: nn.Module,
+    *,
+    buffers: Choice = None,
+    sync_batchnorm: Axes | None = None,
+    deferred_batch_norm: bool = False,
+) -> tuple[Apply, Tensors, Tensors]:
+    """Turn a module into a function as `functionalize` does, of which one device runs the module itself.
+
+    Between steps the module holds the parameters that it has at the first call: see `give_up_memory`.
+    """
+    adapt = _adapter(sync_batchnorm, deferred_batch_norm)
+    return module_function(module, adapt, buffers, deferred=deferred_batch_norm, in_place=True)
+
+
+def _adapter(axes: Axes | None, deferred: bool) -> Callable[[nn.Module], Callable[..., Any] | None]:
+    return defer if deferred else partial(synchronise, axis=axes)
+
+
+def module_function(
+    module: nn.Module,
+    adapt: Callable[[nn.Module], Callable[..., Any] | None],
+    declared: Choice,
+    *,
+    deferred: bool = False,
+    in_place: bool = False,
+) -> tuple[Apply, Tensors, Tensors]:
+    """Return apply, parameters and buffers of a module whose layers may have other forwards."""
+    _refuse_unready(module)
+    params, buffers = dict(module.named_parameters()), dict(module.named_buffers())
+    moved = _declared(params, declared)
+    buffers |= {name: params.pop(name) for name in moved}
+    given_params = {name: _detached(x) for name, x in params.items()}
+    given_buffers = {name: x.detach() for name, x in buffers.items()} | (pending(module) if deferred else {})
+    replicas = Replicas(module, adapt, in_place=in_place)
+    check = _Check(type(module).__name__, params, buffers, [name for name, _ in module.named_modules()])
 
     def apply(
         params: Mapping[str, Any], buffers: Mapping[str, Any], /, *args: Any, **kwargs: Any
     ) -> tuple[Any, Tensors]:
-        output, end = begun(params, buffers, *args, **kwargs)
-        return output, end()
-
-    return apply, params, buffers
-
-
-def in_two_parts(
-    module: nn.Module, *, sync_batchnorm: Axes | None = None, deferred_batch_norm: bool = False
-) -> tuple[Callable[..., tuple[Any, Callable[[], Tensors]]], Tensors, Tensors]:
-    """Return what `functionalize` does, but a function that returns the output, and what ends the call.
-
-    That is to be called once, as soon as nobody waits for the output, and returns the new buffers.
-    """
-    _refuse_unready(module)
-    alone, views = alone_among(module)
-    if views:
-        raise ModuleError(
-            f"functionalize of {type(module).__name__}: {', '.join(views)} {'is a view' if len(views) == 1 else 'are views'} "
-            "of parameters or buffers, in whose place others will be. Take it in forward: self.weight[0]."
-        )
-    if deferred_batch_norm and sync_batchnorm is not None:
-        raise ModuleError("functionalize: BatchNorm is either synchronised or deferred: give one of these options.")
-    params, buffers = dict(module.named_parameters()), dict(module.named_buffers())
-    names = {id(x): name for name, x in (buffers | params).items()}
-    adapt = defer if deferred_batch_norm else partial(synchronise, axis=sync_batchnorm)
-    pool = _Pool(Blueprint(module, names, adapt, alone))
-    check = _Check(type(module).__name__, params, buffers, [name for name, _ in module.named_modules()])
-    aliases = _aliases(module, names)
-    frozen = [name for name, x in params.items() if not x.requires_grad]
-
-    def begun(
-        params: Mapping[str, Any], buffers: Mapping[str, Any], /, *args: Any, **kwargs: Any
-    ) -> tuple[Any, Callable[[], Tensors]]:
         check(params, buffers)
-        replica = pool.take()
+        replica = replicas.mine()
+        copies = {name: lent(x) for name, x in buffers.items()}
+        outer, replica.installed = replica.installed, {**params, **copies}
+        replica.install(replica.installed)
+        replica.add({name: copies[name] for name in buffers.keys() - check.buffers})
+        step = next((step for x in params.values() if (step := getattr(x, "step", None)) is not None), None)
+        if step is not None:
+            step.use(replica)
+        replica.layers.enter(key_now())
+        versions = versions_of([*params.values()]) if step is None else []
         try:
-            made = buffers.keys() - check.buffers
-            kept = {name: buffers[name] for name in made if slot_of(name) is not None}
-            copies = {name: None if is_nothing(x) else lent(x) for name, x in buffers.items() if name not in kept}
-            new = {name: copies[name] for name in made if name not in kept}
-            given = Given(params, frozen, kept)  # which takes what is of parameters out of what is kept
-            replica.fill({**given.tensors, **copies})
-            _place_new(replica, new)
-            if (key := key_now()) is not None:
-                replica.layers.enter(key)
-            replica.attributes.put(kept)
-            output = replica.modules[0][1](*args, **kwargs)
-        except BaseException as error:
-            if isinstance(error, StopRecomputation):  # a checkpoint that runs apply again has what it wants
-                clear_frames(error.__traceback__)  # which would still refer to the replica
-            replica.attributes.end()
-            pool.give_back(replica)
-            raise
+            output = replica.module(*args, **kwargs)
+            after = replica.take(buffers, copies)
+            written = [] if step is not None else _written(params, versions)
+            check.after(replica.rebound(params), written, after)
+        finally:
+            replica.installed = outer
+            if outer is not None:  # a recomputation within the forward
+                replica.install(outer)
+            elif step is None and not torch.is_grad_enabled():  # else a backward may run a part again
+                replica.rest()
+        return output, after
 
-        def end() -> Tensors:
-            try:
-                after = _new_state(replica, aliases, buffers, copies)
-                check.after(replica.rebound(given.tensors), given.changed(), after)
-                after |= replica.attributes.kept(kept, params.values()) | given.kept()
-                for_checkpoints = {name: lent(x) for name, x in given.taken.items()}  # which run a part again
-                replica.put(for_checkpoints)
-                return after
-            finally:
-                replica.attributes.end()
-                pool.give_back(replica)
-
-        if replica.is_at_rest():
-            return output, end
-        after = end()  # now: a backward may run a part again, in this replica
-        return output, lambda: after
-
-    fixed = {name: nn.Parameter(params[name].detach(), requires_grad=False) for name in frozen}
-    sums = pending(module) if deferred_batch_norm else {}
-    return begun, {**_detached(params), **fixed}, {**_detached(buffers), **sums}
+    return apply, given_params, given_buffers
 
 
-def _detached(tensors: Mapping[str, Tensor]) -> Tensors:
-    return {name: x.detach().requires_grad_(x.requires_grad) for name, x in tensors.items()}
+def _detached(x: Tensor) -> Tensor:
+    return x.detach().requires_grad_() if x.requires_grad else nn.Parameter(x.detach(), requires_grad=False)
 
 
-class _Pool:
-    """The replicas that no call is using."""
-
-    def __init__(self, blueprint: Blueprint) -> None:
-        self._blueprint = blueprint
-        self._idle: list[Replica] = []
-
-    def take(self) -> Replica:
-        """Borrow a replica, in the mode that the module is in."""
-        try:
-            replica = self._idle.pop()  # not asked first whether there is one: threads
-        except IndexError:
-            replica = self._blueprint.build()
-        self._blueprint.follow(replica)
-        return replica
-
-    def give_back(self, replica: Replica) -> None:
-        """Empty a replica and keep it, unless somebody else still needs it: he may write, but not to what was returned."""
-        if replica.is_at_rest():
-            replica.restore()
-            self._idle.append(replica)
-            return
-        for _, own in replica.buffers:
-            own.update({key: lent(x) for key, x in own.items() if x is not None})
-        replica.attributes.stay(replica.modules)
+def _written(params: Mapping[str, Any], versions: list[int]) -> list[str]:
+    now = versions_of([*params.values()])
+    return [name for name, one, other in zip(params, now, versions, strict=True) if one != other]
 
 
-def _new_state(
-    replica: Replica, aliases: Mapping[str, str], given: Mapping[str, Any], copies: Mapping[str, Any]
-) -> Tensors:
-    """Read the buffers that stand in the modules after a call; those not written to are the given ones."""
-    after: dict[str, Any] = {}
-    for path, own in replica.buffers:
-        for key, x in own.items():
-            name = f"{path}.{key}" if path else key
-            name = aliases.get(name, name)
-            if name not in given:
-                if x is not None:
-                    after[name] = x
-            elif x is not copies[name] or name not in after:  # of two names of one buffer, that which was bound anew
-                same = x is copies[name] and (x is None or untouched(x))
-                after[name] = given[name] if same else nothing() if x is None else x
-    return after
-
-
-def _place_new(replica: Replica, made: Mapping[str, Any]) -> None:
-    """Put buffers that an earlier forward has made into the modules that made them."""
-    if made:
-        modules = dict(replica.modules)
-        for name, x in made.items():
-            path, _, key = name.rpartition(".")
-            vars(modules[path])["_buffers"][key] = x
-
-
-def _aliases(module: nn.Module, names: Mapping[int, str]) -> dict[str, str]:
-    """Return for every further name of a tied buffer the first one."""
-    every = {name: names[id(x)] for name, x in module.named_buffers(remove_duplicate=False)}
-    return {name: first for name, first in every.items() if name != first}
-
-
-# -- refusals -----------------------------------------------------------------------------------------------------
+def _declared(params: Mapping[str, Tensor], declared: Choice) -> list[str]:
+    """Return the names of the parameters that are declared as buffers; raise if any of them is trained."""
+    names = [name for name, yes in zip(params, chosen(declared, [*params], "buffers"), strict=True) if yes]
+    trained = [name for name in names if params[name].requires_grad]
+    if trained:
+        raise ModuleError(
+            f"buffers: {', '.join(trained)} must be frozen, since the forward updates what is declared as a buffer; "
+            "got trained parameters. Call requires_grad_(False) on them."
+        )
+    return names
 
 
 class _Check:
@@ -244,42 +183,44 @@ class _Check:
             "(params, buffers) in this order."
         )
 
-    def after(self, rebound: Sequence[str], changed: Sequence[str], buffers: Mapping[str, Any]) -> None:
-        """Raise if a forward has bound parameters to others, has written to them, or has deleted buffers."""
-        if not rebound and not changed and buffers.keys() >= self.buffers:
+    def after(self, rebound: list[str], written: list[str], buffers: Mapping[str, Any]) -> None:
+        """Raise if a forward has written to parameters or bound them to others, or has removed buffers."""
+        removed = sorted(name for name in self.buffers if buffers.get(name) is None)
+        if not rebound and not written and not removed:
             return
         wrong = [f"binds the parameter {name} to another" for name in rebound]
-        wrong += [f"writes to the parameter {name} in place" for name in changed]
-        wrong += [f"deletes the buffer {name}" for name in sorted(self.buffers - buffers.keys())]
+        wrong += [f"writes to the parameter {name}" for name in written]
+        wrong += [f"removes the buffer {name}" for name in removed]
         raise ModuleError(
-            f"apply of {self._title}: its forward {'; '.join(wrong)}. Trained parameters are the optimizer's; what is written "
-            "to a frozen one, requires_grad_(False) before, is kept, but not in stages. A buffer may be set to None."
+            f"apply of {self._title}: its forward {'; '.join(wrong)}. Declare a frozen parameter that the forward updates "
+            "as a buffer, fs.functionalize(module, buffers=...), or update it in the training loop."
         )
 
 
 def _refuse_unready(module: nn.Module) -> None:
-    """Raise naming everything that cannot be swapped."""
+    """Raise naming everything that cannot be functionalized."""
+    title = type(module).__name__
     lazy = [name for name, x in (*module.named_parameters(), *module.named_buffers()) if is_lazy(x)]
     if lazy:
         raise ModuleError(
-            f"functionalize of {type(module).__name__}: {', '.join(lazy)} {'has' if len(lazy) == 1 else 'have'} no shape yet, "
-            "since the module is lazy. Run it once on an example first: module(example)."
+            f"functionalize of {title}: {', '.join(lazy)} must have a shape; the module is lazy. "
+            "Run it once on an example first: module(example)."
         )
     refuse_hooks(module)
     scripted = [name or "the module itself" for name, part in module.named_modules() if isinstance(part, ScriptModule)]
     if scripted:
         raise ModuleError(
-            f"functionalize of {type(module).__name__}: {', '.join(scripted)} is compiled by torch.jit, which keeps parameters "
-            "where nobody can swap them. Give it the module before torch.jit.script."
+            f"functionalize of {title}: {', '.join(scripted)} must not be compiled by torch.jit, whose parameters cannot "
+            "be exchanged. Give the module before torch.jit.script."
         )
 
 
 def refuse_hooks(module: nn.Module) -> None:
-    """Raise naming parameters that have hooks: a gradient is not made at them, so nobody would call these."""
+    """Raise naming parameters that have gradient hooks, which would not be called."""
     kinds = ("_backward_hooks", "_post_accumulate_grad_hooks")
     hooked = [name for name, x in module.named_parameters() if any(getattr(x, kind, None) for kind in kinds)]
     if hooked:
         raise ModuleError(
-            f"{type(module).__name__}: {', '.join(hooked)} has hooks for its gradient, which nobody would call: trained "
-            "are pieces of it. Change gradients in the optimizer: fs.optim.chain takes any function of them."
+            f"{type(module).__name__}: {', '.join(hooked)} must have no gradient hooks, which would not be called. "
+            "Change gradients in the optimizer: fs.optim.chain takes any function of them."
         )

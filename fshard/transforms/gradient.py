@@ -185,9 +185,8 @@ class Gradient:
 
         def on_device(device: int) -> Result:
             place = devices.index(device) if len(devices) > 1 else 0
-            tape = tapes[device] = Tape(
-                known.leaves, [leaves[at].shards[place] for at in own], known.ways, self.how.manner, site, known.order
-            )
+            shards = [leaves[at].shards[place] for at in own]
+            tape = tapes[device] = self.tape(known, shards, site)
 
             def tree() -> PyTree:
                 return unflatten(structure, [tape.handles[place] for place in at])
@@ -216,6 +215,14 @@ class Gradient:
         return Value(first.loss, first.weight, parts.samples, after, aux), unflatten(
             structure, [grads[place] for place in at]
         )
+
+    def tape(self, known: Known, shards: Sequence[Tensor], site: Site) -> Tape:
+        """Return the parameters of one device for a step, of which it holds these shards."""
+        reproducible = self.how.slices is not None
+        several = reproducible or (self.how.once and self.how.accumulate > 1)
+        leaves, order = known.leaves, known.order
+        how = {"several": several, "each_use": reproducible}
+        return Tape(leaves, known.by_unit, shards, known.ways, self.how.manner, site, order, **how)
 
     def known_of(
         self,

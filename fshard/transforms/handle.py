@@ -1,6 +1,6 @@
 """`Handle`: a parameter as a tensor without memory, whose unit is gathered when an operation touches it.
 
-It is a tensor to whoever asks: shape, dtype and device are known, and modules take it.  There are two ways to its values:
+It is a tensor whose shape, dtype and device are known, and modules take it.  There are two ways to its values:
 
     torch.f(h, x)       __torch_function__    f runs on the gathered tensors, and gradients come to their unit (`_Use`)
     what f calls in C++ __torch_dispatch__    f has been given h itself, and gradients come to h's own node (`_Aside`)
@@ -11,13 +11,9 @@ ask a tensor's class.  What it gives is added to the unit's gradients after the 
 
 from __future__ import annotations
 
-import operator
-import threading
-import warnings
 import weakref
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -25,7 +21,6 @@ from torch.autograd.function import Function
 
 from fshard.errors import LayoutError, ModuleError, ScopeError
 from fshard.mesh.scope import here
-from fshard.transforms.lent import lent, untouched
 from fshard.transforms.patterns import named, parts_of
 
 if TYPE_CHECKING:
@@ -48,16 +43,16 @@ KNOWN = frozenset(
     }
 )
 """What a handle knows without its values."""
-_OF_PARAMETERS = {_T.grad_fn.__get__: None, _T.grad.__get__: None, _T.is_leaf.__get__: True}
+_OF_PARAMETERS = {_T.grad_fn.__get__: None, _T.is_leaf.__get__: True}
 """What is asked of parameters, and the answer."""
-_HOOKS = frozenset({_T.register_hook, _T.register_post_accumulate_grad_hook})
-_FLAGS = frozenset({_T.requires_grad_, _T.requires_grad.__set__})
-_SHOWN = frozenset({_T.numpy, _T.__array__, _T.__dlpack__})
-"""What lets others have the memory, who tell nobody when they write to it."""
 
 _COMPILED = (
     "torch.compile cannot follow a parameter that is gathered when it is used. Compile the whole loss function, or a part that "
     "is called with gathered parameters: fs.gathered(torch.compile(fn))."
+)
+WRITES = (
+    "Declare a frozen parameter that the forward updates as a buffer, fs.functionalize(module, buffers=...), or update it "
+    "in the training loop."
 )
 
 
@@ -68,24 +63,6 @@ class Handle(Tensor):
     at: int
     _is_param = True
     """As torch asks whether it is one."""
-    own: Tensor | None = None
-    """What a call has made of a frozen one."""
-    bound: bool = False
-    """Whether it was given other data, or an operation has written to it."""
-    was: Tensor | None = None
-    """What it was before a call has made something of it."""
-    swapped: tuple[Tensor, int] | None = None
-    """A trained one that was given other data, and where its own lies."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Set what the handle itself has; tell of all else, which no later call would find."""
-        if name not in _OWN:
-            tell_set(name, self._path, tells=self.unit.tape.fresh and name not in vars(self))
-        super().__setattr__(name, value)
-
-    def __deepcopy__(self, memo: Any) -> Handle:
-        """Raise: what lies as a plugin says has no copies."""
-        refuse_copy(self._path)
 
     @staticmethod
     def of(unit: Unit, at: int) -> Handle:
@@ -99,88 +76,27 @@ class Handle(Tensor):
 
     def whole(self) -> Tensor:
         """Return the tensor."""
+        unit = self.unit
+        if unit.used is not None and not unit.tape.each_use and here() is unit.tape.scope:
+            return unit.used[self.at]
         if torch.compiler.is_compiling() or _compiler():
             raise LayoutError(_COMPILED)
         self._check_device()
-        if self.unit.tape.over:
+        if unit.tape.over:
             raise ScopeError(
                 f"{self._path} is a parameter of a step that is over: it was kept from inside a loss function. Return what is "
                 "needed of it with has_aux=True, or take it from the parameters that the step returns."
             )
-        return self.unit.leaf(self.at) if self.own is None else self.own
+        return unit.leaf(self.at)
 
     @property
-    def _trained(self) -> bool:
-        return self.unit.tape.leaves[self.unit.places[self.at]].trained
+    def step(self) -> Tape:
+        """The step whose parameter it is."""
+        return self.unit.tape
 
-    def _to_write(self) -> Tensor:
-        """Return what may be written to: of a frozen one a copy, which stands for it from now on."""
-        if self.own is None and not self._trained:
-            with torch.inference_mode(False):  # what is made there can be saved for no backward
-                self.was = self.whole().detach()
-                self.own = lent(self.was)
-        return self.whole()
-
-    def _memory(self) -> Tensor:
-        """Return what shares the memory, and the version, of what may be written to: whoever writes to it is seen."""
-        memory = self._to_write().detach()
-        if self._trained and self.unit.sharded:
-            self.unit.tape.watch(self.unit.places[self.at], memory)
-        return memory
-
-    def _bind(self, x: Tensor) -> None:
-        """Give it other data: a frozen one for good, a trained one until the call ends, when it has to have its own again."""
-        if not self._trained:
-            self.own, self.bound = x.detach().clone(), True
-        elif not torch.is_grad_enabled():
-            self.own = None if x.data_ptr() == self.unit.leaf(self.at).data_ptr() else x.detach()
-        elif self.unit.tape.reductions.singly:
-            self._refuse()
-        else:
-            whole = self.whole()
-            self.swapped = self.swapped or (whole, whole.data_ptr())
-            _T.data.__set__(whole, x)
-
-    def _refuse(self) -> None:
-        raise ModuleError(
-            f"a forward has given {self._path} other data, or written to it. It is trained, and so the optimizer's to change; "
-            "of a frozen parameter, requires_grad_(False) before, it would be kept."
-        )
-
-    def _flag(self, trained: bool) -> Handle:
-        """Return itself; raise if a forward freezes or thaws it: it is another one in the next step.
-
-        Where nobody takes gradients it says that it is frozen, and may be told so.
-        """
-        if trained not in (self._trained, self.requires_grad):
-            raise ModuleError(
-                f"a forward freezes or thaws a parameter, {self._path}, which only stands for it in this step. What is frozen "
-                "for good is frozen before the model is boosted. Call a layer whose parameters are to get no gradient so: "
-                "torch.func.functional_call(layer, {name: p.detach() for name, p in layer.named_parameters()}, x)."
-            )
-        return self
-
-    def is_written(self) -> bool:
-        """Return whether a call has written to a frozen one, or has left a trained one with other data."""
-        if self.swapped is not None:
-            return self.swapped[0].data_ptr() != self.swapped[1]
-        if self.own is None or self.bound or self.own.is_inference() or self.own._version > 0:
-            return self.own is not None
-        return (
-            self.was is not None and not untouched(self.own) and not self.own.equal(self.was)
-        )  # numpy counts no versions
-
-    def take_written(self) -> Tensor | None:
-        """Return what a call has made of it, if it has; a backward that has saved it keeps it, the next call has another."""
-        own = self.own
-        if own is not None and self._trained:
-            self._refuse()
-        if own is None or not self.is_written():
-            self.own = self.was = None
-            return None
-        self.unit.tape.handles[self.unit.places[self.at]] = Handle.of(self.unit, self.at)
-        self.own, self.was = lent(own), None
-        return own
+    def refuse_write(self, *given: Any) -> None:
+        """Raise: a forward writes to a parameter."""
+        raise ModuleError(f"a forward writes to the parameter {self._path}. {WRITES}")
 
     @property
     def _path(self) -> str:
@@ -199,29 +115,9 @@ class Handle(Tensor):
                 return func(*args, **(kwargs or {}))
         if func in _OF_PARAMETERS:
             return _OF_PARAMETERS[func]
-        if func in _HOOKS:
-            refuse_hook(args[0]._path)
-        if func in _FLAGS:
-            return args[0]._flag(bool(next(iter((*args[1:], *(kwargs or {}).values())), True)))
-        if func not in _effects:
-            _effects[func] = _effect_of(func)
-        written = list[Handle]()
-        if (effect := _effects[func]) is not None or (kwargs and kwargs.get("out") is not None):
-            target = _first(args, kwargs)
-            if effect == "gets" and type(target) is Handle:
-                return target._memory()
-            if effect == "sets" and type(target) is Handle:
-                return target._bind(wholes(args[1]))
-            if effect == "shows" and type(target) is Handle:
-                target._to_write()
-            written += _handles_in((target if effect == "writes" else (), (kwargs or {}).get("out")))
-            for handle in written:
-                handle._to_write()
-                handle.bound = handle.own is not None
-        own_args, own_kwargs = wholes(args), wholes(kwargs) if kwargs else {}
-        with nullcontext() if _here.context is None else _here.context():
-            result = func(*own_args, **own_kwargs)
-        return _first(args, kwargs) if written and result is _first(own_args, own_kwargs) else result  # self.w *= 2
+        if func in _DATA and type(args[0]) is Handle:
+            return _DATA[func](args[0], *args[1:])
+        return func(*wholes(args), **(wholes(kwargs) if kwargs else {}))
 
     @classmethod
     def __torch_dispatch__(
@@ -231,11 +127,6 @@ class Handle(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        for handle in _mutated(func, args, kwargs or {}):
-            if handle._trained:
-                handle._refuse()  # the version stays what it is here
-            handle._to_write()
-            handle.bound = True
         with torch.no_grad():
             return func(*wholes(args), **(wholes(kwargs) if kwargs else {}))
 
@@ -257,65 +148,27 @@ class Handle(Tensor):
         return f"Handle({str(self.dtype).removeprefix('torch.')}{list(self.shape)})"
 
 
-_OWN = frozenset(
-    {"unit", "at", "own", "bound", "was", "swapped", "data", "grad", "requires_grad", "_is_param", "_backward_hooks"}
-)
-"""What is set at a handle by itself, and by torch."""
-
-
-def tell_set(name: str, path: str, *, tells: bool) -> None:
-    """Warn, in a first step, of an attribute that a forward sets at a parameter; refuse to make it something else."""
-    if name == "__class__":
+def _gradient(handle: Handle) -> None:
+    """Return None, as of any parameter in a forward; raise once there are gradients, which are not here."""
+    if any(handle.unit.tape.reductions.used):
         raise ModuleError(
-            f"a forward swaps a parameter for another, {path}: what lies as a plugin says stays what it is. Write to a frozen "
-            "one, self.weight.copy_(...), which is kept where there are no stages; or do it before the model is boosted."
-        )
-    if tells:
-        warnings.warn(
-            f"a forward sets {name} of a parameter, {path}, which only stands for it in this step: no later one finds that. "
-            f"Keep it in an attribute of the module: self.{name.lstrip('_')}.",
-            stacklevel=3,
+            "gradients of a boosted model are sharded, so its parameters have no .grad. Clip them by "
+            "booster.clip_grad_norm(optimizer, max_norm); optimizer.grads are they."
         )
 
 
-def refuse_copy(path: str) -> NoReturn:
-    """Raise: a parameter is to be copied."""
-    raise ModuleError(
-        f"a forward makes a deep copy of a parameter, {path}, which would be neither kept nor laid as the plugin says. Make "
-        "the copy before the model is boosted: a submodule with requires_grad_(False), to which forward may write."
-    )
+_DATA: dict[Any, Callable[..., Any]] = {
+    _T.grad.__get__: _gradient,
+    _T.data.__get__: lambda handle: handle.whole().detach(),  # it shares the version, so that a write is seen
+    _T.data.__set__: Handle.refuse_write,
+}
+"""A parameter's gradient, and its data, read and bound to other memory."""
 
 
-def refuse_hook(path: str) -> NoReturn:
-    """Raise: a forward hooks a parameter, which is another one in the next step."""
-    raise ModuleError(
-        f"a forward hooks a parameter, {path}, which only stands for it in this step. Hook what is made of it: "
-        "w = self.weight * 1; w.register_hook(...)."
-    )
-
-
-Context = Callable[[], AbstractContextManager[Any]]
-
-
-class _Here(threading.local):
-    context: Context | None = None
-
-
-_here = _Here()
-
-
-@contextmanager
-def around_each(context: Context | None) -> Generator[None]:
-    """Run each operation that the calling thread does on handles in a context of its own."""
-    before, _here.context = _here.context, context
-    try:
-        yield
-    finally:
-        _here.context = before
-
-
-def _first(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-    return args[0] if args else next(iter((kwargs or {}).values()), None)
+def own_versions(xs: Sequence[Tensor]) -> list[int]:
+    """Return numbers that grow whenever one of these is written to; handles are not gathered for it."""
+    with _C.DisableTorchFunctionSubclass():
+        return [x._version for x in xs]
 
 
 def wholes(x: Any) -> Any:
@@ -327,44 +180,6 @@ def wholes(x: Any) -> Any:
     if type(x) is dict:
         return {key: wholes(value) for key, value in x.items()}
     return x
-
-
-Effect = Literal["gets", "sets", "shows", "writes"]
-_effects: dict[Callable[..., Any], Effect | None] = {}  # no lru_cache: Dynamo warns of these
-
-
-def _effect_of(func: Callable[..., Any]) -> Effect | None:
-    """Return what a function of torch's does to its first argument: it gets, sets or shows its data, or writes to it."""
-    if func in (_T.data.__get__, _T.detach, torch.detach):
-        return "gets"
-    if func in _SHOWN:
-        return "shows"
-    if func == _T.data.__set__:
-        return "sets"
-    name = getattr(func, "__name__", "")
-    return (
-        "writes" if name in _IN_PLACE or (name.endswith("_") and not name.endswith(("__", "requires_grad_"))) else None
-    )
-
-
-_IN_PLACE = {name for name in dir(operator) if name.startswith("__i") and name.replace("__i", "__", 1) in dir(operator)}
-_IN_PLACE.add("__setitem__")
-
-
-def _mutated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Handle]:
-    """Yield the handles that an operator writes to, by its schema."""
-    if func._schema.is_mutable:
-        for at, argument in enumerate(func._schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                yield from _handles_in(args[at] if at < len(args) else kwargs.get(argument.name))
-
-
-def _handles_in(x: Any) -> Iterator[Handle]:
-    if type(x) is Handle:
-        yield x
-    elif isinstance(x, tuple | list):
-        for each in x:
-            yield from _handles_in(each)
 
 
 class _Aside(Function):

@@ -33,7 +33,15 @@ class Known:
     axes: tuple[str, ...]
     in_order: bool
     order: Order | None = None
+    by_unit: list[list[int]] = field(init=False)
     _ways: dict[Along, tuple[list[Way | None], int]] = field(default_factory=dict[Along, tuple[list[Way | None], int]])
+
+    def __post_init__(self) -> None:
+        by_unit: dict[str, list[int]] = {}
+        for place, leaf in enumerate(self.leaves):
+            if leaf.dtype.is_floating_point or leaf.dtype.is_complex:
+                by_unit.setdefault(leaf.unit, []).append(place)
+        self.by_unit = [*by_unit.values()]
 
     def ways(self, along: Along) -> tuple[list[Way | None], int]:
         """Return the ways of gradients that devices along the batch's axes, and these, hold summands of; how many these are."""

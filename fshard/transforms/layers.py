@@ -33,16 +33,24 @@ _DRAWING = (
 """The modules of torch that draw in their own forward."""
 
 
-class Calls:
-    """The keys of the calls of a module's parts in one call of it."""
+_MANY = 1 << 16
+"""How many keys are remembered outside of a step, where nothing says when a graph is freed."""
 
-    def __init__(self, key: int) -> None:
-        self._key = key
+
+class Calls:
+    """The keys of the calls of a module's layers in one call of it.
+
+    Args:
+        key: of the call.
+        known: the keys of earlier calls, by the key of the caller and the layer: a recomputation finds its own.
+    """
+
+    def __init__(self, key: int, known: dict[tuple[int, str], int]) -> None:
+        self._key, self._known = key, known
         self._counts: dict[str, int] = {}
-        self._known: dict[tuple[int, str], int] = {}
 
     def key(self, name: str, begun_by: int) -> int:
-        """Return the key of a call of a layer by one that draws by a key; the same, when it is run again."""
+        """Return the key of a call of a layer by one that draws by a key."""
         key = self._known.get((begun_by, name))
         if key is None:
             count = self._counts[name] = self._counts.get(name, -1) + 1
@@ -51,22 +59,48 @@ class Calls:
 
 
 class Layers:
-    """The modules of a replica, each with what calls it by a key of its own."""
+    """The forwards of a replica's modules: adapted ones, and those that draw by a key of their own.
 
-    def __init__(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
+    Args:
+        modules: with their names.
+        adapt: returns another forward for a module, None for its own.
+    """
+
+    def __init__(
+        self,
+        modules: Iterable[tuple[str, nn.Module]],
+        adapt: Callable[[nn.Module], Callable[..., Any] | None],
+    ) -> None:
         self._now: list[Calls] = []  # at most one
-        self._forwards: list[tuple[dict[str, Any], Callable[..., Any]]] = []
+        self._forwards: list[tuple[dict[str, Any], Callable[..., Any] | None, Callable[..., Any]]] = []
+        self._entered, self._known = False, dict[tuple[int, str], int]()
         for name, module in modules:
+            own, adapted = vars(module).get("forward"), adapt(module)
+            forward = adapted or own
             if isinstance(module, _DRAWING) or not type(module).__module__.startswith("torch.nn."):
-                own = vars(module).get("forward")
-                forward = partial(_forward, self._now, weakref.ref(module), own, name)
-                self._forwards.append((vars(module), forward))
+                forward = partial(_forward, self._now, weakref.ref(module), forward, name)
+            if forward is not own and forward is not None:
+                self._forwards.append((vars(module), own, forward))
 
-    def enter(self, key: int) -> None:
-        """Let the modules draw by their names in a call of the whole, until their own attributes are put back."""
-        self._now[:] = [Calls(key)]
-        for attributes, forward in self._forwards:
-            attributes["forward"] = forward
+    def enter(self, key: int | None) -> None:
+        """Install the forwards for a call of the whole, whose layers draw by their names if there is a key."""
+        if len(self._known) > _MANY:
+            self._known.clear()
+        self._now[:] = [] if key is None else [Calls(key, self._known)]
+        if not self._entered:
+            self._entered = True
+            for attributes, _, forward in self._forwards:
+                attributes["forward"] = forward
+
+    def leave(self) -> None:
+        """Put the modules' own forwards back."""
+        self._entered = False
+        self._known.clear()
+        for attributes, own, _ in self._forwards:
+            if own is None:
+                attributes.pop("forward", None)
+            else:
+                attributes["forward"] = own
 
 
 def _forward(
@@ -80,7 +114,7 @@ def _forward(
 ) -> Any:
     layer: Any = module()
     forward, begun_by = own or partial(type(layer).forward, layer), key_now()
-    if begun_by is None:  # run again by somebody who has not kept the generator's state
+    if begun_by is None or not calls:
         return forward(*args, **kwargs)
     before, key = random_state(), calls[0].key(name, begun_by)
     before.begin(key)

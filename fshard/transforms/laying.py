@@ -1,9 +1,4 @@
-"""A model's structure, and its tensors as they lie: those of lazy layers are made, one after the other, where they are needed.
-
-model ── bare(model)          its structure, without memory
-      ── whole(model)         its parameters laid by rules, and its buffers, which all devices have
-      ── in_stages(model)     those of each stage on the devices that have it
-"""
+"""A model's tensors in their layouts; those of lazy layers are made, one layer after the other, where they are needed."""
 
 from __future__ import annotations
 
@@ -17,41 +12,42 @@ from fshard.mesh.mesh import Mesh
 from fshard.mesh.sharded import Sharded
 from fshard.mesh.tree import PyTree
 from fshard.pipeline.schedule import Schedule
-from fshard.transforms.functionalize import functionalize, refuse_hooks
-from fshard.transforms.lazy import draw, drawn_attributes, fill, reserved, standing_for
+from fshard.transforms.functionalize import refuse_hooks
+from fshard.transforms.lazy import draw, fill, reserved
 from fshard.transforms.rules import Rules, lay
-from fshard.transforms.skeleton import skeleton
 from fshard.transforms.stage_layouts import has_stages, lay_stages
 
 Trained = Callable[[Mapping[str, Tensor]], PyTree]
 """Freezes some of the parameters that it is given by their names."""
 
 
-def bare(model: nn.Module, *, mesh: Mesh, seed: int) -> nn.Module:
-    """Return a model's structure: see `skeleton`."""
-    near = _near(mesh)
-    return skeleton(model, near, {} if near is None else drawn_attributes(model, seed, near))
-
-
-def whole(model: nn.Module, rules: Rules, trained: Trained, *, mesh: Mesh, seed: int) -> tuple[PyTree, PyTree]:
-    """Return a model's parameters as they lie, and its buffers."""
-    _, params, buffers = functionalize(model)
-    laid, near = lay(trained(params), rules, mesh, put=reserved), _near(mesh)
+def lay_model(
+    model: nn.Module,
+    params: Mapping[str, Tensor],
+    buffers: dict[str, Tensor],
+    rules: Rules,
+    trained: Trained,
+    *,
+    mesh: Mesh,
+    seed: int,
+) -> PyTree:
+    """Lay a model's parameters out by rules; put buffers of lazy layers into `buffers`."""
+    laid = lay(trained(params), rules, mesh, put=reserved)
+    if mesh.runtime == "abstract":
+        return laid
 
     def take(name: str, made: Tensor) -> None:
         if name in laid:
             fill(laid[name], made)
         else:
-            buffers[name] = made.to(near)
+            buffers[name] = made.to(torch.device(mesh.device_type))
 
-    if near is not None:
-        draw(model, seed, {*laid, *buffers}, take)
-    return laid, buffers
+    draw(model, seed, {name for name, x in {**params, **buffers}.items() if x.is_meta}, take)
+    return laid
 
 
-def in_stages(
+def lay_stage_tensors(
     model: nn.Module,
-    structure: nn.Module,
     stages: Sequence[nn.Module],
     rules: Rules,
     trained: Trained,
@@ -60,8 +56,8 @@ def in_stages(
     schedule: Schedule,
     axis: str,
     seed: int,
-) -> tuple[list[nn.Module], Sequence[PyTree], Sequence[PyTree]]:
-    """Return the structure of a model's stages, whose own is known, and their parameters and buffers as they lie."""
+) -> tuple[Sequence[PyTree], Sequence[PyTree]]:
+    """Lay the parameters and buffers of a model's stages out, each on the devices that have the stage."""
     for stage in stages:
         refuse_hooks(stage)
     where: dict[str, Any] = {"mesh": mesh, "schedule": schedule, "axis": axis}
@@ -71,9 +67,4 @@ def in_stages(
     for here, own, rest in zip(has_stages(**where), params, buffers, strict=True):
         laid |= {**own, **rest} if here else {}
     draw(model, seed, laid, lambda name, made: fill(laid[name], made))
-    return [skeleton(stage, _near(mesh), standing_for(stage, structure)) for stage in stages], params, buffers
-
-
-def _near(mesh: Mesh) -> torch.device | None:
-    """Return where a device's tensors lie; None where none has memory."""
-    return None if mesh.runtime == "abstract" else torch.device(mesh.device_type)
+    return params, buffers

@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 
 from fshard.copying import copied
 from fshard.errors import ModuleError
-from fshard.transforms.complaints import misfits
+from fshard.transforms.complaints import integer, must_be, one_of
 
 Bias = Literal["none", "all", "lora_only"]
 
@@ -49,15 +49,21 @@ class LoraConfig:
     bias: Bias = "none"
 
     def __post_init__(self) -> None:
-        wrong = [*misfits(LoraConfig, vars(self)).values()]
-        if isinstance(self.lora_dropout, Real) and not 0 <= self.lora_dropout < 1:
-            wrong.append(f"lora_dropout is at least 0 and less than 1, not {self.lora_dropout!r}")
+        wrong = [*integer("r", self.r), *one_of("bias", self.bias, "none", "all", "lora_only")]
+        wrong += must_be("lora_alpha", "a number", self.lora_alpha, isinstance(self.lora_alpha, Real))
+        part = isinstance(self.lora_dropout, Real) and 0 <= self.lora_dropout < 1
+        wrong += must_be("lora_dropout", "a number from 0 to below 1", self.lora_dropout, part)
         if isinstance(self.target_modules, str):
             wrong += _no_pattern(self.target_modules)
-        if isinstance(self.modules_to_save, str):
-            wrong.append(f"modules_to_save is a list of names, not {self.modules_to_save!r}")
+        elif self.target_modules is not None:
+            wrong += must_be("target_modules", "names or a pattern", self.target_modules, _is_list(self.target_modules))
+        wrong += must_be("modules_to_save", "a list of names", self.modules_to_save, _is_list(self.modules_to_save))
         if wrong:
             raise ModuleError(f"LoraConfig: {'; '.join(wrong)}.")
+
+
+def _is_list(x: object) -> bool:
+    return isinstance(x, Sequence) and not isinstance(x, str)
 
 
 def _no_pattern(text: str) -> list[str]:
@@ -132,8 +138,7 @@ def lora(model: nn.Module, config: LoraConfig | None = None) -> nn.Module:
         suited = ", ".join(name for name, x in model.named_modules() if _is_linear(x) and not _unfit(x))
         raise ModuleError(f"lora: {'; '.join(wrong)}. Linear layers are: {suited or 'none'}.")
     frozen = {id(x): nn.Parameter(x.detach(), requires_grad=False) for x in model.parameters()}
-    same = {**frozen, **_computed(model), **{id(x): x for x in model.buffers()}}
-    model = copied(model, cast("dict[int, Any]", same))
+    model = copied(model, {**frozen, **{id(x): x for x in model.buffers()}})
     layers = _targets(model, config)
     for name, part in model.named_modules():
         if any(_ends(name, saved) for saved in config.modules_to_save):
@@ -148,12 +153,6 @@ def lora(model: nn.Module, config: LoraConfig | None = None) -> nn.Module:
     return model
 
 
-def _computed(model: nn.Module) -> dict[int, Tensor]:
-    """Return tensors that modules have computed and kept, as weight_norm does, as deepcopy takes them."""
-    kept = (x for part in model.modules() for x in vars(part).values())
-    return {id(x): x.detach() for x in kept if isinstance(x, Tensor) and not x.is_leaf}
-
-
 @torch.no_grad()
 def merge_lora(model: nn.Module) -> nn.Module:
     """Return a model like one of `lora`, with plain layers whose weights have the differences in them.
@@ -163,7 +162,7 @@ def merge_lora(model: nn.Module) -> nn.Module:
     >>> torch.equal(merge_lora(layer)(x), layer(x)), type(merge_lora(layer)).__name__
     (True, 'Linear')
     """
-    model = copied(model, cast("dict[int, Any]", _computed(model)))
+    model = copied(model, {})
     learnt = [part for part in model.modules() if isinstance(part, LowRank)]
     for part in learnt:  # a new tensor: the old one may be tied to that of another layer, whose difference is another
         part.base_layer.weight = nn.Parameter(part.weight, requires_grad=_weight(part.base_layer).requires_grad)

@@ -57,6 +57,9 @@ def _like(x: Tensor, value: Tensor) -> Tensor:
 
 def _rows(found: Sequence[Found], near: torch.device) -> Tensor:
     """Return a row of numbers for each slice, times what it counts for; what counts for nothing is 0, finite or not."""
+    if len(found) == 1 and not found[0].means and not found[0].counts:
+        row = found[0].loss.to(near, torch.float64).reshape(1, 1)
+        return row * found[0].weight if found[0].weight else torch.zeros_like(row)
     rows = _columns([[one.loss, *one.means] for one in found], near)
     weights = {one.weight for one in found}
     if len(weights) == 1 and all(weights):

@@ -1,22 +1,21 @@
-"""What the options of `value_and_grad` may be."""
+"""The options of `value_and_grad`, and which values they may have."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
 import torch
 
 from fshard.mesh.layout import Layout
 from fshard.mesh.tree import PyTree
-from fshard.transforms.complaints import misfits
+from fshard.transforms.complaints import flag, integer, must_be
 from fshard.transforms.counts import Weight
 from fshard.transforms.patterns import Choice
-from fshard.transforms.stage_functions import How as Recompute
 
 
 class Options(TypedDict, total=False):
-    """All of them, by name: first those that any gradient has, then those of a loss function, then those of stages."""
+    """All options by name: first those of any gradient, then those of a loss function, then those of stages."""
 
     has_buffers: bool
     has_aux: bool
@@ -42,12 +41,37 @@ class Options(TypedDict, total=False):
     axis: str
     deferred_batch_norm: bool
     dynamic: bool
-    recompute: Recompute
+    recompute: Literal["never", "always", "except_last"] | int
+
+
+_LEAST = {"live_units": 1, "accumulate": 1, "slices": 1, "prefetch": 0, "in_flight": 0, "bucket": 0}
+_FLAGS = (
+    "has_buffers",
+    "has_aux",
+    "reproducible",
+    "reduce_once",
+    "reshard_after_forward",
+    "deferred_batch_norm",
+    "dynamic",
+)
+_FUNCTIONS = ("weight", "gradients", "loss", "inputs")
 
 
 def wrong_options(reproducible: bool, given: Mapping[str, Any]) -> list[str]:
-    """Return all that is wrong with options, by their names, and with how they go together."""
-    wrong = [*misfits(Options, given, in_flight=0, prefetch=0, bucket=0).values()]
+    """List what is wrong with each option, and with how they go together."""
+    wrong: list[str] = []
+    for name, x in given.items():
+        if name in _LEAST and not (name == "slices" and x is None):
+            wrong += integer(name, x, _LEAST[name])
+        elif name in _FLAGS:
+            wrong += flag(name, x)
+        elif name in ("compute", "reduce"):
+            wrong += must_be(name, "a torch.dtype or None", x, x is None or isinstance(x, torch.dtype))
+        elif name in _FUNCTIONS:
+            wrong += must_be(name, "a function or None", x, x is None or callable(x))
+        elif name == "recompute":
+            ok = x in ("never", "always", "except_last") or not integer(name, x)
+            wrong += must_be(name, '"never", "always", "except_last" or an integer >= 1', x, ok)
     if given.get("slices") is not None and not reproducible:
         wrong.append(
             f"slices={given['slices']} has no meaning without reproducible=True, and accumulate= cuts each device's part"

@@ -20,12 +20,14 @@ from fshard.mesh.scope import Group
 from fshard.mesh.steps import Way, go
 from fshard.source import Site
 from fshard.transforms.agree import agreed_turns
-from fshard.transforms.reached import refuse_backward
+from fshard.transforms.graph_checks import refuse_backward
 from fshard.transforms.units import Leaf, Manner, Unit
 
 Along = tuple[str, ...]
 Ways = Callable[[Along], tuple[Sequence[Way | None], int]]
 """The ways of gradients, None where a leaf is not trained; and how many devices there are along these axes."""
+Keep = Callable[[Unit, list[Tensor | None]], None]
+"""Takes the gradients that a slice gives for the leaves of a unit."""
 
 
 class Reductions:
@@ -38,9 +40,9 @@ class Reductions:
         along: the axes besides the batch's along which devices hold summands too, when they agreed: see `talk`.
         ways: for such axes, from the sum that each device holds a summand of, to each gradient's layout.
 
+        wide: sums of several slices are reduced in 32 bits at least.
+
     `used` says of each leaf whether this device has used it; `sums` are the reduced gradients, in no fewer bits than came.
-    `keep` takes what a slice gives where it is not to be reduced yet; `wide`: sums of slices are reduced in 32 bits at
-    least; `singly`: each use of a leaf is received by itself.
     """
 
     def __init__(
@@ -53,21 +55,33 @@ class Reductions:
         turns: Sequence[int],
         along: Along,
         ways: Ways,
+        wide: bool,
     ) -> None:
         self.units, self.leaves, self.shards, self.manner, self.site = units, leaves, shards, manner, site
-        self.turns, self.wide, self.singly = list(turns), False, False
+        self.turns, self.wide = list(turns), wide
         self.along, self._ways = along, ways
         self.used = [False] * len(leaves)
         self.sums: list[Tensor | None] = [None] * len(leaves)
-        self.keep: Callable[[Unit, list[Tensor | None]], None] | None = None
+        self._keep: Keep | None = None
         self._turn, self._idle, self._asked = 0, False, False
         self._waiting: dict[int, list[Tensor | None]] = {}
         self._bucket: list[tuple[int, Tensor, Way]] = []
         self._size = 0  # of the bucket, in bytes
         self._under_way: list[tuple[list[int], Callable[[], list[Tensor]], int]] = []
 
-    def begin(self, used: Sequence[int], group: Group | None, along: Along, *, idle: bool) -> None:
-        """Begin a backward: agree on the turns, unless they are known.  Of an idle slice, gradients are 0."""
+    def begin(
+        self, used: Sequence[int], group: Group | None, along: Along, keep: Keep | None = None, *, idle: bool
+    ) -> None:
+        """Begin a backward: agree on the turns, unless they are known.
+
+        Args:
+            used: the units that the forward has used, by number.
+            group: all devices whose losses make up the objective.
+            along: their axes besides the batch's.
+            keep: takes the gradients, if they are not to be reduced yet.
+            idle: the slice counts for nothing, and its gradients are 0.
+        """
+        self._keep = keep
         self._idle, self._turn = idle, 0
         self._waiting, self._bucket, self._size = {}, [], 0  # of one that has failed
         if along != self.along:
@@ -88,8 +102,8 @@ class Reductions:
         """Take the cotangents of one use of a unit."""
         gs = self._noted(unit, gs)
         unit.went_back()
-        if self.keep is not None:
-            self.keep(unit, gs)
+        if self._keep is not None:
+            self._keep(unit, gs)
         elif unit.awaited:  # it was used, let go and used again: its uses are reduced together
             unit.keep(gs)
         else:
@@ -98,7 +112,7 @@ class Reductions:
     def receive_apart(self, unit: Unit, gs: Sequence[Tensor | None]) -> None:
         """Take cotangents that came to a unit's handles themselves, or of one use alone, to be reduced after the backward."""
         if any(g is not None for g in gs):
-            (self.keep or Unit.keep)(unit, self._noted(unit, gs))
+            (self._keep or Unit.keep)(unit, self._noted(unit, gs))
 
     def _noted(self, unit: Unit, gs: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Note which leaves were used; return what counts of their cotangents."""

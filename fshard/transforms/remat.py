@@ -6,8 +6,8 @@
 Under plain autograd this is torch's checkpoint, which runs fn again when backward first asks for a value.  A policy adds
 a *region*: its forward keeps the results of some operations, by their number, and when fn runs again they are
 handed out instead of being computed.  torch.func knows no such hooks: under its transforms fn is a Function that keeps
-its inputs and runs fn again for each derivative (`rerun`); policies between everything and nothing mean nothing there.  If
-fn itself calls such a transform, it is begun anew with hooks around its single operations (`hooks`).
+its inputs and runs fn again for each derivative (`rerun`); policies between everything and nothing mean nothing there.  A part
+of fn that itself calls such a transform is marked `fs.gathered(part, keep=True)`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,6 @@ from torch.utils.checkpoint import checkpoint
 from fshard.errors import PolicyError
 from fshard.mesh.differentiate import transformed
 from fshard.mesh.tree import flatten, unflatten
-from fshard.transforms.hooks import Closely, refused
-from fshard.transforms.randomness import random_state
 from fshard.transforms.region import Keeping, Region, Replaying, is_on_host, mark
 from fshard.transforms.rerun import run_again
 
@@ -92,29 +90,17 @@ def remat(fn: Callable[Args, Result], policy: str | Policy = "nothing") -> Calla
     >>> torch.autograd.grad(remat(lambda x: (x * x).sum())(x), x)
     (tensor([2., 2.]),)
     """
-    chosen, closely = _policy(policy), False
+    chosen = _policy(policy)
 
     @wraps(fn, updated=())
     def kept(*args: Args.args, **kwargs: Args.kwargs) -> Result:
-        nonlocal closely
         if chosen.keep == "everything" and (not chosen.host or transformed()):
             return fn(*args, **kwargs)
         if transformed():
             return run_again(fn, args, kwargs)
         if not torch.is_grad_enabled():
             return fn(*args, **kwargs)
-        if not closely:
-            state = random_state()
-            try:
-                return _hooked(fn, chosen, args, kwargs)
-            except RuntimeError as error:
-                if not refused(error):
-                    raise
-            closely = (
-                True  # fn has come to a transform of torch.func, here and on all devices that it has exchanged with
-            )
-            state.set()
-        return _hooked(_under_closely(fn), chosen, args, kwargs)
+        return _hooked(fn, chosen, args, kwargs)
 
     return kept
 
@@ -125,14 +111,6 @@ def _hooked(fn: Callable[..., Any], policy: Policy, args: tuple[Any, ...], kwarg
         return _checkpointed(fn, policy, args, kwargs)
     with saved_tensors_hooks(_to_host, _from_host):
         return fn(*args, **kwargs)
-
-
-def _under_closely(fn: Callable[..., Any]) -> Callable[..., Any]:
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with Closely():
-            return fn(*args, **kwargs)
-
-    return run
 
 
 def _policy(policy: str | Policy) -> Policy:

@@ -1,238 +1,239 @@
-"""Copies of a module's structure, with empty places where its tensors stood.
+"""`Replica`: the module that one device runs, with tensors installed in the slots of its parameters and buffers.
 
-A forward that swaps tensors must not do so in the user's module: virtual devices are threads, and another one may run
-in the middle of it.  So each call has a replica to itself: modules, and the lists, dicts and sets among their
-attributes, are copied; so is whatever leads back to one of the modules or of their tensors (a bound method, a partial, a
-closure, a helper object), and it points into the replica; everything else is shared, large containers too.
+    functionalize   each device runs a copy, made by `copy.deepcopy` with registered tensors on the meta device
+    Booster         the device runs the module that it was given
 
-    module --blueprint--> replica without tensors --built--> replicas, each lent to one call at a time
-
-A *place* is an entry of a dict or list in which a registered tensor stands: `_parameters["weight"]`, and also
-`_flat_weights[0]` of an LSTM, which keeps its own list.
+A slot is an entry of some module's `_parameters` or `_buffers`; a tied tensor has several.  All else on the module is
+the device's own and is kept from call to call: nothing is reset, averaged or watched.
 """
 
 from __future__ import annotations
 
+import copy
 import weakref
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import partial
-from itertools import compress
-from operator import ne
-from sys import getrefcount
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
-from fshard.copying import CONTAINERS, MANY, Copying, blank, entries_of, held_by_attributes, plain, slots_of
-from fshard.errors import ModuleError
-from fshard.transforms.attributes import Attributes
-from fshard.transforms.holders import INTERNAL
+from fshard.copying import copied
+from fshard.mesh.scope import here
 from fshard.transforms.layers import Layers
-from fshard.transforms.seen import Seen, seen_of
+from fshard.transforms.lent import lent, untouched
 
-_WRITTEN = frozenset({"_parameters", "_buffers", "_modules"})
-"""What a forward may write to of all that torch keeps in every module; the others are hooks."""
-
-
-class Empty(NamedTuple):
-    """What stands in a place while no call has put a tensor there."""
-
-    name: str
+Tensors = dict[str, Tensor]
+Names = dict[str, str]
+"""The names of tensors by the keys of their slots in one module."""
+_INTERNAL = frozenset(vars(nn.Module())) - {"training"} | {"forward", "_flat_weights", "_flat_weight_refs"}
 
 
-class Place(NamedTuple):
-    """An entry of a dict or a list, and the name of the registered tensor that belongs there."""
+class Slot(NamedTuple):
+    """An entry of a module's `_parameters` or `_buffers`, and the name of the tensor that belongs there."""
 
-    container: Any
-    key: Any
+    entries: dict[str, Any]
+    key: str
     name: str
 
 
 class Replica:
-    """A copy of a module that one call at a time uses.
+    """A module whose registered tensors are exchanged for those of a call.
 
     Args:
-        modules: its modules with the names of their paths, the root first.
-        places: where registered tensors belong.
-        containers: the dicts, lists and sets that a forward may write to, to be put back after it.
-        owned: every object that was made for the replica.
-        attributes: those that a forward may set.
+        module: the module to run.
+        names: of each of its modules, the names of the tensors in its `_parameters` and `_buffers`, by their keys.
+        adapt: returns another forward for a module, None for its own.
 
-    `layers` lets the modules draw by their names; `buffers` are theirs, by their paths.
+    What stands in the slots of parameters at the first call stands there between steps: see `give_up_memory`.
     """
 
     def __init__(
         self,
-        modules: list[tuple[str, nn.Module]],
-        places: list[Place],
-        containers: list[Any],
-        owned: list[Any],
-        attributes: Attributes,
+        module: nn.Module,
+        names: Sequence[tuple[Names, Names]],
+        adapt: Callable[[nn.Module], Callable[..., Any] | None],
     ) -> None:
-        self.modules, self.places, self._owned, self.attributes = modules, places, owned, attributes
-        self._puts = [(plain(place.container).__setitem__.__get__(place.container), place) for place in places]
-        kinds = [plain(container) for container in containers]
-        self._dicts = [x for x, kind in zip(containers, kinds, strict=True) if kind is dict]
-        self._entries, self._lengths = [*map(entries_of, self._dicts)], [*map(len, self._dicts)]
-        rest = [(x, kind) for x, kind in zip(containers, kinds, strict=True) if kind is not dict]
-        self._others = [(x, kind, entries_of(x)) for x, kind in rest]
-        self._rest: list[int] = []
-        own = {id(vars(module)["_parameters"]) for _, module in modules}
-        self._params = [place for place in places if id(place.container) in own]
-        self.layers = Layers(modules)
-        self.buffers = [(path, vars(module)["_buffers"]) for path, module in modules]
+        self.module = module
+        self.modules = dict(module.named_modules())
+        parts: list[Any] = [*self.modules.values()]
+        self._params = [
+            Slot(p._parameters, *item) for p, (own, _) in zip(parts, names, strict=True) for item in own.items()
+        ]
+        self._buffers = [
+            Slot(p._buffers, *item) for p, (_, own) in zip(parts, names, strict=True) for item in own.items()
+        ]
+        self._others = [
+            (path, vars(p)["_buffers"], own) for (path, p), (_, own) in zip(self.modules.items(), names, strict=True)
+        ]
+        self._empty = [frozenset(p._buffers) - own.keys() for p, (_, own) in zip(parts, names, strict=True)]
+        self._recurrent = [p for p in parts if isinstance(p, nn.RNNBase)]
+        self.layers = Layers(self.modules.items(), adapt)
+        self._resting: list[Any] | None = None
+        self._noted: dict[str, dict[str, Any]] | None = None
+        self.installed: Mapping[str, Any] | None = None  # while a call runs
 
-    def settle(self) -> None:
-        """Count who refers to it now that it is finished, and nobody uses it."""
-        self._rest = self._references()
+    def install(self, tensors: Mapping[str, Any]) -> None:
+        """Put tensors into the slots of those that the module has had from the beginning."""
+        if self._resting is None:
+            self._resting = [entries[key] for entries, key, _ in self._params]
+        for entries, key, name in self._params:
+            entries[key] = tensors[name]
+        for (_, entries, own), empty in zip(self._others, self._empty, strict=True):
+            if len(entries) > len(own):
+                for key in entries.keys() - own.keys():
+                    if key in empty:
+                        entries[key] = None
+                    else:  # which an earlier forward has registered
+                        del entries[key]
+        for entries, key, name in self._buffers:
+            entries[key] = tensors[name]
+        for part in self._recurrent:
+            _alias(part)
 
-    def fill(self, tensors: Mapping[str, Any]) -> None:
-        """Put tensors, or what stands for them, into their places."""
-        for put, (_, key, name) in self._puts:
-            put(key, tensors[name])
+    def add(self, buffers: Mapping[str, Any]) -> None:
+        """Put buffers that an earlier forward has registered into the modules that made them."""
+        for name, x in buffers.items():
+            path, _, key = name.rpartition(".")
+            vars(self.modules[path])["_buffers"][key] = x
 
-    def put(self, tensors: Mapping[str, Any]) -> None:
-        """Put other tensors into the places of some."""
-        for put, (_, key, name) in self._puts if tensors else ():
-            if name in tensors:
-                put(key, tensors[name])
+    def take(self, given: Mapping[str, Any], installed: Mapping[str, Any]) -> Tensors:
+        """Return the buffers after a call; those not written to are the given ones.
 
-    def rebound(self, tensors: Mapping[str, Any]) -> list[str]:
-        """Return the parameters that a call has bound to something else."""
-        return [name for container, key, name in self._params if container.get(key) is not tensors[name]]
-
-    def restore(self) -> None:
-        """Undo whatever a call has put into the modules, its tensors among them."""
-        for _ in map(dict.update, self._dicts, self._entries):  # a loop of C's: there are many
-            pass
-        for own, original in compress(
-            zip(self._dicts, self._entries, strict=True), map(ne, map(len, self._dicts), self._lengths)
-        ):
-            for key in dict.keys(own) - original.keys():
-                dict.__delitem__(own, key)
-        for container, kind, original in self._others:
-            if not container and not original:
+        Copies of them are installed for a recomputation in the backward, so that it does not count twice.
+        """
+        after: Tensors = {}
+        slots = [slot for slot in self._params if slot.name in given] if len(given) > len(self._buffers) else []
+        for path, entries, own in self._others:
+            if len(entries) > len(own):
+                prefix = f"{path}." if path else ""
+                slots += [
+                    Slot(entries, key, prefix + key) for key in entries.keys() - own.keys() if entries[key] is not None
+                ]
+        for entries, key, name in (*self._buffers, *slots):
+            x = entries.get(key)
+            if x is None:
                 continue
-            kind.clear(container)
-            if kind is OrderedDict:  # whose update calls a class's own __setitem__
-                for key, value in original.items():
-                    OrderedDict.__setitem__(container, key, value)
-            else:
-                (set.update if kind is set else kind.extend)(container, original)
+            if (
+                x is not installed.get(name) or name not in after
+            ):  # of two names of one tensor, the one that was rebound
+                same = name in given and x is installed[name] and untouched(x)
+                after[name] = given[name] if same else x
+        for entries, key, name in (*self._buffers, *slots):
+            entries[key] = lent(after.get(name))
+        return after
 
-    def is_at_rest(self) -> bool:
-        """Return whether nobody outside refers to it; who does may call it again, as a checkpoint will in backward."""
-        return self._references() == self._rest
+    def rebound(self, params: Mapping[str, Any]) -> list[str]:
+        """Return the parameters that a call has bound to something else."""
+        return [name for entries, key, name in self._params if name in params and entries.get(key) is not params[name]]
 
-    def _references(self) -> list[int]:
-        return [*map(getrefcount, self._owned)]
+    def rest(self) -> None:
+        """Take the parameters of the last call out of the module."""
+        for (entries, key, _), own in zip(self._params, self._resting or [], strict=False):
+            entries[key] = own
+        for part in self._recurrent:
+            _alias(part)
+        self.layers.leave()
+
+    def note_attributes(self) -> None:
+        """Note the plain attributes of all modules before the first step."""
+        if self._noted is None:
+            self._noted = {name: _attributes(part) for name, part in self.modules.items()}
+
+    def changed_attributes(self) -> list[str]:
+        """Return the plain attributes that the calls since then have set."""
+        noted = self._noted or {}
+        return [
+            f"{name}.{key}".removeprefix(".")
+            for name, part in self.modules.items()
+            for key, x in _attributes(part).items()
+            if name in noted and noted[name].get(key, _MISSING) is not x
+        ]
 
 
-class Blueprint:
-    """What replicas of one module are built from; it holds none of the module's tensors, nor the module.
+_MISSING: Any = object()
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    return {key: x for key, x in vars(module).items() if key not in _INTERNAL}
+
+
+def slot_names(module: nn.Module) -> list[tuple[Names, Names]]:
+    """Return, for each module inside, the names of its parameters and buffers by key; tied ones have their first name."""
+    first: dict[int, str] = {}
+    for name, x in (*module.named_parameters(), *module.named_buffers()):
+        first.setdefault(id(x), name)
+    parts: list[Any] = [*module.modules()]
+    return [(_keys(part._parameters, first), _keys(part._buffers, first)) for part in parts]
+
+
+def _keys(entries: Mapping[str, Any], names: Mapping[int, str]) -> Names:
+    return {key: names[id(x)] for key, x in entries.items() if x is not None}
+
+
+def give_up_memory(modules: Sequence[nn.Module], device: torch.device | None = None) -> None:
+    """Put parameters without memory in the place of the modules' own: of their shapes, dtypes and devices, all nan.
+
+    Tied parameters stay tied.  Those on the meta device get the given one.
+    """
+    made: dict[int, nn.Parameter] = {}
+    own: list[Any] = [*{id(part): part for module in modules for part in module.modules()}.values()]
+    params = [(part._parameters, key, x) for part in own for key, x in part._parameters.items() if x is not None]
+    for entries, key, x in params:
+        entries[key] = made.setdefault(id(x), _without_memory(x, device))
+    for part in own:
+        if isinstance(part, nn.RNNBase):
+            _alias(part)
+
+
+def _alias(part: Any) -> None:
+    """Let a recurrent layer's list of weights have those that are installed."""
+    part._flat_weights = [getattr(part, name, None) for name in part._flat_weights_names]
+
+
+def _without_memory(x: Tensor, device: torch.device | None) -> nn.Parameter:
+    value = torch.nan if x.is_floating_point() or x.is_complex() else 0
+    one = torch.full((), value, dtype=x.dtype, device=device if x.is_meta and device is not None else x.device)
+    return nn.Parameter(one.expand(x.shape), requires_grad=x.requires_grad)
+
+
+class Replicas:
+    """One replica of a module for each device that runs it, made when the device first asks for it.
 
     Args:
-        module: the module, as it is now.
-        names: the name of every registered tensor by its id.
-        adapt: called with each module of every replica.
-        alone: the plain tensors that share memory with no other.
+        module: the module, as it is now; later only `train()` and `eval()` are followed.
+        adapt: see `Replica`.
+        in_place: the module itself is run, by a single device.
     """
 
     def __init__(
-        self, module: nn.Module, names: Mapping[int, str], adapt: Callable[[nn.Module], None], alone: Sequence[Tensor]
+        self, module: nn.Module, adapt: Callable[[nn.Module], Callable[..., Any] | None], *, in_place: bool
     ) -> None:
-        self._adapt, self._alone, self._seen = adapt, {id(x): x for x in alone}, seen_of(module)
-        first = _Copying(module, names, {}).replica(lambda module: None, self._alone, self._seen)
-        first.fill({name: Empty(name) for name in names.values()})
-        self._first = first.modules[0][1]
-        self._empties = {id(container[key]): name for container, key, name in first.places}
-        self._leads: dict[int, bool] = {}
-        self._followed = [weakref.ref(original) for original in module.modules()]
+        self._names, self._adapt = slot_names(module), adapt
+        self._original = weakref.ref(module)
+        self._made: dict[int | None, Replica] = {}
+        self._template = None if in_place else _copy_on_meta(module)
+        if in_place:
+            self._made[None] = Replica(module, self._names, adapt)
 
-    def build(self) -> Replica:
-        """Make a replica."""
-        replica = _Copying(self._first, self._empties, self._leads).replica(self._adapt, self._alone, self._seen)
-        replica.settle()
-        return replica
+    def mine(self) -> Replica:
+        """Return the calling device's replica, in the mode that the module is in."""
+        if self._template is None:
+            return self._made[None]
+        scope = here()
+        device = None if scope is None else scope.device
+        found = self._made.get(device)
+        if found is None:
+            found = self._made[device] = Replica(copy.deepcopy(self._template), self._names, self._adapt)
+        original = self._original()
+        if original is not None:
+            for one, part in zip(original.modules(), found.modules.values(), strict=False):
+                part.training = one.training
+        return found
 
-    def follow(self, replica: Replica) -> None:
-        """Put a replica's modules into the mode, training or not, of the modules that they stand for."""
-        for followed, (_, module) in zip(self._followed, replica.modules, strict=True):
-            original = followed()
-            if original is not None:
-                module.__dict__["training"] = original.training
 
-
-class _Copying(Copying):
-    """One copy of a module's structure, in the making."""
-
-    def __init__(self, root: nn.Module, names: Mapping[int, str], leads: dict[int, bool]) -> None:
-        held = held_by_attributes(root, lambda x: isinstance(x, CONTAINERS) and len(x) <= MANY)
-        super().__init__({*names, *map(id, root.modules())}, held, leads, {})
-        self._root, self._names = root, names
-        self._places: list[Place] = []
-        self._containers: list[Any] = []
-        self._stuck: list[str] = []
-
-    def replica(self, adapt: Callable[[nn.Module], None], alone: Collection[int], seen: Seen) -> Replica:
-        """Copy the whole; raise if a tensor stands where no other can be put."""
-        self.of(self._root)
-        if self._stuck:
-            raise ModuleError(
-                f"functionalize of {type(self._root).__name__}: no other tensor can be put where "
-                f"{', '.join(sorted(set(self._stuck)))}. Keep it in a list or a dict, or look it up in forward: self.weight."
-            )
-        modules = [(name, self._memo[id(module)]) for name, module in self._root.named_modules()]
-        for _, module in modules:
-            adapt(module)
-        dicts = [vars(module) for _, module in modules]
-        internal = {id(own[key]) for own in dicts for key in INTERNAL & own.keys()}
-        owned = [x for x in self._memo.values() if id(x) not in internal]
-        places = [(place.container, place.key) for place in self._places]
-        attributes = Attributes(modules, places, alone, {id(x) for x in owned}, seen)
-        return Replica(modules, self._places, dicts + self._containers, owned, attributes)
-
-    def _own(self, x: Any) -> Any:
-        if isinstance(x, Tensor | Empty):
-            return x
-        made = self._memo[id(x)] = blank(x)
-        self._fill(vars(made), vars(x).items())
-        for key, value in slots_of(x):
-            object.__setattr__(made, key, self._settled(value, f"a slot of {type(x).__name__}"))
-        made.__dict__["_compiled_call_impl"] = None  # what module.compile() has made runs the module itself
-        return made
-
-    def _is_to_copy(self, container: Any) -> bool:
-        return len(container) <= MANY
-
-    def _fill(self, made: Any, items: Iterable[tuple[Any, Any]]) -> None:
-        """Copy entries, and note the places among them."""
-        put = plain(made).__setitem__
-        for key, value in items:
-            name = self._names.get(id(value))
-            if name is not None:
-                self._places.append(Place(made, key, name))
-            key = self.of(key) if isinstance(made, dict) else key
-            put(made, key, value if name is not None else self._value(key, value))
-
-    def _value(self, key: Any, value: Any) -> Any:
-        made = self.of(value)
-        if made is not value and isinstance(made, CONTAINERS) and (key in _WRITTEN or key not in INTERNAL):
-            self._containers.append(made)
-        return made
-
-    def _partial(self, x: partial[Any]) -> Any:
-        made = super()._partial(x)
-        self._containers.append(made.keywords)
-        return made
-
-    def _attributes(self, made: Any, x: Any) -> None:
-        if hasattr(x, "__dict__"):
-            self._containers.append(vars(made))
-        super()._attributes(made, x)
-
-    def _settled(self, x: Any, where: str) -> Any:
-        if id(x) in self._names:
-            self._stuck.append(f'"{self._names[id(x)]}" stands, {where}')
-        return self.of(x)
+def _copy_on_meta(module: nn.Module) -> nn.Module:
+    """Copy a module with its registered tensors on the meta device."""
+    meta: dict[int, Any] = {id(x): torch.empty_like(x, device="meta") for x in module.buffers()}
+    for x in module.parameters():
+        meta[id(x)] = nn.Parameter(torch.empty_like(x, device="meta"), requires_grad=x.requires_grad)
+    return copied(module, meta)

@@ -154,7 +154,7 @@ def shard_params(
         mesh: the devices.
         frozen: which are not to be trained: a path pattern, several, or a function of the path.  They lie as the others, and
             never have a gradient or optimizer state.  A Parameter that does not require grad is frozen anyway.
-        seed: that `lazy` layers of a module are drawn by: tensor after tensor, each cut and let go, so no device has them all.
+        seed: of the `lazy` layers of a module, which are built one at a time; each device keeps its shards.
 
     >>> import torch, fshard as fs
     >>> mesh = fs.make_mesh({"data": 4})

@@ -3,31 +3,28 @@
 forward     w = gathered  ─save─>  (unit, at, size, stride, offset)          w is let go
 backward    the note is read: the unit is gathered again, and the same view of it taken
 
-Notes are taken by saved-tensor hooks, which torch.func's grad, vjp and jacrev refuse to run under.  Where a loss function
-calls one of these it is begun anew, and from then on hooks stand only around each operation that is given a parameter
-itself.  What is saved later, a view of a parameter say, or inside of such a transform, is kept as it is.
+Notes are taken by saved-tensor hooks, under which torch.func's grad, vjp and jacrev refuse to run.  A loss function that
+calls one of these marks that part `fs.gathered(part, keep=True)`, or the step says `reshard_after_forward=False`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fshard.transforms.handle import Handle, around_each
-from fshard.transforms.randomness import drawing_from, random_state
+from fshard.transforms.handle import Handle
 
 if TYPE_CHECKING:
     from fshard.transforms.units import Unit
 
 _VF: Any = torch
 _hooks: Any = torch._C._autograd  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
-Result = TypeVar("Result")
 
 
 class _Note(NamedTuple):
@@ -58,11 +55,10 @@ class Saved:
 
     Args:
         needed: whether any unit is let go.
-        closely: whether hooks stand around single operations only.
     """
 
-    def __init__(self, needed: bool, closely: bool) -> None:
-        self._needed, self.closely = needed, closely
+    def __init__(self, needed: bool) -> None:
+        self._needed = needed
         self._known: dict[int, _Memory] = {}
 
     def know(self, unit: Unit) -> None:
@@ -74,29 +70,9 @@ class Saved:
         """End a slice."""
         self._known.clear()
 
-    def watch(self, forward: Callable[[], Result], begin: Callable[[], None]) -> Result:
-        """Run the forward of a slice, and keep notes in the place of what it saves; `begin` the slice anew if need be."""
-        if not self._needed:
-            return forward()
-        if not self.closely:
-            state = random_state()
-            try:
-                with saved_tensors_hooks(self._note, self._read):
-                    return forward()
-            except RuntimeError as error:
-                if "support saved tensor hooks" not in str(error):
-                    raise
-            self.closely = True
-            begin()
-            with drawing_from(state):
-                return self.watch(forward, begin)
-        with around_each(self._closely):
-            return forward()
-
-    def _closely(self) -> AbstractContextManager[Any]:
-        """Return the context of one operation: hooks, unless a transform forbids them or somebody else has some."""
-        free = _hooks._saved_tensors_hooks_is_enabled() and _hooks._top_saved_tensors_default_hooks(False) is None
-        return saved_tensors_hooks(self._note, self._read) if free else nullcontext()
+    def watch(self) -> AbstractContextManager[Any]:
+        """Return the context of a forward, in which notes are kept in the place of what autograd saves of units."""
+        return saved_tensors_hooks(self._note, self._read) if self._needed else nullcontext()
 
     def _note(self, x: Tensor) -> Any:
         if type(x) is Handle:
@@ -122,8 +98,7 @@ def unwatched() -> Generator[None]:
         before.append(hooks)
         _hooks._pop_saved_tensors_default_hooks()
     try:
-        with around_each(None):
-            yield
+        yield
     finally:
         for hooks in reversed(before):
             _hooks._push_saved_tensors_default_hooks(*hooks)

@@ -6,16 +6,15 @@ and gradients are those of `value_and_grad`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager, suppress
-from itertools import starmap
+from collections.abc import Hashable, Sequence
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from fshard.errors import LayoutError, MismatchError
+from fshard.errors import LayoutError, MismatchError, ModuleError
 from fshard.mesh.scope import Group, owning, parting, require
 from fshard.mesh.steps import go
 from fshard.mesh.tree import PyTree, unflatten
@@ -27,16 +26,17 @@ from fshard.source import Site, call_site
 from fshard.transforms.agree import exchanged, marks, on_host, summed, unlike
 from fshard.transforms.batch import Batch
 from fshard.transforms.beside import Told, collected, told
+from fshard.transforms.buffers import written_paths
 from fshard.transforms.counts import something
+from fshard.transforms.graph_checks import refuse_unreached
+from fshard.transforms.handle import WRITES
 from fshard.transforms.idle import idling
 from fshard.transforms.means import Found, together, tree_sum
 from fshard.transforms.origin import Origin, bits
 from fshard.transforms.patterns import named, parts_of
 from fshard.transforms.randomness import folded, keyed_apart
-from fshard.transforms.reached import refuse_unreached
-from fshard.transforms.remembered import entries_of, entries_of_all, entry_of, warn_of_samples
 from fshard.transforms.slices import DETACHED, counts_of, one_loss
-from fshard.transforms.stage_buffers import Learnt, Memory, Remembering
+from fshard.transforms.stage_buffers import Memory
 from fshard.transforms.stage_params import StageParams
 from fshard.transforms.stage_plan import Plan
 from fshard.transforms.stage_sums import StageSums
@@ -48,7 +48,7 @@ class Result(NamedTuple):
     """What a device has in the end.
 
     The loss, what it counts for and what is told beside it; its pieces of gradients, by number, and which have been used on any
-    device; what its stages have learnt.
+    device; the buffers that changed.
     """
 
     loss: Tensor
@@ -56,7 +56,7 @@ class Result(NamedTuple):
     aux: PyTree
     gradients: dict[int, Tensor]
     used: list[bool]
-    learnt: Learnt
+    buffers: dict[str, Tensor]
 
 
 class Shift:
@@ -107,7 +107,6 @@ class Shift:
         self.params = {stage: self._params(stage, here) for stage in self.mine}
         self.totals = self._totals()
         self.parts: dict[int, tuple[Found, Told]] = {}
-        self._left: tuple[int, int, Callable[[], PyTree]] | None = None
 
     def _along(self, axes: tuple[str, ...]) -> Group | None:
         return self.scope.group(axes, self.plan.how.caller) if axes else None
@@ -137,7 +136,6 @@ class Shift:
             own.tree,
             plan.how.manner.compute,
             backward=plan.how.backward,
-            fresh=self.fresh,
             site=self.site,
         )
 
@@ -182,33 +180,29 @@ class Shift:
             )
             try:
                 loss, held, aux = device.run()
-                self.tidy()
-            except RuntimeError:  # autograd, say, of what it has saved and somebody has changed
+            except RuntimeError:  # autograd's, of what it has saved and a stage has written to
                 self._refuse_written()
                 raise
             finally:
-                with suppress(Exception):  # there is another one
-                    self.tidy()
+                for params in self.params.values():
+                    params.close()
         self._refuse_written()
         found = self.totals.result()
-        used, learnt = self._agreed()
+        used, buffers = self._agreed()
         divisor = 1.0 if how.slices is None else self.weight
         gradients = {
             leaf: self._divided(g, divisor, held).to(plan.weights.leaves[leaf].dtype)
             for leaf, g in found.items()
             if used[leaf]
         }
-        return Result(loss, self.weight, aux, gradients, used, learnt)
+        return Result(loss, self.weight, aux, gradients, used, buffers)
 
     def _refuse_written(self) -> None:
         """Raise if a stage has written to a parameter: to frozen ones, too, since it has done so for each microbatch."""
         paths = [path for stage in self.mine for path in self.params[stage].written_to()]
         if paths:
             names = ", ".join(named(parts_of(path)) for path in paths)
-            raise LayoutError(
-                f"{self.plan.how.caller}: stages changed parameters in place: {names}. Trained ones are the optimizer's; "
-                "frozen ones are kept where there are no stages. Keep buffers."
-            )
+            raise ModuleError(f"{self.plan.how.caller}: stages write to parameters in place: {names}. {WRITES}")
 
     def _divided(self, g: Tensor, divisor: float, held: Tensor) -> Tensor:
         g = g if divisor == 1.0 else g / divisor
@@ -225,32 +219,16 @@ class Shift:
 
     def call(self, stage: int, microbatch: int, x: PyTree, skips: dict[str, PyTree]) -> PyTree:
         """Call a stage; what it draws depends on the samples and the layer."""
-        self.tidy()
         with self._draws(microbatch, part=stage), self._idling(microbatch):
             called, params = called_for(self.plan.stages[stage], microbatch), self.params[stage].tree
             if self.memory is None:
                 y = called(params, x, **skips)
-            elif isinstance(called, Remembering):
-                y, end = called.begun((params, self.memory.parts[stage]), x, **skips)
-                self._left = stage, microbatch, end
             else:
                 y, after = called((params, self.memory.parts[stage]), x, **skips)
                 self.memory.note(stage, microbatch, after)
         if self.fresh:
             refuse_unreached(y)
         return y
-
-    def tidy(self) -> None:
-        """End the last call, if that is left to do."""
-        if self._left is None or self.memory is None:
-            return
-        (stage, microbatch, end), self._left = self._left, None
-        try:
-            after = end()
-        except Exception as error:
-            error.add_note(f"after stage {stage} was called with microbatch {microbatch}")
-            raise
-        self.memory.note(stage, microbatch, after)
 
     def _draws(self, microbatch: int, part: int) -> AbstractContextManager[None]:
         return keyed_apart(self.keys[microbatch], part)
@@ -335,36 +313,26 @@ class Shift:
         if self._objection is not None:
             self._objection(what, group)
 
-    def _agreed(self) -> tuple[list[bool], Learnt]:
-        """Return whether any device has used each parameter, and what was learnt; raise if devices have begun differently."""
-        origin, memory, places = self._origin(), self.memory, range(self.pipe.size)
+    def _agreed(self) -> tuple[list[bool], dict[str, Tensor]]:
+        """Return which parameters any device has used, and the buffers that changed; raise if devices began differently."""
+        origin, memory = self._origin(), self.memory
         written = [] if memory is None else memory.written([count.weight for count in self.counts])
-        entries = entries_of(written)
-        news = 0.0 if memory is None else float(any(map(memory.is_new, entries)))
-        own = marks(*origin.told)
-        told = [number for at in places for number in (marks(entries) if at == self.pipe.index else [0.0] * 3)]
-        row = on_host([*own, *told, news, *map(float, self.totals.used)], torch.device("cpu"))
-        (sums,) = summed((row,), self.everyone, self.site)
+        keys = [] if memory is None else memory.keys
+        wrote, own = written_paths(written), marks(*origin.told)
+        row = [*own, *(float(key in wrote) for key in keys), *map(float, self.totals.used)]
+        (sums,) = summed((on_host(row, torch.device("cpu")),), self.everyone, self.site)
         found = sums.tolist()
         for place in unlike(found[: len(own)]):
             origin.refuse(place, self.scope.mesh, lambda numbers: exchanged(numbers, self.everyone, self.site))
             raise MismatchError(f"{self.plan.how.caller}: devices have begun from different things.")
-        told, (news, *times) = found[len(own) : len(own) + len(told)], found[len(own) + len(told) :]
+        flags, times = found[len(own) :][: len(keys)], found[len(own) + len(keys) :]
         used = [each > 0 for each in times]
         if self.plan.how.backward and not any(used):
             raise LayoutError(DETACHED)
         if memory is None:
-            return used, Learnt({}, [])
-        if unlike(told[3 * self.pipe.index :][:3]):
-            entries = entries_of_all(entries, self.beside, self.site)
-        values = memory.together(written, entries, self.beside, self.site)
-        if self.fresh and len(written) * (1 if self.beside is None else self.beside.size) > 1:
-            rows, leaves = [slice.rows for slice in self.slices], self.plan.weights.leaves
-            warn_of_samples(written, rows[: len(written)], [leaf.path for leaf in leaves], values)
-        if not news:
-            return used, Learnt(values, [])
-        own_news = sorted(filter(memory.is_new, starmap(entry_of, values.items())))
-        return used, Learnt(values, entries_of_all(own_news, self.everyone, self.site))
+            return used, {}
+        flagged = [key for key, times in zip(keys, flags, strict=True) if times]
+        return used, memory.together(written, flagged, self.mine, self.beside, self.site)
 
     def _origin(self) -> Origin:
         """Return what the step has begun from."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -22,20 +21,20 @@ from fshard.source import Site
 from fshard.transforms.agree import disagreement, exchanged, marks, on_host, summed, unlike
 from fshard.transforms.batch import Batch, Slice
 from fshard.transforms.beside import Rows, Told, collected, told
-from fshard.transforms.buffers import Buffers, New
+from fshard.transforms.buffers import Buffers, Written, averaged, entries_to_average, irregular, written_paths
 from fshard.transforms.counts import Count, Weight, added, refuse_weights, something, weighted, weights_of
 from fshard.transforms.forest import Forest
+from fshard.transforms.graph_checks import refuse_unreached
 from fshard.transforms.idle import idling
 from fshard.transforms.means import Found, together
 from fshard.transforms.origin import Origin, bits
 from fshard.transforms.randomness import keyed_random
-from fshard.transforms.reached import refuse_unreached
-from fshard.transforms.remembered import Written, averaged, entries_of, entries_of_all, of_one_kind, warn_of_samples
+from fshard.transforms.reductions import Keep
 from fshard.transforms.silence import silence
 from fshard.transforms.talk import Talk
 from fshard.transforms.tape import Order, Tape
 from fshard.transforms.uneven import objection
-from fshard.transforms.units import Manner
+from fshard.transforms.units import Manner, Unit
 from fshard.transforms.use import followed
 
 
@@ -85,11 +84,19 @@ class How:
         return own
 
 
+class Turn(NamedTuple):
+    """A slice, what it counts for, and its number among those of all devices."""
+
+    slice: Slice
+    weight: Count
+    number: int
+
+
 class Part(NamedTuple):
     """What one slice has given."""
 
     found: Found
-    new: New
+    written: dict[str, Tensor]
     told: Told
 
 
@@ -106,7 +113,7 @@ class Result(NamedTuple):
     rows: dict[int, Rows]
     structure: Structure
     gradients: list[Tensor | None]
-    buffers: New
+    buffers: dict[str, Tensor]
     order: Order
 
 
@@ -137,13 +144,9 @@ class Device:
     ) -> None:
         self.how, self.tape, self.params, self.buffers, self.batch = how, tape, params, buffers, batch
         self.place, self.key, self.scale, self.scaled = place, key, scale, scale
-        turns = how.turns(prod(batch.mesh.shape[axis] for axis in batch.axes))
-        self.talk = Talk(batch, objection(batch, turns, reproducible=how.slices is not None))
-
-    @property
-    def group(self) -> Group | None:
-        """The devices along the batch's axes."""
-        return self._along(self.batch.axes)
+        self.group = self._along(batch.axes)  # the devices that have other samples
+        self.turns = how.turns(1 if self.group is None else self.group.size)
+        self.talk = Talk(batch, objection(batch, self.turns, reproducible=how.slices is not None))
 
     @property
     def everyone(self) -> Group | None:
@@ -154,46 +157,48 @@ class Device:
         return self.tape.scope.group(axes, "value_and_grad") if axes else None
 
     def run(self) -> Result:
-        """Take all slices."""
+        """Take the device's part in the step: forward and backward of its slices, then what all devices do together."""
         how, tape = self.how, self.tape
-        n, index = (self.group.size, self.group.index) if self.group is not None else (1, 0)
-        slices = self.batch.slices(self.place, how.turns(n), apart=how.slices is not None)
+        slices = self.batch.slices(self.place, self.turns, apart=how.slices is not None)
         counts = counts_of(how, self.batch, slices, self.group, tape.site)
-        forest = Forest(tape.units, tape.reductions.as_reduced) if how.slices is not None else None
-        parts: list[Part] = []
-        reductions = tape.reductions
-        reductions.singly = forest is not None
-        reductions.wide = forest is not None or (how.once and len(slices) > 1)
-        for turn, (slice, count) in enumerate(zip(slices, counts, strict=True)):
-            if forest is not None:
-                reductions.keep = forest.plant
-            elif how.once and turn < len(slices) - 1:
-                reductions.keep = lambda unit, gs: unit.keep(gs)
-            else:
-                reductions.keep = None
-            tape.begin()
-            with (
-                keyed_random(self.key, 0, index * len(slices) + turn),
-                idling(not slice.rows),
-                owning(self.batch.mesh.axis_names, self.talk.notice),
-            ):
-                parts.append(self._one(slice, count))
-            if forest is not None:
-                forest.grow(count.share)
-            if reductions.keep is None:
-                reductions.end()
+        first = 0 if self.group is None else self.group.index * len(slices)
+        turns = [Turn(*pair, first + turn) for turn, pair in enumerate(zip(slices, counts, strict=True))]
+        if how.slices is not None:
+            parts = self._run_reproducible(turns)
+        else:
+            parts = self._accumulate(turns) if how.once else self._reduce_each(turns)
         tape.check_unchanged()
-        if forest is not None:
-            for unit in tape.units:
-                unit.kept = forest.harvest(unit)
-            reductions.end()
         tape.end()
-        written = [Written(part.found.weight, part.new.changed) for part in parts]
+        return self._result(parts, slices)
+
+    def _reduce_each(self, turns: list[Turn]) -> list[Part]:
+        """Reduce the gradients of each slice as they are ready."""
+        return [self._one(turn) for turn in turns]
+
+    def _accumulate(self, turns: list[Turn]) -> list[Part]:
+        """Add the gradients of all slices up on the device, and reduce them with those of the last one."""
+        *others, last = turns
+        return [*(self._one(turn, Unit.keep) for turn in others), self._one(last)]
+
+    def _run_reproducible(self, turns: list[Turn]) -> list[Part]:
+        """Add the gradients of all slices up in one binary tree, which the reduction continues over devices."""
+        forest, parts = Forest(self.tape.units, self.tape.reductions.as_reduced), list[Part]()
+        for turn in turns:
+            parts.append(self._one(turn, forest.plant))
+            forest.grow(turn.weight.share)
+        for unit in self.tape.units:
+            unit.kept = forest.harvest(unit)
+        self.tape.reductions.end()
+        return parts
+
+    def _result(self, parts: list[Part], slices: list[Slice]) -> Result:
+        tape = self.tape
+        written = [Written(part.found.weight, part.written) for part in parts]
         mean, used, changed = self.together([part.found for part in parts], written)
-        if tape.fresh and n * len(slices) > 1:
-            warn_of_samples(written, [slice.rows for slice in slices], [leaf.path for leaf in tape.leaves], changed)
+        if tape.fresh and len(slices) > 1:
+            tape.warn_of_attributes()
         gradients = self.gradients(used, mean.weight)
-        _, new, told = parts[-1]
+        told = parts[-1].told
         numbers = {
             **dict(zip(told.means, mean.means, strict=True)),
             **dict(zip(told.counts, mean.counts, strict=True)),
@@ -208,9 +213,7 @@ class Device:
             for place in told.rows
         }
         tape.close()
-        return Result(
-            mean.loss, mean.weight, numbers, rows, told.structure, gradients, new._replace(changed=changed), tape.order
-        )
+        return Result(mean.loss, mean.weight, numbers, rows, told.structure, gradients, changed, tape.order)
 
     def _rows(self, rows: list[Tensor]) -> Rows:
         """Put together what the slices have for each sample."""
@@ -218,29 +221,54 @@ class Device:
         same = tuple(axis for axis in (*self.talk.along, *self.batch.axes) if axis not in cut)
         return collected(rows, self.batch, self._along(same), self._along(cut), self.tape.site)
 
-    def _one(self, slice: Slice, count: Count) -> Part:
-        """Forward and backward of one slice."""
+    def _one(self, turn: Turn, keep: Keep | None = None) -> Part:
+        """Take the forward and backward of one slice; `keep` takes its gradients if they are not to be reduced yet."""
+        tape, (slice, count, number) = self.tape, turn
+        tape.begin()
+        with (
+            keyed_random(self.key, 0, number),
+            idling(not slice.rows),
+            owning(self.batch.mesh.axis_names, self.talk.notice),
+        ):
+            loss, buffers, aux = self._forward(slice, count)
+            self.agree_on_axes(loss.device)
+            self._backward(loss, count, keep)
+        if keep is None:
+            tape.reductions.end()
+        written = self.buffers.changed(self.place, buffers, loss.device)
+        beside = told(aux, slice.samples, loss.device)
+        found = Found(loss.detach(), count.weight, [*beside.means.values()], [*beside.counts.values()])
+        return Part(found, written, beside)
+
+    def _forward(self, slice: Slice, count: Count) -> tuple[Tensor, PyTree, PyTree]:
         how, tape = self.how, self.tape
         with torch.set_grad_enabled(how.backward):
             batch = self.batch.tree(slice.leaves, how.manner.compute)
-            loss, buffers, aux = tape.saved.watch(lambda: self._called(batch), tape.begin)
+            with tape.saved.watch():
+                loss, buffers, aux = self._called(batch)
             loss = one_loss(how, loss, slice, count)
         if tape.fresh:
             refuse_unreached(loss)
+        return loss, buffers, aux
+
+    def agree_on_axes(self, near: torch.device) -> None:
+        """Agree with all devices on the axes over which any of them called a collective, once."""
+        known = None if self.tape.fresh else self.tape.expected.along
+        self.talk.agree(self.tape.scope, known, near, self.tape.site)
+
+    def _backward(self, loss: Tensor, count: Count, keep: Keep | None) -> None:
+        how, tape = self.how, self.tape
         idle = not count.weight and not self.talk.mixed  # other losses may depend on what counts for nothing itself
-        tape.begin_backward(self.everyone, self.talk.along, idle=idle)
-        if loss.requires_grad:
-            share = count.share if how.slices is None else 1.0  # in reproducible mode sums are weighted, in 32 bits
-            self.scaled = held_by(loss.dtype, self.scale)
-            start = torch.full_like(loss, share * self.scaled)
-            if not count.weight and not idle:
-                silence(loss)
-            with tape.reductions.asked():
-                torch.autograd.grad(loss, [tape.anchor], start, allow_unused=True)
-        new = self.buffers.compared(self.place, buffers, loss.device)
-        beside = told(aux, slice.samples, loss.device)
-        found = Found(loss.detach(), count.weight, [*beside.means.values()], [*beside.counts.values()])
-        return Part(found, new, beside)
+        tape.begin_backward(self.everyone, self.talk.along, keep, idle=idle)
+        if not loss.requires_grad:
+            return
+        share = count.share if how.slices is None else 1.0  # in reproducible mode sums are weighted, in 32 bits
+        self.scaled = held_by(loss.dtype, self.scale)
+        start = torch.full_like(loss, share * self.scaled)
+        if not count.weight and not idle:
+            silence(loss)
+        with tape.reductions.asked():
+            torch.autograd.grad(loss, [tape.anchor], start, allow_unused=True)
 
     def _called(self, batch: PyTree) -> tuple[Any, PyTree, PyTree]:
         """Call the loss function; return the loss, buffers and what else there is."""
@@ -263,29 +291,33 @@ class Device:
 
         Return also how many devices have used each parameter, and what buffers were written to, averaged.
         """
-        tape = self.tape
-        origin, entries = self._origin(), entries_of(written)
+        tape, paths = self.tape, self.buffers.paths
+        given, near = self.buffers.before(self.place), found[0].loss.device
+        origin, wrote = self._origin(), written_paths(written)
+        others = irregular(written, given)
         told = tape.sequence, *origin.told
-        remembered = [entries] if self.how.has_buffers else []
-        own, kept = marks(*told, *remembered), [float(unit.kept is not None) for unit in tape.units]
-        mean, sums = together(
-            found, [*own, *kept, *map(float, tape.reductions.used)], self.everyone, self.talk.many, tape.site
-        )
-        differing = unlike(sums[: len(own)])
+        own, kept = marks(*told, *([others] if paths else [])), [float(unit.kept is not None) for unit in tape.units]
+        flags = [float(path in wrote) for path in paths]
+        flags += [float(len({entry.path for entry in others}) < len(others))] if paths else []
+        row = [*own, *flags, *kept, *map(float, tape.reductions.used)]
+        mean, sums = together(found, row, self.everyone, self.talk.many, tape.site)
+        differing, sums = unlike(sums[: len(own)]), sums[len(own) :]
         wrong = [place for place in differing if place < len(told)]
         if wrong and wrong[-1]:  # what a step starts from may be why units were gathered otherwise
             origin.refuse(wrong[-1] - 1, tape.scope.mesh, self._exchanged)
         if wrong:
             raise MismatchError(self._another_order())
-        kept, used = sums[len(own) : len(own) + len(kept)], sums[len(own) + len(kept) :]
+        flags, sums = sums[: len(flags)], sums[len(flags) :]
+        kept, used = sums[: len(kept)], sums[len(kept) :]
         trained = [leaf.trained for leaf in tape.leaves]
         if any(trained) and not any(times for times, moves in zip(used, trained, strict=True) if moves):
             raise LayoutError(DETACHED)
         tape.reductions.rest(kept, used)
-        if differing:
-            entries = entries_of_all(entries, self.everyone, tape.site)
-        given, near = self.buffers.before(self.place), mean.loss.device
-        return mean, used, averaged(written, of_one_kind(entries), self.everyone, given, near, tape.site)
+        if not paths:
+            return mean, used, {}
+        *flags, several = flags
+        entries = entries_to_average(paths, flags, written, given, agreed=not differing and not several)
+        return mean, used, averaged(written, entries, self.everyone, given, near, tape.site)
 
     def _origin(self) -> Origin:
         """Return what the step starts from."""

@@ -1,17 +1,13 @@
-"""What stages remember from one step to the next, as the running statistics of BatchNorm: on the devices that have them.
+"""The buffers of stages, on the devices that have the stage.
 
-As without stages, every microbatch starts from the same, and what comes back is the mean over all that wrote to it, weighted
-as the loss is (see `remembered`).  What was put off by a BatchNorm (`deferred`) is added up, and committed at last.
-
-Only the devices of a stage know what it has made, and of which shape; so these tell the others, where a step has made
-something new.
+As without stages, every microbatch starts from the same ones, and the next step's are the mean over all that wrote to them,
+weighted as the loss is (see `buffers`).  The sums of a deferred BatchNorm are added up and committed at last.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from operator import is_
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,44 +17,23 @@ from fshard.mesh.layout import Layout
 from fshard.mesh.mesh import Mesh
 from fshard.mesh.scope import Group
 from fshard.mesh.sharded import Sharded
-from fshard.mesh.spmd import held
-from fshard.mesh.tree import PyTree, flatten, flatten_with_paths, unflatten
+from fshard.mesh.tree import PyTree, flatten_with_paths, unflatten
 from fshard.pipeline.turns import Stage
 from fshard.source import Site
-from fshard.transforms.buffers import numbers
+from fshard.transforms.buffers import Entry, Written, averaged, entry_of, number_of
 from fshard.transforms.deferred import commit_batch_norm, is_pending, pending
-from fshard.transforms.functionalize import in_two_parts
-from fshard.transforms.hidden import watched
-from fshard.transforms.kept import forgotten, is_forgotten, slot_of
+from fshard.transforms.functionalize import functionalize, functionalize_in_place
 from fshard.transforms.patterns import named, parts_of
-from fshard.transforms.remembered import Entry, Written, averaged, entry_of, of_one_kind
 from fshard.transforms.stage_layouts import on_place
 
 
-class Remembering:
-    """A module as a function of ((params, buffers), x) that returns (y, buffers), or y and what ends the call."""
-
-    def __init__(self, module: nn.Module, deferred: bool, several: bool) -> None:
-        begun, _, _ = in_two_parts(module, deferred_batch_norm=deferred)
-        self._begun = watched(begun, module) if several else begun
-        self._sums = pending(module) if deferred else {}
-
-    def begun(self, given: tuple[PyTree, PyTree], x: PyTree, **skips: PyTree) -> tuple[PyTree, Callable[[], PyTree]]:
-        """Return y, and what returns the buffers: see `in_two_parts`."""
-        params, buffers = given
-        return self._begun(params, {**buffers, **self._sums}, x, **skips)
-
-    def __call__(self, given: tuple[PyTree, PyTree], x: PyTree, **skips: PyTree) -> tuple[PyTree, PyTree]:
-        """Return both."""
-        y, end = self.begun(given, x, **skips)
-        return y, end()
-
-
-def remembering(stage: nn.Module | Stage, deferred: bool, *, several: bool) -> Stage:
-    """Return a stage as a function of ((params, buffers), x) that returns (y, buffers); a step may call it several times."""
-    if isinstance(stage, nn.Module):
-        return Remembering(stage, deferred, several)
-    return lambda given, x, **skips: stage(*given, x, **skips)
+def with_buffers(stage: nn.Module | Stage, deferred: bool, *, in_place: bool = False) -> Stage:
+    """Turn a stage into a function of ((params, buffers), x) that returns (y, buffers); a module may run in place."""
+    if not isinstance(stage, nn.Module):
+        return lambda given, x, **skips: stage(*given, x, **skips)
+    apply, _, _ = (functionalize_in_place if in_place else functionalize)(stage, deferred_batch_norm=deferred)
+    sums = pending(stage) if deferred else {}
+    return lambda given, x, **skips: apply(given[0], {**given[1], **sums}, x, **skips)
 
 
 class StageBuffers:
@@ -93,109 +68,98 @@ class StageBuffers:
         """Return what the device has whose shards stand at a place, for each stage."""
         return [unflatten(structure, [x.shards[at] for x in leaves]) for _, leaves, structure in self._found]
 
-    def after(self, learnt: Sequence[Learnt]) -> list[PyTree]:
-        """Return the buffers for the next step, from what each device at hand has learnt."""
-        new = {entry.path: entry for entry in learnt[0].new}
-        trees: list[PyTree] = []
-        for stage, (paths, leaves, structure) in enumerate(self._found):
-            known = {key_of(stage, path) for path in paths}
-            pairs = zip(paths, leaves, strict=True)
-            tree = unflatten(structure, [self._leaf(stage, key_of(stage, path), x, new, learnt) for path, x in pairs])
-            for key in new.keys() - known:
-                at, path = stage_and_path(key)
-                if at == stage:
-                    tree[path[2:-2]] = self._leaf(stage, key, None, new, learnt)
-            trees.append(tree)
-        return trees
-
-    def _leaf(
-        self, stage: int, key: str, given: Sharded | None, new: Mapping[str, Entry], learnt: Sequence[Learnt]
-    ) -> Sharded:
-        """Return a buffer; if it is new, or has a new shape, devices that do not have the stage have nothing of that."""
-        if key in new:
-            layout, shape, dtype = self._layout(stage), new[key].shape, getattr(torch, new[key].dtype)
-            near = self._mesh.device_type
-            empty = [torch.empty(layout.local_shape(shape, at), dtype=dtype, device=near) for at in held(self._mesh)]
-            shards = [one.values.get(key, x) for one, x in zip(learnt, empty, strict=True)]
-            return Sharded(shape, layout, tuple(shards))
-        assert given is not None
-        if not any(key in one.values for one in learnt):
-            return given
-        shards = [one.values.get(key, x) for one, x in zip(learnt, given.shards, strict=True)]
-        return Sharded(given.shape, given.layout, tuple(shards))
+    def after(self, changed: Sequence[Mapping[str, Tensor]]) -> list[PyTree]:
+        """Return the buffers for the next step, from what each device at hand has of its stages, by key."""
+        return [
+            unflatten(
+                structure, [_next(key_of(stage, path), x, changed) for path, x in zip(paths, leaves, strict=True)]
+            )
+            for stage, (paths, leaves, structure) in enumerate(self._found)
+        ]
 
 
-class Learnt(NamedTuple):
-    """What one device has learnt, by stage and path; and what any device has that is new, or has a new shape."""
-
-    values: Mapping[str, Tensor]
-    new: Sequence[Entry]
+def _next(key: str, given: Sharded, changed: Sequence[Mapping[str, Tensor]]) -> Sharded:
+    if not any(key in one for one in changed):
+        return given
+    shards = [one.get(key, x) for one, x in zip(changed, given.shards, strict=True)]
+    return Sharded(given.shape, given.layout, tuple(shards))
 
 
 class Memory:
-    """What the stages of one device learn in a step; `parts` are their buffers before it."""
+    """What the stages of one device write to their buffers in a step; `parts` are the buffers before it."""
 
     def __init__(self, caller: str, parts: Sequence[PyTree], modules: Sequence[nn.Module | None]) -> None:
-        self._caller, self._modules = caller, modules
-        self._before = [_by_path(part) for part in parts]
-        self.parts = [_known(part) for part in parts]
-        self._given = [flatten(part, none_is_leaf=True) for part in self.parts]
-        self._learnt: dict[int, dict[str, Any]] = {}
+        self.parts, self._caller, self._modules = parts, caller, modules
+        self._given = {key_of(stage, path): x for stage, part in enumerate(parts) for path, x in _by_path(part).items()}
+        self._written: dict[int, dict[str, Tensor]] = {}
+
+    @property
+    def keys(self) -> list[str]:
+        """The buffers of all stages, and the sums that are pending."""
+        sums = [
+            key_of(at, f'["{name}"]') for at, module in enumerate(self._modules) if module for name in pending(module)
+        ]
+        return [*self._given, *(key for key in sums if key not in self._given)]
 
     def note(self, stage: int, microbatch: int, after: PyTree) -> None:
-        """Note what a stage has returned of its buffers."""
-        given, structure = self._given[stage]
-        if not after and not given:
-            return
-        leaves, form = flatten(after, none_is_leaf=True)
-        if form == structure and all(map(is_, given, leaves)):
-            return
-        before, found = self._before[stage], _by_path(after)
-        new = {path: x for path, x in found.items() if path not in before or x is not before[path]}
-        missing = [path for path in before if path not in found]
-        wrong = [path for path in missing if slot_of(path[2:-2]) is None]
-        new |= {path: forgotten() for path in missing if path not in wrong and not is_forgotten(before[path])}
-        wrong += [path for path in new if path not in before and self._modules[stage] is None]
+        """Note the buffers that a stage returned; raise unless they are the given ones, of their shapes and dtypes."""
+        found = {key_of(stage, path): x for path, x in _by_path(after).items()}
+        own = {key for key in self._given if stage_and_path(key)[0] == stage}
+        near = torch.device("cpu")
+        new = {key: number_of(key, x, near) for key, x in found.items() if x is not self._given.get(key, self)}
+        wrong = [f"{_shown(key)} is missing" for key in own - found.keys()]
+        wrong += [f"{_shown(key)} is new" for key in new.keys() - own if not is_pending(stage_and_path(key)[1])]
+        wrong += [
+            f"{_shown(key)} is {str(x.dtype)[6:]}{list(x.shape)}"
+            for key, x in new.items()
+            if key in own and entry_of(key, x) != entry_of(key, self._given[key])
+        ]
         if wrong:
-            listed = ", ".join(named(parts_of(path)) for path in wrong)
             raise LayoutError(
-                f"{self._caller}: stage {stage} has to return (y, buffers), those that it was given: {listed}."
+                f"{self._caller}: stage {stage} must return (y, buffers), of the names, shapes and dtypes that it was given; "
+                f"{'; '.join(sorted(wrong))}."
             )
-        self._learnt.setdefault(microbatch, {}).update({key_of(stage, path): x for path, x in new.items()})
+        self._written.setdefault(microbatch, {}).update(new)
 
     def written(self, weights: Sequence[float]) -> list[Written]:
-        """Return what each microbatch has written to; they count for so much."""
-        rows = [self._learnt.get(microbatch, {}) for microbatch in range(len(weights))]
-        near = torch.device("cpu")
-        return [
-            Written(weight, dict(zip(row, numbers(row, near), strict=True)))
-            for weight, row in zip(weights, rows, strict=True)
-        ]
-
-    def is_new(self, entry: Entry) -> bool:
-        """Return whether other devices do not know of something: neither a sum that was put off nor a buffer like the given."""
-        stage, path = stage_and_path(entry.path)
-        given = self._before[stage].get(path)
-        return not is_pending(path) and (given is None or entry != entry_of(entry.path, given))
+        """Return what each microbatch has written to, with its weight."""
+        return [Written(weight, self._written.get(microbatch, {})) for microbatch, weight in enumerate(weights)]
 
     def together(
-        self,
-        written: Sequence[Written],
-        entries: Sequence[Entry],
-        group: Group | None,
-        site: Site,
+        self, written: Sequence[Written], flagged: Sequence[str], place: Sequence[int], group: Group | None, site: Site
     ) -> dict[str, Tensor]:
-        """Return what has changed as it is after all microbatches of all devices of a group, which ask for it alike."""
-        given = {key_of(stage, path): x for stage, tree in enumerate(self._before) for path, x in tree.items()}
-        sums = {entry.path for entry in entries if is_pending(stage_and_path(entry.path)[1])}
-        result = averaged(written, of_one_kind(entries), group, given, torch.device("cpu"), site, added=sums)
+        """Return what has changed after all microbatches of a group of devices, which ask for it alike.
+
+        Args:
+            written: by this device's microbatches.
+            flagged: what any device has written to.
+            place: the stages of these devices.
+            group: the devices that have the same stages.
+            site: the line of the step.
+        """
+        keys = [key for key in flagged if stage_and_path(key)[0] in place]
+        sums = {key for key in keys if is_pending(stage_and_path(key)[1])}
+        entries = [self._entry(key) for key in keys]
+        result = averaged(written, entries, group, self._given, torch.device("cpu"), site, added=sums)
         for stage in sorted({stage_and_path(key)[0] for key in sums}):
             module = self._modules[stage]
             assert module is not None
-            own = {path: x for key, x in result.items() for at, path in [stage_and_path(key)] if at == stage}
-            after = commit_batch_norm(module, {path[2:-2]: x for path, x in {**self._before[stage], **own}.items()})
-            result |= {key_of(stage, path): after[path[2:-2]] for path in self._before[stage]}
+            own = {key: x for key, x in (self._given | result).items() if stage_and_path(key)[0] == stage}
+            after = commit_batch_norm(module, {stage_and_path(key)[1][2:-2]: x for key, x in own.items()})
+            result |= {key: after[stage_and_path(key)[1][2:-2]] for key in own}
         return {key: x for key, x in result.items() if key not in sums}
+
+    def _entry(self, key: str) -> Entry:
+        if key in self._given:
+            return entry_of(key, self._given[key])
+        stage, path = stage_and_path(key)
+        module = self._modules[stage]
+        assert module is not None
+        return entry_of(key, pending(module)[path[2:-2]])
+
+
+def _shown(key: str) -> str:
+    return named(parts_of(stage_and_path(key)[1]))
 
 
 def key_of(stage: int, path: str) -> str:
@@ -211,13 +175,6 @@ def stage_and_path(key: str) -> tuple[int, str]:
     """
     number, _, path = key[1:].partition("]")
     return int(number), path
-
-
-def _known(part: PyTree) -> PyTree:
-    """Return buffers without what stands for attributes that are kept no more."""
-    if isinstance(part, dict) and any(map(is_forgotten, part.values())):
-        return {name: x for name, x in part.items() if not is_forgotten(x)}
-    return part
 
 
 def _by_path(tree: PyTree) -> dict[str, Any]:

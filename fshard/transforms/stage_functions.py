@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import count
 from typing import Any, Literal
 
 import torch
@@ -28,7 +27,6 @@ from fshard.pipeline.midway import around_blocks
 from fshard.pipeline.saved import watching_now
 from fshard.pipeline.turns import ByMicrobatch, Stage
 from fshard.transforms.functionalize import functionalize
-from fshard.transforms.kept import kept_of, without
 from fshard.transforms.randomness import drawing_from, random_state
 from fshard.transforms.remat import Policy, remat
 
@@ -86,13 +84,9 @@ def _function(number: int, stage: nn.Module | Stage) -> tuple[Stage, PyTree]:
     if not isinstance(stage, nn.Module):
         return stage, None
     apply, params, buffers = functionalize(stage)
-    calls = count()
 
     def call(params: PyTree, x: PyTree, **skips: PyTree) -> PyTree:
         y, after = apply(params, buffers, x, **skips)
-        after = (
-            after if next(calls) else without(after, kept_of(after))
-        )  # of attributes a first call does not tell which
         changed = [name for name, x in after.items() if x is not buffers.get(name)]
         if changed:
             raise PolicyError(

@@ -15,15 +15,43 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from fshard.errors import ModuleError
 from fshard.mesh.steps import go
 from fshard.mesh.tree import PyTree
 from fshard.pipeline.leaves import edges_of
 from fshard.source import Site
-from fshard.transforms.given import guarded, written_to
-from fshard.transforms.origin import bits
+from fshard.transforms.handle import WRITES
+from fshard.transforms.patterns import named, parts_of
+from fshard.transforms.replica import Replica
 from fshard.transforms.units import Leaf, versions_of
 
 _data_of = cast("Any", Tensor).data.__get__
+
+
+class _Guarded(Tensor):
+    """A parameter of a stage, of which a write to `.data` is seen as any other, by its version."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore
+    _is_param = True
+    """As torch asks whether it is one."""
+    path = ""
+    step: StageParams
+    """The step whose parameter it is."""
+
+    @property
+    def data(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride, reportIncompatibleMethodOverride]
+        """The same memory, and the same version."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        raise ModuleError(f"a stage writes to the parameter {named(parts_of(self.path))}. {WRITES}")
+
+
+def _guarded(x: Tensor, path: str, step: StageParams) -> Tensor:
+    made = x.detach().as_subclass(_Guarded)
+    made.path, made.step = path, step
+    return made
 
 
 class StageParams:
@@ -35,7 +63,6 @@ class StageParams:
         tree: puts wholes together as the stage takes them.
         compute: the floating dtype that they are used in; None: their own.
         backward: whether gradients are wanted.
-        fresh: whether it is the first step, in which values of frozen ones are compared, as numpy's writes count no versions.
         site: the line of the step.
     """
 
@@ -47,10 +74,10 @@ class StageParams:
         compute: torch.dtype | None,
         *,
         backward: bool,
-        fresh: bool,
         site: Site,
     ) -> None:
         self._shards, self._compute, self._site = shards, compute, site
+        self._replicas: list[Replica] = []
         self._ways = [leaf.gather for leaf in leaves]
         self._cut = [place for place, way in enumerate(self._ways) if any(step.kind != "reshape" for step in way.steps)]
         self._coming: Callable[[], list[Tensor]] | None = None
@@ -60,17 +87,12 @@ class StageParams:
             near = self._converted(place)
             wholes[place] = torch.empty(leaves[place].shape, dtype=near.dtype, device=near.device)
             wholes[place].untyped_storage().resize_(0)
-        self._xs = [guarded(wholes[place], leaf.path, tells=fresh) for place, leaf in enumerate(leaves)]
+        self._xs = [_guarded(wholes[place], leaf.path, self) for place, leaf in enumerate(leaves)]
         trained = [place for place, leaf in enumerate(leaves) if backward and leaf.trained]
         self.own = [self._xs[place].requires_grad_() for place in trained]
         self._edges = edges_of(self.own)
         self._tree = tree(self._xs)
         self._versions, self._leaves = versions_of(self._xs), leaves
-        self._frozen = [
-            place for place, leaf in enumerate(leaves) if fresh and not leaf.trained and wholes[place].is_cpu
-        ]
-        self._found = set[int]()
-        self._bits = {place: bits(wholes[place]) for place in self._frozen if place not in self._cut}
 
     @property
     def tree(self) -> PyTree:
@@ -84,16 +106,22 @@ class StageParams:
         self._arrive()
         return self._edges
 
+    def use(self, replica: Replica) -> None:
+        """Note that the parameters are installed in a module until the step closes."""
+        if not any(replica is other for other in self._replicas):
+            self._replicas.append(replica)
+
+    def close(self) -> None:
+        """End the step: take the parameters out of modules."""
+        for replica in self._replicas:
+            replica.rest()
+        self._replicas = []
+
     def written_to(self) -> list[str]:
         """Return the paths of those that a stage has written to."""
-        self._look()
-        places = {*written_to(self._xs, self._versions), *self._found}
-        return [self._leaves[place].path for place in sorted(places)]
-
-    def _look(self) -> None:
-        """Note which frozen ones have other values, of those that are there."""
-        there = [place for place in self._bits if self._xs[place].untyped_storage().nbytes()]
-        self._found |= {place for place in there if bits(self._xs[place]) != self._bits[place]}
+        now = versions_of(self._xs)
+        both = zip(self._leaves, now, self._versions, strict=True)
+        return [leaf.path for leaf, version, before in both if version != before]
 
     def gather(self) -> None:
         """Begin to gather what lies in pieces, ahead of its use."""
@@ -103,7 +131,6 @@ class StageParams:
     def free(self) -> None:
         """Let go what was gathered."""
         self._arrive()  # others count on it
-        self._look()
         for place in self._cut:
             memory = self._xs[place].untyped_storage()
             if memory.resizable():  # that of which numpy has an array stays until the step ends
@@ -115,8 +142,6 @@ class StageParams:
         if self._coming is not None:
             values, self._coming, self._whole = self._coming(), None, True
             for place, value in zip(self._cut, values, strict=True):
-                if place in self._frozen:
-                    self._bits.setdefault(place, bits(value))
                 x = _data_of(self._xs[place])  # whose changes autograd does not count
                 if x.untyped_storage().nbytes() != x.nbytes:
                     x.untyped_storage().resize_(x.nbytes)

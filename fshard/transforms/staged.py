@@ -45,7 +45,7 @@ from fshard.transforms.patterns import Choice, chosen, named, parts_of
 from fshard.transforms.randomness import drawn_key
 from fshard.transforms.shift import Result, Shift
 from fshard.transforms.slices import How
-from fshard.transforms.stage_buffers import Memory, StageBuffers, remembering
+from fshard.transforms.stage_buffers import Memory, StageBuffers, with_buffers
 from fshard.transforms.stage_functions import How as Recompute
 from fshard.transforms.stage_functions import in_groups, stage_functions
 from fshard.transforms.stage_layouts import place_of, refuse_unfit
@@ -78,6 +78,7 @@ def staged(
     compute: torch.dtype | None = None,
     reduce: torch.dtype | None = None,
     backward: bool = True,
+    in_place: bool = False,
     caller: str = "value_and_grad",
 ) -> Staged:
     """Return the gradient of stages that run as a schedule says; for its options see `train_step`."""
@@ -116,8 +117,7 @@ def staged(
     if has_buffers:
         if isinstance(recompute, int):
             functions, recompute = in_groups(given, recompute), "never"
-        several = schedule.microbatches > 1
-        functions = [remembering(stage, deferred_batch_norm, several=several) for stage in functions]
+        functions = [with_buffers(stage, deferred_batch_norm, in_place=in_place) for stage in functions]
     called, _ = stage_functions(functions, recompute, microbatches=schedule.microbatches)
     modules = [stage if isinstance(stage, nn.Module) else None for stage in given]
     return Staged(how, mesh, batch, axis, called, modules, inputs or first_of_two, route, gradients, frozen, dynamic)
@@ -244,7 +244,7 @@ class Staged:
         grads = [known.gradient(number, leaf, devices, results) for number, leaf in leaves_of]
         one, rows = results[0], [flatten(result.aux)[0] for result in results]
         aux = unflatten(flatten(one.aux)[1], [_together(column, parts) for column in zip(*rows, strict=True)])
-        after = remembered.after([result.learnt for result in results]) if remembered else ()
+        after = remembered.after([result.buffers for result in results]) if remembered else ()
         value = Value(one.loss, one.weight, parts.samples, after, aux)
         return value, unflatten(structure, [grads[number] for number in at])
 

@@ -13,20 +13,21 @@ A unit that lies sharded is let go when later ones are gathered; what autograd s
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fshard.errors import LayoutError
-from fshard.mesh.differentiate import transformed
+from fshard.errors import ModuleError
 from fshard.mesh.scope import Group, require
 from fshard.mesh.steps import go
 from fshard.source import Site
-from fshard.transforms.handle import Handle, handles_of
+from fshard.transforms.handle import WRITES, handles_of, own_versions
 from fshard.transforms.patterns import named, parts_of
-from fshard.transforms.reductions import Along, Reductions, Ways
+from fshard.transforms.reductions import Along, Keep, Reductions, Ways
+from fshard.transforms.replica import Replica
 from fshard.transforms.saved import Saved
 from fshard.transforms.units import Leaf, Manner, Unit, versions_of
 
@@ -35,28 +36,41 @@ class Order(NamedTuple):
     """What one step can tell the next.
 
     In which order units were gathered, by number: forward, and again for the backward; the turns of reductions, and along
-    which axes devices have agreed on them; whether the loss function uses torch.func, so that what it saves has to be
-    watched closely.
+    which axes devices have agreed on them.
     """
 
     forward: list[int]
     backward: list[int]
     turns: list[int]
     along: Along = ()
-    closely: bool = False
 
 
 class Tape:
-    """The parameters of one device, through the slices of one step.  `order` is that of an earlier step."""
+    """The parameters of one device, through the slices of one step.
+
+    Args:
+        leaves: the parameters, and `shards` what this device holds of them.
+        by_unit: the numbers of the leaves of each unit.
+        ways: see `Reductions`.
+        manner: how units are handled.
+        site: the line of the step.
+        order: that of an earlier step.
+        several: gradients of several slices are added up before they are reduced.
+        each_use: each use of a leaf is received by itself, in reproducible mode.
+    """
 
     def __init__(
         self,
         leaves: Sequence[Leaf],
+        by_unit: Sequence[list[int]],
         shards: Sequence[Tensor],
         ways: Ways,
         manner: Manner,
         site: Site,
         order: Order | None = None,
+        *,
+        several: bool = False,
+        each_use: bool = False,
     ) -> None:
         self.leaves, self.shards, self.manner, self.site = leaves, shards, manner, site
         self.scope = require("value_and_grad")
@@ -65,35 +79,36 @@ class Tape:
         self.live: list[Unit] = []  # the units that lie sharded and are whole, the last used last
         self.first: list[int] = []  # the units that the forward has used, in the order of their first use
         self.over, self.fresh = False, order is None
+        self.each_use, self.begun = each_use, False
         self.changed: set[int] = set()  # the leaves that the loss function was found to have changed
-        self._watched: list[tuple[int, Tensor, int]] = []  # what has the version of a leaf, and which it was
+        self._replicas: list[Replica] = []  # whose modules the handles are installed in
         self._versions = versions_of(shards)
         self.seen, self.expected = Order([], [], []), order or Order([], [], [])
-        by_unit: dict[str, list[int]] = {}
-        for place, leaf in enumerate(leaves):
-            if leaf.dtype.is_floating_point or leaf.dtype.is_complex:
-                by_unit.setdefault(leaf.unit, []).append(place)
-        self.units = [Unit(self, number, places) for number, places in enumerate(by_unit.values())]
-        self.saved = Saved(manner.reshard and any(unit.sharded for unit in self.units), self.expected.closely)
+        self.units = [Unit(self, number, places) for number, places in enumerate(by_unit)]
+        self.saved = Saved(manner.reshard and any(unit.sharded for unit in self.units))
         self.reductions = Reductions(
-            self.units, leaves, shards, manner, site, self.expected.turns, self.expected.along, ways
+            self.units, leaves, shards, manner, site, self.expected.turns, self.expected.along, ways, several
         )
         self.handles = self._handles()
+        self._handle_versions = own_versions(self.handles)
 
     def _handles(self) -> list[Tensor]:
         """Return what stands for the parameters: handles; integers themselves, since they may be indices."""
         places = [place for unit in self.units for place in unit.places]
         found = dict(zip(places, handles_of(self), strict=True))
         plain = [place for place in range(len(self.leaves)) if place not in found]
-        finish = go([self.shards[place] for place in plain], [self.leaves[place].gather for place in plain], self.site)
-        found.update((place, x.detach()) for place, x in zip(plain, finish(), strict=True))
+        if plain:
+            finish = go(
+                [self.shards[place] for place in plain], [self.leaves[place].gather for place in plain], self.site
+            )
+            found.update((place, x.detach()) for place, x in zip(plain, finish(), strict=True))
         return [found[place] for place in range(len(self.leaves))]
 
     @property
     def order(self) -> Order:
         """What the next step may expect."""
         reductions = self.reductions
-        return self.seen._replace(turns=reductions.turns, along=reductions.along, closely=self.saved.closely)
+        return self.seen._replace(turns=reductions.turns, along=reductions.along)
 
     def make_room(self, unit: Unit) -> None:
         """Let units go that have not been used for the longest time, so that one more can be whole."""
@@ -104,17 +119,17 @@ class Tape:
 
     def begin(self) -> None:
         """Begin a slice: nothing of the one before is used again."""
-        self.end()
+        if self.begun:
+            self.end()
+        self.begun = True
         self.seen, self.first = Order([], [], []), []
 
-    def begin_backward(self, group: Group | None, along: Along, *, idle: bool) -> None:
-        """Begin the backward of a slice; an idle one counts for nothing."""
-        self.reductions.begin(self.first, group, along, idle=idle)
+    def begin_backward(self, group: Group | None, along: Along, keep: Keep | None, *, idle: bool) -> None:
+        """Begin the backward of a slice: see `Reductions.begin`."""
+        self.reductions.begin(self.first, group, along, keep, idle=idle)
 
     def end(self) -> None:
         """End a slice."""
-        self.changed |= {place for place, x, version in self._watched if x._version != version}
-        self._watched.clear()
         for unit in self.units:
             unit.arrive()  # if it was gathered ahead in vain: other devices count on it
             unit.release()
@@ -130,6 +145,9 @@ class Tape:
     def close(self) -> None:
         """Let everything go that a step has used: units refer to the tape and it to them, so it would stay for a while."""
         self.over, self.shards, self.handles = True, (), []
+        for replica in self._replicas:
+            replica.rest()
+        self._replicas = []
         self.reductions.shards, self.reductions.sums = (), []
 
     def leave(self) -> None:
@@ -139,12 +157,22 @@ class Tape:
         self.saved.clear()
         self.close()
 
-    def watch(self, place: int, memory: Tensor) -> None:
-        """See it if somebody writes to what shares the memory of a leaf, after that has been let go too."""
-        if self.manner.reshard and not memory.is_inference() and not transformed():
-            alone = memory.detach()
-            alone.data = memory.new_empty(0)  # it has the same version for ever, and other memory
-            self._watched.append((place, alone, memory._version))
+    def use(self, replica: Replica) -> None:
+        """Note that handles are installed in a module until the step closes."""
+        if not any(replica is other for other in self._replicas):
+            self._replicas.append(replica)
+            if self.fresh:
+                replica.note_attributes()
+
+    def warn_of_attributes(self) -> None:
+        """Warn of plain attributes that a module has set in a first step, in which it was called for each slice."""
+        names = [name for replica in self._replicas for name in replica.changed_attributes()]
+        if names:
+            warnings.warn(
+                f"a forward sets {', '.join(names)}, and is called once for each slice of the batch. Such attributes are "
+                "private to the device and see every call. Register what is a state of training as a buffer.",
+                stacklevel=2,
+            )
 
     def look_ahead(self, seen: list[int], expected: list[int], unit: Unit) -> None:
         """Note that a unit is gathered, and start to gather those that came after it the last time."""
@@ -159,14 +187,12 @@ class Tape:
         changed = self.changed.union(*(unit.changed() for unit in self.units))
         both = zip(versions_of(self.shards), self._versions, strict=True)
         changed |= {place for place, (now, before) in enumerate(both) if now != before}
-        changed |= {place for place, x, version in self._watched if x._version != version}
-        changed |= {place for place, x in enumerate(self.handles) if isinstance(x, Handle) and x.is_written()}
+        written = zip(own_versions(self.handles), self._handle_versions, strict=True)
+        changed |= {place for place, (now, before) in enumerate(written) if now != before}
         if changed:
             names = ", ".join(named(parts_of(self.leaves[place].path)) for place in sorted(changed))
-            raise LayoutError(
-                f"the loss function, or a forward, changed parameters in place: {names}. Trained ones are the optimizer's, and "
-                "what a module writes to frozen ones, requires_grad_(False) before, is kept, if it "
-                "does not write to a view of them. A loss function works on a copy, or returns the new value with has_aux=True."
+            raise ModuleError(
+                f"the loss function, or a forward in it, writes to parameters in place: {names}. {WRITES}"
             )
 
     def words(self) -> list[str]:

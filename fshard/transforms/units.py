@@ -6,10 +6,10 @@ after the backward of all of them, while that of earlier units is still to come.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from fshard.transforms.tape import Tape
 
 _C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
+Result = TypeVar("Result")
 
 
 class Leaf(NamedTuple):
@@ -62,15 +63,34 @@ class Manner:
     reduce: torch.dtype | None = None
 
 
+def is_sent(way: Way) -> bool:
+    """Return whether anything is sent on a way."""
+    return len(way.steps) > 1 or (bool(way.steps) and way.steps[0].kind != "reshape")
+
+
 class Unit:
     """Leaves that are gathered and reduced together."""
 
-    __slots__ = ("awaited", "coming", "kept", "number", "places", "sharded", "tape", "used", "values", "versions")
+    __slots__ = (
+        "awaited",
+        "coming",
+        "kept",
+        "number",
+        "places",
+        "sharded",
+        "tape",
+        "trained",
+        "used",
+        "values",
+        "versions",
+    )
 
     def __init__(self, tape: Tape, number: int, places: list[int]) -> None:
         self.tape, self.number, self.places = tape, number, places
         self.coming: Callable[[], list[Tensor]] | None = None
-        self.sharded = any(step.kind != "reshape" for place in places for step in tape.leaves[place].gather.steps)
+        leaves = [tape.leaves[place] for place in places]
+        self.sharded = any(is_sent(leaf.gather) for leaf in leaves)
+        self.trained = any(leaf.trained for leaf in leaves)
         self.used: tuple[Tensor, ...] | None = None
         self.values: list[Tensor] = []
         self.versions: list[int] = []
@@ -83,28 +103,31 @@ class Unit:
         if used is None:
             if self.sharded:
                 self.tape.make_room(self)
-            trained = any(self.tape.leaves[place].trained for place in self.places)
-            if trained and torch.is_grad_enabled():
-                with _untransformed():
-                    used = _Use.apply(self.tape.anchor, self)
+            if self.trained and torch.is_grad_enabled():
+                used = _Use.apply(self.tape.anchor, self) if not transformed() else _outside_transforms(self._used)
                 if not _in_backward():  # a rematerialised use comes in a backward, and ends with it
                     self.awaited += 1
                     self.tape.first += [self.number] if self.number not in self.tape.first else []
             else:
-                with _untransformed(), torch.no_grad():
-                    used = tuple(x.detach() for x in self.gather())
-            if torch.is_grad_enabled() or not trained:
+                used = self._detached() if not transformed() else _outside_transforms(self._detached)
+            if torch.is_grad_enabled() or not self.trained:
                 self.used = used
             if self.sharded:
                 self.tape.look_ahead(self.tape.seen.forward, self.tape.expected.forward, self)
         return used
 
+    def _used(self) -> tuple[Tensor, ...]:
+        return _Use.apply(self.tape.anchor, self)  # type: ignore[no-any-return]
+
+    def _detached(self) -> tuple[Tensor, ...]:
+        with torch.no_grad():
+            return tuple([x.detach() for x in self.gather()])
+
     def leaf(self, at: int) -> Tensor:
         """Return one leaf, whole and differentiable, for one use."""
         x = self.whole()[at]
-        if self.tape.reductions.singly and x.requires_grad:
-            with _untransformed():
-                x = _Once.apply(x, self, at)
+        if self.tape.each_use and x.requires_grad:
+            return _outside_transforms(lambda: _Once.apply(x, self, at))
         return x
 
     def gather(self) -> list[Tensor]:
@@ -113,9 +136,10 @@ class Unit:
             self.start()
             self.arrive()
         elif not self.values:
-            with torch.inference_mode(False), torch.no_grad():
-                xs = [self._converted(self.tape.shards[place]) for place in self.places]
-                self._take(go(xs, [self.tape.leaves[place].gather for place in self.places], self.tape.site)())
+            leaves, shards = self.tape.leaves, self.tape.shards
+            with unrecorded():
+                xs = [self._converted(shards[place]) for place in self.places]
+                self._take([x.reshape(leaves[place].shape) for x, place in zip(xs, self.places, strict=True)])
         return self.values
 
     def _take(self, values: list[Tensor]) -> None:
@@ -131,14 +155,14 @@ class Unit:
         tape = self.tape
         if self.sharded and not self.values and self.coming is None:
             tape.sequence.append(self.number)
-            with torch.inference_mode(False), torch.no_grad():  # nothing made in inference mode is saved for a backward
+            with unrecorded():
                 xs = [self._converted(tape.shards[place]) for place in self.places]
                 self.coming = go(xs, [tape.leaves[place].gather for place in self.places], tape.site, ahead=True)
 
     def arrive(self) -> None:
         """Wait for what is under way."""
         if self.coming is not None:
-            with torch.inference_mode(False), torch.no_grad():
+            with unrecorded():
                 values, self.coming = self.coming(), None
             self._take(values)
             self.tape.saved.know(self)
@@ -157,9 +181,12 @@ class Unit:
 
     def release(self) -> None:
         """Let the leaves go: the next use gathers them anew."""
-        self.tape.changed |= self.changed()
-        self.used, self.values, self.versions = None, [], []
-        self.tape.live = [other for other in self.tape.live if other is not self]
+        if self.values:
+            self.tape.changed |= self.changed()
+            self.values, self.versions = [], []
+        self.used = None
+        if self.sharded:
+            self.tape.live = [other for other in self.tape.live if other is not self]
 
     def went_back(self) -> None:
         """Note that the backward of one use has ended."""
@@ -227,9 +254,21 @@ class _Once(Function):
         return None, None, None
 
 
-def _untransformed() -> AbstractContextManager[Any]:
-    """Return a context without torch.func's transforms: parameters come from outside of them."""
-    return temporarily_clear_interpreter_stack() if transformed() else nullcontext()
+def _outside_transforms(make: Callable[[], Result]) -> Result:
+    """Call without torch.func's transforms: parameters come from outside of them."""
+    with temporarily_clear_interpreter_stack():
+        return make()
+
+
+def unrecorded() -> AbstractContextManager[Any]:
+    """Return a context without a graph, in which what is made can be saved for a backward even in inference mode."""
+    return _out_of_inference() if torch.is_inference_mode_enabled() else torch.no_grad()
+
+
+@contextmanager
+def _out_of_inference() -> Generator[None]:
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 def versions_of(xs: Sequence[Tensor]) -> list[int]:

@@ -43,7 +43,7 @@ def gathered(fn: Callable[..., Any], *, keep: bool = False) -> Callable[..., Any
         units = {id(leaf.unit): leaf.unit for leaf in leaves if type(leaf) is Handle}
         own_args, own_kwargs = unflatten(structure, [wholes(leaf) for leaf in leaves])
         try:
-            with unwatched() if keep and units else nullcontext():
+            with unwatched() if keep else nullcontext():
                 return fn(*own_args, **own_kwargs)
         finally:
             for unit in units.values():

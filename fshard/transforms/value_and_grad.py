@@ -140,6 +140,7 @@ def gradient_of(
     batch: PyTree,
     schedule: Schedule | None,
     backward: bool = True,
+    in_place: bool = False,
     **options: Any,
 ) -> Gradient | Staged:
     """Return the gradient of a loss function, or of stages; raise in the name of who was called if options do not fit."""
@@ -153,7 +154,8 @@ def gradient_of(
     mesh.check_axes(tuple(axes), f"{caller}(batch=)")
     if schedule is None:
         return unstaged(given, mesh=mesh, batch=batch, backward=backward, **options)
-    return staged(given, mesh=mesh, batch=batch, schedule=schedule, backward=backward, caller=caller, **options)
+    how: Any = {"mesh": mesh, "batch": batch, "schedule": schedule, "caller": caller}
+    return staged(given, backward=backward, in_place=in_place, **how, **options)
 
 
 OF_LOSSES, OF_STAGES = (

@@ -1,0 +1,341 @@
+"""Optimizers that a Booster is given, as the pure optimizers that they are in the next step.
+
+    None, fs.optim.adamw(...)           FixedSource       the same in every step
+    torch.optim.AdamW(groups)           GroupsSource      a pure optimizer for each group, by the options that it has now
+    class Lion(torch.optim.Optimizer)   InstanceSource    the instance itself steps, on this device's local shards
+
+Learning-rate schedulers write a group's "lr", and some of them momentum or betas; torch's loops change weight decay by hand.
+What is written there before a step counts in that step.  Groups may be added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from inspect import signature
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from fshard.errors import OptimizerError
+from fshard.mesh.placing import device_put
+from fshard.mesh.sharded import Sharded
+from fshard.mesh.tree import PyTree
+from fshard.optim.adam import adam, adamw
+from fshard.optim.choose import by_label
+from fshard.optim.contract import Optimizer, check_optimizer, copied
+from fshard.optim.leaves import Leaf, Leaves, map_shards, shards_of, trainable
+from fshard.optim.sgd import sgd
+from fshard.optim.torch_classes import CLASSES, check_divisible, from_torch
+
+NOTHING = Optimizer(lambda params: (), lambda grads, state, params: (grads, state), elementwise=True, arrays=True)
+"""Trains nothing: it has no state, and passes gradients on."""
+
+
+class OptimizerSource(Protocol):
+    """An optimizer that may change from step to step, and the parameters that it trains."""
+
+    def now(self) -> Optimizer:
+        """Return the optimizer as it is now: the same object as long as nothing but learning rates changes."""
+        ...
+
+    def trained(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Freeze the parameters that it does not train."""
+        ...
+
+    def point_at(self, params: Mapping[str, Tensor]) -> None:
+        """Refer to these tensors in place of the parameters with their names, which may then be freed."""
+        ...
+
+
+def optimizer_source(given: Any, params: Mapping[str, Tensor], who: str) -> OptimizerSource:
+    """Make the source for an optimizer of torch or of `fs.optim`, which trains some of `params`; None trains nothing."""
+    if given is None:
+        return FixedSource()
+    if not isinstance(given, torch.optim.Optimizer):
+        check_optimizer(given, who)
+        return FixedSource(given)
+    check_divisible(type(given))
+    return GroupsSource(given, params) if type(given) in CLASSES else InstanceSource(given, params)
+
+
+@dataclass(frozen=True)
+class FixedSource:
+    """A pure optimizer: it is for all parameters, and stays as it is."""
+
+    opt: Optimizer = NOTHING
+
+    def now(self) -> Optimizer:
+        """Return it."""
+        return self.opt
+
+    def trained(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Freeze nothing."""
+        return dict(params)
+
+    def point_at(self, params: Mapping[str, Tensor]) -> None:
+        """Do nothing: it refers to none."""
+
+
+class TorchSource:
+    """An optimizer of torch: the names of the parameters in its groups."""
+
+    def __init__(self, given: torch.optim.Optimizer, params: Mapping[str, Tensor]) -> None:
+        self.given = given
+        self._names = _by_tensor(params)
+        self._aliases: dict[str, str] = {}
+        self._frozen: Any = WeakIdKeyDictionary()
+        self._idle = set[str]()
+        self.groups()
+
+    def groups(self) -> list[list[str]]:
+        """Return the names of the parameters in each group."""
+        found = [[self._names.get(x) for x in group["params"]] for group in self.given.param_groups]
+        if strange := [f"param_groups[{at}]" for at, names in enumerate(found) if None in names]:
+            raise OptimizerError(
+                f"{type(self.given).__name__}: in {', '.join(strange)} are tensors that are no parameters of the model. Make "
+                "the optimizer of model.parameters(), before both are boosted."
+            )
+        return found
+
+    def name_at(self, path: str) -> str:
+        """Return the model's name of the parameter at a path."""
+        name = path.rpartition('["')[2].removesuffix('"]')
+        return self._aliases.get(name, name)
+
+    def trained(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Freeze the parameters that are in no group; what is tied stays tied."""
+        own = {name for names in self.groups() for name in names}
+        for name, x in params.items():  # a stage may know a tied parameter by another name
+            self._aliases[name] = self._names.get(x, name)
+        idle = {name: x for name, x in params.items() if x.requires_grad and self._aliases[name] not in own}
+        self._idle |= {self._aliases[name] for name in idle}
+        for x in idle.values():
+            self._frozen.setdefault(x, nn.Parameter(x.detach(), requires_grad=False))
+        return {name: self._frozen[x] if name in idle else x for name, x in params.items()}
+
+    def point_at(self, params: Mapping[str, Tensor]) -> None:
+        """Let the groups have these tensors in place of the parameters."""
+        for group, names in zip(self.given.param_groups, self.groups(), strict=True):
+            group["params"] = [params[name] for name in names]
+        self._names, self._frozen = _by_tensor(params), WeakIdKeyDictionary()
+
+    def grown(self, params: PyTree, state: PyTree, init: Callable[[PyTree], PyTree]) -> tuple[PyTree, PyTree]:
+        """Return parameters of which those in groups that were added are trained, and the state with theirs.
+
+        `init` makes a state of all groups, of which the parts that are new are taken.
+        """
+        at, own = Leaves.of(params), {name for names in self.groups() for name in names} & self._idle
+        names = map(self.name_at, at.paths)
+        params = at.rebuild([_trained(x) if name in own else x for name, x in zip(names, at.leaves, strict=True)])
+        self._idle -= own
+        return params, _filled(init(params), state)
+
+
+def _by_tensor(params: Mapping[str, Tensor]) -> Any:
+    names: Any = WeakIdKeyDictionary()
+    for name, x in params.items():
+        names[x] = name
+    return names
+
+
+def _trained(leaf: Sharded) -> Sharded:
+    return Sharded(leaf.shape, replace(leaf.layout, frozen=False), leaf.shards)
+
+
+def _filled(made: PyTree, before: PyTree) -> PyTree:
+    """Return a state with what there was before in it; a state of one group is the first of several."""
+    if not isinstance(made, dict) or not isinstance(before, dict):
+        return before
+    if 0 in made and 0 not in before:
+        before = {0: before}
+    return {name: _filled(x, before[name]) if name in before else x for name, x in made.items()}
+
+
+# -- classes of torch -------------------------------------------------------------------------------------------------
+
+_ADAM = ("betas", "eps", "weight_decay", "amsgrad", "maximize")
+_OWN: dict[type, tuple[Any, tuple[str, ...]]] = {
+    torch.optim.Adam: (adam, _ADAM),
+    torch.optim.AdamW: (adamw, _ADAM),
+    torch.optim.SGD: (sgd, ("momentum", "dampening", "weight_decay", "nesterov", "maximize")),
+}
+"""Classes of which there are our own with the same bits, and the options of these."""
+
+
+class GroupsSource(TorchSource):
+    """An optimizer of torch's own class, as a pure one with the options that its groups have now.
+
+    >>> layer = torch.nn.Linear(1, 1)
+    >>> source = GroupsSource(torch.optim.SGD(layer.parameters(), lr=0.5), dict(layer.named_parameters()))
+    >>> params = {"weight": torch.ones(1, 1), "bias": torch.ones(1)}
+    >>> opt = source.now()
+    >>> source.given.param_groups[0]["lr"] = 0.25
+    >>> opt.step(params, opt.init(params), params)[0]
+    {'weight': tensor([[0.7500]]), 'bias': tensor([0.7500])}
+    """
+
+    def __init__(self, given: torch.optim.Optimizer, params: Mapping[str, Tensor]) -> None:
+        super().__init__(given, params)
+        if any(map(_has_begun, given.state.values())):
+            raise OptimizerError(
+                f"{type(given).__name__} has taken steps already, and what it remembers of them would be lost. Boost it before "
+                "its first step."
+            )
+        self._group_of: dict[str, int] = {}
+        self._made_of: Any = None
+        self._made = NOTHING
+        self.now()
+
+    def now(self) -> Optimizer:
+        """Return the optimizer that the groups describe; learning rates are read in each step."""
+        hooks: list[Any] = [vars(self.given).get(f"_optimizer_step_{when}_hooks") for when in ("pre", "post")]
+        if any(hooks):
+            raise OptimizerError(
+                f"{type(self.given).__name__}: hooks of its steps are not called, since it does not step itself. Call them "
+                "beside step()."
+            )
+        names = self.groups()
+        options = [_options(type(self.given), group) for group in self.given.param_groups]
+        if (names, options) != self._made_of:
+            self._group_of = {name: at for at, own in enumerate(names) for name in own}
+            opts = {at: self._pure(at, own) for at, own in enumerate(options)}
+            self._made = opts[0] if len(opts) == 1 else by_label(opts, self._label, every=False)
+            self._made_of = names, options
+        return self._made
+
+    def point_at(self, params: Mapping[str, Tensor]) -> None:
+        """Let the groups have these tensors; the state lies elsewhere."""
+        super().point_at(params)
+        self.given.state.clear()
+
+    def _label(self, path: str, leaf: Leaf) -> int:
+        return self._group_of.get(self.name_at(path), 0)  # those of no group are frozen
+
+    def _pure(self, at: int, options: dict[str, Any]) -> Optimizer:
+        cls: Any = type(self.given)
+
+        def rate(count: int) -> float:
+            return float(self.given.param_groups[at]["lr"])
+
+        if cls not in _OWN or options.get("capturable") or options.get("differentiable"):
+            return from_torch(cls, lr=rate, **options)
+        own, names = _OWN[cls]
+        own = adamw if options.get("decoupled_weight_decay") else own
+        return own(rate, **{name: options[name] for name in names}, fused=bool(options.get("fused")))
+
+
+def _has_begun(state: Mapping[str, Any]) -> bool:
+    """Return whether an optimizer remembers steps of a parameter; some have a state of zeros from the beginning."""
+    numbers = [state["step"]] if "step" in state else state.values()
+    return any(bool(torch.as_tensor(x).any()) for x in numbers if isinstance(x, Tensor | int | float))
+
+
+def _options(cls: Any, group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a group that the class takes, but for the learning rate; numbers as such."""
+
+    def plain(x: Any) -> Any:
+        return tuple(map(plain, x)) if isinstance(x, tuple) else x.item() if isinstance(x, Tensor) else x
+
+    taken = signature(cls).parameters.keys() - {"params", "lr"}
+    return {name: plain(x) for name, x in group.items() if name in taken}
+
+
+# -- classes of one's own ---------------------------------------------------------------------------------------------
+
+
+class LocalShard(nn.Parameter):
+    """A parameter that an optimizer of one's own class steps: its data is this device's shard, anew in each step."""
+
+
+class InstanceSource(TorchSource):
+    """An optimizer of one's own class: the instance steps on the local shards of one device.
+
+    Each parameter is whole at its owner, and elsewhere without elements and gradient; if the class says `elementwise = True`,
+    each device has a flat shard of it.  Its state is what it keeps in `state[param]` and in its groups.
+    """
+
+    def __init__(self, given: torch.optim.Optimizer, params: Mapping[str, Tensor]) -> None:
+        super().__init__(given, params)
+        self._local: dict[str, LocalShard] = {}
+        elementwise = bool(getattr(type(given), "elementwise", False))
+        self._opt = Optimizer(self._init, self._update, self._step, elementwise, arrays=True)
+
+    def now(self) -> Optimizer:
+        """Return the optimizer whose step is one of the instance."""
+        return self._opt
+
+    def point_at(self, params: Mapping[str, Tensor]) -> None:
+        """Let the groups, and the state that there is already, have these tensors in place of the parameters."""
+        before = [x for group in self.given.param_groups for x in group["params"]]
+        super().point_at(params)
+        after = [x for group in self.given.param_groups for x in group["params"]]
+        for old, new in zip(before, after, strict=True):
+            self._rename(old, new)
+
+    def _rename(self, old: Tensor, new: Tensor) -> None:
+        if old in self.given.state:
+            self.given.state[new] = self.given.state.pop(old)
+
+    def _pairs(self, at: Leaves, *others: list[Leaf]) -> list[tuple[LocalShard, Leaf, list[Leaf]]]:
+        """Put local shards in the place of the parameters in the groups; return each with the leaf that it is of.
+
+        And with what stands beside that leaf.
+        """
+        first = {self.name_at(path): i for i, path in reversed([*enumerate(at.paths)]) if at.leaves[i] is not None}
+        for group, names in zip(self.given.param_groups, self.groups(), strict=True):
+            for place, (x, name) in enumerate(zip(group["params"], names, strict=True)):
+                if isinstance(x, LocalShard):
+                    continue
+                if name in self._local:
+                    raise OptimizerError(f"{type(self.given).__name__}: {name} is in a group already. Leave it out.")
+                local = LocalShard(torch.empty_like(shards_of(at.leaves[first[name]])[0]))
+                self._local[name] = group["params"][place] = local
+                self._names[local] = name
+                self._rename(x, local)
+        return [(local, at.leaves[i := first[name]], [x[i] for x in others]) for name, local in self._local.items()]
+
+    def _init(self, params: PyTree) -> PyTree:
+        """Lay out the state that the instance has already, made by its constructor or loaded."""
+        at = Leaves.of(params)
+        if any(len(shards_of(leaf)) > 1 for leaf in at.leaves):
+            raise OptimizerError(
+                f"{type(self.given).__name__}, an optimizer of your own class, must step on one device; got the shards of "
+                "several. Train inside of fs.run(main, mesh=mesh), or under torchrun."
+            )
+        for local, leaf, _ in self._pairs(at):
+            for name, x in self.given.state.get(local, {}).items():
+                if not isinstance(leaf, Sharded) or not isinstance(x, Tensor) or x.shape != leaf.shape or not x.numel():
+                    continue
+                if x.is_meta and not leaf.shards[0].is_meta:
+                    raise OptimizerError(
+                        f"{type(self.given).__name__}: state of a lazy parameter must be made in step(), not by the "
+                        f"constructor; got {name!r} without memory."
+                    )
+                self.given.state[local][name] = device_put(x, leaf.layout).shards[0]
+        return ()
+
+    @torch.no_grad()
+    def _step(self, grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+        at = Leaves.of(params)
+        pairs = self._pairs(at, at.gradients(grads))
+        for local, leaf, (grad,) in pairs:
+            (shard,) = shards_of(leaf)
+            local.grad = None
+            local.data = shard.detach()
+            if grad is not None and trainable(leaf) and shard.numel():
+                local.grad = shards_of(grad)[0].to(shard.dtype)
+        self.given.step()
+        for local, leaf, _ in pairs:
+            local.grad = None
+            if local.data_ptr() != shards_of(leaf)[0].data_ptr():  # the class has written `param.data = ...`
+                shards_of(leaf)[0].copy_(local.data)
+        return params, state
+
+    def _update(self, grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+        after, state = self._step(grads, state, copied(params))
+        at = Leaves.of(after)
+        pairs = at.beside(params, "params"), at.beside(grads, "grads")
+        return at.mapped(lambda new, old, g: None if g is None else map_shards(torch.sub, new, old), *pairs), state

@@ -1,0 +1,187 @@
+"""The classes of torch.optim as pure optimizers, by one table of what is known of each.
+
+A step makes an instance of the class whose parameters are the local shards, with the state that is kept of them, and lets
+it step.  At the first step of a shard the class makes the state as it wants.
+
+                 update of an element depends on     state of a parameter
+    Adam         that element                        exp_avg, exp_avg_sq: like it
+    ASGD         that element                        ax: like it; eta, mu: numbers
+    Muon         the matrix                          momentum_buffer: like it
+
+On a CPU an elementwise class computes 16 bits in 32, and is rounded once a step: `torch.add(alpha=)`, of which these classes
+are made, rounds 16 bits by the place of an element in its tensor, so the bits would depend on the mesh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from inspect import signature
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fshard.errors import OptimizerError
+from fshard.optim.adafactor import SLOTS as ADAFACTOR
+from fshard.optim.cells import Cells, Rule
+from fshard.optim.contract import Optimizer
+from fshard.optim.leaves import check_whole
+from fshard.optim.lists import rounds_by_place
+from fshard.optim.rules import Slots, writer
+from fshard.optim.schedules import Rate
+
+
+class TorchClass(NamedTuple):
+    """What is known of a class.
+
+    Args:
+        state: what it keeps of each parameter, besides a count of steps.
+        options: for some of that, the option that has to be on.
+        elementwise: whether an element's update depends on that element alone.
+        counts: whether it counts the steps of each parameter.
+    """
+
+    state: Slots
+    options: Mapping[str, str] = {}
+    elementwise: bool = True
+    counts: bool = True
+
+
+def _like(*names: str) -> dict[str, Callable[[Tensor], Tensor]]:
+    return dict.fromkeys(names, torch.zeros_like)
+
+
+def _numbers(*names: str) -> dict[str, Callable[[Tensor], Tensor]]:
+    return dict.fromkeys(names, lambda x: torch.zeros((), device="cpu" if x.is_meta else x.device))
+
+
+_MEANS = _like("exp_avg", "exp_avg_sq")
+_ADAM = TorchClass(_MEANS | _like("max_exp_avg_sq"), {"max_exp_avg_sq": "amsgrad"})
+CLASSES: dict[type[torch.optim.Optimizer], TorchClass] = {
+    torch.optim.Adadelta: TorchClass(_like("square_avg", "acc_delta")),
+    torch.optim.Adagrad: TorchClass(_like("sum")),
+    torch.optim.Adam: _ADAM,
+    torch.optim.AdamW: _ADAM,
+    torch.optim.Adamax: TorchClass(_like("exp_avg", "exp_inf")),
+    torch.optim.ASGD: TorchClass(_like("ax") | _numbers("eta", "mu")),
+    torch.optim.NAdam: TorchClass(_MEANS | _numbers("mu_product")),
+    torch.optim.RAdam: TorchClass(_MEANS),
+    torch.optim.RMSprop: TorchClass(
+        _like("square_avg", "momentum_buffer", "grad_avg"), {"momentum_buffer": "momentum", "grad_avg": "centered"}
+    ),
+    torch.optim.Rprop: TorchClass(_like("prev", "step_size")),
+    torch.optim.SGD: TorchClass(_like("momentum_buffer"), {"momentum_buffer": "momentum"}, counts=False),
+    torch.optim.Adafactor: TorchClass(ADAFACTOR, elementwise=False),
+    torch.optim.Muon: TorchClass(_like("momentum_buffer"), elementwise=False, counts=False),
+}
+"""Every class of torch.optim that steps by gradients alone."""
+_REFUSED = {
+    torch.optim.LBFGS: "it calls the loss function several times in one step",
+    torch.optim.SparseAdam: "it is for sparse gradients",
+}
+
+
+def from_torch(cls: type[torch.optim.Optimizer], **options: Any) -> Optimizer:
+    """Make a pure optimizer of a class of torch.optim.
+
+    Args:
+        cls: the class, such as torch.optim.RMSprop.  A class of your own is given to a Booster as an instance.
+        options: of the class, `foreach` and `fused` among them; `lr` may be a schedule.  A fused kernel rounds differently at
+            the end of a tensor, so with `fused=True` the last bits of `step` depend on where tensors are cut: on the mesh and
+            the stage.  `update` does without it, and so does reproducible mode.
+
+    >>> import torch
+    >>> opt = from_torch(torch.optim.Adagrad, lr=0.5)
+    >>> params, state = opt.step([torch.tensor([2.0])], opt.init([torch.ones(1)]), [torch.ones(1)])
+    >>> params, state["sum"]
+    ([tensor([0.5000])], [tensor([4.])])
+    """
+    known = torch_class(cls, "from_torch")
+    usual = {name: x.default for name, x in signature(cls).parameters.items() if x.default is not x.empty}
+    lr: Rate = options.pop("lr", usual["lr"])
+    _instance(cls, [torch.zeros(2, 2)], {} if callable(lr) else {"lr": lr}, options)  # raises where options are wrong
+    slots = {
+        name: make
+        for name, make in known.state.items()
+        if name not in known.options or (usual | options)[known.options[name]]
+    }
+    unfused = _rule(cls, known, options | {"fused": False} if options.get("fused") else options)
+    return writer(
+        lr,
+        slots,
+        _in_32_bits(unfused) if known.elementwise else unfused,
+        fast=_rule(cls, known, options) if options.get("fused") else None,
+        check=None if known.elementwise else check_whole(f"from_torch({cls.__name__})"),
+        elementwise=known.elementwise,
+    )
+
+
+def torch_class(cls: Any, who: str) -> TorchClass:
+    """Return what is known of a class; raise if it is none of torch.optim's."""
+    check_divisible(cls)
+    if cls in CLASSES:
+        return CLASSES[cls]
+    found = cls.__name__ if isinstance(cls, type) else f"an instance of {type(cls).__name__}"
+    raise OptimizerError(
+        f"{who} must be given a class of torch.optim; got {found}. Boost an instance of a class of your own, or write a pair: "
+        "fs.Optimizer(init, update)."
+    )
+
+
+def check_divisible(cls: Any) -> None:
+    """Raise if a class of torch.optim does not step by dense gradients alone."""
+    if cls in _REFUSED:
+        raise OptimizerError(f"torch.optim.{cls.__name__} cannot step on shards: {_REFUSED[cls]}. Take another class.")
+
+
+def _instance(
+    cls: Any, params: list[Tensor], lr: Mapping[str, Any], options: Mapping[str, Any]
+) -> torch.optim.Optimizer:
+    try:
+        return cls(params, **lr, **options)
+    except (TypeError, ValueError) as error:
+        raise OptimizerError(f"from_torch: torch.optim.{cls.__name__} refused what it was given: {error}") from error
+
+
+def _rule(cls: Any, known: TorchClass, options: Mapping[str, Any]) -> Rule:
+    """Return the rule that is a step of an instance of a class."""
+    on_device = options.get("fused") or options.get("capturable")  # where torch then has its counts
+
+    def rule(cells: Cells, lr: float) -> None:
+        cells = cells.filled()
+        if not cells.params:
+            return
+        params: list[Tensor] = [nn.Parameter(param.detach()) for param in cells.params]
+        optimizer = _instance(cls, params, {"lr": lr}, options)
+        for place, (param, grad, t) in enumerate(zip(params, cells.grads, cells.steps, strict=True)):
+            param.grad = grad.clone()  # torch may write into it
+            if t > 1:
+                kept = {name: column[place] for name, column in cells.state.items() if column[place] is not None}
+                count = torch.tensor(t - 1.0, device=param.device if on_device else None)
+                optimizer.state[param] = kept | {"step": count} if known.counts else kept
+        optimizer.step()
+        for place, param in enumerate(params):
+            for name, column in cells.state.items():
+                if column[place] is not None and (made := optimizer.state[param][name]) is not column[place]:
+                    column[place].copy_(made)
+
+    return rule
+
+
+def _in_32_bits(rule: Rule) -> Rule:
+    """Return a rule that is given float32 copies of what it would round by the place."""
+
+    def widened(column: list[Any]) -> list[Any]:
+        return [x.float() if x is not None and rounds_by_place(x) else x for x in column]
+
+    def written(cells: Cells, lr: float) -> None:
+        state = {name: widened(column) for name, column in cells.state.items()}
+        wide = replace(cells, params=widened(cells.params), grads=widened(cells.grads), state=state)
+        rule(wide, lr)
+        for own, other in zip([cells.params, *cells.state.values()], [wide.params, *state.values()], strict=True):
+            for x, computed in zip(own, other, strict=True):
+                if computed is not x:
+                    x.copy_(computed)
+
+    return written

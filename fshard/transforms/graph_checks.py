@@ -1,0 +1,74 @@
+"""Checks of autograd's graph: what a step's backward would miss is refused.
+
+A backward goes from a loss to the units' anchor.  A reentrant checkpoint hides the parameters that it uses from it, and
+torch's own `loss.backward()` would reduce nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.utils._pytree import tree_leaves  # it knows the outputs of other libraries' modules
+from torch.utils.checkpoint import CheckpointFunction
+
+from fshard.errors import ModuleError
+
+_REENTRANT: Any = cast("Any", CheckpointFunction)._backward_cls
+
+
+def refuse_backward() -> None:
+    """Raise: a backward that fshard did not start has come to sharded parameters."""
+    raise ModuleError(
+        "loss.backward() has come to sharded parameters, whose gradients it does not reduce. Write "
+        "booster.backward(loss, optimizer). Gradients of inputs alone are torch.autograd.grad(loss, inputs)."
+    )
+
+
+def refuse_unreached(output: Any) -> None:
+    """Raise if a forward ran a reentrant checkpoint, whose gradients would be lost."""
+    if any(isinstance(node, _REENTRANT) for node in nodes_behind(output)):
+        raise ModuleError(
+            "a forward runs a reentrant checkpoint, and the gradients of what it computes would be lost. Write "
+            "checkpoint(..., use_reentrant=False)."
+        )
+
+
+def nodes_behind(tree: Any, is_end: Callable[[Any], bool] = lambda node: False) -> Iterator[Any]:
+    """Yield the nodes of a tree's graph, the ends among them, but not what is behind these."""
+    leaves = [tree] if type(tree) is Tensor else tree_leaves(tree)
+    left = [x.grad_fn or get_gradient_edge(x).node for x in leaves if isinstance(x, Tensor) and x.requires_grad]
+    seen = set[Any]()
+    while left:
+        node = left.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            left += [] if is_end(node) else [before for before, _ in node.next_functions]
+
+
+def refuse_other_parameters(loss: Tensor) -> None:
+    """Raise if a loss depends on parameters that no boosted model has: their gradient would be lost."""
+    found = [getattr(node, "variable", None) for node in nodes_behind(loss)]
+    others = [tuple(x.shape) for x in found if isinstance(x, nn.Parameter)]
+    if others:
+        raise ModuleError(
+            f"backward: the loss depends on parameters that no boosted model has, of shapes {', '.join(map(str, others))}, "
+            "and their gradient would be lost. Make them part of the model, or use model.parameters() after the forward."
+        )
+
+
+def refuse_attached(loss: Tensor, ends: list[Tensor]) -> None:
+    """Raise if a loss leads to parameters otherwise than through the outputs of slices: that gradient would be lost."""
+    stops = {get_gradient_edge(x).node for x in ends}
+    if any(type(node).__name__ in _OF_UNITS for node in nodes_behind(loss, lambda node: node in stops)):
+        raise ModuleError(
+            "reproducible=True: the loss depends on parameters, or on what a layer left in an attribute, beside the model's "
+            "outputs, and that gradient would be lost. Return it from the model."
+        )
+
+
+_OF_UNITS = frozenset({"_UseBackward", "_OnceBackward", "_AsideBackward"})
+"""The autograd nodes by which a loss leads to parameters."""
