@@ -14,8 +14,8 @@ from fshard import P
 from fshard.mesh import moves
 from fshard.testing.cases import Case, Operand, all_cases, axes_choices, large_cases
 from fshard.testing.conformance import check_runtime, group_of
-from fshard.testing.drawn import drawn_cases
 from fshard.testing.oracles import ORACLES, total
+from tests.drawn import drawn_cases
 
 SHAPES = st.sampled_from(
     [{"a": 1}, {"a": 2}, {"a": 3}, {"a": 6}, {"a": 2, "b": 3}, {"a": 3, "b": 1}, {"a": 2, "b": 2, "c": 2}]

@@ -20,7 +20,6 @@ from hypothesis.vendor import pretty
 import fshard as fs
 from fshard import P
 from fshard.mesh.tree import flatten
-from tests.models import models
 from fshard.testing.processes import Processes, run_processes
 from fshard.testing.strategies import (
     DTYPES,
@@ -36,6 +35,7 @@ from fshard.testing.strategies import (
     tensors,
 )
 from tests.ended import gone
+from tests.models import models
 
 # -- processes --------------------------------------------------------------------------------------------------
 

@@ -13,8 +13,8 @@ from fshard.mesh.arithmetic import ravel
 from fshard.mesh.tree import flatten
 from fshard.optim.leaves import trainable
 from fshard.testing import certify
-from tests.models import FLOATS, models
 from fshard.testing.strategies import axis_subsets, meshes
+from tests.models import FLOATS, models
 from tests.optimizers import optimizers
 
 STAGES = st.sampled_from((0, 1, 2, 3))

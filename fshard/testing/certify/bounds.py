@@ -174,6 +174,8 @@ class Comparison:
         """Mark the elements of a parameter whose gradient was more than its bound in any step so far."""
         it = self.reference
         moved = torch.zeros_like(it.bounds[step].params[place], dtype=torch.bool)
+        if not it.exact[step].grads:  # they are not known
+            return ~moved
         for exact, bounds in zip(it.exact[: step + 1], it.bounds, strict=False):
             if exact.grads[place] is not None:
                 moved |= exact.grads[place].abs() > bounds.grads[place]

@@ -1,0 +1,33 @@
+"""A hypothesis strategy for any case of the conformance suite; the suite itself needs no hypothesis."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import get_args
+
+from hypothesis import strategies as st
+
+import fshard as fs
+from fshard.testing.cases import DTYPES, Case, Operand, Road, axes_choices
+from fshard.testing.oracles import ORACLES
+
+
+@st.composite
+def drawn_cases(draw: st.DrawFn, mesh: fs.Mesh, name: str | None = None) -> Case:
+    """Draw any case for a mesh: axes, collective (or the one named), options, road, one tensor or a tree of up to five."""
+    axes = draw(st.sampled_from(axes_choices(mesh)))
+    n = prod(mesh.shape[name] for name in axes)
+    name = name or draw(st.sampled_from(sorted(ORACLES)))
+    oracle = ORACLES[name]
+    options = draw(st.sampled_from(oracle.options(n)))
+    dtypes = st.sampled_from([dtype for dtype in DTYPES if oracle.takes(dtype)])
+    lengths = st.integers(0, 3).map(lambda length: length * n)
+    ndim = draw(st.integers(2 if options.get("dim") is not None else 0, 4))
+    loose = st.integers(0, 4)  # a dim that nothing cuts
+    sizes = st.tuples(*([lengths if options.get("dim") is not None and ndim < 4 else loose] * ndim))
+    if ndim == 4 and options.get("dim") is not None:
+        sizes = st.tuples(lengths, lengths, loose, lengths)
+    forms = st.sampled_from(["plain", "strided", "slice"])
+    operands = draw(st.lists(st.builds(Operand, dtypes, sizes, forms), min_size=1, max_size=5))
+    road: Road = draw(st.sampled_from(get_args(Road)))
+    return Case(name, axes, tuple(operands), tuple(options.items()), road, draw(st.integers(0, 2**31)))

@@ -1,0 +1,124 @@
+"""`certify_module` passes modules whose training is sharded right, and names the leaf and step where it is not."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import fshard as fs
+from fshard.testing import certify_module
+
+DRAW = torch.Generator().manual_seed(0)
+BATCHES = [(torch.randn(8, 4, generator=DRAW), torch.randn(8, 2, generator=DRAW)) for _ in range(3)]
+PLUGINS = {
+    "ddp": fs.DDPPlugin(),
+    "zero 2": fs.ZeroPlugin(stage=2),
+    "fsdp": fs.FSDPPlugin(),
+}
+
+
+class Net(nn.Module):
+    """Layers, a buffer that each call moves, and something that a test adds."""
+
+    def __init__(self, more=nn.Identity):
+        super().__init__()
+        self.a, self.more, self.b = nn.Linear(4, 6), more(), nn.Linear(6, 2)
+        self.register_buffer("mean", torch.zeros(6))
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        y = torch.tanh(self.a(x))
+        output = self.b(self.more(y - self.mean) / (1 + self.calls % 2))
+        self.mean = 0.9 * self.mean + 0.1 * y.detach().mean(0)
+        return output
+
+
+class Largest(nn.Module):
+    """Divides by the largest number that it has ever been given."""
+
+    largest = 0.1
+
+    def forward(self, x):
+        self.largest = max(self.largest, x.abs().max().item())
+        return x / self.largest
+
+
+def net(more=nn.Identity):
+    torch.manual_seed(3)
+    return Net(more)
+
+
+def certified(factory, plugin, n=2, batches=BATCHES, **options):
+    options = {"loss": nn.MSELoss()} | options
+    return certify_module(factory, batches, fs.make_mesh({"data": n}), plugin=plugin, **options)
+
+
+def adamw(params):
+    return torch.optim.AdamW(params, lr=1e-2)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("plugin", PLUGINS)
+def test_buffers_that_are_means_and_counters_that_agree_pass(plugin, n):
+    certificate = certified(net, PLUGINS[plugin], n, optimizer=adamw).check()
+    assert [row.leaf for row in certificate.rows][-2:] == ["buffers.mean", "loss"]
+    assert {row.verdict for row in certificate.rows} <= {"EXACT", "BOUNDED"}
+
+
+@pytest.mark.parametrize("plugin", PLUGINS)
+def test_a_state_in_an_attribute_that_depends_on_the_data_diverges(plugin):
+    first = certified(lambda: net(Largest), PLUGINS[plugin]).first
+    assert first is not None and first.verdict == "DIVERGENT" and first.step == 0
+    assert "Register it as a buffer" in first.reason
+
+
+def test_batch_norm_of_each_device_diverges_and_synchronised_passes():
+    first = certified(lambda: net(lambda: nn.BatchNorm1d(6)), fs.FSDPPlugin()).first
+    assert first is not None and first.verdict == "DIVERGENT" and "sync_batchnorm=True" in first.reason
+    certified(lambda: net(lambda: nn.BatchNorm1d(6)), fs.FSDPPlugin(sync_batchnorm=True)).check()
+
+
+def test_dropout_is_compared_bit_for_bit_in_reproducible_mode():
+    with pytest.raises(fs.PromiseError, match="For dropout give a plugin with reproducible=True"):
+        certified(lambda: net(nn.Dropout), fs.FSDPPlugin())
+    rows = certified(
+        lambda: nn.Sequential(nn.Linear(4, 6), nn.Dropout(), nn.Linear(6, 2)), fs.FSDPPlugin(reproducible=True)
+    )
+    assert {row.verdict for row in rows.check().rows} == {"EXACT"}
+
+
+def test_a_model_that_returns_its_own_loss():
+    batches = [{"x": x, "y": y} for x, y in BATCHES]
+
+    class Scored(nn.Sequential):
+        def forward(self, x, y):
+            return SimpleNamespace(loss=(super().forward(x) - y).square().mean())
+
+    def factory():
+        torch.manual_seed(1)
+        return Scored(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+
+    certified(factory, fs.DDPPlugin(), batches=batches, loss=None).check()
+
+
+def test_a_factory_that_draws_anew_is_refused():
+    drawn = iter(range(10))
+
+    def factory():
+        torch.manual_seed(next(drawn))
+        return Net()
+
+    with pytest.raises(ValueError, match="factory must build equal parameters each time"):
+        certified(factory, fs.DDPPlugin())
+
+
+def test_processes_come_to_the_verdict_of_virtual_devices(two):
+    virtual = _rows(3)
+    for found in two.run(_rows, 3):
+        assert [row.verdict for row in found] == [row.verdict for row in virtual]
+
+
+def _rows(stage):
+    return certified(net, stage).rows
