@@ -64,20 +64,19 @@ from fshard.pipeline.execute import pipelined
 from fshard.pipeline.schedule import Action, Schedule
 from fshard.pipeline.stages import split_stages
 from fshard.pipeline.timeline import timeline
-from fshard.transforms.deferred import commit_batch_norm
+from fshard.transforms.batchnorm import commit_batch_norm
 from fshard.transforms.evaluate import evaluate
 from fshard.transforms.functionalize import functionalize
-from fshard.transforms.initial import init_params
 from fshard.transforms.lazy import built, lazy
 from fshard.transforms.lora import LoraConfig, lora, merge_lora
 from fshard.transforms.randomness import keyed_random
 from fshard.transforms.remat import name, offload, remat, save_names
-from fshard.transforms.rules import fsdp, shard_params, units_of
+from fshard.transforms.rules import fsdp, init_params, shard_params, units_of
 from fshard.transforms.stage_functions import stage_functions
 from fshard.transforms.stage_layouts import shard_stages
 from fshard.transforms.step import train_step
+from fshard.transforms.tape import gathered, whole
 from fshard.transforms.torch_style import BoostedOptimizer, Model
-from fshard.transforms.use import gathered, whole
 from fshard.transforms.value_and_grad import grad, value_and_grad
 from fshard.uncompiled import uncompiled
 

@@ -1,4 +1,4 @@
-"""Copies of modules that share tensors with the original, or have others in their place."""
+"""Copies of modules that share tensors with the original, and of tensors that share memory until a write."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import copy
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -34,3 +35,29 @@ def copied(module: Module, instead: Mapping[int, Any]) -> Module:
             f"{type(module).__name__} must support copy.deepcopy; got {type(error).__name__}: {error}. "
             "Make what cannot be copied in forward, or give the class a __deepcopy__."
         ) from error
+
+
+_C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
+_lazy_clone: Any = _C._VariableFunctions._lazy_clone
+_transform_now: Any = _C._functorch.peek_interpreter_stack
+
+
+def lent(x: Any) -> Any:
+    """Return a copy to write to; its memory is copied at the first write.
+
+    >>> x = torch.zeros(2)
+    >>> copy = lent(x)
+    >>> untouched(copy), untouched(copy.add_(1)), x
+    (True, False, tensor([0., 0.]))
+    """
+    if not isinstance(x, Tensor) or type(x) is not Tensor or _transform_now() is not None:
+        return x.clone() if isinstance(x, Tensor) else x
+    try:
+        return _lazy_clone(x)
+    except RuntimeError:  # memory that is not torch's own, numpy's for instance
+        return x.clone()
+
+
+def untouched(copy: Any) -> bool:
+    """Return whether nobody has written to what was lent."""
+    return type(copy) is Tensor and _transform_now() is None and _C._is_cow_tensor(copy)

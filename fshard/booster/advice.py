@@ -35,7 +35,7 @@ from fshard.optim.leaves import trainable
 from fshard.optim.source import NOTHING, OptimizerSource, optimizer_source
 from fshard.pipeline.schedule import Schedule
 from fshard.transforms.arrangement import Arrangement
-from fshard.transforms.complaints import integer, must_be, unknown
+from fshard.transforms.options import integer, must_be, unknown
 from fshard.transforms.patterns import unit_of
 from fshard.transforms.rules import shard_params
 from fshard.transforms.stage_layouts import shard_stages

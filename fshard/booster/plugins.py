@@ -29,8 +29,7 @@ from fshard.pipeline.builders import pipeline_schedule
 from fshard.pipeline.schedule import Schedule
 from fshard.pipeline.stages import Balance, check_balance, split_stages
 from fshard.transforms.arrangement import Arrangement
-from fshard.transforms.complaints import flag, integer, must_be, one_of, refusal, unknown
-from fshard.transforms.options import wrong_options
+from fshard.transforms.options import flag, integer, must_be, one_of, refusal, unknown, wrong_options
 from fshard.transforms.patterns import Choice
 from fshard.transforms.rules import fsdp
 from fshard.transforms.stage_functions import How

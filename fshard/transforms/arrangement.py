@@ -17,22 +17,26 @@ from torch import Tensor, nn
 
 from fshard.errors import ModuleError
 from fshard.mesh.mesh import Mesh
+from fshard.mesh.sharded import Sharded
 from fshard.mesh.spec import P
 from fshard.mesh.tree import PyTree
 from fshard.optim.contract import Optimizer, Update
 from fshard.optim.partition import Partitioned, Stage, partition_optimizer
 from fshard.optim.scaling import loss_scaled
 from fshard.optim.source import NOTHING, OptimizerSource
-from fshard.transforms.functionalize import functionalize, functionalize_in_place
-from fshard.transforms.laying import lay_model, lay_stage_tensors
+from fshard.pipeline.schedule import Schedule
+from fshard.transforms.functionalize import functionalize, functionalize_in_place, refuse_hooks
+from fshard.transforms.lazy import draw, fill, reserved
 from fshard.transforms.loop import ImperativeGradient
 from fshard.transforms.loop_stages import StagedGradient, loss_in, loss_of_pair
 from fshard.transforms.patterns import Choice
 from fshard.transforms.randomness import folded, keyed_random
 from fshard.transforms.replica import give_up_memory
+from fshard.transforms.rules import Rules, lay
+from fshard.transforms.stage_layouts import has_stages, lay_stages
 from fshard.transforms.step import Metrics, train_step
+from fshard.transforms.torch_style import with_zeros
 from fshard.transforms.value_and_grad import gradient_of
-from fshard.transforms.zeros import with_zeros
 
 Criterion = Callable[..., Tensor]
 
@@ -200,3 +204,56 @@ def loss_of(apply: Callable[..., Any], criterion: Criterion | None) -> Callable[
         return criterion(output, labels), after
 
     return loss_fn
+
+
+Trained = Callable[[Mapping[str, Tensor]], PyTree]
+"""Freezes some of the parameters that it is given by their names."""
+
+
+def lay_model(
+    model: nn.Module,
+    params: Mapping[str, Tensor],
+    buffers: dict[str, Tensor],
+    rules: Rules,
+    trained: Trained,
+    *,
+    mesh: Mesh,
+    seed: int,
+) -> PyTree:
+    """Lay a model's parameters out by rules; put buffers of lazy layers into `buffers`."""
+    laid = lay(trained(params), rules, mesh, put=reserved)
+    if mesh.runtime == "abstract":
+        return laid
+
+    def take(name: str, made: Tensor) -> None:
+        if name in laid:
+            fill(laid[name], made)
+        else:
+            buffers[name] = made.to(torch.device(mesh.device_type))
+
+    draw(model, seed, {name for name, x in {**params, **buffers}.items() if x.is_meta}, take)
+    return laid
+
+
+def lay_stage_tensors(
+    model: nn.Module,
+    stages: Sequence[nn.Module],
+    rules: Rules,
+    trained: Trained,
+    *,
+    mesh: Mesh,
+    schedule: Schedule,
+    axis: str,
+    seed: int,
+) -> tuple[Sequence[PyTree], Sequence[PyTree]]:
+    """Lay the parameters and buffers of a model's stages out, each on the devices that have the stage."""
+    for stage in stages:
+        refuse_hooks(stage)
+    where: dict[str, Any] = {"mesh": mesh, "schedule": schedule, "axis": axis}
+    params = lay_stages([trained(dict(stage.named_parameters())) for stage in stages], rules, **where, put=reserved)
+    buffers = lay_stages([dict(stage.named_buffers()) for stage in stages], **where, put=reserved)
+    laid: dict[str, Sharded] = {}
+    for here, own, rest in zip(has_stages(**where), params, buffers, strict=True):
+        laid |= {**own, **rest} if here else {}
+    draw(model, seed, laid, lambda name, made: fill(laid[name], made))
+    return params, buffers

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fshard.copying import lent
 from fshard.errors import LayoutError
 from fshard.mesh.arithmetic import Range, balanced_range, ravel
 from fshard.mesh.dense import is_dense
@@ -31,7 +32,6 @@ from fshard.mesh.sharded import Sharded, in_memory
 from fshard.mesh.spec import P
 from fshard.mesh.spmd import held
 from fshard.mesh.tree import PyTree, Structure, broadcast_prefix, flatten_outside, flatten_with_paths, unflatten
-from fshard.transforms.lent import lent
 from fshard.transforms.opaque import all_plain, is_opaque, rows_of
 
 

@@ -16,7 +16,7 @@ from fshard.mesh.mesh import Mesh
 from fshard.mesh.tree import PyTree
 from fshard.pipeline.schedule import Schedule
 from fshard.source import call_site
-from fshard.transforms.nearby import refuse_distant
+from fshard.transforms.origin import refuse_distant
 from fshard.transforms.slices import Weight
 from fshard.transforms.value_and_grad import gradient_of, refuse_unscheduled
 

@@ -17,11 +17,10 @@ from torch import Tensor, nn
 from torch.jit import ScriptModule
 from torch.nn.parameter import is_lazy
 
+from fshard.copying import lent
 from fshard.errors import ModuleError
 from fshard.mesh.spec import Axes
-from fshard.transforms.batchnorm import synchronise
-from fshard.transforms.deferred import defer, pending
-from fshard.transforms.lent import lent
+from fshard.transforms.batchnorm import defer, pending, synchronise
 from fshard.transforms.patterns import Choice, chosen
 from fshard.transforms.randomness import key_now
 from fshard.transforms.replica import Replicas, Tensors

@@ -43,10 +43,10 @@ from fshard.transforms.agree import CURE, disagreement
 from fshard.transforms.batch import placed
 from fshard.transforms.beside import put_together
 from fshard.transforms.buffers import Buffers
-from fshard.transforms.counts import Weight
 from fshard.transforms.known import Known, leaf_of, refuse_half_frozen
-from fshard.transforms.nearby import refuse_distant, refuse_unplaced
+from fshard.transforms.means import Weight
 from fshard.transforms.options import wrong_options
+from fshard.transforms.origin import refuse_distant, refuse_unplaced
 from fshard.transforms.patterns import Choice, chosen
 from fshard.transforms.randomness import drawn_key
 from fshard.transforms.slices import Device, How, Result

@@ -1,15 +1,18 @@
-"""Checks of autograd's graph: what a step's backward would miss is refused.
+"""Checks of autograd's graph, and the gradient of a loss that counts for nothing.
 
-A backward goes from a loss to the units' anchor.  A reentrant checkpoint hides the parameters that it uses from it, and
-torch's own `loss.backward()` would reduce nothing.
+`silence`: a loss of weight 0 has derivatives of 0 times something, which is nan where that is infinite; but what other
+devices send back for a value of it is a number and must pass.  So each node between the loss and the collectives gives zeros.
+
+    loss = nan   <── (z * mask).sum() / 0  <── all_gather(y)  <── y
+      cotangents:    0                         what others found of y
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, cast
 
-from torch import Tensor, nn
+from torch import Tensor, nn, zeros_like
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves  # it knows the outputs of other libraries' modules
 from torch.utils.checkpoint import CheckpointFunction
@@ -72,3 +75,40 @@ def refuse_attached(loss: Tensor, ends: list[Tensor]) -> None:
 
 _OF_UNITS = frozenset({"_UseBackward", "_OnceBackward", "_AsideBackward"})
 """The autograd nodes by which a loss leads to parameters."""
+
+
+_TALKING = ("_Recorded", "_Transformed", "_Extreme")
+"""The Functions whose backward other devices may add to, by name: torch makes classes of its own of them."""
+
+
+def silence(loss: Tensor) -> None:
+    """Let a loss give cotangents of 0, whatever its derivative; those that come by collectives are let through."""
+    every = [*_behind([loss.grad_fn])] if loss.grad_fn is not None else []
+    talking = [node for node in every if _talks(node)]
+    heard = {*_behind(next_ for node in talking for next_ in _next(node)), *talking}
+    for node in every:
+        if node not in heard:
+            node.register_hook(_zeros)
+
+
+def _zeros(grad_inputs: tuple[Tensor | None, ...], _: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    return tuple(None if g is None else zeros_like(g) for g in grad_inputs)
+
+
+def _behind(nodes: Iterable[Any]) -> Iterator[Any]:
+    """Yield nodes and all that they lead to, each once."""
+    left, seen = list(nodes), set[Any]()
+    while left:
+        node = left.pop()
+        if node not in seen:
+            seen.add(node)
+            yield node
+            left += _next(node)
+
+
+def _next(node: Any) -> list[Any]:
+    return [other for other, _ in node.next_functions if other is not None]
+
+
+def _talks(node: Any) -> bool:
+    return node.name().removesuffix("Backward").removesuffix("Generated") in _TALKING

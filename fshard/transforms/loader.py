@@ -23,7 +23,7 @@ from fshard.errors import LayoutError, ScopeError
 from fshard.mesh.mesh import Mesh
 from fshard.mesh.spmd import device_of, is_outside
 from fshard.transforms.batch import Cut
-from fshard.transforms.complaints import flag, integer, must_be
+from fshard.transforms.options import flag, integer, must_be
 
 Notice = Callable[[Mesh, tuple[str, ...], int | None, Any], None]
 """Called with where a batch is cut, how many samples it has on all devices, and this device's part; None after the last."""

@@ -39,7 +39,6 @@ from fshard.source import call_site
 from fshard.transforms.announced import Announced, Counted
 from fshard.transforms.batch import Batch
 from fshard.transforms.buffers import Buffers, Written
-from fshard.transforms.forest import Forest
 from fshard.transforms.functionalize import Apply
 from fshard.transforms.gradient import as_they_lie, unstaged
 from fshard.transforms.graph_checks import (
@@ -51,14 +50,13 @@ from fshard.transforms.graph_checks import (
 from fshard.transforms.handle import wholes
 from fshard.transforms.known import Known
 from fshard.transforms.means import Found
-from fshard.transforms.nearby import refuse_distant, refuse_unplaced
-from fshard.transforms.origin import after_a_step
+from fshard.transforms.ordered import Forest
+from fshard.transforms.origin import after_a_step, refuse_distant, refuse_unplaced
 from fshard.transforms.randomness import drawn_key, keyed_random
-from fshard.transforms.side_by_side import Pieces, side_by_side
+from fshard.transforms.side_by_side import Pieces, refuse_unsliced, side_by_side
 from fshard.transforms.slices import Device
 from fshard.transforms.tape import Tape
 from fshard.transforms.units import Unit
-from fshard.transforms.unsliced import refuse_unsliced
 
 
 @dataclass

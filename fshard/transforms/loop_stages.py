@@ -26,8 +26,7 @@ from fshard.pipeline.schedule import Schedule
 from fshard.source import call_site
 from fshard.transforms.gradient import Runs, Value, as_they_lie
 from fshard.transforms.loop import LoopDraws, refuse_outside
-from fshard.transforms.nearby import refuse_distant
-from fshard.transforms.origin import after_a_step
+from fshard.transforms.origin import after_a_step, refuse_distant
 from fshard.transforms.value_and_grad import gradient_of
 
 Loss = Callable[[Any, Any], Tensor]

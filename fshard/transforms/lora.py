@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 
 from fshard.copying import copied
 from fshard.errors import ModuleError
-from fshard.transforms.complaints import integer, must_be, one_of
+from fshard.transforms.options import integer, must_be, one_of
 
 Bias = Literal["none", "all", "lora_only"]
 

@@ -1,21 +1,28 @@
 """Means and sums over the slices of all devices: of the loss, and of what a loss function returns beside it.
 
-Every slice has a number that it counts for, known on the host.  All that is found goes into one vector in float64, which one
-psum adds up; what is only known on the host goes along in another, so that nobody waits for the first:
+Every slice has a weight, known on the host: its number of samples, or what `weight=` returns.  A slice of weight 0 adds
+nothing, even if its loss is not finite; a device without samples is idle: it computes on a neighbour's for nothing.
 
     (loss x weight, means x weight, counts)  of each slice  ->  one tree of sums  ->  psum  ->  divided by the weight of all
     (weight, more numbers)                                  ->  one tree of sums  ->  psum  ->  a list
+
+The second vector is on the host, so that nobody waits for the first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+import threading
+from collections.abc import Callable, Sequence
+from math import inf
+from numbers import Real
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from fshard.errors import LayoutError
 from fshard.mesh.scope import Group
+from fshard.mesh.tree import PyTree
 from fshard.source import Site
 from fshard.transforms.agree import on_host, summed
 
@@ -93,3 +100,85 @@ def tree_sum(given: Sequence[float]) -> float:
     while len(rows) > 1:
         rows = [a + b for a, b in zip(rows[::2], rows[1::2], strict=False)] + rows[len(rows) // 2 * 2 :]
     return rows[0]
+
+
+Weight = Callable[[PyTree], Tensor | int | float]
+
+
+class Count(NamedTuple):
+    """The weight of a slice, what its gradient is multiplied by, and the weight of each sample if that is known."""
+
+    weight: float
+    share: float
+    each: Tensor | None = None
+
+
+def refuse_weights(weights: Sequence[float]) -> None:
+    """Raise if a weight is negative or not finite."""
+    wrong = [str(weight) for weight in weights if not 0 <= weight < inf]
+    if wrong:
+        raise LayoutError(
+            f"weight= gave {', '.join(wrong)}: what a part of the batch counts for is finite and at least 0."
+        )
+
+
+def something(total: float) -> float:
+    """Return the weight of the whole batch, which must not be 0."""
+    if not total:
+        raise LayoutError("weight= gave 0 for all of the batch, which has no mean loss then. Leave the batch out.")
+    return total
+
+
+def weights_of(weight: Any, samples: int | None) -> Tensor:
+    """Return the weight of a part, or of each of its samples, in float64."""
+    if isinstance(weight, Real) or (isinstance(weight, Tensor) and (weight.numel() == 1 or weight.shape == (samples,))):
+        found = torch.as_tensor(weight, dtype=torch.float64)
+        return found if found.shape == (samples,) else found.reshape(())
+    found = f"a tensor of shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else repr(weight)
+    raise LayoutError(
+        f"weight= has to return one number for a part of the batch, or one for each sample; found {found}."
+    )
+
+
+def added(weights: Tensor) -> Tensor:
+    """Add up the weights of samples; if one is negative, return that, for `refuse_weights`."""
+    return torch.where((weights < 0).any(), weights.amin(), weights.sum())
+
+
+def weighted(losses: Tensor, weights: Tensor) -> Tensor:
+    """Return the weighted mean of losses; a loss of weight 0 need not be finite."""
+    total = weights.sum()
+    shares = (weights / torch.where(total > 0, total, 1)).to(losses)
+    return torch.where(weights > 0, losses * shares, 0).sum()
+
+
+class _Here(threading.local):
+    idle: bool = False
+
+
+_here = _Here()
+
+
+def is_idle() -> bool:
+    """Return whether the calling device computes on a slice that counts for nothing."""
+    return _here.idle
+
+
+class idling:
+    """Say for a while whether the calling device computes for nothing.
+
+    >>> with idling(True):
+    ...     is_idle()
+    True
+    """
+
+    __slots__ = ("_before", "_idle")
+
+    def __init__(self, idle: bool) -> None:
+        self._idle = idle
+
+    def __enter__(self) -> None:
+        self._before, _here.idle = _here.idle, self._idle
+
+    def __exit__(self, *_: object) -> None:
+        _here.idle = self._before

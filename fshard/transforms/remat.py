@@ -5,9 +5,8 @@
 
 Under plain autograd this is torch's checkpoint, which runs fn again when backward first asks for a value.  A policy adds
 a *region*: its forward keeps the results of some operations, by their number, and when fn runs again they are
-handed out instead of being computed.  torch.func knows no such hooks: under its transforms fn is a Function that keeps
-its inputs and runs fn again for each derivative (`rerun`); policies between everything and nothing mean nothing there.  A part
-of fn that itself calls such a transform is marked `fs.gathered(part, keep=True)`.
+handed out instead of being computed.  torch.func knows no such hooks: under its transforms fn is simply called and all is
+kept.  A part of fn that itself calls such a transform is marked `fs.gathered(part, keep=True)`.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ from fshard.errors import PolicyError
 from fshard.mesh.differentiate import transformed
 from fshard.mesh.tree import flatten, unflatten
 from fshard.transforms.region import Keeping, Region, Replaying, is_on_host, mark
-from fshard.transforms.rerun import run_again
 
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
@@ -81,7 +79,6 @@ def remat(fn: Callable[Args, Result], policy: str | Policy = "nothing") -> Calla
 
     Args:
         fn: any function or module.  Random draws and collectives are repeated as they were, the latter on all devices.
-            Under torch.func every tensor that is differentiated has to be one of its arguments.
         policy: what is kept, besides the arguments: "nothing", "everything" (that is: no rematerialisation), "dots"
             (results of matrix products and convolutions), `save_names(...)`, or `offload(...)` of one of these.
 
@@ -94,11 +91,8 @@ def remat(fn: Callable[Args, Result], policy: str | Policy = "nothing") -> Calla
 
     @wraps(fn, updated=())
     def kept(*args: Args.args, **kwargs: Args.kwargs) -> Result:
-        if chosen.keep == "everything" and (not chosen.host or transformed()):
-            return fn(*args, **kwargs)
-        if transformed():
-            return run_again(fn, args, kwargs)
-        if not torch.is_grad_enabled():
+        everything = chosen.keep == "everything" and not chosen.host
+        if everything or transformed() or not torch.is_grad_enabled():
             return fn(*args, **kwargs)
         return _hooked(fn, chosen, args, kwargs)
 

@@ -17,10 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fshard.copying import copied
+from fshard.copying import copied, lent, untouched
 from fshard.mesh.scope import here
-from fshard.transforms.layers import Layers
-from fshard.transforms.lent import lent, untouched
+from fshard.transforms.randomness import Layers
 
 Tensors = dict[str, Tensor]
 Names = dict[str, str]

@@ -16,9 +16,11 @@ may write a path in any way (see `patterns`); a function is given it as `blocks[
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from fshard.errors import LayoutError, ModuleError
@@ -31,6 +33,7 @@ from fshard.mesh.tree import PyTree, broadcast_prefix, flatten_with_paths, unfla
 from fshard.optim.leaves import is_frozen
 from fshard.transforms.lazy import draw, fill, reserved
 from fshard.transforms.patterns import Choice, chosen, default_units, listed, matches, matches_parts, named, parts_of
+from fshard.transforms.randomness import drawing_from, random_state
 
 Rules = Any
 """A P, a prefix tree of Ps, a mapping of path patterns to Ps, a function of (path, leaf), or `fsdp(...)`."""
@@ -277,3 +280,32 @@ def _of_parameter(spec: Any) -> P:
     if spec.unreduced:
         raise LayoutError(f"{spec} is a sum that is not made yet, which no parameter is. Leave unreduced= out.")
     return spec
+
+
+def init_params(
+    init_fn: Callable[[], PyTree], rules: Rules, *, mesh: Mesh, seed: int | None = None, frozen: Choice = None
+) -> PyTree:
+    """Draw the parameters that `init_fn()` makes, and lay them out by rules.
+
+    Args:
+        init_fn: returns a tree of tensors.
+        rules: see `shard_params`.
+        mesh: the devices.
+        frozen: which are not to be trained: see `shard_params`.
+        seed: draw as after `torch.manual_seed(seed)`, and leave the generator as it was; None: draw from it as it is.
+
+    Nothing is sent: every process draws all numbers on the host and keeps its shards.  A model that no host can hold is made
+    of `lazy` layers.
+
+    >>> import torch, fshard as fs
+    >>> mesh = fs.make_mesh({"data": 4})
+    >>> params = fs.init_params(lambda: {"w": torch.randn(2, 2), "b": torch.zeros(2)}, fs.fsdp("data"), mesh=mesh, seed=0)
+    >>> fs.typeof(params["w"]), torch.equal(fs.unshard(params["w"]), torch.randn(2, 2, generator=torch.manual_seed(0)))
+    (f32[2, 2]{flat:data}, True)
+    """
+    with drawing_from(random_state()) if seed is not None else nullcontext():
+        if seed is not None:
+            torch.manual_seed(seed)
+        with torch.device("meta") if mesh.runtime == "abstract" else nullcontext():
+            made = init_fn()
+    return shard_params(made, rules, mesh=mesh, frozen=frozen)

@@ -27,21 +27,17 @@ from fshard.transforms.agree import exchanged, marks, on_host, summed, unlike
 from fshard.transforms.batch import Batch
 from fshard.transforms.beside import Told, collected, told
 from fshard.transforms.buffers import written_paths
-from fshard.transforms.counts import something
 from fshard.transforms.graph_checks import refuse_unreached
 from fshard.transforms.handle import WRITES
-from fshard.transforms.idle import idling
-from fshard.transforms.means import Found, together, tree_sum
+from fshard.transforms.means import Found, idling, something, together, tree_sum
 from fshard.transforms.origin import Origin, bits
 from fshard.transforms.patterns import named, parts_of
 from fshard.transforms.randomness import folded, keyed_apart
 from fshard.transforms.slices import DETACHED, counts_of, one_loss
 from fshard.transforms.stage_buffers import Memory
-from fshard.transforms.stage_params import StageParams
+from fshard.transforms.stage_params import StageParams, StageSums
 from fshard.transforms.stage_plan import Plan
-from fshard.transforms.stage_sums import StageSums
-from fshard.transforms.talk import NOT_HEARD
-from fshard.transforms.uneven import objection
+from fshard.transforms.talk import NOT_HEARD, objection
 
 
 class Result(NamedTuple):

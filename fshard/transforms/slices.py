@@ -22,20 +22,26 @@ from fshard.transforms.agree import disagreement, exchanged, marks, on_host, sum
 from fshard.transforms.batch import Batch, Slice
 from fshard.transforms.beside import Rows, Told, collected, told
 from fshard.transforms.buffers import Buffers, Written, averaged, entries_to_average, irregular, written_paths
-from fshard.transforms.counts import Count, Weight, added, refuse_weights, something, weighted, weights_of
-from fshard.transforms.forest import Forest
-from fshard.transforms.graph_checks import refuse_unreached
-from fshard.transforms.idle import idling
-from fshard.transforms.means import Found, together
+from fshard.transforms.graph_checks import refuse_unreached, silence
+from fshard.transforms.means import (
+    Count,
+    Found,
+    Weight,
+    added,
+    idling,
+    refuse_weights,
+    something,
+    together,
+    weighted,
+    weights_of,
+)
+from fshard.transforms.ordered import Forest
 from fshard.transforms.origin import Origin, bits
 from fshard.transforms.randomness import keyed_random
 from fshard.transforms.reductions import Keep
-from fshard.transforms.silence import silence
-from fshard.transforms.talk import Talk
-from fshard.transforms.tape import Order, Tape
-from fshard.transforms.uneven import objection
+from fshard.transforms.talk import Talk, objection
+from fshard.transforms.tape import Order, Tape, followed
 from fshard.transforms.units import Manner, Unit
-from fshard.transforms.use import followed
 
 
 @dataclass(frozen=True)

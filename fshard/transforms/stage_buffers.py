@@ -20,8 +20,8 @@ from fshard.mesh.sharded import Sharded
 from fshard.mesh.tree import PyTree, flatten_with_paths, unflatten
 from fshard.pipeline.turns import Stage
 from fshard.source import Site
+from fshard.transforms.batchnorm import commit_batch_norm, is_pending, pending
 from fshard.transforms.buffers import Entry, Written, averaged, entry_of, number_of
-from fshard.transforms.deferred import commit_batch_norm, is_pending, pending
 from fshard.transforms.functionalize import functionalize, functionalize_in_place
 from fshard.transforms.patterns import named, parts_of
 from fshard.transforms.stage_layouts import on_place

@@ -1,24 +1,31 @@
-"""The parameters of one stage on one device: gathered before they are used, and let go.
+"""The parameters of one stage on one device, unsharded before they are used and freed after; and the sums of their gradients.
 
-What autograd saves of a parameter, views of it too, has its memory.  So that is what is emptied and filled again, under the
-same tensors: nothing has to be swapped, and nothing is recorded twice.
+What autograd saves of a parameter, views of it too, has its memory.  So that memory is freed and filled again under the same
+tensors: nothing has to be swapped, and nothing is recorded twice.
 
-    UNSHARD   its pieces are on their way     F, B, I, W   they are there: memory is filled     RESHARD   it is given back
+    UNSHARD   all-gather begins     F, B, I, W   memory is filled     RESHARD   memory is freed     REDUCE   reduce-scatter
+
+A tied parameter has one owner, the first of its stages; the others borrow it, and send their gradients to the owner's device:
+
+    any mode             each stage its sum       ->  the owner: their sum                          ->  reduced
+    reproducible mode    each microbatch's own    ->  the owner: their sums, then the tree of them  ->  reduced
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from functools import reduce
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from fshard.errors import ModuleError
-from fshard.mesh.steps import go
+from fshard.mesh.steps import Way, go
 from fshard.mesh.tree import PyTree
 from fshard.pipeline.leaves import edges_of
+from fshard.pipeline.total import Ordered, Running
 from fshard.source import Site
 from fshard.transforms.handle import WRITES
 from fshard.transforms.patterns import named, parts_of
@@ -159,3 +166,141 @@ class StageParams:
     def _converted(self, place: int) -> Tensor:
         x = self._shards[place].detach()
         return x if self._compute is None or not x.is_floating_point() else x.to(self._compute)
+
+
+Gradients = list[Tensor | None]
+
+
+class Tie(NamedTuple):
+    """A parameter of several stages, by its number.
+
+    Args:
+        leaf: its number.
+        stages: where it stands; the first owns it.
+        places: of the stages, along the pipeline.
+        homes: the ways of what each stage has found to the owner's place.
+    """
+
+    leaf: int
+    stages: tuple[int, ...]
+    places: tuple[int, ...]
+    homes: tuple[Way, ...]
+
+
+class StageSums:
+    """The gradients of one device in one step.
+
+    Args:
+        leaves: all parameters of the pipeline.
+        trained: by stage, the numbers of those that are trained.
+        ties: those of several stages.
+        ways: of each leaf, from summands on the devices at its place to its gradient's layout.
+        weights: what each microbatch counts for, in reproducible mode; None: gradients come weighted.
+        used: the dtypes that leaves are used in, and their gradients come in.
+        wide: the dtypes that these are added up and reduced in.
+        place: of the device along the pipeline.
+        near: a tensor on the device.
+        site: the line of the step.
+    """
+
+    def __init__(
+        self,
+        leaves: Sequence[Leaf],
+        trained: dict[int, list[int]],
+        ties: Sequence[Tie],
+        ways: Sequence[Way | None],
+        weights: list[float] | None,
+        used: Sequence[torch.dtype],
+        wide: Sequence[torch.dtype],
+        place: int,
+        near: Tensor,
+        site: Site,
+    ) -> None:
+        self._leaves, self._trained, self._ways, self._wide = leaves, trained, ways, wide
+        self._apart = wide if weights is None else used  # one microbatch's are added as one backward would
+        self._ties, self._weights, self._place, self._near, self._site = ties, weights, place, near, site
+        self._tied = {tie.leaf for tie in ties}
+        self._each = {(stage, tie.leaf): dict[int, Tensor]() for tie in ties for stage in tie.stages}
+        self._totals = {stage: self._total() for stage in trained}
+        self._under_way: list[tuple[Sequence[int], Callable[[], list[Tensor]]]] = []
+        self._simply = {stage: all(wide[leaf] is used[leaf] for leaf in own) for stage, own in trained.items()}
+        self.used = [False] * len(leaves)
+
+    def _total(self) -> Running | Ordered:
+        return Running() if self._weights is None else Ordered(self._weights)
+
+    def add(self, stage: int, microbatch: int, gs: Sequence[Tensor | None], *, idle: bool) -> None:
+        """Take what one microbatch gave; an idle one counts for nothing."""
+        row: Gradients = []
+        for leaf, g in zip(self._trained[stage], gs, strict=True):
+            self.used[leaf] |= g is not None
+            if g is not None:
+                g = None if idle else g.to_dense() if g.is_sparse else g
+            if g is not None and leaf in self._tied:
+                self._keep(self._each[stage, leaf], microbatch, g.to(self._apart[leaf]))
+                g = None
+            row.append(None if g is None else g.to(self._wide[leaf]))
+        self._totals[stage].add(microbatch, row)
+
+    def lend(self, stage: int, own: Sequence[Tensor]) -> bool:
+        """Let the weights' `.grad` be the sums, if gradients are simply added up in their own dtypes; return whether."""
+        total = self._totals[stage]
+        return self._simply[stage] and isinstance(total, Running) and total.lend(own)
+
+    def _keep(self, kept: dict[int, Tensor], microbatch: int, g: Tensor) -> None:
+        at = 0 if self._weights is None else microbatch
+        kept[at] = kept[at] + g if at in kept else g
+
+    def reduce(self, stage: int) -> None:
+        """Begin to reduce what a stage has found, but for what is tied."""
+        total = self._totals.pop(stage)
+        sums = total.sums() if isinstance(total, Ordered) else total.result()
+        found = dict(zip(self._trained[stage], sums or [None] * len(self._trained[stage]), strict=True))
+        for leaf, g in found.items():
+            if g is not None:
+                self.used[leaf] = True
+                if leaf in self._tied:
+                    self._keep(self._each[stage, leaf], 0, g)
+        self._send({leaf: g for leaf, g in found.items() if leaf not in self._tied})
+
+    def _send(self, found: dict[int, Tensor | None]) -> None:
+        ways, xs = list[Way](), list[Tensor]()
+        for leaf, g in found.items():
+            way = self._ways[leaf]
+            assert way is not None
+            ways.append(way)
+            xs.append(self._zeros(self._leaves[leaf].shape, self._wide[leaf]) if g is None else g)
+        if xs:
+            self._under_way.append(([*found], go(xs, ways, self._site, ahead=True)))
+
+    def _zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return self._near.new_zeros(shape, dtype=dtype)
+
+    def result(self) -> dict[int, Tensor]:
+        """Return the reduced gradients of what lies on this device, by number."""
+        for stage in [*self._totals]:
+            self.reduce(stage)
+        self._bring_home()
+        return {leaf: g for leaves, finish in self._under_way for leaf, g in zip(leaves, finish(), strict=True)}
+
+    def _bring_home(self) -> None:
+        """Send what borrowers have found to the owners, which add it up and reduce it."""
+        rows = [(tie, at) for tie in self._ties for at in range(1, len(tie.stages))]
+        xs = [self._stacked(tie, at) for tie, at in rows]
+        stacks = go(xs, [tie.homes[at] for tie, at in rows], self._site)()
+        for tie in self._ties:
+            if tie.places[0] == self._place:
+                others = [stack for (other, _), stack in zip(rows, stacks, strict=True) if other is tie]
+                total = self._total()
+                found = reduce(torch.add, reversed([self._stacked(tie, 0), *others]))  # (microbatch or 1, ...)
+                for at, g in enumerate(found):
+                    total.add(at, [g.to(self._wide[tie.leaf])])
+                self._send({tie.leaf: (total.sums() if isinstance(total, Ordered) else total.result())[0]})
+
+    def _stacked(self, tie: Tie, at: int) -> Tensor:
+        """Return what a stage of a tie has found, a row for each microbatch or one in all; nothing, if it is not here."""
+        shape, dtype = self._leaves[tie.leaf].shape, self._apart[tie.leaf]
+        if tie.places[at] != self._place:
+            return self._zeros([0] * (1 + len(shape)), dtype)
+        kept, zero = self._each.pop((tie.stages[at], tie.leaf)), self._zeros(shape, dtype)
+        return torch.stack([kept.get(row, zero) for row in range(len(self._weights or [1.0]))])

@@ -30,7 +30,7 @@ from fshard.transforms.ordered import way_in_order
 from fshard.transforms.patterns import named, parts_of
 from fshard.transforms.slices import How
 from fshard.transforms.stage_layouts import on_place, place_of
-from fshard.transforms.stage_sums import Tie
+from fshard.transforms.stage_params import Tie
 from fshard.transforms.units import Leaf
 
 

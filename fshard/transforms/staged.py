@@ -36,11 +36,11 @@ from fshard.pipeline.verify import verify
 from fshard.source import Site
 from fshard.transforms.batch import Batch, placed
 from fshard.transforms.beside import laid
-from fshard.transforms.counts import Weight
 from fshard.transforms.gradient import Value, called, refuse_unrecorded
 from fshard.transforms.known import refuse_half_frozen
-from fshard.transforms.nearby import refuse_unplaced
+from fshard.transforms.means import Weight
 from fshard.transforms.options import wrong_options
+from fshard.transforms.origin import refuse_unplaced
 from fshard.transforms.patterns import Choice, chosen, named, parts_of
 from fshard.transforms.randomness import drawn_key
 from fshard.transforms.shift import Result, Shift

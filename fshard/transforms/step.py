@@ -22,8 +22,8 @@ from fshard.optim.plain import on_arrays
 from fshard.pipeline.schedule import Schedule
 from fshard.source import call_site
 from fshard.transforms.gradient import Value
-from fshard.transforms.nearby import refuse_distant
 from fshard.transforms.options import Options
+from fshard.transforms.origin import refuse_distant
 from fshard.transforms.slices import How
 from fshard.transforms.value_and_grad import gradient_of
 from fshard.uncompiled import uncompiled

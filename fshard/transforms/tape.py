@@ -14,8 +14,10 @@ A unit that lies sharded is let go when later ones are gathered; what autograd s
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import wraps
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,12 +25,13 @@ from torch import Tensor
 from fshard.errors import ModuleError
 from fshard.mesh.scope import Group, require
 from fshard.mesh.steps import go
+from fshard.mesh.tree import PyTree, flatten, unflatten
 from fshard.source import Site
-from fshard.transforms.handle import WRITES, handles_of, own_versions
+from fshard.transforms.handle import WRITES, Handle, handles_of, own_versions, wholes
 from fshard.transforms.patterns import named, parts_of
 from fshard.transforms.reductions import Along, Keep, Reductions, Ways
 from fshard.transforms.replica import Replica
-from fshard.transforms.saved import Saved
+from fshard.transforms.saved import Saved, unwatched
 from fshard.transforms.units import Leaf, Manner, Unit, versions_of
 
 
@@ -201,3 +204,49 @@ class Tape:
             f"{self.leaves[unit.places[0]].unit} ({', '.join(named(parts_of(self.leaves[at].path)) for at in unit.places)})"
             for unit in self.units
         ]
+
+
+def whole(tree: PyTree) -> PyTree:
+    """Return a tree with plain tensors in the place of parameters, gathered.
+
+    Outside a loss function there are no handles, and the tree is returned as it is.
+    """
+    leaves, structure = flatten(tree, sharded_is_leaf=True, none_is_leaf=True)
+    return unflatten(structure, [wholes(leaf) for leaf in leaves])
+
+
+def gathered(fn: Callable[..., Any], *, keep: bool = False) -> Callable[..., Any]:
+    """Return a function whose parameters are gathered when it is called and let go when it returns.
+
+    Any loss function works without this mark; a marked block holds its parameters for exactly as long as it runs, and its
+    body sees plain tensors.
+
+    Args:
+        fn: a function that is called with parameters among its arguments.
+        keep: leave what autograd saves in it as it is, instead of gathering parameters again for the backward.
+
+    >>> import torch, fshard as fs
+    >>> block = fs.gathered(lambda w, x: torch.relu(x @ w))
+    >>> block(torch.eye(2), torch.tensor([-1.0, 2.0]))
+    tensor([0., 2.])
+    """
+
+    @wraps(fn)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        leaves, structure = flatten((args, kwargs), sharded_is_leaf=True, none_is_leaf=True)
+        units = {id(leaf.unit): leaf.unit for leaf in leaves if type(leaf) is Handle}
+        own_args, own_kwargs = unflatten(structure, [wholes(leaf) for leaf in leaves])
+        try:
+            with unwatched() if keep else nullcontext():
+                return fn(*own_args, **own_kwargs)
+        finally:
+            for unit in units.values():
+                if unit.sharded and unit.tape.manner.reshard:
+                    unit.release()
+
+    return run
+
+
+def followed(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a loss function as it is to be called with handles: what torch.compile has made takes gathered parameters."""
+    return gathered(loss_fn) if hasattr(loss_fn, "_torchdynamo_orig_callable") else loss_fn

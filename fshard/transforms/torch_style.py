@@ -14,13 +14,17 @@ from torch import Tensor, nn
 
 from fshard.copying import copied
 from fshard.errors import LayoutError, ModuleError, OptimizerError
+from fshard.mesh.layout import Layout
 from fshard.mesh.mesh import Mesh
 from fshard.mesh.placing import unshard
 from fshard.mesh.scope import here
+from fshard.mesh.sharded import Sharded
+from fshard.mesh.spmd import held
 from fshard.mesh.threads import one_thread
-from fshard.mesh.tree import PyTree
+from fshard.mesh.tree import PyTree, flatten, unflatten
 from fshard.optim.chain import clip_by_value, clipped_if_finite, shrunk
 from fshard.optim.contract import Optimizer, step_of
+from fshard.optim.leaves import trainable
 from fshard.optim.norms import global_norm
 from fshard.optim.numbers import above, refuse, within
 from fshard.optim.partition import Partitioned
@@ -28,7 +32,6 @@ from fshard.optim.source import OptimizerSource, TorchSource
 from fshard.transforms.announced import Announced
 from fshard.transforms.loop import ImperativeGradient
 from fshard.transforms.loop_stages import StagedGradient
-from fshard.transforms.zeros import with_zeros
 
 
 class Model(nn.Module):
@@ -335,3 +338,17 @@ def boosted(optimizer: Any) -> BoostedOptimizer:
             "model, optimizer, *_ = booster.boost(model, optimizer), and give that one."
         )
     return optimizer
+
+
+def with_zeros(grads: PyTree, params: PyTree, lay: Callable[[Layout], Layout]) -> PyTree:
+    """Return gradients with zeros for trained parameters that have none; `lay` gives the layout of a gradient."""
+    given, _ = flatten(grads, sharded_is_leaf=True, none_is_leaf=True)
+    leaves, structure = flatten(params, sharded_is_leaf=True, none_is_leaf=True)
+    both = zip(leaves, given, strict=True)
+    return unflatten(structure, [_zeros(x, lay(x.layout)) if g is None and trainable(x) else g for x, g in both])
+
+
+def _zeros(x: Sharded, layout: Layout) -> Sharded:
+    near = x.shards[0]
+    shapes = [layout.local_shape(x.shape, device) for device in held(x.mesh)]
+    return Sharded(x.shape, layout, tuple(near.new_zeros(shape) for shape in shapes))
