@@ -13,6 +13,7 @@ Where no axis cuts samples, as beside a pipeline alone, all tensors of one lengt
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 
 from fshard.copying import lent
-from fshard.errors import LayoutError
+from fshard.errors import LayoutError, MeshError
 from fshard.mesh.arithmetic import Range, balanced_range, ravel
 from fshard.mesh.dense import is_dense
 from fshard.mesh.layout import Layout
@@ -31,7 +32,16 @@ from fshard.mesh.placing import collected, device_put, unshard
 from fshard.mesh.sharded import Sharded, in_memory
 from fshard.mesh.spec import P
 from fshard.mesh.spmd import held
-from fshard.mesh.tree import PyTree, Structure, broadcast_prefix, flatten_outside, flatten_with_paths, unflatten
+from fshard.mesh.tree import (
+    PyTree,
+    Structure,
+    broadcast_prefix,
+    flatten,
+    flatten_outside,
+    flatten_with_paths,
+    paths_of,
+    unflatten,
+)
 from fshard.transforms.opaque import all_plain, is_opaque, rows_of
 
 
@@ -84,7 +94,7 @@ class Batch:
         structure: of the tree that they are the leaves of.
         axes: along which anything is cut: those of the samples first, in their order.
         shapes: of the whole leaves, where they are tensors.
-        wholes: the tensors that were given whole, by their paths.
+        given: the leaves as they were given, if the caller has the whole batch.
     """
 
     mesh: Mesh
@@ -94,7 +104,12 @@ class Batch:
     structure: Structure
     axes: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
-    wholes: dict[str, Tensor]
+    given: Sequence[Any] = ()
+
+    @property
+    def wholes(self) -> dict[str, Tensor]:
+        """The tensors that were given whole, by their paths."""
+        return {path: x for path, x in zip(paths_of(self.structure), self.given, strict=False) if isinstance(x, Tensor)}
 
     @property
     def alone(self) -> bool:
@@ -200,36 +215,36 @@ class Part:
         tensors = [lent(in_memory(x, mesh, "device")) if isinstance(x, Tensor) else x for x in leaves]
         cuts = [None if rows_of(x) is None else self.cut for x in leaves]
         shapes = tuple((*([self.cut.length] if x.ndim else []), *x.shape[1:]) for x in leaves if isinstance(x, Tensor))
-        return Batch(mesh, (device,), [(x,) for x in tensors], cuts, structure, self.cut.axes, shapes, {})
+        return Batch(mesh, (device,), [(x,) for x in tensors], cuts, structure, self.cut.axes, shapes)
 
 
 def placed(batch: PyTree, specs: PyTree, mesh: Mesh) -> Batch:
     """Lay a batch on a mesh by a P, or a prefix tree of Ps."""
     if isinstance(batch, Part):
         return batch.on(mesh)
-    paths, leaves, structure = flatten_with_paths(batch, sharded_is_leaf=True, none_is_leaf=True)
+    leaves, structure = flatten(batch, sharded_is_leaf=True, none_is_leaf=True)
     try:
         chosen = [specs] * len(leaves) if isinstance(specs, P) else broadcast_prefix(specs, batch, none_is_leaf=True)
     except ValueError:
         raise LayoutError(f"the batch specs {specs!r} are no prefix of the batch {structure}.") from None
-    columns: list[tuple[Any, ...]] = []
-    cuts: list[Cut | None] = []
     if not all_plain(leaves):
         _refuse_opaque(batch, specs)
-    with collected("batch") as attempt:
-        for path, leaf, spec in zip(paths, leaves, chosen, strict=True):
-            with attempt(path):
-                cut, column = _placed(leaf, spec, mesh)
-                cuts.append(cut)
-                columns.append(column)
+    try:
+        laid = [_placed(leaf, spec, mesh) for leaf, spec in zip(leaves, chosen, strict=True)]
+    except (LayoutError, MeshError):
+        with collected("batch") as attempt:
+            for path, leaf, spec in zip(paths_of(structure), leaves, chosen, strict=True):
+                with attempt(path):
+                    _placed(leaf, spec, mesh)
+        raise
+    cuts, columns = [cut for cut, _ in laid], [column for _, column in laid]
     if not any(cuts):
         cuts = _uncut(columns)
     over = [axis for axis in mesh.axis_names if any(isinstance(spec, P) and axis in spec.axes for spec in chosen)]
     first = next((cut.axes for cut in cuts if cut is not None), ())
     axes = (*first, *(axis for axis in over if axis not in first))
     shapes = tuple(tuple(x.shape) for x in leaves if isinstance(x, Tensor | Sharded))
-    wholes = {path: x for path, x in zip(paths, leaves, strict=True) if isinstance(x, Tensor)}
-    return Batch(mesh, held(mesh), columns, cuts, structure, axes, shapes, wholes)
+    return Batch(mesh, held(mesh), columns, cuts, structure, axes, shapes, leaves)
 
 
 def _refuse_opaque(batch: PyTree, specs: PyTree) -> None:

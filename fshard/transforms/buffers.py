@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -85,6 +86,8 @@ class Buffers:
 
     def changed(self, place: int, tree: PyTree, near: torch.device) -> dict[str, Tensor]:
         """Return the buffers of a returned tree that are not the given ones, by path, numbers as tensors near to it."""
+        if not self._given and type(tree) is tuple and not tree:
+            return {}
         paths, leaves, _ = flatten_with_paths(tree, none_is_leaf=True)
         before = self.before(place)
         if missing := before.keys() - {*paths}:
@@ -116,6 +119,12 @@ class Buffers:
             return given
         shards = tuple(one[path] for one in changed)
         return Sharded(tuple(shards[0].shape), self._layout, shards) if isinstance(given, Sharded) else shards[0]
+
+
+@lru_cache(maxsize=64)
+def no_buffers(mesh: Mesh) -> Buffers:
+    """Return the buffers of a loss function that has none."""
+    return Buffers((), mesh)
 
 
 def number_of(path: str, x: Any, near: torch.device) -> Tensor:

@@ -35,14 +35,14 @@ from fshard.mesh.mesh import Mesh
 from fshard.mesh.sharded import Sharded
 from fshard.mesh.spmd import everywhere, held, standing
 from fshard.mesh.threads import one_thread
-from fshard.mesh.tree import PyTree, Structure, flatten_with_paths, unflatten
+from fshard.mesh.tree import PyTree, Structure, flatten, paths_of, unflatten
 from fshard.optim.leaves import firsts_of, trainable
 from fshard.optim.scaling import note_unscaled
 from fshard.source import Site, call_site
 from fshard.transforms.agree import CURE, disagreement
 from fshard.transforms.batch import placed
 from fshard.transforms.beside import put_together
-from fshard.transforms.buffers import Buffers
+from fshard.transforms.buffers import Buffers, no_buffers
 from fshard.transforms.known import Known, leaf_of, refuse_half_frozen
 from fshard.transforms.means import Weight
 from fshard.transforms.options import wrong_options
@@ -171,17 +171,18 @@ class Gradient:
         """Run forward and backward on all devices; return the loss, and the gradients of `scale` times it as they lie."""
         refuse_unrecorded(self.how)
         mesh = standing(self.mesh)
-        paths, leaves, structure = flatten_with_paths(params, sharded_is_leaf=True)
-        refuse_unplaced(paths, leaves, mesh)
+        leaves, structure = flatten(params, sharded_is_leaf=True)
+        refuse_unplaced(leaves, structure, mesh)
         parts = placed(batch, self.specs, mesh)
         parts.check(self.how.turns(prod(mesh.shape[axis] for axis in parts.axes)))
         first = firsts_of(leaves)  # a tied leaf is one, wherever it stands
         own = sorted({*first})
         number = {place: number for number, place in enumerate(own)}
         at = [number[place] for place in first]
-        known = self.known_of(structure, paths, leaves, at, mesh, parts.axes)
+        known = self.known_of(structure, leaves, at, mesh, parts.axes)
         drawn = drawn_key()  # the same on every process
-        devices, memory, tapes = held(mesh), Buffers(buffers, mesh), dict[int, Tape]()
+        memory = Buffers(buffers, mesh) if self.how.has_buffers else no_buffers(mesh)
+        devices, tapes = held(mesh), dict[int, Tape]()
 
         def on_device(device: int) -> Result:
             place = devices.index(device) if len(devices) > 1 else 0
@@ -227,16 +228,16 @@ class Gradient:
     def known_of(
         self,
         structure: Structure,
-        paths: Sequence[str],
         leaves: Sequence[Sharded],
         at: Sequence[int],
         mesh: Mesh,
         axes: tuple[str, ...],
     ) -> Known:
-        """Return what is worked out once for parameters of these paths, ties, shapes, dtypes and layouts."""
+        """Return what is worked out once for parameters of this structure, these ties, shapes, dtypes and layouts."""
         key = structure, at, axes, [x.shape for x in leaves], [x.dtype for x in leaves], [x.layout for x in leaves]
         found = next((known for known in self.known if known.key == key), None)
         if found is None:
+            paths = [*paths_of(structure)]
             fixed = chosen(self.frozen, paths, "frozen")
             refuse_half_frozen(paths, at, fixed)
             ways: dict[int, Leaf] = {}

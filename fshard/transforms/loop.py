@@ -32,7 +32,7 @@ from fshard.mesh.scope import owning
 from fshard.mesh.sharded import Sharded
 from fshard.mesh.spmd import everywhere, is_outside, standing
 from fshard.mesh.threads import one_thread
-from fshard.mesh.tree import PyTree, flatten_outside, flatten_with_paths, unflatten
+from fshard.mesh.tree import PyTree, flatten, flatten_outside, flatten_with_paths, unflatten
 from fshard.optim.leaves import firsts_of
 from fshard.optim.scaling import held_by
 from fshard.source import call_site
@@ -267,19 +267,19 @@ class ImperativeGradient:
         if sliced:
             refuse_unsliced(paths, outside, leaves, counted)
         cuts = [counted.cut if length is not None and length == counted.rows else None for length in lengths]
-        return Batch(mesh, (device,), [(x,) for x in leaves], cuts, structure, self.axes, (), {}), counted
+        return Batch(mesh, (device,), [(x,) for x in leaves], cuts, structure, self.axes, ()), counted
 
     def _opened(self) -> _Open:
         """Begin a step: lay the parameters out for use."""
         mesh, gradient = standing(self.mesh), self._gradient
         refuse_distant(mesh, "the model", params=self.params)
-        paths, leaves, structure = flatten_with_paths(self.params, sharded_is_leaf=True)
-        refuse_unplaced(paths, leaves, mesh, "the model")
+        leaves, structure = flatten(self.params, sharded_is_leaf=True)
+        refuse_unplaced(leaves, structure, mesh, "the model")
         first = firsts_of(leaves)
         own = sorted({*first})
         number = {place: number for number, place in enumerate(own)}
         at = [number[place] for place in first]
-        known = gradient.known_of(structure, paths, leaves, at, mesh, self.axes)
+        known = gradient.known_of(structure, leaves, at, mesh, self.axes)
         shards = [leaves[place].shards[0] for place in own]
         tape = gradient.tape(known, shards, call_site())
         return _Open(

@@ -28,7 +28,7 @@ from fshard.errors import LayoutError, MismatchError
 from fshard.mesh.mesh import Mesh
 from fshard.mesh.sharded import Sharded
 from fshard.mesh.spmd import held
-from fshard.mesh.tree import PyTree, flatten, flatten_with_paths
+from fshard.mesh.tree import PyTree, Structure, flatten, flatten_with_paths, paths_of
 from fshard.transforms.agree import name_of
 from fshard.transforms.patterns import named, parts_of
 
@@ -155,17 +155,12 @@ def refuse_distant(mesh: Mesh, what: str, **trees: PyTree) -> None:
     """
     if mesh.runtime != "virtual":
         return
-    counts = dict[int, int]()  # by mesh
+    count = len(held(mesh))
 
     def distant(x: Any) -> bool:
-        if not isinstance(x, Sharded):
-            return False
-        lies_on = x.layout.mesh
-        if id(lies_on) not in counts:
-            counts[id(lies_on)] = len(held(lies_on))
-        return len(x.shards) != counts[id(lies_on)]
+        return isinstance(x, Sharded) and len(x.shards) != (count if x.mesh is mesh else len(held(x.mesh)))
 
-    found = [x for x in flatten(list(trees.values()), sharded_is_leaf=True)[0] if distant(x)]
+    found = [x for x in flatten([*trees.values()], sharded_is_leaf=True)[0] if distant(x)]
     if not found:
         return
     where = "outside of fs.run and used inside" if len(found[0].shards) > 1 else "inside of fs.run and used outside"
@@ -182,13 +177,17 @@ WHOLE_OR_FSDP = 'fs.shard_params(params, P(), mesh=mesh), or fs.fsdp("data") for
 
 
 def refuse_unplaced(
-    paths: Sequence[str], leaves: Sequence[Any], mesh: Mesh, what: str = "value_and_grad", cure: str = WHOLE_OR_FSDP
+    leaves: Sequence[Any], structure: Structure, mesh: Mesh, what: str = "value_and_grad", cure: str = WHOLE_OR_FSDP
 ) -> None:
     """Raise naming parameters that do not lie on a mesh."""
-    wrong = [
-        f"{named(parts_of(path)) or 'the parameter'} is {type(x).__name__ if not isinstance(x, Sharded) else f'on {x.mesh}'}"
-        for path, x in zip(paths, leaves, strict=True)
-        if not isinstance(x, Sharded) or (x.mesh is not mesh and x.mesh != mesh)
-    ]
-    if wrong:
+
+    def elsewhere(x: Any) -> bool:
+        return not isinstance(x, Sharded) or (x.mesh is not mesh and x.mesh != mesh)
+
+    if any(map(elsewhere, leaves)):
+        wrong = [
+            f"{named(parts_of(path)) or 'the parameter'} is {f'on {x.mesh}' if isinstance(x, Sharded) else type(x).__name__}"
+            for path, x in zip(paths_of(structure), leaves, strict=True)
+            if elsewhere(x)
+        ]
         raise LayoutError(f"{what} on {mesh}: {'; '.join(wrong)}. Lay the parameters on that mesh: {cure}.")

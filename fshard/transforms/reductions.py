@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -161,7 +162,7 @@ class Reductions:
         for place, g in zip(unit.places, self.as_reduced(unit, gs), strict=True):
             leaf, near, way = self.leaves[place], self.shards[place], ways[place]
             if way is not None:
-                g = near.new_zeros(leaf.shape, dtype=self._reduced_in(leaf)) if g is None else g
+                g = near.new_zeros(leaf.shape, dtype=reduced_in(leaf.dtype, self.manner, self.wide)) if g is None else g
                 self._bucket.append((place, g, way))
                 self._size += g.nbytes
         if unit.sharded or self._size >= self.manner.bucket:
@@ -169,7 +170,7 @@ class Reductions:
 
     def as_reduced(self, unit: Unit, gs: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Return gradients of a unit in the dtypes that they are reduced in."""
-        dtypes = [self._reduced_in(self.leaves[place]) for place in unit.places]
+        dtypes = [reduced_in(self.leaves[place].dtype, self.manner, self.wide) for place in unit.places]
         return [g if g is None or g.dtype is dtype else g.to(dtype) for g, dtype in zip(gs, dtypes, strict=True)]
 
     def drop(self) -> None:
@@ -188,12 +189,6 @@ class Reductions:
             self._under_way.append((places, go(xs, ways, self.site, ahead=self.manner.in_flight > 0), many))
             self.finish(self.manner.in_flight)
 
-    def _reduced_in(self, leaf: Leaf) -> torch.dtype:
-        if leaf.dtype.is_complex:
-            return leaf.dtype
-        used = self.manner.compute or leaf.dtype
-        return self.manner.reduce or (torch.promote_types(used, torch.float32) if self.wide else used)
-
     def finish(self, but: int = 0) -> None:
         """Wait for reductions, the oldest first, until only so many are under way."""
         while len(self._under_way) > but:
@@ -204,3 +199,12 @@ class Reductions:
                     result = result.to(torch.promote_types(result.dtype, leaf.dtype))
                 result = result if many == 1 else result / many
                 self.sums[place] = result if known is None else known + result
+
+
+@lru_cache(maxsize=256)
+def reduced_in(dtype: torch.dtype, manner: Manner, wide: bool) -> torch.dtype:
+    """Return the dtype in which the gradients of a leaf are reduced."""
+    if dtype.is_complex:
+        return dtype
+    used = manner.compute or dtype
+    return manner.reduce or (torch.promote_types(used, torch.float32) if wide else used)

@@ -257,7 +257,7 @@ class Staged:
             )
         if not leaves:
             raise LayoutError(f"{self.how.caller}: no stage has a parameter, so there is nothing to train.")
-        refuse_unplaced(paths, leaves, mesh, self.how.caller, _LAY)
+        refuse_unplaced(leaves, flatten(params, sharded_is_leaf=True)[1], mesh, self.how.caller, _LAY)
         places = self._places_of(params)
         wrong = [
             f"{named(parts_of(paths[first]))} lies as {leaves[first].spec}, its stage at place {places[first]}"
