@@ -9,7 +9,7 @@ devices send back for a value of it is a number and must pass.  So each node bet
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 from torch import Tensor, nn, zeros_like
@@ -83,9 +83,13 @@ _TALKING = ("_Recorded", "_Transformed", "_Extreme")
 
 def silence(loss: Tensor) -> None:
     """Let a loss give cotangents of 0, whatever its derivative; those that come by collectives are let through."""
-    every = [*_behind([loss.grad_fn])] if loss.grad_fn is not None else []
-    talking = [node for node in every if _talks(node)]
-    heard = {*_behind(next_ for node in talking for next_ in _next(node)), *talking}
+    every = [*nodes_behind(loss)]
+    talking = [node for node in every if node.name().removesuffix("Backward").removesuffix("Generated") in _TALKING]
+    heard, left = set(talking), list(talking)
+    while left:
+        new = {before for before, _ in left.pop().next_functions if before is not None} - heard
+        heard |= new
+        left += new
     for node in every:
         if node not in heard:
             node.register_hook(_zeros)
@@ -93,22 +97,3 @@ def silence(loss: Tensor) -> None:
 
 def _zeros(grad_inputs: tuple[Tensor | None, ...], _: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
     return tuple(None if g is None else zeros_like(g) for g in grad_inputs)
-
-
-def _behind(nodes: Iterable[Any]) -> Iterator[Any]:
-    """Yield nodes and all that they lead to, each once."""
-    left, seen = list(nodes), set[Any]()
-    while left:
-        node = left.pop()
-        if node not in seen:
-            seen.add(node)
-            yield node
-            left += _next(node)
-
-
-def _next(node: Any) -> list[Any]:
-    return [other for other, _ in node.next_functions if other is not None]
-
-
-def _talks(node: Any) -> bool:
-    return node.name().removesuffix("Backward").removesuffix("Generated") in _TALKING

@@ -65,7 +65,7 @@ class Origin:
     Args:
         shapes: of the whole batch.
         key: of random draws; None if devices may draw differently.
-        leaves: the bits of parameters that lie whole, by their paths; none, but in a device's first step.
+        leaves: the bits of replicated parameters, by their paths; none, but in a device's first step.
         batch: those of what the batch has that was given whole, likewise.
         stepped: the options of the step before, in a loop.
     """
@@ -77,69 +77,44 @@ class Origin:
     stepped: str = field(default_factory=_stepped.get)
 
     @property
-    def told(self) -> tuple[object, ...]:
-        """What is to be the same on all devices."""
-        return (self.shapes, [*self.batch.values()]), (self.key, self.stepped), [*self.leaves.values()]
+    def told(self) -> tuple[list[int], ...]:
+        """The numbers that must be the same on all devices; where several differ, the last is why."""
+        lengths = [length for shape in self.shapes for length in shape]
+        key = [] if self.key is None else [self.key % (1 << 40)]
+        return [*self.batch.values()], lengths, [*self.stepped.encode()], key, [*self.leaves.values()]
 
     def refuse(self, place: int, mesh: Mesh, exchange: Callable[[Sequence[int]], Mapping[int, Sequence[int]]]) -> None:
-        """Raise, saying who differs in what was told at some place; `exchange` gives all devices' numbers."""
-        raise MismatchError(f"value_and_grad: {(self._batches, self._keys, self._parameters)[place](mesh, exchange)}")
-
-    def _batches(self, mesh: Mesh, exchange: Callable[[Sequence[int]], Mapping[int, Sequence[int]]]) -> str:
-        found = exchange([length for shape in self.shapes for length in shape])
-        if len(set(map(tuple, found.values()))) == 1:
-            return self._values(mesh, exchange)
-        held = "; ".join(f"{name_of(mesh, device)} has {list(lengths)}" for device, lengths in found.items())
-        return (
-            f"devices were given batches of different shapes, dim by dim: {held}. Every process is given the whole batch and "
-            "takes its part: give all the same, or lay out what each has by fs.from_local."
-        )
-
-    def _keys(self, mesh: Mesh, exchange: Callable[[Sequence[int]], Mapping[int, Sequence[int]]]) -> str:
-        found = exchange([(self.key or 0) % (1 << 40)])
-        if len(set(map(tuple, found.values()))) == 1:
-            return self._options(mesh, exchange)
+        """Raise, saying who differs in what was told at a place; `exchange` gives all devices' numbers."""
+        found = {name_of(mesh, device): [*numbers] for device, numbers in exchange(self.told[place]).items()}
         (first, own), *others = found.items()
-        differ = " and ".join(name_of(mesh, device) for device, key in others if key != own)
-        return (
-            f"the random state of {differ} is not that of {name_of(mesh, first)}, from which reproducible=True draws the key "
-            "of the step. Give all processes one seed: torch.manual_seed(0), not that of a rank."
-        )
-
-    def _parameters(self, mesh: Mesh, exchange: Callable[[Sequence[int]], Mapping[int, Sequence[int]]]) -> str:
-        return (
-            f"parameters that lie whole are not the same on all devices: {_wrong(self.leaves, mesh, exchange)}. Make them "
-            "from one seed on all processes, or load them from one file."
-        )
-
-    def _options(self, mesh: Mesh, exchange: Callable[[Sequence[int]], Mapping[int, Sequence[int]]]) -> str:
-        found = exchange([*self.stepped.encode()])
-        held = "; ".join(f"{name_of(mesh, device)} with {bytes(text).decode()}" for device, text in found.items())
-        return (
-            f"devices have taken the last step with different options: {held}. A device's own loss is of its own samples: give "
-            'a scheduler, ReduceLROnPlateau say, fs.pmean(loss.detach(), "data"), and all the same limits.'
-        )
-
-    def _values(self, mesh: Mesh, exchange: Callable[[Sequence[int]], Mapping[int, Sequence[int]]]) -> str:
-        return (
-            f"devices were given different batches, of the same shapes: {_wrong(self.batch, mesh, exchange)}. A plain tensor "
-            "is the whole batch, of which each takes its part. If it is what this process has loaded for itself, say so: "
-            'fs.from_local(x, fs.Layout(mesh, P("data"))).'
-        )
+        wrong = {name: numbers for name, numbers in others if numbers != own}
+        if place in (0, 4):
+            paths = [named(parts_of(path)) or "the tensor" for path in (self.leaves if place else self.batch)]
+            parts = [
+                f"{name} in {', '.join(path for path, a, b in zip(paths, own, theirs, strict=True) if a != b)}"
+                for name, theirs in wrong.items()
+            ]
+            who = f"{'; '.join(parts)} differs from {first}"
+        elif place == 3:
+            who = f"{' and '.join(wrong)} is not that of {first}"
+        else:
+            shown = {name: bytes(x).decode() if place == 2 else x for name, x in found.items()}
+            who = "; ".join(f"{name} has {x}" for name, x in shown.items())
+        raise MismatchError(f"value_and_grad: {_DIFFERENT[place].format(who)}")
 
 
-def _wrong(
-    leaves: Mapping[str, int], mesh: Mesh, exchange: Callable[[Sequence[int]], Mapping[int, Sequence[int]]]
-) -> str:
-    """Say who differs from the first device, and in what."""
-    (first, own), *others = exchange([*leaves.values()]).items()
-    paths = [named(parts_of(path)) or "the tensor" for path in leaves]
-    wrong = [
-        f"{name_of(mesh, device)} in {', '.join(path for path, a, b in zip(paths, own, theirs, strict=True) if a != b)}"
-        for device, theirs in others
-        if theirs != own
-    ]
-    return f"{'; '.join(wrong)} differs from {name_of(mesh, first)}"
+_DIFFERENT = (
+    "devices were given different batches, of the same shapes: {}. A plain tensor is the whole batch, of which each takes its "
+    'part. If it is what this process has loaded for itself, say so: fs.from_local(x, fs.Layout(mesh, P("data"))).',
+    "devices were given batches of different shapes, dim by dim: {}. Every process is given the whole batch and takes its "
+    "part: give all the same, or lay out what each has by fs.from_local.",
+    "devices have taken the last step with different options: {}. A device's own loss is of its own samples: give a scheduler, "
+    'ReduceLROnPlateau say, fs.pmean(loss.detach(), "data"), and all the same limits.',
+    "the random state of {}, from which reproducible=True draws the key of the step. Give all processes one seed: "
+    "torch.manual_seed(0), not that of a rank.",
+    "replicated parameters must be the same on all devices: {}. Make them from one seed on all processes, or load them "
+    "from one file.",
+)
 
 
 def refuse_distant(mesh: Mesh, what: str, **trees: PyTree) -> None:
