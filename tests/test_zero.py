@@ -898,7 +898,9 @@ def test_wrong_calls_name_what_is_wrong():
         run(own, torch.ones(2))
     with pytest.raises(fs.LayoutError, match="w is Tensor. Lay the parameters on that mesh"):
         run({"w": torch.ones(2)}, torch.ones(2))
-    with pytest.raises(fs.LayoutError, match="accumulate must be an integer >= 1, got 0; prefetch must be an integer >= 0, got -1"):
+    with pytest.raises(
+        fs.LayoutError, match="accumulate must be an integer >= 1, got 0; prefetch must be an integer >= 0, got -1"
+    ):
         fs.value_and_grad(lambda p, x: x, mesh=mesh, batch=P("data"), accumulate=0, prefetch=-1)
     with pytest.raises(fs.LayoutError, match="cuts the batch into 3 slices, which 2 devices do not share"):
         fs.grad(lambda p, x: (p["w"] * x).mean(), mesh=mesh, batch=P("data"), reproducible=True, slices=3)(
