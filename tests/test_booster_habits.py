@@ -236,60 +236,6 @@ def test_a_gradient_goes_through_two_models():
     close(both, alone)
 
 
-def one_loss(booster, encoder, head, ours, theirs, x, y):
-    booster.backward(nn.functional.cross_entropy(head(encoder(x)), y), ours)
-
-
-def beside_its_own(booster, encoder, head, ours, theirs, x, y):
-    booster.backward(nn.functional.cross_entropy(head(x), y), theirs)
-    one_loss(booster, encoder, head, ours, theirs, x, y)
-
-
-def of_the_second(booster, encoder, head, ours, theirs, x, y):
-    booster.backward(encoder(x).square().mean(), ours)
-    booster.backward(nn.functional.cross_entropy(head(encoder(x).tanh()), y), theirs)
-
-
-def side_by_side(booster, encoder, head, ours, theirs, x, y):
-    booster.backward((encoder(x).mean(1) * head(x).mean(1)).mean(), ours)
-
-
-def apart(act, plugin, dropped):
-    """Train an encoder and a head that are boosted apart; drop in between what is not wanted."""
-
-    def main():
-        booster = fs.Booster(PLUGINS[plugin]())
-        encoder, head = nn.Linear(6, 6).double(), layers()
-        ours, theirs = (torch.optim.SGD(model.parameters(), lr=0.1) for model in (encoder, head))
-        encoder, ours, _, loader, _ = booster.boost(encoder, ours, None, DataLoader(samples(8), 4))
-        head, theirs, *_ = booster.boost(head, theirs)
-        for x, y in loader:
-            act(booster, encoder, head, ours, theirs, x, y)
-            if dropped:
-                ours.zero_grad(), theirs.zero_grad()
-                booster.backward(encoder(x).mean(), ours), booster.backward(head(x).mean(), theirs)
-            ours.step(), theirs.step()
-
-    fs.run(main, mesh=fs.make_mesh({"data": 2}))
-
-
-def at_last(back, generator, critic, ours, theirs, z, x):
-    """Take both steps when both have been gone back through, and drop between what the critic is not to have."""
-    made = generator(z)
-    ours.zero_grad(), back(critic(made).mean(), ours)
-    theirs.zero_grad(), back(critic(x).square().mean() - critic(made.detach()).mean(), theirs)
-    ours.step(), theirs.step()
-
-
-def looked_at(back, generator, critic, ours, theirs, z, x):
-    """Look at what the critic says with gradients that nobody wants."""
-    made = generator(z)
-    assert critic(made).isfinite().all()
-    ours.zero_grad(), back(made.square().mean(), ours)
-    theirs.zero_grad(), back(critic(x).square().mean(), theirs)
-    ours.step(), theirs.step()
-
-
 def test_in_reproducible_mode_it_is_said_that_models_are_cut_off():
     with pytest.raises(fs.LayoutError, match=r"must not need a gradient, .*detach\(\) them, or leave rep"):
         through_two(reproducible=True)
@@ -609,19 +555,6 @@ def test_steps_with_other_options_on_other_devices_are_an_error(what, words, plu
         return
     with pytest.raises(fs.MismatchError, match=f"taken the last step with different options: .*{words}"):
         run()
-
-
-class Twice(torch.optim.SGD):
-    """Goes back a second time, as SAM does."""
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        if closure is not None:
-            with torch.enable_grad():
-                closure()
-                loss = closure()
-        super().step()
-        return loss if closure is not None else None
 
 
 @pytest.mark.parametrize(

@@ -256,10 +256,6 @@ MODULES = {
 each_module = pytest.mark.parametrize("kind", MODULES)
 
 
-def double(x):
-    return x.double() if x.is_floating_point() else x
-
-
 def made(kind, seed=0):
     torch.manual_seed(seed)
     return MODULES[kind]()
