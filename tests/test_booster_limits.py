@@ -6,7 +6,6 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import fshard as fs
-from fshard import P
 
 MESH = fs.make_mesh({"data": 2})
 
@@ -86,60 +85,6 @@ def test_time_may_come_before_samples():
         )
 
 
-class Scaled(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = layers()
-
-    def forward(self, scale, x):
-        return self.layers(x * scale)
-
-
-SCALE = torch.arange(1.0, 6.0).double()
-
-
-@pytest.mark.parametrize("copied", [False, True])
-@pytest.mark.parametrize("reproducible", [False, True])
-def test_what_comes_first_need_not_have_a_row_for_each_sample(copied, reproducible):
-    data = TensorDataset(rows(16 if reproducible else 11, 5))
-
-    def act(model, x):
-        return model(SCALE, x.clone() if copied else x).square().mean()
-
-    same(Scaled, each(data, act), plugin=fs.DDPPlugin(reproducible=reproducible))
-
-
-@pytest.mark.parametrize("n", [2, 3])
-def test_a_tensor_that_is_in_every_batch_tells_nothing(n):
-    def body(booster, model, opt):
-        def put_together(found):
-            return SCALE, torch.stack([x for (x,) in found])
-
-        batches = iter(loader_of(booster, TensorDataset(rows(11, 5)), collate_fn=put_together))
-        before = next(batches)
-        for now in [*batches, None]:
-            backward(booster, model(*before).square().mean(), opt)
-            opt.step(), opt.zero_grad()
-            before = now
-
-    same(Scaled, body, n=n)
-
-
-@pytest.mark.parametrize("reproducible", [False, True])
-def test_what_one_slice_writes_into_a_whole_tensor_the_next_does_not_see(reproducible):
-    def loss_fn(params, batch):
-        x, mask = batch
-        mask.mul_(2.0)
-        return (x * mask @ params["w"]).square().mean()
-
-    x, mask, w = rows(8, 5), SCALE.clone(), rows(5)
-    params = fs.shard_params({"w": w}, P(), mesh=MESH)
-    options = {"reproducible": True} if reproducible else {"accumulate": 2}
-    loss, _ = fs.value_and_grad(loss_fn, mesh=MESH, batch=(P("data"), P()), **options)(params, (x, mask))
-    torch.testing.assert_close(loss.double(), (x * SCALE * 2 @ w).square().mean(), rtol=1e-6, atol=0)
-    assert mask.equal(SCALE)
-
-
 def test_a_microbatch_of_a_smaller_batch_may_have_no_sample():
     x, y = rows(7, 5), rows(7, 5, seed=6)
 
@@ -182,11 +127,6 @@ def unrolled(booster, model, opt):
 def test_what_a_model_returned_may_be_given_to_it_again():
     same(layers, unrolled)
     same(layers, unrolled, plugin=fs.FSDPPlugin())
-
-
-def test_in_reproducible_mode_no_part_of_such_a_gradient_is_lost_in_silence():
-    with pytest.raises(fs.LayoutError, match=r"arguments of the model must not need a gradient"):
-        same(layers, unrolled, plugin=fs.DDPPlugin(reproducible=True))
 
 
 # -- draws ----------------------------------------------------------------------------------------------------------
@@ -249,12 +189,6 @@ def test_a_layer_of_a_stage_may_be_put_out_of_training(recompute):
         assert (frozen, moved > 0) == (0, True)
 
 
-@pytest.mark.parametrize("name", ["reproducible", "sync_batchnorm", "reshard_after_forward"])
-def test_flags_are_true_or_false(name):
-    with pytest.raises(fs.LayoutError, match=f"{name} must be True or False, got 'no'"):
-        fs.FSDPPlugin(**{name: "no"})
-
-
 @pytest.mark.parametrize("recompute", ["always", "except_last", 1, 2])
 def test_stages_of_a_plugin_may_be_computed_again(recompute):
     def main(recompute):
@@ -303,25 +237,6 @@ def test_devices_and_runs_may_share_a_booster():
         for _ in range(2):
             for found, expected in zip(fs.run(body, shared, mesh=MESH), own, strict=True):
                 assert all(map(torch.equal, found, expected))
-
-
-@pytest.mark.parametrize(
-    ("ask", "name"),
-    [
-        (lambda opt: opt.param_groups, "param_groups"),
-        (lambda opt: opt.defaults, "defaults"),
-        (lambda opt: torch.optim.lr_scheduler.StepLR(opt, 2), "param_groups"),
-    ],
-    ids=["groups", "defaults", "scheduler"],
-)
-def test_a_pure_optimizer_has_no_groups(ask, name):
-    def main():
-        model = nn.Linear(2, 2)
-        _, opt, *_ = fs.Booster().boost(model, fs.optim.sgd(0.1))
-        ask(opt)
-
-    with pytest.raises(fs.OptimizerError, match=rf"^{name}: a pure optimizer has none.*schedule as its rate"):
-        fs.run(main, mesh=fs.make_mesh({"data": 1}))
 
 
 # -- losses of parameters beside the model ------------------------------------------------------------------------------
