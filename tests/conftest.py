@@ -1,6 +1,8 @@
 """How much hypothesis tries, and processes that the tests share."""
 
+import multiprocessing.forkserver
 import os
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -21,6 +23,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Refuse names of tests that hold an address: workers could not agree on them."""
     if unlike := [item.nodeid for item in items if " at 0x" in item.nodeid]:
         raise pytest.UsageError("These parameters need other ids:\n  " + "\n  ".join(unlike))
+
+
+PRELOADED = ["__main__", "fshard.launching.worker", "hypothesis", "pytest", "torch._dynamo", "fshard.testing.gpt"]
+"""Modules that tests in processes need: imported once, in the process that all others are forked from."""
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Start the process that others are forked from, if any chosen test starts processes."""
+    starts = any(
+        {"link", "run_processes", "Processes"} & {*item.fixturenames, *vars(item.module)}
+        for item in session.items
+        if isinstance(item, pytest.Function)
+    )
+    if sys.platform == "linux" and starts:
+        multiprocessing.forkserver.set_forkserver_preload(PRELOADED)
+        multiprocessing.forkserver.ensure_running()
 
 
 LINKS = {"direct": {}, "gloo": {"FSHARD_DIRECT": "0"}}

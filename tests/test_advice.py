@@ -212,27 +212,6 @@ def test_counted_activations_are_those_of_the_microbatches_held(schedule, chunks
     assert counted(plugin, layers(8, 4), fs.optim.sgd(), activations=96 * 8).activations == found
 
 
-def test_stages_share_the_activations_of_a_larger_part():
-    """On 4 x 1 devices 1F1B holds 4 of 8 microbatches, of a quarter of the layers, and 4 times as many samples."""
-    rows = rows_of(fs.auto_plugin(layers(), MESH, 1_350_000, activations=2_000_000))
-    assert {name: row["activations"] for name, row in rows.items()} == {
-        "DDP, stage 0": 2_000_000,
-        "Zero, stage 1": 2_000_000,
-        "Zero, stage 2": 2_000_000,
-        "FSDP, stage 3": 2_000_000,
-        "Hybrid, stage 1 x 2": 1_000_000,
-        "Hybrid, stage 3 x 2": 1_000_000,
-        "Hybrid, stage 1 x 4": 1_000_000,
-    }
-
-
-def test_activations_are_cut_along_the_axes_of_the_batch():
-    mesh = fs.make_mesh({"data": 2, "copy": 2})
-    plugin = fs.auto_plugin(layers(), mesh, 1_200_000, axis="data", activations=1_000_000)
-    assert rows_of(plugin)["FSDP, stage 3"]["activations"] == 1_000_000
-    assert rows_of(plugin)["Hybrid, stage 1 x 2"]["activations"] == 250_000
-
-
 def test_computing_in_bf16_counts_copies():
     memory = 360_000
     rows = rows_of(fs.auto_plugin(layers(), MESH, memory + 3_600, precision="bf16"))
@@ -240,18 +219,6 @@ def test_computing_in_bf16_counts_copies():
     assert rows["FSDP, stage 3"]["copies"] == 40_400
     assert rows["Hybrid, stage 1 x 2"]["copies"] == rows["Hybrid, stage 3 x 2"]["copies"] == 80_800
     assert rows["Hybrid, stage 1 x 4"]["together"] == memory + 3_600
-
-
-def test_live_units_decide_how_many_units_are_unsharded():
-    copies = [
-        rows_of(fs.auto_plugin(layers(), MESH, 10**6, stage=2, **how))["FSDP, stage 3"]["copies"]
-        for how in (
-            {"options": {"live_units": 1}},
-            {"options": {"live_units": 3}},
-            {"reshard_after_forward": False, "options": {"prefetch": 2}},
-        )
-    ]
-    assert copies == [40_400, 121_200, 323_200]
 
 
 # -- options ----------------------------------------------------------------------------------------------------------
@@ -316,15 +283,6 @@ def test_plugin_that_refuses_options_has_a_row_with_the_reason(name):
     options, told = REFUSED[name]
     with pytest.raises(fs.LayoutError, match=rf"auto_plugin: this model fits in no way:\n(.*\n)*.*{told}"):
         fs.auto_plugin(layers(), MESH, 1000, **options)
-
-
-def test_axis_that_stages_lack_and_model_that_is_no_row_are_refused():
-    mesh = fs.make_mesh({"rows": 4})
-    with pytest.raises(fs.LayoutError, match=r'Hybrid, stage 1 x 2 .*Mesh.* has no axis "rows"'):
-        fs.auto_plugin(layers(), mesh, 1000, axis="rows")
-    assert fs.auto_plugin(layers(), mesh, 330_000).pipeline == 4
-    with pytest.raises(fs.LayoutError, match=r"Hybrid, stage 1 x 2 .*split_stages cuts a list of layers, found Words"):
-        fs.auto_plugin(Words(), MESH, 1000)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,6 @@
 """Handles: several collectives under way, waited for in whatever order, over both kinds of links."""
 
-import gc
 import os
-import threading
 import time
 
 import pytest
@@ -10,7 +8,6 @@ import torch
 from torch.autograd import forward_ad
 
 import fshard as fs
-from fshard.mesh.runtimes import neighbours
 from fshard.testing.processes import run_processes
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
@@ -154,103 +151,6 @@ def wait_in_vain():
 def test_what_fails_in_the_helper_is_raised_where_it_is_waited_for():
     text, _ = run_processes(wait_in_vain, 2, environment={"FSHARD_DIRECT": "0"}, timeout=60)
     assert "psum of float32[5000000]" in text and "test_async_handles.py" in text and "within 1 s" in text
-
-
-def two_threads():
-    """One thread sums, another one exchanges messages."""
-    mesh = fs.make_mesh({"d": int(os.environ["WORLD_SIZE"])}, timeout=20)
-    failed = []
-
-    def sums():
-        for i in range(60):
-            x = torch.full((20_000 if i % 2 else 4,), float(i), dtype=torch.bfloat16)
-            assert (fs.psum(x, "d") == fs.axis_size("d") * x).all()
-
-    def messages():
-        place, n = fs.axis_index("d"), fs.axis_size("d")
-        for i in range(200):
-            fs.send(torch.full((4,), float(i)), "d", to=(place + 1) % n)
-            assert fs.recv(torch.empty(4), "d", source=(place - 1) % n)[0] == i
-
-    def work(main):
-        try:
-            fs.run(main, mesh=mesh)
-        except BaseException as error:
-            failed.append(f"{main.__name__}: {error!r}")
-
-    threads = [threading.Thread(target=work, args=(main,)) for main in (sums, messages)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return failed
-
-
-@pytest.mark.parametrize("environment", [{}, {"FSHARD_DIRECT": "0"}], ids=["direct", "gloo"])
-def test_two_threads_of_a_process_may_call_beside_each_other(environment):
-    assert run_processes(two_threads, 3, environment=environment, timeout=90) == [[]] * 3
-
-
-def on_two_machines():
-    """Sums go over gloo, and meanwhile something else goes directly; the processes wait in different orders."""
-    machine = 100 + int(os.environ["RANK"]) // 2
-    neighbours._machine = lambda: machine
-    mesh = fs.make_mesh({"machine": 2, "d": 2}, timeout=20)
-
-    def main():
-        x, y = torch.ones(1000, dtype=torch.bfloat16), torch.ones(4)
-        handle = fs.psum.start(x, ("machine", "d"))
-        if fs.axis_index("d") == 0:
-            near, far = fs.psum(y, "d"), handle.wait()
-        else:
-            far, near = handle.wait(), fs.psum(y, "d")
-        return far[0].item(), near[0].item()
-
-    return [fs.run(main, mesh=mesh)[0] for _ in range(2)]
-
-
-def test_what_goes_over_gloo_goes_on_while_neighbours_are_waited_for():
-    assert run_processes(on_two_machines, 4, timeout=90) == [[(4.0, 2.0)] * 2] * 4
-
-
-def wait_once_more():
-    mesh = fs.make_mesh({"d": 2}, timeout=1)
-
-    def main():
-        fs.psum(torch.ones(2), "d")
-        if fs.axis_index("d") == 1:
-            time.sleep(2.5)
-            return "came too late"
-        handle = fs.psum.start(torch.ones(4), "d")
-        told = []
-        for _ in range(2):
-            try:
-                handle.wait()
-            except fs.CollectiveTimeoutError as error:
-                told.append(str(error))
-        return told[0] == told[1]
-
-    return fs.run(main, mesh=mesh)[0]
-
-
-def test_whoever_waits_once_more_is_told_once_more():
-    assert run_processes(wait_once_more, 2, timeout=60) == [True, "came too late"]
-
-
-def helpers_after_leaving():
-    from fshard.mesh.runtimes.process import leave
-
-    wait_for_a_message_in_between()
-    helpers = [thread for thread in threading.enumerate() if thread.name == "fshard-helper"]
-    leave()
-    gc.collect()
-    for thread in helpers:
-        thread.join(10)
-    return len(helpers), [thread.is_alive() for thread in helpers]
-
-
-def test_the_helper_goes_with_the_link():
-    assert run_processes(helpers_after_leaving, 2, environment={"FSHARD_DIRECT": "0"}) == [(1, [False]), (0, [])]
 
 
 def wait_for_the_first_of_two():

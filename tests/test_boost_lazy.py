@@ -1,10 +1,8 @@
 """Boosting lazy models: the bits of the model that `built` gives, under each plugin, one lazy module in memory at a time."""
 
-import random
 import weakref
 from typing import ClassVar
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -248,17 +246,6 @@ def test_factory_may_read_a_file(tmp_path):
         assert torch.equal(model[1].weight, built[1].weight)
 
 
-def test_error_of_a_factory_is_raised():
-    def broken():
-        if torch.empty(()).is_meta:
-            return nn.Linear(2, 2)
-        raise KeyError("mine")
-
-    booster = fs.Booster(plugin=fs.FSDPPlugin(mesh=fs.make_mesh({"data": 2})))
-    with pytest.raises(KeyError, match="mine"):
-        booster.init(fs.lazy(broken), fs.optim.sgd(0.1))
-
-
 def test_dtype_mode_and_frozen_parameters_of_a_lazy_layer_count():
     def boosted():
         model = nn.Sequential(fs.lazy(nn.Linear, 4, 4), fs.lazy(nn.Linear, 4, 4).double(), fs.lazy(Block, 4).eval())
@@ -284,89 +271,6 @@ def test_two_models_of_a_booster_are_drawn_differently():
     for first, second in fs.run(boosted, mesh=fs.make_mesh({"data": 2})):
         assert torch.equal(first, fs.built(fs.lazy(nn.Linear, 4, 4), seed=0).weight)
         assert not torch.equal(first, second)
-
-
-def test_lora_takes_lazy_layers():
-    def boosted():
-        torch.manual_seed(0)
-        booster = fs.Booster(plugin=fs.FSDPPlugin())
-        model = booster.enable_lora(nn.Sequential(fs.lazy(nn.Linear, 4, 4)), fs.LoraConfig(r=2))
-        built = fs.built(model, seed=0)
-        return booster.boost(model, adamw(model.parameters()))[0](torch.ones(2, 4)), built
-
-    for output, built in fs.run(boosted, mesh=fs.make_mesh({"data": 2})):
-        assert torch.equal(output, built(torch.ones(2, 4)))
-
-
-def test_auto_plugin_takes_a_lazy_model():
-    def make():
-        return nn.Sequential(*(fs.lazy(nn.Linear, 64, 64) for _ in range(8)))
-
-    mesh = fs.make_mesh({"data": 4})
-    plugin = fs.auto_plugin(make(), mesh, memory=200_000)
-    assert isinstance(plugin, fs.FSDPPlugin)
-
-    def boosted():
-        return fs.Booster(plugin=plugin).boost(make())[0](torch.ones(1, 64))
-
-    assert torch.equal(fs.run(boosted, mesh=mesh)[0], fs.built(make(), seed=0)(torch.ones(1, 64)))
-
-
-def test_measured_balance_of_a_lazy_model_is_refused():
-    layers = nn.Sequential(*(fs.lazy(nn.Linear, 2, 2) for _ in range(2)))
-    for balance in ("time", "memory"):
-        with pytest.raises(
-            fs.LayoutError, match=f'balance="{balance}" is measured, and weight, bias, weight .4 in all'
-        ):
-            fs.split_stages(layers, 2, balance, sample=torch.ones(1, 2))
-
-
-def test_module_on_meta_that_is_not_lazy_is_refused_before_anything_is_built():
-    Block.alive.clear()
-    model = nn.Sequential(nn.Linear(2, 2, device="meta"), fs.lazy(Block, 2), nn.Linear(2, 2, bias=False, device="meta"))
-    with pytest.raises(fs.ModuleError, match=r"boost: 0\.weight, 0\.bias, 2\.weight of the model have no memory"):
-        fs.Booster(plugin=fs.DDPPlugin(mesh=fs.make_mesh({"data": 1}))).boost(model)
-    assert not Block.alive
-
-
-class Numpy(nn.Module):
-    """Draws by numpy and by Python."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.tensor(np.random.rand(4), dtype=torch.float32))
-        self.order = nn.Parameter(torch.tensor(random.sample(range(4), 4)), requires_grad=False)
-
-    def forward(self, x):
-        return x[:, self.order] * self.weight
-
-
-def test_numpy_and_python_are_seeded_by_the_path_too():
-    KINDS["numpy"] = lambda: nn.Sequential(fs.lazy(Numpy), fs.lazy(Numpy), fs.lazy(nn.Linear, 4, WIDE))
-
-    def both():
-        return [trained("numpy", "fsdp", built=built) for built in (False, True)]
-
-    for own, expected in fs.run(both, mesh=fs.make_mesh({"data": 2})):
-        same(own, expected)
-        assert not torch.equal(expected[1]["0.weight"], expected[1]["1.weight"])
-    model, states = KINDS["numpy"](), (random.getstate(), np.random.get_state()[1].tolist())
-    fs.built(model, seed=0)
-    assert states == (random.getstate(), np.random.get_state()[1].tolist())
-
-
-class Counted(nn.Module):
-    count: ClassVar[list[int]] = []
-
-    def __init__(self):
-        super().__init__()
-        self.count.append(1)
-        self.register_parameter(f"weight{len(self.count)}", nn.Parameter(torch.ones(2)))
-
-
-def test_factory_that_makes_other_tensors_the_second_time_is_refused():
-    with pytest.raises(fs.ModuleError, match=r"0\.weight1 must be made again by its factory"):
-        fs.built(nn.Sequential(fs.lazy(Counted)), seed=0)
 
 
 def test_factory_that_reads_values_is_told_the_fix():

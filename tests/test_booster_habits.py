@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.utils.data import DataLoader, RandomSampler, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import fshard as fs
 
@@ -64,19 +64,6 @@ def round_of(booster, model, opt, x, y):
 
 
 # -- gradients and batches --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("reproducible", [False, True])
-@pytest.mark.parametrize("plugin", PLUGINS)
-def test_a_backward_of_torchs_own_is_not_added_to_those_of_the_booster(plugin, reproducible):
-    def body(booster, model, opt, loader):
-        for x, y in loader:
-            nn.functional.cross_entropy(model(2 * x), y).backward()
-            opt.zero_grad()
-            round_of(booster, model, opt, x, y)
-
-    with pytest.raises(fs.ModuleError, match=r"has come to sharded parameters.*booster.backward\(loss, optimizer\)"):
-        boosted(plugin, body, reproducible=reproducible)
 
 
 @pytest.mark.parametrize("plugin", PLUGINS)
@@ -156,52 +143,26 @@ FETCH = {
 }
 
 
-@pytest.mark.parametrize("sync", [True, False])
-@pytest.mark.parametrize("fetch", FETCH.values(), ids=FETCH)
-@pytest.mark.parametrize("plugin", PLUGINS)
-def test_samples_count_alike_however_batches_are_fetched(plugin, fetch, sync):
-    """22 samples in batches of 5: devices have 3 and 2 of them, at last 1 and 1; of batches of 8 at last 3 and 3."""
-
-    def body(booster, model, opt, loader):
-        for _ in range(2):
-            for x, y in fetch(loader):
-                with nullcontext() if sync else booster.no_sync():
-                    booster.backward(nn.functional.cross_entropy(model(x), y), opt)
-                opt.step(), opt.zero_grad()
-
-    times = 4 if fetch is FETCH["two epochs, then copied"] else 2
-    for size in (5, 8):
-        expected = by_torch([*DataLoader(samples(22), size)] * times)
-        close(boosted(plugin, body, batch_size=size), expected)
-
-
-@pytest.mark.parametrize("fetch", ["copied", "fetched", "repeated"])
-@pytest.mark.parametrize("n", [2, 4])
-def test_a_device_without_samples_counts_for_nothing_however_batches_are_fetched(n, fetch):
-    def body(booster, model, opt, loader):
-        for _ in range(2):
-            for x, y in FETCH[fetch](loader):
-                round_of(booster, model, opt, x, y)
-
-    close(boosted("ddp", body, n=n, count=9, batch_size=8), by_torch([*DataLoader(samples(9), 8)] * 2))
-
-
 @settings(max_examples=40, deadline=None)
 @given(
     fetch=st.sampled_from([*FETCH]),
+    plugin=st.sampled_from([*PLUGINS]),
+    sync=st.booleans(),
     n=st.integers(1, 4),
     count=st.integers(1, 14),
     size=st.integers(1, 9),
     epochs=st.integers(1, 2),
 )
-def test_any_batches_that_are_fetched_in_any_way_count_alike(fetch, n, count, size, epochs):
+def test_any_batches_that_are_fetched_in_any_way_count_alike(fetch, plugin, sync, n, count, size, epochs):
     def body(booster, model, opt, loader):
         for _ in range(epochs):
             for x, y in FETCH[fetch](loader):
-                round_of(booster, model, opt, x, y)
+                with nullcontext() if sync else booster.no_sync():
+                    booster.backward(nn.functional.cross_entropy(model(x), y), opt)
+                opt.step(), opt.zero_grad()
 
     try:
-        states = boosted("ddp", body, n=n, count=count, batch_size=size)
+        states = boosted(plugin, body, n=n, count=count, batch_size=size)
     except fs.MismatchError:  # only of copies that may be those of several batches
         sizes = {min(size, count - at) for at in range(0, count, size)}
         assert any(x % n for x in sizes) and fetch not in ("fetched", "copied", "repeated")
@@ -236,88 +197,9 @@ def test_a_gradient_goes_through_two_models():
     close(both, alone)
 
 
-def one_loss(booster, encoder, head, ours, theirs, x, y):
-    booster.backward(nn.functional.cross_entropy(head(encoder(x)), y), ours)
-
-
-def beside_its_own(booster, encoder, head, ours, theirs, x, y):
-    booster.backward(nn.functional.cross_entropy(head(x), y), theirs)
-    one_loss(booster, encoder, head, ours, theirs, x, y)
-
-
-def of_the_second(booster, encoder, head, ours, theirs, x, y):
-    booster.backward(encoder(x).square().mean(), ours)
-    booster.backward(nn.functional.cross_entropy(head(encoder(x).tanh()), y), theirs)
-
-
-def side_by_side(booster, encoder, head, ours, theirs, x, y):
-    booster.backward((encoder(x).mean(1) * head(x).mean(1)).mean(), ours)
-
-
-def apart(act, plugin, dropped):
-    """Train an encoder and a head that are boosted apart; drop in between what is not wanted."""
-
-    def main():
-        booster = fs.Booster(PLUGINS[plugin]())
-        encoder, head = nn.Linear(6, 6).double(), layers()
-        ours, theirs = (torch.optim.SGD(model.parameters(), lr=0.1) for model in (encoder, head))
-        encoder, ours, _, loader, _ = booster.boost(encoder, ours, None, DataLoader(samples(8), 4))
-        head, theirs, *_ = booster.boost(head, theirs)
-        for x, y in loader:
-            act(booster, encoder, head, ours, theirs, x, y)
-            if dropped:
-                ours.zero_grad(), theirs.zero_grad()
-                booster.backward(encoder(x).mean(), ours), booster.backward(head(x).mean(), theirs)
-            ours.step(), theirs.step()
-
-    fs.run(main, mesh=fs.make_mesh({"data": 2}))
-
-
-def at_last(back, generator, critic, ours, theirs, z, x):
-    """Take both steps when both have been gone back through, and drop between what the critic is not to have."""
-    made = generator(z)
-    ours.zero_grad(), back(critic(made).mean(), ours)
-    theirs.zero_grad(), back(critic(x).square().mean() - critic(made.detach()).mean(), theirs)
-    ours.step(), theirs.step()
-
-
-def looked_at(back, generator, critic, ours, theirs, z, x):
-    """Look at what the critic says with gradients that nobody wants."""
-    made = generator(z)
-    assert critic(made).isfinite().all()
-    ours.zero_grad(), back(made.square().mean(), ours)
-    theirs.zero_grad(), back(critic(x).square().mean(), theirs)
-    ours.step(), theirs.step()
-
-
 def test_in_reproducible_mode_it_is_said_that_models_are_cut_off():
     with pytest.raises(fs.LayoutError, match=r"must not need a gradient, .*detach\(\) them, or leave rep"):
         through_two(reproducible=True)
-
-
-def test_copies_that_may_be_of_several_batches_raise():
-    """Copies of one row on each device, of which one device has none of its own at last."""
-
-    def body(booster, model, opt, loader):
-        for x, y in FETCH["fetched and copied"](loader):
-            round_of(booster, model, opt, x, y)
-
-    with pytest.raises(fs.MismatchError, match=r"must be given a loader's own tensors.*drop_last=True"):
-        boosted("ddp", body, count=5, batch_size=2)
-    close(boosted("ddp", body, count=6, batch_size=2), by_torch(DataLoader(samples(6), 2)))
-
-
-def test_a_device_may_look_at_its_own_model_alone():
-    """In DDP, with gradients, between epochs, when samples are in doubt: a forward asks nobody."""
-
-    def body(booster, model, opt, loader):
-        for x, y in FETCH["fetched and copied"](loader):
-            round_of(booster, model, opt, x, y)
-            if fs.axis_index("data") == 0:
-                model(x.clone())
-        opt.zero_grad()
-
-    close(boosted("ddp", body), by_torch(DataLoader(samples(22), 5)))
 
 
 @pytest.mark.parametrize("plugin", PLUGINS)
@@ -330,26 +212,6 @@ def test_a_loader_of_ones_own_is_not_taken_for_the_one_before(plugin):
             round_of(booster, model, opt, *(part.chunk(2)[fs.axis_index("data")] for part in (x, y)))
 
     close(boosted(plugin, body), by_torch(DataLoader(samples(16), 8)))
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"sampler": RandomSampler(range(8), replacement=True, num_samples=20)},
-        {"sampler": RandomSampler(range(8), num_samples=4)},
-        {"shuffle": True, "generator": torch.Generator()},
-    ],
-    ids=["replacement", "num_samples", "generator"],
-)
-def test_a_loader_that_draws_otherwise_is_refused(options):
-    def main():
-        model = layers()
-        return fs.Booster().boost(
-            model, torch.optim.Adam(model.parameters()), None, DataLoader(samples(8), 4, **options)
-        )
-
-    with pytest.raises(fs.LayoutError, match=r"dataloader must take each sample once"):
-        fs.run(main, mesh=fs.make_mesh({"data": 2}))
 
 
 @pytest.mark.parametrize("make", [torch.optim.Adam, lambda given: torch.optim.SGD(given, lr=0.1, momentum=0.9)])
@@ -609,44 +471,3 @@ def test_steps_with_other_options_on_other_devices_are_an_error(what, words, plu
         return
     with pytest.raises(fs.MismatchError, match=f"taken the last step with different options: .*{words}"):
         run()
-
-
-class Twice(torch.optim.SGD):
-    """Goes back a second time, as SAM does."""
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        if closure is not None:
-            with torch.enable_grad():
-                closure()
-                loss = closure()
-        super().step()
-        return loss if closure is not None else None
-
-
-@pytest.mark.parametrize(
-    "plugin", [fs.DDPPlugin, lambda: fs.ZeroPlugin(stage=2), fs.FSDPPlugin], ids=["ddp", "zero 2", "fsdp"]
-)
-def test_an_average_of_the_weights_is_loaded_into_a_copy(plugin):
-    def loop(booster):
-        torch.manual_seed(0)
-        model = nn.Linear(3, 1).double()
-        if booster is None:
-            opt = torch.optim.SGD(model.parameters(), lr=0.1)
-            average = [x.detach().clone() for x in model.parameters()]
-        else:
-            model, opt, *_ = booster.boost(model, fs.optim.ema(fs.optim.sgd(0.1), 0.5))
-        for _ in range(3):
-            loss = model(torch.ones(4, 3).double()).square().mean()
-            loss.backward() if booster is None else booster.backward(loss, opt)
-            opt.step(), opt.zero_grad()
-            if booster is None:
-                average = [0.5 * a + 0.5 * x.detach() for a, x in zip(average, model.parameters(), strict=True)]
-        if booster is None:
-            return average
-        whole = model.unwrap()
-        whole.load_state_dict(fs.unshard(fs.optim.ema_params(opt.state)))
-        return [x.detach() for x in whole.parameters()]
-
-    for found in fs.run(lambda: loop(fs.Booster(plugin())), mesh=fs.make_mesh({"data": 2})):
-        torch.testing.assert_close(found, loop(None), rtol=0, atol=1e-12)

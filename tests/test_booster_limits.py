@@ -1,17 +1,11 @@
 """What a boosted model does as torch does, where it seems that it could not; and what it says where it cannot."""
 
-import pickle
-from typing import ClassVar
-
 import pytest
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import fshard as fs
-from fshard import P
 
 MESH = fs.make_mesh({"data": 2})
 
@@ -91,77 +85,6 @@ def test_time_may_come_before_samples():
         )
 
 
-class Scaled(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = layers()
-
-    def forward(self, scale, x):
-        return self.layers(x * scale)
-
-
-SCALE = torch.arange(1.0, 6.0).double()
-
-
-@pytest.mark.parametrize("copied", [False, True])
-@pytest.mark.parametrize("reproducible", [False, True])
-def test_what_comes_first_need_not_have_a_row_for_each_sample(copied, reproducible):
-    data = TensorDataset(rows(16 if reproducible else 11, 5))
-
-    def act(model, x):
-        return model(SCALE, x.clone() if copied else x).square().mean()
-
-    same(Scaled, each(data, act), plugin=fs.DDPPlugin(reproducible=reproducible))
-
-
-@pytest.mark.parametrize("n", [2, 3])
-def test_a_tensor_that_is_in_every_batch_tells_nothing(n):
-    def body(booster, model, opt):
-        def put_together(found):
-            return SCALE, torch.stack([x for (x,) in found])
-
-        batches = iter(loader_of(booster, TensorDataset(rows(11, 5)), collate_fn=put_together))
-        before = next(batches)
-        for now in [*batches, None]:
-            backward(booster, model(*before).square().mean(), opt)
-            opt.step(), opt.zero_grad()
-            before = now
-
-    same(Scaled, body, n=n)
-
-
-def two_calls(together):
-    """Return a body that calls a model with batches of different totals."""
-
-    def body(booster, model, opt):
-        for (a,), (b,) in zip(
-            loader_of(booster, TensorDataset(rows(6, 5))), loader_of(booster, TensorDataset(rows(11, 5))), strict=False
-        ):
-            first, second = model(a).square().mean(), model(b).sin().mean()
-            if together:
-                backward(booster, first + second, opt)
-            else:
-                backward(booster, first, opt), backward(booster, second, opt)
-            opt.step(), opt.zero_grad()
-
-    return body
-
-
-@pytest.mark.parametrize("reproducible", [False, True])
-def test_what_one_slice_writes_into_a_whole_tensor_the_next_does_not_see(reproducible):
-    def loss_fn(params, batch):
-        x, mask = batch
-        mask.mul_(2.0)
-        return (x * mask @ params["w"]).square().mean()
-
-    x, mask, w = rows(8, 5), SCALE.clone(), rows(5)
-    params = fs.shard_params({"w": w}, P(), mesh=MESH)
-    options = {"reproducible": True} if reproducible else {"accumulate": 2}
-    loss, _ = fs.value_and_grad(loss_fn, mesh=MESH, batch=(P("data"), P()), **options)(params, (x, mask))
-    torch.testing.assert_close(loss.double(), (x * SCALE * 2 @ w).square().mean(), rtol=1e-6, atol=0)
-    assert mask.equal(SCALE)
-
-
 def test_a_microbatch_of_a_smaller_batch_may_have_no_sample():
     x, y = rows(7, 5), rows(7, 5, seed=6)
 
@@ -204,11 +127,6 @@ def unrolled(booster, model, opt):
 def test_what_a_model_returned_may_be_given_to_it_again():
     same(layers, unrolled)
     same(layers, unrolled, plugin=fs.FSDPPlugin())
-
-
-def test_in_reproducible_mode_no_part_of_such_a_gradient_is_lost_in_silence():
-    with pytest.raises(fs.LayoutError, match=r"arguments of the model must not need a gradient"):
-        same(layers, unrolled, plugin=fs.DDPPlugin(reproducible=True))
 
 
 # -- draws ----------------------------------------------------------------------------------------------------------
@@ -271,53 +189,6 @@ def test_a_layer_of_a_stage_may_be_put_out_of_training(recompute):
         assert (frozen, moved > 0) == (0, True)
 
 
-def hooked(model, opt):
-    next(model.parameters()).register_hook(lambda g: g * 0.1)
-
-
-def hooked_after(model, opt):
-    next(model.parameters()).register_post_accumulate_grad_hook(lambda x: None)
-
-
-def with_hook(model, opt):
-    opt.optim.register_step_post_hook(lambda *given: None)
-    fs.Booster().backward(model(torch.ones(1, 5).double()).sum(), opt)
-    opt.step()
-
-
-def with_hook_of_all(model, opt):
-    handle = register_optimizer_step_post_hook(lambda *given: None)
-    try:
-        fs.Booster().backward(model(torch.ones(1, 5).double()).sum(), opt)
-        opt.step()
-    finally:
-        handle.remove()
-
-
-class Tuned(torch.optim.SGD):
-    """Has an attribute that counts."""
-
-    def __init__(self, params, lr):
-        super().__init__(params, lr=lr)
-        self.times = 1.0
-
-    def first_step(self):
-        self.step()
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for x in group["params"]:
-                if x.grad is not None:
-                    x.sub_(x.grad, alpha=group["lr"] * self.times)
-
-
-@pytest.mark.parametrize("name", ["reproducible", "sync_batchnorm", "reshard_after_forward"])
-def test_flags_are_true_or_false(name):
-    with pytest.raises(fs.LayoutError, match=f"{name} must be True or False, got 'no'"):
-        fs.FSDPPlugin(**{name: "no"})
-
-
 @pytest.mark.parametrize("recompute", ["always", "except_last", 1, 2])
 def test_stages_of_a_plugin_may_be_computed_again(recompute):
     def main(recompute):
@@ -368,41 +239,11 @@ def test_devices_and_runs_may_share_a_booster():
                 assert all(map(torch.equal, found, expected))
 
 
-@pytest.mark.parametrize(
-    ("ask", "name"),
-    [
-        (lambda opt: opt.param_groups, "param_groups"),
-        (lambda opt: opt.defaults, "defaults"),
-        (lambda opt: torch.optim.lr_scheduler.StepLR(opt, 2), "param_groups"),
-    ],
-    ids=["groups", "defaults", "scheduler"],
-)
-def test_a_pure_optimizer_has_no_groups(ask, name):
-    def main():
-        model = nn.Linear(2, 2)
-        _, opt, *_ = fs.Booster().boost(model, fs.optim.sgd(0.1))
-        ask(opt)
-
-    with pytest.raises(fs.OptimizerError, match=rf"^{name}: a pure optimizer has none.*schedule as its rate"):
-        fs.run(main, mesh=fs.make_mesh({"data": 1}))
-
-
 # -- losses of parameters beside the model ------------------------------------------------------------------------------
-
-PENALISED = {
-    "ddp": fs.DDPPlugin(),
-    "zero 2": fs.ZeroPlugin(stage=2),
-    "fsdp": fs.FSDPPlugin(),
-    "reproducible": fs.FSDPPlugin(reproducible=True),
-}
 
 
 def small():
     return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
-
-
-def penalty(model):
-    return sum(x.square().sum() for x in model.parameters())
 
 
 def test_losses_may_use_what_is_not_trained():
@@ -471,74 +312,4 @@ def test_what_is_unwrapped_is_a_copy(plugin, n):
     assert all(fs.run(main, mesh=fs.make_mesh({"data": n} | pipe)))
 
 
-class Tempered(nn.Module):
-    """A criterion that has a parameter."""
-
-    def __init__(self):
-        super().__init__()
-        self.heat = nn.Parameter(torch.ones(1, 2))
-
-    def forward(self, y, target):
-        return (y * self.heat - target).square().mean()
-
-
-READS = {
-    "norm": lambda x: x.norm(),
-    "item": lambda x: x.sum().item(),
-    "detached": lambda x: x.detach().mean(),
-    "data": lambda x: x.data[0],
-    "moving average": lambda x: torch.zeros(4, 3).lerp(x, 0.1),
-    "numpy": lambda x: x.detach().numpy(),
-    "vector": lambda x: nn.utils.parameters_to_vector([x]),
-    "equal": lambda x: torch.equal(x, x),
-    "written": lambda x: x.data.fill_(0.0),
-    "converted": lambda x: x.to(torch.float64),
-    "transposed": lambda x: x.T,
-    "saved": lambda x: pickle.dumps(x),
-}
-
-
 # -- what no gradient would come to --------------------------------------------------------------------------------------
-
-
-class Hidden(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = layers(), layers()
-
-    def forward(self, x):
-        return self.second(checkpoint(self.first, x.clone().requires_grad_(), use_reentrant=True))
-
-
-class Within(Hidden):
-    def forward(self, x):
-        return checkpoint(self.second, self.first(x), use_reentrant=True)
-
-
-class Elsewhere(Hidden):
-    """Comes to a layer by a table that is not its own."""
-
-    table: ClassVar[dict] = {}
-
-    def __init__(self):
-        super().__init__()
-        self.table["first"] = self.first
-
-    def forward(self, x):
-        return self.second(self.table["first"](x))
-
-
-UNREACHED = {
-    Hidden: r"a forward runs a reentrant checkpoint.*Write checkpoint\(..., use_reentrant=False\)\.",
-    Within: r"a forward runs a reentrant checkpoint",
-    Elsewhere: r"a forward uses \S*first\.0\.bias, .* of the model that was given",
-}
-
-
-class Later(Hidden):
-    """Whose checkpoints are switched on later, as in libraries."""
-
-    checkpoints = False
-
-    def forward(self, x):
-        return super().forward(x) if self.checkpoints else self.second(self.first(x))

@@ -9,7 +9,6 @@ from torch import nn
 from torch.nn.utils import parametrizations, spectral_norm, weight_norm
 from torch.utils.checkpoint import checkpoint
 
-import fshard as fs
 from tests.loops import PLUGINS, Case, assert_trained_alike, bits, boosted
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers' own, and of what torch calls old
@@ -144,24 +143,6 @@ class Recurrent(nn.Module):
         return self.lstm(x[:, None].expand(-1, 5, -1))[0][:, -1]
 
 
-class Keeping(nn.Module):
-    """Which keeps a count, an average and a table in plain attributes, and writes to a tensor that nobody has registered."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(3, 2)
-        self.calls, self.mean, self.table, self.seen = 0, 0.0, None, torch.zeros(3).double()
-
-    def forward(self, x):
-        if self.table is None:
-            self.table = torch.linspace(0, 1, 2)
-        y = self.layer(x - self.seen.to(x.dtype)) * (self.calls + 1) + self.mean * self.table
-        self.calls += 1
-        self.mean = 0.5 * self.mean + x.detach().mean().item()
-        self.seen.mul_(0.5).add_(x.detach().mean(0))
-        return y
-
-
 class Closing(nn.Module):
     """Whose functions, made at first, refer to itself: to a parameter, and to what its forward sets."""
 
@@ -276,37 +257,3 @@ def test_a_bert_with_dropout_has_equal_bits_on_all_meshes(plugin):
 
 
 # -- modules that are no submodules -----------------------------------------------------------------------------------
-
-
-class Taught(nn.Module):
-    """A student, and a teacher that is hidden from registration."""
-
-    def __init__(self, hide, write):
-        super().__init__()
-        torch.manual_seed(0)
-        self.layer, self.write = nn.Linear(3, 2), write
-        hide(self, nn.Linear(3, 2).requires_grad_(False))
-
-    def forward(self, x):
-        teacher = self.teacher[0] if isinstance(self.teacher, list) else self.teacher
-        with torch.no_grad():
-            self.write(teacher)
-        return self.layer(x) - teacher(x)
-
-
-HIDDEN = {
-    "in a list": lambda self, teacher: setattr(self, "teacher", [teacher]),
-    "past registration": lambda self, teacher: object.__setattr__(self, "teacher", teacher),
-}
-WRITES = {"in place": lambda teacher: teacher.weight.mul_(0.9), "by data": lambda teacher: teacher.bias.data.add_(1.0)}
-
-
-def taught(hide, write, **how):
-    def main():
-        booster, model = fs.Booster(fs.DDPPlugin(**how)), Taught(HIDDEN[hide], write)
-        model, opt, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        for step in range(2):
-            booster.backward(model(torch.ones(4, 3) + step).square().mean(), opt)
-            opt.step(), opt.zero_grad()
-
-    fs.run(main, mesh=fs.make_mesh({"data": 1}))

@@ -446,28 +446,6 @@ def test_a_chain_of_shard_maps():
     close(torch.autograd.grad(loss(*leaves), leaves), torch.autograd.grad(reference(*leaves), leaves))
 
 
-def test_results_that_need_no_gradient():
-    w, x, _, _ = data()
-    mesh = fs.make_mesh({"data": 2})
-
-    def body(w, x, n):
-        y = x @ fs.pvary(w, "data")
-        return {"y": y, "argmax": y.argmax(1), "n": n + 1, "name": "mlp"}
-
-    mapped = fs.shard_map(body, mesh=mesh, in_specs=(P(), P("data"), P()), out_specs=P("data"))
-    mapped = fs.shard_map(
-        body,
-        mesh=mesh,
-        in_specs=(P(), P("data"), P()),
-        out_specs={"y": P("data"), "argmax": P("data"), "n": P(), "name": None},
-    )
-    w.requires_grad_()
-    out = mapped(w, x, torch.tensor(3))
-    assert (fs.unshard(out["n"]).item(), out["name"]) == (4, "mlp")
-    assert torch.equal(fs.unshard(out["argmax"]), (x @ w).argmax(1))
-    close(torch.autograd.grad(fs.unshard(out["y"]).sum(), w)[0], x.sum(0)[:, None].expand(D, D))
-
-
 def test_no_grad_stays_no_grad():
     w, x, _, _ = data()
     loss = on_mesh(fs.make_mesh({"data": 2}))
@@ -618,23 +596,6 @@ def test_a_forgotten_pvary_after_psum_names_the_collective():
     )
 
 
-def test_a_forgotten_pvary_over_two_axes_is_written_as_one_would_write_it():
-    def model(w, x):
-        return fs.psum((w * x).sum(), ("data", "model"))
-
-    w, mesh = torch.ones(2, requires_grad=True), fs.make_mesh({"data": 2, "model": 2})
-    mapped = fs.shard_map(model, mesh=mesh, in_specs=(P(), P(("data", "model"))), out_specs=P(), check=True)
-    with pytest.raises(fs.PromiseError, match=r'Write w = fs.pvary\(w, \("data", "model"\)\) before'):
-        fs.unshard(mapped(w, torch.arange(8.0))).backward()
-
-    def uses(x):
-        return x * fs.psum(x, ("data", "model"))
-
-    mapped = fs.shard_map(uses, mesh=mesh, in_specs=P(("data", "model")), out_specs=P(("data", "model")), check=True)
-    with pytest.raises(fs.PromiseError, match=r'Put fs.pvary\(x, \("data", "model"\)\) around'):
-        fs.unshard(mapped(torch.arange(4.0, requires_grad=True))).sum().backward()
-
-
 def test_a_diverging_argument_is_named():
     mesh = fs.make_mesh({"data": 2, "model": 2})
     pieces = fs.from_local(lambda data, model: torch.tensor([float(model)]), fs.Layout(mesh, P()))
@@ -644,16 +605,6 @@ def test_a_diverging_argument_is_named():
         match=r"(?s)argument weight of <lambda>, with spec P\(\), has to be equal .*places 1, 3 .*differ from places 0, 2",
     ):
         mapped(pieces)
-
-
-def test_pvary_of_what_differs_is_named():
-    def model(x):
-        return fs.pvary(x, "data")
-
-    assert promise_error(model, torch.arange(4.0), in_specs=P("data"), out_specs=P("data"), gradient=False) == (
-        'A promise of equality is broken: the argument of fs.pvary over "data" has to be equal on all devices; use psum or '
-        "all_gather to make it so.\n  at HERE: places 1, 2, 3 along data differ from place 0"
-    )
 
 
 @pytest.mark.parametrize("name", ["pmax", "pmean", "broadcast", "all_gather"])
@@ -677,14 +628,6 @@ def test_a_promise_is_kept_under_func_too():
         mapped(w, x)
 
 
-def test_unchecked_is_unchecked():
-    x = torch.arange(4.0)
-    mapped = fs.shard_map(
-        lambda x: x.sum(), mesh=fs.make_mesh({"data": 4}), in_specs=P("data"), out_specs=P(), check=False
-    )
-    assert fs.unshard(mapped(x)).item() == 0
-
-
 def test_a_captured_tensor_would_lose_its_gradient():
     w, x, _, _ = data()
     w.requires_grad_()
@@ -701,31 +644,6 @@ def test_a_captured_tensor_would_lose_its_gradient():
         close(fs.unshard(mapped(x)), x @ w)
 
 
-def test_a_captured_intermediate_would_lose_its_gradient():
-    w, x, _, _ = data()
-    h = w.requires_grad_() * 2
-    mapped = fs.shard_map(lambda x: x @ h, mesh=fs.make_mesh({"data": 2}), in_specs=P("data"), out_specs=P("data"))
-    with pytest.raises(fs.LayoutError, match="would be lost"):
-        mapped(x)
-
-
-def test_a_captured_tensor_of_a_transform_would_lose_its_derivative():
-    w, x, v, _ = data()
-
-    def loss(w):
-        mapped = fs.shard_map(lambda x: x @ w, mesh=fs.make_mesh({"data": 2}), in_specs=P("data"), out_specs=P("data"))
-        return fs.unshard(mapped(x)).sum()
-
-    for transformed in (grad(loss), jacrev(loss), lambda w: jvp(loss, (w,), (v,))):
-        with pytest.raises(fs.LayoutError) as caught:
-            transformed(w)
-        assert str(caught.value) == (
-            "The function uses a tensor from outside (shape (4, 4), torch.float64) that a transform of torch.func looks at and "
-            "that is not one of its arguments, so its derivative would be lost. Pass it as an argument with a spec, or "
-            "detach it."
-        )
-
-
 @pytest.mark.parametrize("memory", ["device", "host"])
 def test_torch_func_looks_through_device_put_and_reshard(memory):
     mesh = fs.make_mesh({"data": 2, "model": 2})
@@ -739,32 +657,6 @@ def test_torch_func_looks_through_device_put_and_reshard(memory):
     assert torch.equal(torch.func.jvp(squares, (x,), (v,))[1], 2 * x.sum())
     assert torch.equal(torch.func.jvp(torch.func.grad(squares), (x,), (v,))[1], 2 * v)
     assert torch.equal(torch.func.vmap(torch.func.grad(squares))(torch.stack([x, v])), torch.stack([2 * x, 2 * v]))
-
-
-@pytest.mark.parametrize(
-    "read",
-    [
-        lambda x: x.shape[0],
-        lambda x: x.size(0),
-        len,
-        lambda x: x.dim() * 2,
-        lambda x: x.numel() // 4,
-        lambda x: 4 * torch.ones((), dtype=x.dtype, device=x.device),
-        lambda x: 4 * x.is_floating_point(),
-        lambda x: 4 * torch.is_floating_point(x),
-    ],
-)
-def test_a_function_may_read_what_an_outer_tensor_of_torch_func_is_like(read):
-    mesh = fs.make_mesh({"data": 2})
-
-    def f(x):
-        return fs.unshard(
-            fs.shard_map(lambda y: y * read(x), mesh=mesh, in_specs=P("data"), out_specs=P("data"))(x)
-        ).sum()
-
-    x = torch.ones(4, 4)
-    assert torch.equal(torch.func.grad(f)(x), 4 * x)
-    assert torch.equal(torch.func.jvp(f, (x,), (x,))[1], torch.tensor(64.0))
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,6 @@ import torch.distributed as dist
 import fshard as fs
 from fshard.mesh.runtimes import direct, neighbours
 from fshard.mesh.runtimes.process import ProcessWorld, leave
-from fshard.mesh.runtimes.rings import SIZE
-from fshard.pipeline.execute import pipelined
 from fshard.testing.processes import Processes, run_processes
 
 pytestmark = pytest.mark.skipif(neighbours._libc() is None, reason="this system does not read other processes' memory")
@@ -177,31 +175,6 @@ def test_whoever_starts_more_than_the_sockets_hold_waits_for_nobody_in_vain(pair
     assert all(pair.run(many_under_way, 400, 4000) + three.run(many_under_way, 60, 100_000))
 
 
-def send_in_a_circle():
-    """Fill the socket to one process while that one waits for another."""
-
-    def main():
-        index, x = fs.axis_index("d"), torch.ones(16_000)
-        if index == 0:
-            for _ in range(400):
-                fs.send(x, "d", to=1)
-            fs.send(x, "d", to=2)
-        elif index == 1:
-            fs.recv(x, "d", source=2)
-            for _ in range(400):
-                fs.recv(x, "d", source=0)
-        else:
-            fs.recv(x, "d", source=0)
-            fs.send(x, "d", to=1)
-        return True
-
-    return mapped(main)
-
-
-def test_a_send_waits_for_no_receiver(three):
-    assert all(three.run(send_in_a_circle))
-
-
 def leave_early():
     """One process leaves; what the others send each other arrives, and what was sent to it is forgotten."""
 
@@ -245,46 +218,6 @@ def messages_of_all_sizes():
 
 def test_messages_small_and_large_arrive_in_order(pair):
     assert pair.run(messages_of_all_sizes) == [2.0, 2.0]
-
-
-def microbatches_for_a_late_stage():
-    """Values of 24 microbatches are sent before the next stage looks, in the second step as messages that are known."""
-    mesh, long = fs.make_mesh({"pipe": 2}), direct.INLINE_MESSAGE // 4
-    schedule = fs.pipeline_schedule("gpipe", stages=2, microbatches=24)
-    found = []
-    for length in (1, long - 3, long, long + 1, 3 * long):
-
-        def late(w, x):
-            time.sleep(0.1 if x[0] == 0 else 0)
-            return w * x
-
-        step = pipelined([lambda w, x: w * x, late], schedule, lambda y, x: y.mean(), mesh=mesh)
-        xs = [torch.full((length,), float(at)) for at in range(24)]
-        found += [step([torch.tensor(2.0), torch.tensor(3.0)], xs)[:2] for _ in range(2)]
-    return [(loss.item(), *(g.item() for g in gs if g is not None)) for loss, gs in found]
-
-
-def test_more_values_wait_for_a_stage_than_a_ring_holds(pair):
-    assert direct.INLINE_MESSAGE * 24 > SIZE
-    for found, gradient in zip(pair.run(microbatches_for_a_late_stage), (34.5, 23.0), strict=True):
-        assert len(found) == 10 and all(each == pytest.approx((69.0, gradient)) for each in found)
-
-
-def to_oneself():
-    def main():
-        index = fs.axis_index("d")
-        fs.send(torch.full((3,), 1.0 + index), "d", to=index)
-        received = fs.recv(torch.empty(3), "d", source=index).tolist()
-        try:
-            fs.recv(torch.empty(3), "d", source=index)
-        except fs.DeadlockError as error:
-            return received, "from itself" in str(error)
-
-    return mapped(main)
-
-
-def test_a_process_can_send_to_itself(two):
-    assert two.run(to_oneself) == [([1.0] * 3, True), ([2.0] * 3, True)]
 
 
 def change_at_once():
@@ -376,73 +309,3 @@ def native_groups_still_work():
 
 def test_torch_may_use_its_groups_beside(pair):
     assert all(pair.run(native_groups_still_work))
-
-
-def calls_after_a_failure():
-    """Process 0 gives up and calls something else; process 1, who is late, must not take that for its own call."""
-    mesh = fs.make_mesh({"d": 2}, timeout=1)
-
-    def main():
-        fs.psum(torch.ones(1), "d")
-        if fs.axis_index("d") == 1:
-            time.sleep(3)
-        told = []
-        for value in (10.0, 0.5):
-            try:
-                told.append(fs.psum(torch.tensor([value]), "d").item())
-            except (fs.CollectiveTimeoutError, fs.LostProcessError) as error:
-                told.append(type(error).__name__)
-        time.sleep(3 * (1 - fs.axis_index("d")))
-        return told
-
-    return fs.run(main, mesh=mesh)[0]
-
-
-def test_who_gave_up_sends_nothing_more():
-    first, second = run_processes(calls_after_a_failure, 2, timeout=60)
-    assert first == ["CollectiveTimeoutError", "LostProcessError"] and second[1] == "LostProcessError"
-
-
-def send_much_before_a_sum():
-    """With checks, processes meet in a store before they sum; nobody empties a ring meanwhile."""
-
-    def main():
-        x = torch.ones(1000)
-        if fs.axis_index("d") == 0:
-            for _ in range(400):
-                fs.send(x, "d", to=1)
-        fs.psum(x, "d")
-        return sum(fs.recv(x, "d", source=0).sum().item() for _ in range(400)) if fs.axis_index("d") else 0.0
-
-    return fs.run(main, mesh=fs.make_mesh({"d": 2}, timeout=20))[0]
-
-
-def test_many_small_messages_fill_no_ring():
-    assert run_processes(send_much_before_a_sum, 2, environment={"FSHARD_CHECK": "1"}, timeout=60) == [0.0, 400_000.0]
-
-
-def die_with_a_child(tells):
-    """A process has forked, and dies; its child lives on."""
-
-    def main():
-        fs.psum(torch.ones(2), "d")
-        if fs.axis_index("d") == 1:
-            if os.fork() == 0:
-                time.sleep(20)
-                os._exit(0)
-            os.kill(os.getpid(), signal.SIGKILL)
-        began = time.monotonic()
-        try:
-            fs.psum(torch.ones(2), "d")
-        except fs.LostProcessError:
-            with open(tells, "w") as file:
-                file.write(str(time.monotonic() - began))
-            raise
-
-    return fs.run(main, mesh=fs.make_mesh({"d": 2}))[0]
-
-
-def test_the_death_of_a_process_is_told_though_its_child_lives(tmp_path):
-    with pytest.raises(RuntimeError):
-        run_processes(die_with_a_child, 2, str(tmp_path / "tells"), timeout=40)
-    assert float((tmp_path / "tells").read_text()) < 10

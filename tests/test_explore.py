@@ -18,12 +18,11 @@ from hypothesis import strategies as st
 
 import fshard as fs
 from fshard import P
-from fshard.explore.devices import Devices, listed, summed
+from fshard.explore.devices import Devices, listed
 from fshard.explore.grid import plan_grid
 from fshard.explore.inventory import take_stock
 from fshard.explore.palette import fill
 from fshard.explore.picture import picture, visualize
-from fshard.explore.words import size
 from fshard.mesh.layout import ShardType
 from fshard.mesh.mesh import Mesh
 
@@ -172,40 +171,6 @@ CASES = {
         └─────┴─────┴─────┴──────┘
         """,
     ),
-    "flat, the last range empty": Case(
-        (4,),
-        {"data": 3},
-        (P.flat("data"),),
-        """
-        f32[4]{flat:data} on Mesh(data=3; virtual, cpu)
-        16 B, at most 8 B on each of 3 devices
-
-         flat@data
-          0:2   2:4      4:4
-        ┌─────┬─────┬───────────┐
-        │  0  │  1  │ 2 (empty) │
-        └─────┴─────┴───────────┘
-        """,
-    ),
-    "replicated along the last axis": Case(
-        (4, 6),
-        {"data": 2, "model": 4},
-        (P("data"),),
-        """
-        f32[4@data, 6] on Mesh(data=2, model=4; virtual, cpu)
-        96 B, 48 B on each of 8 devices
-
-                    dim 1
-                     0:6
-        dim 0@data ┌─────┐
-               0:2 │ 0-3 │
-                   ├─────┤
-               2:4 │ 4-7 │
-                   └─────┘
-
-        equal copies along model
-        """,
-    ),
     "replicated along the first axis": Case(
         (6,),
         {"data": 2, "model": 3},
@@ -242,25 +207,6 @@ CASES = {
         Σ: still to be summed, over model
         """,
     ),
-    "copies of a sum, on the host": Case(
-        (3,),
-        {"data": 2, "model": 3},
-        (P(unreduced="model"), "host"),
-        """
-        f32[3]{U:model, host} on Mesh(data=2, model=3; virtual, cpu)
-        12 B, 12 B on each of 6 devices
-
-         dim 0
-                  0:3
-        ┌─────────────────────┐
-        │ host Σ 0+1+2, 3+4+5 │
-        └─────────────────────┘
-
-        Σ: still to be summed, over model
-        equal copies along data
-        in the memory of the host
-        """,
-    ),
     "host": Case(
         (4,),
         {"data": 2},
@@ -276,21 +222,6 @@ CASES = {
         └────────┴────────┘
 
         in the memory of the host
-        """,
-    ),
-    "no dim": Case(
-        (),
-        {"data": 2, "model": 4},
-        (P(),),
-        """
-        f32[] on Mesh(data=2, model=4; virtual, cpu)
-        4 B, 4 B on each of 8 devices
-
-        ┌─────┐
-        │ 0-7 │
-        └─────┘
-
-        equal copies along data and model
         """,
     ),
     "three axes, two of them on one dim, minor first": Case(
@@ -343,21 +274,6 @@ CASES = {
                     └─────┴─────┘
 
         not drawn, for whole: dim 1 (3)
-        """,
-    ),
-    "one device": Case(
-        (2, 2),
-        {"data": 1},
-        (P("data"),),
-        """
-        f32[2@data, 2] on Mesh(data=1; virtual, cpu)
-        16 B, 16 B on the only device
-
-                    dim 1
-                     0:2
-        dim 0@data ┌─────┐
-               0:2 │  0  │
-                   └─────┘
         """,
     ),
 }
@@ -420,21 +336,6 @@ def test_many_holders_are_summarised(spec, cell):
     assert len(text) < 2000
 
 
-def test_many_blocks_are_summarised():
-    mesh = fs.make_mesh(dict.fromkeys("abcde", 32), runtime="abstract")
-    shown = picture((64,) * 5, layout=fs.Layout(mesh, P(*"abcde")))
-    assert len(shown.plan.cells) == 8 * 3 * 3
-    assert "dim 0@a 0:2, dim 1@b 0:2, dim 2@c 62:64\n" in str(shown)
-
-
-def test_many_dims_are_summarised():
-    names = [f"axis{place}" for place in range(16)]
-    mesh = fs.make_mesh(dict.fromkeys(names, 2), runtime="abstract")
-    shown = picture((2,) * 16, layout=fs.Layout(mesh, P(*names)))
-    assert len(shown.plan.cells) == 33 * 4
-    assert shown.plan.cells[-1].ranges == ((1, 2),) * 16
-
-
 @pytest.mark.parametrize("runtime", ["abstract", "virtual"])
 def test_every_runtime_draws_the_same(runtime):
     mesh = fs.make_mesh({"data": 2, "model": 2}, runtime=runtime)
@@ -443,14 +344,6 @@ def test_every_runtime_draws_the_same(runtime):
     processes = fs.Layout(Mesh(mesh.axes, "process", "cpu"), P("model"))
     texts = [str(one).split("\n", 1)[1] for one in (picture(x), picture(alone), picture((4, 4), layout=processes))]
     assert texts[0] == texts[1] == texts[2]
-
-
-def test_words():
-    assert [size(count) for count in (0, 1023, 1024, 1536, 5 << 20, 3 << 50)] == [
-        "0 B", "1,023 B", "1.0 KiB", "1.5 KiB", "5.0 MiB", "3.0 PiB",
-    ]  # fmt: skip
-    assert summed(Devices(0, ((1, 4),))) == "0+1+2+3"
-    assert listed(Devices(3)) == "3"
 
 
 # Showing.
@@ -553,13 +446,6 @@ def test_only_equal_neighbours_are_folded():
     assert [entry.name for entry in take_stock({"x": a, "y": a}).entries] == ["x", "y"]
 
 
-def test_a_wide_tree_is_cut():
-    tree = {f"w{place:04}": torch.ones(1) for place in range(1000)}
-    text = str(picture(tree))
-    assert text.count("\n") == 41
-    assert text.endswith("└── … 960 more  3.8 KiB, on no mesh")
-
-
 def test_tree_in_a_notebook():
     html = picture(blocks(fs.make_mesh({"data": 4}), 3))._repr_html_()
     assert html.count("<svg") == 3  # of the folded block's two leaves, and of the head
@@ -603,13 +489,6 @@ def test_errors(x, layout, message):
     with pytest.raises(fs.LayoutError) as caught:
         picture(x, layout=layout)
     assert message in str(caught.value)
-
-
-def test_a_spec_is_no_layout():
-    with pytest.raises(fs.LayoutError, match="layout is a P. Write fs.Layout"):
-        picture((4,), layout=P("data"))
-    with pytest.raises(fs.LayoutError, match="tree is no SVG"):
-        _ = picture([torch.ones(1)]).svg
 
 
 # treescope, where it is installed.

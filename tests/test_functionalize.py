@@ -2,8 +2,6 @@
 
 import copy
 import weakref
-from collections import namedtuple
-from dataclasses import dataclass
 from functools import partial
 from threading import Lock
 
@@ -256,10 +254,6 @@ MODULES = {
 each_module = pytest.mark.parametrize("kind", MODULES)
 
 
-def double(x):
-    return x.double() if x.is_floating_point() else x
-
-
 def made(kind, seed=0):
     torch.manual_seed(seed)
     return MODULES[kind]()
@@ -398,39 +392,6 @@ def test_module_that_cannot_be_copied_raises():
         functionalize(module)
 
 
-def test_a_forward_that_deletes_a_buffer():
-    class Deleting(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("seen", torch.ones(1))
-
-        def forward(self, x):
-            del self.seen
-            return x
-
-    apply, params, buffers = functionalize(Deleting())
-    with pytest.raises(ModuleError, match="apply of Deleting: its forward removes the buffer seen"):
-        apply(params, buffers, torch.ones(1))
-
-
-def test_calls_within_calls():
-    class Nest(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(D, D)
-
-        def forward(self, x, inside):
-            y = self.layer(x)
-            return y + (inside(x) if inside else 0) + self.layer(x)
-
-    module = Nest()
-    apply, params, buffers = functionalize(module)
-    other = {name: p.detach() * 2 for name, p in params.items()}
-    x = torch.randn(2, D)
-    got, _ = apply(params, buffers, x, lambda x: apply(other, buffers, x, None)[0])
-    close(got, 2 * module.layer(x) + 4 * module.layer(x))
-
-
 def test_parameters_are_not_kept_after_a_call_without_gradients():
     apply, params, buffers = functionalize(nn.Linear(D, D))
     params = {name: p.detach().clone() for name, p in params.items()}
@@ -453,116 +414,7 @@ def test_other_tensors_can_be_passed(kind):
 # -- handles --------------------------------------------------------------------------------------------------------
 
 
-class Lazy:
-    """No tensor: makes one when an operation asks for it."""
-
-    def __init__(self, x):
-        self.x, self.asked = x, 0
-
-    def __getattr__(self, name):
-        return getattr(self.x, name)
-
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
-        def real(x):
-            if isinstance(x, cls):
-                x.asked += 1
-                return x.x
-            return type(x)(map(real, x)) if isinstance(x, tuple | list) else x
-
-        return func(*real(args), **{key: real(x) for key, x in (kwargs or {}).items()})
-
-
-class Subclass(torch.Tensor):
-    pass
-
-
-@pytest.mark.parametrize("wrap", [Lazy, lambda x: x.as_subclass(Subclass)], ids=["object", "subclass"])
-@pytest.mark.parametrize(
-    "kind", ["linear", "batch norm", "lstm", "tied", "twice", "conv", "weight norm", "old weight norm", "gru"]
-)
-def test_parameters_may_be_handles(kind, wrap):
-    module = made(kind).eval()
-    apply, params, buffers = functionalize(module)
-    x = torch.randn(3, D)
-    handles = {name: wrap(p) for name, p in params.items()}
-    output, _ = apply(handles, buffers, x)
-    close(torch.Tensor(output), module(x))
-    if wrap is Lazy:
-        assert all(h.asked for name, h in handles.items() if "unused" not in name)
-
-
 # -- the rest of the contract ---------------------------------------------------------------------------------------
-
-
-def test_what_is_returned():
-    module = nn.Module()
-    module.net = Tied()
-    module.frozen = nn.Linear(1, 1, bias=False).requires_grad_(False)
-    module.register_buffer("counter", torch.tensor(3), persistent=False)
-    _, params, buffers = functionalize(module)
-    assert {name: p.requires_grad for name, p in params.items()} == {
-        "net.embedding.weight": True,
-        "frozen.weight": False,
-    }
-    assert all(p.is_leaf for p in params.values())
-    assert [type(p) for p in params.values()] == [
-        torch.Tensor,
-        nn.Parameter,
-    ]  # a plain tensor does not say that it is frozen
-    assert params["net.embedding.weight"].data_ptr() == module.net.embedding.weight.data_ptr()
-    assert buffers == {"counter": torch.tensor(3)}
-
-
-def test_a_buffer_that_is_not_written_to_is_handed_back():
-    class Masked(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("mask", torch.ones(D))
-            self.register_buffer("count", torch.zeros(D))
-
-        def forward(self, x):
-            self.count.data.add_(1)  # no version counter sees this
-            return x * self.mask
-
-    apply, params, buffers = functionalize(Masked())
-    _, after = apply(params, buffers, torch.ones(D))
-    assert after["mask"] is buffers["mask"]
-    assert torch.equal(after["count"], torch.ones(D)) and torch.equal(buffers["count"], torch.zeros(D))
-
-
-def test_buffers_in_numpys_memory():
-    apply, params, buffers = functionalize(nn.BatchNorm1d(D))
-    buffers = {name: torch.from_numpy(b.numpy().copy()) for name, b in buffers.items()}
-    _, after = apply(params, buffers, torch.randn(3, D))
-    assert not buffers["running_mean"].any() and after["running_mean"].any()
-
-
-def test_a_forward_that_raises_leaves_nothing_behind():
-    class Fails(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(D))
-            self.register_buffer("count", torch.tensor(0))
-
-        def forward(self, x, fail):
-            self.count += 1
-            self.seen = x
-            if fail:
-                raise KeyError("no")
-            return self.weight * x
-
-    module = Fails()
-    apply, params, buffers = functionalize(module)
-    before = snapshot(module)
-    for fail in (True, False, True, False):
-        if fail:
-            with pytest.raises(KeyError):
-                apply(params, buffers, torch.ones(D), fail=True)
-        else:
-            _, after = apply(params, buffers, torch.ones(D), fail=False)
-            assert after["count"] == 1 and after.keys() == {"count"}
-    assert_untouched(module, before)
 
 
 def test_training_and_eval_are_followed():
@@ -634,53 +486,6 @@ def test_transforms_of_torch_func(kind):
         close(got[1], apply({name: 2 * p for name, p in params.items()}, buffers, x)[0])
 
 
-@dataclass
-class ModelOutput:
-    logits: torch.Tensor
-    loss: torch.Tensor | None = None
-
-
-def test_a_model_in_the_style_of_hugging_face():
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.config = namedtuple("Config", "hidden vocabulary")(D, 7)
-            self.embedding = nn.Embedding(7, D)
-            self.layers = nn.ModuleList(nn.TransformerEncoderLayer(D, 2, 8, batch_first=True) for _ in range(2))
-            self.head = nn.Linear(D, 7, bias=False)
-            self.head.weight = self.embedding.weight
-            self.gradient_checkpointing = True
-
-        def forward(self, tokens, *, attention_mask=None, labels=None):
-            assert self.dtype == torch.float32
-            x = self.embedding(tokens)
-            for layer in self.layers:
-                run = partial(layer.__call__, src_key_padding_mask=~attention_mask)
-                x = checkpoint(run, x, use_reentrant=False) if self.gradient_checkpointing else run(x)
-            logits = self.head(x)
-            loss = None if labels is None else nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
-            return ModelOutput(logits, loss)
-
-        @property
-        def dtype(self):
-            return next(self.parameters()).dtype
-
-    torch.manual_seed(0)
-    model = Model()
-    apply, params, buffers = functionalize(model)
-    assert len(params) == len(list(model.parameters())) and "head.weight" not in params
-    tokens = torch.randint(7, (2, 5))
-    mask = torch.ones(2, 5, dtype=torch.bool)
-    mask[0, 3:] = False
-    torch.manual_seed(1)
-    model(tokens, attention_mask=mask, labels=tokens).loss.backward()
-    torch.manual_seed(1)
-    output, _ = apply(params, buffers, tokens, attention_mask=mask, labels=tokens)
-    gradients = torch.autograd.grad(output.loss, list(params.values()))
-    for name, g in zip(params, gradients, strict=True):
-        close(g, model.get_parameter(name).grad)
-
-
 @given(st.data())
 @settings(max_examples=30)
 def test_any_tree_of_modules(data):
@@ -735,12 +540,6 @@ def test_names_that_are_not_the_modules():
     )
     with pytest.raises(ModuleError, match="is missing"):
         apply(buffers, params, torch.ones(2, D))
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_scripted_module():
-    with pytest.raises(ModuleError, match="0 must not be compiled by torch.jit"):
-        functionalize(nn.Sequential(torch.jit.script(nn.Linear(2, 2))))
 
 
 # -- random draws ---------------------------------------------------------------------------------------------------

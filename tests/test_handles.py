@@ -258,17 +258,6 @@ class Recurrent(nn.Module):
         return self.lstm(x.unflatten(1, (3, 6)))[0]
 
 
-class Checkpointed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(18, 18) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = torch.tanh(checkpoint(layer, x, use_reentrant=False))
-        return x
-
-
 def encoder() -> nn.Module:
     layer = nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0, batch_first=True)
     return nn.Sequential(nn.Unflatten(1, (3, 6)), nn.TransformerEncoder(layer, 2, enable_nested_tensor=False))

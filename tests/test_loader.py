@@ -108,32 +108,6 @@ def test_a_step_knows_a_loaders_part_whatever_has_become_of_it(feed):
     assert_all_trained(everywhere(2, "zero 1", feed))
 
 
-def test_first_batch_that_is_looked_at_leaves_copies_in_turn():
-    """Parts of 8 samples and of 7 have the same number of rows on three of four devices."""
-    assert_all_trained(everywhere(4, "zero 1", "copied after a look", count=15), count=15)
-
-
-def test_copies_of_two_loaders_have_the_shares_of_their_own():
-    def train(model, opt, criterion, pairs, backward):
-        for given in pairs:
-            for x, y in given:
-                backward(criterion(model(x.clone()), y.clone()), opt)
-            opt.step(), opt.zero_grad()
-
-    def main():
-        booster = fs.Booster()
-        loaders = [booster.prepare_dataloader(samples(2 * size), batch_size=size) for size in (3, 5)]
-        model, opt, criterion, *_ = booster.boost(*start(), nn.CrossEntropyLoss())
-        train(model, opt, criterion, zip(*loaders, strict=True), booster.backward)
-        return {name: x.detach() for name, x in model.unwrap().named_parameters()}
-
-    model, opt = start()
-    pairs = zip(*(DataLoader(samples(2 * size), batch_size=size) for size in (3, 5)), strict=True)
-    train(model, opt, nn.CrossEntropyLoss(), pairs, lambda loss, opt: loss.backward())
-    for found in fs.run(main, mesh=fs.make_mesh({"data": 2})):
-        torch.testing.assert_close(found, {name: x.detach() for name, x in model.named_parameters()})
-
-
 @pytest.mark.parametrize("feed", ["each in its turn", "copied in its turn"])
 @pytest.mark.parametrize("plugin", ["zero 1", "reproducible"])
 def test_functional_steps_of_processes_train_all_samples_too(two, plugin, feed):
@@ -180,30 +154,6 @@ def test_copies_fetched_ahead_that_may_be_of_several_batches_raise():
             fs.run(main, mesh=fs.make_mesh({"data": 2}))
 
 
-def test_what_has_no_row_for_each_sample_of_a_part_is_named():
-    def main():
-        booster = fs.Booster()
-        state = booster.init(*start(), nn.CrossEntropyLoss())
-        for x, y in booster.prepare_dataloader(samples(), batch_size=SIZE):
-            booster.step(state, (x.repeat(2, 1), y))
-
-    with pytest.raises(fs.LayoutError, match=r"has 4 of the batch's 8 samples, .* but \[0\] is 8 long"):
-        fs.run(main, mesh=fs.make_mesh({"data": 2}))
-
-
-def test_a_batch_that_no_loader_has_told_is_whole_in_the_midst_of_an_epoch():
-    def main(whole):
-        booster = fs.Booster(fs.ZeroPlugin(stage=1))
-        state, taken = booster.init(*start(), nn.CrossEntropyLoss()), []
-        for _ in booster.prepare_dataloader(samples(), batch_size=SIZE):
-            state, metrics = booster.step(state, whole)
-            taken.append(int(metrics["samples"]))
-        return taken
-
-    for taken in fs.run(main, samples(6).tensors, mesh=fs.make_mesh({"data": 2})):
-        assert taken == [6, 6, 6]
-
-
 def test_virtual_devices_compare_whole_batches_as_processes_do():
     def main():
         booster = fs.Booster()
@@ -229,21 +179,6 @@ def alone(body):
     """Return what a device alone finds."""
     (found,) = fs.run(body, mesh=fs.make_mesh({"data": 1}))
     return found
-
-
-def test_a_position_of_which_nothing_is_left_leads_to_the_next_epoch():
-    def main():
-        booster = fs.Booster()
-        small = booster.prepare_dataloader(samples(22), 4, drop_last=True, shuffle=True)
-        batches = iter(small)
-        for _ in range(4):
-            next(batches)
-        large = booster.prepare_dataloader(samples(22), 8, drop_last=True, shuffle=True)
-        large.load_state_dict(small.state_dict())  # 6 samples are left, of which there is no batch
-        found = [len(list(large)) for _ in range(2)]
-        return small.state_dict()["sample"], found, large.state_dict()["epoch"]
-
-    assert alone(main) == (16, [2, 2], 3)
 
 
 def test_a_position_at_the_end_of_the_samples_leads_to_the_next_epoch():
@@ -340,20 +275,6 @@ def test_all_wrong_arguments_are_in_one_error():
     assert str(found.value) == f"prepare_dataloader: {'; '.join(told for _, told in WRONG.values())}."
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"shufle": True}, "torch's DataLoader refused an option: .*shufle"),
-        ({"timeout": -1}, "torch's DataLoader refused an option: timeout"),
-        ({"num_workers": -2}, "torch's DataLoader refused an option: num_workers"),
-        ({"persistent_workers": True}, "torch's DataLoader refused an option: persistent_workers"),
-    ],
-)
-def test_option_that_torch_refuses_raises(options, message):
-    with pytest.raises(fs.LayoutError, match=message):
-        alone(lambda: fs.Booster().prepare_dataloader(samples(), SIZE, **options))
-
-
 def test_dataset_without_indices_raises():
     with pytest.raises(fs.LayoutError, match="dataset must be indexed, with a length, got 'Stream'"):
         alone(lambda: fs.Booster().prepare_dataloader(Stream(), SIZE))
@@ -410,23 +331,3 @@ def test_loop_that_was_left_is_continued_by_the_next():
 
     one, other = alone(main)
     assert one == other
-
-
-class Pids(torch.utils.data.Dataset):
-    def __len__(self):
-        return 4
-
-    def __getitem__(self, at):
-        return torch.tensor([at, torch.utils.data.get_worker_info().seed])
-
-
-def test_workers_that_persist_stay_from_epoch_to_epoch():
-    def main(persistent):
-        given = DataLoader(Pids(), 2, num_workers=1, persistent_workers=persistent)
-        *_, loader, _ = fs.Booster().boost(start()[0], dataloader=given)
-        epochs = [torch.cat([*loader]) for _ in range(2)]
-        assert all(epoch[:, 0].tolist() == [0, 1, 2, 3] for epoch in epochs)
-        return len({seed for epoch in epochs for seed in epoch[:, 1].tolist()})
-
-    assert alone(lambda: main(True)) == 1
-    assert alone(lambda: main(False)) == 2

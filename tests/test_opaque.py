@@ -8,7 +8,7 @@ from torch import nn
 
 import fshard as fs
 from fshard import P
-from tests.loops import PLUGINS, Case, assert_trained_alike, bits, boosted
+from tests.loops import PLUGINS, Case, assert_trained_alike, boosted
 
 
 class Bags:
@@ -102,17 +102,6 @@ def test_in_reproducible_mode_they_are_refused_by_name(kind):
     message = rf"reproducible=True: arguments must be tensors, .* \[0\] is a {kind.__name__}. Make such an object"
     with pytest.raises(fs.LayoutError, match=message):
         fs.run(main, mesh=fs.make_mesh({"data": 2}))
-
-
-def test_objects_that_have_a_row_for_each_sample_are_cut():
-    class Both(nn.Linear):
-        def forward(self, x, rows):
-            return super().forward(x * rows.x)
-
-    case = Case(lambda: Both(3, 2), called=lambda model, x: model(x, Rows(x)))
-    (expected,) = bits(case, "ddp", 1)
-    for found in bits(case, "fsdp", 2):
-        assert all(torch.equal(x, expected[key]) for key, x in found.items())
 
 
 @pytest.mark.parametrize("kind", [Bags, Known])

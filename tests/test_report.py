@@ -3,9 +3,7 @@
 import io
 import json
 import math
-from contextlib import ExitStack
 
-import numpy
 import pytest
 import torch
 from rich.console import Console
@@ -78,14 +76,6 @@ def test_samples_of_all_steps_count_for_the_rate_and_memory_is_known():
     assert all(2**20 < row[2] < 2**40 for row in rows)
 
 
-def test_what_is_no_number_is_left_out():
-    kept = Kept()
-    fs.report.Report(kept)(
-        {"loss": torch.ones(1, 1), "rows": torch.ones(3), "aux": {"a": 1}, "note": "so", "none": None}
-    )
-    assert kept.rows == [(1, {"loss": 1.0})]
-
-
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
@@ -98,26 +88,6 @@ def test_what_is_no_number_is_left_out():
 def test_what_cannot_write_is_refused(wrong, words):
     with pytest.raises(fs.LayoutError, match=words):
         fs.report.Report(*wrong.pop("writers", []), **wrong)
-
-
-def test_what_has_no_name_or_one_that_is_taken_is_refused():
-    report = fs.report.Report()
-    with pytest.raises(fs.LayoutError, match=r"numbers by their names.*not 0.5"):
-        report(0.5)
-    with pytest.raises(fs.LayoutError, match="counts steps itself"):
-        report(loss=0.5, step=7)
-    assert report.step == 0
-
-
-def test_numbers_of_numpy_and_a_memory_that_is_given_are_reported():
-    rows = []
-
-    class Whole(Kept):
-        def write(self, step, values):
-            rows.append(dict(values))
-
-    fs.report.Report(Whole())(loss=numpy.float32(0.5), count=numpy.int64(3), memory=7, phase=torch.tensor(1j))
-    assert rows == [{"loss": 0.5, "count": 3.0, "memory": 7.0}]
 
 
 def test_a_loop_reports_each_sample_once():
@@ -159,27 +129,6 @@ def test_the_mean_of_all_devices_is_reported_once():
     assert [one.closed for one in kept] == [1, 0, 0]
 
 
-def test_the_rate_is_that_of_the_samples_of_all_devices_since_the_last_time():
-    rates = []
-
-    class Rates(Kept):
-        def write(self, step, values):
-            rates.append(values.get("samples_per_second"))
-
-    def main():
-        report = fs.report.Report(Rates(), mesh=fs.make_mesh({"data": 2}), clock=seconds(0.0, 1.0, 2.0, 4.0))
-        for _ in range(3):
-            report(samples=4)
-
-    fs.run(main, mesh=fs.make_mesh({"data": 2}))
-    assert rates == [8.0, 8.0, 4.0]
-
-
-def test_outside_of_devices_nobody_can_be_asked_for_a_mean():
-    with pytest.raises(fs.LayoutError, match="there is nobody to ask"):
-        fs.report.Report(mesh=fs.make_mesh({"data": 2}))(loss=1.0)
-
-
 def reported_by_processes(folder):
     mesh = fs.make_mesh({"data": 2})
     with (
@@ -213,12 +162,6 @@ def test_lines_of_json_go_on_where_they_ended(tmp_path):
     assert [json.loads(line)["loss"] for line in written.splitlines()] == [0.5, None]
 
 
-def test_a_report_without_steps_leaves_no_file(tmp_path):
-    with fs.report.Report(fs.report.JsonLines(tmp_path / "run.jsonl")):
-        pass
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_tensorboard_reads_what_was_written(tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -228,12 +171,6 @@ def test_tensorboard_reads_what_was_written(tmp_path):
             report(loss=2.0**-step)
     found = EventAccumulator(str(tmp_path)).Reload()
     assert [(point.step, point.value) for point in found.Scalars("loss")] == [(1, 1.0), (2, 0.5), (4, 0.125)]
-
-
-def test_tensorboard_says_what_it_needs(monkeypatch):
-    monkeypatch.setattr("fshard.report.files.find_spec", lambda name: None)
-    with pytest.raises(fs.FshardError, match=r"needs the package tensorboard: pip install 'fshard\[tensorboard\]'"):
-        fs.report.TensorBoard("runs")
 
 
 # -- Bar ----------------------------------------------------------------------------------------------------------------
@@ -257,23 +194,11 @@ def test_a_file_has_a_line_for_each_tenth():
     assert lines[-1] == "step 100 of 100  loss 0.01  12,345 samples/s  1.5 GiB  0:01:40"
 
 
-def test_a_run_without_an_end_has_a_line_for_each_hundred_steps_and_the_last_one():
-    assert [line.split()[1] for line in shown(250, None).splitlines()] == ["1", "100", "200", "250"]
-
-
 def test_a_terminal_has_one_line_that_changes():
     text = shown(3, 3, force_terminal=True, color_system=None)
     assert "step 1 of 3 ━━━" in text and "step 3 of 3 ━━━" in text
     assert text.count("\n") == 1  # the others are written over
     assert "loss 0.3333  12,345 samples/s  1.5 GiB  0:00:03" in text
-
-
-@pytest.mark.parametrize(("width", "bar"), [(80, 19), (70, 9), (60, 0), (20, 0)])
-def test_a_narrow_terminal_has_a_short_bar_or_none_and_still_one_line(width, bar):
-    text = shown(3, 3, width, force_terminal=True, color_system=None)
-    last = text.rpartition("step 3 of 3")[2]
-    assert text.count("\n") == 1 and last.count("━") == bar
-    assert ("…" in last) == (width < 60)
 
 
 def test_a_notebook_has_one_display_that_changes(monkeypatch):
@@ -324,18 +249,6 @@ def test_virtual_devices_have_a_trace_each_and_what_is_done_outside_another(tmp_
     assert not any(name.startswith(MARK) for name in outside)
 
 
-def test_devices_of_a_run_have_a_trace_each(tmp_path):
-    def main():
-        with fs.report.Profile(tmp_path, wait=0, warmup=1, active=2) as profile:
-            for _ in range(3):
-                fs.psum(torch.ones(4) @ torch.ones(4), "data")
-                profile.step()
-
-    fs.run(main, mesh=fs.make_mesh({"data": 2}))
-    for device in (0, 1):
-        assert "aten::dot" in names_in(tmp_path / f"device-{device}.json", device)
-
-
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
@@ -346,25 +259,6 @@ def test_devices_of_a_run_have_a_trace_each(tmp_path):
 def test_a_profile_of_nothing_is_refused(tmp_path, wrong, words):
     with pytest.raises(fs.LayoutError, match=words):
         fs.report.Profile(tmp_path, **wrong)
-
-
-def test_one_profile_records_at_a_time(tmp_path):
-    """Torch's profiler would end the process."""
-    for _ in range(2):
-        with fs.report.Profile(tmp_path, wait=0, warmup=1, active=1) as profile:
-            with pytest.raises(fs.FshardError, match="another one is recording"), fs.report.Profile(tmp_path / "inner"):
-                pass
-            for _ in range(2):
-                torch.ones(4) @ torch.ones(4)
-                profile.step()
-    assert (tmp_path / "host.json").exists()
-
-
-def test_a_profile_that_ends_before_it_begins_says_so(tmp_path):
-    with ExitStack() as stack:
-        stack.enter_context(pytest.warns(UserWarning, match="recorded nothing: it was to begin after 2 steps"))
-        stack.enter_context(fs.report.Profile(tmp_path)).step()
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_a_gpu_does_belongs_to_the_process_that_has_it():

@@ -376,15 +376,6 @@ def test_a_loss_that_is_no_number_adds_nothing_though_others_use_its_samples(los
     assert_serial(found, serial(alone, batch))
 
 
-@pytest.mark.parametrize("size", [3, 5])
-def test_the_largest_of_fewer_samples_than_devices_is_found_once(size):
-    def loss_fn(p, batch, most=lambda x: fs.pmax(x, "data")):
-        return errors(p, batch).mean() * most(errors(p, batch).max())
-
-    found = on_mesh(loss_fn, batch_of(size), {"data": 4}, P())
-    assert_serial(found, serial(lambda p, batch: loss_fn(p, batch, lambda x: x), batch_of(size)))
-
-
 def test_frozen_parameters_and_those_that_one_part_uses_have_their_gradients():
     """Along "model", the first device uses w and the second u; v is frozen, and nobody uses b."""
 
@@ -452,68 +443,6 @@ def test_reproducible_mode_refuses_synchronised_batchnorm():
     )
     own = fs.shard_params(own, P(), mesh=mesh)
     refused(lambda: run(own, torch.randn(16, 4)), fs.LayoutError, 'sync_batchnorm over "data" in the loss function')
-
-
-def test_a_loss_function_is_mapped_over_all_axes_but_may_map_over_a_mesh_of_its_own():
-    """What a shard_map in it computes is a function of the device's own values, and is differentiated as everywhere."""
-    specs = {"in_specs": (P(None, "part"), P("part"), P("part"), P()), "out_specs": P()}
-
-    def block(w, b, v, x):
-        return fs.psum(torch.tanh(fs.pvary(x, "part") @ w + b) @ v, "part")
-
-    def loss_fn(p, batch, mapped):
-        return (fs.unshard(mapped(p["w"], p["b"], p["v"], batch[0])) - batch[1]).square().mean()
-
-    inner = fs.shard_map(block, mesh=fs.make_mesh({"part": 2}), **specs)
-    found = on_mesh(lambda p, batch: loss_fn(p, batch, inner), batch_of(8), {"data": 4}, fs.fsdp("data"))
-    assert_serial(found, serial(errors, batch_of(8)))
-    again = fs.shard_map(block, mesh=fs.make_mesh({"data": 2, "part": 2})["part"], **specs)
-    refused(
-        lambda: on_mesh(lambda p, batch: loss_fn(p, batch, again), batch_of(8), {"data": 2, "part": 2}, P()),
-        fs.MeshError,
-        r"shard_map of block in a loss function of value_and_grad, which runs once per device of .* already. Call block itself",
-    )
-
-
-def test_the_local_shard_of_what_is_cut_is_noticed():
-    """Each device takes the errors of its own columns, by weights that lie so."""
-    mesh = fs.make_mesh({"data": 2, "model": 2})
-    weights = torch.eye(4, dtype=torch.float64) * torch.arange(1, 5)
-    own = fs.device_put(weights, fs.Layout(mesh, P(None, "model")))
-
-    def loss_fn(p, batch, weights=weights):
-        return ((hidden(p, batch[0]) @ p["v"] - batch[1]) @ weights).square().mean()
-
-    found = on_mesh(lambda p, batch: loss_fn(p, batch, own.local), batch_of(8), {"data": 2, "model": 2}, P())
-    assert_serial(found, serial(loss_fn, batch_of(8)))
-
-
-def test_what_depends_on_parameters_is_not_laid_out_differently():
-    mesh = fs.make_mesh({"data": 2})
-
-    def loss_fn(p, batch):
-        return fs.unshard(fs.from_local(errors(p, batch), fs.Layout(mesh, P("data")))).mean()
-
-    refused(
-        lambda: on_mesh(loss_fn, batch_of(8), {"data": 2}, P()),
-        fs.LayoutError,
-        r"depends on parameters is laid out differently in a loss function .* Use collectives: fs.all_gather\(x, axis\)",
-    )
-
-
-def test_values_are_typed_along_the_axes_of_a_shard_map_around_a_step():
-    """Along "model", which an outer shard_map has mapped, a sum is one value, as everywhere outside of loss functions."""
-    mesh = fs.make_mesh({"data": 2, "model": 2})
-
-    def loss_fn(w, x):
-        return (fs.psum(w, "model") * fs.pmean(x, "data")).sum()
-
-    def per_row(w, x):
-        own = fs.shard_params(w, P(), mesh=mesh["data"])
-        return fs.grad(loss_fn, mesh=mesh["data"], batch=P("data"))(own, x).local
-
-    row = fs.shard_map(per_row, mesh=mesh, in_specs=(P("model"), P()), out_specs=P("model"), axes="model", check=False)
-    assert fs.unshard(row(torch.ones(4), torch.ones(2, 2))).tolist() == [1.0] * 4
 
 
 # -- what processes have to start from alike ---------------------------------------------------------------------------

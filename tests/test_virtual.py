@@ -3,10 +3,8 @@
 import contextlib
 import os
 import signal
-import sys
 import threading
 import time
-import types
 
 import pytest
 import torch
@@ -199,45 +197,6 @@ def test_interrupting_leaves_the_mesh_usable(work):
     assert fs.run(lambda: fs.psum(torch.tensor(1), "d").item(), mesh=mesh) == [4] * 4
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*")
-def test_a_second_interrupt_lets_go_what_computes_outside_python():
-    mesh, came_back = fs.make_mesh({"d": 3}), []
-    before = {*threading.enumerate()}
-    timers = [threading.Timer(after, os.kill, (os.getpid(), signal.SIGINT)) for after in (0.2, 0.4)]
-
-    def slow(x):
-        for timer in timers:
-            timer.start()
-        time.sleep(2)
-        came_back.append(1)
-        return x
-
-    def main():
-        if fs.axis_index("d") == 1:
-            torch.func.jvp(slow, (torch.ones(1),), (torch.ones(1),))
-        fs.psum(torch.ones(1), "d")
-
-    with pytest.raises(KeyboardInterrupt) as error:
-        fs.run(main, mesh=mesh)
-    assert error.value.__notes__ == [
-        "Still at work outside Python, and let go: device (d=1). Nothing of it reaches what is called later."
-    ]
-    (let_go,) = {*threading.enumerate()} - before - {*timers}
-
-    def gradients():
-        x = torch.tensor(1.0 + fs.axis_index("d"))
-        return fs.psum(x, "d").item(), torch.func.jvp(torch.square, (x,), (torch.ones(()),))[1].item()
-
-    assert fs.run(gradients, mesh=mesh) == [(6, 2), (6, 4), (6, 6)]
-    assert let_go.is_alive()
-    let_go.join(10)
-    assert not let_go.is_alive() and not came_back
-    assert fs.run(gradients, mesh=mesh) == [(6, 2), (6, 4), (6, 6)]
-    assert torch.func.jvp(torch.sin, (torch.zeros(()),), (torch.ones(()),))[1].item() == 1
-    with torch.autograd.forward_ad.dual_level():
-        pass
-
-
 # -- a thread behaves as its caller would -------------------------------------------------------------------------
 
 
@@ -299,17 +258,6 @@ def test_devices_share_a_processor_and_their_children_do_not(monkeypatch):
     assert os.sched_getaffinity(0) == before
     monkeypatch.setenv("FSHARD_PIN", "0")
     assert run(lambda: len(os.sched_getaffinity(0)), d=2) == [len(before)] * 2
-
-
-def test_devices_that_may_use_all_processors_have_the_callers_threads(monkeypatch):
-    monkeypatch.setenv("FSHARD_PIN", "0")
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)
-    try:
-        assert run(torch.get_num_threads, d=2) == [3, 3]
-        assert torch.get_num_threads() == 3
-    finally:
-        torch.set_num_threads(before)
 
 
 def test_devices_draw_alike_until_they_seed_apart():
@@ -425,148 +373,11 @@ def test_a_gradient_asked_for_outside_is_refused():
 # -- what a review found ------------------------------------------------------------------------------------------
 
 
-def test_many_failures_at_once_end():
-    def main():
-        fs.psum(torch.ones(1), "d")
-        raise KeyError(fs.axis_index("d"))
-
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        for _ in range(30):
-            with pytest.raises(KeyError):
-                run(main, d=32)
-    finally:
-        sys.setswitchinterval(interval)
-
-
-def test_many_interrupts_end():
-    mesh = fs.make_mesh({"d": 8})
-
-    def main():
-        while True:
-            fs.psum(torch.ones(1), "d")
-
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    try:
-        for times in range(12):
-            timer = threading.Timer(0.01 + 0.003 * times, lambda: os.kill(os.getpid(), signal.SIGINT))
-            timer.start()
-            with pytest.raises(KeyboardInterrupt):
-                fs.run(main, mesh=mesh)
-            timer.join()
-    finally:
-        sys.setswitchinterval(interval)
-    assert fs.run(lambda: fs.axis_index("d"), mesh=mesh) == list(range(8))
-
-
-def test_an_interrupt_that_is_lost_in_a_destructor_is_not_spoken_of(monkeypatch):
-    said: list[type[BaseException] | None] = []
-    monkeypatch.setattr(sys, "unraisablehook", lambda lost: said.append(lost.exc_type))
-
-    class Endless:
-        def __del__(self):
-            while True:
-                pass
-
-    class Faulty:
-        def __del__(self):
-            raise KeyError
-
-    def main():
-        if fs.axis_index("d") == 0:
-            Endless()
-            Faulty()
-        while True:
-            fs.psum(torch.ones(1), "d")
-
-    timer = threading.Timer(0.1, lambda: os.kill(os.getpid(), signal.SIGINT))
-    timer.start()
-    hook = sys.unraisablehook
-    with pytest.raises(KeyboardInterrupt):
-        fs.run(main, mesh=fs.make_mesh({"d": 2}))
-    timer.join()
-    assert said == [KeyError] and sys.unraisablehook is hook
-
-
-def test_an_interrupt_that_comes_too_late_disturbs_nothing(monkeypatch):
-    from fshard.mesh.runtimes import crew
-
-    raise_in, asked = crew._raise_in, threading.Event()
-
-    def slowly(thread, error):
-        asked.set()
-        time.sleep(0.1)  # the device finishes between being found at work and being interrupted
-        raise_in(thread, error)
-
-    def main():
-        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
-        asked.wait()
-
-    monkeypatch.setattr(crew, "_raise_in", slowly)
-    before = threading.active_count()
-    with pytest.raises(KeyboardInterrupt):
-        fs.run(main, mesh=fs.make_mesh({"d": 2}))
-    assert threading.active_count() == before
-
-
-@pytest.mark.parametrize("allowed", [0, 1, 3])
-def test_a_run_that_gets_no_more_threads_leaves_none(monkeypatch, allowed):
-    import _thread
-
-    from fshard.mesh.runtimes import crew
-
-    started = []
-
-    def start(function, arguments, *more):
-        if len(started) == allowed:
-            raise RuntimeError("can't start new thread")
-        started.append(function)
-        return _thread.start_new_thread(function, arguments, *more)
-
-    before = threading.active_count()
-    with monkeypatch.context() as patch:
-        patch.setattr(crew, "_thread", types.SimpleNamespace(start_new_thread=start))
-        patch.setattr(threading, "_start_new_thread", start)
-        with pytest.raises(RuntimeError, match="can't start new thread"):
-            run(lambda: fs.psum(torch.ones(1), "d"), d=4)
-    assert threading.active_count() == before
-    assert run(lambda: fs.axis_index("d"), d=4) == [0, 1, 2, 3]
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*")
-def test_runs_from_several_python_threads_leave_torch_as_it_was():
-    threads = [
-        threading.Thread(target=lambda: [run(lambda: fs.psum(torch.ones(1), "d"), d=4) for _ in range(5)])
-        for _ in range(4)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert torch.func.jvp(torch.sin, (torch.zeros(()),), (torch.ones(()),))[1].item() == 1
-
-
 def test_a_started_collective_that_others_leave_out():
     with pytest.raises(
         fs.MismatchError, match=r"started, but not by all devices of their group:\n  psum over .* at .*test_virtual"
     ):
         run(lambda: fs.psum.start(torch.ones(1), "d") if fs.axis_index("d") == 0 else None, d=2)
-
-
-def test_gradients_do_not_depend_on_the_order_of_waiting():
-    def main():
-        x = torch.tensor([1.0 + fs.axis_index("d")], requires_grad=True)
-        handles = [fs.all_gather.start(x, "d"), fs.all_gather.start(2 * x, "d")]
-        if fs.axis_index("d") == 0:
-            a, b = handles[0].wait(), handles[1].wait()
-        else:
-            b, a = handles[1].wait(), handles[0].wait()
-        (gradient,) = torch.autograd.grad((a + 100 * b).sum(), x)
-        return a.tolist(), b.tolist(), gradient.item()
-
-    assert run(main, d=2) == [([1, 2], [2, 4], 402.0)] * 2
 
 
 def test_checked_devices_that_call_from_other_lines():
@@ -608,14 +419,6 @@ def test_narrow_dtypes_are_summed_in_wider_ones():
         )
 
     assert run(main, d=2) == [([1.0, 3.0], [80000 - 65536], [0.5, 1.5])] * 2
-
-
-def test_one_device_runs_in_the_callers_thread_with_all_its_processors():
-    threads = torch.get_num_threads()
-    mesh = fs.make_mesh({"d": 1})
-    assert fs.run(lambda: (threading.current_thread(), torch.get_num_threads()), mesh=mesh) == [
-        (threading.current_thread(), threads)
-    ]
 
 
 def test_one_device_goes_on_with_the_callers_random_state_and_hands_it_back():

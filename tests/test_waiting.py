@@ -6,6 +6,7 @@ anywhere.
 """
 
 import traceback
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +18,8 @@ import fshard as fs
 from fshard import P
 from fshard.mesh.tree import flatten
 from fshard.transforms.handle import Handle
+
+PACKAGE = Path(fs.__file__).parent
 
 
 class Watch(TorchDispatchMode):
@@ -39,7 +42,7 @@ class Watch(TorchDispatchMode):
 
     def note(self, what, waits):
         if waits:
-            frames = [f for f in traceback.extract_stack() if "/fshard/" in f.filename]
+            frames = [f for f in traceback.extract_stack() if Path(f.filename).is_relative_to(PACKAGE)]
             self.waits.append(f"{what} in {frames[-1].name}" if frames else what)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):

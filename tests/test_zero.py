@@ -1,7 +1,5 @@
 """ZeRO as a table of layouts: every stage, on every mesh, trains as one device does."""
 
-import io
-import operator
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -450,34 +448,6 @@ def test_gradients_are_reduced_in_buckets_of_about_so_many_bytes(stage):
     assert found()[0] == (1 if stage < 3 else 8)
 
 
-def test_a_bucket_is_sent_as_soon_as_it_is_full(monkeypatch):
-    from fshard.transforms.reductions import Reductions
-
-    order, receive, send = [], Reductions.receive, Reductions.send
-
-    def noted(self, unit, gs):
-        order.append(self.leaves[unit.places[0]].unit)
-        receive(self, unit, gs)
-
-    def sent(self):
-        order.append(len(self._bucket))
-        send(self)
-
-    monkeypatch.setattr(Reductions, "receive", noted)
-    monkeypatch.setattr(Reductions, "send", sent)
-    mesh = fs.make_mesh({"data": 1})
-    params = placed({"blocks": [torch.ones(4, 4) for _ in range(5)]}, 0, mesh)
-
-    def loss_fn(params, x):
-        for w in params["blocks"]:
-            x = x @ w
-        return x.mean()
-
-    fs.value_and_grad(loss_fn, mesh=mesh, batch=P("data"), bucket=2 * 64)(params, torch.ones(2, 4))
-    blocks = [f"blocks[{place}]" for place in range(5)]
-    assert order == [blocks[4], blocks[3], 2, blocks[2], blocks[1], 2, blocks[0], 1, 0]
-
-
 def planned(runtime, n, stage, device):
     mesh = fs.make_mesh({"data": n}, runtime=runtime)
     params = {
@@ -565,51 +535,6 @@ def test_frozen_integer_and_unused_leaves_stay_as_they_are(stage):
         own, torch.ones(2)
     )
     assert [name for name in params if grads[name] is None] == ["fixed", "unused", "count"]
-
-
-def trees_that_differ_in_one_thing(mesh):
-    """Return trees of parameters for one loss function, of which each has another gradient, or one that lies otherwise."""
-
-    def laid(names=("a", "b"), rows=4, dtype=torch.float32, spec=None, tied=False, **options):
-        a = fs.device_put(torch.ones(rows, dtype=dtype), fs.Layout(mesh, spec or P(), **options))
-        b = a if tied else fs.device_put(torch.ones(rows, dtype=dtype), fs.Layout(mesh, spec or P()))
-        return dict(zip(names, (a, b), strict=True))
-
-    return [
-        laid(),
-        laid(names=("c", "d")),
-        laid(rows=2),
-        laid(dtype=torch.float64),
-        laid(spec=P("data")),
-        laid(spec=P.flat("data")),
-        laid(unit="mine"),
-        laid(frozen=True),
-        laid(tied=True),
-    ]
-
-
-@settings(max_examples=20)
-@given(order=st.lists(st.integers(0, 8), min_size=2, max_size=20), known=st.sampled_from([1, 3, 64]))
-def test_what_is_remembered_of_parameters_depends_on_all_that_they_are(order, known):
-    def loss_fn(params, x):
-        a, b = params.values()
-        return (a.sum() * x).mean() + 3 * b.sum()
-
-    def gradient():
-        return fs.value_and_grad(loss_fn, mesh=mesh, batch=P("data"), frozen=lambda path: path == "c")
-
-    mesh = fs.make_mesh({"data": 2})
-    trees, one, batch = trees_that_differ_in_one_thing(mesh), gradient(), torch.arange(2.0)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fshard.transforms.gradient.KNOWN", known)
-        for number in order:
-            ours, fresh = (run(trees[number], batch)[1] for run in (one, gradient()))
-            assert ours.keys() == fresh.keys()
-            for x, y in zip(ours.values(), fresh.values(), strict=True):
-                assert (x is None) == (y is None)
-                assert x is None or (x.layout == y.layout and x.layout.unit == y.layout.unit)
-                assert x is None or (x.dtype == y.dtype and torch.equal(fs.unshard(x), fs.unshard(y)))
-    assert len(one.known) == min(known, len(set(order)))
 
 
 def test_a_leaf_that_one_device_uses_has_a_gradient_everywhere():
@@ -710,30 +635,6 @@ def test_parts_count_for_something(stage, weights, message, options):
     assert torch.equal(fs.unshard(params["w"]), torch.ones(3))
 
 
-@pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"reproducible": True, "slices": 4}], ids=str)
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_loss_that_is_cut_off_from_all_that_is_trained_is_refused(stage, options):
-    mesh = fs.make_mesh({"data": 2})
-    params = placed({"w": torch.ones(3), "v": torch.ones(3)}, stage, mesh)
-    x = torch.arange(12.0).reshape(4, 3)
-
-    def run(loss_fn, **more):
-        return fs.value_and_grad(loss_fn, mesh=mesh, batch=P("data"), **more, **options)(params, x)
-
-    def loss_fn(p, x):
-        return (p["w"] * x).mean()
-
-    for cut_off in (lambda p, x: loss_fn(p, x).detach(), lambda p, x: x.mean(), torch.no_grad()(loss_fn)):
-        with pytest.raises(fs.LayoutError, match="the loss depends on no parameter that is trained, on any device"):
-            run(cut_off)
-    with pytest.raises(fs.LayoutError, match="the loss depends on no parameter that is trained"):
-        run(loss_fn, frozen="w")
-    loss, grads = run(loss_fn, frozen=["w", "v"])
-    assert loss == 5.5 and grads == {"w": None, "v": None}
-    _, grads = run(lambda p, x: loss_fn(p, x) if x[0, 0] > 5 else loss_fn(p, x).detach())  # one device learns
-    assert grads["v"] is None and grads["w"] is not None
-
-
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_auxiliary_values_are_averaged(accumulate):
     mesh = fs.make_mesh({"data": 2})
@@ -821,48 +722,6 @@ def test_torch_func_works_in_what_is_marked_as_gathered():
     torch.testing.assert_close(fs.unshard(grads)["w"], expected)
 
 
-def test_handles_are_what_tensors_are():
-    mesh = fs.make_mesh({"data": 2})
-    w = torch.randn(4, 4)
-
-    def loss_fn(p, x):
-        h = p["w"]
-        assert (h.shape, h.ndim, h.size(0), h.numel(), h.dtype) == ((4, 4), 2, 4, 16, torch.float32)
-        found = [
-            h + 1,
-            1 - h,
-            h @ h,
-            h[0],
-            h.T,
-            h.reshape(-1),
-            -h,
-            torch.stack([h, h]),
-            torch.cat((h, h)),
-            h.sum(),
-            abs(h),
-            h > 0,
-        ]
-        ours = [
-            w + 1,
-            1 - w,
-            w @ w,
-            w[0],
-            w.T,
-            w.reshape(-1),
-            -w,
-            torch.stack([w, w]),
-            torch.cat((w, w)),
-            w.sum(),
-            abs(w),
-            w > 0,
-        ]
-        assert all(map(torch.equal, found, ours))
-        assert len(h) == 4 and torch.equal(torch.stack(list(h)), w)
-        return torch.einsum("ij,jk->", h, h) * x.mean()
-
-    fs.grad(loss_fn, mesh=mesh, batch=P("data"))(fs.shard_params({"w": w}, fs.fsdp("data"), mesh=mesh), torch.ones(2))
-
-
 def test_a_gradient_penalty_goes_through_gathered_parameters():
     mesh = fs.make_mesh({"data": 2})
     params = {"blocks": [{"w": torch.randn(3, 3)} for _ in range(4)]}
@@ -930,30 +789,6 @@ def test_a_change_of_parameters_in_place_is_refused(stage, n, recorded, live_uni
     step = fs.train_step(loss_fn, opt, mesh=mesh, batch=P("data"), live_units=live_units, compute=compute)
     with pytest.raises(fs.ModuleError, match=r"writes to parameters in place: 0\.w, 2\.v\. "):
         step(params, opt.init(params), torch.ones(2, 2))
-
-
-@pytest.mark.parametrize("change", [lambda w: w.T.mul_(2.0), lambda w: w[0].zero_(), lambda w: w.__setitem__(0, 1.0)])
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_change_of_a_part_of_a_parameter_is_refused(stage, change):
-    mesh = fs.make_mesh({"data": 2})
-    run = fs.grad(lambda p, x: (x @ p["w"]).sum() + (change(p["w"]) is p), mesh=mesh, batch=P("data"))
-    with pytest.raises(fs.ModuleError, match=r"writes to parameters in place: w\. "):
-        run(placed({"w": torch.eye(2)}, stage, mesh), torch.ones(2, 2))
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_inference_mode_is_refused(stage):
-    mesh = fs.make_mesh({"data": 2})
-    opt, params = optimizer(stage, mesh), placed({"w": torch.ones(2)}, stage, mesh)
-    state = opt.init(params)
-    step = fs.train_step(lambda p, x: (p["w"] * x).sum(1).mean(), opt, mesh=mesh, batch=P("data"))
-    with (
-        torch.inference_mode(),
-        pytest.raises(fs.LayoutError, match=r"under torch.inference_mode\(\): nothing is recorded"),
-    ):
-        step(params, state, torch.ones(2, 2))
-    with torch.inference_mode(), torch.inference_mode(False):
-        assert step(params, state, torch.ones(2, 2))[2]["grad_norm"] > 1
 
 
 def returned(*given):
@@ -1131,12 +966,6 @@ def test_two_stars_alone_are_for_what_no_other_rule_is_for():
         specs({"**.w": w, "blocks.**": P(), "**": P()})
 
 
-@pytest.mark.parametrize("unit", [0, -5, True, [], 2e7, [3], torch.nn.Linear])
-def test_a_unit_that_says_nothing_is_refused(unit):
-    with pytest.raises(fs.LayoutError, match="fsdp: unit=.* is no path pattern"):
-        fs.fsdp("data", unit=unit)
-
-
 def test_no_parameter_is_a_sum_that_is_not_made_yet():
     with pytest.raises(fs.LayoutError, match=r'P\(unreduced="data"\) is a sum that is not made yet'):
         fs.shard_params({"w": torch.ones(2)}, P(unreduced="data"), mesh=fs.make_mesh({"data": 2}))
@@ -1188,54 +1017,6 @@ def test_a_tied_leaf_has_one_gradient_and_stays_tied(stage):
     assert own["a"] is own["b"][0]
     torch.testing.assert_close(metrics["grad_norm"].item(), 75**0.5)
     torch.testing.assert_close(fs.unshard(own)["a"], torch.full((3,), 0.9 - 0.001))
-
-
-def handed_back(tree):
-    return tree
-
-
-def rebuilt(tree):
-    return map_leaves(lambda x: fs.Sharded(x.shape, x.layout, x.shards) if isinstance(x, fs.Sharded) else x, tree)
-
-
-def saved_and_loaded(tree):
-    leaves, structure = flatten(tree)
-    file = io.BytesIO()
-    torch.save(leaves, file)
-    file.seek(0)
-    return structure.unflatten(torch.load(file))
-
-
-@pytest.mark.parametrize("between", [handed_back, rebuilt, saved_and_loaded])
-@pytest.mark.parametrize(
-    ("opt", "scales"),
-    [
-        (fs.optim.accumulate(fs.optim.sgd(0.1, fused=False), 2), (1.0, 2.0, 3.0, 1.0)),
-        (fs.optim.loss_scaled(fs.optim.sgd(0.1, fused=False)), (1.0, torch.inf, 2.0, 1.0)),
-        (fs.optim.skip_if_not_finite(fs.optim.sgd(0.1, fused=False)), (1.0, torch.inf, 2.0, 1.0)),
-    ],
-    ids=["accumulate", "loss_scaled", "skip_if_not_finite"],
-)
-def test_a_tie_lasts_through_steps_that_give_parameters_back_and_through_trees_made_anew(opt, scales, between):
-    def loss_fn(p, x):
-        return (p["emb"][0] @ p["head"].T).square().mean() * x.mean()
-
-    def trained(n, stage):
-        mesh, x = fs.make_mesh({"data": n}), torch.arange(6.0).view(2, 3) / 6
-        divided = optimizer(stage, mesh, opt)
-        own = placed({"emb": x, "head": x}, stage, mesh)
-        state = divided.init(own)
-        step = fs.train_step(loss_fn, divided, mesh=mesh, batch=P("data"))
-        for scale in scales:
-            own, state, _ = step(*between((own, state)), torch.full((2,), scale))
-        emb, head = own["emb"], own["head"]
-        assert all(map(operator.is_, emb.shards, head.shards))
-        return fs.unshard(emb)
-
-    found = [trained(n, stage) for n in (1, 2) for stage in STAGES]
-    assert not torch.equal(found[0], torch.arange(6.0).view(2, 3) / 6)
-    for again in found[1:]:
-        torch.testing.assert_close(again, found[0])
 
 
 def test_training_works_over_tensor_sharded_parameters():

@@ -303,56 +303,6 @@ def test_parameters_are_frozen_where_they_are_laid_out():
     assert grads["b"] is None and fs.unshard(grads["a"]).tolist() == [1.0, 1.0]
 
 
-def test_parameters_are_frozen_for_one_step_and_trained_in_another():
-    """Two programs that take turns on one tree: what one freezes, the other trains."""
-    mesh = fs.make_mesh({"data": 2})
-    own = fs.shard_params({"left": torch.ones(2), "right": torch.ones(2)}, P(), mesh=mesh)
-    opt = fs.partition_optimizer(fs.optim.sgd(1.0), mesh=mesh, axis="data", stage=1)
-
-    def loss_fn(p, x):
-        return (p["left"] * p["right"]).sum() * x.mean()
-
-    state = opt.init(own)
-    for frozen in ("left", "right"):
-        step = fs.train_step(loss_fn, opt, mesh=mesh, batch=P("data"), frozen=frozen)
-        own, state, _ = step(own, state, torch.full((2,), 0.5))
-    assert [x.tolist() for x in fs.unshard(own).values()] == [[0.75, 0.75], [0.5, 0.5]]
-
-
-def test_patterns_that_freeze_nothing_or_half_of_a_tie_are_refused():
-    mesh, x = fs.make_mesh({"data": 2}), torch.ones(2)
-    tree = {"0.weight": x, "0.bias": torch.ones(2), "tied": x}
-    unused = r'frozen: no leaf is for "0.wieght", "1.\*\*". The leaves are 0.bias, 0.weight, tied.'
-    with pytest.raises(fs.LayoutError, match=unused):
-        fs.shard_params(tree, P(), mesh=mesh, frozen=["0.wieght", "0.bias", "1.**"])
-    with pytest.raises(fs.LayoutError, match="of it and a leaf that it is tied to, one is frozen"):
-        fs.shard_params(tree, P(), mesh=mesh, frozen="tied")
-    parted = {"0.*": P("data"), "tied": P(), "typo": P()}
-    with pytest.raises(fs.LayoutError) as error:
-        fs.shard_params(
-            {**tree, "tie": tree["0.bias"]}, parted | {"tie": P("data")}, mesh=mesh, frozen=["0.weight", "wrong"]
-        )
-    assert [line.split(":")[0].strip() for line in str(error.value).splitlines()] == [
-        "shard_params", "frozen", 'no leaf is for the rule "typo". The leaves are 0.bias, 0.weight, tie, tied; "**"', "tied",
-    ]  # fmt: skip
-    assert 'tied: it is tied to a leaf that lies as P("data"), and cannot lie as P()' in str(error.value)
-    with pytest.raises(fs.LayoutError, match="shard_params: b: it is tied to a leaf that lies as P\\(\\)"):
-        fs.init_params(lambda: dict.fromkeys("ab", torch.ones(2)), {"a": P(), "b": P("data")}, mesh=mesh)
-    own = fs.shard_params(tree, P(), mesh=mesh)
-
-    def gradient(frozen):
-        run = fs.grad(
-            lambda p, x: (p["tied"] + p["0.bias"]).sum() * x.mean(), mesh=mesh, batch=P("data"), frozen=frozen
-        )
-        return run(own, torch.ones(2))
-
-    with pytest.raises(fs.LayoutError, match=unused):
-        gradient(["0.wieght", "0.bias", "1.**"])
-    with pytest.raises(fs.LayoutError, match=r"frozen: 0.weight and tied are one parameter \(tied\)"):
-        gradient("tied")
-    assert gradient(["tied", "0.weight"])["tied"] is None
-
-
 # -- buffers ----------------------------------------------------------------------------------------------------------------
 
 
@@ -468,53 +418,6 @@ def test_buffers_that_lie_on_the_mesh_come_back_so():
         )
 
 
-def test_buffers_that_are_handed_back_are_not_sent():
-    mesh = fs.make_mesh({"data": 2})
-    own = fs.shard_params({"w": torch.ones(())}, P(), mesh=mesh)
-    buffers = {"mask": torch.ones(1000), "seen": torch.tensor(0.0), "name": "what is no tensor"}
-
-    def loss_fn(p, buffers, x):
-        return (p["w"] * x * buffers["mask"].mean()).mean(), buffers | {
-            "seen": buffers["seen"] + x.mean(),
-            "new": x.sum(),
-        }
-
-    run = fs.value_and_grad(loss_fn, mesh=mesh, batch=P("data"), has_buffers=True)
-    with fs.ledger() as comm:
-        (_, after), _ = run(own, buffers, torch.arange(4.0))
-    assert comm.bytes() < buffers["mask"].nbytes / 10
-    assert after["mask"] is buffers["mask"] and (after["seen"], after["new"], after["name"]) == (
-        1.5,
-        3.0,
-        buffers["name"],
-    )
-    with pytest.raises(fs.LayoutError, match=r"has to return \(loss, buffers\); found a Tensor"):
-        fs.value_and_grad(lambda p, b, x: p["w"] * x.mean(), mesh=mesh, batch=P("data"), has_buffers=True)(
-            own, buffers, torch.ones(2)
-        )
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_buffers_may_lie_among_the_parameters_if_they_are_frozen(stage):
-    module = built(Case(lambda: nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)).eval()))
-    mesh = fs.make_mesh({"data": N})
-    apply, params, buffers = fs.functionalize(module)
-    opt = fs.partition_optimizer(OPTIMIZERS["adamw"][0](), mesh=mesh, axis="data", stage=stage)
-    own = placed({"params": params, "buffers": buffers}, stage, mesh)
-
-    def loss_fn(tree, x):
-        return loss_of(apply(tree["params"], tree["buffers"], x)[0])
-
-    step = fs.train_step(loss_fn, opt, mesh=mesh, batch=P("data"), frozen=lambda path: path.startswith("buffers"))
-    state, losses = opt.init(own), []
-    for x in batches(6):
-        own, state, metrics = step(own, state, x)
-        losses.append(metrics["loss"].item())
-    found = fs.unshard(own)
-    assert_same((losses, found["params"]), serial(module, 6, "adamw"))
-    assert all(torch.equal(found["buffers"][name], x) for name, x in buffers.items())
-
-
 # -- rematerialisation --------------------------------------------------------------------------------------------------------
 
 
@@ -585,22 +488,6 @@ def test_a_rematerialised_module_trains_as_in_torch(stage):
     assert_same((losses, fs.unshard(own)), serial(module, 6, "adamw"))
 
 
-def test_gradients_of_rematerialised_blocks_are_reduced_as_soon_as_they_are_ready(monkeypatch):
-    from fshard.transforms.reductions import Reductions
-
-    kept: list[str] = []
-    receive = Reductions.receive
-
-    def spy(self, unit, gs):
-        receive(self, unit, gs)
-        if unit.kept is not None:
-            kept.append(self.leaves[unit.places[0]].unit)
-
-    monkeypatch.setattr(Reductions, "receive", spy)
-    tower_gradient(fs.remat, 3, live_units=1)
-    assert kept == []
-
-
 class Most(NamedTuple):
     """How many gathered units and bytes of them were there at a time; of a unit that is there twice, both."""
 
@@ -651,49 +538,6 @@ def test_no_more_units_are_whole_than_was_said(monkeypatch, name, live, prefetch
     assert 1 <= found.units <= live + prefetch
 
 
-@pytest.mark.parametrize("live", [1, 2, 4])
-def test_a_block_that_is_run_again_holds_its_own_units_too(monkeypatch, live):
-    """The unit of `shared` stands inside and outside of blocks of three units, and may be there for both."""
-
-    def loss_fn(p, x):
-        def pair(left, right, x):
-            return torch.tanh(x @ left["up"] @ p["shared"]["w"]) @ left["down"] + x @ right["up"] @ right["down"]
-
-        for place in (0, 2):
-            x = fs.remat(pair)(*p["blocks"][place : place + 2], x) + (x @ p["shared"]["w"][:6, :6]).sin()
-        return loss_of(x @ p["head"])
-
-    mesh = fs.make_mesh({"data": N})
-    own = placed(tower_params() | {"shared": {"w": torch.eye(9, dtype=torch.float64)}}, 3, mesh)
-    assert most_whole(monkeypatch, loss_fn, own, mesh, live_units=live, prefetch=0).units <= live + 3
-
-
-def test_what_takes_many_units_at_once_leaves_none_of_them_behind(monkeypatch):
-    """One block of six units, though two may be whole at a time: the backward takes them one after the other."""
-    seen: list[int] = []
-
-    def loss_fn(p, x):
-        y = fs.gathered(lambda p, x: tower(p, x, lambda block: block))(p, x)
-        seen.append(sum(not memory.itself.expired() for memory in p["head"].unit.tape.saved._known.values()))
-        return y
-
-    mesh = fs.make_mesh({"data": N})
-    gc.collect()
-    gc.disable()
-    torch.manual_seed(5)
-    try:
-        _, grads = fs.value_and_grad(loss_fn, mesh=mesh, batch=P("data"))(
-            placed(tower_params(), 3, mesh), batches(6)[0]
-        )
-    finally:
-        gc.enable()
-    assert seen == [0] * N
-    torch.manual_seed(5)
-    plain = fs.grad(lambda p, x: tower(p, x, lambda block: block), mesh=mesh, batch=P("data"))
-    expected = plain(placed(tower_params(), 0, mesh), batches(6)[0])
-    torch.testing.assert_close(fs.unshard(grads["head"]), fs.unshard(expected["head"]))
-
-
 class Nested(nn.Module):
     """Names that say nothing of units: a stack, and a head tied to what stands before it."""
 
@@ -740,25 +584,6 @@ def test_units_by_class_bound_what_is_whole(monkeypatch, live):
     assert whole.bytes > 4 * layer
 
 
-def test_units_of_classes_that_are_not_there_are_refused():
-    with pytest.raises(fs.ModuleError) as error:
-        fs.units_of(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), nn.Conv1d, nn.ReLU)
-    assert str(error.value) == (
-        "units_of: Sequential has no Conv1d or ReLU with parameters inside. Its modules are Linear, ReLU, Sequential."
-    )
-
-
-def test_names_are_kept_though_units_are_gathered_ahead():
-    mesh = fs.make_mesh({"data": N})
-    run = fs.value_and_grad(lambda p, x: tower(p, x, WRAPS["names"]), mesh=mesh, batch=P("data"), live_units=1)
-    own = placed(tower_params(), 3, mesh)
-    losses = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        losses.append(run(own, batches(6)[0])[0])
-    assert torch.equal(*losses)
-
-
 # -- what a loss function may do with parameters ------------------------------------------------------------------------------
 
 
@@ -778,25 +603,6 @@ def test_a_pass_without_gradients_does_not_take_them_from_the_next(stage):
     loss_fn(dict(module.named_parameters()), batches(6)[0]).backward()
     for name, x in module.named_parameters():
         torch.testing.assert_close(fs.unshard(grads[name]), x.grad)
-
-
-def test_conjugates_of_complex_parameters_are_read_again_as_conjugates():
-    generator = torch.Generator().manual_seed(0)
-    draw = torch.randn(3, 4, 4, dtype=torch.complex128, generator=generator)
-    x = torch.randn(4, 4, dtype=torch.complex128, generator=generator)
-
-    def loss_fn(p, x):
-        for w in p["blocks"]:
-            x = x @ w.conj() @ w.mH
-        return x.abs().square().mean()
-
-    mesh = fs.make_mesh({"data": N})
-    own = placed({"blocks": list(draw)}, 3, mesh)
-    _, grads = fs.value_and_grad(loss_fn, mesh=mesh, batch=P("data"), live_units=1)(own, x)
-    leaves = [w.clone().requires_grad_() for w in draw]
-    expected = torch.autograd.grad(loss_fn({"blocks": leaves}, x), leaves)
-    for ours, g in zip(grads["blocks"], expected, strict=True):
-        torch.testing.assert_close(fs.unshard(ours), g)
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -823,32 +629,6 @@ def test_units_that_devices_use_in_different_orders_are_refused_or_right(stage):
         return
     for ours, g in zip(grads["blocks"], expected, strict=True):
         torch.testing.assert_close(fs.unshard(ours), g)
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_a_loss_function_that_changes_parameters_in_place_is_refused(stage):
-    mesh = fs.make_mesh({"data": N})
-    own = placed({"w": torch.ones(4)}, stage, mesh)
-
-    def loss_fn(p, x):
-        with torch.no_grad():
-            p["w"].clamp_(max=0.5)
-        return (p["w"] * x).mean()
-
-    with pytest.raises(fs.ModuleError, match="writes to parameters in place: w"):
-        fs.value_and_grad(loss_fn, mesh=mesh, batch=P("data"))(own, torch.ones(4, 4))
-
-
-def test_the_given_parameters_take_no_part_in_autograd():
-    mesh = fs.make_mesh({"data": N})
-    rules = {"blocks[*].w": P("data"), "blocks[*].b": P()}
-    own = fs.shard_params({"blocks": [{"w": torch.ones(4, 4), "b": torch.ones(4)}]}, rules, mesh=mesh)
-
-    def loss_fn(p, x):
-        return (x @ p["blocks"][0]["w"] + p["blocks"][0]["b"]).square().mean()
-
-    fs.value_and_grad(loss_fn, mesh=mesh, batch=P("data"))(own, torch.ones(4, 4))
-    assert not any(shard.requires_grad for x in own["blocks"][0].values() for shard in x.shards)
 
 
 @pytest.mark.parametrize("stage", [0, 3])
