@@ -434,7 +434,7 @@ def by_a_limit(booster, opt, scheduler, loss):
 @pytest.mark.parametrize(
     ("what", "words"),
     [
-        (by_a_plateau, r"\(data=0.*\) with lr=0.1, .*; \(data=1.*\) with lr=0.01"),
+        (by_a_plateau, r"\(data=0.*\) has lr=0.1, .*; \(data=1.*\) has lr=0.01"),
         (by_hand, "weight_decay=0.*weight_decay=0.1"),
         (by_a_limit, "a limit of 1.0.*a limit of 2.0"),
         (None, None),

@@ -136,6 +136,7 @@ class Loader:
             batch[own.start : own.stop] or [batch[min(own.start, len(batch) - 1)]]
             for batch, own in zip(batches, owns, strict=True)
         ]
+        self.notice(self._mesh, axes, None, None)
         last = len(batches) - 1
         for turn, part in enumerate(self._by_torch):
             size = len(batches[turn])

@@ -313,7 +313,7 @@ class ImperativeGradient:
         assert device is not None and now.counted is not None
         now.tape.check_unchanged()
         device.scale, device.scaled = scale, held_by(loss.dtype, scale)
-        now.share, now.is_forward = now.counted.share, False
+        now.share, now.is_forward = self._announced.share(now.counted), False
         device.agree_on_axes(loss.device)
         start = torch.full_like(loss, now.share * device.scaled)
         keep = Unit.keep if not sync and device.how.once and not self.is_reproducible else None
