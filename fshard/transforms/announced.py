@@ -22,8 +22,7 @@ from fshard.errors import MismatchError
 from fshard.mesh.mesh import Mesh
 from fshard.mesh.spmd import device_of
 from fshard.mesh.tree import PyTree, flatten_outside
-from fshard.transforms.batch import Cut, Part
-from fshard.transforms.opaque import rows_of, tensors_in
+from fshard.transforms.batch import Cut, Part, rows_of, tensors_in
 
 
 class Counted(NamedTuple):

@@ -9,6 +9,10 @@ stay together; what comes of it counts for nothing.
     device 1    [2] [3 4]                       device 1    [1] [2]
 
 Where no axis cuts samples, as beside a pipeline alone, all tensors of one length hold some, and every device has them all.
+
+Containers of Python and dataclasses are trees, in which each tensor has a row for each sample, or none.  In objects of other
+classes (a jagged tensor, a graph) tensors may mean anything: each device's own go to the module as they are, and where
+samples would be cut they are refused.
 """
 
 from __future__ import annotations
@@ -35,14 +39,15 @@ from fshard.mesh.spmd import held
 from fshard.mesh.tree import (
     PyTree,
     Structure,
+    any_known,
     broadcast_prefix,
     flatten,
     flatten_outside,
     flatten_with_paths,
     paths_of,
+    torch_alone_knows,
     unflatten,
 )
-from fshard.transforms.opaque import all_plain, is_opaque, rows_of
 
 
 class Cut(NamedTuple):
@@ -324,3 +329,44 @@ def _unevenly(x: Tensor, cut: Cut, others: Layout) -> tuple[Tensor, ...]:
         _, *inside = others.ranges(x.shape, device)
         pieces.append(x[tuple(slice(*each) for each in (_filled(own, cut.length), *inside))].clone())
     return tuple(in_memory(piece, others.mesh, "device") for piece in pieces)
+
+
+def rows_of(leaf: Any) -> int | None:
+    """Return the length of a tensor's first dim; None if it has no dims, or is no tensor.
+
+    >>> import torch
+    >>> rows_of(torch.zeros(3, 2)), rows_of(torch.tensor(1.0)), rows_of("a")
+    (3, None, None)
+    """
+    return leaf.shape[0] if isinstance(leaf, Tensor | Sharded) and len(leaf.shape) else None
+
+
+def all_plain(leaves: Sequence[Any]) -> bool:
+    """Return whether no leaf can be such an object, nor be in one: so it is with nearly every batch."""
+    return not any_known() and all(isinstance(x, Tensor | Sharded | int | float | str | None) for x in leaves)
+
+
+def is_opaque(leaf: Any) -> bool:
+    """Return whether a leaf is an object with tensors that cannot be cut; torch must know it, and they must be equally long.
+
+    >>> import torch
+    >>> is_opaque(torch.distributions.Normal(torch.zeros(2), torch.ones(2))), is_opaque(torch.zeros(3)), is_opaque("a")
+    (True, False, False)
+    """
+    if isinstance(leaf, Tensor | Sharded):
+        return False
+    lengths = {len(x) for x in tensors_in(leaf) if x.ndim}
+    return len(lengths) > torch_alone_knows(leaf)
+
+
+def tensors_in(leaf: Any) -> list[Tensor]:
+    """Return a tensor, or those in an object.
+
+    >>> import torch
+    >>> tensors_in(torch.ones(1)), tensors_in(3)
+    ([tensor([1.])], [])
+    """
+    if isinstance(leaf, Tensor):
+        return [leaf]
+    inside = flatten(leaf)[0] if torch_alone_knows(leaf) else getattr(leaf, "__dict__", {}).values()
+    return [x for x in inside if isinstance(x, Tensor)]

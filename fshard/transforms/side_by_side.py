@@ -18,7 +18,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten  # it knows the outputs o
 
 from fshard.errors import LayoutError
 from fshard.transforms.announced import Counted
-from fshard.transforms.opaque import is_opaque
+from fshard.transforms.batch import is_opaque
 
 Pieces = Callable[[int, Tensor], tuple[Tensor, Tensor]]
 """From the number of a slice, and the cotangent of what was joined: what that slice gave, and its cotangent."""
