@@ -23,7 +23,7 @@ from fshard.mesh.ledger import active
 from fshard.mesh.moves import Alone, Extreme, Move, Pvary, Stay, Wired
 from fshard.mesh.promise import Guard
 from fshard.mesh.scope import Group, Scope, here, require
-from fshard.mesh.spec import Axes, as_written
+from fshard.mesh.spec import Axes
 from fshard.mesh.tree import PyTree, Structure, flatten, flatten_with_paths, paths_of, unflatten
 from fshard.source import Site, call_site
 from fshard.uncompiled import uncompiled
@@ -321,21 +321,22 @@ def _batches(leaves: list[tuple[Tensor, Move]], group: Group, site: Site, struct
 def _guard(what: str, scope: Scope, group: Group, site: Site, equal: Literal["argument", "result"]) -> Guard | None:
     if not scope.world.has_values:
         return None
-    axes = as_written(group.axes)
     if equal == "argument":
         words = (
-            f"the argument of {what} over {axes} has to be equal on all devices; use psum or all_gather to make it so"
+            f"the argument of {what} over {{axes}} has to be equal on all devices; use psum or all_gather to make it so"
         )
         return Guard(group, site, words, forward=True)
     words = (
-        f"the result of {what} over {axes} is equal on all devices, so its gradient has to be; but it was used with each "
-        f"device's own data. Put fs.pvary(x, {axes}) around the result where that use begins"
+        f"the result of {what} over {{axes}} is equal on all devices, so its gradient has to be; but it was used with each "
+        "device's own data. Put fs.pvary(x, {axes}) around the result where that use begins"
     )
     return Guard(group, site, words)
 
 
 def tensors_of(what: str, tree: PyTree) -> tuple[list[Tensor], Structure | None]:
     """Return the leaves of a tree, as plain tensors, and its structure, or raise naming all leaves that are no dense ones."""
+    if type(tree) is Tensor and is_dense(tree):
+        return [tree], None
     leaves, structure = ([tree], None) if isinstance(tree, Tensor) else flatten(tree, sharded_is_leaf=True)
     if not all(isinstance(leaf, Tensor) and is_dense(leaf) for leaf in leaves):
         raise _no_tensors(what, tree)

@@ -27,6 +27,8 @@ def refuse_captured(mesh: Mesh, inputs: list[Tensors], outputs: list[Tensors]) -
     A leaf that the function made out of an argument, as `w.detach().requires_grad_()`, is no such tensor.
     """
     for xs, ys in zip(inputs, outputs, strict=True):
+        if not any(y.requires_grad for y in ys):
+            continue
         memory = {x.untyped_storage()._cdata for x in xs if x.device.type != "meta"}  # pyright: ignore[reportPrivateUsage]
         for leaf in _leaves_of(ys):
             if not any(leaf is x for x in xs) and leaf.untyped_storage()._cdata not in memory:  # pyright: ignore[reportPrivateUsage]

@@ -67,13 +67,21 @@ def transformed() -> bool:
 
 def recorded(xs: Tensors) -> bool:
     """Return whether plain autograd follows one of these tensors, backward or forward."""
-    return (torch.is_grad_enabled() and any(x.requires_grad for x in xs)) or has_tangent(xs)
+    if torch.is_grad_enabled():
+        for x in xs:  # a loop, as in `has_tangent`: a generator would take longer than what it asks
+            if x.requires_grad:
+                return True
+    return has_tangent(xs)
 
 
 def has_tangent(xs: Tensors) -> bool:
     """Return whether plain forward mode follows one of these tensors."""
     level = forward_ad._current_level  # pyright: ignore[reportPrivateUsage]
-    return level >= 0 and any(_unpack_dual(x, level=level)[1] is not None for x in xs)
+    if level >= 0:
+        for x in xs:
+            if _unpack_dual(x, level=level)[1] is not None:
+                return True
+    return False
 
 
 class _Recorded(Function):

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
+from typing import TYPE_CHECKING
 
 import torch
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from fshard.errors import LayoutError
 from fshard.mesh.layout import Layout
@@ -19,9 +19,14 @@ from fshard.mesh.make import from_device_mesh, to_device_mesh
 from fshard.mesh.sharded import Sharded
 from fshard.mesh.spec import P
 
+if TYPE_CHECKING:  # importing it takes half as long as importing torch
+    from torch.distributed.tensor import DTensor, Placement
+
 
 def to_dtensor(x: Sharded) -> DTensor:
     """Return a DTensor that shares the local shard.  On a process mesh, and for layouts that DTensor has."""
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
     if not isinstance(x, Sharded):
         raise LayoutError(
             f"to_dtensor takes a Sharded, found {type(x).__name__}. Lay it on a process mesh with fs.device_put."
@@ -56,6 +61,8 @@ def _dense(shape: torch.Size, order: Sequence[int]) -> tuple[int, ...]:
 
 def from_dtensor(x: DTensor) -> Sharded:
     """Return a Sharded that shares the DTensor's local shard."""
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
     if not isinstance(x, DTensor):
         raise LayoutError(
             f"from_dtensor takes a DTensor, found {type(x).__name__}. Plain tensors go on a mesh with fs.device_put."

@@ -18,13 +18,14 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import NamedTuple
-
-from rich.table import Table
+from io import StringIO
+from typing import TYPE_CHECKING, NamedTuple
 
 from fshard.errors import LayoutError
-from fshard.mesh.tables import as_html, as_text
 from fshard.source import Site
+
+if TYPE_CHECKING:  # it is imported where a table is shown
+    from rich.table import Table
 
 COUNTED = (
     "psum", "pmax", "pmin", "psum_scatter", "all_gather", "all_to_all", "ppermute", "broadcast", "send",
@@ -97,6 +98,8 @@ class Ledger:
 
     def table(self) -> Table:
         """Return the ledger as a rich table."""
+        from rich.table import Table
+
         table = Table("collective", "axis", "calls", "bytes per device", "source line", title="ledger")
         for row, calls, sent in self.rows():
             table.add_row(row.collective, "+".join(row.axes), f"{calls:,}", _number(sent), str(row.site))
@@ -116,6 +119,28 @@ class Ledger:
 
     def _of(self, device: int | None) -> Sequence[Mapping[Row, Entry]]:
         return list(self.devices.values()) if device is None else [self.devices.get(device, {})]
+
+
+_STYLE = "line-height:1.2;font-family:ui-monospace,SFMono-Regular,Menlo,Consolas,monospace"
+
+
+def as_text(table: Table, width: int = 110) -> str:
+    """Return a rich table as plain text."""
+    from rich.console import Console
+
+    console = Console(file=StringIO(), width=width, force_terminal=False, force_jupyter=False, color_system=None)
+    with console.capture() as shown:
+        console.print(table)
+    return shown.get().rstrip()
+
+
+def as_html(table: Table, width: int = 110) -> str:
+    """Return a rich table as HTML, for notebooks."""
+    from rich.console import Console
+
+    console = Console(file=StringIO(), width=width, record=True, force_jupyter=False)
+    console.print(table)
+    return console.export_html(inline_styles=True, code_format=f'<pre style="{_STYLE}">{{code}}</pre>')
 
 
 def _total(rows: Mapping[Row, Entry], what: str, collective: str | None, axis: str | None) -> Fraction:

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.function import Function
 
 from fshard.mesh.captured import RefuseTransformed, refuse_captured
-from fshard.mesh.differentiate import Tensors, leading, over_many, transformed
+from fshard.mesh.differentiate import Tensors, leading, over_many, recorded, transformed
 from fshard.mesh.mesh import Mesh
 from fshard.mesh.runtimes.thread_state import random_state
 from fshard.mesh.spmd import everywhere, held, is_outside
@@ -113,7 +113,7 @@ def _apply(run: Run, width: int, flat: Tensors) -> list[Tensors]:
         if run.grad and any(needs) and not _saving_is_watched():
             results = _Mapped.apply(run, width, Tape(needs), *flat)
         else:
-            results = _Mapped.apply(run, width, None, *flat) if flat else _values(run, width, None, flat)
+            results = _Mapped.apply(run, width, None, *flat) if recorded(flat) else _values(run, width, None, flat)
     return _rows(results, len(results) // run.mesh.size, run.mesh.size)
 
 

@@ -76,6 +76,11 @@ class Mesh:
         return MappingProxyType({name: steps[name] for name in self.axis_names})
 
     @cached_property
+    def steps(self) -> Mapping[str, tuple[int, int]]:
+        """The size and the stride of each axis."""
+        return MappingProxyType({name: (size, self.strides[name]) for name, size in self.axes})
+
+    @cached_property
     def root_size(self) -> int:
         """How many devices the mesh has that this one was cut from, or this one."""
         return prod(size for _, size in self.parent or self.axes)

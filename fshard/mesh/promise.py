@@ -21,6 +21,7 @@ from fshard.errors import PromiseError
 from fshard.mesh.differentiate import Tensors, apply
 from fshard.mesh.moves import Move, WireKind, in_a_row
 from fshard.mesh.scope import Group
+from fshard.mesh.spec import as_written
 from fshard.source import Site
 
 
@@ -63,7 +64,7 @@ class Compare:
 
 def _equal(x: Tensor, y: Tensor) -> bool:
     """Equal element by element, where a NaN equals a NaN."""
-    return bool(((x == y) | ((x != x) & (y != y))).all())
+    return torch.equal(x, y) or bool(((x == y) | ((x != x) & (y != y))).all())
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class Guard:
     Args:
         group: the devices that promised to be equal.
         site: the line that promised.
-        broken: what to say if the promise is broken.
+        broken: what to say if the promise is broken, with "{axes}" for the group's axes.
         forward: compare values; if not, compare cotangents.
         before: whether the guard stands before the collective that it belongs to, or behind it.
     """
@@ -120,7 +121,7 @@ def _complaint(guard: Guard, place: int, xs: Sequence[Tensor], verdict: Tensor) 
     which = f" (tensor {place} of {len(xs)})" if len(xs) > 1 else ""
     along = "+".join(guard.group.axes)
     return (
-        f"A promise of equality is broken: {guard.broken}.\n"
+        f"A promise of equality is broken: {guard.broken.replace('{axes}', as_written(guard.group.axes))}.\n"
         f"  at {guard.site}{which}: {_places(other)} along {along} differ{'s' if len(other) == 1 else ''} "
         f"from {_places(same)}"
     )

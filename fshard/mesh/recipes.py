@@ -22,7 +22,7 @@ from fshard.mesh.placing import collected
 from fshard.mesh.promise import Guard
 from fshard.mesh.scope import require
 from fshard.mesh.sharded import Sharded
-from fshard.mesh.spec import P, as_written
+from fshard.mesh.spec import P
 from fshard.mesh.spmd import held
 from fshard.mesh.steps import STAY, Way, take, way_between
 from fshard.mesh.tree import PyTree, Structure, broadcast_prefix, flatten, flatten_with_paths, unflatten
@@ -43,10 +43,9 @@ class Promise:
         if not scope.world.has_values:
             return x
         group = scope.group(self.axes, "fs.shard_map")
-        named = as_written(self.axes)
-        (x,) = Guard(group, site, self.value.format(axes=named), forward=True).apply((x,))
+        (x,) = Guard(group, site, self.value, forward=True).apply((x,))
         if x.is_floating_point() or x.is_complex():
-            (x,) = Guard(group, site, self.gradient.format(axes=named)).apply((x,))
+            (x,) = Guard(group, site, self.gradient).apply((x,))
         return x
 
 
@@ -62,6 +61,7 @@ class Transfer:
         way: from how an argument was given to how it lies.
         promise: what has to be equal, if that is checked.
         piece: the shape of the first shard held here, as an argument is given.
+        slices: of a plain argument, for each device held here, if nothing else is to be done to cut it.
     """
 
     place: int
@@ -71,15 +71,17 @@ class Transfer:
     way: Way = STAY
     promise: Promise | None = None
     piece: tuple[int, ...] = ()
+    slices: tuple[tuple[slice, ...], ...] | None = None
 
     @property
     def work(self) -> bool:
         """Whether anything is to be done."""
         return bool(self.way.steps) or self.promise is not None
 
-    def enter(self, x: Tensor, site: Site) -> Tensor:
-        """Make one device's piece of an argument."""
-        x = take(x, self.way, site)
+    def enter(self, x: Tensor, site: Site, *, cut: bool) -> Tensor:
+        """Make one device's piece of an argument, which may be `cut` already."""
+        if not cut or self.slices is None:
+            x = take(x, self.way, site)
         return x if self.promise is None else self.promise.hold(x, site)
 
     def leave(self, x: Tensor, site: Site) -> Tensor:
@@ -216,8 +218,11 @@ class Recipes:
             f"argument {path} of {self.name}, with spec {spec}, is equal along {{axes}}, so its gradient has to be; but it "
             f"was used with each device's own data. Write {path} = fs.pvary({path}, {{axes}}) before that use",
         )
-        piece = before.local_shape(shape, held(mesh)[0])
-        return Transfer(place, path, shape, layout, way_between(before, layout, shape), promise, piece)
+        piece, way, slices = before.local_shape(shape, held(mesh)[0]), way_between(before, layout, shape), None
+        if way.slices and isinstance(value, Tensor):
+            ranges = [layout.ranges(shape, device) for device in held(mesh)]
+            slices = tuple(tuple(slice(*one) for one in each) for each in ranges)
+        return Transfer(place, path, shape, layout, way, promise, piece, slices)
 
     def _layout(self, mesh: Mesh, spec: P) -> Layout:
         """Return the layout that a spec says, or raise naming axes that are left to an inner shard_map."""

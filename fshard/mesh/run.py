@@ -29,4 +29,4 @@ def run(main: Callable[..., Any], *args: Any, mesh: Mesh, check: bool = False, *
     refuse_no_mesh("fs.run", mesh)
     if not callable(main):
         raise MeshError(f"fs.run takes a function, to be called as each device, found {type(main).__name__}.")
-    return everywhere(standing(mesh), lambda device: main(*args, **kwargs), checked=check)
+    return everywhere(standing(mesh), lambda device: main(*args, **kwargs), checked=check, keep=False)

@@ -10,8 +10,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from fshard.mesh.runtimes.protocol import World
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Group:
     """The devices along some axes through one device, major to minor as the axes were named.
 
@@ -36,6 +36,7 @@ class Group:
         dims: (size, stride) of each axis in the numbering of the whole mesh.
         base: the device of the group that has place 0 along every axis.
         index: the calling device's own place in the group.
+        size: how many devices the group has.
         device: its number in the whole mesh.
         world: the runtime that carries its messages.
         ranks: torch.distributed ranks of the whole mesh's devices, where they are not 0, 1, 2, ...
@@ -45,16 +46,12 @@ class Group:
     dims: tuple[tuple[int, int], ...]
     base: int
     index: int
+    size: int
     device: int
-    world: World = field(compare=False)
-    ranks: tuple[int, ...] | None = field(default=None, compare=False)
+    world: World
+    ranks: tuple[int, ...] | None = None
 
-    @cached_property
-    def size(self) -> int:
-        """How many devices the group has."""
-        return prod(size for size, _ in self.dims)
-
-    @cached_property
+    @property
     def key(self) -> tuple[int, tuple[tuple[int, int], ...]]:
         """What is equal on all devices of the group, and only there."""
         return self.base, self.dims
@@ -96,8 +93,7 @@ class Scope:
         self.mapped = mapped + (outer.mapped if outer else ())
         self.checked = checked
         self.mapped_axes = frozenset(self.mapped)
-        own = {name: (size, mesh.strides[name]) for name, size in mesh.axes}
-        self.axes: Mapping[str, tuple[int, int]] = {**(outer.axes if outer else {}), **own}
+        self.axes: Mapping[str, tuple[int, int]] = {**outer.axes, **mesh.steps} if outer else mesh.steps
         self._groups: dict[Axes, Group] = {}
         self.roads: dict[object, Callable[[Tensor], Tensor] | None] | None = {} if world.has_roads else None
         self.inner: dict[object, Scope] = {}
@@ -129,11 +125,17 @@ class Scope:
             asked = ", ".join(f'"{name}"' for name in names) or "no axis"
             problem = "an axis is named twice" if names and not unknown else f"the axes bound here are {known}"
             raise ScopeError(f"{what} over {asked}: {problem}. Name axes of the mesh that shard_map or run was given.")
-        dims = tuple(self.axes[name] for name in names)
-        places = [self.device // stride % size for size, stride in dims]
-        base = self.device - sum(place * stride for place, (_, stride) in zip(places, dims, strict=True))
-        index = ravel(places, [size for size, _ in dims])
-        return Group(names, dims, base, index, self.device, self.world, self.mesh.ranks)
+        dims = tuple([self.axes[name] for name in names])
+        return Group(names, dims, *_group_through(self.device, dims), self.device, self.world, self.mesh.ranks)
+
+
+@lru_cache(maxsize=8192)
+def _group_through(device: int, dims: tuple[tuple[int, int], ...]) -> tuple[int, int, int]:
+    """Return the first device of the group through a device, the device's own place in it, and the group's size."""
+    sizes = [size for size, _ in dims]
+    places = [device // stride % size for size, stride in dims]
+    base = device - sum(place * stride for place, (_, stride) in zip(places, dims, strict=True))
+    return base, ravel(places, sizes), prod(sizes)
 
 
 def _names(axes: Axes, what: str) -> tuple[str, ...]:
@@ -200,11 +202,17 @@ def require(what: str) -> Scope:
     return scope
 
 
+def enter(scope: Scope | None) -> Scope | None:
+    """Make `scope` the calling thread's, and return the one before."""
+    before, _here.scope = _here.scope, scope
+    return before
+
+
 @contextmanager
 def entered(scope: Scope | None) -> Generator[None]:
     """Make `scope` the calling thread's for a while."""
-    before, _here.scope = _here.scope, scope
+    before = enter(scope)
     try:
         yield
     finally:
-        _here.scope = before
+        enter(before)

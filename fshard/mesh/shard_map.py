@@ -23,7 +23,7 @@ from torch import Tensor
 
 from fshard.errors import LayoutError, MeshError, MismatchError
 from fshard.mesh.audit import Audit
-from fshard.mesh.differentiate import LinearMap, Tensors, apply
+from fshard.mesh.differentiate import LinearMap, Tensors, apply, recorded, transformed
 from fshard.mesh.mapped import run_mapped
 from fshard.mesh.mesh import Mesh, refuse_no_mesh
 from fshard.mesh.placing import on_all
@@ -113,15 +113,22 @@ def _refuse_mapped_again(name: str, mesh: Mesh, mapped: tuple[str, ...]) -> None
 def _call(f: Callable[..., PyTree], recipes: Recipes, recipe: ArgumentRecipe, leaves: list[Any], mesh: Mesh) -> PyTree:
     """Cut the arguments, run f on every device, and put the results together."""
     site = call_site()
-    columns = [_column(leaves[entry.place], entry) for entry in recipe.entries]
     given = [_tensors(leaves[entry.place]) for entry in recipe.entries]
     versions = [[x._version for x in xs] for xs in given]
+    followed = transformed() or recorded(tuple([x for xs in given for x in xs]))
+    columns = [_column(leaves[entry.place], entry, cut=not followed) for entry in recipe.entries]
     outputs = _Outputs(recipes, mesh, site)
+    joins = recipe.work and followed
 
     def program(device: int, xs: Tensors) -> Tensors:
-        entered = tuple(entry.enter(x, site) if entry.work else x for x, entry in zip(xs, recipe.entries, strict=True))
+        entered = tuple(
+            [
+                entry.enter(x, site, cut=not followed) if entry.work else x
+                for x, entry in zip(xs, recipe.entries, strict=True)
+            ]
+        )
         token: Tensors = ()
-        if recipe.work:
+        if joins:
             *joined, last = apply(Join(), entered)
             entered, token = tuple(joined), (last,)
         return outputs.take(device, on_pieces(entered)) + token
@@ -134,7 +141,7 @@ def _call(f: Callable[..., PyTree], recipes: Recipes, recipe: ArgumentRecipe, le
 
     audit = Audit(recipes, recipe, on_pieces, site) if recipes.checked and recipe.entries else None
     shards = run_mapped(mesh, program, columns, mapped=recipes.mapped, checked=recipes.checked, audit=audit)
-    if recipe.work:
+    if joins:
         shards.pop()
     if [[x._version for x in xs] for xs in given] != versions:
         _refuse_changed(recipes.name, recipe, given, versions)
@@ -184,9 +191,12 @@ class Part:
         return Part(self.depth + 1)
 
 
-def _column(value: Tensor | Sharded, entry: Transfer) -> Tensors:
-    """Return the shards of one argument on the devices held here."""
+def _column(value: Tensor | Sharded, entry: Transfer, *, cut: bool) -> Tensors:
+    """Return the shards of one argument on the devices held here; with `cut`, slice plain tensors right away."""
     if not isinstance(value, Sharded):
+        if cut and entry.slices is not None:
+            x = in_memory(value, entry.layout.mesh, "device")
+            return tuple([x[slices] for slices in entry.slices])
         return on_all(value, entry.layout)
     shards = value.shards
     if len(shards) != 1 or getattr(shards[0], "shape", None) != entry.piece:
@@ -198,7 +208,11 @@ def _column(value: Tensor | Sharded, entry: Transfer) -> Tensors:
 
 def _tensors(value: Tensor | Sharded) -> list[Tensor]:
     """Return the tensors that f must not change, as far as torch counts changes."""
-    return [x for x in (value.shards if isinstance(value, Sharded) else (value,)) if not x.is_inference()]
+    if not isinstance(value, Sharded):
+        return [] if value.is_inference() else [value]
+    if not all(isinstance(x, Tensor) for x in value.shards):  # pyright: ignore[reportUnnecessaryIsInstance]
+        value.check()
+    return [x for x in value.shards if not x.is_inference()]
 
 
 def _refuse_changed(name: str, recipe: ArgumentRecipe, given: list[list[Tensor]], versions: list[list[int]]) -> None:

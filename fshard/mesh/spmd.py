@@ -19,7 +19,7 @@ from fshard.mesh.runtimes.abstract import AbstractWorld
 from fshard.mesh.runtimes.process import ProcessWorld
 from fshard.mesh.runtimes.virtual import VirtualWorld
 from fshard.mesh.runtimes.watch import watching
-from fshard.mesh.scope import Scope, entered, here, require
+from fshard.mesh.scope import Scope, enter, entered, here, require
 from fshard.mesh.valueless import Valueless
 from fshard.source import call_site
 
@@ -82,21 +82,26 @@ def everywhere(
     mapped: tuple[str, ...] = (),
     checked: bool = False,
     random: Tensor | None = None,
+    keep: bool = True,
 ) -> list[Result]:
     """Run `body(device)` on every device that the caller stands for, each in its scope; return their results.
 
-    `random` is the random state that the devices of a virtual mesh begin with, if not the caller's.
+    `random` is the random state that the devices of a virtual mesh begin with, if not the caller's.  With `keep`, idle threads
+    wait for the next run.
     """
     if is_outside(mesh):
-        alone = Mesh(mesh.axes, mesh.runtime, mesh.device_type)
+        alone = mesh if mesh.parent is None else Mesh(mesh.axes, mesh.runtime, mesh.device_type)
         virtual = VirtualWorld(alone)
 
         def on_thread(device: int) -> Any:
             mark(device)
-            with entered(Scope(virtual, alone, device, mapped=mapped, checked=checked)):
+            before = enter(Scope(virtual, alone, device, mapped=mapped, checked=checked))
+            try:
                 return body(device)
+            finally:
+                enter(before)
 
-        return virtual.run(on_thread, random)
+        return virtual.run(on_thread, random, keep=keep)
     outer = inside(mesh)
     scope = _scope(mesh, outer, mapped, checked)
     with entered(scope), Valueless() if mesh.runtime == "abstract" and outer is None else nullcontext():

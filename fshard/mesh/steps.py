@@ -57,16 +57,20 @@ class Way:
 
     steps: tuple[Step, ...]
     shape: tuple[int, ...]
+    slices: tuple[tuple[int, tuple[str, ...]], ...] | None = None
+    """The dims to slice and their axes, if that is all there is to do."""
 
 
-STAY = Way((), ())
+STAY = Way((), (), ())
 """The way of what stays as it is."""
 
 
 @lru_cache(maxsize=4096)
 def way_between(before: Layout, after: Layout, shape: tuple[int, ...]) -> Way:
     """Return the cheapest way from one layout to another on the same mesh."""
-    return Way(plan(before.spec.shapeless, after.spec.shapeless, shape, after.mesh.axes), shape)
+    steps = plan(before.spec.shapeless, after.spec.shapeless, shape, after.mesh.axes)
+    only_slices = all(step.kind == "slice" and not step.on for step in steps)
+    return Way(steps, shape, tuple((step.dim, step.axes) for step in steps) if only_slices else None)
 
 
 def convert(x: Tensor, before: Layout, after: Layout, shape: tuple[int, ...], site: Site) -> Tensor:
@@ -76,7 +80,13 @@ def convert(x: Tensor, before: Layout, after: Layout, shape: tuple[int, ...], si
 
 def take(x: Tensor, way: Way, site: Site) -> Tensor:
     """Go a way on one device, whose shard is `x`."""
-    return go([x], [way], site)()[0] if way.steps else x
+    if way.slices is None or (way.slices and not _is_plain((x,))):
+        return go([x], [way], site)()[0]
+    for dim, axes in way.slices:
+        group = require("fs.reshard").group(axes, "fs.reshard")
+        each = x.shape[dim] // group.size
+        x = x.narrow(dim, group.index * each, each)
+    return x
 
 
 def wire_of(step: Step, shape: tuple[int, ...], n: int) -> Move | None:

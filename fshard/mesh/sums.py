@@ -23,6 +23,10 @@ WIDER: dict[torch.dtype, torch.dtype] = {
 """What is added and compared in a wider dtype: floats that round too soon, and integers that torch cannot add."""
 
 
+MANY, FEW = 8, 4096
+"""From how many tensors on, of up to how many elements, a level of the tree is one call."""
+
+
 class Combine(Protocol):
     """torch.add, torch.maximum or torch.minimum."""
 
@@ -46,10 +50,21 @@ def tree_of(xs: Sequence[Tensor], combine: Combine) -> Tensor:
 
 
 def _tree(xs: list[Tensor], combine: Combine) -> Tensor:
+    if len(xs) >= MANY and xs[0].numel() <= FEW:
+        return _level_by_level(torch.stack(xs), combine)
     while len(xs) > 1:
         paired = [combine(xs[place], xs[place + 1]) for place in range(0, len(xs) - 1, 2)]
         xs = paired + xs[2 * len(paired) :]
     return xs[0]
+
+
+def _level_by_level(rows: Tensor, combine: Combine) -> Tensor:
+    """Combine many small tensors, one call for each level of the tree.  (n, ...) -> (...)"""
+    while len(rows) > 1:
+        even = len(rows) // 2 * 2
+        paired = combine(rows[0:even:2], rows[1:even:2])
+        rows = paired if even == len(rows) else torch.cat([paired, rows[even:]])
+    return rows[0].clone()
 
 
 def combined(xs: list[Tensor], combine: Combine, kept: Tensor | None, out: Tensor) -> Tensor:

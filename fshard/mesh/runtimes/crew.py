@@ -1,65 +1,109 @@
-"""A crew: threads that begin together, and are all gone when `run` comes back, unless somebody is too impatient.
+"""The threads of virtual devices, kept idle from one run to the next.
+
+A thread sleeps on a lock of its own, its *baton*, both between runs and while its device waits for others; so the first
+hand-over of a run wakes it, and starting a run costs nothing more.  Threads whose run failed or was interrupted end with it,
+and so do those of `fs.run`.
 
 An interrupt (Ctrl-C) ends the threads, and `run` waits until they have ended.  What a thread does outside Python, a large
-product or a download, cannot be ended: only waited for.  A second interrupt stops the waiting.  The thread is then let go:
-it does nothing more in Python than to unwind, as soon as it comes back there.  So to come back at once wins over that no
-thread outlives its call.
+product or a download, cannot be ended, only waited for.  A second interrupt stops the waiting: `run` returns at once and the
+thread unwinds as soon as it is back in Python.
 
 Python raises an interrupt in the main thread between any two of its instructions, also in the middle of `Thread.start` or
-`Event.wait`: these then leave a lock that is held by nobody, or is not held by its owner.  So the main thread does nothing
-here that can be torn: it calls functions of C, which start the threads that start and end all others, and wait for a plain
-lock.
+`Event.wait`: these then leave a lock that no thread holds, or that its owner does not hold.  So the main thread only calls
+functions of C here: they start the threads that start and end all others, and wait for a plain lock.
 """
 
 from __future__ import annotations
 
 import _thread
 import ctypes
+import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
-from contextvars import copy_context
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
+from contextvars import Context, copy_context
+
+MOST_IDLE = 4
+"""How many idle crews are kept, for runs inside runs and runs of several Python threads."""
 
 
 class Stopped(BaseException):
-    """Unwinds a thread whose work is not wanted any more; never seen outside."""
+    """Unwinds a thread whose work is no longer wanted; never seen outside."""
 
 
 class Crew:
-    """Threads with these names, of which thread `i` does `work(i)`.
+    """Threads that do `work(i)` once in each run, thread `i` from its first `wake(i)` on.
 
-    >>> done = []
-    >>> crew = Crew(["a", "b"], done.append)
-    >>> crew.run(begin=lambda: None, stop=lambda: None, busy=lambda i: True)
-    >>> sorted(done)
+    >>> crew, done = Crew(), []
+    >>> def work(i):
+    ...     done.append(i)
+    ...     if i == 0:
+    ...         crew.wake(1)
+    >>> crew.run(["a", "b"], work, stop=lambda: None, busy=lambda i: True, keep=False)
+    >>> done
     [0, 1]
     """
 
-    def __init__(self, names: Sequence[str], work: Callable[[int], None]) -> None:
-        self._work = work
-        self._threads = [
-            threading.Thread(target=copy_context().run, args=(self._live, place), name=name, daemon=True)
-            for place, name in enumerate(names)
-        ]
+    def __init__(self) -> None:
+        self._threads: list[threading.Thread] = []
+        self._batons: list[threading.Lock] = []
+        self._work: Callable[[int], None] = lambda place: None
+        self._context = Context()
         self._gone: set[int] = set()
-        self._door = threading.Lock()  # through which a thread leaves, unless it is just being interrupted
-        self._started, self._ended, self._over = _closed(), _closed(), _closed()
+        self._size = 0
+        self._door = threading.Lock()  # held to leave a run, and to interrupt a thread that has not left
+        self._started, self._ended, self._over = threading.Lock(), _closed(), _closed()
         self._trouble: RuntimeError | None = None
+        self._spoiled = self._dismissed = False
 
-    def run(self, *, begin: Callable[[], None], stop: Callable[[], None], busy: Callable[[int], bool]) -> None:
-        """Start all threads, call `begin`, and wait until all have ended.
+    @classmethod
+    def idle(cls) -> Crew:
+        """Return a crew whose last run is over, or a new one."""
+        try:
+            return _idle.pop()
+        except IndexError:
+            return cls()
 
-        If that is interrupted, or there are no more threads to be had: call `stop`, which wakes those that sleep, raise
-        `Stopped` in those that are `busy`, and wait for them.  If that is interrupted too: let go those that still run.
+    def wake(self, place: int) -> None:
+        """Hand thread `place` its baton: it begins its work, or goes on where it sleeps."""
+        self._batons[place].release()
+
+    def sleep(self, place: int) -> None:
+        """Sleep until the calling thread, `place`, is handed its baton."""
+        self._batons[place].acquire()
+
+    def wake_all(self) -> None:
+        """Wake every thread of the run, to unwind; it is the last one of these threads."""
+        self._spoiled = True
+        for baton in self._batons[: self._size]:
+            _open(baton)
+
+    def run(
+        self,
+        names: list[str],
+        work: Callable[[int], None],
+        *,
+        stop: Callable[[], None],
+        busy: Callable[[int], bool],
+        keep: bool = True,
+    ) -> None:
+        """Wake the first thread, and wait until as many as there are names have done their work.
+
+        If that is interrupted, or the system gives no more threads: call `stop`, which wakes those that sleep, raise
+        `Stopped` in those that are `busy`, and wait for them.  If that is interrupted too, return without them.
+        With `keep`, the threads wait for the next run; else they end.
         """
         try:
-            try:  # an interrupt comes at the earliest when this has been called
-                _thread.start_new_thread(self._start, (begin,))
-            except RuntimeError:
-                self._started.release()
-                raise
+            self._work, self._context, self._size, self._gone = work, copy_context(), len(names), set()
+            missing = names[len(self._threads) :]
+            for thread, name in zip(self._threads, names, strict=False):
+                thread.name = name
+            if missing:
+                self._enlist(missing)  # an interrupt comes at the earliest when this has been called
+            else:
+                self.wake(0)
             _wait_for(self._ended)
             if self._trouble is not None:
                 raise self._trouble
@@ -70,40 +114,65 @@ class Crew:
                 self._end(stop, busy)
             self._see_off()
             raise
-        for thread in self._living():
-            thread.join()
+        if keep and not self._spoiled and len(_idle) < MOST_IDLE:
+            _idle.append(self)
+        else:
+            self._dismiss()
+            for thread in self._living():
+                thread.join()
 
-    def _start(self, begin: Callable[[], None]) -> None:
+    def _enlist(self, names: list[str]) -> None:
+        self._started = _closed()
         try:
-            for thread in self._threads:
-                thread.start()
+            _thread.start_new_thread(self._start, (names,))
+        except RuntimeError:
+            self._started.release()
+            raise
+
+    def _start(self, names: list[str]) -> None:
+        """Start a thread for each name, then wake the first of the run."""
+        try:
+            for place, name in enumerate(names, len(self._threads)):
+                self._batons.append(_closed())
+                self._threads.append(threading.Thread(target=self._live, args=(place,), name=name, daemon=True))
+                self._threads[-1].start()
         except RuntimeError as error:  # the system gives no more threads
             self._trouble = error
             self._ended.release()
         else:
-            begin()
+            self.wake(0)
         finally:
             self._started.release()
 
     def _live(self, place: int) -> None:
         try:
-            try:
-                self._work(place)
-            finally:
-                self._leave(place)
+            while True:
+                self.sleep(place)
+                if self._dismissed:
+                    return
+                try:
+                    self._context.copy().run(self._work, place)
+                finally:
+                    self._leave(place)
         except Stopped:  # it came when the work was done
             self._leave(place)
 
     def _leave(self, place: int) -> None:
-        """Go where no interrupt is sent any more: one that is under way comes in here, and a second call ends it."""
+        """Leave the run: no interrupt is sent from here on; one that is under way comes in here, and a second call ends it."""
         with self._door:
             if place not in self._gone:
                 self._gone.add(place)
-                if len(self._gone) == len(self._threads):
+                if len(self._gone) == self._size:
                     self._ended.release()
 
+    def _dismiss(self) -> None:
+        """Let every thread end that sleeps between runs, and the others when their run is over."""
+        self._dismissed = True
+        for baton in self._batons:
+            _open(baton)
+
     def _see_off(self) -> None:
-        """Wait until all have been ended, or let go those that have not."""
+        """Wait until all threads have ended, or return without those that have not."""
         try:
             _wait_for(self._over)
         except BaseException as error:
@@ -114,11 +183,12 @@ class Crew:
             raise
 
     def _end(self, stop: Callable[[], None], busy: Callable[[int], bool]) -> None:
-        stop()
         _wait_for(self._started)
-        with _losses_unsaid():
+        stop()
+        self._dismiss()
+        with _unraisable_stopped_ignored():
             while self._living():
-                for place, thread in enumerate(self._threads):
+                for place, thread in enumerate(self._threads[: self._size]):
                     with self._door:
                         if place not in self._gone and busy(place):
                             _raise_in(thread, Stopped)
@@ -133,18 +203,23 @@ class Crew:
         return [thread for thread in self._threads if thread.ident is not None and thread in alive]
 
 
+_idle: list[Crew] = []
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_idle.clear)  # the child has no threads
+
+
 def _raise_in(thread: threading.Thread, error: type[BaseException]) -> None:
     """Raise an error in a thread as soon as it runs Python code.
 
-    None, which takes one back, is never sent: Python 3.11 then goes round in a circle wherever a tracer is set.
+    None, which takes one back, is never sent: Python 3.11 then loops for ever wherever a tracer is set.
     """
     if thread.ident is not None:
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(error))
 
 
 @contextmanager
-def _losses_unsaid() -> Generator[None]:
-    """Have Python say nothing of a `Stopped` that came where it cannot unwind: in a destructor or a callback of `gc`."""
+def _unraisable_stopped_ignored() -> Generator[None]:
+    """Ignore a `Stopped` that came where Python cannot unwind: in a destructor or a callback of the garbage collector."""
     say = sys.unraisablehook
 
     def say_others(lost: sys.UnraisableHookArgs, /) -> None:
@@ -165,8 +240,12 @@ def _closed() -> threading.Lock:
     return lock
 
 
+def _open(lock: threading.Lock) -> None:
+    with suppress(RuntimeError):  # it is open already
+        lock.release()
+
+
 def _wait_for(lock: threading.Lock) -> None:
-    """Wait until a lock is open, and leave it so."""
+    """Wait until a lock is opened, and close it."""
     while not lock.acquire(timeout=0.5):  # not for ever: a Ctrl-C in the moment before going to sleep wakes nobody
         pass
-    lock.release()

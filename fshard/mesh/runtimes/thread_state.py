@@ -1,9 +1,9 @@
 """What torch keeps per thread, carried from the caller into a device's thread.
 
-A new thread starts with torch's defaults.  A device's thread must behave as the caller's would: the same grad mode,
-autocast, modes and hooks.  And some things are set on purpose: one intra-op thread (bits depend on the number) on one
-processor, unless FSHARD_PIN=0, and a backward that runs in the thread that asks for it (a rendezvous in a shared backward
-thread would never end).
+A thread starts with torch's defaults, or with what its last run left.  A device's thread must behave as the caller's would:
+the same grad mode, autocast, modes and hooks.  And some things are set on purpose: one intra-op thread (bits depend on the
+number) on one processor, unless FSHARD_PIN=0, and a backward that runs in the thread that asks for it (a rendezvous in a
+shared backward thread would never end).
 
 Forward-mode differentiation is the one thing that torch keeps per *process*: its level, and in torch.func a count of
 nested jvps.  `process_wide_state` enters a level before the threads start, so that all of them are "nested" and
@@ -16,9 +16,10 @@ import ctypes
 import os
 import sys
 import threading
-from collections.abc import Generator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -73,12 +74,6 @@ def _load_libc() -> ctypes.CDLL | None:
 _libc = _load_libc() if sys.platform == "linux" else None
 
 
-def _pin(processor: int) -> None:
-    """Pin the calling thread; processes that it forks are not to be."""
-    _pinned.before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {processor})
-
-
 def _unpin() -> None:
     if _pinned.before is not None:
         os.sched_setaffinity(0, _pinned.before)
@@ -90,7 +85,7 @@ if hasattr(os, "register_at_fork"):
 
 @dataclass(frozen=True)
 class ThreadState:
-    """The caller's per-thread settings, read by `capture`, put in force by `restored`."""
+    """The caller's per-thread settings, read by `capture`, put in force by `set`."""
 
     device_type: str
     grad: bool
@@ -105,6 +100,7 @@ class ThreadState:
     hooks_disabled: str | None
     cuda: tuple[int, Any] | None
     processor: int | None
+    processors: set[int]
     threads: int
     batches: int
     """How deep autograd's own vmap is nested, for `is_grads_batched` and `vectorize`."""
@@ -127,44 +123,53 @@ class ThreadState:
             hooks_disabled=_C._autograd._saved_tensors_hooks_get_disabled_error_message(),
             cuda=(torch.cuda.current_device(), torch.cuda.current_stream()) if device_type == "cuda" else None,
             processor=one_processor(),
+            processors=os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set[int](),
             threads=torch.get_num_threads() if _free() else 1,
             batches=batches_nested(),
         )
 
-    @contextmanager
-    def restored(self) -> Generator[None]:
-        """Put them in force in the calling thread, which has to be new: some of them stay until it ends."""
+    @cached_property
+    def is_plain(self) -> bool:
+        """Whether all that differs from torch's defaults can simply be set: nothing is nested."""
+        nested = self.function_modes or self.dispatch_modes or self.saved_hooks or self.hooks_disabled or self.batches
+        casts = any(enabled for _, enabled, _ in self.autocast)
+        return not (nested or casts or self.inference) and self.torch_function == (True, False)
+
+    def set(self) -> Callable[[], None]:
+        """Put them in force in the calling thread; return what takes back those that are nested."""
         torch.set_num_threads(self.threads)
         if self.processor is not None:
-            _pin(self.processor)
-        with ExitStack() as stack:
-            if self.inference:
-                stack.enter_context(torch.inference_mode())
-            stack.enter_context(torch.set_grad_enabled(self.grad))  # after inference mode, which clears it
-            stack.enter_context(forward_ad._set_fwd_grad_enabled(self.forward_grad))  # pyright: ignore[reportPrivateUsage]
-            stack.enter_context(torch.autograd.set_multithreading_enabled(False))
-            if self.cuda is not None:
-                torch.cuda.set_device(self.cuda[0])
-                torch.cuda.set_stream(self.cuda[1])
-            self._restore_autocast(stack)
-            for _ in range(self.batches):
-                _C._vmapmode_increment_nesting()
-                stack.callback(_C._vmapmode_decrement_nesting)
-            if self.saved_hooks is not None:
-                stack.enter_context(saved_tensors_hooks(*self.saved_hooks))
-            if self.hooks_disabled is not None:
-                stack.enter_context(disable_saved_tensors_hooks(self.hooks_disabled))
-            self._push_modes(stack)  # last: from here on torch calls go through them
-            yield
-
-    def _restore_autocast(self, stack: ExitStack) -> None:
+            _pinned.before = self.processors
+            os.sched_setaffinity(0, {self.processor})
+        stack = ExitStack()
+        if self.inference:
+            stack.enter_context(torch.inference_mode())
+        _C._set_grad_enabled(self.grad)  # after inference mode, which clears it
+        _C._set_fwd_grad_enabled(self.forward_grad)
+        _C._set_multithreading_enabled(False)
+        if self.cuda is not None:
+            torch.cuda.set_device(self.cuda[0])
+            torch.cuda.set_stream(self.cuda[1])
         for kind, enabled, dtype in self.autocast:
             torch.set_autocast_dtype(kind, dtype)
             torch.set_autocast_enabled(kind, enabled)
         torch.set_autocast_cache_enabled(self.autocast_cache)
+        if not self.is_plain:
+            self._nest(stack)
+        return stack.close
+
+    def _nest(self, stack: ExitStack) -> None:
         if any(enabled for _, enabled, _ in self.autocast):
             torch.autocast_increment_nesting()
             stack.callback(_leave_autocast)
+        for _ in range(self.batches):
+            _C._vmapmode_increment_nesting()
+            stack.callback(_C._vmapmode_decrement_nesting)
+        if self.saved_hooks is not None:
+            stack.enter_context(saved_tensors_hooks(*self.saved_hooks))
+        if self.hooks_disabled is not None:
+            stack.enter_context(disable_saved_tensors_hooks(self.hooks_disabled))
+        self._push_modes(stack)  # last: from here on torch calls go through them
 
     def _push_modes(self, stack: ExitStack) -> None:
         for mode in self.dispatch_modes:
@@ -191,31 +196,37 @@ def _leave_autocast() -> None:
         torch.clear_autocast_cache()
 
 
-_lock = threading.Lock()
-_runs: dict[str, int] = {"open": 0, "nesting": 0, "level": -1, "threads": 0}
-"""How many runs and devices are under way, and what to restore after the last: a device may have been let go by its run."""
+class _ProcessWide:
+    """Keep one forward-mode level open for all device threads, and undo what they do to the default thread count.
+
+    Runs and devices are counted, and the last restores: a run may have returned before a device of it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open = self._nesting = self._threads = 0
+        self._level = -1
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._open == 0:
+                self._nesting, self._threads = functorch.JVP_NESTING, torch.get_num_threads()
+                outside = forward_ad._current_level < 0  # pyright: ignore[reportPrivateUsage]
+                self._level = forward_ad.enter_dual_level() if outside else -1
+                functorch.JVP_NESTING += 1
+            self._open += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._open -= 1
+            if self._open == 0:
+                functorch.JVP_NESTING = self._nesting
+                if self._level >= 0:
+                    forward_ad.exit_dual_level(level=self._level)
+                torch.set_num_threads(self._threads)
 
 
-@contextmanager
-def process_wide_state() -> Generator[None]:
-    """Keep one forward-mode level open for all device threads, and undo what they do to the default thread count."""
-    with _lock:
-        if _runs["open"] == 0:
-            _runs["nesting"], _runs["threads"] = functorch.JVP_NESTING, torch.get_num_threads()
-            outside = forward_ad._current_level < 0  # pyright: ignore[reportPrivateUsage]
-            _runs["level"] = forward_ad.enter_dual_level() if outside else -1
-            functorch.JVP_NESTING += 1
-        _runs["open"] += 1
-    try:
-        yield
-    finally:
-        with _lock:
-            _runs["open"] -= 1
-            if _runs["open"] == 0:
-                functorch.JVP_NESTING = _runs["nesting"]
-                if _runs["level"] >= 0:
-                    forward_ad.exit_dual_level(level=_runs["level"])
-                torch.set_num_threads(_runs["threads"])
+process_wide_state = _ProcessWide()
 
 
 def random_state(device_type: str) -> Tensor:

@@ -15,11 +15,11 @@ as processes do that were seeded alike.
 
 from __future__ import annotations
 
-import threading
 from collections import defaultdict, deque
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
@@ -30,6 +30,7 @@ from fshard.mesh import ledger
 from fshard.mesh.layout import dtype_name
 from fshard.mesh.moves import describe
 from fshard.mesh.purpose import Purpose, named, purpose, uneven
+from fshard.mesh.runtimes.abstract import Done
 from fshard.mesh.runtimes.crew import Crew, Stopped
 from fshard.mesh.runtimes.thread_state import (
     ThreadState,
@@ -135,14 +136,14 @@ class VirtualWorld:
 
     has_values = True
     has_roads = False
+    _crew: Crew
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
         self.mail: dict[tuple[int, int], deque[Message]] = defaultdict(deque)
         self.listening: dict[tuple[int, int], int] = {}
         self._slots: dict[object, deque[Slot]] = defaultdict(deque)
-        self._batons = [threading.Lock() for _ in range(mesh.size)]
-        self._ready = deque(range(mesh.size))
+        self._ready = deque(range(1, mesh.size))  # whose turn comes next; device 0 begins
         self._status: list[Arrival | Parcel | str | None] = ["has not started"] * mesh.size
         self._random: list[Tensor] = []
         self._failure: tuple[int, BaseException] | None = None
@@ -151,49 +152,52 @@ class VirtualWorld:
 
     # -- the run ------------------------------------------------------------------------------------------------
 
-    def run(self, body: Callable[[int], Any], random: Tensor | None = None) -> list[Any]:
+    def run(self, body: Callable[[int], Any], random: Tensor | None = None, *, keep: bool = True) -> list[Any]:
         """Run `body(device)` on every device and return the results; raise what the first device to fail raised.
 
         Devices begin with the caller's random state, and the caller goes on with that of device 0; unless the run
-        repeats one that began with the state `random`: then the caller's own is left as it is.
+        repeats one that began with the state `random`: then the caller's own is left as it is.  With `keep`, idle threads wait
+        for the next run.
         """
         if self.mesh.size == 1:
             return [self._run_alone(body, random)]
         results: list[Any] = [None] * self.mesh.size
-        state = ThreadState.capture(self.mesh.device_type)
-        ledgers = tuple(ledger.active())
-        before = random_state(self.mesh.device_type)
+        kind, state, ledgers = self.mesh.device_type, ThreadState.capture(self.mesh.device_type), tuple(ledger.active())
+        before = random_state(kind)
         self._random = [before if random is None else random] * self.mesh.size
-        for baton in self._batons:
-            baton.acquire()
+        crew = self._crew = Crew.idle() if keep else Crew()
 
         def live(device: int) -> None:
             try:
-                self._batons[device].acquire()
                 if not self._stopping:
-                    set_random_state(self.mesh.device_type, self._random[device])
+                    set_random_state(kind, self._random[device])
                     self._status[device] = None
                     ledger.inherit(ledgers)
-                    with process_wide_state(), state.restored():
-                        results[device] = body(device)
+                    with process_wide_state:
+                        undo = state.set()
+                        try:
+                            results[device] = body(device)
+                        finally:
+                            undo()
                     self._status[device] = "has finished"
-                    self._random[device] = random_state(self.mesh.device_type)
+                    self._random[device] = random_state(kind)
                     self._hand_on(device)
             except BaseException as error:
                 self._status[device] = f"raised {type(error).__name__}"
                 self._fail(device, error)
 
-        crew = Crew([self.name(device) for device in range(self.mesh.size)], live)
         try:
-            with process_wide_state():
+            with process_wide_state:
                 crew.run(
-                    begin=lambda: self._wake(self._ready.popleft()),
+                    device_names(self.mesh),
+                    live,
                     stop=self._stop,
                     busy=lambda device: self._status[device] is None,
+                    keep=keep,
                 )
         finally:
             self._over = True
-        set_random_state(self.mesh.device_type, self._random[0] if random is None else before)
+        set_random_state(kind, self._random[0] if random is None else before)
         if self._failure is not None:
             self._raise(*self._failure)
         self._check_nothing_left()
@@ -205,7 +209,7 @@ class VirtualWorld:
         self._ready.clear()
         try:
             with (
-                process_wide_state(),
+                process_wide_state,
                 torch.autograd.set_multithreading_enabled(False),
                 torch.set_grad_enabled(torch.is_grad_enabled()),
             ):
@@ -238,12 +242,7 @@ class VirtualWorld:
     def _stop(self) -> None:
         """Wake all devices, to unwind."""
         self._stopping = True
-        for device in range(self.mesh.size):
-            self._wake(device)
-
-    def _wake(self, device: int) -> None:
-        with suppress(RuntimeError):  # its baton is free already: the run was stopped, perhaps twice at the same time
-            self._batons[device].release()
+        self._crew.wake_all()
 
     # -- the baton ----------------------------------------------------------------------------------------------
 
@@ -254,7 +253,7 @@ class VirtualWorld:
             self._raise_deadlock()
         self._random[device] = random_state(self.mesh.device_type)
         self._hand_on(device)
-        self._batons[device].acquire()
+        self._crew.sleep(device)
         if self._stopping:
             raise Stopped
         set_random_state(self.mesh.device_type, self._random[device])
@@ -264,7 +263,7 @@ class VirtualWorld:
         if self._stopping:
             return
         if self._ready:
-            self._batons[self._ready.popleft()].release()
+            self._crew.wake(self._ready.popleft())
         elif any(status != "has finished" for status in self._status):
             try:
                 self._raise_deadlock()
@@ -304,10 +303,12 @@ class VirtualWorld:
 
     def start(
         self, move: Wired, xs: tuple[Tensor, ...], group: Group, site: Site, into: tuple[Tensor, ...] | None = None
-    ) -> Arrival:
+    ) -> Arrival | Done:
         """Lay down tensors for a collective; the last device of the group computes it."""
         if self._stopping:
             raise Stopped
+        if group.size == 1:
+            return Done(tuple([move.meaning([x])[0].clone() for x in xs]))
         index, slots, signature = group.index, self._slots[group.key], _signature(xs)
         for slot in slots:
             if index not in slot.values:
@@ -386,10 +387,17 @@ class VirtualWorld:
 
     def name(self, device: int) -> str:
         """Return a device's coordinates, for messages and as the name of its thread."""
-        return "device (" + ", ".join(f"{axis}={place}" for axis, place in self.mesh.coordinates(device).items()) + ")"
+        return device_names(self.mesh)[device]
 
     def _report(self, devices: range) -> str:
         return _table([(self.name(device), _sentence(self._status[device])) for device in devices])
+
+
+@lru_cache(maxsize=64)
+def device_names(mesh: Mesh) -> list[str]:
+    """Return each device's coordinates in words: `device (data=0, model=1)`."""
+    places = (mesh.coordinates(device).items() for device in range(mesh.size))
+    return ["device (" + ", ".join(f"{axis}={place}" for axis, place in each) + ")" for each in places]
 
 
 def _checks() -> bool:

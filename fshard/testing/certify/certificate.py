@@ -8,8 +8,8 @@ from typing import Literal, NamedTuple
 
 from rich.table import Table
 
+from fshard.mesh.ledger import as_html, as_text
 from fshard.mesh.mesh import Mesh
-from fshard.mesh.tables import as_html, as_text
 
 Verdict = Literal["EXACT", "BOUNDED", "DIVERGENT", "INCONCLUSIVE"]
 
