@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import gc
 import multiprocessing as mp
 import os
 import pickle
@@ -194,7 +193,6 @@ def _live(
     os.environ.update(environment)
     torch.default_generator.seed()  # and it draws as it did
     np.random.seed()
-    gc.freeze()  # what has been imported lives on: it need not be looked through
     torch.set_num_threads(int(environment["OMP_NUM_THREADS"].split(",")[0]))
     _redirect(stderr, outputs)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends us
@@ -204,18 +202,12 @@ def _live(
         while True:
             port, task, last = pickle.loads(connection.recv_bytes())
             if os.environ.get("MASTER_PORT") != str(port):  # somebody has failed or left
-                _leave(waiting=False)
+                process.leave(waiting=False)
                 os.environ["MASTER_PORT"] = str(port)
             well = _do(rank, task, connection, by_value if apart else by_reference)
             if last or not well:
-                _leave(waiting=well)
+                process.leave(waiting=well)
     process.leave()
-
-
-def _leave(*, waiting: bool) -> None:
-    """Leave all groups and close their connections, so that peers that wait for us fail, too."""
-    process.leave(waiting=waiting)
-    gc.collect()  # a group is closed with the last reference to it
 
 
 def _do(rank: int, task: bytes, connection: Connection, packed: Callable[[Any], bytes]) -> bool:
