@@ -19,9 +19,9 @@ from torch import Tensor
 
 from fshard.errors import OptimizerError
 from fshard.mesh.sharded import Sharded
-from fshard.mesh.tree import PyTree
+from fshard.mesh.tree import PyTree, flatten, unflatten
 from fshard.optim import lists
-from fshard.optim.leaves import Leaf, Leaves, is_frozen, like, map_shards, shards_of
+from fshard.optim.leaves import Leaf, Leaves, is_frozen, like, shards_of
 
 Update = Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
 """A function of gradients, state and parameters: to updates (or parameters) and the next state."""
@@ -171,11 +171,17 @@ def copied(tree: PyTree) -> PyTree:
     made: dict[int, Tensor] = {}
 
     def copy(x: Tensor) -> Tensor:
-        if id(x) not in made:
-            made[id(x)] = x.clone()
-        return made[id(x)]
+        found = made.get(id(x))
+        if found is None:
+            found = made[id(x)] = x.clone()
+        return found
 
     def copied_leaf(leaf: Leaf) -> Leaf:
-        return map_shards(copy, leaf) if isinstance(leaf, Sharded | Tensor) and not is_frozen(leaf) else leaf
+        if is_frozen(leaf) or not isinstance(leaf, Sharded | Tensor):
+            return leaf
+        if isinstance(leaf, Tensor):
+            return copy(leaf)
+        return Sharded(leaf.shape, leaf.layout, tuple([copy(x) for x in leaf.shards]))
 
-    return Leaves.of(tree).mapped(copied_leaf)
+    leaves, structure = flatten(tree, sharded_is_leaf=True, none_is_leaf=True)
+    return unflatten(structure, list(map(copied_leaf, leaves)))
