@@ -52,18 +52,18 @@ from fshard.mesh.make import from_device_mesh, make_mesh, to_device_mesh
 from fshard.mesh.mesh import Mesh
 from fshard.mesh.messages import recv, send
 from fshard.mesh.placing import device_put, layouts, reshard, unshard
-from fshard.mesh.run import run
 from fshard.mesh.runtimes.together import process_count, process_index
 from fshard.mesh.shard_map import shard_map
 from fshard.mesh.sharded import Sharded, from_local, typeof
 from fshard.mesh.spec import P
+from fshard.mesh.spmd import run
 from fshard.optim.contract import Optimizer, apply_updates
 from fshard.optim.partition import partition_optimizer
 from fshard.pipeline.builders import pipeline_schedule
 from fshard.pipeline.execute import pipelined
 from fshard.pipeline.schedule import Action, Schedule
 from fshard.pipeline.stages import split_stages
-from fshard.pipeline.timeline import timeline
+from fshard.pipeline.trace import timeline
 from fshard.transforms.batchnorm import commit_batch_norm
 from fshard.transforms.evaluate import evaluate
 from fshard.transforms.functionalize import functionalize
@@ -73,7 +73,7 @@ from fshard.transforms.randomness import keyed_random
 from fshard.transforms.remat import name, offload, remat, save_names
 from fshard.transforms.rules import fsdp, init_params, shard_params, units_of
 from fshard.transforms.stage_functions import stage_functions
-from fshard.transforms.stage_layouts import shard_stages
+from fshard.transforms.stage_plan import shard_stages
 from fshard.transforms.step import train_step
 from fshard.transforms.tape import gathered, whole
 from fshard.transforms.torch_style import BoostedOptimizer, Model

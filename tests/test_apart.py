@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 import fshard as fs
 from fshard import P
-from fshard.mesh.runtimes import apart, neighbours
+from fshard.mesh.shared_memory import apart, neighbours
 from fshard.mesh.tree import flatten
 from fshard.testing.processes import run_processes
 

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 import fshard as fs
-from fshard.mesh.runtimes import direct, neighbours
 from fshard.mesh.runtimes.process import ProcessWorld, leave
+from fshard.mesh.shared_memory import direct, neighbours
 from fshard.testing.processes import Processes, run_processes
 
 pytestmark = pytest.mark.skipif(neighbours._libc() is None, reason="this system does not read other processes' memory")

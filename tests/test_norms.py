@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 import fshard as fs
 import fshard.testing.strategies
 from fshard import P, optim
-from fshard.optim.digits import digits_of, number_of
 from fshard.optim.norms import norm_once
+from fshard.optim.once import digits_of, number_of
 from tests.optimizers import example, leaves_of, tensor
 
 

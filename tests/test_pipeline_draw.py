@@ -9,9 +9,8 @@ from rich.console import Console
 from fshard.pipeline.builders import pipeline_schedule
 from fshard.pipeline.draw import svg_of
 from fshard.pipeline.messages import with_messages
-from fshard.pipeline.schedule import COMPUTE, Schedule
+from fshard.pipeline.schedule import COMPUTE, Schedule, with_units
 from fshard.pipeline.simulate import simulate
-from fshard.pipeline.units import with_units
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -16,13 +16,12 @@ from hypothesis import strategies as st
 
 import fshard as fs
 from fshard.errors import ScheduleError
+from fshard.mesh.arithmetic import tree_sum
 from fshard.mesh.runtimes.process import ProcessWorld
-from fshard.mesh.sums import tree_sum
 from fshard.pipeline.builders import BUILDERS, pipeline_schedule
 from fshard.pipeline.execute import pipelined
 from fshard.pipeline.messages import with_messages
-from fshard.pipeline.schedule import Action, Kind, Schedule
-from fshard.pipeline.units import with_units
+from fshard.pipeline.schedule import Action, Kind, Schedule, with_units
 from fshard.testing.processes import run_processes
 
 # -- schedules ----------------------------------------------------------------------------------------------------

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from fshard.errors import ScheduleError
 from fshard.pipeline.builders import BUILDERS, pipeline_schedule
 from fshard.pipeline.messages import with_messages, without_messages
-from fshard.pipeline.schedule import COMPUTE, MESSAGES, Action, Kind, Schedule
-from fshard.pipeline.units import with_units, without_units
+from fshard.pipeline.schedule import COMPUTE, MESSAGES, Action, Kind, Schedule, with_units, without_units
 from fshard.pipeline.weights import with_weights
 
 schedules = st.builds(

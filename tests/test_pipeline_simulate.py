@@ -11,10 +11,9 @@ import pytest
 from fshard.errors import ScheduleError
 from fshard.pipeline.builders import pipeline_schedule
 from fshard.pipeline.messages import with_messages
-from fshard.pipeline.schedule import COMPUTE, Action, Kind, Schedule
+from fshard.pipeline.schedule import COMPUTE, Action, Kind, Schedule, with_units
 from fshard.pipeline.simulate import simulate
 from fshard.pipeline.trace import to_chrome_trace
-from fshard.pipeline.units import with_units
 from fshard.pipeline.verify import verify
 from tests.test_pipeline_verify import NAMES, some_schedule
 

@@ -5,8 +5,7 @@ from torch import nn
 
 from fshard.pipeline.builders import pipeline_schedule
 from fshard.pipeline.messages import with_messages
-from fshard.pipeline.schedule import Schedule
-from fshard.pipeline.units import with_units
+from fshard.pipeline.schedule import Schedule, with_units
 from fshard.testing.processes import run_processes
 
 NAMES = ("interleaved", "zbv", "v-min", "dualpipe-v")

@@ -8,8 +8,7 @@ import torch.distributed.pipelining.schedules as torch_schedules
 from fshard.errors import ScheduleError
 from fshard.pipeline.builders import pipeline_schedule
 from fshard.pipeline.messages import with_messages
-from fshard.pipeline.schedule import Action, Kind, Schedule
-from fshard.pipeline.units import with_units
+from fshard.pipeline.schedule import Action, Kind, Schedule, with_units
 from fshard.pipeline.verify import verify
 from tests.pipeline_oracle import harm
 

@@ -12,9 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fshard as fs
-from fshard.mesh.runtimes import slurm
-from fshard.mesh.runtimes.meeting import each_its_own
-from fshard.mesh.runtimes.place import LAUNCHERS, PORTS, Place, placed
+from fshard.mesh.runtimes.place import LAUNCHERS, PORTS, Place, each_its_own, hosts, placed
 from fshard.mesh.runtimes.together import launched, place, process_count, process_index
 from fshard.testing.processes import run_processes
 
@@ -215,7 +213,7 @@ def test_the_processes_of_a_step_agree(tasks, job, step):
 def test_lists_of_hosts_are_written_out(ranges):
     text = ",".join(f"{low:03}-{low + more:03}" if more else f"{low:03}" for low, more in ranges)
     numbers = [number for low, more in ranges for number in range(low, low + more + 1)]
-    assert slurm.hosts(f"login,gpu[{text}].cluster,cpu9") == ["login", *(f"gpu{n:03}.cluster" for n in numbers), "cpu9"]
+    assert hosts(f"login,gpu[{text}].cluster,cpu9") == ["login", *(f"gpu{n:03}.cluster" for n in numbers), "cpu9"]
 
 
 def test_two_jobs_of_one_machine_meet_at_different_ports():

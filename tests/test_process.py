@@ -14,10 +14,11 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import fshard as fs
 from fshard import P
-from fshard.mesh.runtimes import direct, gloo, native
+from fshard.mesh.runtimes import gloo, native
 from fshard.mesh.runtimes.link import GroupLink
 from fshard.mesh.runtimes.process import ProcessWorld, leave
 from fshard.mesh.scope import require
+from fshard.mesh.shared_memory import direct
 from fshard.source import call_site
 from fshard.testing.processes import run_processes
 from fshard.transforms.agree import summed
@@ -330,7 +331,7 @@ def test_pooled_buffers_are_not_handed_out_twice(two):
 
 
 def test_a_pooled_buffer_is_used_again_once_it_is_free():
-    from fshard.mesh.runtimes.buffers import SMALLEST, empty
+    from fshard.mesh.shared_memory.neighbours import SMALLEST, empty
 
     first = empty((SMALLEST,), torch.uint8)
     address = first.data_ptr()

@@ -38,7 +38,7 @@ from fshard.transforms.arrangement import Arrangement
 from fshard.transforms.options import integer, must_be, unknown
 from fshard.transforms.patterns import unit_of
 from fshard.transforms.rules import shard_params
-from fshard.transforms.stage_layouts import shard_stages
+from fshard.transforms.stage_plan import shard_stages
 
 
 class Budget(NamedTuple):

@@ -16,9 +16,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fshard.errors import LayoutError
-from fshard.mesh.dense import is_dense, no_dense
-from fshard.mesh.differentiate import Begun, Bound, Tensors, apply, has_tangent, recorded, transformed
-from fshard.mesh.extreme import apply_extreme
+from fshard.mesh.differentiate import Begun, Bound, Tensors, apply, apply_extreme, has_tangent, recorded, transformed
+from fshard.mesh.layout import is_dense, no_dense
 from fshard.mesh.ledger import active
 from fshard.mesh.moves import Alone, Extreme, Move, Pvary, Stay, Wired
 from fshard.mesh.promise import Guard

@@ -9,6 +9,8 @@ A layout is a mesh, a spec and a memory kind.  All questions about it (who holds
     f32[8, 6]{flat:data, on:pipe=2}   flattened and cut over "data" where "pipe" is 2, empty elsewhere
     f32[8, 6]{U:model}            whole everywhere, to be summed over "model"
     f32[8@data, 6]{host}          in the memory of the host
+
+Dense tensors: one shape, and a place in memory for each element.  All others are refused wherever they would come in.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from math import prod
 from typing import Literal, get_args
 
 import torch
+from torch import Tensor
 
 from fshard.errors import LayoutError
 from fshard.mesh import arithmetic
@@ -230,3 +233,22 @@ def holders(layout: Layout) -> tuple[int, ...]:
         if not any(place for axis, place in layout.mesh.coordinates(device).items() if axis in still)
         and layout.has_any(device)
     )
+
+
+def is_dense(x: Tensor) -> bool:
+    """Return whether a tensor can be cut and sent as it is.
+
+    >>> is_dense(torch.eye(2)), is_dense(torch.eye(2).to_sparse())
+    (True, False)
+    """
+    return x.layout is torch.strided and not x.is_nested
+
+
+def no_dense(x: Tensor) -> str:
+    """Return what to say of a tensor that is not dense, and what to give instead."""
+    if x.is_nested:
+        return (
+            "a nested tensor, which has no one shape to be cut or sent by. Give torch.nested.to_padded_tensor(x, 0.0), or its "
+            "parts: x.unbind()"
+        )
+    return f"a tensor of {x.layout} (shape {tuple(x.shape)}), which cannot be cut or sent. Give x.to_dense()"

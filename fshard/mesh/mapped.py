@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import Function
 
-from fshard.mesh.captured import RefuseTransformed, refuse_captured
 from fshard.mesh.differentiate import Tensors, leading, over_many, recorded, transformed
 from fshard.mesh.mesh import Mesh
+from fshard.mesh.promise import RefuseTransformed, refuse_captured
 from fshard.mesh.runtimes.thread_state import random_state
 from fshard.mesh.spmd import everywhere, held, is_outside
 

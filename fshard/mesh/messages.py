@@ -24,10 +24,8 @@ from fshard.mesh.calls import Collective, Handle, tensors_of
 from fshard.mesh.collectives import check_index
 from fshard.mesh.differentiate import LinearMap, Tensors, apply
 from fshard.mesh.ledger import Row, active
-from fshard.mesh.moves import Permute
-from fshard.mesh.purpose import purpose, serving
-from fshard.mesh.runtimes.protocol import World
-from fshard.mesh.scope import Group, require
+from fshard.mesh.moves import Permute, purpose, serving
+from fshard.mesh.scope import Group, World, require
 from fshard.mesh.spec import Axes
 from fshard.mesh.tree import PyTree, Structure, paths_of, unflatten
 from fshard.source import Site, call_site

@@ -19,10 +19,9 @@ from torch import Tensor
 
 from fshard.errors import FshardError, LayoutError, MeshError
 from fshard.mesh import ledger
-from fshard.mesh.arithmetic import ravel
-from fshard.mesh.dense import is_dense, no_dense
+from fshard.mesh.arithmetic import ravel, tree_sum
 from fshard.mesh.differentiate import LinearMap, Tensors, apply, recorded, transformed
-from fshard.mesh.layout import Layout, Memory, holders
+from fshard.mesh.layout import Layout, Memory, holders, is_dense, no_dense
 from fshard.mesh.ledger import Row
 from fshard.mesh.mapped import run_mapped
 from fshard.mesh.mesh import Mesh
@@ -30,7 +29,6 @@ from fshard.mesh.moves import is_plain
 from fshard.mesh.sharded import Sharded, in_memory, key_of
 from fshard.mesh.spmd import held, inside, is_outside, standing
 from fshard.mesh.steps import Way, convert, go, way_between, wire_of
-from fshard.mesh.sums import tree_sum
 from fshard.mesh.supply import Parts
 from fshard.mesh.tree import PyTree, Structure, broadcast_prefix, flatten, flatten_with_paths, map_leaves, unflatten
 from fshard.source import Site, call_site

@@ -22,9 +22,8 @@ from math import prod
 from typing import NamedTuple
 
 from fshard.mesh.arithmetic import chunk, flat_range
-from fshard.mesh.search import keep, search
+from fshard.mesh.search import State, Step, common, keep, laid, parts, search, state_of
 from fshard.mesh.spec import P
-from fshard.mesh.states import State, Step, common, laid, parts, state_of
 from fshard.mesh.supply import direct
 
 

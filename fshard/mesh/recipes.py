@@ -15,8 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from fshard.errors import LayoutError
-from fshard.mesh.dense import is_dense, no_dense
-from fshard.mesh.layout import Layout
+from fshard.mesh.layout import Layout, is_dense, no_dense
 from fshard.mesh.mesh import Mesh
 from fshard.mesh.placing import collected
 from fshard.mesh.promise import Guard

@@ -30,9 +30,8 @@ from fshard.mesh.placing import on_all
 from fshard.mesh.recipes import ArgumentRecipe, Recipes, ResultRecipe, Transfer
 from fshard.mesh.sharded import Sharded, in_memory
 from fshard.mesh.spec import Axes
-from fshard.mesh.spmd import held, inside, standing
+from fshard.mesh.spmd import held, inside, standing, without_values
 from fshard.mesh.tree import PyTree, Structure, unflatten
-from fshard.mesh.valueless import without_values
 from fshard.source import Site, call_site
 from fshard.uncompiled import uncompiled
 

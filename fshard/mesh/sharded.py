@@ -15,13 +15,11 @@ import torch
 from torch import Tensor
 
 from fshard.errors import LayoutError
-from fshard.mesh.dense import is_dense, no_dense
-from fshard.mesh.layout import Layout, Memory, ShardType, dtype_name
+from fshard.mesh.layout import Layout, Memory, ShardType, dtype_name, is_dense, no_dense
 from fshard.mesh.mesh import Mesh
 from fshard.mesh.spec import P
-from fshard.mesh.spmd import agree, held, inside, standing
+from fshard.mesh.spmd import agree, held, inside, standing, without_values
 from fshard.mesh.tree import register_node
-from fshard.mesh.valueless import without_values
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -3,24 +3,45 @@
 Code either stands *outside* a mesh, for all its devices (a notebook with a virtual mesh), or *is* one device (a process
 under torchrun, a thread of `run`, the body of a `shard_map`).  `everywhere` hides which; that is why everything built
 on it is one program on all runtimes.
+
+Marks in a trace of torch's profiler, by which the threads of virtual devices are known.
+
+One thread for the sums of reproducible mode: torch cuts a large sum among its threads, and their number changes bits.
+
+`run`: a whole script function, once per device.
+
+`main` is what torchrun would run: it makes its meshes, lays out its data, calls `shard_map` and collectives, as one of
+the devices.  On a virtual mesh the devices are threads; under torchrun each process is one already.
+
+What a function computes with on an abstract mesh: tensors without values, wherever they come from.
+
+The shards that a function is given are meta tensors.  What it makes itself (`torch.ones`, a module, an array of numpy) or
+reaches from outside has values; so that it fits, it forgets them: at once if it is made, else where it meets a tensor
+without values.  What asks for a value that nobody has is one clear error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
+from torch.autograd import profiler
+from torch.overrides import TorchFunctionMode
+from torch.utils._device import _device_constructors  # pyright: ignore[reportPrivateUsage]
 
-from fshard.mesh.marks import mark
-from fshard.mesh.mesh import Mesh
+from fshard.errors import LayoutError, MeshError
+from fshard.mesh.differentiate import LinearMap, Tensors, apply
+from fshard.mesh.mesh import Mesh, refuse_no_mesh
 from fshard.mesh.runtimes.abstract import AbstractWorld
 from fshard.mesh.runtimes.process import ProcessWorld
 from fshard.mesh.runtimes.virtual import VirtualWorld
 from fshard.mesh.runtimes.watch import watching
 from fshard.mesh.scope import Scope, enter, entered, here, require
-from fshard.mesh.valueless import Valueless
+from fshard.mesh.tree import flatten, unflatten
 from fshard.source import call_site
 
 Result = TypeVar("Result")
@@ -125,3 +146,121 @@ def _scope(mesh: Mesh, outer: Scope | None, mapped: tuple[str, ...], checked: bo
 
 
 _ABSTRACT = AbstractWorld()
+
+
+MARK = "fshard: device "
+
+
+def mark(device: int) -> None:
+    """Say in the trace that is being recorded, if there is one, that this thread is a device's."""
+    if getattr(profiler, "_is_profiler_enabled", True):
+        with profiler.record_function(f"{MARK}{device}"):
+            pass
+
+
+@contextmanager
+def one_thread(wanted: bool) -> Generator[None]:
+    """Compute with one intra-op thread for a while, as virtual devices always do.
+
+    >>> before = torch.get_num_threads()
+    >>> with one_thread(True):
+    ...     torch.get_num_threads()
+    1
+    >>> torch.get_num_threads() == before
+    True
+    """
+    before = torch.get_num_threads()
+    if not wanted or before == 1:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def run(main: Callable[..., Any], *args: Any, mesh: Mesh, check: bool = False, **kwargs: Any) -> list[Any]:
+    """Run `main(*args, **kwargs)` as each device of the mesh; return the results of the devices held here.
+
+    On a virtual mesh that is a result for every device, on a process mesh the process's own.  A mesh of some axes stands
+    for the whole mesh.  With `check`, what collectives promise to be equal is compared by value.
+
+    >>> import fshard as fs
+    >>> def main(greeting):
+    ...     return f"{greeting} from {fs.axis_index('data')} of {fs.axis_size('data')}"
+    >>> run(main, "hello", mesh=fs.make_mesh({"data": 2}))
+    ['hello from 0 of 2', 'hello from 1 of 2']
+    """
+    refuse_no_mesh("fs.run", mesh)
+    if not callable(main):
+        raise MeshError(f"fs.run takes a function, to be called as each device, found {type(main).__name__}.")
+    return everywhere(standing(mesh), lambda device: main(*args, **kwargs), checked=check, keep=False)
+
+
+_MAKES: frozenset[Any] = frozenset(_device_constructors())
+
+
+class Valueless(TorchFunctionMode):
+    """Make all tensors without values, and let those that meet such a tensor forget theirs.
+
+    >>> import torch
+    >>> with Valueless():
+    ...     x = torch.ones(2)
+    >>> x.device, (x + 1).device
+    (device(type='meta'), device(type='meta'))
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        named = {name: given for name, given in (kwargs or {}).items() if name != "generator"}
+        if func in _MAKES:
+            return func(*args, **named | {"device": "meta"})
+        given: Any = (args, named)
+        leaves, structure = flatten(given)
+        tensors = [x for x in leaves if isinstance(x, Tensor)]
+        if not any(x.is_meta for x in tensors):
+            return func(*args, **(kwargs or {}))
+        if len(tensors) > 1:
+            args, named = unflatten(structure, [without_values(x) if isinstance(x, Tensor) else x for x in leaves])
+        try:
+            return func(*args, **named)
+        except (RuntimeError, NotImplementedError, TypeError) as error:
+            if "meta" not in str(error):
+                raise
+            raise LayoutError(
+                f"{getattr(func, '__name__', func)} at {call_site()} asks for the value of a tensor of shape "
+                f"{tuple(tensors[0].shape)}, but on an abstract mesh tensors have none. What depends on values, an `if` or "
+                "a .item(), runs on a virtual mesh."
+            ) from error
+
+
+def without_values(x: Tensor) -> Tensor:
+    """Return a tensor that is like this one, without values."""
+    return x if x.is_meta else apply(Forget(), (x,))[0]
+
+
+@dataclass(frozen=True)
+class Forget:
+    """Keep of a tensor only what it is like, on an abstract mesh.  Cotangents have no values either: none leads back."""
+
+    def run(self, xs: Tensors) -> Tensors:
+        """Take the values away."""
+        return tuple(x.to("meta") for x in xs)
+
+    def transposed(self) -> LinearMap:
+        """Return what says that there is no way back."""
+        return _Forgotten()
+
+    def batched(self) -> LinearMap:
+        """Return itself."""
+        return self
+
+
+class _Forgotten(Forget):
+    def run(self, xs: Tensors) -> Tensors:
+        raise LayoutError(
+            f"A gradient of shape {tuple(xs[0].shape)} was asked for at a tensor with values, but on an abstract mesh it has "
+            'none. Give the mesh meta tensors: x.detach().to("meta").requires_grad_().'
+        )

@@ -24,7 +24,7 @@ from fshard.mesh.moves import AllGather, AllToAll, Alone, Move, Psum, PsumScatte
 from fshard.mesh.owners import Handover, Owned, collect, filled, hand_out, keep, nothing
 from fshard.mesh.plan import plan
 from fshard.mesh.scope import Group, Scope, require
-from fshard.mesh.states import Kind, State, Step
+from fshard.mesh.search import Kind, State, Step
 from fshard.mesh.supply import PartialSum
 from fshard.source import Site
 

@@ -31,9 +31,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fshard.mesh.arithmetic import tree_sum
 from fshard.mesh.moves import Alone, Flat, Move, WireKind, plain
 from fshard.mesh.regions import Cut, Laid, Numbers, Roots, Sizes, alike, meet, memory_of, part, regions_of, volume
-from fshard.mesh.sums import tree_sum
 
 View = tuple[int, tuple[int, ...]]
 """Where a box begins in memory, and its lengths."""

@@ -14,13 +14,12 @@ from fshard.optim.average import ema, ema_params
 from fshard.optim.chain import add_decayed_weights, chain, clip_by_global_norm, clip_by_value, scale
 from fshard.optim.choose import by_label, masked
 from fshard.optim.contract import Optimizer, apply_updates, pure_step, step_of
-from fshard.optim.finite import all_finite, skip_if_not_finite
 from fshard.optim.lamb import lamb
 from fshard.optim.lion import lion
 from fshard.optim.master import with_master_weights
 from fshard.optim.muon import muon
 from fshard.optim.norms import global_norm
-from fshard.optim.scaling import loss_scaled
+from fshard.optim.scaling import all_finite, loss_scaled, skip_if_not_finite
 from fshard.optim.schedules import Rate, Schedule
 from fshard.optim.sgd import sgd
 from fshard.optim.shampoo import shampoo

@@ -13,9 +13,8 @@ from typing import Any
 import torch
 
 from fshard.mesh.tree import PyTree
-from fshard.optim.contract import Optimizer, Update, check_inside, no_updates, scale_inside
+from fshard.optim.contract import Optimizer, Update, check_inside, count_from, no_updates, refuse, scale_inside
 from fshard.optim.leaves import Leaf, Leaves, count_from_zero, map_shards, trainable
-from fshard.optim.numbers import count_from, refuse
 from fshard.optim.plain import on_arrays
 from fshard.optim.scaling import refusing_unscaled
 

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from fshard.optim.cells import Cells
-from fshard.optim.contract import Optimizer
+from fshard.optim.contract import Optimizer, above, at_least, pair, refuse
 from fshard.optim.leaves import check_whole, refuse_complex
-from fshard.optim.numbers import above, at_least, pair, refuse
 from fshard.optim.rules import Slots, writer
 from fshard.optim.schedules import Rate
 

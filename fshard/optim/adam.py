@@ -18,8 +18,7 @@ import torch
 
 from fshard.optim import lists
 from fshard.optim.cells import Cells, Rule, each_kind, fused_or, step_tensors
-from fshard.optim.contract import Optimizer
-from fshard.optim.numbers import at_least, below, pair, refuse
+from fshard.optim.contract import Optimizer, at_least, below, pair, refuse
 from fshard.optim.rules import writer
 from fshard.optim.schedules import Rate
 

@@ -9,9 +9,8 @@ from torch import Tensor
 
 from fshard.errors import OptimizerError
 from fshard.mesh.tree import PyTree
-from fshard.optim.contract import Optimizer, apply_updates, check_inside, copied, scale_inside, step_of
+from fshard.optim.contract import Optimizer, apply_updates, check_inside, copied, refuse, scale_inside, step_of, within
 from fshard.optim.leaves import Leaves, map_shards, trainable
-from fshard.optim.numbers import refuse, within
 from fshard.optim.plain import on_arrays
 
 

@@ -20,14 +20,17 @@ from fshard.optim.contract import (
     Elementwise,
     Optimizer,
     Update,
+    above,
     check_inside,
     elementwise_leaves,
+    finite,
+    refuse,
     refuse_scaled,
     scale_inside,
+    within,
 )
 from fshard.optim.leaves import Leaf, Leaves, count_from_zero, map_shards, trainable
 from fshard.optim.norms import global_norm
-from fshard.optim.numbers import above, finite, refuse, within
 from fshard.optim.plain import on_arrays
 from fshard.optim.schedules import Rate, rate_at
 

@@ -18,10 +18,9 @@ from torch import Tensor
 from fshard.optim import lists
 from fshard.optim.adam import denominators, moments
 from fshard.optim.cells import Cells
-from fshard.optim.contract import Optimizer
+from fshard.optim.contract import Optimizer, at_least, below, pair, refuse
 from fshard.optim.leaves import Leaves
 from fshard.optim.norms import Places, check_summable, in_digits, squares, sum_of, sum_over_mesh
-from fshard.optim.numbers import at_least, below, pair, refuse
 from fshard.optim.rules import writer
 from fshard.optim.schedules import Rate
 

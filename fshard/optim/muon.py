@@ -19,9 +19,8 @@ import torch
 from torch import Tensor
 
 from fshard.optim.cells import Cells
-from fshard.optim.contract import Optimizer
+from fshard.optim.contract import Optimizer, at_least, refuse
 from fshard.optim.leaves import Leaf, check_whole, refuse_complex
-from fshard.optim.numbers import at_least, refuse
 from fshard.optim.rules import writer
 from fshard.optim.schedules import Rate
 

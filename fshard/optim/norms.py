@@ -31,10 +31,9 @@ from fshard.mesh.spec import P
 from fshard.mesh.spmd import held
 from fshard.mesh.tree import PyTree
 from fshard.optim import lists
-from fshard.optim.digits import WIDTH, digits_of_squares, number_of
+from fshard.optim.contract import above, refuse
 from fshard.optim.leaves import Leaf, Leaves, shards_of
-from fshard.optim.numbers import above, refuse
-from fshard.optim.once import watched, watching
+from fshard.optim.once import WIDTH, digits_of_squares, number_of, watched, watching
 from fshard.source import call_site
 
 Places = Sequence[tuple[int, int]]

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import cos, pi
 
-from fshard.optim.numbers import above, at_least, finite, refuse, within
+from fshard.optim.contract import above, at_least, finite, refuse, within
 
 Schedule = Callable[[int], float]
 """From the count of steps taken before this one to the learning rate of this one."""

@@ -17,8 +17,7 @@ import torch
 from fshard.errors import OptimizerError
 from fshard.optim import lists
 from fshard.optim.cells import Cells, Rule, each_kind, fused_or
-from fshard.optim.contract import Optimizer
-from fshard.optim.numbers import at_least, finite, refuse
+from fshard.optim.contract import Optimizer, at_least, finite, refuse
 from fshard.optim.rules import writer
 from fshard.optim.schedules import Rate
 

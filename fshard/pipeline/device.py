@@ -28,11 +28,10 @@ from fshard.mesh.scope import Group
 from fshard.mesh.tree import PyTree
 from fshard.pipeline.halves import halves, whole
 from fshard.pipeline.leaves import Value, left
-from fshard.pipeline.post import Known, Post
-from fshard.pipeline.route import Mail, Route, Turn, Wire
+from fshard.pipeline.post import Known, Mail, Post, Route, Turn, Wire
 from fshard.pipeline.saved import Saved
 from fshard.pipeline.schedule import Action, Kind
-from fshard.pipeline.timeline import clock_of
+from fshard.pipeline.trace import clock_of
 from fshard.source import Site
 
 

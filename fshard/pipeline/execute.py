@@ -17,17 +17,14 @@ from torch.autograd.graph import GradientEdge
 from fshard.errors import LayoutError
 from fshard.mesh.mesh import Mesh, refuse_no_mesh
 from fshard.mesh.scope import Group, parting, require
-from fshard.mesh.spmd import everywhere, is_outside, standing
-from fshard.mesh.threads import one_thread
+from fshard.mesh.spmd import everywhere, is_outside, one_thread, standing
 from fshard.mesh.tree import PyTree
 from fshard.pipeline.device import Device
-from fshard.pipeline.leaves import Params, map_tensors
+from fshard.pipeline.leaves import Params, Stage, called_for, map_tensors
 from fshard.pipeline.microbatches import Batch, Found, together
-from fshard.pipeline.post import Known
-from fshard.pipeline.route import Route
+from fshard.pipeline.post import Known, Route
 from fshard.pipeline.schedule import Action, Kind, Schedule
 from fshard.pipeline.total import Ordered, Running, Total
-from fshard.pipeline.turns import Stage, called_for
 from fshard.pipeline.verify import verify
 from fshard.source import Site, call_site
 

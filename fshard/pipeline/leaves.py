@@ -1,8 +1,12 @@
-"""Tensors in trees, where they enter a stage and where they leave it: as its own, to be differentiated, as a copy."""
+"""Tensors in trees, where they enter a stage and where they leave it: as its own, to be differentiated, as a copy.
+
+Stages that treat some microbatches otherwise.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -121,3 +125,28 @@ def map_tensors(f: Callable[[Tensor], Any], tree: PyTree) -> PyTree:
     """Apply a function to every tensor of a tree."""
     leaves, structure = flatten(tree, none_is_leaf=True)
     return unflatten(structure, [f(x) if isinstance(x, Tensor) else x for x in leaves])
+
+
+Stage = Callable[..., PyTree]
+"""(params, x) -> y, with skips as keywords: see `pipelined`."""
+
+
+@dataclass(frozen=True)
+class ByMicrobatch:
+    """A stage that is asked for by the number of a microbatch, the first being 0.
+
+    >>> doubled = ByMicrobatch(lambda number: lambda params, x: x * 2 if number else x)
+    >>> [called_for(doubled, number)((), 1) for number in range(3)]
+    [1, 2, 2]
+    """
+
+    at: Callable[[int], Stage]
+
+    def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
+        """Call it for the first."""
+        return self.at(0)(*args, **kwargs)
+
+
+def called_for(stage: Stage, microbatch: int) -> Stage:
+    """Return what a stage is for a microbatch."""
+    return stage.at(microbatch) if isinstance(stage, ByMicrobatch) else stage

@@ -1,6 +1,6 @@
 """Sums over microbatches: as they come, or in one fixed tree whatever the order in which they come.
 
-    ((0 + 1) + (2 + 3)) + 4        as `fshard.mesh.sums` adds devices, and reproducible mode slices
+    ((0 + 1) + (2 + 3)) + 4        as `fshard.mesh.arithmetic` adds devices, and reproducible mode slices
 
 A parameter that a microbatch has not used has no gradient there, which adds nothing; one that none has used has none.
 """

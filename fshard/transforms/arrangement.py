@@ -33,7 +33,7 @@ from fshard.transforms.patterns import Choice
 from fshard.transforms.randomness import folded, keyed_random
 from fshard.transforms.replica import give_up_memory
 from fshard.transforms.rules import Rules, lay
-from fshard.transforms.stage_layouts import has_stages, lay_stages
+from fshard.transforms.stage_plan import has_stages, lay_stages
 from fshard.transforms.step import Metrics, train_step
 from fshard.transforms.torch_style import with_zeros
 from fshard.transforms.value_and_grad import gradient_of

@@ -29,8 +29,7 @@ from torch import Tensor
 from fshard.copying import lent
 from fshard.errors import LayoutError, MeshError
 from fshard.mesh.arithmetic import Range, balanced_range, ravel
-from fshard.mesh.dense import is_dense
-from fshard.mesh.layout import Layout
+from fshard.mesh.layout import Layout, is_dense
 from fshard.mesh.mesh import Mesh
 from fshard.mesh.placing import collected, device_put, unshard
 from fshard.mesh.sharded import Sharded, in_memory

@@ -33,24 +33,21 @@ from fshard.errors import CollectiveTimeoutError, DeadlockError, LayoutError, Mi
 from fshard.mesh.layout import Layout
 from fshard.mesh.mesh import Mesh
 from fshard.mesh.sharded import Sharded
-from fshard.mesh.spmd import everywhere, held, standing
-from fshard.mesh.threads import one_thread
+from fshard.mesh.spmd import everywhere, held, one_thread, standing
 from fshard.mesh.tree import PyTree, Structure, flatten, paths_of, unflatten
 from fshard.optim.leaves import firsts_of, trainable
 from fshard.optim.scaling import note_unscaled
 from fshard.source import Site, call_site
 from fshard.transforms.agree import CURE, disagreement
 from fshard.transforms.batch import placed
-from fshard.transforms.beside import put_together
 from fshard.transforms.buffers import Buffers, no_buffers
-from fshard.transforms.known import Known, leaf_of, refuse_half_frozen
-from fshard.transforms.means import Weight
+from fshard.transforms.means import Weight, put_together
 from fshard.transforms.options import wrong_options
 from fshard.transforms.origin import refuse_distant, refuse_unplaced
 from fshard.transforms.patterns import Choice, chosen
 from fshard.transforms.randomness import drawn_key
 from fshard.transforms.slices import Device, How, Result
-from fshard.transforms.tape import Tape
+from fshard.transforms.tape import Known, Tape, leaf_of, refuse_half_frozen
 from fshard.transforms.units import Leaf, Manner
 from fshard.uncompiled import uncompiled
 

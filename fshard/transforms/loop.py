@@ -30,8 +30,7 @@ from fshard.mesh.mesh import Mesh
 from fshard.mesh.placing import unshard
 from fshard.mesh.scope import owning
 from fshard.mesh.sharded import Sharded
-from fshard.mesh.spmd import everywhere, is_outside, standing
-from fshard.mesh.threads import one_thread
+from fshard.mesh.spmd import everywhere, is_outside, one_thread, standing
 from fshard.mesh.tree import PyTree, flatten, flatten_outside, flatten_with_paths, unflatten
 from fshard.optim.leaves import firsts_of
 from fshard.optim.scaling import held_by
@@ -48,14 +47,13 @@ from fshard.transforms.graph_checks import (
     refuse_unreached,
 )
 from fshard.transforms.handle import wholes
-from fshard.transforms.known import Known
 from fshard.transforms.means import Found
 from fshard.transforms.ordered import Forest
 from fshard.transforms.origin import after_a_step, refuse_distant, refuse_unplaced
 from fshard.transforms.randomness import drawn_key, keyed_random
 from fshard.transforms.side_by_side import Pieces, refuse_unsliced, side_by_side
 from fshard.transforms.slices import Device
-from fshard.transforms.tape import Tape
+from fshard.transforms.tape import Known, Tape
 from fshard.transforms.units import Unit
 
 

@@ -20,16 +20,15 @@ from fshard.mesh.steps import go
 from fshard.mesh.tree import PyTree, unflatten
 from fshard.optim.scaling import held_by
 from fshard.pipeline.device import Device
+from fshard.pipeline.leaves import called_for
 from fshard.pipeline.microbatches import kind_of
-from fshard.pipeline.turns import called_for
 from fshard.source import Site, call_site
-from fshard.transforms.agree import exchanged, marks, on_host, summed, unlike
+from fshard.transforms.agree import NOT_HEARD, exchanged, marks, objection, on_host, summed, unlike
 from fshard.transforms.batch import Batch
-from fshard.transforms.beside import Told, collected, told
 from fshard.transforms.buffers import written_paths
 from fshard.transforms.graph_checks import refuse_unreached
 from fshard.transforms.handle import WRITES
-from fshard.transforms.means import Found, idling, something, together, tree_sum
+from fshard.transforms.means import Found, Told, collected, idling, something, together, told, tree_sum
 from fshard.transforms.origin import Origin, bits
 from fshard.transforms.patterns import named, parts_of
 from fshard.transforms.randomness import folded, keyed_apart
@@ -37,7 +36,6 @@ from fshard.transforms.slices import DETACHED, counts_of, one_loss
 from fshard.transforms.stage_buffers import Memory
 from fshard.transforms.stage_params import StageParams, StageSums
 from fshard.transforms.stage_plan import Plan
-from fshard.transforms.talk import NOT_HEARD, objection
 
 
 class Result(NamedTuple):

@@ -18,20 +18,23 @@ from fshard.mesh.scope import Group, owning
 from fshard.mesh.tree import PyTree, Structure
 from fshard.optim.scaling import held_by
 from fshard.source import Site
-from fshard.transforms.agree import disagreement, exchanged, marks, on_host, summed, unlike
+from fshard.transforms.agree import Talk, disagreement, exchanged, marks, objection, on_host, summed, unlike
 from fshard.transforms.batch import Batch, Slice
-from fshard.transforms.beside import Rows, Told, collected, told
 from fshard.transforms.buffers import Buffers, Written, averaged, entries_to_average, irregular, written_paths
 from fshard.transforms.graph_checks import refuse_unreached, silence
 from fshard.transforms.means import (
     Count,
     Found,
+    Rows,
+    Told,
     Weight,
     added,
+    collected,
     idling,
     refuse_weights,
     something,
     together,
+    told,
     weighted,
     weights_of,
 )
@@ -39,7 +42,6 @@ from fshard.transforms.ordered import Forest
 from fshard.transforms.origin import Origin, bits
 from fshard.transforms.randomness import keyed_random
 from fshard.transforms.reductions import Keep
-from fshard.transforms.talk import Talk, objection
 from fshard.transforms.tape import Order, Tape, followed
 from fshard.transforms.units import Manner, Unit
 

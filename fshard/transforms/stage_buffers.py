@@ -18,13 +18,13 @@ from fshard.mesh.mesh import Mesh
 from fshard.mesh.scope import Group
 from fshard.mesh.sharded import Sharded
 from fshard.mesh.tree import PyTree, flatten_with_paths, unflatten
-from fshard.pipeline.turns import Stage
+from fshard.pipeline.leaves import Stage
 from fshard.source import Site
 from fshard.transforms.batchnorm import commit_batch_norm, is_pending, pending
 from fshard.transforms.buffers import Entry, Written, averaged, entry_of, number_of
 from fshard.transforms.functionalize import functionalize, functionalize_in_place
 from fshard.transforms.patterns import named, parts_of
-from fshard.transforms.stage_layouts import on_place
+from fshard.transforms.stage_plan import on_place
 
 
 def with_buffers(stage: nn.Module | Stage, deferred: bool, *, in_place: bool = False) -> Stage:

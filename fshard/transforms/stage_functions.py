@@ -22,10 +22,9 @@ from torch import nn
 from fshard.copying import copied
 from fshard.errors import PolicyError
 from fshard.mesh.tree import PyTree
-from fshard.pipeline.leaves import map_tensors
+from fshard.pipeline.leaves import ByMicrobatch, Stage, map_tensors
 from fshard.pipeline.midway import around_blocks
 from fshard.pipeline.saved import watching_now
-from fshard.pipeline.turns import ByMicrobatch, Stage
 from fshard.transforms.functionalize import functionalize
 from fshard.transforms.randomness import drawing_from, random_state
 from fshard.transforms.remat import Policy, remat

@@ -24,21 +24,17 @@ from fshard.mesh.layout import Layout
 from fshard.mesh.mesh import Mesh
 from fshard.mesh.sharded import Sharded
 from fshard.mesh.spec import P
-from fshard.mesh.spmd import everywhere, held, standing
-from fshard.mesh.threads import one_thread
+from fshard.mesh.spmd import everywhere, held, one_thread, standing
 from fshard.mesh.tree import PyTree, flatten, flatten_with_paths, unflatten
 from fshard.optim.leaves import firsts_of
-from fshard.pipeline.route import Route
-from fshard.pipeline.schedule import UNITS, Kind, Schedule
-from fshard.pipeline.turns import Stage
-from fshard.pipeline.units import with_units
+from fshard.pipeline.leaves import Stage
+from fshard.pipeline.post import Route
+from fshard.pipeline.schedule import UNITS, Kind, Schedule, with_units
 from fshard.pipeline.verify import verify
 from fshard.source import Site
 from fshard.transforms.batch import Batch, placed
-from fshard.transforms.beside import laid
 from fshard.transforms.gradient import Value, called, refuse_unrecorded
-from fshard.transforms.known import refuse_half_frozen
-from fshard.transforms.means import Weight
+from fshard.transforms.means import Weight, laid
 from fshard.transforms.options import wrong_options
 from fshard.transforms.origin import refuse_unplaced
 from fshard.transforms.patterns import Choice, chosen, named, parts_of
@@ -48,8 +44,8 @@ from fshard.transforms.slices import How
 from fshard.transforms.stage_buffers import Memory, StageBuffers, with_buffers
 from fshard.transforms.stage_functions import How as Recompute
 from fshard.transforms.stage_functions import in_groups, stage_functions
-from fshard.transforms.stage_layouts import place_of, refuse_unfit
-from fshard.transforms.stage_plan import Plan, Terms
+from fshard.transforms.stage_plan import Plan, Terms, place_of, refuse_unfit
+from fshard.transforms.tape import refuse_half_frozen
 from fshard.transforms.units import Leaf, Manner
 
 _LAY = "fs.shard_stages(stages, rules, mesh=mesh, schedule=schedule)"

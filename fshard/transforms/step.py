@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fshard.errors import LayoutError
 from fshard.mesh.mesh import Mesh
-from fshard.mesh.threads import one_thread
+from fshard.mesh.spmd import one_thread
 from fshard.mesh.tree import PyTree
 from fshard.optim.contract import Optimizer, Update, copied, step_of
 from fshard.optim.norms import norm_once

@@ -19,14 +19,12 @@ from fshard.mesh.mesh import Mesh
 from fshard.mesh.placing import unshard
 from fshard.mesh.scope import here
 from fshard.mesh.sharded import Sharded
-from fshard.mesh.spmd import held
-from fshard.mesh.threads import one_thread
+from fshard.mesh.spmd import held, one_thread
 from fshard.mesh.tree import PyTree, flatten, unflatten
 from fshard.optim.chain import clip_by_value, clipped_if_finite, shrunk
-from fshard.optim.contract import Optimizer, step_of
+from fshard.optim.contract import Optimizer, above, refuse, step_of, within
 from fshard.optim.leaves import trainable
 from fshard.optim.norms import global_norm
-from fshard.optim.numbers import above, refuse, within
 from fshard.optim.partition import Partitioned
 from fshard.optim.source import OptimizerSource, TorchSource
 from fshard.transforms.announced import Announced

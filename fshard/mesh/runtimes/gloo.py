@@ -22,10 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fshard.mesh.arithmetic import WIDER, Combine, combined
 from fshard.mesh.moves import Broadcast, Permute, Wired, combining
-from fshard.mesh.runtimes.buffers import empty
 from fshard.mesh.runtimes.link import GroupCall, Wire, WireFunction
-from fshard.mesh.sums import WIDER, Combine, combined
+from fshard.mesh.shared_memory.neighbours import empty
 from fshard.mesh.supply import Parts
 
 SMALL = 1 << 20

@@ -4,16 +4,25 @@ A sum in several rounds goes on only when somebody waits for its first.  Were it
 two processes that wait for their handles in different orders would wait for each other.  So whatever is still under way
 when a process begins something else is given to the helper of its link, which takes one after the other, in the order
 in which they were started: that is the same on all processes.
+
+Messages that are on their way over a backend whose works do not know when they are done, unless somebody waits: gloo.
+
+A helper waits for them, for many at a time, so that their memory can go.  No work is waited for twice: that would be for ever.
 """
 
 from __future__ import annotations
 
+from contextlib import suppress
+from datetime import timedelta
 from queue import SimpleQueue
 from threading import Event, Thread
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 from weakref import finalize
 
 import torch
+
+if TYPE_CHECKING:
+    from fshard.mesh.runtimes.link import Work
 
 
 class Drivable(Protocol):
@@ -52,3 +61,63 @@ def _work(given: Given) -> None:
             running.drive()
         del running, task
         ended.set()
+
+
+MANY = 16
+"""How many messages are given to the helper at a time."""
+LONG = timedelta(days=30)
+"""A message may wait for its receiver as long as it likes."""
+
+
+class Message:
+    """A message that has been sent."""
+
+    def __init__(self, work: Work) -> None:
+        self.work = work
+        self.carried: Event | None = None
+        self.done = False
+
+    def is_completed(self) -> bool:
+        """Return whether it is known to have left."""
+        return self.done
+
+    def wait(self, timeout: timedelta) -> None:
+        """Wait until it has left."""
+        if self.carried is not None:
+            self.carried.wait(timeout.total_seconds())
+        else:
+            self.work.wait(timeout)
+            self.done = True
+
+
+class Many:
+    """Messages that a helper waits for."""
+
+    def __init__(self, messages: list[Message]) -> None:
+        self.messages = messages
+
+    def drive(self) -> None:
+        """Wait for one after the other."""
+        for message in self.messages:
+            with suppress(RuntimeError):  # of a receiver that is no more
+                message.work.wait(LONG)
+            message.done = True
+
+
+class Departing:
+    """The messages of a link."""
+
+    def __init__(self) -> None:
+        self._helper = Helper()
+        self._latest: list[Message] = []
+
+    def add(self, work: Work) -> Message:
+        """Return a message that learns when it has left, once there are many."""
+        message = Message(work)
+        self._latest.append(message)
+        if len(self._latest) == MANY:
+            given, self._latest = self._latest, []
+            ended = self._helper.carry_on(Many(given))
+            for one in given:
+                one.carried = ended
+        return message

@@ -20,10 +20,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fshard.mesh.moves import Wired, describe
-from fshard.mesh.purpose import PURPOSES, Purpose, named, purpose
-from fshard.mesh.runtimes.departing import Departing
-from fshard.mesh.runtimes.helper import Helper
+from fshard.mesh.moves import PURPOSES, Purpose, Wired, describe, named, purpose
+from fshard.mesh.runtimes.helper import Departing, Helper
 
 if TYPE_CHECKING:
     from fshard.mesh.scope import Group

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fshard.mesh.arithmetic import WIDER
 from fshard.mesh.moves import Broadcast, Extreme, Permute, Wired
 from fshard.mesh.runtimes.link import GroupCall, Wire, WireFunction
-from fshard.mesh.sums import WIDER
 from fshard.mesh.supply import Parts
 
 _REDUCES_AS = {

@@ -8,17 +8,29 @@ asked, which knows the hosts.
     torchrun    all is said
     SLURM       only in a step, which srun starts; the processes meet on its first host
     MPI         on one machine; for several MASTER_ADDR has to be exported, as MPI tells nobody's address
+
+What SLURM's variables say: its lists of hosts, its counts of tasks, and which steps are somebody's own processes.
+
+How the processes of a world meet: where their places say, and over the backend that their GPUs allow.
 """
 
 from __future__ import annotations
 
+import os
+import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from datetime import timedelta
+from itertools import count
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed.rendezvous import rendezvous
 
 from fshard.errors import MeshError
-from fshard.mesh.runtimes import slurm
 
 Variables = Mapping[str, str]
 LOOPBACK = "127.0.0.1"
@@ -130,7 +142,7 @@ def _said(by: str, variables: Variables) -> list[str]:
 
 
 def _speaks(by: str, names: Names, variables: Variables) -> bool:
-    return _set(names.rank + names.world, variables) is not None and (by != "SLURM" or slurm.in_a_step(variables))
+    return _set(names.rank + names.world, variables) is not None and (by != "SLURM" or in_a_step(variables))
 
 
 def _half(names: Names, variables: Variables) -> str:
@@ -187,7 +199,7 @@ class _Reading:
 
     def _here(self, rank: int, world: int, address: str) -> tuple[int, int]:
         """Return which process of this machine this is, and of how many.  Nothing said: one process a machine."""
-        count = slurm.tasks_here(self.variables) if self.by == "SLURM" else None
+        count = tasks_here(self.variables) if self.by == "SLURM" else None
         local_world = count or self._number((*self.names.local_world, "LOCAL_WORLD_SIZE"), 1, world + 1)
         local_rank = self._number((*self.names.local_rank, "LOCAL_RANK"), 0, local_world or world)
         if local_world is None and local_rank is None and address not in (LOOPBACK, "localhost", "::1"):
@@ -198,7 +210,7 @@ class _Reading:
     def _address(self, together: bool) -> str:
         if self.by != "torchrun" and together:
             return LOOPBACK
-        found = slurm.hosts_of_step(self.variables) if self.by == "SLURM" else []
+        found = hosts_of_step(self.variables) if self.by == "SLURM" else []
         if not found:
             self.missing.append("MASTER_ADDR")
         return found[0] if found else ""
@@ -206,7 +218,7 @@ class _Reading:
     def _port(self, together: bool) -> int:
         """Derive the port from what is equal in all processes of this world, and in no other."""
         if self.by == "SLURM":
-            common = [self.variables.get(name, "") for name in (*self.names.job, *slurm.STEP)]
+            common = [self.variables.get(name, "") for name in (*self.names.job, *STEP)]
         else:
             run, batch = (_set(names, self.variables) for names in (self.names.job, _BATCH))
             common = [self.variables[run]] if run else [str(self.parent)] if together and self.parent else []
@@ -222,3 +234,132 @@ class _Reading:
         return (
             f" ({self.by} does not say where processes of several machines meet: MASTER_ADDR is the host of process 0)"
         )
+
+
+STEP = ("SLURM_STEP_ID", "SLURM_STEPID")
+RESERVED = 0xFFFFFFF0
+"""Steps from this number on are SLURM's own: batch scripts, shells of salloc."""
+
+
+def hosts(text: str) -> list[str]:
+    """Write out a list of hosts.
+
+    >>> hosts("gpu[01-03,07],login1")
+    ['gpu01', 'gpu02', 'gpu03', 'gpu07', 'login1']
+    >>> hosts("r[1-2]n[8-9].x")
+    ['r1n8.x', 'r1n9.x', 'r2n8.x', 'r2n9.x']
+    """
+    return [name for item in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text) for name in _written_out(item)]
+
+
+def _written_out(item: str) -> list[str]:
+    before, bracket, rest = item.partition("[")
+    if not bracket:
+        return [item]
+    inside, _, after = rest.partition("]")
+    ends = _written_out(after)
+    return [before + number + end for number in _numbers(inside) for end in ends]
+
+
+def _numbers(text: str) -> list[str]:
+    found: list[str] = []
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        a_range = first.isdecimal() and last.isdecimal()
+        found += [str(n).zfill(len(first)) for n in range(int(first), int(last) + 1)] if a_range else [part]
+    return found
+
+
+def tasks_on_nodes(text: str) -> list[int]:
+    """Write out the tasks of each node.
+
+    >>> tasks_on_nodes("4(x2),3")
+    [4, 4, 3]
+    """
+    counts: list[int] = []
+    for part in text.split(","):
+        count, _, times = part.partition("(x")
+        counts += [int(count)] * int(times.rstrip(")") or 1)
+    return counts
+
+
+def in_a_step(variables: Mapping[str, str]) -> bool:
+    """Return whether srun has started this process.
+
+    A batch script, and the shell of salloc, run once, whatever SLURM_NTASKS says of what srun may start from there.
+    """
+    numbers = [variables[name] for name in STEP if name in variables]
+    return bool(numbers) and numbers[0].isdecimal() and int(numbers[0]) < RESERVED
+
+
+def tasks_here(variables: Mapping[str, str]) -> int | None:
+    """Return how many tasks of the step run on this node, if SLURM says so."""
+    try:
+        counts = tasks_on_nodes(variables["SLURM_STEP_TASKS_PER_NODE"])
+        return counts[0 if len(counts) == 1 else int(variables["SLURM_NODEID"])]
+    except (KeyError, ValueError, IndexError):
+        return None
+
+
+def hosts_of_step(variables: Mapping[str, str]) -> list[str]:
+    """Return the step's hosts."""
+    names = ("SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST")
+    return next((hosts(variables[name]) for name in names if variables.get(name)), [])
+
+
+_meetings = count()
+
+
+def meet_all(device_type: str, limit: timedelta) -> None:
+    """Form torch's default group of all processes."""
+    here = _place()
+    if device_type == "cuda":
+        torch.cuda.set_device(here.local_rank % torch.cuda.device_count())
+    host = f"[{here.address}]" if ":" in here.address else here.address
+    try:
+        meeting = rendezvous(f"tcp://{host}:{here.port}", here.rank, here.world, timeout=limit)
+        store, rank, world = next(iter(meeting))
+        store.set_timeout(limit)
+        backend = _backend(device_type, PrefixStore(f"meeting {next(_meetings)}", store), world)
+        default = PrefixStore("default_pg", store)
+        dist.init_process_group(backend, store=default, rank=rank, world_size=world, timeout=limit)
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        raise MeshError(
+            f"Process {here.rank} of {here.world}, started by {here.by}, did not meet the others at {here.address}, port "
+            f"{here.port}: {str(error).splitlines()[0]} All have to be started together; if another program has the port, "
+            "export another MASTER_PORT, and if that is not the host of process 0, MASTER_ADDR."
+        ) from error
+
+
+def _place() -> Place:
+    """Return which of several processes this is, even if there is but one."""
+    found = placed(os.environ, os.getppid())
+    if found is None:
+        missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+        raise MeshError(
+            "A process mesh needs processes: the environment variables that torchrun, srun or mpirun set are not there; "
+            f"missing: {', '.join(missing)}. Start with `torchrun --nproc-per-node 8 file.py` or `fshard run --processes 8 "
+            'file.py`, call fs.launch, or take devices in this process: make_mesh(..., runtime="virtual").'
+        )
+    return found
+
+
+def _backend(device_type: str, store: Any, world: int) -> str:
+    """NCCL if every process has a GPU to itself; it refuses to share one."""
+    if device_type != "cuda" or not dist.is_nccl_available():
+        return "gloo"
+    gpu = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+    return "nccl" if each_its_own(gpu, store, world) else "gloo"
+
+
+def each_its_own(gpu: str, store: Any, world: int) -> bool:
+    """Return whether no two processes of a world have the same GPU.  All ask at the same time, and get the same answer.
+
+    Counting GPUs would not do: SLURM may show each process but its own, which is number 0 for all of them.
+    """
+    if store.add(f"gpu {gpu}", 1) > 1:  # somebody else has it
+        store.add("shared", 1)
+    if store.add("counted", 1) == world:
+        store.set("all counted", "1")
+    store.wait(["all counted"])
+    return store.add("shared", 0) == 0

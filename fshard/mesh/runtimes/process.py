@@ -25,25 +25,23 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fshard.errors import CollectiveTimeoutError, DeadlockError, LostProcessError, MeshError, MismatchError
-from fshard.mesh.moves import describe
-from fshard.mesh.purpose import Purpose, named, purpose, uneven
-from fshard.mesh.runtimes import apart, gloo, native
+from fshard.mesh.moves import Purpose, describe, named, purpose, uneven
+from fshard.mesh.runtimes import gloo, native
 from fshard.mesh.runtimes.abstract import Done
-from fshard.mesh.runtimes.departing import Departing
-from fshard.mesh.runtimes.direct import Direct, Turn
-from fshard.mesh.runtimes.lane import Lane
+from fshard.mesh.runtimes.helper import Departing
 from fshard.mesh.runtimes.link import Departed, GroupLink, Link, What, shapes_of
-from fshard.mesh.runtimes.meeting import meet_all
-from fshard.mesh.runtimes.neighbours import Neighbours, meet
-from fshard.mesh.runtimes.road import Road
+from fshard.mesh.runtimes.place import meet_all
 from fshard.mesh.runtimes.running import Awaited, Running, UnderWay, explain, go_on
 from fshard.mesh.runtimes.watch import Watch, watching
+from fshard.mesh.shared_memory import apart
+from fshard.mesh.shared_memory.direct import Direct, Turn
+from fshard.mesh.shared_memory.neighbours import Neighbours, meet
+from fshard.mesh.shared_memory.road import Lane, Road
 
 if TYPE_CHECKING:
     from fshard.mesh.mesh import Mesh
     from fshard.mesh.moves import Wired
-    from fshard.mesh.runtimes.protocol import Pending
-    from fshard.mesh.scope import Group, Scope
+    from fshard.mesh.scope import Group, Pending, Scope
     from fshard.source import Site
 
 _state: dict[str, Any] = {"world": None, "meshes": {}, "process": None}

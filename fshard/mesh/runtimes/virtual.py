@@ -28,8 +28,7 @@ from torch import Tensor
 from fshard.errors import DeadlockError, MismatchError, PromiseError, ScopeError
 from fshard.mesh import ledger
 from fshard.mesh.layout import dtype_name
-from fshard.mesh.moves import describe
-from fshard.mesh.purpose import Purpose, named, purpose, uneven
+from fshard.mesh.moves import Purpose, describe, named, purpose, uneven
 from fshard.mesh.runtimes.abstract import Done
 from fshard.mesh.runtimes.crew import Crew, Stopped
 from fshard.mesh.runtimes.thread_state import (

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from fshard.errors import CollectiveTimeoutError, DeadlockError, LostProcessError, MismatchError
-from fshard.mesh.purpose import purpose, uneven
+from fshard.mesh.moves import purpose, uneven
 
 if TYPE_CHECKING:
     from fshard.mesh.scope import Group

@@ -20,8 +20,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from fshard.optim.finite import all_finite
 from fshard.optim.leaves import Leaf, trainable
+from fshard.optim.scaling import all_finite
 from fshard.testing.certify.certificate import Row, Verdict, first_of
 from fshard.testing.certify.runs import Snapshot
 from fshard.testing.certify.shards import is_floating, largest, pair_shards, widen

@@ -21,13 +21,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fshard.mesh.arithmetic import chunk, flat_range
+from fshard.mesh.arithmetic import Combine, chunk, combined, flat_range
 from fshard.mesh.moves import AllGather, PsumScatter, Wired, combining, is_plain, plain
-from fshard.mesh.runtimes.buffers import empty
-from fshard.mesh.runtimes.direct import ANSWER, PIECE, Turn
 from fshard.mesh.runtimes.link import Wire
-from fshard.mesh.runtimes.neighbours import Need
-from fshard.mesh.sums import Combine, combined
+from fshard.mesh.shared_memory.direct import ANSWER, PIECE, Turn
+from fshard.mesh.shared_memory.neighbours import Need, empty
 
 MANY = 4096
 """Tensors up to which a table is short enough for one message."""

@@ -16,11 +16,11 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from fshard.mesh.arithmetic import Combine, combined
 from fshard.mesh.moves import Broadcast, Permute, Wired, combining
 from fshard.mesh.runtimes.link import Stamped, Wire
-from fshard.mesh.runtimes.neighbours import Need, Neighbour, Neighbours, differs
-from fshard.mesh.runtimes.rings import INSIDE
-from fshard.mesh.sums import Combine, combined
+from fshard.mesh.shared_memory.neighbours import Need, Neighbour, Neighbours, differs
+from fshard.mesh.shared_memory.rings import INSIDE
 
 LARGE = 16 << 10
 """Bytes of a row from which on rows are summed where they lie."""

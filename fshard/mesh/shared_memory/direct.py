@@ -25,13 +25,12 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from fshard.mesh.arithmetic import WIDER, Combine, combined
 from fshard.mesh.moves import Broadcast, Permute, Wired, combining, is_plain
-from fshard.mesh.runtimes.buffers import empty
 from fshard.mesh.runtimes.link import Coming, Departed, Stamped, What, Wire, packed
-from fshard.mesh.runtimes.neighbours import INLINE, SLICE, Need, Neighbours, differs
-from fshard.mesh.runtimes.rings import INSIDE, READ, SIZE, Message
-from fshard.mesh.runtimes.swaps import Swapping, swap_of
-from fshard.mesh.sums import WIDER, Combine, combined
+from fshard.mesh.shared_memory.neighbours import INLINE, SLICE, Need, Neighbours, differs, empty
+from fshard.mesh.shared_memory.rings import INSIDE, READ, SIZE, Message
+from fshard.mesh.shared_memory.swaps import Swapping, swap_of
 from fshard.mesh.supply import Parts
 
 FEW = 192 << 10

@@ -1,0 +1,1 @@
+"""Transport between the processes of one machine, through memory that they share."""
