@@ -460,37 +460,6 @@ def test_tree_with_layouts_as_a_prefix():
     assert "f32[4@data]" in text and "f32[6@data]" in text and "f32[3]  12 B, 12 B per device" in text
 
 
-@pytest.mark.parametrize(
-    ("x", "layout", "message"),
-    [
-        (
-            torch.ones(3),
-            None,
-            "f32[3] lies on no mesh, so there is nothing to draw. Say how it would lie: fs.visualize(",
-        ),
-        ("text", None, "A picture needs a tensor; found 'text'."),
-        (
-            {"a": torch.ones(3), "b": torch.ones(5), "c": torch.ones(2)},
-            P("data"),
-            'x["b"]: the tensor of shape (5,) cannot lie as P("data"): dim 0 has 5 elements, which 2 devices',
-        ),
-        ({"a": torch.ones(3)}, {"z": P()}, "layout is no prefix of the tree"),
-        ((3,), P("data"), "dim 0 has 3 elements"),
-    ],
-)
-def test_errors(x, layout, message):
-    mesh = fs.make_mesh({"data": 2})
-    if layout is not None:
-        layout = (
-            {key: fs.Layout(mesh, spec) for key, spec in layout.items()}
-            if isinstance(layout, dict)
-            else fs.Layout(mesh, layout)
-        )
-    with pytest.raises(fs.LayoutError) as caught:
-        picture(x, layout=layout)
-    assert message in str(caught.value)
-
-
 # treescope, where it is installed.
 
 

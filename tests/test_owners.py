@@ -372,31 +372,6 @@ def test_an_owned_tensor_is_whole_in_one_place():
     assert hash(P.owned("data", by=1)) != hash(P.flat("data")) and P.owned("data", by=1) != P.owned("data", by=0)
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (
-            lambda mesh: fs.Layout(mesh, P.owned("data", by=2)),
-            "there are 2 devices along data, which are counted from 0",
-        ),
-        (lambda mesh: P.owned("data", by=-1), r"P.owned\('data', by=-1\) names no axis, or no place along it"),
-        (lambda mesh: P.owned(by=0), "names no axis"),
-        (lambda mesh: P.owned("data", by=0, unreduced="data"), "names an axis more than once: data"),
-        (lambda mesh: fs.Layout(mesh, P.owned("data", by=0)).global_shape((2, 2)), "cannot be read off an owned piece"),
-    ],
-)
-def test_layouts_that_nobody_can_own(make, message):
-    with pytest.raises(fs.LayoutError, match=message):
-        make(fs.make_mesh({"data": 2}))
-
-
-def test_a_picture_of_an_owned_tensor_names_the_owner(capsys):
-    x = fs.device_put(torch.ones(4, 6), fs.Layout(fs.make_mesh({"data": 3}), P.owned("data", by=1)))
-    fs.visualize(x)
-    text = capsys.readouterr().out
-    assert "whole at place 1 along data, nothing elsewhere" in text and "│  1  │" in text
-
-
 @given(st.data())
 @settings(max_examples=30)
 def test_out_specs_may_name_an_owner(data):

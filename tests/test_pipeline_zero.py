@@ -670,30 +670,6 @@ def test_what_does_not_fit_is_refused_with_all_that_is_wrong():
         fs.train_step([linear] * 3, opt, mesh=abstract, batch=P("data"), schedule=schedule, loss=mean_square)
 
 
-def test_rules_do_not_say_where_stages_lie():
-    def laid(rules, axes):
-        schedule = fs.pipeline_schedule("1f1b", stages=2, microbatches=2)
-        trees = [{"w": torch.ones(4, 2)}, {"w": torch.ones(4, 2)}]
-        return fs.shard_stages(trees, rules, mesh=fs.make_mesh(axes), schedule=schedule)
-
-    with pytest.raises(fs.LayoutError) as error:
-        laid([P("data", on={"pipe": 0}), P(None, "pipe")], {"pipe": 2, "data": 2, "model": 1})
-    assert str(error.value) == (
-        'shard_stages: stages lie along "pipe" already, each at its place, but rules lay 1.w as P(None, "pipe"). Axes that are '
-        'left for rules: "data", "model".'
-    )
-    with pytest.raises(fs.LayoutError) as error:
-        laid(fs.fsdp("pipe"), {"pipe": 2})
-    assert str(error.value) == (
-        'shard_stages: stages lie along "pipe" already, each at its place, but rules lay 0.w as P.flat("pipe"), 1.w as '
-        'P.flat("pipe"). The mesh has no other axis: leave rules out.'
-    )
-    with pytest.raises(fs.LayoutError, match=r'rules lay 0.w as P.flat\("data", "pipe"\), 1.w'):
-        laid(fs.fsdp(("data", "pipe")), {"pipe": 2, "data": 2})
-    with pytest.raises(fs.LayoutError, match=r'rules lay 0.w as P.owned\("pipe", by=1\). Axes .*: "data"'):
-        laid([P(on={"pipe": 1}), P(on={"pipe": 1})], {"pipe": 2, "data": 2})
-
-
 def test_what_a_step_is_given_has_to_lie_where_the_stages_do():
     mesh, schedule = fs.make_mesh({"pipe": 2, "data": 2}), fs.pipeline_schedule("1f1b", stages=2, microbatches=2)
     options = {"mesh": mesh, "batch": P("data"), "schedule": schedule, "loss": mean_square}

@@ -287,16 +287,3 @@ def ask_whose_gpus(gpus):
 
 def test_processes_agree_whether_each_has_a_gpu_of_its_own():
     assert run_processes(ask_whose_gpus, 2, ["ab", "aa", "ba"]) == [[True, False, True]] * 2
-
-
-def met_nobody():
-    os.environ["MASTER_PORT"] = "9"
-    with pytest.raises(fs.MeshError) as error:
-        fs.make_mesh({"data": 1}, timeout=2)
-    return str(error.value)
-
-
-def test_who_meets_nobody_is_told_where_that_was():
-    (text,) = run_processes(met_nobody, 1)
-    assert text.startswith("Process 0 of 1, started by torchrun, did not meet the others at 127.0.0.1, port 9: ")
-    assert "export another MASTER_PORT" in text
