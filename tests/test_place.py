@@ -1,8 +1,6 @@
 """Which of several processes this is: by the variables that launchers really set, and by any others."""
 
 import os
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -253,31 +251,6 @@ WORLDS = {
 def test_processes_of_any_launcher_form_a_mesh(kind):
     expected = [(True, "process", rank, 3) for rank in range(2)]
     assert run_processes(as_started_by, 2, kind, WORLDS[kind]) == expected
-
-
-PROGRAM = """
-import torch, fshard as fs
-mesh = fs.make_mesh({"data": fs.process_count(default=3)})
-total = fs.run(lambda: fs.psum(torch.ones(()), "data"), mesh=mesh)[0].item()
-print(mesh, fs.process_index(), total)
-"""
-
-
-def test_a_program_finds_slurms_processes_by_itself():
-    clean = {
-        name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "PMI", "OMPI", "MV2_"))
-    }
-    programs = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROGRAM],
-            env={**clean, **{name: value.format(rank) for name, value in WORLDS["SLURM"].items()}},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    said = [program.communicate(timeout=120)[0].strip() for program in programs]
-    assert said == [f"Mesh(data=2; process, cpu) {rank} 2.0" for rank in range(2)]
 
 
 def ask_whose_gpus(gpus):
