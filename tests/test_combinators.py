@@ -30,17 +30,6 @@ def test_masked_optimizers_freeze_and_masked_transformations_pass_on():
     assert updates["b"].tolist() == [1, 1] and updates["w"].tolist() == [3, 3]
 
 
-def test_labels_without_optimizers_and_optimizers_without_parameters_are_errors():
-    opt = optim.by_label({"a": optim.sgd(), "b": optim.sgd()}, {"w": "a", "v": "c", "u": "d"})
-    with pytest.raises(optim.OptimizerError) as error:
-        opt.init({"w": torch.ones(1), "v": torch.ones(1), "u": torch.ones(1)})
-    assert str(error.value) == (
-        "by_label has optimizers for 'a', 'b', but there is no optimizer for: params[\"u\"] is labelled 'd'; "
-        "params[\"v\"] is labelled 'c' and no parameter is labelled 'b'. "
-        "Every parameter needs one optimizer, and every optimizer a parameter."
-    )
-
-
 def test_a_tied_parameter_has_one_label():
     x, fixed = torch.ones(1), torch.nn.Parameter(torch.ones(1), requires_grad=False)
     params = {"emb": x, "fixed": fixed, "head": [x, fixed]}
@@ -116,15 +105,6 @@ def test_master_weights_are_a_float32_run():
     wide = [optim.leaves.Leaves.of(tree).mapped(lambda x: x.float()) for tree in (params, *steps)]
     _, state = by_step(optim.with_master_weights(optim.adamw(0.01, fused=False)), params, steps)
     assert same(state["master"], by_step(optim.adamw(0.01, fused=False), wide[0], wide[1:])[0])
-
-
-@pytest.mark.parametrize(
-    "state", [None, {}, fs.optim.sgd(0.1, momentum=0.9).init({"w": torch.ones(2)})], ids=["None", "empty", "sgd's"]
-)
-def test_a_state_of_another_optimizer_is_refused(state):
-    params = {"w": torch.ones(2)}
-    with pytest.raises(fs.OptimizerError, match="was not made by this optimizer's init"):
-        fs.optim.adamw(0.1).update(params, state, params)
 
 
 def test_copies_of_tied_arrays_are_tied():

@@ -5,7 +5,6 @@ import io
 import sys
 import time
 import types
-from itertools import pairwise
 from math import prod
 from textwrap import dedent
 from typing import NamedTuple
@@ -18,10 +17,8 @@ from hypothesis import strategies as st
 
 import fshard as fs
 from fshard import P
-from fshard.explore.devices import Devices, listed
 from fshard.explore.grid import plan_grid
 from fshard.explore.inventory import take_stock
-from fshard.explore.palette import fill
 from fshard.explore.picture import picture, visualize
 from fshard.mesh.layout import ShardType
 from fshard.mesh.mesh import Mesh
@@ -94,37 +91,6 @@ def test_every_picture_can_be_drawn(case):
     drawing = ElementTree.fromstring(shown.svg)
     tips = [element.text for element in drawing.iter("{http://www.w3.org/2000/svg}title")]
     assert len(tips) == len(set(tips)) or 0 in shape or prod(shape) < layout.mesh.size
-
-
-@given(layouts(flat=False))
-def test_neighbours_differ_in_colour(case):
-    layout, shape = case
-    for block in grid_of(layout, shape).blocks:
-        fills = [[fill(cell.piece) for cell in row] for row in block.cells]
-        columns = [list(column) for column in zip(*fills, strict=True)]
-        assert all(one != next for line in [*fills, *columns] for one, next in pairwise(line))
-
-
-@given(
-    st.lists(st.tuples(st.integers(1, 40), st.integers(2, 5)), max_size=3, unique_by=lambda step: step[0]),
-    st.integers(0, 9),
-)
-def test_listed_devices_can_be_read_back(steps, first):
-    stride, steps_up = 1, []
-    for gap, length in steps:  # boxes of a mesh: each stride is a multiple of the one below it, at least its extent
-        stride *= gap
-        steps_up.append((stride, length))
-        stride *= length
-    devices = Devices(first, tuple(reversed(steps_up)))
-    text = listed(devices)
-    if "…" in text:
-        assert text.endswith(str(list(devices)[-1]))
-        return
-    read = []
-    for run in text.split(","):
-        start, _, stop = run.partition("-")
-        read += range(int(start), int(stop or start) + 1)
-    assert read == list(devices) == sorted(devices)
 
 
 class Case(NamedTuple):

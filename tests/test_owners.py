@@ -316,33 +316,6 @@ def test_much_is_exchanged_in_turns(shapes, n, at_once):
 # -- what cannot be -----------------------------------------------------------------------------------------------------
 
 
-def test_what_is_asked_for_and_cannot_be_is_said():
-    mesh = fs.make_mesh({"data": 2})
-    message = (
-        'partition_optimizer(stage=2, unit="elementwise"): this optimizer says that it is not elementwise, so pieces of '
-        'parameters would give it other results. Use unit="matrix", which gives each parameter whole to one device, or '
-        "leave it to the optimizer: unit=None."
-    )
-    for opt in (optim.muon(), optim.chain(optim.clip_by_value(1.0), OPTIMIZERS["muon and adamw"])):
-        with pytest.raises(optim.OptimizerError) as error:
-            fs.partition_optimizer(opt, mesh=mesh, axis="data", stage=2, unit="elementwise")
-        assert str(error.value) == message
-    with pytest.raises(optim.OptimizerError, match='unit is "elementwise", "matrix" or None; found \'rows\''):
-        fs.partition_optimizer(adamw(), mesh=mesh, axis="data", stage=1, unit="rows")
-    opt = fs.partition_optimizer(optim.muon(), mesh=mesh, axis="data", stage=1)
-    with pytest.raises(
-        fs.LayoutError, match=r'partition_optimizer: \["w"\] is a Tensor. Lay the parameters on the mesh'
-    ):
-        opt.init({"w": torch.ones(2, 2)})
-    params = fs.shard_params({"w": torch.ones(2, 2), "v": torch.ones(3)}, P(), mesh=mesh)
-    with pytest.raises(
-        fs.LayoutError, match=r'muon is not for these parameters:\n  params\["v"\]: it has 1 dims, not 2'
-    ):
-        opt.init(params)
-    with pytest.raises(fs.LayoutError, match="grads and params are trees of different structure"):
-        opt.update([torch.ones(2)], (), params)
-
-
 def test_an_optimizer_that_wrongly_says_elementwise_is_found_out_and_owned_if_it_says_otherwise():
     def update(grads, state, params):
         at = optim.leaves.Leaves.of(grads)
