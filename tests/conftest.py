@@ -6,11 +6,16 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+import torch
 from hypothesis import settings
 
 from fshard.testing.processes import Processes
 
 pytest_plugins = ["pytester"]
+
+# Several workers share the processors: more threads in each would only wait for each other. Programs that tests start inherit it.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].split(",")[0]))
 
 # On CI a run has to give what the run before gave; elsewhere every run looks at new examples and keeps its failures.
 ON_CI = os.environ.get("CI", "").lower() in ("1", "true")

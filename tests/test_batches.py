@@ -242,23 +242,6 @@ def test_collectives_in_a_loss_function_take_the_batches_that_they_are_right_for
     torch.testing.assert_close(fs.unshard(grads), 2 * expected.square().mean(0))
 
 
-def even_then_uneven(collective):
-    """Calls of one shape, so that the second could go the way of the first."""
-    mesh = fs.make_mesh({"data": 2})
-    own = fs.shard_params(torch.ones(3), P(), mesh=mesh)
-    run = fs.value_and_grad(centred(MEANS[collective]), mesh=mesh, batch=P("data"))
-    run(own, torch.ones(4, 3))
-    try:
-        run(own, torch.ones(5, 3))
-    except fs.LayoutError as error:
-        return str(error)
-
-
-def test_collectives_between_processes_are_looked_at_anew_for_each_batch(two):
-    assert all("fs.pmean in the loss function" in found for found in two.run(even_then_uneven, "pmean"))
-    assert two.run(even_then_uneven, "psum") == [None, None]
-
-
 def test_a_loss_function_may_talk_along_axes_that_do_not_cut_the_batch():
     mesh = fs.make_mesh({"data": 2, "model": 2})
     own = fs.shard_params(torch.ones(3), P(), mesh=mesh)

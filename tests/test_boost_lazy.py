@@ -225,27 +225,6 @@ def test_shard_params_refuses_tensors_that_nothing_builds():
         fs.shard_params(nn.Linear(2, 2, device="meta"), P(), mesh=mesh, seed=0)
 
 
-def from_file(path):
-    layer = nn.Linear(4, WIDE)
-    if not layer.weight.is_meta:
-        layer.load_state_dict(torch.load(path))
-    return layer
-
-
-def test_factory_may_read_a_file(tmp_path):
-    torch.save(nn.Linear(4, WIDE).state_dict(), tmp_path / "layer.pt")
-    expected = torch.load(tmp_path / "layer.pt")
-
-    def boosted():
-        model = nn.Sequential(fs.lazy(from_file, tmp_path / "layer.pt"), fs.lazy(nn.Linear, WIDE, 2))
-        built = fs.built(model, seed=1)
-        return fs.Booster(plugin=fs.FSDPPlugin(seed=1)).boost(model)[0].unwrap(), built
-
-    for model, built in fs.run(boosted, mesh=fs.make_mesh({"data": 2})):
-        assert torch.equal(model[0].weight, expected["weight"]) and torch.equal(model[0].bias, expected["bias"])
-        assert torch.equal(model[1].weight, built[1].weight)
-
-
 def test_dtype_mode_and_frozen_parameters_of_a_lazy_layer_count():
     def boosted():
         model = nn.Sequential(fs.lazy(nn.Linear, 4, 4), fs.lazy(nn.Linear, 4, 4).double(), fs.lazy(Block, 4).eval())
@@ -260,17 +239,6 @@ def test_dtype_mode_and_frozen_parameters_of_a_lazy_layer_count():
         for one, other in zip(model.parameters(), built.parameters(), strict=True):
             assert one.dtype is other.dtype and torch.equal(one, other)
         assert torch.equal(model[2].table, built[2].table) and torch.equal(model[2].row, built[2].row)
-
-
-def test_two_models_of_a_booster_are_drawn_differently():
-    def boosted():
-        booster = fs.Booster()
-        first, second = (booster.boost(fs.lazy(nn.Linear, 4, 4))[0].unwrap() for _ in range(2))
-        return first.weight, second.weight
-
-    for first, second in fs.run(boosted, mesh=fs.make_mesh({"data": 2})):
-        assert torch.equal(first, fs.built(fs.lazy(nn.Linear, 4, 4), seed=0).weight)
-        assert not torch.equal(first, second)
 
 
 def test_factory_that_reads_values_is_told_the_fix():

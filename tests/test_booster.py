@@ -3,7 +3,6 @@
 import gc
 import weakref
 from functools import cache, partial
-from itertools import chain, islice
 
 import pytest
 import torch
@@ -515,59 +514,6 @@ def test_groups_and_what_schedulers_write_into_them_count(plugin, late):
     close(loop(2, plugin, lambda: nn.Linear(3, 2), rounds, grouped, None if late else by_group), model.state_dict())
 
 
-OTHERS = {
-    "Adagrad": (torch.optim.Adagrad, torch.optim.Adagrad),
-    "RMSprop": (torch.optim.RMSprop, torch.optim.RMSprop),
-    "NAdam": (torch.optim.NAdam, torch.optim.NAdam),
-    "Adam": (torch.optim.Adam, torch.optim.Adam),
-    "a pure one": (torch.optim.AdamW, lambda parameters, lr: fs.optim.adamw(lr)),
-}
-
-
-@pytest.mark.parametrize("plugin", ["ddp", "zero 1", "fsdp"])
-@pytest.mark.parametrize("name", OTHERS)
-def test_other_optimizers_are_divided_too(name, plugin):
-    def rounds(booster, model, opt, _):
-        for step in range(3):
-            booster.backward(model(own(rows(8, step))).square().mean(), opt)
-            opt.step()
-
-    serial, boosted = OTHERS[name]
-    torch.manual_seed(1)
-    model = nn.Linear(3, 2)
-    opt = serial(model.parameters(), lr=0.05)
-    for step in range(3):
-        model(rows(8, step)).square().mean().backward()
-        opt.step()
-        opt.zero_grad()
-    found = loop(2, plugin, lambda: nn.Linear(3, 2), rounds, lambda model: boosted(model.parameters(), lr=0.05))
-    close(found, model.state_dict())
-
-
-@pytest.mark.parametrize("zero_stage", [0, 1])
-@pytest.mark.parametrize("name", ["ASGD", "NAdam", "RAdam", "Adamax", "Adadelta", "Rprop"])
-def test_stages_are_trained_by_classes_that_keep_numbers_beside_tensors(name, zero_stage):
-    def start():
-        torch.manual_seed(1)
-        model = nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 2))
-        return model, getattr(torch.optim, name)(model.parameters(), lr=0.05)
-
-    model, opt = start()
-    for step in range(3):
-        model(rows(8, step)).square().mean().backward()
-        opt.step(), opt.zero_grad()
-
-    def main():
-        booster = fs.Booster(fs.HybridParallelPlugin(pipeline=2, microbatches=2, zero_stage=zero_stage))
-        model, opt, *_ = booster.boost(*start())
-        for step in range(3):
-            booster.execute_pipeline(iter([rows(8, step)]), model, lambda y, x: y.square().mean(), opt)
-            opt.step(), opt.zero_grad()
-        return model.unwrap().state_dict()
-
-    close(fs.run(main, mesh=fs.make_mesh({"data": 2, "pipe": 2})), model.state_dict())
-
-
 @pytest.mark.parametrize("order", [1, 2.0, 3, torch.inf, "inf"])
 @pytest.mark.parametrize(("plugin", "n"), [("ddp", 2), ("zero 2", 4), ("fsdp", 2), ("fsdp", 4), ("stages", 4)])
 def test_gradients_are_clipped_by_any_norm_as_torch_does(plugin, n, order):
@@ -701,53 +647,6 @@ def test_half_precision_computes_in_it_and_keeps_masters(plugin, precision):
         assert {x.dtype for x in state.values()} == {torch.float32}
     assert dtypes == {{"bf16": torch.bfloat16, "fp16": torch.float16}[precision]}
     assert losses[-1] < 0.2 * losses[0]
-
-
-# -- data -----------------------------------------------------------------------------------------------------------
-
-
-def taken(n, state=None, batches=100):
-    """Return which samples each device has had, batch by batch, and the position after so many batches."""
-
-    def main():
-        booster = fs.Booster(plugin=fs.DDPPlugin())
-        loader = booster.prepare_dataloader(TensorDataset(torch.arange(11)), 4, shuffle=True, seed=5)
-        if state is not None:
-            loader.load_state_dict(state)
-        found = [x.tolist() for (x,) in islice(loader, batches)]
-        return found, loader.state_dict()
-
-    return fs.run(main, mesh=fs.make_mesh({"data": n}))
-
-
-def joined(parts):
-    return [*chain.from_iterable(parts)]
-
-
-def test_every_sample_is_taken_once_on_any_mesh_and_from_any_position():
-    ((alone, end),) = taken(1)
-    assert [len(batch) for batch in alone] == [4, 4, 3]
-    assert sorted(joined(alone)) == list(range(11))
-    assert end == {"epoch": 1, "sample": 0, "seed": 5}
-    for n in (2, 3):
-        found = [batches for batches, _ in taken(n)]
-        assert [joined(parts) for parts in zip(*found, strict=True)] == alone
-    _, position = taken(2, batches=2)[0]
-    assert position == {"epoch": 0, "sample": 8, "seed": 5}
-    rest = [batches for batches, _ in taken(3, position)]
-    assert [joined(parts) for parts in zip(*rest, strict=True)] == alone[2:]
-    ((second, _),) = taken(1, end)
-    assert second != alone
-    assert sorted(joined(second)) == list(range(11))
-
-
-def test_a_device_without_a_sample_counts_for_nothing():
-    for plugin in PLUGINS:
-        expected = by_torch("mlp", 17)  # the last batch of each epoch has one sample, for four devices
-        found = trained(4, "mlp", plugin, 17) + trained(4, "mlp", plugin, 17, reproducible=True)
-        for state, *_ in found:
-            for key, x in state.items():
-                torch.testing.assert_close(x, expected[key], rtol=1e-3, atol=1e-5)
 
 
 # -- the functional form, processes, errors ---------------------------------------------------------------------------

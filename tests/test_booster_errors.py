@@ -59,30 +59,9 @@ BAD = {
     "no loss": (lambda: losing(torch.ones(())), "does not depend on the model"),
     "many losses": (lambda: losing(None), r"got one of shape \(5, 2\)"),
     "a loss that is no tensor": (lambda: losing(1.0), "the loss must be a tensor .*; got 1.0"),
-    "a norm of words": (
-        lambda: by_norm("1", "two"),
-        "clip_grad_norm: max_norm is a number, not '1'; norm_type is a number, not 'two'",
-    ),
-    "a norm below zero": (
-        lambda: by_norm(-1.0, 0),
-        "clip_grad_norm: max_norm=-1.0 has to lie between 0 and inf; norm_type=0 has to be above 0",
-    ),
-    "a value of words": (lambda: by_value("1"), "clip_grad_value: clip_value is a number, not '1'"),
-    "the model that was": (
-        lambda: fs.Booster().execute_pipeline(iter([]), model(), nn.MSELoss()),
-        "model must be what boost has returned; got Sequential",
-    ),
     "no criterion": (
         lambda: without_criterion((torch.ones(2, 3), torch.ones(2, 2))),
         "without a criterion a batch is a dict of the model's arguments, not a tuple. Give one to init",
-    ),
-    "no loss of its own": (
-        lambda: without_criterion({"input": torch.ones(2, 3)}),
-        "without a criterion a model must return its loss, as .loss of its output; got a Tensor",
-    ),
-    "no criterion for stages": (
-        lambda: in_two_stages(iter, None),
-        "without a criterion a model must return its loss, as .loss of its output; got a Tensor",
     ),
     "no iterator": (
         lambda: in_two_stages(list, nn.MSELoss()),
@@ -147,16 +126,6 @@ def losing(loss):
     booster.backward(output if loss is None else loss, opt)
 
 
-def by_norm(*how):
-    booster, _, opt = with_optimizer()
-    booster.clip_grad_norm(opt, *how)
-
-
-def by_value(limit):
-    booster, _, opt = with_optimizer()
-    booster.clip_grad_value(opt, limit)
-
-
 def without_criterion(batch):
     one = model()
     booster = fs.Booster()
@@ -206,19 +175,6 @@ def sgd(one):
 
 
 MISGIVEN = {
-    "words": (
-        lambda g: (g.one, g.opt, "mse", 3, "sched"),
-        "boost: criterion is called, 'mse' cannot be; dataloader is iterated, 3 cannot be; lr_scheduler has a step(), "
-        "'sched' has none.",
-    ),
-    "swapped": (
-        lambda g: (g.one, g.opt, nn.MSELoss(), g.steps, [1]),
-        "boost: dataloader is iterated, StepLR cannot be; lr_scheduler has a step(), list has none.",
-    ),
-    "a scheduler of another": (
-        lambda g: (g.one, g.opt, nn.MSELoss(), None, g.foreign),
-        "boost: lr_scheduler writes into another optimizer: StepLR is to be made of this one.",
-    ),
     "a row of schedulers of another": (
         lambda g: (g.other, sgd(g.other), nn.MSELoss(), None, g.row),
         "boost: lr_scheduler writes into another optimizer: SequentialLR is to be made of this one.",

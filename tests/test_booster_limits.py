@@ -310,6 +310,3 @@ def test_what_is_unwrapped_is_a_copy(plugin, n):
 
     pipe = {"pipe": 2} if plugin.in_stages() else {}
     assert all(fs.run(main, mesh=fs.make_mesh({"data": n} | pipe)))
-
-
-# -- what no gradient would come to --------------------------------------------------------------------------------------

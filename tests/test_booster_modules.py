@@ -254,6 +254,3 @@ def test_a_bert_with_dropout_has_equal_bits_on_all_meshes(plugin):
     for n in (2, 4):
         for found in bits(TRANSFORMERS["BertModel"], plugin, n):
             assert all(torch.equal(x, expected[key]) for key, x in found.items())
-
-
-# -- modules that are no submodules -----------------------------------------------------------------------------------

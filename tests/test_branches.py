@@ -190,29 +190,6 @@ def test_a_gather_that_not_all_processes_want_is_an_error_that_names_it():
     assert "(data=1) has gathered root (root). A gather takes all devices." in second
 
 
-def refused_or_late(codes):
-    try:
-        gradients(3, 2, [codes])
-    except (fs.MismatchError, fs.CollectiveTimeoutError, fs.LostProcessError) as error:
-        return type(error), "\n".join([str(error), *getattr(error, "__notes__", [])])
-
-
-def test_a_gather_that_not_all_want_is_named_over_gloo_alone():
-    """Checked at once, else as soon as the time is out; and never in a way that ends the process."""
-    apart = {"FSHARD_DIRECT": "0"}
-    for more, kind in (({"FSHARD_CHECK": "1"}, fs.MismatchError), ({"FSHARD_TIMEOUT": "2"}, fs.CollectiveTimeoutError)):
-        with Processes(2, environment={**apart, **more}) as two:
-            (kind_0, first), (kind_1, second) = two.run(refused_or_late, [0b0001, 0b0000])
-        assert kind in (kind_0, kind_1) and {kind_0, kind_1} <= {kind, fs.LostProcessError}  # who is late first leaves
-        assert "all_gather(dim=0, replicated=True)" in first and "psum" in second
-        words = [
-            "(data=0) has gathered root (root), then experts[0] (experts[0].b, experts[0].w). A gather",
-            "(data=1) has gathered root (root). A gather takes all devices.",
-        ]
-        found = zip((kind_0, kind_1), (first, second), words, strict=True)
-        assert all(word in text for one, text, word in found if one is kind)
-
-
 def marked(params, batch):
     """The same, as the error advises: all devices gather every expert, and branch inside."""
     y, code = batch["x"] @ params["root"], int(batch["code"][0])

@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 import fshard as fs
 from fshard import P, optim
-from fshard.mesh.tree import map_leaves
 from fshard.optim.contract import copied
 from tests.optimizers import by_step, by_update, example, leaves_of, same, trees
 
@@ -31,17 +30,6 @@ def test_masked_optimizers_freeze_and_masked_transformations_pass_on():
     assert updates["b"].tolist() == [1, 1] and updates["w"].tolist() == [3, 3]
 
 
-def test_labels_without_optimizers_and_optimizers_without_parameters_are_errors():
-    opt = optim.by_label({"a": optim.sgd(), "b": optim.sgd()}, {"w": "a", "v": "c", "u": "d"})
-    with pytest.raises(optim.OptimizerError) as error:
-        opt.init({"w": torch.ones(1), "v": torch.ones(1), "u": torch.ones(1)})
-    assert str(error.value) == (
-        "by_label has optimizers for 'a', 'b', but there is no optimizer for: params[\"u\"] is labelled 'd'; "
-        "params[\"v\"] is labelled 'c' and no parameter is labelled 'b'. "
-        "Every parameter needs one optimizer, and every optimizer a parameter."
-    )
-
-
 def test_a_tied_parameter_has_one_label():
     x, fixed = torch.ones(1), torch.nn.Parameter(torch.ones(1), requires_grad=False)
     params = {"emb": x, "fixed": fixed, "head": [x, fixed]}
@@ -55,22 +43,6 @@ def test_a_tied_parameter_has_one_label():
             'by_label has optimizers for True, False, but params["emb"] and params["head"][0] are one (tied), labelled True '
             "and False. Every parameter needs one optimizer, and every optimizer a parameter."
         )
-
-
-def test_masks_and_labels_are_asked_about_leaves_that_are_there():
-    def is_matrix(path, leaf):
-        return leaf.ndim == 2
-
-    params = {"w": torch.ones(2, 2), "b": torch.ones(2), "none": None}
-    decayed = optim.masked(optim.add_decayed_weights(1.0), lambda path, leaf: "w" in path)
-    opt = optim.by_label({True: optim.chain(decayed, optim.sgd(0.5)), False: optim.sgd(0.25)}, is_matrix)
-    for act in (optim.step_of(opt), optim.pure_step(opt)):
-        after, _ = act(copied(params), opt.init(params), copied(params))
-        assert after["none"] is None and after["w"].tolist() == [[0.0, 0.0]] * 2 and after["b"].tolist() == [0.75] * 2
-    mesh = fs.make_mesh({"data": 2})
-    laid = fs.shard_params(params, P(), mesh=mesh)
-    divided = fs.partition_optimizer(optim.masked(optim.muon(0.5), is_matrix), mesh=mesh, axis="data", stage=1)
-    assert divided.init(laid)[True]["momentum_buffer"]["none"] is None
 
 
 @pytest.mark.parametrize("bad", [torch.inf, torch.nan])
@@ -133,36 +105,6 @@ def test_master_weights_are_a_float32_run():
     wide = [optim.leaves.Leaves.of(tree).mapped(lambda x: x.float()) for tree in (params, *steps)]
     _, state = by_step(optim.with_master_weights(optim.adamw(0.01, fused=False)), params, steps)
     assert same(state["master"], by_step(optim.adamw(0.01, fused=False), wide[0], wide[1:])[0])
-
-
-@pytest.mark.parametrize(("made", "used"), [(0, 2), (2, 0), (0, 3), (3, 0)])
-def test_a_state_that_was_made_for_another_stage_is_refused(made, used):
-    mesh = fs.make_mesh({"data": 2})
-    opts = {
-        stage: fs.partition_optimizer(fs.optim.adamw(0.1), mesh=mesh, axis="data", stage=stage)
-        for stage in (made, used)
-    }
-    rules = {stage: fs.fsdp("data") if stage == 3 else P() for stage in (made, used)}
-    params = {
-        stage: fs.shard_params({"w": torch.ones(6, 3), "b": torch.ones(3)}, rules[stage], mesh=mesh) for stage in rules
-    }
-    state = opts[made].init(params[made])
-    grads = map_leaves(lambda x: fs.device_put(torch.ones(x.shape), opts[used].gradients(x.layout)), params[used])
-    for act in (opts[used].step, opts[used].update):
-        with pytest.raises(fs.LayoutError) as error:
-            (act or opts[used].update)(grads, state, params[used])
-        assert all(
-            f'state["{slot}"]["{leaf}"]' in str(error.value) for slot in ("exp_avg", "exp_avg_sq") for leaf in "wb"
-        )
-
-
-@pytest.mark.parametrize(
-    "state", [None, {}, fs.optim.sgd(0.1, momentum=0.9).init({"w": torch.ones(2)})], ids=["None", "empty", "sgd's"]
-)
-def test_a_state_of_another_optimizer_is_refused(state):
-    params = {"w": torch.ones(2)}
-    with pytest.raises(fs.OptimizerError, match="was not made by this optimizer's init"):
-        fs.optim.adamw(0.1).update(params, state, params)
 
 
 def test_copies_of_tied_arrays_are_tied():

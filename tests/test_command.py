@@ -15,8 +15,7 @@ import fshard as fs
 from fshard.command import main
 from fshard.doctor import trials
 from fshard.doctor.examine import Findings
-from fshard.doctor.machine import machine, why_not_direct
-from fshard.doctor.page import show
+from fshard.doctor.machine import machine
 from fshard.doctor.speeds import Speed
 from fshard.doctor.trials import Trial
 from fshard.doctor.verdict import judge
@@ -176,32 +175,6 @@ def test_verdicts():
     )
     crowd = [findings(rank, machine=replace(here, processors=2, gpus=("H100",)), way="direct") for rank in range(4)]
     assert "4 processes share 2 processors" in judge(crowd).advice[0] and "--device cuda" in judge(crowd).advice[1]
-
-
-def test_the_page_shows_what_is_wrong_with_each_collective(capsys):
-    bad = (Trial("psum", 3, ("case 1: off", "case 2: off", "case 3: off", "case 4: off")), Trial("pmean", 4))
-    found = [findings(0, trials=bad)]
-    show(found, judge(found))
-    said = capsys.readouterr().out
-    assert "  psum          wrong   3 cases\n" in said and "  pmean         right   4 cases\n" in said
-    assert "      case 3: off" in said and "case 4" not in said and "Not well: psum wrong in 4 of 3 results" in said
-
-
-def test_why_memory_is_not_read(monkeypatch):
-    monkeypatch.setenv("FSHARD_DIRECT", "0")
-    assert why_not_direct() == "FSHARD_DIRECT=0 asks for gloo"
-    monkeypatch.delenv("FSHARD_DIRECT")
-    monkeypatch.setattr(sys, "platform", "darwin")
-    assert why_not_direct().startswith("reading memory needs Linux on x86-64")
-
-
-def test_what_keeps_the_doctor_from_looking_is_a_verdict(capsys, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert main(["doctor", "--device", "cuda", "--json"]) == 1
-    assert "torch sees no GPU" in json.loads(capsys.readouterr().out)["sentence"]
-    monkeypatch.setenv("RANK", "1")
-    assert main(["doctor"]) == 1
-    assert "RANK is set, but WORLD_SIZE is not" in " ".join(capsys.readouterr().out.split())
 
 
 BARE = """

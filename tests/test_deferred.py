@@ -84,23 +84,6 @@ def test_whole_numbers_have_equal_bits():
     assert all(torch.equal(again[name], x) for name, x in buffers.items())
 
 
-def test_what_is_run_again_within_is_counted_once():
-    class Twice(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm = nn.BatchNorm1d(2)
-
-        def forward(self, x):
-            return torch.utils.checkpoint.checkpoint(self.norm, x, use_reentrant=False)
-
-    apply, params, buffers = fs.functionalize(Twice(), deferred_batch_norm=True)
-    x = torch.randn(4, 2, requires_grad=True)
-    y, after = apply(params, buffers, x)
-    before = after["norm.pending"].clone()
-    y.sum().backward()
-    assert torch.equal(after["norm.pending"], before) and before[-1] == 4
-
-
 def test_evaluation_and_layers_without_statistics_are_as_ever():
     module = nn.Sequential(nn.BatchNorm1d(2, track_running_stats=False), nn.BatchNorm1d(2)).eval()
     apply, params, buffers = fs.functionalize(module, deferred_batch_norm=True)
@@ -108,10 +91,3 @@ def test_evaluation_and_layers_without_statistics_are_as_ever():
     y, after = apply(params, buffers, x)
     assert torch.equal(y, module(x)) and all(after[name] is buffers[name] for name in buffers)
     assert [name for name in buffers if "pending" in name] == ["1.pending"]
-
-
-def test_slips_are_named():
-    with pytest.raises(fs.ModuleError, match="exclude each other"):
-        fs.functionalize(nn.BatchNorm1d(2), sync_batchnorm="data", deferred_batch_norm=True)
-    with pytest.raises(fs.ModuleError, match='there is no buffers\\["0.pending"\\]'):
-        fs.commit_batch_norm(nn.Sequential(nn.BatchNorm1d(2)), {})

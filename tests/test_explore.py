@@ -5,7 +5,6 @@ import io
 import sys
 import time
 import types
-from itertools import pairwise
 from math import prod
 from textwrap import dedent
 from typing import NamedTuple
@@ -18,10 +17,8 @@ from hypothesis import strategies as st
 
 import fshard as fs
 from fshard import P
-from fshard.explore.devices import Devices, listed
 from fshard.explore.grid import plan_grid
 from fshard.explore.inventory import take_stock
-from fshard.explore.palette import fill
 from fshard.explore.picture import picture, visualize
 from fshard.mesh.layout import ShardType
 from fshard.mesh.mesh import Mesh
@@ -94,37 +91,6 @@ def test_every_picture_can_be_drawn(case):
     drawing = ElementTree.fromstring(shown.svg)
     tips = [element.text for element in drawing.iter("{http://www.w3.org/2000/svg}title")]
     assert len(tips) == len(set(tips)) or 0 in shape or prod(shape) < layout.mesh.size
-
-
-@given(layouts(flat=False))
-def test_neighbours_differ_in_colour(case):
-    layout, shape = case
-    for block in grid_of(layout, shape).blocks:
-        fills = [[fill(cell.piece) for cell in row] for row in block.cells]
-        columns = [list(column) for column in zip(*fills, strict=True)]
-        assert all(one != next for line in [*fills, *columns] for one, next in pairwise(line))
-
-
-@given(
-    st.lists(st.tuples(st.integers(1, 40), st.integers(2, 5)), max_size=3, unique_by=lambda step: step[0]),
-    st.integers(0, 9),
-)
-def test_listed_devices_can_be_read_back(steps, first):
-    stride, steps_up = 1, []
-    for gap, length in steps:  # boxes of a mesh: each stride is a multiple of the one below it, at least its extent
-        stride *= gap
-        steps_up.append((stride, length))
-        stride *= length
-    devices = Devices(first, tuple(reversed(steps_up)))
-    text = listed(devices)
-    if "…" in text:
-        assert text.endswith(str(list(devices)[-1]))
-        return
-    read = []
-    for run in text.split(","):
-        start, _, stop = run.partition("-")
-        read += range(int(start), int(stop or start) + 1)
-    assert read == list(devices) == sorted(devices)
 
 
 class Case(NamedTuple):
@@ -458,37 +424,6 @@ def test_tree_with_layouts_as_a_prefix():
     tree = {"a": [torch.ones(4), torch.ones(6)], "b": torch.ones(3)}
     text = str(picture(tree, layout={"a": fs.Layout(mesh, P("data")), "b": fs.Layout(mesh, P())}))
     assert "f32[4@data]" in text and "f32[6@data]" in text and "f32[3]  12 B, 12 B per device" in text
-
-
-@pytest.mark.parametrize(
-    ("x", "layout", "message"),
-    [
-        (
-            torch.ones(3),
-            None,
-            "f32[3] lies on no mesh, so there is nothing to draw. Say how it would lie: fs.visualize(",
-        ),
-        ("text", None, "A picture needs a tensor; found 'text'."),
-        (
-            {"a": torch.ones(3), "b": torch.ones(5), "c": torch.ones(2)},
-            P("data"),
-            'x["b"]: the tensor of shape (5,) cannot lie as P("data"): dim 0 has 5 elements, which 2 devices',
-        ),
-        ({"a": torch.ones(3)}, {"z": P()}, "layout is no prefix of the tree"),
-        ((3,), P("data"), "dim 0 has 3 elements"),
-    ],
-)
-def test_errors(x, layout, message):
-    mesh = fs.make_mesh({"data": 2})
-    if layout is not None:
-        layout = (
-            {key: fs.Layout(mesh, spec) for key, spec in layout.items()}
-            if isinstance(layout, dict)
-            else fs.Layout(mesh, layout)
-        )
-    with pytest.raises(fs.LayoutError) as caught:
-        picture(x, layout=layout)
-    assert message in str(caught.value)
 
 
 # treescope, where it is installed.

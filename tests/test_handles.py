@@ -305,20 +305,6 @@ def test_functional_call_of_any_module_on_processes(two):
             assert_zero(differences)
 
 
-def test_functional_call_waiting_in_the_middle_is_refused_where_devices_share_the_module():
-    mesh, module = fs.make_mesh({"data": 2}), nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    before = dict(module.named_parameters())
-    own = fs.shard_params({name: x.detach() for name, x in before.items()}, fs.fsdp("data"), mesh=mesh)
-    with pytest.raises(fs.FshardError) as error:
-        fs.grad(lambda p, x: functional_call(module, p, (x,)).mean(), mesh=mesh, batch=P("data"))(own, torch.ones(4, 3))
-    assert str(error.value).startswith("device 1 of Mesh(data=2; virtual, cpu) came upon device 0's parameter ")
-    assert (
-        "as torch.func.functional_call changes a module. Write apply, params, buffers = fs.functionalize(module)"
-        in str(error.value)
-    )
-    assert all(x is before[name] for name, x in module.named_parameters())
-
-
 class Changing(nn.Module):
     """Does something to its layer before it calls it."""
 
@@ -355,51 +341,3 @@ def test_a_handle_is_a_leaf_without_a_gradient(plugin):
         module.layer.requires_grad_(True), module.fixed.requires_grad_(False)
 
     of_one_step(do, plugin())
-
-
-@pytest.mark.parametrize("plugin", PLUGINS)
-def test_a_forward_may_tell_parameters_what_they_say_of_themselves_where_nobody_takes_gradients(plugin):
-    def do(module):
-        for x in module.parameters():
-            x.requires_grad_(x.requires_grad)
-
-    def main():
-        model = Changing(do)
-        booster = fs.Booster(plugin())
-        model, opt, *_ = booster.boost(model, torch.optim.SGD(model.layer.parameters(), lr=0.1))
-        with torch.no_grad():
-            model(torch.ones(2, 3))
-        booster.backward(model(torch.ones(2, 3)).sum(), opt)
-        opt.step()
-
-    fs.run(main, mesh=fs.make_mesh({"data": 2}))
-
-
-def in_stages(do, zero_stage, steps=2):
-    """Return the losses of stages whose first one does something to its layer before it calls it."""
-
-    def main():
-        torch.manual_seed(0)
-        model = nn.Sequential(Changing(do), nn.Linear(1, 1))
-        booster = fs.Booster(fs.HybridParallelPlugin(pipeline=2, zero_stage=zero_stage, microbatches=2))
-        model, opt, *_ = booster.boost(model, torch.optim.SGD([*model[0].layer.parameters()], lr=0.1))
-        x, losses = torch.ones(8, 3), []
-        for _ in range(steps):
-            loss = booster.execute_pipeline(iter([(x, x[:, :1])]), model, F.mse_loss, opt)["loss"]
-            opt.step(), opt.zero_grad()
-            losses.append(loss.item())
-        return losses
-
-    return fs.run(main, mesh=fs.make_mesh({"data": 2, "pipe": 2}))[0]
-
-
-@pytest.mark.parametrize("zero_stage", [0, 3])
-def test_stages_show_their_parameters_to_numpy(zero_stage):
-    """Memory of which numpy has an array cannot be given back before it is used again."""
-
-    def do(module):
-        assert all(isinstance(x, nn.Parameter) for x in module.parameters())
-        module.norm = float(module.layer.weight.detach().numpy().sum() + module.fixed.weight.numpy().sum())
-        assert module.norm == pytest.approx((module.layer.weight.sum() + module.fixed.weight.sum()).item(), rel=1e-4)
-
-    assert in_stages(do, zero_stage) == in_stages(lambda module: None, zero_stage)

@@ -33,23 +33,6 @@ def test_results_come_in_order_and_virtual_meshes_before_do_no_harm():
     assert fs.make_mesh({"data": 4}).runtime == "virtual"
 
 
-WARNED = """
-import fshard as fs, torch
-def total():
-    return fs.run(lambda: fs.psum(torch.ones(1), "data").item(), mesh=fs.make_mesh({"data": 2}))
-if __name__ == "__main__":
-    print(fs.launch(total, processes=2))
-"""
-
-
-def test_processes_close_what_they_have_opened(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(WARNED)
-    command = [sys.executable, "-W", "always::ResourceWarning", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
-    assert done.stdout.strip() == "[[2.0], [2.0]]" and "ResourceWarning" not in done.stderr
-
-
 def test_closures_lambdas_and_classes_go_by_value():
     class Unheard(Exception):
         pass

@@ -99,17 +99,6 @@ def test_a_block_that_is_run_again_draws_what_it_drew(run, inner, whole):
         assert g.equal(y)
 
 
-def test_under_torch_func_a_block_that_is_run_again_draws_what_it_drew():
-    block = Noisy()
-    apply, params, buffers = fs.functionalize(Stack((0, block), (1, block), run=lambda f, x: fs.remat(f)(x)))
-    with keyed_random(3):
-        rows, pull = torch.func.vjp(lambda x: torch.stack([*apply(params, buffers, x)[0].values()]), torch.ones(WIDTH))
-    torch.rand(3)
-    assert rows.unique(dim=0).shape == rows.shape == (10, WIDTH)
-    for place, row in enumerate(rows):
-        assert pull(torch.eye(10)[place][:, None].expand(10, WIDTH))[0].equal(row)
-
-
 class Within(nn.Module):
     """Calls a functional module by itself."""
 
@@ -154,12 +143,3 @@ def test_the_masks_of_a_step_are_those_of_its_layers_on_any_mesh(stage):
     expected = gradient(1)
     assert expected.unique().numel() > 5
     assert gradient(2, 2).equal(expected) and gradient(4).equal(expected) and gradient(1, 4).equal(expected)
-
-
-def test_without_a_key_a_module_draws_as_it_does_by_itself():
-    module = Stack((0, Noisy()), (1, Noisy()))
-    apply, params, buffers = fs.functionalize(module)
-    torch.manual_seed(5)
-    own = apply(params, buffers, torch.ones(WIDTH))[0]
-    torch.manual_seed(5)
-    assert same(own, module(torch.ones(WIDTH)))

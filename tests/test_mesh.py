@@ -192,20 +192,6 @@ def test_dim_ranges_cover_everything_once(order, first, times):
     assert (covered == 1).all()
 
 
-@pytest.mark.parametrize(
-    ("ask", "text"),
-    [
-        (lambda mesh: mesh.coordinates(6), "has no device 6: its 6 devices are counted from 0"),
-        (lambda mesh: mesh.coordinates(-1), "has no device -1"),
-        (lambda mesh: mesh.index({"data": 2, "model": -1}), 'counted from 0, and "data" has 2, "model" has 3 of Mesh'),
-        (lambda mesh: mesh.index({"bogus": 0}), 'has no axis "bogus"'),
-    ],
-)
-def test_places_that_are_not_on_the_mesh(ask, text):
-    with pytest.raises(fs.MeshError, match=text):
-        ask(fs.make_mesh({"data": 2, "model": 3}))
-
-
 def test_meshes_are_made_of_what_torch_and_numpy_hand_out():
     mesh = fs.make_mesh({"data": 2, "model": 3})
     assert fs.make_mesh({"data": np.int64(2), "model": np.uint8(3)}, device=torch.device("cpu")) == mesh
@@ -233,47 +219,6 @@ def test_tensors_without_values_have_no_place_on_a_mesh_with_values():
     ):
         with pytest.raises(fs.LayoutError, match=r"a meta tensor \(shape \(4,\)\) has no values to lay on Mesh"):
             lay()
-
-
-SPARSE = r"a tensor of torch.sparse_coo \(shape \(4, 4\)\), which cannot be cut or sent. Give x.to_dense\(\)"
-NESTED = r"a nested tensor, which has no one shape to be cut or sent by. Give torch.nested.to_padded_tensor\(x, 0.0\)"
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
-@pytest.mark.parametrize(
-    ("make", "text"),
-    [
-        (lambda: torch.eye(4).to_sparse(), SPARSE),
-        (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), NESTED),
-        (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged), NESTED),
-    ],
-    ids=["sparse", "nested", "jagged"],
-)
-def test_tensors_that_are_not_dense_are_refused_wherever_they_come_in(make, text):
-    x, dense = make(), torch.ones(4, 4)
-    mesh = fs.make_mesh({"data": 2})
-    layout, tree = fs.Layout(mesh, P()), {"a": dense, "b": x, "c": [x]}
-
-    def mapped(*args):
-        return fs.shard_map(lambda y: y if args else tree, mesh=mesh, in_specs=P(), out_specs=P())(*args or (dense,))
-
-    for enter, path in (
-        (lambda: fs.device_put(x, layout), "device_put: "),
-        (lambda: fs.device_put(tree, layout), r'device_put: \n  \["b"\]: .*\n  \["c"\]\[0\]: '),
-        (lambda: fs.from_local(lambda data: x, layout), "from_local: "),
-        (lambda: mapped(x), r"shard_map of <lambda>: argument y: "),
-        (lambda: mapped(tree), r'shard_map of <lambda>: \n  argument y\["b"\]: .*\n  argument y\["c"\]\[0\]: '),
-        (mapped, r'shard_map of <lambda>: \n  result\["b"\]: .*\n  result\["c"\]\[0\]: '),
-        (lambda: fs.run(lambda: fs.psum(x, "data"), mesh=mesh), "fs.psum takes tensors; the argument is "),
-        (
-            lambda: fs.run(lambda: fs.all_gather(tree, "data"), mesh=mesh),
-            r'fs.all_gather takes tensors; leaf \["b"\] is .*; leaf \["c"\]\[0\] is ',
-        ),
-        (lambda: fs.run(lambda: fs.send(x, "data", to=0), mesh=mesh), "fs.send takes tensors; the argument is "),
-        (lambda: fs.typeof(x), "typeof takes a Sharded or a dense tensor; found "),
-    ):
-        with pytest.raises(fs.LayoutError, match=path + text):
-            enter()
 
 
 def test_a_layout_alone_is_no_picture():

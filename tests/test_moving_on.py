@@ -1,6 +1,7 @@
 """A run goes on in another stage, or on another mesh, as if nothing had happened; and what else is known of leaves goes along."""
 
 import io
+from functools import cache
 
 import pytest
 import torch
@@ -70,6 +71,7 @@ def moved_on(name, first, then):
     return flatten(fs.unshard((params, state)))[0]
 
 
+@cache
 def unmoved(name):
     params, state = go(*begun(name, {"data": 1}, 0), range(4))
     return flatten(fs.unshard((params, state)))[0]

@@ -5,8 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import fshard as fs
-from fshard import P, optim
+from fshard import optim
 from fshard.optim.contract import copied
 from tests.optimizers import ALL, by_step, by_update, example, leaves_of, same, skeleton, tensor, trees
 
@@ -169,20 +168,3 @@ def test_shampoo_is_the_formula(shape):
 def test_what_cannot_be_made_says_why(make, message):
     with pytest.raises(optim.OptimizerError, match=message):
         make()
-
-
-def test_gradients_must_lie_as_their_parameters():
-    mesh = fs.make_mesh({"data": 2})
-    x = fs.device_put(torch.ones(4), fs.Layout(mesh, P("data")))
-    opt = optim.sgd(0.1)
-    params = {"v": torch.ones(2), "w": x}
-    with pytest.raises(fs.LayoutError) as error:
-        opt.update({"v": torch.ones(3), "w": torch.ones(4)}, opt.init(params), params)
-    assert str(error.value) == (
-        "grads must lie as params do, or be None:\n"
-        '  ["v"]: params has a Tensor of shape (2,), grads has a Tensor of shape (3,)\n'
-        '  ["w"]: params has Sharded f32[4@data] on Mesh(data=2; virtual, cpu), grads has a Tensor of shape (4,)\n'
-        "Lay them alike: fs.reshard(grads, layout) or fs.device_put(params, layout)."
-    )
-    with pytest.raises(fs.LayoutError, match="different structure"):
-        opt.update([torch.ones(2)], opt.init(params), params)

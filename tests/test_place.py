@@ -1,8 +1,6 @@
 """Which of several processes this is: by the variables that launchers really set, and by any others."""
 
 import os
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -253,31 +251,6 @@ def test_processes_of_any_launcher_form_a_mesh(kind):
     assert run_processes(as_started_by, 2, kind, WORLDS[kind]) == expected
 
 
-PROGRAM = """
-import torch, fshard as fs
-mesh = fs.make_mesh({"data": fs.process_count(default=3)})
-total = fs.run(lambda: fs.psum(torch.ones(()), "data"), mesh=mesh)[0].item()
-print(mesh, fs.process_index(), total)
-"""
-
-
-def test_a_program_finds_slurms_processes_by_itself():
-    clean = {
-        name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "PMI", "OMPI", "MV2_"))
-    }
-    programs = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROGRAM],
-            env={**clean, **{name: value.format(rank) for name, value in WORLDS["SLURM"].items()}},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    said = [program.communicate(timeout=120)[0].strip() for program in programs]
-    assert said == [f"Mesh(data=2; process, cpu) {rank} 2.0" for rank in range(2)]
-
-
 def ask_whose_gpus(gpus):
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     return [each_its_own(each[fs.process_index()], dist.PrefixStore(each, store), 2) for each in gpus]
@@ -285,16 +258,3 @@ def ask_whose_gpus(gpus):
 
 def test_processes_agree_whether_each_has_a_gpu_of_its_own():
     assert run_processes(ask_whose_gpus, 2, ["ab", "aa", "ba"]) == [[True, False, True]] * 2
-
-
-def met_nobody():
-    os.environ["MASTER_PORT"] = "9"
-    with pytest.raises(fs.MeshError) as error:
-        fs.make_mesh({"data": 1}, timeout=2)
-    return str(error.value)
-
-
-def test_who_meets_nobody_is_told_where_that_was():
-    (text,) = run_processes(met_nobody, 1)
-    assert text.startswith("Process 0 of 1, started by torchrun, did not meet the others at 127.0.0.1, port 9: ")
-    assert "export another MASTER_PORT" in text

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 import fshard as fs
 from fshard import P
-from fshard.mesh.promise import Compare
 from fshard.mesh.tree import flatten
 from fshard.optim import clip_by_global_norm, global_norm
 
@@ -92,10 +91,6 @@ def test_a_picture_shows_what_lies_at_a_place(capsys):
     text = capsys.readouterr().out
     assert "at place 1 along pipe, nothing elsewhere" in text and "48 B on each of 4 devices" in text
     assert "│  2  │" in text and "│  3  │" in text
-
-
-def test_promises_about_empty_pieces_can_be_compared_in_processes():
-    assert Compare().unpack(torch.empty(3, 0), torch.Size([0]), 3).tolist() == [True] * 3
 
 
 def test_shard_map_takes_and_returns_what_lies_at_a_place():

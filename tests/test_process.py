@@ -1,10 +1,6 @@
 """The process runtime: the same program on gloo, torch's own meshes and tensors, hangs that are errors."""
 
-import gc
-import importlib
 import os
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +12,7 @@ import fshard as fs
 from fshard import P
 from fshard.mesh.runtimes import gloo, native
 from fshard.mesh.runtimes.link import GroupLink
-from fshard.mesh.runtimes.process import ProcessWorld, leave
+from fshard.mesh.runtimes.process import ProcessWorld
 from fshard.mesh.scope import require
 from fshard.mesh.shared_memory import direct
 from fshard.source import call_site
@@ -397,25 +393,3 @@ def differ_over_gloo(kind):
 def test_calls_that_differ_do_not_take_each_others_bytes_over_gloo(kind):
     for text in run_processes(differ_over_gloo, 2, kind, environment={"FSHARD_DIRECT": "0"}, timeout=60):
         assert "test_process.py" in text
-
-
-def connections_after_leaving():
-    """Use all groups, let torch import what keeps the default one, as torch.func.grad does, and leave."""
-    before = connections()
-    mesh = fs.make_mesh({"d": 2})
-    fs.run(lambda: fs.psum(torch.ones(2), "d"), mesh=mesh)
-    importlib.import_module("torch.distributed.nn.functional")
-    within = connections()
-    leave()
-    gc.collect()
-    return within > before, connections() - before
-
-
-def connections():
-    links = [str(link.readlink()) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
-    return sum(link.startswith("socket") for link in links)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="there is no /proc to count in")
-def test_a_process_that_leaves_keeps_no_connection(link):
-    assert run_processes(connections_after_leaving, 2, environment=link) == [(True, 0)] * 2

@@ -1,7 +1,7 @@
 """Trees of dataclasses, whoever has registered them, train as trees of dicts do."""
 
 from collections import OrderedDict
-from dataclasses import FrozenInstanceError, dataclass, field, is_dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import optree
@@ -11,7 +11,7 @@ from torch import Tensor
 
 import fshard as fs
 from fshard import P
-from fshard.mesh.tree import flatten, flatten_with_paths, map_leaves, unflatten
+from fshard.mesh.tree import flatten, flatten_with_paths
 
 optree_dataclasses: Any = optree.dataclasses
 
@@ -165,27 +165,3 @@ torch.utils._pytree.register_pytree_node(
     Output, lambda x: (list(x.values()), list(x)), lambda xs, keys: Output(**dict(zip(keys, xs, strict=True)))
 )
 torch.utils._pytree.register_pytree_node(Cache, lambda x: (x.keys, len(x.keys)), lambda xs, n: Cache([*xs]))
-
-
-def test_what_torch_knows_as_a_node_is_one():
-    one = Output(logits=Cache([torch.ones(1), torch.ones(2)]))
-    one["logits"] = one.logits
-    paths, leaves, structure = flatten_with_paths(one)
-    assert [len(x) for x in leaves] == [1, 2] and len(paths) == 2
-    again = unflatten(structure, [3, 4])
-    assert type(again) is Output and again.logits.keys == [3, 4]
-
-
-def test_what_is_no_field_is_no_part_of_a_tree():
-    one = Strict(torch.ones(2, 2), None)
-    one.note = "lost"
-    (w,), structure = flatten(one)
-    again = unflatten(structure, [w[0]])
-    assert again.rows == 2 and again.w.shape == (2,) and not hasattr(again, "note")
-    labels = map_leaves(lambda x: "label", model(Frozen))
-    assert labels.head == Frozen("label", "label") and flatten(labels)[0] == ["label"] * 5
-    with pytest.raises(FrozenInstanceError):
-        labels.head.w = 1
-    assert is_dataclass(P) and flatten({"spec": P("data")})[0] == [P("data")]
-    with pytest.raises(fs.LayoutError, match="head.b: a tensor is needed, found float"):
-        fs.shard_params(Model([], Plain(torch.ones(2), 3.0)), P(), mesh=fs.make_mesh({"data": 2}))

@@ -1,6 +1,5 @@
 """A rematerialised function is the same function: values, derivatives of every kind, random draws, collectives."""
 
-from functools import partial
 from itertools import product
 
 import pytest
@@ -193,53 +192,6 @@ def test_nested_regions_keep_the_outermost_inputs_alone():
 # -- arguments and results ------------------------------------------------------------------------------------------
 
 
-class Lazy:
-    """A light handle: computes its tensor at first use."""
-
-    def __init__(self, make):
-        self.make = make
-
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
-        def real(x):
-            if isinstance(x, cls):
-                return x.make()
-            return type(x)(map(real, x)) if isinstance(x, tuple | list) else x
-
-        return func(*real(args), **{key: real(x) for key, x in (kwargs or {}).items()})
-
-
-@each_policy
-def test_trees_keywords_handles_and_plain_values(policy):
-    w, x = values((D, D), (3, D))
-
-    def f(tree, handle, power, *, flag, bias=None):
-        y = torch.matmul(tree["x"], tree["w"][0]) + torch.matmul(tree["x"], handle)
-        return {"y": y**power, "flag": flag, "none": bias, "pair": (y.sum(), tree["x"])}
-
-    def gradients(f):
-        out = f({"x": x, "w": [w]}, Lazy(lambda: w.sin()), 2, flag="yes")
-        assert out["flag"] == "yes" and out["none"] is None
-        return torch.autograd.grad(out["y"].sum() + out["pair"][0] + out["pair"][1].sum(), (w, x))
-
-    close(gradients(remat(f, policy)), gradients(f))
-
-
-def test_under_torch_func_with_trees_and_plain_values():
-    w = torch.randn(D, D)
-
-    @remat
-    def f(tree, power, *, flag):
-        return {"y": tree["w"] ** power, "flag": flag, "count": torch.tensor(3), "same": tree["w"]}
-
-    def total(w):
-        out = f({"w": w}, 2, flag="yes")
-        assert out["flag"] == "yes" and out["count"] == 3
-        return out["y"].sum() + out["same"].sum()
-
-    close(grad(total)(w), 2 * w + 1)
-
-
 def test_a_module():
     layer = nn.Sequential(nn.Linear(D, D), nn.ReLU(inplace=True), nn.Dropout(0.5), nn.Linear(D, 1))
     x = torch.randn(3, D)
@@ -352,28 +304,6 @@ def test_the_same_on_processes():
             for other, other_calls in four.run(on_processes, policy):
                 close(other, whole)
                 assert other_calls == calls
-
-
-def test_what_is_kept_of_memory_that_is_used_again():
-    """The memory of a result that is gone may be that of a later one, which no operation of the region has made."""
-    mesh = fs.make_mesh({"data": 4})
-
-    def f(x):
-        for _ in range(4):
-            x = name(fs.psum(x.sin().exp() / 8, "data"), "sum").sin() * (1 + x.cos().abs().detach())
-        return x.sum()
-
-    def device(f, x):
-        x = x.requires_grad_()
-        return torch.autograd.grad(f(x), x)[0]
-
-    (x,) = (t.detach() for t in values((4, 64)))
-    for policy in (save_names("sum"), "dots"):
-        got, expected = (
-            fs.shard_map(partial(device, g), mesh=mesh, in_specs=P("data"), out_specs=P("data"), check=False)(x)
-            for g in (remat(f, policy), f)
-        )
-        close(fs.unshard(got), fs.unshard(expected))
 
 
 INSIDE = {

@@ -175,34 +175,6 @@ def test_a_ledger_counts_calls_whose_way_is_known(pair):
     assert pair.run(counted) == [1, 1]
 
 
-def odd_calls():
-    """Calls whose ways have to be told apart, or need care."""
-
-    def main():
-        index = fs.axis_index("axis")
-        x = torch.arange(8.0).reshape(4, 2) + 100 * index
-        rows = torch.arange(8.0).reshape(4, 2)
-        for _ in range(2):
-            assert torch.equal(fs.psum_scatter(x, "axis", dim=-1), (2 * rows + 100)[:, index : index + 1])
-            exchanged = fs.all_to_all(x, "axis", dim=1)
-            assert torch.equal(exchanged, torch.stack([rows[:, index], rows[:, index] + 100], 1))
-            assert torch.equal(fs.psum(x, ("axis", "d")), 2 * rows + 100)
-            assert torch.equal(fs.psum(x, axis="d"), x)
-            swapped = fs.ppermute(x, "axis", zip([0, 1], [1, 0], strict=True))
-            assert torch.equal(swapped, rows + 100 * (1 - index))
-            with torch.device("meta"):
-                assert torch.equal(fs.psum(x, "axis"), 2 * rows + 100)
-                assert torch.equal(fs.all_gather(x, "axis"), torch.cat([rows, rows + 100]))
-        return fs.psum(torch.ones(2).to(torch.float8_e4m3fn), "axis").float().tolist()
-
-    return fs.run(main, mesh=fs.make_mesh({"axis": 2, "d": 1}))[0]
-
-
-@pytest.mark.parametrize("environment", [{}, {"FSHARD_DIRECT": "0"}, {"FSHARD_CHECK": "1"}], ids=str)
-def test_calls_that_need_care_go_the_right_way(environment):
-    assert run_processes(odd_calls, 2, environment=environment) == [[2.0, 2.0]] * 2
-
-
 def rows_of(place, dtype):
     n = int(os.environ.get("WORLD_SIZE", "4"))
     x = torch.randn(n, 20_000, generator=torch.Generator().manual_seed(place))

@@ -48,15 +48,6 @@ def test_patience_is_spent_once_and_growing_restores_it():
     assert scales(opt, bad * 4 + good * 2 + bad * 3) == [64, 64, 32, 16, 16, 32, 32, 32, 16]
 
 
-def test_numbers_that_make_no_sense_are_all_named():
-    with pytest.raises(optim.OptimizerError) as error:
-        optim.loss_scaled(optim.sgd(1.0), growth=1.0, backoff=1.0, interval=0, initial=1.0, smallest=2.0)
-    assert str(error.value) == (
-        "loss_scaled: growth=1.0 has to be above 1; backoff=1.0 has to lie between 0 and 1; interval=0 and hysteresis=1 have "
-        "to be at least 1; smallest=2.0, initial=1.0, largest=16777216.0 out of order."
-    )
-
-
 AROUND = {
     "ema": lambda opt: optim.ema(opt, 0.5),
     "with_master_weights": optim.with_master_weights,

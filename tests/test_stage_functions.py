@@ -211,29 +211,3 @@ def test_frozen_and_unused_parameters_have_no_gradient_and_a_module_may_be_calle
             [g for grads in found.gradients for g in grads.values() if g is not None], [*expected]
         )
         assert all((g is not None) == key.startswith("twice") for grads in found.gradients for key, g in grads.items())
-
-
-def test_functions_stay_what_they_are_and_slips_are_named():
-    def stage(w, x):
-        return w * x
-
-    assert fs.stage_functions([stage]) == ([stage], [None])
-    again = fs.stage_functions([stage], "always")[0][0]
-    assert again(torch.tensor(2.0), torch.tensor(3.0)) == 6
-    with pytest.raises(fs.PolicyError, match='recompute="?.often.? is none of'):
-        fs.stage_functions([stage], "often")
-    for recompute, text in [
-        ("except_last", "needs to know how many there are: microbatches="),
-        (2, "stage 0 is a function, which has no layers"),
-        (0, "recompute=0 is none of"),
-        (True, "recompute=True is none of"),
-    ]:
-        with pytest.raises(fs.PolicyError, match=text):
-            fs.stage_functions([stage], recompute)
-    with pytest.raises(fs.PolicyError, match="of LayerNorm single blocks can, if it was cut by them"):
-        fs.stage_functions([nn.LayerNorm(2)], 1)
-    functions, params = fs.stage_functions([nn.BatchNorm1d(2)])
-    with pytest.raises(
-        fs.PolicyError, match="stage 0 changes its buffers running_mean, running_var, num_batches_tracked"
-    ):
-        functions[0](params[0], torch.randn(3, 2))

@@ -236,8 +236,12 @@ def test_saved_tensor_hooks_and_context_variables_come_along():
 
 def test_the_thread_count_is_one_inside_and_unchanged_outside():
     before = torch.get_num_threads()
-    assert run(torch.get_num_threads, d=3) == [1] * 3
-    assert torch.get_num_threads() == before
+    torch.set_num_threads(3)
+    try:
+        assert run(torch.get_num_threads, d=3) == [1] * 3
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="processors are not told here")

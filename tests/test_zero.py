@@ -1,6 +1,7 @@
 """ZeRO as a table of layouts: every stage, on every mesh, trains as one device does."""
 
 from fractions import Fraction
+from functools import cache
 from typing import NamedTuple
 
 import pytest
@@ -41,8 +42,9 @@ def train(mesh, stage, loss_fn=gpt.loss_fn, steps=4, params=None, opt=None, **op
     return losses, leaves_of(params)
 
 
-def serial(loss_fn, steps=4, dtype=torch.float32, params=None):
-    leaves, structure = flatten(params or gpt.init(dtype=dtype))
+@cache
+def serial(loss_fn, steps=4, dtype=torch.float32):
+    leaves, structure = flatten(gpt.init(dtype=dtype))
     leaves = [x.clone().requires_grad_() for x in leaves]
     opt = torch.optim.AdamW(leaves, 3e-3)
     losses = []
@@ -81,12 +83,12 @@ def test_every_stage_on_every_mesh_trains_as_torch_does_on_one_device(stage, n):
 
 
 def without_the_mode(n):
-    return [train(fs.make_mesh({"data": n}), stage, gpt.without_dropout, steps=10) for stage in STAGES]
+    return [train(fs.make_mesh({"data": n}), stage, gpt.without_dropout) for stage in STAGES]
 
 
 def test_every_stage_between_processes_trains_as_torch_does_on_one_device(two, four):
     for found in (*two.run(without_the_mode, 2), *four.run(without_the_mode, 4)):
-        within_four_times_the_error_of_one_device(found, 10)
+        within_four_times_the_error_of_one_device(found, 4)
 
 
 @pytest.mark.parametrize(
@@ -769,12 +771,10 @@ def test_wrong_calls_name_what_is_wrong():
         fs.partition_optimizer(fs.optim.sgd(1.0), mesh=mesh, axis="data", stage=4)
 
 
-@pytest.mark.parametrize("compute", [None, torch.bfloat16])
-@pytest.mark.parametrize("live_units", [1, 2])
+@pytest.mark.parametrize(("n", "live_units", "compute"), [(1, 1, torch.bfloat16), (2, 1, None), (2, 2, torch.bfloat16)])
 @pytest.mark.parametrize("recorded", [False, True])
-@pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_change_of_parameters_in_place_is_refused(stage, n, recorded, live_units, compute):
+def test_a_change_of_parameters_in_place_is_refused(stage, recorded, n, live_units, compute):
     def loss_fn(p, x):
         with torch.set_grad_enabled(recorded):
             p[0]["w"].add_(1.0)
@@ -827,31 +827,17 @@ SGD = torch.optim.SGD([torch.ones(1)], lr=0.1)
             lambda: called(weight=lambda x: torch.ones(3)),
             r"weight= has to return one number .*found a tensor of shape \(3,\)",
         ),
-        (lambda: called(weight=lambda x: None), "weight= has to return one number .*found None"),
-        (lambda: called(frozen=[3, "w"]), "frozen: 3 is no path pattern"),
-        (lambda: called(gradients=lambda layout: None), "gradients=.* has to return a Layout for w; found None"),
         (lambda: called(has_aux=True), r"has to return \(loss, aux\); found a Tensor"),
         (lambda: called(returned(torch.ones(()), {})), "one number, .*found tuple. Say has_aux=True"),
         (lambda: called(lambda p, x: p["w"].sum() * 1j), "a number of torch.complex64, which has no gradient"),
-        (lambda: called(lambda p, x: p["w"].argmax()), "a number of torch.int64, which has no gradient"),
         (
             lambda: called(batch={"x": torch.ones(4, 2).numpy()}),
             r'batch: \["x"\]: is of class ndarray, which is not cut. Write torch.as_tensor',
         ),
         (lambda: called(opt=SGD), r"train_step: SGD is no pair of init and update. .*fs.optim.from_torch"),
-        (
-            lambda: fs.partition_optimizer(torch.optim.SGD, mesh=fs.make_mesh({"data": 2}), axis="data", stage=1),
-            "partition_optimizer: SGD is no pair of init and update",
-        ),
         (lambda: called(lambda p, x: (x * p["w"]).mean().detach()), "depends on no parameter that is trained"),
-        (
-            lambda: called(lambda p, x: torch.tensor((x * p["w"]).mean().item())),
-            "depends on no parameter that is trained",
-        ),
         (lambda: called(lambda p, x: x.mean()), r"value_and_grad: the loss depends on no parameter that is trained"),
-        (lambda: kept_from(0) + 1, "w is a parameter of a step that is over"),
         (lambda: kept_from(3) + 1, "w is a parameter of a step that is over"),
-        (lambda: fs.whole(kept_from(3)), "w is a parameter of a step that is over"),
     ],
 )
 def test_slips_have_one_clear_error(call, message):
@@ -864,8 +850,8 @@ def test_slips_have_one_clear_error(call, message):
 TREE = {"emb": torch.ones(4, 4), "blocks": [{"w": torch.ones(4, 4), "b": torch.ones(4)} for _ in range(2)]}
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("distant", [{"params"}, {"state"}, {"batch"}, {"params", "state", "batch"}], ids=sorted)
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("distant", [{"state"}, {"params", "state", "batch"}], ids=sorted)
 @pytest.mark.parametrize("made", ["outside", "inside"])
 def test_what_was_laid_out_elsewhere_is_named(stage, distant, made):
     mesh = fs.make_mesh({"data": 2})
