@@ -68,7 +68,7 @@ def alone(opt, params, steps):
     """Run a pair on one device, each parameter by itself, without fshard; `count` goes on without gradients too."""
     at = optim.leaves.Leaves.of(params)
     results = []
-    for i, (x, first) in enumerate(zip(at.leaves, at.firsts(), strict=True)):
+    for i, (x, first) in enumerate(zip(at.leaves, at.firsts, strict=True)):
         if i != first:
             results.append(results[first])
             continue

@@ -132,7 +132,7 @@ def _check(at: Leaves, chosen: list[Any], opts: Mapping[Any, Optimizer], every: 
     unused = [repr(label) for label in opts if label not in used] if every and placed else []
     torn = [
         f"params{at.paths[first]} and params{at.paths[place]} are one (tied), labelled {chosen[first]!r} and {chosen[place]!r}"
-        for place, first in enumerate(at.firsts())
+        for place, first in enumerate(at.firsts)
         if chosen[place] != chosen[first] and trainable(at.leaves[place])
     ]
     complaints = [

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -172,8 +173,9 @@ class Leaves:
                 "the parameters end or before, or a function of (path, leaf)."
             ) from None
 
+    @cached_property
     def firsts(self) -> list[int]:
-        """Return for each leaf the place of the first that is the same: ties are one parameter."""
+        """For each leaf the place of the first that is the same: ties are one parameter."""
         return firsts_of(self.leaves)
 
 

@@ -107,7 +107,7 @@ def norm_once(tree: PyTree, *, exact: bool) -> Generator[Callable[[], Tensor]]:
 
 
 def _counted(at: Leaves) -> list[Leaf]:
-    firsts = at.firsts()
+    firsts = at.firsts
     return [leaf for i, leaf in enumerate(at.leaves) if leaf is not None and firsts[i] == i]
 
 

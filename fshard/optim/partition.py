@@ -184,8 +184,8 @@ def _targets(at: Leaves, flat: Elementwise, axes: tuple[str, ...]) -> tuple[Layo
     """Return how each parameter is to lie for the update, None where there is nothing to update."""
     layouts = tuple([leaf.layout if leaf is not None and _is_float(leaf.dtype) else None for leaf in at.leaves])
     shapes = tuple([() if leaf is None else leaf.shape for leaf in at.leaves])
-    elementwise = elementwise_leaves(flat, at.rebuild(at.leaves))
-    return _divided(layouts, shapes, tuple(at.firsts()), tuple(elementwise), axes)
+    elementwise = elementwise_leaves(flat, at.rebuild(at.leaves)) if callable(flat) else [flat] * len(at.leaves)
+    return _divided(layouts, shapes, tuple(at.firsts), tuple(elementwise), axes)
 
 
 @lru_cache(maxsize=256)
@@ -301,7 +301,7 @@ def _handed_over(at: Leaves, after: list[Leaf], site: Site) -> list[Leaf]:
     Where they cannot be put together in the old memory that is done for some at a time, so little more than one copy of
     the parameters is ever held.  Uses up `after`.
     """
-    firsts = at.firsts()
+    firsts = at.firsts
     after[:] = [leaf if firsts[place] == place else None for place, leaf in enumerate(after)]
     meshes = [leaf.mesh for leaf in at.leaves if leaf is not None][:1]  # all lie on one
     for places in [range(len(after))] if all(map(fills, meshes)) else _turns(after):

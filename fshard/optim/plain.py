@@ -142,7 +142,7 @@ def _on_devices(act: Update, check: Check, *, writes: bool) -> Update:
             entries = zip(before.entries_of(after), before.is_like, strict=True)
             states.append([_by_place(x, structure, places, "state") if like else x for x, like in entries])
         new = {i: _joined(at.leaves[i], [row.get(i) for row in results], "update") for i in moved}
-        leaves = [new.get(first, at.leaves[i] if writes else None) for i, first in enumerate(at.firsts())]
+        leaves = [new.get(first, at.leaves[i] if writes else None) for i, first in enumerate(at.firsts)]
         kept = [
             at.rebuild([_joined(x, [row.get(i) for row in column], "state") for i, x in enumerate(old)])
             if like
@@ -189,7 +189,7 @@ def _devices(at: Leaves) -> list[_Device]:
 
 def _moved(at: Leaves) -> list[int]:
     """Return the leaves that may move: not frozen, and no ties to an earlier one."""
-    return [i for i, first in enumerate(at.firsts()) if i == first and trainable(at.leaves[i])]
+    return [i for i, first in enumerate(at.firsts) if i == first and trainable(at.leaves[i])]
 
 
 def _without_values(leaf: Sharded) -> Tensor:

@@ -124,7 +124,7 @@ class Written:
         given = at.gradients(grads)
         columns = {name: at.beside(tree, f'state["{name}"]') for name, tree in state.items() if name != "count"}
         _refuse_others_state(at, columns)
-        firsts, after = at.firsts(), list(at.leaves)
+        firsts, after = at.firsts, list(at.leaves)
         tied = len(set(firsts)) < len(firsts)
         if tied:
             _one_gradient_each(at, given, firsts)
@@ -218,8 +218,8 @@ def _copy(x: Tensor) -> Tensor:
 
 def _once(at: Leaves, make: Callable[[Leaf], Leaf]) -> list[Leaf]:
     """Make something for each parameter; for tied ones the same thing."""
-    made = {i: make(at.leaves[i]) for i in set(at.firsts()) if trainable(at.leaves[i])}
-    return [made.get(first) for first in at.firsts()]
+    made = {i: make(at.leaves[i]) for i in set(at.firsts) if trainable(at.leaves[i])}
+    return [made.get(first) for first in at.firsts]
 
 
 def _one_gradient_each(at: Leaves, grads: list[Leaf], firsts: list[int]) -> None:

@@ -220,7 +220,7 @@ def gradient(task: Task, params: PyTree, buffers: PyTree, scale: float = 1.0) ->
     frozen = chosen(task.options.get("frozen"), at.paths, "frozen")
     moving = {
         id(x): x.detach().requires_grad_()
-        for i, (x, first, fixed) in enumerate(zip(at.leaves, at.firsts(), frozen, strict=True))
+        for i, (x, first, fixed) in enumerate(zip(at.leaves, at.firsts, frozen, strict=True))
         if i == first and trainable(x) and not fixed
     }
 
