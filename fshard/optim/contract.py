@@ -176,20 +176,19 @@ def elementwise_leaves(elementwise: Elementwise, params: PyTree) -> list[bool]:
 @torch.no_grad()
 def copied(tree: PyTree) -> PyTree:
     """Return a tree of copies; what was one tensor at two places is one again.  Nobody writes to what is frozen."""
-    made: dict[int, Tensor] = {}
-
-    def copy(x: Tensor) -> Tensor:
-        found = made.get(id(x))
-        if found is None:
-            found = made[id(x)] = x.clone()
-        return found
+    made: dict[int, Leaf] = {}
 
     def copied_leaf(leaf: Leaf) -> Leaf:
         if is_frozen(leaf) or not isinstance(leaf, Sharded | Tensor):
             return leaf
-        if isinstance(leaf, Tensor):
-            return copy(leaf)
-        return Sharded(leaf.shape, leaf.layout, tuple([copy(x) for x in leaf.shards]))
+        found = made.get(id(leaf))
+        if found is None:
+            if isinstance(leaf, Tensor):
+                found = leaf.clone()
+            else:
+                found = Sharded(leaf.shape, leaf.layout, tuple([copied_leaf(x) for x in leaf.shards]))
+            made[id(leaf)] = found
+        return found
 
     leaves, structure = flatten(tree, sharded_is_leaf=True, none_is_leaf=True)
     return unflatten(structure, list(map(copied_leaf, leaves)))

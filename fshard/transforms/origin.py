@@ -77,41 +77,54 @@ class Origin:
     stepped: str = field(default_factory=_stepped.get)
 
     @property
-    def told(self) -> tuple[list[int], ...]:
-        """The numbers that must be the same on all devices; where several differ, the last is why."""
+    def told(self) -> tuple[tuple[list[int], ...], ...]:
+        """The numbers that must be the same on all devices, in three groups; where several differ, the last group is why."""
         lengths = [length for shape in self.shapes for length in shape]
         key = [] if self.key is None else [self.key % (1 << 40)]
-        return [*self.batch.values()], lengths, [*self.stepped.encode()], key, [*self.leaves.values()]
+        return (lengths, [*self.batch.values()]), (key, [*self.stepped.encode()]), ([*self.leaves.values()],)
 
     def refuse(self, place: int, mesh: Mesh, exchange: Callable[[Sequence[int]], Mapping[int, Sequence[int]]]) -> None:
-        """Raise, saying who differs in what was told at a place; `exchange` gives all devices' numbers."""
-        found = {name_of(mesh, device): [*numbers] for device, numbers in exchange(self.told[place]).items()}
-        (first, own), *others = found.items()
-        wrong = {name: numbers for name, numbers in others if numbers != own}
-        if place in (0, 4):
-            paths = [named(parts_of(path)) or "the tensor" for path in (self.leaves if place else self.batch)]
+        """Raise, saying who differs in what was told in a group; `exchange` gives all devices' numbers."""
+        for kind, own_numbers in enumerate(self.told[place], 2 * place):
+            found = {name_of(mesh, device): [*numbers] for device, numbers in exchange(own_numbers).items()}
+            (first, own), *others = found.items()
+            wrong = {name: numbers for name, numbers in others if numbers != own}
+            if wrong:
+                raise MismatchError(f"value_and_grad: {self._difference(kind, first, own, wrong, found)}")
+
+    def _difference(
+        self,
+        kind: int,
+        first: str,
+        own: list[int],
+        wrong: Mapping[str, list[int]],
+        found: Mapping[str, list[int]],
+    ) -> str:
+        """Say who differs from the first device."""
+        if kind in (1, 4):
+            paths = [named(parts_of(path)) or "the tensor" for path in (self.batch if kind == 1 else self.leaves)]
             parts = [
                 f"{name} in {', '.join(path for path, a, b in zip(paths, own, theirs, strict=True) if a != b)}"
                 for name, theirs in wrong.items()
             ]
             who = f"{'; '.join(parts)} differs from {first}"
-        elif place == 3:
+        elif kind == 2:
             who = f"{' and '.join(wrong)} is not that of {first}"
         else:
-            shown = {name: bytes(x).decode() if place == 2 else x for name, x in found.items()}
+            shown = {name: bytes(x).decode() if kind == 3 else x for name, x in found.items()}
             who = "; ".join(f"{name} has {x}" for name, x in shown.items())
-        raise MismatchError(f"value_and_grad: {_DIFFERENT[place].format(who)}")
+        return _DIFFERENT[kind].format(who)
 
 
 _DIFFERENT = (
-    "devices were given different batches, of the same shapes: {}. A plain tensor is the whole batch, of which each takes its "
-    'part. If it is what this process has loaded for itself, say so: fs.from_local(x, fs.Layout(mesh, P("data"))).',
     "devices were given batches of different shapes, dim by dim: {}. Every process is given the whole batch and takes its "
     "part: give all the same, or lay out what each has by fs.from_local.",
-    "devices have taken the last step with different options: {}. A device's own loss is of its own samples: give a scheduler, "
-    'ReduceLROnPlateau say, fs.pmean(loss.detach(), "data"), and all the same limits.',
+    "devices were given different batches, of the same shapes: {}. A plain tensor is the whole batch, of which each takes its "
+    'part. If it is what this process has loaded for itself, say so: fs.from_local(x, fs.Layout(mesh, P("data"))).',
     "the random state of {}, from which reproducible=True draws the key of the step. Give all processes one seed: "
     "torch.manual_seed(0), not that of a rank.",
+    "devices have taken the last step with different options: {}. A device's own loss is of its own samples: give a scheduler, "
+    'ReduceLROnPlateau say, fs.pmean(loss.detach(), "data"), and all the same limits.',
     "replicated parameters must be the same on all devices: {}. Make them from one seed on all processes, or load them "
     "from one file.",
 )
