@@ -3,6 +3,8 @@
 import ast
 import functools
 import inspect
+import subprocess
+import sys
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -189,3 +191,10 @@ def test_every_public_function_is_annotated():
     public = [(name, getattr(fshard, name)) for name in fshard.__all__]
     missing = {name: unannotated(value) for name, value in public if inspect.isroutine(value)}
     assert {name: names for name, names in missing.items() if names} == {}
+
+
+def test_importing_fshard_imports_nothing_dear():
+    dear = ("torch.distributed.tensor", "rich")
+    code = f"import sys, torch, fshard; print([x for x in {dear} if x in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

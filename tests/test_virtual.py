@@ -441,3 +441,29 @@ def test_one_device_that_waits_for_a_message_is_a_deadlock_and_one_that_fails_sa
     with pytest.raises(ZeroDivisionError) as error:
         fs.run(lambda: 1 / 0, mesh=mesh)
     assert "raised on" in error.value.__notes__[0]
+
+
+def test_a_run_begins_with_the_callers_settings_whatever_the_last_one_left():
+    mesh = fs.make_mesh({"d": 4})
+    x = torch.arange(4.0)
+
+    def leave(x):
+        torch.set_grad_enabled(False)
+        torch.set_default_device("meta")
+        torch.set_autocast_enabled("cpu", True)
+        return x + 0
+
+    def look(x):
+        found = [torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), str(torch.ones(1).device)]
+        assert found == [True, False, "cpu"], found
+        return x + 0
+
+    fs.shard_map(leave, mesh=mesh, in_specs=fs.P("d"), out_specs=fs.P("d"))(x)
+    seen = fs.shard_map(look, mesh=mesh, in_specs=fs.P("d"), out_specs=fs.P("d"))(x)
+    assert torch.equal(fs.unshard(seen), x)
+
+
+def test_no_thread_outlives_a_run():
+    before = threading.active_count()
+    run(lambda: fs.axis_index("d"), d=5)
+    assert threading.active_count() == before

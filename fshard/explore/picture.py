@@ -13,24 +13,23 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from io import StringIO
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from rich.console import Console, RenderableType
-from rich.text import Text
 from torch import Tensor
 
 from fshard.errors import LayoutError
 from fshard.explore.grid import Grid, plan_grid
 from fshard.explore.inventory import Branch, Leaf, take_stock
-from fshard.explore.outline import outline_of, tree_of
 from fshard.explore.svg import svg_of
-from fshard.explore.text import text_of
 from fshard.mesh.layout import Layout, ShardType
 from fshard.mesh.scope import here
 from fshard.mesh.sharded import Sharded
 from fshard.mesh.spmd import device_of
 from fshard.mesh.tree import PyTree, broadcast_prefix, flatten_with_paths, unflatten
+
+if TYPE_CHECKING:  # it is imported where a picture is shown
+    from rich.console import RenderableType
 
 _WIDE = 10_000  # a string has no edge to break lines at
 
@@ -59,9 +58,14 @@ class Picture:
         return svg_of(self.plan)
 
     def __rich__(self) -> RenderableType:
+        from fshard.explore.outline import tree_of
+        from fshard.explore.text import text_of
+
         return tree_of(self.plan) if isinstance(self.plan, Branch) else text_of(self.plan)
 
     def __str__(self) -> str:
+        from rich.console import Console
+
         console = Console(file=StringIO(), force_terminal=False, force_jupyter=False, color_system=None, width=_WIDE)
         with console.capture() as shown:
             console.print(self)
@@ -70,6 +74,8 @@ class Picture:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
+        from fshard.explore.outline import outline_of
+
         return outline_of(self.plan) if isinstance(self.plan, Branch) else f"<div>{svg_of(self.plan)}</div>"
 
 
@@ -138,6 +144,9 @@ def visualize(x: PyTree, *, layout: PyTree = None, dtype: torch.dtype = torch.fl
     if _in_notebook():
         sys.modules["IPython.display"].display(shown)
     else:
+        from rich.console import Console
+        from rich.text import Text
+
         console = Console(force_jupyter=False)
         fits = console.is_terminal and isinstance(shown.plan, Branch)  # lines of an outline may be broken, not a grid's
         console.print(shown if console.is_terminal else Text(str(shown)), soft_wrap=not fits)

@@ -24,11 +24,11 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rich.console import Group
-
 from fshard.errors import ScheduleError
 
 if TYPE_CHECKING:
+    from rich.console import Group
+
     from fshard.pipeline.simulate import Simulation
     from fshard.pipeline.verify import Proof
 
@@ -238,6 +238,8 @@ class Schedule:
         return schedule_as_text(self).plain
 
     def __rich__(self) -> Group:
+        from rich.console import Group
+
         from fshard.pipeline.draw import schedule_as_text
 
         return Group(schedule_as_text(self))  # a bare Text would be wrapped

@@ -20,8 +20,7 @@ from fractions import Fraction
 from itertools import chain
 from math import lcm
 from numbers import Rational
-
-from rich.console import Group
+from typing import TYPE_CHECKING
 
 from fshard.errors import ScheduleError
 from fshard.pipeline.messages import with_messages
@@ -29,6 +28,9 @@ from fshard.pipeline.program import RECEIVES, SENDS, Program, crosses, peaks
 from fshard.pipeline.schedule import COMPUTE, MESSAGES, Kind, Schedule
 from fshard.pipeline.trace import Event, Number, to_chrome_trace
 from fshard.pipeline.verify import verified
+
+if TYPE_CHECKING:
+    from rich.console import Group
 
 Cost = Number | Sequence[Number] | Mapping[int, Number] | Callable[[int], Number]
 """Of all stages alike, or of each stage."""
@@ -105,6 +107,8 @@ class Simulation:
         return text_of(self).plain
 
     def __rich__(self) -> Group:
+        from rich.console import Group
+
         from fshard.pipeline.draw import text_of
 
         return Group(text_of(self))  # a bare Text would be wrapped

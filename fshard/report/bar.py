@@ -9,13 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from time import perf_counter
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from rich.console import Console, RenderableType
-from rich.live import Live
-from rich.progress_bar import ProgressBar
-from rich.table import Table
-from rich.text import Text
+if TYPE_CHECKING:  # it is imported where a bar is shown
+    from rich.console import Console, RenderableType
 
 
 class Bar:
@@ -26,6 +23,7 @@ class Bar:
         console: where to; None: standard output.
         clock: seconds.
 
+    >>> from rich.console import Console
     >>> bar = Bar(2, console=Console(width=80, force_terminal=False), clock=iter([0.0, 1.0, 2.0]).__next__)
     >>> bar.write(1, {"loss": 0.5, "samples_per_second": 1234.5, "memory": 3 << 20})
     step 1 of 2  loss 0.5  1,234 samples/s  3 MiB  0:00:01 left
@@ -36,6 +34,8 @@ class Bar:
     def __init__(
         self, total: int | None = None, *, console: Console | None = None, clock: Callable[[], float] = perf_counter
     ) -> None:
+        from rich.console import Console
+
         self.total = total
         self._console, self._clock = console or Console(highlight=False), clock
         self._screen: _Screen | None = None
@@ -127,10 +127,16 @@ class _Terminal:
     """One line that changes; what others print on this console stands above it."""
 
     def __init__(self, console: Console) -> None:
+        from rich.live import Live
+
         self._console, self._live = console, Live(console=console, auto_refresh=False)
         self._live.start()
 
     def show(self, step: int, total: int | None, words: list[str]) -> None:
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
         count, text = _count(step, total), "  ".join(words)
         room = min(_WIDTH, self._console.width - len(count) - len(text) - 3)
         line: RenderableType = Text(f"{count}  {text}", no_wrap=True, overflow="ellipsis")

@@ -74,9 +74,13 @@ class Crew:
         """Sleep until the calling thread, `place`, is handed its baton."""
         self._batons[place].acquire()
 
+    def retire(self) -> None:
+        """Have the threads end with this run."""
+        self._spoiled = True
+
     def wake_all(self) -> None:
         """Wake every thread of the run, to unwind; it is the last one of these threads."""
-        self._spoiled = True
+        self.retire()
         for baton in self._batons[: self._size]:
             _open(baton)
 

@@ -108,7 +108,7 @@ class ThreadState:
     @classmethod
     def capture(cls, device_type: str) -> ThreadState:
         """Read the calling thread's settings."""
-        kinds = {"cpu", device_type} - {"meta"}
+        kinds = {"cpu", "cuda", device_type} - {"meta"}
         return cls(
             device_type=device_type,
             grad=torch.is_grad_enabled(),
@@ -183,6 +183,12 @@ class ThreadState:
             stack.enter_context(_C.DisableTorchFunction())
         elif not enabled:
             stack.enter_context(_C.DisableTorchFunctionSubclass())
+
+
+def left_open() -> bool:
+    """Return whether the calling thread has modes, hooks or a default device that a run set and did not take back."""
+    hooks = _C._autograd._top_saved_tensors_default_hooks(True) or torch.is_inference_mode_enabled()
+    return bool(_C._len_torch_function_stack() or _C._len_torch_dispatch_stack() or hooks or batches_nested())
 
 
 def batches_nested() -> int:

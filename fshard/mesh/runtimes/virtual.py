@@ -33,6 +33,7 @@ from fshard.mesh.runtimes.abstract import Done
 from fshard.mesh.runtimes.crew import Crew, Stopped
 from fshard.mesh.runtimes.thread_state import (
     ThreadState,
+    left_open,
     process_wide_state,
     random_state,
     set_random_state,
@@ -178,6 +179,8 @@ class VirtualWorld:
                             results[device] = body(device)
                         finally:
                             undo()
+                            if left_open():
+                                crew.retire()
                     self._status[device] = "has finished"
                     self._random[device] = random_state(kind)
                     self._hand_on(device)
