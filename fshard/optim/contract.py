@@ -178,17 +178,19 @@ def copied(tree: PyTree) -> PyTree:
     """Return a tree of copies; what was one tensor at two places is one again.  Nobody writes to what is frozen."""
     made: dict[int, Leaf] = {}
 
+    def clone(x: Tensor) -> Tensor:
+        if id(x) not in made:
+            made[id(x)] = x.clone()
+        return made[id(x)]
+
     def copied_leaf(leaf: Leaf) -> Leaf:
         if is_frozen(leaf) or not isinstance(leaf, Sharded | Tensor):
             return leaf
-        found = made.get(id(leaf))
-        if found is None:
-            if isinstance(leaf, Tensor):
-                found = leaf.clone()
-            else:
-                found = Sharded(leaf.shape, leaf.layout, tuple([copied_leaf(x) for x in leaf.shards]))
-            made[id(leaf)] = found
-        return found
+        if isinstance(leaf, Tensor):
+            return clone(leaf)
+        if id(leaf) not in made:
+            made[id(leaf)] = Sharded(leaf.shape, leaf.layout, tuple([clone(x) for x in leaf.shards]))
+        return made[id(leaf)]
 
     leaves, structure = flatten(tree, sharded_is_leaf=True, none_is_leaf=True)
     return unflatten(structure, list(map(copied_leaf, leaves)))
