@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import time
 from collections.abc import Callable, Mapping
@@ -26,13 +27,15 @@ def interleaved(
 ) -> Times:
     """Return the seconds that each call took in each round but the first few.
 
-    `between` comes before each round (`gc.collect`, where rounds leave much behind), `ready` before each call.
+    `between` comes before each round (`gc.collect`, where rounds leave much behind), `ready` before each call.  What is there
+    at the beginning is frozen, so that the collector does not fill the caches with it.
 
     >>> times = interleaved({"a": lambda: 1, "b": lambda: 2}, rounds=3)
     >>> {name: len(row) for name, row in times.items()}
     {'a': 3, 'b': 3}
     """
     times: Times = {name: [] for name in calls}
+    gc.freeze()
     for turn in range(warm_up + rounds):
         between()
         for name in random.Random(turn).sample(list(calls), len(calls)):  # the same order in every process
