@@ -1,7 +1,7 @@
 """Loaders: what they hand out trains every sample, in a loop or by functional steps, and a position always leads on."""
 
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 
 import pytest
 import torch
@@ -179,6 +179,37 @@ def alone(body):
     """Return what a device alone finds."""
     (found,) = fs.run(body, mesh=fs.make_mesh({"data": 1}))
     return found
+
+
+def taken(n, state=None, batches=100):
+    """Return which samples each device has had, batch by batch, and the position after so many batches."""
+
+    def main():
+        loader = fs.Booster().prepare_dataloader(TensorDataset(torch.arange(11)), 4, shuffle=True, seed=5)
+        if state is not None:
+            loader.load_state_dict(state)
+        found = [x.tolist() for (x,) in islice(loader, batches)]
+        return found, loader.state_dict()
+
+    return fs.run(main, mesh=fs.make_mesh({"data": n}))
+
+
+def test_every_sample_is_taken_once_on_any_mesh_and_from_any_position():
+    def joined(parts):
+        return [*chain.from_iterable(parts)]
+
+    ((alone, end),) = taken(1)
+    assert [len(batch) for batch in alone] == [4, 4, 3] and sorted(joined(alone)) == list(range(11))
+    assert end == {"epoch": 1, "sample": 0, "seed": 5}
+    for n in (2, 3):
+        found = [batches for batches, _ in taken(n)]
+        assert [joined(parts) for parts in zip(*found, strict=True)] == alone
+    _, position = taken(2, batches=2)[0]
+    assert position == {"epoch": 0, "sample": 8, "seed": 5}
+    rest = [batches for batches, _ in taken(3, position)]
+    assert [joined(parts) for parts in zip(*rest, strict=True)] == alone[2:]
+    ((second, _),) = taken(1, end)
+    assert second != alone and sorted(joined(second)) == list(range(11))
 
 
 def test_a_position_at_the_end_of_the_samples_leads_to_the_next_epoch():

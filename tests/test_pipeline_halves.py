@@ -244,6 +244,16 @@ def test_what_inputs_alone_need_is_let_go_after_the_first_half():
     assert kept["b"]() is None
 
 
+def test_what_was_saved_and_then_changed_is_refused():
+    x, saved = t(3, 4), Saved()
+    with saved.watching():
+        h = (x @ W[0]).sigmoid()
+        y = h @ W[1]
+    h.add_(1)
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation.*is at version 1; expected version 0"):
+        halves(edges([y]), [torch.ones_like(y)], edges([x]), edges(W[:2]), saved)
+
+
 def test_a_whole_backward_adds_gradients_to_those_of_the_weights_and_to_nothing_else():
     weights = [torch.randn(150, 150, requires_grad=True) for _ in range(4)] + [torch.randn(150, requires_grad=True)]
     unused, x = torch.randn(150, 150, requires_grad=True), torch.randn(2, 150, requires_grad=True)
@@ -281,6 +291,47 @@ def test_what_was_added_before_and_is_added_after_sums_are_lent_counts():
     assert first.tolist() == [1, 1]  # somebody else's
 
 
+class Keeping(torch.autograd.Function):
+    """Its gradient is a view of something that somebody else has."""
+
+    @staticmethod
+    def forward(ctx, w, kept):
+        ctx.kept = kept
+        return w.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        return ctx.kept.view(-1), None
+
+
+def test_sums_are_not_made_in_memory_that_is_somebody_elses():
+    kept, part = torch.ones(3, 1), torch.ones(5)
+    total, (w, v) = Running(), (torch.zeros(3, requires_grad=True), torch.zeros(3, requires_grad=True))
+    for _ in range(3):
+        total.lend([w, v])
+        (Keeping.apply(w, kept).sum() + Keeping.apply(v, part[:3]).sum()).backward()
+    assert [x.tolist() for x in total.result()] == [[3, 3, 3], [3, 3, 3]]
+    assert kept.tolist() == [[1]] * 3 and part.tolist() == [1] * 5
+
+
+def test_a_first_gradient_that_is_nobody_elses_is_the_sum():
+    total, w = Running(), torch.zeros(3, 3, requires_grad=True)
+    total.lend([w])
+    (torch.ones(2, 3) @ w).sum().backward()
+    first = w.grad.data_ptr()
+    total.lend([w])
+    (torch.ones(2, 3) @ w).sum().backward()
+    assert total.result()[0].data_ptr() == first and total.result()[0].tolist() == [[4] * 3] * 3
+
+
+def test_sums_of_sparse_gradients_are_dense():
+    total, w = Running(), torch.zeros(4, 2, requires_grad=True)
+    for _ in range(3):
+        total.lend([w])
+        F.embedding(torch.tensor([1, 1, 3]), w, sparse=True).sum().backward()
+    assert total.result()[0].tolist() == [[0, 0], [6, 6], [0, 0], [3, 3]]
+
+
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zbv"])
 def test_what_autograd_adds_up_is_the_gradient_of_the_whole(name):
     schedule, draw = pipeline_schedule(name, stages=4, microbatches=3), torch.Generator().manual_seed(0)
@@ -295,3 +346,21 @@ def test_what_autograd_adds_up_is_the_gradient_of_the_whole(name):
         y = torch.tanh(y @ w)
     for g, expected in zip(found, torch.autograd.grad(y.square().mean(), model), strict=True):
         torch.testing.assert_close(g, expected.float(), rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("hooked", [lambda y: y, lambda y: y.grad_fn], ids=["of a tensor", "of its node"])
+def test_hooks_of_a_product_change_a_gradient_once(hooked):
+    torch.manual_seed(0)
+    x, w = torch.randn(3, 4, requires_grad=True), torch.randn(4, 2, requires_grad=True)
+
+    def product():
+        y = x @ w
+        register = y.register_hook if hooked(y) is y else y.grad_fn.register_prehook
+        register(lambda g: g * 0.5 if isinstance(g, torch.Tensor) else tuple(each * 0.5 for each in g))
+        return y.tanh()
+
+    given = [torch.ones(3, 2)]
+    gxs, later = halves(edges([product()]), given, edges([x]), edges([w]))
+    expected = torch.autograd.grad([product()], [x, w], given)
+    assert torch.equal(gxs[0], expected[0])
+    assert torch.equal(later()[0], expected[1])
