@@ -628,3 +628,90 @@ def test_units_that_devices_use_in_different_orders_are_refused_or_right(stage):
         return
     for ours, g in zip(grads["blocks"], expected, strict=True):
         torch.testing.assert_close(fs.unshard(ours), g)
+
+
+def test_parameters_are_frozen_for_one_step_and_trained_in_another():
+    """Two programs that take turns on one tree: what one freezes, the other trains."""
+    mesh = fs.make_mesh({"data": 2})
+    own = fs.shard_params({"left": torch.ones(2), "right": torch.ones(2)}, P(), mesh=mesh)
+    opt = fs.partition_optimizer(fs.optim.sgd(1.0), mesh=mesh, axis="data", stage=1)
+
+    def loss_fn(p, x):
+        return (p["left"] * p["right"]).sum() * x.mean()
+
+    state = opt.init(own)
+    for frozen in ("left", "right"):
+        step = fs.train_step(loss_fn, opt, mesh=mesh, batch=P("data"), frozen=frozen)
+        own, state, _ = step(own, state, torch.full((2,), 0.5))
+    assert [x.tolist() for x in fs.unshard(own).values()] == [[0.75, 0.75], [0.5, 0.5]]
+
+
+def test_buffers_that_are_handed_back_are_not_sent():
+    mesh = fs.make_mesh({"data": 2})
+    own = fs.shard_params({"w": torch.ones(())}, P(), mesh=mesh)
+    buffers = {"mask": torch.ones(1000), "seen": torch.tensor(0.0), "name": "what is no tensor"}
+
+    def loss_fn(p, buffers, x):
+        return (p["w"] * x * buffers["mask"].mean()).mean(), buffers | {
+            "seen": buffers["seen"] + x.mean(),
+            "new": x.sum(),
+        }
+
+    run = fs.value_and_grad(loss_fn, mesh=mesh, batch=P("data"), has_buffers=True)
+    with fs.ledger() as comm:
+        (_, after), _ = run(own, buffers, torch.arange(4.0))
+    assert comm.bytes() < buffers["mask"].nbytes / 10
+    assert after["mask"] is buffers["mask"] and (after["seen"], after["new"], after["name"]) == (
+        1.5,
+        3.0,
+        buffers["name"],
+    )
+    with pytest.raises(fs.LayoutError, match=r"has to return \(loss, buffers\); found a Tensor"):
+        fs.value_and_grad(lambda p, b, x: p["w"] * x.mean(), mesh=mesh, batch=P("data"), has_buffers=True)(
+            own, buffers, torch.ones(2)
+        )
+
+
+def test_conjugates_of_complex_parameters_are_read_again_as_conjugates():
+    generator = torch.Generator().manual_seed(0)
+    draw = torch.randn(3, 4, 4, dtype=torch.complex128, generator=generator)
+    x = torch.randn(4, 4, dtype=torch.complex128, generator=generator)
+
+    def loss_fn(p, x):
+        for w in p["blocks"]:
+            x = x @ w.conj() @ w.mH
+        return x.abs().square().mean()
+
+    mesh = fs.make_mesh({"data": N})
+    own = placed({"blocks": list(draw)}, 3, mesh)
+    _, grads = fs.value_and_grad(loss_fn, mesh=mesh, batch=P("data"), live_units=1)(own, x)
+    leaves = [w.clone().requires_grad_() for w in draw]
+    expected = torch.autograd.grad(loss_fn({"blocks": leaves}, x), leaves)
+    for ours, g in zip(grads["blocks"], expected, strict=True):
+        torch.testing.assert_close(fs.unshard(ours), g)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_loss_function_that_changes_parameters_in_place_is_refused(stage):
+    mesh = fs.make_mesh({"data": N})
+    own = placed({"w": torch.ones(4)}, stage, mesh)
+
+    def loss_fn(p, x):
+        with torch.no_grad():
+            p["w"].clamp_(max=0.5)
+        return (p["w"] * x).mean()
+
+    with pytest.raises(fs.ModuleError, match="writes to parameters in place: w"):
+        fs.value_and_grad(loss_fn, mesh=mesh, batch=P("data"))(own, torch.ones(4, 4))
+
+
+def test_the_given_parameters_take_no_part_in_autograd():
+    mesh = fs.make_mesh({"data": N})
+    rules = {"blocks[*].w": P("data"), "blocks[*].b": P()}
+    own = fs.shard_params({"blocks": [{"w": torch.ones(4, 4), "b": torch.ones(4)}]}, rules, mesh=mesh)
+
+    def loss_fn(p, x):
+        return (x @ p["blocks"][0]["w"] + p["blocks"][0]["b"]).square().mean()
+
+    fs.value_and_grad(loss_fn, mesh=mesh, batch=P("data"))(own, torch.ones(4, 4))
+    assert not any(shard.requires_grad for x in own["blocks"][0].values() for shard in x.shards)
