@@ -77,57 +77,46 @@ class Origin:
     stepped: str = field(default_factory=_stepped.get)
 
     @property
-    def told(self) -> tuple[tuple[list[int], ...], ...]:
-        """The numbers that must be the same on all devices, in three groups; where several differ, the last group is why."""
-        lengths = [length for shape in self.shapes for length in shape]
+    def told(self) -> tuple[list[int], ...]:
+        """The numbers that must be equal on all devices, by kind: see `_DIFFERENT`."""
         key = [] if self.key is None else [self.key % (1 << 40)]
-        return (lengths, [*self.batch.values()]), (key, [*self.stepped.encode()]), ([*self.leaves.values()],)
+        lengths = [length for shape in self.shapes for length in shape]
+        return [*self.batch.values()], lengths, [*self.stepped.encode()], key, [*self.leaves.values()]
 
-    def refuse(self, place: int, mesh: Mesh, exchange: Callable[[Sequence[int]], Mapping[int, Sequence[int]]]) -> None:
-        """Raise, saying who differs in what was told in a group; `exchange` gives all devices' numbers."""
-        for kind, own_numbers in enumerate(self.told[place], 2 * place):
-            found = {name_of(mesh, device): [*numbers] for device, numbers in exchange(own_numbers).items()}
-            (first, own), *others = found.items()
-            wrong = {name: numbers for name, numbers in others if numbers != own}
-            if wrong:
-                raise MismatchError(f"value_and_grad: {self._difference(kind, first, own, wrong, found)}")
-
-    def _difference(
-        self,
-        kind: int,
-        first: str,
-        own: list[int],
-        wrong: Mapping[str, list[int]],
-        found: Mapping[str, list[int]],
-    ) -> str:
-        """Say who differs from the first device."""
-        if kind in (1, 4):
-            paths = [named(parts_of(path)) or "the tensor" for path in (self.batch if kind == 1 else self.leaves)]
+    def refuse(self, kind: int, mesh: Mesh, exchange: Callable[[Sequence[int]], Mapping[int, Sequence[int]]]) -> None:
+        """Raise, naming the devices that differ in one kind of numbers; `exchange` gives those of all devices."""
+        found = {name_of(mesh, device): [*numbers] for device, numbers in exchange(self.told[kind]).items()}
+        (first, own), *_ = found.items()
+        wrong = {name: numbers for name, numbers in found.items() if numbers != own}
+        if kind in (_BATCH, _LEAVES):
+            paths = [named(parts_of(path)) or "the tensor" for path in (self.batch if kind == _BATCH else self.leaves)]
             parts = [
                 f"{name} in {', '.join(path for path, a, b in zip(paths, own, theirs, strict=True) if a != b)}"
                 for name, theirs in wrong.items()
             ]
             who = f"{'; '.join(parts)} differs from {first}"
-        elif kind == 2:
+        elif kind == _KEY:
             who = f"{' and '.join(wrong)} is not that of {first}"
         else:
-            shown = {name: bytes(x).decode() if kind == 3 else x for name, x in found.items()}
+            shown = {name: bytes(x).decode() if kind == _OPTIONS else x for name, x in found.items()}
             who = "; ".join(f"{name} has {x}" for name, x in shown.items())
-        return _DIFFERENT[kind].format(who)
+        raise MismatchError(f"value_and_grad: {_DIFFERENT[kind].format(who)}")
 
 
+_BATCH, _, _OPTIONS, _KEY, _LEAVES = range(5)
 _DIFFERENT = (
-    "devices were given batches of different shapes, dim by dim: {}. Every process is given the whole batch and takes its "
-    "part: give all the same, or lay out what each has by fs.from_local.",
     "devices were given different batches, of the same shapes: {}. A plain tensor is the whole batch, of which each takes its "
     'part. If it is what this process has loaded for itself, say so: fs.from_local(x, fs.Layout(mesh, P("data"))).',
-    "the random state of {}, from which reproducible=True draws the key of the step. Give all processes one seed: "
-    "torch.manual_seed(0), not that of a rank.",
+    "devices were given batches of different shapes, dim by dim: {}. Every process is given the whole batch and takes its "
+    "part: give all the same, or lay out what each has by fs.from_local.",
     "devices have taken the last step with different options: {}. A device's own loss is of its own samples: give a scheduler, "
     'ReduceLROnPlateau say, fs.pmean(loss.detach(), "data"), and all the same limits.',
+    "the random state of {}, from which reproducible=True draws the key of the step. Give all processes one seed: "
+    "torch.manual_seed(0), not that of a rank.",
     "replicated parameters must be the same on all devices: {}. Make them from one seed on all processes, or load them "
     "from one file.",
 )
+"""The error for each kind of numbers; where several differ, the last is why."""
 
 
 def refuse_distant(mesh: Mesh, what: str, **trees: PyTree) -> None:
@@ -141,7 +130,7 @@ def refuse_distant(mesh: Mesh, what: str, **trees: PyTree) -> None:
     Traceback (most recent call last):
     fshard.errors.LayoutError: step: laid out outside of fs.run and used inside: params.w. Lay out everything where the ...
     """
-    if mesh.runtime != "virtual":
+    if mesh.runtime != "virtual" or mesh.size == 1:
         return
     count = len(held(mesh))
 
