@@ -61,10 +61,13 @@ def together(
     `many` devices count for the same samples.
     """
     first, near = found[0], found[0].loss.device
+    alone = group is None or group.size == 1
+    if alone and len(found) == 1 and first.weight:  # a mean of one
+        return first._replace(loss=first.loss.to(torch.promote_types(first.loss.dtype, torch.float32))), more
     weight = tree_sum([one.weight for one in found])
     with torch.no_grad():
         sums = sum_of_rows(_rows(found, near))
-    if group is not None and group.size > 1:
+    if not alone:
         sums, known = summed((sums, on_host([weight, *more], near)), group, site)
         weight, *more = [weight, *more] if known.is_meta else known.tolist()
     loss, *rest = sums.split([1, *(x.numel() for x in (*first.means, *first.counts))])

@@ -175,11 +175,11 @@ def train_step(
 
 
 def _metrics(how: How, value: Value, norm: Tensor) -> Metrics:
-    finite, near = torch.isfinite(norm) & torch.isfinite(value.loss), value.loss.device
-    metrics = {"loss": value.loss, "grad_norm": norm.to(value.loss.dtype), "finite": finite}
-    found = {
-        "samples": None if value.samples is None else torch.tensor(value.samples),
-        "weight": None if how.weight is None else torch.full((), value.weight, dtype=torch.float64, device=near),
-        "aux": value.aux if how.has_aux else None,
-    }
-    return {**metrics, **{name: x for name, x in found.items() if x is not None}}
+    loss = value.loss
+    finite = (norm - norm + (loss - loss)) == 0  # inf - inf is nan
+    metrics: Metrics = {"loss": loss, "grad_norm": norm.to(loss.dtype), "finite": finite}
+    if value.samples is not None:
+        metrics["samples"] = torch.tensor(value.samples)
+    if how.weight is not None:
+        metrics["weight"] = torch.full((), value.weight, dtype=torch.float64, device=loss.device)
+    return {**metrics, "aux": value.aux} if how.has_aux else metrics
