@@ -340,42 +340,6 @@ def test_samples_that_count_for_nothing_may_count_in_the_losses_of_others():
     assert_serial(found, serial(lambda p, batch: losses(p, batch).sum() / mask.sum(), batch))
 
 
-def compared(p, batch, gather=lambda x: x, first=0):
-    """Each sample is compared with all samples; the mean over those that count is no number where none does."""
-    x, y, mask = batch
-    scores = (hidden(p, x) @ p["v"]) @ gather(y @ p["u"]).T
-    losses = F.cross_entropy(scores, torch.arange(len(x)) + first, reduction="none")
-    return (losses * mask).sum() / mask.sum()
-
-
-def compared_in_parts(p, batch):
-    return compared(p, batch, lambda x: fs.all_gather(x, "data"), len(batch[0]) * fs.axis_index("data"))
-
-
-def spread(p, batch, summed=lambda x: x, most=lambda x: x):
-    """What one sum over all samples makes goes into another, and into each sample's loss."""
-    losses, mask = errors(p, batch[:2]), batch[2]
-    away = (losses - summed(losses.sum()) / 8).square()
-    return (losses / summed(away.sum()) * mask).sum() / mask.sum() / most(away.max())
-
-
-def spread_in_parts(p, batch):
-    return spread(p, batch, lambda x: fs.psum(x, "data"), lambda x: fs.pmax(x, "data"))
-
-
-@pytest.mark.parametrize(
-    ("loss_fn", "alone"),
-    [(compared_in_parts, compared), (fs.remat(compared_in_parts), compared), (spread_in_parts, spread)],
-    ids=["plain", "remat", "chained"],
-)
-@pytest.mark.parametrize(("rules", "stage"), [(P(), 0), (P(), 2), (fs.fsdp("data"), 3)], ids=["0", "2", "3"])
-def test_a_loss_that_is_no_number_adds_nothing_though_others_use_its_samples(loss_fn, alone, rules, stage):
-    mask = torch.tensor([1.0, 0, 0, 0, 1, 1, 0, 1], dtype=torch.float64)
-    batch = (*batch_of(8), mask)
-    found = on_mesh(loss_fn, batch, {"data": 4}, rules, stage=stage, weight=lambda batch: batch[2].sum())
-    assert_serial(found, serial(alone, batch))
-
-
 def test_frozen_parameters_and_those_that_one_part_uses_have_their_gradients():
     """Along "model", the first device uses w and the second u; v is frozen, and nobody uses b."""
 

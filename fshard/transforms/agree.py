@@ -132,17 +132,17 @@ def disagreement(mesh: Mesh, gathered: Mapping[int, Sequence[int]], words: Seque
         ((device, numbers),) = gathered.items()
         here = ", then ".join(words[number] for number in numbers)
         return f"{name_of(mesh, device)} has gathered {here}. {CURE}" if numbers else ""
-    shared = min(map(len, gathered.values()))
-    start = next((at for at in range(shared) if len({one[at] for one in gathered.values()}) > 1), shared)
-    found: dict[int, list[str]] = {}
-    for device, one in gathered.items():
-        found.setdefault(one[start] if start < len(one) else -1, []).append(name_of(mesh, device))
-    if len(found) == 1:
+    longest = max(map(len, gathered.values()))
+    rows = {device: [*numbers, *[-1] * (longest - len(numbers))] for device, numbers in gathered.items()}
+    start = next((at for at in range(longest) if len({row[at] for row in rows.values()}) > 1), None)
+    if start is None:
         return ""
+    devices: dict[int, list[str]] = {}
+    for device, row in sorted(rows.items(), key=lambda item: item[1][start] < 0):
+        devices.setdefault(row[start], []).append(name_of(mesh, device))
     parts = [
-        f"{' and '.join(devices)} {'has' if len(devices) == 1 else 'have'} "
-        + ("not" if number < 0 else f"gathered {words[number]}")
-        for number, devices in sorted(found.items(), key=lambda item: (item[0] < 0, item[0]))
+        f"{' and '.join(names)} has {'not' if number < 0 else f'gathered {words[number]}'}"
+        for number, names in devices.items()
     ]
     return f"{', '.join(parts)}. {CURE}"
 
@@ -231,29 +231,19 @@ def objection(batch: Batch, count: int, *, reproducible: bool) -> Notice | None:
     axes = frozenset(batch.axes if cut is None or reproducible else cut.axes)
 
     def object_to(what: str, group: Group) -> None:
-        if axes.isdisjoint(group.axes):
+        if axes.isdisjoint(group.axes) or what in NOT_HEARD:
             return
         if reproducible:
-            if what not in ("fs.pvary", "fs.axis_size"):
-                raise LayoutError(
-                    f"{what} over {as_written(group.axes)} in the loss function, at {call_site()}: with reproducible=True a "
-                    "slice of the batch must be computed by itself, so that it does not depend on the mesh. Use its own "
-                    "samples only, or leave reproducible=True out."
-                )
-            return
-        if group.size == 1 or what in _HARMLESS or cut is None:
-            return
-        found = f"the {cut.length} samples of the batch are cut into {slices} slices"
-        cure = f"Give batches of a multiple of {slices}."
-        if cut.length < slices:
             raise LayoutError(
-                f"{what} in the loss function: {found}, so some have none and compute on a neighbour's, which would count "
-                f"twice. {cure}"
+                f"{what} over {as_written(group.axes)} in the loss function, at {call_site()}: with reproducible=True a "
+                "slice of the batch must be computed by itself, so that it does not depend on the mesh. Use its own "
+                "samples only, or leave reproducible=True out."
             )
-        if what == "fs.pmean":
-            raise LayoutError(
-                f"fs.pmean in the loss function weights all devices alike, but {found} of different size. {cure} Or divide "
-                "the fs.psum of sums by that of counts."
-            )
+        if group.size == 1 or what in _HARMLESS or cut is None or (cut.length >= slices and what != "fs.pmean"):
+            return
+        raise LayoutError(
+            f"{what} in the loss function: the {cut.length} samples of the batch are cut into {slices} slices, which are not "
+            f"of one size, or some without samples, and all would count alike. Give batches of a multiple of {slices}."
+        )
 
     return object_to

@@ -1,18 +1,11 @@
-"""Checks of autograd's graph, and the gradient of a loss that counts for nothing.
-
-`silence`: a loss of weight 0 has derivatives of 0 times something, which is nan where that is infinite; but what other
-devices send back for a value of it is a number and must pass.  So each node between the loss and the collectives gives zeros.
-
-    loss = nan   <── (z * mask).sum() / 0  <── all_gather(y)  <── y
-      cotangents:    0                         what others found of y
-"""
+"""Checks of autograd's graph: gradients that would be lost raise an error."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
-from torch import Tensor, nn, zeros_like
+from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves  # it knows the outputs of other libraries' modules
 from torch.utils.checkpoint import CheckpointFunction
@@ -75,25 +68,3 @@ def refuse_attached(loss: Tensor, ends: list[Tensor]) -> None:
 
 _OF_UNITS = frozenset({"_UseBackward", "_OnceBackward", "_AsideBackward"})
 """The autograd nodes by which a loss leads to parameters."""
-
-
-_TALKING = ("_Recorded", "_Transformed", "_Extreme")
-"""The Functions whose backward other devices may add to, by name: torch makes classes of its own of them."""
-
-
-def silence(loss: Tensor) -> None:
-    """Let a loss give cotangents of 0, whatever its derivative; those that come by collectives are let through."""
-    every = [*nodes_behind(loss)]
-    talking = [node for node in every if node.name().removesuffix("Backward").removesuffix("Generated") in _TALKING]
-    heard, left = set(talking), list(talking)
-    while left:
-        new = {before for before, _ in left.pop().next_functions if before is not None} - heard
-        heard |= new
-        left += new
-    for node in every:
-        if node not in heard:
-            node.register_hook(_zeros)
-
-
-def _zeros(grad_inputs: tuple[Tensor | None, ...], _: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-    return tuple(None if g is None else zeros_like(g) for g in grad_inputs)

@@ -1,20 +1,16 @@
-"""`Handle`: a parameter as a tensor without memory, whose unit is gathered when an operation touches it.
+"""`Handle`: a parameter as a tensor without memory, whose unit is all-gathered when an operation touches it.
 
-It is a tensor whose shape, dtype and device are known, and modules take it.  There are two ways to its values:
+Its shape, dtype and device are known, and modules take it.  There are two ways to its values:
 
-    torch.f(h, x)       __torch_function__    f runs on the gathered tensors, and gradients come to their unit (`_Use`)
+    torch.f(h, x)       __torch_function__    f runs on the unsharded tensors, and gradients come to their unit (`_Use`)
     what f calls in C++ __torch_dispatch__    f has been given h itself, and gradients come to h's own node (`_Aside`)
 
-The first is the usual one.  On the second go an autograd Function, an operator of the user's, and torch.func, which do not
-ask a tensor's class.  What it gives is added to the unit's gradients after the backward.
+The second is that of autograd Functions, custom operators and torch.func, which do not ask a tensor's class.
 
-What autograd saves of gathered parameters: a note of where it lay, so that the memory can go.
-
-forward     w = gathered  ─save─>  (unit, at, size, stride, offset)          w is let go
-backward    the note is read: the unit is gathered again, and the same view of it taken
-
-Notes are taken by saved-tensor hooks, under which torch.func's grad, vjp and jacrev refuse to run.  A loss function that
-calls one of these marks that part `fs.gathered(part, keep=True)`, or the step says `reshard_after_forward=False`.
+What autograd saves of unsharded parameters is a note of where it lay in its unit, so that the memory can be freed; for the
+backward the unit is all-gathered again.  Notes are taken by saved-tensor hooks, under which torch.func's grad, vjp and jacrev
+refuse to run: a loss function that calls one of these marks that part `fs.gathered(part, keep=True)`, or the step says
+`reshard_after_forward=False`.
 """
 
 from __future__ import annotations
@@ -37,24 +33,27 @@ from fshard.transforms.patterns import named, parts_of
 if TYPE_CHECKING:
     from fshard.transforms.tape import Tape
     from fshard.transforms.units import Unit
-if TYPE_CHECKING:
-    from fshard.transforms.units import Unit
 
 _compiler: Any = torch._C._dynamo.eval_frame.get_eval_frame_callback  # type: ignore[attr-defined]
 """What torch.compile runs the present frame with, None outside of it."""
 _C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
 _T: Any = Tensor
-KNOWN = frozenset(
-    {
-        *(getattr(_T, name).__get__ for name in ("device", "dtype", "itemsize", "layout", "nbytes", "ndim")),
-        *(
-            getattr(_T, name).__get__
-            for name in ("is_cpu", "is_cuda", "is_meta", "is_nested", "is_sparse", "requires_grad", "shape")
-        ),
-        *(_T.__len__, _T.dim, _T.element_size, _T.get_device, _T.is_complex, _T.is_floating_point),
-        *(_T.nelement, _T.numel, _T.size),
-    }
+_ATTRIBUTES = (
+    "device", "dtype", "is_cpu", "is_cuda", "is_meta", "is_nested", "is_sparse", "itemsize", "layout", "nbytes", "ndim",
+    "requires_grad", "shape",
+)  # fmt: skip
+_METHODS = (
+    _T.__len__,
+    _T.dim,
+    _T.element_size,
+    _T.get_device,
+    _T.is_complex,
+    _T.is_floating_point,
+    _T.nelement,
+    _T.numel,
+    _T.size,
 )
+KNOWN = frozenset((*(getattr(_T, name).__get__ for name in _ATTRIBUTES), *_METHODS))
 """What a handle knows without its values."""
 _OF_PARAMETERS = {_T.grad_fn.__get__: None, _T.is_leaf.__get__: True}
 """What is asked of parameters, and the answer."""

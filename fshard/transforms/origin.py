@@ -77,15 +77,21 @@ class Origin:
     stepped: str = field(default_factory=_stepped.get)
 
     @property
-    def told(self) -> tuple[list[int], ...]:
-        """The numbers that must be equal on all devices, by kind: see `_DIFFERENT`."""
+    def told(self) -> tuple[tuple[list[int], ...], ...]:
+        """The numbers that must be equal on all devices: kinds of them (see `_DIFFERENT`), in three groups."""
         key = [] if self.key is None else [self.key % (1 << 40)]
         lengths = [length for shape in self.shapes for length in shape]
-        return [*self.batch.values()], lengths, [*self.stepped.encode()], key, [*self.leaves.values()]
+        return (lengths, [*self.batch.values()]), (key, [*self.stepped.encode()]), ([*self.leaves.values()],)
 
-    def refuse(self, kind: int, mesh: Mesh, exchange: Callable[[Sequence[int]], Mapping[int, Sequence[int]]]) -> None:
-        """Raise, naming the devices that differ in one kind of numbers; `exchange` gives those of all devices."""
-        found = {name_of(mesh, device): [*numbers] for device, numbers in exchange(self.told[kind]).items()}
+    def refuse(self, group: int, mesh: Mesh, exchange: Callable[[Sequence[int]], Mapping[int, Sequence[int]]]) -> None:
+        """Raise, naming the devices that differ in a group of numbers; `exchange` gives those of all devices."""
+        for kind, own in enumerate(self.told[group], 2 * group):
+            found = {name_of(mesh, device): [*numbers] for device, numbers in exchange(own).items()}
+            if any(numbers != own for numbers in found.values()):
+                raise MismatchError(f"value_and_grad: {_DIFFERENT[kind].format(self._who(kind, found))}")
+
+    def _who(self, kind: int, found: dict[str, list[int]]) -> str:
+        """Say which devices differ from the first."""
         (first, own), *_ = found.items()
         wrong = {name: numbers for name, numbers in found.items() if numbers != own}
         if kind in (_BATCH, _LEAVES):
@@ -94,25 +100,23 @@ class Origin:
                 f"{name} in {', '.join(path for path, a, b in zip(paths, own, theirs, strict=True) if a != b)}"
                 for name, theirs in wrong.items()
             ]
-            who = f"{'; '.join(parts)} differs from {first}"
-        elif kind == _KEY:
-            who = f"{' and '.join(wrong)} is not that of {first}"
-        else:
-            shown = {name: bytes(x).decode() if kind == _OPTIONS else x for name, x in found.items()}
-            who = "; ".join(f"{name} has {x}" for name, x in shown.items())
-        raise MismatchError(f"value_and_grad: {_DIFFERENT[kind].format(who)}")
+            return f"{'; '.join(parts)} differs from {first}"
+        if kind == _KEY:
+            return f"{' and '.join(wrong)} is not that of {first}"
+        shown = {name: bytes(x).decode() if kind == _OPTIONS else x for name, x in found.items()}
+        return "; ".join(f"{name} has {x}" for name, x in shown.items())
 
 
-_BATCH, _, _OPTIONS, _KEY, _LEAVES = range(5)
+_, _BATCH, _KEY, _OPTIONS, _LEAVES = range(5)
 _DIFFERENT = (
-    "devices were given different batches, of the same shapes: {}. A plain tensor is the whole batch, of which each takes its "
-    'part. If it is what this process has loaded for itself, say so: fs.from_local(x, fs.Layout(mesh, P("data"))).',
     "devices were given batches of different shapes, dim by dim: {}. Every process is given the whole batch and takes its "
     "part: give all the same, or lay out what each has by fs.from_local.",
-    "devices have taken the last step with different options: {}. A device's own loss is of its own samples: give a scheduler, "
-    'ReduceLROnPlateau say, fs.pmean(loss.detach(), "data"), and all the same limits.',
+    "devices were given different batches, of the same shapes: {}. A plain tensor is the whole batch, of which each takes its "
+    'part. If it is what this process has loaded for itself, say so: fs.from_local(x, fs.Layout(mesh, P("data"))).',
     "the random state of {}, from which reproducible=True draws the key of the step. Give all processes one seed: "
     "torch.manual_seed(0), not that of a rank.",
+    "devices have taken the last step with different options: {}. A device's own loss is of its own samples: give a scheduler, "
+    'ReduceLROnPlateau say, fs.pmean(loss.detach(), "data"), and all the same limits.',
     "replicated parameters must be the same on all devices: {}. Make them from one seed on all processes, or load them "
     "from one file.",
 )

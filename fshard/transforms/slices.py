@@ -21,7 +21,7 @@ from fshard.source import Site
 from fshard.transforms.agree import Talk, disagreement, exchanged, marks, objection, on_host, summed, unlike
 from fshard.transforms.batch import Batch, Slice
 from fshard.transforms.buffers import Buffers, Written, averaged, entries_to_average, irregular, written_paths
-from fshard.transforms.graph_checks import refuse_unreached, silence
+from fshard.transforms.graph_checks import refuse_unreached
 from fshard.transforms.means import (
     Count,
     Found,
@@ -273,8 +273,6 @@ class Device:
         share = count.share if how.slices is None else 1.0  # in reproducible mode sums are weighted, in 32 bits
         self.scaled = held_by(loss.dtype, self.scale)
         start = torch.full_like(loss, share * self.scaled)
-        if not count.weight and not idle:
-            silence(loss)
         with tape.reductions.asked():
             torch.autograd.grad(loss, [tape.anchor], start, allow_unused=True)
 

@@ -104,20 +104,17 @@ class Unit:
             if self.sharded:
                 self.tape.make_room(self)
             if self.trained and torch.is_grad_enabled():
-                used = _Use.apply(self.tape.anchor, self) if not transformed() else _outside_transforms(self._used)
+                used = _outside_transforms(lambda: _Use.apply(self.tape.anchor, self))
                 if not _in_backward():  # a rematerialised use comes in a backward, and ends with it
                     self.awaited += 1
                     self.tape.first += [self.number] if self.number not in self.tape.first else []
             else:
-                used = self._detached() if not transformed() else _outside_transforms(self._detached)
+                used = _outside_transforms(self._detached)
             if torch.is_grad_enabled() or not self.trained:
                 self.used = used
             if self.sharded:
                 self.tape.look_ahead(self.tape.seen.forward, self.tape.expected.forward, self)
         return used
-
-    def _used(self) -> tuple[Tensor, ...]:
-        return _Use.apply(self.tape.anchor, self)  # type: ignore[no-any-return]
 
     def _detached(self) -> tuple[Tensor, ...]:
         with torch.no_grad():
@@ -220,9 +217,7 @@ class _Use(Function):
     def forward(ctx: Any, anchor: Tensor, unit: Unit) -> tuple[Tensor, ...]:
         ctx.unit = unit
         ctx.set_materialize_grads(False)
-        values = [
-            x.detach() for x in unit.gather()
-        ]  # autograd forbids to change views: `check_unchanged` does it better
+        values = [x.detach() for x in unit.gather()]  # a write is found by `check_unchanged`
         leaves = unit.tape.leaves
         fixed = [x for x, place in zip(values, unit.places, strict=True) if not leaves[place].trained]
         ctx.mark_non_differentiable(*fixed)
@@ -256,6 +251,8 @@ class _Once(Function):
 
 def _outside_transforms(make: Callable[[], Result]) -> Result:
     """Call without torch.func's transforms: parameters come from outside of them."""
+    if not transformed():
+        return make()
     with temporarily_clear_interpreter_stack():
         return make()
 

@@ -49,9 +49,9 @@ def value_and_grad(
         has_aux: whether loss_fn returns something more, last.
         weight: what a part of the batch counts for: `weight(part)`, say its number of tokens.  By default a part counts for
             its samples: how long the first dim is, where the batch is cut along it.  A part that counts 0 adds nothing, even
-            if its loss is no number; no part counts less, and a batch that counts for nothing at all is refused.  It may be a
-            number for each sample, and has to be if the loss function returns a loss for each.  For a number that lies on a
-            device the host waits, once a step.
+            if its loss is no number, unless the loss calls a collective; no part counts less, and a batch that counts for
+            nothing at all is refused.  It may be a number for each sample, and has to be if the loss function returns a loss
+            for each.  For a number that lies on a device the host waits, once a step.
         accumulate: cut each device's part into so many, one after the other.  Parts differ by one sample at most.
         reduce_once: with `accumulate`, add gradients up locally and reduce the sum, instead of reducing each.  It sends less
             and holds whole gradients meanwhile.
