@@ -176,21 +176,19 @@ def elementwise_leaves(elementwise: Elementwise, params: PyTree) -> list[bool]:
 @torch.no_grad()
 def copied(tree: PyTree) -> PyTree:
     """Return a tree of copies; what was one tensor at two places is one again.  Nobody writes to what is frozen."""
-    made: dict[int, Leaf] = {}
+    made: dict[int, Tensor] = {}
 
     def clone(x: Tensor) -> Tensor:
-        if id(x) not in made:
-            made[id(x)] = x.clone()
-        return made[id(x)]
+        found = made.get(id(x))
+        if found is None:
+            found = made[id(x)] = x.clone()
+        return found
 
     def copied_leaf(leaf: Leaf) -> Leaf:
-        if is_frozen(leaf) or not isinstance(leaf, Sharded | Tensor):
-            return leaf
-        if isinstance(leaf, Tensor):
-            return clone(leaf)
-        if id(leaf) not in made:
-            made[id(leaf)] = Sharded(leaf.shape, leaf.layout, tuple([clone(x) for x in leaf.shards]))
-        return made[id(leaf)]
+        if type(leaf) is Sharded:
+            shards = leaf.shards if leaf.layout.frozen else tuple(map(clone, leaf.shards))
+            return Sharded(leaf.shape, leaf.layout, shards)
+        return clone(leaf) if isinstance(leaf, Tensor) and not is_frozen(leaf) else leaf
 
     leaves, structure = flatten(tree, sharded_is_leaf=True, none_is_leaf=True)
     return unflatten(structure, list(map(copied_leaf, leaves)))
