@@ -2,12 +2,11 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import fshard as fs
 from fshard import P, optim
-from fshard.optim.contract import step_of
 
 FINITE = st.lists(st.booleans(), max_size=30)
 
@@ -48,16 +47,6 @@ def test_patience_is_spent_once_and_growing_restores_it():
     assert scales(opt, bad * 4 + good * 2 + bad * 3) == [64, 64, 32, 16, 16, 32, 32, 32, 16]
 
 
-AROUND = {
-    "ema": lambda opt: optim.ema(opt, 0.5),
-    "with_master_weights": optim.with_master_weights,
-    "accumulate": lambda opt: optim.accumulate(opt, 2),
-    "masked": lambda opt: optim.masked(opt, {"w": True, "b": False}),
-    "by_label": lambda opt: optim.by_label({"all": opt}, "all"),
-    "first of a chain": lambda opt: optim.chain(opt, optim.sgd(1.0, maximize=True)),
-}
-
-
 def trained(opt, stage):
     """What three steps of training on two devices make of parameters in bfloat16 and float32."""
     mesh = fs.make_mesh({"data": 2})
@@ -71,44 +60,6 @@ def trained(opt, stage):
     for _ in range(3):
         params, state, _ = step(params, state, torch.arange(12.0).reshape(4, 3) / 8)
     return {name: fs.unshard(leaf) for name, leaf in params.items()}
-
-
-@given(st.lists(st.sampled_from(list(AROUND)), max_size=4), st.sampled_from([0, 1, 3]))
-@settings(max_examples=30, deadline=None)
-def test_in_whatever_stands_around_it_a_scaled_loss_trains_as_one_that_is_not_scaled(names, stage):
-    opts = {True: optim.loss_scaled(optim.sgd(0.125)), False: optim.sgd(0.125)}
-    for name in names:
-        opts = {scaled: AROUND[name](opt) for scaled, opt in opts.items()}
-    found, expected = trained(opts[True], stage), trained(opts[False], stage)
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
-
-
-@given(st.lists(st.sampled_from(list(AROUND)), max_size=3), st.sampled_from([0, 1, 3]), st.booleans())
-@settings(max_examples=30, deadline=None)
-def test_a_scale_that_is_forgotten_is_an_error_and_one_that_is_said_is_not(names, stage, whole):
-    opt, mesh = optim.loss_scaled(optim.sgd(0.125), initial=8.0), fs.make_mesh({"data": 2})
-    for name in names:
-        opt = AROUND[name](opt)
-    opt = fs.partition_optimizer(opt, mesh=mesh, axis="data", stage=stage)
-    tree = {"w": torch.tensor([1.0, 2.0, 3.0], dtype=torch.bfloat16), "b": torch.ones(2)}
-    params = fs.shard_params(tree, fs.fsdp("data") if stage == 3 else P(), mesh=mesh)
-    lie = None if whole else opt.gradients  # as the parameters, or as the optimizer wants them
-    run = fs.value_and_grad(
-        lambda p, x: (p["w"] * x).square().sum(1).mean() + p["b"].square().sum(),
-        mesh=mesh,
-        batch=P("data"),
-        gradients=lie,
-    )
-    state, batch = opt.init(params), torch.arange(12.0).reshape(4, 3) / 8
-    grads = run(params, batch)[1]
-    for act in (opt.update, step_of(opt)):
-        with pytest.raises(
-            fs.OptimizerError, match=r"by its scale, 8, but value_and_grad was told of none.*scale=opt.loss_scale"
-        ):
-            act(grads, state, params)
-    for scale in (opt.loss_scale(state), 1.0):
-        opt.update(run(params, batch, scale=scale)[1], state, params)
-    opt.update(fs.device_put(fs.unshard(grads), fs.layouts(grads)), state, params)  # nobody knows where these are from
 
 
 def test_a_scale_of_one_need_not_be_said():

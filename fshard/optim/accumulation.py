@@ -16,7 +16,6 @@ from fshard.mesh.tree import PyTree
 from fshard.optim.contract import Optimizer, Update, check_inside, count_from, no_updates, refuse, scale_inside
 from fshard.optim.leaves import Leaf, Leaves, count_from_zero, map_shards, trainable
 from fshard.optim.plain import on_arrays
-from fshard.optim.scaling import refusing_unscaled
 
 
 def accumulate(opt: Optimizer, every: int) -> Optimizer:
@@ -59,7 +58,7 @@ def accumulate(opt: Optimizer, every: int) -> Optimizer:
                 "inner": inner,
             }
 
-        return refusing_unscaled(scale, torch.no_grad()(run))
+        return torch.no_grad()(run)
 
     update = at_last(lambda grads, params: no_updates(grads), opt.update)
     step = at_last(lambda grads, params: params, opt.step) if opt.step else None

@@ -14,7 +14,6 @@ from fshard.mesh.tree import PyTree
 from fshard.optim.contract import Optimizer, Update, check_inside, scale_inside, step_of
 from fshard.optim.leaves import Leaf, Leaves, map_shards, trainable
 from fshard.optim.plain import on_arrays
-from fshard.optim.scaling import refusing_unscaled
 
 _HALVES = (torch.bfloat16, torch.float16)
 
@@ -55,7 +54,7 @@ def with_master_weights(opt: Optimizer) -> Optimizer:
             masters = at.mapped(lambda old, new: new if _is_half(old) else None, after)
             return at.mapped(_rounded, after), {"master": masters, "inner": inner}
 
-        return refusing_unscaled(scale, run)
+        return run
 
     pure = through(step_of(opt._replace(step=None)))
 

@@ -40,7 +40,6 @@ from fshard.optim.contract import Elementwise, Optimizer, Update, check_inside, 
 from fshard.optim.leaves import Leaf, Leaves
 from fshard.optim.once import stand_for
 from fshard.optim.plain import on_arrays
-from fshard.optim.scaling import refusing_unscaled
 from fshard.source import Site, call_site
 from fshard.uncompiled import uncompiled
 
@@ -135,7 +134,7 @@ def partition_optimizer(
             del grads, own, result  # what `after` holds is then the last that is held of old memory
             return at.rebuild((_handed_over if donated else _back)(at, after, site)), state
 
-        return refusing_unscaled(opt.loss_scale, run)
+        return run
 
     return Partitioned(
         init,

@@ -11,15 +11,12 @@ What one device finds, all must know before any of them moves: the numbers of ba
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fshard.errors import OptimizerError
-from fshard.mesh.sharded import Sharded
 from fshard.mesh.tree import PyTree
 from fshard.optim.contract import Optimizer, Update, check_inside, no_updates, refuse, refuse_scaled
 from fshard.optim.leaves import Leaves, count_from_zero, map_shards, shards_of
@@ -41,10 +38,8 @@ def loss_scaled(
 ) -> Optimizer:
     """Let an optimizer take gradients of a scaled loss.
 
-    `train_step` reads the scale from the state and applies it.  Who takes the gradient himself has to say it:
-    `value_and_grad(...)(params, batch, scale=opt.loss_scale(state))`.  Gradients that it was told no scale for are refused, if
-    they come as they were returned.  Of others, plain tensors or what was made of those, nobody knows: steps would be too
-    small by the scale.
+    `train_step` reads the scale from the state and applies it.  A gradient that is taken without `train_step` must be that of
+    the scaled loss, `value_and_grad(...)(params, batch, scale=opt.loss_scale(state))`: steps are too small otherwise.
 
     Args:
         opt: the optimizer, with its chain: it gets gradients of the true size.  `ema`, `accumulate`, `masked` and
@@ -88,8 +83,7 @@ def loss_scaled(
         return _divided(grads, float(state["scale"]))
 
     update, step = if_finite(opt, after, given)
-    step = step and refusing_unscaled(_scale_of, step)
-    return Optimizer(init, refusing_unscaled(_scale_of, update), step, opt.elementwise, _scale_of, arrays=True)
+    return Optimizer(init, update, step, opt.elementwise, _scale_of, arrays=True)
 
 
 class Watched(NamedTuple):
@@ -136,38 +130,6 @@ class Scaling(NamedTuple):
         if now.patience > 1:
             return Watched(now.scale, 0, now.patience - 1)
         return Watched(max(now.scale * self.backoff, self.smallest), 0, 1)
-
-
-_unscaled = weakref.WeakSet[Sharded]()
-
-
-def note_unscaled(grads: PyTree) -> None:
-    """Note that these are gradients of a loss for which no scale was said."""
-    _unscaled.update(leaf for leaf in Leaves.of(grads).leaves if isinstance(leaf, Sharded))
-
-
-def refusing_unscaled(scale_of: Callable[[PyTree], Tensor] | None, act: Update) -> Update:
-    """Return an optimizer's function that refuses gradients for which no scale was said, where the state has one."""
-
-    def run(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
-        if (
-            scale_of is not None
-            and _unscaled
-            and any(isinstance(leaf, Sharded) and leaf in _unscaled for leaf in Leaves.of(grads).leaves)
-        ):
-            _refuse_unscaled(float(scale_of(state)))
-        return act(grads, state, params)
-
-    return run if scale_of is not None else act
-
-
-def _refuse_unscaled(scale: float) -> None:
-    if scale != 1:
-        raise OptimizerError(
-            f"loss_scaled would divide these gradients by its scale, {scale:g}, but value_and_grad was told of none, so the "
-            "step would be too small by that. Write value_and_grad(...)(params, batch, scale=opt.loss_scale(state)); or "
-            "scale=1.0, if the loss function multiplies by the scale itself."
-        )
 
 
 def _scale_of(state: PyTree) -> Tensor:

@@ -36,7 +36,6 @@ from fshard.mesh.sharded import Sharded
 from fshard.mesh.spmd import everywhere, held, one_thread, standing
 from fshard.mesh.tree import PyTree, Structure, flatten, paths_of, unflatten
 from fshard.optim.leaves import firsts_of, trainable
-from fshard.optim.scaling import note_unscaled
 from fshard.source import Site, call_site
 from fshard.transforms.agree import CURE, disagreement
 from fshard.transforms.batch import placed
@@ -133,8 +132,6 @@ def called(self: Runs, params: PyTree, *given: PyTree, scale: Tensor | float | N
     buffers, batch = given if how.has_buffers else ((), *given)
     refuse_distant(self.mesh, how.caller, params=params, buffers=buffers, batch=batch)
     value, grads = self.run(params, buffers, batch, call_site(), 1.0 if scale is None else float(scale))
-    if scale is None:
-        note_unscaled(grads)
     rest = (value.buffers,) * how.has_buffers + (value.aux,) * how.has_aux
     return ((value.loss, *rest) if rest else value.loss), grads
 

@@ -49,7 +49,7 @@ from fshard.transforms.graph_checks import (
 from fshard.transforms.handle import wholes
 from fshard.transforms.means import Found
 from fshard.transforms.ordered import Forest
-from fshard.transforms.origin import after_a_step, refuse_distant, refuse_unplaced
+from fshard.transforms.origin import refuse_distant, refuse_unplaced
 from fshard.transforms.randomness import drawn_key, keyed_random
 from fshard.transforms.side_by_side import Pieces, refuse_unsliced, side_by_side
 from fshard.transforms.slices import Device
@@ -156,7 +156,7 @@ class ImperativeGradient:
     ) -> None:
         refuse_outside(mesh)
         self.apply, self.params, self.mesh, self.axes = apply, params, mesh, axes
-        self.draws, self.options_of_step = LoopDraws(seed), ""
+        self.draws = LoopDraws(seed)
         self.lay: Callable[[Layout], Layout] = options.get("gradients") or as_they_lie
         self._agreed = Buffers(buffers, standing(mesh))  # as they were on all devices after the last step
         self._buffers = self._agreed.part(0)  # as the last forward has left them
@@ -303,8 +303,7 @@ class ImperativeGradient:
             raise LayoutError(f"backward: the loss must be one number that the model's output led to; got one {found}.")
         if now.tape.fresh:
             refuse_other_parameters(loss)
-        with after_a_step(self.options_of_step):
-            self._on_device(lambda device: self._backward(now, loss, scale, sync))
+        self._on_device(lambda device: self._backward(now, loss, scale, sync))
 
     def _backward(self, now: _Open, loss: Tensor, scale: float, sync: bool) -> None:
         device = now.device
@@ -374,8 +373,7 @@ class ImperativeGradient:
                 "there are no gradients. Call the model, then booster.backward(loss, optimizer): loss.backward() does not "
                 "reduce over devices."
             )
-        with after_a_step(self.options_of_step):
-            found = self._on_device(lambda device: self._reduced(now, now.device))
+        found = self._on_device(lambda device: self._reduced(now, now.device))
         self.draws.end_step()
         return found
 

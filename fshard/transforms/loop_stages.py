@@ -26,7 +26,7 @@ from fshard.pipeline.schedule import Schedule
 from fshard.source import call_site
 from fshard.transforms.gradient import Runs, Value, as_they_lie
 from fshard.transforms.loop import LoopDraws, refuse_outside
-from fshard.transforms.origin import after_a_step, refuse_distant
+from fshard.transforms.origin import refuse_distant
 from fshard.transforms.value_and_grad import gradient_of
 
 Loss = Callable[[Any, Any], Tensor]
@@ -60,7 +60,7 @@ class StagedGradient:
     ) -> None:
         refuse_outside(mesh)
         self.params, self.buffers, self.mesh = params, buffers, mesh
-        self.draws, self.options_of_step = LoopDraws(seed), ""
+        self.draws = LoopDraws(seed)
         self.lay: Callable[[Layout], Layout] = options.get("gradients") or as_they_lie
         self.is_reproducible: bool = options.get("reproducible", False)
         self._stages = stages
@@ -95,11 +95,7 @@ class StagedGradient:
         backward = torch.is_grad_enabled()
         refuse_distant(self.mesh, "execute_pipeline", params=self.params, buffers=self.buffers)
         self._loss = loss_of_pair(loss)
-        with (
-            self.draws.next(grad=backward),
-            torch.set_grad_enabled(backward),
-            after_a_step(self.options_of_step),
-        ):
+        with self.draws.next(grad=backward), torch.set_grad_enabled(backward):
             runs = self._gradient(outputs, backward)
             value, grads = runs.run(self.params, self.buffers, batch, call_site(), scale)
         if backward:

@@ -8,17 +8,14 @@ inside               the calling device's own     its own
     the key that random draws begin with     in every step, in reproducible mode
     replicated parameters                    in the first step: their bits, each leaf's as a number
     batches that are given whole             in the first step, likewise
-    the options of the step before           in every step of a loop: learning rates, limits of norms
 
 Marks of these go along with numbers that are summed anyway; only when marks differ do devices tell each other more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -45,19 +42,6 @@ def bits(x: Tensor) -> int:
     return int(words.sum(dtype=torch.int64).item()) % (1 << 40)
 
 
-_stepped: ContextVar[str] = ContextVar("stepped", default="")
-
-
-@contextmanager
-def after_a_step(options: str) -> Generator[None]:
-    """Let what is begun inside tell the options of the step before it."""
-    token = _stepped.set(options)
-    try:
-        yield
-    finally:
-        _stepped.reset(token)
-
-
 @dataclass(frozen=True)
 class Origin:
     """What one device starts from.
@@ -67,21 +51,19 @@ class Origin:
         key: of random draws; None if devices may draw differently.
         leaves: the bits of replicated parameters, by their paths; none, but in a device's first step.
         batch: those of what the batch has that was given whole, likewise.
-        stepped: the options of the step before, in a loop.
     """
 
     shapes: tuple[tuple[int, ...], ...]
     key: int | None
     leaves: Mapping[str, int]
     batch: Mapping[str, int]
-    stepped: str = field(default_factory=_stepped.get)
 
     @property
     def told(self) -> tuple[tuple[list[int], ...], ...]:
-        """The numbers that must be equal on all devices: kinds of them (see `_DIFFERENT`), in three groups."""
+        """The numbers that must be equal on all devices: kinds of them (see `_DIFFERENT`), in two groups."""
         key = [] if self.key is None else [self.key % (1 << 40)]
         lengths = [length for shape in self.shapes for length in shape]
-        return (lengths, [*self.batch.values()]), (key, [*self.stepped.encode()]), ([*self.leaves.values()],)
+        return (lengths, [*self.batch.values()]), (key, [*self.leaves.values()])
 
     def refuse(self, group: int, mesh: Mesh, exchange: Callable[[Sequence[int]], Mapping[int, Sequence[int]]]) -> None:
         """Raise, naming the devices that differ in a group of numbers; `exchange` gives those of all devices."""
@@ -103,11 +85,10 @@ class Origin:
             return f"{'; '.join(parts)} differs from {first}"
         if kind == _KEY:
             return f"{' and '.join(wrong)} is not that of {first}"
-        shown = {name: bytes(x).decode() if kind == _OPTIONS else x for name, x in found.items()}
-        return "; ".join(f"{name} has {x}" for name, x in shown.items())
+        return "; ".join(f"{name} has {x}" for name, x in found.items())
 
 
-_, _BATCH, _KEY, _OPTIONS, _LEAVES = range(5)
+_, _BATCH, _KEY, _LEAVES = range(4)
 _DIFFERENT = (
     "devices were given batches of different shapes, dim by dim: {}. Every process is given the whole batch and takes its "
     "part: give all the same, or lay out what each has by fs.from_local.",
@@ -115,8 +96,6 @@ _DIFFERENT = (
     'part. If it is what this process has loaded for itself, say so: fs.from_local(x, fs.Layout(mesh, P("data"))).',
     "the random state of {}, from which reproducible=True draws the key of the step. Give all processes one seed: "
     "torch.manual_seed(0), not that of a rank.",
-    "devices have taken the last step with different options: {}. A device's own loss is of its own samples: give a scheduler, "
-    'ReduceLROnPlateau say, fs.pmean(loss.detach(), "data"), and all the same limits.',
     "replicated parameters must be the same on all devices: {}. Make them from one seed on all processes, or load them "
     "from one file.",
 )

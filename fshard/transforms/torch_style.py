@@ -182,7 +182,6 @@ class BoostedOptimizer(torch.optim.Optimizer):
         self.optim = given
         self._opts, self._gradient, self._source, self._zeros = opts, model.gradient, source, zeros
         self._grads: PyTree | None = None
-        self._limits = list[float]()
         self.state: PyTree = opts().init(self._gradient.params)
 
     @property
@@ -244,7 +243,6 @@ class BoostedOptimizer(torch.optim.Optimizer):
         if error_if_nonfinite and not norm.isfinite():
             raise OptimizerError(f"clip_grad_norm: the norm of the gradients must be finite; got {norm.item()}.")
         self._grads = shrunk(self.grads, norm, max_norm * scale)
-        self._limits.append(float(max_norm))
         return norm / scale
 
     def clip_grad_by_value(self, clip_value: float) -> None:
@@ -255,7 +253,6 @@ class BoostedOptimizer(torch.optim.Optimizer):
         else:
             refuse("clip_grad_value", within(0, torch.inf, clip_value=clip_value))
             self._grads = clipped_if_finite(self.grads, clip_value * self.scale)
-        self._limits.append(float(clip_value))
 
     def step(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, closure: Callable[[], Tensor] | None = None
@@ -268,16 +265,10 @@ class BoostedOptimizer(torch.optim.Optimizer):
         with torch.no_grad(), one_thread(own.is_reproducible):
             write = step_of(Optimizer(opt.init, opt.update, step, arrays=True))
             own.params, self.state = write(self.grads, self.state, own.params)
-        self._grads, own.options_of_step, self._limits = None, self._options(), []
+        self._grads = None
         if isinstance(self.optim, torch.optim.Optimizer):
             vars(self.optim)["_opt_called"] = True  # schedulers ask whether a step came before theirs
         return loss
-
-    def _options(self) -> str:
-        """Return the options of a step that a loop decides, which have to be the same on all devices."""
-        groups = self.optim.param_groups if isinstance(self.optim, torch.optim.Optimizer) else []
-        told = ", ".join(f"{name}={_shown(group[name])}" for group in groups for name in _VARIED if name in group)
-        return told + "".join(f", a limit of {limit}" for limit in self._limits)
 
     def state_dict(self) -> Any:
         """Raise: the state is sharded."""
@@ -302,14 +293,6 @@ class BoostedOptimizer(torch.optim.Optimizer):
         """Drop the gradients."""
         self._grads = None
         self._gradient.drop()
-
-
-_VARIED = "lr", "momentum", "betas", "weight_decay"
-"""Options that schedulers change."""
-
-
-def _shown(x: Any) -> str:
-    return str(float(x)) if isinstance(x, Tensor) and x.numel() == 1 else str(x)
 
 
 def _no_numbers(**given: Any) -> list[str]:
