@@ -76,9 +76,7 @@ from fshard.transforms.stage_functions import stage_functions
 from fshard.transforms.stage_plan import shard_stages
 from fshard.transforms.step import train_step
 from fshard.transforms.tape import gathered, whole
-from fshard.transforms.torch_style import BoostedOptimizer, Model
 from fshard.transforms.value_and_grad import grad, value_and_grad
-from fshard.uncompiled import uncompiled
 
 
 def __getattr__(name: str) -> Any:
@@ -189,9 +187,3 @@ __all__ = [
     "visualize",
     "whole",
 ]
-
-_COMPILED = {"gathered", "keyed_random", "name", "offload", "optim", "remat", "report", "save_names", "whole"}
-"""What a loss function calls and is compiled with, and rooms."""
-
-for _each in (*map(globals().get, {*__all__} - _COMPILED), Model, BoostedOptimizer):
-    uncompiled(_each)

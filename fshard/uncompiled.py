@@ -1,25 +1,35 @@
-"""What torch.compile calls, and does not look into.
+"""`uncompiled`: what torch.compile calls, and does not look into.
 
-fshard's own code is Python around threads, messages and caches: there is nothing in it to compile, Dynamo needs many seconds
-to find that out, and a count that goes up and down it leaves up.  `torch.compiler.disable` would wrap each function, at a
-cost for every call; a mark costs nothing.
+fshard's own code is Python around threads, messages and caches: there is nothing in it to compile, and Dynamo needs many
+seconds to find that out.  `torch.compiler.disable` does the same, but imports Dynamo when a function is decorated.
 """
 
 from __future__ import annotations
 
-from inspect import isfunction
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch.utils._contextlib import _DecoratorContextManager  # pyright: ignore[reportPrivateUsage]
 
-Marked = TypeVar("Marked")
+Args = ParamSpec("Args")
+Result = TypeVar("Result")
 _frames: Any = torch._C._dynamo.eval_frame  # type: ignore[attr-defined]
-_SKIP: Any = _frames._FrameAction.SKIP
-_LEFT_ALONE: Any = _frames._FrameExecStrategy(_SKIP, _SKIP)
+_set_compiler = _frames.set_eval_frame
 
 
-def uncompiled(marked: Marked) -> Marked:
-    """Mark a function, or all of a class: neither it nor what it calls is compiled, only what stands around it.
+class _Uncompiled(_DecoratorContextManager):
+    """Run without torch.compile for a while; Dynamo does not look into the decorators of torch either."""
+
+    def __enter__(self) -> None:
+        self._before = _set_compiler(None)
+
+    def __exit__(self, *_: object) -> None:
+        _set_compiler(self._before)
+
+
+def uncompiled(function: Callable[Args, Result]) -> Callable[Args, Result]:
+    """Return a function that runs without torch.compile, with all that it calls; what stands around it is compiled.
 
     >>> import torch
     >>> @uncompiled
@@ -28,11 +38,6 @@ def uncompiled(marked: Marked) -> Marked:
     >>> torch.compile(lambda x: is_compiled(x) * 2, backend="eager")(torch.ones(2))
     tensor([2., 2.])
     """
-    if isinstance(marked, type):
-        for member in vars(marked).values():
-            uncompiled(getattr(member, "__func__", member))  # of a static or class method
-    elif isfunction(marked):
-        function: Any = marked
-        function._torchdynamo_disable = True  # whoever is compiled stops before it
-        _frames.set_code_exec_strategy(function.__code__, _LEFT_ALONE)  # and it is run as it is, with all that it calls
-    return marked
+    run: Any = _Uncompiled()(function)
+    run._torchdynamo_disable = True  # whoever is compiled stops before it
+    return run

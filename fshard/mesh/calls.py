@@ -160,7 +160,6 @@ class Call:
         return unflatten(self.structure, [placed[place] for place in range(len(placed))])
 
 
-@uncompiled
 class Collective(Generic[Params]):
     """A collective that can be called, or started and waited for later."""
 
@@ -169,6 +168,7 @@ class Collective(Generic[Params]):
         update_wrapper(self, plan)
         self.__signature__ = inspect.signature(plan).replace(return_annotation=PyTree)
 
+    @uncompiled
     def __call__(self, *args: Params.args, **kwargs: Params.kwargs) -> PyTree:
         """Run it: by the short way, if one is known for a tensor like this."""
         scope = here()
@@ -195,6 +195,7 @@ class Collective(Generic[Params]):
             return (self, x.shape, x.dtype, repr(args), repr(kwargs))
         return key
 
+    @uncompiled
     def start(self, *args: Params.args, **kwargs: Params.kwargs) -> Handle:
         """Begin it and return a handle."""
         return self._plan(*args, **kwargs).start()

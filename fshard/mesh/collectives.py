@@ -25,6 +25,7 @@ from fshard.mesh.moves import AllGather, AllToAll, Broadcast, Extreme, Permute, 
 from fshard.mesh.scope import Group, require
 from fshard.mesh.spec import Axes
 from fshard.mesh.tree import PyTree
+from fshard.uncompiled import uncompiled
 
 _PSUM, _PVARY = Psum(), Pvary()
 
@@ -296,6 +297,7 @@ def check_index(what: str, role: str, index: int, group: Group) -> None:
         )
 
 
+@uncompiled
 def axis_index(axis: Axes) -> int:
     """Return the calling device's place along `axis` (along several axes: as one number, major to minor).
 
@@ -306,6 +308,7 @@ def axis_index(axis: Axes) -> int:
     return require("fs.axis_index").asked(axis, "fs.axis_index").index
 
 
+@uncompiled
 def axis_size(axis: Axes) -> int:
     """Return how many devices there are along `axis`.
 

@@ -32,6 +32,7 @@ from fshard.mesh.steps import Way, convert, go, way_between, wire_of
 from fshard.mesh.supply import Parts
 from fshard.mesh.tree import PyTree, Structure, broadcast_prefix, flatten, flatten_with_paths, map_leaves, unflatten
 from fshard.source import Site, call_site
+from fshard.uncompiled import uncompiled
 
 # -- between one tensor outside and a replicated one on all devices -----------------------------------------------
 
@@ -146,6 +147,7 @@ def collected(what: str) -> Generator[Callable[[str], Any]]:
         raise kind(f"{what}: " + ("\n  " if len(complaints) > 1 else "") + "\n  ".join(complaints))
 
 
+@uncompiled
 def device_put(tree: PyTree, layout: PyTree) -> PyTree:
     """Lay global values on a mesh.  Nothing is sent: every process is given the whole value and keeps its piece.
 
@@ -214,6 +216,7 @@ def _with_memory(x: Sharded, memory: Memory) -> Sharded:
     return Sharded(x.shape, x.layout, tuple(in_memory(shard, x.mesh, memory) for shard in x.shards))
 
 
+@uncompiled
 def reshard(tree: PyTree, layout: PyTree) -> PyTree:
     """Lay global arrays differently on the same mesh, by the cheapest collectives that lead there.
 
@@ -341,6 +344,7 @@ def _reshard(x: Sharded, layout: Layout, site: Site) -> Sharded:
     return reshard_all([_movable(x, layout)], [layout], site)[0]
 
 
+@uncompiled
 def unshard(tree: PyTree) -> PyTree:
     """Return the whole of global arrays, as plain tensors; on a process mesh, on every process.  All else stays as it is.
 

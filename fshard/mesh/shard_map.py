@@ -36,6 +36,7 @@ from fshard.source import Site, call_site
 from fshard.uncompiled import uncompiled
 
 
+@uncompiled
 def shard_map(
     f: Callable[..., PyTree],
     *,

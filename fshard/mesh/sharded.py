@@ -20,6 +20,7 @@ from fshard.mesh.mesh import Mesh
 from fshard.mesh.spec import P
 from fshard.mesh.spmd import agree, held, inside, standing, without_values
 from fshard.mesh.tree import register_node
+from fshard.uncompiled import uncompiled
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -166,6 +167,7 @@ def typeof(x: Sharded | Tensor) -> ShardType:
     raise LayoutError(f"typeof takes a Sharded or a dense tensor; found {found}.")
 
 
+@uncompiled
 def from_local(piece: Tensor | Callable[..., Tensor], layout: Layout, *, shape: Sequence[int] | None = None) -> Sharded:
     """Build a global array from each device's own piece, without moving anything.
 

@@ -43,6 +43,7 @@ from fshard.mesh.runtimes.watch import watching
 from fshard.mesh.scope import Scope, enter, entered, here, require
 from fshard.mesh.tree import flatten, unflatten
 from fshard.source import call_site
+from fshard.uncompiled import uncompiled
 
 Result = TypeVar("Result")
 
@@ -180,6 +181,7 @@ def one_thread(wanted: bool) -> Generator[None]:
         torch.set_num_threads(before)
 
 
+@uncompiled
 def run(main: Callable[..., Any], *args: Any, mesh: Mesh, check: bool = False, **kwargs: Any) -> list[Any]:
     """Run `main(*args, **kwargs)` as each device of the mesh; return the results of the devices held here.
 

@@ -19,8 +19,10 @@ from fshard.source import call_site
 from fshard.transforms.origin import refuse_distant
 from fshard.transforms.slices import Weight
 from fshard.transforms.value_and_grad import gradient_of, refuse_unscheduled
+from fshard.uncompiled import uncompiled
 
 
+@uncompiled
 def evaluate(
     loss_fn: Any,
     *,

@@ -145,7 +145,6 @@ def refuse_unrecorded(how: How) -> None:
         )
 
 
-@uncompiled
 @dataclass(frozen=True)
 class Gradient:
     """What `value_and_grad` returns: a function of (params, batch), which remembers what it has worked out."""

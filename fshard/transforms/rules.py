@@ -34,6 +34,7 @@ from fshard.optim.leaves import is_frozen
 from fshard.transforms.lazy import draw, fill, reserved
 from fshard.transforms.patterns import Choice, chosen, default_units, listed, matches, matches_parts, named, parts_of
 from fshard.transforms.randomness import drawing_from, random_state
+from fshard.uncompiled import uncompiled
 
 Rules = Any
 """A P, a prefix tree of Ps, a mapping of path patterns to Ps, a function of (path, leaf), or `fsdp(...)`."""
@@ -144,6 +145,7 @@ def fsdp(axis: str | tuple[str, ...], *, unit: str | Sequence[str] | int | None 
     return Fsdp(as_axes(axis), given[0] if alone else tuple(given))
 
 
+@uncompiled
 def shard_params(
     params: nn.Module | PyTree, rules: Rules, *, mesh: Mesh, frozen: Choice = None, seed: int | None = None
 ) -> PyTree:

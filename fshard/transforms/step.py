@@ -55,6 +55,7 @@ class AnyOptimizer(Protocol):
     def loss_scale(self) -> Callable[[PyTree], Tensor] | None: ...
 
 
+@uncompiled
 def train_step(
     loss_fn: Any,
     opt: AnyOptimizer,

@@ -30,6 +30,7 @@ from fshard.optim.source import OptimizerSource, TorchSource
 from fshard.transforms.announced import Announced
 from fshard.transforms.loop import ImperativeGradient
 from fshard.transforms.loop_stages import StagedGradient
+from fshard.uncompiled import uncompiled
 
 
 class Model(nn.Module):
@@ -44,6 +45,7 @@ class Model(nn.Module):
         self.module = module
         self.gradient = gradient
 
+    @uncompiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model."""
         if isinstance(self.gradient, StagedGradient):
@@ -208,6 +210,7 @@ class BoostedOptimizer(torch.optim.Optimizer):
         loss_scale = self._opts().loss_scale
         return 1.0 if loss_scale is None else float(loss_scale(self.state))
 
+    @uncompiled
     def backward(self, loss: Tensor, *, sync: bool = True) -> None:
         """Add the gradient of a loss."""
         if not isinstance(self._gradient, ImperativeGradient):
@@ -254,6 +257,7 @@ class BoostedOptimizer(torch.optim.Optimizer):
             refuse("clip_grad_value", within(0, torch.inf, clip_value=clip_value))
             self._grads = clipped_if_finite(self.grads, clip_value * self.scale)
 
+    @uncompiled
     def step(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, closure: Callable[[], Tensor] | None = None
     ) -> Tensor | None:

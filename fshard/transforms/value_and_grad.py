@@ -22,8 +22,10 @@ from fshard.pipeline.schedule import Schedule
 from fshard.transforms.gradient import Gradient, unstaged
 from fshard.transforms.options import Options
 from fshard.transforms.staged import Staged, staged
+from fshard.uncompiled import uncompiled
 
 
+@uncompiled
 def value_and_grad(
     loss_fn: Any,
     *,
