@@ -58,14 +58,19 @@ class Cut(NamedTuple):
 
     def ranges(self, mesh: Mesh, device: int, count: int) -> list[Range]:
         """Return which samples a device takes, in `count` slices."""
-        at = mesh.coordinates(device)
-        index = ravel([at[axis] for axis in self.axes], [mesh.shape[axis] for axis in self.axes])
+        index = _index(self.axes, mesh, device)
         return [balanced_range(self.length, self.parts * count, index * count + turn) for turn in range(count)]
 
     def lengths(self) -> list[int]:
         """Return how many samples each device has."""
         ranges = (balanced_range(self.length, self.parts, index) for index in range(self.parts))
         return [stop - start for start, stop in ranges]
+
+
+@lru_cache(maxsize=4096)
+def _index(axes: tuple[str, ...], mesh: Mesh, device: int) -> int:
+    at = mesh.coordinates(device)
+    return ravel([at[axis] for axis in axes], [mesh.shape[axis] for axis in axes])
 
 
 def _filled(found: Range, length: int) -> Range:
@@ -281,30 +286,30 @@ def _placed(leaf: Any, spec: Any, mesh: Mesh) -> tuple[Cut | None, tuple[Any, ..
     if not isinstance(spec, P):
         raise LayoutError(f"is a tensor, but its spec is {spec!r}. Give a P.")
     cut, layout = _how(mesh, spec, tuple(leaf.shape))
-    if cut is not None and cut.length % cut.parts:
-        return cut, _unevenly(unshard(leaf), cut, layout)
-    if isinstance(leaf, Sharded):
+    is_even = cut is None or cut.length % cut.parts == 0
+    if isinstance(leaf, Sharded) and is_even:
         return cut, (leaf if leaf.layout == layout else device_put(leaf, layout)).shards
-    if cut is not None and layout.spec.axes == cut.axes and not leaf.requires_grad and is_dense(leaf):
-        return cut, _rows_of_devices(leaf, cut, mesh)
-    divided = layout.spec.is_flat or any(mesh.shape[axis] > 1 for axis in layout.spec.axes)
-    if divided or leaf.requires_grad or not is_dense(leaf) or not leaf.is_contiguous():
-        return cut, device_put(leaf, layout).shards
-    whole = in_memory(leaf, mesh, "device")
+    x = unshard(leaf)
+    is_plain = not x.requires_grad and is_dense(x)
+    if cut is not None and (not is_even or is_plain):
+        return cut, _samples(x, cut, layout)
+    if layout.spec.is_flat or layout.spec.axes or not is_plain or not x.is_contiguous():
+        return cut, device_put(x, layout).shards
+    whole = in_memory(x, mesh, "device")
     return cut, tuple(lent(whole) for _ in held(mesh))  # it is only read, as a rule
 
 
-def _rows_of_devices(x: Tensor, cut: Cut, mesh: Mesh) -> tuple[Tensor, ...]:
-    """Return each device's samples of a tensor that is cut along its first dim alone, evenly."""
-    pieces = x.chunk(cut.parts)
-    indices = [_index(cut, mesh, device) for device in held(mesh)]
-    return tuple(in_memory(pieces[index].clone(), mesh, "device") for index in indices)
-
-
-@lru_cache(maxsize=4096)
-def _index(cut: Cut, mesh: Mesh, device: int) -> int:
-    at = mesh.coordinates(device)
-    return ravel([at[axis] for axis in cut.axes], [mesh.shape[axis] for axis in cut.axes])
+def _samples(x: Tensor, cut: Cut, layout: Layout) -> tuple[Tensor, ...]:
+    """Return each device's samples of a tensor; where the other dims are cut too, as a layout says, its part of these."""
+    mesh, pieces = layout.mesh, list[Tensor]()
+    for device in held(mesh):
+        (own,) = cut.ranges(mesh, device, 1)
+        piece = x[slice(*_filled(own, cut.length))]
+        if layout.spec.cut_axes != cut.axes:
+            _, *inside = layout.ranges(x.shape, device)
+            piece = piece[(slice(None), *(slice(*each) for each in inside))]
+        pieces.append(in_memory(piece.clone(), mesh, "device"))
+    return tuple(pieces)
 
 
 @lru_cache(maxsize=1024)
@@ -314,20 +319,9 @@ def _how(mesh: Mesh, spec: P, shape: tuple[int, ...]) -> tuple[Cut | None, Layou
     first, *others = spec.dims(len(shape)) or [()]
     cut = Cut(first, prod(mesh.shape[axis] for axis in first), shape[0]) if first else None
     if cut is not None and cut.length % cut.parts:
-        return cut, Layout(mesh, P(None, *others))
+        layout = Layout(mesh, P(None, *others))
     layout.check(shape)
     return cut, layout
-
-
-def _unevenly(x: Tensor, cut: Cut, others: Layout) -> tuple[Tensor, ...]:
-    """Return each device's samples of a tensor whose other dims lie as `others` says."""
-    others.check(x.shape)
-    pieces: list[Tensor] = []
-    for device in held(others.mesh):
-        (own,) = cut.ranges(others.mesh, device, 1)
-        _, *inside = others.ranges(x.shape, device)
-        pieces.append(x[tuple(slice(*each) for each in (_filled(own, cut.length), *inside))].clone())
-    return tuple(in_memory(piece, others.mesh, "device") for piece in pieces)
 
 
 def rows_of(leaf: Any) -> int | None:
