@@ -125,7 +125,14 @@ def partition_optimizer(
             at, site = _placed(params, mesh), call_site()
             given = at.beside(grads, "grads")
             _refuse_unplaced(at, given)
-            laid, own = _laid([given, at.leaves], _targets(at, flat, axes), site)
+            targets = _targets(at, flat, axes)
+            if all(
+                _lies(leaf, target)
+                for column in (given, at.leaves)
+                for leaf, target in zip(column, targets, strict=True)
+            ):
+                return act(grads, state, params)
+            laid, own = _laid([given, at.leaves], targets, site)
             stand_for(given, laid)
             grads, own = at.rebuild(laid), at.rebuild(own)
             del given, laid
@@ -265,6 +272,10 @@ def _refuse_unplaced(at: Leaves, leaves: list[Leaf]) -> None:
     if wrong:
         found = "; ".join(f"{at.paths[place] or 'the leaf'} is a {type(leaves[place]).__name__}" for place in wrong)
         raise LayoutError(f"partition_optimizer: {found}. Lay the parameters on the mesh with fs.shard_params.")
+
+
+def _lies(leaf: Leaf, target: Layout | None) -> bool:
+    return leaf is None or target is None or leaf.layout is target
 
 
 def _laid(
