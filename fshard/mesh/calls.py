@@ -256,9 +256,6 @@ def call(
     elif equal is not None and scope.checked:
         guard = _guard(what, scope, group, site, equal)
 
-    if scope.trial is not None and (times := scope.trial(what, group, site)) != 1:
-        after = _times(times, after)
-
     def prepared(x: Tensor) -> tuple[Tensor, Move]:
         x = x if before is None else before(x)
         return x, move(x, group)
@@ -269,16 +266,6 @@ def call(
         return Call((Batch(Bound(own, group, site), (leaf,), (0,)),), None, guard, after)
     batches = _batches(_all_prepared(what, tree, leaves, prepared), group, site, structure)
     return Call(batches, structure, guard, after)
-
-
-def _times(times: float, after: Callable[[Tensor, Group], Tensor] | None) -> Callable[[Tensor, Group], Tensor]:
-    """Return what multiplies results as well; whole numbers are counts, and stay."""
-
-    def multiplied(y: Tensor, group: Group) -> Tensor:
-        y = y if after is None else after(y, group)
-        return y * times if y.is_floating_point() or y.is_complex() else y
-
-    return multiplied
 
 
 def _stay(x: Tensor, group: Group) -> Move:

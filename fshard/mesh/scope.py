@@ -79,8 +79,6 @@ class Group:
 
 Notice = Callable[[str, Group], None]
 """Is told what is asked for, by name, of a group; raises if that may not be."""
-Trial = Callable[[str, Group, Site], float]
-"""From what is asked for, of which group and where, to what its result is multiplied by: what if it were another?"""
 
 
 class Scope:
@@ -108,7 +106,6 @@ class Scope:
         self.inner: dict[object, Scope] = {}
         self.own: frozenset[str] = outer.own if outer else frozenset()
         self.notice: Notice | None = None
-        self.trial: Trial | None = None
 
     def group(self, axes: Axes, what: str) -> Group:
         """Return the group along `axes` through this device."""
@@ -182,17 +179,6 @@ def parting(group: Group) -> Generator[None]:
     except BaseException as error:
         group.world.current().part(group, error)
         raise
-
-
-@contextmanager
-def trying(trial: Trial) -> Generator[None]:
-    """Let what collectives give to the calling device be multiplied by what `trial` says."""
-    scope = require("a trial")
-    before, scope.trial = scope.trial, trial
-    try:
-        yield
-    finally:
-        scope.trial = before
 
 
 def here() -> Scope | None:

@@ -6,7 +6,6 @@ parameters are compared after every step, on every device, leaf by leaf:
     EXACT          the bits of the serial run
     BOUNDED        as near to float64 as four times the serial run is (see `bounds`)
     DIVERGENT      neither; then the first of these that fits is the reason:
-                     a psum in the loss function     averaged instead, the gradient would be right; or the other way round
                      a constant times too large      summed where it should be averaged, or the other way round
                      the summand of one device       a reduction over an axis is missing
                      losses that differ              it is missing inside the loss function, over an axis of the model
@@ -16,7 +15,7 @@ parameters are compared after every step, on every device, leaf by leaf:
 In reproducible mode bits are promised: nothing is BOUNDED, and the serial run is one on a mesh of one device.
 
     runs ─> bounds ─> certificate          shards: comparisons of shards with full tensors
-               └─ reasons ─ swaps          modules, elementwise: the same for modules and for optimizers alone
+               └─ reasons                  modules, elementwise: the same for modules and for optimizers alone
 """
 
 from __future__ import annotations

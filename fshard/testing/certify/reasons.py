@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import combinations
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,14 +15,24 @@ from torch import Tensor
 import fshard as fs
 from fshard.mesh.layout import Layout
 from fshard.mesh.mesh import Mesh
+from fshard.mesh.scope import require
 from fshard.mesh.sharded import Sharded
 from fshard.mesh.spec import P
 from fshard.mesh.spmd import held
-from fshard.optim.leaves import Leaf
+from fshard.mesh.tree import flatten
+from fshard.optim.leaves import Leaf, Leaves
 from fshard.testing.certify.bounds import Comparison, What
 from fshard.testing.certify.runs import Snapshot, Task
-from fshard.testing.certify.shards import Pair, first_difference, is_near, largest, local_range, pair_shards, widen
-from fshard.testing.certify.swaps import Summands, quoted, subsets, summands, swapped_gradients
+from fshard.testing.certify.shards import (
+    Pair,
+    first_difference,
+    gather_processes,
+    is_near,
+    largest,
+    local_range,
+    pair_shards,
+)
+from fshard.transforms.randomness import keyed_random
 
 
 class Factor(NamedTuple):
@@ -70,31 +81,11 @@ class Reasons:
         pairs = pair_shards(found, serial)
         if is_near(pairs, self._tolerance):
             return "the gradient differs by rounding: it is added up in another order than on one device"
-        if reason := self._swapped(place, pairs):
-            return reason
         if factors := self._factors_of(pairs):
             return f"the gradient is {factors[0].size}: {', or '.join(factor.reason for factor in factors)}"
         if reason := self._missing_in_loss or self._missing_reduction(self._summands.grads[place], found):
             return reason
         return f"unknown; the gradient first differs at {first_difference(found, serial, self._tolerance)}"
-
-    def _swapped(self, place: int, pairs: Sequence[Pair]) -> str:
-        """Name the psums that should be pmeans, and the other way round: swapped, the gradient is right."""
-        serial = self.comparison.reference.serial[self.step].grads
-
-        def is_right(grads: list[Leaf], place: int, size: float) -> bool:
-            found, expected = grads[place], serial[place]
-            if found is None or expected is None:
-                return found is expected
-            return largest(widen(found) - widen(expected)) <= self._tolerance * size
-
-        size = max(largest(pair.expected) + largest(pair.error) for pair in pairs)
-        fits = {reason: grads for reason, grads in self._swaps.items() if is_right(grads, place, size)}
-        every = max(map(largest, serial))
-        best = [
-            reason for reason, grads in fits.items() if all(is_right(grads, at, every) for at in range(len(serial)))
-        ]
-        return ", or ".join(best or fits)
 
     def _missing_reduction(self, summand: Leaf, found: Leaf) -> str:
         """Compare a gradient with sums over fewer axes: then each device has its own summand, or all have one device's."""
@@ -183,10 +174,6 @@ class Reasons:
     def _summands(self) -> Summands:
         return summands(self.task, self.mesh, self.stage, self.step, self._before)
 
-    @cached_property
-    def _swaps(self) -> dict[str, list[Leaf]]:
-        return swapped_gradients(self.task, self.mesh, self.stage, self.step, self._before, self._summands.calls)
-
 
 def _factors(mesh: Mesh, accumulate: int) -> list[Factor]:
     """List the constants that sizes of axes and turns of accumulate make, the likelier first."""
@@ -214,3 +201,47 @@ def _factors(mesh: Mesh, accumulate: int) -> list[Factor]:
             Factor(n**-0.5, f"{root} times too small", over, scaled, is_root=True),
         ]
     return factors + roots
+
+
+class Summands(NamedTuple):
+    """Gradients that are unreduced over `axes`, and the loss of each device."""
+
+    axes: tuple[str, ...]
+    grads: list[Leaf]
+    losses: Tensor
+
+
+def summands(task: Task, mesh: Mesh, stage: int, step: int, before: Snapshot) -> Summands:
+    """Repeat the gradient of a step without its reduction."""
+    wanted = {axis for spec in flatten(task.batch_spec)[0] if isinstance(spec, P) for axis in spec.axes}
+    axes = tuple(axis for axis in mesh.axis_names if axis in wanted and mesh.shape[axis] > 1)
+    unreduced, losses = Layout(mesh, P(unreduced=axes)), dict[int, Tensor]()
+    left_out = ("donate", "precision", "gradients", "compute")
+    options: dict[str, Any] = {key: x for key, x in task.options.items() if key not in left_out}
+
+    def loss_fn(*args: Any) -> Any:
+        result, device = task.loss_fn(*args), require("certify").device
+        loss: Tensor = result[0] if task.has_buffers or task.options.get("has_aux") else result
+        losses[device] = losses.get(device, 0) + loss.detach().mean().double()
+        return result
+
+    params = task.place(Leaves.of(task.params).rebuild(before.params), mesh, stage)
+    buffers = [Leaves.of(task.buffers).rebuild(before.buffers)] if task.has_buffers else []
+    run = fs.value_and_grad(
+        loss_fn, mesh=mesh, batch=task.batch_spec, gradients=lambda layout: unreduced, compute=task.compute, **options
+    )
+    with keyed_random(task.seed, step):
+        _, grads = run(params, *buffers, task.batch)
+    rows = tuple(losses[device].reshape(1) for device in held(mesh))
+    every = fs.unshard(Sharded((mesh.size,), Layout(mesh, P(mesh.axis_names)), rows))
+    return Summands(axes, [gather_processes(leaf) for leaf in Leaves.of(grads).leaves], every)
+
+
+def subsets(axes: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """List the choices of one or more axes, all of them first."""
+    return [some for size in range(len(axes), 0, -1) for some in combinations(axes, size)]
+
+
+def quoted(axes: tuple[str, ...]) -> str:
+    """Write axes as error messages have them."""
+    return " x ".join(f'"{axis}"' for axis in axes)
