@@ -13,12 +13,9 @@ import torch
 
 import fshard as fs
 from fshard.command import main
-from fshard.doctor import trials
-from fshard.doctor.examine import Findings
-from fshard.doctor.machine import machine
-from fshard.doctor.speeds import Speed
-from fshard.doctor.trials import Trial
-from fshard.doctor.verdict import judge
+from fshard.doctor import examine
+from fshard.doctor.examine import Findings, Speed, Trial, machine
+from fshard.doctor.visit import judge
 from fshard.launching.torchrun import command
 from fshard.testing.oracles import ORACLES
 from fshard.testing.processes import run_processes
@@ -133,6 +130,9 @@ def test_the_doctor_among_processes_that_were_started_together():
     assert max(map(len, lines)) <= 80 and "\x1b" not in said
 
 
+MEASURED = "all_gather", "psum_scatter", "ppermute"
+
+
 def doctored_where_sums_are_wrong():
     """Look at two collectives, of which one adds 1."""
     psum = fs.psum
@@ -142,7 +142,7 @@ def doctored_where_sums_are_wrong():
         return total + 1 if isinstance(total, torch.Tensor) and total.is_floating_point() else total
 
     off_by_one.start = psum.start
-    fs.psum, trials.ORACLES = off_by_one, {name: ORACLES[name] for name in ("psum", "pmean")}
+    fs.psum, examine.ORACLES = off_by_one, {name: ORACLES[name] for name in ("psum", "pmean", *MEASURED)}
     return doctored("--json")
 
 

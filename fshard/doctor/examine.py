@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+import os
+import platform
+import socket
+import sys
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
 
 import fshard as fs
-from fshard.doctor.machine import Machine, machine, way
-from fshard.doctor.speeds import Speed, measure
-from fshard.doctor.trials import Trial, attempt
+from fshard.mesh.mesh import Mesh
+from fshard.mesh.runtimes.process import ProcessWorld
+from fshard.testing.cases import Case, all_cases, large_cases
+from fshard.testing.conformance import check_runtime
+from fshard.testing.oracles import ORACLES
 
 PATIENCE = 120.0
 """Seconds after which a collective that does not end is taken for a failure."""
@@ -34,3 +50,151 @@ def examine(device: str | None, by: str) -> Findings:
     trials = tuple(attempt(mesh))
     speeds = tuple(measure(mesh)) if count > 1 else ()
     return Findings(fs.process_index(), by, mesh.device_type, way(mesh), machine(), speeds, trials)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a process runs on."""
+
+    host: str
+    system: str
+    python: str
+    torch: str
+    fshard: str
+    backends: tuple[str, ...]
+    """Those of gloo, nccl and mpi that this torch has."""
+    processors: int
+    """Those that this process may use."""
+    threads: int
+    """Those that torch uses for one operation."""
+    memory: int
+    """Bytes."""
+    gpus: tuple[str, ...]
+
+    @property
+    def versions(self) -> tuple[str, str, str]:
+        """What has to be equal in all processes."""
+        return (self.python, self.torch, self.fshard)
+
+
+def machine() -> Machine:
+    """Look around."""
+    has = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available(), "mpi": dist.is_mpi_available()}
+    gpus = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
+    return Machine(
+        host=socket.gethostname(),
+        system=f"{platform.system()} {platform.release()} {platform.machine()}",
+        python=platform.python_version(),
+        torch=torch.__version__,
+        fshard=version("fshard"),
+        backends=tuple(name for name, there in has.items() if there),
+        processors=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        threads=torch.get_num_threads(),
+        memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 0,
+        gpus=tuple(torch.cuda.get_device_name(number) for number in gpus),
+    )
+
+
+def way(mesh: Mesh) -> str:
+    """Return how the bytes of collectives get from this process to the others of a mesh."""
+    world = ProcessWorld.of(mesh)
+    if mesh.size == 1:
+        return "nothing, being alone"
+    if world.is_near(mesh):
+        return "direct memory reading"
+    if world.backend == "gloo" and any(world.near((rank,)) for rank in range(mesh.size) if rank != world.rank):
+        return "direct memory reading on each machine and gloo between machines"
+    return world.backend
+
+
+def why_not_direct() -> str:
+    """Say why processes of one machine do not read each other's memory."""
+    if os.environ.get("FSHARD_DIRECT", "1") == "0":
+        return "FSHARD_DIRECT=0 asks for gloo"
+    if sys.platform != "linux" or platform.machine() not in ("x86_64", "AMD64"):
+        return f"reading memory needs Linux on x86-64, and this is {platform.system()} on {platform.machine()}"
+    scope = Path("/proc/sys/kernel/yama/ptrace_scope")
+    if scope.exists() and scope.read_text().strip() not in ("0", "1"):
+        return f"{scope} is {scope.read_text().strip()}, which lets nobody read: 1 or 0 would"
+    return (
+        "they may not read each other's memory: another user, another container, or one that forbids process_vm_readv"
+    )
+
+
+SIZES = {1 << 10: 100, 1 << 20: 20, 1 << 24: 5}
+"""Bytes that each process holds, and how often to measure."""
+WARM_UP = 3
+
+
+@dataclass(frozen=True)
+class Speed:
+    """How long one collective took."""
+
+    collective: str
+    held: int
+    """Bytes that each process held before."""
+    sent: int
+    """Bytes that each process sent."""
+    seconds: float
+
+    @property
+    def rate(self) -> float:
+        """Bytes that each process sent in a second."""
+        return self.sent / self.seconds
+
+
+def measure(mesh: fs.Mesh) -> list[Speed]:
+    """Measure on a mesh of one axis, in all its processes."""
+    (axis,), n = mesh.axis_names, mesh.size
+    ring = [(i, (i + 1) % n) for i in range(n)]
+    calls: dict[str, tuple[Callable[[Tensor], Any], dict[str, Any]]] = {
+        "psum": (lambda x: fs.psum(x, axis), {}),
+        "all_gather": (lambda x: fs.all_gather(x, axis), {}),
+        "psum_scatter": (lambda x: fs.psum_scatter(x, axis), {}),
+        "ppermute": (lambda x: fs.ppermute(x, axis, ring), {"pairs": ring}),
+    }
+    found: list[Speed] = []
+    for name, (call, options) in calls.items():
+        for held, times in SIZES.items():
+            size = max(n, held // 4 // n * n) * 4  # every process has a piece of equal size
+            sent = int(ORACLES[name].sent(size, 0, n, **options))
+            seconds = fs.run(_timed, call, size // 4, times, mesh.device_type, axis, mesh=mesh)
+            found.append(Speed(name, held, sent, max(seconds)))
+    return found
+
+
+def _timed(call: Callable[[Tensor], Any], elements: int, times: int, device: str, axis: str) -> float:
+    x = torch.ones(elements, device=device)
+    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+    durations: list[float] = []
+    for number in range(WARM_UP + times):
+        fs.psum(torch.ones((), device=device), axis)  # begin together
+        wait()
+        start = time.perf_counter()
+        call(x)
+        wait()
+        durations += [time.perf_counter() - start] * (number >= WARM_UP)
+    return median(durations)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What one collective was found to do."""
+
+    collective: str
+    cases: int
+    complaints: tuple[str, ...] = ()
+
+
+def attempt(mesh: fs.Mesh) -> list[Trial]:
+    """Try all collectives on a mesh, in all its processes; each looks at its own results."""
+    cases = [*all_cases(mesh), *large_cases(mesh)]
+    return [_tried(mesh, name, [case for case in cases if case.collective == name]) for name in ORACLES]
+
+
+def _tried(mesh: fs.Mesh, name: str, cases: list[Case]) -> Trial:
+    try:
+        check_runtime(mesh, cases)
+    except AssertionError as error:
+        return Trial(name, len(cases), tuple(line.strip() for line in str(error).splitlines()[1:]))
+    return Trial(name, len(cases))
