@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from fshard.mesh.arithmetic import Range, chunk, flat_range
 from fshard.mesh.differentiate import Bound, Tensors, apply, recorded, transformed
@@ -22,10 +21,8 @@ from fshard.mesh.layout import Layout
 from fshard.mesh.ledger import Row, active
 from fshard.mesh.moves import AllGather, AllToAll, Alone, Move, Psum, PsumScatter, Summand, Take
 from fshard.mesh.owners import Handover, Owned, collect, filled, hand_out, keep, nothing
-from fshard.mesh.plan import plan
-from fshard.mesh.scope import Group, Scope, require
-from fshard.mesh.search import Kind, State, Step
-from fshard.mesh.supply import PartialSum
+from fshard.mesh.plan import Kind, State, Step, plan
+from fshard.mesh.scope import Scope, require
 from fshard.source import Site
 
 _MOVES: dict[Kind, Callable[[int, int], Move]] = {
@@ -233,9 +230,6 @@ class Ride:
             return [x.reshape(-1)[slice(*(fit.own or ()))] for x, fit in zip(xs, self.fits(scope), strict=True)]
         if self.kind == "reshape":
             return [_reshaped(x, step, shape, scope) for x, (step, shape) in zip(xs, self.now, strict=True)]
-        if self.kind in ("spread", "flat_spread"):
-            group = scope.group(self.axes, "fs.reshard")
-            return [_among_zeros(x, step, shape, group) for x, (step, shape) in zip(xs, self.now, strict=True)]
         if self.kind == "keep":
             empty = [step.after.elsewhere(len(shape)) for step, shape in self.now]
             return [keep(x, step.owner, own, on) for x, (step, _), own in zip(xs, self.now, empty, strict=True)]
@@ -267,8 +261,6 @@ def _fit(step: Step, shape: tuple[int, ...], scope: Scope) -> Fit:
     """Return how a leaf fits into the move of a step."""
     if step.move is None and not step.kind.startswith("flat_"):
         return Fit()
-    if isinstance(step.move, PartialSum):
-        return Fit(step.move.length)
     after, total = step.after, prod(shape)
     if step.kind == "flat_gather":
         each = chunk(total, scope.group(step.axes, "fs.reshard").size)
@@ -294,16 +286,6 @@ def _piece(state: State, shape: tuple[int, ...], scope: Scope) -> tuple[int, ...
     """Return the shape of a piece of what is cut by dims."""
     cuts = [prod(scope.group((axis,), "fs.reshard").size for axis in axes) for axes in state.dims]
     return tuple(length // cut for length, cut in zip(shape, cuts, strict=True))
-
-
-def _among_zeros(x: Tensor, step: Step, shape: tuple[int, ...], group: Group) -> Tensor:
-    """Put a device's piece where it belongs, and zeros elsewhere.  The transpose is to take it, as autograd knows."""
-    if step.kind == "flat_spread":
-        start = min(group.index * chunk(prod(shape), group.size), prod(shape) - x.numel())  # 0 for an owner
-        return pad(x.reshape(-1), (start, prod(shape) - start - x.numel())).reshape(shape)
-    each = x.shape[step.dim]
-    before, after = group.index * each, (group.size - 1 - group.index) * each
-    return pad(x, (0, 0) * (x.ndim - 1 - step.dim) + (before, after))
 
 
 def _reshaped(x: Tensor, step: Step, shape: tuple[int, ...], scope: Scope) -> Tensor:
