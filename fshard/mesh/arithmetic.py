@@ -61,12 +61,6 @@ def strides(sizes: Sequence[int]) -> tuple[int, ...]:
     return tuple(prod(sizes[place + 1 :]) for place in range(len(sizes)))
 
 
-def even_range(total: int, parts: int, index: int) -> Range:
-    """Return the range of part `index` of a dim that divides evenly."""
-    each = total // parts
-    return index * each, (index + 1) * each
-
-
 def balanced_range(total: int, parts: int, index: int) -> Range:
     """Return the range of part `index` where lengths differ by one at most; parts of parts are the same.
 
@@ -102,30 +96,9 @@ def dim_ranges(
     ranges: list[Range] = []
     for length, axes in zip(shape, dims, strict=True):
         cuts = [sizes[axis] for axis in axes]
-        ranges.append(even_range(length, prod(cuts), ravel([coordinates[axis] for axis in axes], cuts)))
+        each, index = length // prod(cuts), ravel([coordinates[axis] for axis in axes], cuts)
+        ranges.append((index * each, (index + 1) * each))
     return tuple(ranges)
-
-
-def dim_owner(
-    element: Sequence[int], shape: Sequence[int], dims: Sequence[Sequence[str]], sizes: Mapping[str, int]
-) -> dict[str, int]:
-    """Return the coordinates of the devices that hold one element: the inverse of `dim_ranges`.
-
-    Axes that cut nothing are left out: every device along them holds the element.
-
-    >>> dim_owner((3, 5), (8, 6), (("data",), ("model",)), {"data": 4, "model": 2})
-    {'data': 1, 'model': 1}
-    """
-    owner: dict[str, int] = {}
-    for place, length, axes in zip(element, shape, dims, strict=True):
-        cuts = [sizes[axis] for axis in axes]
-        owner |= dict(zip(axes, unravel(place // (length // prod(cuts)), cuts), strict=True))
-    return owner
-
-
-def flat_owner(element: int, total: int, parts: int) -> int:
-    """Return the index of the part that holds one element of a flat tensor: the inverse of `flat_range`."""
-    return element // chunk(total, parts)
 
 
 def undivided(

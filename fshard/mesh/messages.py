@@ -41,8 +41,17 @@ def dispatch(xs: Tensors, group: Group, to: int, site: Site) -> None:
     group.world.current().send(xs, group, to, site)
 
 
+class _Message(LinearMap):
+    def batched(self) -> LinearMap:
+        """Refuse: the other end has agreed on the message as it is."""
+        raise LayoutError(
+            "fs.send and fs.recv cannot be mapped by vmap (nor by jacrev, jacfwd and hessian, which do it): the device at the "
+            "other end expects one message. Map inside the stages, or use fs.ppermute, which can be mapped."
+        )
+
+
 @dataclass(frozen=True)
-class Send:
+class Send(_Message):
     """The map from tensors to nothing (a zero), whose transpose receives their cotangents."""
 
     to: int
@@ -51,21 +60,15 @@ class Send:
     likes: Tensors
 
     def run(self, xs: Tensors) -> Tensors:
-        """Send, and return the token."""
         dispatch(xs, self.group, self.to, self.site)
         return (torch.zeros((), dtype=xs[0].dtype, device=xs[0].device),)
 
     def transposed(self) -> LinearMap:
-        """Return the map that receives the cotangents."""
         return Receive(self.to, self.group, self.site, self.likes, from_token=True)
-
-    def batched(self) -> LinearMap:
-        """Refuse: the other end has agreed on the message as it is."""
-        raise _no_vmap()
 
 
 @dataclass(frozen=True)
-class Receive:
+class Receive(_Message):
     """The map from nothing (a zero, or tensors whose values do not matter) to what arrives."""
 
     source: int
@@ -75,24 +78,18 @@ class Receive:
     from_token: bool
 
     def run(self, xs: Tensors) -> Tensors:
-        """Wait for the message."""
         if self.from_token:
             _settle(_started(self.group, self.source))
         likes = self.likes if self.from_token else xs
         return self.group.world.current().receive(likes, self.group, self.source, self.site).wait()
 
     def transposed(self) -> LinearMap:
-        """Return the map that sends the cotangents back."""
         send = Send(self.source, self.group, self.site, self.likes)
         return send if self.from_token else _AndZeros(send)
 
-    def batched(self) -> LinearMap:
-        """Refuse: the other end has agreed on the message as it is."""
-        raise _no_vmap()
-
 
 @dataclass(frozen=True)
-class _AndZeros:
+class _AndZeros(_Message):
     """Send cotangents back, and give those whose values did not matter a gradient of zero."""
 
     send: Send
@@ -103,16 +100,6 @@ class _AndZeros:
 
     def transposed(self) -> LinearMap:
         return Receive(self.send.to, self.send.group, self.send.site, self.send.likes, from_token=False)
-
-    def batched(self) -> LinearMap:
-        raise _no_vmap()
-
-
-def _no_vmap() -> LayoutError:
-    return LayoutError(
-        "fs.send and fs.recv cannot be mapped by vmap (nor by jacrev, jacfwd and hessian, which do it): the device at the "
-        "other end expects one message. Map inside the stages, or use fs.ppermute, which can be mapped."
-    )
 
 
 Started = deque[Handle]

@@ -85,9 +85,6 @@ class Handover(Parts):
     def transposed(self) -> Move:
         return replace(self, out=not self.out)
 
-    def batched(self) -> Handover:
-        return self
-
     def elements(self) -> Numbers:
         count = np.zeros(self.n, np.int64)
         for size, owner in self.leaves:

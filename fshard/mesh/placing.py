@@ -37,41 +37,29 @@ from fshard.source import Site, call_site
 
 
 @dataclass(frozen=True)
-class Fanout:
+class Fanout(LinearMap):
     """Hand a tensor to all n devices, as the replicated value that it is.  Its cotangents are equal: one is taken."""
 
     n: int
 
     def run(self, xs: Tensors) -> Tensors:
-        """Alias it n times."""
         return xs * self.n
 
     def transposed(self) -> LinearMap:
-        """Return the map that takes one."""
         return First(self.n)
-
-    def batched(self) -> LinearMap:
-        """Return itself."""
-        return self
 
 
 @dataclass(frozen=True)
-class First:
+class First(LinearMap):
     """Take a replicated value from the first of n devices; the cotangent is replicated again."""
 
     n: int
 
     def run(self, xs: Tensors) -> Tensors:
-        """Take the first."""
         return xs[:1]
 
     def transposed(self) -> LinearMap:
-        """Return the map that hands out the cotangent."""
         return Fanout(self.n)
-
-    def batched(self) -> LinearMap:
-        """Return itself."""
-        return self
 
 
 def on_all(x: Tensor, layout: Layout) -> Tensors:

@@ -26,9 +26,9 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.overrides import TorchFunctionMode
 
 from fshard.errors import LayoutError, PromiseError
-from fshard.mesh.differentiate import Tensors, apply, transformed
+from fshard.mesh.differentiate import LinearMap, Tensors, apply, transformed
 from fshard.mesh.mesh import Mesh
-from fshard.mesh.moves import Move, WireKind, in_a_row
+from fshard.mesh.moves import Wired, WireKind
 from fshard.mesh.scope import Group
 from fshard.mesh.spec import as_written
 from fshard.mesh.tree import flatten
@@ -36,39 +36,21 @@ from fshard.source import Site
 
 
 @dataclass(frozen=True)
-class Compare:
+class Compare(Wired):
     """Ask which devices hold the same as the first: a bool for each device."""
 
     name = "check"
     wire: ClassVar[WireKind] = "gather"
 
     def meaning(self, xs: list[Tensor]) -> list[Tensor]:
-        """Compare all with the first."""
         same = torch.tensor([_equal(x, xs[0]) for x in xs])
         return [same for _ in xs]
 
-    def transposed(self) -> Move:
-        """Return itself: it is not differentiated."""
-        return self
-
-    def batched(self) -> Compare:
-        """Return itself: it looks at all elements alike."""
-        return self
-
-    def pack(self, x: Tensor, n: int) -> Tensor:
-        """Send the whole tensor."""
-        return in_a_row(x)
-
     def unpack(self, rows: Tensor, shape: torch.Size, n: int) -> Tensor:
-        """Compare what all sent with what the first did."""
         return self.meaning(list(rows.reshape(n, rows.numel() // n)))[0]
 
     def sent(self, size: int, index: int, n: int) -> Fraction:
         """Count nothing: a check is no part of the program."""
-        return Fraction(0)
-
-    def busiest(self, size: int, n: int) -> Fraction:
-        """Count nothing."""
         return Fraction(0)
 
 
@@ -78,7 +60,7 @@ def _equal(x: Tensor, y: Tensor) -> bool:
 
 
 @dataclass(frozen=True)
-class Guard:
+class Guard(LinearMap):
     """An identity that compares over a group of devices.
 
     Args:
@@ -119,10 +101,6 @@ class Guard:
     def transposed(self) -> Guard:
         """Return the guard of the other direction."""
         return replace(self, forward=not self.forward)
-
-    def batched(self) -> Guard:
-        """Return itself: it looks at all elements alike."""
-        return self
 
 
 def _complaint(guard: Guard, place: int, xs: Sequence[Tensor], verdict: Tensor) -> str:

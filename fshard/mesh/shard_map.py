@@ -148,7 +148,7 @@ def _call(f: Callable[..., PyTree], recipes: Recipes, recipe: ArgumentRecipe, le
 
 
 @dataclass(frozen=True)
-class Join:
+class Join(LinearMap):
     """The identity on all arguments together, and a zero.
 
     What brings arguments in may have collectives in its backward.  Whatever each device makes of its arguments, they are to
@@ -159,34 +159,28 @@ class Join:
     depth: int = 0
 
     def run(self, xs: Tensors) -> Tensors:
-        """Hand them on, with the zero."""
         return *xs, torch.zeros(xs[0].shape[: self.depth])
 
     def transposed(self) -> LinearMap:
-        """Return the map of the cotangents."""
         return Part(self.depth)
 
     def batched(self) -> LinearMap:
-        """Return the same with one more leading dim."""
         return Join(self.depth + 1)
 
 
 @dataclass(frozen=True)
-class Part:
+class Part(LinearMap):
     """The transpose of `Join`: let the zero go."""
 
     depth: int = 0
 
     def run(self, xs: Tensors) -> Tensors:
-        """Hand all but the last on."""
         return xs[:-1]
 
     def transposed(self) -> LinearMap:
-        """Return the map of the cotangents."""
         return Join(self.depth)
 
     def batched(self) -> LinearMap:
-        """Return the same with one more leading dim."""
         return Part(self.depth + 1)
 
 

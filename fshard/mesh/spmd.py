@@ -242,20 +242,14 @@ def without_values(x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Forget:
+class Forget(LinearMap):
     """Keep of a tensor only what it is like, on an abstract mesh.  Cotangents have no values either: none leads back."""
 
     def run(self, xs: Tensors) -> Tensors:
-        """Take the values away."""
         return tuple(x.to("meta") for x in xs)
 
     def transposed(self) -> LinearMap:
-        """Return what says that there is no way back."""
         return _Forgotten()
-
-    def batched(self) -> LinearMap:
-        """Return itself."""
-        return self
 
 
 class _Forgotten(Forget):

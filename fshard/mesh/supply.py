@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fshard.mesh.moves import Alone, Flat, Move, WireKind, plain
+from fshard.mesh.moves import Alone, Move, Wired, WireKind, plain
 from fshard.mesh.regions import Laid, Numbers, Sizes, alike, meet, memory_of, part, regions_of, volume
 
 View = tuple[int, tuple[int, ...]]
@@ -73,7 +73,7 @@ class Traffic(NamedTuple):
     stays: tuple[Views, Views]
 
 
-class Parts(Flat, ABC):
+class Parts(Wired, ABC):
     """What moves share whose devices send each other parts of unequal sizes."""
 
     wire: ClassVar[WireKind] = "parts"
@@ -91,15 +91,6 @@ class Parts(Flat, ABC):
     def elements(self) -> Numbers:
         """Return how many elements each device sends."""
 
-    def made(self, rows: Tensor, index: int, arrived: Mapping[int, Tensor]) -> Tensor:
-        """Make the result from what the device holds and what has arrived.  (rows, length) -> (rows, length)"""
-        _, gets, (source, place) = self.traffic(index)
-        result = torch.zeros_like(rows)
-        place.fill(result, source.taken(rows))
-        for other, views in gets.items():
-            views.fill(result, arrived[other])
-        return result
-
     def parcels(self, x: Tensor, index: int) -> dict[int, Tensor]:
         """Return what a device sends to others.  `x` may be several tensors, side by side."""
         rows = x.view(-1, self.length)
@@ -111,8 +102,14 @@ class Parts(Flat, ABC):
         return {source: rows * views.size for source, views in self.traffic(index).gets.items()}
 
     def unpacked(self, x: Tensor, index: int, arrived: Mapping[int, Tensor]) -> Tensor:
-        """Make the result from what has arrived."""
-        return self.made(x.view(-1, self.length), index, arrived).view(x.shape)
+        """Make the result from what the device holds and what has arrived."""
+        rows = x.view(-1, self.length)
+        _, gets, (source, place) = self.traffic(index)
+        result = torch.zeros_like(rows)
+        place.fill(result, source.taken(rows))
+        for other, views in gets.items():
+            views.fill(result, arrived[other])
+        return result.view(x.shape)
 
     def meaning(self, xs: list[Tensor]) -> list[Tensor]:
         xs = [plain(x).contiguous() for x in xs]
@@ -141,9 +138,6 @@ class Supply(Parts):
     def transposed(self) -> Move:
         return Supply(self.after, self.before, self.group)
 
-    def batched(self) -> Supply:
-        return self
-
     @property
     def length(self) -> int:
         return max(self.before.length, self.after.length, 1)
@@ -167,9 +161,6 @@ class Kept(Alone):
 
     def transposed(self) -> Move:
         return self.supply.transposed()
-
-    def batched(self) -> Kept:
-        return self
 
     @property
     def length(self) -> int:
