@@ -160,7 +160,7 @@ def test_an_abstract_mesh_counts_what_the_busiest_device_sends(problem):
             y = fs.reshard(x, fs.Layout(mesh, after))
         assert y.shards[0].shape == y.layout.local_shape(shape)
         counts.append({row[:2]: count for row, _, count in comm.rows()})
-    if ways and all(step.kind in ("direct", "summand") for step in ways):
+    if [step.kind for step in ways] == ["direct"]:  # in several, another device may be the busiest each time
         assert counts[0] == counts[1]
 
 

@@ -9,27 +9,21 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from fractions import Fraction
 from functools import lru_cache
-from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fshard.errors import FshardError, LayoutError, MeshError
-from fshard.mesh import ledger
-from fshard.mesh.arithmetic import ravel, tree_sum
-from fshard.mesh.differentiate import LinearMap, Tensors, apply, recorded, transformed
-from fshard.mesh.layout import Layout, Memory, holders, is_dense, no_dense
-from fshard.mesh.ledger import Row
+from fshard.mesh.differentiate import LinearMap, Tensors, apply, recorded
+from fshard.mesh.layout import Layout, Memory, is_dense, no_dense
 from fshard.mesh.mapped import run_mapped
 from fshard.mesh.mesh import Mesh
 from fshard.mesh.moves import is_plain
 from fshard.mesh.sharded import Sharded, in_memory, key_of
-from fshard.mesh.spmd import held, inside, is_outside, standing
-from fshard.mesh.steps import Way, convert, go, way_between, wire_of
-from fshard.mesh.supply import Parts
+from fshard.mesh.spmd import inside, is_outside, standing
+from fshard.mesh.steps import Way, convert, go, way_between
 from fshard.mesh.tree import PyTree, Structure, broadcast_prefix, flatten, flatten_with_paths, map_leaves, unflatten
 from fshard.source import Site, call_site
 
@@ -158,7 +152,7 @@ def device_put(tree: PyTree, layout: PyTree) -> PyTree:
         key = key_of(x), to
         if key not in done:
             stays = isinstance(x, Sharded) and x.mesh == to.mesh
-            done[key] = _reshard(x, to, site) if stays else _put(_unshard(x, site), to, site)
+            done[key] = reshard_all([_movable(x, to)], [to], site)[0] if stays else _put(unshard(x), to, site)
         return done[key]
 
     leaves, structure = _each_leaf("device_put", tree, layout, put)
@@ -325,10 +319,6 @@ def _refuse_owned(xs: Sequence[Sharded], mesh: Mesh) -> None:
         )
 
 
-def _reshard(x: Sharded, layout: Layout, site: Site) -> Sharded:
-    return reshard_all([_movable(x, layout)], [layout], site)[0]
-
-
 def unshard(tree: PyTree) -> PyTree:
     """Return the whole of global arrays, as plain tensors; on a process mesh, on every process.  All else stays as it is.
 
@@ -341,66 +331,14 @@ def unshard(tree: PyTree) -> PyTree:
     >>> unshard(fs.device_put(torch.arange(4), fs.Layout(mesh, P("data"))))
     tensor([0, 1, 2, 3])
     """
-    site = call_site()
-    done: dict[object, Any] = {}
-
-    def whole(x: Any) -> Any:
-        key = key_of(x)
-        if key not in done:
-            done[key] = _unshard(x, site)
-        return done[key]
-
-    return map_leaves(whole, tree)
-
-
-def _unshard(x: Any, site: Site) -> Any:
-    if not isinstance(x, Sharded):
-        return x
-    x.check()
-    if is_outside(x.mesh) and not transformed() and not recorded(x.shards):
-        return _assemble(x, site)
-    whole = _reshard(x, Layout(x.mesh), site)
-    return apply(First(len(whole.shards)), whole.shards)[0]
-
-
-def _assemble(x: Sharded, site: Site) -> Tensor:
-    """Put shards together from outside, where all are at hand; the ledger counts what devices would send."""
-    if ledger.active():
-        for device in held(x.mesh):
-            _charge(x, device, site)
-    devices = holders(x.layout)
-    first = x.shards[devices[0]]
-    whole = first.new_empty(prod(x.shape) if x.spec.is_flat else x.shape)
-    for device in devices:
-        piece = tree_sum([x.shards[other] for other in _summands(x.layout, device)])
-        whole[tuple(slice(start, stop) for start, stop in x.layout.ranges(x.shape, device))] = piece
-    return in_memory(whole.reshape(x.shape), x.mesh, "device")
-
-
-def _summands(layout: Layout, device: int) -> list[int]:
-    """Return the devices whose shards add up to the piece that `device` is the first holder of."""
-    places = [{}]
-    for axis in layout.spec.unreduced:
-        places = [{**place, axis: index} for place in places for index in range(layout.mesh.shape[axis])]
-    return [layout.mesh.index({**layout.mesh.coordinates(device), **place}) for place in places]
-
-
-def _charge(x: Sharded, device: int, site: Site) -> None:
-    """Write into the ledger what one device would send to have the whole."""
-    coordinates = x.mesh.coordinates(device)
-    for step in way_between(x.layout, Layout(x.mesh), x.shape).steps:
-        if not dict(step.on).items() <= coordinates.items():
-            continue
-        move = wire_of(step, x.shape, prod(x.mesh.shape[axis] for axis in step.axes))
-        if move is not None:
-            elements = step.elements
-            if isinstance(move, Parts):
-                elements = Fraction(int(move.elements()[_place(x.mesh, device, step.axes)]))
-            for opened in ledger.active():
-                opened.record(device, Row(move.name, step.axes, site), elements * x.shards[0].element_size())
-
-
-def _place(mesh: Mesh, device: int, axes: Sequence[str]) -> int:
-    """Return the place of a device along some axes, as one number."""
-    coordinates = mesh.coordinates(device)
-    return ravel([coordinates[axis] for axis in axes], [mesh.shape[axis] for axis in axes])
+    leaves, structure = flatten(tree, sharded_is_leaf=True)
+    places = [place for place, x in enumerate(leaves) if isinstance(x, Sharded)]
+    given: list[Sharded] = [leaves[place] for place in places]
+    for x in given:
+        x.check()
+    wholes: dict[int, Tensor] = {}
+    for place, x in zip(places, reshard_all(given, [Layout(x.mesh) for x in given], call_site()), strict=True):
+        if id(x) not in wholes:  # what is one (tied) stays one
+            wholes[id(x)] = apply(First(len(x.shards)), x.shards)[0]
+        leaves[place] = wholes[id(x)]
+    return unflatten(structure, leaves)

@@ -153,38 +153,19 @@ def _leaves_of(ys: Tensors) -> Iterator[Tensor]:
             nodes += [before for before, _ in node.next_functions if before is not None]
 
 
-def _metadata() -> frozenset[Any]:
-    """Return the functions that read what a tensor is like, and none of its values."""
-    kind: Any = Tensor
-    read = "shape dtype device layout ndim requires_grad is_leaf itemsize nbytes "
-    read += "is_cuda is_cpu is_meta is_nested is_sparse is_quantized"
-    asked = "size dim ndimension nelement element_size stride __len__ get_device is_contiguous"
-    both = "numel is_floating_point is_complex is_signed is_inference is_conj is_neg"
-    return frozenset(
-        [getattr(kind, name).__get__ for name in read.split()]
-        + [getattr(kind, name) for name in (asked + " " + both).split()]
-        + [getattr(torch, name) for name in both.split()]
-    )
-
-
-_METADATA = _metadata()
-
-
 class RefuseTransformed(TorchFunctionMode):
-    """Raise where a device computes with a tensor of a torch.func transform around the run: its derivative would be lost."""
+    """Raise where a device makes a tensor of one that a torch.func transform around the run looks at."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in _METADATA:
-            return func(*args, **(kwargs or {}))
+        found = func(*args, **(kwargs or {}))
         given: Any = (args, kwargs or {})
-        leaves, _ = flatten(given)
-        lost = [x for x in leaves if isinstance(x, Tensor) and is_functorch_wrapped_tensor(x)]
-        if lost and not transformed():
+        lost = [x for x in flatten(given)[0] if isinstance(x, Tensor) and is_functorch_wrapped_tensor(x)]
+        if lost and not transformed() and any(isinstance(x, Tensor) for x in flatten(found)[0]):
             raise LayoutError(
                 f"The function uses a tensor from outside (shape {tuple(lost[0].shape)}, {lost[0].dtype}) that a transform of "
                 "torch.func looks at and that is not one of its arguments, so its derivative would be lost. Pass it as an "
                 "argument with a spec, or detach it."
             )
-        return func(*args, **(kwargs or {}))
+        return found
