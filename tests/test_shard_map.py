@@ -27,11 +27,11 @@ def test_one_spec_for_all_a_tuple_or_names(mesh):
     def add(a, b, *, scale=1):
         return (a + b) * scale
 
-    for in_specs in (P("data"), (P("data"), P("data")), {"a": P("data"), "b": P("data")}):
+    for in_specs in (P("data"), (P("data"), P("data"))):
         f = fs.shard_map(add, mesh=mesh, in_specs=in_specs, out_specs=P("data"))
         assert torch.equal(fs.unshard(f(a, b)), a + b)
         assert torch.equal(fs.unshard(f(a, b=b)), a + b)
-    f = fs.shard_map(add, mesh=mesh, in_specs={"a": P("data"), "b": P("data"), "scale": None}, out_specs=P("data"))
+    f = fs.shard_map(add, mesh=mesh, in_specs=(P("data"), None, P("data")), out_specs=P("data"))
     assert torch.equal(fs.unshard(f(a, scale=3, b=b)), 3 * (a + b))
 
 
@@ -195,10 +195,9 @@ def test_all_offending_arguments_at_once(mesh):
     ("in_specs", "text"),
     [
         ((P(), P()), "1 arguments (x) but 2 in_specs"),
-        ({"y": P()}, "in_specs name ['y'], but the arguments given are ['x']"),
-        (None, "argument x: is a tensor, but its spec is None. Give P() for a tensor that is the same on all devices"),
-        ("data", "in_specs is a P, a tuple or a mapping by name; found str"),
-        ({"x": {"deep": P()}}, "are no prefix of the tree"),
+        (None, "argument x: is a tensor, but its spec is None. Give P() for one that is the same on all devices"),
+        ("data", "in_specs is a P or a tuple; found str"),
+        (({"deep": P()},), "are no prefix of the tree"),
     ],
 )
 def test_in_specs_that_do_not_fit(mesh, in_specs, text):
@@ -551,16 +550,6 @@ def test_numpy_arrays_are_refused_rather_than_replicated(mesh):
 
     with pytest.raises(fs.LayoutError, match="it is a numpy array, which is not cut"):
         identity(mesh, P("data"), P("data"))(np.ones(4))
-
-
-def test_a_spec_for_an_optional_argument_may_stay_unused(mesh):
-    def f(x, bias=None):
-        return x if bias is None else x + bias
-
-    f = fs.shard_map(f, mesh=mesh, in_specs={"x": P("data"), "bias": P()}, out_specs=P("data"))
-    assert fs.unshard(f(torch.ones(2))).tolist() == [1, 1] and fs.unshard(
-        f(torch.ones(2), torch.ones(()))
-    ).tolist() == [2, 2]
 
 
 def test_recipes_are_not_kept_without_bound(mesh):

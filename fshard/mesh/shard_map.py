@@ -50,8 +50,8 @@ def shard_map(
     Args:
         f: a function of local tensors; it may call collectives over `axes`.
         mesh: the devices.  A mesh of some axes, `mesh["data"]`, is the whole mesh with `axes="data"`.
-        in_specs: a P for all arguments, a tuple with one per argument, or a mapping by parameter name; each may be a
-            tree of Ps that is a prefix of its argument.  What is no tensor is passed on as it is, whatever its spec.
+        in_specs: a P for all arguments, or a tuple with one per argument (keywords last); each may be a tree of Ps that is
+            a prefix of its argument.  What is no tensor is passed on as it is, whatever its spec.
         out_specs: a P, or a tree of Ps that is a prefix of the result.
         axes: the axes that f is mapped over, by default all.  The others are left to a `shard_map` inside f.
         check: compare promised equality by value.  By default on virtual meshes only.  There the first backward of a kind of
