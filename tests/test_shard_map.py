@@ -213,7 +213,7 @@ def test_in_specs_that_do_not_fit(mesh, in_specs, text):
         (lambda x: (x, x), (P("data"), P("nowhere")), fs.MeshError, 'has no axis "nowhere"'),
         (lambda x: (x, x), (P("data"),), fs.LayoutError, "are no prefix of the tree"),
         (lambda x: x.sum(), P("data"), fs.LayoutError, 'has 0 dims, but P("data") has 1 entries'),
-        (lambda x: x, P.flat("data"), fs.LayoutError, "cannot be read off a flat piece"),
+        (lambda x: x, P.flat("data"), fs.LayoutError, "cannot be read off a piece"),
         (lambda x: x[: fs.axis_index("data")], P("data"), fs.LayoutError, "does not make up a tensor"),
         (lambda x: fs.axis_index("data"), P(), fs.MismatchError, "return different trees or values"),
     ],
@@ -301,7 +301,7 @@ def test_from_local(mesh):
         fs.from_local(torch.ones(2), layout)
     with pytest.raises(fs.LayoutError, match=r"device \{'data': 1, 'model': 0\} has \(1,\) instead of \(2,\)"):
         fs.from_local(lambda data, model: torch.ones(2 - data), fs.Layout(mesh, P("data")))
-    with pytest.raises(fs.LayoutError, match="differ in dtype: f32, i32"):
+    with pytest.raises(fs.LayoutError, match="of one dtype; found f32, i32"):
         fs.from_local(
             lambda data, model: torch.ones(2, dtype=[torch.int32, torch.float32][data]), fs.Layout(mesh, P("data"))
         )
@@ -312,11 +312,10 @@ def test_shards_of_several_kinds_are_refused(mesh):
     mixed = fs.Sharded((4,), layout, (*[torch.ones(2)] * 2, *[torch.ones(2, dtype=torch.int64)] * 2))
     numbers = fs.Sharded((4,), layout, (2.0,) * 4)
     take = fs.shard_map(lambda x: x, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
-    found = r"f32 on {'data': 0, 'model': 0}, {'data': 0, 'model': 1}; i64 on {'data': 1, 'model': 0}, {'data': 1, 'model': 1}"
     for use in (fs.unshard, take, lambda x: fs.reshard(x, fs.Layout(mesh, P()))):
-        with pytest.raises(fs.LayoutError, match=f"not tensors of one dtype: {found}"):
+        with pytest.raises(fs.LayoutError, match="not tensors of one dtype: f32, i64"):
             use(mixed)
-        with pytest.raises(fs.LayoutError, match="not tensors of one dtype: float on"):
+        with pytest.raises(fs.LayoutError, match="not tensors of one dtype: float"):
             use(numbers)
 
 
