@@ -155,7 +155,9 @@ class Layout:
             whole = spec.shape
         else:
             if len(spec.entries) > len(local):
-                raise LayoutError(f"A piece of shape {tuple(local)} has fewer dims than {spec} has entries.")
+                raise LayoutError(
+                    f"A piece of shape {tuple(local)} has {len(local)} dims, but {spec} has {len(spec.entries)} entries."
+                )
             cuts = [prod(self.mesh.shape[axis] for axis in axes) for axes in spec.dims(len(local))]
             whole = tuple(length * cut for length, cut in zip(local, cuts, strict=True))
         self.check(whole)

@@ -46,10 +46,6 @@ class Owned(NamedTuple):
         """The elements of the whole."""
         return prod(self.shape)
 
-    def whole(self, mine: bool, x: Tensor) -> Tensor:
-        """Return the whole, or where it is not mine the empty piece."""
-        return x.reshape(self.shape) if mine else nothing(x, (0,) * max(len(self.shape), 1))
-
 
 def keep(x: Tensor, owner: int, elsewhere: tuple[int, ...], on: MoveOn) -> Tensor:
     """Keep a tensor, equal on all devices, on its owner alone, and an empty one elsewhere.  Nothing is sent."""
@@ -138,18 +134,8 @@ def _side_by_side(lengths: Sequence[int]) -> list[View]:
     return [(end - length, (length,)) for end, length in zip(accumulate(lengths), lengths, strict=True)]
 
 
-def collect(some: Sequence[Owned], on: MoveOn) -> list[Tensor]:
-    """Put the flat ranges of tensors together at their owners."""
-    return _in_turns(some, on, out=False)
-
-
-def hand_out(some: Sequence[Owned], on: MoveOn) -> list[Tensor]:
-    """Give every device its flat ranges of what owners hold."""
-    return _in_turns(some, on, out=True)
-
-
-def _in_turns(some: Sequence[Owned], on: MoveOn, *, out: bool) -> list[Tensor]:
-    """Exchange what owners hold first, then what they hold next."""
+def hand_over(some: Sequence[Owned], on: MoveOn, *, out: bool) -> list[Tensor]:
+    """Put flat ranges together at their owners, or give each device its ranges; in turns, so that little memory is held."""
     group, filled_up = on(Pick(0)).group, dict[int, int]()
     turns: dict[int, list[int]] = {}
     for place, one in enumerate(some):
@@ -170,7 +156,10 @@ def _exchanged(some: Sequence[Owned], bound: Bound, move: Handover) -> list[Tens
     (received,) = apply(bound, (laid,))
     views = move.ranges(index) if move.out else move.wholes(index)
     parts = [_copied(received[start : start + length]) for start, (length,) in views]
-    return parts if move.out else [one.whole(one.owner == index, x) for one, x in zip(some, parts, strict=True)]
+    if move.out:
+        return parts
+    shapes = [one.shape if one.owner == index else (0,) * max(len(one.shape), 1) for one in some]
+    return [x.reshape(shape) for x, shape in zip(parts, shapes, strict=True)]
 
 
 def _copied(x: Tensor) -> Tensor:

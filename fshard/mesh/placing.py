@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,11 +23,9 @@ from fshard.mesh.mesh import Mesh
 from fshard.mesh.moves import is_plain
 from fshard.mesh.sharded import Sharded, in_memory, key_of
 from fshard.mesh.spmd import inside, is_outside, standing
-from fshard.mesh.steps import Way, convert, go, way_between
+from fshard.mesh.steps import Way, go, take, way_between
 from fshard.mesh.tree import PyTree, Structure, broadcast_prefix, flatten, flatten_with_paths, map_leaves, unflatten
 from fshard.source import Site, call_site
-
-# -- between one tensor outside and a replicated one on all devices -----------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -62,14 +60,10 @@ def on_all(x: Tensor, layout: Layout) -> Tensors:
     return apply(Fanout(layout.mesh.size), (x,)) if is_outside(layout.mesh) else (x,)
 
 
-# -- what the user calls ----------------------------------------------------------------------------------------
-
-
-def _each_leaf(what: str, tree: PyTree, layouts: PyTree, act: Callable[[int, Any, Layout], Any]) -> Placed:
-    """Apply to every leaf of a tree the layout that a prefix tree of layouts has for it; collect what is wrong.
-
-    What a layout does not say of a `Sharded` stays as it was: its unit, and that it is frozen.
-    """
+def _each_leaf(
+    what: str, tree: PyTree, layouts: PyTree, act: Callable[[int, Any, Layout], Any]
+) -> tuple[list[Any], Structure]:
+    """Apply to every leaf the layout that a prefix tree has for it; unit and frozen stay if the layout does not say."""
     paths, leaves, structure = flatten_with_paths(tree, sharded_is_leaf=True, none_is_leaf=True)
     try:
         chosen = broadcast_prefix(layouts, tree, none_is_leaf=True)
@@ -82,21 +76,12 @@ def _each_leaf(what: str, tree: PyTree, layouts: PyTree, act: Callable[[int, Any
                 continue
             with attempt(path):
                 if not isinstance(layout, Layout):
-                    raise LayoutError(
-                        f"a Layout is needed, found {type(layout).__name__}. Write fs.Layout(mesh, P(...))."
-                    )
+                    raise LayoutError(f"a Layout is needed, found {type(layout).__name__}: fs.Layout(mesh, P(...)).")
                 known = leaf.layout if isinstance(leaf, Sharded) else layout
                 unit, frozen = layout.unit or known.unit, layout.frozen or known.frozen
                 own = Layout(standing(layout.mesh), layout.spec, layout.memory, unit, frozen)
                 results[place] = act(place, leaf, own)
-    return Placed(results, structure)
-
-
-class Placed(NamedTuple):
-    """The leaves of a tree, and how to put it together."""
-
-    leaves: list[Any]
-    structure: Structure
+    return results, structure
 
 
 def refuse_unfit(leaf: Any, layout: Layout) -> None:
@@ -110,7 +95,7 @@ def refuse_unfit(leaf: Any, layout: Layout) -> None:
 
 @contextmanager
 def collected(what: str) -> Generator[Callable[[str], Any]]:
-    """Collect the errors of several attempts, of axes that a mesh lacks too, and raise them as one, with the path of each."""
+    """Collect the errors of several attempts, and raise them as one, with the path of each."""
     complaints: list[str] = []
     kinds: set[type[FshardError]] = set()
 
@@ -182,7 +167,7 @@ def _put(x: Tensor, layout: Layout, site: Site) -> Sharded:
     shape = tuple(x.shape)
 
     def program(device: int, xs: Tensors) -> Tensors:
-        piece = convert(xs[0], Layout(layout.mesh), layout, shape, site)
+        piece = take(xs[0], way_between(Layout(layout.mesh), layout, shape), site)
         return (piece.clone(memory_format=torch.contiguous_format),)  # a shard owns its memory
 
     (shards,) = run_mapped(layout.mesh, program, [on_all(x, layout)])
@@ -197,7 +182,7 @@ def _with_memory(x: Sharded, memory: Memory) -> Sharded:
 
 
 def reshard(tree: PyTree, layout: PyTree) -> PyTree:
-    """Lay global arrays differently on the same mesh, by the cheapest collectives that lead there.
+    """Lay global arrays differently on the same mesh, by collectives: see `plan`.
 
     Plain tensors among them are global values already, and stay as they are, as all does for which the layout is None.
 
@@ -231,9 +216,7 @@ def _movable(x: Any, layout: Layout) -> Sharded:
     if not isinstance(x, Sharded):
         raise LayoutError(f"a Sharded is needed, found {type(x).__name__}. Lay tensors on a mesh with fs.device_put.")
     if x.mesh != layout.mesh:
-        raise LayoutError(
-            f"the tensor lies on {x.mesh} and cannot be moved to {layout.mesh}. fs.device_put takes it off and lays it there."
-        )
+        raise LayoutError(f"the tensor lies on {x.mesh} and cannot be moved to {layout.mesh}. Use fs.device_put.")
     x.check()
     return x
 
@@ -274,28 +257,20 @@ def _firsts(xs: Sequence[Sharded], layouts: Sequence[Layout]) -> Sequence[int]:
     return [seen.setdefault((*key_of(x), to), place) for place, (x, to) in enumerate(zip(xs, layouts, strict=True))]
 
 
-class _Trip(NamedTuple):
-    """Arrays of one mesh that are laid differently: their places in a list, and the way of each."""
-
-    mesh: Mesh
-    places: list[int]
-    ways: list[Way]
-
-
 @lru_cache(maxsize=256)
 def _trips(
     befores: tuple[Layout, ...],
     afters: tuple[Layout, ...],
     shapes: tuple[tuple[int, ...], ...],
     firsts: tuple[int, ...],
-) -> list[_Trip]:
-    """Return where arrays go, each once, mesh by mesh."""
+) -> list[tuple[Mesh, list[int], list[Way]]]:
+    """Return where arrays go, each once, mesh by mesh: their places in the list, and the way of each."""
     on_mesh: dict[Mesh, list[int]] = {}
     for place in dict.fromkeys(firsts):
         if befores[place] != afters[place]:
             on_mesh.setdefault(befores[place].mesh, []).append(place)
     return [
-        _Trip(mesh, places, [way_between(befores[place], afters[place], shapes[place]) for place in places])
+        (mesh, places, [way_between(befores[place], afters[place], shapes[place]) for place in places])
         for mesh, places in on_mesh.items()
     ]
 
@@ -314,8 +289,7 @@ def _refuse_owned(xs: Sequence[Sharded], mesh: Mesh) -> None:
     if scope is not None and not scope.own.isdisjoint(mesh.axis_names) and any(recorded(x.shards) for x in xs):
         raise LayoutError(
             "a tensor that depends on parameters is laid out differently in a loss function of value_and_grad, where every "
-            "value is the device's own. Use collectives: fs.all_gather(x, axis) for the whole, x.chunk(n, dim)[fs.axis_index("
-            "axis)] for the own piece."
+            "value is the device's own. Use collectives: fs.all_gather(x, axis) for the whole."
         )
 
 

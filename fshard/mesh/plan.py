@@ -222,7 +222,7 @@ class _Path:
             self._exchange(start, goal.flat or (), flat=goal.flat, on=())
         elif goal.on and goal.is_whole and {*goal.on_axes} == {*(start.flat or ())} and not start.on:
             self._exchange(goal, start.flat or (), flat=None, on=goal.on)
-        elif start.on and not {*start.on_axes} & {*goal.sharded}:  # what many want is handed on by those who get a part
+        elif {*start.on_axes} - {*goal.sharded}:  # what many want is handed on by those who get a part
             axes = (
                 start.on_axes if start.is_whole else tuple(axis for axis in self.sizes if axis not in start.unreduced)
             )

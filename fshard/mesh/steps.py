@@ -20,7 +20,7 @@ from fshard.mesh.differentiate import Bound, Tensors, apply, recorded, transform
 from fshard.mesh.layout import Layout
 from fshard.mesh.ledger import Row, active
 from fshard.mesh.moves import AllGather, AllToAll, Alone, Move, Psum, PsumScatter, Summand, Take
-from fshard.mesh.owners import Handover, Owned, collect, filled, hand_out, keep, nothing
+from fshard.mesh.owners import Handover, Owned, filled, hand_over, keep, nothing
 from fshard.mesh.plan import Kind, State, Step, plan
 from fshard.mesh.scope import Scope, require
 from fshard.source import Site
@@ -38,14 +38,9 @@ _MOVES: dict[Kind, Callable[[int, int], Move]] = {
 }
 
 
-@lru_cache(maxsize=1024)
-def _move(kind: Kind, dim: int, other: int) -> Move:
-    return _MOVES[kind](dim, other)
-
-
 def move_of(step: Step) -> Move | None:
     """Return the move that a step is; None if it is none, but another shape or an exchange with owners."""
-    return _move(step.kind, step.dim, step.other) if step.kind in _MOVES else step.move
+    return _MOVES[step.kind](step.dim, step.other) if step.kind in _MOVES else step.move
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -64,15 +59,10 @@ STAY = Way((), (), ())
 
 @lru_cache(maxsize=4096)
 def way_between(before: Layout, after: Layout, shape: tuple[int, ...]) -> Way:
-    """Return the cheapest way from one layout to another on the same mesh."""
+    """Return the way from one layout to another on the same mesh."""
     steps = plan(before.spec.shapeless, after.spec.shapeless, shape, after.mesh.axes)
     only_slices = all(step.kind == "slice" and not step.on for step in steps)
     return Way(steps, shape, tuple((step.dim, step.axes) for step in steps) if only_slices else None)
-
-
-def convert(x: Tensor, before: Layout, after: Layout, shape: tuple[int, ...], site: Site) -> Tensor:
-    """Return one device's shard in another layout on the same mesh.  From a replicated one, nothing is sent."""
-    return take(x, way_between(before, after, shape), site)
 
 
 def take(x: Tensor, way: Way, site: Site) -> Tensor:
@@ -145,37 +135,23 @@ def _is_plain(xs: Sequence[Tensor]) -> bool:
 
 
 class Fit(NamedTuple):
-    """How one leaf is made even for a collective, if it has to be, and what of the result is its own.
-
-    Args:
-        length: what it is filled up to, flat; -1: it goes as it is.
-        own: how much of what comes, from the front, and of the flattened whole it is this range; None: all.
-        shape: of that; None: it stays as it comes.
-    """
+    """How one leaf is filled up for a collective (to a `length`, or not: -1), and what range of what comes is its own."""
 
     length: int = -1
     own: Range | None = None
     shape: tuple[int, ...] | None = None
 
     def before(self, x: Tensor) -> Tensor:
-        """Fill it up."""
         return x if self.length < 0 else filled(x, self.length)
 
     def after(self, y: Tensor) -> Tensor:
-        """Take what is its own."""
         if self.own is not None and y.numel() != (size := self.own[1] - self.own[0]):
             y = y[:size] if size else y[:0].clone()  # a view would keep all of it alive
         return y if self.shape is None or y.shape == self.shape else y.reshape(self.shape)
 
 
 class Ride:
-    """One turn of those leaves that take it together: by one collective, or by none.
-
-    Args:
-        places: of the leaves.
-        now: the step of each, and the shape of its whole.
-        last: whether it is the last step of all of them.
-    """
+    """One turn of those leaves that take it together: `now` are the step of each and the shape of its whole."""
 
     __slots__ = ("_fits", "_where", "axes", "kind", "last", "move", "now", "on", "places")
 
@@ -187,7 +163,6 @@ class Ride:
         self._fits: dict[tuple[int, ...], list[Fit]] = {}
 
     def put(self, results: list[Tensor], ys: Iterable[Tensor]) -> None:
-        """Put the leaves into their places."""
         for place, y in zip(self.places, ys, strict=True):
             results[place] = y
 
@@ -234,7 +209,7 @@ class Ride:
             empty = [step.after.elsewhere(len(shape)) for step, shape in self.now]
             return [keep(x, step.owner, own, on) for x, (step, _), own in zip(xs, self.now, empty, strict=True)]
         owned = [Owned(x, shape, step.owner) for x, (step, shape) in zip(xs, self.now, strict=True)]
-        return collect(owned, on) if self.now[0][0].after.on else hand_out(owned, on)
+        return hand_over(owned, on, out=not self.now[0][0].after.on)
 
 
 @lru_cache(maxsize=1024)

@@ -9,10 +9,6 @@ by one that has it, and where several hold the same, they share in what is asked
              [0 1 2] [3 4 5] [6]             [2 3] [6]   []                     3 from (0, 1)    6, from (1, 2)
 
 All tensors have one length, which the longest piece needs; what stands behind a piece says nothing.
-
-    move          before     after         transpose
-    Supply        V or R     V or R        the same, the other way
-    Kept          V or R     V or R        Supply                      (free)
 """
 
 from __future__ import annotations
