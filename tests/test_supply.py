@@ -42,7 +42,6 @@ def sent(x, layout):
         ((7,), P.flat("a"), P.flat("a", "b"), 2),
         ((4, 6), P("a", "b"), P.flat("b"), 36),
         ((12, 6), P("a"), P("b", "a"), 36),
-        ((7,), P.owned("a", "b", by=4), P.owned("b", by=2), 14),
         ((7,), P.flat("b", on={"a": 0}), P.flat("b", on={"a": 1}), 7),
         ((4, 6), P(None, "b", on={"a": 1}), P("a", on={"b": 2}), 20),
         ((7,), P.owned("a", "b", by=1), P.owned("b", "a", by=2), 0),

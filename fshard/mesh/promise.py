@@ -1,16 +1,11 @@
-"""Promised equality, checked by value (`check=True`).
+"""Promised equality, checked by value (`check=True`); and tensors from outside, whose derivative would be lost.
 
 Types say where values are equal on all devices: a replicated argument and its gradient, what `psum` returns and its
-gradient.  Under `check=True` an identity is put there that compares, forward or backward, and raises naming the
-argument or the collective and the devices that differ.  It is a linear map like any other, whose transpose compares in
-the other direction; so a forgotten `pvary` is an error in the backward, if the values differ.  What values do not show
-is found on virtual meshes by `audit`.
-
-What a function of one device may not take along: tensors from outside whose derivative would be lost.
+gradient.  Under `check=True` an identity is put there that compares, forward or backward.  It is a linear map like any
+other, whose transpose compares in the other direction.  What values do not show is found on virtual meshes by `audit`.
 
 The run on all devices is one operation of its arguments.  A tensor that the function reaches in another way, out of a
-closure say, is no part of it: autograd and the transforms of torch.func would take it for a constant.  To read what such
-a tensor is like, its shape or dtype, is harmless.
+closure say, would be a constant for autograd and the transforms of torch.func.
 """
 
 from __future__ import annotations
@@ -26,7 +21,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.overrides import TorchFunctionMode
 
 from fshard.errors import LayoutError, PromiseError
-from fshard.mesh.differentiate import LinearMap, Tensors, apply, transformed
+from fshard.mesh.differentiate import LinearMap, Tensors, transformed
 from fshard.mesh.mesh import Mesh
 from fshard.mesh.moves import Wired, WireKind
 from fshard.mesh.scope import Group
@@ -61,14 +56,9 @@ def _equal(x: Tensor, y: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Guard(LinearMap):
-    """An identity that compares over a group of devices.
+    """An identity that compares over a group of devices, values if `forward`, else cotangents.
 
-    Args:
-        group: the devices that promised to be equal.
-        site: the line that promised.
-        broken: what to say if the promise is broken, with "{axes}" for the group's axes.
-        forward: compare values; if not, compare cotangents.
-        before: whether the guard stands before the collective that it belongs to, or behind it.
+    `broken` is what to say if they differ, with "{axes}" for the group's axes.
     """
 
     group: Group
@@ -76,30 +66,16 @@ class Guard(LinearMap):
     broken: str
     forward: bool = False
 
-    @property
-    def before(self) -> bool:
-        """A guard of values stands before its collective, one of cotangents behind it."""
-        return self.forward
-
-    def apply(self, xs: Tensors) -> Tensors:
-        """Pass values through, comparing."""
-        return apply(self, xs)
-
     def run(self, xs: Tensors) -> Tensors:
-        """Compare now, if it is this direction's turn."""
         if self.forward:
-            self._compare(xs)
+            plain = tuple(x.detach() for x in xs)
+            verdicts = self.group.world.current().start(Compare(), plain, self.group, self.site).wait()
+            for place, verdict in enumerate(verdicts):
+                if not bool(verdict.all()):
+                    raise PromiseError(_complaint(self, place, plain, verdict))
         return xs
 
-    def _compare(self, xs: Tensors) -> None:
-        plain = tuple(x.detach() for x in xs)
-        verdicts = self.group.world.current().start(Compare(), plain, self.group, self.site).wait()
-        for place, verdict in enumerate(verdicts):
-            if not bool(verdict.all()):
-                raise PromiseError(_complaint(self, place, plain, verdict))
-
     def transposed(self) -> Guard:
-        """Return the guard of the other direction."""
         return replace(self, forward=not self.forward)
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from fshard.errors import LayoutError
+from fshard.mesh.differentiate import apply
 from fshard.mesh.layout import Layout, is_dense, no_dense
 from fshard.mesh.mesh import Mesh
 from fshard.mesh.placing import collected
@@ -42,9 +43,9 @@ class Promise:
         if not scope.world.has_values:
             return x
         group = scope.group(self.axes, "fs.shard_map")
-        (x,) = Guard(group, site, self.value, forward=True).apply((x,))
+        (x,) = apply(Guard(group, site, self.value, forward=True), (x,))
         if x.is_floating_point() or x.is_complex():
-            (x,) = Guard(group, site, self.gradient).apply((x,))
+            (x,) = apply(Guard(group, site, self.gradient), (x,))
         return x
 
 
