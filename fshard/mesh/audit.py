@@ -24,7 +24,7 @@ from torch import Tensor
 from fshard.errors import LayoutError, PromiseError
 from fshard.mesh.differentiate import Bound, Tensors, transformed
 from fshard.mesh.ledger import uncounted
-from fshard.mesh.mapped import Run
+from fshard.mesh.mapped import Run, backward
 from fshard.mesh.moves import Psum
 from fshard.mesh.recipes import ArgumentRecipe, Recipes, ResultRecipe, Transfer
 from fshard.mesh.runtimes.thread_state import batches_nested
@@ -40,14 +40,7 @@ TOLERANCE = 0.05
 
 @dataclass(frozen=True)
 class Audit:
-    """The check of one call's gradients.
-
-    Args:
-        recipes: of the mapped function.
-        recipe: of the call's arguments.
-        call: runs the function on some arguments' pieces.
-        site: the line of the call.
-    """
+    """The check of one call's gradients; `call` runs the function on some arguments' pieces."""
 
     recipes: Recipes
     recipe: ArgumentRecipe
@@ -150,12 +143,7 @@ def _cotangent(place: int, y: Tensor, entry: Transfer, device: int) -> Tensor:
 
 def _gradients(ys: Sequence[Tensor], xs: Sequence[Tensor], gs: Sequence[Tensor]) -> list[Tensor]:
     """Return the gradients with regard to all xs; zeros for those that have none."""
-    pairs = [(y, g) for y, g in zip(ys, gs, strict=True) if y.requires_grad]
-    moving = [x for x in xs if x.requires_grad]
-    if not pairs or not moving:
-        return [torch.zeros_like(x) for x in xs]
-    moved, cotangents = zip(*pairs, strict=True)
-    found = iter(torch.autograd.grad(moved, moving, cotangents, allow_unused=True, materialize_grads=True))
+    found = iter(backward(tuple(ys), [x for x in xs if x.requires_grad], tuple(gs)))
     return [next(found) if x.requires_grad else torch.zeros_like(x) for x in xs]
 
 
