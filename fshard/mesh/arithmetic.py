@@ -7,11 +7,8 @@ ceil(total / parts) elements, of which the last ones may be shorter or empty.
     10 elements over 4 devices, flat:   [0 1 2] [3 4 5] [6 7 8] [9]
      4 elements over 3 devices, flat:   [0 1] [2 3] []
 
-Sums over devices, in one fixed binary tree: ((0 + 1) + (2 + 3)) + 4.
-
-The order of additions is part of what a sum means here.  Then its bits depend on nothing but the summands: not on who
-adds, nor on how many devices there are, since the tree over slices within a device continues in the tree over devices.
-What would round too soon is added in a wider dtype and rounded once.
+Sums over devices go in one fixed binary tree, ((0 + 1) + (2 + 3)) + 4, so their bits depend on nothing but the summands: not
+on who adds, nor on how many devices there are.  What would round too soon is added in a wider dtype and rounded once.
 """
 
 from __future__ import annotations
@@ -53,11 +50,7 @@ def unravel(index: int, sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def strides(sizes: Sequence[int]) -> tuple[int, ...]:
-    """Return how far apart two neighbours along each axis are, in device indices.
-
-    >>> strides((2, 4, 3))
-    (12, 3, 1)
-    """
+    """Return how far apart two neighbours along each axis are: (12, 3, 1) for (2, 4, 3)."""
     return tuple(prod(sizes[place + 1 :]) for place in range(len(sizes)))
 
 
@@ -134,11 +127,7 @@ class Combine(Protocol):
 
 
 def tree_sum(xs: Sequence[Tensor]) -> Tensor:
-    """Sum in the fixed tree.
-
-    >>> tree_sum([torch.tensor(1.0), torch.tensor(2.0), torch.tensor(4.0)])
-    tensor(7.)
-    """
+    """Sum in the fixed tree."""
     return tree_of(xs, torch.add)
 
 

@@ -49,7 +49,6 @@ class Handle:
     _result: PyTree = None
 
     def wait(self) -> PyTree:
-        """Return the result, as soon as it is there."""
         if self._finish is not None:
             self._result, self._finish = self._finish(), None
         return self._result
@@ -64,7 +63,6 @@ class Batch:
     places: Sequence[int]
 
     def run(self, guard: Guard | Bound | None) -> Tensors:
-        """Apply the move; a guard of values goes before it, one of cotangents (or a pvary) behind it."""
         if type(self.bound.move) is Stay:
             return self.xs
         applied = apply_extreme if type(self.bound.move) is Extreme else apply
@@ -104,7 +102,6 @@ class Call:
     after: Callable[[Tensor, Group], Tensor] | None
 
     def run(self) -> PyTree:
-        """Run it on all leaves."""
         if self.structure is None and self.guard is None and self.after is None:
             return self.batches[0].run(None)[0]
         return self._finished([batch.run(self.guard) for batch in self.batches])
@@ -119,7 +116,6 @@ class Call:
         return road if road is None or after is None else lambda x: after(road(x), group)
 
     def start(self) -> Handle:
-        """Begin it on all leaves."""
         if transformed() or any(
             isinstance(batch.bound.move, Alone | Extreme) or has_tangent(batch.xs) for batch in self.batches
         ):  # nothing to wait for, or nothing that could be told apart from its derivative
@@ -178,7 +174,6 @@ class Collective(Generic[Params]):
         return key
 
     def start(self, *args: Params.args, **kwargs: Params.kwargs) -> Handle:
-        """Begin it and return a handle."""
         return self._plan(*args, **kwargs).start()
 
     def __repr__(self) -> str:

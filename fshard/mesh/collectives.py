@@ -115,12 +115,7 @@ def pmax(tree: PyTree, axis: Axes) -> Call:
     tensor(3)
     """
     return call(
-        "fs.pmax",
-        tree,
-        axis,
-        lambda x, group: Extreme(True),
-        before=lambda x: _ordered("fs.pmax", x),
-        equal="result",
+        "fs.pmax", tree, axis, lambda x, group: Extreme(True), before=lambda x: _ordered("fs.pmax", x), equal="result"
     )
 
 
@@ -134,12 +129,7 @@ def pmin(tree: PyTree, axis: Axes) -> Call:
     tensor(0)
     """
     return call(
-        "fs.pmin",
-        tree,
-        axis,
-        lambda x, group: Extreme(False),
-        before=lambda x: _ordered("fs.pmin", x),
-        equal="result",
+        "fs.pmin", tree, axis, lambda x, group: Extreme(False), before=lambda x: _ordered("fs.pmin", x), equal="result"
     )
 
 

@@ -7,12 +7,7 @@ leading dim, `vmap` is one line.
 Two roads lead to the same backward.  A Function with `setup_context` works under torch.func but costs three times
 as much to call, so it is taken only where a torch.func transform is active.
 
-The gradient of `pmax` and `pmin`: to whoever holds the extreme value, in equal parts where several do.
-
-    y = max over devices of x          dy/dx = [x == y] / (how many devices have x == y)
-
-It is not linear, so it has a Function of its own; what it does with cotangents and tangents is linear again and is put
-together from `psum`.
+`pmax` and `pmin` are not linear, so they have a Function of their own: dy/dx = [x == y] / (how many devices have x == y).
 """
 
 from __future__ import annotations

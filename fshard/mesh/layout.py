@@ -164,11 +164,9 @@ class Layout:
         return whole
 
     def with_spec(self, spec: P) -> Layout:
-        """Return this layout with another spec."""
         return Layout(self.mesh, spec, self.memory, self.unit, self.frozen)
 
     def on(self, mesh: Mesh) -> Layout:
-        """Return this layout on another mesh."""
         return Layout(mesh, self.spec, self.memory, self.unit, self.frozen)
 
     @cached_property

@@ -55,7 +55,6 @@ class Mesh:
 
     @cached_property
     def axis_names(self) -> tuple[str, ...]:
-        """The names of the axes, major to minor."""
         return tuple(name for name, _ in self.axes)
 
     @cached_property
@@ -65,7 +64,6 @@ class Mesh:
 
     @cached_property
     def size(self) -> int:
-        """How many devices there are."""
         return prod(size for _, size in self.axes)
 
     @cached_property

@@ -130,7 +130,6 @@ class _Exchange:
     started: Started | None = None
 
     def run(self) -> PyTree:
-        """Send or receive now."""
         if self.started is not None:
             _settle(self.started)
         return self._run()
@@ -155,8 +154,7 @@ class _Exchange:
         differentiable = [token for token in reals if token.dtype.is_floating_point]
         return sum(differentiable[1:], start=differentiable[0]) if differentiable else torch.zeros(())
 
-    def road(self, tree: PyTree) -> None:
-        """Return None: a message has no shorter way."""
+    def road(self, tree: PyTree) -> None: ...
 
     def start(self) -> Handle:
         """Return a handle; sending is under way at once, receiving has its place among the messages."""

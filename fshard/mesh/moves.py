@@ -19,16 +19,9 @@ device its own), A replicated and used by each device for its own ends.
     Summand                  R          U             Same                      (free)
     Permute, AllToAll        V          V             themselves, reversed
 
-What a collective is called for: values, tangents (in forward mode) or cotangents (in a backward).
-
 Where only some devices differentiate, they make calls that the others do not make, and those would be met by whatever
-the others call next: a wrong sum, without a word.  So what a call is for is part of what devices have to agree on.
-
->>> with serving("tangents"):
-...     purpose()
-'tangents'
->>> purpose()
-'values'
+the others call next: a wrong sum, without a word.  So what a call is for (values, tangents or cotangents) is part of what
+devices have to agree on: its *purpose*.
 """
 
 from __future__ import annotations
@@ -449,11 +442,7 @@ def serving(purpose: Purpose) -> Generator[None]:
 
 
 def named(what: str, purpose: Purpose) -> str:
-    """Return a collective's name with what it is for, if that is not plain values.
-
-    >>> named("psum", "values"), named("psum", "tangents")
-    ('psum', 'psum for tangents')
-    """
+    """Return a collective's name with what it is for, if that is not plain values: psum for tangents."""
     return what if purpose == "values" else f"{what} for {purpose}"
 
 

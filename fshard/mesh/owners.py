@@ -43,7 +43,6 @@ class Owned(NamedTuple):
 
     @property
     def size(self) -> int:
-        """The elements of the whole."""
         return prod(self.shape)
 
 

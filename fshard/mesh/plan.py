@@ -43,12 +43,10 @@ class State:
 
     @property
     def on_axes(self) -> tuple[str, ...]:
-        """The axes along which it lies at one place only."""
         return tuple(axis for axis, _ in self.on)
 
     @property
     def cut(self) -> tuple[str, ...]:
-        """The axes that cut it."""
         return self.flat or tuple(chain.from_iterable(self.dims))
 
     @property
@@ -152,7 +150,6 @@ class _Path:
         self.steps.append(Step(kind, axes, Fraction(elements), self.state, *args))
 
     def follow(self, goal: State) -> None:
-        """Go on to a state by whatever steps lead there."""
         self.steps += _route(self.state, goal, self.shape, self.sizes)
         self.state = goal
 
@@ -167,11 +164,9 @@ class _Path:
         return Fraction(total, pieces) if self.state.flat is None else Fraction(chunk(total, pieces))
 
     def cut(self, changes: Mapping[int, tuple[str, ...]]) -> Dims:
-        """Return the dims of the state with some cut otherwise."""
         return tuple(changes.get(dim, axes) for dim, axes in enumerate(self.state.dims))
 
     def keep(self, goal: State) -> None:
-        """Leave to the devices at the goal's place what all have that are equal along these axes."""
         axes, places = goal.on_axes, dict(self.state.on + goal.on)
         on = tuple((axis, places[axis]) for axis in self.sizes if axis in places)
         self.step("keep", axes, 0, 0, 0, self.number(goal, axes), on=on)
@@ -275,7 +270,6 @@ class _Path:
         return self.state.dims == goal.dims
 
     def direct(self, goal: State) -> None:
-        """Send each device exactly what it lacks."""
         flattened = not any(self.state.dims[1:]) and not any(goal.dims[1:])  # pieces are ranges of the flattened tensor
         shape = (prod(self.shape),) if flattened else self.shape
         before, after = _laid(self.state, shape, self.sizes), _laid(goal, shape, self.sizes)

@@ -68,7 +68,6 @@ class Transfer:
 
     @property
     def work(self) -> bool:
-        """Whether anything is to be done."""
         return bool(self.way.steps) or self.promise is not None
 
     def enter(self, x: Tensor, site: Site, *, cut: bool) -> Tensor:

@@ -1,12 +1,10 @@
 """Who holds which elements, for all devices of a group at once: what a direct exchange of pieces is worked out from.
 
-A *cut* says what each device of a group holds of one tensor.  A region is a few boxes of global indices, since a range of
-the flattened tensor is part of a row, some whole rows and part of another; regions of all devices are one array.
-So the elements that two cuts have in common are counted for 65,536 devices as for eight.
+A region is a few boxes of global indices, since a range of the flattened tensor is part of a row, some whole rows and part
+of another: elements 4 to 8 of (4, 6) are [0, 4:6] and [1, 0:2].  Regions of all devices are one array, so what two cuts
+have in common is counted for 65,536 devices as for eight.
 
 Legend: n devices, k boxes in a region, d dims; `regions` are (n, k, d, 2), the last dim from the first to one past the last.
-
-    P.flat of (4, 6) over 2 x 3, device 1: elements 4 to 8     [0, 4:6] and [1, 0:2]
 """
 
 from __future__ import annotations
@@ -41,17 +39,14 @@ class Laid:
 
     @property
     def axes(self) -> frozenset[str]:
-        """The axes along which devices hold different pieces."""
         cut = self.flat if self.dims is None else [axis for dim in self.dims for axis in dim]
         return frozenset((*(cut or ()), *(axis for axis, _ in self.on)))
 
     @property
     def length(self) -> int:
-        """The elements of the largest piece."""
         return chunk(prod(self.shape), prod(self.parts))
 
     def regions(self, group: Sizes) -> Numbers:
-        """Return the regions of all devices of a group."""
         if self.dims is None:
             regions = _tidy(_boxes(*self._ranges(group), self.shape))
         else:

@@ -241,9 +241,7 @@ class World(Protocol):
         """Return a short way to run one collective on tensors of this shape and dtype, if there is one."""
         ...
 
-    def current(self) -> World:
-        """Return the world that the calling thread is in: this one, unless threads come and go."""
-        ...
+    def current(self) -> World: ...
 
     def start(
         self, move: Wired, xs: tuple[Tensor, ...], group: Group, site: Site, into: tuple[Tensor, ...] | None = None
@@ -255,9 +253,7 @@ class World(Protocol):
         """
         ...
 
-    def send(self, xs: tuple[Tensor, ...], group: Group, to: int, site: Site) -> None:
-        """Send tensors to the device at index `to`, without waiting for it."""
-        ...
+    def send(self, xs: tuple[Tensor, ...], group: Group, to: int, site: Site) -> None: ...
 
     def lane(self, like: Tensor, group: Group, place: int, site: Site) -> Lane | None:
         """Return a short way for messages like this tensor to and from the device at `place`, if there is one."""

@@ -94,7 +94,7 @@ def _refuse_mapped_again(name: str, mesh: Mesh, mapped: tuple[str, ...]) -> None
     if outer is not None and outer.own and outer.notice is not None:
         raise MeshError(
             f"shard_map of {name} in a loss function of value_and_grad, which runs once per device of {outer.mesh} already. "
-            f"Call {name} itself there, on the device's own piece: x.chunk(fs.axis_size(axis), dim)[fs.axis_index(axis)]."
+            f"Call {name} itself there, on the device's own piece."
         )
     if outer is not None and not outer.mapped_axes.isdisjoint(mapped):
         again = ", ".join(axis for axis in mapped if axis in outer.mapped_axes)
@@ -149,11 +149,10 @@ def _call(f: Callable[..., PyTree], recipes: Recipes, recipe: ArgumentRecipe, le
 
 @dataclass(frozen=True)
 class Join(LinearMap):
-    """The identity on all arguments together, and a zero.
+    """The identity on all arguments together, and a zero, a hidden result of every device.
 
-    What brings arguments in may have collectives in its backward.  Whatever each device makes of its arguments, they are to
-    go back together: the join's backward comes when the cotangents of all are there, zeros for those without; and the zero,
-    a hidden result of every device, sees to it that it comes at all.  `depth` counts the leading dims of vmaps.
+    What brings arguments in may have collectives in its backward, so they go back together on every device, whatever it
+    made of them.  `depth` counts the leading dims of vmaps.
     """
 
     depth: int = 0
@@ -216,12 +215,12 @@ def _refuse_changed(name: str, recipe: ArgumentRecipe, given: list[list[Tensor]]
     ]
     raise LayoutError(
         f"{name} changed its argument {', '.join(changed)} in place. Arguments belong to the caller, and all devices are "
-        "given the same plain tensor, so a change would be made once for each. Work on a copy: x = x.clone()."
+        "given the same plain tensor. Work on a copy: x = x.clone()."
     )
 
 
 def _same(x: Any, y: Any) -> bool:
-    """Return whether two devices return the same; what is no number is the same as itself."""
+    """Return whether two devices return the same; NaN is the same as itself."""
     if isinstance(x, np.ndarray) or isinstance(y, np.ndarray):
         return type(x) is type(y) and (x.dtype, x.shape, x.tobytes()) == (y.dtype, y.shape, y.tobytes())
     return x is y or x == y or (x != x and y != y)
@@ -256,8 +255,7 @@ class _Outputs:
             if other != structure or not all(map(_same, values, leaves)):
                 raise MismatchError(
                     f"shard_map of {self.recipes.name}: devices {first} and {device} return different trees or values: "
-                    f"{leaves} in {structure}, and {values} in {other}. "
-                    "What is no tensor has to be the same on all devices."
+                    f"{leaves} in {structure}, and {values} in {other}. What is no tensor has to be the same."
                 )
         may_differ = recipe.uneven or len(self.taken) > 1
         for entry, own in zip(recipe.entries, shards, strict=True):

@@ -160,7 +160,6 @@ class P:
 
     @property
     def is_flat(self) -> bool:
-        """Whether the tensor is flattened before it is cut."""
         return self.flat_axes is not None
 
     @property

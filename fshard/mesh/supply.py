@@ -40,7 +40,6 @@ class Views(NamedTuple):
 
     @property
     def size(self) -> int:
-        """The elements of all boxes."""
         return sum(prod(lengths) for _, lengths in self.boxes)
 
     def of(self, rows: Tensor) -> list[Tensor]:
@@ -98,7 +97,6 @@ class Parts(Wired, ABC):
         return {source: rows * views.size for source, views in self.traffic(index).gets.items()}
 
     def unpacked(self, x: Tensor, index: int, arrived: Mapping[int, Tensor]) -> Tensor:
-        """Make the result from what the device holds and what has arrived."""
         rows = x.view(-1, self.length)
         _, gets, (source, place) = self.traffic(index)
         result = torch.zeros_like(rows)
@@ -160,7 +158,6 @@ class Kept(Alone):
 
     @property
     def length(self) -> int:
-        """As the supply's."""
         return self.supply.length
 
 
