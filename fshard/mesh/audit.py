@@ -1,20 +1,16 @@
 """`check=True`, on a virtual mesh: is the gradient of a mapped function the one that it has?
 
-Gradients go by types: what is equal on all devices has a gradient that is equal, so the backward of `psum` sends nothing.
-A program that breaks the types (it adds a replicated bias without `pvary`, or sums what is equal already) gets a wrong
-gradient, and its values need not show it.  So the first backward of a kind of call is audited, on cotangents drawn at
-random, different wherever the types allow it:
+A program that breaks the types of gradients (it adds a replicated bias without `pvary`, or sums what is equal already) gets
+a wrong gradient, and its values need not show it.  So the first backward of a kind of call is audited, on random cotangents:
 
-    by types       with promises held, as in the program itself: a broken one is an error that names it
+    by types       as in the program itself, with promises held: a broken one is an error that names it
     by devices     each device's value is its own: what makes values equal is followed by `pvary`, and `pvary` does nothing;
-                   an argument's gradient is summed over the devices that were given the same
-
-The second needs no promise and is right for any program.  If the two differ, so do the types from the program.
+                   an argument's gradient is summed over the devices that were given the same.  Right for any program
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -26,7 +22,7 @@ from fshard.mesh.differentiate import Bound, Tensors, transformed
 from fshard.mesh.ledger import uncounted
 from fshard.mesh.mapped import Run, backward
 from fshard.mesh.moves import Psum
-from fshard.mesh.recipes import ArgumentRecipe, Recipes, ResultRecipe, Transfer
+from fshard.mesh.recipes import ArgumentRecipe, Recipes, Transfer
 from fshard.mesh.runtimes.thread_state import batches_nested
 from fshard.mesh.scope import owning, require
 from fshard.mesh.spec import as_written
@@ -69,13 +65,13 @@ class Audit:
     def _by_types(self, device: int, xs: Tensors) -> Tensors:
         entries, pieces = self.recipe.entries, self._pieces(xs)
         with torch.enable_grad():
-            own = [
-                x if entry.promise is None else entry.promise.hold(x, self.site)
-                for x, entry in zip(pieces, entries, strict=True)
-            ]
+            own = [entry.hold(x, self.site) for x, entry in zip(pieces, entries, strict=True)]
             recipe, _, leaves = self.recipes.of_results(require("shard_map").mesh, self.call(tuple(own)))
-            ys = [entry.leave(leaves[entry.place], self.site) for entry in recipe.entries]
-            gs = [_cotangent(place, y, entry, device) for place, (y, entry) in _numbered(ys, recipe)]
+            ys = [entry.hold(leaves[entry.place], self.site) for entry in recipe.entries]
+            gs = [
+                _cotangent(place, y, entry, device)
+                for place, (y, entry) in enumerate(zip(ys, recipe.entries, strict=True))
+            ]
             return *_gradients(ys, pieces, gs), *(y.detach() for y in ys)
 
     def _by_devices(self, device: int, xs: Tensors) -> Tensors:
@@ -85,7 +81,7 @@ class Audit:
             ys = [leaves[entry.place] for entry in recipe.entries]
             gs = [
                 _cotangent(place, y, entry, device) / prod(scope.mesh.shape[axis] for axis in self._alike(entry))
-                for place, (y, entry) in _numbered(ys, recipe)
+                for place, (y, entry) in enumerate(zip(ys, recipe.entries, strict=True))
             ]
             found = _gradients(ys, pieces, gs)
         sums = list[Tensor]()
@@ -126,10 +122,6 @@ class Audit:
                 "given a value that is equal on all of them. If that is meant, put fs.pvary(x, axis) around the value "
                 "there; else leave the collective out."
             )
-
-
-def _numbered(ys: Sequence[Tensor], recipe: ResultRecipe) -> Iterable[tuple[int, tuple[Tensor, Transfer]]]:
-    return enumerate(zip(ys, recipe.entries, strict=True))
 
 
 def _cotangent(place: int, y: Tensor, entry: Transfer, device: int) -> Tensor:

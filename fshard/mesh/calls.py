@@ -283,18 +283,13 @@ def _batches(leaves: list[tuple[Tensor, Move]], group: Group, site: Site, struct
 
 
 def _guard(what: str, scope: Scope, group: Group, site: Site, equal: Literal["argument", "result"]) -> Guard | None:
-    if not scope.world.has_values:
-        return None
-    if equal == "argument":
-        words = (
-            f"the argument of {what} over {{axes}} has to be equal on all devices; use psum or all_gather to make it so"
-        )
-        return Guard(group, site, words, forward=True)
-    words = (
-        f"the result of {what} over {{axes}} is equal on all devices, so its gradient has to be; but it was used with each "
-        "device's own data. Put fs.pvary(x, {axes}) around the result where that use begins"
-    )
-    return Guard(group, site, words)
+    broken = {
+        "argument": f"the argument of {what} over {{axes}} has to be equal on all devices; use psum or all_gather to make "
+        "it so",
+        "result": f"the result of {what} over {{axes}} is equal on all devices, so its gradient has to be; but it was used "
+        "with each device's own data. Put fs.pvary(x, {axes}) around the result where that use begins",
+    }
+    return Guard(group, site, broken[equal], forward=equal == "argument") if scope.world.has_values else None
 
 
 def tensors_of(what: str, tree: PyTree) -> tuple[list[Tensor], Structure | None]:

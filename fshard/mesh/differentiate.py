@@ -1,11 +1,8 @@
 """Linear maps as autograd Functions: the backward of a map is the map's transpose, itself such a Function.
 
-That is the whole of differentiation here.  Because the backward *applies* the transposed Function, gradients of any
-order follow; because the map is linear, its forward derivative is itself; because it knows itself with one more
-leading dim, `vmap` is one line.
-
-Two roads lead to the same backward.  A Function with `setup_context` works under torch.func but costs three times
-as much to call, so it is taken only where a torch.func transform is active.
+So gradients of any order follow; because the map is linear, its forward derivative is itself; because it knows itself
+with one more leading dim, `vmap` is one line.  A Function with `setup_context` works under torch.func but costs three
+times as much to call, so it is taken only where a torch.func transform is active.
 
 `pmax` and `pmin` are not linear, so they have a Function of their own: dy/dx = [x == y] / (how many devices have x == y).
 """

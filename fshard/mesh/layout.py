@@ -1,8 +1,5 @@
 """`Layout`: how a global tensor lies on a mesh, and `typeof`, which prints it in one token.
 
-A layout is a mesh, a spec and a memory kind.  All questions about it (who holds what, how much) are answered by
-`arithmetic`; this module adds names, checks and words.
-
     f32[8@data, 6@model]          dim 0 cut over "data", dim 1 over "model"
     f32[8, 6]{flat:data}          flattened, then cut over "data"
     f32[8, 6]{on:data=2}          whole on device 2 along "data", empty on the others
@@ -10,7 +7,7 @@ A layout is a mesh, a spec and a memory kind.  All questions about it (who holds
     f32[8, 6]{U:model}            whole everywhere, to be summed over "model"
     f32[8@data, 6]{host}          in the memory of the host
 
-Dense tensors: one shape, and a place in memory for each element.  All others are refused wherever they would come in.
+Only dense tensors lie on meshes: one shape, and a place in memory for each element.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from fractions import Fraction
 from io import StringIO
@@ -193,13 +193,17 @@ def inherit(ledgers: Sequence[Ledger] | None) -> None:
 
 
 @contextmanager
-def uncounted() -> Generator[None]:
-    """Let no ledger count what the calling thread does: it is no part of the program."""
-    before, _open.ledgers = _open.ledgers, ()
+def _writing(ledgers: Sequence[Ledger]) -> Generator[None]:
+    before, _open.ledgers = _open.ledgers, ledgers
     try:
         yield
     finally:
         _open.ledgers = before
+
+
+def uncounted() -> AbstractContextManager[None]:
+    """Let no ledger count what the calling thread does: it is no part of the program."""
+    return _writing(())
 
 
 @contextmanager
@@ -222,8 +226,5 @@ def ledger() -> Generator[Ledger]:
         finally:
             _shared[:] = [other for other in _shared if other is not opened]
     else:
-        before, _open.ledgers = _open.ledgers, (*_open.ledgers, opened)
-        try:
+        with _writing((*_open.ledgers, opened)):
             yield opened
-        finally:
-            _open.ledgers = before

@@ -1,12 +1,9 @@
 """A function of one device, run on all devices, as one differentiable operation.
 
 Where the caller is one of the devices, autograd sees through everything by itself.  Where it stands outside a virtual
-mesh, the gradient is asked for in a thread that is no device, and collectives could not meet; so there the whole run
-is one autograd Function: its backward is a run of its own, in which each device goes back through its own graph.
-
-The graph of the forward is kept for one backward.  For everything else (a second backward, gradients of gradients,
-torch.func) the backward is the run of another function, the one that computes the vjp; being such an operation
-itself, it can be differentiated again.
+mesh, the gradient is asked for in a thread that is no device, so there the whole run is one autograd Function: its
+backward is a run of its own, in which each device goes back through its own graph.  The graph is kept for one backward;
+all else (a second backward, gradients of gradients, torch.func) runs another function, the one that computes the vjp.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """Point-to-point messages: `send` and `recv`, for pipelines.
 
 A send does not wait for its receiver; a recv waits for its message.  Messages between two devices arrive in the order
-they were sent, and go to the receives in the order in which those were called or started.
-
-Both can be differentiated: the cotangent of what was received travels back to whoever sent it.  For that, `send`
-returns a *token*, a zero that is to be added to what is differentiated on the sending device; without the token the
-sender's backward does not know that it has something to wait for.
+they were sent, and go to the receives in the order in which those were called or started.  Cotangents of what was
+received travel back to the sender.  For that, `send` returns a *token*, a zero that is to be added to what is
+differentiated on the sending device.
 """
 
 from __future__ import annotations

@@ -125,8 +125,21 @@ def _joined(rows: Tensor, piece: Sequence[int], dim: int, n: int) -> Tensor:
     return rows.reshape(n, *piece).movedim(0, dim).flatten(dim, dim + 1)
 
 
+class _Reduce(Wired):
+    """What psum, pmax and pmin share."""
+
+    wire: ClassVar[WireKind] = "reduce"
+
+    def meaning(self, xs: list[Tensor]) -> list[Tensor]:
+        total = tree_of(xs, combining(self))
+        return [total for _ in xs]
+
+    def sent(self, size: int, index: int, n: int) -> Fraction:
+        return Fraction(2 * (n - 1) * size, n)
+
+
 @dataclass(frozen=True)
-class Psum(Wired):
+class Psum(_Reduce):
     """Sum over the devices.
 
     device 0  [1 2]   =>  [4 6]         (<= the cotangent passes through)
@@ -134,21 +147,13 @@ class Psum(Wired):
     """
 
     name = "psum"
-    wire: ClassVar[WireKind] = "reduce"
-
-    def meaning(self, xs: list[Tensor]) -> list[Tensor]:
-        total = tree_sum(xs)
-        return [total for _ in xs]
 
     def transposed(self) -> Move:
         return Pvary()
 
-    def sent(self, size: int, index: int, n: int) -> Fraction:
-        return Fraction(2 * (n - 1) * size, n)
-
 
 @dataclass(frozen=True)
-class Extreme(Wired):
+class Extreme(_Reduce):
     """Take the largest (or smallest) over the devices, element by element.  Not linear: see `collectives.pmax`.
 
     device 0  [1 9]   =>  [3 9]
@@ -156,18 +161,10 @@ class Extreme(Wired):
     """
 
     largest: bool
-    wire: ClassVar[WireKind] = "reduce"
 
     @property
     def name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
         return "pmax" if self.largest else "pmin"
-
-    def meaning(self, xs: list[Tensor]) -> list[Tensor]:
-        extreme = tree_of(xs, combining(self))
-        return [extreme for _ in xs]
-
-    def sent(self, size: int, index: int, n: int) -> Fraction:
-        return Fraction(2 * (n - 1) * size, n)
 
 
 def combining(move: Move) -> Combine:

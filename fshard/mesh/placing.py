@@ -147,18 +147,8 @@ def device_put(tree: PyTree, layout: PyTree) -> PyTree:
 def layouts(tree: PyTree) -> PyTree:
     """Return the layout of every `Sharded` of a tree, None in the place of all else: for `device_put` and `reshard`.
 
-    A run goes on in another stage or on another mesh when its parameters and its state lie as they would there:
-
-    >>> import torch, fshard as fs
-    >>> from fshard import P
-    >>> four, two = fs.make_mesh({"data": 4}), fs.make_mesh({"data": 2})
-    >>> params = fs.shard_params({"w": torch.ones(8)}, fs.fsdp("data"), mesh=four)
-    >>> state = fs.partition_optimizer(fs.optim.adamw(0.1), mesh=four, axis="data", stage=3).init(params)
-    >>> params = fs.shard_params(params, P(), mesh=two)
-    >>> opt = fs.partition_optimizer(fs.optim.adamw(0.1), mesh=two, axis="data", stage=1)
-    >>> state = fs.device_put(state, fs.layouts(opt.init(params)))
-    >>> fs.typeof(params["w"]), state["exp_avg"]["w"], state["count"]
-    (f32[8], Sharded f32[8]{flat:data} on Mesh(data=2; virtual, cpu), tensor(0))
+    A run goes on in another stage or on another mesh when its state lies as it would there:
+    `device_put(state, layouts(optimizer.init(params)))`, with the optimizer and the parameters of that mesh.
     """
     return map_leaves(lambda x: x.layout if isinstance(x, Sharded) else None, tree)
 
@@ -296,8 +286,8 @@ def _refuse_owned(xs: Sequence[Sharded], mesh: Mesh) -> None:
 def unshard(tree: PyTree) -> PyTree:
     """Return the whole of global arrays, as plain tensors; on a process mesh, on every process.  All else stays as it is.
 
-    What is one (tied) stays one.  A plain tensor knows nothing of a unit, nor whether it was frozen: to lay parameters on
-    another mesh give them to `shard_params` or `device_put` as they are.
+    What is one (tied) stays one.  To lay parameters on another mesh give them to `shard_params` or `device_put` as they are:
+    a plain tensor knows nothing of its unit, nor whether it was frozen.
 
     >>> import torch, fshard as fs
     >>> from fshard import P

@@ -74,10 +74,10 @@ class Transfer:
         """Make one device's piece of an argument, which may be `cut` already."""
         if not cut or self.slices is None:
             x = take(x, self.way, site)
-        return x if self.promise is None else self.promise.hold(x, site)
+        return self.hold(x, site)
 
-    def leave(self, x: Tensor, site: Site) -> Tensor:
-        """Hold one device's piece of a result to what its spec promises."""
+    def hold(self, x: Tensor, site: Site) -> Tensor:
+        """Hold one device's piece to what its spec promises."""
         return x if self.promise is None else self.promise.hold(x, site)
 
 
@@ -124,8 +124,6 @@ class Recipes:
         self._arguments: dict[Any, ArgumentRecipe] = {}
         self._results: dict[Any, ResultRecipe] = {}
         self.audited: set[int] = set()  # the recipes of arguments, by id, for which gradients have been looked at
-
-    # -- arguments ----------------------------------------------------------------------------------------------
 
     def of_arguments(
         self, mesh: Mesh, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -225,16 +223,10 @@ class Recipes:
         axes = tuple(axis for axis in self.mapped if axis not in spec.axes)
         return Promise(axes, value, gradient) if self.checked and axes else None
 
-    # -- results ------------------------------------------------------------------------------------------------
-
     def of_results(self, mesh: Mesh, result: PyTree) -> tuple[ResultRecipe, Structure, list[Any]]:
         """Return the recipe for one device's result, its structure and its leaves."""
         leaves, structure = flatten(result, none_is_leaf=True)
-        kinds = [
-            (leaf.shape, leaf.layout) if isinstance(leaf, Tensor) and not leaf.is_nested else type(leaf)
-            for leaf in leaves
-        ]
-        key = mesh, structure, tuple(kinds)
+        key = mesh, structure, tuple(map(_signature, leaves))
         recipe = self._results.get(key)
         if recipe is None:
             recipe = _kept(self._results)[key] = self._result(mesh, result)

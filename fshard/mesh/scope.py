@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Generator, Iterable, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
@@ -147,16 +147,26 @@ _here = _Here()
 
 
 @contextmanager
-def owning(axes: Iterable[str], notice: Notice | None = None) -> Generator[None]:
-    """Let every value along some axes be the calling device's own for a while: see `fshard.transforms.agree`."""
-    scope = require("a loss function")
-    before = scope.own, scope.notice, scope.roads
-    scope.own, scope.notice = frozenset(axes), notice
-    scope.roads = None  # nobody would notice what goes the short way
+def _changed(scope: Scope, **changes: object) -> Generator[None]:
+    before = {name: getattr(scope, name) for name in changes}
+    for name, value in changes.items():
+        setattr(scope, name, value)
     try:
         yield
     finally:
-        scope.own, scope.notice, scope.roads = before
+        for name, value in before.items():
+            setattr(scope, name, value)
+
+
+def owning(axes: Iterable[str], notice: Notice | None = None) -> AbstractContextManager[None]:
+    """Let every value along some axes be the calling device's own for a while: see `fshard.transforms.agree`."""
+    # nobody would notice what goes by a road, the short way
+    return _changed(require("a loss function"), own=frozenset(axes), notice=notice, roads=None)
+
+
+def trying(trial: Trial) -> AbstractContextManager[None]:
+    """Let what collectives give to the calling device be multiplied by what `trial` says."""
+    return _changed(require("a trial"), trial=trial)
 
 
 @contextmanager
@@ -167,17 +177,6 @@ def parting(group: Group) -> Generator[None]:
     except BaseException as error:
         group.world.current().part(group, error)
         raise
-
-
-@contextmanager
-def trying(trial: Trial) -> Generator[None]:
-    """Let what collectives give to the calling device be multiplied by what `trial` says."""
-    scope = require("a trial")
-    before, scope.trial = scope.trial, trial
-    try:
-        yield
-    finally:
-        scope.trial = before
 
 
 def here() -> Scope | None:

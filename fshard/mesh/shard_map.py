@@ -2,12 +2,9 @@
 
     global arrays --in_specs--> local tensors --f, on every device--> local tensors --out_specs--> global arrays
 
-An in_spec says how a device's piece is cut from the global value, an out_spec how the pieces make up the result.  An
-axis that a spec does not name is a promise: along it, all devices hold the same.  With `check=True` promises are
-compared by value, forward and backward, and on a virtual mesh gradients are audited (`audit`).
-
-What a call needs to know is worked out once per program: a recipe for arguments of one structure, layouts and
-shapes, and one for results (`recipes`).  A later call finds its recipes by key and only moves tensors.
+An axis that a spec does not name is a promise: along it, all devices hold the same.  With `check=True` promises are
+compared by value, forward and backward, and on a virtual mesh gradients are audited (`audit`).  What a call needs to
+know is worked out once per program (`recipes`): a later call finds it by key and only moves tensors.
 """
 
 from __future__ import annotations
@@ -242,7 +239,7 @@ class _Outputs:
         if self.mesh.runtime == "abstract":
             tensors = tuple(map(without_values, tensors))
         if recipe.work:
-            tensors = tuple(entry.leave(x, self.site) for x, entry in zip(tensors, recipe.entries, strict=True))
+            tensors = tuple(entry.hold(x, self.site) for x, entry in zip(tensors, recipe.entries, strict=True))
         for entry in recipe.entries:
             leaves[entry.place] = None
         self.taken[device] = recipe, structure, leaves

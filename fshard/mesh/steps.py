@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from fshard.mesh.arithmetic import Range, chunk, flat_range
-from fshard.mesh.differentiate import Bound, Tensors, apply, recorded, transformed
+from fshard.mesh.differentiate import Bound, apply, recorded, transformed
 from fshard.mesh.layout import Layout
 from fshard.mesh.ledger import Row, active
 from fshard.mesh.moves import AllGather, AllToAll, Alone, Move, Psum, PsumScatter, Summand, Take
 from fshard.mesh.owners import Handover, Owned, filled, hand_over, keep, nothing
 from fshard.mesh.plan import Kind, State, Step, plan
-from fshard.mesh.scope import Scope, require
+from fshard.mesh.scope import Pending, Scope, require
 from fshard.source import Site
 
 _MOVES: dict[Kind, Callable[[int, int], Move]] = {
@@ -93,7 +93,7 @@ def go(
     be put into, where they are put together from flat pieces.
     """
     scope, results = require("fs.reshard"), list(xs)
-    finishes: list[Callable[[], None]] = []
+    later: list[tuple[Ride, Pending, list[Fit]]] = []
     for turn in range(max([len(way.steps) for way in ways], default=0)):
         for ride in _rides(tuple(ways), turn, tuple([x.dtype for x in results])):
             move, given = ride.move, [results[place] for place in ride.places]
@@ -109,20 +109,16 @@ def go(
                 places = tuple([into[place] for place in ride.places])
                 ride.put(results, _trimmed(bound.start(filled_up, places).wait(), fits))
             elif ahead and ride.last and not isinstance(move, Alone):
-                finishes.append(_later(bound.start(filled_up).wait, ride, fits, results))
+                later.append((ride, bound.start(filled_up), fits))
             else:
                 ride.put(results, _trimmed(apply(bound, filled_up), fits))
 
     def finish() -> list[Tensor]:
-        for one in finishes:
-            one()
+        for ride, pending, fits in later:
+            ride.put(results, _trimmed(pending.wait(), fits))
         return results
 
     return finish
-
-
-def _later(wait: Callable[[], Tensors], ride: Ride, fits: Sequence[Fit], results: list[Tensor]) -> Callable[[], None]:
-    return lambda: ride.put(results, _trimmed(wait(), fits))
 
 
 def _trimmed(ys: Iterable[Tensor], fits: Sequence[Fit]) -> list[Tensor]:
