@@ -60,7 +60,7 @@ def test_what_is_no_place_is_said():
         P.flat("data", on="pipe")
     with pytest.raises(fs.LayoutError, match="names an axis more than once: data"):
         P("data", on={"data": 0})
-    with pytest.raises(fs.LayoutError, match=r"2 devices along data.*below 2.*2 devices along pipe.*below 2"):
+    with pytest.raises(fs.LayoutError, match=r"2 devices along data.*below 2"):
         fs.Layout(mesh, P(on={"pipe": 2, "data": 4}))
     with pytest.raises(fs.LayoutError, match="written for shape"):
         fs.device_put(torch.ones(2), fs.Layout(mesh, P("data", on={"pipe": 1}, shape=(4,))))

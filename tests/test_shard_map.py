@@ -27,11 +27,11 @@ def test_one_spec_for_all_a_tuple_or_names(mesh):
     def add(a, b, *, scale=1):
         return (a + b) * scale
 
-    for in_specs in (P("data"), (P("data"), P("data")), {"a": P("data"), "b": P("data")}):
+    for in_specs in (P("data"), (P("data"), P("data"))):
         f = fs.shard_map(add, mesh=mesh, in_specs=in_specs, out_specs=P("data"))
         assert torch.equal(fs.unshard(f(a, b)), a + b)
         assert torch.equal(fs.unshard(f(a, b=b)), a + b)
-    f = fs.shard_map(add, mesh=mesh, in_specs={"a": P("data"), "b": P("data"), "scale": None}, out_specs=P("data"))
+    f = fs.shard_map(add, mesh=mesh, in_specs=(P("data"), None, P("data")), out_specs=P("data"))
     assert torch.equal(fs.unshard(f(a, scale=3, b=b)), 3 * (a + b))
 
 
@@ -195,10 +195,9 @@ def test_all_offending_arguments_at_once(mesh):
     ("in_specs", "text"),
     [
         ((P(), P()), "1 arguments (x) but 2 in_specs"),
-        ({"y": P()}, "in_specs name ['y'], but the arguments given are ['x']"),
-        (None, "argument x: is a tensor, but its spec is None. Give P() for a tensor that is the same on all devices"),
-        ("data", "in_specs is a P, a tuple or a mapping by name; found str"),
-        ({"x": {"deep": P()}}, "are no prefix of the tree"),
+        (None, "argument x: is a tensor, but its spec is None. Give P() for one that is the same on all devices"),
+        ("data", "in_specs is a P or a tuple; found str"),
+        (({"deep": P()},), "are no prefix of the tree"),
     ],
 )
 def test_in_specs_that_do_not_fit(mesh, in_specs, text):
@@ -214,7 +213,7 @@ def test_in_specs_that_do_not_fit(mesh, in_specs, text):
         (lambda x: (x, x), (P("data"), P("nowhere")), fs.MeshError, 'has no axis "nowhere"'),
         (lambda x: (x, x), (P("data"),), fs.LayoutError, "are no prefix of the tree"),
         (lambda x: x.sum(), P("data"), fs.LayoutError, 'has 0 dims, but P("data") has 1 entries'),
-        (lambda x: x, P.flat("data"), fs.LayoutError, "cannot be read off a flat piece"),
+        (lambda x: x, P.flat("data"), fs.LayoutError, "cannot be read off a piece"),
         (lambda x: x[: fs.axis_index("data")], P("data"), fs.LayoutError, "does not make up a tensor"),
         (lambda x: fs.axis_index("data"), P(), fs.MismatchError, "return different trees or values"),
     ],
@@ -302,7 +301,7 @@ def test_from_local(mesh):
         fs.from_local(torch.ones(2), layout)
     with pytest.raises(fs.LayoutError, match=r"device \{'data': 1, 'model': 0\} has \(1,\) instead of \(2,\)"):
         fs.from_local(lambda data, model: torch.ones(2 - data), fs.Layout(mesh, P("data")))
-    with pytest.raises(fs.LayoutError, match="differ in dtype: f32, i32"):
+    with pytest.raises(fs.LayoutError, match="of one dtype; found f32, i32"):
         fs.from_local(
             lambda data, model: torch.ones(2, dtype=[torch.int32, torch.float32][data]), fs.Layout(mesh, P("data"))
         )
@@ -313,11 +312,10 @@ def test_shards_of_several_kinds_are_refused(mesh):
     mixed = fs.Sharded((4,), layout, (*[torch.ones(2)] * 2, *[torch.ones(2, dtype=torch.int64)] * 2))
     numbers = fs.Sharded((4,), layout, (2.0,) * 4)
     take = fs.shard_map(lambda x: x, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
-    found = r"f32 on {'data': 0, 'model': 0}, {'data': 0, 'model': 1}; i64 on {'data': 1, 'model': 0}, {'data': 1, 'model': 1}"
     for use in (fs.unshard, take, lambda x: fs.reshard(x, fs.Layout(mesh, P()))):
-        with pytest.raises(fs.LayoutError, match=f"not tensors of one dtype: {found}"):
+        with pytest.raises(fs.LayoutError, match="not tensors of one dtype: f32, i64"):
             use(mixed)
-        with pytest.raises(fs.LayoutError, match="not tensors of one dtype: float on"):
+        with pytest.raises(fs.LayoutError, match="not tensors of one dtype: float"):
             use(numbers)
 
 
@@ -551,16 +549,6 @@ def test_numpy_arrays_are_refused_rather_than_replicated(mesh):
 
     with pytest.raises(fs.LayoutError, match="it is a numpy array, which is not cut"):
         identity(mesh, P("data"), P("data"))(np.ones(4))
-
-
-def test_a_spec_for_an_optional_argument_may_stay_unused(mesh):
-    def f(x, bias=None):
-        return x if bias is None else x + bias
-
-    f = fs.shard_map(f, mesh=mesh, in_specs={"x": P("data"), "bias": P()}, out_specs=P("data"))
-    assert fs.unshard(f(torch.ones(2))).tolist() == [1, 1] and fs.unshard(
-        f(torch.ones(2), torch.ones(()))
-    ).tolist() == [2, 2]
 
 
 def test_recipes_are_not_kept_without_bound(mesh):

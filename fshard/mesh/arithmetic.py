@@ -7,11 +7,8 @@ ceil(total / parts) elements, of which the last ones may be shorter or empty.
     10 elements over 4 devices, flat:   [0 1 2] [3 4 5] [6 7 8] [9]
      4 elements over 3 devices, flat:   [0 1] [2 3] []
 
-Sums over devices, in one fixed binary tree: ((0 + 1) + (2 + 3)) + 4.
-
-The order of additions is part of what a sum means here.  Then its bits depend on nothing but the summands: not on who
-adds, nor on how many devices there are, since the tree over slices within a device continues in the tree over devices.
-What would round too soon is added in a wider dtype and rounded once.
+Sums over devices go in one fixed binary tree, ((0 + 1) + (2 + 3)) + 4, so their bits depend on nothing but the summands: not
+on who adds, nor on how many devices there are.  What would round too soon is added in a wider dtype and rounded once.
 """
 
 from __future__ import annotations
@@ -53,18 +50,8 @@ def unravel(index: int, sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def strides(sizes: Sequence[int]) -> tuple[int, ...]:
-    """Return how far apart two neighbours along each axis are, in device indices.
-
-    >>> strides((2, 4, 3))
-    (12, 3, 1)
-    """
+    """Return how far apart two neighbours along each axis are: (12, 3, 1) for (2, 4, 3)."""
     return tuple(prod(sizes[place + 1 :]) for place in range(len(sizes)))
-
-
-def even_range(total: int, parts: int, index: int) -> Range:
-    """Return the range of part `index` of a dim that divides evenly."""
-    each = total // parts
-    return index * each, (index + 1) * each
 
 
 def balanced_range(total: int, parts: int, index: int) -> Range:
@@ -102,30 +89,9 @@ def dim_ranges(
     ranges: list[Range] = []
     for length, axes in zip(shape, dims, strict=True):
         cuts = [sizes[axis] for axis in axes]
-        ranges.append(even_range(length, prod(cuts), ravel([coordinates[axis] for axis in axes], cuts)))
+        each, index = length // prod(cuts), ravel([coordinates[axis] for axis in axes], cuts)
+        ranges.append((index * each, (index + 1) * each))
     return tuple(ranges)
-
-
-def dim_owner(
-    element: Sequence[int], shape: Sequence[int], dims: Sequence[Sequence[str]], sizes: Mapping[str, int]
-) -> dict[str, int]:
-    """Return the coordinates of the devices that hold one element: the inverse of `dim_ranges`.
-
-    Axes that cut nothing are left out: every device along them holds the element.
-
-    >>> dim_owner((3, 5), (8, 6), (("data",), ("model",)), {"data": 4, "model": 2})
-    {'data': 1, 'model': 1}
-    """
-    owner: dict[str, int] = {}
-    for place, length, axes in zip(element, shape, dims, strict=True):
-        cuts = [sizes[axis] for axis in axes]
-        owner |= dict(zip(axes, unravel(place // (length // prod(cuts)), cuts), strict=True))
-    return owner
-
-
-def flat_owner(element: int, total: int, parts: int) -> int:
-    """Return the index of the part that holds one element of a flat tensor: the inverse of `flat_range`."""
-    return element // chunk(total, parts)
 
 
 def undivided(
@@ -161,11 +127,7 @@ class Combine(Protocol):
 
 
 def tree_sum(xs: Sequence[Tensor]) -> Tensor:
-    """Sum in the fixed tree.
-
-    >>> tree_sum([torch.tensor(1.0), torch.tensor(2.0), torch.tensor(4.0)])
-    tensor(7.)
-    """
+    """Sum in the fixed tree."""
     return tree_of(xs, torch.add)
 
 

@@ -1,20 +1,16 @@
 """`check=True`, on a virtual mesh: is the gradient of a mapped function the one that it has?
 
-Gradients go by types: what is equal on all devices has a gradient that is equal, so the backward of `psum` sends nothing.
-A program that breaks the types (it adds a replicated bias without `pvary`, or sums what is equal already) gets a wrong
-gradient, and its values need not show it.  So the first backward of a kind of call is audited, on cotangents drawn at
-random, different wherever the types allow it:
+A program that breaks the types of gradients (it adds a replicated bias without `pvary`, or sums what is equal already) gets
+a wrong gradient, and its values need not show it.  So the first backward of a kind of call is audited, on random cotangents:
 
-    by types       with promises held, as in the program itself: a broken one is an error that names it
+    by types       as in the program itself, with promises held: a broken one is an error that names it
     by devices     each device's value is its own: what makes values equal is followed by `pvary`, and `pvary` does nothing;
-                   an argument's gradient is summed over the devices that were given the same
-
-The second needs no promise and is right for any program.  If the two differ, so do the types from the program.
+                   an argument's gradient is summed over the devices that were given the same.  Right for any program
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -24,9 +20,9 @@ from torch import Tensor
 from fshard.errors import LayoutError, PromiseError
 from fshard.mesh.differentiate import Bound, Tensors, transformed
 from fshard.mesh.ledger import uncounted
-from fshard.mesh.mapped import Run
+from fshard.mesh.mapped import Run, backward
 from fshard.mesh.moves import Psum
-from fshard.mesh.recipes import ArgumentRecipe, Recipes, ResultRecipe, Transfer
+from fshard.mesh.recipes import ArgumentRecipe, Recipes, Transfer
 from fshard.mesh.runtimes.thread_state import batches_nested
 from fshard.mesh.scope import owning, require
 from fshard.mesh.spec import as_written
@@ -40,14 +36,7 @@ TOLERANCE = 0.05
 
 @dataclass(frozen=True)
 class Audit:
-    """The check of one call's gradients.
-
-    Args:
-        recipes: of the mapped function.
-        recipe: of the call's arguments.
-        call: runs the function on some arguments' pieces.
-        site: the line of the call.
-    """
+    """The check of one call's gradients; `call` runs the function on some arguments' pieces."""
 
     recipes: Recipes
     recipe: ArgumentRecipe
@@ -76,13 +65,13 @@ class Audit:
     def _by_types(self, device: int, xs: Tensors) -> Tensors:
         entries, pieces = self.recipe.entries, self._pieces(xs)
         with torch.enable_grad():
-            own = [
-                x if entry.promise is None else entry.promise.hold(x, self.site)
-                for x, entry in zip(pieces, entries, strict=True)
-            ]
+            own = [entry.hold(x, self.site) for x, entry in zip(pieces, entries, strict=True)]
             recipe, _, leaves = self.recipes.of_results(require("shard_map").mesh, self.call(tuple(own)))
-            ys = [entry.leave(leaves[entry.place], self.site) for entry in recipe.entries]
-            gs = [_cotangent(place, y, entry, device) for place, (y, entry) in _numbered(ys, recipe)]
+            ys = [entry.hold(leaves[entry.place], self.site) for entry in recipe.entries]
+            gs = [
+                _cotangent(place, y, entry, device)
+                for place, (y, entry) in enumerate(zip(ys, recipe.entries, strict=True))
+            ]
             return *_gradients(ys, pieces, gs), *(y.detach() for y in ys)
 
     def _by_devices(self, device: int, xs: Tensors) -> Tensors:
@@ -92,7 +81,7 @@ class Audit:
             ys = [leaves[entry.place] for entry in recipe.entries]
             gs = [
                 _cotangent(place, y, entry, device) / prod(scope.mesh.shape[axis] for axis in self._alike(entry))
-                for place, (y, entry) in _numbered(ys, recipe)
+                for place, (y, entry) in enumerate(zip(ys, recipe.entries, strict=True))
             ]
             found = _gradients(ys, pieces, gs)
         sums = list[Tensor]()
@@ -135,10 +124,6 @@ class Audit:
             )
 
 
-def _numbered(ys: Sequence[Tensor], recipe: ResultRecipe) -> Iterable[tuple[int, tuple[Tensor, Transfer]]]:
-    return enumerate(zip(ys, recipe.entries, strict=True))
-
-
 def _cotangent(place: int, y: Tensor, entry: Transfer, device: int) -> Tensor:
     """Return the device's piece of a random array, which is the same on all."""
     generator = torch.Generator().manual_seed(place)
@@ -150,12 +135,7 @@ def _cotangent(place: int, y: Tensor, entry: Transfer, device: int) -> Tensor:
 
 def _gradients(ys: Sequence[Tensor], xs: Sequence[Tensor], gs: Sequence[Tensor]) -> list[Tensor]:
     """Return the gradients with regard to all xs; zeros for those that have none."""
-    pairs = [(y, g) for y, g in zip(ys, gs, strict=True) if y.requires_grad]
-    moving = [x for x in xs if x.requires_grad]
-    if not pairs or not moving:
-        return [torch.zeros_like(x) for x in xs]
-    moved, cotangents = zip(*pairs, strict=True)
-    found = iter(torch.autograd.grad(moved, moving, cotangents, allow_unused=True, materialize_grads=True))
+    found = iter(backward(tuple(ys), [x for x in xs if x.requires_grad], tuple(gs)))
     return [next(found) if x.requires_grad else torch.zeros_like(x) for x in xs]
 
 

@@ -42,52 +42,37 @@ class Handle:
     """A collective under way.  `wait` returns its result; until then other work can be done.
 
     What was given to the collective must not be changed before `wait`, and a handle must not be dropped.  Handles may be
-    waited for in any order.  Other devices may need this one to come back to fshard meanwhile, so do not wait for them by
-    other means.
+    waited for in any order.
     """
 
     _finish: Callable[[], PyTree] | None
     _result: PyTree = None
 
     def wait(self) -> PyTree:
-        """Return the result, as soon as it is there."""
         if self._finish is not None:
             self._result, self._finish = self._finish(), None
         return self._result
 
 
-@dataclass(frozen=True)
-class Varied:
-    """What stands behind a collective in the place of a guard, and gives each device a result of its own."""
-
-    bound: Bound
-    before = False
-
-    def apply(self, xs: Tensors) -> Tensors:
-        """Pass values on; their cotangents are summed."""
-        return apply(self.bound, xs)
-
-
+@dataclass(slots=True)
 class Batch:
     """Leaves that travel together, and their places among all leaves."""
 
-    __slots__ = ("bound", "places", "xs")
+    bound: Bound
+    xs: Tensors
+    places: Sequence[int]
 
-    def __init__(self, bound: Bound, xs: Tensors, places: Sequence[int]) -> None:
-        self.bound, self.xs, self.places = bound, xs, places
-
-    def run(self, guard: Guard | Varied | None) -> Tensors:
-        """Apply the move, between guards."""
+    def run(self, guard: Guard | Bound | None) -> Tensors:
         if type(self.bound.move) is Stay:
             return self.xs
         applied = apply_extreme if type(self.bound.move) is Extreme else apply
         if guard is None:
             return applied(self.bound, self.xs)
-        if guard.before:
-            return applied(self.bound, guard.apply(self.xs))
-        return guard.apply(applied(self.bound, self.xs))
+        if isinstance(guard, Guard) and guard.forward:
+            return applied(self.bound, apply(guard, self.xs))
+        return apply(guard, applied(self.bound, self.xs))
 
-    def start(self, guard: Guard | Varied | None) -> Callable[[], Tensors]:
+    def start(self, guard: Guard | Bound | None) -> Callable[[], Tensors]:
         """Begin the move; return what finishes it.
 
         Autograd is told now, by results that are filled in later: backwards come in the order in which collectives were
@@ -97,7 +82,7 @@ class Batch:
         if not recorded(self.xs):
             return pending.wait
         ys = apply(Begun(self.bound), self.xs)
-        ys = ys if guard is None else guard.apply(ys)
+        ys = ys if guard is None else apply(guard, ys)
 
         def fill() -> Tensors:
             for y, result in zip(ys, pending.wait(), strict=True):
@@ -107,22 +92,16 @@ class Batch:
         return fill
 
 
+@dataclass(slots=True)
 class Call:
     """One call of a collective; `structure` is None for a single tensor."""
 
-    __slots__ = ("after", "batches", "guard", "structure")
-
-    def __init__(
-        self,
-        batches: Sequence[Batch],
-        structure: Structure | None,
-        guard: Guard | Varied | None,
-        after: Callable[[Tensor, Group], Tensor] | None,
-    ) -> None:
-        self.batches, self.structure, self.guard, self.after = batches, structure, guard, after
+    batches: Sequence[Batch]
+    structure: Structure | None
+    guard: Guard | Bound | None
+    after: Callable[[Tensor, Group], Tensor] | None
 
     def run(self) -> PyTree:
-        """Run it on all leaves."""
         if self.structure is None and self.guard is None and self.after is None:
             return self.batches[0].run(None)[0]
         return self._finished([batch.run(self.guard) for batch in self.batches])
@@ -137,7 +116,6 @@ class Call:
         return road if road is None or after is None else lambda x: after(road(x), group)
 
     def start(self) -> Handle:
-        """Begin it on all leaves."""
         if transformed() or any(
             isinstance(batch.bound.move, Alone | Extreme) or has_tangent(batch.xs) for batch in self.batches
         ):  # nothing to wait for, or nothing that could be told apart from its derivative
@@ -197,7 +175,6 @@ class Collective(Generic[Params]):
 
     @uncompiled
     def start(self, *args: Params.args, **kwargs: Params.kwargs) -> Handle:
-        """Begin it and return a handle."""
         return self._plan(*args, **kwargs).start()
 
     def __repr__(self) -> str:
@@ -228,31 +205,23 @@ def call(
     after: Callable[[Tensor, Group], Tensor] | None = None,
     equal: Literal["argument", "result", None] = None,
 ) -> Call:
-    """Plan a collective on a tree.
+    """Plan a collective on a tree: `before` is applied to every leaf first and may refuse it, `after` to every result.
 
-    Args:
-        what: its name, for messages.
-        tree: a tensor or a tree of tensors.
-        axis: the axes that it goes along.
-        move: what is to be done with a leaf.
-        before: applied to every leaf first; may refuse it.
-        after: applied to every result.
-        equal: what has to be equal on all devices: the argument's value, or the result's gradient.
-
-    Where values are each device's own (`Scope.own`) nothing has to be equal: a result is varied, as `pvary` does, at once.
+    `equal` is what has to be equal on all devices: the argument's value, or the result's gradient.  Where values are each
+    device's own (`Scope.own`) nothing has to be: a result is varied, as `pvary` does, at once.
     """
     scope = require(what)
     group, site = scope.asked(axis, what), call_site()
-    guard: Guard | Varied | None = None
+    guard: Guard | Bound | None = None
     if equal is not None and not scope.own.isdisjoint(group.axes):
         own = tuple(axis for axis in group.axes if axis in scope.own)
         others = tuple(axis for axis in group.axes if axis not in scope.own)
         if equal == "result":
-            guard = Varied(Bound(Pvary(), scope.group(own, what), site))
+            guard = Bound(Pvary(), scope.group(own, what), site)
         elif others:
             group = scope.group(others, what)
         else:
-            move = _stay
+            move = lambda x, group: Stay()  # noqa: E731
     elif equal is not None and scope.checked:
         guard = _guard(what, scope, group, site, equal)
 
@@ -266,10 +235,6 @@ def call(
         return Call((Batch(Bound(own, group, site), (leaf,), (0,)),), None, guard, after)
     batches = _batches(_all_prepared(what, tree, leaves, prepared), group, site, structure)
     return Call(batches, structure, guard, after)
-
-
-def _stay(x: Tensor, group: Group) -> Move:
-    return Stay()
 
 
 def _all_prepared(
@@ -306,18 +271,13 @@ def _batches(leaves: list[tuple[Tensor, Move]], group: Group, site: Site, struct
 
 
 def _guard(what: str, scope: Scope, group: Group, site: Site, equal: Literal["argument", "result"]) -> Guard | None:
-    if not scope.world.has_values:
-        return None
-    if equal == "argument":
-        words = (
-            f"the argument of {what} over {{axes}} has to be equal on all devices; use psum or all_gather to make it so"
-        )
-        return Guard(group, site, words, forward=True)
-    words = (
-        f"the result of {what} over {{axes}} is equal on all devices, so its gradient has to be; but it was used with each "
-        "device's own data. Put fs.pvary(x, {axes}) around the result where that use begins"
-    )
-    return Guard(group, site, words)
+    broken = {
+        "argument": f"the argument of {what} over {{axes}} has to be equal on all devices; use psum or all_gather to make "
+        "it so",
+        "result": f"the result of {what} over {{axes}} is equal on all devices, so its gradient has to be; but it was used "
+        "with each device's own data. Put fs.pvary(x, {axes}) around the result where that use begins",
+    }
+    return Guard(group, site, broken[equal], forward=equal == "argument") if scope.world.has_values else None
 
 
 def tensors_of(what: str, tree: PyTree) -> tuple[list[Tensor], Structure | None]:

@@ -1,11 +1,8 @@
 """The collectives: plain functions, called on local tensors inside `shard_map` and `run`.
 
-Each works along one axis of the mesh or a tuple of axes (major to minor), on a tensor or a tree of tensors; all leaves
-of a tree that have one dtype travel together, as one collective.  Results are always *tiled*: pieces are put side by
-side along `dim`, no dim is added.  Every collective has a second form, `psum.start(...)`, that returns a `Handle`.
-
-What a value is decides what its cotangent is, so no context has to be asked (see `moves` for the table):
-sharded <-> sharded, replicated <-> replicated, used by all <-> unreduced.
+Each works along one axis of the mesh or a tuple of axes (major to minor), on a tensor or a tree of tensors; leaves of one
+dtype travel together.  Results are *tiled*: pieces are put side by side along `dim`, no dim is added.  Every collective has
+a second form, `psum.start(...)`, that returns a `Handle`.  What a value is decides what its cotangent is: see `moves`.
 """
 
 from __future__ import annotations
@@ -116,12 +113,7 @@ def pmax(tree: PyTree, axis: Axes) -> Call:
     tensor(3)
     """
     return call(
-        "fs.pmax",
-        tree,
-        axis,
-        lambda x, group: Extreme(True),
-        before=lambda x: _ordered("fs.pmax", x),
-        equal="result",
+        "fs.pmax", tree, axis, lambda x, group: Extreme(True), before=lambda x: _ordered("fs.pmax", x), equal="result"
     )
 
 
@@ -135,12 +127,7 @@ def pmin(tree: PyTree, axis: Axes) -> Call:
     tensor(0)
     """
     return call(
-        "fs.pmin",
-        tree,
-        axis,
-        lambda x, group: Extreme(False),
-        before=lambda x: _ordered("fs.pmin", x),
-        equal="result",
+        "fs.pmin", tree, axis, lambda x, group: Extreme(False), before=lambda x: _ordered("fs.pmin", x), equal="result"
     )
 
 

@@ -1,25 +1,17 @@
 """Linear maps as autograd Functions: the backward of a map is the map's transpose, itself such a Function.
 
-That is the whole of differentiation here.  Because the backward *applies* the transposed Function, gradients of any
-order follow; because the map is linear, its forward derivative is itself; because it knows itself with one more
-leading dim, `vmap` is one line.
+So gradients of any order follow; because the map is linear, its forward derivative is itself; because it knows itself
+with one more leading dim, `vmap` is one line.  A Function with `setup_context` works under torch.func but costs three
+times as much to call, so it is taken only where a torch.func transform is active.
 
-Two roads lead to the same backward.  A Function with `setup_context` works under torch.func but costs three times
-as much to call, so it is taken only where a torch.func transform is active.
-
-The gradient of `pmax` and `pmin`: to whoever holds the extreme value, in equal parts where several do.
-
-    y = max over devices of x          dy/dx = [x == y] / (how many devices have x == y)
-
-It is not linear, so it has a Function of its own; what it does with cotangents and tangents is linear again and is put
-together from `psum`.
+`pmax` and `pmin` are not linear, so they have a Function of their own: dy/dx = [x == y] / (how many devices have x == y).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -42,20 +34,22 @@ _unpack_dual: Any = torch._VF._unpack_dual  # pyright: ignore[reportPrivateUsage
 _torch: Any = torch  # for what it has for itself
 
 
-class LinearMap(Protocol):
+class LinearMap:
     """A linear map on a tuple of tensors that knows its transpose."""
+
+    __slots__ = ()
 
     def run(self, xs: Tensors) -> Tensors:
         """Compute it; `xs` are plain tensors, no gradient is recorded."""
-        ...
+        raise NotImplementedError
 
     def transposed(self) -> LinearMap:
         """Return the map of the cotangents."""
-        ...
+        raise NotImplementedError
 
     def batched(self) -> LinearMap:
         """Return the same map on tensors with one more leading dim."""
-        ...
+        return self
 
 
 def apply(linear: LinearMap, xs: Tensors) -> Tensors:
@@ -163,7 +157,7 @@ def leading(x: Tensor, dim: int | None, size: int) -> Tensor:
 
 
 @dataclass(slots=True)
-class Bound:
+class Bound(LinearMap):
     """A move on one group, called from one line: what a collective becomes when it is called."""
 
     move: Move
@@ -171,7 +165,6 @@ class Bound:
     site: Site
 
     def run(self, xs: Tensors) -> Tensors:
-        """Do it now: on the device's own where no wire is needed."""
         if isinstance(self.move, Alone):
             return tuple(self.move.local(x, self.group.index, self.group.size) for x in xs)
         return self.start(xs).wait()
@@ -188,32 +181,27 @@ class Bound:
         return group.world.current().start(move, xs, group, self.site, into)
 
     def transposed(self) -> Bound:
-        """Return the transposed move on the same group."""
         return Bound(self.move.transposed(), self.group, self.site)
 
     def batched(self) -> Bound:
-        """Return the same move on batched tensors."""
         return Bound(self.move.batched(), self.group, self.site)
 
 
 @dataclass(frozen=True)
-class Begun:
+class Begun(LinearMap):
     """A move that has been started: its results are placeholders, of the right shape and without memory."""
 
     bound: Bound
 
     def run(self, xs: Tensors) -> Tensors:
-        """Return the placeholders."""
         move, n = cast("Wired", self.bound.move), self.bound.group.size
         shapes = (delivered(move, x.to("meta"), n).shape for x in xs)
         return tuple(x.new_empty(()).expand(shape) for x, shape in zip(xs, shapes, strict=True))
 
     def transposed(self) -> LinearMap:
-        """Return the transpose of what was started."""
         return self.bound.transposed()
 
     def batched(self) -> LinearMap:
-        """Return the move itself on batched tensors."""
         return self.bound.batched()
 
 

@@ -28,9 +28,7 @@ def to_dtensor(x: Sharded) -> DTensor:
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
     if not isinstance(x, Sharded):
-        raise LayoutError(
-            f"to_dtensor takes a Sharded, found {type(x).__name__}. Lay it on a process mesh with fs.device_put."
-        )
+        raise LayoutError(f"to_dtensor takes a Sharded, found {type(x).__name__}. Make one with fs.device_put.")
     spec, mesh = x.spec, x.mesh
     if spec.is_flat or spec.on or x.layout.memory != "device":
         raise LayoutError(f"{x!r} has no DTensor: flat, owned and host layouts are fshard's own. Reshard it first.")
@@ -64,9 +62,7 @@ def from_dtensor(x: DTensor) -> Sharded:
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
     if not isinstance(x, DTensor):
-        raise LayoutError(
-            f"from_dtensor takes a DTensor, found {type(x).__name__}. Plain tensors go on a mesh with fs.device_put."
-        )
+        raise LayoutError(f"from_dtensor takes a DTensor, found {type(x).__name__}.")
     mesh = from_device_mesh(x.device_mesh)
     dims: list[tuple[str, ...]] = [()] * x.ndim
     unreduced: list[str] = []
@@ -76,9 +72,7 @@ def from_dtensor(x: DTensor) -> Sharded:
         elif isinstance(placement, Partial) and placement.reduce_op == "sum":
             unreduced.append(axis)
         elif not isinstance(placement, Replicate):
-            raise LayoutError(
-                f'The DTensor is {placement} along "{axis}", which no layout says. Redistribute it first.'
-            )
+            raise LayoutError(f'The DTensor is {placement} along "{axis}", which no layout says. Redistribute it.')
     layout = Layout(mesh, P(*dims, unreduced=tuple(unreduced)))
     layout.check(x.shape, "the DTensor")
     return Sharded(tuple(x.shape), layout, (x.to_local(),))

@@ -1,8 +1,5 @@
 """`Layout`: how a global tensor lies on a mesh, and `typeof`, which prints it in one token.
 
-A layout is a mesh, a spec and a memory kind.  All questions about it (who holds what, how much) are answered by
-`arithmetic`; this module adds names, checks and words.
-
     f32[8@data, 6@model]          dim 0 cut over "data", dim 1 over "model"
     f32[8, 6]{flat:data}          flattened, then cut over "data"
     f32[8, 6]{on:data=2}          whole on device 2 along "data", empty on the others
@@ -10,7 +7,7 @@ A layout is a mesh, a spec and a memory kind.  All questions about it (who holds
     f32[8, 6]{U:model}            whole everywhere, to be summed over "model"
     f32[8@data, 6]{host}          in the memory of the host
 
-Dense tensors: one shape, and a place in memory for each element.  All others are refused wherever they would come in.
+Only dense tensors lie on meshes: one shape, and a place in memory for each element.
 """
 
 from __future__ import annotations
@@ -80,14 +77,13 @@ class Layout:
         self.mesh.check_axes(self.spec.axes, f"Layout with {self.spec}")
         if self.memory not in get_args(Memory):
             raise LayoutError(f'Layout: memory is "device" or "host", not {self.memory!r}.')
-        counted = [(axes, place, prod(self.mesh.shape[axis] for axis in axes)) for axes, place in self.spec.on]
-        wrong = [
-            f"there are {n} devices along {' x '.join(axes)}, which are counted from 0. Give one below {n}."
-            for axes, place, n in counted
-            if place >= n
-        ]
-        if wrong:
-            raise LayoutError(f"Layout with {self.spec}: {' '.join(wrong)}")
+        for axes, place in self.spec.on:
+            n = prod(self.mesh.shape[axis] for axis in axes)
+            if place >= n:
+                raise LayoutError(
+                    f"Layout with {self.spec}: there are {n} devices along {' x '.join(axes)}, which are counted from 0. "
+                    f"Give one below {n}."
+                )
 
     @property
     def replicated_axes(self) -> tuple[str, ...]:
@@ -108,8 +104,7 @@ class Layout:
             return
         if len(spec.entries) > len(shape):
             raise LayoutError(
-                f"{what} of shape {shape} has {len(shape)} dims, but {spec} has {len(spec.entries)} entries. "
-                "Give one entry per dim at most."
+                f"{what} of shape {shape} has {len(shape)} dims, but {spec} has {len(spec.entries)} entries."
             )
         bad = arithmetic.undivided(shape, spec.dims(len(shape)), self.mesh.shape)
         if bad:
@@ -117,11 +112,7 @@ class Layout:
                 f"dim {dim} has {length} elements, which {parts} devices ({' x '.join(axes)}) do not divide"
                 for dim, length, axes, parts in bad
             )
-            fixes = ", ".join(f"dim {dim} to {length + -length % parts}" for dim, length, _, parts in bad)
-            raise LayoutError(
-                f"{what} of shape {shape} cannot lie as {spec}: {clashes}. "
-                f"Pad {fixes}, or use P.flat, which takes any size."
-            )
+            raise LayoutError(f"{what} of shape {shape} cannot lie as {spec}: {clashes}. Pad, or use P.flat.")
 
     def ranges(self, shape: Sequence[int], device: int) -> tuple[arithmetic.Range, ...]:
         """Return the range of each dim (or the one flat range) that `device` holds of a tensor of `shape`."""
@@ -152,32 +143,27 @@ class Layout:
     def global_shape(self, local: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of the whole from the shape of a shard."""
         spec = self.spec
-        if (spec.is_flat or spec.on) and spec.shape is None:
-            kind = "a flat" if spec.is_flat else "an owned"
-            raise LayoutError(
-                f"The shape of the whole tensor cannot be read off {kind} piece of shape {tuple(local)}. "
-                f"Write it into the spec: {spec!r}"[:-1]
-                + ", shape=(...))."
-            )
         if spec.is_flat or spec.on:
-            whole = spec.shape or ()
-        elif len(spec.entries) > len(local):
-            raise LayoutError(
-                f"A piece of shape {tuple(local)} has {len(local)} dims, but {spec} has "
-                f"{len(spec.entries)} entries. Give one entry per dim at most."
-            )
+            if spec.shape is None:
+                raise LayoutError(
+                    f"The shape of the whole tensor cannot be read off a piece of shape {tuple(local)} that lies as {spec}. "
+                    "Write it into the spec: shape=(...)."
+                )
+            whole = spec.shape
         else:
+            if len(spec.entries) > len(local):
+                raise LayoutError(
+                    f"A piece of shape {tuple(local)} has {len(local)} dims, but {spec} has {len(spec.entries)} entries."
+                )
             cuts = [prod(self.mesh.shape[axis] for axis in axes) for axes in spec.dims(len(local))]
             whole = tuple(length * cut for length, cut in zip(local, cuts, strict=True))
         self.check(whole)
         return whole
 
     def with_spec(self, spec: P) -> Layout:
-        """Return this layout with another spec."""
         return Layout(self.mesh, spec, self.memory, self.unit, self.frozen)
 
     def on(self, mesh: Mesh) -> Layout:
-        """Return this layout on another mesh."""
         return Layout(mesh, self.spec, self.memory, self.unit, self.frozen)
 
     @cached_property

@@ -3,19 +3,15 @@
 A ledger counts bytes by the textbook for the algorithm that is best in bandwidth, with n devices and a tensor of B
 bytes on each: psum 2(n-1)/n B, psum_scatter and all_to_all (n-1)/n B, all_gather (n-1) B, ppermute and send B,
 broadcast B (a chain, whose last device sends nothing).  Of parts of unequal sizes each device counts those that it sends.
-Counts are properties of the program, not of a machine, so the same program has the same ledger, device by device, on a
-virtual and a real mesh; fractions are kept exact.
-
-On an abstract mesh one device stands for all, and of each call it counts what the busiest device sends.  That is every
-device's count where all send alike.  Of ppermute, broadcast, send and unequal parts it is the most that one device can
-have sent: where one is busy in one call and another in the next, no device has sent the sum.
+The same program has the same ledger, device by device, on a virtual and a real mesh; fractions are kept exact.  On an
+abstract mesh one device stands for all, and of each call it counts what the busiest device sends.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from fractions import Fraction
 from io import StringIO
@@ -154,15 +150,12 @@ def _total(rows: Mapping[Row, Entry], what: str, collective: str | None, axis: s
 
 def _refuse_unknown(collective: object, axis: object) -> None:
     """Raise for what no row can have: its count would be zero, whatever was sent."""
-    wrong: list[str] = []
     if collective is not None and collective not in COUNTED:
-        wrong.append(
-            f"{collective!r} is none of the collectives that are counted: {', '.join(COUNTED)} (a pmean is a psum)"
+        raise LayoutError(
+            f"ledger: {collective!r} is none of the collectives that are counted: {', '.join(COUNTED)} (a pmean is a psum)."
         )
     if not isinstance(axis, str | None):
-        wrong.append(f"{axis!r} is not the name of one axis")
-    if wrong:
-        raise LayoutError(f"ledger: {'; '.join(wrong)}.")
+        raise LayoutError(f"ledger: {axis!r} is not the name of one axis.")
 
 
 def _number(count: Fraction) -> str:
@@ -200,13 +193,17 @@ def inherit(ledgers: Sequence[Ledger] | None) -> None:
 
 
 @contextmanager
-def uncounted() -> Generator[None]:
-    """Let no ledger count what the calling thread does: it is no part of the program."""
-    before, _open.ledgers = _open.ledgers, ()
+def _writing(ledgers: Sequence[Ledger]) -> Generator[None]:
+    before, _open.ledgers = _open.ledgers, ledgers
     try:
         yield
     finally:
         _open.ledgers = before
+
+
+def uncounted() -> AbstractContextManager[None]:
+    """Let no ledger count what the calling thread does: it is no part of the program."""
+    return _writing(())
 
 
 @contextmanager
@@ -229,8 +226,5 @@ def ledger() -> Generator[Ledger]:
         finally:
             _shared[:] = [other for other in _shared if other is not opened]
     else:
-        before, _open.ledgers = _open.ledgers, (*_open.ledgers, opened)
-        try:
+        with _writing((*_open.ledgers, opened)):
             yield opened
-        finally:
-            _open.ledgers = before

@@ -68,21 +68,17 @@ def _pairs(axes: Any) -> tuple[tuple[str, int], ...]:
     if isinstance(pairs, Iterable) and not isinstance(pairs, str):
         pairs = tuple(cast("Iterable[Any]", pairs))
         if all(isinstance(pair, tuple | list) and len(cast("list[Any]", pair)) == 2 for pair in pairs):
-            return tuple((name, _whole(size)) for name, size in pairs)
+            return tuple(
+                (name, int(size) if isinstance(size, Integral) and not isinstance(size, bool) else size)
+                for name, size in pairs
+            )
     raise MeshError(f'make_mesh takes names with sizes, {{"data": 4, "model": 2}} say, not {axes!r}.')
-
-
-def _whole(size: Any) -> Any:
-    """Return a size as Python's own number: numpy has others."""
-    return int(size) if isinstance(size, Integral) and not isinstance(size, bool) else size
 
 
 def _device_type(runtime: Runtime, device: str | None) -> str:
     if runtime == "abstract":
         if device not in (None, "meta"):
-            raise MeshError(
-                f'an abstract mesh has no device, but device={device!r} was given. Leave it out, or take runtime="virtual".'
-            )
+            raise MeshError(f"an abstract mesh has no device, but device={device!r} was given. Leave it out.")
         return "meta"
     kind = device or ("cuda" if runtime == "process" and torch.cuda.is_available() else _default())
     if kind not in ("cpu", "cuda"):
@@ -100,9 +96,7 @@ def to_device_mesh(mesh: Mesh) -> DeviceMesh:
     """Return torch's DeviceMesh for a process mesh: the same processes, axes and groups, for torch's own code."""
     refuse_no_mesh("to_device_mesh", mesh)
     if mesh.runtime != "process":
-        raise MeshError(
-            f'{mesh} is {mesh.runtime}: a DeviceMesh is made of processes. Make it under torchrun with runtime="process".'
-        )
+        raise MeshError(f'{mesh} is {mesh.runtime}: a DeviceMesh is made of processes. Take runtime="process".')
     return process.device_mesh(mesh)
 
 
@@ -112,9 +106,7 @@ def from_device_mesh(device_mesh: DeviceMesh) -> Mesh:
         raise MeshError(f"from_device_mesh takes torch's DeviceMesh, found {type(device_mesh).__name__}.")
     names = device_mesh.mesh_dim_names
     if names is None:
-        raise MeshError(
-            "This DeviceMesh has no axis names. Give them with init_device_mesh(..., mesh_dim_names=(...))."
-        )
+        raise MeshError("This DeviceMesh has no axis names. Give init_device_mesh(..., mesh_dim_names=(...)).")
     process.join(device_mesh.device_type, None)
     ranks = tuple(int(rank) for rank in device_mesh.mesh.flatten().tolist())
     axes = tuple(zip(names, device_mesh.mesh.shape, strict=True))

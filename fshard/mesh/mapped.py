@@ -1,17 +1,14 @@
 """A function of one device, run on all devices, as one differentiable operation.
 
 Where the caller is one of the devices, autograd sees through everything by itself.  Where it stands outside a virtual
-mesh, the gradient is asked for in a thread that is no device, and collectives could not meet; so there the whole run
-is one autograd Function: its backward is a run of its own, in which each device goes back through its own graph.
-
-The graph of the forward is kept for one backward.  For everything else (a second backward, gradients of gradients,
-torch.func) the backward is the run of another function, the one that computes the vjp; being such an operation
-itself, it can be differentiated again.
+mesh, the gradient is asked for in a thread that is no device, so there the whole run is one autograd Function: its
+backward is a run of its own, in which each device goes back through its own graph.  The graph is kept for one backward;
+all else (a second backward, gradients of gradients, torch.func) runs another function, the one that computes the vjp.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -38,16 +35,9 @@ Program = Callable[[int, Tensors], Tensors]
 class Run:
     """A program and where to run it.
 
-    Args:
-        mesh: the devices.
-        program: what each does.
-        mapped: the axes that are mapped.
-        checked: whether promises are compared by value.
-        grad: whether grad mode was on where the run was asked for.
-        within: whether it was asked for under a torch.func transform.
-        derived: whether the program is another one's derivative, which has been run, and looked at, itself.
-        random: the random state that the forward began with; what repeats it begins with the same.
-        audit: looks at the inputs of every device before a backward.
+    `grad` and `within` say whether grad mode was on, and a torch.func transform active, where the run was asked for;
+    `derived` whether the program is another one's derivative.  What repeats a forward begins with its `random` state.
+    `audit` looks at the inputs of every device before a backward.
     """
 
     mesh: Mesh
@@ -162,20 +152,37 @@ def _pull_back(run: Run, tape: Tape, cotangents: Tensors) -> tuple[Tensor | None
     wanted = [place for place, need in enumerate(tape.needs) if need]
 
     def back(device: int, _: Tensors) -> Tensors:
-        pairs = [(y, g) for y, g in zip(tape.outputs[device], gs[device], strict=True) if y.requires_grad]
-        chosen = [tape.inputs[device][place] for place in wanted]
-        if not pairs:
-            return tuple(torch.zeros_like(x) for x in chosen)
-        ys, gys = zip(*pairs, strict=True)
-        return torch.autograd.grad(ys, chosen, gys, allow_unused=True, materialize_grads=True)
+        return backward(tape.outputs[device], [tape.inputs[device][place] for place in wanted], gs[device])
 
     found = run.devices([()] * run.mesh.size, back)
     tape.inputs, tape.outputs = [], []
-    gradients: list[Tensor | None] = [None] * (width * run.mesh.size)
+    return _at_places(found, wanted, width)
+
+
+def _at_places(found: list[Tensors], wanted: Sequence[int], width: int) -> tuple[Tensor | None, ...]:
+    """Return the gradients of all devices' tensors, device after device, from those of the wanted ones."""
+    gradients: list[Tensor | None] = [None] * (width * len(found))
     for device, xs in enumerate(found):
         for place, x in zip(wanted, xs, strict=True):
             gradients[device * width + place] = x
     return tuple(gradients)
+
+
+def _replaced(xs: Tensors, places: tuple[int, ...], chosen: Tensors) -> Tensors:
+    """Return tensors with others at some places."""
+    whole = list(xs)
+    for place, x in zip(places, chosen, strict=True):
+        whole[place] = x
+    return tuple(whole)
+
+
+def backward(ys: Tensors, xs: list[Tensor], gs: Tensors, *, create_graph: bool = False) -> Tensors:
+    """Return the gradients with regard to xs, zeros where there are none."""
+    pairs = [(y, g) for y, g in zip(ys, gs, strict=True) if y.requires_grad]
+    if not pairs or not xs:
+        return tuple(torch.zeros_like(x) for x in xs)
+    ys, gs = zip(*pairs, strict=True)
+    return torch.autograd.grad(ys, xs, gs, create_graph=create_graph, allow_unused=True, materialize_grads=True)
 
 
 def _vjp(run: Run, wanted: tuple[int, ...], width: int) -> Run:
@@ -187,14 +194,9 @@ def _vjp(run: Run, wanted: tuple[int, ...], width: int) -> Run:
             return _pull_by_func(lambda *ys: run.program(device, ys), xs, wanted, gs)
         higher = torch.is_grad_enabled() and any(x.requires_grad for x in given)
         with torch.enable_grad():
-            moving = {place: xs[place] if xs[place].requires_grad else xs[place].detach() for place in wanted}
-            xs = tuple(moving.get(place, x) for place, x in enumerate(xs))
-            chosen = [moving[place].requires_grad_() for place in wanted]
-            pairs = [(y, g) for y, g in zip(run.program(device, xs), gs, strict=True) if y.requires_grad]
-            if not pairs:
-                return tuple(torch.zeros_like(x) for x in chosen)
-            ys, gys = zip(*pairs, strict=True)
-            return torch.autograd.grad(ys, chosen, gys, create_graph=higher, allow_unused=True, materialize_grads=True)
+            chosen = [x if x.requires_grad else x.detach().requires_grad_() for x in (xs[place] for place in wanted)]
+            ys = run.program(device, _replaced(xs, wanted, tuple(chosen)))
+            return backward(ys, chosen, gs, create_graph=higher)
 
     return replace(run, program=program, derived=True, audit=None)
 
@@ -204,10 +206,8 @@ def _pull_by_func(f: Callable[..., Tensors], xs: Tensors, wanted: tuple[int, ...
     moves = [y.is_floating_point() or y.is_complex() for y in gs]
 
     def of_wanted(*chosen: Tensor) -> Tensors:
-        whole = list(xs)
-        for place, x in zip(wanted, chosen, strict=True):
-            whole[place] = x
-        return tuple(y for y, moving in zip(f(*whole), moves, strict=True) if moving)
+        ys = f(*_replaced(xs, wanted, chosen))
+        return tuple(y for y, moving in zip(ys, moves, strict=True) if moving)
 
     pull: Any = torch.func.vjp(of_wanted, *(xs[place] for place in wanted))[1]
     return pull(tuple(g for g, moving in zip(gs, moves, strict=True) if moving))
@@ -220,10 +220,7 @@ def _jvp(run: Run, width: int, moving: tuple[int, ...]) -> Run:
         xs, tangents = given[:width], given[width:]
 
         def of_moving(*chosen: Tensor) -> Tensors:
-            whole = list(xs)
-            for place, x in zip(moving, chosen, strict=True):
-                whole[place] = x
-            return run.program(device, tuple(whole))
+            return run.program(device, _replaced(xs, moving, chosen))
 
         return torch.func.jvp(of_moving, tuple(_apart(xs[place]) for place in moving), tangents)[1]
 
@@ -285,11 +282,7 @@ class _Mapped(Function):
         wanted = tuple(place for place in range(width) if flat[place].is_floating_point() or flat[place].is_complex())
         pulled = replace(_vjp(run, wanted, width), grad=torch.is_grad_enabled())
         found = _rows(_mapped_over(pulled, flat, width, cotangents, ctx.results // n), len(wanted), n)
-        gradients: list[Tensor | None] = [None] * len(flat)
-        for device, xs in enumerate(found):
-            for place, x in zip(wanted, xs, strict=True):
-                gradients[device * width + place] = x
-        return None, None, None, *gradients
+        return None, None, None, *_at_places(found, wanted, width)
 
     @staticmethod
     def jvp(ctx: Any, *grad_inputs: Any) -> Tensors:

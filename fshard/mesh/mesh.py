@@ -1,8 +1,7 @@
 """`Mesh`: a named grid of devices, as a value.
 
-A mesh says how many devices there are and what their axes are called; it holds no device, no thread and no process
-group.  So it can be compared, hashed, printed and made anywhere, and the same program runs on a mesh of another
-runtime.  Devices are numbered row-major: the last axis is the fastest.
+It holds no device, no thread and no process group, so it can be compared, hashed, printed and made anywhere.  Devices are
+numbered row-major: the last axis is the fastest.
 
     make_mesh({"data": 2, "model": 3})        model ->
                                        data   0  1  2
@@ -55,7 +54,6 @@ class Mesh:
 
     @cached_property
     def axis_names(self) -> tuple[str, ...]:
-        """The names of the axes, major to minor."""
         return tuple(name for name, _ in self.axes)
 
     @cached_property
@@ -65,7 +63,6 @@ class Mesh:
 
     @cached_property
     def size(self) -> int:
-        """How many devices there are."""
         return prod(size for _, size in self.axes)
 
     @cached_property

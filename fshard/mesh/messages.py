@@ -1,11 +1,9 @@
 """Point-to-point messages: `send` and `recv`, for pipelines.
 
 A send does not wait for its receiver; a recv waits for its message.  Messages between two devices arrive in the order
-they were sent, and go to the receives in the order in which those were called or started.
-
-Both can be differentiated: the cotangent of what was received travels back to whoever sent it.  For that, `send`
-returns a *token*, a zero that is to be added to what is differentiated on the sending device; without the token the
-sender's backward does not know that it has something to wait for.
+they were sent, and go to the receives in the order in which those were called or started.  Cotangents of what was
+received travel back to the sender.  For that, `send` returns a *token*, a zero that is to be added to what is
+differentiated on the sending device.
 """
 
 from __future__ import annotations
@@ -41,8 +39,17 @@ def dispatch(xs: Tensors, group: Group, to: int, site: Site) -> None:
     group.world.current().send(xs, group, to, site)
 
 
+class _Message(LinearMap):
+    def batched(self) -> LinearMap:
+        """Refuse: the other end has agreed on the message as it is."""
+        raise LayoutError(
+            "fs.send and fs.recv cannot be mapped by vmap (nor by jacrev, jacfwd and hessian, which do it): the device at the "
+            "other end expects one message. Map inside the stages, or use fs.ppermute, which can be mapped."
+        )
+
+
 @dataclass(frozen=True)
-class Send:
+class Send(_Message):
     """The map from tensors to nothing (a zero), whose transpose receives their cotangents."""
 
     to: int
@@ -51,21 +58,15 @@ class Send:
     likes: Tensors
 
     def run(self, xs: Tensors) -> Tensors:
-        """Send, and return the token."""
         dispatch(xs, self.group, self.to, self.site)
         return (torch.zeros((), dtype=xs[0].dtype, device=xs[0].device),)
 
     def transposed(self) -> LinearMap:
-        """Return the map that receives the cotangents."""
         return Receive(self.to, self.group, self.site, self.likes, from_token=True)
-
-    def batched(self) -> LinearMap:
-        """Refuse: the other end has agreed on the message as it is."""
-        raise _no_vmap()
 
 
 @dataclass(frozen=True)
-class Receive:
+class Receive(_Message):
     """The map from nothing (a zero, or tensors whose values do not matter) to what arrives."""
 
     source: int
@@ -75,24 +76,18 @@ class Receive:
     from_token: bool
 
     def run(self, xs: Tensors) -> Tensors:
-        """Wait for the message."""
         if self.from_token:
             _settle(_started(self.group, self.source))
         likes = self.likes if self.from_token else xs
         return self.group.world.current().receive(likes, self.group, self.source, self.site).wait()
 
     def transposed(self) -> LinearMap:
-        """Return the map that sends the cotangents back."""
         send = Send(self.source, self.group, self.site, self.likes)
         return send if self.from_token else _AndZeros(send)
 
-    def batched(self) -> LinearMap:
-        """Refuse: the other end has agreed on the message as it is."""
-        raise _no_vmap()
-
 
 @dataclass(frozen=True)
-class _AndZeros:
+class _AndZeros(_Message):
     """Send cotangents back, and give those whose values did not matter a gradient of zero."""
 
     send: Send
@@ -103,16 +98,6 @@ class _AndZeros:
 
     def transposed(self) -> LinearMap:
         return Receive(self.send.to, self.send.group, self.send.site, self.send.likes, from_token=False)
-
-    def batched(self) -> LinearMap:
-        raise _no_vmap()
-
-
-def _no_vmap() -> LayoutError:
-    return LayoutError(
-        "fs.send and fs.recv cannot be mapped by vmap (nor by jacrev, jacfwd and hessian, which do it): the device at the "
-        "other end expects one message. Map inside the stages, or use fs.ppermute, which can be mapped."
-    )
 
 
 Started = deque[Handle]
@@ -143,7 +128,6 @@ class _Exchange:
     started: Started | None = None
 
     def run(self) -> PyTree:
-        """Send or receive now."""
         if self.started is not None:
             _settle(self.started)
         return self._run()
@@ -168,8 +152,7 @@ class _Exchange:
         differentiable = [token for token in reals if token.dtype.is_floating_point]
         return sum(differentiable[1:], start=differentiable[0]) if differentiable else torch.zeros(())
 
-    def road(self, tree: PyTree) -> None:
-        """Return None: a message has no shorter way."""
+    def road(self, tree: PyTree) -> None: ...
 
     def start(self) -> Handle:
         """Return a handle; sending is under way at once, receiving has its place among the messages."""

@@ -19,16 +19,9 @@ device its own), A replicated and used by each device for its own ends.
     Summand                  R          U             Same                      (free)
     Permute, AllToAll        V          V             themselves, reversed
 
-What a collective is called for: values, tangents (in forward mode) or cotangents (in a backward).
-
 Where only some devices differentiate, they make calls that the others do not make, and those would be met by whatever
-the others call next: a wrong sum, without a word.  So what a call is for is part of what devices have to agree on.
-
->>> with serving("tangents"):
-...     purpose()
-'tangents'
->>> purpose()
-'values'
+the others call next: a wrong sum, without a word.  So what a call is for (values, tangents or cotangents) is part of what
+devices have to agree on: its *purpose*.
 """
 
 from __future__ import annotations
@@ -38,7 +31,7 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
-from typing import Any, ClassVar, Literal, Protocol, cast, get_args
+from typing import Any, ClassVar, Literal, cast, get_args
 
 import torch
 from torch import Tensor
@@ -49,22 +42,22 @@ WireKind = Literal["reduce", "gather", "scatter", "exchange", "permute", "broadc
 """How tensors cross a wire: in rows of equal size in six ways, and in parts of any; every runtime knows these and no more."""
 
 
-class Move(Protocol):
+class Move:
     """What every move can say of itself."""
 
-    @property
-    def name(self) -> str: ...
+    name: ClassVar[str]
+
     def meaning(self, xs: list[Tensor]) -> list[Tensor]:
         """Map what the devices hold to what they hold afterwards."""
-        ...
+        raise NotImplementedError
 
     def transposed(self) -> Move:
         """Return the move that carries cotangents back."""
-        ...
+        raise NotImplementedError
 
     def batched(self) -> Move:
         """Return the same move on tensors with one more leading dim."""
-        ...
+        return self
 
 
 def describe(move: Move) -> str:
@@ -74,26 +67,26 @@ def describe(move: Move) -> str:
     return f"{move.name}({shown})" if shown and not isinstance(move, Extreme) else move.name
 
 
-class Wired(Move, Protocol):
-    """A move that crosses a wire in rows of equal size."""
+class Wired(Move):
+    """A move that crosses a wire in rows of equal size; by default each device sends its whole tensor, and all send alike."""
 
     wire: ClassVar[WireKind]
 
     def pack(self, x: Tensor, n: int) -> Tensor:
         """Lay a tensor out for the wire: (elements,), or (n, elements) with a row for each device."""
-        ...
+        return in_a_row(x)
 
     def unpack(self, rows: Tensor, shape: torch.Size, n: int) -> Tensor:
         """Make the result from what the wire delivered, given the shape that went in."""
-        ...
+        return rows if rows.shape == shape else rows.reshape(shape)
 
     def sent(self, size: int, index: int, n: int) -> Fraction:
         """Return the bytes that the device at `index` sends, by the textbook, if it holds `size` bytes."""
-        ...
+        raise NotImplementedError
 
     def busiest(self, size: int, n: int) -> Fraction:
         """Return the bytes that the busiest device sends."""
-        ...
+        return self.sent(size, 0, n)
 
 
 def in_a_row(x: Tensor) -> Tensor:
@@ -132,25 +125,21 @@ def _joined(rows: Tensor, piece: Sequence[int], dim: int, n: int) -> Tensor:
     return rows.reshape(n, *piece).movedim(0, dim).flatten(dim, dim + 1)
 
 
-class _Even:
-    """What moves share in which all devices send alike."""
+class _Reduce(Wired):
+    """What psum, pmax and pmin share."""
 
-    def busiest(self: Wired, size: int, n: int) -> Fraction:
-        return self.sent(size, 0, n)
+    wire: ClassVar[WireKind] = "reduce"
 
+    def meaning(self, xs: list[Tensor]) -> list[Tensor]:
+        total = tree_of(xs, combining(self))
+        return [total for _ in xs]
 
-class Flat:
-    """What moves share that send the whole tensor and receive one of the same shape."""
-
-    def pack(self, x: Tensor, n: int) -> Tensor:
-        return in_a_row(x)
-
-    def unpack(self, rows: Tensor, shape: torch.Size, n: int) -> Tensor:
-        return rows if rows.shape == shape else rows.reshape(shape)
+    def sent(self, size: int, index: int, n: int) -> Fraction:
+        return Fraction(2 * (n - 1) * size, n)
 
 
 @dataclass(frozen=True)
-class Psum(_Even, Flat):
+class Psum(_Reduce):
     """Sum over the devices.
 
     device 0  [1 2]   =>  [4 6]         (<= the cotangent passes through)
@@ -158,24 +147,13 @@ class Psum(_Even, Flat):
     """
 
     name = "psum"
-    wire: ClassVar[WireKind] = "reduce"
-
-    def meaning(self, xs: list[Tensor]) -> list[Tensor]:
-        total = tree_sum(xs)
-        return [total for _ in xs]
 
     def transposed(self) -> Move:
         return Pvary()
 
-    def batched(self) -> Psum:
-        return self
-
-    def sent(self, size: int, index: int, n: int) -> Fraction:
-        return Fraction(2 * (n - 1) * size, n)
-
 
 @dataclass(frozen=True)
-class Extreme(_Even, Flat):
+class Extreme(_Reduce):
     """Take the largest (or smallest) over the devices, element by element.  Not linear: see `collectives.pmax`.
 
     device 0  [1 9]   =>  [3 9]
@@ -183,24 +161,10 @@ class Extreme(_Even, Flat):
     """
 
     largest: bool
-    wire: ClassVar[WireKind] = "reduce"
 
     @property
-    def name(self) -> str:
+    def name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
         return "pmax" if self.largest else "pmin"
-
-    def meaning(self, xs: list[Tensor]) -> list[Tensor]:
-        extreme = tree_of(xs, combining(self))
-        return [extreme for _ in xs]
-
-    def transposed(self) -> Move:
-        raise TypeError(f"{self.name} is not linear")  # never reached: pmax and pmin have a Function of their own
-
-    def batched(self) -> Extreme:
-        return self
-
-    def sent(self, size: int, index: int, n: int) -> Fraction:
-        return Fraction(2 * (n - 1) * size, n)
 
 
 def combining(move: Move) -> Combine:
@@ -211,7 +175,7 @@ def combining(move: Move) -> Combine:
 
 
 @dataclass(frozen=True)
-class PsumScatter(_Even):
+class PsumScatter(Wired):
     """Sum over the devices, and leave each with its piece along `dim`.
 
     device 0  [1 2]   =>  [4]           (<= all_gather)
@@ -242,7 +206,7 @@ class PsumScatter(_Even):
 
 
 @dataclass(frozen=True)
-class AllGather(_Even):
+class AllGather(Wired):
     """Put the devices' pieces side by side along `dim`, everywhere.
 
     device 0  [1]     =>  [1 2]         (<= psum_scatter; with `replicated`: take the own piece)
@@ -264,9 +228,6 @@ class AllGather(_Even):
     def batched(self) -> AllGather:
         return replace(self, dim=self.dim + 1)
 
-    def pack(self, x: Tensor, n: int) -> Tensor:
-        return in_a_row(x)
-
     def unpack(self, rows: Tensor, shape: torch.Size, n: int) -> Tensor:
         return _joined(rows, shape, self.dim, n)
 
@@ -275,7 +236,7 @@ class AllGather(_Even):
 
 
 @dataclass(frozen=True)
-class AllToAll(_Even):
+class AllToAll(Wired):
     """Cut `split` into a piece for each device, and put what arrives side by side along `concat`.
 
     device 0  [1 2]   =>  [1 3]         (<= the same with split and concat exchanged)
@@ -309,7 +270,7 @@ class AllToAll(_Even):
 
 
 @dataclass(frozen=True)
-class Permute(Flat):
+class Permute(Wired):
     """Send along `pairs` of (source, destination); who receives nothing has zeros.
 
     device 0  [1]     =>  [0]           (<= the pairs reversed)      pairs ((0, 1),)
@@ -327,9 +288,6 @@ class Permute(Flat):
     def transposed(self) -> Move:
         return Permute(tuple((to, origin) for origin, to in self.pairs))
 
-    def batched(self) -> Permute:
-        return self
-
     def sent(self, size: int, index: int, n: int) -> Fraction:
         return Fraction(size * any(origin == index != to for origin, to in self.pairs))
 
@@ -338,7 +296,7 @@ class Permute(Flat):
 
 
 @dataclass(frozen=True)
-class Broadcast(Flat):
+class Broadcast(Wired):
     """Give every device what the one at `source` holds.
 
     device 0  [1]     =>  [1]           (<= the source takes the cotangent, the others zeros)
@@ -357,9 +315,6 @@ class Broadcast(Flat):
     def transposed(self) -> Move:
         return Pick(self.source)
 
-    def batched(self) -> Broadcast:
-        return self
-
     def sent(self, size: int, index: int, n: int) -> Fraction:
         return Fraction(size * ((index - self.source) % n != n - 1))
 
@@ -367,7 +322,7 @@ class Broadcast(Flat):
         return Fraction(size * (n > 1))
 
 
-class Alone:
+class Alone(Move):
     """What moves share that need no wire: each device works on its own tensor."""
 
     def local(self, x: Tensor, index: int, n: int) -> Tensor:
@@ -387,9 +342,6 @@ class Pvary(Alone):
     def transposed(self) -> Move:
         return Psum()
 
-    def batched(self) -> Pvary:
-        return self
-
 
 @dataclass(frozen=True)
 class Stay(Alone):
@@ -398,9 +350,6 @@ class Stay(Alone):
     name = "stay"
 
     def transposed(self) -> Move:
-        return self
-
-    def batched(self) -> Stay:
         return self
 
 
@@ -435,9 +384,6 @@ class Pick(Alone):
     def transposed(self) -> Move:
         return Broadcast(self.source)
 
-    def batched(self) -> Pick:
-        return self
-
 
 @dataclass(frozen=True)
 class Summand(Alone):
@@ -451,9 +397,6 @@ class Summand(Alone):
     def transposed(self) -> Move:
         return Same()
 
-    def batched(self) -> Summand:
-        return self
-
 
 @dataclass(frozen=True)
 class Same(Alone):
@@ -463,9 +406,6 @@ class Same(Alone):
 
     def transposed(self) -> Move:
         return Summand()
-
-    def batched(self) -> Same:
-        return self
 
 
 Purpose = Literal["values", "tangents", "cotangents"]
@@ -499,11 +439,7 @@ def serving(purpose: Purpose) -> Generator[None]:
 
 
 def named(what: str, purpose: Purpose) -> str:
-    """Return a collective's name with what it is for, if that is not plain values.
-
-    >>> named("psum", "values"), named("psum", "tangents")
-    ('psum', 'psum for tangents')
-    """
+    """Return a collective's name with what it is for, if that is not plain values: psum for tangents."""
     return what if purpose == "values" else f"{what} for {purpose}"
 
 

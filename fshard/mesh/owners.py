@@ -43,12 +43,7 @@ class Owned(NamedTuple):
 
     @property
     def size(self) -> int:
-        """The elements of the whole."""
         return prod(self.shape)
-
-    def whole(self, mine: bool, x: Tensor) -> Tensor:
-        """Return the whole, or where it is not mine the empty piece."""
-        return x.reshape(self.shape) if mine else nothing(x, (0,) * max(len(self.shape), 1))
 
 
 def keep(x: Tensor, owner: int, elsewhere: tuple[int, ...], on: MoveOn) -> Tensor:
@@ -84,9 +79,6 @@ class Handover(Parts):
 
     def transposed(self) -> Move:
         return replace(self, out=not self.out)
-
-    def batched(self) -> Handover:
-        return self
 
     def elements(self) -> Numbers:
         count = np.zeros(self.n, np.int64)
@@ -141,18 +133,8 @@ def _side_by_side(lengths: Sequence[int]) -> list[View]:
     return [(end - length, (length,)) for end, length in zip(accumulate(lengths), lengths, strict=True)]
 
 
-def collect(some: Sequence[Owned], on: MoveOn) -> list[Tensor]:
-    """Put the flat ranges of tensors together at their owners."""
-    return _in_turns(some, on, out=False)
-
-
-def hand_out(some: Sequence[Owned], on: MoveOn) -> list[Tensor]:
-    """Give every device its flat ranges of what owners hold."""
-    return _in_turns(some, on, out=True)
-
-
-def _in_turns(some: Sequence[Owned], on: MoveOn, *, out: bool) -> list[Tensor]:
-    """Exchange what owners hold first, then what they hold next."""
+def hand_over(some: Sequence[Owned], on: MoveOn, *, out: bool) -> list[Tensor]:
+    """Put flat ranges together at their owners, or give each device its ranges; in turns, so that little memory is held."""
     group, filled_up = on(Pick(0)).group, dict[int, int]()
     turns: dict[int, list[int]] = {}
     for place, one in enumerate(some):
@@ -173,7 +155,10 @@ def _exchanged(some: Sequence[Owned], bound: Bound, move: Handover) -> list[Tens
     (received,) = apply(bound, (laid,))
     views = move.ranges(index) if move.out else move.wholes(index)
     parts = [_copied(received[start : start + length]) for start, (length,) in views]
-    return parts if move.out else [one.whole(one.owner == index, x) for one, x in zip(some, parts, strict=True)]
+    if move.out:
+        return parts
+    shapes = [one.shape if one.owner == index else (0,) * max(len(one.shape), 1) for one in some]
+    return [x.reshape(shape) for x, shape in zip(parts, shapes, strict=True)]
 
 
 def _copied(x: Tensor) -> Tensor:

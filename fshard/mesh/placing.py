@@ -9,70 +9,50 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from fractions import Fraction
 from functools import lru_cache
-from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fshard.errors import FshardError, LayoutError, MeshError
-from fshard.mesh import ledger
-from fshard.mesh.arithmetic import ravel, tree_sum
-from fshard.mesh.differentiate import LinearMap, Tensors, apply, recorded, transformed
-from fshard.mesh.layout import Layout, Memory, holders, is_dense, no_dense
-from fshard.mesh.ledger import Row
+from fshard.mesh.differentiate import LinearMap, Tensors, apply, recorded
+from fshard.mesh.layout import Layout, Memory, is_dense, no_dense
 from fshard.mesh.mapped import run_mapped
 from fshard.mesh.mesh import Mesh
 from fshard.mesh.moves import is_plain
 from fshard.mesh.sharded import Sharded, in_memory, key_of
-from fshard.mesh.spmd import held, inside, is_outside, standing
-from fshard.mesh.steps import Way, convert, go, way_between, wire_of
-from fshard.mesh.supply import Parts
+from fshard.mesh.spmd import inside, is_outside, standing
+from fshard.mesh.steps import Way, go, take, way_between
 from fshard.mesh.tree import PyTree, Structure, broadcast_prefix, flatten, flatten_with_paths, map_leaves, unflatten
 from fshard.source import Site, call_site
 from fshard.uncompiled import uncompiled
 
-# -- between one tensor outside and a replicated one on all devices -----------------------------------------------
-
 
 @dataclass(frozen=True)
-class Fanout:
+class Fanout(LinearMap):
     """Hand a tensor to all n devices, as the replicated value that it is.  Its cotangents are equal: one is taken."""
 
     n: int
 
     def run(self, xs: Tensors) -> Tensors:
-        """Alias it n times."""
         return xs * self.n
 
     def transposed(self) -> LinearMap:
-        """Return the map that takes one."""
         return First(self.n)
-
-    def batched(self) -> LinearMap:
-        """Return itself."""
-        return self
 
 
 @dataclass(frozen=True)
-class First:
+class First(LinearMap):
     """Take a replicated value from the first of n devices; the cotangent is replicated again."""
 
     n: int
 
     def run(self, xs: Tensors) -> Tensors:
-        """Take the first."""
         return xs[:1]
 
     def transposed(self) -> LinearMap:
-        """Return the map that hands out the cotangent."""
         return Fanout(self.n)
-
-    def batched(self) -> LinearMap:
-        """Return itself."""
-        return self
 
 
 def on_all(x: Tensor, layout: Layout) -> Tensors:
@@ -81,14 +61,10 @@ def on_all(x: Tensor, layout: Layout) -> Tensors:
     return apply(Fanout(layout.mesh.size), (x,)) if is_outside(layout.mesh) else (x,)
 
 
-# -- what the user calls ----------------------------------------------------------------------------------------
-
-
-def _each_leaf(what: str, tree: PyTree, layouts: PyTree, act: Callable[[int, Any, Layout], Any]) -> Placed:
-    """Apply to every leaf of a tree the layout that a prefix tree of layouts has for it; collect what is wrong.
-
-    What a layout does not say of a `Sharded` stays as it was: its unit, and that it is frozen.
-    """
+def _each_leaf(
+    what: str, tree: PyTree, layouts: PyTree, act: Callable[[int, Any, Layout], Any]
+) -> tuple[list[Any], Structure]:
+    """Apply to every leaf the layout that a prefix tree has for it; unit and frozen stay if the layout does not say."""
     paths, leaves, structure = flatten_with_paths(tree, sharded_is_leaf=True, none_is_leaf=True)
     try:
         chosen = broadcast_prefix(layouts, tree, none_is_leaf=True)
@@ -101,21 +77,12 @@ def _each_leaf(what: str, tree: PyTree, layouts: PyTree, act: Callable[[int, Any
                 continue
             with attempt(path):
                 if not isinstance(layout, Layout):
-                    raise LayoutError(
-                        f"a Layout is needed, found {type(layout).__name__}. Write fs.Layout(mesh, P(...))."
-                    )
+                    raise LayoutError(f"a Layout is needed, found {type(layout).__name__}: fs.Layout(mesh, P(...)).")
                 known = leaf.layout if isinstance(leaf, Sharded) else layout
                 unit, frozen = layout.unit or known.unit, layout.frozen or known.frozen
                 own = Layout(standing(layout.mesh), layout.spec, layout.memory, unit, frozen)
                 results[place] = act(place, leaf, own)
-    return Placed(results, structure)
-
-
-class Placed(NamedTuple):
-    """The leaves of a tree, and how to put it together."""
-
-    leaves: list[Any]
-    structure: Structure
+    return results, structure
 
 
 def refuse_unfit(leaf: Any, layout: Layout) -> None:
@@ -129,7 +96,7 @@ def refuse_unfit(leaf: Any, layout: Layout) -> None:
 
 @contextmanager
 def collected(what: str) -> Generator[Callable[[str], Any]]:
-    """Collect the errors of several attempts, of axes that a mesh lacks too, and raise them as one, with the path of each."""
+    """Collect the errors of several attempts, and raise them as one, with the path of each."""
     complaints: list[str] = []
     kinds: set[type[FshardError]] = set()
 
@@ -172,7 +139,7 @@ def device_put(tree: PyTree, layout: PyTree) -> PyTree:
         key = key_of(x), to
         if key not in done:
             stays = isinstance(x, Sharded) and x.mesh == to.mesh
-            done[key] = _reshard(x, to, site) if stays else _put(_unshard(x, site), to, site)
+            done[key] = reshard_all([_movable(x, to)], [to], site)[0] if stays else _put(unshard(x), to, site)
         return done[key]
 
     leaves, structure = _each_leaf("device_put", tree, layout, put)
@@ -182,18 +149,8 @@ def device_put(tree: PyTree, layout: PyTree) -> PyTree:
 def layouts(tree: PyTree) -> PyTree:
     """Return the layout of every `Sharded` of a tree, None in the place of all else: for `device_put` and `reshard`.
 
-    A run goes on in another stage or on another mesh when its parameters and its state lie as they would there:
-
-    >>> import torch, fshard as fs
-    >>> from fshard import P
-    >>> four, two = fs.make_mesh({"data": 4}), fs.make_mesh({"data": 2})
-    >>> params = fs.shard_params({"w": torch.ones(8)}, fs.fsdp("data"), mesh=four)
-    >>> state = fs.partition_optimizer(fs.optim.adamw(0.1), mesh=four, axis="data", stage=3).init(params)
-    >>> params = fs.shard_params(params, P(), mesh=two)
-    >>> opt = fs.partition_optimizer(fs.optim.adamw(0.1), mesh=two, axis="data", stage=1)
-    >>> state = fs.device_put(state, fs.layouts(opt.init(params)))
-    >>> fs.typeof(params["w"]), state["exp_avg"]["w"], state["count"]
-    (f32[8], Sharded f32[8]{flat:data} on Mesh(data=2; virtual, cpu), tensor(0))
+    A run goes on in another stage or on another mesh when its state lies as it would there:
+    `device_put(state, layouts(optimizer.init(params)))`, with the optimizer and the parameters of that mesh.
     """
     return map_leaves(lambda x: x.layout if isinstance(x, Sharded) else None, tree)
 
@@ -202,7 +159,7 @@ def _put(x: Tensor, layout: Layout, site: Site) -> Sharded:
     shape = tuple(x.shape)
 
     def program(device: int, xs: Tensors) -> Tensors:
-        piece = convert(xs[0], Layout(layout.mesh), layout, shape, site)
+        piece = take(xs[0], way_between(Layout(layout.mesh), layout, shape), site)
         return (piece.clone(memory_format=torch.contiguous_format),)  # a shard owns its memory
 
     (shards,) = run_mapped(layout.mesh, program, [on_all(x, layout)])
@@ -218,7 +175,7 @@ def _with_memory(x: Sharded, memory: Memory) -> Sharded:
 
 @uncompiled
 def reshard(tree: PyTree, layout: PyTree) -> PyTree:
-    """Lay global arrays differently on the same mesh, by the cheapest collectives that lead there.
+    """Lay global arrays differently on the same mesh, by collectives: see `plan`.
 
     Plain tensors among them are global values already, and stay as they are, as all does for which the layout is None.
 
@@ -252,9 +209,7 @@ def _movable(x: Any, layout: Layout) -> Sharded:
     if not isinstance(x, Sharded):
         raise LayoutError(f"a Sharded is needed, found {type(x).__name__}. Lay tensors on a mesh with fs.device_put.")
     if x.mesh != layout.mesh:
-        raise LayoutError(
-            f"the tensor lies on {x.mesh} and cannot be moved to {layout.mesh}. fs.device_put takes it off and lays it there."
-        )
+        raise LayoutError(f"the tensor lies on {x.mesh} and cannot be moved to {layout.mesh}. Use fs.device_put.")
     x.check()
     return x
 
@@ -295,28 +250,20 @@ def _firsts(xs: Sequence[Sharded], layouts: Sequence[Layout]) -> Sequence[int]:
     return [seen.setdefault((*key_of(x), to), place) for place, (x, to) in enumerate(zip(xs, layouts, strict=True))]
 
 
-class _Trip(NamedTuple):
-    """Arrays of one mesh that are laid differently: their places in a list, and the way of each."""
-
-    mesh: Mesh
-    places: list[int]
-    ways: list[Way]
-
-
 @lru_cache(maxsize=256)
 def _trips(
     befores: tuple[Layout, ...],
     afters: tuple[Layout, ...],
     shapes: tuple[tuple[int, ...], ...],
     firsts: tuple[int, ...],
-) -> list[_Trip]:
-    """Return where arrays go, each once, mesh by mesh."""
+) -> list[tuple[Mesh, list[int], list[Way]]]:
+    """Return where arrays go, each once, mesh by mesh: their places in the list, and the way of each."""
     on_mesh: dict[Mesh, list[int]] = {}
     for place in dict.fromkeys(firsts):
         if befores[place] != afters[place]:
             on_mesh.setdefault(befores[place].mesh, []).append(place)
     return [
-        _Trip(mesh, places, [way_between(befores[place], afters[place], shapes[place]) for place in places])
+        (mesh, places, [way_between(befores[place], afters[place], shapes[place]) for place in places])
         for mesh, places in on_mesh.items()
     ]
 
@@ -335,21 +282,16 @@ def _refuse_owned(xs: Sequence[Sharded], mesh: Mesh) -> None:
     if scope is not None and not scope.own.isdisjoint(mesh.axis_names) and any(recorded(x.shards) for x in xs):
         raise LayoutError(
             "a tensor that depends on parameters is laid out differently in a loss function of value_and_grad, where every "
-            "value is the device's own. Use collectives: fs.all_gather(x, axis) for the whole, x.chunk(n, dim)[fs.axis_index("
-            "axis)] for the own piece."
+            "value is the device's own. Use collectives: fs.all_gather(x, axis) for the whole."
         )
-
-
-def _reshard(x: Sharded, layout: Layout, site: Site) -> Sharded:
-    return reshard_all([_movable(x, layout)], [layout], site)[0]
 
 
 @uncompiled
 def unshard(tree: PyTree) -> PyTree:
     """Return the whole of global arrays, as plain tensors; on a process mesh, on every process.  All else stays as it is.
 
-    What is one (tied) stays one.  A plain tensor knows nothing of a unit, nor whether it was frozen: to lay parameters on
-    another mesh give them to `shard_params` or `device_put` as they are.
+    What is one (tied) stays one.  To lay parameters on another mesh give them to `shard_params` or `device_put` as they are:
+    a plain tensor knows nothing of its unit, nor whether it was frozen.
 
     >>> import torch, fshard as fs
     >>> from fshard import P
@@ -357,66 +299,14 @@ def unshard(tree: PyTree) -> PyTree:
     >>> unshard(fs.device_put(torch.arange(4), fs.Layout(mesh, P("data"))))
     tensor([0, 1, 2, 3])
     """
-    site = call_site()
-    done: dict[object, Any] = {}
-
-    def whole(x: Any) -> Any:
-        key = key_of(x)
-        if key not in done:
-            done[key] = _unshard(x, site)
-        return done[key]
-
-    return map_leaves(whole, tree)
-
-
-def _unshard(x: Any, site: Site) -> Any:
-    if not isinstance(x, Sharded):
-        return x
-    x.check()
-    if is_outside(x.mesh) and not transformed() and not recorded(x.shards):
-        return _assemble(x, site)
-    whole = _reshard(x, Layout(x.mesh), site)
-    return apply(First(len(whole.shards)), whole.shards)[0]
-
-
-def _assemble(x: Sharded, site: Site) -> Tensor:
-    """Put shards together from outside, where all are at hand; the ledger counts what devices would send."""
-    if ledger.active():
-        for device in held(x.mesh):
-            _charge(x, device, site)
-    devices = holders(x.layout)
-    first = x.shards[devices[0]]
-    whole = first.new_empty(prod(x.shape) if x.spec.is_flat else x.shape)
-    for device in devices:
-        piece = tree_sum([x.shards[other] for other in _summands(x.layout, device)])
-        whole[tuple(slice(start, stop) for start, stop in x.layout.ranges(x.shape, device))] = piece
-    return in_memory(whole.reshape(x.shape), x.mesh, "device")
-
-
-def _summands(layout: Layout, device: int) -> list[int]:
-    """Return the devices whose shards add up to the piece that `device` is the first holder of."""
-    places = [{}]
-    for axis in layout.spec.unreduced:
-        places = [{**place, axis: index} for place in places for index in range(layout.mesh.shape[axis])]
-    return [layout.mesh.index({**layout.mesh.coordinates(device), **place}) for place in places]
-
-
-def _charge(x: Sharded, device: int, site: Site) -> None:
-    """Write into the ledger what one device would send to have the whole."""
-    coordinates = x.mesh.coordinates(device)
-    for step in way_between(x.layout, Layout(x.mesh), x.shape).steps:
-        if not dict(step.on).items() <= coordinates.items():
-            continue
-        move = wire_of(step, x.shape, prod(x.mesh.shape[axis] for axis in step.axes))
-        if move is not None:
-            elements = step.elements
-            if isinstance(move, Parts):
-                elements = Fraction(int(move.elements()[_place(x.mesh, device, step.axes)]))
-            for opened in ledger.active():
-                opened.record(device, Row(move.name, step.axes, site), elements * x.shards[0].element_size())
-
-
-def _place(mesh: Mesh, device: int, axes: Sequence[str]) -> int:
-    """Return the place of a device along some axes, as one number."""
-    coordinates = mesh.coordinates(device)
-    return ravel([coordinates[axis] for axis in axes], [mesh.shape[axis] for axis in axes])
+    leaves, structure = flatten(tree, sharded_is_leaf=True)
+    places = [place for place, x in enumerate(leaves) if isinstance(x, Sharded)]
+    given: list[Sharded] = [leaves[place] for place in places]
+    for x in given:
+        x.check()
+    wholes: dict[int, Tensor] = {}
+    for place, x in zip(places, reshard_all(given, [Layout(x.mesh) for x in given], call_site()), strict=True):
+        if id(x) not in wholes:  # what is one (tied) stays one
+            wholes[id(x)] = apply(First(len(x.shards)), x.shards)[0]
+        leaves[place] = wholes[id(x)]
+    return unflatten(structure, leaves)

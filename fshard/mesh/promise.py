@@ -1,16 +1,11 @@
-"""Promised equality, checked by value (`check=True`).
+"""Promised equality, checked by value (`check=True`); and tensors from outside, whose derivative would be lost.
 
 Types say where values are equal on all devices: a replicated argument and its gradient, what `psum` returns and its
-gradient.  Under `check=True` an identity is put there that compares, forward or backward, and raises naming the
-argument or the collective and the devices that differ.  It is a linear map like any other, whose transpose compares in
-the other direction; so a forgotten `pvary` is an error in the backward, if the values differ.  What values do not show
-is found on virtual meshes by `audit`.
-
-What a function of one device may not take along: tensors from outside whose derivative would be lost.
+gradient.  Under `check=True` an identity is put there that compares, forward or backward.  It is a linear map like any
+other, whose transpose compares in the other direction.  What values do not show is found on virtual meshes by `audit`.
 
 The run on all devices is one operation of its arguments.  A tensor that the function reaches in another way, out of a
-closure say, is no part of it: autograd and the transforms of torch.func would take it for a constant.  To read what such
-a tensor is like, its shape or dtype, is harmless.
+closure say, would be a constant for autograd and the transforms of torch.func.
 """
 
 from __future__ import annotations
@@ -26,9 +21,9 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.overrides import TorchFunctionMode
 
 from fshard.errors import LayoutError, PromiseError
-from fshard.mesh.differentiate import Tensors, apply, transformed
+from fshard.mesh.differentiate import LinearMap, Tensors, transformed
 from fshard.mesh.mesh import Mesh
-from fshard.mesh.moves import Move, WireKind, in_a_row
+from fshard.mesh.moves import Wired, WireKind
 from fshard.mesh.scope import Group
 from fshard.mesh.spec import as_written
 from fshard.mesh.tree import flatten
@@ -36,39 +31,21 @@ from fshard.source import Site
 
 
 @dataclass(frozen=True)
-class Compare:
+class Compare(Wired):
     """Ask which devices hold the same as the first: a bool for each device."""
 
     name = "check"
     wire: ClassVar[WireKind] = "gather"
 
     def meaning(self, xs: list[Tensor]) -> list[Tensor]:
-        """Compare all with the first."""
         same = torch.tensor([_equal(x, xs[0]) for x in xs])
         return [same for _ in xs]
 
-    def transposed(self) -> Move:
-        """Return itself: it is not differentiated."""
-        return self
-
-    def batched(self) -> Compare:
-        """Return itself: it looks at all elements alike."""
-        return self
-
-    def pack(self, x: Tensor, n: int) -> Tensor:
-        """Send the whole tensor."""
-        return in_a_row(x)
-
     def unpack(self, rows: Tensor, shape: torch.Size, n: int) -> Tensor:
-        """Compare what all sent with what the first did."""
         return self.meaning(list(rows.reshape(n, rows.numel() // n)))[0]
 
     def sent(self, size: int, index: int, n: int) -> Fraction:
         """Count nothing: a check is no part of the program."""
-        return Fraction(0)
-
-    def busiest(self, size: int, n: int) -> Fraction:
-        """Count nothing."""
         return Fraction(0)
 
 
@@ -78,15 +55,10 @@ def _equal(x: Tensor, y: Tensor) -> bool:
 
 
 @dataclass(frozen=True)
-class Guard:
-    """An identity that compares over a group of devices.
+class Guard(LinearMap):
+    """An identity that compares over a group of devices, values if `forward`, else cotangents.
 
-    Args:
-        group: the devices that promised to be equal.
-        site: the line that promised.
-        broken: what to say if the promise is broken, with "{axes}" for the group's axes.
-        forward: compare values; if not, compare cotangents.
-        before: whether the guard stands before the collective that it belongs to, or behind it.
+    `broken` is what to say if they differ, with "{axes}" for the group's axes.
     """
 
     group: Group
@@ -94,35 +66,17 @@ class Guard:
     broken: str
     forward: bool = False
 
-    @property
-    def before(self) -> bool:
-        """A guard of values stands before its collective, one of cotangents behind it."""
-        return self.forward
-
-    def apply(self, xs: Tensors) -> Tensors:
-        """Pass values through, comparing."""
-        return apply(self, xs)
-
     def run(self, xs: Tensors) -> Tensors:
-        """Compare now, if it is this direction's turn."""
         if self.forward:
-            self._compare(xs)
+            plain = tuple(x.detach() for x in xs)
+            verdicts = self.group.world.current().start(Compare(), plain, self.group, self.site).wait()
+            for place, verdict in enumerate(verdicts):
+                if not bool(verdict.all()):
+                    raise PromiseError(_complaint(self, place, plain, verdict))
         return xs
 
-    def _compare(self, xs: Tensors) -> None:
-        plain = tuple(x.detach() for x in xs)
-        verdicts = self.group.world.current().start(Compare(), plain, self.group, self.site).wait()
-        for place, verdict in enumerate(verdicts):
-            if not bool(verdict.all()):
-                raise PromiseError(_complaint(self, place, plain, verdict))
-
     def transposed(self) -> Guard:
-        """Return the guard of the other direction."""
         return replace(self, forward=not self.forward)
-
-    def batched(self) -> Guard:
-        """Return itself: it looks at all elements alike."""
-        return self
 
 
 def _complaint(guard: Guard, place: int, xs: Sequence[Tensor], verdict: Tensor) -> str:
@@ -175,38 +129,19 @@ def _leaves_of(ys: Tensors) -> Iterator[Tensor]:
             nodes += [before for before, _ in node.next_functions if before is not None]
 
 
-def _metadata() -> frozenset[Any]:
-    """Return the functions that read what a tensor is like, and none of its values."""
-    kind: Any = Tensor
-    read = "shape dtype device layout ndim requires_grad is_leaf itemsize nbytes "
-    read += "is_cuda is_cpu is_meta is_nested is_sparse is_quantized"
-    asked = "size dim ndimension nelement element_size stride __len__ get_device is_contiguous"
-    both = "numel is_floating_point is_complex is_signed is_inference is_conj is_neg"
-    return frozenset(
-        [getattr(kind, name).__get__ for name in read.split()]
-        + [getattr(kind, name) for name in (asked + " " + both).split()]
-        + [getattr(torch, name) for name in both.split()]
-    )
-
-
-_METADATA = _metadata()
-
-
 class RefuseTransformed(TorchFunctionMode):
-    """Raise where a device computes with a tensor of a torch.func transform around the run: its derivative would be lost."""
+    """Raise where a device makes a tensor of one that a torch.func transform around the run looks at."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in _METADATA:
-            return func(*args, **(kwargs or {}))
+        found = func(*args, **(kwargs or {}))
         given: Any = (args, kwargs or {})
-        leaves, _ = flatten(given)
-        lost = [x for x in leaves if isinstance(x, Tensor) and is_functorch_wrapped_tensor(x)]
-        if lost and not transformed():
+        lost = [x for x in flatten(given)[0] if isinstance(x, Tensor) and is_functorch_wrapped_tensor(x)]
+        if lost and not transformed() and any(isinstance(x, Tensor) for x in flatten(found)[0]):
             raise LayoutError(
                 f"The function uses a tensor from outside (shape {tuple(lost[0].shape)}, {lost[0].dtype}) that a transform of "
                 "torch.func looks at and that is not one of its arguments, so its derivative would be lost. Pass it as an "
                 "argument with a spec, or detach it."
             )
-        return func(*args, **(kwargs or {}))
+        return found

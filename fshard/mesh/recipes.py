@@ -7,7 +7,7 @@ kept under that key; all checks of the caller's mistakes are made on the way the
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from fshard.errors import LayoutError
+from fshard.mesh.differentiate import apply
 from fshard.mesh.layout import Layout, is_dense, no_dense
 from fshard.mesh.mesh import Mesh
 from fshard.mesh.placing import collected
@@ -42,9 +43,9 @@ class Promise:
         if not scope.world.has_values:
             return x
         group = scope.group(self.axes, "fs.shard_map")
-        (x,) = Guard(group, site, self.value, forward=True).apply((x,))
+        (x,) = apply(Guard(group, site, self.value, forward=True), (x,))
         if x.is_floating_point() or x.is_complex():
-            (x,) = Guard(group, site, self.gradient).apply((x,))
+            (x,) = apply(Guard(group, site, self.gradient), (x,))
         return x
 
 
@@ -52,15 +53,8 @@ class Promise:
 class Transfer:
     """What is done with one tensor: where it stands, how the whole lies, and the way there.
 
-    Args:
-        place: among the leaves.
-        path: as an expression, for messages.
-        shape: of the whole.
-        layout: how it lies inside (arguments) or is to lie (results).
-        way: from how an argument was given to how it lies.
-        promise: what has to be equal, if that is checked.
-        piece: the shape of the first shard held here, as an argument is given.
-        slices: of a plain argument, for each device held here, if nothing else is to be done to cut it.
+    `layout` is how it lies inside (arguments) or is to lie (results), `piece` the shape of the first shard held here as an
+    argument is given, `slices` those of a plain argument for each device held here, if nothing else is to be done to cut it.
     """
 
     place: int
@@ -74,17 +68,16 @@ class Transfer:
 
     @property
     def work(self) -> bool:
-        """Whether anything is to be done."""
         return bool(self.way.steps) or self.promise is not None
 
     def enter(self, x: Tensor, site: Site, *, cut: bool) -> Tensor:
         """Make one device's piece of an argument, which may be `cut` already."""
         if not cut or self.slices is None:
             x = take(x, self.way, site)
-        return x if self.promise is None else self.promise.hold(x, site)
+        return self.hold(x, site)
 
-    def leave(self, x: Tensor, site: Site) -> Tensor:
-        """Hold one device's piece of a result to what its spec promises."""
+    def hold(self, x: Tensor, site: Site) -> Tensor:
+        """Hold one device's piece to what its spec promises."""
         return x if self.promise is None else self.promise.hold(x, site)
 
 
@@ -132,8 +125,6 @@ class Recipes:
         self._results: dict[Any, ResultRecipe] = {}
         self.audited: set[int] = set()  # the recipes of arguments, by id, for which gradients have been looked at
 
-    # -- arguments ----------------------------------------------------------------------------------------------
-
     def of_arguments(
         self, mesh: Mesh, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[ArgumentRecipe, list[Any]]:
@@ -161,14 +152,13 @@ class Recipes:
                 with attempt(f"argument {name}"):
                     own = _broadcast(spec, value)
                 for at, leaf, leaf_spec in zip(paths, leaves, own, strict=False):
-                    if isinstance(leaf, np.ndarray) and isinstance(leaf_spec, P):
-                        with attempt(f"argument {name}{at}"):
-                            raise LayoutError(
-                                "it is a numpy array, which is not cut. Write torch.from_numpy(...) around it."
-                            )
-                    if isinstance(leaf, Tensor | Sharded):
-                        with attempt(f"argument {name}{at}"):
+                    with attempt(f"argument {name}{at}"):
+                        if isinstance(leaf, Tensor | Sharded):
                             entries.append(self._argument(mesh, place, name + at, leaf, leaf_spec))
+                        elif isinstance(leaf, np.ndarray) and isinstance(leaf_spec, P):
+                            raise LayoutError(
+                                "it is a numpy array, which is not cut. Give torch.from_numpy(...) of it."
+                            )
                     place += 1
             for at, spec in zip(*flatten_with_paths(self.out_specs)[:2], strict=True):
                 if isinstance(spec, P):
@@ -181,34 +171,22 @@ class Recipes:
         specs, what = self.in_specs, f"shard_map of {self.name}"
         if isinstance(specs, P) or specs is None:
             return [specs] * len(names)
-        if isinstance(specs, Mapping):
-            unused = [key for key in specs if key not in names and key not in _parameters(self.f)]
-            if unused:
-                raise LayoutError(f"{what}: in_specs name {unused}, but the arguments given are {names}.")
-            return [specs.get(name) for name in names]
         if not isinstance(specs, tuple | list):
-            raise LayoutError(f"{what}: in_specs is a P, a tuple or a mapping by name; found {type(specs).__name__}.")
+            raise LayoutError(f"{what}: in_specs is a P or a tuple; found {type(specs).__name__}.")
         if len(specs) != len(names):
             raise LayoutError(
-                f"{what}: {len(names)} arguments ({', '.join(names)}) but {len(specs)} in_specs. "
-                "Give one per argument in that order, one P for all, or a mapping by name."
+                f"{what}: {len(names)} arguments ({', '.join(names)}) but {len(specs)} in_specs. Give one each, or a P for all."
             )
         return list(specs)
 
     def _argument(self, mesh: Mesh, place: int, path: str, value: Tensor | Sharded, spec: Any) -> Transfer:
-        if not isinstance(spec, P):
-            raise LayoutError(
-                f"is a tensor, but its spec is {spec!r}. Give P() for a tensor that is the same on all devices."
-            )
-        _refuse_undense(value)
-        layout, before = self._layout(mesh, spec), Layout(mesh)
+        layout, before, shape = self._checked(mesh, value, spec, "spec"), Layout(mesh), tuple(value.shape)
         if isinstance(value, Sharded):
             before = value.layout
             if before.mesh != mesh:
                 raise LayoutError(
                     f"it lies on {before.mesh}, but shard_map runs on {mesh}. Take it off with fs.unshard."
                 )
-        shape = tuple(value.shape)
         layout.check(shape)
         promise = self._promise(
             spec,
@@ -223,6 +201,16 @@ class Recipes:
             slices = tuple(tuple(slice(*one) for one in each) for each in ranges)
         return Transfer(place, path, shape, layout, way, promise, piece, slices)
 
+    def _checked(self, mesh: Mesh, value: Tensor | Sharded, spec: Any, what: str) -> Layout:
+        """Return the layout that a spec says of a tensor, or raise."""
+        if not isinstance(spec, P):
+            raise LayoutError(
+                f"is a tensor, but its {what} is {spec!r}. Give P() for one that is the same on all devices."
+            )
+        if isinstance(value, Tensor) and not is_dense(value):
+            raise LayoutError(f"{no_dense(value)}.")
+        return self._layout(mesh, spec)
+
     def _layout(self, mesh: Mesh, spec: P) -> Layout:
         """Return the layout that a spec says, or raise naming axes that are left to an inner shard_map."""
         foreign = [axis for axis in spec.axes if axis in mesh.axis_names and axis not in self.mapped]
@@ -235,16 +223,10 @@ class Recipes:
         axes = tuple(axis for axis in self.mapped if axis not in spec.axes)
         return Promise(axes, value, gradient) if self.checked and axes else None
 
-    # -- results ------------------------------------------------------------------------------------------------
-
     def of_results(self, mesh: Mesh, result: PyTree) -> tuple[ResultRecipe, Structure, list[Any]]:
         """Return the recipe for one device's result, its structure and its leaves."""
         leaves, structure = flatten(result, none_is_leaf=True)
-        kinds = [
-            (leaf.shape, leaf.layout) if isinstance(leaf, Tensor) and not leaf.is_nested else type(leaf)
-            for leaf in leaves
-        ]
-        key = mesh, structure, tuple(kinds)
+        key = mesh, structure, tuple(map(_signature, leaves))
         recipe = self._results.get(key)
         if recipe is None:
             recipe = _kept(self._results)[key] = self._result(mesh, result)
@@ -259,19 +241,18 @@ class Recipes:
                 specs = _broadcast(self.out_specs, result)
             for place, (path, leaf, spec) in enumerate(zip(paths, leaves, specs, strict=False)):
                 with attempt(f"result{path}"):
-                    _refuse_foreign(leaf, spec)
+                    if isinstance(leaf, Sharded):
+                        raise LayoutError(
+                            f"it is a Sharded on {leaf.mesh}, which only the devices there can use. "
+                            "Return fs.unshard(x), or x.local for the own shard."
+                        )
                     if isinstance(leaf, Tensor):
                         entries.append(self._result_entry(mesh, place, path, leaf, spec))
         uneven = any(entry.layout.spec.is_flat or entry.layout.spec.on for entry in entries)
         return ResultRecipe(tuple(entries), any(entry.work for entry in entries), uneven)
 
     def _result_entry(self, mesh: Mesh, place: int, path: str, leaf: Tensor, spec: Any) -> Transfer:
-        if not isinstance(spec, P):
-            raise LayoutError(
-                f"is a tensor, but its out_spec is {spec!r}. Give P() for one that is equal on all devices."
-            )
-        _refuse_undense(leaf)
-        layout = Layout(mesh, spec)
+        layout = self._checked(mesh, leaf, spec, "out_spec")
         promise = self._promise(
             spec,
             f"result{path} of {self.name}, with out_spec {spec}, has to be equal along {{axes}}, but its values differ. "
@@ -280,22 +261,6 @@ class Recipes:
             f"the gradient of result{path} of {self.name}, with out_spec {spec}, has to be equal along {{axes}}, but differs",
         )
         return Transfer(place, path, layout.global_shape(leaf.shape), layout, promise=promise)
-
-
-def _refuse_undense(value: Tensor | Sharded) -> None:
-    if isinstance(value, Tensor) and not is_dense(value):
-        raise LayoutError(f"{no_dense(value)}.")
-
-
-def _refuse_foreign(leaf: Any, spec: Any) -> None:
-    """Raise for a result that would have to be put together and cannot be."""
-    if isinstance(leaf, Sharded):
-        raise LayoutError(
-            f"it is a Sharded on {leaf.mesh}, which only the devices there can use. Return fs.unshard(x), or x.local for "
-            "the own shard."
-        )
-    if isinstance(leaf, np.ndarray) and isinstance(spec, P):
-        raise LayoutError("it is a numpy array, which is not put together. Return torch.from_numpy(...) of it.")
 
 
 def _kept(recipes: dict[Any, Any]) -> dict[Any, Any]:
@@ -314,17 +279,14 @@ def _signature(leaf: Any) -> Any:
     return leaf.shape, leaf.layout, leaf.is_inference()
 
 
-def _parameters(f: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    try:
-        return inspect.signature(f).parameters
-    except (TypeError, ValueError):  # some callables written in C do not tell
-        return {}
-
-
 def _names(f: Callable[..., Any], positional: int, keywords: tuple[str, ...]) -> list[str]:
     """Return the parameter names of positional arguments, followed by the keywords given."""
+    try:
+        parameters = inspect.signature(f).parameters
+    except (TypeError, ValueError):  # some callables written in C do not tell
+        parameters = {}
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    known = [name for name, one in _parameters(f).items() if one.kind in kinds]
+    known = [name for name, one in parameters.items() if one.kind in kinds]
     return known[:positional] + [str(place) for place in range(len(known), positional)] + list(keywords)
 
 

@@ -1,12 +1,10 @@
 """Who holds which elements, for all devices of a group at once: what a direct exchange of pieces is worked out from.
 
-A *cut* says what each device of a group holds of one tensor.  A region is a few boxes of global indices, since a range of
-the flattened tensor is part of a row, some whole rows and part of another; regions of all devices are one array.
-So the elements that two cuts have in common are counted for 65,536 devices as for eight.
+A region is a few boxes of global indices, since a range of the flattened tensor is part of a row, some whole rows and part
+of another: elements 4 to 8 of (4, 6) are [0, 4:6] and [1, 0:2].  Regions of all devices are one array, so what two cuts
+have in common is counted for 65,536 devices as for eight.
 
 Legend: n devices, k boxes in a region, d dims; `regions` are (n, k, d, 2), the last dim from the first to one past the last.
-
-    P.flat of (4, 6) over 2 x 3, device 1: elements 4 to 8     [0, 4:6] and [1, 0:2]
 """
 
 from __future__ import annotations
@@ -15,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -27,28 +24,6 @@ Sizes = tuple[tuple[str, int], ...]
 Dims = tuple[tuple[str, ...], ...]
 """The axes that cut each dim."""
 Numbers = npt.NDArray[np.int64]
-
-
-class Cut(Protocol):
-    """What each device of a group holds, and where that stands in its memory."""
-
-    @property
-    def axes(self) -> frozenset[str]:
-        """The axes along which devices hold different pieces."""
-        ...
-
-    @property
-    def length(self) -> int:
-        """The most elements that any device keeps memory for."""
-        ...
-
-    def regions(self, group: Sizes) -> Numbers:
-        """Return the regions of all devices of a group.  (n, k, d, 2)"""
-        ...
-
-    def memory(self, group: Sizes) -> tuple[tuple[int, ...], Numbers]:
-        """Return how far apart neighbours along each dim lie, and for each device what its first element would be."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -64,17 +39,14 @@ class Laid:
 
     @property
     def axes(self) -> frozenset[str]:
-        """The axes along which devices hold different pieces."""
         cut = self.flat if self.dims is None else [axis for dim in self.dims for axis in dim]
         return frozenset((*(cut or ()), *(axis for axis, _ in self.on)))
 
     @property
     def length(self) -> int:
-        """The elements of the largest piece."""
         return chunk(prod(self.shape), prod(self.parts))
 
     def regions(self, group: Sizes) -> Numbers:
-        """Return the regions of all devices of a group."""
         if self.dims is None:
             regions = _tidy(_boxes(*self._ranges(group), self.shape))
         else:
@@ -97,41 +69,6 @@ class Laid:
             return strides(self.shape), self._ranges(group)[0]
         apart = strides([length // parts for length, parts in zip(self.shape, self.parts, strict=True)])
         return apart, (self.regions(group)[:, 0, :, 0] * apart).sum(-1)
-
-
-@dataclass(frozen=True)
-class Roots:
-    """A cut for sums on their way from one cut to another: each element with one device that holds a summand.
-
-    It is one that wants the sum, if there is such a one; where several could be, they share.  Pieces stay where the
-    summands lie.
-    """
-
-    before: Laid
-    after: Laid
-    among: Sizes
-
-    @property
-    def axes(self) -> frozenset[str]:
-        """All axes."""
-        return frozenset(axis for axis, _ in self.among)
-
-    @property
-    def length(self) -> int:
-        """As before."""
-        return self.before.length
-
-    def memory(self, group: Sizes) -> tuple[tuple[int, ...], Numbers]:
-        """Return how pieces lie: as before."""
-        return self.before.memory(group)
-
-    def regions(self, group: Sizes) -> Numbers:
-        """Return the regions of all devices of a group."""
-        held, wanted = self.before.regions(group), self.after.regions(group)
-        both = [axis for axis, _ in group if axis in self.before.axes & self.after.axes]
-        wanted = _united(wanted, group, both)
-        others = [axis for axis, _ in group if axis not in self.before.axes | self.after.axes]
-        return _tidy(shared(_tidy(meet(held, wanted)), group, others))
 
 
 def _number(group: Sizes, axes: Sequence[str]) -> Numbers:
@@ -198,40 +135,19 @@ def part(region: Numbers, start: int = 0, stop: int | None = None) -> list[Numbe
     return found
 
 
-def shared(regions: Numbers, group: Sizes, axes: Sequence[str]) -> Numbers:
-    """Leave to each device along some axes, which all hold the same, a part: each box is cut along its longest dim."""
-    n = prod(size for axis, size in group if axis in axes)
-    if n == 1:
-        return regions
-    lengths = regions[..., 1] - regions[..., 0]  # (n, k, d)
-    longest = lengths.argmax(-1)[..., None] == np.arange(lengths.shape[-1])
-    place = _number(group, axes)[:, None, None]
-    start = np.where(longest, place * lengths // n, 0)
-    stop = np.where(longest, (place + 1) * lengths // n, lengths)
-    return regions[..., :1] + np.stack([start, stop], -1)
-
-
 def alike(group: Sizes, axes: frozenset[str]) -> Numbers:
     """Return the devices in rows of those that have the same places along some axes.  (groups, in each)"""
     number = _number(group, [axis for axis, _ in group if axis in axes])
     return np.argsort(number, kind="stable").reshape(-1, prod(size for axis, size in group if axis not in axes))
 
 
-def _united(regions: Numbers, group: Sizes, axes: Sequence[str]) -> Numbers:
-    """Give each device the regions of all that differ from it along some axes only."""
-    rows = alike(group, frozenset(axis for axis, _ in group if axis not in axes))
-    result = np.empty((regions.shape[0], rows.shape[1] * regions.shape[1], *regions.shape[2:]), np.int64)
-    result[rows] = regions[rows].reshape(rows.shape[0], 1, -1, *regions.shape[2:])
-    return result
-
-
 @lru_cache(maxsize=64)
-def regions_of(cut: Cut, group: Sizes) -> Numbers:
+def regions_of(cut: Laid, group: Sizes) -> Numbers:
     """Return the regions of all devices of a group, worked out once."""
     return cut.regions(group)
 
 
 @lru_cache(maxsize=64)
-def memory_of(cut: Cut, group: Sizes) -> tuple[tuple[int, ...], Numbers]:
+def memory_of(cut: Laid, group: Sizes) -> tuple[tuple[int, ...], Numbers]:
     """Return where pieces stand in the memory of all devices of a group, worked out once."""
     return cut.memory(group)

@@ -1,20 +1,16 @@
-"""Where the calling code stands: on which device, and which axes it can name.
+"""Where the calling code stands: on which device, and which axes it can name; and what a runtime has to be.
 
 Inside `shard_map` and `run` every thread (virtual) or process has a scope.  A collective asks it for the *group* of
 devices along its axes.  Axes are kept as (size, stride) in the numbering of the whole mesh, so that axes bound by an
-outer and an inner `shard_map` combine, and a group is three integers per axis however large the mesh.
-
-What a runtime has to be: one small class.
-
-A *world* carries tensors between the devices of a group.  Everything above it (layouts, shard_map, collectives,
-gradients, ledgers) is the same code on all runtimes, so a fourth runtime is another class like this one.
+outer and an inner `shard_map` combine, and a group is three integers per axis however large the mesh.  A *world* carries
+tensors between the devices of a group; everything above it is the same code on all runtimes.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Generator, Iterable, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
@@ -29,26 +25,15 @@ from fshard.mesh.spec import Axes, as_axes
 from fshard.source import Site
 
 if TYPE_CHECKING:
-    from fshard.mesh.scope import World
-if TYPE_CHECKING:
     from fshard.mesh.moves import Wired
-    from fshard.mesh.scope import Group
-    from fshard.source import Site
 
 
 @dataclass(eq=False)
 class Group:
     """The devices along some axes through one device, major to minor as the axes were named.
 
-    Args:
-        axes: the names, for messages and ledgers.
-        dims: (size, stride) of each axis in the numbering of the whole mesh.
-        base: the device of the group that has place 0 along every axis.
-        index: the calling device's own place in the group.
-        size: how many devices the group has.
-        device: its number in the whole mesh.
-        world: the runtime that carries its messages.
-        ranks: torch.distributed ranks of the whole mesh's devices, where they are not 0, 1, 2, ...
+    `dims` are (size, stride) of each axis in the numbering of the whole mesh, `base` the device that has place 0 along every
+    axis, `index` the calling device's place in the group, `device` its number in the mesh, `ranks` the processes' if not these.
     """
 
     axes: tuple[str, ...]
@@ -159,16 +144,21 @@ _here = _Here()
 
 
 @contextmanager
-def owning(axes: Iterable[str], notice: Notice | None = None) -> Generator[None]:
-    """Let every value along some axes be the calling device's own for a while: see `fshard.transforms.agree`."""
-    scope = require("a loss function")
-    before = scope.own, scope.notice, scope.roads
-    scope.own, scope.notice = frozenset(axes), notice
-    scope.roads = None  # nobody would notice what goes the short way
+def _changed(scope: Scope, **changes: object) -> Generator[None]:
+    before = {name: getattr(scope, name) for name in changes}
+    for name, value in changes.items():
+        setattr(scope, name, value)
     try:
         yield
     finally:
-        scope.own, scope.notice, scope.roads = before
+        for name, value in before.items():
+            setattr(scope, name, value)
+
+
+def owning(axes: Iterable[str], notice: Notice | None = None) -> AbstractContextManager[None]:
+    """Let every value along some axes be the calling device's own for a while: see `fshard.transforms.agree`."""
+    # nobody would notice what goes by a road, the short way
+    return _changed(require("a loss function"), own=frozenset(axes), notice=notice, roads=None)
 
 
 @contextmanager
@@ -214,23 +204,17 @@ def entered(scope: Scope | None) -> Generator[None]:
 
 
 class Pending(Protocol):
-    """Something under way.  `wait` may be called once."""
+    """Something under way: `wait`, which may be called once, returns the results when they are there."""
 
-    def wait(self) -> tuple[Tensor, ...]:
-        """Return the results, when they are there."""
-        ...
+    def wait(self) -> tuple[Tensor, ...]: ...
 
 
 class Lane(Protocol):
-    """A short way for messages of one shape and dtype, to and from one device."""
+    """A short way for messages of one shape and dtype, to and from one device.  `send` returns whether it could."""
 
-    def send(self, x: Tensor) -> bool:
-        """Send a tensor, if it can go this way; return whether it could."""
-        ...
+    def send(self, x: Tensor) -> bool: ...
 
-    def take(self) -> Tensor:
-        """Wait for the next message, which is like this."""
-        ...
+    def take(self) -> Tensor: ...
 
 
 class World(Protocol):
@@ -242,25 +226,16 @@ class World(Protocol):
         ...
 
     @property
-    def has_roads(self) -> bool:
-        """Whether `road` may find one."""
-        ...
+    def has_roads(self) -> bool: ...
 
     def road(self, move: Wired, group: Group, x: Tensor) -> Callable[[Tensor], Tensor] | None:
         """Return a short way to run one collective on tensors of this shape and dtype, if there is one."""
         ...
 
-    def current(self) -> World:
-        """Return the world that the calling thread is in: this one, unless threads come and go."""
-        ...
+    def current(self) -> World: ...
 
     def start(
-        self,
-        move: Wired,
-        xs: tuple[Tensor, ...],
-        group: Group,
-        site: Site,
-        into: tuple[Tensor, ...] | None = None,
+        self, move: Wired, xs: tuple[Tensor, ...], group: Group, site: Site, into: tuple[Tensor, ...] | None = None
     ) -> Pending:
         """Begin one collective on tensors of one dtype; the result is a tensor for each.
 
@@ -269,9 +244,7 @@ class World(Protocol):
         """
         ...
 
-    def send(self, xs: tuple[Tensor, ...], group: Group, to: int, site: Site) -> None:
-        """Send tensors to the device at index `to`, without waiting for it."""
-        ...
+    def send(self, xs: tuple[Tensor, ...], group: Group, to: int, site: Site) -> None: ...
 
     def lane(self, like: Tensor, group: Group, place: int, site: Site) -> Lane | None:
         """Return a short way for messages like this tensor to and from the device at `place`, if there is one."""

@@ -2,12 +2,9 @@
 
     global arrays --in_specs--> local tensors --f, on every device--> local tensors --out_specs--> global arrays
 
-An in_spec says how a device's piece is cut from the global value, an out_spec how the pieces make up the result.  An
-axis that a spec does not name is a promise: along it, all devices hold the same.  With `check=True` promises are
-compared by value, forward and backward, and on a virtual mesh gradients are audited (`audit`).
-
-What a call needs to know is worked out once per program: a recipe for arguments of one structure, layouts and
-shapes, and one for results (`recipes`).  A later call finds its recipes by key and only moves tensors.
+An axis that a spec does not name is a promise: along it, all devices hold the same.  With `check=True` promises are
+compared by value, forward and backward, and on a virtual mesh gradients are audited (`audit`).  What a call needs to
+know is worked out once per program (`recipes`): a later call finds it by key and only moves tensors.
 """
 
 from __future__ import annotations
@@ -51,8 +48,8 @@ def shard_map(
     Args:
         f: a function of local tensors; it may call collectives over `axes`.
         mesh: the devices.  A mesh of some axes, `mesh["data"]`, is the whole mesh with `axes="data"`.
-        in_specs: a P for all arguments, a tuple with one per argument, or a mapping by parameter name; each may be a
-            tree of Ps that is a prefix of its argument.  What is no tensor is passed on as it is, whatever its spec.
+        in_specs: a P for all arguments, or a tuple with one per argument (keywords last); each may be a tree of Ps that is
+            a prefix of its argument.  What is no tensor is passed on as it is, whatever its spec.
         out_specs: a P, or a tree of Ps that is a prefix of the result.
         axes: the axes that f is mapped over, by default all.  The others are left to a `shard_map` inside f.
         check: compare promised equality by value.  By default on virtual meshes only.  There the first backward of a kind of
@@ -95,7 +92,7 @@ def _refuse_mapped_again(name: str, mesh: Mesh, mapped: tuple[str, ...]) -> None
     if outer is not None and outer.own and outer.notice is not None:
         raise MeshError(
             f"shard_map of {name} in a loss function of value_and_grad, which runs once per device of {outer.mesh} already. "
-            f"Call {name} itself there, on the device's own piece: x.chunk(fs.axis_size(axis), dim)[fs.axis_index(axis)]."
+            f"Call {name} itself there, on the device's own piece."
         )
     if outer is not None and not outer.mapped_axes.isdisjoint(mapped):
         again = ", ".join(axis for axis in mapped if axis in outer.mapped_axes)
@@ -149,45 +146,38 @@ def _call(f: Callable[..., PyTree], recipes: Recipes, recipe: ArgumentRecipe, le
 
 
 @dataclass(frozen=True)
-class Join:
-    """The identity on all arguments together, and a zero.
+class Join(LinearMap):
+    """The identity on all arguments together, and a zero, a hidden result of every device.
 
-    What brings arguments in may have collectives in its backward.  Whatever each device makes of its arguments, they are to
-    go back together: the join's backward comes when the cotangents of all are there, zeros for those without; and the zero,
-    a hidden result of every device, sees to it that it comes at all.  `depth` counts the leading dims of vmaps.
+    What brings arguments in may have collectives in its backward, so they go back together on every device, whatever it
+    made of them.  `depth` counts the leading dims of vmaps.
     """
 
     depth: int = 0
 
     def run(self, xs: Tensors) -> Tensors:
-        """Hand them on, with the zero."""
         return *xs, torch.zeros(xs[0].shape[: self.depth])
 
     def transposed(self) -> LinearMap:
-        """Return the map of the cotangents."""
         return Part(self.depth)
 
     def batched(self) -> LinearMap:
-        """Return the same with one more leading dim."""
         return Join(self.depth + 1)
 
 
 @dataclass(frozen=True)
-class Part:
+class Part(LinearMap):
     """The transpose of `Join`: let the zero go."""
 
     depth: int = 0
 
     def run(self, xs: Tensors) -> Tensors:
-        """Hand all but the last on."""
         return xs[:-1]
 
     def transposed(self) -> LinearMap:
-        """Return the map of the cotangents."""
         return Join(self.depth)
 
     def batched(self) -> LinearMap:
-        """Return the same with one more leading dim."""
         return Part(self.depth + 1)
 
 
@@ -223,12 +213,12 @@ def _refuse_changed(name: str, recipe: ArgumentRecipe, given: list[list[Tensor]]
     ]
     raise LayoutError(
         f"{name} changed its argument {', '.join(changed)} in place. Arguments belong to the caller, and all devices are "
-        "given the same plain tensor, so a change would be made once for each. Work on a copy: x = x.clone()."
+        "given the same plain tensor. Work on a copy: x = x.clone()."
     )
 
 
 def _same(x: Any, y: Any) -> bool:
-    """Return whether two devices return the same; what is no number is the same as itself."""
+    """Return whether two devices return the same; NaN is the same as itself."""
     if isinstance(x, np.ndarray) or isinstance(y, np.ndarray):
         return type(x) is type(y) and (x.dtype, x.shape, x.tobytes()) == (y.dtype, y.shape, y.tobytes())
     return x is y or x == y or (x != x and y != y)
@@ -250,7 +240,7 @@ class _Outputs:
         if self.mesh.runtime == "abstract":
             tensors = tuple(map(without_values, tensors))
         if recipe.work:
-            tensors = tuple(entry.leave(x, self.site) for x, entry in zip(tensors, recipe.entries, strict=True))
+            tensors = tuple(entry.hold(x, self.site) for x, entry in zip(tensors, recipe.entries, strict=True))
         for entry in recipe.entries:
             leaves[entry.place] = None
         self.taken[device] = recipe, structure, leaves
@@ -263,8 +253,7 @@ class _Outputs:
             if other != structure or not all(map(_same, values, leaves)):
                 raise MismatchError(
                     f"shard_map of {self.recipes.name}: devices {first} and {device} return different trees or values: "
-                    f"{leaves} in {structure}, and {values} in {other}. "
-                    "What is no tensor has to be the same on all devices."
+                    f"{leaves} in {structure}, and {values} in {other}. What is no tensor has to be the same."
                 )
         may_differ = recipe.uneven or len(self.taken) > 1
         for entry, own in zip(recipe.entries, shards, strict=True):

@@ -48,22 +48,18 @@ class Sharded:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the elements."""
         return self.shards[0].dtype
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh that the tensor lies on."""
         return self.layout.mesh
 
     @property
     def spec(self) -> P:
-        """Which axes cut which dim."""
         return self.layout.spec
 
     @property
     def ndim(self) -> int:
-        """How many dims the whole has."""
         return len(self.shape)
 
     @property
@@ -84,29 +80,23 @@ class Sharded:
 
     def check(self) -> None:
         """Raise if the shards are not the pieces that the layout names: what was mapped over them was not elementwise."""
-        if len(self.shards) != len(held(self.mesh)):
+        devices = held(self.mesh)
+        if len(self.shards) != len(devices):
             was, used = ("outside of", "inside") if len(self.shards) > 1 else ("inside of", "outside")
             raise LayoutError(f"{self!r} was made {was} fs.run and is used {used}. Make it where it is used.")
         dtypes = {shard.dtype if isinstance(shard, Tensor) else None for shard in self.shards}
         if len(dtypes) > 1 or None in dtypes:
-            self._refuse_kinds()
+            kinds = sorted({dtype_name(x.dtype) if isinstance(x, Tensor) else type(x).__name__ for x in self.shards})
+            raise LayoutError(
+                f"The shards of this Sharded are not tensors of one dtype: {', '.join(kinds)}. A function that is mapped over "
+                "shards has to make the same of each."
+            )
         given = tuple(tuple(shard.shape) for shard in self.shards)
-        if given != _pieces(self.layout, self.shape, held(self.mesh)):
+        if given != _pieces(self.layout, self.shape, devices):
             raise LayoutError(
                 f"The shards of this Sharded have shapes {', '.join(map(str, sorted(set(given))))}, which are not the pieces "
                 f"of a tensor of shape {self.shape} as {self.spec}. Trees of shards are for elementwise functions."
             )
-
-    def _refuse_kinds(self) -> NoReturn:
-        kinds: dict[str, list[str]] = {}
-        for device, shard in zip(held(self.mesh), self.shards, strict=True):
-            kind = dtype_name(shard.dtype) if isinstance(shard, Tensor) else type(shard).__name__
-            kinds.setdefault(kind, []).append(str(self.mesh.coordinates(device)))
-        found = "; ".join(f"{kind} on {', '.join(devices)}" for kind, devices in kinds.items())
-        raise LayoutError(
-            f"The shards of this Sharded are not tensors of one dtype: {found}. A function that is mapped over shards has to "
-            "make the same of each."
-        )
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -114,9 +104,7 @@ class Sharded:
         found = next((x for x in (*args, *(kwargs or {}).values()) if isinstance(x, Sharded)), None)
         raise LayoutError(
             f"torch's {getattr(func, '__name__', func)} was given {found or 'a Sharded'!r}: the global array, where a tensor "
-            "is needed. A loss function sees all that it is given as tensors: pass a second tree in the batch, as P(): "
-            'fs.value_and_grad(loss_fn, mesh=mesh, batch=(P("data"), P()))(params, (batch, other)). Elsewhere use fs.shard_map '
-            "on it, or the whole: fs.unshard(x)."
+            "is needed. Use fs.shard_map on it, or the whole: fs.unshard(x); a loss function is given it in the batch, as P()."
         )
 
     def __array__(self, *args: object, **kwargs: object) -> NoReturn:
@@ -161,10 +149,10 @@ def typeof(x: Sharded | Tensor) -> ShardType:
     """
     if isinstance(x, Sharded):
         return ShardType(x.dtype, x.shape, x.spec, x.layout.memory)
-    if isinstance(x, Tensor) and is_dense(x):
-        return ShardType(x.dtype, tuple(x.shape))
-    found = no_dense(x) if isinstance(x, Tensor) else type(x).__name__
-    raise LayoutError(f"typeof takes a Sharded or a dense tensor; found {found}.")
+    if not isinstance(x, Tensor) or not is_dense(x):
+        found = no_dense(x) if isinstance(x, Tensor) else type(x).__name__
+        raise LayoutError(f"typeof takes a Sharded or a dense tensor; found {found}.")
+    return ShardType(x.dtype, tuple(x.shape))
 
 
 @uncompiled
@@ -189,28 +177,17 @@ def from_local(piece: Tensor | Callable[..., Tensor], layout: Layout, *, shape: 
         raise LayoutError(f"from_local needs a Layout, found {type(layout).__name__}. Write fs.Layout(mesh, P(...)).")
     layout = layout.on(standing(layout.mesh))
     devices = held(layout.mesh)
-    if not isinstance(piece, Tensor) and not callable(piece):
-        raise LayoutError(
-            f"from_local takes a tensor, or a function that makes one; found {type(piece).__name__}. "
-            "Write torch.as_tensor(...) around an array."
-        )
     if isinstance(piece, Tensor) and len(devices) > 1:
         raise LayoutError(
             f"from_local was given one piece for the {len(devices)} devices of {layout.mesh}. Give a function of the "
             f"coordinates, from_local(lambda {', '.join(layout.mesh.axis_names)}: ..., layout), or call it inside fs.run."
         )
-    pieces = [piece if isinstance(piece, Tensor) else piece(**layout.mesh.coordinates(device)) for device in devices]
-    strange = sorted({type(own).__name__ for own in pieces if not isinstance(own, Tensor)})
-    if strange:
+    pieces = [piece(**layout.mesh.coordinates(device)) if callable(piece) else piece for device in devices]
+    kinds = {dtype_name(x.dtype) if isinstance(x, Tensor) and is_dense(x) else type(x).__name__ for x in pieces}
+    if len(kinds) > 1 or not all(isinstance(x, Tensor) and is_dense(x) for x in pieces):
         raise LayoutError(
-            f"from_local: the pieces have to be tensors; found {', '.join(strange)}. Write torch.as_tensor(...) around each."
+            f"from_local: the pieces have to be dense tensors of one dtype; found {', '.join(sorted(kinds))}."
         )
-    undense = sorted({no_dense(own) for own in pieces if not is_dense(own)})
-    if undense:
-        raise LayoutError(f"from_local: {'; '.join(undense)}.")
-    kinds = {own.dtype for own in pieces}
-    if len(kinds) > 1:
-        raise LayoutError(f"from_local: the pieces differ in dtype: {', '.join(sorted(map(dtype_name, kinds)))}.")
     whole = tuple(shape) if shape is not None else layout.global_shape(pieces[0].shape)
     layout.check(whole, "the whole tensor")
     wrong = [

@@ -94,7 +94,8 @@ class P:
         normal = [_entry(entry) for entry in entries]
         while normal and normal[-1] is None:
             normal.pop()
-        self._set(tuple(normal), as_axes(unreduced), None, _places(on), shape)
+        parts = tuple(normal), tuple(sorted(as_axes(unreduced))), None, _places(on), _shape(shape)
+        self._set(**dict(zip(_PARTS, parts, strict=True)))
 
     @classmethod
     def flat(
@@ -110,7 +111,7 @@ class P:
         """
         if not axes:
             raise LayoutError('P.flat() names no axis. Write P.flat("data"), or P() for a replicated tensor.')
-        return cls._of((), as_axes(unreduced), as_axes(axes), _places(on), shape)
+        return cls(unreduced=unreduced, on=on, shape=shape)._but(flat_axes=as_axes(axes))
 
     @classmethod
     def owned(cls, *axes: str, by: int, unreduced: Axes | None = None, shape: tuple[int, ...] | None = None) -> P:
@@ -126,31 +127,13 @@ class P:
             )
         return cls(unreduced=unreduced, on={axes: by}, shape=shape)
 
-    @classmethod
-    def _of(cls, *parts: Any) -> P:
-        spec = cls.__new__(cls)
-        spec._set(*parts)
+    def _but(self, **changes: object) -> P:
+        spec = P.__new__(P)
+        spec._set(**{name: getattr(self, name) for name in _PARTS} | changes)
         return spec
 
-    def _set(
-        self,
-        entries: tuple[Axes | None, ...],
-        unreduced: tuple[str, ...],
-        flat_axes: tuple[str, ...] | None,
-        on: tuple[tuple[tuple[str, ...], int], ...],
-        shape: tuple[int, ...] | None,
-    ) -> None:
-        if shape is not None and not (
-            isinstance(shape, tuple | list) and all(isinstance(length, int) for length in shape)
-        ):
-            raise LayoutError(f"The shape of a whole tensor is a tuple of whole numbers, not {shape!r}.")
-        for name, value in {
-            "entries": entries,
-            "unreduced": tuple(sorted(unreduced)),
-            "flat_axes": flat_axes,
-            "on": on,
-            "shape": None if shape is None else tuple(shape),
-        }.items():
+    def _set(self, **parts: object) -> None:
+        for name, value in parts.items():
             object.__setattr__(self, name, value)
         repeated = sorted(axis for axis, count in Counter(self.axes).items() if count > 1)
         if repeated:
@@ -160,13 +143,12 @@ class P:
 
     @property
     def is_flat(self) -> bool:
-        """Whether the tensor is flattened before it is cut."""
         return self.flat_axes is not None
 
     @property
     def shapeless(self) -> P:
         """The spec without the shape that it may have been written for, which says nothing of where things lie."""
-        return self if self.shape is None else P._of(self.entries, self.unreduced, self.flat_axes, self.on, None)
+        return self if self.shape is None else self._but(shape=None)
 
     @property
     def cut_axes(self) -> tuple[str, ...]:
@@ -194,7 +176,7 @@ class P:
         >>> P.flat("data").at({"pipe": 2}), P.flat("data", on={"pipe": 2}).at(None)
         (P.flat("data", on={"pipe": 2}), P.flat("data"))
         """
-        return P._of(self.entries, self.unreduced, self.flat_axes, _places(on), self.shape)
+        return self._but(on=_places(on))
 
     def place(self, sizes: Mapping[str, int]) -> dict[str, int]:
         """Return at which place it lies along each axis of `on`, on a mesh of these sizes.
@@ -236,6 +218,15 @@ class P:
         if self.shape is not None:
             parts.append(f"shape={self.shape}")
         return f"{head}({', '.join(parts)})"
+
+
+_PARTS = ("entries", "unreduced", "flat_axes", "on", "shape")
+
+
+def _shape(shape: object) -> tuple[int, ...] | None:
+    if shape is None or (isinstance(shape, tuple | list) and all(isinstance(length, int) for length in shape)):
+        return None if shape is None else tuple(shape)
+    raise LayoutError(f"The shape of a whole tensor is a tuple of whole numbers, not {shape!r}.")
 
 
 def _is_place(place: object) -> bool:

@@ -4,20 +4,8 @@ Code either stands *outside* a mesh, for all its devices (a notebook with a virt
 under torchrun, a thread of `run`, the body of a `shard_map`).  `everywhere` hides which; that is why everything built
 on it is one program on all runtimes.
 
-Marks in a trace of torch's profiler, by which the threads of virtual devices are known.
-
-One thread for the sums of reproducible mode: torch cuts a large sum among its threads, and their number changes bits.
-
-`run`: a whole script function, once per device.
-
-`main` is what torchrun would run: it makes its meshes, lays out its data, calls `shard_map` and collectives, as one of
-the devices.  On a virtual mesh the devices are threads; under torchrun each process is one already.
-
-What a function computes with on an abstract mesh: tensors without values, wherever they come from.
-
-The shards that a function is given are meta tensors.  What it makes itself (`torch.ones`, a module, an array of numpy) or
-reaches from outside has values; so that it fits, it forgets them: at once if it is made, else where it meets a tensor
-without values.  What asks for a value that nobody has is one clear error.
+On an abstract mesh tensors have no values.  What a function makes itself or reaches from outside forgets its values: at
+once if it is made, else where it meets a tensor without (`Valueless`).
 """
 
 from __future__ import annotations
@@ -56,11 +44,7 @@ def inside(mesh: Mesh) -> Scope | None:
 
 
 def standing(mesh: Mesh) -> Mesh:
-    """Return the mesh to run on.
-
-    Where no axis is mapped yet, a mesh of some axes stands for the whole mesh, with the other axes left free: all rows
-    do the same.  Inside a `shard_map` it is the caller's own row.
-    """
+    """Return the mesh to run on: of some axes, the caller's own row inside a `shard_map`; elsewhere the whole mesh."""
     scope = inside(mesh)
     if mesh.parent is None or (scope is not None and scope.mapped):
         return mesh
@@ -108,8 +92,7 @@ def everywhere(
 ) -> list[Result]:
     """Run `body(device)` on every device that the caller stands for, each in its scope; return their results.
 
-    `random` is the random state that the devices of a virtual mesh begin with, if not the caller's.  With `keep`, idle threads
-    wait for the next run.
+    `random` is the random state that virtual devices begin with, if not the caller's; with `keep`, idle threads wait.
     """
     if is_outside(mesh):
         alone = mesh if mesh.parent is None else Mesh(mesh.axes, mesh.runtime, mesh.device_type)
@@ -153,7 +136,7 @@ MARK = "fshard: device "
 
 
 def mark(device: int) -> None:
-    """Say in the trace that is being recorded, if there is one, that this thread is a device's."""
+    """Say in the profiler's trace, if one is being recorded, that this thread is a device's."""
     if getattr(profiler, "_is_profiler_enabled", True):
         with profiler.record_function(f"{MARK}{device}"):
             pass
@@ -161,15 +144,7 @@ def mark(device: int) -> None:
 
 @contextmanager
 def one_thread(wanted: bool) -> Generator[None]:
-    """Compute with one intra-op thread for a while, as virtual devices always do.
-
-    >>> before = torch.get_num_threads()
-    >>> with one_thread(True):
-    ...     torch.get_num_threads()
-    1
-    >>> torch.get_num_threads() == before
-    True
-    """
+    """Compute with one intra-op thread for a while: torch cuts a large sum among its threads, and their number changes bits."""
     before = torch.get_num_threads()
     if not wanted or before == 1:
         yield
@@ -183,10 +158,9 @@ def one_thread(wanted: bool) -> Generator[None]:
 
 @uncompiled
 def run(main: Callable[..., Any], *args: Any, mesh: Mesh, check: bool = False, **kwargs: Any) -> list[Any]:
-    """Run `main(*args, **kwargs)` as each device of the mesh; return the results of the devices held here.
+    """Run `main(*args, **kwargs)`, what torchrun would run, as each device of the mesh; return the results of those held here.
 
-    On a virtual mesh that is a result for every device, on a process mesh the process's own.  A mesh of some axes stands
-    for the whole mesh.  With `check`, what collectives promise to be equal is compared by value.
+    A mesh of some axes stands for the whole mesh.  With `check`, what collectives promise to be equal is compared by value.
 
     >>> import fshard as fs
     >>> def main(greeting):
@@ -204,14 +178,7 @@ _MAKES: frozenset[Any] = frozenset(_device_constructors())
 
 
 class Valueless(TorchFunctionMode):
-    """Make all tensors without values, and let those that meet such a tensor forget theirs.
-
-    >>> import torch
-    >>> with Valueless():
-    ...     x = torch.ones(2)
-    >>> x.device, (x + 1).device
-    (device(type='meta'), device(type='meta'))
-    """
+    """Make all tensors without values, and let those that meet such a tensor forget theirs."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -233,8 +200,7 @@ class Valueless(TorchFunctionMode):
                 raise
             raise LayoutError(
                 f"{getattr(func, '__name__', func)} at {call_site()} asks for the value of a tensor of shape "
-                f"{tuple(tensors[0].shape)}, but on an abstract mesh tensors have none. What depends on values, an `if` or "
-                "a .item(), runs on a virtual mesh."
+                f"{tuple(tensors[0].shape)}, but on an abstract mesh tensors have none. Run this on a virtual mesh."
             ) from error
 
 
@@ -244,20 +210,14 @@ def without_values(x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Forget:
+class Forget(LinearMap):
     """Keep of a tensor only what it is like, on an abstract mesh.  Cotangents have no values either: none leads back."""
 
     def run(self, xs: Tensors) -> Tensors:
-        """Take the values away."""
         return tuple(x.to("meta") for x in xs)
 
     def transposed(self) -> LinearMap:
-        """Return what says that there is no way back."""
         return _Forgotten()
-
-    def batched(self) -> LinearMap:
-        """Return itself."""
-        return self
 
 
 class _Forgotten(Forget):

@@ -14,18 +14,15 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from fshard.mesh.arithmetic import Range, chunk, flat_range
-from fshard.mesh.differentiate import Bound, Tensors, apply, recorded, transformed
+from fshard.mesh.differentiate import Bound, apply, recorded, transformed
 from fshard.mesh.layout import Layout
 from fshard.mesh.ledger import Row, active
 from fshard.mesh.moves import AllGather, AllToAll, Alone, Move, Psum, PsumScatter, Summand, Take
-from fshard.mesh.owners import Handover, Owned, collect, filled, hand_out, keep, nothing
-from fshard.mesh.plan import plan
-from fshard.mesh.scope import Group, Scope, require
-from fshard.mesh.search import Kind, State, Step
-from fshard.mesh.supply import PartialSum
+from fshard.mesh.owners import Handover, Owned, filled, hand_over, keep, nothing
+from fshard.mesh.plan import Kind, State, Step, plan
+from fshard.mesh.scope import Pending, Scope, require
 from fshard.source import Site
 
 _MOVES: dict[Kind, Callable[[int, int], Move]] = {
@@ -41,14 +38,9 @@ _MOVES: dict[Kind, Callable[[int, int], Move]] = {
 }
 
 
-@lru_cache(maxsize=1024)
-def _move(kind: Kind, dim: int, other: int) -> Move:
-    return _MOVES[kind](dim, other)
-
-
 def move_of(step: Step) -> Move | None:
     """Return the move that a step is; None if it is none, but another shape or an exchange with owners."""
-    return _move(step.kind, step.dim, step.other) if step.kind in _MOVES else step.move
+    return _MOVES[step.kind](step.dim, step.other) if step.kind in _MOVES else step.move
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -67,15 +59,10 @@ STAY = Way((), (), ())
 
 @lru_cache(maxsize=4096)
 def way_between(before: Layout, after: Layout, shape: tuple[int, ...]) -> Way:
-    """Return the cheapest way from one layout to another on the same mesh."""
+    """Return the way from one layout to another on the same mesh."""
     steps = plan(before.spec.shapeless, after.spec.shapeless, shape, after.mesh.axes)
     only_slices = all(step.kind == "slice" and not step.on for step in steps)
     return Way(steps, shape, tuple((step.dim, step.axes) for step in steps) if only_slices else None)
-
-
-def convert(x: Tensor, before: Layout, after: Layout, shape: tuple[int, ...], site: Site) -> Tensor:
-    """Return one device's shard in another layout on the same mesh.  From a replicated one, nothing is sent."""
-    return take(x, way_between(before, after, shape), site)
 
 
 def take(x: Tensor, way: Way, site: Site) -> Tensor:
@@ -106,7 +93,7 @@ def go(
     be put into, where they are put together from flat pieces.
     """
     scope, results = require("fs.reshard"), list(xs)
-    finishes: list[Callable[[], None]] = []
+    later: list[tuple[Ride, Pending, list[Fit]]] = []
     for turn in range(max([len(way.steps) for way in ways], default=0)):
         for ride in _rides(tuple(ways), turn, tuple([x.dtype for x in results])):
             move, given = ride.move, [results[place] for place in ride.places]
@@ -122,20 +109,16 @@ def go(
                 places = tuple([into[place] for place in ride.places])
                 ride.put(results, _trimmed(bound.start(filled_up, places).wait(), fits))
             elif ahead and ride.last and not isinstance(move, Alone):
-                finishes.append(_later(bound.start(filled_up).wait, ride, fits, results))
+                later.append((ride, bound.start(filled_up), fits))
             else:
                 ride.put(results, _trimmed(apply(bound, filled_up), fits))
 
     def finish() -> list[Tensor]:
-        for one in finishes:
-            one()
+        for ride, pending, fits in later:
+            ride.put(results, _trimmed(pending.wait(), fits))
         return results
 
     return finish
-
-
-def _later(wait: Callable[[], Tensors], ride: Ride, fits: Sequence[Fit], results: list[Tensor]) -> Callable[[], None]:
-    return lambda: ride.put(results, _trimmed(wait(), fits))
 
 
 def _trimmed(ys: Iterable[Tensor], fits: Sequence[Fit]) -> list[Tensor]:
@@ -148,37 +131,23 @@ def _is_plain(xs: Sequence[Tensor]) -> bool:
 
 
 class Fit(NamedTuple):
-    """How one leaf is made even for a collective, if it has to be, and what of the result is its own.
-
-    Args:
-        length: what it is filled up to, flat; -1: it goes as it is.
-        own: how much of what comes, from the front, and of the flattened whole it is this range; None: all.
-        shape: of that; None: it stays as it comes.
-    """
+    """How one leaf is filled up for a collective (to a `length`, or not: -1), and what range of what comes is its own."""
 
     length: int = -1
     own: Range | None = None
     shape: tuple[int, ...] | None = None
 
     def before(self, x: Tensor) -> Tensor:
-        """Fill it up."""
         return x if self.length < 0 else filled(x, self.length)
 
     def after(self, y: Tensor) -> Tensor:
-        """Take what is its own."""
         if self.own is not None and y.numel() != (size := self.own[1] - self.own[0]):
             y = y[:size] if size else y[:0].clone()  # a view would keep all of it alive
         return y if self.shape is None or y.shape == self.shape else y.reshape(self.shape)
 
 
 class Ride:
-    """One turn of those leaves that take it together: by one collective, or by none.
-
-    Args:
-        places: of the leaves.
-        now: the step of each, and the shape of its whole.
-        last: whether it is the last step of all of them.
-    """
+    """One turn of those leaves that take it together: `now` are the step of each and the shape of its whole."""
 
     __slots__ = ("_fits", "_where", "axes", "kind", "last", "move", "now", "on", "places")
 
@@ -190,7 +159,6 @@ class Ride:
         self._fits: dict[tuple[int, ...], list[Fit]] = {}
 
     def put(self, results: list[Tensor], ys: Iterable[Tensor]) -> None:
-        """Put the leaves into their places."""
         for place, y in zip(self.places, ys, strict=True):
             results[place] = y
 
@@ -233,14 +201,11 @@ class Ride:
             return [x.reshape(-1)[slice(*(fit.own or ()))] for x, fit in zip(xs, self.fits(scope), strict=True)]
         if self.kind == "reshape":
             return [_reshaped(x, step, shape, scope) for x, (step, shape) in zip(xs, self.now, strict=True)]
-        if self.kind in ("spread", "flat_spread"):
-            group = scope.group(self.axes, "fs.reshard")
-            return [_among_zeros(x, step, shape, group) for x, (step, shape) in zip(xs, self.now, strict=True)]
         if self.kind == "keep":
             empty = [step.after.elsewhere(len(shape)) for step, shape in self.now]
             return [keep(x, step.owner, own, on) for x, (step, _), own in zip(xs, self.now, empty, strict=True)]
         owned = [Owned(x, shape, step.owner) for x, (step, shape) in zip(xs, self.now, strict=True)]
-        return collect(owned, on) if self.now[0][0].after.on else hand_out(owned, on)
+        return hand_over(owned, on, out=not self.now[0][0].after.on)
 
 
 @lru_cache(maxsize=1024)
@@ -267,8 +232,6 @@ def _fit(step: Step, shape: tuple[int, ...], scope: Scope) -> Fit:
     """Return how a leaf fits into the move of a step."""
     if step.move is None and not step.kind.startswith("flat_"):
         return Fit()
-    if isinstance(step.move, PartialSum):
-        return Fit(step.move.length)
     after, total = step.after, prod(shape)
     if step.kind == "flat_gather":
         each = chunk(total, scope.group(step.axes, "fs.reshard").size)
@@ -294,16 +257,6 @@ def _piece(state: State, shape: tuple[int, ...], scope: Scope) -> tuple[int, ...
     """Return the shape of a piece of what is cut by dims."""
     cuts = [prod(scope.group((axis,), "fs.reshard").size for axis in axes) for axes in state.dims]
     return tuple(length // cut for length, cut in zip(shape, cuts, strict=True))
-
-
-def _among_zeros(x: Tensor, step: Step, shape: tuple[int, ...], group: Group) -> Tensor:
-    """Put a device's piece where it belongs, and zeros elsewhere.  The transpose is to take it, as autograd knows."""
-    if step.kind == "flat_spread":
-        start = min(group.index * chunk(prod(shape), group.size), prod(shape) - x.numel())  # 0 for an owner
-        return pad(x.reshape(-1), (start, prod(shape) - start - x.numel())).reshape(shape)
-    each = x.shape[step.dim]
-    before, after = group.index * each, (group.size - 1 - group.index) * each
-    return pad(x, (0, 0) * (x.ndim - 1 - step.dim) + (before, after))
 
 
 def _reshaped(x: Tensor, step: Step, shape: tuple[int, ...], scope: Scope) -> Tensor:

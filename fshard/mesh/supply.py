@@ -9,12 +9,6 @@ by one that has it, and where several hold the same, they share in what is asked
              [0 1 2] [3 4 5] [6]             [2 3] [6]   []                     3 from (0, 1)    6, from (1, 2)
 
 All tensors have one length, which the longest piece needs; what stands behind a piece says nothing.
-
-    move                    before     after         transpose
-    Supply                  V or R     V or R        the same, the other way
-    Supply(used=axes)       V          A             PartialSum
-    PartialSum              U          V             Supply(used=axes)
-    Kept                    V or R     V or R        Supply                  (free)
 """
 
 from __future__ import annotations
@@ -31,9 +25,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fshard.mesh.arithmetic import tree_sum
-from fshard.mesh.moves import Alone, Flat, Move, WireKind, plain
-from fshard.mesh.regions import Cut, Laid, Numbers, Roots, Sizes, alike, meet, memory_of, part, regions_of, volume
+from fshard.mesh.moves import Alone, Move, Wired, WireKind, plain
+from fshard.mesh.regions import Laid, Numbers, Sizes, alike, meet, memory_of, part, regions_of, volume
 
 View = tuple[int, tuple[int, ...]]
 """Where a box begins in memory, and its lengths."""
@@ -47,7 +40,6 @@ class Views(NamedTuple):
 
     @property
     def size(self) -> int:
-        """The elements of all boxes."""
         return sum(prod(lengths) for _, lengths in self.boxes)
 
     def of(self, rows: Tensor) -> list[Tensor]:
@@ -76,7 +68,7 @@ class Traffic(NamedTuple):
     stays: tuple[Views, Views]
 
 
-class Parts(Flat, ABC):
+class Parts(Wired, ABC):
     """What moves share whose devices send each other parts of unequal sizes."""
 
     wire: ClassVar[WireKind] = "parts"
@@ -94,15 +86,6 @@ class Parts(Flat, ABC):
     def elements(self) -> Numbers:
         """Return how many elements each device sends."""
 
-    def made(self, rows: Tensor, index: int, arrived: Mapping[int, Tensor]) -> Tensor:
-        """Make the result from what the device holds and what has arrived.  (rows, length) -> (rows, length)"""
-        _, gets, (source, place) = self.traffic(index)
-        result = torch.zeros_like(rows)
-        place.fill(result, source.taken(rows))
-        for other, views in gets.items():
-            views.fill(result, arrived[other])
-        return result
-
     def parcels(self, x: Tensor, index: int) -> dict[int, Tensor]:
         """Return what a device sends to others.  `x` may be several tensors, side by side."""
         rows = x.view(-1, self.length)
@@ -114,8 +97,13 @@ class Parts(Flat, ABC):
         return {source: rows * views.size for source, views in self.traffic(index).gets.items()}
 
     def unpacked(self, x: Tensor, index: int, arrived: Mapping[int, Tensor]) -> Tensor:
-        """Make the result from what has arrived."""
-        return self.made(x.view(-1, self.length), index, arrived).view(x.shape)
+        rows = x.view(-1, self.length)
+        _, gets, (source, place) = self.traffic(index)
+        result = torch.zeros_like(rows)
+        place.fill(result, source.taken(rows))
+        for other, views in gets.items():
+            views.fill(result, arrived[other])
+        return result.view(x.shape)
 
     def meaning(self, xs: list[Tensor]) -> list[Tensor]:
         xs = [plain(x).contiguous() for x in xs]
@@ -134,95 +122,25 @@ class Parts(Flat, ABC):
 
 @dataclass(frozen=True)
 class Supply(Parts):
-    """Give each device what it wants by another cut and does not hold.
+    """Give each device what it wants by another cut and does not hold."""
 
-    `used` are axes along which devices then use the same each for its own ends.
-    """
-
-    before: Cut
-    after: Cut
+    before: Laid
+    after: Laid
     group: Sizes
-    used: tuple[str, ...] = ()
     name = "all_to_all"
 
     def transposed(self) -> Move:
-        if self.used:
-            assert isinstance(self.before, Roots) and isinstance(self.after, Laid)
-            return PartialSum(self.after, self.before, self.group, self.used)
         return Supply(self.after, self.before, self.group)
-
-    def batched(self) -> Supply:
-        return self
 
     @property
     def length(self) -> int:
         return max(self.before.length, self.after.length, 1)
-
-    def total(self) -> int:
-        """Return how many elements all devices together send."""
-        return int(self.elements().sum())
 
     def elements(self) -> Numbers:
         return _supplied(self)
 
     def traffic(self, index: int) -> Traffic:
         return _traffic(self, index)
-
-
-@dataclass(frozen=True)
-class PartialSum(Parts):
-    """Sum over some axes, and leave each element of the sum with one device alone, where the summands lay."""
-
-    before: Laid
-    after: Roots
-    group: Sizes
-    over: tuple[str, ...]
-    name = "psum_scatter"
-
-    def transposed(self) -> Move:
-        return Supply(self.after, self.before, self.group, self.over)
-
-    def batched(self) -> PartialSum:
-        return self
-
-    @property
-    def length(self) -> int:
-        return self.before.length
-
-    def elements(self) -> Numbers:
-        sizes = volume(regions_of(self.after, self.group))
-        rows = self._rows()
-        sizes[rows] = sizes[rows].sum(1, keepdims=True) - sizes[rows]
-        return sizes
-
-    def total(self) -> int:
-        """Return how many elements all devices together send."""
-        return int(self.elements().sum())
-
-    def _rows(self) -> Numbers:
-        return alike(self.group, frozenset(axis for axis, _ in self.group if axis not in self.over))
-
-    def traffic(self, index: int) -> Traffic:
-        return _summed_traffic(self, index)
-
-    def meaning(self, xs: list[Tensor]) -> list[Tensor]:
-        """Sum whole tensors once for each row of devices, and take each device's part of the sum."""
-        xs, results = [plain(x).contiguous() for x in xs], list(xs)
-        for row in self._rows().tolist():
-            total = tree_sum([xs[index] for index in sorted(row)]).view(-1, self.length)
-            for index in row:
-                _, place = self.traffic(index).stays
-                result = torch.zeros_like(total)
-                place.fill(result, place.taken(total))
-                results[index] = result.view(xs[index].shape)
-        return results
-
-    def made(self, rows: Tensor, index: int, arrived: Mapping[int, Tensor]) -> Tensor:
-        source, place = self.traffic(index).stays
-        summands = {**arrived, index: source.taken(rows)}
-        result = torch.zeros_like(rows)
-        place.fill(result, tree_sum([summands[other] for other in sorted(summands)]))
-        return result
 
 
 @dataclass(frozen=True)
@@ -238,30 +156,9 @@ class Kept(Alone):
     def transposed(self) -> Move:
         return self.supply.transposed()
 
-    def batched(self) -> Kept:
-        return self
-
-    @property
-    def group(self) -> Sizes:
-        """As the supply's."""
-        return self.supply.group
-
     @property
     def length(self) -> int:
-        """As the supply's."""
         return self.supply.length
-
-    def total(self) -> int:
-        """Return 0: nothing is sent."""
-        return 0
-
-    def elements(self) -> Numbers:
-        """Return zeros: nothing is sent."""
-        return np.zeros(1, np.int64)
-
-
-Direct = Supply | PartialSum | Kept
-"""What leads straight to another cut."""
 
 
 @lru_cache(maxsize=256)
@@ -318,45 +215,9 @@ def _traffic(move: Supply, index: int) -> Traffic:
     )
 
 
-@lru_cache(maxsize=4096)
-def _summed_traffic(move: PartialSum, index: int) -> Traffic:
-    roots = regions_of(move.after, move.group)
-    rows = move._rows()  # pyright: ignore[reportPrivateUsage]
-    others = [int(other) for other in rows[(rows == index).any(1)][0] if other != index]
-    mine = _views(move, move.after, part(roots[index]), index)
-    theirs = {other: _views(move, move.before, part(roots[other]), index) for other in others}
-    return Traffic(
-        {to: views for to, views in theirs.items() if views.boxes},
-        dict.fromkeys(others, mine) if mine.boxes else {},
-        (mine, mine),
-    )
-
-
-def _views(move: Supply | PartialSum, cut: Cut, boxes: list[Numbers], index: int) -> Views:
+def _views(move: Supply, cut: Laid, boxes: list[Numbers], index: int) -> Views:
     """Return where boxes of global indices stand in the memory of one device."""
     apart, first = memory_of(cut, move.group)
     places = [int((box[:, 0] * apart).sum() - first[index]) for box in boxes]
     lengths = [tuple((box[:, 1] - box[:, 0]).tolist()) for box in boxes]
     return Views(tuple(zip(places, lengths, strict=True)), apart)
-
-
-def direct(before: Laid, after: Laid, group: Sizes, over: tuple[str, ...]) -> tuple[Direct, ...] | None:
-    """Return the moves that lead from one cut to another, of sums over some axes; None if that is too much to plan.
-
-    The least that all devices together can send: of each element, every summand but one is sent once, and so is the sum to
-    each device that wants it, but to one that summed.
-    """
-    moves: list[Direct] = []
-    start: Cut = before
-    if over and prod(size for _, size in group) > MOST_ROOTS:
-        return None
-    if over:
-        start = Roots(before, after, group)
-        moves.append(PartialSum(before, start, group, over))
-    among = tuple((axis, size) for axis, size in group if axis in start.axes | after.axes)
-    last = Supply(start, after, among)
-    return (*moves, last if last.total() else Kept(last))
-
-
-MOST_ROOTS = 1 << 12
-"""How many devices may share the elements of a sum among them."""

@@ -1,20 +1,8 @@
 """Trees of tensors, by optree: the few operations that fshard needs, in its own namespace.
 
-Dataclasses are nodes (see `records`).
-
 A `Sharded` is a node whose children are its shards (so that elementwise code need not know it), or, with
-`sharded_is_leaf`, a leaf: the global array.
-
-Dataclasses, and what torch knows as a node of trees, as nodes of fshard's trees: nobody has to register them.
-
-    @dataclass
-    class Linear:                       {"w": ..., "b": ...}, with attributes
-        w: Tensor
-        b: Tensor
-        rate: float = field(default=0.1, metadata={"static": True})        no leaf: it goes with the structure
-
-`{"pytree_node": False}` says the same as `{"static": True}`.  A node is made anew without calling the class: it has the
-fields, and nothing else.  What is registered with optree is left as it is.
+`sharded_is_leaf`, a leaf: the global array.  Dataclasses, and what torch knows as a node of trees, are nodes without being
+registered; a field with `metadata={"static": True}` (or `{"pytree_node": False}`) goes with the structure.
 """
 
 from __future__ import annotations
