@@ -130,7 +130,7 @@ def _clipped(grad: Tensor, limit: float) -> Tensor:
 def clip_by_global_norm(max_norm: float, order: float = 2) -> Optimizer:
     """Shrink gradients so that the norm of all of them is at most `max_norm`, whatever their layouts.
 
-    Communicates as `global_norm` does; in `train_step` nothing, since its metrics have the same norm, if it is of order 2.  The
+    Communicates as `global_norm` does.  The
     factor is the one of torch.nn.utils.clip_grad_norm_.  It counts as elementwise, since it does on any shards what it does
     on the whole.
 

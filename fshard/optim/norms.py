@@ -15,9 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import lru_cache
 from math import inf
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -32,8 +32,8 @@ from fshard.mesh.spmd import held
 from fshard.mesh.tree import PyTree
 from fshard.optim import lists
 from fshard.optim.contract import above, refuse
+from fshard.optim.digits import WIDTH, digits_of_squares, number_of
 from fshard.optim.leaves import Leaf, Leaves, shards_of
-from fshard.optim.once import WIDTH, digits_of_squares, number_of, watched, watching
 from fshard.source import call_site
 
 Places = Sequence[tuple[int, int]]
@@ -48,9 +48,9 @@ def global_norm(tree: PyTree, order: float = 2, *, exact: bool | None = None) ->
         tree: tensors and `Sharded`s.
         order: p of the root of the sum of all |x|^p, or inf for the largest |x|.
         exact: of order 2.  True: the same bits however the tree is cut, by sums in digits: about 20 ns an element on a CPU.
-            None: so only if a leaf is of float64.  Else squares are added in float64: the norm of n elements is off by at most
-            n 2^-53 of it, so two cuts differ in its last bits, and once in 2^29 times or so after rounding to float32.  False:
-            each shard is squared and added in its own dtype, several times as fast.
+            None: so only if a leaf is of float64, and in a reproducible step; else squares are added in float64: two cuts
+            differ in the last bits, and once in 2^29 times or so after rounding to float32.  False: each shard is squared
+            and added in its own dtype, several times as fast.
 
     Communicates a `psum` of 8 bytes, or of 856 in digits, over the axes along which any leaf is cut; nothing if none is.
     The largest are gathered, 8 bytes of each device.
@@ -72,38 +72,35 @@ def global_norm(tree: PyTree, order: float = 2, *, exact: bool | None = None) ->
     leaves = _counted(at)
     if order != 2:
         return _largest_of_all(leaves) if order == inf else _norm_of_order(leaves, order)
-    precision = 0 if exact is False else 2 if exact or in_digits(leaves) else 1
-    known = watched()
-    times = None if known is None else known.times(leaves)
-    if known is None or times is None:
-        return _norm_later(leaves, precision)()
-    if known.norm is None or known.precision < precision:
-        known.norm, known.precision = _norm_later(leaves, precision)() * times, precision
-    return known.norm / times
+    precision = 0 if exact is False else 2 if exact or _exact.get() or in_digits(leaves) else 1
+    return _norm_later(leaves, precision)()
+
+
+_exact: ContextVar[bool] = ContextVar("exact", default=False)
 
 
 @contextmanager
-def norm_once(tree: PyTree, *, exact: bool) -> Generator[Callable[[], Tensor]]:
-    """Watch gradients that may be used up; yield what returns their norm, which is taken once whoever else asks for it.
+def exact_norms(wanted: bool) -> Generator[None]:
+    """Take norms in digits for a while, unless another precision is asked for."""
+    token = _exact.set(wanted)
+    try:
+        yield
+    finally:
+        _exact.reset(token)
+
+
+def norm_later(tree: PyTree, *, exact: bool) -> Callable[[], Tensor]:
+    """Square what the caller holds of gradients that are used up next; return what adds that up to their norm.
 
     Args:
         tree: the gradients.
-        exact: in digits; otherwise as exactly as anybody has asked for, or as `global_norm(exact=False)`.
+        exact: in digits; otherwise as `global_norm(exact=False)`.
 
-    >>> from fshard import optim
-    >>> grads = [torch.tensor([3.0, 4.0])]
-    >>> with norm_once(grads, exact=False) as norm:
-    ...     clipped, _ = optim.clip_by_global_norm(1.0).update(grads, (), grads)
-    >>> norm(), clipped
-    (tensor(5., dtype=torch.float64), [tensor([0.6000, 0.8000])])
+    >>> norm = norm_later([torch.tensor([3.0, 4.0])], exact=False)
+    >>> norm()
+    tensor(5., dtype=torch.float64)
     """
-    leaves = _counted(Leaves.of(tree))
-    with watching(leaves) as known:
-        if exact:
-            global_norm(tree, exact=True)
-        own = None if exact else _norm_later(leaves, 0)
-        del tree, leaves
-        yield lambda: own() if known.norm is None and own is not None else cast(Tensor, known.norm)
+    return _norm_later(_counted(Leaves.of(tree)), 2 if exact else 0)
 
 
 def _counted(at: Leaves) -> list[Leaf]:

@@ -38,7 +38,6 @@ from fshard.mesh.spmd import fills, standing
 from fshard.mesh.tree import PyTree
 from fshard.optim.contract import Elementwise, Optimizer, Update, check_inside, elementwise_leaves, step_of
 from fshard.optim.leaves import Leaf, Leaves
-from fshard.optim.once import stand_for
 from fshard.optim.plain import on_arrays
 from fshard.source import Site, call_site
 from fshard.uncompiled import uncompiled
@@ -133,7 +132,6 @@ def partition_optimizer(
             ):
                 return act(grads, state, params)
             laid, own = _laid([given, at.leaves], targets, site)
-            stand_for(given, laid)
             grads, own = at.rebuild(laid), at.rebuild(own)
             del given, laid
             result, state = act(grads, state, own)

@@ -21,7 +21,6 @@ from fshard.mesh.tree import PyTree
 from fshard.optim.contract import Optimizer, Update, check_inside, no_updates, refuse, refuse_scaled
 from fshard.optim.leaves import Leaves, count_from_zero, map_shards, shards_of
 from fshard.optim.norms import Places, check_summable, largest, sum_over_mesh
-from fshard.optim.once import stand_for
 from fshard.optim.plain import on_arrays
 
 
@@ -137,10 +136,7 @@ def _scale_of(state: PyTree) -> Tensor:
 
 
 def _divided(grads: PyTree, scale: float) -> PyTree:
-    at = Leaves.of(grads)
-    divided = at.mapped(lambda leaf: None if leaf is None else map_shards(lambda x: x / scale, leaf))
-    stand_for(at.leaves, Leaves.of(divided).leaves, times=scale)
-    return divided
+    return Leaves.of(grads).mapped(lambda leaf: None if leaf is None else map_shards(lambda x: x / scale, leaf))
 
 
 def held_by(dtype: torch.dtype, scale: float) -> float:

@@ -17,7 +17,7 @@ from fshard.mesh.mesh import Mesh
 from fshard.mesh.spmd import one_thread
 from fshard.mesh.tree import PyTree
 from fshard.optim.contract import Optimizer, Update, copied, step_of
-from fshard.optim.norms import norm_once
+from fshard.optim.norms import exact_norms, norm_later
 from fshard.optim.plain import on_arrays
 from fshard.pipeline.schedule import Schedule
 from fshard.source import call_site
@@ -84,8 +84,8 @@ def train_step(
 
     The metrics are "loss", "grad_norm", "finite" and "samples"; with `weight` also "weight", with `has_aux` also "aux".  The
     host waits for no device before it has launched the update, unless the optimizer does: `loss_scaled` and
-    `skip_if_not_finite` once, Adafactor as in torch once a leaf.  The norm of the metrics is a psum of 8 bytes, the one that
-    `clip_by_global_norm` has asked for; where nothing did, it is taken in the gradients' dtype, in a fraction of the time.
+    `skip_if_not_finite` once, Adafactor as in torch once a leaf.  The norm of the metrics is a psum of 8 bytes, and is
+    taken in the gradients' dtype.
 
     >>> import torch, fshard as fs
     >>> from fshard import P
@@ -164,12 +164,13 @@ def train_step(
         refuse_distant(mesh, "train_step", params=params, state=state, buffers=buffers, batch=batch)
         scale = float(opt.loss_scale(state)) if opt.loss_scale is not None else 1.0
         value, grads = gradient.run(params, buffers, batch, call_site(), scale)
-        with torch.no_grad(), one_thread(how.slices is not None):
+        exact = how.slices is not None
+        with torch.no_grad(), one_thread(exact), exact_norms(exact):
             if not donate:
                 params, state = copied((params, state))
-            with norm_once(grads, exact=how.slices is not None) as found:
-                params, state = write(grads, state, params)
-            norm = found() / scale
+            norm_of = norm_later(grads, exact=exact)
+            params, state = write(grads, state, params)
+            norm = norm_of() / scale
         return params, state, *((value.buffers,) if how.has_buffers else ()), _metrics(how, value, norm)
 
     return step

@@ -1,0 +1,76 @@
+"""Sums of float64 numbers whose bits depend neither on their order nor on where they are cut.
+
+A number that is not negative is written in digits of 20 bits, on one grid for all numbers: column c counts 2^(20 c - 1074).
+Each column is added up by itself.  Its sums are whole numbers below 2^53 for up to 2^33 summands, hence exact in any order,
+whoever adds.  Only what is at least one of the five columns from the largest digit down counts in the end.
+
+    column        ...  54  53  52  51  50  49  48  ...
+    one device             a   a   a   a   a               it writes five, from its own largest digit down
+    another                        b   b   b   b   b
+    sum                    a   a  a+b a+b a+b  .           what one of them may not have written is below what counts
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+_BITS, _DIGITS, _LOWEST = 20, 5, -1074
+_COLUMNS = (1024 - _LOWEST) // _BITS + 1
+_BLOCK = 2**16  # elements at a time, which stay in a cache
+
+WIDTH = _COLUMNS + 1
+"""Columns, and one for a sum that is not finite."""
+
+
+def digits_of(x: Tensor) -> Tensor:
+    """Return the sum of a float64 tensor without negative elements, as columns that may be added up."""
+    return _summed(x, lambda block: block)
+
+
+def digits_of_squares(x: Tensor) -> Tensor:
+    """Return the sum of the squares of a real tensor, as columns; no more than a block of it is ever made float64."""
+    return _summed(x, lambda block: block.double().square())
+
+
+def _summed(x: Tensor, f: Callable[[Tensor], Tensor]) -> Tensor:
+    columns = torch.zeros(WIDTH, dtype=torch.float64, device=x.device)
+    for block in x.reshape(-1).split(_BLOCK) if x.numel() else ():
+        columns += _digits_of_block(f(block))
+    return columns
+
+
+def number_of(columns: Tensor) -> Tensor:
+    """Return the numbers that columns, the last dim, stand for.
+
+    >>> number_of(digits_of(torch.tensor([2.0**60, 1.0, 0.25]).double()) + digits_of(torch.tensor([0.5]).double()))
+    tensor(1.1529e+18, dtype=torch.float64)
+    """
+    digits, strange = columns[..., :-1], columns[..., -1]
+    place = torch.arange(_COLUMNS, device=columns.device)
+    largest = torch.where(digits > 0, place, -1).amax(-1, keepdim=True)
+    counted = torch.where(place > largest - _DIGITS, digits * _unit(place, columns), 0.0)
+    return counted.sum(-1) + strange
+
+
+def _digits_of_block(x: Tensor) -> Tensor:
+    most = x.amax()
+    finite = most.isfinite()
+    top = (torch.frexp(torch.where(finite, most, 0.0)).exponent - 1 - _LOWEST) // _BITS
+    sums, rest = list[Tensor](), x / _unit(top, x)
+    for _ in range(_DIGITS):
+        digit = rest.floor()
+        sums.append(digit.sum())
+        rest.sub_(digit).mul_(2.0**_BITS)
+    places = (top - torch.arange(_DIGITS, device=x.device)).clamp(min=0)  # below the lowest there are zeros only
+    columns = x.new_zeros(WIDTH).index_add_(0, places, torch.stack(sums))
+    columns = torch.where(finite, columns, 0.0)
+    columns[-1] = torch.where(finite, 0.0, most)
+    return columns
+
+
+def _unit(place: Tensor, like: Tensor) -> Tensor:
+    """Return what a one in a column counts."""
+    return torch.ldexp(torch.ones_like(place, dtype=like.dtype), place * _BITS + _LOWEST)
