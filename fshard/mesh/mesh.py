@@ -83,11 +83,7 @@ class Mesh:
         return prod(size for _, size in self.parent or self.axes)
 
     def coordinates(self, device: int) -> dict[str, int]:
-        """Return the place of a device along each axis.
-
-        >>> Mesh((("data", 4), ("model", 2)), "virtual", "cpu").coordinates(5)
-        {'data': 2, 'model': 1}
-        """
+        """Return the place of a device along each axis: {"data": 2, "model": 1}."""
         if not 0 <= device < self.size:
             raise MeshError(f"{self} has no device {device!r}: its {self.size} devices are counted from 0.")
         return dict(zip(self.axis_names, arithmetic.unravel(device, [size for _, size in self.axes]), strict=True))
@@ -95,13 +91,9 @@ class Mesh:
     def index(self, coordinates: Mapping[str, int]) -> int:
         """Return the number of the device at `coordinates`; an axis left out counts as 0."""
         self.check_axes((*coordinates,), f"mesh.index({dict(coordinates)})")
-        outside = [
-            f'"{name}" has {self.shape[name]}' for name, at in coordinates.items() if not 0 <= at < self.shape[name]
-        ]
-        if outside:
-            raise MeshError(
-                f"mesh.index({dict(coordinates)}): places are counted from 0, and {', '.join(outside)} of {self}."
-            )
+        for name, at in coordinates.items():
+            if not 0 <= at < self.shape[name]:
+                raise MeshError(f'mesh.index: "{name}" has {self.shape[name]} places, counted from 0; got {at}.')
         return self._number(coordinates)
 
     def _number(self, coordinates: Mapping[str, int]) -> int:
@@ -151,10 +143,7 @@ class Mesh:
 def refuse_no_mesh(what: str, mesh: object) -> None:
     """Raise unless this is a mesh."""
     if not isinstance(mesh, Mesh):
-        raise MeshError(
-            f'{what} needs a mesh, found {type(mesh).__name__}. Write fs.make_mesh({{"data": 4}}), or '
-            "fs.from_device_mesh(...) around one of torch's."
-        )
+        raise MeshError(f'{what} needs a mesh, found {type(mesh).__name__}. Write fs.make_mesh({{"data": 4}}).')
 
 
 def _quote(names: tuple[str, ...] | list[str]) -> str:

@@ -130,10 +130,6 @@ class _Reduce(Wired):
 
     wire: ClassVar[WireKind] = "reduce"
 
-    def meaning(self, xs: list[Tensor]) -> list[Tensor]:
-        total = tree_of(xs, combining(self))
-        return [total for _ in xs]
-
     def sent(self, size: int, index: int, n: int) -> Fraction:
         return Fraction(2 * (n - 1) * size, n)
 
@@ -147,6 +143,9 @@ class Psum(_Reduce):
     """
 
     name = "psum"
+
+    def meaning(self, xs: list[Tensor]) -> list[Tensor]:
+        return [tree_sum(xs)] * len(xs)
 
     def transposed(self) -> Move:
         return Pvary()
@@ -165,6 +164,9 @@ class Extreme(_Reduce):
     @property
     def name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
         return "pmax" if self.largest else "pmin"
+
+    def meaning(self, xs: list[Tensor]) -> list[Tensor]:
+        return [tree_of(xs, combining(self))] * len(xs)
 
 
 def combining(move: Move) -> Combine:

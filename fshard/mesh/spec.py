@@ -137,9 +137,7 @@ class P:
             object.__setattr__(self, name, value)
         repeated = sorted(axis for axis, count in Counter(self.axes).items() if count > 1)
         if repeated:
-            raise LayoutError(
-                f"{self!r} names an axis more than once: {', '.join(repeated)}. An axis can cut one dim only."
-            )
+            raise LayoutError(f"{self!r} names an axis more than once: {', '.join(repeated)}.")
 
     @property
     def is_flat(self) -> bool:
