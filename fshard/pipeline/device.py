@@ -36,51 +36,24 @@ from fshard.source import Site
 
 
 class Work(Protocol):
-    """What is done with the stages of one device in one step, whenever the schedule says so."""
+    """What is done with the stages of one device in one step, whenever the schedule says so.
 
-    def begin(self, microbatch: int) -> PyTree:
-        """Return what the first stage is given."""
-        ...
+    `begin` gives what the first stage is given, `call` what a stage makes; `end` takes what the last one has made and gives the
+    loss, if there is one, and `start` its gradient.  Gradients of weights come out at `edges`, and are handed to `add`, unless
+    their `.grad` are sums that autograd may add to, as `lends` says.  `outcome` is what all devices are told at last.
+    """
 
-    def call(self, stage: int, microbatch: int, x: PyTree, skips: dict[str, PyTree]) -> PyTree:
-        """Return what a stage makes."""
-        ...
-
-    def end(self, microbatch: int, y: PyTree) -> Tensor | None:
-        """Take what the last stage has made; return the loss, if there is one."""
-        ...
-
-    def start(self, microbatch: int) -> Tensor:
-        """Return the gradient that a backward begins with."""
-        ...
-
-    def edges(self, stage: int) -> list[GradientEdge]:
-        """Return where the gradients of a stage's weights come out."""
-        ...
-
-    def lends(self, stage: int, microbatch: int) -> bool:
-        """Return whether the `.grad` of a stage's weights are sums that autograd may add to now."""
-        ...
-
-    def add(self, stage: int, microbatch: int, gs: list[Tensor | None]) -> None:
-        """Take the gradients of one microbatch."""
-        ...
-
-    def gather(self, stage: int) -> None:
-        """Get the weights of a stage from all who have a part of them."""
-        ...
-
-    def free(self, stage: int) -> None:
-        """Let them go."""
-        ...
-
-    def reduce(self, stage: int) -> None:
-        """Reduce their gradients: all have come."""
-        ...
-
-    def outcome(self) -> PyTree:
-        """Return, where the last stage lies, what all devices are told at last."""
-        ...
+    def begin(self, microbatch: int) -> PyTree: ...
+    def call(self, stage: int, microbatch: int, x: PyTree, skips: dict[str, PyTree]) -> PyTree: ...
+    def end(self, microbatch: int, y: PyTree) -> Tensor | None: ...
+    def start(self, microbatch: int) -> Tensor: ...
+    def edges(self, stage: int) -> list[GradientEdge]: ...
+    def lends(self, stage: int, microbatch: int) -> bool: ...
+    def add(self, stage: int, microbatch: int, gs: list[Tensor | None]) -> None: ...
+    def gather(self, stage: int) -> None: ...
+    def free(self, stage: int) -> None: ...
+    def reduce(self, stage: int) -> None: ...
+    def outcome(self) -> PyTree: ...
 
 
 class Record(NamedTuple):
@@ -238,7 +211,7 @@ class Device:
         began = perf_counter()
         self.post.send(mail, to, tuple(what))
         if self.clock is not None:
-            self.clock.sent(Action(_SENT[mail.kind], mail.ends[0], mail.microbatch), began)
+            self.clock.note(Action(_SENT[mail.kind], mail.ends[0], mail.microbatch), began)
 
     def _take(self, mail: Mail, source: int) -> Any:
         if source == self.index:

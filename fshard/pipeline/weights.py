@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import chain, islice
 
-from fshard.pipeline.clock import Result, needs, refuse_stuck, result
+from fshard.pipeline.messages import Result, needs, refuse_stuck, result
 from fshard.pipeline.schedule import Action, Kind, Schedule
 
 Early = Callable[[deque[Action], int], Iterator[Action]]
