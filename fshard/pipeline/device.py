@@ -4,11 +4,8 @@
     B   take their gradients, go back through what F has recorded, hand the gradients of what came on
     I   the same for what came alone;   W   the rest, for the weights
 
-What is taken is let go.  A stage that lies on the same device is handed a copy, so what a stage is given is always its own,
-to be changed in place if it likes.  Of a forward only edges of its graph are kept, and what autograd has saved.
-
-What a stage is, where its weights come from and what becomes of their gradients is the business of its `Work`: gather, free
-and reduce are words of a schedule that only that understands.
+A stage that lies on the same device is handed a copy, so what a stage is given is always its own.  Of a forward only edges of
+its graph are kept, and what autograd has saved.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""`pipelined`: stages as plain functions, run as a schedule says, with all that is theirs given by hand.
-
-What a device does in its turns is `fshard.pipeline.device`; here is what they are done with: parameters that are there, sums of
-gradients, losses and metrics.
-"""
+"""`pipelined`: stages as plain functions, run as a schedule says, with all that is theirs given by hand."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Tensors in trees, where they enter a stage and where they leave it: as its own, to be differentiated, as a copy.
-
-Stages that treat some microbatches otherwise.
-"""
+"""Tensors in trees, where they enter a stage and where they leave it; stages that treat some microbatches otherwise."""
 
 from __future__ import annotations
 

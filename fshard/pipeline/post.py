@@ -1,20 +1,11 @@
-"""Messages of which only the sender knows what is in them: trees of tensors of any shapes.
+"""Messages of which only the sender knows what is in them, and which messages a schedule needs.
 
-The first message of a kind is told before it is sent: its structure, shapes and dtypes, and whatever in it is no tensor.
-From then on both ends know it, and tensors travel alone.  A kind is what stands in a schedule, and of which shapes the
-microbatch is: so sequences of many lengths are told once each, and nothing is told in vain.
+The first message of a kind is told before it is sent: its structure, shapes, dtypes, and what in it is no tensor.  From then on
+both ends know it, and tensors travel alone, those of one dtype together.
 
-    first       how long ──>  what it is ──>  tensors of each dtype ──>
-    later                                     tensors of each dtype ──>
-
-Which messages a schedule needs: worked out once, from what its devices compute.
-
-A *wire* leads from a stage to a later one: values go along it, and their gradients back.  Every stage has one to the next,
-and there are *skips*, which have names.  A message has its place by the computation that it is made in, and all devices know
-the whole schedule; so a device knows what comes from another, in which order, and nobody has to ask or to wait in turn.
-
-What a row itself says of sends and receives is for proofs and pictures: here a message is sent as soon as it is made, and
-awaited when it is needed.
+A *wire* leads from a stage to a later one: values go along it, and their gradients back.  Every stage has one to the next, and
+*skips* have names.  All devices know the whole schedule, so each knows what comes from another, in which order: a message is
+sent as soon as it is made, and awaited when it is needed.
 """
 
 from __future__ import annotations

@@ -1,14 +1,11 @@
 """`simulate`: when each action of a schedule happens, if all takes as long as is said.
 
-Time passes on *lanes*.  A device has one that computes.  With `overlap` there is one more for what it does with weights, and
-one from each device to each other one; without, all this takes the time of the devices.  An action begins when its device
-has come so far in its row, its lanes are free, and what it needs is there:
+An action begins when its device has come so far in its row, what it needs is there, and its *lanes* are free: the device, which
+computes, and with `overlap` one more for what it does with weights, and one to each other device.
 
     latency 1, overlap                         no overlap
     device 0   0F0 0F1 0F2                     0F0 0SEND_F0 0F1 0SEND_F1 0F2
     device 1       (1) 1F0 1F1 1F2                 1RECV_F0 1F0 1RECV_F1 1F1
-
-Nothing is rounded: what comes out of whole numbers and Fractions are Fractions.
 """
 
 from __future__ import annotations

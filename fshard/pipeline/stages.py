@@ -1,9 +1,8 @@
-"""`split_stages`: layers, one after the other, cut into the stages of a pipeline.
+"""`split_stages`: layers, one after the other, or a module with blocks, cut into the stages of a pipeline.
 
     embedding | block block block | block block block | block block head        balance="parameters", say
 
-A stage is an `nn.Sequential` of the given layers themselves, under the names that they had.  What is to be balanced is a cost
-of each layer, and the cut is the best one there is: see `partition`.
+A stage of layers is an `nn.Sequential` of the given layers themselves, under the names that they had.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Sums over microbatches: as they come, or in one fixed tree whatever the order in which they come.
-
-    ((0 + 1) + (2 + 3)) + 4        as `fshard.mesh.arithmetic` adds devices, and reproducible mode slices
+"""Sums over microbatches: as they come, or in one fixed tree, ((0 + 1) + (2 + 3)) + 4, whatever the order in which they come.
 
 A parameter that a microbatch has not used has no gradient there, which adds nothing; one that none has used has none.
 """

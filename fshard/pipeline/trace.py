@@ -1,7 +1,4 @@
-"""What was done when, simulated or measured, and its export for Perfetto and chrome://tracing.
-
-`timeline`: what the devices of a pipeline really did, and when.
-"""
+"""What was done when, simulated or measured by `timeline`, and its export for Perfetto and chrome://tracing."""
 
 from __future__ import annotations
 

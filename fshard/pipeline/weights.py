@@ -1,7 +1,7 @@
 """Weight gradients where nothing waits for them: what makes a bubble small.
 
-Nobody but the optimizer needs a W.  So a device does one where it would only wait, and where it may hold no more
-activations: a forward begins to hold them, a W lets them go.
+A device does a W where it would only wait, and where it may hold no more activations: a forward begins to hold them, a W lets
+them go.
 
     device 0   F0 F1 F2 F3 .  .  .  I0 W0 F4 I1 W1 I2 W2 I3 W3 I4 W4        F, I and W take one tick each
     device 3   .  .  .  F0 I0 F1 I1 F2 I2 F3 I3 W0 F4 I4 W1 W2 W3 W4        four may be held: W0 makes room for F4
