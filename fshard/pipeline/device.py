@@ -92,7 +92,7 @@ class Device:
         self.route, self.work, self.index, self.backward = route, work, group.index, backward
         self.others = [other for other in range(group.size) if other != group.index]
         self.last, self.tells = route.placement[-1], tells
-        comes = {**route.comes(group.index)}
+        comes = {**route.comes[group.index]}
         if tells and group.index != self.last:
             comes[self.last] = [*comes[self.last], _OUTCOME]
 
@@ -110,7 +110,7 @@ class Device:
         """Go along the row; return the outcome, if it is told."""
         does = {Kind.F: self._forward, Kind.B: self._both, Kind.I: self._inputs, Kind.W: self._weights}
         units = {Kind.GATHER: self.work.gather, Kind.FREE: self.work.free, Kind.REDUCE: self.work.reduce}
-        for turn in self.route.turns(self.index):
+        for turn in self.route.turns[self.index]:
             began, action = perf_counter(), turn.action
             try:
                 if action.microbatch is None:

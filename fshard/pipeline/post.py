@@ -258,7 +258,9 @@ class Turn(NamedTuple):
 
 
 class Route:
-    """The wires of a schedule, and what each device does; `split` are the backwards that come in two halves.
+    """The wires of a schedule, the `turns` of each device, and what `comes` to it from each other, in that order.
+
+    `split` are the backwards that come in two halves.
 
     Args:
         schedule: where stages lie, and in which order what is computed.
@@ -280,16 +282,14 @@ class Route:
         self.takes = [[wire for wire in wires if wire.to == stage] for stage in range(schedule.stages)]
         self.names = [{wire.name for wire in gives if wire.name is not None} for gives in self.gives]
         self.split = {(action.stage, action.microbatch) for row in self.rows for action in row if action.kind is Kind.I}
-        self._coming: dict[int, Mapping[int, Sequence[Mail]]] = {}
-        self._turns: dict[int, Sequence[Turn]] = {}
         _check(schedule, skips, units)
-
-    def turns(self, device: int) -> Sequence[Turn]:
-        """Return what a device does, one after the other."""
-        found = self._turns.get(device)
-        if found is None:
-            found = self._turns[device] = [self._turn(action) for action in self.rows[device]]
-        return found
+        self.turns = [[self._turn(action) for action in row] for row in self.rows]
+        devices = range(schedule.devices)
+        self.comes = [{source: list[Mail]() for source in devices if source != device} for device in devices]
+        for source, turns in enumerate(self.turns):
+            for mail, to in (given for turn in turns for given in turn.gives):
+                if to != source:
+                    self.comes[to][source].append(mail)
 
     def _turn(self, action: Action) -> Turn:
         takes, gives = self.takes[action.stage], self.gives[action.stage]
@@ -305,30 +305,14 @@ class Route:
             [(mail, self.placement[mail.ends[1]]) for mail in given],
         )
 
-    def comes(self, device: int) -> Mapping[int, Sequence[Mail]]:
-        """Return what a device gets from each other, in that order."""
-        found = self._coming.get(device)
-        if found is None:
-            found = self._coming[device] = {
-                source: [mail for turn in self.turns(source) for mail, to in turn.gives if to == device]
-                for source in range(len(self.rows))
-                if source != device
-            }
-        return found
-
 
 def _check(schedule: Schedule, skips: Mapping[str, tuple[int, int]], units: bool) -> None:
     """Raise unless everything that the schedule and the skips say can be done."""
-    wrong = [
-        f"{action} on device {device}"
-        for device, row in enumerate(schedule.rows)
-        for action in row
-        if action.kind in UNITS and not units
-    ]
-    if wrong:
+    units_in = [(each, device) for device, row in enumerate(schedule.rows) for each in row if each.kind in UNITS]
+    if units_in and not units:
         raise ScheduleError(
             f"the schedule {schedule.name} gathers, frees or reduces weights, which stages do not let the interpreter do: "
-            f"{', '.join(wrong[:5])}{' ...' if len(wrong) > 5 else ''}."
+            f"{units_in[0][0]} on device {units_in[0][1]}."
         )
     astray = [f'"{name}": {ends}' for name, ends in skips.items() if not 0 <= ends[0] < ends[1] < schedule.stages]
     if astray:
