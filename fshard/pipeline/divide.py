@@ -29,19 +29,11 @@ PRODUCTS = frozenset(
 
 
 class _Form(NamedTuple):
-    """A graph by numbers, children before parents: graphs of one form are divided alike.
+    """A graph by numbers, children before parents: graphs of one form are divided alike."""
 
-    Args:
-        slots: where each node leads to.
-        waits: whether it is a product that can be called later.
-        ends: where gradients come in.
-        inputs: the nodes of inputs, and
-        weights: where gradients of weights come out.
-    """
-
-    slots: tuple[tuple[Numbered, ...], ...]
-    waits: tuple[bool, ...]
-    ends: tuple[Numbered, ...]
+    slots: tuple[tuple[Numbered, ...], ...]  # where each node leads to
+    waits: tuple[bool, ...]  # whether it is a product that can be called later
+    ends: tuple[Numbered, ...]  # where gradients come in
     inputs: tuple[int, ...]
     weights: tuple[Numbered, ...]
 
@@ -136,10 +128,8 @@ def _leading(graph: Mapping[int, Sequence[tuple[int, int]]], targets: set[int]) 
     """Return the nodes that lead to some."""
     found: set[int] = set()
     for node, slots in graph.items():
-        for child, _ in slots:
-            if child in found or child in targets:
-                found.add(node)
-                break
+        if any(child in found or child in targets for child, _ in slots):
+            found.add(node)
     return found
 
 

@@ -58,14 +58,8 @@ def halves(
 ) -> tuple[Gradients, Callable[[], Gradients | None]]:
     """Return the gradients of inputs, and what returns those of weights when it is called, once: I and W.
 
-    Args:
-        outputs: of a stage, as `torch.autograd.graph.get_gradient_edge` gives them.
-        gradients: of the outputs; None where there is none.
-        inputs: whose gradients are wanted now.
-        weights: whose gradients are wanted later.
-        saved: what the forward has saved, if it was watched.
-        adding: whether all of these are leaves, and gradients of weights are added to their `.grad`, as soon as they are
-            there; then None is returned for them.
+    All are edges as `torch.autograd.graph.get_gradient_edge` gives them; `saved` is what the forward has saved, if it was
+    watched.  With `adding`, as for `whole`, None is returned for the weights.
 
     >>> from torch.autograd.graph import get_gradient_edge as edge
     >>> x, w = torch.tensor([[2.0]], requires_grad=True), torch.tensor([[3.0]], requires_grad=True)

@@ -74,8 +74,7 @@ class Program:
     def walk(self, *, buffered: bool = False) -> tuple[list[int], dict[int, Stuck]]:
         """Run all rows side by side: an order of all that could run, and why each device that did not end is stuck.
 
-        A send blocks until it is received, unless messages are buffered.  A device waits for one thing at a time, and
-        nothing that is there goes away again: so whoever goes first, all get equally far.
+        A send blocks until it is received, unless messages are buffered.  Whoever goes first, all get equally far.
         """
         device, needs, meets = self.device, self.needs, self.meets
         if buffered:  # then a receive needs its send, and nobody has to meet
