@@ -62,18 +62,10 @@ class Record(NamedTuple):
 
 
 class Device:
-    """One device in one step.
+    """One device in one step: it does its `work` along the `route`.
 
-    Args:
-        route: what is done in which order, and what goes where.
-        work: how.
-        group: the devices of the pipeline.
-        device: where tensors lie.
-        site: the line of the step.
-        kinds: of each microbatch, what decides of which shapes messages are.
-        known: the messages that are known already; None: all are told.
-        backward: whether forwards are recorded.
-        tells: whether the outcome is told to all.
+    `kinds` says of each microbatch what decides of which shapes messages are, and `known` are those that are known already;
+    if None, all are told.  With `backward` forwards are recorded; with `tells` all are told the outcome.
     """
 
     def __init__(
