@@ -12,8 +12,7 @@ from torch import nn
 import fshard as fs
 from fshard.pipeline.builders import pipeline_schedule
 from fshard.pipeline.execute import pipelined
-from fshard.pipeline.partition import partition
-from fshard.pipeline.stages import split_stages
+from fshard.pipeline.stages import partition, split_stages
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=9), st.data())

@@ -1,13 +1,11 @@
 """Stages of a module with blocks: each is the module itself, without the blocks of the others.
 
     forward     tokens ── before ──> blocks[0] ── between ──> blocks[1] ── between ──> blocks[2] ── after ──> logits
-
     stage 0     tokens ── before ──> blocks[0] ── between ──> what blocks[1] is called with, where it stops
     stage 1     the same forward from the beginning, without values, up to blocks[1]; that is called with what came, and so on
 
-Nothing is known of the module's code.  Which weights it uses before, between and after its blocks is seen by running it once
-without values; a stage has those that it uses for real.  What is the same object to two blocks, a mask or a rotary embedding,
-comes once and is handed to both.
+Which weights a module uses before, between and after its blocks is seen by running it once without values.  What is the same
+object to two blocks, a mask say, comes once and is handed to both.
 """
 
 from __future__ import annotations

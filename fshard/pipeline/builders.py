@@ -6,14 +6,14 @@ device's first stage, f, b, i and w with its second; they take a tick each, a B 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from typing import NamedTuple
 
 from fshard.errors import ScheduleError
-from fshard.pipeline.dualpipe import dualpipe_v
 from fshard.pipeline.paths import Placement, along_path, woven
-from fshard.pipeline.schedule import Kind, Schedule
+from fshard.pipeline.schedule import Action, Kind, Schedule
 from fshard.pipeline.weights import forwards, gradients, swapped, with_weights
 
 
@@ -53,17 +53,14 @@ def pipeline_schedule(name: str, *, stages: int, microbatches: int, devices: int
     >>> pipeline_schedule("zbv", stages=8, microbatches=4).placement
     (0, 1, 2, 3, 3, 2, 1, 0)
     """
-    numbers = {"stages": stages, "microbatches": microbatches} | ({} if devices is None else {"devices": devices})
-    bad = [f"{what}={n!r}" for what, n in numbers.items() if not isinstance(n, int) or isinstance(n, bool) or n < 1]
-    wrong = [f"{' and '.join(bad)} should be a whole number, at least 1"] * bool(bad)
     if name not in BUILDERS:
         guess = get_close_matches(str(name).lower(), BUILDERS, n=1)
         hint = f'; did you mean "{guess[0]}"?' if guess else "."
-        raise ScheduleError(
-            "; ".join([*wrong, f'There is no schedule "{name}"{hint} There are {", ".join(BUILDERS)}.'])
-        )
-    if wrong:
-        raise ScheduleError(f"{name}: {wrong[0]}.")
+        raise ScheduleError(f'There is no schedule "{name}"{hint} There are {", ".join(BUILDERS)}.')
+    numbers = {"stages": stages, "microbatches": microbatches} | ({} if devices is None else {"devices": devices})
+    bad = [f"{what}={n!r}" for what, n in numbers.items() if not isinstance(n, int) or isinstance(n, bool) or n < 1]
+    if bad:
+        raise ScheduleError(f"{name}: {' and '.join(bad)} should be a whole number, at least 1.")
     lay, build = BUILDERS[name]
     return build(name, lay(name, stages, devices), microbatches)
 
@@ -192,6 +189,54 @@ def v_min(name: str, placement: Placement, microbatches: int) -> Schedule:
     pauses = (0, 1 if devices % 3 == 1 else 3)  # found by trying, too
     path = along_path(name, placement, microbatches, (1, 1, 1, 1), pauses)
     return with_weights(path, room=2 * ((devices + 4) // 3), early=(gradients, forwards))
+
+
+def dualpipe_v(name: str, placement: Placement, microbatches: int) -> Schedule:
+    """Put forwards of one stage beside backwards of the other, so that one can compute while the other sends.
+
+    Eight steps, as DeepSeek wrote them down; W is the oldest weight gradient that is left.  Fewer microbatches than two for
+    each device are the first ones of a longer schedule.
+
+    device 0   F0 F1 F2 f0 i0 w0 f1 F3 b1 -- f2 B0 -- F4 b2 -- f3 B1 -- b3 -- f4 .  B2 -- b4 -- I3 W3 I4 W4
+    device 1   .  F0 f0 F1 f1 F2 b0 -- f2 B0 -- F3 b1 -- f3 B1 -- F4 b2 -- f4 B2 -- b3 -- B3 -- i4 I4 w4 W4
+    """
+    devices, total = max(placement) + 1, max(microbatches, len(placement) + len(placement) % 2)
+    rows: list[list[Action]] = []
+    for device in range(devices):
+        after = devices - 1 - device
+        drain = ["B1", "B0"] * (device + 1)
+        plan = [
+            *["F0"] * (2 * after),
+            *["F0", "F1"] * (device + 1),
+            *["I1", "W", "F1"] * after,
+            *["F0", "B1", "F1", "B0"] * (total - 2 * devices + device + 1),
+            *["B1", "F1", "B0"] * after,
+            *drain[: device + 1],
+            *(word.replace("B", "I") for word in drain[device + 1 :]),
+            *["W", "I0"] * after,
+            *["W"] * (device + 1),
+        ]
+        rows.append(_spelled(plan, (device, 2 * devices - 1 - device)))
+    kept = [[a for a in row if a.stage < len(placement) and (a.microbatch or 0) < microbatches] for row in rows]
+    return Schedule(name, placement, microbatches, tuple(map(tuple, kept)))
+
+
+def _spelled(plan: Iterable[str], stages: tuple[int, int]) -> list[Action]:
+    """Write a plan out: each word is the next microbatch of a device's first or second stage."""
+    row: list[Action] = []
+    owed: list[Action] = []
+    next_of = Counter[tuple[bool, int]]()
+    for word in plan:
+        if word == "W":
+            row.append(owed.pop(0))
+            continue
+        kind, stage = Kind(word[0]), stages[int(word[1])]
+        way = (kind is Kind.F, stage)
+        row.append(Action(kind, stage, next_of[way]))
+        next_of[way] += 1
+        if kind is Kind.I:
+            owed.append(row[-1]._replace(kind=Kind.W))
+    return row
 
 
 def _line(name: str, stages: int, devices: int | None) -> Placement:

@@ -4,11 +4,8 @@
     B   take their gradients, go back through what F has recorded, hand the gradients of what came on
     I   the same for what came alone;   W   the rest, for the weights
 
-What is taken is let go.  A stage that lies on the same device is handed a copy, so what a stage is given is always its own,
-to be changed in place if it likes.  Of a forward only edges of its graph are kept, and what autograd has saved.
-
-What a stage is, where its weights come from and what becomes of their gradients is the business of its `Work`: gather, free
-and reduce are words of a schedule that only that understands.
+A stage that lies on the same device is handed a copy, so what a stage is given is always its own.  Of a forward only edges of
+its graph are kept, and what autograd has saved.
 """
 
 from __future__ import annotations
@@ -36,51 +33,24 @@ from fshard.source import Site
 
 
 class Work(Protocol):
-    """What is done with the stages of one device in one step, whenever the schedule says so."""
+    """What is done with the stages of one device in one step, whenever the schedule says so.
 
-    def begin(self, microbatch: int) -> PyTree:
-        """Return what the first stage is given."""
-        ...
+    `begin` gives what the first stage is given, `call` what a stage makes; `end` takes what the last one has made and gives the
+    loss, if there is one, and `start` its gradient.  Gradients of weights come out at `edges`, and are handed to `add`, unless
+    their `.grad` are sums that autograd may add to, as `lends` says.  `outcome` is what all devices are told at last.
+    """
 
-    def call(self, stage: int, microbatch: int, x: PyTree, skips: dict[str, PyTree]) -> PyTree:
-        """Return what a stage makes."""
-        ...
-
-    def end(self, microbatch: int, y: PyTree) -> Tensor | None:
-        """Take what the last stage has made; return the loss, if there is one."""
-        ...
-
-    def start(self, microbatch: int) -> Tensor:
-        """Return the gradient that a backward begins with."""
-        ...
-
-    def edges(self, stage: int) -> list[GradientEdge]:
-        """Return where the gradients of a stage's weights come out."""
-        ...
-
-    def lends(self, stage: int, microbatch: int) -> bool:
-        """Return whether the `.grad` of a stage's weights are sums that autograd may add to now."""
-        ...
-
-    def add(self, stage: int, microbatch: int, gs: list[Tensor | None]) -> None:
-        """Take the gradients of one microbatch."""
-        ...
-
-    def gather(self, stage: int) -> None:
-        """Get the weights of a stage from all who have a part of them."""
-        ...
-
-    def free(self, stage: int) -> None:
-        """Let them go."""
-        ...
-
-    def reduce(self, stage: int) -> None:
-        """Reduce their gradients: all have come."""
-        ...
-
-    def outcome(self) -> PyTree:
-        """Return, where the last stage lies, what all devices are told at last."""
-        ...
+    def begin(self, microbatch: int) -> PyTree: ...
+    def call(self, stage: int, microbatch: int, x: PyTree, skips: dict[str, PyTree]) -> PyTree: ...
+    def end(self, microbatch: int, y: PyTree) -> Tensor | None: ...
+    def start(self, microbatch: int) -> Tensor: ...
+    def edges(self, stage: int) -> list[GradientEdge]: ...
+    def lends(self, stage: int, microbatch: int) -> bool: ...
+    def add(self, stage: int, microbatch: int, gs: list[Tensor | None]) -> None: ...
+    def gather(self, stage: int) -> None: ...
+    def free(self, stage: int) -> None: ...
+    def reduce(self, stage: int) -> None: ...
+    def outcome(self) -> PyTree: ...
 
 
 class Record(NamedTuple):
@@ -92,18 +62,10 @@ class Record(NamedTuple):
 
 
 class Device:
-    """One device in one step.
+    """One device in one step: it does its `work` along the `route`.
 
-    Args:
-        route: what is done in which order, and what goes where.
-        work: how.
-        group: the devices of the pipeline.
-        device: where tensors lie.
-        site: the line of the step.
-        kinds: of each microbatch, what decides of which shapes messages are.
-        known: the messages that are known already; None: all are told.
-        backward: whether forwards are recorded.
-        tells: whether the outcome is told to all.
+    `kinds` says of each microbatch what decides of which shapes messages are, and `known` are those that are known already;
+    if None, all are told.  With `backward` forwards are recorded; with `tells` all are told the outcome.
     """
 
     def __init__(
@@ -122,7 +84,7 @@ class Device:
         self.route, self.work, self.index, self.backward = route, work, group.index, backward
         self.others = [other for other in range(group.size) if other != group.index]
         self.last, self.tells = route.placement[-1], tells
-        comes = {**route.comes(group.index)}
+        comes = {**route.comes[group.index]}
         if tells and group.index != self.last:
             comes[self.last] = [*comes[self.last], _OUTCOME]
 
@@ -140,7 +102,7 @@ class Device:
         """Go along the row; return the outcome, if it is told."""
         does = {Kind.F: self._forward, Kind.B: self._both, Kind.I: self._inputs, Kind.W: self._weights}
         units = {Kind.GATHER: self.work.gather, Kind.FREE: self.work.free, Kind.REDUCE: self.work.reduce}
-        for turn in self.route.turns(self.index):
+        for turn in self.route.turns[self.index]:
             began, action = perf_counter(), turn.action
             try:
                 if action.microbatch is None:
@@ -238,7 +200,7 @@ class Device:
         began = perf_counter()
         self.post.send(mail, to, tuple(what))
         if self.clock is not None:
-            self.clock.sent(Action(_SENT[mail.kind], mail.ends[0], mail.microbatch), began)
+            self.clock.note(Action(_SENT[mail.kind], mail.ends[0], mail.microbatch), began)
 
     def _take(self, mail: Mail, source: int) -> Any:
         if source == self.index:

@@ -1,6 +1,6 @@
-"""How what autograd has recorded of a stage is divided: what runs in I, what in W, and which products are called again.
+"""How what autograd has recorded of a stage is divided: what runs in I, what in W, and which products begin W.
 
-    early   what leads to an input      late   what leads to weights alone      products   where the two meet: called again in W
+    early   what leads to an input      late   what leads to weights alone      products   where the two meet
 
 A schedule calls for the same backward of every microbatch, and graphs of one form are divided alike: it is worked out once,
 by numbers.
@@ -10,9 +10,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from torch.autograd.graph import GradientEdge, Node
 
@@ -20,7 +19,8 @@ from fshard.pipeline.saved import Saved
 
 Slot = tuple[Node, int]
 """Where a gradient comes in: as one of those of a node."""
-At = TypeVar("At")
+Numbered = tuple[int, int]
+"""The same by the number of the node."""
 
 PRODUCTS = frozenset(
     f"{name}Backward0" for name in ("Mm", "Addmm", "Bmm", "Baddbmm", "Addbmm", "Mv", "Addmv", "Convolution", "Linear")
@@ -28,47 +28,20 @@ PRODUCTS = frozenset(
 """Operations whose work is worth deferring, and that compute the gradient of each operand by itself."""
 
 
-@dataclass(frozen=True)
-class Divided(Generic[At]):
-    """How a graph is divided, by nodes or by their numbers.
-
-    Args:
-        late: the nodes that run in W.
-        captured: where I collects gradients, for W or for good.
-        products: the nodes that are called again.
-        deferred: what they are called for.
-        below: the weights that wait for each product, if each waits for one alone.
-    """
-
-    late: set[At]
-    captured: list[tuple[At, int]]
-    products: list[At]
-    deferred: list[tuple[At, int]]
-    below: dict[At, list[tuple[At, int]]] | None
-
-
 class _Form(NamedTuple):
-    """A graph by numbers, children before parents: graphs of one form are divided alike.
+    """A graph by numbers, children before parents: graphs of one form are divided alike."""
 
-    Args:
-        slots: where each node leads to.
-        waits: whether it is a product that can be called later.
-        ends: where gradients come in.
-        inputs: the nodes of inputs, and
-        weights: where gradients of weights come out.
-    """
-
-    slots: tuple[tuple[tuple[int, int], ...], ...]
-    waits: tuple[bool, ...]
-    ends: tuple[tuple[int, int], ...]
+    slots: tuple[tuple[Numbered, ...], ...]  # where each node leads to
+    waits: tuple[bool, ...]  # whether it is a product that can be called later
+    ends: tuple[Numbered, ...]  # where gradients come in
     inputs: tuple[int, ...]
-    weights: tuple[tuple[int, int], ...]
+    weights: tuple[Numbered, ...]
 
 
 def divide(
     ends: Sequence[GradientEdge], inputs: Sequence[GradientEdge], weights: Sequence[GradientEdge], saved: Saved
-) -> Divided[Node]:
-    """Divide what leads from the ends to inputs and weights: see `_divided`, which does it for each form once."""
+) -> tuple[list[Slot], dict[Node, list[Slot]]]:
+    """Return the weights whose gradients I computes, and those that wait for W, by the product that each waits for."""
     graph = _walk([edge.node for edge in (*ends, *inputs, *weights)])
     number = {node: place for place, node in enumerate(graph)}
     nodes = [*graph]
@@ -79,24 +52,19 @@ def divide(
         tuple([number[edge.node] for edge in inputs]),
         tuple([(number[edge.node], edge.output_nr) for edge in weights]),
     )
-    found = _divided(form)
-    return Divided(
-        {nodes[at] for at in found.late},
-        [(nodes[at], slot) for at, slot in found.captured],
-        [nodes[at] for at in found.products],
-        [(nodes[at], slot) for at, slot in found.deferred],
-        None
-        if found.below is None
-        else {nodes[at]: [(nodes[one], slot) for one, slot in slots] for at, slots in found.below.items()},
+    captured, below = _divided(form)
+    return (
+        [(nodes[at], slot) for at, slot in captured],
+        {nodes[at]: [(nodes[one], slot) for one, slot in slots] for at, slots in below.items()},
     )
 
 
 @lru_cache(maxsize=256)
-def _divided(form: _Form) -> Divided[int]:
+def _divided(form: _Form) -> tuple[list[Numbered], dict[int, list[Numbered]]]:
     """Divide a graph.
 
-    A slot can wait if products alone give to it from the early part.  If late nodes give to it as well, there may be two
-    givers at most: more are added up in another order.  What cannot wait makes all that leads to it early.
+    What one product alone gives to can wait.  What others give to, or several, makes all weights below it early: sums are
+    added up in the order of one backward.
     """
     graph = dict(enumerate(form.slots))
     sources, aims = {*form.inputs}, {node for node, _ in form.weights}
@@ -104,46 +72,29 @@ def _divided(form: _Form) -> Divided[int]:
     now: set[int] = set()
     while True:
         early = _leading(graph, sources | now)
-        late = useful - early
-        givers, from_early, from_late = Counter(node for node, _ in form.ends), set[int](), set[int]()
-        hasty: set[int] = set()
-        for node, slots in graph.items():
-            if node not in early and node not in late:
-                continue
-            for child, _ in slots:
-                if child not in late:
-                    continue
+        late = useful - early - now
+        hasty = {node for node, _ in form.ends}
+        givers = Counter[int]()
+        for node in early | late:
+            for child, _ in graph[node]:
                 givers[child] += 1
-                (from_early if node in early else from_late).add(child)
                 if node in early and not form.waits[node]:
                     hasty.add(child)
-        hasty |= {node for node in from_early & from_late if givers[node] > 2}
-        now |= hasty
-        if from_late.isdisjoint(hasty):
-            break
-    late -= now
-    between = [(node, slot) for node in graph if node in early for slot in graph[node]]
-    captured = {edge: None for edge in form.weights if edge[0] not in late}
-    captured |= {edge: None for edge in form.ends if edge[0] in now - early}
-    captured |= {slot: None for _, slot in between if slot[0] in now - early}
-    products = {node: None for node, slot in between if slot[0] in late}
-    deferred = {slot: None for _, slot in between if slot[0] in late}
-    below = None
-    from_products = late.isdisjoint(node for node, _ in form.ends) and captured.keys() <= {*form.weights}
-    if from_products and all(givers[node] == 1 for node in late):
-        below = _below(graph, late, products, form.weights)
-    return Divided(late, list(captured), list(products), list(deferred), below)
+        hasty = {node for node in late if node in hasty or givers[node] != 1}
+        if not hasty:
+            return [edge for edge in form.weights if edge[0] not in late], _below(graph, early, late, form.weights)
+        for node in reversed(graph):
+            if node in hasty:
+                hasty |= {child for child, _ in graph[node]}
+        now |= hasty & aims
 
 
 def _below(
-    graph: Mapping[int, Sequence[tuple[int, int]]],
-    late: set[int],
-    products: Iterable[int],
-    weights: Sequence[tuple[int, int]],
-) -> dict[int, list[tuple[int, int]]]:
+    graph: Mapping[int, Sequence[Numbered]], early: set[int], late: set[int], weights: Sequence[Numbered]
+) -> dict[int, list[Numbered]]:
     """Return the weights below each product, where each late node is below one."""
-    found: dict[int, list[tuple[int, int]]] = {node: [] for node in products}
-    above = {child: node for node in (*found, *late) for child, _ in graph[node] if child in late}
+    above = {child: node for node in (*early, *late) for child, _ in graph[node] if child in late}
+    found: dict[int, list[Numbered]] = {node: [] for node in above.values() if node in early}
     for edge in weights:
         node = edge[0]
         while node in late:
@@ -177,10 +128,8 @@ def _leading(graph: Mapping[int, Sequence[tuple[int, int]]], targets: set[int]) 
     """Return the nodes that lead to some."""
     found: set[int] = set()
     for node, slots in graph.items():
-        for child, _ in slots:
-            if child in found or child in targets:
-                found.add(node)
-                break
+        if any(child in found or child in targets for child, _ in slots):
+            found.add(node)
     return found
 
 

@@ -117,7 +117,8 @@ def _box(event: Event, labels: _Labels, x: float, top: float, width: float) -> s
     action = event.action
     colour, word = _COLOURS[action.kind]
     y, height = (top, _ROW) if action.kind in COMPUTE else (top + _ROW, _BAR)
-    shade = f' fill-opacity="{labels.shade(action):g}"' if labels.shade(action) < 1 else ""
+    opacity = labels.shade[action.stage]
+    shade = f' fill-opacity="{opacity:g}"' if opacity < 1 else ""
     box = (
         f"<g><title>{action}: {word}, {_say(event.start)} to {_say(event.end)}</title>"
         f'<rect x="{x:g}" y="{y:g}" width="{max(width - 1, 0.5):g}" height="{height:g}" rx="2" fill="{colour}"{shade}/>'
@@ -129,7 +130,7 @@ def _box(event: Event, labels: _Labels, x: float, top: float, width: float) -> s
 
 
 class _Labels:
-    """What is written on devices and actions: the stage only where devices have several."""
+    """What is written on devices and actions, the stage only where devices have several; and how dense stages' colours are."""
 
     def __init__(self, simulation: Simulation) -> None:
         schedule = simulation.schedule
@@ -137,20 +138,16 @@ class _Labels:
         computed = {event.action for row in simulation.events for event in row if event.action.kind in COMPUTE}
         self.width = max((len(self.action(action)) for action in computed), default=1)
         self.digits = len(str(schedule.devices - 1))
-        self.chunk = {
-            stage: schedule.placement[:stage].count(device) / max(schedule.placement.count(device) - 1, 1)
+        self.shade = [
+            1 - 0.45 * schedule.placement[:stage].count(device) / max(schedule.placement.count(device) - 1, 1)
             for stage, device in enumerate(schedule.placement)
-        }
+        ]
 
     def action(self, action: Action) -> str:
         return str(action) if self.several else str(action)[len(str(action.stage)) :]
 
     def device(self, device: int) -> str:
         return f"device {device:{self.digits}}"
-
-    def shade(self, action: Action) -> float:
-        """Return how dense the colour of a stage is: less so from one stage of a device to the next."""
-        return 1 - 0.45 * self.chunk[action.stage]
 
 
 def _title(simulation: Simulation) -> str:

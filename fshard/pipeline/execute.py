@@ -1,8 +1,4 @@
-"""`pipelined`: stages as plain functions, run as a schedule says, with all that is theirs given by hand.
-
-What a device does in its turns is `fshard.pipeline.device`; here is what they are done with: parameters that are there, sums of
-gradients, losses and metrics.
-"""
+"""`pipelined`: stages as plain functions, run as a schedule says, with all that is theirs given by hand."""
 
 from __future__ import annotations
 
@@ -170,7 +166,7 @@ def _run(plan: Plan, batch: Batch, params: Sequence[PyTree], group: Group, devic
 
 
 class Given:
-    """The work of one device on parameters that it is given, each stage's as a tree."""
+    """The `Work` of one device on parameters that it is given, each stage's as a tree."""
 
     def __init__(self, plan: Plan, batch: Batch, params: Sequence[PyTree], index: int) -> None:
         self.plan, self.batch = plan, batch
@@ -184,11 +180,9 @@ class Given:
         self.results: dict[int, PyTree] = {}
 
     def begin(self, microbatch: int) -> PyTree:
-        """Return the microbatch."""
         return self.batch.microbatches[microbatch]
 
     def call(self, stage: int, microbatch: int, x: PyTree, skips: dict[str, PyTree]) -> PyTree:
-        """Call a stage."""
         return called_for(self.plan.stages[stage], microbatch)(self.params[stage].tree, x, **skips)
 
     def end(self, microbatch: int, y: PyTree) -> Tensor | None:
@@ -209,7 +203,6 @@ class Given:
         return self.ones[key]
 
     def edges(self, stage: int) -> list[GradientEdge]:
-        """Return those of the floating leaves."""
         return self.params[stage].edges
 
     def lends(self, stage: int, microbatch: int) -> bool:
@@ -218,7 +211,6 @@ class Given:
         return isinstance(total, Running) and total.lend(self.params[stage].own)
 
     def add(self, stage: int, microbatch: int, gs: list[Tensor | None]) -> None:
-        """Add them up."""
         self.totals[stage].add(microbatch, gs)
 
     def gather(self, stage: int) -> None:
@@ -227,7 +219,6 @@ class Given:
     free = reduce = gather
 
     def outcome(self) -> tuple[Tensor, PyTree]:
-        """Return the loss and the metrics."""
         return together([self.found[microbatch] for microbatch in sorted(self.found)], self.batch.weights)
 
     def gradients(self) -> list[PyTree]:

@@ -1,28 +1,22 @@
 """A backward in two halves: I, the gradients of a stage's inputs, now, and W, the gradients of its weights, later.
 
-What autograd has recorded is divided: what leads to an input is *early*, what leads to weights alone is *late*.  Where the
-two meet stand mostly matrix products, and these can do half of their work.  In I a product gives the gradient of its input,
-and its own is held; in W it is called again, for the gradient of its weight.
+In I a matrix product gives the gradient of its input, and its own is held; in W a backward begins at the product, for the
+weights below it alone.
 
     y ──> mm ──> relu ──> mm ──> x        early: I goes this way
-          │               │
-          t               t               late: W begins here, with what each mm gives when it is called again
-          └─> weight      └─> weight
+          └─> t ──> weight └─> t ──> weight        late: W
 
-Nothing is computed twice.  Each sum is added up in the order of one whole backward, so the bits are equal too; weights that
-this forbids to wait are *captured* in I, and so is what other operations than products give, which is cheap.
+Nothing is computed twice, and the bits are those of one backward.  Weights that wait for no one product are done in I.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.function import Function
-from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node
 
 from fshard.pipeline.divide import Slot, divide, slot_of
 from fshard.pipeline.saved import Saved
@@ -64,14 +58,8 @@ def halves(
 ) -> tuple[Gradients, Callable[[], Gradients | None]]:
     """Return the gradients of inputs, and what returns those of weights when it is called, once: I and W.
 
-    Args:
-        outputs: of a stage, as `torch.autograd.graph.get_gradient_edge` gives them.
-        gradients: of the outputs; None where there is none.
-        inputs: whose gradients are wanted now.
-        weights: whose gradients are wanted later.
-        saved: what the forward has saved, if it was watched.
-        adding: whether all of these are leaves, and gradients of weights may be added to their `.grad`, as soon as they are
-            there; where that can be, None is returned for them.
+    All are edges as `torch.autograd.graph.get_gradient_edge` gives them; `saved` is what the forward has saved, if it was
+    watched.  With `adding`, as for `whole`, None is returned for the weights.
 
     >>> from torch.autograd.graph import get_gradient_edge as edge
     >>> x, w = torch.tensor([[2.0]], requires_grad=True), torch.tensor([[3.0]], requires_grad=True)
@@ -79,31 +67,24 @@ def halves(
     >>> gxs, later()
     ([tensor([[3.]])], [tensor([[2.]])])
     """
+    if not inputs:
+        return [], lambda: whole(outputs, gradients, (), weights, adding=adding)[1]
     saved = Saved() if saved is None else saved
     ends = [(edge, g) for edge, g in zip(outputs, gradients, strict=True) if g is not None]
-    parts = divide([edge for edge, _ in ends], inputs, weights, saved)
-    held: deque[Held] = deque()
-    hooks = [hook for node in parts.products for hook in _holding(node, held, saved)]
+    captured, below = divide([edge for edge, _ in ends], inputs, weights, saved)
+    held: list[Held] = []
+    hooks = [hook for node in below for hook in _holding(node, held, saved)]
     try:
-        early = [(edge, g) for edge, g in ends if edge.node not in parts.late]
-        adding = adding and parts.below is not None
-        targets = [GradientEdge(*slot) for slot in parts.captured]
-        gxs, found = _backward(early, inputs, targets, retain=True, adding=adding)
+        targets = [GradientEdge(*slot) for slot in captured]
+        gxs, gws = _backward(ends, inputs, targets, retain=True, adding=adding)
     finally:
         for hook in hooks:
             hook.remove()
         saved.let_go(keeping=True)
-    captured = dict(zip(parts.captured, found, strict=not adding))
-    begun = [(edge, g) for edge, g in ends if edge.node in parts.late]
 
     def later() -> Gradients | None:
-        if parts.below is not None:
-            captured.update(_one_by_one(held, parts.below, saved, adding=adding))
-            return None if adding else [captured.get(slot_of(weight)) for weight in weights]
-        slots = {**captured, **_called_again(held, parts.deferred, saved)}
-        roots = [*begun, *((GradientEdge(*slot), g) for slot, g in slots.items())]
-        rest = iter(_backward(roots, (), [weight for weight in weights if slot_of(weight) not in captured])[1])
-        return [captured[slot] if (slot := slot_of(weight)) in captured else next(rest) for weight in weights]
+        found = dict(zip(captured, gws, strict=not adding)) | _one_by_one(held, below, saved, adding=adding)
+        return None if adding else [found.get(slot_of(weight)) for weight in weights]
 
     return gxs, later
 
@@ -130,7 +111,7 @@ def _backward(
     return [*found[: len(inputs)]], [*found[len(inputs) :]]
 
 
-def _holding(node: Node, held: deque[Held], saved: Saved) -> tuple[Any, Any]:
+def _holding(node: Node, held: list[Held], saved: Saved) -> tuple[Any, Any]:
     """Hold the gradient that a product is given, and what it has saved."""
 
     def before(gs: Sequence[Tensor | None]) -> None:
@@ -143,28 +124,15 @@ def _holding(node: Node, held: deque[Held], saved: Saved) -> tuple[Any, Any]:
     return node.register_prehook(before), node.register_hook(after)
 
 
-class _Calling(Function):
-    """The identity, whose backward calls something: what is called there computes only what autograd was asked for."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, something: Callable[[], None]) -> Tensor:
-        ctx.something = something
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> tuple[None, None]:
-        ctx.something()
-        return None, None
-
-
 def _one_by_one(
-    held: deque[Held], below: dict[Node, list[Slot]], saved: Saved, *, adding: bool
+    held: list[Held], below: dict[Node, list[Slot]], saved: Saved, *, adding: bool
 ) -> dict[Slot, Tensor | None]:
     """Begin a backward at each product, for the weights below it alone: then it computes nothing for its input."""
     found: dict[Slot, Tensor | None] = {}
     saved.let_go()
+    held.reverse()
     while held:
-        node, gs = held.popleft()
+        node, gs = held.pop()
         ends = [(GradientEdge(node, number), g) for number, g in enumerate(gs)]
         slots = below[node]
         targets = [GradientEdge(*slot) for slot in slots]
@@ -173,38 +141,3 @@ def _one_by_one(
         again.remove()
         saved.let_go()
     return found
-
-
-def _called_again(held: deque[Held], wanted: Sequence[Slot], saved: Saved) -> dict[Slot, Tensor]:
-    """Call products for what they give at the slots that are wanted, and for nothing else; let them go."""
-    sums: dict[Slot, Tensor] = {}
-
-    def call() -> None:
-        while held:
-            node, gs = held.popleft()
-            for slot, g in _given_by(node, gs):
-                if g is not None:
-                    g = _fitted(g, slot)
-                    sums[slot] = sums[slot] + g if slot in sums else g
-            saved.let_go()
-
-    if held:
-        saved.let_go()
-        anchor = torch.zeros((), requires_grad=True)
-        targets = [get_gradient_edge(anchor), *(GradientEdge(*slot) for slot in wanted)]
-        with torch.enable_grad():
-            end = _Calling.apply(anchor, call)
-        torch.autograd.grad([get_gradient_edge(end)], targets, [anchor.detach()], allow_unused=True)
-        saved.let_go(keeping=True)
-    return sums
-
-
-def _given_by(node: Any, gs: Sequence[Tensor | None]) -> Iterable[tuple[Slot, Tensor | None]]:
-    return zip(node.next_functions, node(*gs), strict=True)
-
-
-def _fitted(g: Tensor, slot: Slot) -> Tensor:
-    """Return a gradient in the shape and dtype that it has to have, as autograd does between nodes."""
-    node: Any = slot[0]
-    meta = node._input_metadata[slot[1]]
-    return g.sum_to_size(meta.shape).to(meta.dtype)

@@ -1,7 +1,4 @@
-"""Tensors in trees, where they enter a stage and where they leave it: as its own, to be differentiated, as a copy.
-
-Stages that treat some microbatches otherwise.
-"""
+"""Tensors in trees, where they enter a stage and where they leave it; stages that treat some microbatches otherwise."""
 
 from __future__ import annotations
 
@@ -15,6 +12,8 @@ from torch.autograd.function import Function
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from fshard.mesh.tree import PyTree, flatten, unflatten
+
+_unsafe_view: Any = torch.ops.aten._unsafe_view.default
 
 
 class Value(NamedTuple):
@@ -35,8 +34,11 @@ class Value(NamedTuple):
         if torch.is_grad_enabled():
             for place, moves in enumerate(self.moving):
                 if moves:
-                    leaves[place] = own = _own(leaves[place].requires_grad_())
-                    edges.append(_entrance(own))
+                    leaf = leaves[place].requires_grad_()
+                    leaves[place] = own = _unsafe_view(
+                        leaf, leaf.shape
+                    )  # no leaf and no view: it may be changed in place
+                    edges.append(GradientEdge(own.grad_fn.next_functions[0][0], 0))
         return unflatten(structure, leaves), edges
 
 
@@ -46,20 +48,6 @@ def left(tree: PyTree) -> tuple[Value, list[GradientEdge]]:
     moving = tuple([isinstance(x, Tensor) and x.requires_grad for x in leaves])
     edges = [_edge(x) for x, moves in zip(leaves, moving, strict=True) if moves]
     return Value(unflatten(structure, [x.detach() if isinstance(x, Tensor) else x for x in leaves]), moving), edges
-
-
-def _own(x: Tensor) -> Tensor:
-    """Return a tensor that nobody else has, as one that autograd takes for no leaf and no view: it may be changed in place."""
-    return _unsafe_view(x, x.shape)
-
-
-def _entrance(own: Tensor) -> GradientEdge:
-    """Return where the gradient of the leaf comes out that such a tensor was made of."""
-    node: Any = own.grad_fn
-    return GradientEdge(node.next_functions[0][0], 0)
-
-
-_unsafe_view: Any = torch.ops.aten._unsafe_view.default
 
 
 def _edge(x: Tensor) -> GradientEdge:

@@ -1,23 +1,25 @@
-r"""Sends and receives: put into a schedule, and taken out of it again.
+r"""What waits for what, and sends and receives: put into a schedule, and taken out of it again.
 
-A schedule of forwards and backwards alone says all about its messages but their order.  Let a clock run, on which F, I and W
-take one tick and B two.  A message goes when what is sent is done, both its send and its receive:
+Let a clock run, on which F, I and W take one tick and B two.  A message goes when what is sent is done, both its send and its
+receive:
 
     tick       0    1    2    3    4    5    6    7
     device 0   F0   F1             B0   --        B1   --          0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1
                  \    \           /              /
     device 1        F0   B0   --   F1   B1   --                    1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1B1 1SEND_B1
 
-So there is one order of all messages, that of the clock, and each device has its own messages in that order.  Then both ends
-of a pair have theirs in the same order, and nobody waits for ever even if a send blocks until it is received: the first
-message of all that are left can always go.
+So there is one order of all messages, and nobody waits for ever even if a send blocks until it is received: the first message
+of all that are left can always go.
 """
 
 from __future__ import annotations
 
-from fshard.pipeline.clock import TICKS, clock
+from fshard.errors import ScheduleError
+from fshard.pipeline.program import crosses, wire
 from fshard.pipeline.schedule import MESSAGES, Action, Kind, Schedule
 
+_TICKS = {Kind.F: 1, Kind.B: 2, Kind.I: 1, Kind.W: 1}
+"""How long what is computed takes."""
 _SENT = {Kind.F: Kind.SEND_F, Kind.B: Kind.SEND_B, Kind.I: Kind.SEND_B}
 
 
@@ -33,19 +35,25 @@ def with_messages(schedule: Schedule) -> Schedule:
     1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1B1 1SEND_B1
     """
     schedule = without_messages(schedule)
-    begun = clock(schedule)
-    events: list[tuple[int, int, int, Action]] = []  # when, messages first, on which device
-    for device, row in enumerate(schedule.rows):
-        for action, start in zip(row, begun[device], strict=True):
-            events.append((start, 1, device, action))
-            if action.kind in _SENT:
-                send = Action(_SENT[action.kind], action.stage, action.microbatch)
-                peer = send.partner.stage
-                if 0 <= peer < schedule.stages and schedule.placement[peer] != device:
-                    end = start + TICKS[action.kind]
-                    events += [(end, 0, device, send), (end, 0, schedule.placement[peer], send.partner)]
+    program = wire(schedule)
+    order, stuck = program.walk()
+    if stuck:
+        places = ", ".join(f"device {at} at {program.actions[each.action]}" for at, each in sorted(stuck.items()))
+        raise ScheduleError(f"{schedule.name}: these wait for what never comes: {places}.")
+    free, end = [0] * schedule.devices, [0] * len(order)
+    events: list[tuple[int, int, int, int, Action]] = []  # when, messages first, in the order of the rows
+    for number in order:
+        device, action = program.device[number], program.actions[number]
+        start = max([free[device], *(end[need] for need in program.needs[number])])
+        free[device] = end[number] = start + _TICKS.get(action.kind, 0)
+        events.append((start, 1, number, device, action))
+        if action.kind in _SENT:
+            send = Action(_SENT[action.kind], action.stage, action.microbatch)
+            if crosses(schedule, action.stage, send.partner.stage - action.stage):
+                events.append((end[number], 0, number, device, send))
+                events.append((end[number], 0, number, schedule.placement[send.partner.stage], send.partner))
     rows: list[list[Action]] = [[] for _ in schedule.rows]
-    for _, _, device, action in sorted(events, key=lambda event: event[:2]):
+    for *_, device, action in sorted(events, key=lambda event: event[:3]):
         rows[device].append(action)
     return schedule.with_rows(rows)
 

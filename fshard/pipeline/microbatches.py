@@ -26,8 +26,7 @@ class Batch(NamedTuple):
         """Look at microbatches."""
         if len(microbatches) != count:
             raise LayoutError(f"pipelined: the schedule takes {count} microbatches, {len(microbatches)} are given.")
-        found = [_kind_of(microbatch) for microbatch in microbatches]
-        rows = [kind.rows for kind in found]
+        kinds, rows = zip(*map(_kind_of, microbatches), strict=True)
         if weights is None and any(len(one) > 1 for one in rows):
             several = next(one for one in rows if len(one) > 1)
             raise LayoutError(
@@ -39,30 +38,24 @@ class Batch(NamedTuple):
             raise LayoutError(
                 f"pipelined: {count} microbatches have to count for something together; they count for {given}."
             )
-        return Batch(microbatches, given, [kind.number for kind in found])
+        return Batch(microbatches, given, [*kinds])
 
 
-class _Kind(NamedTuple):
-    """What microbatches of the same shapes have in common: a number, and how many rows their tensors have."""
-
-    number: int
-    rows: set[int]
-
-
-_kinds: dict[Hashable, _Kind] = {}
+_kinds: dict[Hashable, tuple[int, set[int]]] = {}
+"""What microbatches of the same shapes have in common: a number, and how many rows their tensors have."""
 _numbers = itertools.count(1)
 
 
 def kind_of(microbatch: PyTree) -> int:
     """Return a number that tells the shapes of microbatches apart: it is looked up for every message."""
-    return _kind_of(microbatch).number
+    return _kind_of(microbatch)[0]
 
 
-def _kind_of(microbatch: PyTree) -> _Kind:
+def _kind_of(microbatch: PyTree) -> tuple[int, set[int]]:
     leaves, structure = flatten(microbatch, none_is_leaf=True)
     key = structure, tuple([(x.shape, x.dtype) for x in leaves if isinstance(x, Tensor)])
     found = _kinds.get(key)
-    return found or _kinds.setdefault(key, _Kind(next(_numbers), {shape[0] for shape, _ in key[1] if shape}))
+    return found or _kinds.setdefault(key, (next(_numbers), {shape[0] for shape, _ in key[1] if shape}))
 
 
 _NO_METRICS = flatten((), none_is_leaf=True)

@@ -1,7 +1,6 @@
 """A module's forward that ends where another stage goes on, or goes on where another one has ended.
 
-Who asks for a block of a stage is answered by the run that is under way: what it is called with for real, or, in the place of a
-block of another stage, the shape of its result or the end.
+A block of the stage is called with what the run under way says; one of another stage is its result's shape, or the end.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import _pop_mode_temporarily  # pyright: ignore[reportPrivateUsage]
 
 from fshard.errors import LayoutError
 from fshard.mesh.tree import PyTree, Structure, flatten, flatten_with_paths, unflatten
@@ -34,19 +34,14 @@ class Call(NamedTuple):
 
     @staticmethod
     def of(value: PyTree) -> Call:
-        """Return how a module is called with a microbatch: dicts by name, tuples and lists by place, anything else alone."""
+        """Call a module with a microbatch: dicts by name, tuples and lists by place, anything else alone."""
         if isinstance(value, dict):
             return Call((), value)
         return Call(value, {}) if isinstance(value, tuple | list) else Call((value,), {})
 
 
 class Message(NamedTuple):
-    """What goes from stage to stage.
-
-    Args:
-        call: what the first block of the next stage is called with.
-        inputs: the microbatch: its whole numbers, and the shapes of all else.
-    """
+    """What goes from stage to stage: what its first block is called with, and whole numbers and shapes of the microbatch."""
 
     call: Call
     inputs: Call
@@ -138,13 +133,12 @@ class Run:
 
     def at_work(self) -> AbstractContextManager[None]:
         """Return the context of a block that is run for real."""
-        return nullcontext() if self._mode is None else self._mode.paused()
+        return nullcontext() if self._mode is None else _pop_mode_temporarily()
 
     def absent(self, place: int, given: Call, shapes: Shapes, training: bool) -> Any:
         """Stand for a block of another stage."""
         if place >= self._part.end:
-            strange = [f"{path}: {type(x).__name__}" for path, x in _by_path(given).items() if not isinstance(x, PLAIN)]
-            if strange:
+            if strange := [f"{p}: {type(x).__name__}" for p, x in _by_path(given).items() if not isinstance(x, PLAIN)]:
                 raise LayoutError(
                     f"{self._part} ends where {self._part.names[place]} is called with {', '.join(strange)}: only tensors and "
                     "plain values can be handed on. Let it be None there; of a cache, say use_cache=False."

@@ -9,16 +9,8 @@ Every microbatch takes the same *path* through the stages and back, one period a
     device 1      F0       F1 B0 -- F2 B1 --    B2 --
     device 2         F0 B0 -- F1 B1 -- F2 B2 --
 
-    zbv: legs of 4, 2, 4 and 2 ticks                                f and i are those of a device's second stage
-
-    device 0   F0                F1                   f0 i0             f1 i1                   I0                I1
-    device 1               F0                F1 f0                f1 i0                i1 I0                I1
-    device 2                           F0 f0             F1 f1                   i0 I0             i1 I1
-
-Only the order on each device is kept: a device does the next thing as soon as it can.  The shorter the path, the less a
-device holds at a time; the longer, the less it waits while the first microbatches come and the last ones go (Qi et al.,
-"Pipeline Parallelism with Controllable Memory").  What is left of a schedule without its last microbatches, or without its
-last stages, is a schedule too: so there is one for any numbers.
+Only the order on each device is kept.  The shorter the path, the less a device holds at a time; the longer, the less it waits
+while the first microbatches come and the last ones go (Qi et al., "Pipeline Parallelism with Controllable Memory").
 """
 
 from __future__ import annotations

@@ -1,20 +1,11 @@
-"""Messages of which only the sender knows what is in them: trees of tensors of any shapes.
+"""Messages of which only the sender knows what is in them, and which messages a schedule needs.
 
-The first message of a kind is told before it is sent: its structure, shapes and dtypes, and whatever in it is no tensor.
-From then on both ends know it, and tensors travel alone.  A kind is what stands in a schedule, and of which shapes the
-microbatch is: so sequences of many lengths are told once each, and nothing is told in vain.
+The first message of a kind is told before it is sent: its structure, shapes, dtypes, and what in it is no tensor.  From then on
+both ends know it, and tensors travel alone, those of one dtype together.
 
-    first       how long ──>  what it is ──>  tensors of each dtype ──>
-    later                                     tensors of each dtype ──>
-
-Which messages a schedule needs: worked out once, from what its devices compute.
-
-A *wire* leads from a stage to a later one: values go along it, and their gradients back.  Every stage has one to the next,
-and there are *skips*, which have names.  A message has its place by the computation that it is made in, and all devices know
-the whole schedule; so a device knows what comes from another, in which order, and nobody has to ask or to wait in turn.
-
-What a row itself says of sends and receives is for proofs and pictures: here a message is sent as soon as it is made, and
-awaited when it is needed.
+A *wire* leads from a stage to a later one: values go along it, and their gradients back.  Every stage has one to the next, and
+*skips* have names.  All devices know the whole schedule, so each knows what comes from another, in which order: a message is
+sent as soon as it is made, and awaited when it is needed.
 """
 
 from __future__ import annotations
@@ -267,7 +258,9 @@ class Turn(NamedTuple):
 
 
 class Route:
-    """The wires of a schedule, and what each device does; `split` are the backwards that come in two halves.
+    """The wires of a schedule, the `turns` of each device, and what `comes` to it from each other, in that order.
+
+    `split` are the backwards that come in two halves.
 
     Args:
         schedule: where stages lie, and in which order what is computed.
@@ -289,16 +282,14 @@ class Route:
         self.takes = [[wire for wire in wires if wire.to == stage] for stage in range(schedule.stages)]
         self.names = [{wire.name for wire in gives if wire.name is not None} for gives in self.gives]
         self.split = {(action.stage, action.microbatch) for row in self.rows for action in row if action.kind is Kind.I}
-        self._coming: dict[int, Mapping[int, Sequence[Mail]]] = {}
-        self._turns: dict[int, Sequence[Turn]] = {}
         _check(schedule, skips, units)
-
-    def turns(self, device: int) -> Sequence[Turn]:
-        """Return what a device does, one after the other."""
-        found = self._turns.get(device)
-        if found is None:
-            found = self._turns[device] = [self._turn(action) for action in self.rows[device]]
-        return found
+        self.turns = [[self._turn(action) for action in row] for row in self.rows]
+        devices = range(schedule.devices)
+        self.comes = [{source: list[Mail]() for source in devices if source != device} for device in devices]
+        for source, turns in enumerate(self.turns):
+            for mail, to in (given for turn in turns for given in turn.gives):
+                if to != source:
+                    self.comes[to][source].append(mail)
 
     def _turn(self, action: Action) -> Turn:
         takes, gives = self.takes[action.stage], self.gives[action.stage]
@@ -314,30 +305,14 @@ class Route:
             [(mail, self.placement[mail.ends[1]]) for mail in given],
         )
 
-    def comes(self, device: int) -> Mapping[int, Sequence[Mail]]:
-        """Return what a device gets from each other, in that order."""
-        found = self._coming.get(device)
-        if found is None:
-            found = self._coming[device] = {
-                source: [mail for turn in self.turns(source) for mail, to in turn.gives if to == device]
-                for source in range(len(self.rows))
-                if source != device
-            }
-        return found
-
 
 def _check(schedule: Schedule, skips: Mapping[str, tuple[int, int]], units: bool) -> None:
     """Raise unless everything that the schedule and the skips say can be done."""
-    wrong = [
-        f"{action} on device {device}"
-        for device, row in enumerate(schedule.rows)
-        for action in row
-        if action.kind in UNITS and not units
-    ]
-    if wrong:
+    units_in = [(each, device) for device, row in enumerate(schedule.rows) for each in row if each.kind in UNITS]
+    if units_in and not units:
         raise ScheduleError(
             f"the schedule {schedule.name} gathers, frees or reduces weights, which stages do not let the interpreter do: "
-            f"{', '.join(wrong[:5])}{' ...' if len(wrong) > 5 else ''}."
+            f"{units_in[0][0]} on device {units_in[0][1]}."
         )
     astray = [f'"{name}": {ends}' for name, ends in skips.items() if not 0 <= ends[0] < ends[1] < schedule.stages]
     if astray:

@@ -45,27 +45,18 @@ class Stuck(NamedTuple):
 class Program:
     """The actions of all devices as one list, and how they hang together.
 
-    Args:
-        schedule: whose rows they are.
-        actions: row after row.
-        device: of each action.
-        begin: where each row begins, and where the last one ends.
-        at: where a task is done, for each microbatch, or for all; None if nowhere.  A B stands at its I and its W.
-        needs: of each action, those that have to end before it starts, as far as they are there.
-        meets: the receive of each send, and the send of each receive.
-        misplaced: actions that cannot be where they are, whatever stands around them, and why.
-        repeated: actions that do what another one before them does, and that one.
+    A task is done at these places, for each microbatch, or for all; None if nowhere.  A B stands at its I and its W.
     """
 
     schedule: Schedule
-    actions: list[Action]
-    device: list[int]
-    begin: list[int]
+    actions: list[Action]  # row after row
+    device: list[int]  # of each action
+    begin: list[int]  # of each row, and the end of the last one
     at: dict[Task, list[int | None]]
-    needs: list[list[int]]
-    meets: dict[int, int]
-    misplaced: dict[int, str]
-    repeated: dict[int, int]
+    needs: list[list[int]]  # of each action, those that have to end before it starts, as far as they are there
+    meets: dict[int, int]  # the receive of each send, and the send of each receive
+    misplaced: dict[int, str]  # actions that cannot be where they are, whatever stands around them, and why
+    repeated: dict[int, int]  # actions that do what another one before them does, and that one
 
     def row(self, device: int) -> range:
         """Return the numbers of what a device does."""
@@ -74,8 +65,7 @@ class Program:
     def walk(self, *, buffered: bool = False) -> tuple[list[int], dict[int, Stuck]]:
         """Run all rows side by side: an order of all that could run, and why each device that did not end is stuck.
 
-        A send blocks until it is received, unless messages are buffered.  A device waits for one thing at a time, and
-        nothing that is there goes away again: so whoever goes first, all get equally far.
+        A send blocks until it is received, unless messages are buffered.  Whoever goes first, all get equally far.
         """
         device, needs, meets = self.device, self.needs, self.meets
         if buffered:  # then a receive needs its send, and nobody has to meet

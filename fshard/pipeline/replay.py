@@ -4,23 +4,21 @@
                          no values     values        values   no values     no values   │ values: what came takes the place
     from here on                                                            blocks[2] ──> norm ──> ...
 
-Weights that lie elsewhere have shapes alone, and so has all that comes of them: nothing is held and nothing is computed.  What
-comes of whole numbers, masks and positions for the most part, is computed as ever, so a forward may look at it.  Once values
-are there they are used by real operations, and one that still meets a tensor without values is an error that says where.
+Weights that lie elsewhere have shapes alone, and so has all that comes of them.  What comes of whole numbers is computed as
+ever.  Once values are there, an operation that still meets a tensor without values is an error that says where.
 """
 
 from __future__ import annotations
 
 import linecache
-from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from traceback import extract_tb
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode, _pop_mode_temporarily  # pyright: ignore[reportPrivateUsage]
+from torch.overrides import TorchFunctionMode
 
 from fshard.errors import LayoutError
 from fshard.mesh.tree import PyTree, flatten, unflatten
@@ -97,12 +95,6 @@ class Replay(TorchFunctionMode):
         elif 0 < len(lost) < len(tensors):
             raise Lost(f"{getattr(func, '__name__', func)} is given {' and '.join(str(Like(x)) for x in lost)}")
         return func(*args, **named)
-
-    @contextmanager
-    def paused(self) -> Generator[None]:
-        """Look at no operation for a while."""
-        with _pop_mode_temporarily():
-            yield
 
 
 def _tensors(given: Iterable[Any]) -> list[Tensor]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 Result = TypeVar("Result")
+_watching: ContextVar[Saved | None] = ContextVar("watching", default=None)
 
 
 class _Holder:
@@ -47,8 +48,9 @@ class Saved:
     @contextmanager
     def watching(self) -> Generator[None]:
         """Hold what is saved meanwhile."""
+        token = _watching.set(self)
         try:
-            with saved_tensors_hooks(_Holder, self.unpack), _now(self):
+            with saved_tensors_hooks(_Holder, self.unpack):
                 yield
         except RuntimeError as error:
             if "support saved tensor hooks" in str(error):
@@ -57,6 +59,8 @@ class Saved:
                     "vjp and jacrev refuse to be. Run it by a schedule with whole backwards, such as 1f1b."
                 )
             raise
+        finally:
+            _watching.reset(token)
 
     def unpack(self, holder: _Holder) -> Tensor:
         """Give a tensor back to autograd."""
@@ -112,21 +116,9 @@ class Saved:
         self._keeping = keeping
 
 
-_watching: ContextVar[Saved | None] = ContextVar("watching", default=None)
-
-
 def watching_now() -> Saved | None:
     """Return what holds the tensors that are saved now, if it is the one of a backward in two halves."""
     return _watching.get()
-
-
-@contextmanager
-def _now(saved: Saved) -> Generator[None]:
-    token = _watching.set(saved)
-    try:
-        yield
-    finally:
-        _watching.reset(token)
 
 
 def _nothing(_: None) -> Tensor:

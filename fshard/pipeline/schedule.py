@@ -6,14 +6,6 @@ An action is written as torch.distributed.pipelining writes it: the stage, what 
     device 1    1F0  1B0  1F1  1B1      1B0 is the backward of stage 1 on microbatch 0
 
 Nothing here says when an action happens: a device does the next one of its row as soon as what it needs is there.
-A schedule may be wrong (`verify` says where); only what is no schedule at all is refused.
-
-Weights that are gathered for their use: gather, free and reduce, put into a schedule and taken out of it again.
-
-Where the weights of each stage lie in parts on the devices of a data axis (ZeRO-3), a device holds only a few of its stages
-whole: those it works on next.  For two stages of one device, of which one is whole at a time:
-
-    0UNSHARD 0F0 0F1 0RESHARD 2UNSHARD 2F0 2F1 2B0 2B1 2REDUCE_GRAD 2RESHARD 0UNSHARD 0B0 0B1 0REDUCE_GRAD 0RESHARD
 """
 
 from __future__ import annotations
@@ -137,10 +129,8 @@ class Schedule:
             yield f"microbatches={self.microbatches} has to be at least 1"
         if not self.placement:
             yield "a model has at least one stage"
-        lost = [
-            f"stage {stage} on device {device}" for stage, device in enumerate(self.placement) if not self._has(device)
-        ]
-        if lost:
+        places = enumerate(self.placement)
+        if lost := [f"stage {stage} on device {at}" for stage, at in places if not 0 <= at < self.devices]:
             yield f"there are {self.devices} rows, and the placement has {', '.join(lost)}"
         if strange := [each for row in self.rows for each in row if not isinstance(each, Action)]:
             yield f"the rows have {', '.join(map(repr, strange))}, which is no Action"
@@ -150,9 +140,6 @@ class Schedule:
             yield f"there are {self.stages} stages, and the rows have {', '.join(unknown)}"
         if wrong := sorted(str(each) for each in actions if (each.microbatch is None) != (each.kind in UNITS)):
             yield f"one microbatch belongs to each action, none to {', '.join(sorted(UNITS))}; found {', '.join(wrong)}"
-
-    def _has(self, device: int) -> bool:
-        return 0 <= device < self.devices
 
     @property
     def stages(self) -> int:

@@ -1,14 +1,11 @@
 """`simulate`: when each action of a schedule happens, if all takes as long as is said.
 
-Time passes on *lanes*.  A device has one that computes.  With `overlap` there is one more for what it does with weights, and
-one from each device to each other one; without, all this takes the time of the devices.  An action begins when its device
-has come so far in its row, its lanes are free, and what it needs is there:
+An action begins when its device has come so far in its row, what it needs is there, and its *lanes* are free: the device, which
+computes, and with `overlap` one more for what it does with weights, and one to each other device.
 
     latency 1, overlap                         no overlap
     device 0   0F0 0F1 0F2                     0F0 0SEND_F0 0F1 0SEND_F1 0F2
     device 1       (1) 1F0 1F1 1F2                 1RECV_F0 1F0 1RECV_F1 1F1
-
-Nothing is rounded: what comes out of whole numbers and Fractions are Fractions.
 """
 
 from __future__ import annotations
@@ -18,7 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import chain
-from math import lcm
 from numbers import Rational
 from typing import TYPE_CHECKING
 
@@ -189,14 +185,11 @@ def simulate(
         Kind.FREE: [0] * schedule.stages,
         Kind.REDUCE: costs["reduce"],
     }
-    parts = _parts([*chain(*takes.values(), costs["send"])])
-    clock = _Clock(
-        program, {kind: _times(row, parts) for kind, row in takes.items()}, _times(costs["send"], parts), overlap
-    )
+    clock = _Clock(program, takes, costs["send"], overlap)
     for number in order:
         clock.do(number)
-    start, end = (_units(times, parts) for times in (clock.start, clock.end))
-    events = [*map(Event, program.device, program.actions, start, end)]
+    times = (map(_exact, each) for each in (clock.start, clock.end))
+    events = [*map(Event, program.device, program.actions, *times)]
     path: list[Event] = []
     number = max(order, key=clock.end.__getitem__, default=None)
     while number is not None:
@@ -283,20 +276,6 @@ def _by_stage(schedule: Schedule, **given: Cost) -> dict[str, list[Number]]:
     if wrong:
         raise ScheduleError(f"simulate, {schedule.name}: {'; '.join(wrong)}.")
     return found
-
-
-def _parts(numbers: list[Number]) -> int | None:
-    """Return into how many parts a unit has to be cut for all numbers to be whole, or None if some are not exact."""
-    exact = [number for number in numbers if isinstance(number, Rational)]
-    return lcm(*(number.denominator for number in exact)) if len(exact) == len(numbers) else None
-
-
-def _times(numbers: list[Number], parts: int | None) -> list[Number]:
-    return [int(number * parts) for number in numbers] if parts else numbers
-
-
-def _units(times: list[Number], parts: int | None) -> list[Number]:
-    return [Fraction(1, parts) * time for time in times] if parts and parts > 1 else times
 
 
 def _exact(number: Number) -> Number:

@@ -1,9 +1,8 @@
-"""`split_stages`: layers, one after the other, cut into the stages of a pipeline.
+"""`split_stages`: layers, one after the other, or a module with blocks, cut into the stages of a pipeline.
 
     embedding | block block block | block block block | block block head        balance="parameters", say
 
-A stage is an `nn.Sequential` of the given layers themselves, under the names that they had.  What is to be balanced is a cost
-of each layer, and the cut is the best one there is: see `partition`.
+A stage of layers is an `nn.Sequential` of the given layers themselves, under the names that they had.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import re
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import islice
+from itertools import accumulate, islice, pairwise
 from statistics import median
 from typing import Any, Literal, cast, overload
 
@@ -26,7 +25,6 @@ from fshard.mesh.tree import PyTree, flatten
 from fshard.pipeline.blocks import Blocks
 from fshard.pipeline.halves import whole
 from fshard.pipeline.leaves import Value, left, map_tensors
-from fshard.pipeline.partition import partition
 
 Layer = nn.Module | Callable[[Any], Any]
 Balance = Literal["uniform", "parameters", "time", "memory"] | str | Sequence[int]
@@ -243,6 +241,53 @@ def _parameters(layers: Sequence[nn.Module]) -> list[float]:
         known |= own.keys()
         costs.append(float(sum(own.values())))
     return costs
+
+
+# -- the best cut ----------------------------------------------------------------------------------------------
+
+
+def partition(costs: Sequence[float], parts: int) -> list[int]:
+    """Return how many costs go into each part, at least one: the largest sum is as small as can be, and the cut the most even.
+
+    Parts are filled from the left within a bound, beginning with one that cannot be beaten.  If that takes too many parts, any
+    better filling has to let some part take in the cost at which it was closed: the next bound is the least of these sums.
+
+    >>> partition([3, 1, 4, 1, 5, 9, 2, 6], 3)
+    [5, 1, 2]
+    >>> partition([1] * 7, 3)
+    [3, 2, 2]
+    """
+    sums = [0, *accumulate(costs)]
+    bound = max(after - before for before, after in pairwise(sums))
+    while (raised := _fill(sums, parts, bound)) is not None:
+        bound = raised
+    return _most_even(sums, parts, bound)
+
+
+def _fill(sums: Sequence[float], parts: int, bound: float) -> float | None:
+    """Return None if so many parts within a bound are enough, else the next bound that may be."""
+    begin, closed = 0, list[float]()
+    for end in range(1, len(sums)):
+        if sums[end] - sums[begin] > bound:
+            closed.append(sums[end] - sums[begin])
+            begin = end - 1
+    return min(closed) if len(closed) >= parts else None
+
+
+def _most_even(sums: Sequence[float], parts: int, bound: float) -> list[int]:
+    """Return the parts within a bound whose squares have the least sum; earlier parts take more costs, if that is equal."""
+    count = len(sums) - 1
+    best: dict[int, tuple[float, list[int]]] = {0: (0, [])}  # of the first so many costs, in as many parts as are made
+    for part in range(1, parts + 1):
+        before, best = best, {}
+        for end in range(part, count - parts + part + 1):
+            for begin in range(end - 1, part - 2, -1):
+                own = sums[end] - sums[begin]
+                if own > bound:
+                    break
+                if begin in before and (end not in best or before[begin][0] + own * own < best[end][0]):
+                    best[end] = before[begin][0] + own * own, [*before[begin][1], end - begin]
+    return best[count][1]
 
 
 # -- measuring --------------------------------------------------------------------------------------------------

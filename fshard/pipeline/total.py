@@ -1,6 +1,4 @@
-"""Sums over microbatches: as they come, or in one fixed tree whatever the order in which they come.
-
-    ((0 + 1) + (2 + 3)) + 4        as `fshard.mesh.arithmetic` adds devices, and reproducible mode slices
+"""Sums over microbatches: as they come, or in one fixed tree, ((0 + 1) + (2 + 3)) + 4, whatever the order in which they come.
 
 A parameter that a microbatch has not used has no gradient there, which adds nothing; one that none has used has none.
 """
@@ -8,25 +6,13 @@ A parameter that a microbatch has not used has no gradient there, which adds not
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 _torch: Any = torch  # its stubs do not know _foreach_add_
 Gradients = Sequence[Tensor | None]
-
-
-class Total(Protocol):
-    """A sum of gradients that come one microbatch after the other."""
-
-    def add(self, microbatch: int, gs: Gradients) -> None:
-        """Add those of a microbatch."""
-        ...
-
-    def result(self) -> list[Tensor | None]:
-        """Return the sum, once all have come."""
-        ...
 
 
 class Running:
@@ -173,6 +159,10 @@ def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
         found = b if a is None else a
         return None if found is None else found + 0.0  # as with zeros: -0.0 becomes 0.0
     return a + b
+
+
+Total = Running | Ordered
+"""A sum of gradients that come one microbatch after the other."""
 
 
 def tree_mean(rows: Sequence[Tensor], weights: Sequence[float]) -> Tensor:

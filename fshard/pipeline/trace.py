@@ -1,7 +1,4 @@
-"""What was done when, simulated or measured, and its export for Perfetto and chrome://tracing.
-
-`timeline`: what the devices of a pipeline really did, and when.
-"""
+"""What was done when, simulated or measured by `timeline`, and its export for Perfetto and chrome://tracing."""
 
 from __future__ import annotations
 
@@ -118,18 +115,15 @@ class Clock:
 
     def did(self, action: Action, began: float) -> None:
         """Note an action that ends now; it has begun with the last message that it waited for."""
-        self._note(action, max(began, self._waited))
-
-    def sent(self, action: Action, began: float) -> None:
-        """Note a message that is on its way."""
-        self._note(action, began)
+        self.note(action, max(began, self._waited))
 
     def waited(self, action: Action, began: float) -> None:
         """Note a message that has come."""
-        self._note(action, began)
+        self.note(action, began)
         self._waited = perf_counter()
 
-    def _note(self, action: Action, began: float) -> None:
+    def note(self, action: Action, began: float) -> None:
+        """Note something that ends now."""
         event = Event(self._device, action, began, perf_counter())
         for one in self._timelines:
             one.events.append(event)

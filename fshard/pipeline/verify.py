@@ -2,14 +2,10 @@
 
 1. Each device does its own stages' work once: of every microbatch F, and B or both I and W; or F alone.
 2. What an action needs stands before it in its row, and over all devices nothing waits in a circle.
-3. If there are messages, each value that changes devices has one send and one receive, they have one order between two
-   devices, and nobody waits for ever even if a send blocks until it is received.
-4. If weights are gathered, they are so wherever they are used, and in the end none are: a step is done many times.  If
-   gradients are reduced, those of each stage are, once, after its last W.
+3. If there are messages, each value that changes devices has one send and one receive, in one order between two devices, and
+   nobody waits for ever even if a send blocks until it is received.
+4. Weights that are gathered are so wherever they are used, and freed in the end; gradients are reduced once, after the last W.
 5. No device holds more activations than it may.
-
-Gathers and reductions are among the copies of a device that data parallelism makes.  All copies run one row, so they
-meet in one order; and the turns in which the devices of one copy can go on are turns in which all copies can.
 """
 
 from __future__ import annotations

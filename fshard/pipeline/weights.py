@@ -1,7 +1,7 @@
 """Weight gradients where nothing waits for them: what makes a bubble small.
 
-Nobody but the optimizer needs a W.  So a device does one where it would only wait, and where it may hold no more
-activations: a forward begins to hold them, a W lets them go.
+A device does a W where it would only wait, and where it may hold no more activations: a forward begins to hold them, a W lets
+them go.
 
     device 0   F0 F1 F2 F3 .  .  .  I0 W0 F4 I1 W1 I2 W2 I3 W3 I4 W4        F, I and W take one tick each
     device 3   .  .  .  F0 I0 F1 I1 F2 I2 F3 I3 W0 F4 I4 W1 W2 W3 W4        four may be held: W0 makes room for F4
@@ -13,9 +13,11 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import chain, islice
 
-from fshard.pipeline.clock import Result, needs, refuse_stuck, result
+from fshard.errors import ScheduleError
 from fshard.pipeline.schedule import Action, Kind, Schedule
 
+Result = tuple[Kind, int, int | None]
+"""What is there when an action has ended: its kind, stage and microbatch."""
 Early = Callable[[deque[Action], int], Iterator[Action]]
 """What a device may do before its turn, given what it has to do and how much more it may hold."""
 
@@ -40,7 +42,7 @@ def with_weights(schedule: Schedule, room: int, early: tuple[Early, ...] = ()) -
     there: set[Result] = set()
 
     def able(action: Action) -> bool:
-        return there.issuperset(needs(action, schedule.stages))
+        return there.issuperset(_needs(action, schedule.stages))
 
     def turn(device: int) -> Action | None:
         """Return what a device begins in this tick."""
@@ -54,10 +56,11 @@ def with_weights(schedule: Schedule, room: int, early: tuple[Early, ...] = ()) -
     while any(left) or any(owed):
         begun = {device: action for device in range(schedule.devices) if (action := turn(device))}
         if not begun:
-            refuse_stuck(schedule.name, {device: ahead[0] for device, ahead in enumerate(left) if ahead})
+            places = ", ".join(f"device {device} at {ahead[0]}" for device, ahead in enumerate(left) if ahead)
+            raise ScheduleError(f"{schedule.name}: these wait for what never comes: {places}.")
         for device, action in begun.items():
             rows[device].append(action)
-            there.add(result(action))
+            there.add(_result(action))
             held[device] += {Kind.F: 1, Kind.W: -1}.get(action.kind, 0)
             (owed if action.kind is Kind.W else left)[device].remove(action)
             if action.kind is Kind.I:
@@ -89,3 +92,25 @@ def swapped(row: deque[Action], space: int) -> Iterator[Action]:
     [['3I1'], ['3I1'], [], ['3I1']]
     """
     return gradients(row, space) if row and row[0].kind is not Kind.F else iter(())
+
+
+def _result(action: Action) -> Result:
+    """Return what an action is waited for; a B also for its I."""
+    return Kind.I if action.kind is Kind.B else action.kind, action.stage, action.microbatch
+
+
+def _needs(action: Action, stages: int) -> list[Result]:
+    """Return what has to be there before an action begins.
+
+    >>> [(str(kind), *where) for kind, *where in _needs(Action.parse("1B7"), stages=3)]
+    [('F', 1, 7), ('I', 2, 7)]
+    """
+    kind, stage, microbatch = action
+    if kind is Kind.F:
+        return [(Kind.F, stage - 1, microbatch)] if stage else []
+    if kind is Kind.W:
+        return [(Kind.I, stage, microbatch)]
+    if kind is not Kind.I and kind is not Kind.B:
+        return []
+    own = (Kind.F, stage, microbatch)
+    return [own, (Kind.I, stage + 1, microbatch)] if stage + 1 < stages else [own]
