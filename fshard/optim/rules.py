@@ -189,27 +189,12 @@ def _next(counts: list[Tensor]) -> list[Tensor]:
 
 
 def _owned(leaves: list[Leaf], donated: bool) -> list[Leaf]:
-    """Return leaves whose memory may be written: their own, if it was donated and no two elements of one share a place."""
-    if not donated:
-        return [like(leaf, list(map(_copy, shards_of(leaf)))) for leaf in leaves]
-    shards = [x for leaf in leaves for x in (leaf.shards if isinstance(leaf, Sharded) else (leaf,)) if x is not None]
-    apart = len({x.data_ptr() for x in shards}) == len(shards) or len(shards) == len(leaves)
-    if apart and all(x.is_contiguous() for x in shards):
-        return leaves
-    return [_apart(leaf) for leaf in leaves]
-
-
-def _apart(leaf: Leaf) -> Leaf:
-    """Return a leaf with copies of the shards that share memory."""
-    shards = shards_of(leaf)
-    places = [shard.data_ptr() if shard.numel() and not shard.is_meta else None for shard in shards]
-    shared = [
-        0 in shard.stride() or (place is not None and places.index(place) < i)
-        for i, (shard, place) in enumerate(zip(shards, places, strict=True))
-    ]
-    if not any(shared):
-        return leaf
-    return like(leaf, [_copy(shard) if copy else shard for shard, copy in zip(shards, shared, strict=True)])
+    """Return leaves whose memory may be written: their own, if it was donated and no two shards share it."""
+    if donated:
+        shards = [x for leaf in leaves for x in shards_of(leaf) if x.numel() and not x.is_meta]
+        if len({x.data_ptr() for x in shards}) == len(shards) and all(x.is_contiguous() for x in shards):
+            return leaves
+    return [like(leaf, list(map(_copy, shards_of(leaf)))) for leaf in leaves]
 
 
 def _copy(x: Tensor) -> Tensor:

@@ -33,6 +33,15 @@ from fshard.transforms.loop_stages import StagedGradient
 from fshard.uncompiled import uncompiled
 
 
+def _refusing(kind: type[Exception], text: str) -> Any:
+    """Return a method that raises."""
+
+    def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
+        raise kind(text)
+
+    return refuse
+
+
 class Model(nn.Module):
     """A model whose parameters are laid out by its plugin: called as before, on this device's part of the batch.
 
@@ -59,24 +68,20 @@ class Model(nn.Module):
         """Drop the gradients, as the optimizer's `zero_grad` does."""
         self.gradient.drop()
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise: the parameters are sharded."""
-        raise ModuleError("state_dict: a boosted model is sharded. Call model.unwrap().state_dict() on all devices.")
-
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise: the parameters are sharded."""
-        raise ModuleError("load_state_dict: a boosted model is sharded. Load before the model is boosted.")
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Model:
-        """Raise: `to`, `half` and all that changes every tensor come before."""
-        raise ModuleError("a boosted model is sharded, so it cannot be moved or converted. Do it before boosting.")
-
-    def __deepcopy__(self, memo: Any) -> Model:
-        """Raise: the parameters are sharded."""
-        raise ModuleError(
-            "a boosted model is sharded, so it cannot be copied. model.unwrap() is a copy with full parameters; "
-            "fs.optim.ema(opt, decay) keeps an average."
-        )
+    state_dict = _refusing(
+        ModuleError, "state_dict: a boosted model is sharded. Call model.unwrap().state_dict() on all devices."
+    )
+    load_state_dict = _refusing(
+        ModuleError, "load_state_dict: a boosted model is sharded. Load before the model is boosted."
+    )
+    _apply = _refusing(
+        ModuleError, "a boosted model is sharded, so it cannot be moved or converted. Do it before boosting."
+    )
+    __deepcopy__ = _refusing(
+        ModuleError,
+        "a boosted model is sharded, so it cannot be copied. model.unwrap() is a copy with full parameters; "
+        "fs.optim.ema(opt, decay) keeps an average.",
+    )
 
     def run_stages(
         self,
@@ -274,17 +279,11 @@ class BoostedOptimizer(torch.optim.Optimizer):
             vars(self.optim)["_opt_called"] = True  # schedulers ask whether a step came before theirs
         return loss
 
-    def state_dict(self) -> Any:
-        """Raise: the state is sharded."""
-        raise OptimizerError("state_dict: a boosted optimizer's state is sharded: optimizer.state.")
-
-    def load_state_dict(self, state_dict: Any) -> None:
-        """Raise: the state is sharded."""
-        raise OptimizerError("load_state_dict: a boosted optimizer's state is sharded: optimizer.state.")
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Raise: the state is sharded."""
-        raise OptimizerError("a boosted optimizer is sharded, so it cannot be copied or pickled.")
+    state_dict = _refusing(OptimizerError, "state_dict: a boosted optimizer's state is sharded: optimizer.state.")
+    load_state_dict = _refusing(
+        OptimizerError, "load_state_dict: a boosted optimizer's state is sharded: optimizer.state."
+    )
+    __reduce_ex__ = _refusing(OptimizerError, "a boosted optimizer is sharded, so it cannot be copied or pickled.")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Train parameters that were in no group so far."""
@@ -307,22 +306,21 @@ def _no_numbers(**given: Any) -> list[str]:
 
 def boosted_model(model: Any) -> Model:
     """Return a model that `boost` has returned; raise if it is another."""
-    if not isinstance(model, Model):
-        raise ModuleError(
-            f"model must be what boost has returned; got {type(model).__name__}. Write "
-            "model, optimizer, *_ = booster.boost(model, optimizer), and give that one."
-        )
-    return model
+    return _boosted(model, Model, "model", ModuleError)
 
 
 def boosted(optimizer: Any) -> BoostedOptimizer:
     """Return an optimizer that `boost` has returned; raise if it is another."""
-    if not isinstance(optimizer, BoostedOptimizer):
-        raise OptimizerError(
-            f"optimizer must be what boost has returned; got {type(optimizer).__name__}. Write "
+    return _boosted(optimizer, BoostedOptimizer, "optimizer", OptimizerError)
+
+
+def _boosted(given: Any, kind: type[Any], name: str, error: type[Exception]) -> Any:
+    if not isinstance(given, kind):
+        raise error(
+            f"{name} must be what boost has returned; got {type(given).__name__}. Write "
             "model, optimizer, *_ = booster.boost(model, optimizer), and give that one."
         )
-    return optimizer
+    return given
 
 
 def with_zeros(grads: PyTree, params: PyTree, lay: Callable[[Layout], Layout]) -> PyTree:
