@@ -28,7 +28,7 @@ def way_in_order(
 ) -> Way:
     """Return the way from summands over `axes`, at a place `on` others, to a layout that adds up over the last axis first.
 
-    It is the cheapest, if that does; else axes are added up one by one, and the gradient is cut with the first.
+    It is the usual way, if that does; else axes are added up one by one, and the gradient is cut with the first.
 
     >>> from fshard import make_mesh
     >>> mesh = make_mesh({"a": 2, "b": 2})
