@@ -116,6 +116,13 @@ class Receiving:
         return tuple([part.view(like.shape) for part, like in zip(parts, likes, strict=True)])
 
 
+_KEPT = 16 << 20
+"""Bytes up to which freed memory stays with the process: glibc keeps blocks no larger than the largest freed so far.
+
+Otherwise each result of 1 MB is new pages, which takes as long as the collective.  (glibc ignores blocks above 32 MB.)
+"""
+
+
 class ProcessWorld:
     """This process among the others."""
 
@@ -136,6 +143,7 @@ class ProcessWorld:
         self._outgoing: list[Departed] = []
         self._to_itself: dict[tuple[int, ...], deque[tuple[Site, Purpose, tuple[Tensor, ...]]]] = defaultdict(deque)
         self._watch = self._new_watch() if watching() else None
+        torch.empty(_KEPT, dtype=torch.uint8)  # freed at once
 
     def _new_watch(self) -> Watch:
         return Watch(self.rank, self.timeout, self._neighbours.has_gone, partial(go_on, self._under_way))
