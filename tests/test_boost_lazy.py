@@ -249,3 +249,24 @@ def test_factory_that_reads_values_is_told_the_fix():
         fs.lazy(deep, None)
     assert 'with device="cpu"' in error.value.__notes__[0]
     assert [layer.p for layer in fs.lazy(deep, "cpu")] == [0, 0.25, 0.5]
+
+
+def test_optimizer_state_of_a_lazy_parameter_is_refused_where_it_has_no_memory():
+    class Eager(torch.optim.SGD):
+        """Makes its state in the constructor."""
+
+        def __init__(self, params):
+            super().__init__(params, lr=0.1)
+            for group in self.param_groups:
+                for p in group["params"]:
+                    self.state[p]["mean"] = torch.zeros_like(p)
+
+    def main():
+        model = nn.Sequential(fs.lazy(nn.Linear, 4, 4))
+        fs.Booster(fs.FSDPPlugin()).boost(model, Eager(model.parameters()))
+
+    message = (
+        "Eager: state of a lazy parameter must be made in step\\(\\), not by the constructor; got 'mean' without memory"
+    )
+    with pytest.raises(fs.optim.OptimizerError, match=message):
+        fs.run(main, mesh=fs.make_mesh({"data": 1}))
