@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Generator, Iterable, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
@@ -144,21 +144,15 @@ _here = _Here()
 
 
 @contextmanager
-def _changed(scope: Scope, **changes: object) -> Generator[None]:
-    before = {name: getattr(scope, name) for name in changes}
-    for name, value in changes.items():
-        setattr(scope, name, value)
+def owning(axes: Iterable[str], notice: Notice | None = None) -> Generator[None]:
+    """Let every value along some axes be the calling device's own for a while: see `fshard.transforms.agree`."""
+    scope = require("a loss function")
+    before = scope.own, scope.notice, scope.roads
+    scope.own, scope.notice, scope.roads = frozenset(axes), notice, None  # nobody would notice what goes by a road
     try:
         yield
     finally:
-        for name, value in before.items():
-            setattr(scope, name, value)
-
-
-def owning(axes: Iterable[str], notice: Notice | None = None) -> AbstractContextManager[None]:
-    """Let every value along some axes be the calling device's own for a while: see `fshard.transforms.agree`."""
-    # nobody would notice what goes by a road, the short way
-    return _changed(require("a loss function"), own=frozenset(axes), notice=notice, roads=None)
+        scope.own, scope.notice, scope.roads = before
 
 
 @contextmanager
