@@ -289,11 +289,12 @@ def _placed(leaf: Any, spec: Any, mesh: Mesh) -> tuple[Cut | None, tuple[Any, ..
     is_even = cut is None or cut.length % cut.parts == 0
     if isinstance(leaf, Sharded) and is_even:
         return cut, (leaf if leaf.layout == layout else device_put(leaf, layout)).shards
-    x = unshard(leaf)
+    x = leaf if type(leaf) is Tensor else unshard(leaf)
     is_plain = not x.requires_grad and is_dense(x)
-    if cut is not None and (not is_even or is_plain):
+    if cut is not None and mesh.size > 1 and (not is_even or is_plain):
         return cut, _samples(x, cut, layout)
-    if layout.spec.is_flat or layout.spec.axes or not is_plain or not x.is_contiguous():
+    is_cut = mesh.size > 1 and (layout.spec.is_flat or layout.spec.axes)
+    if is_cut or not is_plain or not x.is_contiguous():
         return cut, device_put(x, layout).shards
     whole = in_memory(x, mesh, "device")
     return cut, tuple(lent(whole) for _ in held(mesh))  # it is only read, as a rule

@@ -279,9 +279,10 @@ class Known:
 
     def __post_init__(self) -> None:
         by_unit: dict[str, list[int]] = {}
+        alone = self.mesh.size == 1  # nothing is sent, so all are one unit
         for place, leaf in enumerate(self.leaves):
             if leaf.dtype.is_floating_point or leaf.dtype.is_complex:
-                by_unit.setdefault(leaf.unit, []).append(place)
+                by_unit.setdefault("" if alone else leaf.unit, []).append(place)
         self.by_unit = [*by_unit.values()]
 
     def ways(self, along: Along) -> tuple[list[Way | None], int]:
