@@ -145,8 +145,8 @@ def test_reductions_begin_in_the_backward_though_their_order_is_agreed(monkeypat
     monkeypatch.setattr(Reductions, "reduce", watched)
     monkeypatch.setattr(Reductions, "end", ended)
     began.append([])
-    gradients(2, 1, [[0b1111], [0b1111]])
-    assert began == [[3, 2, 1, 0, 4], [3, 2, 1, 0, 4], []]  # each backward, and after it nothing is left
+    gradients(2, 2, [[0b1111] * 2, [0b1111] * 2])
+    assert began == [[3, 2, 1, 0, 4]] * 4 + [[]]  # each backward of both devices, and after it nothing is left
 
 
 # -- stage 3 -------------------------------------------------------------------------------------------------------------

@@ -176,7 +176,7 @@ def elementwise_leaves(elementwise: Elementwise, params: PyTree) -> list[bool]:
 @torch.no_grad()
 def copied(tree: PyTree) -> PyTree:
     """Return a tree of copies; what was one tensor at two places is one again.  Nobody writes to what is frozen."""
-    made: dict[int, Tensor] = {}
+    made: dict[int, Any] = {}
 
     def clone(x: Tensor) -> Tensor:
         found = made.get(id(x))
@@ -186,8 +186,11 @@ def copied(tree: PyTree) -> PyTree:
 
     def copied_leaf(leaf: Leaf) -> Leaf:
         if type(leaf) is Sharded:
-            frozen = leaf.layout.frozen
-            return leaf if frozen else Sharded(leaf.shape, leaf.layout, tuple([clone(x) for x in leaf.shards]))
+            if leaf.layout.frozen:
+                return leaf
+            if (found := made.get(id(leaf))) is None:
+                found = made[id(leaf)] = Sharded(leaf.shape, leaf.layout, tuple([clone(x) for x in leaf.shards]))
+            return found
         return clone(leaf) if isinstance(leaf, Tensor) and not is_frozen(leaf) else leaf
 
     leaves, structure = flatten(tree, sharded_is_leaf=True, none_is_leaf=True)
