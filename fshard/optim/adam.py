@@ -11,13 +11,12 @@ Weight decay is added to the gradient by `adam` (g + decay p), and shrinks the p
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
 
 from fshard.optim import lists
-from fshard.optim.cells import Cells, Rule, each_kind, fused_or, step_tensors
+from fshard.optim.cells import Cells, each_kind, fused_or, step_tensors
 from fshard.optim.contract import Optimizer, at_least, below, pair, refuse
 from fshard.optim.rules import writer
 from fshard.optim.schedules import Rate
@@ -85,39 +84,30 @@ def _adam(
 ) -> Optimizer:
     sizes = at_least(0, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
     refuse("adamw" if decoupled else "adam", pair(betas=betas), sizes, below(1, betas=betas))
-    options = {"betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad, "maximize": maximize}
-    rule: Rule = partial(_adam_rule, decoupled=decoupled, **options)
     kernel = lists.fused_adamw_ if decoupled else lists.fused_adam_
     names = ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if amsgrad else ()))
-    slots = dict.fromkeys(names, torch.zeros_like)
-    return writer(
-        lr, slots, each_kind(rule), fast=fused_or(partial(_adam_fused, kernel=kernel, **options), rule, fused)
-    )
 
+    def rule(cells: Cells, lr: float) -> None:
+        p, m, v = cells.params, cells.state["exp_avg"], cells.state["exp_avg_sq"]
+        g = lists.neg(cells.grads) if maximize else cells.grads
+        if weight_decay and decoupled:
+            lists.mul_(p, 1 - lr * weight_decay)
+        elif weight_decay:
+            g = lists.add_multiple(g, p, weight_decay)
+        moments(m, v, g, betas)
+        if amsgrad:
+            lists.maximum_(cells.state["max_exp_avg_sq"], v)
+            v = cells.state["max_exp_avg_sq"]
+        sizes = [(lr / (1 - betas[0] ** t)) * -1 for t in cells.steps]
+        lists.addcdiv_(p, m, denominators(v, cells.steps, betas[1], eps), sizes)
 
-def _adam_rule(
-    cells: Cells,
-    lr: float,
-    *,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    amsgrad: bool,
-    maximize: bool,
-    decoupled: bool,
-) -> None:
-    p, m, v = cells.params, cells.state["exp_avg"], cells.state["exp_avg_sq"]
-    g = lists.neg(cells.grads) if maximize else cells.grads
-    if weight_decay and decoupled:
-        lists.mul_(p, 1 - lr * weight_decay)
-    elif weight_decay:
-        g = lists.add_multiple(g, p, weight_decay)
-    moments(m, v, g, betas)
-    if amsgrad:
-        lists.maximum_(cells.state["max_exp_avg_sq"], v)
-        v = cells.state["max_exp_avg_sq"]
-    sizes = [(lr / (1 - betas[0] ** t)) * -1 for t in cells.steps]
-    lists.addcdiv_(p, m, denominators(v, cells.steps, betas[1], eps), sizes)
+    def fused_rule(cells: Cells, lr: float) -> None:
+        m, v, largest = (cells.state.get(name, []) for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"))
+        numbers = {"lr": lr, "beta1": betas[0], "beta2": betas[1], "weight_decay": weight_decay, "eps": eps}
+        flags = {"amsgrad": amsgrad, "maximize": maximize}
+        kernel(cells.params, cells.grads, m, v, largest, step_tensors(cells), **numbers, **flags)
+
+    return writer(lr, dict.fromkeys(names, torch.zeros_like), each_kind(rule), fast=fused_or(fused_rule, rule, fused))
 
 
 def moments(m: list[torch.Tensor], v: list[torch.Tensor], g: Any, betas: tuple[float, float]) -> None:
@@ -133,31 +123,3 @@ def denominators(v: list[torch.Tensor], steps: list[float], beta: float, eps: fl
     lists.div_(roots, [(1 - beta**t) ** 0.5 for t in steps])
     lists.add_(roots, eps)
     return roots
-
-
-def _adam_fused(
-    cells: Cells,
-    lr: float,
-    *,
-    kernel: Any,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    amsgrad: bool,
-    maximize: bool,
-) -> None:
-    kernel(
-        cells.params,
-        cells.grads,
-        cells.state["exp_avg"],
-        cells.state["exp_avg_sq"],
-        cells.state["max_exp_avg_sq"] if amsgrad else [],
-        step_tensors(cells),
-        amsgrad=amsgrad,
-        lr=lr,
-        beta1=betas[0],
-        beta2=betas[1],
-        weight_decay=weight_decay,
-        eps=eps,
-        maximize=maximize,
-    )

@@ -29,7 +29,7 @@ from fshard.errors import OptimizerError
 from fshard.mesh.sharded import Sharded
 from fshard.mesh.tree import PyTree, flatten, unflatten
 from fshard.optim import lists
-from fshard.optim.leaves import Leaf, Leaves, is_frozen, like, shards_of
+from fshard.optim.leaves import Leaf, Leaves, is_frozen, like, map_shards, shards_of, trainable
 
 Update = Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
 """A function of gradients, state and parameters: to updates (or parameters) and the next state."""
@@ -98,6 +98,19 @@ def _sum(param: Leaf, update: Leaf) -> Leaf:
             for total, before in zip(sums, shards_of(param), strict=True)
         ],
     )
+
+
+@torch.no_grad()
+def differences(
+    params: PyTree, after: PyTree, grads: PyTree, difference: Callable[[Tensor, Tensor], Tensor] = torch.sub
+) -> PyTree:
+    """Return the updates that lead from parameters to the next ones; None where there is no gradient."""
+    at = Leaves.of(after)
+
+    def update(new: Leaf, old: Leaf, grad: Leaf) -> Leaf:
+        return None if grad is None or not trainable(old) else map_shards(difference, new, old)
+
+    return at.mapped(update, at.beside(params, "params"), at.beside(grads, "grads"))
 
 
 def no_updates(grads: PyTree) -> PyTree:

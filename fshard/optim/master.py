@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fshard.mesh.tree import PyTree
-from fshard.optim.contract import Optimizer, Update, check_inside, scale_inside, step_of
+from fshard.optim.contract import Optimizer, Update, check_inside, differences, scale_inside, step_of
 from fshard.optim.leaves import Leaf, Leaves, map_shards, trainable
 from fshard.optim.plain import on_arrays
 
@@ -58,11 +58,9 @@ def with_master_weights(opt: Optimizer) -> Optimizer:
 
     pure = through(step_of(opt._replace(step=None)))
 
-    @torch.no_grad()
     def update(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
         moved, state = pure(grads, state, params)
-        at = Leaves.of(params)
-        return at.mapped(_update, at.beside(moved, "the optimizer's results"), at.gradients(grads)), state
+        return differences(params, moved, grads, _difference), state
 
     return Optimizer(init, update, through(step_of(opt)), opt.elementwise, scale, arrays=True)
 
@@ -90,11 +88,6 @@ def _rounded(param: Leaf, master: Leaf) -> Leaf:
     return map_shards(lambda p, m: m.to(p.dtype).requires_grad_(p.requires_grad), param, master)
 
 
-def _update(old: Leaf, new: Leaf, grad: Leaf) -> Leaf:
-    """Return what leads from old to new parameters; None where there was no gradient."""
-    return None if grad is None or not trainable(old) else map_shards(_difference, old, new)
-
-
-def _difference(old: Tensor, new: Tensor) -> Tensor:
+def _difference(new: Tensor, old: Tensor) -> Tensor:
     wide = torch.promote_types(old.dtype, torch.float32)
     return torch.where(new == old, 0, new.to(wide) - old.to(wide))  # an infinite one that stays moves by 0

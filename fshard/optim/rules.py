@@ -16,7 +16,6 @@ for all leaves that have made as many; and the slots of the rule, named as in to
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -25,7 +24,7 @@ from fshard.errors import LayoutError, OptimizerError
 from fshard.mesh.sharded import Sharded, key_of
 from fshard.mesh.tree import PyTree
 from fshard.optim.cells import Cells, Rule, cells_of, numbers_of
-from fshard.optim.contract import Optimizer
+from fshard.optim.contract import Optimizer, Update, copied, differences
 from fshard.optim.leaves import (
     Leaf,
     Leaves,
@@ -34,7 +33,6 @@ from fshard.optim.leaves import (
     kind_of,
     like,
     made_of,
-    map_shards,
     shards_of,
     trainable,
 )
@@ -74,72 +72,54 @@ def writer(
             made[name] = _once(at, lambda leaf, make=make: made_of(leaf, make))
         return {"count": count_from_zero()} | {name: at.rebuild(column) for name, column in made.items()}
 
-    def write(grads: PyTree, state: PyTree, params: PyTree, chosen: Rule, donated: bool) -> tuple[Written, PyTree]:
-        _refuse_strange_state(state, {"count", "step", *slots})
-        written = Written.before(grads, state, params, donated)
-        if check:
-            check(written.at)
-        if written.cells.params:
-            chosen(written.cells, rate_at(lr, int(state["count"])))
-        columns = {name: written.at.rebuild(column) for name, column in written.columns.items()}
-        return written, {"count": state["count"] + 1} | columns
+    def stepped(chosen: Rule) -> Update:
+        @torch.no_grad()
+        def step(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+            _refuse_strange_state(state, {"count", "step", *slots})
+            at = Leaves.of(params)
+            after, columns, cells = _opened(at, grads, state)
+            if check:
+                check(at)
+            if cells.params:
+                chosen(cells, rate_at(lr, int(state["count"])))
+            next_state = {name: at.rebuild(column) for name, column in columns.items()}
+            return at.rebuild(after), {"count": state["count"] + 1} | next_state
 
-    @torch.no_grad()
+        return step
+
+    by_rule = stepped(rule)
+
     def update(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
-        written, state = write(grads, state, params, rule, donated=False)
-        before = written.at.leaves
-        updates = {i: map_shards(Tensor.sub_, written.params[i], before[i]) for i in set(written.cells.leaves)}
-        return written.at.rebuild([updates.get(first) for first in written.firsts]), state
+        after, state = by_rule(grads, copied(state), copied(params))
+        return differences(params, after, grads), state
 
-    @torch.no_grad()
-    def step(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
-        written, state = write(grads, state, params, fast or rule, donated=True)
-        return written.at.rebuild(written.params), state
-
-    return Optimizer(init, update, step, elementwise, arrays=True)
+    return Optimizer(init, update, stepped(fast or rule), elementwise, arrays=True)
 
 
-@dataclass(frozen=True)
-class Written:
-    """What a rule writes into, and the leaves that this memory is part of.
+def _opened(at: Leaves, grads: PyTree, state: PyTree) -> tuple[list[Leaf], dict[str, list[Leaf]], Cells]:
+    """Return the leaves of the next parameters, of "step" and of each slot, and the shards among them that a rule writes.
 
-    Args:
-        at: the parameters as they were.
-        firsts: for each leaf the first that is the same; tied leaves are written once.
-        params: the leaves of the next parameters.
-        columns: the leaves of "step" and of each slot.
-        cells: the shards among them that a rule writes.
+    They have the memory of those before, if no two of them share it.  Tied leaves are written once.
     """
-
-    at: Leaves
-    firsts: list[int]
-    params: list[Leaf]
-    columns: dict[str, list[Leaf]]
-    cells: Cells
-
-    @staticmethod
-    def before(grads: PyTree, state: PyTree, params: PyTree, donated: bool) -> Written:
-        """Pair gradients, state and parameters; take their memory if it was donated, else copies of it."""
-        at = Leaves.of(params)
-        given = at.gradients(grads)
-        columns = {name: at.beside(tree, f'state["{name}"]') for name, tree in state.items() if name != "count"}
-        _refuse_others_state(at, columns)
-        firsts, after = at.firsts, list(at.leaves)
-        tied = len(set(firsts)) < len(firsts)
+    given = at.gradients(grads)
+    columns = {name: at.beside(tree, f'state["{name}"]') for name, tree in state.items() if name != "count"}
+    _refuse_others_state(at, columns)
+    firsts, after = at.firsts, list(at.leaves)
+    tied = len(set(firsts)) < len(firsts)
+    if tied:
+        _one_gradient_each(at, given, firsts)
+    moved = [
+        i
+        for i, (param, grad) in enumerate(zip(at.leaves, given, strict=True))
+        if grad is not None and firsts[i] == i and trainable(param)
+    ]
+    for name, column in {"params": after, **columns}.items():
+        some = [column[i] for i in moved]
+        for i, own in zip(moved, _next(some) if name == "step" else _owned(some), strict=True):
+            column[i] = own
         if tied:
-            _one_gradient_each(at, given, firsts)
-        moved = [
-            i
-            for i, (param, grad) in enumerate(zip(at.leaves, given, strict=True))
-            if grad is not None and firsts[i] == i and trainable(param)
-        ]
-        for name, column in {"params": after, **columns}.items():
-            some = [column[i] for i in moved]
-            for i, own in zip(moved, _next(some) if name == "step" else _owned(some, donated), strict=True):
-                column[i] = own
-            if tied:
-                column[:] = [column[first] for first in firsts]
-        return Written(at, firsts, after, columns, cells_of(moved, at.leaves, after, given, columns))
+            column[:] = [column[first] for first in firsts]
+    return after, columns, cells_of(moved, at.leaves, after, given, columns)
 
 
 def _refuse_strange_state(state: PyTree, names: set[str]) -> None:
@@ -188,12 +168,11 @@ def _next(counts: list[Tensor]) -> list[Tensor]:
     return [made[number] for number in numbers]
 
 
-def _owned(leaves: list[Leaf], donated: bool) -> list[Leaf]:
-    """Return leaves whose memory may be written: their own, if it was donated and no two shards share it."""
-    if donated:
-        shards = [x for leaf in leaves for x in shards_of(leaf) if x.numel() and not x.is_meta]
-        if len({x.data_ptr() for x in shards}) == len(shards) and all(x.is_contiguous() for x in shards):
-            return leaves
+def _owned(leaves: list[Leaf]) -> list[Leaf]:
+    """Return leaves whose memory may be written: their own, if no two shards share it."""
+    shards = [x for leaf in leaves for x in shards_of(leaf) if x.numel() and not x.is_meta]
+    if len({x.data_ptr() for x in shards}) == len(shards) and all(x.is_contiguous() for x in shards):
+        return leaves
     return [like(leaf, list(map(_copy, shards_of(leaf)))) for leaf in leaves]
 
 

@@ -12,13 +12,22 @@ What one device finds, all must know before any of them moves: the numbers of ba
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fshard.mesh.tree import PyTree
-from fshard.optim.contract import Optimizer, Update, check_inside, no_updates, refuse, refuse_scaled
+from fshard.optim.contract import (
+    Optimizer,
+    Update,
+    above,
+    below,
+    check_inside,
+    count_from,
+    no_updates,
+    refuse,
+    refuse_scaled,
+)
 from fshard.optim.leaves import Leaves, count_from_zero, map_shards, shards_of
 from fshard.optim.norms import Places, check_summable, largest, sum_over_mesh
 from fshard.optim.plain import on_arrays
@@ -63,8 +72,16 @@ def loss_scaled(
     ([tensor([0.])], tensor(4.), tensor(1))
     """
     check_inside("loss_scaled", opt)
-    rule = Scaling(growth, backoff, interval, hysteresis, smallest, largest)
-    rule.check(initial)
+    limits = {"smallest": smallest, "initial": initial, "largest": largest}
+    out_of_order = not 0 < smallest <= initial <= largest
+    refuse(
+        "loss_scaled",
+        above(1, growth=growth),
+        above(0, backoff=backoff),
+        below(1, backoff=backoff),
+        count_from(1, interval=interval, hysteresis=hysteresis),
+        [", ".join(f"{name}={x}" for name, x in limits.items()) + " out of order"] * out_of_order,
+    )
     opt = on_arrays(opt, "loss_scaled")
     refuse_scaled("loss_scaled", [opt], "gradients would be divided twice")
 
@@ -73,8 +90,11 @@ def loss_scaled(
         return {"scale": torch.tensor(float(initial))} | counts | {"inner": opt.init(params)}
 
     def after(state: PyTree, finite: bool, inner: PyTree) -> PyTree:
-        now = Watched(float(state["scale"]), int(state["finite"]), int(state["patience"]))
-        scale, good, patience = rule.grown(now) if finite else rule.shrunk(now)
+        scale, good, patience = float(state["scale"]), int(state["finite"]) + 1, int(state["patience"])
+        if not finite:
+            scale, good, patience = (scale, 0, patience - 1) if patience > 1 else (max(scale * backoff, smallest), 0, 1)
+        elif good >= interval:
+            scale, good, patience = min(scale * growth, largest), 0, hysteresis
         counts = {"finite": count_from_zero() + good, "patience": count_from_zero() + patience}
         return {"scale": torch.tensor(scale)} | counts | {"skipped": state["skipped"] + (not finite), "inner": inner}
 
@@ -82,57 +102,7 @@ def loss_scaled(
         return _divided(grads, float(state["scale"]))
 
     update, step = if_finite(opt, after, given)
-    return Optimizer(init, update, step, opt.elementwise, _scale_of, arrays=True)
-
-
-class Watched(NamedTuple):
-    """The scale, how many finite steps in a row it has seen, and how many bad ones it still puts up with."""
-
-    scale: float
-    finite: int
-    patience: int
-
-
-class Scaling(NamedTuple):
-    """When and how the scale changes: the arguments of `loss_scaled`."""
-
-    growth: float
-    backoff: float
-    interval: int
-    hysteresis: int
-    smallest: float
-    largest: float
-
-    def check(self, initial: float) -> None:
-        """Raise if the numbers make no sense; name all."""
-        growth, backoff, interval, hysteresis, smallest, largest = self
-        wrong = {
-            f"growth={growth} has to be above 1": growth <= 1,
-            f"backoff={backoff} has to lie between 0 and 1": not 0 < backoff < 1,
-            f"interval={interval} and hysteresis={hysteresis} have to be at least 1": not min(interval, hysteresis)
-            >= 1,
-            f"smallest={smallest}, initial={initial}, largest={largest} out of order": not 0
-            < smallest
-            <= initial
-            <= largest,
-        }
-        refuse("loss_scaled", [text for text, bad in wrong.items() if bad])
-
-    def grown(self, now: Watched) -> Watched:
-        """Return what follows a finite step: after `interval` of them a larger scale."""
-        if now.finite + 1 < self.interval:
-            return now._replace(finite=now.finite + 1)
-        return Watched(min(now.scale * self.growth, self.largest), 0, self.hysteresis)
-
-    def shrunk(self, now: Watched) -> Watched:
-        """Return what follows a step that was not finite: a smaller scale, when patience is at its end."""
-        if now.patience > 1:
-            return Watched(now.scale, 0, now.patience - 1)
-        return Watched(max(now.scale * self.backoff, self.smallest), 0, 1)
-
-
-def _scale_of(state: PyTree) -> Tensor:
-    return state["scale"]
+    return Optimizer(init, update, step, opt.elementwise, lambda state: state["scale"], arrays=True)
 
 
 def _divided(grads: PyTree, scale: float) -> PyTree:

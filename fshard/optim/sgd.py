@@ -9,14 +9,13 @@ Legend: p parameter, g gradient, b momentum buffer.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
 
 from fshard.errors import OptimizerError
 from fshard.optim import lists
-from fshard.optim.cells import Cells, Rule, each_kind, fused_or
+from fshard.optim.cells import Cells, each_kind, fused_or
 from fshard.optim.contract import Optimizer, at_least, finite, refuse
 from fshard.optim.rules import writer
 from fshard.optim.schedules import Rate
@@ -57,49 +56,30 @@ def sgd(
         raise OptimizerError(
             f"sgd: nesterov needs momentum and no dampening; found momentum={momentum}, dampening={dampening}."
         )
-    options = {"momentum": momentum, "dampening": dampening, "weight_decay": weight_decay}
-    flags = {"nesterov": nesterov, "maximize": maximize}
-    rule: Rule = partial(_sgd_rule, **options, **flags)
+
+    def rule(cells: Cells, lr: float) -> None:
+        g: Any = lists.neg(cells.grads) if maximize else cells.grads
+        if weight_decay:
+            g = lists.add_multiple(g, cells.params, weight_decay)
+        if momentum:
+            b = cells.state["momentum_buffer"]
+            lists.mul_(b, momentum)
+            lists.add_multiple_(b, g, 1 - dampening)
+            for buffer, grad, t in zip(b, g, cells.steps, strict=True):
+                if t == 1:
+                    buffer.copy_(grad)
+            g = lists.add_multiple(g, b, momentum) if nesterov else b
+        lists.add_multiple_(cells.params, g, -lr)
+
+    def fused_rule(cells: Cells, lr: float) -> None:
+        numbers = {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay}
+        for is_first in (True, False):  # the kernel makes the first step of all its tensors, or of none
+            some = cells.only([place for place, t in enumerate(cells.steps) if (t == 1) is is_first])
+            if some.params:
+                buffers = some.state.get("momentum_buffer", [])
+                flags = {"nesterov": nesterov, "maximize": maximize, "is_first_step": bool(momentum) and is_first}
+                lists.fused_sgd_(some.params, some.grads, buffers, **numbers, **flags)
+
     slots = {"momentum_buffer": torch.zeros_like} if momentum else {}
-    fast = fused_or(partial(_sgd_fused, **options, **flags), rule, fused)
-    return writer(lr, slots, each_kind(rule, complex_as_real=False), fast=fast)  # torch adds complex numbers here
-
-
-def _sgd_rule(
-    cells: Cells,
-    lr: float,
-    *,
-    momentum: float,
-    dampening: float,
-    weight_decay: float,
-    nesterov: bool,
-    maximize: bool,
-) -> None:
-    g: Any = lists.neg(cells.grads) if maximize else cells.grads
-    if weight_decay:
-        g = lists.add_multiple(g, cells.params, weight_decay)
-    if momentum:
-        b = cells.state["momentum_buffer"]
-        lists.mul_(b, momentum)
-        lists.add_multiple_(b, g, 1 - dampening)
-        for buffer, grad, t in zip(b, g, cells.steps, strict=True):
-            if t == 1:
-                buffer.copy_(grad)
-        g = lists.add_multiple(g, b, momentum) if nesterov else b
-    lists.add_multiple_(cells.params, g, -lr)
-
-
-def _sgd_fused(cells: Cells, lr: float, *, momentum: float, **options: Any) -> None:
-    first = [place for place, t in enumerate(cells.steps) if t == 1]
-    later = [place for place, t in enumerate(cells.steps) if t > 1]
-    for places in filter(None, (first, later)):  # the kernel makes the first step of all its tensors, or of none
-        some = cells.only(places)
-        lists.fused_sgd_(
-            some.params,
-            some.grads,
-            some.state["momentum_buffer"] if momentum else [],
-            lr=lr,
-            momentum=momentum,
-            is_first_step=bool(momentum) and places is first,
-            **options,
-        )
+    by_kind = each_kind(rule, complex_as_real=False)  # torch adds complex numbers here
+    return writer(lr, slots, by_kind, fast=fused_or(fused_rule, rule, fused))

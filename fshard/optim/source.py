@@ -25,8 +25,8 @@ from fshard.mesh.sharded import Sharded
 from fshard.mesh.tree import PyTree
 from fshard.optim.adam import adam, adamw
 from fshard.optim.choose import by_label
-from fshard.optim.contract import Optimizer, check_optimizer, copied
-from fshard.optim.leaves import Leaf, Leaves, map_shards, shards_of, trainable
+from fshard.optim.contract import Optimizer, check_optimizer, copied, differences
+from fshard.optim.leaves import Leaf, Leaves, shards_of, trainable
 from fshard.optim.sgd import sgd
 from fshard.optim.torch_classes import CLASSES, check_divisible, from_torch
 
@@ -336,6 +336,4 @@ class InstanceSource(TorchSource):
 
     def _update(self, grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
         after, state = self._step(grads, state, copied(params))
-        at = Leaves.of(after)
-        pairs = at.beside(params, "params"), at.beside(grads, "grads")
-        return at.mapped(lambda new, old, g: None if g is None else map_shards(torch.sub, new, old), *pairs), state
+        return differences(params, after, grads), state
