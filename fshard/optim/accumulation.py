@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from fshard.mesh.tree import PyTree
-from fshard.optim.contract import Optimizer, Update, check_inside, count_from, no_updates, refuse, scale_inside
+from fshard.optim.contract import Optimizer, Update, count_from, no_updates, refuse, scale_inside
 from fshard.optim.leaves import Leaf, Leaves, count_from_zero, map_shards, trainable
-from fshard.optim.plain import on_arrays
+from fshard.optim.plain import inside
 
 
 def accumulate(opt: Optimizer, every: int) -> Optimizer:
@@ -32,9 +32,8 @@ def accumulate(opt: Optimizer, every: int) -> Optimizer:
     [tensor([1.])]
     [tensor([-1.])]
     """
-    check_inside("accumulate", opt)
     refuse("accumulate", count_from(1, every=every))
-    opt = on_arrays(opt, "accumulate")
+    opt = inside(opt, "accumulate")
 
     def init(params: PyTree) -> PyTree:
         at = Leaves.of(params)

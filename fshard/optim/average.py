@@ -9,9 +9,9 @@ from torch import Tensor
 
 from fshard.errors import OptimizerError
 from fshard.mesh.tree import PyTree
-from fshard.optim.contract import Optimizer, apply_updates, check_inside, copied, refuse, scale_inside, step_of, within
+from fshard.optim.contract import Optimizer, apply_updates, copied, refuse, scale_inside, step_of, within
 from fshard.optim.leaves import Leaves, map_shards, trainable
-from fshard.optim.plain import on_arrays
+from fshard.optim.plain import inside
 
 
 def ema(opt: Optimizer, decay: float) -> Optimizer:
@@ -25,9 +25,8 @@ def ema(opt: Optimizer, decay: float) -> Optimizer:
     >>> params, ema_params(state)
     ([tensor([0.])], [tensor([0.5000])])
     """
-    check_inside("ema", opt)
     refuse("ema", within(0, 1, decay=decay))
-    opt = on_arrays(opt, "ema")
+    opt = inside(opt, "ema")
 
     def init(params: PyTree) -> PyTree:
         return {"ema": copied(params), "inner": opt.init(params)}

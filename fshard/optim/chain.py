@@ -21,7 +21,6 @@ from fshard.optim.contract import (
     Optimizer,
     Update,
     above,
-    check_inside,
     elementwise_leaves,
     finite,
     refuse,
@@ -31,7 +30,7 @@ from fshard.optim.contract import (
 )
 from fshard.optim.leaves import Leaf, Leaves, count_from_zero, map_shards, trainable
 from fshard.optim.norms import global_norm
-from fshard.optim.plain import on_arrays
+from fshard.optim.plain import inside
 from fshard.optim.schedules import Rate, rate_at
 
 
@@ -44,8 +43,7 @@ def chain(*optimizers: Optimizer) -> Optimizer:
     >>> params
     [tensor([0.5000])]
     """
-    check_inside("chain", *optimizers)
-    transforms = [on_arrays(one, "chain") for one in optimizers]
+    transforms = [inside(one, "chain") for one in optimizers]
     refuse_scaled("chain", transforms[1:], "what stands before it would get gradients that are still scaled")
 
     def init(params: PyTree) -> PyTree:

@@ -17,7 +17,6 @@ from fshard.optim.contract import (
     Elementwise,
     Optimizer,
     Update,
-    check_inside,
     elementwise_leaves,
     no_updates,
     refuse_scaled,
@@ -25,7 +24,7 @@ from fshard.optim.contract import (
     step_of,
 )
 from fshard.optim.leaves import Leaf, Leaves, trainable
-from fshard.optim.plain import on_arrays
+from fshard.optim.plain import inside
 
 
 def masked(opt: Optimizer, mask: PyTree | Callable[[str, Leaf], bool]) -> Optimizer:
@@ -43,8 +42,7 @@ def masked(opt: Optimizer, mask: PyTree | Callable[[str, Leaf], bool]) -> Optimi
     >>> opt.step(params, opt.init(params), params)[0]
     {'w': tensor([0.5000]), 'b': tensor([1.])}
     """
-    check_inside("masked", opt)
-    opt = on_arrays(opt, "masked")
+    opt = inside(opt, "masked")
     if opt.step is not None:
         return by_label({True: opt, False: _frozen}, mask, every=False)
     refuse_scaled("masked", [opt], "the other parameters' gradients would be passed on still scaled")
@@ -68,8 +66,7 @@ def by_label(
     >>> opt.step(params, opt.init(params), params)[0]
     {'w': tensor([0.5000]), 'b': tensor([0.7500])}
     """
-    check_inside("by_label", *opts.values())
-    opts = {label: on_arrays(opt, "by_label") for label, opt in opts.items()}
+    opts = {label: inside(opt, "by_label") for label, opt in opts.items()}
     moving = [label for label, opt in opts.items() if opt is not _frozen]
     if len(moving) > 1:
         refuse_scaled(

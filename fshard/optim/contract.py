@@ -164,17 +164,6 @@ def check_optimizer(opt: object, who: str) -> None:
         )
 
 
-def check_inside(who: str, *opts: object) -> None:
-    """Raise unless all are optimizers that may stand inside another: the outermost is the one that is partitioned."""
-    for opt in opts:
-        check_optimizer(opt, who)
-    if any(hasattr(opt, "gradients") for opt in opts):
-        raise OptimizerError(
-            f"{who}: an optimizer that is partitioned already cannot stand inside, since what is around it would work on other "
-            "pieces than it does. Partition once, the whole: fs.partition_optimizer(fs.optim.chain(...), ...)."
-        )
-
-
 def pure_step(opt: Optimizer) -> Update:
     """Return an optimizer's step as a pure function: it is given copies."""
     step = step_of(opt)

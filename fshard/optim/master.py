@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from fshard.mesh.tree import PyTree
-from fshard.optim.contract import Optimizer, Update, check_inside, differences, scale_inside, step_of
+from fshard.optim.contract import Optimizer, Update, differences, scale_inside, step_of
 from fshard.optim.leaves import Leaf, Leaves, map_shards, trainable
-from fshard.optim.plain import on_arrays
+from fshard.optim.plain import inside
 
 _HALVES = (torch.bfloat16, torch.float16)
 
@@ -33,8 +33,7 @@ def with_master_weights(opt: Optimizer) -> Optimizer:
     ([tensor([0.9961], dtype=torch.bfloat16)], [tensor([0.9961])])
     """
 
-    check_inside("with_master_weights", opt)
-    opt = on_arrays(opt, "with_master_weights")
+    opt = inside(opt, "with_master_weights")
 
     @torch.no_grad()
     def init(params: PyTree) -> PyTree:

@@ -179,7 +179,7 @@ def sum_of(rows: Tensor) -> Tensor:
 
 def _norms(shards: Sequence[Tensor], near: torch.device, order: float, dtype: torch.dtype | None) -> Tensor:
     norms = lists.norm(list(map(_real, shards)), order, dtype=dtype) if shards else [torch.zeros((), device=near)]
-    return torch.stack([norm.to(near) for norm in norms]).double()
+    return torch.stack([norm if norm.device == near else norm.to(near) for norm in norms]).double()
 
 
 def _real(x: Tensor) -> Tensor:

@@ -36,9 +36,9 @@ from fshard.mesh.sharded import Sharded
 from fshard.mesh.spec import P
 from fshard.mesh.spmd import fills, standing
 from fshard.mesh.tree import PyTree
-from fshard.optim.contract import Elementwise, Optimizer, Update, check_inside, elementwise_leaves, step_of
+from fshard.optim.contract import Elementwise, Optimizer, Update, elementwise_leaves, step_of
 from fshard.optim.leaves import Leaf, Leaves
-from fshard.optim.plain import on_arrays
+from fshard.optim.plain import inside
 from fshard.source import Site, call_site
 from fshard.uncompiled import uncompiled
 
@@ -100,17 +100,16 @@ def partition_optimizer(
     [f32[4, 3]{on:data=0}, f32[2, 3]{on:data=1}, f32[2, 3]{on:data=1}]
     """
     axes = mesh.check_axes(axis, "partition_optimizer(axis=)")
-    check_inside("partition_optimizer", opt)
-    opt = on_arrays(opt, "partition_optimizer")
+    opt = inside(opt, "partition_optimizer")
     _check(opt, stage, unit)
-    if stage == 0:
+    flat = opt.elementwise if unit is None else unit == "elementwise"
+    if stage == 0 or (flat is True and all(mesh.shape[axis] == 1 for axis in axes)):
 
         def undivided(params: PyTree) -> PyTree:
             _refuse_elsewhere(Leaves.of(params), mesh)
             return opt.init(params)
 
-        return Partitioned(undivided, opt.update, opt.step, opt.elementwise, opt.loss_scale, _same, 0)
-    flat = opt.elementwise if unit is None else unit == "elementwise"
+        return Partitioned(undivided, opt.update, opt.step, opt.elementwise, opt.loss_scale, _same, stage)
 
     @uncompiled
     def init(params: PyTree) -> PyTree:

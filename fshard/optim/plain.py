@@ -65,6 +65,16 @@ def on_arrays(opt: Any, who: str) -> Any:
     )
 
 
+def inside(opt: Any, who: str) -> Any:
+    """Return an optimizer of global arrays that may stand inside another: the outermost is the one that is partitioned."""
+    if hasattr(opt, "gradients"):
+        raise OptimizerError(
+            f"{who}: an optimizer that is partitioned already cannot stand inside, since what is around it would work on other "
+            "pieces than it does. Partition once, the whole: fs.partition_optimizer(fs.optim.chain(...), ...)."
+        )
+    return on_arrays(opt, who)
+
+
 def _no_check(at: Leaves) -> None:
     pass
 

@@ -72,10 +72,12 @@ def writer(
             made[name] = _once(at, lambda leaf, make=make: made_of(leaf, make))
         return {"count": count_from_zero()} | {name: at.rebuild(column) for name, column in made.items()}
 
+    names = {"count", "step", *slots}
+
     def stepped(chosen: Rule) -> Update:
         @torch.no_grad()
         def step(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
-            _refuse_strange_state(state, {"count", "step", *slots})
+            _refuse_strange_state(state, names)
             at = Leaves.of(params)
             after, columns, cells = _opened(at, grads, state)
             if check:
@@ -123,6 +125,8 @@ def _opened(at: Leaves, grads: PyTree, state: PyTree) -> tuple[list[Leaf], dict[
 
 
 def _refuse_strange_state(state: PyTree, names: set[str]) -> None:
+    if isinstance(state, dict) and state.keys() == names and not isinstance(state["count"], Sharded):
+        return
     found = {*map(str, state)} if isinstance(state, dict) else None  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
     if found != names:
         has = f"is a {type(state).__name__}" if found is None else f"has {sorted(found)}"
@@ -130,11 +134,10 @@ def _refuse_strange_state(state: PyTree, names: set[str]) -> None:
             f"This state was not made by this optimizer's init: it {has}, and {sorted(names)} is needed. "
             "Write state = opt.init(params)."
         )
-    if isinstance(state["count"], Sharded):
-        raise OptimizerError(
-            'state["count"] lies on a mesh; it is a number of the host. Lay a state as it would be made: '
-            "fs.device_put(state, fs.layouts(opt.init(params)))."
-        )
+    raise OptimizerError(
+        'state["count"] lies on a mesh; it is a number of the host. Lay a state as it would be made: '
+        "fs.device_put(state, fs.layouts(opt.init(params)))."
+    )
 
 
 def _refuse_others_state(at: Leaves, columns: Mapping[str, list[Leaf]]) -> None:

@@ -22,7 +22,6 @@ from fshard.optim.contract import (
     Update,
     above,
     below,
-    check_inside,
     count_from,
     no_updates,
     refuse,
@@ -30,7 +29,7 @@ from fshard.optim.contract import (
 )
 from fshard.optim.leaves import Leaves, count_from_zero, map_shards, shards_of
 from fshard.optim.norms import Places, check_summable, largest, sum_over_mesh
-from fshard.optim.plain import on_arrays
+from fshard.optim.plain import inside
 
 
 def loss_scaled(
@@ -71,7 +70,6 @@ def loss_scaled(
     >>> params, state["scale"], state["skipped"]
     ([tensor([0.])], tensor(4.), tensor(1))
     """
-    check_inside("loss_scaled", opt)
     limits = {"smallest": smallest, "initial": initial, "largest": largest}
     out_of_order = not 0 < smallest <= initial <= largest
     refuse(
@@ -82,7 +80,7 @@ def loss_scaled(
         count_from(1, interval=interval, hysteresis=hysteresis),
         [", ".join(f"{name}={x}" for name, x in limits.items()) + " out of order"] * out_of_order,
     )
-    opt = on_arrays(opt, "loss_scaled")
+    opt = inside(opt, "loss_scaled")
     refuse_scaled("loss_scaled", [opt], "gradients would be divided twice")
 
     def init(params: PyTree) -> PyTree:
@@ -133,8 +131,7 @@ def skip_if_not_finite(opt: Optimizer) -> Optimizer:
     ([tensor([1.])], tensor(1))
     """
 
-    check_inside("skip_if_not_finite", opt)
-    opt = on_arrays(opt, "skip_if_not_finite")
+    opt = inside(opt, "skip_if_not_finite")
     refuse_scaled("skip_if_not_finite", [opt], "the scale would never learn of the steps that are skipped")
 
     def init(params: PyTree) -> PyTree:
