@@ -178,25 +178,17 @@ def elementwise_leaves(elementwise: Elementwise, params: PyTree) -> list[bool]:
 @torch.no_grad()
 def copied(tree: PyTree) -> PyTree:
     """Return a tree of copies; what was one tensor at two places is one again.  Nobody writes to what is frozen."""
-    made: dict[int, Any] = {}
-
-    def clone(x: Tensor) -> Tensor:
-        found = made.get(id(x))
-        if found is None:
-            found = made[id(x)] = x.clone()
-        return found
+    leaves, structure = flatten(tree, sharded_is_leaf=True, none_is_leaf=True)
+    xs = {id(x): x for leaf in leaves if not is_frozen(leaf) for x in shards_of(leaf) if isinstance(x, Tensor)}
+    new = dict(zip(xs, lists.clone([*xs.values()]), strict=True)) if xs else {}
 
     def copied_leaf(leaf: Leaf) -> Leaf:
-        if type(leaf) is Sharded:
-            if leaf.layout.frozen:
-                return leaf
-            if (found := made.get(id(leaf))) is None:
-                found = made[id(leaf)] = Sharded(leaf.shape, leaf.layout, tuple([clone(x) for x in leaf.shards]))
-            return found
-        return clone(leaf) if isinstance(leaf, Tensor) and not is_frozen(leaf) else leaf
+        if not isinstance(leaf, Sharded) or is_frozen(leaf):
+            return new.get(id(leaf), leaf)
+        return Sharded(leaf.shape, leaf.layout, tuple([new[id(x)] for x in leaf.shards]))
 
-    leaves, structure = flatten(tree, sharded_is_leaf=True, none_is_leaf=True)
-    return unflatten(structure, list(map(copied_leaf, leaves)))
+    made = {id(leaf): copied_leaf(leaf) for leaf in leaves}
+    return unflatten(structure, [made[id(leaf)] for leaf in leaves])
 
 
 def refuse(who: str, *complaints: list[str]) -> None:
