@@ -15,10 +15,10 @@ WRONG = {
     "sgd: lr=nan has to be at least 0; momentum=-1.0 has to be at least 0.": lambda: optim.sgd(NAN, momentum=-1.0),
     "lion: betas=(0.9, 1.0) has to be below 1.": lambda: optim.lion(betas=(0.9, 1.0)),
     "lamb: weight_decay=-0.1 has to be at least 0.": lambda: optim.lamb(weight_decay=-0.1),
-    "muon: lr=-1 has to be at least 0.": lambda: optim.muon(-1),
+    "torch.optim.Muon refused what it was given: Learning rate should be >= 0 but is: -1": lambda: optim.muon(-1),
     "shampoo: eps=-1.0 has to be at least 0.": lambda: optim.shampoo(eps=-1.0),
-    "adafactor: eps=(None, -1.0) has to be at least 0; d=0.0 has to be above 0.": lambda: optim.adafactor(
-        eps=(None, -1.0), d=0.0
+    "torch.optim.Adafactor refused what it was given: Clipping threshold d should be >= 1 but is: 0.0": lambda: (
+        optim.adafactor(d=0.0)
     ),
     "clip_by_value: limit=-1.0 has to lie between 0 and inf.": lambda: optim.clip_by_value(-1.0),
     "clip_by_global_norm: max_norm=-1.0 has to lie between 0 and inf.": lambda: optim.clip_by_global_norm(-1.0),

@@ -8,7 +8,6 @@ params, state = opt.step(grads, state, params)
 from fshard.errors import OptimizerError
 from fshard.optim import schedules
 from fshard.optim.accumulation import accumulate
-from fshard.optim.adafactor import adafactor
 from fshard.optim.adam import adam, adamw
 from fshard.optim.average import ema, ema_params
 from fshard.optim.chain import add_decayed_weights, chain, clip_by_global_norm, clip_by_value, scale
@@ -17,13 +16,12 @@ from fshard.optim.contract import Optimizer, apply_updates, pure_step, step_of
 from fshard.optim.lamb import lamb
 from fshard.optim.lion import lion
 from fshard.optim.master import with_master_weights
-from fshard.optim.muon import muon
 from fshard.optim.norms import global_norm
 from fshard.optim.scaling import all_finite, loss_scaled, skip_if_not_finite
 from fshard.optim.schedules import Rate, Schedule
 from fshard.optim.sgd import sgd
 from fshard.optim.shampoo import shampoo
-from fshard.optim.torch_classes import from_torch
+from fshard.optim.torch_classes import adafactor, from_torch, muon
 
 __all__ = [
     "Optimizer",

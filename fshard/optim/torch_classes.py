@@ -23,10 +23,9 @@ import torch
 from torch import Tensor, nn
 
 from fshard.errors import OptimizerError
-from fshard.optim.adafactor import SLOTS as ADAFACTOR
-from fshard.optim.cells import Cells, Rule
+from fshard.optim.cells import Cells, Rule, each_kind
 from fshard.optim.contract import Optimizer
-from fshard.optim.leaves import check_whole
+from fshard.optim.leaves import Leaf, check_whole, refuse_complex
 from fshard.optim.lists import rounds_by_place
 from fshard.optim.rules import Slots, writer
 from fshard.optim.schedules import Rate
@@ -40,12 +39,14 @@ class TorchClass(NamedTuple):
         options: for some of that, the option that has to be on.
         elementwise: whether an element's update depends on that element alone.
         counts: whether it counts the steps of each parameter.
+        refuse: why a parameter is not for it, if that is so.
     """
 
     state: Slots
     options: Mapping[str, str] = {}
     elementwise: bool = True
     counts: bool = True
+    refuse: Callable[[Leaf], str | None] = lambda leaf: None
 
 
 def _like(*names: str) -> dict[str, Callable[[Tensor], Tensor]]:
@@ -56,6 +57,15 @@ def _numbers(*names: str) -> dict[str, Callable[[Tensor], Tensor]]:
     return dict.fromkeys(names, lambda x: torch.zeros((), device="cpu" if x.is_meta else x.device))
 
 
+def _refuse_all_but_matrices(leaf: Leaf) -> str | None:
+    return refuse_complex(leaf) or (None if leaf.ndim == 2 else f"it has {leaf.ndim} dims, not 2")
+
+
+_FACTORS: Slots = {
+    "row_var": lambda p: p.new_zeros((*p.shape[:-1], 1)) if p.ndim > 1 else None,
+    "col_var": lambda p: p.new_zeros((*p.shape[:-2], 1, p.shape[-1])) if p.ndim > 1 else None,
+    "variance": lambda p: torch.zeros_like(p) if p.ndim < 2 else None,
+}
 _MEANS = _like("exp_avg", "exp_avg_sq")
 _ADAM = TorchClass(_MEANS | _like("max_exp_avg_sq"), {"max_exp_avg_sq": "amsgrad"})
 CLASSES: dict[type[torch.optim.Optimizer], TorchClass] = {
@@ -72,8 +82,10 @@ CLASSES: dict[type[torch.optim.Optimizer], TorchClass] = {
     ),
     torch.optim.Rprop: TorchClass(_like("prev", "step_size")),
     torch.optim.SGD: TorchClass(_like("momentum_buffer"), {"momentum_buffer": "momentum"}, counts=False),
-    torch.optim.Adafactor: TorchClass(ADAFACTOR, elementwise=False),
-    torch.optim.Muon: TorchClass(_like("momentum_buffer"), elementwise=False, counts=False),
+    torch.optim.Adafactor: TorchClass(_FACTORS, elementwise=False, refuse=refuse_complex),
+    torch.optim.Muon: TorchClass(
+        _like("momentum_buffer"), elementwise=False, counts=False, refuse=_refuse_all_but_matrices
+    ),
 }
 """Every class of torch.optim that steps by gradients alone."""
 _REFUSED = {
@@ -97,6 +109,33 @@ def from_torch(cls: type[torch.optim.Optimizer], **options: Any) -> Optimizer:
     >>> params, state["sum"]
     ([tensor([0.5000])], [tensor([4.])])
     """
+    return _pure(cls, f"from_torch({getattr(cls, '__name__', cls)})", options)
+
+
+def adafactor(lr: Rate = 1e-2, **options: Any) -> Optimizer:
+    """Make Adafactor (Shazeer and Stern 2018) of torch.optim.Adafactor, with its options.  Parameters must be whole.
+
+    A matrix's mean squares are kept as one number for each row and one for each column.
+
+    >>> opt = adafactor(0.5)
+    >>> state = opt.init([torch.ones(4, 3)])
+    >>> state["row_var"][0].shape, state["col_var"][0].shape, state["variance"]
+    (torch.Size([4, 1]), torch.Size([1, 3]), [None])
+    """
+    return _pure(torch.optim.Adafactor, "adafactor", {"lr": lr, **options})
+
+
+def muon(lr: Rate = 1e-3, **options: Any) -> Optimizer:
+    """Make Muon (Jordan 2024) of torch.optim.Muon, with its options, for matrices.  They must be whole.
+
+    >>> opt = muon(1.0, weight_decay=0.0)
+    >>> opt.update([torch.eye(2) * 100], opt.init([torch.zeros(2, 2)]), [torch.zeros(2, 2)])[0][0].diagonal()
+    tensor([-1.1250, -1.1250])
+    """
+    return _pure(torch.optim.Muon, "muon", {"lr": lr, **options})
+
+
+def _pure(cls: type[torch.optim.Optimizer], who: str, options: dict[str, Any]) -> Optimizer:
     known = torch_class(cls, "from_torch")
     usual = {name: x.default for name, x in signature(cls).parameters.items() if x.default is not x.empty}
     lr: Rate = options.pop("lr", usual["lr"])
@@ -110,9 +149,9 @@ def from_torch(cls: type[torch.optim.Optimizer], **options: Any) -> Optimizer:
     return writer(
         lr,
         slots,
-        _in_32_bits(unfused) if known.elementwise else unfused,
+        _in_32_bits(unfused) if known.elementwise else each_kind(unfused, complex_as_real=False),
         fast=_rule(cls, known, options) if options.get("fused") else None,
-        check=None if known.elementwise else check_whole(f"from_torch({cls.__name__})"),
+        check=None if known.elementwise else check_whole(who, refuse=known.refuse),
         elementwise=known.elementwise,
     )
 
@@ -141,7 +180,7 @@ def _instance(
     try:
         return cls(params, **lr, **options)
     except (TypeError, ValueError) as error:
-        raise OptimizerError(f"from_torch: torch.optim.{cls.__name__} refused what it was given: {error}") from error
+        raise OptimizerError(f"torch.optim.{cls.__name__} refused what it was given: {error}") from error
 
 
 def _rule(cls: Any, known: TorchClass, options: Mapping[str, Any]) -> Rule:
