@@ -141,22 +141,23 @@ class Leaves:
             )
         return leaves
 
-    def gradients(self, tree: PyTree, name: str = "grads") -> list[Leaf]:
-        """Return the leaves of a tree that has for each parameter a tensor that lies as it does, or None."""
+    def gradients(self, tree: PyTree, name: str = "grads", *, any_shape: bool = False) -> list[Leaf]:
+        """Return the leaves of a tree that has for each parameter a tensor that lies as it does, or None.
+
+        With `any_shape`, tensors of another shape than the parameter's may lie otherwise.
+        """
         leaves = self.beside(tree, name)
         wrong = [
-            i
-            for i, (param, leaf) in enumerate(zip(self.leaves, leaves, strict=True))
+            f"\n  {path or 'the leaf'}: params has {kind_of(param)}, {name} has {kind_of(leaf)}"
+            for path, param, leaf in zip(self.paths, self.leaves, leaves, strict=True)
             if leaf is not None and not alike(param, leaf)
+            if not any_shape or (param is not None and param.ndim and param.shape == leaf.shape)
         ]
         if wrong:
-            found = [
-                f"\n  {self.paths[i] or 'the leaf'}: params has {kind_of(self.leaves[i])}, {name} has {kind_of(leaves[i])}"
-                for i in wrong
-            ]
             raise LayoutError(
-                f"{name} must lie as params do, or be None:{''.join(found)}\n"
-                "Lay them alike: fs.reshard(grads, layout) or fs.device_put(params, layout)."
+                f"{name} must lie as params do, or be None:{''.join(wrong)}\n"
+                "Lay gradients alike, fs.reshard(grads, layout), and a state as its optimizer would make it: "
+                "fs.device_put(state, fs.layouts(opt.init(params)))."
             )
         return leaves
 

@@ -37,7 +37,7 @@ from fshard.mesh.spec import P
 from fshard.mesh.spmd import fills, standing
 from fshard.mesh.tree import PyTree
 from fshard.optim.contract import Elementwise, Optimizer, Update, elementwise_leaves, step_of
-from fshard.optim.leaves import Leaf, Leaves
+from fshard.optim.leaves import Leaf, Leaves, kind_of
 from fshard.optim.plain import inside
 from fshard.source import Site, call_site
 from fshard.uncompiled import uncompiled
@@ -106,23 +106,26 @@ def partition_optimizer(
     if stage == 0 or (flat is True and all(mesh.shape[axis] == 1 for axis in axes)):
 
         def undivided(params: PyTree) -> PyTree:
-            _refuse_elsewhere(Leaves.of(params), mesh)
+            at = Leaves.of(params)
+            _refuse_elsewhere(at, at.leaves, mesh, plain=True)
             return opt.init(params)
 
         return Partitioned(undivided, opt.update, opt.step, opt.elementwise, opt.loss_scale, _same, stage)
 
     @uncompiled
     def init(params: PyTree) -> PyTree:
-        at = _placed(params, mesh)
+        at = Leaves.of(params)
+        _refuse_elsewhere(at, at.leaves, mesh)
         (own,) = _laid([at.leaves], _targets(at, flat, axes), call_site())
         return opt.init(at.rebuild(own))
 
     def through(act: Update, *, donated: bool) -> Update:
         @uncompiled
         def run(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
-            at, site = _placed(params, mesh), call_site()
+            at, site = Leaves.of(params), call_site()
             given = at.beside(grads, "grads")
-            _refuse_unplaced(at, given)
+            for leaves in (at.leaves, given):
+                _refuse_elsewhere(at, leaves, mesh)
             targets = _targets(at, flat, axes)
             if all(
                 _lies(leaf, target)
@@ -242,33 +245,19 @@ def shared_out(sizes: Sequence[int], n: int) -> list[int]:
     return owners
 
 
-def _placed(params: PyTree, mesh: Mesh) -> Leaves:
-    at = Leaves.of(params)
-    _refuse_unplaced(at, at.leaves)
-    _refuse_elsewhere(at, mesh)
-    return at
-
-
-def _refuse_elsewhere(at: Leaves, mesh: Mesh) -> None:
-    """Raise naming the parameters that lie on another mesh."""
+def _refuse_elsewhere(at: Leaves, leaves: list[Leaf], mesh: Mesh, *, plain: bool = False) -> None:
+    """Raise naming what does not lie on a mesh; `plain` tensors may."""
     wrong = [
-        place
-        for place, leaf in enumerate(at.leaves)
-        if isinstance(leaf, Sharded) and leaf.mesh is not mesh and leaf.mesh not in (mesh, standing(mesh))
+        f"{path or 'the leaf'} is {kind_of(leaf)}"
+        for path, leaf in zip(at.paths, leaves, strict=True)
+        if leaf is not None and not (plain and not isinstance(leaf, Sharded))
+        if not isinstance(leaf, Sharded) or (leaf.mesh is not mesh and leaf.mesh not in (mesh, standing(mesh)))
     ]
     if wrong:
-        found = "; ".join(f"params{at.paths[place]} lies on {at.leaves[place].mesh}" for place in wrong)
         raise LayoutError(
-            f"partition_optimizer on {mesh}: {found}. Give the mesh of the parameters, or lay them on this one: "
+            f"partition_optimizer on {mesh}: {'; '.join(wrong)}. Give the mesh of the parameters, or lay them on this one: "
             "fs.shard_params(params, rules, mesh=mesh)."
         )
-
-
-def _refuse_unplaced(at: Leaves, leaves: list[Leaf]) -> None:
-    wrong = [place for place, leaf in enumerate(leaves) if leaf is not None and not isinstance(leaf, Sharded)]
-    if wrong:
-        found = "; ".join(f"{at.paths[place] or 'the leaf'} is a {type(leaves[place]).__name__}" for place in wrong)
-        raise LayoutError(f"partition_optimizer: {found}. Lay the parameters on the mesh with fs.shard_params.")
 
 
 def _lies(leaf: Leaf, target: Layout | None) -> bool:

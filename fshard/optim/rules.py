@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from fshard.errors import LayoutError, OptimizerError
+from fshard.errors import OptimizerError
 from fshard.mesh.sharded import Sharded, key_of
 from fshard.mesh.tree import PyTree
 from fshard.optim.cells import Cells, Rule, cells_of, numbers_of
@@ -28,9 +28,7 @@ from fshard.optim.contract import Optimizer, Update, copied, differences
 from fshard.optim.leaves import (
     Leaf,
     Leaves,
-    alike,
     count_from_zero,
-    kind_of,
     like,
     made_of,
     shards_of,
@@ -104,8 +102,9 @@ def _opened(at: Leaves, grads: PyTree, state: PyTree) -> tuple[list[Leaf], dict[
     They have the memory of those before, if no two of them share it.  Tied leaves are written once.
     """
     given = at.gradients(grads)
-    columns = {name: at.beside(tree, f'state["{name}"]') for name, tree in state.items() if name != "count"}
-    _refuse_others_state(at, columns)
+    columns = {
+        name: at.gradients(tree, f'state["{name}"]', any_shape=True) for name, tree in state.items() if name != "count"
+    }
     firsts, after = at.firsts, list(at.leaves)
     tied = len(set(firsts)) < len(firsts)
     if tied:
@@ -138,30 +137,6 @@ def _refuse_strange_state(state: PyTree, names: set[str]) -> None:
         'state["count"] lies on a mesh; it is a number of the host. Lay a state as it would be made: '
         "fs.device_put(state, fs.layouts(opt.init(params)))."
     )
-
-
-def _refuse_others_state(at: Leaves, columns: Mapping[str, list[Leaf]]) -> None:
-    """Raise naming the state that is as large as its parameter and lies otherwise: it was made for another layout."""
-    places = [param.layout if isinstance(param, Sharded) else None for param in at.leaves]
-    wrong: list[tuple[str, int]] = []
-    for name, column in columns.items():
-        if name == "step" or places == [slot.layout if isinstance(slot, Sharded) else None for slot in column]:
-            continue
-        wrong += [
-            (name, i)
-            for i, (param, slot) in enumerate(zip(at.leaves, column, strict=True))
-            if slot is not None and param is not None and param.ndim  # a number of a leaf is no piece of it
-            if slot.shape == param.shape and not alike(param, slot)
-        ]
-    if wrong:
-        found = "".join(
-            f'\n  state["{name}"]{at.paths[i]}: {kind_of(columns[name][i])}, beside {kind_of(at.leaves[i])}'
-            for name, i in wrong
-        )
-        raise LayoutError(
-            f"This state was made for parameters that lie otherwise, by another stage or mesh perhaps:{found}\n"
-            "Lay it as this optimizer would make it: fs.device_put(state, fs.layouts(opt.init(params)))."
-        )
 
 
 def _next(counts: list[Tensor]) -> list[Tensor]:

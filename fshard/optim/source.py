@@ -1,6 +1,6 @@
 """Optimizers that a Booster is given, as the pure optimizers that they are in the next step.
 
-    None, fs.optim.adamw(...)           FixedSource       the same in every step
+    None, fs.optim.adamw(...)           OptimizerSource       the same in every step
     torch.optim.AdamW(groups)           GroupsSource      a pure optimizer for each group, by the options that it has now
     class Lion(torch.optim.Optimizer)   InstanceSource    the instance itself steps, on this device's local shards
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from inspect import signature
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,52 +34,36 @@ NOTHING = Optimizer(lambda params: (), lambda grads, state, params: (grads, stat
 """Trains nothing: it has no state, and passes gradients on."""
 
 
-class OptimizerSource(Protocol):
-    """An optimizer that may change from step to step, and the parameters that it trains."""
+@dataclass(frozen=True)
+class OptimizerSource:
+    """An optimizer that may change from step to step, and the parameters that it trains: a pure one is for all, and stays."""
+
+    opt: Optimizer = NOTHING
 
     def now(self) -> Optimizer:
         """Return the optimizer as it is now: the same object as long as nothing but learning rates changes."""
-        ...
+        return self.opt
 
     def trained(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Freeze the parameters that it does not train."""
-        ...
+        return dict(params)
 
     def point_at(self, params: Mapping[str, Tensor]) -> None:
         """Refer to these tensors in place of the parameters with their names, which may then be freed."""
-        ...
 
 
 def optimizer_source(given: Any, params: Mapping[str, Tensor], who: str) -> OptimizerSource:
     """Make the source for an optimizer of torch or of `fs.optim`, which trains some of `params`; None trains nothing."""
     if given is None:
-        return FixedSource()
+        return OptimizerSource()
     if not isinstance(given, torch.optim.Optimizer):
         check_optimizer(given, who)
-        return FixedSource(given)
+        return OptimizerSource(given)
     check_divisible(type(given))
     return GroupsSource(given, params) if type(given) in CLASSES else InstanceSource(given, params)
 
 
-@dataclass(frozen=True)
-class FixedSource:
-    """A pure optimizer: it is for all parameters, and stays as it is."""
-
-    opt: Optimizer = NOTHING
-
-    def now(self) -> Optimizer:
-        """Return it."""
-        return self.opt
-
-    def trained(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Freeze nothing."""
-        return dict(params)
-
-    def point_at(self, params: Mapping[str, Tensor]) -> None:
-        """Do nothing: it refers to none."""
-
-
-class TorchSource:
+class TorchSource(OptimizerSource):
     """An optimizer of torch: the names of the parameters in its groups."""
 
     def __init__(self, given: torch.optim.Optimizer, params: Mapping[str, Tensor]) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from fshard.errors import FshardError, ModuleError
-from fshard.optim.source import FixedSource, OptimizerSource, optimizer_source
+from fshard.optim.source import OptimizerSource, optimizer_source
 from fshard.transforms.lazy import undescribed
 from fshard.transforms.torch_style import BoostedOptimizer, Model
 
@@ -28,7 +28,11 @@ def taken(
     Traceback (most recent call last):
     fshard.errors.ModuleError: boost: criterion is called, 'mse' cannot be; lr_scheduler has a step(), 'cosine' has none.
     """
-    wrong, lost, source = [*_of_model(model), *(_without_memory(model) if who == "boost" else ())], None, FixedSource()
+    wrong, lost, source = (
+        [*_of_model(model), *(_without_memory(model) if who == "boost" else ())],
+        None,
+        OptimizerSource(),
+    )
     if isinstance(optimizer, BoostedOptimizer):
         wrong.append("the optimizer has been boosted already: make one of model.unwrap().parameters()")
     elif not (wrong and isinstance(optimizer, torch.optim.Optimizer)):
