@@ -14,7 +14,7 @@ import torch
 
 from fshard.mesh.tree import PyTree
 from fshard.optim.contract import Optimizer, Update, count_from, no_updates, refuse, scale_inside
-from fshard.optim.leaves import Leaf, Leaves, count_from_zero, map_shards, trainable
+from fshard.optim.leaves import Leaf, Leaves, count_from_zero, each_shard, map_shards, trainable
 from fshard.optim.plain import inside
 
 
@@ -49,13 +49,8 @@ def accumulate(opt: Optimizer, every: int) -> Optimizer:
             if int(state["count"]) % every:
                 return otherwise(grads, params), state
             result, inner = act(_means(state, every), state["inner"], params)
-            return result, state | {
-                "seen": Leaves.of(state["seen"]).mapped(lambda n: None if n is None else torch.zeros_like(n)),
-                "sums": Leaves.of(state["sums"]).mapped(
-                    lambda x: None if x is None else map_shards(torch.zeros_like, x)
-                ),
-                "inner": inner,
-            }
+            none = {name: each_shard(torch.zeros_like, state[name]) for name in ("seen", "sums")}
+            return result, state | none | {"inner": inner}
 
         return torch.no_grad()(run)
 

@@ -31,15 +31,13 @@ class Cells:
     """Shards and what belongs to each.
 
     Args:
-        leaves: which leaf of the tree each is a shard of, by number, and
-        owners: that leaf as it was, for its layout.
+        owners: the leaf that each is a shard of, as it was.
         params: the shards, to be written.
         grads: their gradients, of the same dtype, not to be written.
         steps: how many steps each will have made with this one.
         state: the slots, to be written.  A slot that a leaf does not have is None.
     """
 
-    leaves: list[int]
     owners: list[Leaf]
     params: list[Tensor]
     grads: list[Tensor]
@@ -53,7 +51,6 @@ class Cells:
             return [column[place] for place in places]
 
         return Cells(
-            taken(self.leaves),
             taken(self.owners),
             taken(self.params),
             taken(self.grads),
@@ -104,7 +101,6 @@ def cells_of(
 
     written = shards(params)
     return Cells(
-        leaves=repeated(moved),
         owners=repeated([owners[i] for i in moved]),
         params=written,
         grads=[g if g.dtype is p.dtype else g.to(p.dtype) for g, p in zip(shards(grads), written, strict=True)],

@@ -28,7 +28,7 @@ from fshard.optim.contract import (
     scale_inside,
     within,
 )
-from fshard.optim.leaves import Leaf, Leaves, count_from_zero, map_shards, trainable
+from fshard.optim.leaves import Leaf, Leaves, count_from_zero, each_shard, map_shards, trainable
 from fshard.optim.norms import global_norm
 from fshard.optim.plain import inside
 from fshard.optim.schedules import Rate, rate_at
@@ -90,7 +90,7 @@ def scale(factor: Rate) -> Optimizer:
 
     def update(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
         by = rate_at(factor, int(state["count"]))
-        return _each(lambda grad: grad * by, grads), {"count": state["count"] + 1}
+        return each_shard(lambda grad: grad * by, grads), {"count": state["count"] + 1}
 
     return Optimizer(
         lambda params: {"count": count_from_zero()}, torch.no_grad()(update), elementwise=True, arrays=True
@@ -107,7 +107,7 @@ def clip_by_value(limit: float) -> Optimizer:
 
     refuse("clip_by_value", within(0, inf, limit=limit))
 
-    return _stateless(lambda grads, params: _each(lambda grad: _clipped(grad, limit), grads))
+    return _stateless(lambda grads, params: each_shard(lambda grad: _clipped(grad, limit), grads))
 
 
 def clipped_if_finite(grads: PyTree, limit: float) -> PyTree:
@@ -116,7 +116,7 @@ def clipped_if_finite(grads: PyTree, limit: float) -> PyTree:
     >>> clipped_if_finite([torch.tensor([3.0, torch.inf])], 1.0)
     [tensor([1., inf])]
     """
-    return _each(lambda grad: torch.where(grad.isinf(), grad, _clipped(grad, limit)), grads)
+    return each_shard(lambda grad: torch.where(grad.isinf(), grad, _clipped(grad, limit)), grads)
 
 
 def _clipped(grad: Tensor, limit: float) -> Tensor:
@@ -146,7 +146,7 @@ def shrunk(grads: PyTree, norm: Tensor, max_norm: float) -> PyTree:
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     if factor.is_cpu and bool(factor == 1.0):  # known without waiting for a device
         return grads
-    return _each(lambda grad: grad * factor.to(grad.device, grad.dtype), grads)
+    return each_shard(lambda grad: grad * factor.to(grad.device, grad.dtype), grads)
 
 
 def add_decayed_weights(decay: float) -> Optimizer:
@@ -181,8 +181,3 @@ def _stateless(transform: Callable[[PyTree, PyTree], PyTree]) -> Optimizer:
         return transform(grads, params), state
 
     return Optimizer(lambda params: (), update, elementwise=True, arrays=True)
-
-
-def _each(f: Callable[[Tensor], Tensor], grads: PyTree) -> PyTree:
-    """Apply a function to the shards of every gradient."""
-    return Leaves.of(grads).mapped(lambda grad: None if grad is None else map_shards(f, grad))

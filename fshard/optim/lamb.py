@@ -10,8 +10,6 @@ The norms are those of whole leaves, whatever their layout: all of them in one v
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -47,11 +45,10 @@ def lamb(
     refuse("lamb", pair(betas=betas), sizes, below(1, betas=betas))
 
     def rule(cells: Cells, lr: float) -> None:
-        directions = [torch.empty(0)] * len(cells.params)
-        numbered = replace(cells, leaves=list(range(len(cells.params))))
-        for kind in numbered.kinds():
-            for place, direction in zip(kind.leaves, _directions(kind.real(), betas, eps, weight_decay), strict=True):
-                directions[place] = direction
+        found: dict[int, Tensor] = {}
+        for kind in cells.kinds():
+            found |= zip(map(id, kind.params), _directions(kind.real(), betas, eps, weight_decay), strict=True)
+        directions = [found[id(param)] for param in cells.params]
         for param, direction, ratio in zip(cells.params, directions, _ratios(cells, directions), strict=True):
             real = torch.view_as_real(param) if param.is_complex() else param
             real.sub_(direction * (lr * ratio).to(direction.device, direction.dtype))
@@ -76,12 +73,13 @@ def _directions(cells: Cells, betas: tuple[float, float], eps: float, weight_dec
 
 def _ratios(cells: Cells, directions: list[Tensor]) -> list[Tensor]:
     """Return for each cell the ratio of the norms of its leaf and of its leaf's direction; 1 where one is 0."""
-    near, numbers = cells.params[0].device, {leaf: number for number, leaf in enumerate(dict.fromkeys(cells.leaves))}
+    near, leaves = cells.params[0].device, {id(leaf): leaf for leaf in cells.owners}
+    numbers = {leaf: number for number, leaf in enumerate(leaves)}
     found: list[list[tuple[Tensor, Tensor]]] = [[] for _ in numbers]  # of each leaf, for each of its shards
     digits = in_digits(cells.owners)
     found_in = (squares(shards, near, digits=digits) for shards in (cells.params, directions))
-    for leaf, *both in zip(cells.leaves, *found_in, strict=True):
-        found[numbers[leaf]].append((both[0], both[1]))
+    for leaf, *both in zip(cells.owners, *found_in, strict=True):
+        found[numbers[id(leaf)]].append((both[0], both[1]))
 
     def row(places: Places) -> Tensor:
         here = dict(places)
@@ -89,9 +87,8 @@ def _ratios(cells: Cells, directions: list[Tensor]) -> list[Tensor]:
         own = [found[number][here[number]] if number in here else none for number in range(len(found))]
         return torch.cat([sums for column in zip(*own, strict=True) for sums in column])
 
-    owners = dict(zip(cells.leaves, cells.owners, strict=True))
-    sums = sum_over_mesh([owners[leaf] for leaf in numbers], row)
+    sums = sum_over_mesh([*leaves.values()], row)
     of_params, of_directions = sum_of(sums.reshape(2, len(numbers), -1)).sqrt()  # (2, leaves)
     usable = (of_params > 0) & (of_directions > 0)
     ratios = torch.where(usable, of_params / of_directions, torch.ones_like(of_params))
-    return [ratios[numbers[leaf]] for leaf in cells.leaves]
+    return [ratios[numbers[id(leaf)]] for leaf in cells.owners]

@@ -99,6 +99,11 @@ def firsts_of(leaves: Sequence[Leaf]) -> list[int]:
     return [i if leaf is None else seen.setdefault(key_of(leaf), i) for i, leaf in enumerate(leaves)]
 
 
+def each_shard(f: Callable[[Tensor], Tensor], tree: PyTree) -> PyTree:
+    """Apply a function to the shards of every leaf of a tree."""
+    return Leaves.of(tree).mapped(lambda leaf: map_shards(f, leaf))
+
+
 @dataclass(frozen=True)
 class Leaves:
     """The leaves of a tree, and how to put the tree together again."""
@@ -148,14 +153,18 @@ class Leaves:
         """
         leaves = self.beside(tree, name)
         wrong = [
-            f"\n  {path or 'the leaf'}: params has {kind_of(param)}, {name} has {kind_of(leaf)}"
-            for path, param, leaf in zip(self.paths, self.leaves, leaves, strict=True)
+            i
+            for i, (param, leaf) in enumerate(zip(self.leaves, leaves, strict=True))
             if leaf is not None and not alike(param, leaf)
             if not any_shape or (param is not None and param.ndim and param.shape == leaf.shape)
         ]
         if wrong:
+            found = [
+                f"\n  {self.paths[i] or 'the leaf'}: params has {kind_of(self.leaves[i])}, {name} has {kind_of(leaves[i])}"
+                for i in wrong
+            ]
             raise LayoutError(
-                f"{name} must lie as params do, or be None:{''.join(wrong)}\n"
+                f"{name} must lie as params do, or be None:{''.join(found)}\n"
                 "Lay gradients alike, fs.reshard(grads, layout), and a state as its optimizer would make it: "
                 "fs.device_put(state, fs.layouts(opt.init(params)))."
             )

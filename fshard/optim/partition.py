@@ -110,7 +110,9 @@ def partition_optimizer(
             _refuse_elsewhere(at, at.leaves, mesh, plain=True)
             return opt.init(params)
 
-        return Partitioned(undivided, opt.update, opt.step, opt.elementwise, opt.loss_scale, _same, stage)
+        return Partitioned(
+            undivided, opt.update, opt.step, opt.elementwise, opt.loss_scale, lambda layout: layout, stage
+        )
 
     @uncompiled
     def init(params: PyTree) -> PyTree:
@@ -165,10 +167,6 @@ def _check(opt: Optimizer, stage: Stage, unit: Unit | None) -> None:
             'pieces of parameters would give it other results. Use unit="matrix", which gives each parameter whole to one '
             "device, or leave it to the optimizer: unit=None."
         )
-
-
-def _same(layout: Layout) -> Layout:
-    return layout
 
 
 def pieces(layout: Layout, axes: tuple[str, ...]) -> Layout:
@@ -247,13 +245,15 @@ def shared_out(sizes: Sequence[int], n: int) -> list[int]:
 
 def _refuse_elsewhere(at: Leaves, leaves: list[Leaf], mesh: Mesh, *, plain: bool = False) -> None:
     """Raise naming what does not lie on a mesh; `plain` tensors may."""
-    wrong = [
-        f"{path or 'the leaf'} is {kind_of(leaf)}"
-        for path, leaf in zip(at.paths, leaves, strict=True)
-        if leaf is not None and not (plain and not isinstance(leaf, Sharded))
-        if not isinstance(leaf, Sharded) or (leaf.mesh is not mesh and leaf.mesh not in (mesh, standing(mesh)))
-    ]
-    if wrong:
+
+    def elsewhere(leaf: Leaf) -> bool:
+        if not isinstance(leaf, Sharded):
+            return leaf is not None and not plain
+        return leaf.mesh is not mesh and leaf.mesh not in (mesh, standing(mesh))
+
+    if any(map(elsewhere, leaves)):
+        each = zip(at.paths, leaves, strict=True)
+        wrong = [f"{path or 'the leaf'} is {kind_of(leaf)}" for path, leaf in each if elsewhere(leaf)]
         raise LayoutError(
             f"partition_optimizer on {mesh}: {'; '.join(wrong)}. Give the mesh of the parameters, or lay them on this one: "
             "fs.shard_params(params, rules, mesh=mesh)."

@@ -54,7 +54,8 @@ def on_arrays(opt: Any, who: str) -> Any:
     if getattr(opt, "arrays", False):
         return opt
     elementwise, step = getattr(opt, "elementwise", False), getattr(opt, "step", None)
-    check = _no_check if elementwise is True else check_whole("A pair of plain functions without elementwise=True")
+    whole = check_whole("A pair of plain functions without elementwise=True")
+    check: Check = (lambda at: None) if elementwise is True else whole
     return Optimizer(
         _init_on_devices(opt.init, check),
         _on_devices(opt.update, check, writes=False),
@@ -73,10 +74,6 @@ def inside(opt: Any, who: str) -> Any:
             "pieces than it does. Partition once, the whole: fs.partition_optimizer(fs.optim.chain(...), ...)."
         )
     return on_arrays(opt, who)
-
-
-def _no_check(at: Leaves) -> None:
-    pass
 
 
 def _init_on_devices(init: Callable[[PyTree], PyTree], check: Check) -> Callable[[PyTree], PyTree]:

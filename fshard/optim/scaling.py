@@ -27,7 +27,7 @@ from fshard.optim.contract import (
     refuse,
     refuse_scaled,
 )
-from fshard.optim.leaves import Leaves, count_from_zero, map_shards, shards_of
+from fshard.optim.leaves import Leaves, count_from_zero, each_shard, shards_of
 from fshard.optim.norms import Places, check_summable, largest, sum_over_mesh
 from fshard.optim.plain import inside
 
@@ -96,15 +96,12 @@ def loss_scaled(
         counts = {"finite": count_from_zero() + good, "patience": count_from_zero() + patience}
         return {"scale": torch.tensor(scale)} | counts | {"skipped": state["skipped"] + (not finite), "inner": inner}
 
-    def given(grads: PyTree, state: PyTree) -> PyTree:
-        return _divided(grads, float(state["scale"]))
+    def divided(grads: PyTree, state: PyTree) -> PyTree:
+        scale = float(state["scale"])
+        return each_shard(lambda x: x / scale, grads)
 
-    update, step = if_finite(opt, after, given)
+    update, step = if_finite(opt, after, divided)
     return Optimizer(init, update, step, opt.elementwise, lambda state: state["scale"], arrays=True)
-
-
-def _divided(grads: PyTree, scale: float) -> PyTree:
-    return Leaves.of(grads).mapped(lambda leaf: None if leaf is None else map_shards(lambda x: x / scale, leaf))
 
 
 def held_by(dtype: torch.dtype, scale: float) -> float:

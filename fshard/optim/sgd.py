@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from fshard.errors import OptimizerError
 from fshard.optim import lists
 from fshard.optim.cells import Cells, each_kind, fused_or
 from fshard.optim.contract import Optimizer, at_least, finite, refuse
@@ -51,11 +50,8 @@ def sgd(
     ([tensor([1.5000])], [tensor([3.])])
     """
     sizes = at_least(0, lr=lr, momentum=momentum, weight_decay=weight_decay)
-    refuse("sgd", sizes, finite(dampening=dampening))
-    if nesterov and (momentum <= 0 or dampening != 0):
-        raise OptimizerError(
-            f"sgd: nesterov needs momentum and no dampening; found momentum={momentum}, dampening={dampening}."
-        )
+    lame = f"nesterov needs momentum and no dampening; found momentum={momentum}, dampening={dampening}"
+    refuse("sgd", sizes, finite(dampening=dampening), [lame] * (nesterov and not (momentum and not dampening)))
 
     def rule(cells: Cells, lr: float) -> None:
         g: Any = lists.neg(cells.grads) if maximize else cells.grads
