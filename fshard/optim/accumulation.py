@@ -8,7 +8,6 @@ step             x           x          with (a + b + c) / 3, then with (d + e +
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -41,14 +40,23 @@ def accumulate(opt: Optimizer, every: int) -> Optimizer:
         seen = at.mapped(lambda leaf: count_from_zero() if trainable(leaf) else None)
         return {"count": count_from_zero(), "seen": seen, "sums": sums, "inner": opt.init(params)}
 
-    scale = scale_inside(opt, "inner")
+    def mean(total: Leaf, seen: Leaf) -> Leaf:
+        return map_shards(lambda x: x / every, total) if total is not None and int(seen) else None
 
     def at_last(otherwise: Callable[[PyTree, PyTree], PyTree], act: Update) -> Update:
         def run(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
-            state = state | _added(state, grads)
+            sums, seen = Leaves.of(state["sums"]), Leaves.of(state["seen"])
+            given = sums.beside(grads, "grads")
+            state = {
+                "count": state["count"] + 1,
+                "sums": sums.mapped(_added, given),
+                "seen": seen.mapped(lambda n, grad: n if n is None or grad is None else n + 1, given),
+                "inner": state["inner"],
+            }
             if int(state["count"]) % every:
                 return otherwise(grads, params), state
-            result, inner = act(_means(state, every), state["inner"], params)
+            means = Leaves.of(state["sums"]).mapped(mean, Leaves.of(state["seen"]).leaves)
+            result, inner = act(means, state["inner"], params)
             none = {name: each_shard(torch.zeros_like, state[name]) for name in ("seen", "sums")}
             return result, state | none | {"inner": inner}
 
@@ -56,30 +64,10 @@ def accumulate(opt: Optimizer, every: int) -> Optimizer:
 
     update = at_last(lambda grads, params: no_updates(grads), opt.update)
     step = at_last(lambda grads, params: params, opt.step) if opt.step else None
-    return Optimizer(init, update, step, opt.elementwise, scale, arrays=True)
+    return Optimizer(init, update, step, opt.elementwise, scale_inside(opt, "inner"), arrays=True)
 
 
-def _added(state: dict[str, Any], grads: PyTree) -> dict[str, Any]:
-    """Return the count, the sums and how many gradients each is of, with another gradient."""
-    sums, seen = Leaves.of(state["sums"]), Leaves.of(state["seen"])
-    given = sums.beside(grads, "grads")
-
-    def added(total: Leaf, grad: Leaf) -> Leaf:
-        if total is None or grad is None:
-            return total
-        return map_shards(lambda x, g: x + g.detach().to(x.dtype), total, grad)
-
-    return {
-        "count": state["count"] + 1,
-        "sums": sums.mapped(added, given),
-        "seen": seen.mapped(lambda n, grad: n if n is None or grad is None else n + 1, given),
-    }
-
-
-def _means(state: dict[str, Any], every: int) -> PyTree:
-    sums = Leaves.of(state["sums"])
-
-    def mean(total: Leaf, seen: Leaf) -> Leaf:
-        return map_shards(lambda x: x / every, total) if total is not None and int(seen) else None
-
-    return sums.mapped(mean, sums.beside(state["seen"], 'state["seen"]'))
+def _added(total: Leaf, grad: Leaf) -> Leaf:
+    if total is None or grad is None:
+        return total
+    return map_shards(lambda x, g: x + g.detach().to(x.dtype), total, grad)

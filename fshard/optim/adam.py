@@ -30,6 +30,7 @@ def adam(
     *,
     amsgrad: bool = False,
     maximize: bool = False,
+    decoupled_weight_decay: bool = False,
     fused: bool | None = None,
 ) -> Optimizer:
     """Make Adam.
@@ -41,6 +42,7 @@ def adam(
         weight_decay: added to the gradient, times the parameter.
         amsgrad: divide by the largest mean square so far.
         maximize: go up, not down.
+        decoupled_weight_decay: shrink the parameter instead, as `adamw` does.
         fused: whether `step` uses torch's fused kernel: None where it can, False for the bits of torch's foreach.
 
     >>> import torch
@@ -49,7 +51,32 @@ def adam(
     >>> params, sorted(state)
     ([tensor([0.5000])], ['count', 'exp_avg', 'exp_avg_sq', 'step'])
     """
-    return _adam(lr, betas, eps, weight_decay, amsgrad, maximize, fused, decoupled=False)
+    sizes = at_least(0, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+    refuse("adamw" if decoupled_weight_decay else "adam", pair(betas=betas), sizes, below(1, betas=betas))
+    kernel = lists.fused_adamw_ if decoupled_weight_decay else lists.fused_adam_
+    names = ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if amsgrad else ()))
+
+    def rule(cells: Cells, lr: float) -> None:
+        p, m, v = cells.params, cells.state["exp_avg"], cells.state["exp_avg_sq"]
+        g = lists.neg(cells.grads) if maximize else cells.grads
+        if weight_decay and decoupled_weight_decay:
+            lists.mul_(p, 1 - lr * weight_decay)
+        elif weight_decay:
+            g = lists.add_multiple(g, p, weight_decay)
+        moments(m, v, g, betas)
+        if amsgrad:
+            lists.maximum_(cells.state["max_exp_avg_sq"], v)
+            v = cells.state["max_exp_avg_sq"]
+        sizes = [(lr / (1 - betas[0] ** t)) * -1 for t in cells.steps]
+        lists.addcdiv_(p, m, denominators(v, cells.steps, betas[1], eps), sizes)
+
+    def fused_rule(cells: Cells, lr: float) -> None:
+        m, v, largest = (cells.state.get(name, []) for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"))
+        numbers = {"lr": lr, "beta1": betas[0], "beta2": betas[1], "weight_decay": weight_decay, "eps": eps}
+        flags = {"amsgrad": amsgrad, "maximize": maximize}
+        kernel(cells.params, cells.grads, m, v, largest, step_tensors(cells), **numbers, **flags)
+
+    return writer(lr, dict.fromkeys(names, torch.zeros_like), each_kind(rule), fast=fused_or(fused_rule, rule, fused))
 
 
 def adamw(
@@ -69,45 +96,8 @@ def adamw(
     >>> opt.update([torch.tensor([4.0])], opt.init([torch.ones(1)]), [torch.ones(1)])[0]
     [tensor([-0.6000])]
     """
-    return _adam(lr, betas, eps, weight_decay, amsgrad, maximize, fused, decoupled=True)
-
-
-def _adam(
-    lr: Rate,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    amsgrad: bool,
-    maximize: bool,
-    fused: bool | None,
-    decoupled: bool,
-) -> Optimizer:
-    sizes = at_least(0, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
-    refuse("adamw" if decoupled else "adam", pair(betas=betas), sizes, below(1, betas=betas))
-    kernel = lists.fused_adamw_ if decoupled else lists.fused_adam_
-    names = ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if amsgrad else ()))
-
-    def rule(cells: Cells, lr: float) -> None:
-        p, m, v = cells.params, cells.state["exp_avg"], cells.state["exp_avg_sq"]
-        g = lists.neg(cells.grads) if maximize else cells.grads
-        if weight_decay and decoupled:
-            lists.mul_(p, 1 - lr * weight_decay)
-        elif weight_decay:
-            g = lists.add_multiple(g, p, weight_decay)
-        moments(m, v, g, betas)
-        if amsgrad:
-            lists.maximum_(cells.state["max_exp_avg_sq"], v)
-            v = cells.state["max_exp_avg_sq"]
-        sizes = [(lr / (1 - betas[0] ** t)) * -1 for t in cells.steps]
-        lists.addcdiv_(p, m, denominators(v, cells.steps, betas[1], eps), sizes)
-
-    def fused_rule(cells: Cells, lr: float) -> None:
-        m, v, largest = (cells.state.get(name, []) for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"))
-        numbers = {"lr": lr, "beta1": betas[0], "beta2": betas[1], "weight_decay": weight_decay, "eps": eps}
-        flags = {"amsgrad": amsgrad, "maximize": maximize}
-        kernel(cells.params, cells.grads, m, v, largest, step_tensors(cells), **numbers, **flags)
-
-    return writer(lr, dict.fromkeys(names, torch.zeros_like), each_kind(rule), fast=fused_or(fused_rule, rule, fused))
+    flags = {"amsgrad": amsgrad, "maximize": maximize, "decoupled_weight_decay": True}
+    return adam(lr, betas, eps, weight_decay, fused=fused, **flags)
 
 
 def moments(m: list[torch.Tensor], v: list[torch.Tensor], g: Any, betas: tuple[float, float]) -> None:

@@ -50,13 +50,8 @@ class Cells:
         def taken(column: list[Any]) -> list[Any]:
             return [column[place] for place in places]
 
-        return Cells(
-            taken(self.owners),
-            taken(self.params),
-            taken(self.grads),
-            taken(self.steps),
-            {name: taken(column) for name, column in self.state.items()},
-        )
+        owners, params, grads, steps = map(taken, (self.owners, self.params, self.grads, self.steps))
+        return Cells(owners, params, grads, steps, {name: taken(column) for name, column in self.state.items()})
 
     def filled(self) -> Cells:
         """Return the cells that have elements: others are what lies on other devices, those of other stages, say."""

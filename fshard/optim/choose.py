@@ -26,6 +26,16 @@ from fshard.optim.contract import (
 from fshard.optim.leaves import Leaf, Leaves, trainable
 from fshard.optim.plain import inside
 
+NOTHING = Optimizer(lambda params: (), lambda grads, state, params: (grads, state), elementwise=True, arrays=True)
+"""Trains nothing: it has no state, and passes gradients on."""
+_frozen = Optimizer(
+    lambda params: (),
+    lambda grads, state, params: (no_updates(grads), state),
+    lambda grads, state, params: (params, state),
+    elementwise=True,
+    arrays=True,
+)
+
 
 def masked(opt: Optimizer, mask: PyTree | Callable[[str, Leaf], bool]) -> Optimizer:
     """Apply an optimizer or a transformation to some of the parameters.
@@ -46,7 +56,7 @@ def masked(opt: Optimizer, mask: PyTree | Callable[[str, Leaf], bool]) -> Optimi
     if opt.step is not None:
         return by_label({True: opt, False: _frozen}, mask, every=False)
     refuse_scaled("masked", [opt], "the other parameters' gradients would be passed on still scaled")
-    return by_label({True: opt, False: _passing}, mask, every=False)
+    return by_label({True: opt, False: NOTHING}, mask, every=False)
 
 
 def by_label(
@@ -142,17 +152,3 @@ def _check(at: Leaves, chosen: list[Any], opts: Mapping[Any, Optimizer], every: 
             f"by_label has optimizers for {', '.join(map(repr, opts))}, but {' and '.join(complaints)}. "
             "Every parameter needs one optimizer, and every optimizer a parameter."
         )
-
-
-def _nothing(params: PyTree) -> PyTree:
-    return ()
-
-
-_passing = Optimizer(_nothing, lambda grads, state, params: (grads, state), elementwise=True, arrays=True)
-_frozen = Optimizer(
-    _nothing,
-    lambda grads, state, params: (no_updates(grads), state),
-    lambda grads, state, params: (params, state),
-    elementwise=True,
-    arrays=True,
-)

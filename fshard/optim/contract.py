@@ -230,11 +230,8 @@ def finite(**numbers: Any) -> list[str]:
 
 def pair(**numbers: Any) -> list[str]:
     """Complain of what are not two numbers."""
-    return [
-        f"{name}={x!r} has to be two numbers"
-        for name, x in numbers.items()
-        if not isinstance(x, tuple | list) or len(x) != 2
-    ]
+    wrong = {name: x for name, x in numbers.items() if not isinstance(x, tuple | list) or len(x) != 2}
+    return [f"{name}={x!r} has to be two numbers" for name, x in wrong.items()]
 
 
 def count_from(least: int, **numbers: Any) -> list[str]:

@@ -10,6 +10,8 @@ The norms are those of whole leaves, whatever their layout: all of them in one v
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -17,7 +19,6 @@ from fshard.optim import lists
 from fshard.optim.adam import denominators, moments
 from fshard.optim.cells import Cells
 from fshard.optim.contract import Optimizer, at_least, below, pair, refuse
-from fshard.optim.leaves import Leaves
 from fshard.optim.norms import Places, check_summable, in_digits, squares, sum_of, sum_over_mesh
 from fshard.optim.rules import writer
 from fshard.optim.schedules import Rate
@@ -54,11 +55,7 @@ def lamb(
             real.sub_(direction * (lr * ratio).to(direction.device, direction.dtype))
 
     slots = {"exp_avg": torch.zeros_like, "exp_avg_sq": torch.zeros_like}
-    return writer(lr, slots, rule, check=_check, elementwise=False)
-
-
-def _check(at: Leaves) -> None:
-    check_summable("lamb", at)
+    return writer(lr, slots, rule, check=partial(check_summable, "lamb"), elementwise=False)
 
 
 def _directions(cells: Cells, betas: tuple[float, float], eps: float, weight_decay: float) -> tuple[Tensor, ...]:

@@ -24,7 +24,6 @@ from torch import Tensor
 
 from fshard.errors import LayoutError
 from fshard.mesh.layout import Layout
-from fshard.mesh.mesh import Mesh
 from fshard.mesh.placing import reshard_all, unshard
 from fshard.mesh.sharded import Sharded
 from fshard.mesh.spec import P
@@ -202,12 +201,9 @@ def check_summable(what: str, at: Leaves) -> None:
             f"{what}: a norm of sums that are not made yet would be wrong: {'; '.join(open_sums)}. "
             "Reduce them first: fs.reshard(x, layout) to a layout without unreduced axes."
         )
-    meshes: dict[Mesh, str] = {}
-    for path, leaf in placed:
-        meshes.setdefault(leaf.mesh, path)
-    if len(meshes) > 1:
-        found = "; ".join(f"{path} on {mesh}" for mesh, path in meshes.items())
-        raise LayoutError(f"{what}: the leaves lie on {len(meshes)} meshes: {found}. Lay them on one.")
+    meshes = {leaf.mesh: path for path, leaf in reversed(placed)}
+    found = "; ".join(f"{path} on {mesh}" for mesh, path in reversed(meshes.items()))
+    raise LayoutError(f"{what}: the leaves lie on {len(meshes)} meshes: {found}. Lay them on one.")
 
 
 def sum_over_mesh(leaves: Sequence[Leaf], row: Callable[[Places], Tensor]) -> Tensor:

@@ -130,7 +130,7 @@ def partition_optimizer(
                 _refuse_elsewhere(at, leaves, mesh)
             targets = _targets(at, flat, axes)
             if all(
-                _lies(leaf, target)
+                leaf is None or target is None or leaf.layout is target
                 for column in (given, at.leaves)
                 for leaf, target in zip(column, targets, strict=True)
             ):
@@ -258,10 +258,6 @@ def _refuse_elsewhere(at: Leaves, leaves: list[Leaf], mesh: Mesh, *, plain: bool
             f"partition_optimizer on {mesh}: {'; '.join(wrong)}. Give the mesh of the parameters, or lay them on this one: "
             "fs.shard_params(params, rules, mesh=mesh)."
         )
-
-
-def _lies(leaf: Leaf, target: Layout | None) -> bool:
-    return leaf is None or target is None or leaf.layout is target
 
 
 def _laid(

@@ -70,15 +70,14 @@ def loss_scaled(
     >>> params, state["scale"], state["skipped"]
     ([tensor([0.])], tensor(4.), tensor(1))
     """
-    limits = {"smallest": smallest, "initial": initial, "largest": largest}
-    out_of_order = not 0 < smallest <= initial <= largest
+    order = f"smallest={smallest}, initial={initial}, largest={largest} out of order"
     refuse(
         "loss_scaled",
         above(1, growth=growth),
         above(0, backoff=backoff),
         below(1, backoff=backoff),
         count_from(1, interval=interval, hysteresis=hysteresis),
-        [", ".join(f"{name}={x}" for name, x in limits.items()) + " out of order"] * out_of_order,
+        [order] * (not 0 < smallest <= initial <= largest),
     )
     opt = inside(opt, "loss_scaled")
     refuse_scaled("loss_scaled", [opt], "gradients would be divided twice")

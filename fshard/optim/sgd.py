@@ -50,8 +50,8 @@ def sgd(
     ([tensor([1.5000])], [tensor([3.])])
     """
     sizes = at_least(0, lr=lr, momentum=momentum, weight_decay=weight_decay)
-    lame = f"nesterov needs momentum and no dampening; found momentum={momentum}, dampening={dampening}"
-    refuse("sgd", sizes, finite(dampening=dampening), [lame] * (nesterov and not (momentum and not dampening)))
+    unfit = f"nesterov needs momentum and no dampening; found momentum={momentum}, dampening={dampening}"
+    refuse("sgd", sizes, finite(dampening=dampening), [unfit] * (nesterov and not (momentum and not dampening)))
 
     def rule(cells: Cells, lr: float) -> None:
         g: Any = lists.neg(cells.grads) if maximize else cells.grads

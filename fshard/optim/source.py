@@ -24,14 +24,11 @@ from fshard.mesh.placing import device_put
 from fshard.mesh.sharded import Sharded
 from fshard.mesh.tree import PyTree
 from fshard.optim.adam import adam, adamw
-from fshard.optim.choose import by_label
+from fshard.optim.choose import NOTHING, by_label
 from fshard.optim.contract import Optimizer, check_optimizer, copied, differences
 from fshard.optim.leaves import Leaf, Leaves, shards_of, trainable
 from fshard.optim.sgd import sgd
 from fshard.optim.torch_classes import CLASSES, check_divisible, from_torch
-
-NOTHING = Optimizer(lambda params: (), lambda grads, state, params: (grads, state), elementwise=True, arrays=True)
-"""Trains nothing: it has no state, and passes gradients on."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +139,7 @@ def _filled(made: PyTree, before: PyTree) -> PyTree:
 
 _ADAM = ("betas", "eps", "weight_decay", "amsgrad", "maximize")
 _OWN: dict[type, tuple[Any, tuple[str, ...]]] = {
-    torch.optim.Adam: (adam, _ADAM),
+    torch.optim.Adam: (adam, (*_ADAM, "decoupled_weight_decay")),
     torch.optim.AdamW: (adamw, _ADAM),
     torch.optim.SGD: (sgd, ("momentum", "dampening", "weight_decay", "nesterov", "maximize")),
 }
@@ -207,7 +204,6 @@ class GroupsSource(TorchSource):
         if cls not in _OWN or options.get("capturable") or options.get("differentiable"):
             return from_torch(cls, lr=rate, **options)
         own, names = _OWN[cls]
-        own = adamw if options.get("decoupled_weight_decay") else own
         return own(rate, **{name: options[name] for name in names}, fused=bool(options.get("fused")))
 
 
