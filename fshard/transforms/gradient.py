@@ -35,7 +35,7 @@ from fshard.mesh.mesh import Mesh
 from fshard.mesh.sharded import Sharded
 from fshard.mesh.spmd import everywhere, held, one_thread, standing
 from fshard.mesh.tree import PyTree, Structure, flatten, paths_of, unflatten
-from fshard.optim.leaves import firsts_of, trainable
+from fshard.optim.leaves import numbered, trainable
 from fshard.source import Site, call_site
 from fshard.transforms.agree import CURE, disagreement
 from fshard.transforms.batch import placed
@@ -168,10 +168,7 @@ class Gradient:
         refuse_unplaced(leaves, structure, mesh)
         parts = placed(batch, self.specs, mesh)
         parts.check(self.how.turns(prod(mesh.shape[axis] for axis in parts.axes)))
-        first = firsts_of(leaves)  # a tied leaf is one, wherever it stands
-        own = sorted({*first})
-        number = {place: number for number, place in enumerate(own)}
-        at = [number[place] for place in first]
+        own, at = numbered(leaves)  # a tied leaf is one, wherever it stands
         known = self.known_of(structure, leaves, at, mesh, parts.axes)
         drawn = drawn_key()  # the same on every process
         memory = Buffers(buffers, mesh) if self.how.has_buffers else no_buffers(mesh)

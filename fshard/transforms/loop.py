@@ -32,7 +32,7 @@ from fshard.mesh.scope import owning
 from fshard.mesh.sharded import Sharded
 from fshard.mesh.spmd import everywhere, is_outside, one_thread, standing
 from fshard.mesh.tree import PyTree, flatten, flatten_outside, flatten_with_paths, unflatten
-from fshard.optim.leaves import firsts_of
+from fshard.optim.leaves import numbered
 from fshard.optim.scaling import held_by
 from fshard.source import call_site
 from fshard.transforms.announced import Announced, Counted
@@ -273,10 +273,7 @@ class ImperativeGradient:
         refuse_distant(mesh, "the model", params=self.params)
         leaves, structure = flatten(self.params, sharded_is_leaf=True)
         refuse_unplaced(leaves, structure, mesh, "the model")
-        first = firsts_of(leaves)
-        own = sorted({*first})
-        number = {place: number for number, place in enumerate(own)}
-        at = [number[place] for place in first]
+        own, at = numbered(leaves)
         known = gradient.known_of(structure, leaves, at, mesh, self.axes)
         shards = [leaves[place].shards[0] for place in own]
         tape = gradient.tape(known, shards, call_site())

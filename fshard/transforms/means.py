@@ -284,6 +284,23 @@ def collected(rows: Sequence[Tensor], batch: Batch, same: Group | None, group: G
     return laid(torch.cat(pieces), batch)
 
 
+def told_of_all(
+    each: Sequence[Told], rows: Sequence[int | None], mean: Found, collect: Callable[[Sequence[Tensor]], Rows]
+) -> tuple[dict[int, Tensor], dict[int, Rows]]:
+    """Return what slices have told beside the loss, by place: numbers, of which `mean` has those of all, and rows.
+
+    Args:
+        each: what each slice has told.
+        rows: how many rows of each count; None: all.
+        mean: of all slices of all devices.
+        collect: puts the rows of slices together: see `collected`.
+    """
+    last = each[-1]
+    numbers = dict(zip((*last.means, *last.counts), (*mean.means, *mean.counts), strict=True))
+    columns = {place: [told.rows[place][:count] for told, count in zip(each, rows, strict=True)] for place in last.rows}
+    return numbers, {place: collect(column) for place, column in columns.items()}
+
+
 def laid(x: Tensor, batch: Batch) -> Rows:
     """Say how collected rows lie: as the batch does, or whole, where it is not cut evenly."""
     cut = batch.cut

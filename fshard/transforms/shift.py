@@ -28,7 +28,18 @@ from fshard.transforms.batch import Batch
 from fshard.transforms.buffers import written_paths
 from fshard.transforms.graph_checks import refuse_unreached
 from fshard.transforms.handle import WRITES
-from fshard.transforms.means import Found, Told, collected, idling, something, together, told, tree_sum
+from fshard.transforms.means import (
+    Found,
+    Rows,
+    Told,
+    collected,
+    idling,
+    something,
+    together,
+    told,
+    told_of_all,
+    tree_sum,
+)
 from fshard.transforms.origin import Origin, bits
 from fshard.transforms.patterns import named, parts_of
 from fshard.transforms.randomness import folded, keyed_apart
@@ -123,41 +134,12 @@ class Shift:
         return here
 
     def _params(self, stage: int, here: Sequence[Tensor]) -> StageParams:
-        plan, own = self.plan, self.plan.weights.own[stage]
-        return StageParams(
-            own.leaves,
-            [here[leaf] for leaf in own.numbers],
-            own.tree,
-            plan.how.manner.compute,
-            backward=plan.how.backward,
-            site=self.site,
-        )
+        own = self.plan.weights.own[stage]
+        return StageParams(own, [here[leaf] for leaf in own.numbers], self.plan.how.manner.compute, self.site)
 
     def _totals(self) -> StageSums:
-        plan = self.plan
-        trained = {
-            stage: [
-                leaf
-                for leaf in plan.weights.own[stage].numbers
-                if plan.how.backward and plan.weights.leaves[leaf].trained
-            ]
-            for stage in self.mine
-        }
-        weights = [count.share for count in self.counts] if plan.how.slices is not None else None
-        used, wide = ([dtype_of(leaf) for leaf in plan.weights.leaves] for dtype_of in (plan.used_in, plan.reduced_in))
-        place = self.pipe.index
-        return StageSums(
-            plan.weights.leaves,
-            trained,
-            plan.weights.ties,
-            plan.weights.ways,
-            weights,
-            used,
-            wide,
-            place,
-            self.near,
-            self.site,
-        )
+        weights = [count.share for count in self.counts] if self.plan.how.slices is not None else None
+        return StageSums(self.plan, self.mine, weights, self.pipe.index, self.near, self.site)
 
     def run(self) -> Result:
         """Take the device's part in the step."""
@@ -281,17 +263,16 @@ class Shift:
         """Return the loss, what it was multiplied by for each 1 that was asked for, and what is told beside it."""
         parts, batch = [self.parts[microbatch] for microbatch in range(len(self.slices))], self.batch
         mean, _ = together([found for found, _ in parts], [], self.beside, 1, self.site)
-        last = parts[-1][1]
-        known = {**dict(zip(last.means, mean.means, strict=True)), **dict(zip(last.counts, mean.counts, strict=True))}
         cut = () if batch.cut is None else batch.cut.axes
         same = tuple(axis for axis in batch.axes if axis not in cut)
-        for place in last.rows:
-            rows = [
-                own.rows[place][: slice.rows if batch.cut else None]
-                for (_, own), slice in zip(parts, self.slices, strict=True)
-            ]
-            known[place] = collected(rows, batch, self._along(same), self._along(cut), self.site).own
-        aux = unflatten(last.structure, [known[place] for place in range(last.structure.num_leaves)])
+
+        def collect(rows: Sequence[Tensor]) -> Rows:
+            return collected(rows, batch, self._along(same), self._along(cut), self.site)
+
+        counts = [slice.rows if batch.cut else None for slice in self.slices]
+        numbers, rows = told_of_all([own for _, own in parts], counts, mean, collect)
+        known, structure = {**numbers, **{place: one.own for place, one in rows.items()}}, parts[-1][1].structure
+        aux = unflatten(structure, [known[place] for place in range(structure.num_leaves)])
         return mean.loss, torch.full_like(mean.loss, self.scaled / self.scale, dtype=torch.float64), aux
 
     # -- among all devices --------------------------------------------------------------------------------------------

@@ -35,6 +35,7 @@ from fshard.transforms.means import (
     something,
     together,
     told,
+    told_of_all,
     weighted,
     weights_of,
 )
@@ -206,24 +207,13 @@ class Device:
         if tape.fresh and len(slices) > 1:
             tape.warn_of_attributes()
         gradients = self.gradients(used, mean.weight)
-        told = parts[-1].told
-        numbers = {
-            **dict(zip(told.means, mean.means, strict=True)),
-            **dict(zip(told.counts, mean.counts, strict=True)),
-        }
-        rows = {
-            place: self._rows(
-                [
-                    part.told.rows[place][: slice.rows if self.batch.cut else None]
-                    for part, slice in zip(parts, slices, strict=True)
-                ]
-            )
-            for place in told.rows
-        }
+        counts = [slice.rows if self.batch.cut else None for slice in slices]
+        numbers, rows = told_of_all([part.told for part in parts], counts, mean, self._rows)
         tape.close()
-        return Result(mean.loss, mean.weight, numbers, rows, told.structure, gradients, changed, tape.order)
+        structure = parts[-1].told.structure
+        return Result(mean.loss, mean.weight, numbers, rows, structure, gradients, changed, tape.order)
 
-    def _rows(self, rows: list[Tensor]) -> Rows:
+    def _rows(self, rows: Sequence[Tensor]) -> Rows:
         """Put together what the slices have for each sample."""
         cut = () if self.batch.cut is None else self.batch.cut.axes
         same = tuple(axis for axis in (*self.talk.along, *self.batch.axes) if axis not in cut)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import reduce
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -30,7 +30,8 @@ from fshard.source import Site
 from fshard.transforms.handle import WRITES
 from fshard.transforms.patterns import named, parts_of
 from fshard.transforms.replica import Replica
-from fshard.transforms.units import Leaf, versions_of
+from fshard.transforms.stage_plan import Own, Plan, Tie
+from fshard.transforms.units import versions_of
 
 _data_of = cast("Any", Tensor).data.__get__
 
@@ -65,24 +66,14 @@ class StageParams:
     """The parameters of a stage, each once.
 
     Args:
-        leaves: what they are, and their ways from pieces to wholes.
+        own: what they are, and their ways from shards to wholes.
         shards: what the device has of them.
-        tree: puts wholes together as the stage takes them.
         compute: the floating dtype that they are used in; None: their own.
-        backward: whether gradients are wanted.
         site: the line of the step.
     """
 
-    def __init__(
-        self,
-        leaves: Sequence[Leaf],
-        shards: Sequence[Tensor],
-        tree: Callable[[list[Tensor]], PyTree],
-        compute: torch.dtype | None,
-        *,
-        backward: bool,
-        site: Site,
-    ) -> None:
+    def __init__(self, own: Own, shards: Sequence[Tensor], compute: torch.dtype | None, site: Site) -> None:
+        leaves = own.leaves
         self._shards, self._compute, self._site = shards, compute, site
         self._replicas: list[Replica] = []
         self._ways = [leaf.gather for leaf in leaves]
@@ -95,10 +86,10 @@ class StageParams:
             wholes[place] = torch.empty(leaves[place].shape, dtype=near.dtype, device=near.device)
             wholes[place].untyped_storage().resize_(0)
         self._xs = [_guarded(wholes[place], leaf.path, self) for place, leaf in enumerate(leaves)]
-        trained = [place for place, leaf in enumerate(leaves) if backward and leaf.trained]
+        trained = [place for place, leaf in enumerate(leaves) if leaf.trained]
         self.own = [self._xs[place].requires_grad_() for place in trained]
         self._edges = edges_of(self.own)
-        self._tree = tree(self._xs)
+        self._tree = own.tree(self._xs)
         self._versions, self._leaves = versions_of(self._xs), leaves
 
     @property
@@ -171,52 +162,25 @@ class StageParams:
 Gradients = list[Tensor | None]
 
 
-class Tie(NamedTuple):
-    """A parameter of several stages, by its number.
-
-    Args:
-        leaf: its number.
-        stages: where it stands; the first owns it.
-        places: of the stages, along the pipeline.
-        homes: the ways of what each stage has found to the owner's place.
-    """
-
-    leaf: int
-    stages: tuple[int, ...]
-    places: tuple[int, ...]
-    homes: tuple[Way, ...]
-
-
 class StageSums:
     """The gradients of one device in one step.
 
     Args:
-        leaves: all parameters of the pipeline.
-        trained: by stage, the numbers of those that are trained.
-        ties: those of several stages.
-        ways: of each leaf, from summands on the devices at its place to its gradient's layout.
+        plan: of all steps.
+        stages: those of the device, which is at a `place` along the pipeline.
         weights: what each microbatch counts for, in reproducible mode; None: gradients come weighted.
-        used: the dtypes that leaves are used in, and their gradients come in.
-        wide: the dtypes that these are added up and reduced in.
-        place: of the device along the pipeline.
+        place: see stages.
         near: a tensor on the device.
         site: the line of the step.
     """
 
     def __init__(
-        self,
-        leaves: Sequence[Leaf],
-        trained: dict[int, list[int]],
-        ties: Sequence[Tie],
-        ways: Sequence[Way | None],
-        weights: list[float] | None,
-        used: Sequence[torch.dtype],
-        wide: Sequence[torch.dtype],
-        place: int,
-        near: Tensor,
-        site: Site,
+        self, plan: Plan, stages: Sequence[int], weights: list[float] | None, place: int, near: Tensor, site: Site
     ) -> None:
-        self._leaves, self._trained, self._ways, self._wide = leaves, trained, ways, wide
+        leaves, own, self._ways, _, ties = plan.weights
+        used, wide = [plan.used_in(leaf) for leaf in leaves], [plan.reduced_in(leaf) for leaf in leaves]
+        trained = {stage: [leaf for leaf in own[stage].numbers if leaves[leaf].trained] for stage in stages}
+        self._leaves, self._trained, self._wide = leaves, trained, wide
         self._apart = wide if weights is None else used  # one microbatch's are added as one backward would
         self._ties, self._weights, self._place, self._near, self._site = ties, weights, place, near, site
         self._tied = {tie.leaf for tie in ties}

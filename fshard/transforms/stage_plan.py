@@ -39,7 +39,6 @@ from fshard.transforms.ordered import way_in_order
 from fshard.transforms.patterns import Choice, named, parts_of
 from fshard.transforms.rules import Rules, layouts_of
 from fshard.transforms.slices import How
-from fshard.transforms.stage_params import Tie
 from fshard.transforms.units import Leaf
 
 
@@ -57,6 +56,22 @@ class Borrowed(NamedTuple):
     leaf: int
     place: int
     way: Way
+
+
+class Tie(NamedTuple):
+    """A parameter of several stages, by its number.
+
+    Args:
+        leaf: its number.
+        stages: where it stands; the first owns it.
+        places: of the stages, along the pipeline.
+        homes: the ways of what each stage has found to the owner's place.
+    """
+
+    leaf: int
+    stages: tuple[int, ...]
+    places: tuple[int, ...]
+    homes: tuple[Way, ...]
 
 
 class Weights(NamedTuple):

@@ -26,7 +26,7 @@ from fshard.mesh.sharded import Sharded
 from fshard.mesh.spec import P
 from fshard.mesh.spmd import everywhere, held, one_thread, standing
 from fshard.mesh.tree import PyTree, flatten, flatten_with_paths, unflatten
-from fshard.optim.leaves import firsts_of
+from fshard.optim.leaves import numbered
 from fshard.pipeline.leaves import Stage
 from fshard.pipeline.post import Route
 from fshard.pipeline.schedule import UNITS, Kind, Schedule, with_units
@@ -210,10 +210,7 @@ class Staged:
         paths, leaves, structure = flatten_with_paths(params, sharded_is_leaf=True)
         parts = placed(batch, self.specs, mesh)
         parts.check(self.how.turns(prod(mesh.shape[axis] for axis in parts.axes)))
-        first = firsts_of(leaves)
-        unique = sorted({*first})
-        number = {place: number for number, place in enumerate(unique)}
-        at = [number[place] for place in first]
+        unique, at = numbered(leaves)
         known = self._known(params, paths, leaves, at, mesh, parts)
         drawn = drawn_key()
         devices = held(mesh)
@@ -257,7 +254,7 @@ class Staged:
         places = self._places_of(params)
         wrong = [
             f"{named(parts_of(paths[first]))} lies as {leaves[first].spec}, its stage at place {places[first]}"
-            for first in sorted({*firsts_of(leaves)})
+            for first in numbered(leaves)[0]
             if place_of(leaves[first].layout, self.axis) != places[first]
         ]
         if wrong:
