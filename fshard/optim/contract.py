@@ -180,7 +180,7 @@ def copied(tree: PyTree) -> PyTree:
     """Return a tree of copies; what was one tensor at two places is one again.  Nobody writes to what is frozen."""
     leaves, structure = flatten(tree, sharded_is_leaf=True, none_is_leaf=True)
     xs = {id(x): x for leaf in leaves if not is_frozen(leaf) for x in shards_of(leaf) if isinstance(x, Tensor)}
-    new = dict(zip(xs, lists.clone([*xs.values()]), strict=True)) if xs else {}
+    new = {name: x.clone() for name, x in xs.items()}
 
     def copied_leaf(leaf: Leaf) -> Leaf:
         if not isinstance(leaf, Sharded) or is_frozen(leaf):

@@ -104,19 +104,6 @@ def each_shard(f: Callable[[Tensor], Tensor], tree: PyTree) -> PyTree:
     return Leaves.of(tree).mapped(lambda leaf: map_shards(f, leaf))
 
 
-def numbered(leaves: Sequence[Leaf]) -> tuple[list[int], list[int]]:
-    """Return the places of leaves that are the first of their ties, and for each leaf the number of its own among these.
-
-    >>> x = torch.ones(2)
-    >>> numbered([x, torch.ones(2), x])
-    ([0, 1], [0, 1, 0])
-    """
-    firsts = firsts_of(leaves)
-    own = sorted({*firsts})
-    number = {place: at for at, place in enumerate(own)}
-    return own, [number[place] for place in firsts]
-
-
 @dataclass(frozen=True)
 class Leaves:
     """The leaves of a tree, and how to put the tree together again."""

@@ -22,7 +22,6 @@ add_ = _torch._foreach_add_
 addcdiv_ = _torch._foreach_addcdiv_
 addcmul = _torch._foreach_addcmul
 addcmul_ = _torch._foreach_addcmul_
-clone = _torch._foreach_clone
 div = _torch._foreach_div
 div_ = _torch._foreach_div_
 lerp = _torch._foreach_lerp

@@ -35,7 +35,7 @@ from fshard.mesh.mesh import Mesh
 from fshard.mesh.sharded import Sharded
 from fshard.mesh.spmd import everywhere, held, one_thread, standing
 from fshard.mesh.tree import PyTree, Structure, flatten, paths_of, unflatten
-from fshard.optim.leaves import numbered, trainable
+from fshard.optim.leaves import trainable
 from fshard.source import Site, call_site
 from fshard.transforms.agree import CURE, disagreement
 from fshard.transforms.batch import placed
@@ -46,7 +46,7 @@ from fshard.transforms.origin import refuse_distant, refuse_unplaced
 from fshard.transforms.patterns import Choice, chosen
 from fshard.transforms.randomness import drawn_key
 from fshard.transforms.slices import Device, How, Result
-from fshard.transforms.tape import Known, Tape, leaf_of, refuse_half_frozen
+from fshard.transforms.tape import Known, Tape, leaf_of, numbered, refuse_half_frozen
 from fshard.transforms.units import Leaf, Manner
 from fshard.uncompiled import uncompiled
 

@@ -32,7 +32,6 @@ from fshard.mesh.scope import owning
 from fshard.mesh.sharded import Sharded
 from fshard.mesh.spmd import everywhere, is_outside, one_thread, standing
 from fshard.mesh.tree import PyTree, flatten, flatten_outside, flatten_with_paths, unflatten
-from fshard.optim.leaves import numbered
 from fshard.optim.scaling import held_by
 from fshard.source import call_site
 from fshard.transforms.announced import Announced, Counted
@@ -53,7 +52,7 @@ from fshard.transforms.origin import refuse_distant, refuse_unplaced
 from fshard.transforms.randomness import drawn_key, keyed_random
 from fshard.transforms.side_by_side import Pieces, refuse_unsliced, side_by_side
 from fshard.transforms.slices import Device
-from fshard.transforms.tape import Known, Tape
+from fshard.transforms.tape import Known, Tape, numbered
 from fshard.transforms.units import Unit
 
 

@@ -26,7 +26,6 @@ from fshard.mesh.sharded import Sharded
 from fshard.mesh.spec import P
 from fshard.mesh.spmd import everywhere, held, one_thread, standing
 from fshard.mesh.tree import PyTree, flatten, flatten_with_paths, unflatten
-from fshard.optim.leaves import numbered
 from fshard.pipeline.leaves import Stage
 from fshard.pipeline.post import Route
 from fshard.pipeline.schedule import UNITS, Kind, Schedule, with_units
@@ -45,7 +44,7 @@ from fshard.transforms.stage_buffers import Memory, StageBuffers, with_buffers
 from fshard.transforms.stage_functions import How as Recompute
 from fshard.transforms.stage_functions import in_groups, stage_functions
 from fshard.transforms.stage_plan import Plan, Terms, place_of, refuse_unfit
-from fshard.transforms.tape import refuse_half_frozen
+from fshard.transforms.tape import numbered, refuse_half_frozen
 from fshard.transforms.units import Leaf, Manner
 
 _LAY = "fs.shard_stages(stages, rules, mesh=mesh, schedule=schedule)"

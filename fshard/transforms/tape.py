@@ -34,6 +34,7 @@ from fshard.mesh.sharded import Sharded
 from fshard.mesh.spec import P
 from fshard.mesh.steps import Way, go, way_between
 from fshard.mesh.tree import PyTree, flatten, unflatten
+from fshard.optim.leaves import firsts_of
 from fshard.source import Site
 from fshard.transforms.handle import WRITES, Handle, Saved, handles_of, own_versions, unwatched, wholes
 from fshard.transforms.ordered import way_in_order
@@ -299,6 +300,19 @@ class Known:
         if self.in_order:
             return way_in_order(self.mesh, axes, leaf.gradient, leaf.shape)
         return way_between(Layout(self.mesh, P(unreduced=axes)), leaf.gradient, leaf.shape)
+
+
+def numbered(leaves: Sequence[Any]) -> tuple[list[int], list[int]]:
+    """Return the places of leaves that are the first of their ties, and for each leaf the number of its own among these.
+
+    >>> x = torch.ones(2)
+    >>> numbered([x, torch.ones(2), x])
+    ([0, 1], [0, 1, 0])
+    """
+    firsts = firsts_of(leaves)
+    own = sorted({*firsts})
+    number = {place: at for at, place in enumerate(own)}
+    return own, [number[place] for place in firsts]
 
 
 def leaf_of(path: str, x: Sharded, gradients: Callable[[Layout], Layout] | None) -> Leaf:
