@@ -165,3 +165,15 @@ def test_fused_kernels_read_gradients_in_any_memory_order():
     for make in FUSED:
         fused, plain = (by_step(make(0.1, fused=fused), [p], [[g]])[0][0] for fused in (True, False))
         torch.testing.assert_close(fused, plain)
+
+
+@pytest.mark.parametrize("make", [optim.adafactor, lambda lr: optim.from_torch(torch.optim.Adafactor, lr=lr)])
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)], ids=str)
+def test_in_adafactor_each_dtype_has_its_own_eps(make, dtypes):
+    """Gradients are between the eps of both, so that the first parameter's, which torch takes for all, would be seen."""
+    params = [tensor((4, 3), dtype, 0) for dtype in dtypes]
+    grads = [tensor((4, 3), dtype, 1) * 1e-4 for dtype in dtypes]
+    together, _ = by_step(make(0.1), params, [grads])
+    for p, g, found in zip(params, grads, leaves_of(together), strict=True):
+        (alone,), _ = by_step(make(0.1), [p], [[g]])
+        assert torch.equal(found, alone)
