@@ -257,9 +257,9 @@ def test_text(case):
 
 def test_a_large_mesh_is_summarised():
     mesh = fs.make_mesh({"data": 4096, "model": 16}, runtime="abstract")
-    start = time.perf_counter()
+    start = time.process_time()
     text = str(picture((131072, 1024), layout=fs.Layout(mesh, P("data", "model"))))
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - start < 1
     assert text.split("\n") == lines(
         """
         f32[131072@data, 1024@model] on Mesh(data=4096, model=16; abstract, meta)

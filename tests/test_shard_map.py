@@ -466,15 +466,17 @@ def test_an_abstract_mesh_of_65536_devices_costs_no_more_than_one_of_8():
             return fs.psum_scatter(whole, ("model", "data"), dim=0), fs.ppermute(x, "model", [(0, 1)])
 
         f = fs.shard_map(body, mesh=mesh, in_specs=P("data", "model"), out_specs=P("data", "model"))
-        f(x)
-        began = time.perf_counter()
-        for _ in range(20):
+
+        def once():
+            began = time.perf_counter()
             y, _ = f(x)
-        assert y.shape[0] == n * 8
-        return time.perf_counter() - began
+            assert y.shape[0] == n * 8
+            return time.perf_counter() - began
+
+        return min(once() for _ in range(20))  # what others on the machine do makes some slower, and none faster
 
     small, large = cost(1), cost(8192)
-    assert large < 3 * small + 0.02
+    assert large < 3 * small + 0.001
 
 
 # -- what a review found ------------------------------------------------------------------------------------------

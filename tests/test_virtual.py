@@ -34,7 +34,7 @@ def test_a_missing_collective_on_one_device_of_64_is_reported_at_once():
     began = time.monotonic()
     with pytest.raises(fs.DeadlockError) as error:
         run(main, data=64)
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 10  # no timeout is waited for
     text = str(error.value)
     line = line_of("# the one that 41 leaves out")
     assert "63 of 64 wait, the others have finished" in text
