@@ -30,7 +30,7 @@ from torch.distributed.pipelining import (
 )
 
 import fshard as fs
-from fshard.pipeline.schedule import Schedule
+from fshard.pipeline.schedule.schedule import Schedule
 
 SCHEDULES: dict[str, tuple[int, Callable[..., Any]]] = {
     "gpipe": (1, ScheduleGPipe),

@@ -30,8 +30,7 @@ from fshard.errors import (
 from fshard.explore.picture import Picture, picture, visualize
 from fshard.explore.treescope_records import treescope_sharding, use_treescope
 from fshard.launching.launch import launch
-from fshard.mesh.calls import Handle
-from fshard.mesh.collectives import (
+from fshard.mesh.collectives.api import (
     all_gather,
     all_to_all,
     axis_index,
@@ -45,37 +44,36 @@ from fshard.mesh.collectives import (
     psum_scatter,
     pvary,
 )
-from fshard.mesh.dtensor import from_dtensor, to_dtensor
-from fshard.mesh.layout import Layout, ShardType
-from fshard.mesh.ledger import Ledger, ledger
-from fshard.mesh.make import from_device_mesh, make_mesh, to_device_mesh
-from fshard.mesh.mesh import Mesh
-from fshard.mesh.messages import recv, send
-from fshard.mesh.placing import device_put, layouts, reshard, unshard
+from fshard.mesh.collectives.ledger import Ledger, ledger
+from fshard.mesh.collectives.on_trees import Handle
+from fshard.mesh.collectives.send_recv import recv, send
+from fshard.mesh.layout import Layout, Mesh, P, ShardType
+from fshard.mesh.layout.dtensor import from_dtensor, to_dtensor
+from fshard.mesh.layout.make import from_device_mesh, make_mesh, to_device_mesh
+from fshard.mesh.layout.sharded import Sharded, from_local, typeof
+from fshard.mesh.reshard.device_put import device_put, layouts, reshard, unshard
 from fshard.mesh.runtimes.together import process_count, process_index
-from fshard.mesh.shard_map import shard_map
-from fshard.mesh.sharded import Sharded, from_local, typeof
-from fshard.mesh.spec import P
-from fshard.mesh.spmd import run
+from fshard.mesh.spmd.run import run
+from fshard.mesh.spmd.shard_map import shard_map
 from fshard.optim.contract import Optimizer, apply_updates
 from fshard.optim.partition import partition_optimizer
-from fshard.pipeline.builders import pipeline_schedule
-from fshard.pipeline.execute import pipelined
-from fshard.pipeline.schedule import Action, Schedule
-from fshard.pipeline.stages import split_stages
-from fshard.pipeline.trace import timeline
-from fshard.transforms.batchnorm import commit_batch_norm
+from fshard.pipeline.execution.execute import pipelined
+from fshard.pipeline.schedule.builders import pipeline_schedule
+from fshard.pipeline.schedule.schedule import Action, Schedule
+from fshard.pipeline.schedule.trace import timeline
+from fshard.pipeline.split.stages import split_stages
 from fshard.transforms.evaluate import evaluate
-from fshard.transforms.functionalize import functionalize
-from fshard.transforms.lazy import built, lazy
-from fshard.transforms.lora import LoraConfig, lora, merge_lora
-from fshard.transforms.randomness import keyed_random
-from fshard.transforms.remat import name, offload, remat, save_names
-from fshard.transforms.rules import fsdp, init_params, shard_params, units_of
-from fshard.transforms.stage_functions import stage_functions
-from fshard.transforms.stage_plan import shard_stages
-from fshard.transforms.step import train_step
-from fshard.transforms.tape import gathered, whole
+from fshard.transforms.fsdp.param_runtime import gathered, whole
+from fshard.transforms.module.batchnorm import commit_batch_norm
+from fshard.transforms.module.functionalize import functionalize
+from fshard.transforms.module.lazy import built, lazy
+from fshard.transforms.module.lora import LoraConfig, lora, merge_lora
+from fshard.transforms.module.remat import name, offload, remat, save_names
+from fshard.transforms.reproducible.randomness import keyed_random
+from fshard.transforms.shard_params import fsdp, init_params, shard_params, units_of
+from fshard.transforms.stages.functions import stage_functions
+from fshard.transforms.stages.plan import shard_stages
+from fshard.transforms.train_step import train_step
 from fshard.transforms.value_and_grad import grad, value_and_grad
 
 

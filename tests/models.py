@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import Parameter
 
-from fshard.mesh.tree import PyTree, flatten, unflatten
+from fshard.mesh.layout import PyTree, flatten, unflatten
 from fshard.testing.strategies import pytrees
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)

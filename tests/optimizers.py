@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import fshard as fs
 from fshard import optim
-from fshard.mesh.tree import flatten
+from fshard.mesh.layout import flatten
 from fshard.optim.contract import copied
 
 

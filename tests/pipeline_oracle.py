@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from fshard.pipeline.schedule import Kind, Schedule
+from fshard.pipeline.schedule.schedule import Kind, Schedule
 
 PRIME = 2**31 - 1
 SENDS = {Kind.SEND_F: 1, Kind.SEND_B: -1}

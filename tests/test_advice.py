@@ -10,7 +10,7 @@ from torch import nn
 
 import fshard as fs
 from fshard.booster.advice import budget
-from fshard.mesh.tree import flatten
+from fshard.mesh.layout import flatten
 from fshard.optim.source import optimizer_source
 
 MESH = fs.make_mesh({"data": 4})

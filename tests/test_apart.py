@@ -6,8 +6,8 @@ import torch.distributed as dist
 
 import fshard as fs
 from fshard import P
+from fshard.mesh.layout import flatten
 from fshard.mesh.shared_memory import apart, neighbours
-from fshard.mesh.tree import flatten
 from fshard.testing.processes import run_processes
 
 SHAPES = {"even": (64, 8), "odd": (7, 3), "one": (1,), "empty": (0, 4), "scalar": (), "large": (700, 1001)}

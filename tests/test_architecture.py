@@ -5,6 +5,7 @@ import functools
 import inspect
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -91,6 +92,11 @@ def test_rooms_import_only_downwards():
     files = {path.relative_to(PACKAGE).as_posix(): path.read_text(encoding="utf-8") for path in MODULES}
     found = offences(files)
     assert not found, "\n" + "\n".join(found)
+
+
+def test_no_folder_has_more_than_16_files():
+    counts = Counter(path.parent.relative_to(PACKAGE).as_posix() for path in MODULES)
+    assert {folder: count for folder, count in counts.items() if count > 16} == {}
 
 
 def test_the_table_itself_has_no_cycle():

@@ -129,7 +129,7 @@ def test_who_has_no_gradient_sends_zeros_of_the_same_dtype(options):
 
 
 def test_reductions_begin_in_the_backward_though_their_order_is_agreed(monkeypatch):
-    from fshard.transforms.reductions import Reductions
+    from fshard.transforms.fsdp.reductions import Reductions
 
     began: list[list[int]] = []
     reduce, end = Reductions.reduce, Reductions.end

@@ -14,10 +14,10 @@ from torch.nn import functional as F
 
 import fshard as fs
 from fshard import P
-from fshard.mesh.tree import flatten, flatten_with_paths, unflatten
+from fshard.mesh.layout import flatten, flatten_with_paths, unflatten
 from fshard.testing import certify, check_elementwise, gpt
 from fshard.testing.certify import dyadic_like
-from fshard.transforms import step as step_module
+from fshard.transforms import train_step as step_module
 from fshard.transforms.value_and_grad import gradient_of
 
 STAGES = (0, 1, 2, 3)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import fshard as fs
 from fshard import P
-from fshard.mesh import moves
+from fshard.mesh.collectives import moves
 from fshard.testing.cases import Case, Operand, all_cases, axes_choices, large_cases
 from fshard.testing.conformance import check_runtime, group_of
 from fshard.testing.oracles import ORACLES, total

@@ -12,7 +12,7 @@ import fshard as fs
 from fshard import P, optim
 from fshard.transforms.gradient import unstaged
 from fshard.transforms.options import Options
-from fshard.transforms.staged import staged
+from fshard.transforms.stages.staged import staged
 from fshard.transforms.value_and_grad import OF_LOSSES, OF_STAGES
 
 

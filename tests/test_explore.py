@@ -20,8 +20,7 @@ from fshard import P
 from fshard.explore.grid import plan_grid
 from fshard.explore.inventory import take_stock
 from fshard.explore.picture import picture, visualize
-from fshard.mesh.layout import ShardType
-from fshard.mesh.mesh import Mesh
+from fshard.mesh.layout import Mesh, ShardType
 
 AXES = ("pipe", "data", "model")
 

@@ -17,9 +17,9 @@ from torch.utils.checkpoint import checkpoint
 import fshard as fs
 from fshard import P
 from fshard.errors import ModuleError
-from fshard.transforms.functionalize import functionalize
-from fshard.transforms.randomness import keyed_random
-from fshard.transforms.remat import remat
+from fshard.transforms.module.functionalize import functionalize
+from fshard.transforms.module.remat import remat
+from fshard.transforms.reproducible.randomness import keyed_random
 
 D = 4
 pytestmark = [

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import fshard as fs
-from fshard.mesh.tree import flatten
-from fshard.transforms.lora import LowRank, lora
+from fshard.mesh.layout import flatten
+from fshard.transforms.module.lora import LowRank, lora
 
 PLUGINS = {
     "ddp": fs.DDPPlugin,

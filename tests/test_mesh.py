@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import fshard as fs
 from fshard import P
-from fshard.mesh import arithmetic
+from fshard.mesh.layout import arithmetic
 
 
 def test_a_mesh_is_a_value():

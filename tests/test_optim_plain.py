@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_map
 
 import fshard as fs
 from fshard import P, optim
-from fshard.mesh.tree import flatten
+from fshard.mesh.layout import flatten
 from fshard.testing import certify, check_elementwise
 from tests.optimizers import example, laid, same, trees
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import fshard as fs
 from fshard import P, optim
-from fshard.mesh.tree import flatten
+from fshard.mesh.layout import flatten
 from fshard.optim.contract import copied, pure_step
 from fshard.optim.partition import shared_out
 from fshard.testing import gpt

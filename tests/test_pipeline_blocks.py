@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import fshard as fs
-from fshard.mesh.spmd import one_thread
+from fshard.mesh.spmd.run import one_thread
 from tests import test_hugging_face as hugging_face
 
 WORDS, WIDTH, BLOCKS = 11, 8, 4

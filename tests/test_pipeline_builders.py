@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fshard.errors import ScheduleError
-from fshard.pipeline import builders
-from fshard.pipeline.builders import pipeline_schedule
-from fshard.pipeline.paths import along_path
-from fshard.pipeline.schedule import Action, Kind, Schedule
-from fshard.pipeline.weights import forwards, gradients, swapped, with_weights
+from fshard.pipeline.schedule import builders
+from fshard.pipeline.schedule.builders import pipeline_schedule
+from fshard.pipeline.schedule.paths import along_path
+from fshard.pipeline.schedule.schedule import Action, Kind, Schedule
+from fshard.pipeline.schedule.weights import forwards, gradients, swapped, with_weights
 
 LINE = ("gpipe", "1f1b", "zb-h1", "zb-h2")
 LOOPS = ("interleaved", "bfs")

@@ -6,11 +6,11 @@ from xml.etree import ElementTree
 
 from rich.console import Console
 
-from fshard.pipeline.builders import pipeline_schedule
-from fshard.pipeline.draw import svg_of
-from fshard.pipeline.messages import with_messages
-from fshard.pipeline.schedule import COMPUTE, Schedule, with_units
-from fshard.pipeline.simulate import simulate
+from fshard.pipeline.schedule.builders import pipeline_schedule
+from fshard.pipeline.schedule.draw import svg_of
+from fshard.pipeline.schedule.messages import with_messages
+from fshard.pipeline.schedule.schedule import COMPUTE, Schedule, with_units
+from fshard.pipeline.schedule.simulate import simulate
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 
 import fshard as fs
 from fshard.errors import ScheduleError
-from fshard.mesh.arithmetic import tree_sum
-from fshard.pipeline.builders import BUILDERS, pipeline_schedule
-from fshard.pipeline.execute import pipelined
-from fshard.pipeline.messages import with_messages
-from fshard.pipeline.schedule import Action, Kind, Schedule, with_units
+from fshard.mesh.layout.arithmetic import tree_sum
+from fshard.pipeline.execution.execute import pipelined
+from fshard.pipeline.schedule.builders import BUILDERS, pipeline_schedule
+from fshard.pipeline.schedule.messages import with_messages
+from fshard.pipeline.schedule.schedule import Action, Kind, Schedule, with_units
 from fshard.testing.processes import run_processes
 
 # -- schedules ----------------------------------------------------------------------------------------------------

@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fshard.errors import ScheduleError
-from fshard.pipeline.builders import pipeline_schedule
-from fshard.pipeline.messages import with_messages
-from fshard.pipeline.schedule import Action, Kind, Schedule, with_units, without_units
+from fshard.pipeline.schedule.builders import pipeline_schedule
+from fshard.pipeline.schedule.messages import with_messages
+from fshard.pipeline.schedule.schedule import Action, Kind, Schedule, with_units, without_units
 
 NAMES = ("gpipe", "1f1b", "interleaved", "bfs", "zb-h1", "zb-h2", "zbv", "v-half", "v-min", "dualpipe-v")
 schedules = st.builds(

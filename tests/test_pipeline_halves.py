@@ -15,10 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import fshard as fs
-from fshard.pipeline.builders import pipeline_schedule
-from fshard.pipeline.halves import halves, whole
-from fshard.pipeline.saved import Saved
-from fshard.pipeline.total import Running
+from fshard.pipeline.execution.halves import halves, whole
+from fshard.pipeline.execution.saved import Saved
+from fshard.pipeline.execution.total import Running
+from fshard.pipeline.schedule.builders import pipeline_schedule
 
 
 class Work(TorchDispatchMode):

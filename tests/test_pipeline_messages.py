@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fshard.errors import ScheduleError
-from fshard.pipeline.builders import BUILDERS, pipeline_schedule
-from fshard.pipeline.messages import with_messages, without_messages
-from fshard.pipeline.schedule import COMPUTE, MESSAGES, Action, Kind, Schedule, with_units, without_units
-from fshard.pipeline.weights import with_weights
+from fshard.pipeline.schedule.builders import BUILDERS, pipeline_schedule
+from fshard.pipeline.schedule.messages import with_messages, without_messages
+from fshard.pipeline.schedule.schedule import COMPUTE, MESSAGES, Action, Kind, Schedule, with_units, without_units
+from fshard.pipeline.schedule.weights import with_weights
 
 schedules = st.builds(
     lambda name, stages, microbatches: pipeline_schedule(name, stages=stages, microbatches=microbatches),

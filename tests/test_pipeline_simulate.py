@@ -9,12 +9,12 @@ from itertools import pairwise
 import pytest
 
 from fshard.errors import ScheduleError
-from fshard.pipeline.builders import pipeline_schedule
-from fshard.pipeline.messages import with_messages
-from fshard.pipeline.schedule import COMPUTE, Action, Kind, Schedule, with_units
-from fshard.pipeline.simulate import simulate
-from fshard.pipeline.trace import to_chrome_trace
-from fshard.pipeline.verify import verify
+from fshard.pipeline.schedule.builders import pipeline_schedule
+from fshard.pipeline.schedule.messages import with_messages
+from fshard.pipeline.schedule.schedule import COMPUTE, Action, Kind, Schedule, with_units
+from fshard.pipeline.schedule.simulate import simulate
+from fshard.pipeline.schedule.trace import to_chrome_trace
+from fshard.pipeline.schedule.verify import verify
 from tests.test_pipeline_verify import NAMES, some_schedule
 
 TWO = Schedule.from_csv("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1", name="two")

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fshard as fs
-from fshard.pipeline.builders import pipeline_schedule
-from fshard.pipeline.execute import pipelined
-from fshard.pipeline.stages import partition, split_stages
+from fshard.pipeline.execution.execute import pipelined
+from fshard.pipeline.schedule.builders import pipeline_schedule
+from fshard.pipeline.split.stages import partition, split_stages
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=9), st.data())
@@ -101,7 +101,7 @@ def test_layers_may_be_functions_and_keep_their_names():
 
 def test_time_is_measured_and_memory_is_counted_without_a_trace(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr("fshard.pipeline.stages.time", clock)
+    monkeypatch.setattr("fshard.pipeline.split.stages.time", clock)
     layers = nn.Sequential(nn.BatchNorm1d(4), Slow(clock, 2), nn.Tanh(), Slow(clock, 1), nn.Dropout(), Slow(clock, 3))
     before = {name: x.clone() for name, x in layers.state_dict().items()}
     wide = nn.Sequential(

@@ -3,9 +3,9 @@
 import torch
 from torch import nn
 
-from fshard.pipeline.builders import pipeline_schedule
-from fshard.pipeline.messages import with_messages
-from fshard.pipeline.schedule import Schedule, with_units
+from fshard.pipeline.schedule.builders import pipeline_schedule
+from fshard.pipeline.schedule.messages import with_messages
+from fshard.pipeline.schedule.schedule import Schedule, with_units
 from fshard.testing.processes import run_processes
 
 NAMES = ("interleaved", "zbv", "v-min", "dualpipe-v")

@@ -6,10 +6,10 @@ import pytest
 import torch.distributed.pipelining.schedules as torch_schedules
 
 from fshard.errors import ScheduleError
-from fshard.pipeline.builders import pipeline_schedule
-from fshard.pipeline.messages import with_messages
-from fshard.pipeline.schedule import Action, Kind, Schedule, with_units
-from fshard.pipeline.verify import verify
+from fshard.pipeline.schedule.builders import pipeline_schedule
+from fshard.pipeline.schedule.messages import with_messages
+from fshard.pipeline.schedule.schedule import Action, Kind, Schedule, with_units
+from fshard.pipeline.schedule.verify import verify
 from tests.pipeline_oracle import harm
 
 NAMES = ["gpipe", "1f1b", "interleaved", "bfs", "zb-h1", "zb-h2", "zbv", "v-half", "v-min", "dualpipe-v"]

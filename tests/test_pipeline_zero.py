@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 import fshard as fs
 from fshard import P
-from fshard.pipeline.builders import BUILDERS
+from fshard.pipeline.schedule.builders import BUILDERS
 from fshard.testing.processes import run_processes
 
 # -- a model: a small GPT as layers, with dropout and tied embeddings -------------------------------------------------

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import fshard as fs
 from fshard import P
-from fshard.mesh.tree import flatten
+from fshard.mesh.layout import flatten
 from fshard.optim import clip_by_global_norm, global_norm
 
 MESH = {"pipe": 2, "data": 2}

@@ -13,8 +13,8 @@ from fshard import P
 from fshard.mesh.runtimes import gloo, native
 from fshard.mesh.runtimes.link import GroupLink
 from fshard.mesh.runtimes.process import ProcessWorld
-from fshard.mesh.scope import require
 from fshard.mesh.shared_memory import direct
+from fshard.mesh.spmd.scope import require
 from fshard.source import call_site
 from fshard.testing.processes import run_processes
 from fshard.transforms.agree import summed
@@ -143,7 +143,7 @@ def to_and_from_torch():
 
 
 def _group(axis):
-    from fshard.mesh.scope import require
+    from fshard.mesh.spmd.scope import require
 
     return require("test").group(axis, "test")
 

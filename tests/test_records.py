@@ -11,7 +11,7 @@ from torch import Tensor
 
 import fshard as fs
 from fshard import P
-from fshard.mesh.tree import flatten, flatten_with_paths
+from fshard.mesh.layout import flatten, flatten_with_paths
 
 optree_dataclasses: Any = optree.dataclasses
 

@@ -10,8 +10,8 @@ from torch.func import grad, jacfwd, jacrev, jvp, vmap
 import fshard as fs
 from fshard import P
 from fshard.testing.processes import Processes
-from fshard.transforms.randomness import keyed_random
-from fshard.transforms.remat import PolicyError, name, offload, remat, save_names
+from fshard.transforms.module.remat import PolicyError, name, offload, remat, save_names
+from fshard.transforms.reproducible.randomness import keyed_random
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import fshard as fs
 from fshard import P
-from fshard.mesh.spmd import MARK
+from fshard.mesh.spmd.run import MARK
 from fshard.report.profile import by_device
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import fshard as fs
 from fshard import P
-from fshard.mesh.plan import plan
+from fshard.mesh.reshard.plan import plan
 
 MESHES = [{"a": 2}, {"a": 3}, {"a": 2, "b": 2}, {"a": 4, "b": 2}, {"a": 2, "b": 3}, {"a": 2, "b": 2, "c": 2}]
 

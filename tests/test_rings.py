@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fshard as fs
-from fshard.mesh.arithmetic import tree_sum
-from fshard.mesh.scope import here
+from fshard.mesh.layout.arithmetic import tree_sum
 from fshard.mesh.shared_memory import neighbours, rings
+from fshard.mesh.spmd.scope import here
 from fshard.testing.processes import Processes, run_processes
 
 pytestmark = pytest.mark.skipif(neighbours._libc() is None, reason="this system does not read other processes' memory")

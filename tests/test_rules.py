@@ -5,7 +5,7 @@ import torch
 
 import fshard as fs
 from fshard import P
-from fshard.mesh.tree import flatten
+from fshard.mesh.layout import flatten
 
 
 def lying(params, rules):

@@ -553,7 +553,7 @@ def test_numpy_arrays_are_refused_rather_than_replicated(mesh):
 
 
 def test_recipes_are_not_kept_without_bound(mesh):
-    from fshard.mesh.recipes import Recipes
+    from fshard.mesh.spmd.call_plan import Recipes
 
     recipes = Recipes(lambda x: x, "f", P(), P(), ("data", "model"), False)
     for size in range(600):

@@ -12,9 +12,9 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fshard as fs
-from fshard.pipeline.halves import halves
-from fshard.pipeline.leaves import Params
-from fshard.pipeline.saved import Saved
+from fshard.pipeline.execution.halves import halves
+from fshard.pipeline.execution.leaves import Params
+from fshard.pipeline.execution.saved import Saved
 
 pytestmark = pytest.mark.filterwarnings("ignore:Layer.counts was changed by a forward")  # where the tests count
 

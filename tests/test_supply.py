@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import fshard as fs
 from fshard import P
-from fshard.mesh.plan import plan
+from fshard.mesh.reshard.plan import plan
 from fshard.mesh.runtimes import native
 from fshard.mesh.runtimes.link import GroupLink
 from fshard.mesh.runtimes.process import ProcessWorld

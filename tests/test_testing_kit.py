@@ -19,7 +19,7 @@ from hypothesis.vendor import pretty
 
 import fshard as fs
 from fshard import P
-from fshard.mesh.tree import flatten
+from fshard.mesh.layout import flatten
 from fshard.testing.processes import Processes, run_processes
 from fshard.testing.strategies import (
     DTYPES,

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 import fshard as fs
 from fshard import P
-from fshard.mesh.arithmetic import ravel
-from fshard.mesh.tree import flatten
+from fshard.mesh.layout import flatten
+from fshard.mesh.layout.arithmetic import ravel
 from fshard.optim.leaves import trainable
 from fshard.testing import certify
 from fshard.testing.strategies import axis_subsets, meshes

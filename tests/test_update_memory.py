@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fshard as fs
 from fshard import optim
-from fshard.mesh.tree import flatten
+from fshard.mesh.layout import flatten
 from tests.test_zero import placed
 
 N, SIZE, COUNT = 4, 64, 64

@@ -11,7 +11,7 @@ import torch
 
 import fshard as fs
 from fshard import P
-from fshard.mesh.arithmetic import tree_sum
+from fshard.mesh.layout.arithmetic import tree_sum
 
 
 def run(main, **axes):

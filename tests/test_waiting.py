@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_leaves
 
 import fshard as fs
 from fshard import P
-from fshard.mesh.tree import flatten
-from fshard.transforms.handle import Handle
+from fshard.mesh.layout import flatten
+from fshard.transforms.fsdp.lazy_param import Handle
 
 PACKAGE = Path(fs.__file__).parent
 

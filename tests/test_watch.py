@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import fshard as fs
 from fshard import P
 from fshard.mesh.runtimes.process import leave
-from fshard.mesh.scope import require
+from fshard.mesh.spmd.scope import require
 from fshard.testing.processes import Processes, run_processes
 from tests.test_direct import UNEVEN, uneven_message
 

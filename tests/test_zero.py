@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import fshard as fs
 from fshard import P
-from fshard.mesh.tree import flatten, map_leaves
+from fshard.mesh.layout import flatten, map_leaves
 from fshard.testing import gpt
 
 STAGES = (0, 1, 2, 3)

@@ -13,7 +13,7 @@ from torch.nn.utils.parametrizations import weight_norm
 
 import fshard as fs
 from fshard import P
-from fshard.mesh.tree import flatten
+from fshard.mesh.layout import flatten
 
 STAGES = (0, 1, 2, 3)
 N = 2
@@ -498,7 +498,7 @@ def most_whole(monkeypatch, loss_fn, own, mesh, width=6, **options) -> Most:
     """Return what was whole at most in the second of two steps."""
     from torch.multiprocessing.reductions import StorageWeakRef
 
-    from fshard.transforms.units import Unit
+    from fshard.transforms.fsdp.units import Unit
 
     alive: dict[Any, list[list[Any]]] = {}
     most: list[Most] = []

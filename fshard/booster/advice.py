@@ -24,21 +24,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from fshard.booster.arrangement import Arrangement
 from fshard.booster.plugins import DDPPlugin, FSDPPlugin, HybridParallelPlugin, Plugin, ZeroPlugin
 from fshard.errors import FshardError, LayoutError
-from fshard.mesh.mesh import Mesh
-from fshard.mesh.sharded import Sharded, key_of
-from fshard.mesh.spec import as_axes
-from fshard.mesh.tree import PyTree, flatten, flatten_with_paths
-from fshard.optim.adam import adamw
+from fshard.mesh.layout import Mesh, PyTree, as_axes, flatten, flatten_with_paths
+from fshard.mesh.layout.sharded import Sharded, key_of
 from fshard.optim.leaves import trainable
+from fshard.optim.rules.adam import adamw
 from fshard.optim.source import NOTHING, OptimizerSource, optimizer_source
-from fshard.pipeline.schedule import Schedule
-from fshard.transforms.arrangement import Arrangement
+from fshard.pipeline.schedule.schedule import Schedule
 from fshard.transforms.options import integer, must_be, unknown
 from fshard.transforms.patterns import unit_of
-from fshard.transforms.rules import shard_params
-from fshard.transforms.stage_plan import shard_stages
+from fshard.transforms.shard_params import shard_params
+from fshard.transforms.stages.plan import shard_stages
 
 
 class Budget(NamedTuple):

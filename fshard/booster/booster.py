@@ -19,14 +19,14 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from fshard.booster.accepted import BOOSTED, taken
+from fshard.booster.arrangement import Arrangement, State, Step
+from fshard.booster.loader import Loader
 from fshard.booster.plugins import DDPPlugin, Plugin
+from fshard.booster.torch_style import BoostedOptimizer, Loops, Model, boosted, boosted_model
 from fshard.errors import LayoutError, ModuleError
-from fshard.transforms.accepted import BOOSTED, taken
-from fshard.transforms.arrangement import Arrangement, State, Step
-from fshard.transforms.loader import Loader
-from fshard.transforms.lora import LoraConfig, lora
-from fshard.transforms.step import Metrics
-from fshard.transforms.torch_style import BoostedOptimizer, Loops, Model, boosted, boosted_model
+from fshard.transforms.module.lora import LoraConfig, lora
+from fshard.transforms.train_step import Metrics
 
 
 class Booster:

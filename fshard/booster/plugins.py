@@ -18,22 +18,21 @@ from typing import Any, Literal, cast
 import torch
 from torch import nn
 
+from fshard.booster.arrangement import Arrangement
 from fshard.errors import LayoutError
-from fshard.mesh.make import make_mesh
-from fshard.mesh.mesh import Mesh
+from fshard.mesh.layout import Mesh, as_axes
+from fshard.mesh.layout.make import make_mesh
 from fshard.mesh.runtimes.together import process_count
-from fshard.mesh.scope import here
-from fshard.mesh.spec import as_axes
+from fshard.mesh.spmd.scope import here
 from fshard.optim.partition import Stage
-from fshard.pipeline.builders import pipeline_schedule
-from fshard.pipeline.schedule import Schedule
-from fshard.pipeline.stages import Balance, check_balance, split_stages
-from fshard.transforms.arrangement import Arrangement
+from fshard.pipeline.schedule.builders import pipeline_schedule
+from fshard.pipeline.schedule.schedule import Schedule
+from fshard.pipeline.split.stages import Balance, check_balance, split_stages
 from fshard.transforms.options import flag, integer, must_be, one_of, refusal, unknown, wrong_options
 from fshard.transforms.patterns import Choice
-from fshard.transforms.rules import fsdp
-from fshard.transforms.stage_functions import How
-from fshard.transforms.step import Precision
+from fshard.transforms.shard_params import fsdp
+from fshard.transforms.stages.functions import How
+from fshard.transforms.train_step import Precision
 from fshard.transforms.value_and_grad import OF_LOSSES, OF_STAGES
 
 Unused = Literal["skip", "zero"]

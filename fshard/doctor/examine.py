@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fshard as fs
-from fshard.mesh.mesh import Mesh
+from fshard.mesh.layout import Mesh
 from fshard.mesh.runtimes.process import ProcessWorld
 from fshard.testing.cases import Case, all_cases, large_cases
 from fshard.testing.conformance import check_runtime

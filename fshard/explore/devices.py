@@ -15,8 +15,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from math import prod
 
-from fshard.mesh import arithmetic
-from fshard.mesh.mesh import Mesh
+from fshard.mesh.layout import Mesh, arithmetic
 
 _MOST = 4  # so many runs or summands are written out, of more the first two and the last
 

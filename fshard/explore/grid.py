@@ -20,10 +20,8 @@ from itertools import groupby, islice, product
 from math import prod
 
 from fshard.explore.devices import Devices, box, elided
-from fshard.mesh import arithmetic
-from fshard.mesh.arithmetic import Range
-from fshard.mesh.layout import Layout, ShardType
-from fshard.mesh.mesh import Mesh
+from fshard.mesh.layout import Layout, Mesh, ShardType, arithmetic
+from fshard.mesh.layout.arithmetic import Range
 
 _INSIDE = (8, 4)  # of more than 8 rows or columns, the first 4 and the last are drawn
 _OUTSIDE = (4, 2)  # so for blocks, if there is one dim of them
@@ -121,7 +119,7 @@ def plan_grid(kind: ShardType, mesh: Mesh) -> Grid:
     """Return the plan of the picture of a tensor of this type.
 
     >>> import torch
-    >>> from fshard.mesh.spec import P
+    >>> from fshard.mesh.layout.spec import P
     >>> grid = plan_grid(ShardType(torch.float32, (8, 6), P("data")), Mesh((("data", 2), ("model", 2)), "virtual", "cpu"))
     >>> [(cell.ranges, list(cell.holders())) for cell in grid.cells]
     [(((0, 4), (0, 6)), [(0,), (1,)]), (((4, 8), (0, 6)), [(2,), (3,)])]

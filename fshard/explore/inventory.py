@@ -19,10 +19,8 @@ import optree
 from torch import Tensor
 
 from fshard.explore.words import most_bytes, whole_bytes
-from fshard.mesh.layout import Layout, ShardType
-from fshard.mesh.mesh import Mesh
-from fshard.mesh.sharded import Sharded, typeof
-from fshard.mesh.tree import NAMESPACE, PyTree
+from fshard.mesh.layout import NAMESPACE, Layout, Mesh, PyTree, ShardType
+from fshard.mesh.layout.sharded import Sharded, typeof
 
 _o: Any = optree
 

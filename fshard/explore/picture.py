@@ -22,11 +22,10 @@ from fshard.errors import LayoutError
 from fshard.explore.grid import Grid, plan_grid
 from fshard.explore.inventory import Branch, Leaf, take_stock
 from fshard.explore.svg import svg_of
-from fshard.mesh.layout import Layout, ShardType
-from fshard.mesh.scope import here
-from fshard.mesh.sharded import Sharded
-from fshard.mesh.spmd import device_of
-from fshard.mesh.tree import PyTree, broadcast_prefix, flatten_with_paths, unflatten
+from fshard.mesh.layout import Layout, PyTree, ShardType, broadcast_prefix, flatten_with_paths, unflatten
+from fshard.mesh.layout.sharded import Sharded
+from fshard.mesh.spmd.run import device_of
+from fshard.mesh.spmd.scope import here
 
 if TYPE_CHECKING:  # it is imported where a picture is shown
     from rich.console import RenderableType

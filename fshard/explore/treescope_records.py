@@ -13,8 +13,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from fshard.mesh.placing import unshard
-from fshard.mesh.sharded import Sharded, typeof
+from fshard.mesh.layout.sharded import Sharded, typeof
+from fshard.mesh.reshard.device_put import unshard
 
 _MOST = 1024  # devices: the record lists every one
 

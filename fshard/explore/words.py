@@ -6,8 +6,8 @@ from math import prod
 
 from fshard.explore.devices import elided, listed, summed
 from fshard.explore.grid import Cell, Grid, Side
-from fshard.mesh.arithmetic import Range
 from fshard.mesh.layout import Layout, ShardType
+from fshard.mesh.layout.arithmetic import Range
 
 
 def size(count: int) -> str:

@@ -8,19 +8,19 @@ params, state = opt.step(grads, state, params)
 from fshard.errors import OptimizerError
 from fshard.optim import schedules
 from fshard.optim.accumulation import accumulate
-from fshard.optim.adam import adam, adamw
 from fshard.optim.average import ema, ema_params
 from fshard.optim.chain import add_decayed_weights, chain, clip_by_global_norm, clip_by_value, scale
 from fshard.optim.choose import by_label, masked
 from fshard.optim.contract import Optimizer, apply_updates, pure_step, step_of
-from fshard.optim.lamb import lamb
-from fshard.optim.lion import lion
 from fshard.optim.master import with_master_weights
 from fshard.optim.norms import global_norm
+from fshard.optim.rules.adam import adam, adamw
+from fshard.optim.rules.lamb import lamb
+from fshard.optim.rules.lion import lion
+from fshard.optim.rules.sgd import sgd
+from fshard.optim.rules.shampoo import shampoo
 from fshard.optim.scaling import all_finite, loss_scaled, skip_if_not_finite
 from fshard.optim.schedules import Rate, Schedule
-from fshard.optim.sgd import sgd
-from fshard.optim.shampoo import shampoo
 from fshard.optim.torch_classes import adafactor, from_torch, muon
 
 __all__ = [

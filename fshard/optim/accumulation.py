@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from fshard.mesh.tree import PyTree
+from fshard.mesh.layout import PyTree
 from fshard.optim.contract import Optimizer, Update, count_from, no_updates, refuse, scale_inside
 from fshard.optim.leaves import Leaf, Leaves, count_from_zero, each_shard, map_shards, trainable
 from fshard.optim.plain import inside

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fshard.errors import OptimizerError
-from fshard.mesh.tree import PyTree
+from fshard.mesh.layout import PyTree
 from fshard.optim.contract import Optimizer, apply_updates, copied, refuse, scale_inside, step_of, within
 from fshard.optim.leaves import Leaves, map_shards, trainable
 from fshard.optim.plain import inside

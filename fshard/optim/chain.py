@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fshard.mesh.tree import PyTree
-from fshard.optim import lists
+from fshard.mesh.layout import PyTree
 from fshard.optim.contract import (
     Elementwise,
     Optimizer,
@@ -31,6 +30,7 @@ from fshard.optim.contract import (
 from fshard.optim.leaves import Leaf, Leaves, count_from_zero, each_shard, map_shards, trainable
 from fshard.optim.norms import global_norm
 from fshard.optim.plain import inside
+from fshard.optim.rules import lists
 from fshard.optim.schedules import Rate, rate_at
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from fshard.errors import OptimizerError
-from fshard.mesh.tree import PyTree
+from fshard.mesh.layout import PyTree
 from fshard.optim.contract import (
     Elementwise,
     Optimizer,

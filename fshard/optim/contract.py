@@ -26,10 +26,10 @@ import torch
 from torch import Tensor
 
 from fshard.errors import OptimizerError
-from fshard.mesh.sharded import Sharded
-from fshard.mesh.tree import PyTree, flatten, unflatten
-from fshard.optim import lists
+from fshard.mesh.layout import PyTree, flatten, unflatten
+from fshard.mesh.layout.sharded import Sharded
 from fshard.optim.leaves import Leaf, Leaves, is_frozen, like, map_shards, shards_of, trainable
+from fshard.optim.rules import lists
 
 Update = Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
 """A function of gradients, state and parameters: to updates (or parameters) and the next state."""

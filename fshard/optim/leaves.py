@@ -19,11 +19,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fshard.errors import LayoutError
-from fshard.mesh.layout import Layout
-from fshard.mesh.sharded import Sharded, key_of
-from fshard.mesh.spec import P
-from fshard.mesh.spmd import held
-from fshard.mesh.tree import PyTree, Structure, broadcast_prefix, flatten, paths_of, unflatten
+from fshard.mesh.layout import Layout, P, PyTree, Structure, broadcast_prefix, flatten, paths_of, unflatten
+from fshard.mesh.layout.sharded import Sharded, key_of
+from fshard.mesh.spmd.run import held
 
 Leaf = Any
 """A tensor, a `Sharded`, or None."""

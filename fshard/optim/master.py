@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fshard.mesh.tree import PyTree
+from fshard.mesh.layout import PyTree
 from fshard.optim.contract import Optimizer, Update, differences, scale_inside, step_of
 from fshard.optim.leaves import Leaf, Leaves, map_shards, trainable
 from fshard.optim.plain import inside

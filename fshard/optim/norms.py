@@ -23,16 +23,14 @@ import torch
 from torch import Tensor
 
 from fshard.errors import LayoutError
-from fshard.mesh.layout import Layout
-from fshard.mesh.placing import reshard_all, unshard
-from fshard.mesh.sharded import Sharded
-from fshard.mesh.spec import P
-from fshard.mesh.spmd import held
-from fshard.mesh.tree import PyTree
-from fshard.optim import lists
+from fshard.mesh.layout import Layout, P, PyTree
+from fshard.mesh.layout.sharded import Sharded
+from fshard.mesh.reshard.device_put import reshard_all, unshard
+from fshard.mesh.spmd.run import held
 from fshard.optim.contract import above, refuse
 from fshard.optim.digits import WIDTH, digits_of_squares, number_of
 from fshard.optim.leaves import Leaf, Leaves, shards_of
+from fshard.optim.rules import lists
 from fshard.source import call_site
 
 Places = Sequence[tuple[int, int]]

@@ -29,13 +29,10 @@ import torch
 from torch import Tensor
 
 from fshard.errors import LayoutError, OptimizerError
-from fshard.mesh.layout import Layout
-from fshard.mesh.mesh import Mesh
-from fshard.mesh.placing import reshard_all
-from fshard.mesh.sharded import Sharded
-from fshard.mesh.spec import P
-from fshard.mesh.spmd import fills, standing
-from fshard.mesh.tree import PyTree
+from fshard.mesh.layout import Layout, Mesh, P, PyTree
+from fshard.mesh.layout.sharded import Sharded
+from fshard.mesh.reshard.device_put import reshard_all
+from fshard.mesh.spmd.run import fills, standing
 from fshard.optim.contract import Elementwise, Optimizer, Update, elementwise_leaves, step_of
 from fshard.optim.leaves import Leaf, Leaves, kind_of
 from fshard.optim.plain import inside

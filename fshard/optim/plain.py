@@ -22,11 +22,9 @@ import torch
 from torch import Tensor
 
 from fshard.errors import OptimizerError
-from fshard.mesh.layout import holders
-from fshard.mesh.sharded import Sharded
-from fshard.mesh.spec import P
-from fshard.mesh.spmd import held
-from fshard.mesh.tree import NAMESPACE, PyTree, Structure, flatten, unflatten
+from fshard.mesh.layout import NAMESPACE, P, PyTree, Structure, flatten, holders, unflatten
+from fshard.mesh.layout.sharded import Sharded
+from fshard.mesh.spmd.run import held
 from fshard.optim.contract import Optimizer, Update, check_optimizer
 from fshard.optim.leaves import Leaf, Leaves, check_whole, is_whole, kind_of, trainable
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fshard.mesh.tree import PyTree
+from fshard.mesh.layout import PyTree
 from fshard.optim.contract import (
     Optimizer,
     Update,

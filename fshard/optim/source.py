@@ -20,14 +20,14 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fshard.errors import OptimizerError
-from fshard.mesh.placing import device_put
-from fshard.mesh.sharded import Sharded
-from fshard.mesh.tree import PyTree
-from fshard.optim.adam import adam, adamw
+from fshard.mesh.layout import PyTree
+from fshard.mesh.layout.sharded import Sharded
+from fshard.mesh.reshard.device_put import device_put
 from fshard.optim.choose import NOTHING, by_label
 from fshard.optim.contract import Optimizer, check_optimizer, copied, differences
 from fshard.optim.leaves import Leaf, Leaves, shards_of, trainable
-from fshard.optim.sgd import sgd
+from fshard.optim.rules.adam import adam, adamw
+from fshard.optim.rules.sgd import sgd
 from fshard.optim.torch_classes import CLASSES, check_divisible, from_torch
 
 

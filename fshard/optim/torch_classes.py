@@ -23,11 +23,11 @@ import torch
 from torch import Tensor, nn
 
 from fshard.errors import OptimizerError
-from fshard.optim.cells import Cells, Rule, each_kind
 from fshard.optim.contract import Optimizer
 from fshard.optim.leaves import Leaf, check_whole, refuse_complex
-from fshard.optim.lists import rounds_by_place
-from fshard.optim.rules import Slots, writer
+from fshard.optim.rules.cells import Cells, Rule, each_kind
+from fshard.optim.rules.lists import rounds_by_place
+from fshard.optim.rules.rule import Slots, writer
 from fshard.optim.schedules import Rate
 
 

@@ -23,8 +23,8 @@ from torch._C._profiler import _ExperimentalConfig  # pyright: ignore[reportPriv
 from torch.autograd import profiler as autograd_profiler
 
 from fshard.errors import FshardError, LayoutError
-from fshard.mesh.scope import here
-from fshard.mesh.spmd import MARK, mark
+from fshard.mesh.spmd.run import MARK, mark
+from fshard.mesh.spmd.scope import here
 
 _OPTIONS = {*signature(profiler.profile.__init__).parameters} - {
     "self",

@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fshard.errors import LayoutError
-from fshard.mesh.collectives import psum
-from fshard.mesh.mesh import Mesh
-from fshard.mesh.scope import here
-from fshard.mesh.spmd import everywhere, is_outside, standing
+from fshard.mesh.collectives.api import psum
+from fshard.mesh.layout import Mesh
+from fshard.mesh.spmd.run import everywhere, is_outside, standing
+from fshard.mesh.spmd.scope import here
 
 
 class Writer(Protocol):

@@ -20,7 +20,7 @@ import pytest
 if TYPE_CHECKING:
     from collections.abc import Generator
 
-    from fshard.mesh.mesh import Mesh
+    from fshard.mesh.layout.mesh import Mesh
     from fshard.testing.processes import Processes
 
 DEFAULT = {"data": 4}
@@ -57,7 +57,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 @pytest.fixture
 def mesh(request: pytest.FixtureRequest) -> Mesh:
     """Give a mesh with the axes of `@pytest.mark.mesh(...)`: virtual, or of processes."""
-    from fshard.mesh.make import make_mesh
+    from fshard.mesh.layout.make import make_mesh
 
     return make_mesh(_axes(request.node), runtime="process" if _is_one_of_many() else "virtual")
 
@@ -119,7 +119,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     __tracebackhide__ = True
     if not pyfuncitem.stash.get(_elsewhere, False):
         return None
-    from fshard.mesh.mesh import Mesh
+    from fshard.mesh.layout.mesh import Mesh
 
     n = Mesh(tuple(_axes(pyfuncitem).items()), "process", "cpu").size
     config = pyfuncitem.config

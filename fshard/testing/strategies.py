@@ -26,11 +26,8 @@ from hypothesis.vendor import pretty
 from optree.dataclasses import dataclass
 from torch import Tensor
 
-from fshard.mesh.layout import Layout
-from fshard.mesh.make import make_mesh
-from fshard.mesh.mesh import Mesh, Runtime
-from fshard.mesh.spec import P
-from fshard.mesh.tree import NAMESPACE
+from fshard.mesh.layout import NAMESPACE, Layout, Mesh, P, Runtime
+from fshard.mesh.layout.make import make_mesh
 
 AXIS_NAMES = ("data", "model", "pipe")
 """The names that axes of drawn meshes have, in this order."""

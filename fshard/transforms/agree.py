@@ -45,11 +45,10 @@ import torch
 from torch import Tensor
 
 from fshard.errors import LayoutError
-from fshard.mesh.differentiate import Bound
-from fshard.mesh.mesh import Mesh
-from fshard.mesh.moves import Psum
-from fshard.mesh.scope import Group, Notice, Scope
-from fshard.mesh.spec import as_written
+from fshard.mesh.collectives.autograd import Bound
+from fshard.mesh.collectives.moves import Psum
+from fshard.mesh.layout import Mesh, as_written
+from fshard.mesh.spmd.scope import Group, Notice, Scope
 from fshard.source import Site, call_site
 from fshard.transforms.batch import Batch
 

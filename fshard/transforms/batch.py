@@ -28,14 +28,10 @@ from torch import Tensor
 
 from fshard.copying import lent
 from fshard.errors import LayoutError, MeshError
-from fshard.mesh.arithmetic import Range, balanced_range, ravel
-from fshard.mesh.layout import Layout, is_dense
-from fshard.mesh.mesh import Mesh
-from fshard.mesh.placing import collected, device_put, unshard
-from fshard.mesh.sharded import Sharded, in_memory
-from fshard.mesh.spec import P
-from fshard.mesh.spmd import held
-from fshard.mesh.tree import (
+from fshard.mesh.layout import (
+    Layout,
+    Mesh,
+    P,
     PyTree,
     Structure,
     any_known,
@@ -43,10 +39,15 @@ from fshard.mesh.tree import (
     flatten,
     flatten_outside,
     flatten_with_paths,
+    is_dense,
     paths_of,
     torch_alone_knows,
     unflatten,
 )
+from fshard.mesh.layout.arithmetic import Range, balanced_range, ravel
+from fshard.mesh.layout.sharded import Sharded, in_memory
+from fshard.mesh.reshard.device_put import collected, device_put, unshard
+from fshard.mesh.spmd.run import held
 
 
 class Cut(NamedTuple):

@@ -12,12 +12,11 @@ from typing import Any
 import torch
 
 from fshard.errors import LayoutError
-from fshard.mesh.mesh import Mesh
-from fshard.mesh.tree import PyTree
-from fshard.pipeline.schedule import Schedule
+from fshard.mesh.layout import Mesh, PyTree
+from fshard.pipeline.schedule.schedule import Schedule
 from fshard.source import call_site
+from fshard.transforms.device_step import Weight
 from fshard.transforms.origin import refuse_distant
-from fshard.transforms.slices import Weight
 from fshard.transforms.value_and_grad import gradient_of, refuse_unscheduled
 from fshard.uncompiled import uncompiled
 

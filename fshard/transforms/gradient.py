@@ -30,24 +30,22 @@ import torch
 from torch import Tensor
 
 from fshard.errors import CollectiveTimeoutError, DeadlockError, LayoutError, MismatchError
-from fshard.mesh.layout import Layout
-from fshard.mesh.mesh import Mesh
-from fshard.mesh.sharded import Sharded
-from fshard.mesh.spmd import everywhere, held, one_thread, standing
-from fshard.mesh.tree import PyTree, Structure, flatten, paths_of, unflatten
+from fshard.mesh.layout import Layout, Mesh, PyTree, Structure, flatten, paths_of, unflatten
+from fshard.mesh.layout.sharded import Sharded
+from fshard.mesh.spmd.run import everywhere, held, one_thread, standing
 from fshard.optim.leaves import trainable
 from fshard.source import Site, call_site
 from fshard.transforms.agree import CURE, disagreement
 from fshard.transforms.batch import placed
-from fshard.transforms.buffers import Buffers, no_buffers
+from fshard.transforms.device_step import Device, How, Result
+from fshard.transforms.fsdp.param_runtime import Known, Tape, leaf_of, numbered, refuse_half_frozen
+from fshard.transforms.fsdp.units import Leaf, Manner
 from fshard.transforms.means import Weight, put_together
+from fshard.transforms.module.buffers import Buffers, no_buffers
 from fshard.transforms.options import wrong_options
 from fshard.transforms.origin import refuse_distant, refuse_unplaced
 from fshard.transforms.patterns import Choice, chosen
-from fshard.transforms.randomness import drawn_key
-from fshard.transforms.slices import Device, How, Result
-from fshard.transforms.tape import Known, Tape, leaf_of, numbered, refuse_half_frozen
-from fshard.transforms.units import Leaf, Manner
+from fshard.transforms.reproducible.randomness import drawn_key
 from fshard.uncompiled import uncompiled
 
 

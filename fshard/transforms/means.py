@@ -31,13 +31,11 @@ import torch
 from torch import Tensor
 
 from fshard.errors import LayoutError
-from fshard.mesh.differentiate import Bound
-from fshard.mesh.layout import Layout
-from fshard.mesh.moves import AllGather, Broadcast, Psum
-from fshard.mesh.scope import Group
-from fshard.mesh.sharded import Sharded
-from fshard.mesh.spec import P
-from fshard.mesh.tree import PyTree, Structure, flatten_with_paths, unflatten
+from fshard.mesh.collectives.autograd import Bound
+from fshard.mesh.collectives.moves import AllGather, Broadcast, Psum
+from fshard.mesh.layout import Layout, P, PyTree, Structure, flatten_with_paths, unflatten
+from fshard.mesh.layout.sharded import Sharded
+from fshard.mesh.spmd.scope import Group
 from fshard.source import Site
 from fshard.transforms.agree import on_host, summed
 from fshard.transforms.batch import Batch

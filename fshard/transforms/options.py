@@ -10,8 +10,7 @@ from typing import Any, Literal, TypedDict
 import torch
 
 from fshard.errors import FshardError
-from fshard.mesh.layout import Layout
-from fshard.mesh.tree import PyTree
+from fshard.mesh.layout import Layout, PyTree
 from fshard.transforms.means import Weight
 from fshard.transforms.patterns import Choice
 

@@ -22,10 +22,9 @@ import torch
 from torch import Tensor
 
 from fshard.errors import LayoutError, MismatchError
-from fshard.mesh.mesh import Mesh
-from fshard.mesh.sharded import Sharded
-from fshard.mesh.spmd import held
-from fshard.mesh.tree import PyTree, Structure, flatten, flatten_with_paths, paths_of
+from fshard.mesh.layout import Mesh, PyTree, Structure, flatten, flatten_with_paths, paths_of
+from fshard.mesh.layout.sharded import Sharded
+from fshard.mesh.spmd.run import held
 from fshard.transforms.agree import name_of
 from fshard.transforms.patterns import named, parts_of
 

@@ -15,13 +15,11 @@ from typing import Any, Unpack
 from torch.nn import ModuleList
 
 from fshard.errors import LayoutError
-from fshard.mesh.mesh import Mesh, refuse_no_mesh
-from fshard.mesh.spec import P
-from fshard.mesh.tree import PyTree, flatten
-from fshard.pipeline.schedule import Schedule
+from fshard.mesh.layout import Mesh, P, PyTree, flatten, refuse_no_mesh
+from fshard.pipeline.schedule.schedule import Schedule
 from fshard.transforms.gradient import Gradient, unstaged
 from fshard.transforms.options import Options
-from fshard.transforms.staged import Staged, staged
+from fshard.transforms.stages.staged import Staged, staged
 from fshard.uncompiled import uncompiled
 
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from fshard.mesh.moves import Wired
-    from fshard.mesh.scope import Group, Scope
+    from fshard.mesh.collectives.moves import Wired
+    from fshard.mesh.spmd.scope import Group, Scope
     from fshard.source import Site
 
 

@@ -22,11 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fshard.mesh.arithmetic import WIDER, Combine, combined
-from fshard.mesh.moves import Broadcast, Permute, Wired, combining
+from fshard.mesh.collectives.moves import Broadcast, Permute, Wired, combining
+from fshard.mesh.layout.arithmetic import WIDER, Combine, combined
+from fshard.mesh.reshard.exchange import Parts
 from fshard.mesh.runtimes.link import GroupCall, Wire, WireFunction
 from fshard.mesh.shared_memory.neighbours import empty
-from fshard.mesh.supply import Parts
 
 SMALL = 1 << 20
 """Bytes up to which a reduction is best done in few rounds rather than in few bytes."""

@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fshard.mesh.moves import PURPOSES, Purpose, Wired, describe, named, purpose
+from fshard.mesh.collectives.moves import PURPOSES, Purpose, Wired, describe, named, purpose
 from fshard.mesh.runtimes.helper import Departing, Helper
 
 if TYPE_CHECKING:
-    from fshard.mesh.scope import Group
+    from fshard.mesh.spmd.scope import Group
     from fshard.source import Site
 
 _STAMP = (1 << 20) - 1

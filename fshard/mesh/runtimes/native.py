@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fshard.mesh.arithmetic import WIDER
-from fshard.mesh.moves import Broadcast, Extreme, Permute, Wired
+from fshard.mesh.collectives.moves import Broadcast, Extreme, Permute, Wired
+from fshard.mesh.layout.arithmetic import WIDER
+from fshard.mesh.reshard.exchange import Parts
 from fshard.mesh.runtimes.link import GroupCall, Wire, WireFunction
-from fshard.mesh.supply import Parts
 
 _REDUCES_AS = {
     **{dtype: wide for dtype, wide in WIDER.items() if dtype not in (torch.float16, torch.bfloat16)},

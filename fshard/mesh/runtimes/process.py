@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fshard.errors import CollectiveTimeoutError, DeadlockError, LostProcessError, MeshError, MismatchError
-from fshard.mesh.moves import Purpose, describe, named, purpose, uneven
+from fshard.mesh.collectives.moves import Purpose, describe, named, purpose, uneven
 from fshard.mesh.runtimes import gloo, native
 from fshard.mesh.runtimes.abstract import Done
 from fshard.mesh.runtimes.helper import Departing
@@ -39,9 +39,9 @@ from fshard.mesh.shared_memory.neighbours import Neighbours, meet
 from fshard.mesh.shared_memory.road import Lane, Road
 
 if TYPE_CHECKING:
-    from fshard.mesh.mesh import Mesh
-    from fshard.mesh.moves import Wired
-    from fshard.mesh.scope import Group, Pending, Scope
+    from fshard.mesh.collectives.moves import Wired
+    from fshard.mesh.layout.mesh import Mesh
+    from fshard.mesh.spmd.scope import Group, Pending, Scope
     from fshard.source import Site
 
 _state: dict[str, Any] = {"world": None, "meshes": {}, "process": None}

@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 
 from fshard.errors import DeadlockError, MismatchError, PromiseError, ScopeError
-from fshard.mesh import ledger
+from fshard.mesh.collectives import ledger
+from fshard.mesh.collectives.moves import Purpose, describe, named, purpose, uneven
 from fshard.mesh.layout import dtype_name
-from fshard.mesh.moves import Purpose, describe, named, purpose, uneven
 from fshard.mesh.runtimes.abstract import Done
 from fshard.mesh.runtimes.crew import Crew, Stopped
 from fshard.mesh.runtimes.thread_state import (
@@ -38,12 +38,12 @@ from fshard.mesh.runtimes.thread_state import (
     random_state,
     set_random_state,
 )
-from fshard.mesh.scope import here
+from fshard.mesh.spmd.scope import here
 
 if TYPE_CHECKING:
-    from fshard.mesh.mesh import Mesh
-    from fshard.mesh.moves import Wired
-    from fshard.mesh.scope import Group
+    from fshard.mesh.collectives.moves import Wired
+    from fshard.mesh.layout.mesh import Mesh
+    from fshard.mesh.spmd.scope import Group
     from fshard.source import Site
 
 Signature = tuple[tuple[torch.Size, torch.dtype], ...]

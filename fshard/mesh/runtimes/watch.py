@@ -31,10 +31,10 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from fshard.errors import CollectiveTimeoutError, DeadlockError, LostProcessError, MismatchError
-from fshard.mesh.moves import purpose, uneven
+from fshard.mesh.collectives.moves import purpose, uneven
 
 if TYPE_CHECKING:
-    from fshard.mesh.scope import Group
+    from fshard.mesh.spmd.scope import Group
     from fshard.source import Site
 
 LOOK = 0.05

@@ -21,8 +21,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fshard.mesh.arithmetic import Combine, chunk, combined, flat_range
-from fshard.mesh.moves import AllGather, PsumScatter, Wired, combining, is_plain, plain
+from fshard.mesh.collectives.moves import AllGather, PsumScatter, Wired, combining, is_plain, plain
+from fshard.mesh.layout.arithmetic import Combine, chunk, combined, flat_range
 from fshard.mesh.runtimes.link import Wire
 from fshard.mesh.shared_memory.direct import ANSWER, PIECE, Turn
 from fshard.mesh.shared_memory.neighbours import Need, empty

@@ -25,13 +25,13 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from fshard.mesh.arithmetic import WIDER, Combine, combined
-from fshard.mesh.moves import Broadcast, Permute, Wired, combining, is_plain
+from fshard.mesh.collectives.moves import Broadcast, Permute, Wired, combining, is_plain
+from fshard.mesh.layout.arithmetic import WIDER, Combine, combined
+from fshard.mesh.reshard.exchange import Parts
 from fshard.mesh.runtimes.link import Coming, Departed, Stamped, What, Wire, packed
 from fshard.mesh.shared_memory.neighbours import INLINE, SLICE, Need, Neighbours, differs, empty
 from fshard.mesh.shared_memory.rings import INSIDE, READ, SIZE, Message
 from fshard.mesh.shared_memory.swaps import Swapping, swap_of
-from fshard.mesh.supply import Parts
 
 FEW = 192 << 10
 """Bytes up to which a process may send its tensor to all others, to be added there."""

@@ -47,7 +47,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fshard.errors import MismatchError
-from fshard.mesh.moves import PURPOSES, uneven
+from fshard.mesh.collectives.moves import PURPOSES, uneven
 from fshard.mesh.shared_memory import rings
 from fshard.mesh.shared_memory.rings import ASLEEP, Putter, Taker
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fshard.errors import FshardError
-from fshard.mesh.moves import Wired, is_plain
+from fshard.mesh.collectives.moves import Wired, is_plain
 from fshard.mesh.runtimes.link import What
 from fshard.mesh.runtimes.running import UnderWay, explain, fail, go_on, hand_over
 from fshard.mesh.shared_memory.direct import INLINE_MESSAGE, Direct, Turn
@@ -27,9 +27,9 @@ from fshard.mesh.shared_memory.rings import INSIDE
 from fshard.source import call_site
 
 if TYPE_CHECKING:
-    from fshard.mesh.scope import Group
+    from fshard.mesh.spmd.scope import Group
 if TYPE_CHECKING:
-    from fshard.mesh.scope import Group
+    from fshard.mesh.spmd.scope import Group
     from fshard.source import Site
 
 

@@ -16,8 +16,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from fshard.mesh.arithmetic import Combine, combined
-from fshard.mesh.moves import Broadcast, Permute, Wired, combining
+from fshard.mesh.collectives.moves import Broadcast, Permute, Wired, combining
+from fshard.mesh.layout.arithmetic import Combine, combined
 from fshard.mesh.runtimes.link import Stamped, Wire
 from fshard.mesh.shared_memory.neighbours import Need, Neighbour, Neighbours, differs
 from fshard.mesh.shared_memory.rings import INSIDE

@@ -29,10 +29,8 @@ from torch import Tensor
 
 import fshard as fs
 from fshard.errors import LayoutError
-from fshard.mesh.mesh import Mesh
-from fshard.mesh.sharded import Sharded
-from fshard.mesh.spec import P
-from fshard.mesh.tree import PyTree, flatten_with_paths
+from fshard.mesh.layout import Mesh, P, PyTree, flatten_with_paths
+from fshard.mesh.layout.sharded import Sharded
 from fshard.optim.contract import Optimizer
 from fshard.optim.leaves import Leaf, Leaves
 from fshard.optim.partition import Partitioned

@@ -8,8 +8,8 @@ from typing import Literal, NamedTuple
 
 from rich.table import Table
 
-from fshard.mesh.ledger import as_html, as_text
-from fshard.mesh.mesh import Mesh
+from fshard.mesh.collectives.ledger import as_html, as_text
+from fshard.mesh.layout import Mesh
 
 Verdict = Literal["EXACT", "BOUNDED", "DIVERGENT", "INCONCLUSIVE"]
 

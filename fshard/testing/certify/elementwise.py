@@ -10,10 +10,7 @@ from torch import Tensor
 
 import fshard as fs
 from fshard.errors import OptimizerError
-from fshard.mesh.layout import Layout
-from fshard.mesh.mesh import Mesh
-from fshard.mesh.spec import P
-from fshard.mesh.tree import PyTree
+from fshard.mesh.layout import Layout, Mesh, P, PyTree
 from fshard.optim.contract import Optimizer, elementwise_leaves, pure_step
 from fshard.optim.leaves import Leaf, Leaves, trainable
 from fshard.optim.plain import on_arrays

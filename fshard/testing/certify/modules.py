@@ -12,14 +12,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fshard as fs
 from fshard.errors import LayoutError
-from fshard.mesh.mesh import Mesh
+from fshard.mesh.layout import Mesh
 from fshard.optim.contract import copied
 from fshard.optim.leaves import Leaf, Leaves
 from fshard.testing.certify.bounds import Comparison, Reference, bounded, equal_bits, judge
 from fshard.testing.certify.certificate import Certificate
 from fshard.testing.certify.runs import RandomDraws, Snapshot, check_repeatable, default_dtype, perturb
 from fshard.testing.certify.shards import gather_processes, largest, widen
-from fshard.transforms.randomness import keyed_random
+from fshard.transforms.reproducible.randomness import keyed_random
 
 Plugin = fs.DDPPlugin | fs.ZeroPlugin | fs.FSDPPlugin | fs.HybridParallelPlugin
 _CURE = (

@@ -13,13 +13,10 @@ import torch
 from torch import Tensor
 
 import fshard as fs
-from fshard.mesh.layout import Layout
-from fshard.mesh.mesh import Mesh
-from fshard.mesh.scope import require
-from fshard.mesh.sharded import Sharded
-from fshard.mesh.spec import P
-from fshard.mesh.spmd import held
-from fshard.mesh.tree import flatten
+from fshard.mesh.layout import Layout, Mesh, P, flatten
+from fshard.mesh.layout.sharded import Sharded
+from fshard.mesh.spmd.run import held
+from fshard.mesh.spmd.scope import require
 from fshard.optim.leaves import Leaf, Leaves
 from fshard.testing.certify.bounds import Comparison, What
 from fshard.testing.certify.runs import Snapshot, Task
@@ -32,7 +29,7 @@ from fshard.testing.certify.shards import (
     local_range,
     pair_shards,
 )
-from fshard.transforms.randomness import keyed_random
+from fshard.transforms.reproducible.randomness import keyed_random
 
 
 class Factor(NamedTuple):

@@ -18,16 +18,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fshard as fs
 from fshard.errors import PromiseError
-from fshard.mesh.layout import Layout
-from fshard.mesh.mesh import Mesh
-from fshard.mesh.spec import P
-from fshard.mesh.tree import PyTree, broadcast_prefix, flatten
+from fshard.mesh.layout import Layout, Mesh, P, PyTree, broadcast_prefix, flatten
 from fshard.optim.contract import Optimizer, Update, copied, pure_step, step_of
 from fshard.optim.leaves import Leaf, Leaves, map_shards, trainable
 from fshard.optim.scaling import held_by
 from fshard.testing.certify.shards import gather_processes, is_floating, keep_frozen, largest, widen
 from fshard.transforms.patterns import chosen, named, parts_of
-from fshard.transforms.randomness import keyed_random
+from fshard.transforms.reproducible.randomness import keyed_random
 
 Units = str | Sequence[str] | int | None
 """The units of `fsdp`."""

@@ -15,11 +15,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import fshard as fs
-from fshard.mesh.layout import Layout
-from fshard.mesh.mesh import Mesh
-from fshard.mesh.sharded import Sharded
-from fshard.mesh.spec import P
-from fshard.mesh.spmd import held
+from fshard.mesh.layout import Layout, Mesh, P
+from fshard.mesh.layout.sharded import Sharded
+from fshard.mesh.spmd.run import held
 from fshard.optim.leaves import Leaf, is_frozen
 
 

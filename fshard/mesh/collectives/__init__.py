@@ -1,0 +1,1 @@
+"""Collectives: what they mean, their transposes, and the ledger of what they send."""

@@ -1,0 +1,305 @@
+"""The collectives: plain functions, called on local tensors inside `shard_map` and `run`.
+
+Each works along one axis of the mesh or a tuple of axes (major to minor), on a tensor or a tree of tensors; leaves of one
+dtype travel together.  Results are *tiled*: pieces are put side by side along `dim`, no dim is added.  Every collective has
+a second form, `psum.start(...)`, that returns a `Handle`.  What a value is decides what its cotangent is: see `moves`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from numbers import Integral
+from typing import Literal, TypeGuard, cast
+
+import torch
+from torch import Tensor
+
+from fshard.errors import LayoutError
+from fshard.mesh.collectives.moves import AllGather, AllToAll, Broadcast, Extreme, Permute, Psum, PsumScatter, Pvary
+from fshard.mesh.collectives.on_trees import Call, Collective, call
+from fshard.mesh.layout import Axes, PyTree
+from fshard.mesh.spmd.scope import Group, require
+from fshard.uncompiled import uncompiled
+
+_PSUM, _PVARY = Psum(), Pvary()
+
+
+def _dim(what: str, leaf: Tensor, dim: int) -> int:
+    if not _is_whole(dim):
+        raise LayoutError(f"{what}: a dim is a whole number, not {dim!r}.")
+    if not -leaf.ndim <= dim < leaf.ndim:
+        raise LayoutError(f"{what}: dim {dim} does not exist in a tensor of shape {tuple(leaf.shape)}.")
+    return dim % leaf.ndim
+
+
+def _divided(what: str, leaf: Tensor, dim: int, group: Group) -> int:
+    dim = _dim(what, leaf, dim)
+    if leaf.shape[dim] % group.size:
+        raise LayoutError(
+            f"{what}: dim {dim} has {leaf.shape[dim]} elements, which the {group.size} devices along "
+            f"{'+'.join(group.axes)} do not divide (shape {tuple(leaf.shape)}). "
+            f"Pad it to {leaf.shape[dim] + -leaf.shape[dim] % group.size}."
+        )
+    return dim
+
+
+def _countable(x: Tensor) -> Tensor:
+    """Sum booleans as torch.sum does: by counting."""
+    return x.to(torch.int64) if x.dtype == torch.bool else x
+
+
+@Collective
+def psum(tree: PyTree, axis: Axes) -> Call:
+    """Sum over the devices along `axis`; every device gets the sum.
+
+    Sends 2(n-1)/n of the bytes.  Booleans are counted; 16-bit floats are added in 32 bits, and in one fixed binary tree
+    (but on NCCL, which has its own order and precision).  The cotangent passes through.
+
+    >>> import torch, fshard as fs
+    >>> mesh = fs.make_mesh({"data": 4})
+    >>> fs.run(lambda: fs.psum(torch.tensor(fs.axis_index("data")), "data"), mesh=mesh)
+    [tensor(6), tensor(6), tensor(6), tensor(6)]
+    """
+    return call("fs.psum", tree, axis, lambda x, group: _PSUM, before=_countable, equal="result")
+
+
+@Collective
+def pmean(tree: PyTree, axis: Axes) -> Call:
+    """Average over the devices along `axis`; every device gets the mean.  Sends what `psum` sends.
+
+    >>> import torch, fshard as fs
+    >>> mesh = fs.make_mesh({"data": 4})
+    >>> fs.run(lambda: fs.pmean(torch.tensor(float(fs.axis_index("data"))), "data"), mesh=mesh)[0]
+    tensor(1.5000)
+    """
+
+    def averageable(x: Tensor) -> Tensor:
+        if not (x.is_floating_point() or x.is_complex()):
+            raise LayoutError(f"fs.pmean: the mean of {x.dtype} is no {x.dtype}. Write fs.pmean(x.float(), ...).")
+        if x.dtype.itemsize == 1 or x.dtype == torch.complex32:
+            wider = "x.to(torch.complex64)" if x.is_complex() else "x.float()"
+            raise LayoutError(f"fs.pmean: torch does not divide {x.dtype}. Write fs.pmean({wider}, ...).")
+        return x
+
+    return call(
+        "fs.pmean",
+        tree,
+        axis,
+        lambda x, group: _PSUM,
+        before=averageable,
+        after=lambda y, group: y / group.size,
+        equal="result",
+    )
+
+
+def _ordered(what: str, x: Tensor) -> Tensor:
+    if x.is_complex():
+        raise LayoutError(f"{what}: complex numbers have no order. Compare x.abs().")
+    return x
+
+
+@Collective
+def pmax(tree: PyTree, axis: Axes) -> Call:
+    """Take the largest over the devices along `axis`, element by element.  Sends what `psum` sends.
+
+    The cotangent goes to the devices that hold the largest, in equal parts if there are several.
+
+    >>> import torch, fshard as fs
+    >>> mesh = fs.make_mesh({"data": 4})
+    >>> fs.run(lambda: fs.pmax(torch.tensor(fs.axis_index("data")), "data"), mesh=mesh)[0]
+    tensor(3)
+    """
+    return call(
+        "fs.pmax", tree, axis, lambda x, group: Extreme(True), before=lambda x: _ordered("fs.pmax", x), equal="result"
+    )
+
+
+@Collective
+def pmin(tree: PyTree, axis: Axes) -> Call:
+    """Take the smallest over the devices along `axis`, element by element: see `pmax`.
+
+    >>> import torch, fshard as fs
+    >>> mesh = fs.make_mesh({"data": 4})
+    >>> fs.run(lambda: fs.pmin(torch.tensor(fs.axis_index("data")), "data"), mesh=mesh)[0]
+    tensor(0)
+    """
+    return call(
+        "fs.pmin", tree, axis, lambda x, group: Extreme(False), before=lambda x: _ordered("fs.pmin", x), equal="result"
+    )
+
+
+@Collective
+def pvary(tree: PyTree, axis: Axes) -> Call:
+    """Mark a replicated value as used by each device for its own ends: sends nothing, but its cotangents are summed.
+
+    Put it where a value that is equal along `axis` first meets data that is not.  In a loss function of `value_and_grad` it
+    does nothing: every value there is the device's own.
+
+    >>> import torch, fshard as fs
+    >>> from fshard import P
+    >>> mesh = fs.make_mesh({"data": 4})
+    >>> def gradient(w, x):
+    ...     w = w.requires_grad_()
+    ...     return torch.autograd.grad((fs.pvary(w, "data") * x).sum(), w)[0]
+    >>> step = fs.shard_map(gradient, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
+    >>> fs.unshard(step(torch.tensor(2.0), torch.arange(4.0)))
+    tensor(6.)
+    """
+    return call("fs.pvary", tree, axis, lambda x, group: _PVARY, equal="argument")
+
+
+@Collective
+def all_gather(tree: PyTree, axis: Axes, *, dim: int = 0, to: Literal["each", "replicated"] = "each") -> Call:
+    """Put the pieces of all devices along `axis` side by side along `dim`.  Sends (n-1)/n of the result's bytes.
+
+    `to="each"`: every device uses the whole for its own ends; the cotangents are summed and scattered (`psum_scatter`).
+    `to="replicated"`: the whole stays the same on all devices; the cotangent is the own piece, and nothing is sent.
+    A 0-d tensor is gathered as one of one element.
+
+    >>> import torch, fshard as fs
+    >>> mesh = fs.make_mesh({"data": 4})
+    >>> fs.run(lambda: fs.all_gather(torch.tensor([fs.axis_index("data")]), "data"), mesh=mesh)[0]
+    tensor([0, 1, 2, 3])
+    """
+    if to not in ("each", "replicated"):
+        raise LayoutError(f'fs.all_gather: `to` is "each" or "replicated", not {to!r}.')
+    whole = to == "replicated"
+    return call(
+        "fs.all_gather",
+        tree,
+        axis,
+        lambda x, group: AllGather(_dim("fs.all_gather", x, dim), whole),
+        before=lambda x: x if x.ndim else x.reshape(1),
+        equal="result" if whole else None,
+    )
+
+
+@Collective
+def psum_scatter(tree: PyTree, axis: Axes, *, dim: int = 0) -> Call:
+    """Sum over the devices along `axis`, and leave each device with its piece along `dim`.  Sends (n-1)/n of the bytes.
+
+    >>> import torch, fshard as fs
+    >>> mesh = fs.make_mesh({"data": 2})
+    >>> fs.run(lambda: fs.psum_scatter(torch.tensor([1.0, 2.0]), "data"), mesh=mesh)
+    [tensor([2.]), tensor([4.])]
+    """
+    return call(
+        "fs.psum_scatter",
+        tree,
+        axis,
+        lambda x, group: PsumScatter(_divided("fs.psum_scatter", x, dim, group)),
+        before=_countable,
+    )
+
+
+@Collective
+def all_to_all(tree: PyTree, axis: Axes, *, dim: int | tuple[int, int] = 0) -> Call:
+    """Cut one dim into a piece for each device, exchange them, and join what arrives.  Sends (n-1)/n of the bytes.
+
+    `dim` is the dim to cut and the dim to join along, or one number for both.
+
+    >>> import torch, fshard as fs
+    >>> mesh = fs.make_mesh({"data": 2})
+    >>> fs.run(lambda: fs.all_to_all(torch.arange(2) + 10 * fs.axis_index("data"), "data"), mesh=mesh)
+    [tensor([ 0, 10]), tensor([ 1, 11])]
+    """
+    if isinstance(dim, tuple) and len(dim) != 2:
+        raise LayoutError(f"fs.all_to_all: `dim` is one dim, or the pair (to cut, to join along), not {dim!r}.")
+    split, concat = dim if isinstance(dim, tuple) else (dim, dim)
+    return call(
+        "fs.all_to_all",
+        tree,
+        axis,
+        lambda x, group: AllToAll(_divided("fs.all_to_all", x, split, group), _dim("fs.all_to_all", x, concat)),
+    )
+
+
+@Collective
+def ppermute(tree: PyTree, axis: Axes, pairs: list[tuple[int, int]]) -> Call:
+    """Send along (source, destination) pairs; a device that receives nothing gets zeros.  Sends the bytes once.
+
+    >>> import torch, fshard as fs
+    >>> mesh = fs.make_mesh({"pipe": 3})
+    >>> fs.run(lambda: fs.ppermute(torch.tensor(fs.axis_index("pipe") + 1), "pipe", [(0, 1), (1, 2)]), mesh=mesh)
+    [tensor(0), tensor(1), tensor(2)]
+    """
+    given: tuple[object, ...] = tuple(pairs) if isinstance(pairs, Iterable) else (pairs,)
+    along = tuple(tuple(pair) for pair in given if _is_pair(pair))
+    strange = tuple(repr(pair) for pair in given if not _is_pair(pair))
+    return call("fs.ppermute", tree, axis, lambda x, group: _permute(along, strange, group.size, group.axes))
+
+
+def _is_pair(pair: object) -> TypeGuard[Sequence[int]]:
+    return (
+        isinstance(pair, tuple | list)
+        and len(ends := cast("Sequence[object]", pair)) == 2
+        and all(map(_is_whole, ends))
+    )
+
+
+def _is_whole(number: object) -> TypeGuard[int]:
+    return isinstance(number, Integral) and not isinstance(number, bool)
+
+
+@lru_cache(maxsize=256)
+def _permute(pairs: tuple[tuple[int, ...], ...], strange: tuple[str, ...], n: int, axes: tuple[str, ...]) -> Permute:
+    """Return the move along some pairs, or raise naming all that is wrong with them, and with what are none."""
+    wrong = [f"{pair} is no pair of whole numbers" for pair in strange]
+    for what, places in zip(("source", "destination"), zip(*pairs, strict=True), strict=False):
+        wrong += [f"{what} {place} is not in 0..{n - 1}" for place in sorted({*places}) if not 0 <= place < n]
+        wrong += [f"{what} {place} is named more than once" for place, times in Counter(places).items() if times > 1]
+    if wrong:
+        raise LayoutError(
+            f"fs.ppermute: {'; '.join(wrong)}. `pairs` are (source, destination), places along {'+'.join(axes)}, each at most "
+            "once on either side."
+        )
+    return Permute(tuple((source, to) for source, to in pairs))
+
+
+@Collective
+def broadcast(tree: PyTree, axis: Axes, *, source: int = 0) -> Call:
+    """Give every device along `axis` what the one at index `source` holds.  Sends the bytes once.
+
+    >>> import torch, fshard as fs
+    >>> mesh = fs.make_mesh({"data": 3})
+    >>> fs.run(lambda: fs.broadcast(torch.tensor(fs.axis_index("data")), "data", source=2), mesh=mesh)
+    [tensor(2), tensor(2), tensor(2)]
+    """
+
+    def from_source(x: Tensor, group: Group) -> Broadcast:
+        check_index("fs.broadcast", "source", source, group)
+        return Broadcast(source)
+
+    return call("fs.broadcast", tree, axis, from_source, equal="result")
+
+
+def check_index(what: str, role: str, index: int, group: Group) -> None:
+    """Raise unless `index` is a place along the group's axes."""
+    if not _is_whole(index) or not 0 <= index < group.size:
+        raise LayoutError(
+            f"{what}: {role} {index!r} is not in 0..{group.size - 1}, the places along {'+'.join(group.axes)}."
+        )
+
+
+@uncompiled
+def axis_index(axis: Axes) -> int:
+    """Return the calling device's place along `axis` (along several axes: as one number, major to minor).
+
+    >>> import fshard as fs
+    >>> fs.run(lambda: fs.axis_index("data"), mesh=fs.make_mesh({"data": 3}))
+    [0, 1, 2]
+    """
+    return require("fs.axis_index").asked(axis, "fs.axis_index").index
+
+
+@uncompiled
+def axis_size(axis: Axes) -> int:
+    """Return how many devices there are along `axis`.
+
+    >>> import fshard as fs
+    >>> fs.run(lambda: fs.axis_size("data"), mesh=fs.make_mesh({"data": 3}))
+    [3, 3, 3]
+    """
+    return require("fs.axis_size").asked(axis, "fs.axis_size").size

@@ -1,0 +1,256 @@
+"""Linear maps as autograd Functions: the backward of a map is the map's transpose, itself such a Function.
+
+So gradients of any order follow; because the map is linear, its forward derivative is itself; because it knows itself
+with one more leading dim, `vmap` is one line.  A Function with `setup_context` works under torch.func but costs three
+times as much to call, so it is taken only where a torch.func transform is active.
+
+`pmax` and `pmin` are not linear, so they have a Function of their own: dy/dx = [x == y] / (how many devices have x == y).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch._C._functorch import is_legacy_batchedtensor, peek_interpreter_stack  # the only way to ask
+from torch.autograd import forward_ad
+from torch.autograd.function import Function
+
+from fshard.mesh.collectives.ledger import Row, active
+from fshard.mesh.collectives.moves import Alone, Move, Psum, Pvary, Wired, serving
+from fshard.mesh.runtimes.abstract import delivered
+from fshard.mesh.runtimes.thread_state import batches_nested
+from fshard.mesh.spmd.scope import Group, Pending
+from fshard.source import Site
+
+Tensors = tuple[Tensor, ...]
+_unpack_dual: Any = torch._VF._unpack_dual  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+"""What forward_ad.unpack_dual calls: it is asked for every tensor of every collective, so it is asked directly."""
+
+
+_torch: Any = torch  # for what it has for itself
+
+
+class LinearMap:
+    """A linear map on a tuple of tensors that knows its transpose."""
+
+    __slots__ = ()
+
+    def run(self, xs: Tensors) -> Tensors:
+        """Compute it; `xs` are plain tensors, no gradient is recorded."""
+        raise NotImplementedError
+
+    def transposed(self) -> LinearMap:
+        """Return the map of the cotangents."""
+        raise NotImplementedError
+
+    def batched(self) -> LinearMap:
+        """Return the same map on tensors with one more leading dim."""
+        return self
+
+
+def apply(linear: LinearMap, xs: Tensors) -> Tensors:
+    """Apply a linear map so that it can be differentiated."""
+    if transformed():
+        return _Transformed.apply(linear, *xs)
+    return _Recorded.apply(linear, *xs) if recorded(xs) else linear.run(xs)
+
+
+def transformed() -> bool:
+    """Return whether a torch.func transform is active in this thread."""
+    return peek_interpreter_stack() is not None
+
+
+def recorded(xs: Tensors) -> bool:
+    """Return whether plain autograd follows one of these tensors, backward or forward."""
+    if torch.is_grad_enabled():
+        for x in xs:  # a loop, as in `has_tangent`: a generator would take longer than what it asks
+            if x.requires_grad:
+                return True
+    return has_tangent(xs)
+
+
+def has_tangent(xs: Tensors) -> bool:
+    """Return whether plain forward mode follows one of these tensors."""
+    level = forward_ad._current_level  # pyright: ignore[reportPrivateUsage]
+    if level >= 0:
+        for x in xs:
+            if _unpack_dual(x, level=level)[1] is not None:
+                return True
+    return False
+
+
+class _Recorded(Function):
+    """A linear map under plain autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, linear: LinearMap, *xs: Tensor) -> Tensors:
+        ctx.linear = linear
+        ys = linear.run(xs)
+        if not batches_nested():
+            return ys
+        return tuple(
+            y.clone(memory_format=torch.contiguous_format) for y in ys
+        )  # no views: many tangents cannot be one
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
+        with serving("cotangents"):
+            return None, *apply_to_many(ctx.linear.transposed(), cotangents)
+
+    @staticmethod
+    def jvp(ctx: Any, *grad_inputs: Any) -> Tensors:
+        _, *tangents = grad_inputs
+        given = {id(tangent) for tangent in tangents}  # what is passed through has to be a view, autograd says
+        with serving("tangents"):
+            ys = apply_to_many(ctx.linear, tuple(tangents))
+        return tuple(y.view_as(y) if id(y) in given else y for y in ys)
+
+
+def apply_to_many(linear: LinearMap, xs: Tensors) -> Tensors:
+    """Apply a linear map to cotangents or tangents, also to many at once."""
+    return over_many(lambda xs: apply(linear, xs), lambda xs: apply(linear.batched(), xs), xs)
+
+
+def over_many(one: Callable[[Tensors], Tensors], many: Callable[[Tensors], Tensors], xs: Tensors) -> Tensors:
+    """Call `one`; or `many`, on tensors with one more leading dim, where autograd's own vmap maps over them.
+
+    It has one for `is_grads_batched` and `vectorize`, which knows no rules of Functions.
+    """
+    if not any(map(is_legacy_batchedtensor, xs)):
+        return one(xs)
+    level = batches_nested()
+    bare = [_torch._remove_batch_dim(x, level, 1, 0) if is_legacy_batchedtensor(x) else None for x in xs]
+    size = next(x.shape[0] for x in bare if x is not None)
+    whole = tuple(leading(x, None, size) if given is None else given for x, given in zip(xs, bare, strict=True))
+    return tuple(_torch._add_batch_dim(y.contiguous(), 0, level) for y in many(whole))
+
+
+class _Transformed(Function):
+    """The same under torch.func."""
+
+    @staticmethod
+    def forward(linear: LinearMap, *xs: Tensor) -> Tensors:
+        return linear.run(xs)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[LinearMap, *Tensors], output: Tensors) -> None:
+        ctx.linear = inputs[0]
+
+    backward = _Recorded.backward
+    jvp = _Recorded.jvp
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *args: Any) -> tuple[Tensors, tuple[int, ...]]:
+        linear, *xs = args
+        batched = tuple(leading(x, dim, info.batch_size) for x, dim in zip(xs, in_dims[1:], strict=True))
+        ys = apply(linear.batched(), batched)
+        return ys, (0,) * len(ys)
+
+
+def leading(x: Tensor, dim: int | None, size: int) -> Tensor:
+    """Put the dim that vmap maps over first; give one to a tensor that it does not map over."""
+    return x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+
+
+@dataclass(slots=True)
+class Bound(LinearMap):
+    """A move on one group, called from one line: what a collective becomes when it is called."""
+
+    move: Move
+    group: Group
+    site: Site
+
+    def run(self, xs: Tensors) -> Tensors:
+        if isinstance(self.move, Alone):
+            return tuple(self.move.local(x, self.group.index, self.group.size) for x in xs)
+        return self.start(xs).wait()
+
+    def start(self, xs: Tensors, into: Tensors | None = None) -> Pending:
+        """Write it into the ledger and begin; see `World.start`."""
+        move, group = cast("Wired", self.move), self.group
+        for ledger in active():
+            size = sum(x.numel() * x.element_size() for x in xs)
+            row = Row(move.name, group.axes, self.site._replace(leaves=()))
+            known = group.world.has_values  # else one device stands for all, the busiest among them
+            sent = move.sent(size, group.index, group.size) if known else move.busiest(size, group.size)
+            ledger.record(group.device, row, sent)
+        return group.world.current().start(move, xs, group, self.site, into)
+
+    def transposed(self) -> Bound:
+        return Bound(self.move.transposed(), self.group, self.site)
+
+    def batched(self) -> Bound:
+        return Bound(self.move.batched(), self.group, self.site)
+
+
+@dataclass(frozen=True)
+class Begun(LinearMap):
+    """A move that has been started: its results are placeholders, of the right shape and without memory."""
+
+    bound: Bound
+
+    def run(self, xs: Tensors) -> Tensors:
+        move, n = cast("Wired", self.bound.move), self.bound.group.size
+        shapes = (delivered(move, x.to("meta"), n).shape for x in xs)
+        return tuple(x.new_empty(()).expand(shape) for x, shape in zip(xs, shapes, strict=True))
+
+    def transposed(self) -> LinearMap:
+        return self.bound.transposed()
+
+    def batched(self) -> LinearMap:
+        return self.bound.batched()
+
+
+def apply_extreme(bound: Bound, xs: Tensors) -> Tensors:
+    """Apply pmax or pmin so that it can be differentiated."""
+    return _Extreme.apply(bound, *xs)
+
+
+class _Extreme(Function):
+    @staticmethod
+    def forward(bound: Bound, *xs: Tensor) -> Tensors:
+        return bound.run(xs)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Bound, *Tensors], output: Tensors) -> None:
+        bound, *xs = inputs
+        ctx.bound = bound
+        ctx.save_for_backward(*xs, *output)
+        ctx.save_for_forward(*xs, *output)
+        ctx.mark_non_differentiable(*(y for y in output if not y.is_floating_point()))
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
+        with serving("cotangents"):
+            shares = _shares(ctx.bound, ctx.saved_tensors)
+            own = apply_to_many(Bound(Pvary(), ctx.bound.group, ctx.bound.site), cotangents)
+        return None, *(cotangent * share for cotangent, share in zip(own, shares, strict=True))
+
+    @staticmethod
+    def jvp(ctx: Any, *grad_inputs: Any) -> Tensors:
+        _, *tangents = grad_inputs
+        with serving("tangents"):
+            shares = _shares(ctx.bound, ctx.saved_tensors)
+            parts = tuple(tangent * share for tangent, share in zip(tangents, shares, strict=True))
+            return apply_to_many(_sum_like(ctx.bound), parts)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *args: Any) -> tuple[Tensors, tuple[int, ...]]:
+        bound, *xs = args
+        batched = tuple(leading(x, dim, info.batch_size) for x, dim in zip(xs, in_dims[1:], strict=True))
+        return apply_extreme(bound.batched(), batched), (0,) * len(xs)
+
+
+def _sum_like(bound: Bound) -> Bound:
+    return Bound(Psum(), bound.group, bound.site)
+
+
+def _shares(bound: Bound, saved: Tensors) -> Tensors:
+    """Return each device's part in the extreme: 0, or 1 over the number of devices that hold it."""
+    xs, ys = saved[: len(saved) // 2], saved[len(saved) // 2 :]
+    held = tuple((x == y).to(y.dtype) for x, y in zip(xs, ys, strict=True))
+    return tuple(mask / total for mask, total in zip(held, apply(_sum_like(bound), held), strict=True))

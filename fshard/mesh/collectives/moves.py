@@ -1,0 +1,450 @@
+"""The collectives as data: what each one means, and how it is transposed.
+
+A *move* is a linear map from what the devices of a group hold to what they hold afterwards.  Its meaning is written
+on a plain list of per-device tensors; that is what the virtual runtime executes, and what the tests hold the other
+runtimes to.  A move also says how it goes over a wire, in rows of equal size, and how many bytes that takes.
+
+Legend: n devices in the group, x the tensor of one, xs those of all; U unreduced, R replicated, V sharded (each
+device its own), A replicated and used by each device for its own ends.
+
+    move                     before     after         transpose
+    Psum                     U          R             Pvary
+    Pvary                    R          A             Psum                      (free)
+    AllGather                V          A             PsumScatter
+    PsumScatter              U          V             AllGather
+    AllGather(replicated)    V          R             Take
+    Take                     R          V             AllGather(replicated)     (free)
+    Broadcast                V          R             Pick
+    Pick                     R          V             Broadcast                 (free)
+    Summand                  R          U             Same                      (free)
+    Permute, AllToAll        V          V             themselves, reversed
+
+Where only some devices differentiate, they make calls that the others do not make, and those would be met by whatever
+the others call next: a wrong sum, without a word.  So what a call is for (values, tangents or cotangents) is part of what
+devices have to agree on: its *purpose*.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from fractions import Fraction
+from typing import Any, ClassVar, Literal, cast, get_args
+
+import torch
+from torch import Tensor
+
+from fshard.mesh.layout.arithmetic import Combine, tree_of, tree_sum
+
+WireKind = Literal["reduce", "gather", "scatter", "exchange", "permute", "broadcast", "parts"]
+"""How tensors cross a wire: in rows of equal size in six ways, and in parts of any; every runtime knows these and no more."""
+
+
+class Move:
+    """What every move can say of itself."""
+
+    name: ClassVar[str]
+
+    def meaning(self, xs: list[Tensor]) -> list[Tensor]:
+        """Map what the devices hold to what they hold afterwards."""
+        raise NotImplementedError
+
+    def transposed(self) -> Move:
+        """Return the move that carries cotangents back."""
+        raise NotImplementedError
+
+    def batched(self) -> Move:
+        """Return the same move on tensors with one more leading dim."""
+        return self
+
+
+def describe(move: Move) -> str:
+    """Return a move as a person would call it: psum, all_gather(dim=1)."""
+    told = {one.name: getattr(move, one.name) for one in fields(cast("Any", move))}
+    shown = ", ".join(f"{name}={value!r}" for name, value in told.items() if value is not False)
+    return f"{move.name}({shown})" if shown and not isinstance(move, Extreme) else move.name
+
+
+class Wired(Move):
+    """A move that crosses a wire in rows of equal size; by default each device sends its whole tensor, and all send alike."""
+
+    wire: ClassVar[WireKind]
+
+    def pack(self, x: Tensor, n: int) -> Tensor:
+        """Lay a tensor out for the wire: (elements,), or (n, elements) with a row for each device."""
+        return in_a_row(x)
+
+    def unpack(self, rows: Tensor, shape: torch.Size, n: int) -> Tensor:
+        """Make the result from what the wire delivered, given the shape that went in."""
+        return rows if rows.shape == shape else rows.reshape(shape)
+
+    def sent(self, size: int, index: int, n: int) -> Fraction:
+        """Return the bytes that the device at `index` sends, by the textbook, if it holds `size` bytes."""
+        raise NotImplementedError
+
+    def busiest(self, size: int, n: int) -> Fraction:
+        """Return the bytes that the busiest device sends."""
+        return self.sent(size, 0, n)
+
+
+def in_a_row(x: Tensor) -> Tensor:
+    """Lay a tensor out as one row, with lazy conjugation and negation done.  (...) -> (elements,)"""
+    x = plain(x)
+    return x if x.ndim == 1 else x.reshape(-1)
+
+
+def plain(x: Tensor) -> Tensor:
+    """Return a tensor whose memory holds its values: a lazy conjugate or negative is worked out."""
+    return x.resolve_conj().resolve_neg() if x.is_conj() or x.is_neg() else x
+
+
+def is_plain(x: Tensor) -> bool:
+    """Return whether a tensor's bytes are what lies in its memory."""
+    return x.is_contiguous() and not x.is_conj() and not x.is_neg()
+
+
+def _rows(x: Tensor, dim: int, n: int) -> Tensor:
+    """Cut `dim` into n pieces and lay each out as a row.  (..., n*k, ...) -> (n, elements)"""
+    return (
+        plain(x).reshape(n, -1)
+        if dim == 0 and x.numel()
+        else plain(x).unflatten(dim, (n, -1)).movedim(dim, 0).reshape(n, -1)
+    )
+
+
+def _piece(shape: torch.Size, dim: int, n: int) -> list[int]:
+    return [length // n if place == dim else length for place, length in enumerate(shape)]
+
+
+def _joined(rows: Tensor, piece: Sequence[int], dim: int, n: int) -> Tensor:
+    """Lay rows side by side along `dim`.  (n, elements) -> (..., n*k, ...)"""
+    if dim == 0:
+        return rows.reshape(n * piece[0], *piece[1:])
+    return rows.reshape(n, *piece).movedim(0, dim).flatten(dim, dim + 1)
+
+
+class _Reduce(Wired):
+    """What psum, pmax and pmin share."""
+
+    wire: ClassVar[WireKind] = "reduce"
+
+    def sent(self, size: int, index: int, n: int) -> Fraction:
+        return Fraction(2 * (n - 1) * size, n)
+
+
+@dataclass(frozen=True)
+class Psum(_Reduce):
+    """Sum over the devices.
+
+    device 0  [1 2]   =>  [4 6]         (<= the cotangent passes through)
+    device 1  [3 4]       [4 6]
+    """
+
+    name = "psum"
+
+    def meaning(self, xs: list[Tensor]) -> list[Tensor]:
+        return [tree_sum(xs)] * len(xs)
+
+    def transposed(self) -> Move:
+        return Pvary()
+
+
+@dataclass(frozen=True)
+class Extreme(_Reduce):
+    """Take the largest (or smallest) over the devices, element by element.  Not linear: see `collectives.pmax`.
+
+    device 0  [1 9]   =>  [3 9]
+    device 1  [3 4]       [3 9]
+    """
+
+    largest: bool
+
+    @property
+    def name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return "pmax" if self.largest else "pmin"
+
+    def meaning(self, xs: list[Tensor]) -> list[Tensor]:
+        return [tree_of(xs, combining(self))] * len(xs)
+
+
+def combining(move: Move) -> Combine:
+    """Return what combines two tensors in a move that reduces."""
+    if isinstance(move, Extreme):
+        return torch.maximum if move.largest else torch.minimum
+    return torch.add
+
+
+@dataclass(frozen=True)
+class PsumScatter(Wired):
+    """Sum over the devices, and leave each with its piece along `dim`.
+
+    device 0  [1 2]   =>  [4]           (<= all_gather)
+    device 1  [3 4]       [6]
+    """
+
+    dim: int
+    name = "psum_scatter"
+    wire: ClassVar[WireKind] = "scatter"
+
+    def meaning(self, xs: list[Tensor]) -> list[Tensor]:
+        return [piece.clone() for piece in tree_sum(xs).chunk(len(xs), self.dim)]
+
+    def transposed(self) -> Move:
+        return AllGather(self.dim)
+
+    def batched(self) -> PsumScatter:
+        return replace(self, dim=self.dim + 1)
+
+    def pack(self, x: Tensor, n: int) -> Tensor:
+        return _rows(x, self.dim, n)
+
+    def unpack(self, rows: Tensor, shape: torch.Size, n: int) -> Tensor:
+        return rows if len(shape) == 1 else rows.reshape(_piece(shape, self.dim, n))
+
+    def sent(self, size: int, index: int, n: int) -> Fraction:
+        return Fraction((n - 1) * size, n)
+
+
+@dataclass(frozen=True)
+class AllGather(Wired):
+    """Put the devices' pieces side by side along `dim`, everywhere.
+
+    device 0  [1]     =>  [1 2]         (<= psum_scatter; with `replicated`: take the own piece)
+    device 1  [2]         [1 2]
+    """
+
+    dim: int
+    replicated: bool = False
+    name = "all_gather"
+    wire: ClassVar[WireKind] = "gather"
+
+    def meaning(self, xs: list[Tensor]) -> list[Tensor]:
+        whole = torch.cat(xs, self.dim)
+        return [whole for _ in xs]
+
+    def transposed(self) -> Move:
+        return Take(self.dim) if self.replicated else PsumScatter(self.dim)
+
+    def batched(self) -> AllGather:
+        return replace(self, dim=self.dim + 1)
+
+    def unpack(self, rows: Tensor, shape: torch.Size, n: int) -> Tensor:
+        return _joined(rows, shape, self.dim, n)
+
+    def sent(self, size: int, index: int, n: int) -> Fraction:
+        return Fraction((n - 1) * size)
+
+
+@dataclass(frozen=True)
+class AllToAll(Wired):
+    """Cut `split` into a piece for each device, and put what arrives side by side along `concat`.
+
+    device 0  [1 2]   =>  [1 3]         (<= the same with split and concat exchanged)
+    device 1  [3 4]       [2 4]
+    """
+
+    split: int
+    concat: int
+    name = "all_to_all"
+    wire: ClassVar[WireKind] = "exchange"
+
+    def meaning(self, xs: list[Tensor]) -> list[Tensor]:
+        n, split, concat = len(xs), self.split + 1, self.concat
+        pieces = torch.stack(xs).unflatten(split, (n, xs[0].shape[self.split] // n))  # (from, ..., to, piece, ...)
+        return [row.movedim(0, concat).flatten(concat, concat + 1).clone() for row in pieces.unbind(split)]
+
+    def transposed(self) -> Move:
+        return AllToAll(self.concat, self.split)
+
+    def batched(self) -> AllToAll:
+        return AllToAll(self.split + 1, self.concat + 1)
+
+    def pack(self, x: Tensor, n: int) -> Tensor:
+        return _rows(x, self.split, n)
+
+    def unpack(self, rows: Tensor, shape: torch.Size, n: int) -> Tensor:
+        return _joined(rows, _piece(shape, self.split, n), self.concat, n)
+
+    def sent(self, size: int, index: int, n: int) -> Fraction:
+        return Fraction((n - 1) * size, n)
+
+
+@dataclass(frozen=True)
+class Permute(Wired):
+    """Send along `pairs` of (source, destination); who receives nothing has zeros.
+
+    device 0  [1]     =>  [0]           (<= the pairs reversed)      pairs ((0, 1),)
+    device 1  [2]         [1]
+    """
+
+    pairs: tuple[tuple[int, int], ...]
+    name = "ppermute"
+    wire: ClassVar[WireKind] = "permute"
+
+    def meaning(self, xs: list[Tensor]) -> list[Tensor]:
+        source = {to: xs[origin] for origin, to in self.pairs}
+        return [source[place] if place in source else torch.zeros_like(x) for place, x in enumerate(xs)]
+
+    def transposed(self) -> Move:
+        return Permute(tuple((to, origin) for origin, to in self.pairs))
+
+    def sent(self, size: int, index: int, n: int) -> Fraction:
+        return Fraction(size * any(origin == index != to for origin, to in self.pairs))
+
+    def busiest(self, size: int, n: int) -> Fraction:
+        return Fraction(size * any(origin != to for origin, to in self.pairs))
+
+
+@dataclass(frozen=True)
+class Broadcast(Wired):
+    """Give every device what the one at `source` holds.
+
+    device 0  [1]     =>  [1]           (<= the source takes the cotangent, the others zeros)
+    device 1  [2]         [1]
+
+    Counted as a chain from the source on: every device but the last passes it on once.
+    """
+
+    source: int
+    name = "broadcast"
+    wire: ClassVar[WireKind] = "broadcast"
+
+    def meaning(self, xs: list[Tensor]) -> list[Tensor]:
+        return [xs[self.source] for _ in xs]
+
+    def transposed(self) -> Move:
+        return Pick(self.source)
+
+    def sent(self, size: int, index: int, n: int) -> Fraction:
+        return Fraction(size * ((index - self.source) % n != n - 1))
+
+    def busiest(self, size: int, n: int) -> Fraction:
+        return Fraction(size * (n > 1))
+
+
+class Alone(Move):
+    """What moves share that need no wire: each device works on its own tensor."""
+
+    def local(self, x: Tensor, index: int, n: int) -> Tensor:
+        """Do what the device at `index` of `n` has to do: unless a move says otherwise, nothing."""
+        return x
+
+    def meaning(self, xs: list[Tensor]) -> list[Tensor]:
+        return [self.local(x, index, len(xs)) for index, x in enumerate(xs)]
+
+
+@dataclass(frozen=True)
+class Pvary(Alone):
+    """Use a replicated value for each device's own ends: nothing moves, but the cotangents will be summed."""
+
+    name = "pvary"
+
+    def transposed(self) -> Move:
+        return Psum()
+
+
+@dataclass(frozen=True)
+class Stay(Alone):
+    """Leave each device's own value as it is, and its cotangent too."""
+
+    name = "stay"
+
+    def transposed(self) -> Move:
+        return self
+
+
+@dataclass(frozen=True)
+class Take(Alone):
+    """Take the own piece along `dim` of a replicated value."""
+
+    dim: int
+    name = "take"
+
+    def local(self, x: Tensor, index: int, n: int) -> Tensor:
+        each = x.shape[self.dim] // n
+        return x.narrow(self.dim, index * each, each)
+
+    def transposed(self) -> Move:
+        return AllGather(self.dim, replicated=True)
+
+    def batched(self) -> Take:
+        return Take(self.dim + 1)
+
+
+@dataclass(frozen=True)
+class Pick(Alone):
+    """Keep a replicated value on one device, and zeros on the others."""
+
+    source: int
+    name = "pick"
+
+    def local(self, x: Tensor, index: int, n: int) -> Tensor:
+        return x if index == self.source else torch.zeros_like(x)
+
+    def transposed(self) -> Move:
+        return Broadcast(self.source)
+
+
+@dataclass(frozen=True)
+class Summand(Alone):
+    """Make a replicated value a sum over the devices: the first holds it, the others zeros."""
+
+    name = "summand"
+
+    def local(self, x: Tensor, index: int, n: int) -> Tensor:
+        return x if index == 0 else torch.zeros_like(x)
+
+    def transposed(self) -> Move:
+        return Same()
+
+
+@dataclass(frozen=True)
+class Same(Alone):
+    """Leave a value as it is: the transpose of `Summand`, whose cotangent is equal on all devices."""
+
+    name = "same"
+
+    def transposed(self) -> Move:
+        return Summand()
+
+
+Purpose = Literal["values", "tangents", "cotangents"]
+PURPOSES: tuple[Purpose, ...] = get_args(Purpose)
+UNEVEN = (
+    " One is for {}, the other for {}: what some devices of a group differentiate, all have to. Where there is nothing to "
+    "differentiate, let the argument depend on what is: add 0 * x."
+)
+
+
+class _Now(threading.local):
+    purpose: Purpose = "values"
+
+
+_now = _Now()
+
+
+def purpose() -> Purpose:
+    """Return what the calling thread's collectives are for."""
+    return _now.purpose
+
+
+@contextmanager
+def serving(purpose: Purpose) -> Generator[None]:
+    """Say what collectives are for, for a while."""
+    before, _now.purpose = _now.purpose, purpose
+    try:
+        yield
+    finally:
+        _now.purpose = before
+
+
+def named(what: str, purpose: Purpose) -> str:
+    """Return a collective's name with what it is for, if that is not plain values: psum for tangents."""
+    return what if purpose == "values" else f"{what} for {purpose}"
+
+
+def uneven(mine: Purpose, others: Purpose) -> str:
+    """Return what to say of two calls that are for different things, nothing if they are not."""
+    return "" if mine == others else UNEVEN.format(mine, others)

@@ -1,0 +1,324 @@
+"""Calling a collective on a tree: the leaves sorted by what can travel together, run now or started for later.
+
+psum({"a": f32, "b": bf16, "c": f32}, "data")   ->   two collectives: a and c in one buffer, b in another
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import update_wrapper
+from typing import Generic, Literal, ParamSpec, TypeGuard, cast
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from fshard.errors import LayoutError
+from fshard.mesh.collectives.autograd import (
+    Begun,
+    Bound,
+    Tensors,
+    apply,
+    apply_extreme,
+    has_tangent,
+    recorded,
+    transformed,
+)
+from fshard.mesh.collectives.ledger import active
+from fshard.mesh.collectives.moves import Alone, Extreme, Move, Pvary, Stay, Wired
+from fshard.mesh.layout import (
+    Axes,
+    PyTree,
+    Structure,
+    flatten,
+    flatten_with_paths,
+    is_dense,
+    no_dense,
+    paths_of,
+    unflatten,
+)
+from fshard.mesh.spmd.check_equal import Guard
+from fshard.mesh.spmd.scope import Group, Scope, here, require
+from fshard.source import Site, call_site
+from fshard.uncompiled import uncompiled
+
+Params = ParamSpec("Params")
+
+MOST_ROADS = 1024
+"""How many short ways are kept by a scope."""
+
+
+_PLAIN = {str, int, bool, tuple, list}
+"""What the arguments of collectives are, beside tensors."""
+
+
+@dataclass
+class Handle:
+    """A collective under way.  `wait` returns its result; until then other work can be done.
+
+    What was given to the collective must not be changed before `wait`, and a handle must not be dropped.  Handles may be
+    waited for in any order.
+    """
+
+    _finish: Callable[[], PyTree] | None
+    _result: PyTree = None
+
+    def wait(self) -> PyTree:
+        if self._finish is not None:
+            self._result, self._finish = self._finish(), None
+        return self._result
+
+
+@dataclass(slots=True)
+class Batch:
+    """Leaves that travel together, and their places among all leaves."""
+
+    bound: Bound
+    xs: Tensors
+    places: Sequence[int]
+
+    def run(self, guard: Guard | Bound | None) -> Tensors:
+        if type(self.bound.move) is Stay:
+            return self.xs
+        applied = apply_extreme if type(self.bound.move) is Extreme else apply
+        if guard is None:
+            return applied(self.bound, self.xs)
+        if isinstance(guard, Guard) and guard.forward:
+            return applied(self.bound, apply(guard, self.xs))
+        return apply(guard, applied(self.bound, self.xs))
+
+    def start(self, guard: Guard | Bound | None) -> Callable[[], Tensors]:
+        """Begin the move; return what finishes it.
+
+        Autograd is told now, by results that are filled in later: backwards come in the order in which collectives were
+        started, which is the same on all devices, and not in that in which each device waits for them.
+        """
+        pending = self.bound.start(tuple(x.detach() for x in self.xs))
+        if not recorded(self.xs):
+            return pending.wait
+        ys = apply(Begun(self.bound), self.xs)
+        ys = ys if guard is None else apply(guard, ys)
+
+        def fill() -> Tensors:
+            for y, result in zip(ys, pending.wait(), strict=True):
+                y.data = result
+            return ys
+
+        return fill
+
+
+@dataclass(slots=True)
+class Call:
+    """One call of a collective; `structure` is None for a single tensor."""
+
+    batches: Sequence[Batch]
+    structure: Structure | None
+    guard: Guard | Bound | None
+    after: Callable[[Tensor, Group], Tensor] | None
+
+    def run(self) -> PyTree:
+        if self.structure is None and self.guard is None and self.after is None:
+            return self.batches[0].run(None)[0]
+        return self._finished([batch.run(self.guard) for batch in self.batches])
+
+    def road(self, tree: PyTree) -> Callable[[Tensor], Tensor] | None:
+        """Return the short way for calls like this one, on single tensors, if there is one."""
+        if self.structure is not None or self.guard is not None or self.batches[0].xs[0] is not tree:
+            return None
+        move, group = self.batches[0].bound.move, self.batches[0].bound.group
+        road = None if isinstance(move, Alone) else group.world.road(cast("Wired", move), group, tree)
+        after = self.after
+        return road if road is None or after is None else lambda x: after(road(x), group)
+
+    def start(self) -> Handle:
+        if transformed() or any(
+            isinstance(batch.bound.move, Alone | Extreme) or has_tangent(batch.xs) for batch in self.batches
+        ):  # nothing to wait for, or nothing that could be told apart from its derivative
+            result = self.run()
+            return Handle(lambda: result)
+        finishes = [batch.start(self.guard) for batch in self.batches]
+        return Handle(lambda: self._finished([finish() for finish in finishes]))
+
+    def _finished(self, results: list[Tensors]) -> PyTree:
+        if self.after is not None:
+            group = self.batches[0].bound.group if self.batches else None
+            results = [tuple(self.after(y, group) for y in ys) for ys in results] if group is not None else results
+        if self.structure is None:
+            return results[0][0]
+        placed = {
+            place: y
+            for batch, ys in zip(self.batches, results, strict=True)
+            for place, y in zip(batch.places, ys, strict=True)
+        }
+        return unflatten(self.structure, [placed[place] for place in range(len(placed))])
+
+
+class Collective(Generic[Params]):
+    """A collective that can be called, or started and waited for later."""
+
+    def __init__(self, plan: Callable[Params, Call]) -> None:
+        self._plan = plan
+        update_wrapper(self, plan)
+        self.__signature__ = inspect.signature(plan).replace(return_annotation=PyTree)
+
+    @uncompiled
+    def __call__(self, *args: Params.args, **kwargs: Params.kwargs) -> PyTree:
+        """Run it: by the short way, if one is known for a tensor like this."""
+        scope = here()
+        if scope is None or scope.roads is None or not args or not _plain(x := args[0]):
+            return self._plan(*args, **kwargs).run()
+        roads, key = scope.roads, self._key(x, args[1:], kwargs)
+        if key is not None and key not in roads:
+            if len(roads) == MOST_ROADS:
+                roads.clear()
+            roads[key] = self._plan(*args, **kwargs).road(x)
+        road = roads.get(key)
+        return self._plan(*args, **kwargs).run() if road is None else road(x)
+
+    def _key(self, x: Tensor, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+        """Return what tells this call from others, or None if it cannot be told: an iterator, say, is another each time."""
+        for given in args, kwargs.values():
+            for one in given:
+                if type(one) not in _PLAIN:
+                    return None
+        try:
+            key = (self, x.shape, x.dtype, args, *kwargs.items())
+            hash(key)
+        except TypeError:  # there is a list
+            return (self, x.shape, x.dtype, repr(args), repr(kwargs))
+        return key
+
+    @uncompiled
+    def start(self, *args: Params.args, **kwargs: Params.kwargs) -> Handle:
+        return self._plan(*args, **kwargs).start()
+
+    def __repr__(self) -> str:
+        return f"<collective fs.{self._plan.__name__}>"
+
+
+def _plain(x: object) -> TypeGuard[Tensor]:
+    """Return whether this is a tensor that needs to be moved and nothing else: no gradient, no ledger, no layout."""
+    return (
+        type(x) is Tensor
+        and x.is_cpu
+        and is_dense(x)
+        and not transformed()
+        and not recorded((x,))
+        and not active()
+        and x.is_contiguous()
+        and not (x.is_conj() or x.is_neg())
+    )
+
+
+def call(
+    what: str,
+    tree: PyTree,
+    axis: Axes,
+    move: Callable[[Tensor, Group], Move],
+    *,
+    before: Callable[[Tensor], Tensor] | None = None,
+    after: Callable[[Tensor, Group], Tensor] | None = None,
+    equal: Literal["argument", "result", None] = None,
+) -> Call:
+    """Plan a collective on a tree: `before` is applied to every leaf first and may refuse it, `after` to every result.
+
+    `equal` is what has to be equal on all devices: the argument's value, or the result's gradient.  Where values are each
+    device's own (`Scope.own`) nothing has to be: a result is varied, as `pvary` does, at once.
+    """
+    scope = require(what)
+    group, site = scope.asked(axis, what), call_site()
+    guard: Guard | Bound | None = None
+    if equal is not None and not scope.own.isdisjoint(group.axes):
+        own = tuple(axis for axis in group.axes if axis in scope.own)
+        others = tuple(axis for axis in group.axes if axis not in scope.own)
+        if equal == "result":
+            guard = Bound(Pvary(), scope.group(own, what), site)
+        elif others:
+            group = scope.group(others, what)
+        else:
+            move = lambda x, group: Stay()  # noqa: E731
+    elif equal is not None and scope.checked:
+        guard = _guard(what, scope, group, site, equal)
+
+    def prepared(x: Tensor) -> tuple[Tensor, Move]:
+        x = x if before is None else before(x)
+        return x, move(x, group)
+
+    leaves, structure = tensors_of(what, tree)
+    if structure is None:
+        leaf, own = prepared(leaves[0])
+        return Call((Batch(Bound(own, group, site), (leaf,), (0,)),), None, guard, after)
+    batches = _batches(_all_prepared(what, tree, leaves, prepared), group, site, structure)
+    return Call(batches, structure, guard, after)
+
+
+def _all_prepared(
+    what: str, tree: PyTree, leaves: list[Tensor], prepared: Callable[[Tensor], tuple[Tensor, Move]]
+) -> list[tuple[Tensor, Move]]:
+    """Prepare all leaves of a tree, or raise naming all that cannot be, by what is wrong with them."""
+    ready: list[tuple[Tensor, Move]] = []
+    wrong: dict[str, list[int]] = {}
+    for place, leaf in enumerate(leaves):
+        try:
+            ready.append(prepared(leaf))
+        except LayoutError as error:
+            wrong.setdefault(str(error).removeprefix(f"{what}: "), []).append(place)
+    if wrong:
+        paths, _, _ = flatten_with_paths(tree, sharded_is_leaf=True)
+        told = [f"leaf {', '.join(paths[place] for place in places)}: {text}" for text, places in wrong.items()]
+        raise LayoutError(f"{what}: " + ("\n  " if len(told) > 1 else "") + "\n  ".join(told))
+    return ready
+
+
+def _batches(leaves: list[tuple[Tensor, Move]], group: Group, site: Site, structure: Structure | None) -> list[Batch]:
+    alike: dict[tuple[torch.dtype, Move], list[int]] = {}
+    for place, (leaf, own) in enumerate(leaves):
+        alike.setdefault((leaf.dtype, own), []).append(place)
+    paths = paths_of(structure) if structure is not None else ("",)
+    return [
+        Batch(
+            Bound(own, group, site._replace(leaves=tuple([paths[place] for place in places]))),
+            tuple(leaves[place][0] for place in places),
+            places,
+        )
+        for (_, own), places in alike.items()
+    ]
+
+
+def _guard(what: str, scope: Scope, group: Group, site: Site, equal: Literal["argument", "result"]) -> Guard | None:
+    broken = {
+        "argument": f"the argument of {what} over {{axes}} has to be equal on all devices; use psum or all_gather to make "
+        "it so",
+        "result": f"the result of {what} over {{axes}} is equal on all devices, so its gradient has to be; but it was used "
+        "with each device's own data. Put fs.pvary(x, {axes}) around the result where that use begins",
+    }
+    return Guard(group, site, broken[equal], forward=equal == "argument") if scope.world.has_values else None
+
+
+def tensors_of(what: str, tree: PyTree) -> tuple[list[Tensor], Structure | None]:
+    """Return the leaves of a tree, as plain tensors, and its structure, or raise naming all leaves that are no dense ones."""
+    if type(tree) is Tensor and is_dense(tree):
+        return [tree], None
+    leaves, structure = ([tree], None) if isinstance(tree, Tensor) else flatten(tree, sharded_is_leaf=True)
+    if not all(isinstance(leaf, Tensor) and is_dense(leaf) for leaf in leaves):
+        raise _no_tensors(what, tree)
+    return [_bare(leaf) for leaf in leaves], structure
+
+
+def _no_tensors(what: str, tree: PyTree) -> LayoutError:
+    wrong, hint = list[str](), ""
+    for path, leaf in zip(*flatten_with_paths(tree, sharded_is_leaf=True)[:2], strict=True):
+        named = f"leaf {path}" if path else "the argument"
+        if not isinstance(leaf, Tensor):
+            wrong.append(f"{named} is {type(leaf).__name__}")
+            hint = " Write torch.tensor(...) around numbers, and x.local for the own shard of a Sharded."
+        elif not is_dense(leaf):
+            wrong.append(f"{named} is {no_dense(leaf)}")
+    return LayoutError(f"{what} takes tensors; {'; '.join(wrong)}.{hint}")
+
+
+def _bare(x: Tensor) -> Tensor:
+    """Return what a subclass, a parameter that is not gathered yet for one, gives to an operation."""
+    return x if type(x) is Tensor or type(x) is Parameter else x.view_as(x)

@@ -1,0 +1,225 @@
+"""Point-to-point messages: `send` and `recv`, for pipelines.
+
+A send does not wait for its receiver; a recv waits for its message.  Messages between two devices arrive in the order
+they were sent, and go to the receives in the order in which those were called or started.  Cotangents of what was
+received travel back to the sender.  For that, `send` returns a *token*, a zero that is to be added to what is
+differentiated on the sending device.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from fshard.errors import LayoutError
+from fshard.mesh.collectives.api import check_index
+from fshard.mesh.collectives.autograd import LinearMap, Tensors, apply
+from fshard.mesh.collectives.ledger import Row, active
+from fshard.mesh.collectives.moves import Permute, purpose, serving
+from fshard.mesh.collectives.on_trees import Collective, Handle, tensors_of
+from fshard.mesh.layout import Axes, PyTree, Structure, paths_of, unflatten
+from fshard.mesh.spmd.scope import Group, World, require
+from fshard.source import Site, call_site
+
+
+def dispatch(xs: Tensors, group: Group, to: int, site: Site) -> None:
+    """Send tensors of one dtype to the device at place `to`, and tell the ledgers."""
+    for ledger in active():
+        pair, size = Permute(((group.index, to),)), sum(x.nbytes for x in xs)
+        ledger.record(
+            group.device, Row("send", group.axes, site._replace(leaves=())), pair.sent(size, group.index, group.size)
+        )
+    group.world.current().send(xs, group, to, site)
+
+
+class _Message(LinearMap):
+    def batched(self) -> LinearMap:
+        """Refuse: the other end has agreed on the message as it is."""
+        raise LayoutError(
+            "fs.send and fs.recv cannot be mapped by vmap (nor by jacrev, jacfwd and hessian, which do it): the device at the "
+            "other end expects one message. Map inside the stages, or use fs.ppermute, which can be mapped."
+        )
+
+
+@dataclass(frozen=True)
+class Send(_Message):
+    """The map from tensors to nothing (a zero), whose transpose receives their cotangents."""
+
+    to: int
+    group: Group
+    site: Site
+    likes: Tensors
+
+    def run(self, xs: Tensors) -> Tensors:
+        dispatch(xs, self.group, self.to, self.site)
+        return (torch.zeros((), dtype=xs[0].dtype, device=xs[0].device),)
+
+    def transposed(self) -> LinearMap:
+        return Receive(self.to, self.group, self.site, self.likes, from_token=True)
+
+
+@dataclass(frozen=True)
+class Receive(_Message):
+    """The map from nothing (a zero, or tensors whose values do not matter) to what arrives."""
+
+    source: int
+    group: Group
+    site: Site
+    likes: Tensors
+    from_token: bool
+
+    def run(self, xs: Tensors) -> Tensors:
+        if self.from_token:
+            _settle(_started(self.group, self.source))
+        likes = self.likes if self.from_token else xs
+        return self.group.world.current().receive(likes, self.group, self.source, self.site).wait()
+
+    def transposed(self) -> LinearMap:
+        send = Send(self.source, self.group, self.site, self.likes)
+        return send if self.from_token else _AndZeros(send)
+
+
+@dataclass(frozen=True)
+class _AndZeros(_Message):
+    """Send cotangents back, and give those whose values did not matter a gradient of zero."""
+
+    send: Send
+
+    def run(self, xs: Tensors) -> Tensors:
+        self.send.run(xs)
+        return tuple(torch.zeros_like(x) for x in xs)
+
+    def transposed(self) -> LinearMap:
+        return Receive(self.send.to, self.send.group, self.send.site, self.send.likes, from_token=False)
+
+
+Started = deque[Handle]
+"""What a device has started to receive from another, in that order, and has not waited for."""
+
+_all_started: WeakKeyDictionary[World, dict[tuple[int, int], Started]] = WeakKeyDictionary()
+
+
+def _started(group: Group, source: int) -> Started:
+    ways = _all_started.setdefault(group.world.current(), {})
+    return ways.setdefault((group.device, group.member(source)), deque())
+
+
+def _settle(started: Started) -> None:
+    """Receive what was started: the messages come in that order, whatever is waited for first."""
+    while started:
+        started.popleft().wait()
+
+
+@dataclass
+class _Exchange:
+    """One call of send or recv: a message for each dtype.  A recv comes after those that were `started` before it."""
+
+    leaves: list[Tensor]
+    structure: Structure | None
+    site: Site
+    linear: Callable[[Tensors, Site], LinearMap]
+    started: Started | None = None
+
+    def run(self) -> PyTree:
+        if self.started is not None:
+            _settle(self.started)
+        return self._run()
+
+    def _run(self) -> PyTree:
+        places: dict[torch.dtype, list[int]] = {}
+        paths = () if self.structure is None else paths_of(self.structure)
+        for place, leaf in enumerate(self.leaves):
+            places.setdefault(leaf.dtype, []).append(place)
+        out: list[Any] = [None] * len(self.leaves)
+        tokens: list[Tensor] = []
+        for chosen in places.values():
+            xs = tuple(self.leaves[place] for place in chosen)
+            site = self.site._replace(leaves=tuple(paths[place] for place in chosen if paths))
+            ys = apply(self.linear(tuple(x.detach() for x in xs), site), xs)
+            tokens += ys if self.started is None else []
+            for place, y in zip(chosen, ys, strict=False):
+                out[place] = y
+        if self.started is not None:
+            return out[0] if self.structure is None else unflatten(self.structure, out)
+        reals = [token.real if token.is_complex() else token for token in tokens]
+        differentiable = [token for token in reals if token.dtype.is_floating_point]
+        return sum(differentiable[1:], start=differentiable[0]) if differentiable else torch.zeros(())
+
+    def road(self, tree: PyTree) -> None: ...
+
+    def start(self) -> Handle:
+        """Return a handle; sending is under way at once, receiving has its place among the messages."""
+        started, graded, meant = self.started, torch.is_grad_enabled(), purpose()
+        if started is None:
+            token = self.run()
+            return Handle(lambda: token)
+
+        def receive() -> PyTree:
+            with torch.set_grad_enabled(graded), serving(meant):
+                return self._run()
+
+        def in_turn() -> PyTree:
+            while any(other is own for other in started):
+                started.popleft().wait()
+            return own.wait()
+
+        own = Handle(receive)
+        started.append(own)
+        return Handle(in_turn)
+
+
+@Collective
+def send(tree: PyTree, axis: Axes, to: int) -> Any:
+    """Send tensors to the device at place `to` along `axis`, without waiting for it; return the token (a zero).
+
+    Add the token to what is differentiated here, if gradients are to come back.
+
+    >>> import torch, fshard as fs
+    >>> def hand_on():
+    ...     if fs.axis_index("pipe") == 0:
+    ...         return fs.send(torch.tensor([1.0, 2.0]), "pipe", to=1)
+    ...     return fs.recv(torch.empty(2), "pipe", source=0)
+    >>> fs.run(hand_on, mesh=fs.make_mesh({"pipe": 2}))
+    [tensor(0.), tensor([1., 2.])]
+    """
+    group, site, leaves, structure = _begin("fs.send", tree, axis)
+    check_index("fs.send", "`to`", to, group)
+    return _Exchange(leaves, structure, site, lambda likes, site: Send(to, group, site, likes))
+
+
+@Collective
+def recv(like: PyTree, axis: Axes, source: int) -> Any:
+    """Receive what the device at place `source` along `axis` sends next: a tree like `like`, of its shapes and dtypes.
+
+    If a tensor of `like` requires grad, the cotangent of what is received travels back to the sender; the sender then adds
+    the token of its `send` to what it differentiates.  (Gradients of such gradients are not defined.)
+
+    >>> import torch, fshard as fs
+    >>> def double():
+    ...     x = torch.ones(2, requires_grad=True)
+    ...     if fs.axis_index("pipe") == 0:
+    ...         return torch.autograd.grad(fs.send(x, "pipe", to=1), x)[0]
+    ...     y = fs.recv(x, "pipe", source=0)
+    ...     return torch.autograd.grad((2 * y).sum(), x)[0]
+    >>> fs.run(double, mesh=fs.make_mesh({"pipe": 2}))
+    [tensor([2., 2.]), tensor([0., 0.])]
+    """
+    group, site, leaves, structure = _begin("fs.recv", like, axis)
+    check_index("fs.recv", "`source`", source, group)
+
+    def receiving(likes: Tensors, site: Site) -> Receive:
+        return Receive(source, group, site, likes, from_token=False)
+
+    return _Exchange(leaves, structure, site, receiving, _started(group, source))
+
+
+def _begin(what: str, tree: PyTree, axis: Axes) -> tuple[Group, Site, list[Tensor], Structure | None]:
+    group = require(what).asked(axis, what)
+    leaves, structure = tensors_of(what, tree)
+    return group, call_site(), leaves, structure

@@ -1,0 +1,48 @@
+"""Meshes, specs, layouts, sharded arrays and trees of them."""
+
+from fshard.mesh.layout.layout import Layout, Memory, ShardType, dtype_name, holders, is_dense, no_dense
+from fshard.mesh.layout.mesh import Mesh, Runtime, refuse_no_mesh
+from fshard.mesh.layout.spec import Axes, P, as_axes, as_written
+from fshard.mesh.layout.tree import (
+    NAMESPACE,
+    PyTree,
+    Structure,
+    any_known,
+    broadcast_prefix,
+    flatten,
+    flatten_outside,
+    flatten_with_paths,
+    map_leaves,
+    paths_of,
+    torch_alone_knows,
+    unflatten,
+)
+
+__all__ = [
+    "Axes",
+    "Layout",
+    "Memory",
+    "Mesh",
+    "NAMESPACE",
+    "P",
+    "PyTree",
+    "Runtime",
+    "ShardType",
+    "Structure",
+    "any_known",
+    "as_axes",
+    "as_written",
+    "broadcast_prefix",
+    "dtype_name",
+    "flatten",
+    "flatten_outside",
+    "flatten_with_paths",
+    "holders",
+    "is_dense",
+    "map_leaves",
+    "no_dense",
+    "paths_of",
+    "refuse_no_mesh",
+    "torch_alone_knows",
+    "unflatten",
+]

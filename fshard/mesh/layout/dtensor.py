@@ -1,0 +1,78 @@
+"""To torch's DTensor and back, without copying: the same local tensor under another name.  (DTensor knows no gaps: a
+shard that has some, a slice or an expanded one, is copied.)
+
+DTensor says per axis of the mesh what is sharded; `P` says it per dim of the tensor.  Where one dim is cut by several
+axes, DTensor cuts by them in the order of the mesh, so a layout whose axes stand in another order has no DTensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import TYPE_CHECKING
+
+import torch
+
+from fshard.errors import LayoutError
+from fshard.mesh.layout.layout import Layout
+from fshard.mesh.layout.make import from_device_mesh, to_device_mesh
+from fshard.mesh.layout.sharded import Sharded
+from fshard.mesh.layout.spec import P
+
+if TYPE_CHECKING:  # importing it takes half as long as importing torch
+    from torch.distributed.tensor import DTensor, Placement
+
+
+def to_dtensor(x: Sharded) -> DTensor:
+    """Return a DTensor that shares the local shard.  On a process mesh, and for layouts that DTensor has."""
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+    if not isinstance(x, Sharded):
+        raise LayoutError(f"to_dtensor takes a Sharded, found {type(x).__name__}. Make one with fs.device_put.")
+    spec, mesh = x.spec, x.mesh
+    if spec.is_flat or spec.on or x.layout.memory != "device":
+        raise LayoutError(f"{x!r} has no DTensor: flat, owned and host layouts are fshard's own. Reshard it first.")
+    placements: list[Placement] = [Replicate()] * len(mesh.axis_names)
+    for dim, axes in enumerate(spec.dims(x.ndim)):
+        if list(axes) != sorted(axes, key=mesh.axis_names.index):
+            raise LayoutError(
+                f"{x!r} has no DTensor: dim {dim} is cut by {axes}, not in the mesh's order {mesh.axis_names}."
+            )
+        for axis in axes:
+            placements[mesh.axis_names.index(axis)] = Shard(dim)
+    for axis in spec.unreduced:
+        placements[mesh.axis_names.index(axis)] = Partial("sum")
+    local = x.local
+    order = sorted(range(x.ndim), key=lambda dim: (-local.stride(dim), dim))
+    if local.stride() != _dense(local.shape, order):
+        local, order = local.contiguous(), list(range(x.ndim))
+    whole = torch.Size(x.shape)
+    return DTensor.from_local(
+        local, to_device_mesh(mesh), placements, run_check=False, shape=whole, stride=_dense(whole, order)
+    )
+
+
+def _dense(shape: torch.Size, order: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a tensor without gaps whose dims lie in this order, the slowest first."""
+    return tuple(prod(shape[other] for other in order[order.index(dim) + 1 :]) for dim in range(len(shape)))
+
+
+def from_dtensor(x: DTensor) -> Sharded:
+    """Return a Sharded that shares the DTensor's local shard."""
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+    if not isinstance(x, DTensor):
+        raise LayoutError(f"from_dtensor takes a DTensor, found {type(x).__name__}.")
+    mesh = from_device_mesh(x.device_mesh)
+    dims: list[tuple[str, ...]] = [()] * x.ndim
+    unreduced: list[str] = []
+    for axis, placement in zip(mesh.axis_names, x.placements, strict=True):
+        if isinstance(placement, Shard):
+            dims[placement.dim] = (*dims[placement.dim], axis)
+        elif isinstance(placement, Partial) and placement.reduce_op == "sum":
+            unreduced.append(axis)
+        elif not isinstance(placement, Replicate):
+            raise LayoutError(f'The DTensor is {placement} along "{axis}", which no layout says. Redistribute it.')
+    layout = Layout(mesh, P(*dims, unreduced=tuple(unreduced)))
+    layout.check(x.shape, "the DTensor")
+    return Sharded(tuple(x.shape), layout, (x.to_local(),))

@@ -1,0 +1,240 @@
+"""`Layout`: how a global tensor lies on a mesh, and `typeof`, which prints it in one token.
+
+    f32[8@data, 6@model]          dim 0 cut over "data", dim 1 over "model"
+    f32[8, 6]{flat:data}          flattened, then cut over "data"
+    f32[8, 6]{on:data=2}          whole on device 2 along "data", empty on the others
+    f32[8, 6]{flat:data, on:pipe=2}   flattened and cut over "data" where "pipe" is 2, empty elsewhere
+    f32[8, 6]{U:model}            whole everywhere, to be summed over "model"
+    f32[8@data, 6]{host}          in the memory of the host
+
+Only dense tensors lie on meshes: one shape, and a place in memory for each element.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from math import prod
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from fshard.errors import LayoutError
+from fshard.mesh.layout import arithmetic
+from fshard.mesh.layout.mesh import Mesh
+from fshard.mesh.layout.spec import P, without_hash
+
+Memory = Literal["device", "host"]
+"""The memory that a shard lives in: the device's own, or the host's."""
+
+_SHORT = {
+    torch.float64: "f64", torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16",
+    torch.int64: "i64", torch.int32: "i32", torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8",
+    torch.bool: "bool", torch.complex64: "c64", torch.complex128: "c128",
+}  # fmt: skip
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the short name of a dtype: f32, bf16, i64.
+
+    >>> dtype_name(torch.bfloat16), dtype_name(torch.complex64)
+    ('bf16', 'c64')
+    """
+    return _SHORT.get(dtype, str(dtype).removeprefix("torch."))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a global tensor lies on a mesh.
+
+    Args:
+        mesh: the grid of devices.
+        spec: which axes cut which dim.
+        memory: "device" or "host".
+        unit: the name of the leaves that this one is gathered and reduced together with; says nothing of where it lies.
+        frozen: whether it is a parameter that is not trained: it has no gradient and no optimizer state.
+
+    >>> from fshard.mesh.layout.make import make_mesh
+    >>> layout = Layout(make_mesh({"data": 4, "model": 2}), P("data", "model"))
+    >>> layout.local_shape((8, 6)), layout.ranges((8, 6), device=3)
+    ((2, 3), ((2, 4), (3, 6)))
+    """
+
+    mesh: Mesh
+    spec: P = P()
+    memory: Memory = "device"
+    unit: str | None = None
+    frozen: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.mesh, Mesh) or not isinstance(self.spec, P):
+            raise LayoutError(
+                f"Layout takes a Mesh and a P; found {type(self.mesh).__name__} and {type(self.spec).__name__}. "
+                'Write Layout(mesh, P("data")).'
+            )
+        self.mesh.check_axes(self.spec.axes, f"Layout with {self.spec}")
+        if self.memory not in get_args(Memory):
+            raise LayoutError(f'Layout: memory is "device" or "host", not {self.memory!r}.')
+        for axes, place in self.spec.on:
+            n = prod(self.mesh.shape[axis] for axis in axes)
+            if place >= n:
+                raise LayoutError(
+                    f"Layout with {self.spec}: there are {n} devices along {' x '.join(axes)}, which are counted from 0. "
+                    f"Give one below {n}."
+                )
+
+    @property
+    def replicated_axes(self) -> tuple[str, ...]:
+        """The axes along which every device holds the same."""
+        return tuple(axis for axis in self.mesh.axis_names if axis not in self.spec.axes)
+
+    @property
+    def flat_parts(self) -> int:
+        """Into how many ranges a flat tensor is cut."""
+        return prod(self.mesh.shape[axis] for axis in self.spec.flat_axes or ())
+
+    def check(self, shape: Sequence[int], what: str = "the tensor") -> None:
+        """Raise if a tensor of `shape` cannot lie like this, naming every dim that does not divide."""
+        spec, shape = self.spec, tuple(shape)
+        if spec.shape is not None and spec.shape != shape:
+            raise LayoutError(f"{what} has shape {shape}, but its spec {spec} was written for shape {spec.shape}.")
+        if spec.is_flat:
+            return
+        if len(spec.entries) > len(shape):
+            raise LayoutError(
+                f"{what} of shape {shape} has {len(shape)} dims, but {spec} has {len(spec.entries)} entries."
+            )
+        bad = arithmetic.undivided(shape, spec.dims(len(shape)), self.mesh.shape)
+        if bad:
+            clashes = "; ".join(
+                f"dim {dim} has {length} elements, which {parts} devices ({' x '.join(axes)}) do not divide"
+                for dim, length, axes, parts in bad
+            )
+            raise LayoutError(f"{what} of shape {shape} cannot lie as {spec}: {clashes}. Pad, or use P.flat.")
+
+    def ranges(self, shape: Sequence[int], device: int) -> tuple[arithmetic.Range, ...]:
+        """Return the range of each dim (or the one flat range) that `device` holds of a tensor of `shape`."""
+        if not self.has_any(device):
+            return ((0, 0),) * (1 if self.spec.is_flat else max(len(shape), 1))
+        if self.spec.flat_axes is not None:
+            return (arithmetic.flat_range(prod(shape), self.flat_parts, self._place(device, self.spec.flat_axes)),)
+        return arithmetic.dim_ranges(shape, self.spec.dims(len(shape)), self.mesh.shape, self.mesh.coordinates(device))
+
+    @cached_property
+    def place(self) -> dict[str, int]:
+        """The place along each axis at which it lies, where it does not lie everywhere."""
+        return self.spec.place(self.mesh.shape)
+
+    def has_any(self, device: int) -> bool:
+        """Return whether a device has a part in the tensor: only those at its place have."""
+        return not self.spec.on or self.place.items() <= self.mesh.coordinates(device).items()
+
+    def _place(self, device: int, axes: tuple[str, ...]) -> int:
+        """Return the place of a device along some axes, major to minor, as one number."""
+        coordinates = self.mesh.coordinates(device)
+        return arithmetic.ravel([coordinates[axis] for axis in axes], [self.mesh.shape[axis] for axis in axes])
+
+    def local_shape(self, shape: Sequence[int], device: int = 0) -> tuple[int, ...]:
+        """Return the shape of the shard that `device` holds of a tensor of `shape`."""
+        return tuple(stop - start for start, stop in self.ranges(shape, device))
+
+    def global_shape(self, local: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of the whole from the shape of a shard."""
+        spec = self.spec
+        if spec.is_flat or spec.on:
+            if spec.shape is None:
+                raise LayoutError(
+                    f"The shape of the whole tensor cannot be read off a piece of shape {tuple(local)} that lies as {spec}. "
+                    "Write it into the spec: shape=(...)."
+                )
+            whole = spec.shape
+        else:
+            if len(spec.entries) > len(local):
+                raise LayoutError(
+                    f"A piece of shape {tuple(local)} has {len(local)} dims, but {spec} has {len(spec.entries)} entries."
+                )
+            cuts = [prod(self.mesh.shape[axis] for axis in axes) for axes in spec.dims(len(local))]
+            whole = tuple(length * cut for length, cut in zip(local, cuts, strict=True))
+        self.check(whole)
+        return whole
+
+    def with_spec(self, spec: P) -> Layout:
+        return Layout(self.mesh, spec, self.memory, self.unit, self.frozen)
+
+    def on(self, mesh: Mesh) -> Layout:
+        return Layout(mesh, self.spec, self.memory, self.unit, self.frozen)
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.mesh, self.spec, self.memory, self.unit, self.frozen))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __getstate__(self) -> dict[str, object]:
+        return without_hash(self)
+
+    def __repr__(self) -> str:
+        memory = "" if self.memory == "device" else f', "{self.memory}"'
+        unit = "" if self.unit is None else f", unit={self.unit!r}"
+        return f"Layout({self.mesh}, {self.spec}{memory}{unit}{', frozen=True' if self.frozen else ''})"
+
+
+@dataclass(frozen=True)
+class ShardType:
+    """What `typeof` returns: dtype, shape, spec and memory.  Prints as one token.
+
+    >>> print(ShardType(torch.float32, (8, 6), P("data", unreduced="model")))
+    f32[8@data, 6]{U:model}
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    spec: P = P()
+    memory: Memory = "device"
+
+    def __str__(self) -> str:
+        dims = [
+            f"{length}@{'+'.join(axes)}" if axes else str(length)
+            for length, axes in zip(self.shape, self.spec.dims(len(self.shape)), strict=True)
+        ]
+        notes = [f"flat:{'+'.join(self.spec.flat_axes)}"] if self.spec.flat_axes else []
+        notes += [f"on:{'+'.join(axes)}={place}" for axes, place in self.spec.on]
+        notes += [f"U:{'+'.join(self.spec.unreduced)}"] if self.spec.unreduced else []
+        notes += ["host"] if self.memory == "host" else []
+        return f"{dtype_name(self.dtype)}[{', '.join(dims)}]" + (f"{{{', '.join(notes)}}}" if notes else "")
+
+    __repr__ = __str__
+
+
+@lru_cache(maxsize=4096)
+def holders(layout: Layout) -> tuple[int, ...]:
+    """Return one device for each different piece that is any: the first along every replicated and unreduced axis."""
+    still = set(layout.replicated_axes) | set(layout.spec.unreduced)
+    return tuple(
+        device
+        for device in range(layout.mesh.size)
+        if not any(place for axis, place in layout.mesh.coordinates(device).items() if axis in still)
+        and layout.has_any(device)
+    )
+
+
+def is_dense(x: Tensor) -> bool:
+    """Return whether a tensor can be cut and sent as it is.
+
+    >>> is_dense(torch.eye(2)), is_dense(torch.eye(2).to_sparse())
+    (True, False)
+    """
+    return x.layout is torch.strided and not x.is_nested
+
+
+def no_dense(x: Tensor) -> str:
+    """Return what to say of a tensor that is not dense, and what to give instead."""
+    if x.is_nested:
+        return (
+            "a nested tensor, which has no one shape to be cut or sent by. Give torch.nested.to_padded_tensor(x, 0.0), or its "
+            "parts: x.unbind()"
+        )
+    return f"a tensor of {x.layout} (shape {tuple(x.shape)}), which cannot be cut or sent. Give x.to_dense()"

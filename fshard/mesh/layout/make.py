@@ -1,0 +1,116 @@
+"""Making meshes: `make_mesh`, and the way to and from torch's `DeviceMesh`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from math import prod
+from numbers import Integral
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from fshard.errors import MeshError
+from fshard.mesh.layout.mesh import Mesh, Runtime, refuse_no_mesh
+from fshard.mesh.runtimes import process
+from fshard.mesh.runtimes.together import launched
+from fshard.mesh.spmd.scope import here
+
+
+def make_mesh(
+    axes: Mapping[str, int] | Sequence[tuple[str, int]],
+    *,
+    runtime: Runtime | None = None,
+    device: str | torch.device | None = None,
+    timeout: float | None = None,
+) -> Mesh:
+    """Make a mesh of named axes, major to minor.
+
+    Args:
+        axes: {"name": size, ...}.
+        runtime: "virtual" (devices are threads of this process), "process" (devices are processes, over gloo or NCCL) or
+            "abstract" (shapes only).  By default: process under torchrun, srun, mpirun and `fs.launch`, else virtual; inside
+            `fs.run`, the run's own.
+        device: "cpu" or "cuda".  By default: "cuda" on a process mesh if there are GPUs, else torch's default device.
+        timeout: seconds after which a collective between processes is given up (process meshes; by default 600, or
+            what the environment variable FSHARD_TIMEOUT says).
+
+    >>> make_mesh({"data": 4, "model": 2})
+    Mesh(data=4, model=2; virtual, cpu)
+    """
+    pairs = _pairs(axes)
+    scope = here()
+    if runtime is None:
+        runtime = scope.mesh.runtime if scope else "process" if launched() else "virtual"
+    mesh = Mesh(pairs, runtime, _device_type(runtime, device.type if isinstance(device, torch.device) else device))
+    if timeout is not None and runtime != "process":
+        raise MeshError(f"timeout={timeout} has no meaning on {mesh}: only processes can be waited for in vain.")
+    if scope is not None and runtime == scope.mesh.runtime and mesh.size != scope.mesh.root_size:
+        raise MeshError(
+            f"{mesh} has {mesh.size} devices, but this code runs on one of {scope.mesh.root_size}, of {scope.mesh}."
+        )
+    if runtime == "process":
+        process.join(mesh.device_type, timeout)
+        world = dist.get_world_size()
+        if mesh.size != world:
+            sizes = " x ".join(str(size) for _, size in pairs)
+            raise MeshError(
+                f"{mesh} has {sizes} = {mesh.size} devices, but there are {world} processes. Start it with "
+                f"torchrun --nproc-per-node {mesh.size}, or change a size."
+            )
+        process.device_mesh(mesh)
+    return mesh
+
+
+def _pairs(axes: Any) -> tuple[tuple[str, int], ...]:
+    pairs: Any = axes.items() if isinstance(axes, Mapping) else axes
+    if isinstance(pairs, Iterable) and not isinstance(pairs, str):
+        pairs = tuple(cast("Iterable[Any]", pairs))
+        if all(isinstance(pair, tuple | list) and len(cast("list[Any]", pair)) == 2 for pair in pairs):
+            return tuple(
+                (name, int(size) if isinstance(size, Integral) and not isinstance(size, bool) else size)
+                for name, size in pairs
+            )
+    raise MeshError(f'make_mesh takes names with sizes, {{"data": 4, "model": 2}} say, not {axes!r}.')
+
+
+def _device_type(runtime: Runtime, device: str | None) -> str:
+    if runtime == "abstract":
+        if device not in (None, "meta"):
+            raise MeshError(f"an abstract mesh has no device, but device={device!r} was given. Leave it out.")
+        return "meta"
+    kind = device or ("cuda" if runtime == "process" and torch.cuda.is_available() else _default())
+    if kind not in ("cpu", "cuda"):
+        raise MeshError(f'device={kind!r} is neither "cpu" nor "cuda".')
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise MeshError('device="cuda" was asked for, but torch sees no GPU. Leave it out, or take device="cpu".')
+    return kind
+
+
+def _default() -> str:
+    return "cuda" if torch.get_default_device().type == "cuda" else "cpu"
+
+
+def to_device_mesh(mesh: Mesh) -> DeviceMesh:
+    """Return torch's DeviceMesh for a process mesh: the same processes, axes and groups, for torch's own code."""
+    refuse_no_mesh("to_device_mesh", mesh)
+    if mesh.runtime != "process":
+        raise MeshError(f'{mesh} is {mesh.runtime}: a DeviceMesh is made of processes. Take runtime="process".')
+    return process.device_mesh(mesh)
+
+
+def from_device_mesh(device_mesh: DeviceMesh) -> Mesh:
+    """Return the mesh for a torch DeviceMesh, with its groups.  The axes need names (`mesh_dim_names=`)."""
+    if not isinstance(device_mesh, DeviceMesh):
+        raise MeshError(f"from_device_mesh takes torch's DeviceMesh, found {type(device_mesh).__name__}.")
+    names = device_mesh.mesh_dim_names
+    if names is None:
+        raise MeshError("This DeviceMesh has no axis names. Give init_device_mesh(..., mesh_dim_names=(...)).")
+    process.join(device_mesh.device_type, None)
+    ranks = tuple(int(rank) for rank in device_mesh.mesh.flatten().tolist())
+    axes = tuple(zip(names, device_mesh.mesh.shape, strict=True))
+    ordered = ranks == tuple(range(prod(device_mesh.mesh.shape))) == tuple(range(dist.get_world_size()))
+    mesh = Mesh(axes, "process", device_mesh.device_type, None, None if ordered else ranks)
+    process.remember(mesh, device_mesh)
+    return mesh

@@ -1,0 +1,169 @@
+"""`Mesh`: a named grid of devices, as a value.
+
+It holds no device, no thread and no process group, so it can be compared, hashed, printed and made anywhere.  Devices are
+numbered row-major: the last axis is the fastest.
+
+    make_mesh({"data": 2, "model": 3})        model ->
+                                       data   0  1  2
+                                         |    3  4  5
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from types import MappingProxyType
+from typing import Literal, get_args
+
+from fshard.errors import MeshError
+from fshard.mesh.layout import arithmetic
+from fshard.mesh.layout.spec import Axes, as_axes, without_hash
+
+Runtime = Literal["virtual", "process", "abstract"]
+"""Where devices live: threads of this process, processes of torch.distributed, or nowhere (shapes only)."""
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """A named grid of devices: immutable, hashable, compared by value.  Made by `make_mesh`.
+
+    Args:
+        axes: (name, size) pairs, major to minor.
+        runtime: "virtual", "process" or "abstract".
+        device_type: where the shards live: "cpu", "cuda" or, on an abstract mesh, "meta".
+        parent: the (name, size) pairs of the mesh that this one was cut from; None if it stands by itself.
+        ranks: torch.distributed ranks of the devices in mesh order, where they are not 0, 1, 2, ...
+
+    >>> mesh = Mesh((("data", 4), ("model", 2)), "virtual", "cpu")
+    >>> mesh.size, mesh.axis_names, dict(mesh.shape)
+    (8, ('data', 'model'), {'data': 4, 'model': 2})
+    >>> mesh["model"].size
+    2
+    """
+
+    axes: tuple[tuple[str, int], ...]
+    runtime: Runtime
+    device_type: str
+    parent: tuple[tuple[str, int], ...] | None = None
+    ranks: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        _validate(self.axes, self.runtime)
+
+    @cached_property
+    def axis_names(self) -> tuple[str, ...]:
+        return tuple(name for name, _ in self.axes)
+
+    @cached_property
+    def shape(self) -> Mapping[str, int]:
+        """The size of each axis, major to minor, as a read-only mapping."""
+        return MappingProxyType(dict(self.axes))
+
+    @cached_property
+    def size(self) -> int:
+        return prod(size for _, size in self.axes)
+
+    @cached_property
+    def strides(self) -> Mapping[str, int]:
+        """How far apart two neighbours along an axis are in the numbering of the mesh that this one was cut from."""
+        root = self.parent or self.axes
+        steps = dict(zip((name for name, _ in root), arithmetic.strides([size for _, size in root]), strict=True))
+        return MappingProxyType({name: steps[name] for name in self.axis_names})
+
+    @cached_property
+    def steps(self) -> Mapping[str, tuple[int, int]]:
+        """The size and the stride of each axis."""
+        return MappingProxyType({name: (size, self.strides[name]) for name, size in self.axes})
+
+    @cached_property
+    def root_size(self) -> int:
+        """How many devices the mesh has that this one was cut from, or this one."""
+        return prod(size for _, size in self.parent or self.axes)
+
+    def coordinates(self, device: int) -> dict[str, int]:
+        """Return the place of a device along each axis: {"data": 2, "model": 1}."""
+        if not 0 <= device < self.size:
+            raise MeshError(f"{self} has no device {device!r}: its {self.size} devices are counted from 0.")
+        return dict(zip(self.axis_names, arithmetic.unravel(device, [size for _, size in self.axes]), strict=True))
+
+    def index(self, coordinates: Mapping[str, int]) -> int:
+        """Return the number of the device at `coordinates`; an axis left out counts as 0."""
+        self.check_axes((*coordinates,), f"mesh.index({dict(coordinates)})")
+        for name, at in coordinates.items():
+            if not 0 <= at < self.shape[name]:
+                raise MeshError(f'mesh.index: "{name}" has {self.shape[name]} places, counted from 0; got {at}.')
+        return self._number(coordinates)
+
+    def _number(self, coordinates: Mapping[str, int]) -> int:
+        return arithmetic.ravel([coordinates.get(name, 0) for name in self.axis_names], [size for _, size in self.axes])
+
+    def local_index(self, root_device: int) -> int:
+        """Return the number that a device of the parent mesh has in this one."""
+        return self._number({name: root_device // step % self.shape[name] for name, step in self.strides.items()})
+
+    def check_axes(self, axes: Axes | Iterable[str], where: str) -> tuple[str, ...]:
+        """Return `axes` as a tuple, or raise naming all that this mesh does not have."""
+        names = as_axes(axes)
+        unknown = [name for name in names if name not in self.axis_names]
+        if unknown:
+            raise MeshError(f"{where}: {self} has no axis {_quote(unknown)}. Its axes are {_quote(self.axis_names)}.")
+        return names
+
+    def __getitem__(self, axes: Axes) -> Mesh:
+        """Return the mesh of some axes: on each device, the row or plane that it lies in.  Of all in order, the mesh."""
+        names = self.check_axes(axes, f"mesh[{axes!r}]")
+        if names == self.axis_names:
+            return self
+        kept = tuple((name, self.shape[name]) for name in names)
+        return Mesh(kept, self.runtime, self.device_type, self.parent or self.axes, self.ranks)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.axis_names)
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.axes, self.runtime, self.device_type, self.parent, self.ranks))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __getstate__(self) -> dict[str, object]:
+        return without_hash(self)
+
+    def __str__(self) -> str:
+        grid = ", ".join(f"{name}={size}" for name, size in self.axes)
+        cut = "" if self.parent is None else " of " + ", ".join(f"{name}={size}" for name, size in self.parent)
+        return f"Mesh({grid}{cut}; {self.runtime}, {self.device_type})"
+
+    __repr__ = __str__
+
+
+def refuse_no_mesh(what: str, mesh: object) -> None:
+    """Raise unless this is a mesh."""
+    if not isinstance(mesh, Mesh):
+        raise MeshError(f'{what} needs a mesh, found {type(mesh).__name__}. Write fs.make_mesh({{"data": 4}}).')
+
+
+def _quote(names: tuple[str, ...] | list[str]) -> str:
+    return ", ".join(f'"{name}"' for name in names)
+
+
+def _validate(axes: tuple[tuple[str, int], ...], runtime: str) -> None:
+    complaints: list[str] = []
+    if runtime not in get_args(Runtime):
+        complaints.append(f'runtime "{runtime}" is none of {_quote(get_args(Runtime))}')
+    if not axes:
+        complaints.append('it has no axis: write make_mesh({"data": 1}) for a single device')
+    names = [name for name, _ in axes]
+    for name, size in axes:
+        if not isinstance(name, str) or not name.isidentifier():
+            complaints.append(f'axis name {name!r} is not a name like "data"')
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            complaints.append(f"axis {name!r} has size {size!r}: a size is a whole number of at least 1")
+    repeated = sorted({name for name in names if names.count(name) > 1}, key=str)
+    if repeated:
+        complaints.append(f"axis {_quote(repeated)} is named more than once")
+    if complaints:
+        raise MeshError("This mesh cannot be made: " + "; ".join(complaints) + ".")

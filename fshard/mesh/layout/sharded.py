@@ -1,0 +1,218 @@
+"""`Sharded`: the global array, as the shards that this process holds.
+
+On a virtual mesh that is a shard for every device, on a process mesh one.  A `Sharded` is an optree node in namespace
+"fshard" whose children are its shards, so elementwise code need not know that anything is sharded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from fshard.errors import LayoutError
+from fshard.mesh.layout.layout import Layout, Memory, ShardType, dtype_name, is_dense, no_dense
+from fshard.mesh.layout.mesh import Mesh
+from fshard.mesh.layout.spec import P
+from fshard.mesh.layout.tree import register_node
+from fshard.mesh.spmd.run import agree, held, inside, standing, without_values
+from fshard.uncompiled import uncompiled
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Sharded:
+    """A global tensor that lies on a mesh.
+
+    Args:
+        shape: of the whole.
+        layout: how it lies.
+        shards: the pieces held here, in the order of the devices.
+
+    >>> import optree, torch, fshard as fs
+    >>> from fshard import P
+    >>> x = fs.device_put(torch.arange(4.0), fs.Layout(fs.make_mesh({"data": 2}), P("data")))
+    >>> x
+    Sharded f32[4@data] on Mesh(data=2; virtual, cpu)
+    >>> doubled = optree.tree_map(lambda shard: shard * 2, x, namespace="fshard")
+    >>> fs.unshard(doubled)
+    tensor([0., 2., 4., 6.])
+    """
+
+    shape: tuple[int, ...]
+    layout: Layout
+    shards: tuple[Tensor, ...]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.shards[0].dtype
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.layout.mesh
+
+    @property
+    def spec(self) -> P:
+        return self.layout.spec
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def local(self) -> Tensor:
+        """The calling device's own shard: on a process mesh, and inside `shard_map` and `run`."""
+        scope = inside(self.mesh)
+        if scope is not None and scope.notice is not None:
+            for axis in scope.axes.keys() & self.spec.axes:
+                scope.asked(axis, "the local shard")
+        if len(self.shards) == 1:
+            return self.shards[0]
+        own = held(self.mesh)
+        if len(own) == 1:
+            return self.shards[own[0]]
+        raise LayoutError(
+            f"{self!r} holds the shards of {len(self.shards)} devices here, so none is the local one. Take x.shards[device]."
+        )
+
+    def check(self) -> None:
+        """Raise if the shards are not the pieces that the layout names: what was mapped over them was not elementwise."""
+        devices = held(self.mesh)
+        if len(self.shards) != len(devices):
+            was, used = ("outside of", "inside") if len(self.shards) > 1 else ("inside of", "outside")
+            raise LayoutError(f"{self!r} was made {was} fs.run and is used {used}. Make it where it is used.")
+        dtypes = {shard.dtype if isinstance(shard, Tensor) else None for shard in self.shards}
+        if len(dtypes) > 1 or None in dtypes:
+            kinds = sorted({dtype_name(x.dtype) if isinstance(x, Tensor) else type(x).__name__ for x in self.shards})
+            raise LayoutError(
+                f"The shards of this Sharded are not tensors of one dtype: {', '.join(kinds)}. A function that is mapped over "
+                "shards has to make the same of each."
+            )
+        given = tuple(tuple(shard.shape) for shard in self.shards)
+        if given != _pieces(self.layout, self.shape, devices):
+            raise LayoutError(
+                f"The shards of this Sharded have shapes {', '.join(map(str, sorted(set(given))))}, which are not the pieces "
+                f"of a tensor of shape {self.shape} as {self.spec}. Trees of shards are for elementwise functions."
+            )
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        """Raise: torch's functions take tensors."""
+        found = next((x for x in (*args, *(kwargs or {}).values()) if isinstance(x, Sharded)), None)
+        raise LayoutError(
+            f"torch's {getattr(func, '__name__', func)} was given {found or 'a Sharded'!r}: the global array, where a tensor "
+            "is needed. Use fs.shard_map on it, or the whole: fs.unshard(x); a loss function is given it in the batch, as P()."
+        )
+
+    def __array__(self, *args: object, **kwargs: object) -> NoReturn:
+        """Raise: numpy takes arrays, and would make an array of objects."""
+        raise LayoutError(f"numpy was given {self!r}: the global array. Give it the whole: fs.unshard(x).numpy().")
+
+    def __repr__(self) -> str:
+        kinds = [type(shard).__name__ for shard in self.shards if not isinstance(shard, Tensor)]
+        return f"Sharded {kinds[0] if kinds else typeof(self)} on {self.mesh}"
+
+
+@lru_cache(maxsize=4096)
+def _pieces(layout: Layout, shape: tuple[int, ...], devices: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    return tuple(layout.local_shape(shape, device) for device in devices)
+
+
+def _flatten(x: Sharded) -> tuple[tuple[Tensor, ...], tuple[tuple[int, ...], Layout], None]:
+    return x.shards, (x.shape, x.layout), None
+
+
+def _unflatten(of: tuple[tuple[int, ...], Layout], shards: Sequence[Any]) -> Sharded:
+    return Sharded(of[0], of[1], tuple(shards))
+
+
+register_node(Sharded, _flatten, _unflatten)
+
+
+def key_of(x: Any) -> tuple[int, ...]:
+    """Return what tells whether two leaves of a tree are one (tied): the identity of their tensors."""
+    if isinstance(x, Sharded):
+        return tuple(map(id, x.shards))
+    return () if x is None else (id(x),)
+
+
+def typeof(x: Sharded | Tensor) -> ShardType:
+    """Return dtype, shape and layout of a tensor; prints as one token.
+
+    >>> import torch, fshard as fs
+    >>> from fshard import P
+    >>> print(typeof(fs.device_put(torch.zeros(8, 6), fs.Layout(fs.make_mesh({"data": 4, "model": 2}), P("data", "model")))))
+    f32[8@data, 6@model]
+    """
+    if isinstance(x, Sharded):
+        return ShardType(x.dtype, x.shape, x.spec, x.layout.memory)
+    if not isinstance(x, Tensor) or not is_dense(x):
+        found = no_dense(x) if isinstance(x, Tensor) else type(x).__name__
+        raise LayoutError(f"typeof takes a Sharded or a dense tensor; found {found}.")
+    return ShardType(x.dtype, tuple(x.shape))
+
+
+@uncompiled
+def from_local(piece: Tensor | Callable[..., Tensor], layout: Layout, *, shape: Sequence[int] | None = None) -> Sharded:
+    """Build a global array from each device's own piece, without moving anything.
+
+    Processes do not compare their pieces: only under `FSHARD_CHECK=1` is it an error that they make up different wholes.
+
+    Args:
+        piece: this process's piece, on a process mesh or inside `run`; on a virtual mesh from outside, a function of
+            the device's coordinates, `piece(data=0, model=1)`.  A function works everywhere.
+        layout: how the pieces lie.
+        shape: of the whole; needed for flat layouts only, else it follows from the pieces.
+
+    >>> import torch, fshard as fs
+    >>> from fshard import P
+    >>> mesh = fs.make_mesh({"data": 2})
+    >>> fs.unshard(fs.from_local(lambda data: torch.full((2,), data), fs.Layout(mesh, P("data"))))
+    tensor([0, 0, 1, 1])
+    """
+    if not isinstance(layout, Layout):
+        raise LayoutError(f"from_local needs a Layout, found {type(layout).__name__}. Write fs.Layout(mesh, P(...)).")
+    layout = layout.on(standing(layout.mesh))
+    devices = held(layout.mesh)
+    if isinstance(piece, Tensor) and len(devices) > 1:
+        raise LayoutError(
+            f"from_local was given one piece for the {len(devices)} devices of {layout.mesh}. Give a function of the "
+            f"coordinates, from_local(lambda {', '.join(layout.mesh.axis_names)}: ..., layout), or call it inside fs.run."
+        )
+    pieces = [piece(**layout.mesh.coordinates(device)) if callable(piece) else piece for device in devices]
+    kinds = {dtype_name(x.dtype) if isinstance(x, Tensor) and is_dense(x) else type(x).__name__ for x in pieces}
+    if len(kinds) > 1 or not all(isinstance(x, Tensor) and is_dense(x) for x in pieces):
+        raise LayoutError(
+            f"from_local: the pieces have to be dense tensors of one dtype; found {', '.join(sorted(kinds))}."
+        )
+    whole = tuple(shape) if shape is not None else layout.global_shape(pieces[0].shape)
+    layout.check(whole, "the whole tensor")
+    wrong = [
+        f"device {layout.mesh.coordinates(device)} has {tuple(own.shape)} instead of {layout.local_shape(whole, device)}"
+        for device, own in zip(devices, pieces, strict=True)
+        if tuple(own.shape) != layout.local_shape(whole, device)
+    ]
+    if wrong:
+        raise LayoutError(
+            f"from_local: the pieces do not make up a tensor of shape {whole} as {layout.spec}: {'; '.join(wrong)}."
+        )
+    made = Sharded(whole, layout, tuple(in_memory(own, layout.mesh, layout.memory) for own in pieces))
+    agree(layout.mesh, f"from_local of {typeof(made)}")
+    return made
+
+
+def in_memory(x: Tensor, mesh: Mesh, memory: Memory) -> Tensor:
+    """Return a shard in the memory that its layout names: the mesh's devices', or the host's."""
+    if mesh.device_type == "cuda" and memory == "host":
+        return x.to("cpu", non_blocking=False)
+    if mesh.device_type == "meta" and x.device.type != "meta":
+        return without_values(x)
+    if x.is_meta and mesh.device_type != "meta":
+        raise LayoutError(
+            f'a meta tensor (shape {tuple(x.shape)}) has no values to lay on {mesh}. Take runtime="abstract" to count without '
+            "them. Those of fs.lazy layers are made by a seed: shard_params(model, ..., seed=0), shard_stages(..., seed=0)."
+        )
+    return x if x.device.type == mesh.device_type else x.to(mesh.device_type)

@@ -1,0 +1,1 @@
+"""From any layout to any other."""

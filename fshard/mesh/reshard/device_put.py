@@ -1,0 +1,323 @@
+"""Laying tensors on a mesh: `device_put`, `reshard`, `unshard`.
+
+Each is a function of one device, made of collectives and local moves that know their transpose, and run on every
+device that the caller stands for.  `plan` chooses the steps, `steps` takes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fshard.errors import FshardError, LayoutError, MeshError
+from fshard.mesh.collectives.autograd import LinearMap, Tensors, apply, recorded
+from fshard.mesh.collectives.moves import is_plain
+from fshard.mesh.layout import (
+    Layout,
+    Memory,
+    Mesh,
+    PyTree,
+    Structure,
+    broadcast_prefix,
+    flatten,
+    flatten_with_paths,
+    is_dense,
+    map_leaves,
+    no_dense,
+    unflatten,
+)
+from fshard.mesh.layout.sharded import Sharded, in_memory, key_of
+from fshard.mesh.reshard.execute import Way, go, take, way_between
+from fshard.mesh.spmd.outer_autograd import run_mapped
+from fshard.mesh.spmd.run import inside, is_outside, standing
+from fshard.source import Site, call_site
+from fshard.uncompiled import uncompiled
+
+
+@dataclass(frozen=True)
+class Fanout(LinearMap):
+    """Hand a tensor to all n devices, as the replicated value that it is.  Its cotangents are equal: one is taken."""
+
+    n: int
+
+    def run(self, xs: Tensors) -> Tensors:
+        return xs * self.n
+
+    def transposed(self) -> LinearMap:
+        return First(self.n)
+
+
+@dataclass(frozen=True)
+class First(LinearMap):
+    """Take a replicated value from the first of n devices; the cotangent is replicated again."""
+
+    n: int
+
+    def run(self, xs: Tensors) -> Tensors:
+        return xs[:1]
+
+    def transposed(self) -> LinearMap:
+        return Fanout(self.n)
+
+
+def on_all(x: Tensor, layout: Layout) -> Tensors:
+    """Return a global value as the replicated shards of the devices held here."""
+    x = in_memory(x, layout.mesh, "device")
+    return apply(Fanout(layout.mesh.size), (x,)) if is_outside(layout.mesh) else (x,)
+
+
+def _each_leaf(
+    what: str, tree: PyTree, layouts: PyTree, act: Callable[[int, Any, Layout], Any]
+) -> tuple[list[Any], Structure]:
+    """Apply to every leaf the layout that a prefix tree has for it; unit and frozen stay if the layout does not say."""
+    paths, leaves, structure = flatten_with_paths(tree, sharded_is_leaf=True, none_is_leaf=True)
+    try:
+        chosen = broadcast_prefix(layouts, tree, none_is_leaf=True)
+    except ValueError:
+        raise LayoutError(f"{what}: the layouts {layouts!r} are no prefix of the tree {structure}.") from None
+    results = list(leaves)
+    with collected(what) as attempt:
+        for place, (path, leaf, layout) in enumerate(zip(paths, leaves, chosen, strict=True)):
+            if leaf is None or layout is None:
+                continue
+            with attempt(path):
+                if not isinstance(layout, Layout):
+                    raise LayoutError(f"a Layout is needed, found {type(layout).__name__}: fs.Layout(mesh, P(...)).")
+                known = leaf.layout if isinstance(leaf, Sharded) else layout
+                unit, frozen = layout.unit or known.unit, layout.frozen or known.frozen
+                own = Layout(standing(layout.mesh), layout.spec, layout.memory, unit, frozen)
+                results[place] = act(place, leaf, own)
+    return results, structure
+
+
+def refuse_unfit(leaf: Any, layout: Layout) -> None:
+    """Raise if a leaf cannot lie so."""
+    if not isinstance(leaf, Tensor | Sharded):
+        raise LayoutError(f"a tensor is needed, found {type(leaf).__name__}. Write torch.as_tensor(...) around it.")
+    if isinstance(leaf, Tensor) and not is_dense(leaf):
+        raise LayoutError(f"{no_dense(leaf)}.")
+    layout.check(leaf.shape)
+
+
+@contextmanager
+def collected(what: str) -> Generator[Callable[[str], Any]]:
+    """Collect the errors of several attempts, and raise them as one, with the path of each."""
+    complaints: list[str] = []
+    kinds: set[type[FshardError]] = set()
+
+    @contextmanager
+    def attempt(path: str) -> Generator[None]:
+        try:
+            yield
+        except (LayoutError, MeshError) as error:
+            kinds.add(type(error))
+            complaints.append(f"{path}: {error}" if path else str(error))
+
+    yield attempt
+    if complaints:
+        kind = MeshError if kinds == {MeshError} else LayoutError
+        raise kind(f"{what}: " + ("\n  " if len(complaints) > 1 else "") + "\n  ".join(complaints))
+
+
+@uncompiled
+def device_put(tree: PyTree, layout: PyTree) -> PyTree:
+    """Lay global values on a mesh.  Nothing is sent: every process is given the whole value and keeps its piece.
+
+    Args:
+        tree: a tensor or tree of tensors, the same on every process; a `Sharded` is resharded, and from another mesh gathered
+            first.  What is one (tied) stays one.
+        layout: a layout, or a tree of layouts that is a prefix of `tree`; where it is None, leaves stay as they are.
+
+    >>> import torch, fshard as fs
+    >>> from fshard import P
+    >>> mesh = fs.make_mesh({"data": 4, "model": 2})
+    >>> x = device_put(torch.arange(8.0), fs.Layout(mesh, P("data")))
+    >>> fs.typeof(x), x.shards[2]
+    (f32[8@data], tensor([2., 3.]))
+    """
+    site = call_site()
+
+    done: dict[object, Sharded] = {}
+
+    def put(place: int, x: Any, to: Layout) -> Sharded:
+        refuse_unfit(x, to)
+        key = key_of(x), to
+        if key not in done:
+            stays = isinstance(x, Sharded) and x.mesh == to.mesh
+            done[key] = reshard_all([_movable(x, to)], [to], site)[0] if stays else _put(unshard(x), to, site)
+        return done[key]
+
+    leaves, structure = _each_leaf("device_put", tree, layout, put)
+    return unflatten(structure, leaves)
+
+
+def layouts(tree: PyTree) -> PyTree:
+    """Return the layout of every `Sharded` of a tree, None in the place of all else: for `device_put` and `reshard`.
+
+    A run goes on in another stage or on another mesh when its state lies as it would there:
+    `device_put(state, layouts(optimizer.init(params)))`, with the optimizer and the parameters of that mesh.
+    """
+    return map_leaves(lambda x: x.layout if isinstance(x, Sharded) else None, tree)
+
+
+def _put(x: Tensor, layout: Layout, site: Site) -> Sharded:
+    shape = tuple(x.shape)
+
+    def program(device: int, xs: Tensors) -> Tensors:
+        piece = take(xs[0], way_between(Layout(layout.mesh), layout, shape), site)
+        return (piece.clone(memory_format=torch.contiguous_format),)  # a shard owns its memory
+
+    (shards,) = run_mapped(layout.mesh, program, [on_all(x, layout)])
+    return _with_memory(Sharded(shape, layout, shards), layout.memory)
+
+
+def _with_memory(x: Sharded, memory: Memory) -> Sharded:
+    """Return the same with its shards in the devices' memory, or in the host's, which they may be in."""
+    if "host" not in (memory, x.layout.memory):
+        return x
+    return Sharded(x.shape, x.layout, tuple(in_memory(shard, x.mesh, memory) for shard in x.shards))
+
+
+@uncompiled
+def reshard(tree: PyTree, layout: PyTree) -> PyTree:
+    """Lay global arrays differently on the same mesh, by collectives: see `plan`.
+
+    Plain tensors among them are global values already, and stay as they are, as all does for which the layout is None.
+
+    >>> import torch, fshard as fs
+    >>> from fshard import P
+    >>> mesh = fs.make_mesh({"data": 4})
+    >>> x = fs.device_put(torch.arange(16.0).reshape(4, 4), fs.Layout(mesh, P("data")))
+    >>> with fs.ledger() as comm:
+    ...     y = reshard(x, fs.Layout(mesh, P(None, "data")))
+    >>> fs.typeof(y), comm.by_collective()
+    (f32[4, 4@data], {('all_to_all', ('data',)): (1, Fraction(12, 1))})
+    """
+    site = call_site()
+    given: dict[int, tuple[Sharded, Layout]] = {}
+    lies = any(isinstance(x, Sharded) for x in flatten(tree, sharded_is_leaf=True)[0])
+
+    def note(place: int, x: Any, to: Layout) -> Any:
+        if isinstance(x, Sharded) or not lies:
+            refuse_unfit(x, to)
+            given[place] = _movable(x, to), to
+        return x
+
+    leaves, structure = _each_leaf("reshard", tree, layout, note)
+    moved = reshard_all([x for x, _ in given.values()], [to for _, to in given.values()], site)
+    for place, x in zip(given, moved, strict=True):
+        leaves[place] = x
+    return unflatten(structure, leaves)
+
+
+def _movable(x: Any, layout: Layout) -> Sharded:
+    if not isinstance(x, Sharded):
+        raise LayoutError(f"a Sharded is needed, found {type(x).__name__}. Lay tensors on a mesh with fs.device_put.")
+    if x.mesh != layout.mesh:
+        raise LayoutError(f"the tensor lies on {x.mesh} and cannot be moved to {layout.mesh}. Use fs.device_put.")
+    x.check()
+    return x
+
+
+def reshard_all(
+    xs: Sequence[Sharded], layouts: Sequence[Layout], site: Site, into: Sequence[Sharded] = ()
+) -> list[Sharded]:
+    """Lay global arrays differently on their mesh, those that go the same way together; what is one stays one.
+
+    `into` are arrays that lie as the results are to, and whose memory these may take.
+    """
+    firsts = _firsts(xs, layouts)
+    moved = list(xs)
+    for mesh, places, ways in _trips(
+        tuple([x.layout for x in xs]), tuple(layouts), tuple([x.shape for x in xs]), tuple(firsts)
+    ):
+        given = [xs[place] for place in places]
+        _refuse_owned(given, mesh)
+        columns = [_with_memory(x, "device").shards for x in given]
+        if any(way.steps for way in ways):
+
+            def program(device: int, own: Tensors, ways: Sequence[Way] = ways) -> Tensors:
+                return tuple(go(own[: len(ways)], ways, site, into=own[len(ways) :])())
+
+            columns = run_mapped(
+                mesh, program, [*columns, *(_room(into[place], xs[place].dtype) for place in places if into)]
+            )
+        for place, x, shards in zip(places, given, columns, strict=True):
+            moved[place] = _with_memory(Sharded(x.shape, layouts[place], tuple(shards)), layouts[place].memory)
+    return [moved[first] for first in firsts]
+
+
+def _firsts(xs: Sequence[Sharded], layouts: Sequence[Layout]) -> Sequence[int]:
+    """Return for each array the place of the first that is the same and goes the same way."""
+    if len({id(x.shards[0]) for x in xs}) == len(xs):
+        return range(len(xs))
+    seen: dict[object, int] = {}
+    return [seen.setdefault((*key_of(x), to), place) for place, (x, to) in enumerate(zip(xs, layouts, strict=True))]
+
+
+@lru_cache(maxsize=256)
+def _trips(
+    befores: tuple[Layout, ...],
+    afters: tuple[Layout, ...],
+    shapes: tuple[tuple[int, ...], ...],
+    firsts: tuple[int, ...],
+) -> list[tuple[Mesh, list[int], list[Way]]]:
+    """Return where arrays go, each once, mesh by mesh: their places in the list, and the way of each."""
+    on_mesh: dict[Mesh, list[int]] = {}
+    for place in dict.fromkeys(firsts):
+        if befores[place] != afters[place]:
+            on_mesh.setdefault(befores[place].mesh, []).append(place)
+    return [
+        (mesh, places, [way_between(befores[place], afters[place], shapes[place]) for place in places])
+        for mesh, places in on_mesh.items()
+    ]
+
+
+def _room(x: Sharded, dtype: torch.dtype) -> Tensors:
+    """Return the memory of an array on the devices held here; new memory where that cannot hold plain values of a dtype."""
+    if x.dtype is dtype and x.layout.memory != "host" and all(map(is_plain, x.shards)):
+        return tuple([shard.detach() if shard.requires_grad else shard for shard in x.shards])
+    near = _with_memory(x, "device").shards
+    return tuple([torch.empty(shard.shape, dtype=dtype, device=shard.device) for shard in near])
+
+
+def _refuse_owned(xs: Sequence[Sharded], mesh: Mesh) -> None:
+    """Raise if these depend on parameters in a loss function, where a value is no global one but the device's own."""
+    scope = inside(mesh)
+    if scope is not None and not scope.own.isdisjoint(mesh.axis_names) and any(recorded(x.shards) for x in xs):
+        raise LayoutError(
+            "a tensor that depends on parameters is laid out differently in a loss function of value_and_grad, where every "
+            "value is the device's own. Use collectives: fs.all_gather(x, axis) for the whole."
+        )
+
+
+@uncompiled
+def unshard(tree: PyTree) -> PyTree:
+    """Return the whole of global arrays, as plain tensors; on a process mesh, on every process.  All else stays as it is.
+
+    What is one (tied) stays one.  To lay parameters on another mesh give them to `shard_params` or `device_put` as they are:
+    a plain tensor knows nothing of its unit, nor whether it was frozen.
+
+    >>> import torch, fshard as fs
+    >>> from fshard import P
+    >>> mesh = fs.make_mesh({"data": 4})
+    >>> unshard(fs.device_put(torch.arange(4), fs.Layout(mesh, P("data"))))
+    tensor([0, 1, 2, 3])
+    """
+    leaves, structure = flatten(tree, sharded_is_leaf=True)
+    places = [place for place, x in enumerate(leaves) if isinstance(x, Sharded)]
+    given: list[Sharded] = [leaves[place] for place in places]
+    for x in given:
+        x.check()
+    wholes: dict[int, Tensor] = {}
+    for place, x in zip(places, reshard_all(given, [Layout(x.mesh) for x in given], call_site()), strict=True):
+        if id(x) not in wholes:  # what is one (tied) stays one
+            wholes[id(x)] = apply(First(len(x.shards)), x.shards)[0]
+        leaves[place] = wholes[id(x)]
+    return unflatten(structure, leaves)

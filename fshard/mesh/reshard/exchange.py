@@ -1,0 +1,223 @@
+"""Moves that send each device exactly what it lacks: for layouts between which no collective of equal rows is least.
+
+Devices hold pieces by one cut and want pieces by another.  Who has an element already keeps it; the others are supplied
+by one that has it, and where several hold the same, they share in what is asked of them.  No element comes to a device twice.
+
+    P.flat("b") -> P.flat("b", "a"), 7 elements on 2 x 3 devices, a = 0 above, a = 1 below
+
+    holds    [0 1 2] [3 4 5] [6]    wants    [0 1] [4 5] []      is supplied    nothing          nothing    nothing
+             [0 1 2] [3 4 5] [6]             [2 3] [6]   []                     3 from (0, 1)    6, from (1, 2)
+
+All tensors have one length, which the longest piece needs; what stands behind a piece says nothing.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+from math import prod
+from typing import ClassVar, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fshard.mesh.collectives.moves import Alone, Move, Wired, WireKind, plain
+from fshard.mesh.reshard.regions import Laid, Numbers, Sizes, alike, meet, memory_of, part, regions_of, volume
+
+View = tuple[int, tuple[int, ...]]
+"""Where a box begins in memory, and its lengths."""
+
+
+class Views(NamedTuple):
+    """Boxes in the memory of one device."""
+
+    boxes: tuple[View, ...]
+    apart: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return sum(prod(lengths) for _, lengths in self.boxes)
+
+    def of(self, rows: Tensor) -> list[Tensor]:
+        """Return the boxes of each row.  (rows, length) -> (rows, ...)"""
+        return [
+            rows.as_strided((len(rows), *lengths), (rows.shape[1], *self.apart), rows.storage_offset() + begin)
+            for begin, lengths in self.boxes
+        ]
+
+    def taken(self, rows: Tensor) -> Tensor:
+        """Lay the boxes side by side.  (rows, length) -> (elements,)"""
+        return torch.cat([box.reshape(-1) for box in self.of(rows)]) if self.boxes else rows.new_empty(0)
+
+    def fill(self, rows: Tensor, values: Tensor) -> None:
+        """Write into the boxes what lies side by side."""
+        boxes = self.of(rows)
+        for box, own in zip(boxes, values.split([box.numel() for box in boxes]), strict=True):
+            box.copy_(own.view(box.shape))
+
+
+class Traffic(NamedTuple):
+    """What one device sends to which others, what it gets from them, and what of its own stays: from where, to where."""
+
+    sends: Mapping[int, Views]
+    gets: Mapping[int, Views]
+    stays: tuple[Views, Views]
+
+
+class Parts(Wired, ABC):
+    """What moves share whose devices send each other parts of unequal sizes."""
+
+    wire: ClassVar[WireKind] = "parts"
+
+    @property
+    @abstractmethod
+    def length(self) -> int:
+        """The elements that every device lays out, before and after."""
+
+    @abstractmethod
+    def traffic(self, index: int) -> Traffic:
+        """Return what the device at `index` sends and gets."""
+
+    @abstractmethod
+    def elements(self) -> Numbers:
+        """Return how many elements each device sends."""
+
+    def parcels(self, x: Tensor, index: int) -> dict[int, Tensor]:
+        """Return what a device sends to others.  `x` may be several tensors, side by side."""
+        rows = x.view(-1, self.length)
+        return {to: views.taken(rows) for to, views in self.traffic(index).sends.items()}
+
+    def expected(self, x: Tensor, index: int) -> dict[int, int]:
+        """Return how many elements a device gets from others."""
+        rows = x.numel() // self.length
+        return {source: rows * views.size for source, views in self.traffic(index).gets.items()}
+
+    def unpacked(self, x: Tensor, index: int, arrived: Mapping[int, Tensor]) -> Tensor:
+        rows = x.view(-1, self.length)
+        _, gets, (source, place) = self.traffic(index)
+        result = torch.zeros_like(rows)
+        place.fill(result, source.taken(rows))
+        for other, views in gets.items():
+            views.fill(result, arrived[other])
+        return result.view(x.shape)
+
+    def meaning(self, xs: list[Tensor]) -> list[Tensor]:
+        xs = [plain(x).contiguous() for x in xs]
+        sent = [self.parcels(x, index) for index, x in enumerate(xs)]
+        return [
+            self.unpacked(x, index, {source: sent[source][index] for source in self.traffic(index).gets})
+            for index, x in enumerate(xs)
+        ]
+
+    def sent(self, size: int, index: int, n: int) -> Fraction:
+        return Fraction(size, self.length) * int(self.elements()[index])
+
+    def busiest(self, size: int, n: int) -> Fraction:
+        return Fraction(size, self.length) * int(self.elements().max())
+
+
+@dataclass(frozen=True)
+class Supply(Parts):
+    """Give each device what it wants by another cut and does not hold."""
+
+    before: Laid
+    after: Laid
+    group: Sizes
+    name = "all_to_all"
+
+    def transposed(self) -> Move:
+        return Supply(self.after, self.before, self.group)
+
+    @property
+    def length(self) -> int:
+        return max(self.before.length, self.after.length, 1)
+
+    def elements(self) -> Numbers:
+        return _supplied(self)
+
+    def traffic(self, index: int) -> Traffic:
+        return _traffic(self, index)
+
+
+@dataclass(frozen=True)
+class Kept(Alone):
+    """Keep what is wanted by another cut, where everybody holds it already."""
+
+    supply: Supply
+    name = "keep"
+
+    def local(self, x: Tensor, index: int, n: int) -> Tensor:
+        return self.supply.unpacked(plain(x).contiguous(), index, {})
+
+    def transposed(self) -> Move:
+        return self.supply.transposed()
+
+    @property
+    def length(self) -> int:
+        return self.supply.length
+
+
+@lru_cache(maxsize=256)
+def _supplied(move: Supply) -> Numbers:
+    """Return how many elements each device supplies: all are wanted by so many, some of whom have them."""
+    held, wanted = regions_of(move.before, move.group), regions_of(move.after, move.group)
+    rows = alike(move.group, move.before.axes)
+    times = prod(size for axis, size in move.group if axis in move.before.axes - move.after.axes)
+    asked = volume(held[rows[:, 0]]) * times - volume(meet(held, wanted))[rows].sum(1)
+    ends = np.arange(rows.shape[1] + 1) * asked[:, None] // rows.shape[1]
+    result = np.empty(len(held), np.int64)
+    result[rows] = np.diff(ends)
+    return result
+
+
+class Requests(NamedTuple):
+    """What devices lack of one piece, and who holds it; one request after the other, they share in all equally."""
+
+    holders: Numbers
+    regions: Numbers
+    ends: Numbers
+
+    def among(self, wants: int, holder: int) -> list[Numbers]:
+        """Return what the holder of this number supplies one device with."""
+        n, total, before = len(self.holders), int(self.ends[-1]), int(self.ends[wants - 1]) if wants else 0
+        return part(self.regions[wants], holder * total // n - before, (holder + 1) * total // n - before)
+
+
+@lru_cache(maxsize=1024)
+def _requests(move: Supply, piece: int) -> Requests:
+    held, wanted = regions_of(move.before, move.group), regions_of(move.after, move.group)
+    holders = alike(move.group, move.before.axes)[piece]
+    regions = meet(held[holders[0]], wanted)
+    regions[holders] = 0  # who holds the same lacks nothing of it
+    return Requests(holders, regions, volume(regions).cumsum())
+
+
+@lru_cache(maxsize=4096)
+def _traffic(move: Supply, index: int) -> Traffic:
+    held, wanted = regions_of(move.before, move.group), regions_of(move.after, move.group)
+    rows = alike(move.group, move.before.axes)
+    ((own, number),) = np.argwhere(rows == index)
+    asked = _requests(move, int(own))
+    sends = {int(to): asked.among(int(to), int(number)) for to in np.flatnonzero(volume(asked.regions))}
+    gets: dict[int, list[Numbers]] = {}
+    for piece in np.flatnonzero(volume(meet(held[rows[:, 0]], wanted[index]))):
+        requests = _requests(move, int(piece))
+        gets |= {int(holder): requests.among(index, number) for number, holder in enumerate(requests.holders)}
+    stays = part(meet(held[index], wanted[index]))
+    return Traffic(
+        {to: _views(move, move.before, boxes, index) for to, boxes in sends.items() if boxes},
+        {source: _views(move, move.after, boxes, index) for source, boxes in gets.items() if boxes},
+        (_views(move, move.before, stays, index), _views(move, move.after, stays, index)),
+    )
+
+
+def _views(move: Supply, cut: Laid, boxes: list[Numbers], index: int) -> Views:
+    """Return where boxes of global indices stand in the memory of one device."""
+    apart, first = memory_of(cut, move.group)
+    places = [int((box[:, 0] * apart).sum() - first[index]) for box in boxes]
+    lengths = [tuple((box[:, 1] - box[:, 0]).tolist()) for box in boxes]
+    return Views(tuple(zip(places, lengths, strict=True)), apart)

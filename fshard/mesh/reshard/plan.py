@@ -1,0 +1,289 @@
+"""Planning a reshard: the steps from one spec to another, each a collective or a local move.  Pure data.
+
+Sums come first, scattered to where the goal wants their pieces.  Then collectives of equal rows, where these alone lead
+to the goal; else one exchange in which each device is sent exactly what it lacks (`supply`).  What stays at its place along
+some axes goes its way there, by the devices of that place alone.
+
+    P("data", None) -> P(None, "data")          all_to_all        (n-1)/n of the shard
+    P(unreduced="data") -> P("data")            psum_scatter
+    P("data") -> P("model"), 4 x 2 devices      direct            3/4 of the new shard, on the average
+    P.flat("data", on=k) -> P(on=k)             flat_gather       (n-1)/n of the whole, by those at k; nothing elsewhere
+    P() -> P.flat("data", on=k)                 keep, flat_slice
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import lru_cache
+from itertools import chain
+from math import prod
+from typing import Any, Literal
+
+from fshard.mesh.layout import P
+from fshard.mesh.layout.arithmetic import chunk, flat_range, ravel
+from fshard.mesh.reshard.exchange import Kept, Supply
+from fshard.mesh.reshard.regions import Dims, Laid, Sizes
+
+Kind = Literal[
+    "slice", "summand", "psum", "psum_scatter", "all_gather", "all_to_all",
+    "reshape", "flat_slice", "flat_gather", "flat_scatter", "keep", "exchange", "direct",
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class State:
+    """A spec in normal form: the axes of every dim or of the flat tensor, the unreduced axes, and the place it lies at."""
+
+    dims: Dims
+    unreduced: frozenset[str]
+    flat: tuple[str, ...] | None
+    on: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def on_axes(self) -> tuple[str, ...]:
+        return tuple(axis for axis, _ in self.on)
+
+    @property
+    def cut(self) -> tuple[str, ...]:
+        return self.flat or tuple(chain.from_iterable(self.dims))
+
+    @property
+    def sharded(self) -> tuple[str, ...]:
+        """The axes along which devices hold different pieces, or some hold none."""
+        return self.cut + self.on_axes
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether whoever holds anything of it holds all."""
+        return self.flat is None and not self.cut
+
+    def elsewhere(self, ndim: int) -> tuple[int, ...]:
+        """Return the shape of the empty piece that a device has where the tensor does not lie."""
+        return (0,) * (1 if self.flat is not None else max(ndim, 1))
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of a plan: what to do over which axes, what that costs a device, and where it leads.
+
+    `dim` is the dim that is cut, gathered or joined; `other` the dim that an all_to_all cuts; `owner` who keeps the
+    whole, or exchanges it for flat ranges; `move` what supplies each device with what it lacks.  Only the devices at the
+    place `on` take the step: the tensor lies there before and after, and what the states say is of these devices.
+    """
+
+    kind: Kind
+    axes: tuple[str, ...]
+    elements: Fraction
+    after: State
+    dim: int = 0
+    other: int = 0
+    owner: int = 0
+    move: Supply | Kept | None = None
+    on: tuple[tuple[str, int], ...] = ()
+
+
+@lru_cache(maxsize=1024)
+def plan(before: P, after: P, shape: tuple[int, ...], axes: Sizes) -> tuple[Step, ...]:
+    """Return the steps from one spec to another, for a tensor of `shape` on a mesh of `axes`.
+
+    >>> [step.kind for step in plan(P("data"), P(None, "data"), (8, 8), (("data", 4),))]
+    ['all_to_all']
+    >>> [step.kind for step in plan(P("data"), P("model"), (8,), (("data", 4), ("model", 2)))]
+    ['direct']
+    """
+    sizes = {axis: size for axis, size in axes if size > 1}
+    return tuple(_route(_state(before, len(shape), axes), _state(after, len(shape), axes), shape, sizes))
+
+
+def _state(spec: P, ndim: int, axes: Sizes) -> State:
+    """Return the normal form of a spec, without the axes along which there is one device: they cut nothing."""
+    sizes = dict(axes)
+
+    def real(names: Iterable[str]) -> tuple[str, ...]:
+        return tuple(axis for axis in names if sizes[axis] > 1)
+
+    place = spec.place(sizes)
+    flat = None if spec.flat_axes is None else real(spec.flat_axes)
+    on = tuple((axis, place[axis]) for axis, size in axes if size > 1 and axis in place)
+    return State(tuple(map(real, spec.dims(ndim))), frozenset(real(spec.unreduced)), flat, on)
+
+
+def _route(start: State, goal: State, shape: tuple[int, ...], sizes: Mapping[str, int]) -> list[Step]:
+    if start == goal:
+        return []
+    if 0 in shape:
+        return [Step("reshape", (), Fraction(0), goal)]
+    both = tuple(place for place in start.on if place in goal.on)
+    if both:
+        rest = {axis: size for axis, size in sizes.items() if axis not in dict(both)}
+        there = [replace(one, on=tuple(place for place in one.on if place not in both)) for one in (start, goal)]
+        return [replace(step, on=both + step.on) for step in _route(there[0], there[1], shape, rest)]
+    path = _Path(start, shape, sizes)
+    if goal.unreduced - start.unreduced:
+        path.follow(replace(goal, unreduced=goal.unreduced & start.unreduced))
+        for axis in sizes:
+            if axis in goal.unreduced - start.unreduced:
+                path.step("summand", (axis,), unreduced=path.state.unreduced | {axis})
+    elif goal.on and not {*goal.on_axes} & {*start.sharded, *start.unreduced}:
+        path.keep(goal)
+        path.follow(goal)
+    elif start.unreduced != goal.unreduced:
+        path.sum_up(goal)
+        path.follow(goal)
+    elif not path.by_collectives(goal):
+        path.direct(goal)
+    return path.steps
+
+
+class _Path:
+    """Steps taken so far, and where they have led."""
+
+    def __init__(self, start: State, shape: tuple[int, ...], sizes: Mapping[str, int]) -> None:
+        self.steps: list[Step] = []
+        self.state, self.shape, self.sizes = start, shape, sizes
+
+    def step(self, kind: Kind, axes: tuple[str, ...], elements: Fraction | int = 0, *args: Any, **changes: Any) -> None:
+        """Take a step that changes so much of the state; `args` are the step's dim, other, owner and move."""
+        self.state = replace(self.state, **changes)
+        self.steps.append(Step(kind, axes, Fraction(elements), self.state, *args))
+
+    def follow(self, goal: State) -> None:
+        self.steps += _route(self.state, goal, self.shape, self.sizes)
+        self.state = goal
+
+    def parts(self, axes: Iterable[str]) -> int:
+        """Return into how many pieces some axes cut a dim."""
+        return prod(self.sizes[axis] for axis in axes)
+
+    @property
+    def local(self) -> Fraction:
+        """The elements of the largest piece."""
+        total, pieces = prod(self.shape), self.parts(self.state.cut)
+        return Fraction(total, pieces) if self.state.flat is None else Fraction(chunk(total, pieces))
+
+    def cut(self, changes: Mapping[int, tuple[str, ...]]) -> Dims:
+        return tuple(changes.get(dim, axes) for dim, axes in enumerate(self.state.dims))
+
+    def keep(self, goal: State) -> None:
+        axes, places = goal.on_axes, dict(self.state.on + goal.on)
+        on = tuple((axis, places[axis]) for axis in self.sizes if axis in places)
+        self.step("keep", axes, 0, 0, 0, self.number(goal, axes), on=on)
+
+    def number(self, owned: State, axes: tuple[str, ...]) -> int:
+        """Return the place of an owner along some axes, major to minor, as one number."""
+        places = dict(owned.on)
+        return ravel([places[axis] for axis in axes], [self.sizes[axis] for axis in axes])
+
+    def sum_up(self, goal: State) -> None:
+        """Sum over what is not to stay unreduced; pieces are scattered where the goal has them anyhow."""
+        over = self.state.unreduced - goal.unreduced
+        if goal.flat is None:
+            self._slices(goal)
+        scattered = tuple(axis for axis in goal.flat or goal.on_axes if axis in over)
+        if scattered and self.state.is_whole and not self.state.on:
+            n = self.parts(scattered)
+            sent, rest = (n - 1) * chunk(prod(self.shape), n), self.state.unreduced - {*scattered}
+            self.step("flat_scatter", scattered, sent, flat=scattered, unreduced=rest)
+        for dim, axes in enumerate(self._wanted(goal) if goal.flat is None and self.state.flat is None else ()):
+            some = tuple(axes[: next((at for at, axis in enumerate(axes) if axis not in over), len(axes))])
+            if some:
+                n, dims = self.parts(some), self.cut({dim: self.state.dims[dim] + some})
+                sent, rest = Fraction(n - 1, n) * self.local, self.state.unreduced - {*some}
+                self.step("psum_scatter", some, sent, dim, dims=dims, unreduced=rest)
+        axes = tuple(axis for axis in self.sizes if axis in self.state.unreduced - goal.unreduced)
+        if axes:
+            n = self.parts(axes)
+            self.step("psum", axes, Fraction(2 * (n - 1), n) * self.local, unreduced=goal.unreduced)
+
+    def _wanted(self, goal: State) -> list[tuple[str, ...]]:
+        """Return by which axes the goal cuts each dim further; none where the dim is cut otherwise already."""
+        pairs = zip(self.state.dims, goal.dims, strict=True)
+        return [wanted[len(axes) :] if wanted[: len(axes)] == axes else () for axes, wanted in pairs]
+
+    def _slices(self, goal: State) -> None:
+        """Slice dims of what is equal on all devices, as the goal has them."""
+        for dim, axes in enumerate(self._wanted(goal) if self.state.flat is None else ()):
+            for axis in axes:
+                if axis in (*self.state.sharded, *self.state.unreduced):
+                    break
+                self.step("slice", (axis,), 0, dim, dims=self.cut({dim: (*self.state.dims[dim], axis)}))
+
+    def by_collectives(self, goal: State) -> bool:
+        """Lay out anew by collectives of equal rows, or by way of flat ranges; return whether that leads to the goal."""
+        start = self.state
+        if start.on and start.is_whole and {*start.on_axes} == {*(goal.flat or ())} and not goal.on:
+            self._exchange(start, goal.flat or (), flat=goal.flat, on=())
+        elif goal.on and goal.is_whole and {*goal.on_axes} == {*(start.flat or ())} and not start.on:
+            self._exchange(goal, start.flat or (), flat=None, on=goal.on)
+        elif {*start.on_axes} - {*goal.sharded}:  # what many want is handed on by those who get a part
+            axes = (
+                start.on_axes if start.is_whole else tuple(axis for axis in self.sizes if axis not in start.unreduced)
+            )
+            self.follow(State(((),) * len(self.shape), start.unreduced, axes))
+            self.follow(goal)
+        elif start.on or goal.on:
+            return False
+        elif start.flat is None and goal.flat is None:
+            return self._by_dims(goal)
+        elif start.flat is None and (start.is_whole or (start.dims[0] == goal.flat and not any(start.dims[1:]))):
+            kind = "flat_slice" if start.is_whole and goal.flat else "reshape"
+            self.step(kind, goal.flat or (), 0, dims=goal.dims, flat=goal.flat)
+        elif goal.is_whole and start.flat:
+            self.step("flat_gather", start.flat, (self.parts(start.flat) - 1) * self.local, flat=None)
+        elif start.flat == () or (goal.flat is None and goal.dims[:1] == (start.flat,) and not any(goal.dims[1:])):
+            self.step("reshape", start.flat or (), 0, dims=self.cut({0: start.flat or ()}), flat=None)
+            self.follow(goal)
+        elif goal.flat == ():
+            self.follow(replace(goal, flat=None))
+            self.step("reshape", (), 0, flat=())
+        else:
+            return False
+        return True
+
+    def _exchange(self, owned: State, axes: tuple[str, ...], **changes: Any) -> None:
+        """Collect flat ranges at the owner, or hand them out."""
+        total, n, owner = prod(self.shape), self.parts(axes), self.number(owned, axes)
+        start, stop = flat_range(total, n, owner)
+        self.step(
+            "exchange", axes, total - (stop - start) if self.state.on else chunk(total, n), 0, 0, owner, **changes
+        )
+
+    def _by_dims(self, goal: State) -> bool:
+        """Slice, exchange and gather the last axes of dims, if that leads to the goal."""
+        start = self.state
+        self._slices(goal)
+        for dim, (axes, wanted) in enumerate(zip(self.state.dims, goal.dims, strict=True)):
+            common = len(wanted) if axes[: len(wanted)] == wanted else len(axes)
+            suffix, n = axes[common:], self.parts(axes[common:])
+            if not suffix:
+                continue
+            others = [other for other, more in enumerate(self._wanted(goal)) if more[: len(suffix)] == suffix]
+            if others:
+                changes = {dim: wanted, others[0]: self.state.dims[others[0]] + suffix}
+                self.step("all_to_all", suffix, Fraction(n - 1, n) * self.local, dim, others[0], dims=self.cut(changes))
+            elif not {*suffix} & {*goal.cut}:
+                self.step("all_gather", suffix, (n - 1) * self.local, dim, dims=self.cut({dim: wanted}))
+        if self.state.dims != goal.dims:
+            self.state, self.steps = start, []
+        return self.state.dims == goal.dims
+
+    def direct(self, goal: State) -> None:
+        flattened = not any(self.state.dims[1:]) and not any(goal.dims[1:])  # pieces are ranges of the flattened tensor
+        shape = (prod(self.shape),) if flattened else self.shape
+        before, after = _laid(self.state, shape, self.sizes), _laid(goal, shape, self.sizes)
+        group = tuple((axis, size) for axis, size in self.sizes.items() if axis in before.axes | after.axes)
+        supply = Supply(before, after, group)
+        busiest = int(supply.elements().max())
+        move = supply if busiest else Kept(supply)
+        self.steps.append(Step("direct", tuple(axis for axis, _ in group), Fraction(busiest), goal, 0, 0, 0, move))
+        self.state = goal
+
+
+def _laid(state: State, shape: tuple[int, ...], sizes: Mapping[str, int]) -> Laid:
+    """Return what devices hold in a state."""
+    if state.flat is not None:
+        return Laid(shape, None, state.flat, state.on, (prod(sizes[axis] for axis in state.flat),))
+    dims = state.dims[: len(shape)] or ((),)
+    return Laid(shape, dims, None, state.on, tuple(prod(sizes[axis] for axis in axes) for axes in dims))

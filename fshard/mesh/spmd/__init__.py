@@ -1,0 +1,1 @@
+"""`shard_map` and `run`: functions that run once on each device."""

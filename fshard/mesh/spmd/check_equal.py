@@ -1,0 +1,145 @@
+"""Promised equality, checked by value (`check=True`); and tensors from outside, whose derivative would be lost.
+
+Types say where values are equal on all devices: a replicated argument and its gradient, what `psum` returns and its
+gradient.  Under `check=True` an identity is put there that compares, forward or backward.  It is a linear map like any
+other, whose transpose compares in the other direction.  What values do not show is found on virtual meshes by `audit`.
+
+The run on all devices is one operation of its arguments.  A tensor that the function reaches in another way, out of a
+closure say, would be a constant for autograd and the transforms of torch.func.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.overrides import TorchFunctionMode
+
+from fshard.errors import LayoutError, PromiseError
+from fshard.mesh.collectives.autograd import LinearMap, Tensors, transformed
+from fshard.mesh.collectives.moves import Wired, WireKind
+from fshard.mesh.layout import Mesh, as_written, flatten
+from fshard.mesh.spmd.scope import Group
+from fshard.source import Site
+
+
+@dataclass(frozen=True)
+class Compare(Wired):
+    """Ask which devices hold the same as the first: a bool for each device."""
+
+    name = "check"
+    wire: ClassVar[WireKind] = "gather"
+
+    def meaning(self, xs: list[Tensor]) -> list[Tensor]:
+        same = torch.tensor([_equal(x, xs[0]) for x in xs])
+        return [same for _ in xs]
+
+    def unpack(self, rows: Tensor, shape: torch.Size, n: int) -> Tensor:
+        return self.meaning(list(rows.reshape(n, rows.numel() // n)))[0]
+
+    def sent(self, size: int, index: int, n: int) -> Fraction:
+        """Count nothing: a check is no part of the program."""
+        return Fraction(0)
+
+
+def _equal(x: Tensor, y: Tensor) -> bool:
+    """Equal element by element, where a NaN equals a NaN."""
+    return torch.equal(x, y) or bool(((x == y) | ((x != x) & (y != y))).all())
+
+
+@dataclass(frozen=True)
+class Guard(LinearMap):
+    """An identity that compares over a group of devices, values if `forward`, else cotangents.
+
+    `broken` is what to say if they differ, with "{axes}" for the group's axes.
+    """
+
+    group: Group
+    site: Site
+    broken: str
+    forward: bool = False
+
+    def run(self, xs: Tensors) -> Tensors:
+        if self.forward:
+            plain = tuple(x.detach() for x in xs)
+            verdicts = self.group.world.current().start(Compare(), plain, self.group, self.site).wait()
+            for place, verdict in enumerate(verdicts):
+                if not bool(verdict.all()):
+                    raise PromiseError(_complaint(self, place, plain, verdict))
+        return xs
+
+    def transposed(self) -> Guard:
+        return replace(self, forward=not self.forward)
+
+
+def _complaint(guard: Guard, place: int, xs: Sequence[Tensor], verdict: Tensor) -> str:
+    same = [index for index, equal in enumerate(verdict.tolist()) if equal]
+    other = [index for index, equal in enumerate(verdict.tolist()) if not equal]
+    which = f" (tensor {place} of {len(xs)})" if len(xs) > 1 else ""
+    along = "+".join(guard.group.axes)
+    return (
+        f"A promise of equality is broken: {guard.broken.replace('{axes}', as_written(guard.group.axes))}.\n"
+        f"  at {guard.site}{which}: {_places(other)} along {along} differ{'s' if len(other) == 1 else ''} "
+        f"from {_places(same)}"
+    )
+
+
+def _places(places: list[int]) -> str:
+    shown = ", ".join(map(str, places[:8])) + (f" and {len(places) - 8} more" if len(places) > 8 else "")
+    return f"place {shown}" if len(places) == 1 else f"places {shown}"
+
+
+def refuse_captured(mesh: Mesh, inputs: list[Tensors], outputs: list[Tensors]) -> None:
+    """Raise if a result depends on a tensor that requires grad and was not passed in: its gradient would be lost.
+
+    A leaf that the function made out of an argument, as `w.detach().requires_grad_()`, is no such tensor.
+    """
+    for xs, ys in zip(inputs, outputs, strict=True):
+        if not any(y.requires_grad for y in ys):
+            continue
+        memory = {x.untyped_storage()._cdata for x in xs if x.device.type != "meta"}  # pyright: ignore[reportPrivateUsage]
+        for leaf in _leaves_of(ys):
+            if not any(leaf is x for x in xs) and leaf.untyped_storage()._cdata not in memory:  # pyright: ignore[reportPrivateUsage]
+                raise LayoutError(
+                    f"A result of the function depends on a tensor that requires grad (shape {tuple(leaf.shape)}, "
+                    f"{leaf.dtype}) and is not one of its arguments, so its gradient on {mesh} would be lost. Pass it as "
+                    "an argument with a spec; if it was made inside, detach the result."
+                )
+
+
+def _leaves_of(ys: Tensors) -> Iterator[Tensor]:
+    """Yield the leaves that require grad in the graph of some tensors."""
+    seen: set[Any] = set()
+    nodes = [y.grad_fn for y in ys if y.grad_fn is not None]
+    yield from (y for y in ys if y.grad_fn is None and y.requires_grad)
+    while nodes:
+        node = nodes.pop()
+        if node not in seen:
+            seen.add(node)
+            variable = getattr(node, "variable", None)
+            if variable is not None:
+                yield variable
+            nodes += [before for before, _ in node.next_functions if before is not None]
+
+
+class RefuseTransformed(TorchFunctionMode):
+    """Raise where a device makes a tensor of one that a torch.func transform around the run looks at."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        found = func(*args, **(kwargs or {}))
+        given: Any = (args, kwargs or {})
+        lost = [x for x in flatten(given)[0] if isinstance(x, Tensor) and is_functorch_wrapped_tensor(x)]
+        if lost and not transformed() and any(isinstance(x, Tensor) for x in flatten(found)[0]):
+            raise LayoutError(
+                f"The function uses a tensor from outside (shape {tuple(lost[0].shape)}, {lost[0].dtype}) that a transform of "
+                "torch.func looks at and that is not one of its arguments, so its derivative would be lost. Pass it as an "
+                "argument with a spec, or detach it."
+            )
+        return found

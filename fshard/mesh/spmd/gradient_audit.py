@@ -1,0 +1,146 @@
+"""`check=True`, on a virtual mesh: is the gradient of a mapped function the one that it has?
+
+A program that breaks the types of gradients (it adds a replicated bias without `pvary`, or sums what is equal already) gets
+a wrong gradient, and its values need not show it.  So the first backward of a kind of call is audited, on random cotangents:
+
+    by types       as in the program itself, with promises held: a broken one is an error that names it
+    by devices     each device's value is its own: what makes values equal is followed by `pvary`, and `pvary` does nothing;
+                   an argument's gradient is summed over the devices that were given the same.  Right for any program
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+import torch
+from torch import Tensor
+
+from fshard.errors import LayoutError, PromiseError
+from fshard.mesh.collectives.autograd import Bound, Tensors, transformed
+from fshard.mesh.collectives.ledger import uncounted
+from fshard.mesh.collectives.moves import Psum
+from fshard.mesh.layout import PyTree, as_written
+from fshard.mesh.reshard.execute import take
+from fshard.mesh.runtimes.thread_state import batches_nested
+from fshard.mesh.spmd.call_plan import ArgumentRecipe, Recipes, Transfer
+from fshard.mesh.spmd.outer_autograd import Run, backward
+from fshard.mesh.spmd.scope import owning, require
+from fshard.source import Site
+
+TOLERANCE = 0.05
+"""Of the norm of a gradient.  Types that do not fit make factors of 2 and more; roundings, in 16 bits, make 0.01."""
+
+
+@dataclass(frozen=True)
+class Audit:
+    """The check of one call's gradients; `call` runs the function on some arguments' pieces."""
+
+    recipes: Recipes
+    recipe: ArgumentRecipe
+    call: Callable[[Tensors], PyTree]
+    site: Site
+
+    def __call__(self, run: Run, inputs: list[Tensors]) -> None:
+        """Raise if the gradient with regard to some argument, given to the devices as `inputs`, is wrong."""
+        known = self.recipes.audited
+        if transformed() or batches_nested() or id(self.recipe) in known:
+            return
+        known.add(id(self.recipe))
+        again = replace(run, derived=True, audit=None)
+        with uncounted():
+            typed = again.devices(inputs, self._by_types)
+            try:
+                own = replace(again, checked=False).devices(inputs, self._by_devices)
+            except LayoutError:  # it lays arrays out differently, which goes by types
+                return
+        width = len(self.recipe.entries)
+        if all(
+            _close(x, y) for xs, ys in zip(typed, own, strict=True) for x, y in zip(xs[width:], ys[width:], strict=True)
+        ):
+            self._compare(run, [xs[:width] for xs in typed], [xs[:width] for xs in own])
+
+    def _by_types(self, device: int, xs: Tensors) -> Tensors:
+        entries, pieces = self.recipe.entries, self._pieces(xs)
+        with torch.enable_grad():
+            own = [entry.hold(x, self.site) for x, entry in zip(pieces, entries, strict=True)]
+            recipe, _, leaves = self.recipes.of_results(require("shard_map").mesh, self.call(tuple(own)))
+            ys = [entry.hold(leaves[entry.place], self.site) for entry in recipe.entries]
+            gs = [
+                _cotangent(place, y, entry, device)
+                for place, (y, entry) in enumerate(zip(ys, recipe.entries, strict=True))
+            ]
+            return *_gradients(ys, pieces, gs), *(y.detach() for y in ys)
+
+    def _by_devices(self, device: int, xs: Tensors) -> Tensors:
+        scope, pieces = require("shard_map"), self._pieces(xs)
+        with torch.enable_grad(), owning(self.recipes.mapped):
+            recipe, _, leaves = self.recipes.of_results(scope.mesh, self.call(tuple(pieces)))
+            ys = [leaves[entry.place] for entry in recipe.entries]
+            gs = [
+                _cotangent(place, y, entry, device) / prod(scope.mesh.shape[axis] for axis in self._alike(entry))
+                for place, (y, entry) in enumerate(zip(ys, recipe.entries, strict=True))
+            ]
+            found = _gradients(ys, pieces, gs)
+        sums = list[Tensor]()
+        for g, entry in zip(found, self.recipe.entries, strict=True):
+            over = self._alike(entry)
+            sums += Bound(Psum(), scope.group(over, "shard_map"), self.site).run((g,)) if over else (g,)
+        return *sums, *(y.detach() for y in ys)
+
+    def _pieces(self, xs: Tensors) -> list[Tensor]:
+        """Return the arguments as they lie inside, from as they were given, to be differentiated."""
+        with torch.no_grad():
+            own = [take(x.detach(), entry.way, self.site) for x, entry in zip(xs, self.recipe.entries, strict=True)]
+        return [x.detach().requires_grad_(x.is_floating_point() or x.is_complex()) for x in own]
+
+    def _alike(self, entry: Transfer) -> tuple[str, ...]:
+        """Return the mapped axes along which a piece is promised to be equal."""
+        return tuple(axis for axis in self.recipes.mapped if axis not in entry.layout.spec.axes)
+
+    def _compare(self, run: Run, typed: Sequence[Tensors], own: Sequence[Tensors]) -> None:
+        wrong: list[str] = []
+        for place, entry in enumerate(self.recipe.entries):
+            off = [
+                device
+                for device, (xs, ys) in enumerate(zip(typed, own, strict=True))
+                if not _close(xs[place], ys[place])
+            ]
+            if off:
+                x, y = typed[off[0]][place].flatten(), own[off[0]][place].flatten()
+                times = float(torch.vdot(y, x).real / torch.vdot(y, y).real.clamp(min=1e-30))
+                axes = as_written(self._alike(entry) or self.recipes.mapped)
+                wrong.append(
+                    f"that of argument {entry.path}, equal along {axes}, is {times:.3g} times what it should be"
+                )
+        if wrong:
+            raise PromiseError(
+                f"shard_map of {self.recipes.name}, at {self.site}: its types do not fit, so its gradient would be wrong: "
+                f"{'; '.join(wrong)}.\nA collective that adds up, gathers or exchanges what devices have of their own was "
+                "given a value that is equal on all of them. If that is meant, put fs.pvary(x, axis) around the value "
+                "there; else leave the collective out."
+            )
+
+
+def _cotangent(place: int, y: Tensor, entry: Transfer, device: int) -> Tensor:
+    """Return the device's piece of a random array, which is the same on all."""
+    generator = torch.Generator().manual_seed(place)
+    whole = torch.randn(entry.shape, generator=generator, dtype=torch.complex128 if y.is_complex() else torch.float64)
+    whole = whole.flatten() if entry.layout.spec.is_flat or not entry.shape else whole
+    ranges = entry.layout.ranges(entry.shape, device)
+    return whole[tuple(slice(*one) for one in ranges[: whole.ndim])].to(y.device, y.dtype).view(y.shape)
+
+
+def _gradients(ys: Sequence[Tensor], xs: Sequence[Tensor], gs: Sequence[Tensor]) -> list[Tensor]:
+    """Return the gradients with regard to all xs; zeros for those that have none."""
+    found = iter(backward(tuple(ys), [x for x in xs if x.requires_grad], tuple(gs)))
+    return [next(found) if x.requires_grad else torch.zeros_like(x) for x in xs]
+
+
+def _close(x: Tensor, y: Tensor) -> bool:
+    """Return whether two tensors differ by roundings at most; what is not finite is not compared."""
+    x, y = (one.detach().to(torch.complex128 if one.is_complex() else torch.float64) for one in (x, y))
+    if not (x.isfinite().all() and y.isfinite().all()):
+        return True
+    return bool((x - y).norm() <= TOLERANCE * torch.maximum(x.norm(), y.norm()))

@@ -1,0 +1,312 @@
+"""A function of one device, run on all devices, as one differentiable operation.
+
+Where the caller is one of the devices, autograd sees through everything by itself.  Where it stands outside a virtual
+mesh, the gradient is asked for in a thread that is no device, so there the whole run is one autograd Function: its
+backward is a run of its own, in which each device goes back through its own graph.  The graph is kept for one backward;
+all else (a second backward, gradients of gradients, torch.func) runs another function, the one that computes the vjp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import Function
+
+from fshard.mesh.collectives.autograd import Tensors, leading, over_many, recorded, transformed
+from fshard.mesh.layout import Mesh
+from fshard.mesh.runtimes.thread_state import random_state
+from fshard.mesh.spmd.check_equal import RefuseTransformed, refuse_captured
+from fshard.mesh.spmd.run import everywhere, held, is_outside
+
+_C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
+
+
+Program = Callable[[int, Tensors], Tensors]
+"""What one device does: from its number and its tensors to its results."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A program and where to run it.
+
+    `grad` and `within` say whether grad mode was on, and a torch.func transform active, where the run was asked for;
+    `derived` whether the program is another one's derivative.  What repeats a forward begins with its `random` state.
+    `audit` looks at the inputs of every device before a backward.
+    """
+
+    mesh: Mesh
+    program: Program
+    mapped: tuple[str, ...]
+    checked: bool
+    grad: bool = True
+    within: bool = False
+    derived: bool = False
+    random: Tensor | None = None
+    audit: Callable[[Run, list[Tensors]], None] | None = None
+
+    def devices(self, xs: list[Tensors], program: Callable[[int, Tensors], Tensors]) -> list[Tensors]:
+        """Run a program on every device, each with its own tensors."""
+        return everywhere(
+            self.mesh,
+            lambda device: program(device, xs[device]),
+            mapped=self.mapped,
+            checked=self.checked,
+            random=self.random if self.derived else None,
+        )
+
+
+@dataclass
+class Tape:
+    """What the forward keeps for the backward: each device's inputs and results, joined by its graph."""
+
+    needs: tuple[bool, ...]
+    inputs: list[Tensors] = field(default_factory=list[Tensors])
+    outputs: list[Tensors] = field(default_factory=list[Tensors])
+
+
+def run_mapped(
+    mesh: Mesh,
+    program: Program,
+    columns: list[Tensors],
+    *,
+    mapped: tuple[str, ...] = (),
+    checked: bool = False,
+    audit: Callable[[Run, list[Tensors]], None] | None = None,
+) -> list[Tensors]:
+    """Run `program` on every device that the caller stands for; return each result's shards.
+
+    `columns` and the result have an entry per tensor: its shards, in the order of the devices held here.
+    """
+    if not is_outside(mesh):
+        own = tuple(column[0] for column in columns)
+        (results,) = everywhere(mesh, lambda device: program(device, own), mapped=mapped, checked=checked)
+        return [(result,) for result in results]
+    random = random_state(mesh.device_type)
+    run = Run(mesh, program, mapped, checked, torch.is_grad_enabled(), transformed(), random=random, audit=audit)
+    flat = tuple(column[device] for device in held(mesh) for column in columns)
+    per_device = _apply(run, len(columns), flat)
+    return list(zip(*per_device, strict=True))
+
+
+def _apply(run: Run, width: int, flat: Tensors) -> list[Tensors]:
+    """Apply a run to the tensors of all devices, device after device."""
+    if transformed():
+        results = _Mapped.apply(run, width, None, *flat)
+    else:
+        needs = tuple(any(x.requires_grad for x in flat[place::width]) for place in range(width))
+        if run.grad and any(needs) and not _saving_is_watched():
+            results = _Mapped.apply(run, width, Tape(needs), *flat)
+        else:
+            results = _Mapped.apply(run, width, None, *flat) if recorded(flat) else _values(run, width, None, flat)
+    return _rows(results, len(results) // run.mesh.size, run.mesh.size)
+
+
+def _saving_is_watched() -> bool:
+    """Return whether hooks take what autograd saves, as a checkpoint's do: then nothing but the inputs is kept."""
+    return _C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def _rows(flat: Tensors, width: int, n: int) -> list[Tensors]:
+    return [tuple(flat[device * width : (device + 1) * width]) for device in range(n)]
+
+
+def _values(run: Run, width: int, tape: Tape | None, flat: Tensors) -> Tensors:
+    """Run the program; with a tape, keep the graph."""
+    n = run.mesh.size
+    inputs = _rows(flat if tape is not None else tuple(x.detach() for x in flat), width, n)
+    if tape is not None:
+        inputs = [
+            tuple(x.detach().requires_grad_(need) for x, need in zip(xs, tape.needs, strict=True)) for xs in inputs
+        ]
+
+    def taped(device: int, xs: Tensors) -> Tensors:
+        watch = RefuseTransformed() if run.within and not run.derived else nullcontext()
+        with torch.set_grad_enabled(run.grad), watch:
+            return run.program(device, xs)
+
+    outputs = run.devices(inputs, taped)
+    if tape is not None:
+        tape.inputs, tape.outputs = inputs, outputs
+    if not run.derived:
+        refuse_captured(run.mesh, inputs, outputs)
+    return tuple(_apart(y.detach()) for ys in outputs for y in ys)
+
+
+def _apart(x: Tensor) -> Tensor:
+    """Return a tensor whose elements lie apart, as those of an expanded one do not: each is to have a tangent."""
+    return x.contiguous() if 0 in x.stride() else x
+
+
+def _pull_back(run: Run, tape: Tape, cotangents: Tensors) -> tuple[Tensor | None, ...]:
+    """Go back through each device's own graph, once."""
+    width = len(tape.needs)
+    if run.audit is not None:
+        run.audit(run, tape.inputs)
+    gs = _rows(cotangents, len(cotangents) // run.mesh.size, run.mesh.size)
+    wanted = [place for place, need in enumerate(tape.needs) if need]
+
+    def back(device: int, _: Tensors) -> Tensors:
+        return backward(tape.outputs[device], [tape.inputs[device][place] for place in wanted], gs[device])
+
+    found = run.devices([()] * run.mesh.size, back)
+    tape.inputs, tape.outputs = [], []
+    return _at_places(found, wanted, width)
+
+
+def _at_places(found: list[Tensors], wanted: Sequence[int], width: int) -> tuple[Tensor | None, ...]:
+    """Return the gradients of all devices' tensors, device after device, from those of the wanted ones."""
+    gradients: list[Tensor | None] = [None] * (width * len(found))
+    for device, xs in enumerate(found):
+        for place, x in zip(wanted, xs, strict=True):
+            gradients[device * width + place] = x
+    return tuple(gradients)
+
+
+def _replaced(xs: Tensors, places: tuple[int, ...], chosen: Tensors) -> Tensors:
+    """Return tensors with others at some places."""
+    whole = list(xs)
+    for place, x in zip(places, chosen, strict=True):
+        whole[place] = x
+    return tuple(whole)
+
+
+def backward(ys: Tensors, xs: list[Tensor], gs: Tensors, *, create_graph: bool = False) -> Tensors:
+    """Return the gradients with regard to xs, zeros where there are none."""
+    pairs = [(y, g) for y, g in zip(ys, gs, strict=True) if y.requires_grad]
+    if not pairs or not xs:
+        return tuple(torch.zeros_like(x) for x in xs)
+    ys, gs = zip(*pairs, strict=True)
+    return torch.autograd.grad(ys, xs, gs, create_graph=create_graph, allow_unused=True, materialize_grads=True)
+
+
+def _vjp(run: Run, wanted: tuple[int, ...], width: int) -> Run:
+    """Return the run that computes cotangents of the inputs at `wanted` from all inputs and the results' cotangents."""
+
+    def program(device: int, given: Tensors) -> Tensors:
+        xs, gs = given[:width], given[width:]
+        if transformed():
+            return _pull_by_func(lambda *ys: run.program(device, ys), xs, wanted, gs)
+        higher = torch.is_grad_enabled() and any(x.requires_grad for x in given)
+        with torch.enable_grad():
+            chosen = [x if x.requires_grad else x.detach().requires_grad_() for x in (xs[place] for place in wanted)]
+            ys = run.program(device, _replaced(xs, wanted, tuple(chosen)))
+            return backward(ys, chosen, gs, create_graph=higher)
+
+    return replace(run, program=program, derived=True, audit=None)
+
+
+def _pull_by_func(f: Callable[..., Tensors], xs: Tensors, wanted: tuple[int, ...], gs: Tensors) -> Tensors:
+    """Pull cotangents back to the inputs at `wanted`, under a torch.func transform."""
+    moves = [y.is_floating_point() or y.is_complex() for y in gs]
+
+    def of_wanted(*chosen: Tensor) -> Tensors:
+        ys = f(*_replaced(xs, wanted, chosen))
+        return tuple(y for y, moving in zip(ys, moves, strict=True) if moving)
+
+    pull: Any = torch.func.vjp(of_wanted, *(xs[place] for place in wanted))[1]
+    return pull(tuple(g for g, moving in zip(gs, moves, strict=True) if moving))
+
+
+def _jvp(run: Run, width: int, moving: tuple[int, ...]) -> Run:
+    """Return the run that computes tangents of the results from all inputs and the tangents of those at `moving`."""
+
+    def program(device: int, given: Tensors) -> Tensors:
+        xs, tangents = given[:width], given[width:]
+
+        def of_moving(*chosen: Tensor) -> Tensors:
+            return run.program(device, _replaced(xs, moving, chosen))
+
+        return torch.func.jvp(of_moving, tuple(_apart(xs[place]) for place in moving), tangents)[1]
+
+    return replace(run, program=program, derived=True, audit=None)
+
+
+def _vmap(run: Run, dims: tuple[int | None, ...], randomness: str) -> Run:
+    """Return the run in which every device maps the program over a leading dim of some of its tensors."""
+
+    def program(device: int, xs: Tensors) -> Tensors:
+        def of_one(*one: Any) -> Tensors:
+            return run.program(device, one)
+
+        return torch.func.vmap(of_one, in_dims=dims, randomness=randomness)(*xs)
+
+    return replace(run, program=program, derived=True, audit=None)
+
+
+def _interleave(parts: list[tuple[Tensors, int]], n: int) -> Tensors:
+    """Join several device-major lists of tensors into one."""
+    split = [_rows(flat, width, n) for flat, width in parts]
+    return tuple(x for device in range(n) for rows in split for x in rows[device])
+
+
+def _mapped_over(derived: Run, flat: Tensors, width: int, moved: Tensors, moving: int) -> Tensors:
+    """Apply a derivative to the inputs of all devices and their cotangents or tangents, also to many of these at once."""
+
+    def applied(run: Run, moved: Tensors) -> Tensors:
+        n = run.mesh.size
+        given = _interleave([(flat, width), (moved, moving)], n)
+        return tuple(y for ys in _apply(run, len(given) // n, given) for y in ys)
+
+    many = _vmap(derived, (None,) * width + (0,) * moving, "same")
+    return over_many(partial(applied, derived), partial(applied, many), moved)
+
+
+class _Mapped(Function):
+    @staticmethod
+    def forward(run: Run, width: int, tape: Tape | None, *flat: Tensor) -> Tensors:
+        return _values(run, width, tape, flat)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
+        ctx.run, ctx.width, ctx.tape, *flat = inputs
+        ctx.results = len(output)
+        ctx.save_for_backward(*flat)
+        ctx.save_for_forward(*flat)
+        ctx.mark_non_differentiable(*(y for y in output if not (y.is_floating_point() or y.is_complex())))
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:
+        run, width, n = ctx.run, ctx.width, ctx.run.mesh.size
+        tape: Tape | None = ctx.tape
+        if tape is not None and tape.outputs and not torch.is_grad_enabled() and not transformed():
+            return None, None, None, *_pull_back(run, tape, cotangents)
+        flat: Tensors = ctx.saved_tensors
+        if run.audit is not None:
+            run.audit(run, _rows(flat, width, n))
+        wanted = tuple(place for place in range(width) if flat[place].is_floating_point() or flat[place].is_complex())
+        pulled = replace(_vjp(run, wanted, width), grad=torch.is_grad_enabled())
+        found = _rows(_mapped_over(pulled, flat, width, cotangents, ctx.results // n), len(wanted), n)
+        return None, None, None, *_at_places(found, wanted, width)
+
+    @staticmethod
+    def jvp(ctx: Any, *grad_inputs: Any) -> Tensors:
+        _, _, _, *tangents = grad_inputs
+        run, width, n = ctx.run, ctx.width, ctx.run.mesh.size
+        flat: Tensors = ctx.saved_tensors
+        moving = tuple(
+            place for place in range(width) if any(tangents[device * width + place] is not None for device in range(n))
+        )
+        moved = tuple(
+            torch.zeros_like(flat[at]) if (tangent := tangents[at]) is None else tangent
+            for at in (device * width + place for device in range(n) for place in moving)
+        )
+        return _mapped_over(_jvp(run, width, moving), flat, width, moved, len(moving))
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *args: Any) -> tuple[Tensors, tuple[int, ...]]:
+        run, width, _, *flat = args
+        n, dims = run.mesh.size, in_dims[3:]
+        mapped = [any(dims[device * width + place] is not None for device in range(n)) for place in range(width)]
+        batched = tuple(
+            leading(x, dim, info.batch_size) if mapped[at % width] else x
+            for at, (x, dim) in enumerate(zip(flat, dims, strict=True))
+        )
+        inner = _vmap(run, tuple(0 if is_mapped else None for is_mapped in mapped), info.randomness)
+        results = tuple(y for ys in _apply(inner, width, batched) for y in ys)
+        return results, (0,) * len(results)

@@ -1,0 +1,227 @@
+"""Running one function on every device that the calling code stands for.
+
+Code either stands *outside* a mesh, for all its devices (a notebook with a virtual mesh), or *is* one device (a process
+under torchrun, a thread of `run`, the body of a `shard_map`).  `everywhere` hides which; that is why everything built
+on it is one program on all runtimes.
+
+On an abstract mesh tensors have no values.  What a function makes itself or reaches from outside forgets its values: at
+once if it is made, else where it meets a tensor without (`Valueless`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd import profiler
+from torch.overrides import TorchFunctionMode
+from torch.utils._device import _device_constructors  # pyright: ignore[reportPrivateUsage]
+
+from fshard.errors import LayoutError, MeshError
+from fshard.mesh.collectives.autograd import LinearMap, Tensors, apply
+from fshard.mesh.layout import Mesh, flatten, refuse_no_mesh, unflatten
+from fshard.mesh.runtimes.abstract import AbstractWorld
+from fshard.mesh.runtimes.process import ProcessWorld
+from fshard.mesh.runtimes.virtual import VirtualWorld
+from fshard.mesh.runtimes.watch import watching
+from fshard.mesh.spmd.scope import Scope, enter, entered, here, require
+from fshard.source import call_site
+from fshard.uncompiled import uncompiled
+
+Result = TypeVar("Result")
+
+
+def inside(mesh: Mesh) -> Scope | None:
+    """Return the scope in which the caller is a device of `mesh`, None if it stands outside."""
+    scope = here()
+    same = scope is not None and scope.mesh.runtime == mesh.runtime and scope.mesh.root_size == mesh.root_size
+    return scope if same else None
+
+
+def standing(mesh: Mesh) -> Mesh:
+    """Return the mesh to run on: of some axes, the caller's own row inside a `shard_map`; elsewhere the whole mesh."""
+    scope = inside(mesh)
+    if mesh.parent is None or (scope is not None and scope.mapped):
+        return mesh
+    return Mesh(mesh.parent, mesh.runtime, mesh.device_type, None, mesh.ranks)
+
+
+def is_outside(mesh: Mesh) -> bool:
+    """Return whether the caller stands for all devices of a virtual mesh, and so holds all shards."""
+    return mesh.runtime == "virtual" and inside(mesh) is None
+
+
+def device_of(mesh: Mesh) -> int:
+    """Return the number, in the mesh that `mesh` was cut from, of the one device that the caller is."""
+    scope = inside(mesh)
+    if scope is not None:
+        return scope.device
+    return ProcessWorld.of(mesh).device(mesh) if mesh.runtime == "process" else 0
+
+
+def held(mesh: Mesh) -> tuple[int, ...]:
+    """Return the numbers, in `mesh`, of the devices whose shards the caller holds."""
+    return tuple(range(mesh.size)) if is_outside(mesh) else (mesh.local_index(device_of(mesh)),)
+
+
+def fills(mesh: Mesh) -> bool:
+    """Return whether what is gathered on a mesh comes into the memory that is given for it: see `World.start`."""
+    return mesh.runtime == "process" and mesh.device_type == "cpu" and ProcessWorld.of(mesh).is_near(mesh)
+
+
+def agree(mesh: Mesh, call: str) -> None:
+    """Under `FSHARD_CHECK=1`, raise on all processes of a mesh unless all make this call."""
+    if mesh.runtime == "process" and watching():
+        site, axes = call_site(), mesh.axis_names
+        everywhere(mesh, lambda device: ProcessWorld.of(mesh).agree(call, require(call).group(axes, call), site))
+
+
+def everywhere(
+    mesh: Mesh,
+    body: Callable[[int], Result],
+    *,
+    mapped: tuple[str, ...] = (),
+    checked: bool = False,
+    random: Tensor | None = None,
+    keep: bool = True,
+) -> list[Result]:
+    """Run `body(device)` on every device that the caller stands for, each in its scope; return their results.
+
+    `random` is the random state that virtual devices begin with, if not the caller's; with `keep`, idle threads wait.
+    """
+    if is_outside(mesh):
+        alone = mesh if mesh.parent is None else Mesh(mesh.axes, mesh.runtime, mesh.device_type)
+        virtual = VirtualWorld(alone)
+
+        def on_thread(device: int) -> Any:
+            mark(device)
+            before = enter(Scope(virtual, alone, device, mapped=mapped, checked=checked))
+            try:
+                return body(device)
+            finally:
+                enter(before)
+
+        return virtual.run(on_thread, random, keep=keep)
+    outer = inside(mesh)
+    scope = _scope(mesh, outer, mapped, checked)
+    with entered(scope), Valueless() if mesh.runtime == "abstract" and outer is None else nullcontext():
+        return [body(mesh.local_index(scope.device))]
+
+
+def _scope(mesh: Mesh, outer: Scope | None, mapped: tuple[str, ...], checked: bool) -> Scope:
+    """Return the scope of the one device that the caller is, made once for each world or outer scope."""
+    if outer is not None:
+        world, scopes = outer.world, outer.inner
+    else:
+        world = ProcessWorld.of(mesh) if mesh.runtime == "process" else _ABSTRACT
+        scopes = world.scopes
+    key = mesh, mapped, checked
+    found = scopes.get(key)
+    if found is None:
+        if len(scopes) >= 512:
+            scopes.clear()
+        found = scopes[key] = Scope(world, mesh, device_of(mesh), outer, mapped=mapped, checked=checked)
+    return found
+
+
+_ABSTRACT = AbstractWorld()
+
+
+MARK = "fshard: device "
+
+
+def mark(device: int) -> None:
+    """Say in the profiler's trace, if one is being recorded, that this thread is a device's."""
+    if getattr(profiler, "_is_profiler_enabled", True):
+        with profiler.record_function(f"{MARK}{device}"):
+            pass
+
+
+@contextmanager
+def one_thread(wanted: bool) -> Generator[None]:
+    """Compute with one intra-op thread for a while: torch cuts a large sum among its threads, and their number changes bits."""
+    before = torch.get_num_threads()
+    if not wanted or before == 1:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@uncompiled
+def run(main: Callable[..., Any], *args: Any, mesh: Mesh, check: bool = False, **kwargs: Any) -> list[Any]:
+    """Run `main(*args, **kwargs)`, what torchrun would run, as each device of the mesh; return the results of those held here.
+
+    A mesh of some axes stands for the whole mesh.  With `check`, what collectives promise to be equal is compared by value.
+
+    >>> import fshard as fs
+    >>> def main(greeting):
+    ...     return f"{greeting} from {fs.axis_index('data')} of {fs.axis_size('data')}"
+    >>> run(main, "hello", mesh=fs.make_mesh({"data": 2}))
+    ['hello from 0 of 2', 'hello from 1 of 2']
+    """
+    refuse_no_mesh("fs.run", mesh)
+    if not callable(main):
+        raise MeshError(f"fs.run takes a function, to be called as each device, found {type(main).__name__}.")
+    return everywhere(standing(mesh), lambda device: main(*args, **kwargs), checked=check, keep=False)
+
+
+_MAKES: frozenset[Any] = frozenset(_device_constructors())
+
+
+class Valueless(TorchFunctionMode):
+    """Make all tensors without values, and let those that meet such a tensor forget theirs."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        named = {name: given for name, given in (kwargs or {}).items() if name != "generator"}
+        if func in _MAKES:
+            return func(*args, **named | {"device": "meta"})
+        given: Any = (args, named)
+        leaves, structure = flatten(given)
+        tensors = [x for x in leaves if isinstance(x, Tensor)]
+        if not any(x.is_meta for x in tensors):
+            return func(*args, **(kwargs or {}))
+        if len(tensors) > 1:
+            args, named = unflatten(structure, [without_values(x) if isinstance(x, Tensor) else x for x in leaves])
+        try:
+            return func(*args, **named)
+        except (RuntimeError, NotImplementedError, TypeError) as error:
+            if "meta" not in str(error):
+                raise
+            raise LayoutError(
+                f"{getattr(func, '__name__', func)} at {call_site()} asks for the value of a tensor of shape "
+                f"{tuple(tensors[0].shape)}, but on an abstract mesh tensors have none. Run this on a virtual mesh."
+            ) from error
+
+
+def without_values(x: Tensor) -> Tensor:
+    """Return a tensor that is like this one, without values."""
+    return x if x.is_meta else apply(Forget(), (x,))[0]
+
+
+@dataclass(frozen=True)
+class Forget(LinearMap):
+    """Keep of a tensor only what it is like, on an abstract mesh.  Cotangents have no values either: none leads back."""
+
+    def run(self, xs: Tensors) -> Tensors:
+        return tuple(x.to("meta") for x in xs)
+
+    def transposed(self) -> LinearMap:
+        return _Forgotten()
+
+
+class _Forgotten(Forget):
+    def run(self, xs: Tensors) -> Tensors:
+        raise LayoutError(
+            f"A gradient of shape {tuple(xs[0].shape)} was asked for at a tensor with values, but on an abstract mesh it has "
+            'none. Give the mesh meta tensors: x.detach().to("meta").requires_grad_().'
+        )

@@ -1,0 +1,281 @@
+"""`shard_map`: run a function once per device, on local tensors.  Everything else in fshard is built on it.
+
+    global arrays --in_specs--> local tensors --f, on every device--> local tensors --out_specs--> global arrays
+
+An axis that a spec does not name is a promise: along it, all devices hold the same.  With `check=True` promises are
+compared by value, forward and backward, and on a virtual mesh gradients are audited (`audit`).  What a call needs to
+know is worked out once per program (`recipes`): a later call finds it by key and only moves tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fshard.errors import LayoutError, MeshError, MismatchError
+from fshard.mesh.collectives.autograd import LinearMap, Tensors, apply, recorded, transformed
+from fshard.mesh.layout import Axes, Mesh, PyTree, Structure, refuse_no_mesh, unflatten
+from fshard.mesh.layout.sharded import Sharded, in_memory
+from fshard.mesh.reshard.device_put import on_all
+from fshard.mesh.spmd.call_plan import ArgumentRecipe, Recipes, ResultRecipe, Transfer
+from fshard.mesh.spmd.gradient_audit import Audit
+from fshard.mesh.spmd.outer_autograd import run_mapped
+from fshard.mesh.spmd.run import held, inside, standing, without_values
+from fshard.source import Site, call_site
+from fshard.uncompiled import uncompiled
+
+
+@uncompiled
+def shard_map(
+    f: Callable[..., PyTree],
+    *,
+    mesh: Mesh,
+    in_specs: PyTree,
+    out_specs: PyTree,
+    axes: Axes | None = None,
+    check: bool | None = None,
+) -> Callable[..., PyTree]:
+    """Return a function of global arrays that runs `f` once per device, on local tensors.
+
+    Args:
+        f: a function of local tensors; it may call collectives over `axes`.
+        mesh: the devices.  A mesh of some axes, `mesh["data"]`, is the whole mesh with `axes="data"`.
+        in_specs: a P for all arguments, or a tuple with one per argument (keywords last); each may be a tree of Ps that is
+            a prefix of its argument.  What is no tensor is passed on as it is, whatever its spec.
+        out_specs: a P, or a tree of Ps that is a prefix of the result.
+        axes: the axes that f is mapped over, by default all.  The others are left to a `shard_map` inside f.
+        check: compare promised equality by value.  By default on virtual meshes only.  There the first backward of a kind of
+            call also runs f twice more on each device, to see that the gradient is the one that f has.
+
+    Arguments may be plain tensors (the global value, the same on every process) or `Sharded`, which are resharded if
+    they lie otherwise.  The results are `Sharded`.  f has to be pure: it must not change its arguments.  torch.compile goes
+    around the call, not into it: f is compiled where it is given so, `shard_map(torch.compile(f), ...)`.
+
+    >>> import torch, fshard as fs
+    >>> from fshard import P
+    >>> mesh = fs.make_mesh({"data": 2, "model": 2})
+    >>> def matmul(a, b):
+    ...     return fs.psum(a @ b, "model")
+    >>> dot = fs.shard_map(matmul, mesh=mesh, in_specs=(P("data", "model"), P("model")), out_specs=P("data"))
+    >>> fs.unshard(dot(torch.ones(4, 6), torch.ones(6, 2)))[0]
+    tensor([6., 6.])
+    """
+    refuse_no_mesh("shard_map", mesh)
+    if not callable(f):
+        raise LayoutError(f"shard_map takes a function of local tensors, found {type(f).__name__}.")
+    mapped = mesh.axis_names if axes is None else mesh.check_axes(axes, "shard_map(axes=)")
+    name = getattr(f, "__name__", type(f).__name__)
+    checked = check if check is not None else mesh.runtime == "virtual"
+    recipes = Recipes(f, name, in_specs, out_specs, mapped, checked)
+
+    @wraps(f, updated=())
+    @uncompiled
+    def on_mesh(*args: Any, **kwargs: Any) -> PyTree:
+        own = standing(mesh)
+        _refuse_mapped_again(name, own, mapped)
+        recipe, leaves = recipes.of_arguments(own, args, kwargs)
+        return _call(f, recipes, recipe, leaves, own)
+
+    return on_mesh
+
+
+def _refuse_mapped_again(name: str, mesh: Mesh, mapped: tuple[str, ...]) -> None:
+    outer = inside(mesh)
+    if outer is not None and outer.own and outer.notice is not None:
+        raise MeshError(
+            f"shard_map of {name} in a loss function of value_and_grad, which runs once per device of {outer.mesh} already. "
+            f"Call {name} itself there, on the device's own piece."
+        )
+    if outer is not None and not outer.mapped_axes.isdisjoint(mapped):
+        again = ", ".join(axis for axis in mapped if axis in outer.mapped_axes)
+        raise MeshError(
+            f"shard_map of {name}: axis {again} is already mapped by the shard_map around it. "
+            f"Give that one axes=(...) without it, or this one a mesh of the other axes."
+        )
+    if outer is not None and outer.mapped_axes and (mesh.parent or mesh.axes) != (outer.mesh.parent or outer.mesh.axes):
+        raise MeshError(
+            f"shard_map of {name} runs on {mesh} inside one on {outer.mesh}: its devices lie across axes that are mapped "
+            f"there. Give it some of the other axes, mesh[...] of the same mesh."
+        )
+
+
+def _call(f: Callable[..., PyTree], recipes: Recipes, recipe: ArgumentRecipe, leaves: list[Any], mesh: Mesh) -> PyTree:
+    """Cut the arguments, run f on every device, and put the results together."""
+    site = call_site()
+    given = [_tensors(leaves[entry.place]) for entry in recipe.entries]
+    versions = [[x._version for x in xs] for xs in given]
+    followed = transformed() or recorded(tuple([x for xs in given for x in xs]))
+    columns = [_column(leaves[entry.place], entry, cut=not followed) for entry in recipe.entries]
+    outputs = _Outputs(recipes, mesh, site)
+    joins = recipe.work and followed
+
+    def program(device: int, xs: Tensors) -> Tensors:
+        entered = tuple(
+            [
+                entry.enter(x, site, cut=not followed) if entry.work else x
+                for x, entry in zip(xs, recipe.entries, strict=True)
+            ]
+        )
+        token: Tensors = ()
+        if joins:
+            *joined, last = apply(Join(), entered)
+            entered, token = tuple(joined), (last,)
+        return outputs.take(device, on_pieces(entered)) + token
+
+    def on_pieces(xs: Tensors) -> PyTree:
+        own = list(leaves)
+        for x, entry in zip(xs, recipe.entries, strict=True):
+            own[entry.place] = x
+        return recipe.call(f, own)
+
+    audit = Audit(recipes, recipe, on_pieces, site) if recipes.checked and recipe.entries else None
+    shards = run_mapped(mesh, program, columns, mapped=recipes.mapped, checked=recipes.checked, audit=audit)
+    if joins:
+        shards.pop()
+    if [[x._version for x in xs] for xs in given] != versions:
+        _refuse_changed(recipes.name, recipe, given, versions)
+    return outputs.assemble(shards)
+
+
+@dataclass(frozen=True)
+class Join(LinearMap):
+    """The identity on all arguments together, and a zero, a hidden result of every device.
+
+    What brings arguments in may have collectives in its backward, so they go back together on every device, whatever it
+    made of them.  `depth` counts the leading dims of vmaps.
+    """
+
+    depth: int = 0
+
+    def run(self, xs: Tensors) -> Tensors:
+        return *xs, torch.zeros(xs[0].shape[: self.depth])
+
+    def transposed(self) -> LinearMap:
+        return Part(self.depth)
+
+    def batched(self) -> LinearMap:
+        return Join(self.depth + 1)
+
+
+@dataclass(frozen=True)
+class Part(LinearMap):
+    """The transpose of `Join`: let the zero go."""
+
+    depth: int = 0
+
+    def run(self, xs: Tensors) -> Tensors:
+        return xs[:-1]
+
+    def transposed(self) -> LinearMap:
+        return Join(self.depth)
+
+    def batched(self) -> LinearMap:
+        return Part(self.depth + 1)
+
+
+def _column(value: Tensor | Sharded, entry: Transfer, *, cut: bool) -> Tensors:
+    """Return the shards of one argument on the devices held here; with `cut`, slice plain tensors right away."""
+    if not isinstance(value, Sharded):
+        if cut and entry.slices is not None:
+            x = in_memory(value, entry.layout.mesh, "device")
+            return tuple([x[slices] for slices in entry.slices])
+        return on_all(value, entry.layout)
+    shards = value.shards
+    if len(shards) != 1 or getattr(shards[0], "shape", None) != entry.piece:
+        value.check()
+    if value.layout.memory == "device":
+        return shards
+    return tuple(in_memory(shard, value.mesh, "device") for shard in value.shards)
+
+
+def _tensors(value: Tensor | Sharded) -> list[Tensor]:
+    """Return the tensors that f must not change, as far as torch counts changes."""
+    if not isinstance(value, Sharded):
+        return [] if value.is_inference() else [value]
+    if not all(isinstance(x, Tensor) for x in value.shards):  # pyright: ignore[reportUnnecessaryIsInstance]
+        value.check()
+    return [x for x in value.shards if not x.is_inference()]
+
+
+def _refuse_changed(name: str, recipe: ArgumentRecipe, given: list[list[Tensor]], versions: list[list[int]]) -> None:
+    changed = [
+        entry.path
+        for entry, xs, before in zip(recipe.entries, given, versions, strict=True)
+        if [x._version for x in xs] != before
+    ]
+    raise LayoutError(
+        f"{name} changed its argument {', '.join(changed)} in place. Arguments belong to the caller, and all devices are "
+        "given the same plain tensor. Work on a copy: x = x.clone()."
+    )
+
+
+def _same(x: Any, y: Any) -> bool:
+    """Return whether two devices return the same; NaN is the same as itself."""
+    if isinstance(x, np.ndarray) or isinstance(y, np.ndarray):
+        return type(x) is type(y) and (x.dtype, x.shape, x.tobytes()) == (y.dtype, y.shape, y.tobytes())
+    return x is y or x == y or (x != x and y != y)
+
+
+class _Outputs:
+    """The results of the devices: tensors travel as shards, all else has to be the same everywhere."""
+
+    def __init__(self, recipes: Recipes, mesh: Mesh, site: Site) -> None:
+        self.site = site
+        self.recipes = recipes
+        self.mesh = mesh
+        self.taken: dict[int, tuple[ResultRecipe, Structure, list[Any]]] = {}
+
+    def take(self, device: int, result: PyTree) -> Tensors:
+        """Take one device's result apart."""
+        recipe, structure, leaves = self.recipes.of_results(self.mesh, result)
+        tensors = tuple(leaves[entry.place] for entry in recipe.entries)
+        if self.mesh.runtime == "abstract":
+            tensors = tuple(map(without_values, tensors))
+        if recipe.work:
+            tensors = tuple(entry.hold(x, self.site) for x, entry in zip(tensors, recipe.entries, strict=True))
+        for entry in recipe.entries:
+            leaves[entry.place] = None
+        self.taken[device] = recipe, structure, leaves
+        return tensors
+
+    def assemble(self, shards: list[Tensors]) -> PyTree:
+        """Put the devices' results together."""
+        (first, (recipe, structure, leaves)), *others = self.taken.items()
+        for device, (_, other, values) in others:
+            if other != structure or not all(map(_same, values, leaves)):
+                raise MismatchError(
+                    f"shard_map of {self.recipes.name}: devices {first} and {device} return different trees or values: "
+                    f"{leaves} in {structure}, and {values} in {other}. What is no tensor has to be the same."
+                )
+        may_differ = recipe.uneven or len(self.taken) > 1
+        for entry, own in zip(recipe.entries, shards, strict=True):
+            if may_differ:
+                self._check_pieces(own, entry)
+            leaves[entry.place] = Sharded(entry.shape, entry.layout, own)
+        return unflatten(structure, leaves)
+
+    def _check_pieces(self, own: Tensors, entry: Transfer) -> None:
+        """Raise unless the devices' pieces are of one dtype and make up the whole."""
+        if len({x.dtype for x in own}) > 1:
+            raise LayoutError(
+                f"shard_map of {self.recipes.name}: result{entry.path} has another dtype on some devices: "
+                f"{', '.join(sorted({str(x.dtype) for x in own}))}."
+            )
+        if all(x.shape == own[0].shape for x in own) and not (entry.layout.spec.is_flat or entry.layout.spec.on):
+            return
+        wrong = [
+            f"device {self.mesh.coordinates(device)} returns {tuple(x.shape)} instead of {shape}"
+            for device, x in zip(held(self.mesh), own, strict=True)
+            if tuple(x.shape) != (shape := entry.layout.local_shape(entry.shape, device))
+        ]
+        if wrong:
+            raise LayoutError(
+                f"shard_map of {self.recipes.name}: result{entry.path} does not make up a tensor of shape {entry.shape} "
+                f"as {entry.layout.spec}: {'; '.join(wrong)}."
+            )

@@ -1,0 +1,115 @@
+"""Adam and AdamW, with the bits of torch.optim.
+
+Legend: p parameter, g gradient, m and v running means of g and of its square, t the leaf's count of steps from 1.
+
+    m = lerp(m, g, 1 - beta1)                        v = beta2 v + (1 - beta2) g g
+    p = p - lr / (1 - beta1^t)  m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
+
+Weight decay is added to the gradient by `adam` (g + decay p), and shrinks the parameter before it moves in `adamw`
+(p - lr decay p).  With `amsgrad` the largest v so far takes the place of v.  Complex numbers are pairs of real ones.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fshard.optim.contract import Optimizer, at_least, below, pair, refuse
+from fshard.optim.rules import lists
+from fshard.optim.rules.cells import Cells, each_kind, fused_or, step_tensors
+from fshard.optim.rules.rule import writer
+from fshard.optim.schedules import Rate
+
+
+def adam(
+    lr: Rate = 1e-3,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    *,
+    amsgrad: bool = False,
+    maximize: bool = False,
+    decoupled_weight_decay: bool = False,
+    fused: bool | None = None,
+) -> Optimizer:
+    """Make Adam.
+
+    Args:
+        lr: learning rate, or a schedule.
+        betas: how slowly the means of the gradient and of its square forget.
+        eps: added to the root of the mean square.
+        weight_decay: added to the gradient, times the parameter.
+        amsgrad: divide by the largest mean square so far.
+        maximize: go up, not down.
+        decoupled_weight_decay: shrink the parameter instead, as `adamw` does.
+        fused: whether `step` uses torch's fused kernel: None where it can, False for the bits of torch's foreach.
+
+    >>> import torch
+    >>> opt = adam(0.5)
+    >>> params, state = opt.step([torch.tensor([4.0])], opt.init([torch.ones(1)]), [torch.ones(1)])
+    >>> params, sorted(state)
+    ([tensor([0.5000])], ['count', 'exp_avg', 'exp_avg_sq', 'step'])
+    """
+    sizes = at_least(0, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+    refuse("adamw" if decoupled_weight_decay else "adam", pair(betas=betas), sizes, below(1, betas=betas))
+    kernel = lists.fused_adamw_ if decoupled_weight_decay else lists.fused_adam_
+    names = ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if amsgrad else ()))
+
+    def rule(cells: Cells, lr: float) -> None:
+        p, m, v = cells.params, cells.state["exp_avg"], cells.state["exp_avg_sq"]
+        g = lists.neg(cells.grads) if maximize else cells.grads
+        if weight_decay and decoupled_weight_decay:
+            lists.mul_(p, 1 - lr * weight_decay)
+        elif weight_decay:
+            g = lists.add_multiple(g, p, weight_decay)
+        moments(m, v, g, betas)
+        if amsgrad:
+            lists.maximum_(cells.state["max_exp_avg_sq"], v)
+            v = cells.state["max_exp_avg_sq"]
+        sizes = [(lr / (1 - betas[0] ** t)) * -1 for t in cells.steps]
+        lists.addcdiv_(p, m, denominators(v, cells.steps, betas[1], eps), sizes)
+
+    def fused_rule(cells: Cells, lr: float) -> None:
+        m, v, largest = (cells.state.get(name, []) for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"))
+        numbers = {"lr": lr, "beta1": betas[0], "beta2": betas[1], "weight_decay": weight_decay, "eps": eps}
+        flags = {"amsgrad": amsgrad, "maximize": maximize}
+        kernel(cells.params, cells.grads, m, v, largest, step_tensors(cells), **numbers, **flags)
+
+    return writer(lr, dict.fromkeys(names, torch.zeros_like), each_kind(rule), fast=fused_or(fused_rule, rule, fused))
+
+
+def adamw(
+    lr: Rate = 1e-3,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 1e-2,
+    *,
+    amsgrad: bool = False,
+    maximize: bool = False,
+    fused: bool | None = None,
+) -> Optimizer:
+    """Make AdamW: Adam whose weight decay does not pass through the means.  Arguments as in `adam`.
+
+    >>> import torch
+    >>> opt = adamw(0.5, weight_decay=0.2)
+    >>> opt.update([torch.tensor([4.0])], opt.init([torch.ones(1)]), [torch.ones(1)])[0]
+    [tensor([-0.6000])]
+    """
+    flags = {"amsgrad": amsgrad, "maximize": maximize, "decoupled_weight_decay": True}
+    return adam(lr, betas, eps, weight_decay, fused=fused, **flags)
+
+
+def moments(m: list[torch.Tensor], v: list[torch.Tensor], g: Any, betas: tuple[float, float]) -> None:
+    """Move the means of the gradient and of its square."""
+    lists.lerp_(m, g, 1 - betas[0])
+    lists.mul_(v, betas[1])
+    lists.addcmul_(v, g, g, 1 - betas[1])
+
+
+def denominators(v: list[torch.Tensor], steps: list[float], beta: float, eps: float) -> Any:
+    """Return the roots of the mean squares, without the bias of their start, plus eps."""
+    roots = lists.sqrt(v)
+    lists.div_(roots, [(1 - beta**t) ** 0.5 for t in steps])
+    lists.add_(roots, eps)
+    return roots

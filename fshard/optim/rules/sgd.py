@@ -1,0 +1,81 @@
+"""Stochastic gradient descent, with the bits of torch.optim.SGD.
+
+Legend: p parameter, g gradient, b momentum buffer.
+
+    g = g + decay p
+    b = g at a leaf's first step, then   momentum b + (1 - dampening) g
+    p = p - lr b      (nesterov: p - lr (g + momentum b);  no momentum: p - lr g)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fshard.optim.contract import Optimizer, at_least, finite, refuse
+from fshard.optim.rules import lists
+from fshard.optim.rules.cells import Cells, each_kind, fused_or
+from fshard.optim.rules.rule import writer
+from fshard.optim.schedules import Rate
+
+
+def sgd(
+    lr: Rate = 1e-3,
+    momentum: float = 0.0,
+    dampening: float = 0.0,
+    weight_decay: float = 0.0,
+    nesterov: bool = False,
+    *,
+    maximize: bool = False,
+    fused: bool | None = None,
+) -> Optimizer:
+    """Make gradient descent, with or without momentum.
+
+    Args:
+        lr: learning rate, or a schedule.
+        momentum: how much of the last move is made again.
+        dampening: how much less of the gradient goes into the momentum.
+        weight_decay: added to the gradient, times the parameter.
+        nesterov: look ahead along the momentum.
+        maximize: go up, not down.
+        fused: whether `step` uses torch's fused kernel: None where it can, False for the bits of torch's foreach.
+
+    >>> import torch
+    >>> opt = sgd(0.5, momentum=0.5)
+    >>> params, state = [torch.tensor([4.0])], opt.init([torch.tensor([4.0])])
+    >>> for _ in range(2):
+    ...     params, state = opt.step([torch.tensor([2.0])], state, params)
+    >>> params, state["momentum_buffer"]
+    ([tensor([1.5000])], [tensor([3.])])
+    """
+    sizes = at_least(0, lr=lr, momentum=momentum, weight_decay=weight_decay)
+    unfit = f"nesterov needs momentum and no dampening; found momentum={momentum}, dampening={dampening}"
+    refuse("sgd", sizes, finite(dampening=dampening), [unfit] * (nesterov and not (momentum and not dampening)))
+
+    def rule(cells: Cells, lr: float) -> None:
+        g: Any = lists.neg(cells.grads) if maximize else cells.grads
+        if weight_decay:
+            g = lists.add_multiple(g, cells.params, weight_decay)
+        if momentum:
+            b = cells.state["momentum_buffer"]
+            lists.mul_(b, momentum)
+            lists.add_multiple_(b, g, 1 - dampening)
+            for buffer, grad, t in zip(b, g, cells.steps, strict=True):
+                if t == 1:
+                    buffer.copy_(grad)
+            g = lists.add_multiple(g, b, momentum) if nesterov else b
+        lists.add_multiple_(cells.params, g, -lr)
+
+    def fused_rule(cells: Cells, lr: float) -> None:
+        numbers = {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay}
+        for is_first in (True, False):  # the kernel makes the first step of all its tensors, or of none
+            some = cells.only([place for place, t in enumerate(cells.steps) if (t == 1) is is_first])
+            if some.params:
+                buffers = some.state.get("momentum_buffer", [])
+                flags = {"nesterov": nesterov, "maximize": maximize, "is_first_step": bool(momentum) and is_first}
+                lists.fused_sgd_(some.params, some.grads, buffers, **numbers, **flags)
+
+    slots = {"momentum_buffer": torch.zeros_like} if momentum else {}
+    by_kind = each_kind(rule, complex_as_real=False)  # torch adds complex numbers here
+    return writer(lr, slots, by_kind, fast=fused_or(fused_rule, rule, fused))

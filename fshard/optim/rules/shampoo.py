@@ -1,0 +1,100 @@
+"""Shampoo (Gupta, Koren, Singer 2018): a preconditioner for the rows of a matrix and one for its columns.
+
+Legend: p parameter, g gradient, l and r preconditioners, u direction, b momentum.
+
+    l = l + g g'        r = r + g' g        u = l^(-1/4) g r^(-1/4)
+    b = momentum b + u                      p = p - lr decay p - lr b
+
+A tensor of more dims is the matrix of its first dim by all others.  A dim that is too long to have a preconditioner has
+none, and the other one's root is -1/2; so have vectors, for which this is Adagrad with a full matrix.  What has no
+preconditioner at all follows its gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fshard.optim.contract import Optimizer, at_least, refuse
+from fshard.optim.leaves import check_whole, refuse_complex
+from fshard.optim.rules.cells import Cells
+from fshard.optim.rules.rule import writer
+from fshard.optim.schedules import Rate
+
+
+def shampoo(
+    lr: Rate = 1e-1, momentum: float = 0.0, weight_decay: float = 0.0, eps: float = 1e-4, *, longest: int = 2048
+) -> Optimizer:
+    """Make Shampoo.  Parameters must be whole.
+
+    Args:
+        lr: learning rate, or a schedule.
+        momentum: how much of the last move is made again.
+        weight_decay: by how much of lr parameters shrink.
+        eps: the diagonal that preconditioners start with.
+        longest: dims that are longer have no preconditioner.
+
+    >>> import torch
+    >>> opt = shampoo(1.0, eps=0.0)
+    >>> grad = torch.diag(torch.tensor([4.0, 9.0]))
+    >>> opt.update([grad], opt.init([torch.zeros(2, 2)]), [torch.zeros(2, 2)])[0][0].diagonal()
+    tensor([-1., -1.])
+    """
+    refuse("shampoo", at_least(0, lr=lr, momentum=momentum, weight_decay=weight_decay, eps=eps))
+
+    def rule(cells: Cells, lr: float) -> None:
+        columns = (cells.state[name] for name in ("left", "right", "momentum_buffer"))
+        for p, g, *own in zip(cells.params, cells.grads, *columns, strict=True):
+            if p.numel():
+                move = _momentum(_direction(_matrix(g), own[0], own[1]).reshape(p.shape), own[2], momentum)
+                p.mul_(1 - lr * weight_decay).sub_(move, alpha=lr)
+
+    slots = {
+        "left": _preconditioner(0, eps, longest),
+        "right": _preconditioner(1, eps, longest),
+        "momentum_buffer": torch.zeros_like,
+    }
+    return writer(lr, slots, rule, check=check_whole("shampoo", refuse=refuse_complex), elementwise=False)
+
+
+def _matrix(x: Tensor) -> Tensor:
+    """Return a tensor as a matrix; a vector is one column."""
+    return x.reshape(x.shape[0] if x.ndim else 1, -1) if x.numel() else x.new_empty(0, 0)
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _preconditioner(dim: int, eps: float, longest: int) -> Callable[[Tensor], Tensor | None]:
+    def make(p: Tensor) -> Tensor | None:
+        length = _matrix(p).shape[dim]
+        return eps * torch.eye(length, dtype=_wide(p), device=p.device) if 1 < length <= longest else None
+
+    return make
+
+
+def _direction(g: Tensor, left: Tensor | None, right: Tensor | None) -> Tensor:
+    """Move the preconditioners and apply their roots."""
+    wide = g.to(_wide(g))
+    power = -0.25 if left is not None and right is not None else -0.5
+    u = wide
+    if left is not None:
+        u = _power(left.addmm_(wide, wide.T), power) @ u
+    if right is not None:
+        u = u @ _power(right.addmm_(wide.T, wide), power)
+    return u.to(g.dtype)
+
+
+def _power(x: Tensor, power: float) -> Tensor:
+    """Return a symmetric matrix to a negative power; directions that were never seen stay out of it."""
+    values, vectors = torch.linalg.eigh(x.double())
+    seen = values > values.amax() * torch.finfo(x.dtype).eps
+    powers = torch.where(seen, values, torch.ones_like(values)).pow(power) * seen
+    return ((vectors * powers) @ vectors.T).to(x.dtype)
+
+
+def _momentum(u: Tensor, buffer: Tensor, momentum: float) -> Tensor:
+    return buffer.mul_(momentum).add_(u)

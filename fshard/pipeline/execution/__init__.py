@@ -1,0 +1,1 @@
+"""The interpreter that runs a schedule."""

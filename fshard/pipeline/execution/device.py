@@ -1,0 +1,226 @@
+"""The interpreter: every device goes along its row of a schedule, and does what stands there.
+
+    F   take what comes along the wires to the stage, call it, hand its results on along the wires from it
+    B   take their gradients, go back through what F has recorded, hand the gradients of what came on
+    I   the same for what came alone;   W   the rest, for the weights
+
+A stage that lies on the same device is handed a copy, so what a stage is given is always its own.  Of a forward only edges of
+its graph are kept, and what autograd has saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
+from itertools import islice
+from time import perf_counter
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from fshard.errors import LayoutError
+from fshard.mesh.layout import PyTree
+from fshard.mesh.spmd.scope import Group
+from fshard.pipeline.execution.halves import halves, whole
+from fshard.pipeline.execution.leaves import Value, left
+from fshard.pipeline.execution.post import Known, Mail, Post, Route, Turn, Wire
+from fshard.pipeline.execution.saved import Saved
+from fshard.pipeline.schedule.schedule import Action, Kind
+from fshard.pipeline.schedule.trace import clock_of
+from fshard.source import Site
+
+
+class Work(Protocol):
+    """What is done with the stages of one device in one step, whenever the schedule says so.
+
+    `begin` gives what the first stage is given, `call` what a stage makes; `end` takes what the last one has made and gives the
+    loss, if there is one, and `start` its gradient.  Gradients of weights come out at `edges`, and are handed to `add`, unless
+    their `.grad` are sums that autograd may add to, as `lends` says.  `outcome` is what all devices are told at last.
+    """
+
+    def begin(self, microbatch: int) -> PyTree: ...
+    def call(self, stage: int, microbatch: int, x: PyTree, skips: dict[str, PyTree]) -> PyTree: ...
+    def end(self, microbatch: int, y: PyTree) -> Tensor | None: ...
+    def start(self, microbatch: int) -> Tensor: ...
+    def edges(self, stage: int) -> list[GradientEdge]: ...
+    def lends(self, stage: int, microbatch: int) -> bool: ...
+    def add(self, stage: int, microbatch: int, gs: list[Tensor | None]) -> None: ...
+    def gather(self, stage: int) -> None: ...
+    def free(self, stage: int) -> None: ...
+    def reduce(self, stage: int) -> None: ...
+    def outcome(self) -> PyTree: ...
+
+
+class Record(NamedTuple):
+    """What a forward leaves for its backward: where gradients come in, and out for each wire, and what is saved."""
+
+    outputs: list[GradientEdge]
+    inputs: list[list[GradientEdge]]
+    saved: Saved | None
+
+
+class Device:
+    """One device in one step: it does its `work` along the `route`.
+
+    `kinds` says of each microbatch what decides of which shapes messages are, and `known` are those that are known already;
+    if None, all are told.  With `backward` forwards are recorded; with `tells` all are told the outcome.
+    """
+
+    def __init__(
+        self,
+        route: Route,
+        work: Work,
+        group: Group,
+        device: torch.device,
+        site: Site,
+        kinds: Sequence[Hashable],
+        known: dict[Any, Known] | None,
+        *,
+        backward: bool,
+        tells: bool,
+    ) -> None:
+        self.route, self.work, self.index, self.backward = route, work, group.index, backward
+        self.others = [other for other in range(group.size) if other != group.index]
+        self.last, self.tells = route.placement[-1], tells
+        comes = {**route.comes[group.index]}
+        if tells and group.index != self.last:
+            comes[self.last] = [*comes[self.last], _OUTCOME]
+
+        def kind(mail: Mail) -> Any:  # of this device it knows nothing: a cycle would keep the step's tensors
+            """Return what decides of which shapes a message is."""
+            return mail.kind, mail.wire, tuple(kinds) if mail == _OUTCOME else kinds[mail.microbatch]
+
+        self.post = Post[Mail](group, site, device, comes, kind, known)
+        self.clock = clock_of(group.device)
+        self.here: dict[Mail, Any] = {}
+        self.records: dict[tuple[int, int], Record] = {}
+        self.later: dict[tuple[int, int], Callable[[], list[Tensor | None] | None]] = {}
+
+    def run(self) -> PyTree:
+        """Go along the row; return the outcome, if it is told."""
+        does = {Kind.F: self._forward, Kind.B: self._both, Kind.I: self._inputs, Kind.W: self._weights}
+        units = {Kind.GATHER: self.work.gather, Kind.FREE: self.work.free, Kind.REDUCE: self.work.reduce}
+        for turn in self.route.turns[self.index]:
+            began, action = perf_counter(), turn.action
+            try:
+                if action.microbatch is None:
+                    units[action.kind](action.stage)
+                else:
+                    does[action.kind](turn, action.stage, action.microbatch)
+            except Exception as error:
+                at = "" if action.microbatch is None else f", microbatch {action.microbatch}"
+                error.add_note(f"in {action} of the schedule: stage {action.stage}{at}")
+                raise
+            if self.clock is not None:
+                self.clock.did(action, began)
+        return self._told() if self.tells else None
+
+    # -- what stands in a row -----------------------------------------------------------------------------------
+
+    def _forward(self, turn: Turn, stage: int, microbatch: int) -> None:
+        values = [Value(*self._take(mail, source)) for mail, source in turn.takes]
+        if stage == 0:
+            values.append(Value(self.work.begin(microbatch), ()).copied())
+        saved = Saved() if (stage, microbatch) in self.route.split else None
+        with torch.set_grad_enabled(self.backward):
+            entered = [value.entered() for value in values]
+            values.clear()
+            named = zip(turn.takes[1:], entered[1:], strict=True)
+            skips = {mail.wire.name or "": tree for (mail, _), (tree, _) in named}
+            with nullcontext() if saved is None else saved.watching():
+                y = self.work.call(stage, microbatch, entered[0][0], skips)
+            made = [left(tree) for tree in self._results(turn, stage, microbatch, y)]
+        for (mail, to), (value, _) in zip(turn.gives, made, strict=False):  # nobody is given the loss
+            self._give(mail, to, value)
+        if self.backward:
+            outputs = [edge for _, edges in made for edge in edges]
+            self.records[stage, microbatch] = Record(outputs, [edges for _, edges in entered], saved)
+
+    def _results(self, turn: Turn, stage: int, microbatch: int, y: PyTree) -> list[PyTree]:
+        """Return what a stage has made, in the order in which it is given away; of the last, the loss."""
+        names = self.route.names[stage]
+        skips: dict[str, PyTree] = {}
+        if names:
+            if not isinstance(y, tuple) or len(y) != 2 or not isinstance(y[1], dict) or y[1].keys() != names:
+                wanted = ", ".join(f"{name!r}: ..." for name in sorted(names))
+                raise LayoutError(f"pipelined: stage {stage} has skips, so it has to return (y, {{{wanted}}}).")
+            y, skips = y
+        if turn.gives:
+            return [y if (name := mail.wire.name) is None else skips[name] for mail, _ in turn.gives]
+        loss = self.work.end(microbatch, y)
+        return [] if loss is None else [loss]
+
+    def _both(self, turn: Turn, stage: int, microbatch: int) -> None:
+        record, gs = self._begun(turn, stage, microbatch)
+        inputs = [edge for edges in record.inputs for edge in edges]
+        adding = self.work.lends(stage, microbatch)
+        gxs, gws = whole(record.outputs, gs, inputs, self.work.edges(stage), adding=adding)
+        self._hand_back(turn, record, gxs)  # first: another device waits for it
+        if gws is not None:
+            self.work.add(stage, microbatch, gws)
+
+    def _inputs(self, turn: Turn, stage: int, microbatch: int) -> None:
+        record, gs = self._begun(turn, stage, microbatch)
+        inputs = [edge for edges in record.inputs for edge in edges]
+        weights, adding = self.work.edges(stage), self.work.lends(stage, microbatch)
+        gxs, self.later[stage, microbatch] = halves(record.outputs, gs, inputs, weights, record.saved, adding=adding)
+        self._hand_back(turn, record, gxs)
+
+    def _weights(self, turn: Turn, stage: int, microbatch: int) -> None:
+        self.work.edges(stage)  # whole, if they are gathered
+        self.work.lends(stage, microbatch)
+        gws = self.later.pop((stage, microbatch))()
+        if gws is not None:
+            self.work.add(stage, microbatch, gws)
+
+    def _begun(self, turn: Turn, stage: int, microbatch: int) -> tuple[Record, list[Tensor | None]]:
+        """Return what a forward has left, and the gradients of its outputs."""
+        record = self.records.pop((stage, microbatch))
+        gs: list[Tensor | None] = []
+        if not turn.takes:
+            gs += [self.work.start(microbatch) for _ in record.outputs]
+        for mail, source in turn.takes:
+            gs += self._take(mail, source)
+        return record, gs
+
+    def _hand_back(self, turn: Turn, record: Record, gxs: list[Tensor | None]) -> None:
+        """Give the stages before this one the gradients of what they gave."""
+        rest = iter(gxs)
+        for (mail, to), edges in zip(turn.gives, record.inputs, strict=False):  # of a microbatch nobody wants any
+            self._give(mail, to, [*islice(rest, len(edges))])
+
+    # -- messages -----------------------------------------------------------------------------------------------
+
+    def _give(self, mail: Mail, to: int, what: Any) -> None:
+        if to == self.index:
+            self.here[mail] = what.copied() if isinstance(what, Value) else what
+            return
+        began = perf_counter()
+        self.post.send(mail, to, tuple(what))
+        if self.clock is not None:
+            self.clock.note(Action(_SENT[mail.kind], mail.ends[0], mail.microbatch), began)
+
+    def _take(self, mail: Mail, source: int) -> Any:
+        if source == self.index:
+            return self.here.pop(mail)
+        began = perf_counter()
+        found = self.post.take(mail, source)
+        if self.clock is not None:
+            self.clock.waited(Action(_COME[mail.kind], mail.ends[1], mail.microbatch), began)
+        return found
+
+    def _told(self) -> PyTree:
+        """Tell all devices the outcome."""
+        if self.index != self.last:
+            return self.post.take(_OUTCOME, self.last)
+        outcome = self.work.outcome()
+        for other in self.others:
+            self.post.send(_OUTCOME, other, outcome)
+        return outcome
+
+
+_SENT = {Kind.F: Kind.SEND_F, Kind.B: Kind.SEND_B}
+_COME = {Kind.F: Kind.RECV_F, Kind.B: Kind.RECV_B}
+_OUTCOME = Mail(Kind.F, Wire(-1, -1), -1)

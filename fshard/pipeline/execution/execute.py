@@ -1,0 +1,228 @@
+"""`pipelined`: stages as plain functions, run as a schedule says, with all that is theirs given by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from fshard.errors import LayoutError
+from fshard.mesh.layout import Mesh, PyTree, refuse_no_mesh
+from fshard.mesh.spmd.run import everywhere, is_outside, one_thread, standing
+from fshard.mesh.spmd.scope import Group, parting, require
+from fshard.pipeline.execution.device import Device
+from fshard.pipeline.execution.leaves import Params, Stage, called_for, map_tensors
+from fshard.pipeline.execution.microbatches import Batch, Found, together
+from fshard.pipeline.execution.post import Known, Route
+from fshard.pipeline.execution.total import Ordered, Running, Total
+from fshard.pipeline.schedule.schedule import Action, Kind, Schedule
+from fshard.pipeline.schedule.verify import verify
+from fshard.source import Site, call_site
+
+
+class Outcome(NamedTuple):
+    """What a pipelined step gives.
+
+    Args:
+        loss: the mean over the microbatches; None without a loss function.
+        gradients: of the parameters of each stage; None for stages of other devices, and where there is no backward.
+        metrics: what the loss function returns beside the loss: means, sums of whole numbers.  Without a loss function, the
+            last stage's result for each microbatch, on its device; None elsewhere.
+    """
+
+    loss: Tensor | None
+    gradients: list[PyTree]
+    metrics: PyTree
+
+
+def pipelined(
+    stages: Sequence[Stage],
+    schedule: Schedule,
+    loss_fn: Callable[[PyTree, PyTree], Any] | None = None,
+    *,
+    mesh: Mesh,
+    axis: str = "pipe",
+    skips: Mapping[str, tuple[int, int]] | None = None,
+    backward: bool = True,
+    reproducible: bool = False,
+    dynamic: bool = False,
+) -> Callable[..., Outcome]:
+    """Return the function (params, microbatches, weights=None) -> Outcome that runs stages as a schedule says.
+
+    Values and gradients travel between stages on different devices, once each; the loss and metrics to all devices.
+
+    Args:
+        stages: functions (params, x) -> y of pytrees.  The first is given the microbatch.
+        schedule: what each device does, in order; it is verified.
+        loss_fn: of (y, microbatch), where y is the last stage's: a loss, or a loss and a tree of metrics.
+        mesh: the devices.
+        axis: along which the stages lie.
+        skips: {name: (from, to)}: stage `from` returns (y, {name: value}), and stage `to` is called with name=value.
+        backward: whether gradients are wanted; without them only the forwards of the schedule are run.
+        reproducible: add gradients of microbatches in one fixed tree, whatever the schedule, with one intra-op thread.
+        dynamic: whether shapes depend on more than the shapes of the microbatch; then each message says what it is.
+
+    The function's `params` are a tree for each stage, of which a device needs its own; floating tensors in it are trained,
+    but for Parameters that do not require grad.
+    `microbatches` are trees, the same on all devices; their shapes may differ.  They count for as many samples as their
+    tensors have rows, or for what `weights` says.  Of a tensor that a process has no use for, because only the first stage or
+    the loss function looks at it, the shape is enough: `x.new_empty(()).expand(x.shape)` takes no memory.
+
+    >>> import fshard as fs
+    >>> schedule = Schedule.from_csv("0F0,0F1,0B0,0B1\\n1F0,1B0,1F1,1B1\\n", name="1f1b")
+    >>> def stage(w, x):
+    ...     return w * x
+    >>> step = pipelined([stage] * 2, schedule, lambda y, x: y.mean(), mesh=fs.make_mesh({"pipe": 2}))
+    >>> step([torch.tensor(2.0), torch.tensor(3.0)], [torch.ones(1), torch.ones(3)])[:2]
+    (tensor(6.), [tensor(3.), tensor(2.)])
+    """
+    refuse_no_mesh("pipelined", mesh)
+    mesh.check_axes(axis, "pipelined(axis=)")
+    wrong = [
+        (len(stages) != schedule.stages, f"it has {schedule.stages} stages, {len(stages)} are given"),
+        (
+            mesh.shape[axis] != schedule.devices,
+            f"it is for {schedule.devices} devices, axis {axis} has {mesh.shape[axis]}",
+        ),
+        (backward and loss_fn is None, "a backward begins with a loss: give loss_fn=, or say backward=False"),
+        (backward and not any(map(_goes_back, schedule.rows)), "it has no backward: say backward=False"),
+        (mesh.runtime == "abstract", "on an abstract mesh nobody says what a stage makes: `simulate` needs no stages"),
+    ]
+    if any(is_wrong for is_wrong, _ in wrong):
+        raise LayoutError(f"pipelined as {schedule.name}: {'; '.join(text for is_wrong, text in wrong if is_wrong)}.")
+    verify(schedule)
+    plan = Plan(stages, Route(schedule, skips or {}, backward), loss_fn, backward, reproducible, dynamic, {})
+
+    def step(
+        params: Sequence[PyTree], microbatches: Sequence[PyTree], weights: Sequence[float] | None = None
+    ) -> Outcome:
+        own, site = standing(mesh), call_site()
+        batch = Batch.of(microbatches, weights, schedule.microbatches)
+        if len(params) != len(stages):
+            raise LayoutError(
+                f"pipelined: {len(stages)} stages have as many trees of parameters, {len(params)} are given."
+            )
+        if is_outside(own) and own.size != own.shape[axis]:
+            raise LayoutError(
+                f"pipelined over {axis} of {own}: what its other axes are for is not known here. Call it inside shard_map."
+            )
+
+        def body(_: int) -> Outcome:
+            group = require("pipelined").group(axis, "pipelined")
+            return _run(plan, batch, params, group, torch.device(own.device_type), site)
+
+        try:
+            with one_thread(reproducible):
+                outcomes = everywhere(own, body)
+        except BaseException:
+            plan.known.clear()  # some devices may have learnt what others have not
+            raise
+        gradients = [_held([one.gradients[stage] for one in outcomes]) for stage in range(len(stages))]
+        return Outcome(outcomes[0].loss, gradients, _held([one.metrics for one in outcomes]))
+
+    return step
+
+
+def _goes_back(row: Sequence[Action]) -> bool:
+    return any(action.kind in (Kind.B, Kind.I, Kind.W) for action in row)
+
+
+def _held(trees: Sequence[PyTree]) -> PyTree:
+    """Return what the device that has it has."""
+    return next((tree for tree in trees if tree is not None), None)
+
+
+# -- one device -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What all steps have in common: see `pipelined`; `known` are the forms of messages that each device has learnt."""
+
+    stages: Sequence[Stage]
+    route: Route
+    loss_fn: Callable[[PyTree, PyTree], Any] | None
+    backward: bool
+    reproducible: bool
+    dynamic: bool
+    known: dict[int, dict[Any, Known]]
+
+
+def _run(plan: Plan, batch: Batch, params: Sequence[PyTree], group: Group, device: torch.device, site: Site) -> Outcome:
+    """Run what one device does."""
+    work, known = Given(plan, batch, params, group.index), None
+    if not plan.dynamic:
+        known = plan.known.setdefault(group.device, {})
+    options = {"backward": plan.backward, "tells": plan.loss_fn is not None}
+    with parting(group):
+        outcome = Device(plan.route, work, group, device, site, batch.kinds, known, **options).run()
+    loss, metrics = outcome or (None, [work.results[microbatch] for microbatch in sorted(work.results)] or None)
+    return Outcome(loss, work.gradients(), metrics)
+
+
+class Given:
+    """The `Work` of one device on parameters that it is given, each stage's as a tree."""
+
+    def __init__(self, plan: Plan, batch: Batch, params: Sequence[PyTree], index: int) -> None:
+        self.plan, self.batch = plan, batch
+        own = [stage for stage, place in enumerate(plan.route.placement) if place == index]
+        self.params = {stage: Params(params[stage], plan.backward) for stage in own}
+        self.totals: dict[int, Total] = {
+            stage: Ordered(batch.weights) if plan.reproducible else Running() for stage in own
+        }
+        self.found: dict[int, Found] = {}
+        self.ones: dict[tuple[float, torch.dtype, torch.Size], Tensor] = {}
+        self.results: dict[int, PyTree] = {}
+
+    def begin(self, microbatch: int) -> PyTree:
+        return self.batch.microbatches[microbatch]
+
+    def call(self, stage: int, microbatch: int, x: PyTree, skips: dict[str, PyTree]) -> PyTree:
+        return called_for(self.plan.stages[stage], microbatch)(self.params[stage].tree, x, **skips)
+
+    def end(self, microbatch: int, y: PyTree) -> Tensor | None:
+        """Return the loss; without a loss function, keep the result."""
+        if self.plan.loss_fn is None:
+            self.results[microbatch] = map_tensors(Tensor.detach, y)
+            return None
+        loss, self.found[microbatch] = Found.of(self.plan.loss_fn(y, self.batch.microbatches[microbatch]))
+        return loss
+
+    def start(self, microbatch: int) -> Tensor:
+        """Return the gradient of a microbatch's loss: its part of the mean, unless sums are weighted."""
+        weights = self.batch.weights
+        part, loss = 1.0 if self.plan.reproducible else weights[microbatch] / sum(weights), self.found[microbatch].loss
+        key = part, loss.dtype, loss.shape
+        if key not in self.ones:
+            self.ones[key] = torch.full_like(loss, part)
+        return self.ones[key]
+
+    def edges(self, stage: int) -> list[GradientEdge]:
+        return self.params[stage].edges
+
+    def lends(self, stage: int, microbatch: int) -> bool:
+        """Let autograd add to the sums, where nothing has to be done with gradients before."""
+        total = self.totals[stage]
+        return isinstance(total, Running) and total.lend(self.params[stage].own)
+
+    def add(self, stage: int, microbatch: int, gs: list[Tensor | None]) -> None:
+        self.totals[stage].add(microbatch, gs)
+
+    def gather(self, stage: int) -> None:
+        """Do nothing, as in all that is done with units: parameters are whole."""
+
+    free = reduce = gather
+
+    def outcome(self) -> tuple[Tensor, PyTree]:
+        return together([self.found[microbatch] for microbatch in sorted(self.found)], self.batch.weights)
+
+    def gradients(self) -> list[PyTree]:
+        """Return those of each stage that is here."""
+        found: list[PyTree] = [None] * len(self.plan.stages)
+        for stage, total in self.totals.items() if self.plan.backward else ():
+            found[stage] = self.params[stage].tree_of(total.result())
+        return found

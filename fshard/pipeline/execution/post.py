@@ -1,0 +1,321 @@
+"""Messages of which only the sender knows what is in them, and which messages a schedule needs.
+
+The first message of a kind is told before it is sent: its structure, shapes, dtypes, and what in it is no tensor.  From then on
+both ends know it, and tensors travel alone, those of one dtype together.
+
+A *wire* leads from a stage to a later one: values go along it, and their gradients back.  Every stage has one to the next, and
+*skips* have names.  All devices know the whole schedule, so each knows what comes from another, in which order: a message is
+sent as soon as it is made, and awaited when it is needed.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections import deque
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, Generic, NamedTuple, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from fshard.errors import LayoutError, ScheduleError
+from fshard.mesh.collectives.ledger import active
+from fshard.mesh.collectives.send_recv import dispatch
+from fshard.mesh.layout import PyTree, Structure, flatten, unflatten
+from fshard.mesh.spmd.scope import Group, Lane, Pending
+from fshard.pipeline.schedule.schedule import COMPUTE, UNITS, Action, Kind, Schedule
+from fshard.source import Site
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+class _Like(NamedTuple):
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+class Form(NamedTuple):
+    """What is told of a message: the structure of its tree; of each tensor shape and dtype, of any other leaf itself."""
+
+    structure: Structure
+    leaves: tuple[Any, ...]
+
+    @staticmethod
+    def of(leaves: Sequence[Any], structure: Structure) -> Form:
+        """Describe a tree."""
+        return Form(structure, tuple([_Like(x.shape, x.dtype) if isinstance(x, Tensor) else x for x in leaves]))
+
+    def fits(self, leaves: Sequence[Any], structure: Structure) -> bool:
+        """Return whether it describes a tree."""
+        if structure != self.structure:
+            return False
+        for x, leaf in zip(leaves, self.leaves, strict=True):
+            if isinstance(x, Tensor):
+                if not isinstance(leaf, _Like) or x.shape != leaf.shape or x.dtype != leaf.dtype:
+                    return False
+            elif x is not leaf and x != leaf:
+                return False
+        return True
+
+    def __str__(self) -> str:
+        told = [f"{str(x.dtype)[6:]}{list(x.shape)}" if isinstance(x, _Like) else repr(x) for x in self.leaves]
+        return f"({', '.join(told)})"
+
+
+class Known(NamedTuple):
+    """A form, and what travels together: the places of all tensors of one dtype, with tensors like them, without memory.
+
+    Of a message that is a tuple of one tensor and of bools, `rest` are these.
+    """
+
+    form: Form
+    batches: Sequence[tuple[Sequence[int], tuple[Tensor, ...]]]
+    rest: tuple[Any, ...] | None = None
+
+    @staticmethod
+    def of(form: Form, device: torch.device) -> Known:
+        """Sort the tensors of a form."""
+        places: dict[torch.dtype, list[int]] = {}
+        likes: dict[torch.dtype, tuple[Tensor, ...]] = {}
+        for place, leaf in enumerate(form.leaves):
+            if isinstance(leaf, _Like):
+                places.setdefault(leaf.dtype, []).append(place)
+                likes[leaf.dtype] = (*likes.get(leaf.dtype, ()), _like(leaf.shape, leaf.dtype, device))
+        batches = [(own, likes[dtype]) for dtype, own in places.items()]
+        tree = unflatten(form.structure, form.leaves) if len(form.leaves) else None
+        alone = type(tree) is tuple and [*map(len, places.values())] == [1] and isinstance(tree[0], _Like)
+        simple = alone and all(type(leaf) is bool for place, leaf in enumerate(form.leaves) if place)
+        return Known(form, batches, cast("tuple[Any, ...]", tree)[1:] if simple else None)
+
+    def alone(self, tree: PyTree) -> Tensor | None:
+        """Return the one tensor of a message that is such a tuple, and is as it was told."""
+        if self.rest is None or type(tree) is not tuple or type(x := tree[0]) is not Tensor or tree[1:] != self.rest:
+            return None
+        like = self.batches[0][1][0]
+        return x if x.shape == like.shape and x.dtype is like.dtype else None
+
+
+def _like(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty((), dtype=dtype, device=device).expand(shape)
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """Return a tensor as it would lie in memory of its own: kernels round differently where it begins elsewhere."""
+    return x.clone() if x.data_ptr() % _ALIGNED else x
+
+
+_ALIGNED = 64
+"""Bytes, of which torch's memory begins at a multiple."""
+
+
+class Post(Generic[Key]):
+    """The messages of one device.
+
+    Args:
+        group: the devices.
+        site: the line that they are sent for.
+        device: where tensors lie.
+        comes: what comes from each other device, in that order.
+        kind: of a message; messages of one kind have one form.
+        known: what both ends have learnt, by kind and receiver; None: every message is told.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        site: Site,
+        device: torch.device,
+        comes: Mapping[int, Sequence[Key]],
+        kind: Callable[[Key], Hashable],
+        known: dict[Hashable, Known] | None,
+    ) -> None:
+        self._group, self._site, self._device, self._kind, self._known = group, site, device, kind, known
+        self._comes = {source: deque(mails) for source, mails in comes.items()}
+        self._begun: dict[int, tuple[Known, list[Pending] | Lane]] = {}
+        self._ways: dict[Hashable, tuple[Known, Lane | None]] = {}
+        self._arrived: dict[Key, PyTree] = {}
+        for source in self._comes:
+            self._begin(source)
+
+    def send(self, mail: Key, to: int, tree: PyTree) -> None:
+        """Send a tree to a device, without waiting for it."""
+        known, lane = self._way(mail, to, to) or (None, None)
+        if known is not None and (x := known.alone(tree)) is not None and not active():
+            if lane is None or not lane.send(x):
+                self._send((x,), to)
+            return
+        leaves, structure = flatten(tree, none_is_leaf=True)
+        if known is None:
+            form = Form.of(leaves, structure)
+            known = self._learn(mail, to, form)
+            told = torch.frombuffer(bytearray(pickle.dumps(form)), dtype=torch.uint8).to(self._device)
+            self._send((torch.tensor([len(told)], device=self._device),), to)
+            self._send((told,), to)
+        elif not known.form.fits(leaves, structure):
+            raise LayoutError(
+                f"{mail} is {Form.of(leaves, structure)}; for a microbatch of the same shapes it was {known.form}, and whoever "
+                "receives it counts on that. If shapes depend on values, say dynamic=True: then each message is told."
+            )
+        for places, _ in known.batches:
+            self._send(tuple([leaves[place] for place in places]), to)
+
+    def take(self, mail: Key, source: int) -> PyTree:
+        """Return what comes from a device, as soon as it is there."""
+        while mail not in self._arrived:
+            first = self._comes[source].popleft()
+            known, coming = self._begun.pop(source, None) or self._receive_all(self._hear(first, source), None, source)
+            if not isinstance(coming, list):
+                tree = (coming.take(), *(known.rest or ()))
+            else:
+                leaves = list(known.form.leaves)
+                for (places, _), pending in zip(known.batches, coming, strict=True):
+                    for place, x in zip(places, pending.wait(), strict=True):
+                        leaves[place] = _aligned(x)
+                tree = unflatten(known.form.structure, leaves)
+            self._begin(source)
+            if first == mail:
+                return tree
+            self._arrived[first] = tree
+        return self._arrived.pop(mail)
+
+    def _begin(self, source: int) -> None:
+        """Begin to receive what comes next, if it is known what that is: it may come while something is computed."""
+        way = self._way(self._comes[source][0], self._group.index, source) if self._comes[source] else None
+        if way is not None:
+            self._begun[source] = self._receive_all(*way, source)
+
+    # -- what is told -------------------------------------------------------------------------------------------
+
+    def _way(self, mail: Key, to: int, other: int) -> tuple[Known, Lane | None] | None:
+        """Return what a message will be, if that is known, and the short way to or from the other device, if there is one."""
+        key = to, self._kind(mail)
+        found = self._ways.get(key)
+        if found is None and self._known is not None and (known := self._known.get(key)) is not None:
+            found = self._ways[key] = known, self._lane(known, other)
+        return found
+
+    def _learn(self, mail: Key, to: int, form: Form) -> Known:
+        known = Known.of(form, self._device)
+        if self._known is not None:
+            self._known[to, self._kind(mail)] = known
+        return known
+
+    def _hear(self, mail: Key, source: int) -> Known:
+        (length,) = self._receive((_like([1], torch.int64, self._device),), source).wait()
+        (told,) = self._receive((_like([int(length)], torch.uint8, self._device),), source).wait()
+        return self._learn(mail, self._group.index, pickle.loads(told.cpu().numpy().tobytes()))
+
+    # -- tensors of one dtype -----------------------------------------------------------------------------------
+
+    def _send(self, xs: tuple[Tensor, ...], to: int) -> None:
+        dispatch(xs, self._group, to, self._site)
+
+    def _receive_all(self, known: Known, lane: Lane | None, source: int) -> tuple[Known, list[Pending] | Lane]:
+        return known, [self._receive(likes, source) for _, likes in known.batches] if lane is None else lane
+
+    def _lane(self, known: Known, other: int) -> Lane | None:
+        if known.rest is None:
+            return None
+        return self._group.world.current().lane(known.batches[0][1][0], self._group, other, self._site)
+
+    def _receive(self, likes: tuple[Tensor, ...], source: int) -> Pending:
+        return self._group.world.current().receive(likes, self._group, source, self._site)
+
+
+class Wire(NamedTuple):
+    """A way from one stage to a later one; without a name, it is that of the one stage's result."""
+
+    source: int
+    to: int
+    name: str | None = None
+
+
+class Mail(NamedTuple):
+    """What goes along a wire for one microbatch: F, a value, or B, its gradient, the other way."""
+
+    kind: Kind
+    wire: Wire
+    microbatch: int
+
+    @property
+    def ends(self) -> tuple[int, int]:
+        """The stage that it comes from and the stage that it goes to."""
+        return self.wire[:2] if self.kind is Kind.F else (self.wire.to, self.wire.source)
+
+    def __str__(self) -> str:
+        what = "result" if self.wire.name is None else f'skip "{self.wire.name}"'
+        gradient = "" if self.kind is Kind.F else "the gradient of "
+        return f"{gradient}the {what} of stage {self.wire.source} for microbatch {self.microbatch}"
+
+
+class Turn(NamedTuple):
+    """One thing that a device does, what it takes for it and from where, and what it then gives and to whom."""
+
+    action: Action
+    takes: Sequence[tuple[Mail, int]] = ()
+    gives: Sequence[tuple[Mail, int]] = ()
+
+
+class Route:
+    """The wires of a schedule, the `turns` of each device, and what `comes` to it from each other, in that order.
+
+    `split` are the backwards that come in two halves.
+
+    Args:
+        schedule: where stages lie, and in which order what is computed.
+        skips: by name, from which stage to which later one.
+        backward: whether there is one; else all but the forwards is left out.
+        units: whether stages can be gathered, freed and reduced.
+    """
+
+    def __init__(
+        self, schedule: Schedule, skips: Mapping[str, tuple[int, int]], backward: bool, *, units: bool = False
+    ) -> None:
+        self.placement = schedule.placement
+        kept = (COMPUTE if backward else {Kind.F}) | (UNITS if units else set())
+        self.rows = [[action for action in row if action.kind in kept] for row in schedule.rows]
+        wires = [Wire(*pair) for pair in pairwise(range(schedule.stages))]
+        wires += [Wire(*ends, name) for name, ends in skips.items()]
+        wires.sort(key=lambda wire: -wire.to)  # gradients are added in this order, as one backward adds them
+        self.gives = [[wire for wire in wires if wire.source == stage] for stage in range(schedule.stages)]
+        self.takes = [[wire for wire in wires if wire.to == stage] for stage in range(schedule.stages)]
+        self.names = [{wire.name for wire in gives if wire.name is not None} for gives in self.gives]
+        self.split = {(action.stage, action.microbatch) for row in self.rows for action in row if action.kind is Kind.I}
+        _check(schedule, skips, units)
+        self.turns = [[self._turn(action) for action in row] for row in self.rows]
+        devices = range(schedule.devices)
+        self.comes = [{source: list[Mail]() for source in devices if source != device} for device in devices]
+        for source, turns in enumerate(self.turns):
+            for mail, to in (given for turn in turns for given in turn.gives):
+                if to != source:
+                    self.comes[to][source].append(mail)
+
+    def _turn(self, action: Action) -> Turn:
+        takes, gives = self.takes[action.stage], self.gives[action.stage]
+        kind = Kind.F
+        if action.kind in (Kind.B, Kind.I):
+            kind, takes, gives = Kind.B, gives, takes
+        elif action.kind is not Kind.F:
+            return Turn(action)
+        taken, given = ([Mail(kind, wire, action.microbatch or 0) for wire in wires] for wires in (takes, gives))
+        return Turn(
+            action,
+            [(mail, self.placement[mail.ends[0]]) for mail in taken],
+            [(mail, self.placement[mail.ends[1]]) for mail in given],
+        )
+
+
+def _check(schedule: Schedule, skips: Mapping[str, tuple[int, int]], units: bool) -> None:
+    """Raise unless everything that the schedule and the skips say can be done."""
+    units_in = [(each, device) for device, row in enumerate(schedule.rows) for each in row if each.kind in UNITS]
+    if units_in and not units:
+        raise ScheduleError(
+            f"the schedule {schedule.name} gathers, frees or reduces weights, which stages do not let the interpreter do: "
+            f"{units_in[0][0]} on device {units_in[0][1]}."
+        )
+    astray = [f'"{name}": {ends}' for name, ends in skips.items() if not 0 <= ends[0] < ends[1] < schedule.stages]
+    if astray:
+        raise ScheduleError(
+            f"skips lead from a stage to a later one of 0..{schedule.stages - 1}; found {'; '.join(astray)}."
+        )

@@ -1,0 +1,1 @@
+"""Schedules as data: built, verified, simulated and drawn."""

@@ -1,0 +1,292 @@
+"""The known schedules, each in a few lines, and `pipeline_schedule`, which makes one by name.
+
+Most are a path and a number of activations: see `paths`.  In the drawings F, B, I and W are done with a
+device's first stage, f, b, i and w with its second; they take a tick each, a B two, and a dot is a tick of waiting.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from difflib import get_close_matches
+from typing import NamedTuple
+
+from fshard.errors import ScheduleError
+from fshard.pipeline.schedule.paths import Placement, along_path, woven
+from fshard.pipeline.schedule.schedule import Action, Kind, Schedule
+from fshard.pipeline.schedule.weights import forwards, gradients, swapped, with_weights
+
+
+def pipeline_schedule(name: str, *, stages: int, microbatches: int, devices: int | None = None) -> Schedule:
+    """Return a schedule by its name.
+
+    On p devices, where F, I and W of a device's stages take 1 each, and the activations of a microbatch on them are 1:
+
+        name          stages              waits                    holds at most
+        gpipe         p                   3 (p - 1)                all microbatches
+        1f1b          p                   3 (p - 1)                p
+        interleaved   v p, in loops       3 (p - 1) / v            p + (p - 1) / v, if p divides the microbatches
+        bfs           v p, in loops       3 (p - 1) / v            all microbatches
+        zb-h1         p                   p - 1                    p
+        zb-h2         p                   p - 1 *                  2 p - 1
+        zbv           2 p, in a V         (p - 1) / 2 *            p
+        v-half        2 p, in a V         3 (p - h) - 1 / 2 **     h = (p + 2) // 2
+        v-min         2 p, in a V         3 (p - h) - 1 / 2 **     h = (p + 4) // 3
+        dualpipe-v    2 p, in a V         (p - 1) / 2              p + 1 / 2
+
+    That holds for 2 p microbatches and more; fewer may wait longer.  * No device waits once it has begun.  ** If there are
+    three or more; nothing that lies in a V and holds no more waits less.
+
+    Args:
+        name: one of these.
+        stages: how many the model is cut into, at least 1.
+        microbatches: how many the batch is cut into, at least 1.
+        devices: how many there are.  In loops, any number up to that of the stages, which are dealt out in turns; if left
+            out, half as many as stages.  All others have but one number that fits.
+
+    >>> print(pipeline_schedule("1f1b", stages=2, microbatches=3).to_text())
+    1f1b: 3 microbatches, stages on devices 0 1
+    0F0 0F1 0B0 0F2 0B1 0B2
+    1F0 1B0 1F1 1B1 1F2 1B2
+    >>> pipeline_schedule("interleaved", stages=8, microbatches=4).placement
+    (0, 1, 2, 3, 0, 1, 2, 3)
+    >>> pipeline_schedule("zbv", stages=8, microbatches=4).placement
+    (0, 1, 2, 3, 3, 2, 1, 0)
+    """
+    if name not in BUILDERS:
+        guess = get_close_matches(str(name).lower(), BUILDERS, n=1)
+        hint = f'; did you mean "{guess[0]}"?' if guess else "."
+        raise ScheduleError(f'There is no schedule "{name}"{hint} There are {", ".join(BUILDERS)}.')
+    numbers = {"stages": stages, "microbatches": microbatches} | ({} if devices is None else {"devices": devices})
+    bad = [f"{what}={n!r}" for what, n in numbers.items() if not isinstance(n, int) or isinstance(n, bool) or n < 1]
+    if bad:
+        raise ScheduleError(f"{name}: {' and '.join(bad)} should be a whole number, at least 1.")
+    lay, build = BUILDERS[name]
+    return build(name, lay(name, stages, devices), microbatches)
+
+
+def gpipe(name: str, placement: Placement, microbatches: int) -> Schedule:
+    """Do all forwards, then all backwards: the simplest, and each device holds all microbatches.
+
+    device 0   F0 F1 F2 F3 .  .  .  .  .  .  B0 -- B1 -- B2 -- B3 --
+    device 1   .  F0 F1 F2 F3 .  .  .  B0 -- B1 -- B2 -- B3 --
+    device 2   .  .  F0 F1 F2 F3 B0 -- B1 -- B2 -- B3 --
+    """
+    return breadth_first(name, placement, microbatches)
+
+
+def breadth_first(name: str, placement: Placement, microbatches: int) -> Schedule:
+    """Take all microbatches through a device's first stage, then all through its second, and back: GPipe in loops.
+
+    Each stage is gathered once for the forwards and once for the backwards (Lamy-Poirier, "Breadth-First Pipeline
+    Parallelism").
+
+    device 0   F0 F1 F2 F3 f0 f1 f2 f3 .  .  .  .  .  .  b0 -- b1 -- b2 -- b3 -- B0 -- B1 -- B2 -- B3 --
+    device 1   .  F0 F1 F2 F3 f0 f1 f2 f3 .  .  .  b0 -- b1 -- b2 -- b3 -- B0 -- B1 -- B2 -- B3 --
+    device 2   .  .  F0 F1 F2 F3 f0 f1 f2 f3 b0 -- b1 -- b2 -- b3 -- B0 -- B1 -- B2 -- B3 --
+    """
+    return woven(name, placement, microbatches, lambda stage, m: (0, stage, m), lambda stage, m: (1, -stage, m), Kind.B)
+
+
+def one_forward_one_backward(name: str, placement: Placement, microbatches: int) -> Schedule:
+    """Do a backward as soon as there is one: no faster than GPipe, but stage s holds at most stages - s microbatches.
+
+    device 0   F0 F1 F2 .  .  .  .  B0 -- F3 B1 -- F4 B2 -- .  B3 -- .  B4 --
+    device 1   .  F0 F1 .  .  B0 -- F2 B1 -- F3 B2 -- F4 B3 -- .  B4 --
+    device 2   .  .  F0 B0 -- F1 B1 -- F2 B2 -- F3 B3 -- F4 B4 --
+    """
+    return along_path(name, placement, microbatches, legs=(1, 2), backward=Kind.B)
+
+
+def interleaved(name: str, placement: Placement, microbatches: int) -> Schedule:
+    """Do 1F1B in loops: with v stages on a device, devices wait v times shorter.
+
+    Microbatches go in groups, of as many as there are devices or a few more: a group goes through a device's first stage,
+    then through its second, which it reaches when it has come round (Narayanan et al., "Efficient Large-Scale Language Model
+    Training on GPU Clusters").  Legs are of 2 and 4 ticks: that holds more than 1 and 2 would, and messages may take longer.
+
+    device 0   F0 F1 F2 f0 f1 f2 .  .  .  .  b0 -- .  b1 -- .  b2 -- B0 -- B1 -- B2 --
+    device 1   .  F0 F1 F2 f0 f1 f2 .  b0 -- .  b1 -- .  b2 -- B0 -- B1 -- B2 --
+    device 2   .  .  F0 F1 F2 f0 b0 -- f1 b1 -- f2 b2 -- B0 -- B1 -- B2 --
+    """
+    devices = max(placement) + 1
+    loops = -(-len(placement) // devices)
+    groups = max(1, microbatches // devices)
+    begins = [-(-group * microbatches // groups) for group in range(groups + 1)]  # the larger groups go first
+    group_of = [group for group in range(groups) for _ in range(begins[group], begins[group + 1])]
+
+    def turn(loop: int, m: int) -> int:
+        begin, end = begins[group_of[m]], begins[group_of[m] + 1]
+        return loops * begin + loop * (end - begin) + m - begin
+
+    def forward(stage: int, m: int) -> int:
+        loop, device = divmod(stage, devices)
+        return 2 * device + 3 * turn(loop, m)
+
+    def backward(stage: int, m: int) -> int:
+        loop, device = divmod(stage, devices)
+        return forward(loops * devices - 1, 0) + 1 + 4 * (devices - 1 - device) + 3 * turn(loops - 1 - loop, m)
+
+    return woven(name, placement, microbatches, forward, backward, Kind.B)
+
+
+def zero_bubble_h1(name: str, placement: Placement, microbatches: int) -> Schedule:
+    """Put the weight gradients of 1F1B off: a third of its waiting, and no device holds more than its first one.
+
+    device 0   F0 F1 F2 F3 .  .  .  I0 W0 F4 I1 W1 I2 W2 I3 W3 I4 W4
+    device 1   .  F0 F1 F2 .  .  I0 F3 I1 W0 F4 I2 W1 I3 W2 I4 W3 W4
+    device 2   .  .  F0 F1 .  I0 F2 I1 F3 I2 W0 F4 I3 W1 I4 W2 W3 W4
+    device 3   .  .  .  F0 I0 F1 I1 F2 I2 F3 I3 W0 F4 I4 W1 W2 W3 W4
+    """
+    return with_weights(along_path(name, placement, microbatches, legs=(1, 2)), room=len(placement))
+
+
+def zero_bubble_h2(name: str, placement: Placement, microbatches: int) -> Schedule:
+    """Do as many forwards ahead as there is time for: twice as much is held, and a device that has begun never waits.
+
+    device 0   F0 F1 F2 F3 F4 I0 W0 F5 I1 I2 W1 W2 I3 I4 W3 W4 I5 W5
+    device 1   .  F0 F1 F2 I0 F3 I1 F4 I2 W0 F5 I3 I4 W1 W2 I5 W3 W4 W5
+    device 2   .  .  F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 W0 F5 I5 W1 W2 W3 W4 W5
+    """
+    return with_weights(along_path(name, placement, microbatches, legs=(2, 4)), room=2 * len(placement) - 1)
+
+
+def zero_bubble_v(name: str, placement: Placement, microbatches: int) -> Schedule:
+    """Lay the stages out in a V: a device that has begun never waits, and holds what the first one of 1F1B does.
+
+    The last stage lies beside the first, so backwards begin where forwards do.
+
+    device 0   F0 F1 F2 F3 F4 f0 i0 w0 f1 i1 w1 f2 i2 I0 w2 W0 f3 i3 I1 w3 W1 f4 i4 I2 w4 I3 W2 I4 W3 W4
+    device 1   .  F0 F1 F2 f0 F3 f1 i0 w0 f2 i1 I0 w1 F4 W0 f3 i2 I1 w2 W1 f4 i3 I2 i4 I3 w3 I4 W2 w4 W3 W4
+    device 2   .  .  F0 f0 F1 f1 F2 f2 i0 I0 w0 F3 W0 f3 i1 I1 w1 F4 W1 f4 i2 I2 i3 I3 i4 I4 w2 W2 w3 W3 w4 W4
+    """
+    path = along_path(name, placement, microbatches, legs=(4, 2, 4, 2))
+    return with_weights(path, room=2 * (max(placement) + 1), early=(forwards,))
+
+
+def v_half(name: str, placement: Placement, microbatches: int) -> Schedule:
+    """Take half as long a path as zbv: half of what it holds, and half of the waiting of 1F1B.
+
+    device 0   F0 F1 F2 .  .  f0 i0 w0 .  .  f1 i1 I0 w1 F3 W0 f2 i2 I1 w2 W1 f3 i3 I2 w3 W2 .  I3 W3
+    device 1   .  F0 F1 F2 f0 .  .  i0 w0 f1 I0 W0 i1 w1 f2 F3 I1 W1 i2 w2 f3 .  I2 i3 W2 w3 I3 W3
+    device 2   .  .  F0 f0 F1 f1 .  .  i0 I0 w0 F2 W0 f2 i1 I1 w1 F3 W1 f3 i2 I2 w2 W2 i3 I3 w3 W3
+    """
+    devices = max(placement) + 1
+    pauses = () if devices % 2 else (0, 2, 3)  # found by trying: others wait longer, or leave no time for messages
+    path = along_path(name, placement, microbatches, (2, 1, 2, 1), pauses)
+    return with_weights(path, room=2 * ((devices + 2) // 2), early=(swapped, forwards))
+
+
+def v_min(name: str, placement: Placement, microbatches: int) -> Schedule:
+    """Take the shortest path in a V: a third of what zbv holds, and about two thirds of the waiting of 1F1B.
+
+    device 0   F0 F1 F2 .  .  .  .  f0 i0 w0 .  .  f1 i1 w1 I0 F3 W0 .  f2 i2 I1 w2 W1 .  f3 i3 I2 w3 W2 .  .  .  I3 W3
+    device 1   .  F0 F1 F2 .  .  f0 .  .  i0 w0 f1 .  .  I0 i1 W0 w1 f2 F3 I1 i2 W1 w2 f3 .  I2 i3 W2 w3 .  .  I3 W3
+    device 2   .  .  F0 F1 .  f0 .  f1 .  .  i0 w0 F2 I0 W0 .  i1 f2 w1 I1 F3 W1 i2 f3 w2 I2 W2 .  i3 w3 .  I3 W3
+    device 3   .  .  .  F0 f0 F1 f1 .  .  .  .  i0 I0 w0 F2 W0 f2 i1 I1 w1 W1 F3 f3 i2 I2 w2 W2 .  .  i3 I3 w3 W3
+    """
+    devices = max(placement) + 1
+    pauses = (0, 1 if devices % 3 == 1 else 3)  # found by trying, too
+    path = along_path(name, placement, microbatches, (1, 1, 1, 1), pauses)
+    return with_weights(path, room=2 * ((devices + 4) // 3), early=(gradients, forwards))
+
+
+def dualpipe_v(name: str, placement: Placement, microbatches: int) -> Schedule:
+    """Put forwards of one stage beside backwards of the other, so that one can compute while the other sends.
+
+    Eight steps, as DeepSeek wrote them down; W is the oldest weight gradient that is left.  Fewer microbatches than two for
+    each device are the first ones of a longer schedule.
+
+    device 0   F0 F1 F2 f0 i0 w0 f1 F3 b1 -- f2 B0 -- F4 b2 -- f3 B1 -- b3 -- f4 .  B2 -- b4 -- I3 W3 I4 W4
+    device 1   .  F0 f0 F1 f1 F2 b0 -- f2 B0 -- F3 b1 -- f3 B1 -- F4 b2 -- f4 B2 -- b3 -- B3 -- i4 I4 w4 W4
+    """
+    devices, total = max(placement) + 1, max(microbatches, len(placement) + len(placement) % 2)
+    rows: list[list[Action]] = []
+    for device in range(devices):
+        after = devices - 1 - device
+        drain = ["B1", "B0"] * (device + 1)
+        plan = [
+            *["F0"] * (2 * after),
+            *["F0", "F1"] * (device + 1),
+            *["I1", "W", "F1"] * after,
+            *["F0", "B1", "F1", "B0"] * (total - 2 * devices + device + 1),
+            *["B1", "F1", "B0"] * after,
+            *drain[: device + 1],
+            *(word.replace("B", "I") for word in drain[device + 1 :]),
+            *["W", "I0"] * after,
+            *["W"] * (device + 1),
+        ]
+        rows.append(_spelled(plan, (device, 2 * devices - 1 - device)))
+    kept = [[a for a in row if a.stage < len(placement) and (a.microbatch or 0) < microbatches] for row in rows]
+    return Schedule(name, placement, microbatches, tuple(map(tuple, kept)))
+
+
+def _spelled(plan: Iterable[str], stages: tuple[int, int]) -> list[Action]:
+    """Write a plan out: each word is the next microbatch of a device's first or second stage."""
+    row: list[Action] = []
+    owed: list[Action] = []
+    next_of = Counter[tuple[bool, int]]()
+    for word in plan:
+        if word == "W":
+            row.append(owed.pop(0))
+            continue
+        kind, stage = Kind(word[0]), stages[int(word[1])]
+        way = (kind is Kind.F, stage)
+        row.append(Action(kind, stage, next_of[way]))
+        next_of[way] += 1
+        if kind is Kind.I:
+            owed.append(row[-1]._replace(kind=Kind.W))
+    return row
+
+
+def _line(name: str, stages: int, devices: int | None) -> Placement:
+    """Lay one stage on each device."""
+    if devices not in {None, stages}:
+        raise ScheduleError(
+            f"{name} lays one stage on each device: stages={stages} and devices={devices} should be equal; "
+            f'"interleaved" and "bfs" lay several on one.'
+        )
+    return tuple(range(stages))
+
+
+def _loops(name: str, stages: int, devices: int | None) -> Placement:
+    """Deal the stages out to the devices in turns."""
+    devices = devices or (stages + 1) // 2
+    if devices > stages:
+        raise ScheduleError(
+            f"{name} lays at least one stage on each device: devices={devices} should be at most stages={stages}."
+        )
+    return tuple(stage % devices for stage in range(stages))
+
+
+def _vee(name: str, stages: int, devices: int | None) -> Placement:
+    """Lay two stages on each device, one on the way there and one on the way back; of an odd number the first has one."""
+    half = (stages + 1) // 2
+    if devices and devices != half:
+        raise ScheduleError(
+            f"{name} lays two stages on each device: with stages={stages}, devices={devices} should be {half}; "
+            f"with devices={devices}, stages={stages} should be {2 * devices - 1} or {2 * devices}."
+        )
+    return (*range(half), *reversed(range(half)))[:stages]
+
+
+class Builder(NamedTuple):
+    """How stages are laid on devices, and what the devices do then."""
+
+    lay: Callable[[str, int, int | None], Placement]
+    build: Callable[[str, Placement, int], Schedule]
+
+
+BUILDERS = {
+    "gpipe": Builder(_line, gpipe),
+    "1f1b": Builder(_line, one_forward_one_backward),
+    "interleaved": Builder(_loops, interleaved),
+    "bfs": Builder(_loops, breadth_first),
+    "zb-h1": Builder(_line, zero_bubble_h1),
+    "zb-h2": Builder(_line, zero_bubble_h2),
+    "zbv": Builder(_vee, zero_bubble_v),
+    "v-half": Builder(_vee, v_half),
+    "v-min": Builder(_vee, v_min),
+    "dualpipe-v": Builder(_vee, dualpipe_v),
+}
+"""All schedules by name."""

@@ -1,0 +1,183 @@
+"""The picture everyone draws: a row for each device, time to the right, as text and as SVG.
+
+    device 0 │ F0 F1 ·  ·  B0─── ·  B1───
+    device 1 │ ·  F0 B0─── F1 B1─── ·  ·
+
+Where a device has several stages, the stage is written too: 2F0.  What is too long is cut off at the right.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from html import escape
+from math import floor
+from numbers import Rational
+
+from rich.style import Style
+from rich.text import Text
+
+from fshard.errors import ScheduleError
+from fshard.pipeline.schedule.schedule import COMPUTE, Action, Kind, Schedule
+from fshard.pipeline.schedule.simulate import Simulation, simulate
+from fshard.pipeline.schedule.trace import Event, Number
+
+_MOST = 256  # columns
+_INK, _MUTED = "#16191d", "#768390"  # on the colours; on white and on black
+_COLOURS = {  # of each kind, and its word in the legend
+    Kind.F: ("#7cb7e8", "forward"),
+    Kind.B: ("#86cf91", "backward"),
+    Kind.I: ("#6fcdc6", "input gradient"),
+    Kind.W: ("#f4b06a", "weight gradient"),
+    **dict.fromkeys((Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B), ("#a9b8c6", "message")),
+    Kind.GATHER: ("#b9a4ea", "gather"),
+    Kind.REDUCE: ("#ee9aa7", "reduce"),
+}
+_FONT = "ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono',monospace"
+_LETTER, _LINE, _ROW, _BAR, _WIDE = 7.3, 18.0, 26.0, 5.0, 1800.0  # pixels: of a 12 px letter, of rows, of a whole row
+
+
+def text_of(simulation: Simulation) -> Text:
+    """Draw what devices compute as text."""
+    unit, labels = _unit(simulation), _Labels(simulation)
+    total = min(_column(simulation.makespan, unit), _MOST)
+    lines = [Text(_title(simulation), "bold")]
+    for device, row in enumerate(simulation.events):
+        line, now = Text(f"{labels.device(device)} │ "), 0
+        for event in row:
+            start, end = _column(event.start, unit), _column(event.end, unit)
+            if event.action.kind in COMPUTE and start < end <= total:
+                line.append("·".ljust(labels.width + 1) * (start - now))
+                fill = " " if end == start + 1 else "─"
+                cell = labels.action(event.action).ljust((labels.width + 1) * (end - start) - 1, fill)
+                line.append(cell, Style(color=_INK, bgcolor=_COLOURS[event.action.kind][0]))
+                line.append(" ")
+                now = end
+        line.append("·".ljust(labels.width + 1) * (total - now))
+        line.append("…" if _column(simulation.makespan, unit) > total else "")
+        line.rstrip()
+        lines.append(line)
+    return Text("\n", no_wrap=True, overflow="ellipsis").join([*lines, Text(_summary(simulation))])
+
+
+def svg_of(simulation: Simulation) -> str:
+    """Draw all that takes time as an SVG document: what devices compute, and below it what goes on meanwhile."""
+    unit, labels = _unit(simulation), _Labels(simulation)
+    columns = min(simulation.makespan / unit, _MOST)
+    left = _LETTER * len(labels.device(simulation.schedule.devices - 1)) + 12
+    scale = max(6.0, min(_LETTER * labels.width + 7, _WIDE / max(columns, 1)))
+    parts, kinds = [_text(_title(simulation), 0, 12, bold=True)], set[Kind]()
+    for device, row in enumerate(simulation.events):
+        top = _LINE + 6 + device * (_ROW + _BAR + 3)
+        parts.append(_text(labels.device(device), 0, top + _ROW / 2 + 4))
+        for event in row:
+            if event.start < event.end <= columns * unit:
+                x, width = left + scale * float(event.start / unit), scale * float((event.end - event.start) / unit)
+                kinds.add(event.action.kind)
+                parts.append(_box(event, labels, x, top, width))
+    bottom = _LINE + 6 + simulation.schedule.devices * (_ROW + _BAR + 3) + 6
+    x = left
+    for colour, word in dict.fromkeys(_COLOURS[kind] for kind in _COLOURS if kind in kinds):
+        parts.append(f'<rect x="{x:g}" y="{bottom:g}" width="12" height="12" rx="2" fill="{colour}"/>')
+        parts.append(_text(word, x + 17, bottom + 10.5))
+        x += _LETTER * len(word) + 34
+    note = _summary(simulation) + (
+        f"; drawn up to {_say(columns * unit)}" if columns * unit < simulation.makespan else ""
+    )
+    parts.append(_text(note, left, bottom + 12 + _LINE))
+    width = max(left + scale * float(columns), x, left + _LETTER * len(note)) + 20
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="-10 -8 {width:g} {bottom + 54:g}" width="{width:g}" '
+        f'height="{bottom + 54:g}" role="img" aria-label="{escape(_title(simulation))}" font-family="{_FONT}" font-size="12">'
+        f"{''.join(parts)}</svg>"
+    )
+
+
+def html_of(simulation: Simulation) -> str:
+    """Draw as SVG for a notebook, where it can be scrolled."""
+    return f'<div style="overflow-x:auto">{svg_of(simulation)}</div>'
+
+
+def schedule_as_text(schedule: Schedule) -> Text:
+    """Draw a schedule with costs of 1, or its rows and what is wrong with them."""
+    try:
+        return text_of(simulate(schedule))
+    except ScheduleError as error:
+        return Text(f"{schedule.to_text()}\n{error}")
+
+
+def schedule_as_html(schedule: Schedule) -> str:
+    """Draw a schedule with costs of 1 as SVG, or its rows and what is wrong with them."""
+    try:
+        return html_of(simulate(schedule))
+    except ScheduleError:
+        return f"<pre>{escape(str(schedule_as_text(schedule)))}</pre>"
+
+
+def _box(event: Event, labels: _Labels, x: float, top: float, width: float) -> str:
+    action = event.action
+    colour, word = _COLOURS[action.kind]
+    y, height = (top, _ROW) if action.kind in COMPUTE else (top + _ROW, _BAR)
+    opacity = labels.shade[action.stage]
+    shade = f' fill-opacity="{opacity:g}"' if opacity < 1 else ""
+    box = (
+        f"<g><title>{action}: {word}, {_say(event.start)} to {_say(event.end)}</title>"
+        f'<rect x="{x:g}" y="{y:g}" width="{max(width - 1, 0.5):g}" height="{height:g}" rx="2" fill="{colour}"{shade}/>'
+    )
+    label = labels.action(action)
+    if action.kind in COMPUTE and _LETTER * len(label) < width:
+        box += _text(label, x + (width - 1) / 2, y + height / 2 + 4.3, _INK, "middle")
+    return box + "</g>"
+
+
+class _Labels:
+    """What is written on devices and actions, the stage only where devices have several; and how dense stages' colours are."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        schedule = simulation.schedule
+        self.several = len({*schedule.placement}) < schedule.stages
+        computed = {event.action for row in simulation.events for event in row if event.action.kind in COMPUTE}
+        self.width = max((len(self.action(action)) for action in computed), default=1)
+        self.digits = len(str(schedule.devices - 1))
+        self.shade = [
+            1 - 0.45 * schedule.placement[:stage].count(device) / max(schedule.placement.count(device) - 1, 1)
+            for stage, device in enumerate(schedule.placement)
+        ]
+
+    def action(self, action: Action) -> str:
+        return str(action) if self.several else str(action)[len(str(action.stage)) :]
+
+    def device(self, device: int) -> str:
+        return f"device {device:{self.digits}}"
+
+
+def _title(simulation: Simulation) -> str:
+    schedule = simulation.schedule
+    return (
+        f"{schedule.name}: {schedule.microbatches} microbatches, {schedule.stages} stages on {schedule.devices} devices"
+    )
+
+
+def _summary(simulation: Simulation) -> str:
+    peak = max(simulation.peak_activations, default=0)
+    return f"time {_say(simulation.makespan)}, bubble {_say(simulation.bubble)}, at most {_say(peak)} activations on a device"
+
+
+def _say(number: Number) -> str:
+    short = isinstance(number, Rational) and number.denominator < 1000
+    return str(number) if short else f"{float(number):.4g}"
+
+
+def _unit(simulation: Simulation) -> Number:
+    """Return how long a column is: as long as the shortest action, but at least a quarter of what is usual."""
+    computed = (event for row in simulation.events for event in row if event.action.kind in COMPUTE)
+    lengths = sorted(event.end - event.start for event in computed if event.end > event.start)
+    return max(lengths[0], Fraction(1, 4) * lengths[len(lengths) // 2]) if lengths else 1
+
+
+def _column(time: Number, unit: Number) -> int:
+    return floor(time / unit + Fraction(1, 2))
+
+
+def _text(text: str, x: float, y: float, colour: str = _MUTED, anchor: str = "start", *, bold: bool = False) -> str:
+    weight = ' font-weight="600"' if bold else ""
+    return f'<text x="{x:g}" y="{y:g}" fill="{colour}" text-anchor="{anchor}"{weight}>{escape(text)}</text>'

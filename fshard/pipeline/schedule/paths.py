@@ -1,0 +1,80 @@
+"""Orders of work from paths: the idea that most schedules share.
+
+Every microbatch takes the same *path* through the stages and back, one period after the microbatch before it.  A path has
+*legs*: on each it goes over all devices, with so many ticks from one to the next.
+
+    1f1b: one leg there of 1 tick a device, one back of 2           a B takes two ticks
+
+    device 0   F0       F1       F2 B0 --    B1 --    B2 --
+    device 1      F0       F1 B0 -- F2 B1 --    B2 --
+    device 2         F0 B0 -- F1 B1 -- F2 B2 --
+
+Only the order on each device is kept.  The shorter the path, the less a device holds at a time; the longer, the less it waits
+while the first microbatches come and the last ones go (Qi et al., "Pipeline Parallelism with Controllable Memory").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any
+
+from fshard.pipeline.schedule.schedule import Action, Kind, Schedule
+
+Placement = tuple[int, ...]
+"""The device of each stage."""
+When = Callable[[int, int], Any]
+"""When something is done with a stage and a microbatch: anything that can be sorted."""
+
+
+def woven(name: str, placement: Placement, microbatches: int, forward: When, backward: When, kind: Kind) -> Schedule:
+    """Let each device do its forwards and backwards in the order of their times.
+
+    >>> woven("gpipe", (0, 1), 2, lambda stage, m: m, lambda stage, m: 2 + m, Kind.B).to_text().splitlines()[1:]
+    ['0F0 0F1 0B0 0B1', '1F0 1F1 1B0 1B1']
+    """
+    rows: list[list[tuple[Any, Action]]] = [[] for _ in range(max(placement) + 1)]
+    for stage, device in enumerate(placement):
+        for m in range(microbatches):
+            rows[device].append((forward(stage, m), Action(Kind.F, stage, m)))
+            rows[device].append((backward(stage, m), Action(kind, stage, m)))
+    return Schedule(name, placement, microbatches, tuple(tuple(action for _, action in sorted(row)) for row in rows))
+
+
+def along_path(
+    name: str,
+    placement: Placement,
+    microbatches: int,
+    legs: Sequence[int],
+    pauses: Sequence[int] = (),
+    backward: Kind = Kind.I,
+) -> Schedule:
+    """Let all microbatches take one path, a period apart.
+
+    Args:
+        name: how the schedule is called.
+        placement: the device of each stage.
+        microbatches: how many there are.
+        legs: how many ticks a microbatch takes from device to device, on each of its ways over all devices.
+        pauses: how many ticks it waits between two legs, beside the one for what it does there.
+        backward: whether backwards are whole (B) or their weight gradients are left to others (I).
+
+    >>> print(along_path("1f1b", (0, 1), 3, legs=(1, 2), backward=Kind.B).to_csv())
+    0F0,0F1,0B0,0F2,0B1,0B2
+    1F0,1B0,1F1,1B1,1F2,1B2
+    <BLANKLINE>
+    """
+    steps: list[int] = []
+    for leg, pause in zip(legs, [*pauses, *[0] * (len(legs) - len(pauses))], strict=True):
+        steps += [leg] * max(placement) + [1 + pause]
+    at = [*accumulate(steps[:-1], initial=0)]
+    period = 3 * len(legs) // 2  # a forward, two halves of a backward, for each stage of a device
+
+    return woven(
+        name,
+        placement,
+        microbatches,
+        lambda stage, m: at[stage] + period * m,
+        lambda stage, m: at[-1 - stage] + period * m,
+        backward,
+    )

@@ -1,0 +1,134 @@
+"""What was done when, simulated or measured by `timeline`, and its export for Perfetto and chrome://tracing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from fractions import Fraction
+from time import perf_counter
+from typing import NamedTuple
+
+from fshard.pipeline.schedule.schedule import COMPUTE, MESSAGES, Action, Kind
+
+Number = int | float | Fraction
+_LANES = ("compute", "messages", "weights")
+
+
+class Event(NamedTuple):
+    """One action of one device, and when it began and ended.
+
+    >>> print(Event(1, Action.parse("2F0"), 3, 5))
+    2F0 on device 1 from 3 to 5
+    """
+
+    device: int
+    action: Action
+    start: Number
+    end: Number
+
+    def __str__(self) -> str:
+        return f"{self.action} on device {self.device} from {self.start} to {self.end}"
+
+
+def to_chrome_trace(events: Iterable[Event], *, unit: float = 1) -> str:
+    """Write events as the JSON that ui.perfetto.dev and chrome://tracing open, with an arrow for each message.
+
+    A device is a process of the trace, with one line for what it computes, one for what it sends and receives, and one for what
+    is done with its weights.
+
+    Args:
+        events: in any order.
+        unit: how many microseconds one unit of their time is: 1e6 if they are in seconds.
+
+    >>> print(to_chrome_trace([Event(1, Action.parse("2F0"), 3, 5)]))
+    {"traceEvents": [
+    {"ph": "M", "pid": 1, "name": "process_name", "args": {"name": "device 1"}},
+    {"ph": "M", "pid": 1, "tid": 0, "name": "thread_name", "args": {"name": "compute"}},
+    {"ph": "X", "pid": 1, "tid": 0, "name": "2F0", "cat": "F", "ts": 3.0, "dur": 2.0}
+    ]}
+    """
+    records: list[dict[str, object]] = []
+    names: dict[str, dict[str, object]] = {}
+    for device, action, start, end in events:
+        lane = "compute" if action.kind in COMPUTE else "messages" if action.kind in MESSAGES else "weights"
+        line = {"pid": device, "tid": _LANES.index(lane)}
+        names[f"{device:9}"] = {"ph": "M", "pid": device, "name": "process_name", "args": {"name": f"device {device}"}}
+        names[f"{device:9} {lane}"] = {"ph": "M", **line, "name": "thread_name", "args": {"name": lane}}
+        begin, length = float(start) * unit, float(end - start) * unit
+        records.append({"ph": "X", **line, "name": str(action), "cat": action.kind, "ts": begin, "dur": length})
+        if action.kind in MESSAGES:
+            sends = action.kind in {Kind.SEND_F, Kind.SEND_B}
+            arrow = {"ph": "s", "id": str(action)} if sends else {"ph": "f", "bp": "e", "id": str(action.partner)}
+            records.append({**arrow, **line, "name": "message", "cat": "message", "ts": begin + length / 2})
+    lines = map(json.dumps, [*(names[key] for key in sorted(names)), *records])
+    return '{"traceEvents": [\n' + ",\n".join(lines) + "\n]}"
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What has been done, in the order in which it ended; in seconds of a clock that the processes of a machine share.
+
+    A device is here the number of one of the mesh, whether its stages lie beside others along "data" or not.
+    """
+
+    events: list[Event] = field(default_factory=list[Event])
+
+    def to_chrome_trace(self) -> str:
+        """Write it as the JSON that ui.perfetto.dev and chrome://tracing open; several processes' can be opened together."""
+        return to_chrome_trace(self.events, unit=1e6)
+
+
+@contextmanager
+def timeline() -> Generator[Timeline]:
+    """Note what the pipelines that are run meanwhile do, and when, on the devices of this process.
+
+    Waiting for a message is an action of its own, as a schedule with messages writes it, and so is the moment at which one is
+    sent.  Of a GPU it is seen when work is launched.
+
+    >>> import torch, fshard as fs
+    >>> schedule = fs.pipeline_schedule("gpipe", stages=2, microbatches=1)
+    >>> step = fs.pipelined([lambda w, x: w * x] * 2, schedule, lambda y, x: y.sum(), mesh=fs.make_mesh({"pipe": 2}))
+    >>> with timeline() as run:
+    ...     outcome = step([torch.tensor(2.0), torch.tensor(3.0)], [torch.ones(1)])
+    >>> [str(event.action) for event in run.events if event.device == 1]
+    ['1RECV_F0', '1F0', '1SEND_B0', '1B0']
+    """
+    opened = Timeline()
+    _open.append(opened)
+    try:
+        yield opened
+    finally:
+        _open[:] = [one for one in _open if one is not opened]
+
+
+_open: list[Timeline] = []
+
+
+class Clock:
+    """Notes what one device does, in some timelines."""
+
+    def __init__(self, device: int, timelines: Sequence[Timeline]) -> None:
+        self._device, self._timelines = device, timelines
+        self._waited = 0.0
+
+    def did(self, action: Action, began: float) -> None:
+        """Note an action that ends now; it has begun with the last message that it waited for."""
+        self.note(action, max(began, self._waited))
+
+    def waited(self, action: Action, began: float) -> None:
+        """Note a message that has come."""
+        self.note(action, began)
+        self._waited = perf_counter()
+
+    def note(self, action: Action, began: float) -> None:
+        """Note something that ends now."""
+        event = Event(self._device, action, began, perf_counter())
+        for one in self._timelines:
+            one.events.append(event)
+
+
+def clock_of(device: int) -> Clock | None:
+    """Return what notes what a device does in the timelines that are open, if there are any."""
+    return Clock(device, tuple(_open)) if _open else None

@@ -1,0 +1,304 @@
+"""A module's forward that ends where another stage goes on, or goes on where another one has ended.
+
+A block of the stage is called with what the run under way says; one of another stage is its result's shape, or the end.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from contextvars import ContextVar
+from enum import Enum
+from functools import cache
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import _pop_mode_temporarily  # pyright: ignore[reportPrivateUsage]
+
+from fshard.errors import LayoutError
+from fshard.mesh.layout import PyTree, Structure, flatten, flatten_with_paths, unflatten
+from fshard.pipeline.split.replay import Like, Lost, Replay, is_valueless, lost_at, without_memory, without_values
+
+PLAIN = (Tensor, Like, str, bytes, int, float, complex, type(None), Enum, torch.dtype, torch.device, FunctionType, type)
+"""What can be handed on from stage to stage, besides trees of it."""
+
+
+class Call(NamedTuple):
+    """What something is called with."""
+
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+
+    @staticmethod
+    def of(value: PyTree) -> Call:
+        """Call a module with a microbatch: dicts by name, tuples and lists by place, anything else alone."""
+        if isinstance(value, dict):
+            return Call((), value)
+        return Call(value, {}) if isinstance(value, tuple | list) else Call((value,), {})
+
+
+class Message(NamedTuple):
+    """What goes from stage to stage: what its first block is called with, and whole numbers and shapes of the microbatch."""
+
+    call: Call
+    inputs: Call
+
+
+def device_of(tree: PyTree) -> torch.device:
+    """Return where the tensors of a tree are."""
+    tensors = (x for x in flatten(tree)[0] if isinstance(x, Tensor) and not is_valueless(x))
+    return next((x.device for x in tensors), torch.device("cpu"))
+
+
+def told(inputs: Call) -> Call:
+    """Return what later stages are told of a microbatch."""
+    return without_values(inputs, lambda x: x.is_floating_point() or x.is_complex())
+
+
+# -- one run ----------------------------------------------------------------------------------------------------
+
+
+class Part(NamedTuple):
+    """Which blocks of a module a stage has."""
+
+    title: str
+    names: Sequence[str]
+    begin: int
+    end: int
+
+    def __str__(self) -> str:
+        return f"the stage of {self.title} from {self.names[self.begin]} to {self.names[self.end - 1]}"
+
+
+class Reached(BaseException):  # no Exception: a forward may catch those
+    """The first block of the next stage is called: here a stage ends."""
+
+    def __init__(self, call: Call) -> None:
+        super().__init__()
+        self.call = call
+
+
+class Run:
+    """A stage in one call; `mail` is what its first block is called with, if it is not that of the whole module."""
+
+    def __init__(self, part: Part, mail: Call | None, device: torch.device) -> None:
+        self._part, self._mail = part, mail
+        self._mode = None if mail is None else Replay(device)
+        self._came: Mapping[int, tuple[object, Tensor]] = {}
+
+    def of(self, module: Any, inputs: Call) -> Any:
+        """Run a module's forward."""
+        token = _now.set(self)
+        try:
+            with self._mode or nullcontext():
+                return self._ended(module(*inputs.args, **inputs.kwargs))
+        except Lost as error:
+            raise LayoutError(
+                f"{self._part} has no value for {lost_at(error.__traceback__)}: {error}, of which it knows the shape only. "
+                "What is used for real in a later stage is to be an argument of the blocks, or to come of whole numbers."
+            ) from None
+        except (RuntimeError, NotImplementedError) as error:
+            if self._mode is None or self._mode.arrived:
+                raise
+            raise LayoutError(
+                f"{self._part} does what comes before it without values, but {lost_at(error.__traceback__)} cannot be done so: "
+                f"{next(iter(str(error).strip().splitlines()), type(error).__name__)}"
+            ) from error
+        finally:
+            _now.reset(token)
+
+    def called(self, place: int, given: Call) -> Call:
+        """Return what a block of this stage is called with for real."""
+        if self._mode is None:
+            return given
+        if self._mode.arrived:
+            call = self.real(given)
+        else:
+            own = _by_path(given)
+            paths, came, structure = flatten_with_paths(self._mail, none_is_leaf=True)
+            pairs = [(own.get(path), real) for path, real in zip(paths, came, strict=True)]
+            self._came = {id(x): (x, real) for x, real in pairs if is_valueless(x) and isinstance(real, Tensor)}
+            call = unflatten(structure, [x if isinstance(real, Like) else real for x, real in pairs])
+            self._mode.arrived = True
+        _check(f"{self._part.names[place]} is called with", call)
+        return call
+
+    def real(self, given: Call) -> Call:
+        """Put values into what a block is called with, as far as they are there."""
+        leaves, structure = flatten(given, none_is_leaf=True)
+        return unflatten(structure, [self._came[id(x)][1] if id(x) in self._came else x for x in leaves])
+
+    def at_work(self) -> AbstractContextManager[None]:
+        """Return the context of a block that is run for real."""
+        return nullcontext() if self._mode is None else _pop_mode_temporarily()
+
+    def absent(self, place: int, given: Call, shapes: Shapes, training: bool) -> Any:
+        """Stand for a block of another stage."""
+        if place >= self._part.end:
+            if strange := [f"{p}: {type(x).__name__}" for p, x in _by_path(given).items() if not isinstance(x, PLAIN)]:
+                raise LayoutError(
+                    f"{self._part} ends where {self._part.names[place]} is called with {', '.join(strange)}: only tensors and "
+                    "plain values can be handed on. Let it be None there; of a cache, say use_cache=False."
+                )
+            raise Reached(without_values(self.real(given), is_valueless))
+        return shapes.of(given, training)
+
+    def _ended(self, result: Any) -> Any:
+        """Return the result of the whole module."""
+        if self._part.end < len(self._part.names) or (self._mode is not None and not self._mode.arrived):
+            raise LayoutError(
+                f"{self._part} does not come to the blocks that it was cut at, as it did with the sample."
+            )
+        _check("the result has", result)
+        return result
+
+
+class Tracing(Run):
+    """A run of the whole module without values: which blocks are begun, and which tensors are used since."""
+
+    def __init__(self, part: Part, device: torch.device) -> None:
+        super().__init__(part, None, device)
+        self.begun: list[int] = []
+        self.used: dict[int, set[int]] = defaultdict(set)
+        self._mode: Replay | None = Replay(device, self._note)
+
+    def _note(self, xs: Sequence[Tensor]) -> None:
+        for x in xs:
+            self.used[id(x)].add(max(self.begun, default=0))
+
+    def called(self, place: int, given: Call) -> Call:
+        """Note it."""
+        self.begun.append(place)
+        return given
+
+    def at_work(self) -> AbstractContextManager[None]:
+        """Go on looking."""
+        return nullcontext()
+
+    def _ended(self, result: Any) -> Any:
+        return result
+
+
+_now: ContextVar[Run | None] = ContextVar("run", default=None)
+
+
+def _by_path(tree: PyTree) -> dict[str, Any]:
+    paths, leaves, _ = flatten_with_paths(tree, none_is_leaf=True)
+    return dict(zip(paths, leaves, strict=True))
+
+
+def _check(where: str, tree: PyTree) -> None:
+    lost = [f"{path or 'a tensor'}: {Like(x)}" for path, x in _by_path(tree).items() if is_valueless(x)]
+    if lost:
+        raise Lost(f"{where} {', '.join(lost)}")
+
+
+def _own_call(kind: type, module: Any) -> Callable[..., Any]:
+    """Return what a call of a module would be, were it no stage, or no block of one."""
+    after: Any = super(kind, module)
+    return after.__call__
+
+
+# -- what modules become ----------------------------------------------------------------------------------------
+
+
+class Stage:
+    """A module that is one stage of itself."""
+
+    _part: Part
+
+    def __call__(self, value: PyTree) -> Any:
+        mail, inputs = (None, Call.of(value)) if self._part.begin == 0 else value
+        run = Run(self._part, mail, device_of(mail))
+        try:
+            return run.of(_own_call(Stage, self), without_memory(inputs))
+        except Reached as reached:
+            return Message(reached.call, told(inputs))
+
+
+class Block:
+    """A block of the stage that is run."""
+
+    _place: int
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        run, whole = _now.get(), vars(self).get("_around", _as_it_is)(_own_call(Block, self))
+        if run is None:
+            return whole(*args, **kwargs)
+        call = run.called(self._place, Call(args, kwargs))
+        with run.at_work():
+            return whole(*call.args, **call.kwargs)
+
+
+def around_blocks(stage: nn.Module, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> bool:
+    """Let calls of a stage's blocks be what `around` makes of them; return whether it has any."""
+    blocks = [part for part in stage.modules() if isinstance(part, Block)]
+    for block in blocks:
+        vars(block)["_around"] = around
+    return bool(blocks)
+
+
+def _as_it_is(call: Callable[..., Any]) -> Callable[..., Any]:
+    return call
+
+
+class Shapes:
+    """What a block makes of what shapes: it is run without values once for each."""
+
+    def __init__(self, block: nn.Module) -> None:
+        self.block = block
+        self._known: dict[Any, Any] = {}
+
+    def of(self, given: Call, training: bool) -> Any:
+        """Return what the block returns; what it is given itself is handed on."""
+        leaves, structure = flatten(given, none_is_leaf=True)
+        told = [Like(x) if isinstance(x, Tensor) else x for x in leaves]
+        plain = all(isinstance(x, PLAIN) for x in told)
+        key = (structure, tuple([(type(x), x) for x in told]), training) if plain else None
+        found = self._known.get(key)
+        if found is None:
+            found = self._asked(structure, told, training)
+        if plain:
+            self._known[key] = found
+        form, made = found
+        return unflatten(form, [without_memory(x) if place is None else leaves[place] for place, x in made])
+
+    def _asked(self, structure: Structure, told: Sequence[Any], training: bool) -> tuple[Structure, list[Any]]:
+        args, kwargs = unflatten(structure, given := [without_memory(x) for x in told])
+        with torch.no_grad():
+            made, form = flatten(self.block.train(training)(*args, **kwargs), none_is_leaf=True)
+        places = {id(x): place for place, x in enumerate(given) if isinstance(x, Tensor)}
+        return form, [(places.get(id(x)), Like(x) if isinstance(x, Tensor) else x) for x in made]
+
+
+class Absent(nn.Module):
+    """Stands where a block of another stage was."""
+
+    def __init__(self, place: int, shapes: Shapes) -> None:
+        super().__init__()
+        self._place, self._shapes = place, shapes
+
+    def __getattr__(self, name: str) -> Any:
+        """Let a forward look at what it knows of the block, its index say."""
+        return getattr(vars(self)["_shapes"].block, name) if "_shapes" in vars(self) else super().__getattr__(name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Hand on what has no values, or end the stage."""
+        run = _now.get()
+        assert run is not None, "a stage is called as a whole"
+        return run.absent(self._place, Call(args, kwargs), self._shapes, self.training)
+
+
+def become(kind: type, module: nn.Module, note: Any) -> Any:
+    """Let a module be of a class that is also its own."""
+    vars(module)["_part" if kind is Stage else "_place"] = note
+    module.__class__ = _also(kind, type(module))
+    return module
+
+
+@cache
+def _also(kind: type, own: type) -> type:
+    return type(own.__name__, (kind, own), {"__module__": own.__module__})

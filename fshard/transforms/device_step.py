@@ -1,0 +1,401 @@
+"""What one device does in a step: forward and backward of its slices, one after the other.
+
+slice 0          slice 1          last slice
+gradients kept   kept, added up   added up, reduced as each unit's are ready
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fshard.errors import LayoutError, MismatchError
+from fshard.mesh.layout import PyTree, Structure
+from fshard.mesh.spmd.scope import Group, owning
+from fshard.optim.scaling import held_by
+from fshard.source import Site
+from fshard.transforms.agree import Talk, disagreement, exchanged, marks, objection, on_host, summed, unlike
+from fshard.transforms.batch import Batch, Slice
+from fshard.transforms.fsdp.param_runtime import Order, Tape, followed
+from fshard.transforms.fsdp.reductions import Keep
+from fshard.transforms.fsdp.units import Manner, Unit
+from fshard.transforms.graph_checks import refuse_unreached
+from fshard.transforms.means import (
+    Count,
+    Found,
+    Rows,
+    Told,
+    Weight,
+    added,
+    collected,
+    idling,
+    refuse_weights,
+    something,
+    together,
+    told,
+    told_of_all,
+    weighted,
+    weights_of,
+)
+from fshard.transforms.module.buffers import Buffers, Written, averaged, entries_to_average, irregular, written_paths
+from fshard.transforms.origin import Origin, bits
+from fshard.transforms.reproducible.randomness import keyed_random
+from fshard.transforms.reproducible.summation_tree import Forest
+
+
+@dataclass(frozen=True)
+class How:
+    """How each device takes the gradient of its part.
+
+    Args:
+        loss_fn: of (params, batch).
+        has_buffers: whether it takes and returns buffers: (params, buffers, batch) -> (loss, buffers).
+        has_aux: whether it returns something more.
+        weight: what a part of the batch counts for.
+        accumulate: into how many turns a device's part is cut.
+        once: whether gradients are added up over the turns before they are reduced.
+        slices: into how many slices the whole batch is cut in reproducible mode; None: another mode.
+        manner: how units are handled.
+        backward: whether a gradient is taken at all.
+        caller: the function that was called, for messages.
+    """
+
+    loss_fn: Callable[..., Any]
+    has_buffers: bool
+    has_aux: bool
+    weight: Weight | None
+    accumulate: int
+    once: bool
+    slices: int | None
+    manner: Manner
+    backward: bool = True
+    caller: str = "value_and_grad"
+
+    def turns(self, n: int) -> int:
+        """Return how many slices each of n devices takes; in reproducible mode they make one branch of the tree of all."""
+        if self.slices is None:
+            return self.accumulate
+        own, left = divmod(self.slices, n)
+        if left or own % self.accumulate:
+            raise LayoutError(
+                f"reproducible mode cuts the batch into {self.slices} slices, which {n} devices do not share evenly "
+                f"in {self.accumulate} turns. Give a number of slices that all your meshes divide."
+            )
+        if n > 1 and own & (own - 1):
+            raise LayoutError(
+                f"reproducible mode adds {self.slices} slices in one binary tree, of which the {own} of each of {n} devices "
+                f"are no branch: one device would round elsewhere. Give each 1, 2, 4, ... slices: {n << own.bit_length()}, say."
+            )
+        return own
+
+
+class Turn(NamedTuple):
+    """A slice, what it counts for, and its number among those of all devices."""
+
+    slice: Slice
+    weight: Count
+    number: int
+
+
+class Part(NamedTuple):
+    """What one slice has given."""
+
+    found: Found
+    written: dict[str, Tensor]
+    told: Told
+
+
+class Result(NamedTuple):
+    """What a device has in the end.
+
+    The loss and what it is the mean over; what was returned beside it, numbers and rows by their places in a tree; its shards
+    of the gradients, buffers, the order of units.
+    """
+
+    loss: Tensor
+    weight: float
+    numbers: dict[int, Tensor]
+    rows: dict[int, Rows]
+    structure: Structure
+    gradients: list[Tensor | None]
+    buffers: dict[str, Tensor]
+    order: Order
+
+
+class Device:
+    """One device in one step.
+
+    Args:
+        how: what it does.
+        tape: its parameters.
+        params: gives them as the tree that the loss function takes.
+        buffers: that it takes besides.
+        batch: the batch, of which it has a part.
+        place: where its shards stand among those at hand.
+        key: of its random draws; the same on all devices.
+        scale: what the loss is multiplied by for the backward.
+    """
+
+    def __init__(
+        self,
+        how: How,
+        tape: Tape,
+        params: Callable[[], PyTree],
+        buffers: Buffers,
+        batch: Batch,
+        place: int,
+        key: int,
+        scale: float,
+    ) -> None:
+        self.how, self.tape, self.params, self.buffers, self.batch = how, tape, params, buffers, batch
+        self.place, self.key, self.scale, self.scaled = place, key, scale, scale
+        self.group = self._along(batch.axes)  # the devices that have other samples
+        self.turns = how.turns(1 if self.group is None else self.group.size)
+        self.talk = Talk(batch, objection(batch, self.turns, reproducible=how.slices is not None))
+
+    @property
+    def everyone(self) -> Group | None:
+        """All devices whose losses make up the objective; in the order in which slices are added up."""
+        return self._along((*self.talk.along, *self.batch.axes))
+
+    def _along(self, axes: tuple[str, ...]) -> Group | None:
+        return self.tape.scope.group(axes, "value_and_grad") if axes else None
+
+    def run(self) -> Result:
+        """Take the device's part in the step: forward and backward of its slices, then what all devices do together."""
+        how, tape = self.how, self.tape
+        slices = self.batch.slices(self.place, self.turns, apart=how.slices is not None)
+        counts = counts_of(how, self.batch, slices, self.group, tape.site)
+        first = 0 if self.group is None else self.group.index * len(slices)
+        turns = [Turn(*pair, first + turn) for turn, pair in enumerate(zip(slices, counts, strict=True))]
+        if how.slices is not None:
+            parts = self._run_reproducible(turns)
+        else:
+            parts = self._accumulate(turns) if how.once else self._reduce_each(turns)
+        tape.check_unchanged()
+        tape.end()
+        return self._result(parts, slices)
+
+    def _reduce_each(self, turns: list[Turn]) -> list[Part]:
+        """Reduce the gradients of each slice as they are ready."""
+        return [self._one(turn) for turn in turns]
+
+    def _accumulate(self, turns: list[Turn]) -> list[Part]:
+        """Add the gradients of all slices up on the device, and reduce them with those of the last one."""
+        *others, last = turns
+        return [*(self._one(turn, Unit.keep) for turn in others), self._one(last)]
+
+    def _run_reproducible(self, turns: list[Turn]) -> list[Part]:
+        """Add the gradients of all slices up in one binary tree, which the reduction continues over devices."""
+        forest, parts = Forest(self.tape.units, self.tape.reductions.as_reduced), list[Part]()
+        for turn in turns:
+            parts.append(self._one(turn, forest.plant))
+            forest.grow(turn.weight.share)
+        for unit in self.tape.units:
+            unit.kept = forest.harvest(unit)
+        self.tape.reductions.end()
+        return parts
+
+    def _result(self, parts: list[Part], slices: list[Slice]) -> Result:
+        tape = self.tape
+        written = [Written(part.found.weight, part.written) for part in parts]
+        mean, used, changed = self.together([part.found for part in parts], written)
+        if tape.fresh and len(slices) > 1:
+            tape.warn_of_attributes()
+        gradients = self.gradients(used, mean.weight)
+        counts = [slice.rows if self.batch.cut else None for slice in slices]
+        numbers, rows = told_of_all([part.told for part in parts], counts, mean, self._rows)
+        tape.close()
+        structure = parts[-1].told.structure
+        return Result(mean.loss, mean.weight, numbers, rows, structure, gradients, changed, tape.order)
+
+    def _rows(self, rows: Sequence[Tensor]) -> Rows:
+        """Put together what the slices have for each sample."""
+        cut = () if self.batch.cut is None else self.batch.cut.axes
+        same = tuple(axis for axis in (*self.talk.along, *self.batch.axes) if axis not in cut)
+        return collected(rows, self.batch, self._along(same), self._along(cut), self.tape.site)
+
+    def _one(self, turn: Turn, keep: Keep | None = None) -> Part:
+        """Take the forward and backward of one slice; `keep` takes its gradients if they are not to be reduced yet."""
+        tape, (slice, count, number) = self.tape, turn
+        tape.begin()
+        with (
+            keyed_random(self.key, 0, number),
+            idling(not slice.rows),
+            owning(self.batch.mesh.axis_names, self.talk.notice),
+        ):
+            loss, buffers, aux = self._forward(slice, count)
+            self.agree_on_axes(loss.device)
+            self._backward(loss, count, keep)
+        if keep is None:
+            tape.reductions.end()
+        written = self.buffers.changed(self.place, buffers, loss.device)
+        beside = told(aux, slice.samples, loss.device)
+        found = Found(loss.detach(), count.weight, [*beside.means.values()], [*beside.counts.values()])
+        return Part(found, written, beside)
+
+    def _forward(self, slice: Slice, count: Count) -> tuple[Tensor, PyTree, PyTree]:
+        how, tape = self.how, self.tape
+        with torch.set_grad_enabled(how.backward):
+            batch = self.batch.tree(slice.leaves, how.manner.compute)
+            with tape.saved.watch():
+                loss, buffers, aux = self._called(batch)
+            loss = one_loss(how, loss, slice, count)
+        if tape.fresh:
+            refuse_unreached(loss)
+        return loss, buffers, aux
+
+    def agree_on_axes(self, near: torch.device) -> None:
+        """Agree with all devices on the axes over which any of them called a collective, once."""
+        known = None if self.tape.fresh else self.tape.expected.along
+        self.talk.agree(self.tape.scope, known, near, self.tape.site)
+
+    def _backward(self, loss: Tensor, count: Count, keep: Keep | None) -> None:
+        how, tape = self.how, self.tape
+        idle = not count.weight and not self.talk.mixed  # other losses may depend on what counts for nothing itself
+        tape.begin_backward(self.everyone, self.talk.along, keep, idle=idle)
+        if not loss.requires_grad:
+            return
+        share = count.share if how.slices is None else 1.0  # in reproducible mode sums are weighted, in 32 bits
+        self.scaled = held_by(loss.dtype, self.scale)
+        start = torch.full_like(loss, share * self.scaled)
+        with tape.reductions.asked():
+            torch.autograd.grad(loss, [tape.anchor], start, allow_unused=True)
+
+    def _called(self, batch: PyTree) -> tuple[Any, PyTree, PyTree]:
+        """Call the loss function; return the loss, buffers and what else there is."""
+        how = self.how
+        given = self.buffers.part(self.place)
+        result = followed(how.loss_fn)(self.params(), *((given,) if how.has_buffers else ()), batch)
+        wanted = ["loss", *(["buffers"] if how.has_buffers else []), *(["aux"] if how.has_aux else [])]
+        if len(wanted) == 1:
+            return result, given, ()
+        if not isinstance(result, tuple | list) or len(result) != len(wanted):
+            size = f" of {len(result)}" if isinstance(result, tuple | list) else ""
+            raise LayoutError(
+                f"the loss function has to return ({', '.join(wanted)}); found a {type(result).__name__}{size}."
+            )
+        named = dict(zip(wanted, result, strict=True))
+        return named["loss"], named.get("buffers", given), named.get("aux", ())
+
+    def together(self, found: list[Found], written: Sequence[Written]) -> tuple[Found, list[float], dict[str, Tensor]]:
+        """Average what was found and reduce what is left.
+
+        Return also how many devices have used each parameter, and what buffers were written to, averaged.
+        """
+        tape, paths = self.tape, self.buffers.paths
+        given, near = self.buffers.before(self.place), found[0].loss.device
+        origin, wrote = self._origin(), written_paths(written)
+        others = irregular(written, given)
+        told = tape.sequence, *origin.told
+        own, kept = marks(*told, *([others] if paths else [])), [float(unit.kept is not None) for unit in tape.units]
+        flags = [float(path in wrote) for path in paths]
+        flags += [float(len({entry.path for entry in others}) < len(others))] if paths else []
+        row = [*own, *flags, *kept, *map(float, tape.reductions.used)]
+        mean, sums = together(found, row, self.everyone, self.talk.many, tape.site)
+        differing, sums = unlike(sums[: len(own)]), sums[len(own) :]
+        wrong = [place for place in differing if place < len(told)]
+        if wrong and wrong[-1]:  # what a step starts from may be why units were gathered otherwise
+            origin.refuse(wrong[-1] - 1, tape.scope.mesh, self._exchanged)
+        if wrong:
+            raise MismatchError(self._another_order())
+        flags, sums = sums[: len(flags)], sums[len(flags) :]
+        kept, used = sums[: len(kept)], sums[len(kept) :]
+        trained = [leaf.trained for leaf in tape.leaves]
+        if any(trained) and not any(times for times, moves in zip(used, trained, strict=True) if moves):
+            raise LayoutError(DETACHED)
+        tape.reductions.rest(kept, used)
+        if not paths:
+            return mean, used, {}
+        *flags, several = flags
+        entries = entries_to_average(paths, flags, written, given, agreed=not differing and not several)
+        return mean, used, averaged(written, entries, self.everyone, given, near, tape.site)
+
+    def _origin(self) -> Origin:
+        """Return what the step starts from."""
+        tape, batch = self.tape, self.batch
+        key = None if self.how.slices is None else self.key
+        if not tape.fresh or not batch.alone:
+            return Origin(batch.shapes, key, {}, {})
+        whole = zip(tape.leaves, tape.shards, strict=True)
+        leaves = {leaf.path: bits(x) for leaf, x in whole if not leaf.gather.steps}
+        return Origin(batch.shapes, key, leaves, {path: bits(x) for path, x in batch.wholes.items()})
+
+    def _exchanged(self, own: Sequence[int]) -> dict[int, list[int]]:
+        group = self.everyone
+        assert group is not None
+        return exchanged(own, group, self.tape.site)
+
+    def _another_order(self) -> str:
+        tape = self.tape
+        known = disagreement(tape.scope.mesh, self._exchanged(tape.sequence), tape.words())
+        return f"value_and_grad: devices gathered different units, so one was given another's values: {known}"
+
+    def gradients(self, used: Sequence[float], weight: float = 1.0) -> list[Tensor | None]:
+        """Return the gradients; a parameter that no device used has none.  `weight` is what all slices count for together."""
+        divisor = 1.0 if self.how.slices is None or self.batch.mesh.runtime == "abstract" else something(weight)
+        divisor *= self.scaled / self.scale
+        sums = [g if wanted else None for g, wanted in zip(self.tape.reductions.sums, used, strict=True)]
+        if divisor != 1.0:
+            sums = [g if g is None else g / divisor for g in sums]
+        return [
+            g if g is None or g.dtype is leaf.dtype else g.to(leaf.dtype)
+            for g, leaf in zip(sums, self.tape.leaves, strict=True)
+        ]
+
+
+def counts_of(how: How, batch: Batch, slices: list[Slice], group: Group | None, site: Site) -> list[Count]:
+    """Return what each slice of a device counts for; `group` are the devices that have the others."""
+    rows = [slice.rows for slice in slices]
+    if how.weight is None:
+        total = batch.total(len(slices)) if how.slices is None else 1
+        return [Count(float(each), each / total) for each in rows]
+    given = [weights_of(how.weight(batch.tree(slice.leaves)), slice.samples) for slice in slices]
+    found = torch.stack([added(weights) for weights in given])
+    if found.is_meta:
+        return [Count(1.0, 1.0, each) for each in given]
+    weights = [weight * bool(each) for weight, each in zip(found.tolist(), rows, strict=True)]
+    refuse_weights(weights)
+    if how.slices is not None:
+        return [Count(weight, weight, each) for weight, each in zip(weights, given, strict=True)]
+    (sums,) = summed((on_host([sum(weights)], found.device),), group, site)
+    total = something(sums.item())
+    return [Count(weight, weight / total, each) for weight, each in zip(weights, given, strict=True)]
+
+
+def one_loss(how: How, loss: Any, slice: Slice, count: Count) -> Tensor:
+    """Return the loss of a slice as one number, of what the loss function returned."""
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        loss = _mean(how, loss, slice, count)
+    if not loss.is_floating_point():
+        raise LayoutError(
+            f"the loss function returned a number of {loss.dtype}, which has no gradient. Return a real floating one."
+        )
+    return loss.reshape(()) if loss.ndim else loss
+
+
+def _mean(how: How, loss: Any, slice: Slice, count: Count) -> Tensor:
+    """Return the mean of the losses of the samples of a slice."""
+    if isinstance(loss, Tensor) and loss.shape == (slice.samples,):
+        if how.weight is None:
+            return loss.mean()
+        if count.each is not None and count.each.ndim:
+            return weighted(loss, count.each)
+        raise LayoutError(
+            "the loss function returned a loss for each sample, but weight= one number for all. Let weight= return what "
+            "each sample counts for, or take the mean that this number is for."
+        )
+    found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+    one_each = "" if slice.samples is None else ", or one for each sample"
+    cure = "Say has_aux=True" if isinstance(loss, tuple | list) else "Take its mean"
+    raise LayoutError(f"the loss function has to return one number{one_each}; found {found}. {cure}.")
+
+
+DETACHED = (
+    "value_and_grad: the loss depends on no parameter that is trained, on any device, so nothing would be learnt. Was it cut "
+    "off by detach(), item(), no_grad() or torch.tensor(...), or are all parameters that it uses frozen?"
+)

@@ -1,0 +1,1 @@
+"""Units of parameters: all-gathered when used, their gradients reduce-scattered."""

@@ -1,0 +1,198 @@
+"""BatchNorm over the samples of all devices, and over all microbatches of a step.
+
+synchronised   mean and variance over mesh axes: one psum of 2 * channels + 1 numbers a layer
+deferred       each microbatch is normalised by itself;  pending += (n m,  n (v + m^2),  n)
+               commit: mean = S1 / S0,  variance = (S2 - S1 mean) / (S0 - 1),  one update of the running statistics
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase  # pyright: ignore[reportPrivateUsage]
+
+from fshard.errors import ModuleError
+from fshard.mesh.collectives.api import pvary
+from fshard.mesh.collectives.moves import Psum
+from fshard.mesh.collectives.on_trees import call
+from fshard.mesh.layout import Axes
+from fshard.mesh.spmd.scope import here
+from fshard.transforms.means import is_idle
+from fshard.transforms.patterns import parts_of
+
+
+def synchronise(module: nn.Module, axis: Axes | None) -> Callable[..., Any] | None:
+    """Return a forward that takes a BatchNorm's statistics over all devices along `axis`; None for other modules."""
+    if axis is not None and isinstance(module, _BatchNorm):
+        return partial(_synchronised, weakref.ref(module), axis)  # weak, or it would refer to itself
+    return partial(_by_itself, weakref.ref(module)) if isinstance(module, _NormBase) else None
+
+
+def _by_itself(reference: weakref.ref[_NormBase], x: Tensor) -> Tensor:
+    return by_itself(reference(), x)
+
+
+def by_itself(layer: Any, x: Tensor) -> Tensor:
+    """Call a layer with its weights in the dtype of its statistics: torch takes no mixture of 16 bits and 32."""
+    own = vars(layer)["_parameters"]
+    given, statistics = dict(own), layer.running_mean
+    if statistics is not None:
+        own.update(
+            {k: w.to(statistics.dtype) for k, w in given.items() if w is not None and w.dtype != statistics.dtype}
+        )
+    try:
+        return type(layer).forward(layer, x)
+    finally:
+        own.update(given)
+
+
+def _synchronised(reference: weakref.ref[_BatchNorm], axis: Axes, x: Tensor) -> Tensor:
+    layer: Any = reference()
+    if here() is None or (
+        not layer.training and layer.running_mean is not None
+    ):  # one device, or nothing to be taken over all
+        return by_itself(layer, x)
+    layer._check_input_dim(x)
+    mean, variance, count = moments(x, axis)  # (channels), (channels), ()
+    if layer.training and layer.track_running_stats and layer.running_mean is not None:
+        _track(layer, mean.detach(), variance.detach(), count)
+    mean, variance = pvary((mean, variance), axis)
+    compute = torch.promote_types(x.dtype, torch.float32)
+    shape = [1, -1] + [1] * (x.ndim - 2)
+    scale = torch.rsqrt(variance + layer.eps).to(compute)
+    y = (x - mean.to(compute).view(shape)) * scale.view(shape)
+    if layer.affine:
+        y = y * layer.weight.view(shape) + layer.bias.view(shape)
+    return y.to(x.dtype)
+
+
+def moments(x: Tensor, axis: Axes) -> tuple[Tensor, Tensor, Tensor]:
+    """Return mean and variance of every channel (dim 1) over the devices along `axis`, and the count, in float64.
+
+    Sends 2(n-1)/n of 2 * channels + 1 numbers.
+
+    >>> import torch, fshard as fs
+    >>> def main():
+    ...     x = torch.full((1, 1), float(fs.axis_index("data")))
+    ...     return [m.item() for m in moments(x, "data")]
+    >>> fs.run(main, mesh=fs.make_mesh({"data": 4}))[0]
+    [1.5, 1.25, 4.0]
+    """
+    channels, sums = x.shape[1], sums_of(x)
+    summed = call("sync_batchnorm", sums, axis, lambda x, group: Psum(), equal="result").run()
+    total, squares, count = summed.split([channels, channels, 1])
+    mean = total / count
+    return mean, squares / count - mean * mean, count[0]
+
+
+def sums_of(x: Tensor) -> Tensor:
+    """Return n m and n (v + m^2) of every channel, and n, in float64."""
+    x = x[:0] if is_idle() else x
+    n = x.numel() // max(x.shape[1], 1)
+    if n == 0:
+        own = x.sum(dim=[0, *range(2, x.ndim)]).double()  # zeros that autograd knows
+        return torch.cat([own, own, own.new_zeros(1)])
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    v, m = torch.var_mean(wide, dim=[0, *range(2, x.ndim)], correction=0)
+    v, m = v.double(), m.double()
+    return torch.cat([n * m, n * (v + m * m), m.new_full((1,), n)])
+
+
+def _track(layer: Any, mean: Tensor, variance: Tensor, count: Tensor) -> None:
+    """Move the running statistics towards the batch's."""
+    batches = layer.num_batches_tracked
+    batches.add_(1)
+    weight: Any = 1 / batches.double() if layer.momentum is None else layer.momentum
+    unbiased = variance * (count / (count - 1).clamp(min=1))
+    for running, new in ((layer.running_mean, mean), (layer.running_var, unbiased)):
+        running.mul_(1 - weight).add_(weight * new.to(running.dtype))
+
+
+_PENDING = "pending"
+
+
+def commit_batch_norm(module: nn.Module, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the buffers after a step, in which the running statistics know of all its microbatches.
+
+    Args:
+        module: which was functionalized with `deferred_batch_norm=True`.
+        buffers: as `apply` has returned them for the last microbatch, to which it was given those of the one before, and so on.
+
+    >>> import fshard as fs
+    >>> layer = nn.BatchNorm1d(1, momentum=1.0)
+    >>> apply, params, buffers = fs.functionalize(layer, deferred_batch_norm=True)
+    >>> for microbatch in (torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0], [4.0], [5.0]])):
+    ...     _, buffers = apply(params, buffers, microbatch)
+    >>> buffers = commit_batch_norm(layer, buffers)
+    >>> buffers["running_mean"], buffers["running_var"], buffers["num_batches_tracked"]
+    (tensor([3.]), tensor([2.5000]), tensor(1))
+    """
+    after = dict(buffers)
+    for name, layer in _layers(module):
+        prefix = f"{name}." if name else ""
+        sums = after.get(prefix + _PENDING)
+        if sums is None:
+            raise ModuleError(
+                f'commit_batch_norm: there is no buffers["{prefix}{_PENDING}"]. Give it those of '
+                "fs.functionalize(module, deferred_batch_norm=True)."
+            )
+        counted = sums[-1] > 0
+        total, squares, count = *sums[:-1].chunk(2), sums[-1].clamp(min=1)
+        mean = total / count
+        unbiased = (squares - total * mean) / (count - 1).clamp(min=1)
+        batches = after[f"{prefix}num_batches_tracked"] + counted
+        weight: Any = 1 / batches.double().clamp(min=1) if layer.momentum is None else layer.momentum
+        for key, new in (("running_mean", mean), ("running_var", unbiased)):
+            running = after[prefix + key]
+            moved = (1 - weight) * running + weight * new.to(running.dtype)
+            after[prefix + key] = torch.where(counted, moved.to(running.dtype), running)
+        after |= {f"{prefix}num_batches_tracked": batches, prefix + _PENDING: torch.zeros_like(sums)}
+    return after
+
+
+def pending(module: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers that sums are kept in between microbatches."""
+    return {
+        f"{name}.{_PENDING}".lstrip("."): _nothing(layer.running_mean)
+        for name, layer in _layers(module)
+        if layer.running_mean is not None
+    }
+
+
+def is_pending(path: str) -> bool:
+    """Return whether a buffer, by its name or path, is such a sum."""
+    return parts_of(path)[-1:] == (_PENDING,)
+
+
+def defer(layer: nn.Module) -> Callable[..., Any] | None:
+    """Return a forward that keeps a BatchNorm's update as a sum; None for other modules."""
+    if isinstance(layer, _BatchNorm) and layer.track_running_stats:
+        return partial(_deferred, weakref.ref(layer))  # weak, or it would refer to itself
+    return None
+
+
+def _deferred(reference: weakref.ref[_BatchNorm], x: Tensor) -> Tensor:
+    layer: Any = reference()
+    if not layer.training:
+        return by_itself(layer, x)
+    layer._check_input_dim(x)
+    held = vars(layer)["_buffers"]
+    sums = held.get(_PENDING)
+    held[_PENDING] = (_nothing(layer.running_mean) if sums is None else sums) + sums_of(x.detach())
+    return F.batch_norm(x, None, None, layer.weight, layer.bias, training=True, eps=layer.eps)
+
+
+def _layers(module: nn.Module) -> Iterator[tuple[str, _BatchNorm]]:
+    for name, layer in module.named_modules():
+        if isinstance(layer, _BatchNorm) and layer.track_running_stats:
+            yield name, layer
+
+
+def _nothing(like: Tensor) -> Tensor:
+    return torch.zeros(2 * len(like) + 1, dtype=torch.float64, device=like.device)

@@ -1,0 +1,225 @@
+"""`functionalize`: a module as a pure function of its parameters and buffers.
+
+    apply(params, buffers, *args) = module(*args), with these tensors installed   ->   output, new buffers
+
+Each device runs a copy of the module of its own (see `replica`), as each rank does under torch's DDP.  Parameters stay
+installed until the step closes, so that a checkpoint inside the forward recomputes with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.jit import ScriptModule
+from torch.nn.parameter import is_lazy
+
+from fshard.copying import lent
+from fshard.errors import ModuleError
+from fshard.mesh.layout import Axes
+from fshard.transforms.fsdp.units import versions_of
+from fshard.transforms.module.batchnorm import defer, pending, synchronise
+from fshard.transforms.module.replica import Replicas, Tensors
+from fshard.transforms.patterns import Choice, chosen
+from fshard.transforms.reproducible.randomness import key_now
+
+Apply = Callable[..., tuple[Any, Tensors]]
+
+
+def functionalize(
+    module: nn.Module,
+    *,
+    buffers: Choice = None,
+    sync_batchnorm: Axes | None = None,
+    deferred_batch_norm: bool = False,
+) -> tuple[Apply, Tensors, Tensors]:
+    """Turn a module into a pure function; return `(apply, params, buffers)`.
+
+    `apply(params, buffers, *args, **kwargs)` returns `(output, new_buffers)` and leaves the module as it is.
+    `params` has every parameter by its name, a tied one once; those that do not require grad are Parameters that say so.
+    `buffers` has all buffers, not only the persistent ones.  All are detached and share the module's memory.
+
+    Parameters, buffers and random draws are the state of the function.  Everything else on the module is private to
+    the device that runs it: each device has its own copy of the module, kept from call to call.
+
+    Args:
+        module: any module that `copy.deepcopy` copies, as it is now; later only `train()` and `eval()` are followed.
+        buffers: frozen parameters that the forward updates (a momentum encoder, a codebook): a path pattern, several, or
+            a function of the path.  They are returned and passed among the buffers.
+        sync_batchnorm: mesh axes over which BatchNorm in training takes mean and variance; one psum of
+            2 * channels + 1 numbers a layer.
+        deferred_batch_norm: whether BatchNorm in training puts its update off until `commit_batch_norm`, once for all
+            microbatches of a step; meanwhile the sums are among the buffers.
+
+    Two sets of parameters may be used in one loss, but not with a checkpoint in the forward.  Outside of a training step
+    the copy holds the parameters of its last recorded call until the next one.
+
+    >>> import torch, fshard as fs
+    >>> layer = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
+    >>> apply, params, buffers = functionalize(layer)
+    >>> list(params)
+    ['0.weight', '0.bias', '1.weight', '1.bias']
+    >>> output, after = apply(params, buffers, torch.ones(4, 3))
+    >>> buffers["1.num_batches_tracked"], after["1.num_batches_tracked"]
+    (tensor(0), tensor(1))
+    """
+    if deferred_batch_norm and sync_batchnorm is not None:
+        raise ModuleError("functionalize: sync_batchnorm and deferred_batch_norm exclude each other. Give one of them.")
+    return module_function(module, _adapter(sync_batchnorm, deferred_batch_norm), buffers, deferred=deferred_batch_norm)
+
+
+def functionalize_in_place(
+    module: nn.Module,
+    *,
+    buffers: Choice = None,
+    sync_batchnorm: Axes | None = None,
+    deferred_batch_norm: bool = False,
+) -> tuple[Apply, Tensors, Tensors]:
+    """Turn a module into a function as `functionalize` does, of which one device runs the module itself.
+
+    Between steps the module holds the parameters that it has at the first call: see `give_up_memory`.
+    """
+    adapt = _adapter(sync_batchnorm, deferred_batch_norm)
+    return module_function(module, adapt, buffers, deferred=deferred_batch_norm, in_place=True)
+
+
+def _adapter(axes: Axes | None, deferred: bool) -> Callable[[nn.Module], Callable[..., Any] | None]:
+    return defer if deferred else partial(synchronise, axis=axes)
+
+
+def module_function(
+    module: nn.Module,
+    adapt: Callable[[nn.Module], Callable[..., Any] | None],
+    declared: Choice,
+    *,
+    deferred: bool = False,
+    in_place: bool = False,
+) -> tuple[Apply, Tensors, Tensors]:
+    """Return apply, parameters and buffers of a module whose layers may have other forwards."""
+    _refuse_unready(module)
+    params, buffers = dict(module.named_parameters()), dict(module.named_buffers())
+    moved = _declared(params, declared)
+    buffers |= {name: params.pop(name) for name in moved}
+    given_params = {name: _detached(x) for name, x in params.items()}
+    given_buffers = {name: x.detach() for name, x in buffers.items()} | (pending(module) if deferred else {})
+    replicas = Replicas(module, adapt, in_place=in_place)
+    check = _Check(type(module).__name__, params, buffers, [name for name, _ in module.named_modules()])
+
+    def apply(
+        params: Mapping[str, Any], buffers: Mapping[str, Any], /, *args: Any, **kwargs: Any
+    ) -> tuple[Any, Tensors]:
+        check(params, buffers)
+        replica = replicas.mine()
+        copies = {name: lent(x) for name, x in buffers.items()}
+        outer, replica.installed = replica.installed, {**params, **copies}
+        replica.install(replica.installed)
+        replica.add({name: copies[name] for name in buffers.keys() - check.buffers})
+        step = next((step for x in params.values() if (step := getattr(x, "step", None)) is not None), None)
+        if step is not None:
+            step.use(replica)
+        replica.layers.enter(key_now())
+        versions = versions_of([*params.values()]) if step is None else []
+        try:
+            output = replica.module(*args, **kwargs)
+            after = replica.take(buffers, copies)
+            written = [] if step is not None else _written(params, versions)
+            check.after(replica.rebound(params), written, after)
+        finally:
+            replica.installed = outer
+            if outer is not None:  # a recomputation within the forward
+                replica.install(outer)
+            elif step is None and not torch.is_grad_enabled():  # else a backward may run a part again
+                replica.rest()
+        return output, after
+
+    return apply, given_params, given_buffers
+
+
+def _detached(x: Tensor) -> Tensor:
+    return x.detach().requires_grad_() if x.requires_grad else nn.Parameter(x.detach(), requires_grad=False)
+
+
+def _written(params: Mapping[str, Any], versions: list[int]) -> list[str]:
+    now = versions_of([*params.values()])
+    return [name for name, one, other in zip(params, now, versions, strict=True) if one != other]
+
+
+def _declared(params: Mapping[str, Tensor], declared: Choice) -> list[str]:
+    """Return the names of the parameters that are declared as buffers; raise if any of them is trained."""
+    names = [name for name, yes in zip(params, chosen(declared, [*params], "buffers"), strict=True) if yes]
+    trained = [name for name in names if params[name].requires_grad]
+    if trained:
+        raise ModuleError(
+            f"buffers: {', '.join(trained)} must be frozen, since the forward updates what is declared as a buffer; "
+            "got trained parameters. Call requires_grad_(False) on them."
+        )
+    return names
+
+
+class _Check:
+    """Compares what apply is given with what the module has."""
+
+    def __init__(self, title: str, params: Collection[str], buffers: Collection[str], modules: Collection[str]) -> None:
+        self.params, self.buffers = frozenset(params), frozenset(buffers)
+        self._title, self._modules = title, frozenset(modules)
+
+    def __call__(self, params: Mapping[str, Any], buffers: Mapping[str, Any]) -> None:
+        """Raise if a name is missing, or is none of the module's; a forward may have made further buffers."""
+        if params.keys() == self.params and buffers.keys() >= self.buffers:
+            made = buffers.keys() - self.buffers
+            if not made or all(name.rpartition(".")[0] in self._modules and name not in self.params for name in made):
+                return
+        wrong = [f'params["{name}"] is missing' for name in sorted(self.params - params.keys())]
+        wrong += [f'buffers["{name}"] is missing' for name in sorted(self.buffers - buffers.keys())]
+        wrong += [f'params["{name}"] is no parameter of it' for name in sorted(params.keys() - self.params)]
+        unknown = (name for name in buffers.keys() - self.buffers if name.rpartition(".")[0] not in self._modules)
+        wrong += [f'buffers["{name}"] is no buffer of it' for name in sorted(unknown)]
+        raise ModuleError(
+            f"apply of {self._title}: {'; '.join(wrong)}. Pass trees with the names that functionalize returned, "
+            "(params, buffers) in this order."
+        )
+
+    def after(self, rebound: list[str], written: list[str], buffers: Mapping[str, Any]) -> None:
+        """Raise if a forward has written to parameters or bound them to others, or has removed buffers."""
+        removed = sorted(name for name in self.buffers if buffers.get(name) is None)
+        if not rebound and not written and not removed:
+            return
+        wrong = [f"binds the parameter {name} to another" for name in rebound]
+        wrong += [f"writes to the parameter {name}" for name in written]
+        wrong += [f"removes the buffer {name}" for name in removed]
+        raise ModuleError(
+            f"apply of {self._title}: its forward {'; '.join(wrong)}. Declare a frozen parameter that the forward updates "
+            "as a buffer, fs.functionalize(module, buffers=...), or update it in the training loop."
+        )
+
+
+def _refuse_unready(module: nn.Module) -> None:
+    """Raise naming everything that cannot be functionalized."""
+    title = type(module).__name__
+    lazy = [name for name, x in (*module.named_parameters(), *module.named_buffers()) if is_lazy(x)]
+    if lazy:
+        raise ModuleError(
+            f"functionalize of {title}: {', '.join(lazy)} must have a shape; the module is lazy. "
+            "Run it once on an example first: module(example)."
+        )
+    refuse_hooks(module)
+    scripted = [name or "the module itself" for name, part in module.named_modules() if isinstance(part, ScriptModule)]
+    if scripted:
+        raise ModuleError(
+            f"functionalize of {title}: {', '.join(scripted)} must not be compiled by torch.jit, whose parameters cannot "
+            "be exchanged. Give the module before torch.jit.script."
+        )
+
+
+def refuse_hooks(module: nn.Module) -> None:
+    """Raise naming parameters that have gradient hooks, which would not be called."""
+    kinds = ("_backward_hooks", "_post_accumulate_grad_hooks")
+    hooked = [name for name, x in module.named_parameters() if any(getattr(x, kind, None) for kind in kinds)]
+    if hooked:
+        raise ModuleError(
+            f"{type(module).__name__}: {', '.join(hooked)} must have no gradient hooks, which would not be called. "
+            "Change gradients in the optimizer: fs.optim.chain takes any function of them."
+        )

@@ -1,0 +1,186 @@
+"""Layers that are described first and built later, where they are needed: no device ever has the whole model.
+
+    lazy(nn.Linear, 8, 8)        a Linear on the meta device, which knows how it is made      count it, cut it, name it
+    built(stage, seed=0)         the stage with memory, each lazy layer drawn by (seed, its name)
+    draw(model, 0, names, take)  one lazy layer after the other: its tensors are handed over and freed
+
+A layer's draws depend on the seed and on its name in the whole model alone: not on the device that builds it.  Memory is
+bounded by the largest lazy layer, so a model that no device can hold has a lazy layer for each block.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Collection, Generator, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple, ParamSpec, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from fshard.copying import copied
+from fshard.errors import ModuleError
+from fshard.mesh.layout import Layout
+from fshard.mesh.layout.sharded import Sharded
+from fshard.mesh.reshard.device_put import device_put
+from fshard.mesh.spmd.run import held
+from fshard.transforms.reproducible.randomness import folded, keyed_random
+
+Args = ParamSpec("Args")
+Module = TypeVar("Module", bound=nn.Module)
+_RECIPE = "_fshard_recipe"
+
+
+class _Recipe(NamedTuple):
+    """The factory of a lazy layer, and the names of its tensors that have no memory."""
+
+    make: Callable[[], nn.Module]
+    names: frozenset[str]
+
+
+def lazy(factory: Callable[Args, Module], *args: Args.args, **kwargs: Args.kwargs) -> Module:
+    """Describe the module that a factory makes: it is on the meta device until it is trained, or given to `built`.
+
+    It may be a layer or a whole model; each lazy module is built whole, on the host, when its shards are taken.
+
+    >>> layer = lazy(nn.Linear, 1_000_000, 1_000_000)
+    >>> layer.weight.shape, layer.weight.device
+    (torch.Size([1000000, 1000000]), device(type='meta'))
+    """
+    if not callable(factory) or isinstance(factory, nn.Module):
+        found = "a module that is made already" if isinstance(factory, nn.Module) else repr(factory)
+        raise ModuleError(
+            f"fs.lazy: factory must be a function that makes a module, fs.lazy(nn.Linear, 8, 8); got {found}."
+        )
+    try:
+        with torch.device("meta"):
+            made = factory(*args, **kwargs)
+    except Exception as error:
+        error.add_note(
+            "fs.lazy calls the factory on the meta device first, where no value can be read. Make tensors whose values it "
+            'reads with device="cpu", or describe each layer by fs.lazy.'
+        )
+        raise
+    if not isinstance(made, nn.Module):
+        raise ModuleError(f"fs.lazy: factory must return a module; got {type(made).__name__}.")
+    unknown = [name for name, x in made.named_parameters() if is_lazy(x)]
+    plain = [
+        f"{path}.{key}".removeprefix(".")
+        for path, part in made.named_modules()
+        for key, x in vars(part).items()
+        if isinstance(x, Tensor) and x.is_meta
+    ]
+    wrong = [f"{name} must have a shape; say its sizes, nn.Linear for nn.LazyLinear" for name in unknown]
+    wrong += [
+        f"{name} must be a parameter or a buffer; got a plain tensor, register_buffer makes one" for name in plain
+    ]
+    if wrong:
+        raise ModuleError(f"fs.lazy of {type(made).__name__}: {'; '.join(wrong)}.")
+    vars(made)[_RECIPE] = _Recipe(
+        partial(factory, *args, **kwargs), frozenset(name for name, x in _tensors(made) if x.is_meta)
+    )
+    return made
+
+
+def built(module: Module, *, seed: int) -> Module:
+    """Build the lazy layers of a module, a stage for instance; what has memory already is shared.
+
+    >>> import fshard as fs
+    >>> first, second = fs.split_stages([lazy(nn.Linear, 2, 64), nn.ReLU(), lazy(nn.Linear, 64, 1)], 2, "parameters")
+    >>> [(name, tuple(x.shape)) for name, x in built(second, seed=0).named_parameters()]
+    [('2.weight', (1, 64)), ('2.bias', (1,))]
+    """
+    own = dict(_tensors(module))
+    known: dict[int, Any] = {id(x): x for x in own.values() if not x.is_meta}
+
+    def take(name: str, made: Tensor) -> None:
+        x = own[name]
+        known[id(x)] = nn.Parameter(made, requires_grad=x.requires_grad) if isinstance(x, nn.Parameter) else made
+
+    draw(module, seed, without_memory(module), take, "fs.built")
+    made = copied(module, known)
+    for _, part, _ in [*_described(made)]:
+        del vars(part)[_RECIPE]
+    return made
+
+
+def without_memory(module: nn.Module) -> list[str]:
+    """Return the names of the parameters and buffers that are on the meta device."""
+    return [name for name, x in _tensors(module) if x.is_meta]
+
+
+def undescribed(module: nn.Module) -> list[str]:
+    """Return those that no lazy layer makes."""
+    known = {id(x) for _, part, recipe in _described(module) for name, x in _tensors(part) if name in recipe.names}
+    return [name for name, x in _tensors(module) if x.is_meta and id(x) not in known]
+
+
+def _described(module: nn.Module) -> Iterator[tuple[str, nn.Module, _Recipe]]:
+    """Yield the lazy layers of a module with their paths and recipes."""
+    return ((path, part, vars(part)[_RECIPE]) for path, part in module.named_modules() if _RECIPE in vars(part))
+
+
+def draw(
+    module: nn.Module, seed: int, names: Collection[str], take: Callable[[str, Tensor], None], who: str = "fs.lazy"
+) -> None:
+    """Make one lazy layer after the other, and hand over their tensors of some names, by the first name of each."""
+    wanted = {*names}
+    left = {id(x): name for name, x in reversed([*_tensors(module)]) if name in wanted and x.is_meta}
+    for path, part, recipe in _described(module) if left else ():
+        own = {key: x for key, x in _tensors(part) if id(x) in left and key in recipe.names}
+        if not own:
+            continue
+        with _drawn_by(seed, path):
+            made = dict(_tensors(recipe.make()))
+        for key, x in own.items():
+            found = made.pop(key, None)
+            if found is not None and not found.is_meta and found.shape == x.shape and id(x) in left:
+                take(left.pop(id(x)), found.detach().to(x.dtype))
+    if left:
+        unknown, names = {*undescribed(module)}, [*left.values()][::-1]
+        strange = [name for name in names if name in unknown]
+        raise ModuleError(
+            f"{who} of {type(module).__name__}: "
+            + (
+                f"{', '.join(strange)} must be described; got a tensor on the meta device. Make its layer by fs.lazy."
+                if strange
+                else f"{', '.join(names)} must be made again by its factory, of the same name and shape; it was not."
+            )
+        )
+
+
+@contextmanager
+def _drawn_by(seed: int, path: str) -> Generator[None]:
+    """Draw all random numbers by a layer's name, those of numpy and of Python too."""
+    python, of_numpy, key = random.getstate(), np.random.get_state(), folded(seed, path)
+    random.seed(key)
+    np.random.seed(key % (1 << 32))
+    try:
+        with keyed_random(seed, path):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(of_numpy)
+
+
+def reserved(x: Any, layout: Layout) -> Sharded:
+    """Lay a leaf on a mesh; one on the meta device gets empty shards, see `fill`."""
+    if not (isinstance(x, Tensor) and x.is_meta and layout.mesh.runtime != "abstract"):
+        return device_put(x, layout)
+    shapes = [layout.local_shape(x.shape, device) for device in held(layout.mesh)]
+    near = layout.mesh.device_type
+    return Sharded(tuple(x.shape), layout, tuple(torch.empty(shape, dtype=x.dtype, device=near) for shape in shapes))
+
+
+def fill(x: Sharded, made: Tensor) -> None:
+    """Copy a full tensor's values into empty shards."""
+    for own, shard in zip(x.shards, device_put(made, x.layout).shards, strict=True):
+        own.copy_(shard)
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)

@@ -1,0 +1,317 @@
+"""`remat`: recompute in the backward what is not worth its memory.
+
+    remat(fn, policy)(x)   forward:   x --fn--> y, keeping x and what the policy names
+                           backward:  x --fn--> all that fn's derivative needs, then back through it
+
+Under plain autograd this is torch's checkpoint, which runs fn again when the backward first asks for a value.  A policy adds
+a *region*: its forward keeps the results of some operations, by their number, and when fn runs again they are returned
+instead of being computed.  For "dots" matrix products and convolutions have numbers; for names every operation under a
+recording grad mode: what runs inside an autograd Function is not counted, since on virtual devices the last to arrive
+computes for all.
+
+    forward    %0 = mm    %1 = sin    %2 = view(%1)    name(%2, "a")       keep {1: %1}: the operation that made the memory
+    again      %0 = mm    %1 = kept[1]                 ...
+
+A result that was changed in place since it was kept is computed again.  torch.func knows no such hooks: under its transforms
+fn is simply called and all is kept.  A part of fn that itself calls such a transform is marked
+`fs.gathered(part, keep=True)`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import wraps
+from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from fshard.errors import PolicyError
+from fshard.mesh.collectives.autograd import transformed
+from fshard.mesh.layout import flatten, unflatten
+
+Args = ParamSpec("Args")
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What is kept between forward and backward; `host`: in the host's memory."""
+
+    keep: Literal["everything", "nothing", "dots", "names"]
+    names: frozenset[str] = frozenset()
+    host: bool = False
+
+
+def save_names(*names: str) -> Policy:
+    """Return the policy that keeps the values marked with these names by `fs.name`.
+
+    >>> save_names("attention").names
+    frozenset({'attention'})
+    """
+    return Policy("names", frozenset(names))
+
+
+def offload(policy: str | Policy) -> Policy:
+    """Return a policy that keeps the same values in the host's memory; parameters stay where they are.
+
+    >>> offload("dots")
+    Policy(keep='dots', names=frozenset(), host=True)
+    """
+    return replace(_policy(policy), host=True)
+
+
+def name(x: Tensor, label: str) -> Tensor:
+    """Return x, and mark it for `remat` with `save_names`.
+
+    What is kept is the result of the operation that made x: that operation is not run again, those before it are.  A
+    collective is always run again, on all devices.
+
+    >>> import torch
+    >>> def f(x):
+    ...     return name(x.sin(), "sine").cos()
+    >>> x = torch.zeros(1, requires_grad=True)
+    >>> torch.autograd.grad(remat(f, save_names("sine"))(x), x)
+    (tensor([-0.]),)
+    """
+    mark(x, label)
+    return x
+
+
+def remat(fn: Callable[Args, Result], policy: str | Policy = "nothing") -> Callable[Args, Result]:
+    """Return the same function, which keeps less for backward and computes the rest again.
+
+    Args:
+        fn: any function or module.  Random draws and collectives are repeated as they were, the latter on all devices.
+        policy: what is kept, besides the arguments: "nothing", "everything" (that is: no rematerialisation), "dots"
+            (results of matrix products and convolutions), `save_names(...)`, or `offload(...)` of one of these.
+
+    >>> import torch
+    >>> x = torch.ones(2, requires_grad=True)
+    >>> torch.autograd.grad(remat(lambda x: (x * x).sum())(x), x)
+    (tensor([2., 2.]),)
+    """
+    chosen = _policy(policy)
+
+    @wraps(fn, updated=())
+    def kept(*args: Args.args, **kwargs: Args.kwargs) -> Result:
+        everything = chosen.keep == "everything" and not chosen.host
+        if everything or transformed() or not torch.is_grad_enabled():
+            return fn(*args, **kwargs)
+        return _hooked(fn, chosen, args, kwargs)
+
+    return kept
+
+
+def _hooked(fn: Callable[..., Any], policy: Policy, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run fn under the hooks of a policy."""
+    if policy.keep != "everything":
+        return _checkpointed(fn, policy, args, kwargs)
+    with saved_tensors_hooks(_to_host, _from_host):
+        return fn(*args, **kwargs)
+
+
+def _policy(policy: str | Policy) -> Policy:
+    if isinstance(policy, Policy):
+        return policy
+    if policy not in ("everything", "nothing", "dots"):
+        raise PolicyError(
+            f'fs.remat: there is no policy {policy!r}. Write "everything", "nothing", "dots", fs.save_names("a", "b") or '
+            "fs.offload(...) around one of these: they say what is kept."
+        )
+    return Policy(cast(Any, policy))
+
+
+def _checkpointed(fn: Callable[..., Any], policy: Policy, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run fn in torch's checkpoint.  Only plain tensors are its arguments: it would look into handles."""
+    leaves, structure = flatten((args, kwargs), sharded_is_leaf=True, none_is_leaf=True)
+    places = [place for place, x in enumerate(leaves) if type(x) in (Tensor, nn.Parameter)]
+    tensors = [leaves[place] for place in places]
+    for place in places:
+        leaves[place] = None  # the checkpoint holds them, in a way that one around it can see
+
+    def body(*xs: Tensor) -> Any:
+        own = list(leaves)
+        for place, x in zip(places, xs, strict=True):
+            own[place] = x
+        own_args, own_kwargs = unflatten(structure, own)
+        return fn(*own_args, **own_kwargs)
+
+    if policy.keep == "nothing":
+        return checkpoint(body, *tensors, use_reentrant=False)
+    region = Region(None if policy.keep == "dots" else policy.names, policy.host)
+    return checkpoint(body, *tensors, use_reentrant=False, context_fn=lambda: (Keeping(region), Replaying(region)))
+
+
+def _to_host(x: Tensor) -> Tensor | tuple[torch.device, Tensor]:
+    if is_on_host(x) or x.is_leaf:  # parameters and inputs are held by somebody else
+        return x
+    return x.device, torch.empty_like(x, device="cpu", pin_memory=x.is_cuda).copy_(x, non_blocking=False)
+
+
+def _from_host(packed: Tensor | tuple[torch.device, Tensor]) -> Tensor:
+    if isinstance(packed, Tensor):
+        return packed
+    device, x = packed
+    return x.to(device, non_blocking=True)
+
+
+_C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
+_aten: Any = torch.ops.aten
+DOTS = frozenset(
+    getattr(_aten, op).default
+    for op in ("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot", "convolution", "_scaled_mm")
+)
+
+
+class Kept(NamedTuple):
+    """A kept result: an alias of it and its version when it was kept, or a copy on the host."""
+
+    value: Tensor
+    version: int | None
+    device: torch.device
+
+    def get(self) -> Tensor | None:
+        """Return the result, or None if it has been written to."""
+        if self.version is None:
+            return self.value.to(self.device)
+        return _alias(self.value) if self.value._version == self.version else None
+
+
+class Made(NamedTuple):
+    """Which operation made some memory, and how its result lies in it.
+
+    The weak reference lets the memory go, but nothing else will have its name.
+    """
+
+    memory: StorageWeakRef
+    number: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+@dataclass
+class Region:
+    """What one call of a rematerialised function keeps: dots if `names` is None; on the host if asked."""
+
+    names: frozenset[str] | None
+    host: bool
+    kept: dict[int, Kept] = field(default_factory=dict[int, Kept])
+
+    def counts(self, op: Any) -> bool:
+        """Return whether an operation has a number."""
+        return op in DOTS if self.names is None else torch.is_grad_enabled()
+
+    def keep(self, number: int, x: Tensor) -> None:
+        """Keep a result."""
+        if self.host and not is_on_host(x):
+            self.kept[number] = Kept(x.detach().to("cpu"), None, x.device)
+        else:
+            self.kept[number] = Kept(_alias(x), x._version, x.device)
+
+
+class Keeping(TorchDispatchMode):
+    """The forward of a region."""
+
+    def __init__(self, region: Region) -> None:
+        super().__init__()
+        self._region = region
+        self._number = 0
+        self._makers: dict[int, Made] = {}
+
+    def __enter__(self) -> Any:
+        _open.regions = (*_open.regions, self)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        _open.regions = _open.regions[:-1]
+        self._makers = {}
+        super().__exit__(*error)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if self._region.counts(func):
+            if self._region.names is None:
+                self._region.keep(self._number, result)
+            elif isinstance(result, Tensor):
+                self._note(result, args)
+            self._number += 1
+        return result
+
+    def _note(self, result: Tensor, args: tuple[Any, ...]) -> None:
+        if result.layout != torch.strided:
+            return
+        memory = _memory(result)
+        if not any(isinstance(x, Tensor) and _memory(x) == memory for x in args):  # else it is a view, or in place
+            lies = tuple(result.shape), result.stride(), int(result.storage_offset())
+            self._makers[memory] = Made(StorageWeakRef(result.untyped_storage()), self._number, *lies)
+
+    def mark(self, x: Tensor, label: str) -> None:
+        """Keep what made x, if its name is one of the region's."""
+        made = self._makers.get(_memory(x)) if self._region.names and label in self._region.names else None
+        if made is not None:
+            with torch.no_grad():  # so that these two are not counted
+                self._region.keep(made.number, x.detach().as_strided(made.size, made.stride, made.offset))
+
+
+class Replaying(TorchDispatchMode):
+    """A region's function, run again."""
+
+    def __init__(self, region: Region) -> None:
+        super().__init__()
+        self._region = region
+        self._number = 0
+
+    def __enter__(self) -> Any:
+        self._number = 0
+        return super().__enter__()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if self._region.counts(func):
+            kept = self._region.kept.get(self._number)
+            self._number += 1
+            value = None if kept is None else kept.get()
+            if value is not None:
+                return value
+        return func(*args, **(kwargs or {}))
+
+
+class _Open(threading.local):
+    """The regions whose forward runs in this thread, from the outside in."""
+
+    regions: tuple[Keeping, ...] = ()
+
+
+_open = _Open()
+
+
+def mark(x: Tensor, label: str) -> None:
+    """Tell the regions around of a value's name."""
+    for region in _open.regions:
+        region.mark(x, label)
+
+
+def is_on_host(x: Tensor) -> bool:
+    """Return whether a tensor takes no memory of an accelerator."""
+    return x.device.type in ("cpu", "meta")
+
+
+def _memory(x: Tensor) -> int:
+    return x.untyped_storage()._cdata if x.layout == torch.strided else 0  # pyright: ignore[reportPrivateUsage]
+
+
+def _alias(x: Tensor) -> Tensor:
+    """Return another tensor of the same memory and version, below autograd."""
+    with _C._SetExcludeDispatchKeyGuard(_C.DispatchKey.ADInplaceOrView, False):  # which shares the version
+        return x.detach()

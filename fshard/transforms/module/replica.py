@@ -1,0 +1,238 @@
+"""`Replica`: the module that one device runs, with tensors installed in the slots of its parameters and buffers.
+
+    functionalize   each device runs a copy, made by `copy.deepcopy` with registered tensors on the meta device
+    Booster         the device runs the module that it was given
+
+A slot is an entry of some module's `_parameters` or `_buffers`; a tied tensor has several.  All else on the module is
+the device's own and is kept from call to call: nothing is reset, averaged or watched.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fshard.copying import copied, lent, untouched
+from fshard.mesh.spmd.scope import here
+from fshard.transforms.reproducible.randomness import Layers
+
+Tensors = dict[str, Tensor]
+Names = dict[str, str]
+"""The names of tensors by the keys of their slots in one module."""
+_INTERNAL = frozenset(vars(nn.Module())) - {"training"} | {"forward", "_flat_weights", "_flat_weight_refs"}
+
+
+class Slot(NamedTuple):
+    """An entry of a module's `_parameters` or `_buffers`, and the name of the tensor that belongs there."""
+
+    entries: dict[str, Any]
+    key: str
+    name: str
+
+
+class Replica:
+    """A module whose registered tensors are exchanged for those of a call.
+
+    Args:
+        module: the module to run.
+        names: of each of its modules, the names of the tensors in its `_parameters` and `_buffers`, by their keys.
+        adapt: returns another forward for a module, None for its own.
+
+    What stands in the slots of parameters at the first call stands there between steps: see `give_up_memory`.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        names: Sequence[tuple[Names, Names]],
+        adapt: Callable[[nn.Module], Callable[..., Any] | None],
+    ) -> None:
+        self.module = module
+        self.modules = dict(module.named_modules())
+        parts: list[Any] = [*self.modules.values()]
+        self._params = [
+            Slot(p._parameters, *item) for p, (own, _) in zip(parts, names, strict=True) for item in own.items()
+        ]
+        self._buffers = [
+            Slot(p._buffers, *item) for p, (_, own) in zip(parts, names, strict=True) for item in own.items()
+        ]
+        self._others = [
+            (path, vars(p)["_buffers"], own) for (path, p), (_, own) in zip(self.modules.items(), names, strict=True)
+        ]
+        self._empty = [frozenset(p._buffers) - own.keys() for p, (_, own) in zip(parts, names, strict=True)]
+        self._recurrent = [p for p in parts if isinstance(p, nn.RNNBase)]
+        self.layers = Layers(self.modules.items(), adapt)
+        self._resting: list[Any] | None = None
+        self._noted: dict[str, dict[str, Any]] | None = None
+        self.installed: Mapping[str, Any] | None = None  # while a call runs
+
+    def install(self, tensors: Mapping[str, Any]) -> None:
+        """Put tensors into the slots of those that the module has had from the beginning."""
+        if self._resting is None:
+            self._resting = [entries[key] for entries, key, _ in self._params]
+        for entries, key, name in self._params:
+            entries[key] = tensors[name]
+        for (_, entries, own), empty in zip(self._others, self._empty, strict=True):
+            if len(entries) > len(own):
+                for key in entries.keys() - own.keys():
+                    if key in empty:
+                        entries[key] = None
+                    else:  # which an earlier forward has registered
+                        del entries[key]
+        for entries, key, name in self._buffers:
+            entries[key] = tensors[name]
+        for part in self._recurrent:
+            _alias(part)
+
+    def add(self, buffers: Mapping[str, Any]) -> None:
+        """Put buffers that an earlier forward has registered into the modules that made them."""
+        for name, x in buffers.items():
+            path, _, key = name.rpartition(".")
+            vars(self.modules[path])["_buffers"][key] = x
+
+    def take(self, given: Mapping[str, Any], installed: Mapping[str, Any]) -> Tensors:
+        """Return the buffers after a call; those not written to are the given ones.
+
+        Copies of them are installed for a recomputation in the backward, so that it does not count twice.
+        """
+        after: Tensors = {}
+        slots = [slot for slot in self._params if slot.name in given] if len(given) > len(self._buffers) else []
+        for path, entries, own in self._others:
+            if len(entries) > len(own):
+                prefix = f"{path}." if path else ""
+                slots += [
+                    Slot(entries, key, prefix + key) for key in entries.keys() - own.keys() if entries[key] is not None
+                ]
+        for entries, key, name in (*self._buffers, *slots):
+            x = entries.get(key)
+            if x is None:
+                continue
+            if (
+                x is not installed.get(name) or name not in after
+            ):  # of two names of one tensor, the one that was rebound
+                same = name in given and x is installed[name] and untouched(x)
+                after[name] = given[name] if same else x
+        for entries, key, name in (*self._buffers, *slots):
+            entries[key] = lent(after.get(name))
+        return after
+
+    def rebound(self, params: Mapping[str, Any]) -> list[str]:
+        """Return the parameters that a call has bound to something else."""
+        return [name for entries, key, name in self._params if name in params and entries.get(key) is not params[name]]
+
+    def rest(self) -> None:
+        """Take the parameters of the last call out of the module."""
+        for (entries, key, _), own in zip(self._params, self._resting or [], strict=False):
+            entries[key] = own
+        for part in self._recurrent:
+            _alias(part)
+        self.layers.leave()
+
+    def note_attributes(self) -> None:
+        """Note the plain attributes of all modules before the first step."""
+        if self._noted is None:
+            self._noted = {name: _attributes(part) for name, part in self.modules.items()}
+
+    def changed_attributes(self) -> list[str]:
+        """Return the plain attributes that the calls since then have set."""
+        noted = self._noted or {}
+        return [
+            f"{name}.{key}".removeprefix(".")
+            for name, part in self.modules.items()
+            for key, x in _attributes(part).items()
+            if name in noted and noted[name].get(key, _MISSING) is not x
+        ]
+
+
+_MISSING: Any = object()
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    return {key: x for key, x in vars(module).items() if key not in _INTERNAL}
+
+
+def slot_names(module: nn.Module) -> list[tuple[Names, Names]]:
+    """Return, for each module inside, the names of its parameters and buffers by key; tied ones have their first name."""
+    first: dict[int, str] = {}
+    for name, x in (*module.named_parameters(), *module.named_buffers()):
+        first.setdefault(id(x), name)
+    parts: list[Any] = [*module.modules()]
+    return [(_keys(part._parameters, first), _keys(part._buffers, first)) for part in parts]
+
+
+def _keys(entries: Mapping[str, Any], names: Mapping[int, str]) -> Names:
+    return {key: names[id(x)] for key, x in entries.items() if x is not None}
+
+
+def give_up_memory(modules: Sequence[nn.Module], device: torch.device | None = None) -> None:
+    """Put parameters without memory in the place of the modules' own: of their shapes, dtypes and devices, all nan.
+
+    Tied parameters stay tied.  Those on the meta device get the given one.
+    """
+    made: dict[int, nn.Parameter] = {}
+    own: list[Any] = [*{id(part): part for module in modules for part in module.modules()}.values()]
+    params = [(part._parameters, key, x) for part in own for key, x in part._parameters.items() if x is not None]
+    for entries, key, x in params:
+        entries[key] = made.setdefault(id(x), _without_memory(x, device))
+    for part in own:
+        if isinstance(part, nn.RNNBase):
+            _alias(part)
+
+
+def _alias(part: Any) -> None:
+    """Let a recurrent layer's list of weights have those that are installed."""
+    part._flat_weights = [getattr(part, name, None) for name in part._flat_weights_names]
+
+
+def _without_memory(x: Tensor, device: torch.device | None) -> nn.Parameter:
+    value = torch.nan if x.is_floating_point() or x.is_complex() else 0
+    one = torch.full((), value, dtype=x.dtype, device=device if x.is_meta and device is not None else x.device)
+    return nn.Parameter(one.expand(x.shape), requires_grad=x.requires_grad)
+
+
+class Replicas:
+    """One replica of a module for each device that runs it, made when the device first asks for it.
+
+    Args:
+        module: the module, as it is now; later only `train()` and `eval()` are followed.
+        adapt: see `Replica`.
+        in_place: the module itself is run, by a single device.
+    """
+
+    def __init__(
+        self, module: nn.Module, adapt: Callable[[nn.Module], Callable[..., Any] | None], *, in_place: bool
+    ) -> None:
+        self._names, self._adapt = slot_names(module), adapt
+        self._original = weakref.ref(module)
+        self._made: dict[int | None, Replica] = {}
+        self._template = None if in_place else _copy_on_meta(module)
+        if in_place:
+            self._made[None] = Replica(module, self._names, adapt)
+
+    def mine(self) -> Replica:
+        """Return the calling device's replica, in the mode that the module is in."""
+        if self._template is None:
+            return self._made[None]
+        scope = here()
+        device = None if scope is None else scope.device
+        found = self._made.get(device)
+        if found is None:
+            found = self._made[device] = Replica(copy.deepcopy(self._template), self._names, self._adapt)
+        original = self._original()
+        if original is not None:
+            for one, part in zip(original.modules(), found.modules.values(), strict=False):
+                part.training = one.training
+        return found
+
+
+def _copy_on_meta(module: nn.Module) -> nn.Module:
+    """Copy a module with its registered tensors on the meta device."""
+    meta: dict[int, Any] = {id(x): torch.empty_like(x, device="meta") for x in module.buffers()}
+    for x in module.parameters():
+        meta[id(x)] = nn.Parameter(torch.empty_like(x, device="meta"), requires_grad=x.requires_grad)
+    return copied(module, meta)

@@ -1,0 +1,1 @@
+"""Sums and random draws that are equal on every mesh."""

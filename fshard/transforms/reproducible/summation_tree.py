@@ -1,0 +1,103 @@
+"""The order of additions in reproducible mode: one binary tree over the slices of a device, and on over devices.
+
+A batch that is cut over ("a", "b") has its slices in the order of a, then b.  Neighbours are added first:
+
+    slices   0   1   2   3       a = 0: 0, 1;  a = 1: 2, 3;  b = 0, 1 within each
+             0 + 1   2 + 3       over "b"
+             (0+1) + (2+3)       over "a"
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from itertools import pairwise
+
+from torch import Tensor
+
+from fshard.mesh.layout import Layout, Mesh, P
+from fshard.mesh.reshard.execute import Way, way_between
+from fshard.transforms.fsdp.units import Unit
+
+
+@lru_cache(maxsize=4096)
+def way_in_order(
+    mesh: Mesh, axes: tuple[str, ...], wanted: Layout, shape: tuple[int, ...], on: tuple[tuple[str, int], ...] = ()
+) -> Way:
+    """Return the way from summands over `axes`, at a place `on` others, to a layout that adds up over the last axis first.
+
+    It is the usual way, if that does; else axes are added up one by one, and the gradient is cut with the first.
+
+    >>> from fshard import make_mesh
+    >>> mesh = make_mesh({"a": 2, "b": 2})
+    >>> for axis in "ab":
+    ...     print([(step.kind, *step.axes) for step in way_in_order(mesh, ("a", "b"), Layout(mesh, P.flat(axis)), (8,)).steps])
+    [('psum', 'b'), ('flat_scatter', 'a')]
+    [('flat_scatter', 'b'), ('psum', 'a')]
+    """
+    summands = [Layout(mesh, P(unreduced=axes[:count], on=dict(on))) for count in range(len(axes), 0, -1)]
+    way = way_between(summands[0] if axes else Layout(mesh, P(on=dict(on))), wanted, shape)
+    added = [axis for step in reversed(way.steps) if step.kind in _ADDING for axis in step.axes]
+    if added == [axis for axis in axes if mesh.shape[axis] > 1]:
+        return way
+    return Way(tuple(step for leg in pairwise([*summands, wanted]) for step in way_between(*leg, shape).steps), shape)
+
+
+_ADDING = ("psum", "psum_scatter", "flat_scatter")
+
+
+Gradients = list[Tensor | None]
+"""Of the leaves of a unit."""
+
+
+class Forest:
+    """Gradients of slices, added in one binary tree: two trees of one height become one of the next.
+
+    slices   0 1 2 3 4 5 6 7    ->    ((0+1)+(2+3)) + ((4+5)+(6+7))
+
+    A slice that has not used a unit stands in its tree as nothing, which is 0: the other devices have zeros for it.  Uses of
+    a leaf in one slice are added one after the other, the last first, as autograd adds them, in their own dtype; slices as
+    devices add them, each times what it counts for, in the dtype that `widened` gives.
+    """
+
+    def __init__(self, units: Sequence[Unit], widened: Callable[[Unit, Gradients], Gradients]) -> None:
+        self._widened = widened
+        self._now: dict[Unit, Gradients] = {}
+        self._trees: dict[Unit, list[tuple[int, Gradients]]] = {unit: [] for unit in units}
+
+    def plant(self, unit: Unit, gs: Gradients) -> None:
+        """Take what one use of some leaves of a unit gave in this slice."""
+        now = self._now.setdefault(unit, [None] * len(unit.places))
+        for at, g in enumerate(gs):
+            if g is not None:
+                known = now[at]
+                now[at] = g if known is None else known + g
+
+    def grow(self, weight: float) -> None:
+        """End a slice, which counts for so much."""
+        for unit, trees in self._trees.items():
+            gs = self._widened(unit, self._now.get(unit, [None] * len(unit.places)))
+            trees.append((0, gs if weight == 1.0 else [None if g is None else g * weight for g in gs]))
+            while len(trees) > 1 and trees[-1][0] == trees[-2][0]:
+                (height, left), (_, right) = trees[-2:]
+                trees[-2:] = [(height + 1, _added(left, right))]
+        self._now = {}
+
+    def harvest(self, unit: Unit) -> Gradients | None:
+        """Return the sum of a unit's gradients; None if no slice has used it."""
+        trees = [tree for _, tree in self._trees.pop(unit)]
+        while len(trees) > 1:
+            trees[-2:] = [_added(trees[-2], trees[-1])]
+        (gs,) = trees
+        return gs if any(g is not None for g in gs) else None
+
+
+def _added(left: Gradients, right: Gradients) -> Gradients:
+    return [_sum(a, b) for a, b in zip(left, right, strict=True)]
+
+
+def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    if a is None or b is None:
+        found = a if b is None else b
+        return None if found is None else found + 0.0  # as with zeros: -0.0 becomes 0.0
+    return a + b

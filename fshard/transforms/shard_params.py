@@ -1,0 +1,310 @@
+"""How parameters are laid out: `shard_params` and the rules that it takes.
+
+Rules are total and loud: a leaf that no rule is for, a rule that no leaf is for, two rules that disagree about a leaf, and
+a leaf that cannot lie as it should are errors, all reported at once.  Nothing is replicated because nobody said anything.
+
+    P("data")                                   the same for all leaves
+    {"emb": P("model"), "blocks": P()}          a prefix tree
+    {"blocks[*].attn.w": P(None, "model"), "**": P()}      patterns, anchored at both ends
+    lambda path, leaf: ...                      from a path and a leaf (its shape and dtype)
+    fsdp("data")                                everything flat, in units; it may also stand where a P may
+
+Patterns have no order: those with `**` count for a leaf that no other is for, and `**` alone for what is left then.  They
+may write a path in any way (see `patterns`); a function is given it as `blocks[3].w`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fshard.errors import LayoutError, ModuleError
+from fshard.mesh.layout import Layout, Mesh, P, PyTree, as_axes, broadcast_prefix, flatten_with_paths, unflatten
+from fshard.mesh.layout.sharded import key_of
+from fshard.mesh.reshard.device_put import collected, device_put, refuse_unfit
+from fshard.optim.leaves import is_frozen
+from fshard.transforms.module.lazy import draw, fill, reserved
+from fshard.transforms.patterns import Choice, chosen, default_units, listed, matches, matches_parts, named, parts_of
+from fshard.transforms.reproducible.randomness import drawing_from, random_state
+from fshard.uncompiled import uncompiled
+
+Rules = Any
+"""A P, a prefix tree of Ps, a mapping of path patterns to Ps, a function of (path, leaf), or `fsdp(...)`."""
+
+
+@dataclass(frozen=True)
+class Fsdp:
+    """The rules of `fsdp`."""
+
+    axes: tuple[str, ...]
+    unit: str | tuple[str, ...] | int | None
+
+    def units(self, paths: Sequence[str], leaves: Sequence[Any]) -> list[str]:
+        """Return the unit of every leaf."""
+        if self.unit is None:
+            return default_units(paths)
+        if isinstance(self.unit, int):
+            return _by_size(leaves, self.unit)
+        return _by_unit_patterns((self.unit,) if isinstance(self.unit, str) else self.unit, paths)
+
+
+def _by_size(leaves: Sequence[Any], size: int) -> list[str]:
+    """Put leaves into units, in their order, each closed as soon as it has reached a size in bytes."""
+    units: list[str] = []
+    number, filled = 0, 0
+    for leaf in leaves:
+        if filled >= size:
+            number, filled = number + 1, 0
+        units.append(f"unit {number}")
+        filled += leaf.dtype.itemsize * _count(leaf.shape)
+    return units
+
+
+def _count(shape: Sequence[int]) -> int:
+    count = 1
+    for length in shape:
+        count *= length
+    return count
+
+
+def _by_unit_patterns(patterns: Sequence[str], paths: Sequence[str]) -> list[str]:
+    """Put leaves into the units that patterns are for, the innermost that a leaf is in; others into their default one."""
+    begins = [[parts_of(path)[:end] for end in range(len(parts_of(path)), 0, -1)] for path in paths]
+    asked = {pattern: parts_of(pattern) for pattern in patterns}
+    unused = [
+        f'"{name}"'
+        for name, one in asked.items()
+        if not any(matches_parts(one, begin) for row in begins for begin in row)
+    ]
+    if unused:
+        raise LayoutError(
+            f"fsdp: no leaf is in a unit {' or '.join(unused)}. {listed(paths)}; a pattern begins where their paths do."
+        )
+    found = [
+        next((begin for begin in row if any(matches_parts(one, begin) for one in asked.values())), None)
+        for row in begins
+    ]
+    others = default_units(paths)
+    return [other if begin is None else named(begin) for other, begin in zip(others, found, strict=True)]
+
+
+def units_of(module: nn.Module, *kinds: type[nn.Module]) -> tuple[str, ...]:
+    """Return where the modules of some classes stand in a module, as units for `fsdp`.
+
+    Each is gathered for itself, of nested ones each for what the inner ones leave.  The names are those of the parameters
+    that `functionalize` returns.
+
+    >>> import torch
+    >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU(), torch.nn.Linear(2, 2))
+    >>> units_of(model, torch.nn.Linear)
+    ('0', '2')
+    """
+    owned = [f".{name}" for name, _ in module.named_parameters()]  # a tied parameter is in the unit of its first owner
+    found = tuple(
+        name
+        for name, part in module.named_modules()
+        if name and isinstance(part, kinds) and any(path.startswith(f".{name}.") for path in owned)
+    )
+    if not found:
+        present = sorted({type(part).__name__ for part in module.modules()})
+        asked = " or ".join(kind.__name__ for kind in kinds) or "of no class"
+        raise ModuleError(
+            f"units_of: {type(module).__name__} has no {asked} with parameters inside. Its modules are {', '.join(present)}."
+        )
+    return found
+
+
+def fsdp(axis: str | tuple[str, ...], *, unit: str | Sequence[str] | int | None = None) -> Fsdp:
+    """Return rules that flatten every parameter and cut it over `axis`: ZeRO-3 at rest.
+
+    Args:
+        axis: an axis, or several from major to minor.  Along axes that are not named, parameters are replicated: on a mesh
+            of {"node": 4, "data": 8}, `fsdp("data")` shards inside a node and replicates across nodes.
+        unit: what is gathered and reduced together: a path pattern ("layers[*]") or several, of which the innermost counts
+            (`units_of(module, nn.TransformerEncoderLayer)`), a size in bytes, or None for a unit per repeated block: of the
+            indices in a path the first whose neighbours look alike.
+
+    >>> fsdp("data")
+    Fsdp(axes=('data',), unit=None)
+    """
+    given: list[Any] = [*unit] if isinstance(unit, Iterable) and not isinstance(unit, str) else [unit]
+    alone = unit is None or isinstance(unit, str) or (type(unit) is int and unit > 0)
+    if not (alone or (given and all(isinstance(one, str) for one in given))):
+        raise LayoutError(
+            f"fsdp: unit={unit!r} is no path pattern, nor several, nor a whole number of bytes above 0. "
+            'Write fsdp(..., unit="blocks[*]"), unit=20_000_000, or leave it out for a unit per repeated block.'
+        )
+    return Fsdp(as_axes(axis), given[0] if alone else tuple(given))
+
+
+@uncompiled
+def shard_params(
+    params: nn.Module | PyTree, rules: Rules, *, mesh: Mesh, frozen: Choice = None, seed: int | None = None
+) -> PyTree:
+    """Lay parameters on a mesh by rules.  Nothing is sent: every process is given the whole and keeps its pieces.
+
+    Args:
+        params: a tree of tensors, the same on every process.  A tensor that stands twice in it (tied) is laid out once.  What
+            lies on a mesh already, this or another one, is laid anew; what was frozen stays so.  Or a module, of which the
+            parameters are taken by their names.
+        rules: see the module: a P, a tree of Ps, patterns, a function, or `fsdp(...)`.
+        mesh: the devices.
+        frozen: which are not to be trained: a path pattern, several, or a function of the path.  They lie as the others, and
+            never have a gradient or optimizer state.  A Parameter that does not require grad is frozen anyway.
+        seed: of the `lazy` layers of a module, which are built one at a time; each device keeps its shards.
+
+    >>> import torch, fshard as fs
+    >>> mesh = fs.make_mesh({"data": 4})
+    >>> params = fs.shard_params({"w": torch.zeros(3, 3), "b": torch.zeros(3)}, fs.fsdp("data"), mesh=mesh)
+    >>> fs.typeof(params["w"]), [tuple(shard.shape) for shard in params["w"].shards]
+    (f32[3, 3]{flat:data}, [(3,), (3,), (3,), (0,)])
+    """
+    if not isinstance(params, nn.Module):
+        if seed is not None:
+            raise LayoutError(
+                "shard_params: seed= draws lazy layers of a module; a tree of tensors has none. Leave it out."
+            )
+        return lay(params, rules, mesh, frozen)
+    tree = dict(params.named_parameters())
+    if seed is None or mesh.runtime == "abstract":
+        return lay(tree, rules, mesh, frozen)
+    laid = lay(tree, rules, mesh, frozen, reserved)
+    draw(params, seed, tree.keys(), lambda name, x: fill(laid[name], x), "shard_params")
+    return laid
+
+
+def lay(
+    params: PyTree, rules: Rules, mesh: Mesh, frozen: Choice = None, put: Callable[[Any, Layout], Any] = device_put
+) -> PyTree:
+    """Lay parameters on a mesh by rules, each by `put`."""
+    _, leaves, structure = flatten_with_paths(params, sharded_is_leaf=True)
+    done: dict[tuple[int, ...], Any] = {}
+    for leaf, layout in zip(leaves, layouts_of(params, rules, mesh, frozen), strict=True):
+        if key_of(leaf) not in done:
+            done[key_of(leaf)] = put(leaf.detach() if isinstance(leaf, Tensor) else leaf, layout)
+    return unflatten(structure, [done[key_of(leaf)] for leaf in leaves])
+
+
+def layouts_of(params: PyTree, rules: Rules, mesh: Mesh, frozen: Choice, what: str = "shard_params") -> list[Layout]:
+    """Return the layout of every leaf, or raise naming all that is wrong with the rules and all that they leave open."""
+    paths, leaves, _ = flatten_with_paths(params, sharded_is_leaf=True)
+    if isinstance(rules, P | Fsdp):
+        mesh.check_axes(rules.axes, f"{what} with {rules}")
+    units, fixed, specs, layouts = default_units(paths), [False] * len(paths), list[Any](), list[Layout]()
+    known: dict[tuple[int, ...], Layout] = {}
+    with collected(what) as attempt:
+        with attempt(""):
+            fixed = chosen(frozen, paths, "frozen")
+        with attempt(""):
+            specs, wrong = _specs(params, rules, paths, leaves)
+            if wrong:
+                raise LayoutError(wrong)
+        for number, rule in enumerate(dict.fromkeys(spec for spec in specs if isinstance(spec, Fsdp))):
+            places = [place for place, spec in enumerate(specs) if spec == rule]
+            for place in places:
+                specs[place] = P.flat(*rule.axes)
+            with attempt(""):
+                found = rule.units([paths[place] for place in places], [leaves[place] for place in places])
+                for place, unit in zip(places, found, strict=True):
+                    units[place] = f"{unit} of rule {number}" if number and isinstance(rule.unit, int) else unit
+        for path, leaf, spec, unit, fix in zip(paths, leaves, specs, units, fixed, strict=False):
+            with attempt(named(parts_of(path))):
+                if spec is not _OPEN:
+                    layout = Layout(mesh, _of_parameter(spec), unit=unit, frozen=fix or is_frozen(leaf))
+                    refuse_unfit(leaf, layout)
+                    _refuse_parted(known.setdefault(key_of(leaf), layout), layout)
+                    layouts.append(layout)
+    return layouts
+
+
+def _refuse_parted(first: Layout, layout: Layout) -> None:
+    """Raise if a leaf that stands twice is to lie in two ways."""
+    if layout.spec != first.spec:
+        raise LayoutError(f"it is tied to a leaf that lies as {first.spec}, and cannot lie as {layout.spec}.")
+    if layout.frozen != first.frozen:
+        raise LayoutError("of it and a leaf that it is tied to, one is frozen. Freeze both: they are one.")
+
+
+_OPEN: Any = object()
+"""What patterns say of a leaf that none or several are for."""
+
+
+def _specs(params: PyTree, rules: Rules, paths: Sequence[str], leaves: Sequence[Any]) -> tuple[list[Any], str]:
+    """Return what rules say of each leaf, and what is wrong where they are patterns."""
+    if isinstance(rules, P | Fsdp):
+        return [rules] * len(leaves), ""
+    if callable(rules):
+        return [rules(named(parts_of(path)), leaf) for path, leaf in zip(paths, leaves, strict=True)], ""
+    try:
+        return broadcast_prefix(rules, params), ""
+    except ValueError:
+        if isinstance(rules, Mapping) and all(isinstance(value, P | Fsdp) for value in rules.values()):
+            return _by_patterns(rules, paths)
+        raise LayoutError(f"the rules {rules!r} are neither a prefix of the parameters nor patterns.") from None
+
+
+def _by_patterns(rules: Mapping[str, P | Fsdp], paths: Sequence[str]) -> tuple[list[Any], str]:
+    complaints: list[str] = []
+    found: list[Any] = []
+    for path in paths:
+        fitting = _fitting(rules, path)
+        if not fitting:
+            complaints.append(f"no rule is for {named(parts_of(path))}")
+        elif len({*fitting.values()}) > 1:
+            clash = " and ".join(f'"{pattern}" ({spec})' for pattern, spec in fitting.items())
+            complaints.append(f"{clash} disagree about {named(parts_of(path))}")
+        found.append(fitting.popitem()[1] if len({*fitting.values()}) == 1 else _OPEN)
+    complaints += [
+        f'no leaf is for the rule "{pattern}"' for pattern in rules if not any(matches(pattern, path) for path in paths)
+    ]
+    hint = f'. {listed(paths)}; "**": P() replicates what no other rule is for.'
+    return found, "; ".join(complaints) + hint if complaints else ""
+
+
+def _fitting(rules: Mapping[str, P | Fsdp], path: str) -> dict[str, P | Fsdp]:
+    """Return the patterns that count for a path: those without `**` before those with it, and `**` alone at last."""
+    fitting = [pattern for pattern in rules if matches(pattern, path)]
+    ranks = [("**" in parts_of(pattern)) + ({*parts_of(pattern)} == {"**"}) for pattern in fitting]
+    return {pattern: rules[pattern] for pattern, rank in zip(fitting, ranks, strict=True) if rank == min(ranks)}
+
+
+def _of_parameter(spec: Any) -> P:
+    if not isinstance(spec, P):
+        raise LayoutError(f"{spec!r} is no P. Rules say how each leaf lies: P() where it is whole.")
+    if spec.unreduced:
+        raise LayoutError(f"{spec} is a sum that is not made yet, which no parameter is. Leave unreduced= out.")
+    return spec
+
+
+def init_params(
+    init_fn: Callable[[], PyTree], rules: Rules, *, mesh: Mesh, seed: int | None = None, frozen: Choice = None
+) -> PyTree:
+    """Draw the parameters that `init_fn()` makes, and lay them out by rules.
+
+    Args:
+        init_fn: returns a tree of tensors.
+        rules: see `shard_params`.
+        mesh: the devices.
+        frozen: which are not to be trained: see `shard_params`.
+        seed: draw as after `torch.manual_seed(seed)`, and leave the generator as it was; None: draw from it as it is.
+
+    Nothing is sent: every process draws all numbers on the host and keeps its shards.  A model that no host can hold is made
+    of `lazy` layers.
+
+    >>> import torch, fshard as fs
+    >>> mesh = fs.make_mesh({"data": 4})
+    >>> params = fs.init_params(lambda: {"w": torch.randn(2, 2), "b": torch.zeros(2)}, fs.fsdp("data"), mesh=mesh, seed=0)
+    >>> fs.typeof(params["w"]), torch.equal(fs.unshard(params["w"]), torch.randn(2, 2, generator=torch.manual_seed(0)))
+    (f32[2, 2]{flat:data}, True)
+    """
+    with drawing_from(random_state()) if seed is not None else nullcontext():
+        if seed is not None:
+            torch.manual_seed(seed)
+        with torch.device("meta") if mesh.runtime == "abstract" else nullcontext():
+            made = init_fn()
+    return shard_params(made, rules, mesh=mesh, frozen=frozen)

@@ -1,0 +1,1 @@
+"""The gradient of a model in pipeline stages."""

@@ -1,0 +1,169 @@
+"""Modules as the stages of a pipeline, and what of their activations is computed again.
+
+    recompute          kept of each microbatch until its backward             computed again
+    "never"            all that the backward needs                            nothing
+    "always"           what the stage was given                               the stage
+    "except_last"      the same, but all of the last microbatch               the stage, but not for the last
+    n, a number        what each n layers were given                          n layers at a time
+
+Of a backward in two halves, I and W, all that is computed again is done in I, and held for W as far as that needs it: products
+wait as ever.  With a policy they do not: torch's checkpoint hands a tensor out once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from fshard.copying import copied
+from fshard.errors import PolicyError
+from fshard.mesh.layout import PyTree
+from fshard.pipeline.execution.leaves import ByMicrobatch, Stage, map_tensors
+from fshard.pipeline.execution.saved import watching_now
+from fshard.pipeline.split.midway import around_blocks
+from fshard.transforms.module.functionalize import functionalize
+from fshard.transforms.module.remat import Policy, remat
+from fshard.transforms.reproducible.randomness import drawing_from, random_state
+
+How = Literal["never", "always", "except_last"] | int
+
+
+def stage_functions(
+    stages: Sequence[nn.Module | Stage],
+    recompute: How = "never",
+    *,
+    microbatches: int | None = None,
+    policy: str | Policy = "nothing",
+) -> tuple[list[Stage], list[PyTree]]:
+    """Return stages as functions of (params, x), for `pipelined`, and the parameters of each.
+
+    Args:
+        stages: modules, as from `split_stages`; functions are taken as they are, and have None as parameters.
+        recompute: whose activations are not kept: of no microbatch ("never"), of each ("always"), of all but the last
+            ("except_last"), or those within every so many layers, of an `nn.Sequential`; of a module cut by its blocks, 1.
+        microbatches: of a step, for "except_last".
+        policy: what is kept nevertheless: see `fs.remat`.
+
+    >>> import torch, fshard as fs
+    >>> schedule = fs.pipeline_schedule("1f1b", stages=2, microbatches=2)
+    >>> stages = fs.split_stages([nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 1)], 2)
+    >>> functions, params = stage_functions(stages, "except_last", microbatches=2)
+    >>> step = fs.pipelined(functions, schedule, lambda y, x: y.mean(), mesh=fs.make_mesh({"pipe": 2}))
+    >>> [[*tree] for tree in step(params, torch.ones(2, 3, 2)).gradients]
+    [['0.weight', '0.bias'], ['2.weight', '2.bias']]
+    """
+    _check(stages, recompute, microbatches)
+    modules = in_groups(stages, recompute, policy) if isinstance(recompute, int) else stages
+    functions, params = zip(*[_function(number, stage) for number, stage in enumerate(modules)], strict=True)
+    if isinstance(recompute, int) or recompute == "never":
+        return [*functions], [*params]
+    kept = (microbatches or 0) - 1 if recompute == "except_last" else -1
+    return [_by_turn(function, _again(function, policy, 1), kept) for function in functions], [*params]
+
+
+def _check(stages: Sequence[object], recompute: How, microbatches: int | None) -> None:
+    wrong: list[str] = []
+    number = isinstance(recompute, int) and not isinstance(recompute, bool) and recompute > 0
+    if not number and recompute not in ("never", "always", "except_last"):
+        wrong.append(f'recompute={recompute!r} is none of "never", "always", "except_last" and a number of layers')
+    if recompute == "except_last" and not microbatches:
+        wrong.append('"except_last" needs to know how many there are: microbatches=')
+    if isinstance(recompute, int):
+        functions = [str(number) for number, stage in enumerate(stages) if not isinstance(stage, nn.Module)]
+        wrong += [f"stage {', '.join(functions)} is a function, which has no layers"] if functions else []
+    if wrong:
+        raise PolicyError(f"stage_functions: {'; '.join(wrong)}.")
+
+
+def _function(number: int, stage: nn.Module | Stage) -> tuple[Stage, PyTree]:
+    if not isinstance(stage, nn.Module):
+        return stage, None
+    apply, params, buffers = functionalize(stage)
+
+    def call(params: PyTree, x: PyTree, **skips: PyTree) -> PyTree:
+        y, after = apply(params, buffers, x, **skips)
+        changed = [name for name, x in after.items() if x is not buffers.get(name)]
+        if changed:
+            raise PolicyError(
+                f"stage_functions: stage {number} changes its buffers {', '.join(changed)}, which a function of parameters "
+                "does not keep. Let train_step remember them, has_buffers=True, or use what they are, module.eval(); for a "
+                "function of your own see functionalize(deferred_batch_norm=True)."
+            )
+        return y
+
+    return call, params
+
+
+def _again(function: Callable[..., Any], policy: str | Policy, begin: int = 0) -> Callable[..., Any]:
+    """Let a function be computed again from its arguments, which it may change in place, but for the first ones."""
+
+    def on_copies(*args: Any, **kwargs: Any) -> Any:
+        own, named = map_tensors(torch.clone, (args[begin:], kwargs))
+        return function(*args[:begin], *own, **named)
+
+    kept = remat(on_copies, policy)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        saved, state = watching_now(), random_state()
+        if saved is None or policy != "nothing":
+            return kept(*args, **kwargs)
+
+        def again() -> None:
+            with drawing_from(state):
+                on_copies(*args, **kwargs)
+
+        return saved.instead(lambda: on_copies(*args, **kwargs), again)
+
+    return run
+
+
+def _by_turn(stage: Stage, again: Stage, kept: int) -> Stage:
+    return ByMicrobatch(lambda number: stage if number == kept else again)
+
+
+# -- groups of layers -------------------------------------------------------------------------------------------
+
+
+class Grouped(nn.Sequential):
+    """Layers of which so many at a time are computed again."""
+
+    def __init__(self, layers: nn.Sequential, size: int, policy: str | Policy) -> None:
+        super().__init__()
+        vars(self)["_modules"] = vars(layers)["_modules"]  # under their own names
+        self._size, self._run = size, _again(_through, policy, 1)
+
+    def forward(self, input: Any) -> Any:
+        """Call them."""
+        layers = [*self]
+        for begin in range(0, len(layers), self._size):
+            input = self._run(layers[begin : begin + self._size], input)
+        return input
+
+
+def _through(layers: Sequence[nn.Module], x: Any) -> Any:
+    for layer in layers:
+        x = layer(x)
+    return x
+
+
+def in_groups(stages: Sequence[nn.Module | Stage], size: int, policy: str | Policy = "nothing") -> list[nn.Module]:
+    """Return modules like these, of whose layers so many at a time are computed again."""
+    _check(stages, size, None)
+    return [_grouped(stage, size, policy) for stage in stages]
+
+
+def _grouped(stage: Any, size: int, policy: str | Policy) -> nn.Module:
+    if type(stage) is nn.Sequential:
+        return Grouped(stage, size, policy)
+    tensors = {id(x): x for x in (*stage.parameters(), *stage.buffers())}
+    made = copied(stage, {**tensors})
+    if size != 1 or not around_blocks(made, partial(_again, policy=policy)):
+        raise PolicyError(
+            f"stage_functions: groups of {size} can be told of an nn.Sequential; of {type(stage).__name__} single blocks can, "
+            'if it was cut by them: recompute=1. All of a stage is "always".'
+        )
+    return made

@@ -1,0 +1,270 @@
+"""The parameters of one stage on one device, unsharded before they are used and freed after; and the sums of their gradients.
+
+What autograd saves of a parameter, views of it too, has its memory.  So that memory is freed and filled again under the same
+tensors: nothing has to be swapped, and nothing is recorded twice.
+
+    UNSHARD   all-gather begins     F, B, I, W   memory is filled     RESHARD   memory is freed     REDUCE   reduce-scatter
+
+A tied parameter has one owner, the first of its stages; the others borrow it, and send their gradients to the owner's device:
+
+    any mode             each stage its sum       ->  the owner: their sum                          ->  reduced
+    reproducible mode    each microbatch's own    ->  the owner: their sums, then the tree of them  ->  reduced
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import reduce
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from fshard.errors import ModuleError
+from fshard.mesh.layout import PyTree
+from fshard.mesh.reshard.execute import Way, go
+from fshard.pipeline.execution.leaves import edges_of
+from fshard.pipeline.execution.total import Ordered, Running
+from fshard.source import Site
+from fshard.transforms.fsdp.lazy_param import WRITES
+from fshard.transforms.fsdp.units import versions_of
+from fshard.transforms.module.replica import Replica
+from fshard.transforms.patterns import named, parts_of
+from fshard.transforms.stages.plan import Own, Plan, Tie
+
+_data_of = cast("Any", Tensor).data.__get__
+
+
+class _Guarded(Tensor):
+    """A parameter of a stage, of which a write to `.data` is seen as any other, by its version."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore
+    _is_param = True
+    """As torch asks whether it is one."""
+    path = ""
+    step: StageParams
+    """The step whose parameter it is."""
+
+    @property
+    def data(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride, reportIncompatibleMethodOverride]
+        """The same memory, and the same version."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        raise ModuleError(f"a stage writes to the parameter {named(parts_of(self.path))}. {WRITES}")
+
+
+def _guarded(x: Tensor, path: str, step: StageParams) -> Tensor:
+    made = x.detach().as_subclass(_Guarded)
+    made.path, made.step = path, step
+    return made
+
+
+class StageParams:
+    """The parameters of a stage, each once.
+
+    Args:
+        own: what they are, and their ways from shards to wholes.
+        shards: what the device has of them.
+        compute: the floating dtype that they are used in; None: their own.
+        site: the line of the step.
+    """
+
+    def __init__(self, own: Own, shards: Sequence[Tensor], compute: torch.dtype | None, site: Site) -> None:
+        leaves = own.leaves
+        self._shards, self._compute, self._site = shards, compute, site
+        self._replicas: list[Replica] = []
+        self._ways = [leaf.gather for leaf in leaves]
+        self._cut = [place for place, way in enumerate(self._ways) if any(step.kind != "reshape" for step in way.steps)]
+        self._coming: Callable[[], list[Tensor]] | None = None
+        self._whole = not self._cut
+        wholes = dict(zip(self._uncut, self._go(self._uncut, ahead=False)(), strict=True))
+        for place in self._cut:
+            near = self._converted(place)
+            wholes[place] = torch.empty(leaves[place].shape, dtype=near.dtype, device=near.device)
+            wholes[place].untyped_storage().resize_(0)
+        self._xs = [_guarded(wholes[place], leaf.path, self) for place, leaf in enumerate(leaves)]
+        trained = [place for place, leaf in enumerate(leaves) if leaf.trained]
+        self.own = [self._xs[place].requires_grad_() for place in trained]
+        self._edges = edges_of(self.own)
+        self._tree = own.tree(self._xs)
+        self._versions, self._leaves = versions_of(self._xs), leaves
+
+    @property
+    def tree(self) -> PyTree:
+        """The parameters, whole."""
+        self._arrive()
+        return self._tree
+
+    @property
+    def edges(self) -> list[GradientEdge]:
+        """Where the gradients of those that are trained come out; and they are whole."""
+        self._arrive()
+        return self._edges
+
+    def use(self, replica: Replica) -> None:
+        """Note that the parameters are installed in a module until the step closes."""
+        if not any(replica is other for other in self._replicas):
+            self._replicas.append(replica)
+
+    def close(self) -> None:
+        """End the step: take the parameters out of modules."""
+        for replica in self._replicas:
+            replica.rest()
+        self._replicas = []
+
+    def written_to(self) -> list[str]:
+        """Return the paths of those that a stage has written to."""
+        now = versions_of(self._xs)
+        both = zip(self._leaves, now, self._versions, strict=True)
+        return [leaf.path for leaf, version, before in both if version != before]
+
+    def gather(self) -> None:
+        """Begin to gather what lies in pieces, ahead of its use."""
+        if not self._whole and self._coming is None:
+            self._coming = self._go(self._cut, ahead=True)
+
+    def free(self) -> None:
+        """Let go what was gathered."""
+        self._arrive()  # others count on it
+        for place in self._cut:
+            memory = self._xs[place].untyped_storage()
+            if memory.resizable():  # that of which numpy has an array stays until the step ends
+                memory.resize_(0)
+        self._whole = not self._cut
+
+    def _arrive(self) -> None:
+        self.gather()
+        if self._coming is not None:
+            values, self._coming, self._whole = self._coming(), None, True
+            for place, value in zip(self._cut, values, strict=True):
+                x = _data_of(self._xs[place])  # whose changes autograd does not count
+                if x.untyped_storage().nbytes() != x.nbytes:
+                    x.untyped_storage().resize_(x.nbytes)
+                x.copy_(value)
+
+    @property
+    def _uncut(self) -> list[int]:
+        return [place for place in range(len(self._ways)) if place not in self._cut]
+
+    def _go(self, places: Sequence[int], *, ahead: bool) -> Callable[[], list[Tensor]]:
+        with torch.no_grad():
+            xs = [self._converted(place) for place in places]
+            return go(xs, [self._ways[place] for place in places], self._site, ahead=ahead)
+
+    def _converted(self, place: int) -> Tensor:
+        x = self._shards[place].detach()
+        return x if self._compute is None or not x.is_floating_point() else x.to(self._compute)
+
+
+Gradients = list[Tensor | None]
+
+
+class StageSums:
+    """The gradients of one device in one step.
+
+    Args:
+        plan: of all steps.
+        stages: those of the device, which is at a `place` along the pipeline.
+        weights: what each microbatch counts for, in reproducible mode; None: gradients come weighted.
+        place: see stages.
+        near: a tensor on the device.
+        site: the line of the step.
+    """
+
+    def __init__(
+        self, plan: Plan, stages: Sequence[int], weights: list[float] | None, place: int, near: Tensor, site: Site
+    ) -> None:
+        leaves, own, self._ways, _, ties = plan.weights
+        used, wide = [plan.used_in(leaf) for leaf in leaves], [plan.reduced_in(leaf) for leaf in leaves]
+        trained = {stage: [leaf for leaf in own[stage].numbers if leaves[leaf].trained] for stage in stages}
+        self._leaves, self._trained, self._wide = leaves, trained, wide
+        self._apart = wide if weights is None else used  # one microbatch's are added as one backward would
+        self._ties, self._weights, self._place, self._near, self._site = ties, weights, place, near, site
+        self._tied = {tie.leaf for tie in ties}
+        self._each = {(stage, tie.leaf): dict[int, Tensor]() for tie in ties for stage in tie.stages}
+        self._totals = {stage: self._total() for stage in trained}
+        self._under_way: list[tuple[Sequence[int], Callable[[], list[Tensor]]]] = []
+        self._simply = {stage: all(wide[leaf] is used[leaf] for leaf in own) for stage, own in trained.items()}
+        self.used = [False] * len(leaves)
+
+    def _total(self) -> Running | Ordered:
+        return Running() if self._weights is None else Ordered(self._weights)
+
+    def add(self, stage: int, microbatch: int, gs: Sequence[Tensor | None], *, idle: bool) -> None:
+        """Take what one microbatch gave; an idle one counts for nothing."""
+        row: Gradients = []
+        for leaf, g in zip(self._trained[stage], gs, strict=True):
+            self.used[leaf] |= g is not None
+            if g is not None:
+                g = None if idle else g.to_dense() if g.is_sparse else g
+            if g is not None and leaf in self._tied:
+                self._keep(self._each[stage, leaf], microbatch, g.to(self._apart[leaf]))
+                g = None
+            row.append(None if g is None else g.to(self._wide[leaf]))
+        self._totals[stage].add(microbatch, row)
+
+    def lend(self, stage: int, own: Sequence[Tensor]) -> bool:
+        """Let the weights' `.grad` be the sums, if gradients are simply added up in their own dtypes; return whether."""
+        total = self._totals[stage]
+        return self._simply[stage] and isinstance(total, Running) and total.lend(own)
+
+    def _keep(self, kept: dict[int, Tensor], microbatch: int, g: Tensor) -> None:
+        at = 0 if self._weights is None else microbatch
+        kept[at] = kept[at] + g if at in kept else g
+
+    def reduce(self, stage: int) -> None:
+        """Begin to reduce what a stage has found, but for what is tied."""
+        total = self._totals.pop(stage)
+        sums = total.sums() if isinstance(total, Ordered) else total.result()
+        found = dict(zip(self._trained[stage], sums or [None] * len(self._trained[stage]), strict=True))
+        for leaf, g in found.items():
+            if g is not None:
+                self.used[leaf] = True
+                if leaf in self._tied:
+                    self._keep(self._each[stage, leaf], 0, g)
+        self._send({leaf: g for leaf, g in found.items() if leaf not in self._tied})
+
+    def _send(self, found: dict[int, Tensor | None]) -> None:
+        ways, xs = list[Way](), list[Tensor]()
+        for leaf, g in found.items():
+            way = self._ways[leaf]
+            assert way is not None
+            ways.append(way)
+            xs.append(self._zeros(self._leaves[leaf].shape, self._wide[leaf]) if g is None else g)
+        if xs:
+            self._under_way.append(([*found], go(xs, ways, self._site, ahead=True)))
+
+    def _zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return self._near.new_zeros(shape, dtype=dtype)
+
+    def result(self) -> dict[int, Tensor]:
+        """Return the reduced gradients of what lies on this device, by number."""
+        for stage in [*self._totals]:
+            self.reduce(stage)
+        self._bring_home()
+        return {leaf: g for leaves, finish in self._under_way for leaf, g in zip(leaves, finish(), strict=True)}
+
+    def _bring_home(self) -> None:
+        """Send what borrowers have found to the owners, which add it up and reduce it."""
+        rows = [(tie, at) for tie in self._ties for at in range(1, len(tie.stages))]
+        xs = [self._stacked(tie, at) for tie, at in rows]
+        stacks = go(xs, [tie.homes[at] for tie, at in rows], self._site)()
+        for tie in self._ties:
+            if tie.places[0] == self._place:
+                others = [stack for (other, _), stack in zip(rows, stacks, strict=True) if other is tie]
+                total = self._total()
+                found = reduce(torch.add, reversed([self._stacked(tie, 0), *others]))  # (microbatch or 1, ...)
+                for at, g in enumerate(found):
+                    total.add(at, [g.to(self._wide[tie.leaf])])
+                self._send({tie.leaf: (total.sums() if isinstance(total, Ordered) else total.result())[0]})
+
+    def _stacked(self, tie: Tie, at: int) -> Tensor:
+        """Return what a stage of a tie has found, a row for each microbatch or one in all; nothing, if it is not here."""
+        shape, dtype = self._leaves[tie.leaf].shape, self._apart[tie.leaf]
+        if tie.places[at] != self._place:
+            return self._zeros([0] * (1 + len(shape)), dtype)
+        kept, zero = self._each.pop((tie.stages[at], tie.leaf)), self._zeros(shape, dtype)
+        return torch.stack([kept.get(row, zero) for row in range(len(self._weights or [1.0]))])

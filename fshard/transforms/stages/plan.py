@@ -1,0 +1,350 @@
+"""What is worked out once of a model in stages: the ways of its parameters and of their gradients.
+
+    a piece at the first stage's place  ──lent──>  a piece at another's  ──gathered──>  whole, for a while
+    summands, one from each device of the place  ──reduced──>  the gradient's layout, there
+
+All ways begin and end at one place along the pipeline: other devices have other stages, and no part in them.
+
+Where the parameters of a pipeline lie: those of a stage on the devices that have it, and nowhere else.
+
+A stage's place along "pipe" is a part of the layout of each of its parameters.  So optimizers, norms, checkpoints and pictures
+need to know nothing of pipelines.  Of a parameter that stands in two stages (tied) there is one: it lies where the first is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fshard.errors import LayoutError
+from fshard.mesh.layout import Layout, Mesh, P, PyTree, Structure, flatten, flatten_with_paths, unflatten
+from fshard.mesh.layout.sharded import Sharded, key_of
+from fshard.mesh.reshard.device_put import device_put
+from fshard.mesh.reshard.execute import STAY, Way, way_between
+from fshard.mesh.spmd.run import held
+from fshard.optim.leaves import trainable
+from fshard.pipeline.execution.leaves import Stage
+from fshard.pipeline.execution.post import Known as Messages
+from fshard.pipeline.execution.post import Route
+from fshard.pipeline.schedule.schedule import Schedule
+from fshard.transforms.device_step import How
+from fshard.transforms.fsdp.units import Leaf
+from fshard.transforms.module.lazy import draw, fill, reserved
+from fshard.transforms.patterns import Choice, named, parts_of
+from fshard.transforms.reproducible.summation_tree import way_in_order
+from fshard.transforms.shard_params import Rules, layouts_of
+
+
+class Own(NamedTuple):
+    """The parameters of one stage, each once: they and their numbers, and what puts them together as the stage takes them."""
+
+    leaves: list[Leaf]
+    numbers: list[int]
+    tree: Callable[[list[Tensor]], PyTree]
+
+
+class Borrowed(NamedTuple):
+    """A parameter that a stage needs at another place than its own, and the way of its piece to that place."""
+
+    leaf: int
+    place: int
+    way: Way
+
+
+class Tie(NamedTuple):
+    """A parameter of several stages, by its number.
+
+    Args:
+        leaf: its number.
+        stages: where it stands; the first owns it.
+        places: of the stages, along the pipeline.
+        homes: the ways of what each stage has found to the owner's place.
+    """
+
+    leaf: int
+    stages: tuple[int, ...]
+    places: tuple[int, ...]
+    homes: tuple[Way, ...]
+
+
+class Weights(NamedTuple):
+    """The parameters of all stages.
+
+    Args:
+        leaves: each once; a number is a place among them.
+        own: those of each stage.
+        ways: of their gradients, None where they are not trained.
+        borrowed: what stages need of others' parameters.
+        ties: the trained parameters of several stages.
+    """
+
+    leaves: list[Leaf]
+    own: list[Own]
+    ways: list[Way | None]
+    borrowed: list[Borrowed]
+    ties: list[Tie]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What all devices know of all steps.
+
+    Args:
+        how: a step is taken.
+        axis: along which the pipeline lies.
+        stages: what is called.
+        inputs: gives the first one its part of a microbatch.
+        route: who does what, and when.
+        weights: the parameters.
+        messages: what devices have learnt of them; None: they are told anew.
+    """
+
+    how: How
+    axis: str
+    stages: Sequence[Stage]
+    inputs: Callable[[PyTree], PyTree]
+    route: Route
+    weights: Weights
+    messages: dict[int, dict[Any, Messages]] | None
+
+    def used_in(self, leaf: Leaf) -> torch.dtype:
+        """Return the dtype that a parameter is used in."""
+        return self.how.manner.compute or leaf.dtype if leaf.dtype.is_floating_point else leaf.dtype
+
+    def reduced_in(self, leaf: Leaf) -> torch.dtype:
+        """Return the dtype that a gradient is added up and reduced in."""
+        if leaf.dtype.is_complex:
+            return leaf.dtype
+        used, wide = self.used_in(leaf), self.how.slices is not None or self.how.accumulate > 1
+        return self.how.manner.reduce or (torch.promote_types(used, torch.float32) if wide else used)
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What the ways of parameters depend on, besides these.
+
+    Args:
+        how: a step is taken.
+        axis: along which the pipeline lies.
+        placement: where each stage lies along it.
+        gradients: from a parameter's layout to its gradient's; None: they are the same.
+        mesh: the devices.
+        over: the axes that the batch is cut over, along which gradients are summed.
+    """
+
+    how: How
+    axis: str
+    placement: Sequence[int]
+    gradients: Callable[[Layout], Layout] | None
+    mesh: Mesh
+    over: tuple[str, ...]
+
+    def weights(
+        self, structures: Sequence[Structure], given: Sequence[tuple[str, Sharded, bool]], at: Sequence[int]
+    ) -> Weights:
+        """Return what is to be known of parameters.
+
+        Args:
+            structures: of the trees of the stages.
+            given: for each leaf of these its path, what it is, and whether it is frozen.
+            at: the number of each, the same for those that are tied.
+        """
+        rest = iter(at)
+        numbers = [[next(rest) for _ in range(structure.num_leaves)] for structure in structures]
+        firsts = [given[at.index(number)] for number in range(len({*at}))]
+        leaves, layouts = [self._leaf(*first) for first in firsts], [x.layout for _, x, _ in firsts]
+        users = [[stage for stage, own in enumerate(numbers) if number in own] for number in range(len(leaves))]
+        borrowed = [
+            Borrowed(number, place, way_between(layout, on_place(layout, self.axis, place), leaf.shape))
+            for number, (leaf, layout, stages) in enumerate(zip(leaves, layouts, users, strict=True))
+            for place in sorted({self.placement[stage] for stage in stages})
+            if place != place_of(layout, self.axis)
+        ]
+        ties = [
+            self._tie(number, leaf.shape, stages)
+            for number, (leaf, stages) in enumerate(zip(leaves, users, strict=True))
+            if leaf.trained and len(stages) > 1
+        ]
+        ways = [self._way(leaf) if leaf.trained else None for leaf in leaves]
+        own = [
+            self._own(mine, structure, leaves, layouts, place)
+            for mine, structure, place in zip(numbers, structures, self.placement, strict=True)
+        ]
+        return Weights(leaves, own, ways, borrowed, ties)
+
+    def _leaf(self, path: str, x: Sharded, fixed: bool) -> Leaf:
+        trained = self.how.backward and trainable(x) and not fixed
+        wanted = self.gradients(x.layout) if trained and self.gradients is not None else x.layout
+        if place_of(wanted, self.axis) != place_of(x.layout, self.axis):
+            raise LayoutError(
+                f"{self.how.caller}: gradients= lays that of {named(parts_of(path))} as {wanted.spec}, and not where the "
+                f"parameter lies, {x.spec}. Keep its place along {self.axis}."
+            )
+        return Leaf(path, x.shape, x.dtype, "", STAY, trained, wanted)
+
+    def _own(
+        self,
+        numbers: Sequence[int],
+        structure: Structure,
+        leaves: Sequence[Leaf],
+        layouts: Sequence[Layout],
+        place: int,
+    ) -> Own:
+        """Return what a stage at a place is to have of parameters that lie so, or are lent to it."""
+        unique, whole = list(dict.fromkeys(numbers)), on_place(Layout(self.mesh), self.axis, place)
+        at = [unique.index(number) for number in numbers]
+
+        def gathered(number: int) -> Leaf:
+            piece, leaf = on_place(layouts[number], self.axis, place), leaves[number]
+            return leaf._replace(gather=way_between(piece, whole, leaf.shape))
+
+        def tree(xs: list[Tensor]) -> PyTree:
+            return unflatten(structure, [xs[place] for place in at])
+
+        return Own(list(map(gathered, unique)), unique, tree)
+
+    def _way(self, leaf: Leaf) -> Way:
+        """Return the way of a gradient among the devices of its stage."""
+        place = place_of(leaf.gradient, self.axis)
+        assert place is not None
+        if self.how.slices is not None:
+            return way_in_order(self.mesh, self.over, leaf.gradient, leaf.shape, ((self.axis, place),))
+        return way_between(Layout(self.mesh, P(unreduced=self.over, on={self.axis: place})), leaf.gradient, leaf.shape)
+
+    def _tie(self, number: int, shape: tuple[int, ...], stages: list[int]) -> Tie:
+        places = tuple(self.placement[stage] for stage in stages)
+        stack = (1 if self.how.slices is None else self.how.accumulate, *shape)
+        layouts = [on_place(Layout(self.mesh), self.axis, place) for place in places]
+        return Tie(number, tuple(stages), places, tuple(way_between(layout, layouts[0], stack) for layout in layouts))
+
+
+def shard_stages(
+    stages: Sequence[nn.Module | PyTree],
+    rules: Rules | None = None,
+    *,
+    mesh: Mesh,
+    schedule: Schedule,
+    axis: str = "pipe",
+    frozen: Choice = None,
+    seed: int | None = None,
+) -> list[PyTree]:
+    """Lay the parameters of stages on the devices that have them.  Nothing is sent: every process keeps its pieces.
+
+    Args:
+        stages: modules, of which the parameters are taken by their names; or trees of parameters.
+        rules: how they lie along the other axes: what `shard_params` takes, for the list of these trees: `fsdp("data")`, say,
+            or patterns as "*.blocks.*.w", which begin with the number of the stage.  None: whole.
+        mesh: the devices.
+        schedule: which says where each stage lies.
+        axis: along which.
+        frozen: which are not to be trained: see `shard_params`.
+        seed: that `lazy` layers are drawn by.  A process builds those of its own stages only, one stage after the other.
+
+    >>> import torch, fshard as fs
+    >>> mesh = fs.make_mesh({"pipe": 2, "data": 2})
+    >>> schedule = fs.pipeline_schedule("1f1b", stages=2, microbatches=4)
+    >>> params = fs.shard_stages([torch.nn.Linear(3, 4), torch.nn.Linear(4, 2)], mesh=mesh, schedule=schedule)
+    >>> fs.typeof(params[1]["weight"]), [tuple(shard.shape) for shard in params[1]["weight"].shards]
+    (f32[2, 4]{on:pipe=1}, [(0, 0), (0, 0), (2, 4), (2, 4)])
+    """
+    trees = [dict(one.named_parameters()) if isinstance(one, nn.Module) else one for one in stages]
+    where: dict[str, Any] = {"mesh": mesh, "schedule": schedule, "axis": axis}
+    modules = all(isinstance(one, nn.Module) for one in stages)  # nobody says how other tensors are made
+    put = device_put if seed is None or not modules else reserved
+    result = lay_stages(trees, rules, **where, frozen=frozen, put=put)
+    seen: set[tuple[int, ...]] = set()
+    for stage, tree, laid, own in zip(stages, trees, result, has_stages(**where), strict=True):
+        if isinstance(stage, nn.Module) and seed is not None and put is reserved and own:
+            new = [name for name, x in tree.items() if key_of(x) not in seen]
+            draw(stage, seed, new, lambda name, x, laid=laid: fill(laid[name], x), "shard_stages")
+        seen |= {key_of(x) for x in flatten(tree, sharded_is_leaf=True)[0]}
+    return result
+
+
+def lay_stages(
+    trees: Sequence[PyTree],
+    rules: Rules | None = None,
+    *,
+    mesh: Mesh,
+    schedule: Schedule,
+    axis: str,
+    frozen: Choice = None,
+    put: Callable[[Any, Layout], Any] = device_put,
+) -> list[PyTree]:
+    """Lay the parameters of stages on the devices that have them, each by `put`."""
+    refuse_unfit("shard_stages", len(trees), mesh, schedule, axis)
+    found = layouts_of(trees, P() if rules is None else rules, mesh, frozen, "shard_stages")
+    _refuse_placed(trees, found, mesh, axis, schedule.placement)
+    layouts, done, result = iter(found), dict[tuple[int, ...], Any](), list[PyTree]()
+    for place, tree in zip(schedule.placement, trees, strict=True):
+        leaves, structure = flatten(tree, sharded_is_leaf=True)
+        for leaf in leaves:
+            layout = on_place(next(layouts), axis, place)
+            if key_of(leaf) not in done:
+                done[key_of(leaf)] = put(leaf.detach() if isinstance(leaf, Tensor) else leaf, layout)
+        result.append(unflatten(structure, [done[key_of(leaf)] for leaf in leaves]))
+    return result
+
+
+def has_stages(mesh: Mesh, schedule: Schedule, axis: str) -> list[bool]:
+    """Return for each stage whether the caller has tensors of it: without memory nobody has."""
+    places = {mesh.coordinates(device)[axis] for device in held(mesh)} if mesh.runtime != "abstract" else set[int]()
+    return [place in places for place in schedule.placement]
+
+
+def _refuse_placed(
+    trees: Sequence[PyTree], layouts: Sequence[Layout], mesh: Mesh, axis: str, placement: Sequence[int]
+) -> None:
+    """Raise if rules say something else of where stages lie, naming which parameters."""
+    paths, first = flatten_with_paths(trees, sharded_is_leaf=True)[0], dict[tuple[int, ...], int]()
+    places = [
+        first.setdefault(key_of(leaf), at)
+        for tree, at in zip(trees, placement, strict=True)
+        for leaf in flatten(tree, sharded_is_leaf=True)[0]
+    ]
+    wrong = [
+        f"{named(parts_of(path))} as {layout.spec}"
+        for path, layout, at in zip(paths, layouts, places, strict=True)
+        if axis in layout.spec.axes and place_of(layout, axis) != at
+    ]
+    if wrong:
+        others = ", ".join(f'"{name}"' for name in mesh.axis_names if name != axis)
+        raise LayoutError(
+            f'shard_stages: stages lie along "{axis}" already, each at its place, but rules lay {", ".join(wrong)}. '
+            + (f"Axes that are left for rules: {others}." if others else "The mesh has no other axis: leave rules out.")
+        )
+
+
+def refuse_unfit(what: str, stages: int, mesh: Mesh, schedule: Schedule, axis: str, *others: str) -> None:
+    """Raise, naming all of it, unless a schedule fits so many stages and a mesh, and nothing else is wrong."""
+    mesh.check_axes(axis, f"{what}(axis=)")
+    if not isinstance(schedule, Schedule):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise LayoutError(
+            f"{what}: schedule={schedule!r} is none. Write fs.pipeline_schedule(name, stages=, microbatches=)."
+        )
+    wrong = [*others]
+    if stages != schedule.stages:
+        wrong.append(f"the schedule {schedule.name} has {schedule.stages} stages, {stages} are given")
+    if mesh.shape[axis] != schedule.devices:
+        wrong.append(
+            f"the schedule {schedule.name} is for {schedule.devices} devices, axis {axis} has {mesh.shape[axis]}"
+        )
+    if wrong:
+        raise LayoutError(f"{what}: {'; '.join(wrong)}.")
+
+
+def on_place(layout: Layout, axis: str, place: int) -> Layout:
+    """Return a layout on the devices at one place of an axis alone."""
+    spec, on = layout.spec, {**dict(layout.spec.on), (axis,): place}
+    if spec.flat_axes is not None:
+        return layout.with_spec(P.flat(*spec.flat_axes, unreduced=spec.unreduced, on=on))
+    return layout.with_spec(P(*spec.entries, unreduced=spec.unreduced, on=on))
+
+
+def place_of(layout: Layout, axis: str) -> int | None:
+    """Return the place of an axis where alone something lies, if there is one."""
+    return dict(layout.spec.on).get((axis,))

@@ -1,0 +1,186 @@
+"""`train_step`: gradient, optimizer and metrics as one pure function.
+
+params, state, batch           ─> value_and_grad ─> opt.step ─> params, state, metrics
+params, state, buffers, batch  ─> (with buffers, of BatchNorm say)  ─> params, state, buffers, metrics
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, Protocol, Unpack
+
+import torch
+from torch import Tensor
+
+from fshard.errors import LayoutError
+from fshard.mesh.layout import Mesh, PyTree
+from fshard.mesh.spmd.run import one_thread
+from fshard.optim.contract import Optimizer, Update, copied, step_of
+from fshard.optim.norms import exact_norms, norm_later
+from fshard.optim.plain import on_arrays
+from fshard.pipeline.schedule.schedule import Schedule
+from fshard.source import call_site
+from fshard.transforms.device_step import How
+from fshard.transforms.gradient import Value
+from fshard.transforms.options import Options
+from fshard.transforms.origin import refuse_distant
+from fshard.transforms.value_and_grad import gradient_of
+from fshard.uncompiled import uncompiled
+
+Precision = Literal["bf16", "fp16"]
+_COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16, None: None}
+
+Metrics = dict[str, Any]
+"""What is known of a step, equal on all devices.
+
+    loss, grad_norm    0-d tensors
+    finite             whether both are
+    samples            how many the batch has, unless its tensors do not agree
+    weight             with `weight=`: what the whole batch counts for, its number of tokens, say
+    aux                with `has_aux`: what the loss function returns beside the loss: means, sums of counts, rows of samples
+"""
+
+
+class AnyOptimizer(Protocol):
+    """What a training step needs of an optimizer: `fs.optim.Optimizer` or `fs.partition_optimizer(...)`."""
+
+    @property
+    def init(self) -> Callable[[PyTree], PyTree]: ...
+    @property
+    def update(self) -> Update: ...
+    @property
+    def step(self) -> Update | None: ...
+    @property
+    def loss_scale(self) -> Callable[[PyTree], Tensor] | None: ...
+
+
+@uncompiled
+def train_step(
+    loss_fn: Any,
+    opt: AnyOptimizer,
+    *,
+    mesh: Mesh,
+    batch: PyTree,
+    donate: bool = False,
+    precision: Precision | None = None,
+    schedule: Schedule | None = None,
+    **options: Unpack[Options],
+) -> Callable[..., Any]:
+    """Return a function of (params, state, batch) that takes one step of training; it returns (params, state, metrics).
+
+    Args:
+        loss_fn: an ordinary function of one device: see `value_and_grad`.  With a schedule, the stages: see below.
+        opt: an optimizer; `partition_optimizer` chooses what of it is divided among the devices.
+        mesh: the devices.
+        batch: how the batch is cut.
+        donate: the parameters and the state that are given may be used up: their memory becomes the results'.
+        precision: "bf16" or "fp16" computes in that dtype, while parameters and state stay in their own (float32 masters).
+            Parameters are gathered in 16 bits; gradients are reduced in them (bf16) or in float32 (fp16), unless `reduce`
+            names another dtype.  "fp16" needs `fs.optim.loss_scaled(opt)`.
+        schedule: which device does what with which stage, and when: see `pipeline_schedule`.
+        options: those of `value_and_grad`: accumulate, weight, has_aux, frozen, reproducible, ...  With `has_buffers`, a step
+            takes (params, state, buffers, batch) and returns (params, state, buffers, metrics).  With a schedule, those below.
+
+    The metrics are "loss", "grad_norm", "finite" and "samples"; with `weight` also "weight", with `has_aux` also "aux".  The
+    host waits for no device before it has launched the update, unless the optimizer does: `loss_scaled` and
+    `skip_if_not_finite` once, Adafactor as in torch once a leaf.  The norm of the metrics is a psum of 8 bytes, and is
+    taken in the gradients' dtype.
+
+    >>> import torch, fshard as fs
+    >>> from fshard import P
+    >>> mesh = fs.make_mesh({"data": 2})
+    >>> params = fs.shard_params({"w": torch.tensor([1.0, 2.0])}, fs.fsdp("data"), mesh=mesh)
+    >>> opt = fs.partition_optimizer(fs.optim.sgd(0.5), mesh=mesh, axis="data", stage=3)
+    >>> step = fs.train_step(lambda p, x: (p["w"] * x).sum(1).mean(), opt, mesh=mesh, batch=P("data"))
+    >>> params, state, metrics = step(params, opt.init(params), torch.ones(4, 2))
+    >>> fs.unshard(params["w"]), metrics["loss"], metrics["grad_norm"], metrics["samples"]
+    (tensor([0.5000, 1.5000]), tensor(3.), tensor(1.4142), tensor(4))
+
+    A module with BatchNorm: its buffers go in and come out.
+
+    >>> apply, params, buffers = fs.functionalize(torch.nn.BatchNorm1d(2), sync_batchnorm="data")
+    >>> def loss_fn(params, buffers, x):
+    ...     y, buffers = apply(params, buffers, x)
+    ...     return y.square().mean(), buffers
+    >>> params = fs.shard_params(params, fs.fsdp("data"), mesh=mesh)
+    >>> step = fs.train_step(loss_fn, opt, mesh=mesh, batch=P("data"), has_buffers=True)
+    >>> params, state, buffers, metrics = step(params, opt.init(params), buffers, torch.full((3, 2), 5.0))
+    >>> buffers["running_mean"], buffers["num_batches_tracked"]
+    (tensor([0.5000, 0.5000]), tensor(1))
+
+    In stages: these are modules, or functions (params, x) -> y, and `params` a list with a tree for each, on the devices that
+    have it (`shard_stages`).  Each device's part of the batch is cut into the microbatches of the schedule, as even as can be.
+    All else is as above, ZeRO too: stages that lie in pieces are gathered, freed and reduced as the schedule says, or where it
+    says nothing as `live_units` does.
+
+        loss             of (y, microbatch), where y is what the last stage makes: a number, or one for each sample
+        inputs           what the first stage is given of a microbatch; by default x of a pair (x, target), else all of it
+        skips            {name: (from, to)}: stage `from` returns (y, {name: value}), and `to` is called with name=value
+        axis             along which the stages lie: "pipe"
+        live_units       how many stages a device has whole at a time: the one it computes and those that come next
+        reproducible     the bits of a step without stages, with as many `slices` as there are microbatches on all devices; on
+                         another number of devices if they and the microbatches are powers of two
+        has_buffers      as above; they are a list of trees, each on the devices of its stage: `shard_stages` lays them too.  A
+                         stage that is a function is then (params, buffers, x) -> (y, buffers)
+        deferred_batch_norm      whether BatchNorm sees the whole batch once a step, where it remembers: see `functionalize`
+        recompute        which activations are computed again instead of being kept: see `stage_functions`
+        dynamic          whether shapes depend on more than those of the microbatch
+        weight, has_aux, gradients, frozen, compute, reduce      as in `value_and_grad`
+
+    >>> mesh, schedule = fs.make_mesh({"pipe": 2, "data": 2}), fs.pipeline_schedule("1f1b", stages=2, microbatches=4)
+    >>> stages = fs.split_stages(torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU(), torch.nn.Linear(3, 1)), 2)
+    >>> params = fs.shard_stages(stages, fs.fsdp("data"), mesh=mesh, schedule=schedule)
+    >>> opt = fs.partition_optimizer(fs.optim.sgd(0.5), mesh=mesh, axis="data", stage=3)
+    >>> def loss(y, batch):
+    ...     return (y - batch[1]).square().mean()
+    >>> step = fs.train_step(stages, opt, mesh=mesh, batch=P("data"), schedule=schedule, loss=loss)
+    >>> params, state, metrics = step(params, opt.init(params), (torch.ones(16, 2), torch.ones(16, 1)))
+    >>> fs.typeof(params[1]["2.weight"]), metrics["samples"]
+    (f32[1, 3]{flat:data, on:pipe=1}, tensor(16))
+    """
+    opt = on_arrays(opt, "train_step")
+    if precision not in _COMPUTE:
+        raise LayoutError(f'train_step: precision is "bf16", "fp16" or None, not {precision!r}.')
+    if precision == "fp16" and opt.loss_scale is None:
+        raise LayoutError('train_step: precision="fp16" needs a scaled loss. Write fs.optim.loss_scaled(opt).')
+    options.setdefault("gradients", getattr(opt, "gradients", None))
+    options.setdefault("compute", _COMPUTE[precision])
+    options.setdefault("reduce", torch.float32 if precision == "fp16" else None)
+    if schedule is None:
+        options.setdefault("reduce_once", getattr(opt, "stage", 0) < 2)
+    gradient = gradient_of("train_step", loss_fn, mesh=mesh, batch=batch, schedule=schedule, **options)
+    how = gradient.how
+    write = step_of(opt)  # pyright: ignore[reportArgumentType]  # a Partitioned has all that an Optimizer has
+    if how.slices is not None:  # torch's fused kernels round differently where a piece ends; updates do without them
+        write = step_of(Optimizer(opt.init, opt.update, arrays=True))
+
+    @uncompiled
+    def step(params: PyTree, state: PyTree, *given: PyTree) -> tuple[Any, ...]:
+        if len(given) != 1 + how.has_buffers:
+            takes = "params, state, buffers, batch" if how.has_buffers else "params, state, batch"
+            raise LayoutError(f"train_step: a step takes ({takes}), {2 + len(given)} are given.")
+        buffers, batch = given if how.has_buffers else ((), *given)
+        refuse_distant(mesh, "train_step", params=params, state=state, buffers=buffers, batch=batch)
+        scale = float(opt.loss_scale(state)) if opt.loss_scale is not None else 1.0
+        value, grads = gradient.run(params, buffers, batch, call_site(), scale)
+        exact = how.slices is not None
+        with torch.no_grad(), one_thread(exact), exact_norms(exact):
+            if not donate:
+                params, state = copied((params, state))
+            norm_of = norm_later(grads, exact=exact)
+            params, state = write(grads, state, params)
+            norm = norm_of() / scale
+        return params, state, *((value.buffers,) if how.has_buffers else ()), _metrics(how, value, norm)
+
+    return step
+
+
+def _metrics(how: How, value: Value, norm: Tensor) -> Metrics:
+    loss = value.loss
+    finite = (norm + loss) * 0 == 0  # 0 times what is not finite is nan
+    metrics: Metrics = {"loss": loss, "grad_norm": norm.to(loss.dtype), "finite": finite}
+    if value.samples is not None:
+        metrics["samples"] = torch.tensor(value.samples)
+    if how.weight is not None:
+        metrics["weight"] = torch.full((), value.weight, dtype=torch.float64, device=loss.device)
+    return {**metrics, "aux": value.aux} if how.has_aux else metrics
