@@ -18,7 +18,7 @@ test: $(READY)  ## run every test: tests/, doctests, notebooks (ARGS="-k name" c
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(ARGS)
 
 conformance: $(READY)  ## hold every collective to its oracle on 500 drawn examples each, on threads and processes (minutes)
-	FSHARD_EXAMPLES=thorough $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal tests/test_conformance.py $(ARGS)
+	FSHARD_EXAMPLES=thorough $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal tests/mesh/collectives/test_conformance.py $(ARGS)
 
 bench: $(READY)  ## measure the collectives and print the table
 	$(BIN)/python benchmarks/collectives.py

@@ -95,8 +95,14 @@ def test_rooms_import_only_downwards():
 
 
 def test_no_folder_has_more_than_16_files():
-    counts = Counter(path.parent.relative_to(PACKAGE).as_posix() for path in MODULES)
+    counts = Counter(path.parent for path in [*MODULES, *Path(__file__).parent.rglob("*.py")])
     assert {folder: count for folder, count in counts.items() if count > 16} == {}
+
+
+def test_tests_mirror_the_packages():
+    tests = Path(__file__).parent
+    folders = {path.parent.relative_to(tests) for path in tests.rglob("*.py")}
+    assert [str(folder) for folder in folders if not (PACKAGE / folder).is_dir()] == []
 
 
 def test_the_table_itself_has_no_cycle():

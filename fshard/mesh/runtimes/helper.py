@@ -16,13 +16,22 @@ from contextlib import suppress
 from datetime import timedelta
 from queue import SimpleQueue
 from threading import Event, Thread
-from typing import TYPE_CHECKING, Protocol
+from typing import Any, Protocol
 from weakref import finalize
 
 import torch
 
-if TYPE_CHECKING:
-    from fshard.mesh.runtimes.link import Work
+
+class Work(Protocol):
+    """What torch.distributed hands out for an operation under way."""
+
+    def wait(self, timeout: timedelta) -> Any:
+        """Block until it is done."""
+        ...
+
+    def is_completed(self) -> bool:
+        """Return whether it is done."""
+        ...
 
 
 class Drivable(Protocol):

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fshard.mesh.collectives.moves import PURPOSES, Purpose, Wired, describe, named, purpose
-from fshard.mesh.runtimes.helper import Departing, Helper
+from fshard.mesh.runtimes.helper import Departing, Helper, Work
 
 if TYPE_CHECKING:
     from fshard.mesh.spmd.scope import Group
@@ -31,18 +31,6 @@ _STAMP = (1 << 20) - 1
 """The part of a tag that tells calls apart that differ; above it stands the number of the call."""
 MESSAGE_TAG = 1 << 30
 """The tag of messages, to which number and stamp are added; those of collectives are smaller."""
-
-
-class Work(Protocol):
-    """What torch.distributed hands out for an operation under way."""
-
-    def wait(self, timeout: timedelta) -> Any:
-        """Block until it is done."""
-        ...
-
-    def is_completed(self) -> bool:
-        """Return whether it is done."""
-        ...
 
 
 class Departed(NamedTuple):

@@ -1,0 +1,540 @@
+"""Every collective means the same on every runtime: what its oracle says, to the last bit, and at the same cost."""
+
+import os
+from fractions import Fraction
+from itertools import islice
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import fshard as fs
+from fshard import P
+from fshard.mesh.collectives import moves
+from fshard.testing.cases import Case, Operand, all_cases, axes_choices, large_cases
+from fshard.testing.conformance import check_runtime, group_of
+from fshard.testing.oracles import ORACLES, total
+from tests.mesh.collectives.drawn import drawn_cases
+
+SHAPES = st.sampled_from(
+    [{"a": 1}, {"a": 2}, {"a": 3}, {"a": 6}, {"a": 2, "b": 3}, {"a": 3, "b": 1}, {"a": 2, "b": 2, "c": 2}]
+)
+
+
+# -- the suite, on the three runtimes -----------------------------------------------------------------------------
+
+
+THOROUGH = os.environ.get("FSHARD_EXAMPLES") == "thorough"
+EXAMPLES = 500 if THOROUGH else 25
+"""For each collective; the bar is 500."""
+SHARED = [HealthCheck.function_scoped_fixture, HealthCheck.data_too_large]
+
+
+def suite(shape, cases=None, step=1, runtime="process"):
+    """Try every case, or where the table is long and this is no thorough run, every so many."""
+    mesh = fs.make_mesh(shape, runtime=runtime)
+    cases = all_cases(mesh) if cases is None else cases
+    return check_runtime(mesh, islice(cases, 0, None, 1 if THOROUGH else step))
+
+
+@pytest.mark.parametrize(
+    ("shape", "step"),
+    [
+        ({"a": 1}, 1),
+        ({"a": 2}, 1),
+        ({"a": 3}, 1),
+        ({"a": 6}, 1),
+        ({"a": 8}, 3),
+        ({"a": 2, "b": 3}, 3),
+        ({"a": 1, "b": 2}, 1),
+        ({"a": 2, "b": 2, "c": 2}, 5),
+    ],
+    ids=str,
+)
+def test_virtual(shape, step):
+    assert suite(shape, step=step, runtime="virtual") > 500 // step
+
+
+@pytest.mark.parametrize("shape", [{"a": 2}, {"a": 3, "b": 2}, {"a": 2, "b": 1, "c": 2}], ids=str)
+def test_abstract(shape):
+    assert suite(shape, runtime="abstract") > 500
+
+
+@pytest.mark.parametrize(("shape", "step"), [({"a": 2}, 1), ({"a": 1, "b": 2}, 3)], ids=str)
+def test_two_processes(two, shape, step):
+    assert min(two.run(suite, shape, step=step)) > 500 // step
+
+
+@pytest.mark.parametrize(
+    ("shape", "step"), [({"a": 4}, 2), ({"a": 2, "b": 2}, 3), ({"a": 2, "b": 1, "c": 2}, 7)], ids=str
+)
+def test_four_processes(four, shape, step):
+    assert min(four.run(suite, shape, step=step)) > 500 // step
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_large_tensors_between_processes(two, four, n):
+    cases = [*large_cases(fs.make_mesh({"a": n}), 400_001)][::3]  # in a thorough run, too: they take long
+    assert min({2: two, 4: four}[n].run(suite, {"a": n}, cases)) > 10
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", sorted(ORACLES))
+@settings(max_examples=EXAMPLES)
+@given(data=st.data())
+def test_any_case_on_any_virtual_mesh(name, data):
+    mesh = fs.make_mesh(data.draw(SHAPES))
+    check_runtime(mesh, [data.draw(drawn_cases(mesh, name))])
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", sorted(ORACLES))
+@settings(max_examples=EXAMPLES, suppress_health_check=SHARED)
+@given(data=st.data())
+def test_any_case_on_two_processes(two, name, data):
+    shape = {"a": 2}
+    two.run(suite, shape, [data.draw(drawn_cases(fs.make_mesh(shape), name))])
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", sorted(ORACLES))
+@settings(max_examples=EXAMPLES, suppress_health_check=SHARED)
+@given(data=st.data())
+def test_any_case_on_four_processes(four, name, data):
+    shape = data.draw(st.sampled_from([{"a": 4}, {"a": 2, "b": 2}]))
+    four.run(suite, shape, [data.draw(drawn_cases(fs.make_mesh(shape), name))])
+
+
+# -- the suite itself ---------------------------------------------------------------------------------------------
+
+
+def test_the_oracle_adds_in_the_documented_tree():
+    big, one = torch.tensor(2.0**24), torch.tensor(1.0)
+    assert total([big, one, one, one]) == (big + one) + (one + one)
+    assert total([one, one, big, one, one]) == ((one + one) + (big + one)) + one
+    halves = [torch.tensor(1.0, dtype=torch.bfloat16)] + 255 * [torch.tensor(2.0**-9, dtype=torch.bfloat16)]
+    assert total(halves).item() == 1.5  # in 16 bits one by one nothing would be added at all
+    assert total([torch.tensor(200, dtype=torch.uint8)] * 2).item() == 144
+
+
+def test_groups_lie_as_axes_are_named():
+    mesh = fs.make_mesh({"a": 2, "b": 3})  # 0 1 2
+    assert group_of(mesh, 4, ("a",)) == [1, 4]  # 3 4 5
+    assert group_of(mesh, 4, ("b",)) == [3, 4, 5]
+    assert group_of(mesh, 4, ("a", "b")) == [0, 1, 2, 3, 4, 5]
+    assert group_of(mesh, 4, ("b", "a")) == [0, 3, 1, 4, 2, 5]
+    assert len(axes_choices(fs.make_mesh({"a": 1, "b": 1, "c": 1}))) == 3 + 3 * 2 + 2
+
+
+def added_in_order(xs):
+    return sum(xs[1:], start=xs[0])
+
+
+def added_in_16_bits(xs):
+    while len(xs) > 1:
+        xs = [a + b for a, b in zip(xs[::2], xs[1::2], strict=True)]
+    return xs[0]
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "wrong", "complaint"),
+    [
+        (moves, "tree_sum", added_in_order, "psum(float32[4, 8], a), device 0: result 0: "),
+        (moves, "tree_sum", added_in_16_bits, "psum(bfloat16[4, 8], a), device 0: result 0: "),
+        (
+            moves.AllGather,
+            "transposed",
+            lambda self: moves.Take(self.dim),
+            "all_gather(float32[4, 8], a, dim=0, to=each)",
+        ),
+        (
+            moves.Psum,
+            "sent",
+            lambda self, size, index, n: Fraction(size),
+            "the ledger has 1 calls and 128 bytes instead of",
+        ),
+        (
+            moves.Permute,
+            "transposed",
+            lambda self: self,
+            "ppermute(float32[4, 8], a, pairs=((0, 1), (1, 2), (2, 3), (3, 0)))",
+        ),
+    ],
+)
+def test_the_suite_sees_what_is_wrong(monkeypatch, where, name, wrong, complaint):
+    monkeypatch.setattr(where, name, wrong)
+    with pytest.raises(AssertionError, match=r"^\d+ complaints about Mesh\(a=4; virtual, cpu\) in 552 cases") as caught:
+        check_runtime(fs.make_mesh({"a": 4}))
+    assert complaint in str(caught.value)
+
+
+def test_an_error_is_one_complaint_among_others():
+    x = Operand(torch.float32, (4,))
+    cases = [Case("psum", ("a",), (x,)), Case("all_gather", ("a",), (x,), (("dim", 2),)), Case("pmax", ("a",), (x,))]
+    with pytest.raises(AssertionError) as caught:
+        check_runtime(fs.make_mesh({"a": 2}), cases)
+    assert str(caught.value) == (
+        "2 complaints about Mesh(a=2; virtual, cpu) in 3 cases:\n"
+        "  all_gather(float32[4], a, dim=2), device 0: LayoutError: fs.all_gather: dim 2 does not exist in a tensor of "
+        "shape (4,).\n"
+        "  all_gather(float32[4], a, dim=2), device 1: LayoutError: fs.all_gather: dim 2 does not exist in a tensor of "
+        "shape (4,)."
+    )
+
+
+# -- the ledger ---------------------------------------------------------------------------------------------------
+
+
+def program():
+    """A bit of everything, forward and backward; returns what this device sent."""
+    w = torch.ones(4, 6, requires_grad=True)
+    with fs.ledger() as comm:
+        h = fs.pvary(w, ("a", "b")).sin()
+        h = fs.psum(h, "a") + fs.all_gather(h[:2], "b", dim=0)
+        h = fs.psum_scatter(fs.pvary({"x": h, "y": (h.bfloat16(), h)}, ("b", "a")), ("b", "a"), dim=0)["y"][1]
+        h = fs.ppermute(fs.all_to_all(h.repeat(2, 1), "a"), "b", [(0, 1)])
+        h = fs.pmax(h, "a") * fs.pmean(h, ("a", "b")) + fs.broadcast(h, "b", source=1)
+        torch.autograd.grad(h.sum(), w)
+    own = comm.devices[min(comm.devices)] if len(comm.devices) == 1 else comm.devices[fs.axis_index(("a", "b"))]
+    return {(row.collective, row.axes, row.site.function): (entry.calls, entry.bytes) for row, entry in own.items()}
+
+
+def run_program(shape):
+    (own,) = fs.run(program, mesh=fs.make_mesh(shape))
+    return own
+
+
+def test_the_ledger_is_the_same_on_all_runtimes(four):
+    shape = {"a": 2, "b": 2}
+    virtual = fs.run(program, mesh=fs.make_mesh(shape))
+    assert four.run(run_program, shape) == virtual
+    (abstract,) = fs.run(program, mesh=fs.make_mesh(shape, runtime="abstract"))
+    assert abstract.keys() == virtual[0].keys()
+    for row, (
+        calls,
+        sent,
+    ) in abstract.items():  # one device stands for all: of each call it counts what the busiest sends
+        busiest = max(book[row][1] for book in virtual)
+        assert calls == virtual[0][row][0] and (
+            sent >= busiest if row[0] in ("ppermute", "broadcast") else sent == busiest
+        )
+    assert {collective for collective, _, _ in virtual[0]} == set(ORACLES) - {"pvary", "pmean", "pmin", "send_recv"}
+
+
+@pytest.mark.parametrize(
+    ("collective", "sent"),  # by a device of 4 that holds 48 bytes
+    [
+        (lambda x: fs.psum(x, "a"), [72] * 4),  # 2 (n-1)/n
+        (lambda x: fs.pmean(x, "a"), [72] * 4),
+        (lambda x: fs.pmax(x, "a"), [72] * 4),
+        (lambda x: fs.pmin(x, "a"), [72] * 4),
+        (lambda x: fs.psum_scatter(x, "a"), [36] * 4),  # (n-1)/n
+        (lambda x: fs.all_to_all(x, "a"), [36] * 4),
+        (lambda x: fs.all_gather(x, "a"), [144] * 4),  # (n-1)/n of the result's 192
+        (lambda x: fs.broadcast(x, "a", source=1), [0, 48, 48, 48]),  # 1 -> 2 -> 3 -> 0
+        (lambda x: fs.ppermute(x, "a", [(0, 1), (1, 2), (3, 3)]), [48, 48, 0, 0]),
+        (lambda x: fs.pvary(x, "a"), [0] * 4),
+        (lambda x: fs.psum(x > 0, "a"), [144] * 4),  # counted as 64-bit integers: 96 bytes
+    ],
+)
+def test_bytes_are_the_textbooks(collective, sent):
+    with fs.ledger() as comm:
+        fs.run(lambda: collective(torch.ones(4, 3)), mesh=fs.make_mesh({"a": 4}))
+    assert [comm.bytes(device) for device in range(4)] == sent
+
+
+def test_one_collective_per_dtype():
+    tree = {
+        "w": torch.ones(3), "b": [torch.ones(2, 2), torch.ones(())],
+        "half": torch.ones(5, dtype=torch.bfloat16), "mask": torch.ones(4, dtype=torch.bool), "n": torch.ones(1).long(),
+    }  # fmt: skip
+
+    def summed():
+        return fs.psum(tree, "a")
+
+    with fs.ledger() as comm:
+        results = fs.run(summed, mesh=fs.make_mesh({"a": 2}))
+    assert comm.calls(0) == 3  # float32, bfloat16, and bool counted together with int64
+    assert results[1]["b"][0].tolist() == [[2, 2], [2, 2]]
+    assert results[1]["mask"].tolist() == [2] * 4
+    assert results[1]["b"][1].shape == ()
+
+
+def test_an_empty_tree_costs_nothing():
+    with fs.ledger() as comm:
+        assert fs.run(lambda: fs.psum({}, "a"), mesh=fs.make_mesh({"a": 2})) == [{}, {}]
+        assert fs.run(lambda: fs.all_gather.start((), "a").wait(), mesh=fs.make_mesh({"a": 2})) == [(), ()]
+    assert comm.calls() == 0
+
+
+# -- asynchronous forms -------------------------------------------------------------------------------------------
+
+
+def in_flight():
+    """Start everything, wait in another order, differentiate; compare with the direct calls."""
+    torch.manual_seed(fs.axis_index("a"))
+    n = fs.axis_size("a")
+    x = torch.randn(n, 2 * n, requires_grad=True)
+    ring = [(place, (place + 1) % n) for place in range(n)]
+    calls = [
+        (fs.psum, {}), (fs.pmean, {}), (fs.pmax, {}), (fs.pmin, {}), (fs.pvary, {}),
+        (fs.all_gather, {"dim": 1}), (fs.all_gather, {"to": "replicated"}), (fs.psum_scatter, {"dim": 1}),
+        (fs.all_to_all, {"dim": (0, 1)}), (fs.ppermute, {"pairs": ring}), (fs.broadcast, {"source": n - 1}),
+    ]  # fmt: skip
+    direct = [collective(x * x, "a", **options) for collective, options in calls]
+    handles = [collective.start(x * x, "a", **options) for collective, options in calls]
+    waited = {place: handles[place].wait() for place in (7, 0, 10, 3, 5, 1, 9, 2, 8, 6, 4)}
+    assert all(handle.wait() is waited[place] for place, handle in enumerate(handles))
+    weights = [torch.randn_like(y) for y in direct]
+    gradients = [
+        torch.autograd.grad(sum((y * w).sum() for y, w in zip(ys, weights, strict=True)), x, create_graph=True)[0]
+        for ys in (direct, [waited[place] for place in range(len(calls))])
+    ]
+    for y, place in zip(direct, range(len(calls)), strict=True):
+        assert torch.equal(y, waited[place])
+    assert torch.allclose(*gradients, rtol=1e-5, atol=1e-5)
+    seconds = [torch.autograd.grad((g * g).sum(), x)[0] for g in gradients]
+    assert torch.allclose(*seconds, rtol=1e-4, atol=1e-4)
+    return True
+
+
+def run_in_flight(n):
+    return fs.run(in_flight, mesh=fs.make_mesh({"a": n}))
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_several_in_flight(n):
+    assert all(run_in_flight(n))
+
+
+def test_several_in_flight_between_processes(two, four):
+    assert all(two.run(run_in_flight, 2))
+    assert all(four.run(run_in_flight, 4))
+
+
+# -- one device, and no device ------------------------------------------------------------------------------------
+
+
+def alone():
+    x = torch.arange(6.0).reshape(2, 3).requires_grad_()
+    tree = [
+        fs.psum(x, "a"),
+        fs.pmax(x, "a"),
+        fs.all_gather(x, "a"),
+        fs.psum_scatter(x, "a", dim=1),
+        fs.all_to_all(x, "a"),
+    ]
+    tree += [fs.ppermute(x, "a", [(0, 0)]), fs.broadcast(x, "a"), fs.pvary(x, "a"), fs.pmean(x, "a")]
+    gradient = torch.autograd.grad(sum(y.sum() for y in tree), x)[0]
+    changed = fs.psum(x.detach(), "a")
+    changed += 1  # a result is the caller's own
+    return [y.detach() for y in tree], gradient, x.detach().clone()
+
+
+def test_an_axis_of_one_device():
+    with fs.ledger() as comm:
+        ((results, gradient, x),) = fs.run(alone, mesh=fs.make_mesh({"a": 1}))
+    assert all(torch.equal(y, x) for y in results)
+    assert torch.equal(gradient, torch.full_like(x, 9))
+    assert torch.equal(x, torch.arange(6.0).reshape(2, 3))
+    assert comm.bytes() == 0
+
+
+# -- errors -------------------------------------------------------------------------------------------------------
+
+
+def raised(body, shape=None):
+    with pytest.raises(fs.FshardError) as caught:
+        fs.run(body, mesh=fs.make_mesh(shape or {"a": 2, "b": 3}))
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+X = torch.ones(4, 5)
+PICTURES = [
+    (
+        lambda: fs.psum_scatter(X, "b", dim=1),
+        "LayoutError: fs.psum_scatter: dim 1 has 5 elements, which the 3 devices along b do not divide (shape (4, 5)). "
+        "Pad it to 6.",
+    ),
+    (
+        lambda: fs.all_to_all(X, ("a", "b"), dim=-1),
+        "LayoutError: fs.all_to_all: dim 1 has 5 elements, which the 6 devices along a+b do not divide (shape (4, 5)). "
+        "Pad it to 6.",
+    ),
+    (
+        lambda: fs.all_gather(X, "a", dim=2),
+        "LayoutError: fs.all_gather: dim 2 does not exist in a tensor of shape (4, 5).",
+    ),
+    (
+        lambda: fs.all_gather(X, "a", to="all"),
+        'LayoutError: fs.all_gather: `to` is "each" or "replicated", not \'all\'.',
+    ),
+    (
+        lambda: fs.ppermute(X, "b", [(0, 3), (0, 1), (2, 1), (-1, 2)]),
+        "LayoutError: fs.ppermute: source -1 is not in 0..2; source 0 is named more than once; destination 3 is not in "
+        "0..2; destination 1 is named more than once. `pairs` are (source, destination), places along b, each at most once "
+        "on either side.",
+    ),
+    (lambda: fs.broadcast(X, "b", source=3), "LayoutError: fs.broadcast: source 3 is not in 0..2, the places along b."),
+    (lambda: fs.send(X, "b", to=-1), "LayoutError: fs.send: `to` -1 is not in 0..2, the places along b."),
+    (lambda: fs.recv(X, "b", source=7), "LayoutError: fs.recv: `source` 7 is not in 0..2, the places along b."),
+    (
+        lambda: fs.psum(X, "z"),
+        'ScopeError: fs.psum over "z": the axes bound here are "a", "b". Name axes of the mesh that shard_map or run '
+        "was given.",
+    ),
+    (
+        lambda: fs.psum(X, ("a", "a")),
+        'ScopeError: fs.psum over "a", "a": an axis is named twice. Name axes of the mesh that shard_map or run was given.',
+    ),
+    (
+        lambda: fs.psum(X, ()),
+        'ScopeError: fs.psum over no axis: the axes bound here are "a", "b". Name axes of the mesh that shard_map or '
+        "run was given.",
+    ),
+    (
+        lambda: fs.psum({"w": X, "n": [3, "four"]}, "a"),
+        'LayoutError: fs.psum takes tensors; leaf ["n"][0] is int; leaf ["n"][1] is str. Write torch.tensor(...) around '
+        "numbers, and x.local for the own shard of a Sharded.",
+    ),
+    (
+        lambda: fs.pmax(2.5, "a"),
+        "LayoutError: fs.pmax takes tensors; the argument is float. Write torch.tensor(...) around numbers, and x.local for the "
+        "own shard of a Sharded.",
+    ),
+    (lambda: fs.pmax(X + 1j, "a"), "LayoutError: fs.pmax: complex numbers have no order. Compare x.abs()."),
+    (
+        lambda: fs.pmean(X.long(), "a"),
+        "LayoutError: fs.pmean: the mean of torch.int64 is no torch.int64. Write fs.pmean(x.float(), ...).",
+    ),
+    (
+        lambda: fs.psum_scatter({"x": torch.ones(3), "y": torch.ones(6), "z": [torch.ones(())]}, "a"),
+        'LayoutError: fs.psum_scatter: \n  leaf ["x"]: dim 0 has 3 elements, which the 2 devices along a do not divide (shape '
+        '(3,)). Pad it to 4.\n  leaf ["z"][0]: dim 0 does not exist in a tensor of shape ().',
+    ),
+    (
+        lambda: fs.all_gather({"x": torch.ones(3), "y": torch.ones(3), "z": X}, "a", dim=1),
+        'LayoutError: fs.all_gather: leaf ["x"], ["y"]: dim 1 does not exist in a tensor of shape (3,).',
+    ),
+    (
+        lambda: fs.pmean({"x": X.long(), "y": X.bool(), "z": X}, "a"),
+        'LayoutError: fs.pmean: \n  leaf ["x"]: the mean of torch.int64 is no torch.int64. Write fs.pmean(x.float(), ...).\n'
+        '  leaf ["y"]: the mean of torch.bool is no torch.bool. Write fs.pmean(x.float(), ...).',
+    ),
+    (
+        lambda: fs.pmax([X + 1j, X, X + 2j], "a"),
+        "LayoutError: fs.pmax: leaf [0], [2]: complex numbers have no order. Compare x.abs().",
+    ),
+    (
+        lambda: fs.pmean(X.to(torch.float8_e5m2), "a"),
+        "LayoutError: fs.pmean: torch does not divide torch.float8_e5m2. Write fs.pmean(x.float(), ...).",
+    ),
+    (
+        lambda: fs.ppermute(X, "a", [0, (0, 1), ("x", 1), (0, 1, 2)]),
+        "LayoutError: fs.ppermute: 0 is no pair of whole numbers; ('x', 1) is no pair of whole numbers; (0, 1, 2) is no pair "
+        "of whole numbers. `pairs` are (source, destination), places along a, each at most once on either side.",
+    ),
+    (
+        lambda: fs.ppermute({"x": X}, ("a", "b"), [(0.0, 1), (6, 0), [1, 0], (True, 2)]),
+        'LayoutError: fs.ppermute: leaf ["x"]: (0.0, 1) is no pair of whole numbers; (True, 2) is no pair of whole numbers; '
+        "source 6 is not in 0..5; destination 0 is named more than once. `pairs` are (source, destination), places along a+b, "
+        "each at most once on either side.",
+    ),
+    (
+        lambda: fs.ppermute(X, "a", 5),
+        "LayoutError: fs.ppermute: 5 is no pair of whole numbers. `pairs` are (source, destination), places along a, each at "
+        "most once on either side.",
+    ),
+    (lambda: fs.all_gather(X, "a", dim=True), "LayoutError: fs.all_gather: a dim is a whole number, not True."),
+    (
+        lambda: fs.psum(X, ("a", 5)),
+        'LayoutError: fs.psum: An axis is a name like "data", or a tuple of names; found 5.',
+    ),
+    (
+        lambda: fs.all_to_all(X, "a", dim=(0, 1, 2)),
+        "LayoutError: fs.all_to_all: `dim` is one dim, or the pair (to cut, to join along), not (0, 1, 2).",
+    ),
+    (lambda: fs.psum_scatter(X, "a", dim="x"), "LayoutError: fs.psum_scatter: a dim is a whole number, not 'x'."),
+    (
+        lambda: fs.broadcast(X, "b", source="x"),
+        "LayoutError: fs.broadcast: source 'x' is not in 0..2, the places along b.",
+    ),
+    (
+        lambda: fs.send({"x": 1}, "b", to=0),
+        'LayoutError: fs.send takes tensors; leaf ["x"] is int. Write torch.tensor(...) around numbers, and x.local for the '
+        "own shard of a Sharded.",
+    ),
+    (
+        lambda: fs.axis_index("z"),
+        'ScopeError: fs.axis_index over "z": the axes bound here are "a", "b". Name axes of the mesh that shard_map or '
+        "run was given.",
+    ),
+]
+
+
+@pytest.mark.parametrize(("body", "text"), PICTURES, ids=[text[:44] for _, text in PICTURES])
+def test_errors(body, text):
+    assert raised(body) == text
+
+
+@pytest.mark.parametrize("collective", [name for name in ORACLES if name != "send_recv"])
+def test_outside_there_is_no_axis(collective):
+    options = {"pairs": [(0, 0)]} if collective == "ppermute" else {}
+    with pytest.raises(fs.ScopeError, match=f"fs.{collective} was called outside shard_map and run") as caught:
+        getattr(fs, collective)(X, "a", **options)
+    assert str(caught.value).endswith("Call it in the function that you give to fs.shard_map or fs.run.")
+
+
+def test_a_message_of_another_shape():
+    def body():
+        if fs.axis_index("a") == 0:
+            fs.send(torch.ones(2), "a", to=1)
+        else:
+            fs.recv(torch.empty(3), "a", source=0)
+
+    with pytest.raises(fs.MismatchError, match=r"expects recv of f32\[3\].*what came is f32\[2\] sent by device"):
+        fs.run(body, mesh=fs.make_mesh({"a": 2}))
+
+
+# -- messages -----------------------------------------------------------------------------------------------------
+
+
+def test_gradients_travel_back_along_a_chain():
+    def body(dtype):
+        place, n = fs.axis_index("a"), fs.axis_size("a")
+        w = torch.full((3,), 2.0, dtype=dtype, requires_grad=True)
+        start = torch.ones(3, dtype=dtype, requires_grad=True)
+        like = {"h": start, "mask": torch.empty(2, dtype=torch.bool)}
+        h = (fs.recv(like, "a", source=place - 1)["h"] if place else start) * w
+        last = place == n - 1
+        out = h.real.sum() if last else fs.send({"h": h, "mask": torch.ones(2, dtype=torch.bool)}, "a", to=place + 1)
+        return torch.autograd.grad(out, [w, start])[0]
+
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.complex64):
+        gradients = fs.run(body, dtype, mesh=fs.make_mesh({"a": 4}))
+        assert [g.real.tolist() for g in gradients] == [[8.0] * 3] * 4
+
+
+def test_messages_cannot_be_mapped():
+    def body():
+        fs.send(torch.ones(2), "a", to=1 - fs.axis_index("a"))
+        return torch.func.vmap(lambda x: fs.recv(x, "a", source=1 - fs.axis_index("a")))(torch.ones(3, 2))
+
+    assert raised(body, {"a": 2}) == (
+        "LayoutError: fs.send and fs.recv cannot be mapped by vmap (nor by jacrev, jacfwd and hessian, which do it): the "
+        "device at the other end expects one message. Map inside the stages, or use fs.ppermute, which can be mapped."
+    )
+
+
+def test_the_example_of_the_specs():
+    mesh = fs.make_mesh({"data": 4, "model": 2})
+    torch.manual_seed(0)
+    x, w = torch.randn(8, 6), torch.randn(6, 4)
+    matmul = fs.shard_map(
+        lambda a, b: fs.psum(a @ b, "model"),
+        mesh=mesh,
+        in_specs=(P("data", "model"), P("model", None)),
+        out_specs=P("data", None),
+    )
+    torch.testing.assert_close(fs.unshard(matmul(x, w)), x @ w)

@@ -1,0 +1,358 @@
+"""Owners: optimizers of whole matrices, divided among devices, do what they do on one."""
+
+from fractions import Fraction
+from math import prod
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fshard as fs
+from fshard import P, optim
+from fshard.mesh.layout import flatten
+from fshard.optim.contract import copied, pure_step
+from fshard.optim.partition import shared_out
+from fshard.testing import gpt
+from tests.optim.optimizers import ALL
+from tests.transforms.test_zero import placed, train
+
+STAGES = (1, 2, 3)
+
+
+def is_matrix(path, leaf):
+    return leaf.ndim == 2
+
+
+def is_not_empty(path, leaf):
+    return 0 not in leaf.shape
+
+
+def matrices_and_others(matrices, others):
+    return optim.by_label({True: matrices, False: others}, is_matrix, every=False)
+
+
+def adamw():
+    return optim.adamw(0.1, fused=False)
+
+
+OPTIMIZERS = {
+    "muon": optim.masked(optim.muon(0.1), is_matrix),
+    "shampoo": optim.shampoo(0.1, momentum=0.9),
+    "adafactor": optim.adafactor(0.1, weight_decay=0.1),
+    "lamb": optim.lamb(0.1, weight_decay=0.1),
+    "sgd": optim.sgd(0.1, momentum=0.9, fused=False),
+    "adamw": adamw(),
+    "muon and adamw": matrices_and_others(optim.muon(0.1), adamw()),
+    "shampoo and lion": matrices_and_others(optim.shampoo(0.1), optim.lion(0.01)),
+    "lamb and adafactor": matrices_and_others(optim.lamb(0.1), optim.adafactor(0.1)),
+    "torch's muon and adam": matrices_and_others(
+        optim.masked(optim.from_torch(torch.optim.Muon, lr=0.1), is_not_empty),
+        optim.from_torch(torch.optim.Adam, foreach=False),
+    ),
+    "torch's adafactor": optim.masked(optim.from_torch(torch.optim.Adafactor), is_not_empty),
+    "clipped": optim.chain(optim.clip_by_value(0.5), matrices_and_others(optim.muon(0.1), adamw())),
+    "accumulated": optim.accumulate(optim.shampoo(0.1), every=2),
+    "averaged, if finite": optim.ema(optim.skip_if_not_finite(optim.masked(optim.muon(0.1), is_matrix)), 0.9),
+    "masters": optim.with_master_weights(matrices_and_others(optim.muon(0.1), adamw())),
+}
+
+
+def numbers(shape, seed):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@st.composite
+def trees(draw):
+    """Matrices and other tensors, and for each of three steps their gradients, some of them None."""
+    seeds = st.integers(0, 2**20)
+    shape = st.one_of(
+        st.tuples(st.integers(1, 9), st.integers(1, 9)),
+        st.sampled_from([(), (1,), (5,), (17,), (0, 3), (4, 0), (2, 3, 4), (33, 17)]),
+    )
+    shapes = draw(st.dictionaries(st.sampled_from("abcdefg"), shape, min_size=1))
+    params = {name: numbers(own, draw(seeds)) for name, own in shapes.items()}
+    grads = [
+        {name: numbers(own, draw(seeds)) if draw(st.integers(0, 4)) else None for name, own in shapes.items()}
+        for _ in range(3)
+    ]
+    return params, grads
+
+
+def run_on(mesh, opt, stage, params, grads, unit=None):
+    """Take steps with an optimizer that is divided among the devices; return parameters and state."""
+    divided = fs.partition_optimizer(opt, mesh=mesh, axis=mesh.axis_names, stage=stage, unit=unit)
+    rules = fs.fsdp(mesh.axis_names) if stage == 3 else P()
+    own = fs.shard_params(params, rules, mesh=mesh)
+    state = divided.init(own)
+    for each in grads:
+        laid = {k: g if g is None else fs.device_put(g, divided.gradients(own[k].layout)) for k, g in each.items()}
+        own, state = pure_step(divided)(laid, state, own)
+    return own, state
+
+
+def run_alone(opt, params, grads):
+    params, state = copied(params), opt.init(params)
+    for each in grads:
+        params, state = pure_step(opt)(each, state, params)
+    return params, state
+
+
+def same(ours, theirs):
+    (a, at), (b, bt) = flatten(fs.unshard(ours)), flatten(theirs)
+    return at == bt and all(torch.equal(x, y) and x.dtype == y.dtype for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@given(st.data())
+@settings(max_examples=12)
+def test_an_optimizer_that_is_divided_has_the_bits_of_one_device(name, data):
+    params, grads = data.draw(trees())
+    axes = data.draw(st.sampled_from([{"data": 2}, {"data": 1}, {"data": 4}, {"data": 8}, {"data": 2, "node": 3}]))
+    stage, unit = data.draw(st.sampled_from([0, *STAGES])), data.draw(st.sampled_from([None, "matrix"]))
+    expected = run_alone(OPTIMIZERS[name], params, grads)
+    found = run_on(fs.make_mesh(axes), OPTIMIZERS[name], stage, params, grads, unit)
+    assert same(found, expected)
+
+
+def on_processes(n):
+    params, grads = fixed()
+    mesh = fs.make_mesh({"data": n})
+    return [fs.unshard(run_on(mesh, OPTIMIZERS[name], stage, params, grads)) for name, stage in CASES]
+
+
+CASES = [*(("muon and adamw", stage) for stage in STAGES), ("shampoo", 1), ("lamb", 2), ("adafactor", 3)]
+
+
+def fixed():
+    shapes = {"a": (6, 4), "b": (5, 7), "bias": (9,), "c": (3, 3), "empty": (0, 3), "number": (), "stack": (2, 3, 4)}
+    params, *grads = [{k: numbers(own, 10 * t + i) for i, (k, own) in enumerate(shapes.items())} for t in range(4)]
+    return params, grads
+
+
+def test_between_processes_the_bits_are_those_of_one_device(two, four):
+    expected = [run_alone(OPTIMIZERS[name], *fixed()) for name, _ in CASES]
+    for found in (*two.run(on_processes, 2), *four.run(on_processes, 4)):
+        assert all(same(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("make", [lambda: matrices_and_others(optim.muon(0.01), adamw()), lambda: optim.shampoo(0.01)])
+def test_training_gives_equal_bits_on_every_mesh_and_stage(make):
+    expected = train(fs.make_mesh({"data": 1}), 0, opt=make(), reproducible=True)
+    for stage, n in ((0, 2), (1, 4), (2, 2), (2, 8), (3, 1), (3, 4)):
+        losses, params = train(fs.make_mesh({"data": n}), stage, opt=make(), reproducible=True)
+        assert losses == expected[0] and all(map(torch.equal, params, expected[1]))
+
+
+def loss_fn(params, x):
+    """A loss with another gradient for every sample."""
+    leaves = [leaf for leaf in flatten(params)[0] if leaf.numel()]
+    return sum(((leaf.sin().sum() + 1) * (place + x.sum(1)).cos()).mean() for place, leaf in enumerate(leaves))
+
+
+def types(tree):
+    leaves, structure = flatten(tree, sharded_is_leaf=True)
+    return structure, [fs.typeof(x) for x in leaves]
+
+
+def steps_of_training(opt, mesh, stage, params, batches, **options):
+    divided = fs.partition_optimizer(opt, mesh=mesh, axis="data", stage=stage)
+    params = placed(params, stage, mesh)
+    state = divided.init(params)
+    step = fs.train_step(loss_fn, divided, mesh=mesh, batch=P("data"), reproducible=True, **options)
+    before = types((params, state))
+    for batch in batches:
+        params, state, _ = step(params, state, batch)
+        assert types((params, state)) == before
+    return params, state
+
+
+@pytest.mark.parametrize("name", [*ALL, *OPTIMIZERS])
+@given(st.data())
+@settings(max_examples=5)
+def test_training_any_tree_has_equal_bits_and_keeps_all_types(name, data):
+    opt = {**ALL, **OPTIMIZERS}[name]
+    params, _ = data.draw(trees())
+    if not any(x.numel() for x in params.values()):
+        params["a"] = torch.ones(2, 2)
+    batches = [numbers((16, 2), data.draw(st.integers(0, 99))) for _ in range(2)]
+    n = data.draw(st.sampled_from([2, 1, 4, 8]))
+    accumulate = data.draw(st.sampled_from([turns for turns in (1, 2, 4, 8) if turns * n <= 8]))
+    stage = data.draw(st.sampled_from([0, *STAGES]))
+    expected = steps_of_training(opt, fs.make_mesh({"data": 1}), 0, params, batches)
+    found = steps_of_training(opt, fs.make_mesh({"data": n}), stage, params, batches, accumulate=accumulate)
+    assert same(found, fs.unshard(expected))
+
+
+@pytest.mark.parametrize("options", [{"accumulate": 2}, {"donate": True}, {"precision": "bf16"}])
+def test_training_with_options_is_that_of_stage_0(options):
+    def make():
+        return matrices_and_others(optim.muon(1e-3), optim.adamw(1e-3, fused=False))
+
+    expected, _ = train(fs.make_mesh({"data": 2}), 0, opt=make(), **options)
+    for stage in STAGES:
+        losses, _ = train(fs.make_mesh({"data": 2}), stage, opt=make(), **options)
+        assert losses == pytest.approx(expected, rel=2e-2 if "precision" in options else 1e-4)
+
+
+# -- who holds what ---------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(0, 50)), st.integers(1, 9))
+def test_owners_have_about_equally_much(sizes, n):
+    owners = shared_out(sizes, n)
+    loads = [sum(size for size, owner in zip(sizes, owners, strict=True) if owner == own) for own in range(n)]
+    assert sum(loads) == sum(sizes) and shared_out(sizes, n) == owners
+    assert max(loads) <= Fraction(sum(sizes), n) + max(sizes, default=0)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_state_is_held_by_owners_alone_and_elsewhere_in_ranges(stage):
+    n = 4
+    mesh = fs.make_mesh({"data": n})
+    params = placed(gpt.init(), stage, mesh)
+    opt = fs.partition_optimizer(matrices_and_others(optim.muon(), optim.adamw()), mesh=mesh, axis="data", stage=stage)
+    state = opt.init(params)
+    leaves = flatten(params, sharded_is_leaf=True)[0]
+    sizes = [prod(x.shape) for x in leaves if x.ndim == 2]
+    owners = shared_out(sizes, n)
+    matrices = flatten(state[True]["momentum_buffer"], sharded_is_leaf=True)[0]
+    assert [x.spec for x in matrices] == [P.owned("data", by=owner) for owner in owners]
+    for device in range(n):
+        held = sum(x.shards[device].numel() for x in matrices)
+        assert held == sum(size for size, owner in zip(sizes, owners, strict=True) if owner == device)
+        for name in ("exp_avg", "exp_avg_sq"):
+            others = flatten(state[False][name], sharded_is_leaf=True)[0]
+            expected = sum(P_flat_size(prod(x.shape), n, device) for x in leaves if x.ndim != 2)
+            assert sum(x.shards[device].numel() for x in others) == expected
+    tensors = flatten(state)[0]
+    assert sum(x.untyped_storage().nbytes() for x in tensors) == sum(x.nbytes for x in tensors)
+
+
+def P_flat_size(size, n, device):
+    each = -(-size // n)
+    return min((device + 1) * each, size) - min(device * each, size)
+
+
+def test_state_of_another_shape_lies_with_its_matrix():
+    mesh = fs.make_mesh({"data": 2})
+    params = fs.shard_params({"a": torch.ones(4, 3), "b": torch.ones(2, 3)}, P(), mesh=mesh)
+    state = fs.partition_optimizer(optim.shampoo(longest=3), mesh=mesh, axis="data", stage=1).init(params)
+    found = {name: {k: x and str(fs.typeof(x)) for k, x in state[name].items()} for name in ("left", "right")}
+    assert found == {
+        "left": {"a": None, "b": "f32[2, 2]{on:data=1}"},
+        "right": {"a": "f32[3, 3]{on:data=0}", "b": "f32[3, 3]{on:data=1}"},
+    }
+    assert [x.shape for x in state["right"]["b"].shards] == [(0, 0), (3, 3)]
+
+
+@pytest.mark.parametrize("at_once", [1, 1 << 20])
+def test_tied_matrices_have_one_owner_and_integers_stay(at_once, monkeypatch):
+    monkeypatch.setattr(optim.partition, "AT_ONCE", at_once)
+    mesh = fs.make_mesh({"data": 2})
+    w = torch.ones(3, 2)
+    params = fs.shard_params({"a": w, "b": torch.ones(2, 2), "c": w, "steps": torch.tensor([3])}, P(), mesh=mesh)
+    opt = fs.partition_optimizer(optim.shampoo(0.5), mesh=mesh, axis="data", stage=1)
+    state = opt.init(params)
+    assert state["left"]["a"] is state["left"]["c"] and state["left"]["steps"] is None
+    g = fs.device_put(torch.ones(3, 2), fs.Layout(mesh, P.flat("data")))
+    after, _ = opt.step({"a": g, "b": None, "c": g, "steps": None}, state, params)
+    assert after["a"] is after["c"] and after["steps"] is params["steps"]
+
+
+@pytest.mark.parametrize("spec", [P(None, "model"), P("model"), P(("data", "model"))])
+def test_matrices_that_are_cut_over_another_axis_are_put_together(spec):
+    mesh = fs.make_mesh({"data": 2, "model": 2})
+    w, g = numbers((4, 8), 0), numbers((4, 8), 1)
+    opt = fs.partition_optimizer(optim.muon(0.1), mesh=mesh, axis="data", stage=1)
+    params = fs.shard_params({"w": w}, {"w": spec}, mesh=mesh)
+    grads = {"w": fs.device_put(g, opt.gradients(params["w"].layout))}
+    state = opt.init(params)
+    after, _ = opt.step(grads, state, params)
+    expected, _ = pure_step(optim.muon(0.1))({"w": g}, optim.muon(0.1).init({"w": w}), {"w": w})
+    assert after["w"].spec == spec and same(after, expected)
+    assert [x.numel() for x in state["momentum_buffer"]["w"].shards].count(32) == 1
+
+
+# -- what is sent -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_update_sends_a_share_of_a_share(stage):
+    """All owners have equally much: then n devices exchange (n-1)/n of the n-th part that each holds."""
+    n, matrices = 4, 8
+    mesh = fs.make_mesh({"data": n})
+    opt = fs.partition_optimizer(optim.shampoo(), mesh=mesh, axis="data", stage=stage)
+    params = placed({str(i): numbers((4, 6), i) for i in range(matrices)}, stage, mesh)
+    state = opt.init(params)
+    grads = {k: fs.device_put(numbers((4, 6), 9), opt.gradients(x.layout)) for k, x in params.items()}
+    with fs.ledger() as comm:
+        opt.step(grads, state, params)
+    size = matrices * 24 * 4
+    exchange, gather = Fraction((n - 1) * size, n * n), Fraction((n - 1) * size, n)
+    expected = {("all_to_all", ("data",)): (2, 3 * exchange if stage == 3 else 2 * exchange)}
+    if stage < 3:
+        expected["all_gather", ("data",)] = (1, gather)
+    assert comm.by_collective() == expected
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=1), st.integers(2, 5), st.integers(1, 300))
+@settings(max_examples=50)
+def test_much_is_exchanged_in_turns(shapes, n, at_once):
+    mesh = fs.make_mesh({"data": n})
+    wholes = [numbers(shape, seed) for seed, shape in enumerate(shapes)]
+    flat = fs.Layout(mesh, P.flat("data"))
+    owned = [fs.Layout(mesh, P.owned("data", by=place % n)) for place in range(len(wholes))]
+    with pytest.MonkeyPatch.context() as patch, fs.ledger() as comm:
+        patch.setattr(fs.mesh.reshard.owners, "AT_ONCE", at_once)
+        collected = fs.reshard(fs.device_put(wholes, flat), owned)
+        spread = fs.reshard(collected, flat)
+    for xs in (collected, spread):
+        assert all(map(torch.equal, fs.unshard(xs), wholes))
+    row = max(sum(-(-w.numel() // n) for w in wholes[place::n]) for place in range(n)) * 4
+    assert (comm.calls() == 2) if 0 < row * n <= at_once else (row == 0 or comm.calls() >= 2)
+
+
+# -- what cannot be -----------------------------------------------------------------------------------------------------
+
+
+def test_an_optimizer_that_wrongly_says_elementwise_is_found_out_and_owned_if_it_says_otherwise():
+    def update(grads, state, params):
+        at = optim.leaves.Leaves.of(grads)
+        return at.mapped(lambda g: optim.leaves.map_shards(lambda x: -x / x.norm().clamp(min=1e-9), g)), state
+
+    opt = fs.Optimizer(lambda params: (), update, elementwise=True, arrays=True)
+    with pytest.raises(AssertionError, match="says elementwise=True"):
+        fs.testing.check_elementwise(opt)
+    params, grads = fixed()
+    opt = opt._replace(elementwise=False)
+    assert same(run_on(fs.make_mesh({"data": 4}), opt, 2, params, grads), run_alone(opt, params, grads))
+
+
+# -- the layout -----------------------------------------------------------------------------------------------------------
+
+
+def test_an_owned_tensor_is_whole_in_one_place():
+    mesh = fs.make_mesh({"data": 2, "model": 2})
+    x = fs.device_put(torch.ones(2, 3), fs.Layout(mesh, P.owned("data", by=1)))
+    assert str(fs.typeof(x)) == "f32[2, 3]{on:data=1}"
+    assert [tuple(shard.shape) for shard in x.shards] == [(0, 0), (0, 0), (2, 3), (2, 3)]
+    number = fs.device_put(torch.tensor(2.0), fs.Layout(mesh, P.owned("data", "model", by=2)))
+    assert [shard.tolist() for shard in number.shards] == [[], [], 2.0, []]
+    assert fs.unshard(number) == 2 and repr(number.spec) == 'P.owned("data", "model", by=2)'
+    assert hash(P.owned("data", by=1)) != hash(P.flat("data")) and P.owned("data", by=1) != P.owned("data", by=0)
+
+
+@given(st.data())
+@settings(max_examples=30)
+def test_out_specs_may_name_an_owner(data):
+    n = data.draw(st.sampled_from([1, 2, 3]))
+    owner = data.draw(st.integers(0, n - 1))
+    mesh, spec = fs.make_mesh({"data": n}), P.owned("data", by=owner, shape=(2, 3))
+
+    def body(x):
+        return x if fs.axis_index("data") == owner else x[:0, :0]
+
+    whole = numbers((2, 3), 0)
+    result = fs.shard_map(body, mesh=mesh, in_specs=P(), out_specs=spec)(whole)
+    assert torch.equal(fs.unshard(result), whole)

@@ -1,0 +1,330 @@
+"""`FSHARD_CHECK=1`: what would hang, or mix up bytes, is an error on every process; what is right is not."""
+
+import contextlib
+import os
+import random
+import re
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fshard as fs
+from fshard import P
+from fshard.mesh.runtimes.process import leave
+from fshard.mesh.spmd.scope import require
+from fshard.testing.processes import Processes, run_processes
+from tests.mesh.shared_memory.test_direct import UNEVEN, uneven_message
+
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+
+
+def psum(n):
+    return lambda: fs.psum(torch.ones(n), "data").sum().item()
+
+
+def nothing():
+    """Leave the collective out."""
+
+
+def exchange(other):
+    def both():
+        fs.send(torch.ones(3), "data", to=other)
+        return fs.recv(torch.ones(3), "data", source=other).sum().item() + psum(1)()
+
+    return both
+
+
+WRONG = {
+    "shape": (psum(2), psum(3)),
+    "collective": (lambda: fs.psum(torch.ones(2), "data"), lambda: fs.all_gather(torch.ones(2), "data")),
+    "line": (
+        lambda: fs.psum(torch.ones(2), "data"),
+        lambda: fs.psum(torch.ones(2), "data"),
+    ),
+    "missing": (psum(2), nothing),
+    "message": (lambda: fs.recv(torch.ones(2), "data", source=1), nothing),
+    "wrong message": (
+        lambda: fs.recv(torch.ones(2), "data", source=1),
+        lambda: fs.send(torch.ones(3), "data", to=0),
+    ),
+    "none": (exchange(1), exchange(0)),
+}
+"""What process 0 does, and what process 1 does."""
+
+
+def different(kind):
+    mesh = fs.make_mesh({"data": 2})
+
+    def main():
+        first = fs.axis_index("data") == 0
+        fs.psum(torch.ones(2), "data")
+        here, elsewhere = WRONG[kind]
+        return here() if first else elsewhere()
+
+    return fs.run(main, mesh=mesh)[0]
+
+
+@pytest.fixture(scope="module")
+def checked(link):
+    with Processes(2, environment={"FSHARD_CHECK": "1", **link}, timeout=30) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def four_checked(link):
+    with Processes(4, environment={"FSHARD_CHECK": "1", **link}, timeout=60) as pool:
+        yield pool
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "words"),
+    [
+        ("shape", fs.MismatchError, ["psum of float32[2] at", "psum of float32[3] at", "process 0", "process 1"]),
+        ("collective", fs.MismatchError, ["psum of float32[2] at", "all_gather(dim=0) of float32[2] at"]),
+        ("line", fs.MismatchError, ["Only the lines differ"]),
+        (
+            "missing",
+            fs.DeadlockError,
+            ["process 0: waits in psum of float32[2] over data at", "process 1: has finished"],
+        ),
+        ("message", fs.DeadlockError, ["process 0: waits in recv of float32[2] from process 1 at"]),
+        ("wrong message", fs.MismatchError, ["expects recv of float32[2] at", "what comes is float32[3]"]),
+    ],
+)
+def test_checked_processes_do_not_hang(kind, error, words, checked):
+    ends = error is fs.DeadlockError  # that takes processes that really end
+    with pytest.raises(error) as raised:
+        checked.run_last(different, kind) if ends else checked.run(different, kind)
+    assert all(word in str(raised.value) for word in words)
+
+
+def test_checked_processes_that_do_right(checked):
+    assert checked.run(different, "none") == [5.0, 5.0]
+    run_processes(different, 2, "line", environment={"FSHARD_CHECK": "shapes"}, timeout=30)
+
+
+def global_array(of):
+    mesh = fs.make_mesh({"data": 2})
+    pieces = fs.from_local(torch.ones(of[dist.get_rank()]), fs.Layout(mesh, P("data")))
+    row = fs.shard_map(
+        lambda x: fs.from_local(x, fs.Layout(mesh, P("data"))).local, mesh=mesh, in_specs=P(), out_specs=P()
+    )
+    return fs.unshard(pieces).tolist(), row(torch.ones(1)).shape
+
+
+def test_checked_processes_compare_the_wholes_that_their_pieces_make_up(checked):
+    assert checked.run(global_array, (2, 2)) == [([1.0] * 4, (1,))] * 2
+    with pytest.raises(fs.MismatchError) as raised:
+        checked.run(global_array, (2, 3))
+    assert all(f"process {place}: from_local of f32[{n}@data]" in str(raised.value) for place, n in [(0, 4), (1, 6)])
+
+
+# -- handles ------------------------------------------------------------------------------------------------------
+
+CALLS = {
+    "psum": lambda x, axes: fs.psum.start(x, axes),
+    "wide psum": lambda x, axes: fs.psum.start(x.expand(3000).contiguous(), axes),
+    "all_gather": lambda x, axes: fs.all_gather.start(x, axes),
+    "broadcast": lambda x, axes: fs.broadcast.start(x, axes, source=1),
+    "all_to_all": lambda x, axes: fs.all_to_all.start(x.repeat(fs.axis_size(axes)), axes),
+}
+"""What is started with a tensor of one element."""
+
+
+def expected(name, xs):
+    """Return what every process gets of the numbers that its group holds."""
+    return {
+        "psum": [sum(xs)],
+        "wide psum": [sum(xs)] * 3000,
+        "all_gather": xs,
+        "all_to_all": xs,
+        "broadcast": [xs[1]],
+    }[name]
+
+
+def legal_order(calls, draw):
+    """Return one process's steps: (call, whether it is started or waited for), in an order that cannot deadlock.
+
+    Calls along the same axes are started in the order of the program, others in any.  A call is waited for when all that
+    the program has before it have been started; so the first that is not done can always be done.
+    """
+    starts = draw.sample(range(len(calls)), len(calls))
+    for axes in {axes for _, axes in calls}:
+        places = [place for place, call in enumerate(starts) if calls[call][1] == axes]
+        for place, call in zip(places, sorted(starts[place] for place in places), strict=True):
+            starts[place] = call
+    steps = [(call, True) for call in starts]
+    for call in draw.sample(range(len(calls)), len(calls)):
+        before = [place for place, (other, begins) in enumerate(steps) if begins and other <= call]
+        steps.insert(draw.randint(max(before) + 1, len(steps)), (call, False))
+    return steps
+
+
+def run_in_legal_order(calls, seed):
+    def main():
+        handles, wrong = {}, []
+        for call, begins in legal_order(calls, random.Random(10 * seed + dist.get_rank())):
+            name, axes = calls[call]
+            if begins:
+                handles[call] = CALLS[name](torch.tensor([100.0 * call + dist.get_rank()]), axes)
+            else:
+                xs = [100.0 * call + member for member in require("the test").group(axes, "the test").members]
+                found, wanted = handles[call].wait().tolist(), expected(name, xs)
+                wrong += [] if found == wanted else [(name, axes, found, wanted)]
+        return wrong
+
+    mesh = fs.make_mesh({"a": 2, "b": 2})
+    fs.run(lambda: fs.psum(torch.ones(1), ("a", "b")), mesh=mesh)  # over gloo this makes a group, for which all wait
+    return fs.run(main, mesh=mesh)[0]
+
+
+@pytest.mark.parametrize("pool", ["four", "four_checked"])
+def test_a_legal_program_is_no_deadlock(pool, link, request):
+    pool = request.getfixturevalue(pool)
+    call = st.tuples(st.sampled_from(sorted(CALLS)), st.sampled_from(["a", "b", ("a", "b")]))
+
+    @settings(max_examples=20)
+    @given(st.lists(call, min_size=2, max_size=8), st.integers(0, 10**6))
+    def check(calls, seed):
+        assert pool.run(run_in_legal_order, calls, seed) == [[]] * 4
+
+    check()
+
+
+def start_along_two_axes(first, second):
+    """Start along a and b, devices 0 and 3 the other way round, and look at the messages between them meanwhile."""
+
+    def main():
+        other, x = 3 - dist.get_rank(), torch.tensor([1.0 + dist.get_rank()])
+        order = (first, second) if dist.get_rank() in (0, 3) else (second, first)
+        handles = {axis: fs.psum.start(x, axis) for axis in order}
+        fs.send(x, ("a", "b"), to=other)
+        got = fs.recv(x, ("a", "b"), source=other).item()
+        return got, [handles[axis].wait().item() for axis in ("a", "b")]
+
+    mesh = fs.make_mesh({"a": 2, "b": 2})
+    fs.run(lambda: fs.psum(torch.ones(1), ("a", "b")), mesh=mesh)
+    return fs.run(main, mesh=mesh)[0]
+
+
+def test_collectives_of_different_groups_may_be_started_in_different_orders(four_checked):
+    found = [(4.0, [4.0, 3.0]), (3.0, [6.0, 3.0]), (2.0, [4.0, 7.0]), (1.0, [6.0, 7.0])]
+    assert four_checked.run(start_along_two_axes, "a", "b") == found
+
+
+STARTED_WRONG = {
+    "shape": (lambda x: [fs.psum.start(x, "a"), fs.psum.start(x, "b")],
+              lambda x: [fs.psum.start(x, "a"), fs.psum.start(x[1:], "b")]),
+    "dtype": (lambda x: [fs.broadcast.start(x, "b")], lambda x: [fs.broadcast.start(x.int(), "b")]),
+    "size of a broadcast": (lambda x: [fs.broadcast.start(x, "b")], lambda x: [fs.broadcast.start(x[1:], "b")]),
+    "order": (lambda x: [fs.psum.start(x, "b"), fs.all_gather.start(x, "b")],
+              lambda x: [fs.all_gather.start(x, "b"), fs.psum.start(x, "b")]),
+    "line": (lambda x: [fs.psum.start(x, "b")],
+             lambda x: [fs.psum.start(x, "b")]),
+    "another waits": (lambda x: [fs.psum.start(x, "b"), fs.psum.start(x, "a")][::-1],
+                      lambda x: [fs.psum.start(x[1:], "b"), fs.psum.start(x, "a")]),
+}  # fmt: skip
+"""What processes 0 and 2 start, and what processes 1 and 3 start."""
+
+
+def start_wrongly(kind):
+    def main():
+        began, told = time.monotonic(), []
+        for _ in range(2):  # the group stays closed
+            try:
+                for handle in STARTED_WRONG[kind][dist.get_rank() % 2](torch.ones(4)):
+                    handle.wait()
+            except fs.MismatchError as error:
+                told.append(str(error))
+        assert time.monotonic() - began < 10
+        return told
+
+    try:
+        return fs.run(main, mesh=fs.make_mesh({"a": 2, "b": 2}))[0]
+    finally:
+        leave(waiting=False)
+
+
+@pytest.mark.parametrize("kind", STARTED_WRONG)
+def test_what_is_started_wrongly_is_told_to_all_that_wait(kind, four_checked):
+    for rank, (told, again) in enumerate(four_checked.run(start_wrongly, kind)):
+        here = [f"process {other}: " for other in (rank & ~1, rank | 1)]
+        assert all(told.count(text) == 1 for text in here) and told.count("test_watch.py") == 2
+        assert "Only the lines differ" in told if kind == "line" else "Only" not in told
+        assert told == again
+
+
+# -- what only some differentiate ---------------------------------------------------------------------------------
+
+
+def differentiate_unevenly(f, timeout):
+    """Differentiate on process 0 alone; return what each process is told."""
+
+    def main():
+        try:
+            f(torch.tensor([1.0, 2.0], requires_grad=True), fs.axis_index("d") == 0)
+        except (fs.MismatchError, fs.CollectiveTimeoutError, fs.LostProcessError) as error:
+            return f"{type(error).__name__}: {error}"
+
+    try:
+        return fs.run(main, mesh=fs.make_mesh({"d": 2}, timeout=timeout))[0]
+    finally:
+        leave(waiting=False)
+
+
+@pytest.mark.parametrize("f", UNEVEN, ids=lambda f: f.__name__)
+def test_what_only_some_processes_differentiate_is_told_to_all_that_wait(f, checked):
+    told = [text for text in checked.run(differentiate_unevenly, f, 20) if text is not None]
+    assert len(told) == (1 if f is uneven_message else 2)  # a sender does not wait for its receiver
+    for text in told:
+        assert text.startswith("MismatchError") and f" for {UNEVEN[f]}" in text
+        assert "what some devices of a group differentiate, all have to" in text
+
+
+def test_over_gloo_they_wait_in_vain_and_do_not_take_each_others_bytes():
+    for f in UNEVEN:
+        told = run_processes(differentiate_unevenly, 2, f, 1, environment={"FSHARD_DIRECT": "0"}, timeout=60)
+        told = [text for text in told if text is not None]
+        # a sender does not wait for its receiver; but one that comes a second late finds it gone
+        assert len(told) == 2 or (f is uneven_message and len(told) == 1), f
+        assert all(text.startswith(("CollectiveTimeoutError", "LostProcessError")) for text in told), told
+
+
+# -- whoever is lost -----------------------------------------------------------------------------------------------
+
+
+def call_one_that(what):
+    mesh = fs.make_mesh({"data": 2}, timeout=1)
+    if dist.get_rank() == 1 and what == "dies":
+        os._exit(3)
+    if dist.get_rank() == 1 and what == "is late":
+        time.sleep(4)
+        return "late"
+    began = time.monotonic()
+    try:
+        fs.run(lambda: fs.psum(torch.ones(2), "data"), mesh=mesh)
+    except (fs.LostProcessError, fs.CollectiveTimeoutError) as error:
+        text = f"{type(error).__name__}: {error}"
+    (Path(os.environ["SAID"]) / "said").write_text(f"{time.monotonic() - began:.0f} s {text}")
+    return text
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("dies", r"[0-2] s LostProcessError: psum .* at .*test_watch"),
+        ("is late", r"[1-3] s CollectiveTimeoutError: psum"),
+    ],
+)
+def test_whoever_is_watched_does_not_wait_for_ever(what, words, tmp_path):
+    environment = {"FSHARD_CHECK": "1", "SAID": str(tmp_path)}
+    with contextlib.suppress(RuntimeError):
+        run_processes(call_one_that, 2, what, environment=environment, timeout=30)
+    said = (tmp_path / "said").read_text()
+    assert re.match(words, said), said
+    assert what == "dies" or "process 1: runs" in said

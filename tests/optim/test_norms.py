@@ -1,0 +1,217 @@
+"""Norms over everything, wherever it lies."""
+
+from fractions import Fraction
+from math import hypot, inf, isnan, nan
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+import fshard as fs
+import fshard.testing.strategies
+from fshard import P, optim
+from fshard.optim.digits import digits_of, number_of
+from fshard.optim.norms import norm_later
+from tests.optim.optimizers import example, leaves_of, tensor
+
+
+@given(st.data())
+@settings(max_examples=60)
+def test_global_norm_counts_every_element_once(data):
+    mesh = data.draw(fs.testing.strategies.meshes())
+    tree, whole, cut = [], [], False
+    for _ in range(data.draw(st.integers(0, 4))):
+        shape = data.draw(fs.testing.strategies.shapes_for(mesh))
+        dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.complex64]))
+        x = data.draw(fs.testing.strategies.dyadic(shape, dtype))
+        whole.append(x)
+        if data.draw(st.booleans()):
+            layout = data.draw(fs.testing.strategies.layouts(mesh, shape, unreduced=False))
+            cut |= any(mesh.shape[axis] > 1 for axis in layout.spec.sharded_axes)
+            x = fs.device_put(x, layout)
+        tree.append(x)
+    with fs.ledger() as comm:
+        found = optim.global_norm(tree)
+    expected = sum(x.to(torch.complex128).abs().square().sum() for x in whole)
+    torch.testing.assert_close(found, torch.as_tensor(expected, dtype=torch.float64).sqrt())
+    assert comm.calls() == cut
+
+
+def test_global_norm_is_torchs_and_counts_ties_once():
+    xs = [tensor((5, 3), torch.float32, 0), tensor((7,), torch.float32, 1)]
+    expected = torch.nn.utils.get_total_norm(xs)
+    torch.testing.assert_close(optim.global_norm(xs).float(), expected)
+    assert torch.equal(optim.global_norm([*xs, xs[0], None]), optim.global_norm(xs))
+    assert optim.global_norm({}) == 0
+
+
+@pytest.mark.parametrize("order", [0.5, 1, 3.0, inf])
+@given(data=st.data())
+@settings(max_examples=20)
+def test_norms_of_any_order_are_torchs_however_a_tree_is_cut(order, data):
+    mesh = data.draw(fs.testing.strategies.meshes())
+    whole, tree = [], []
+    for _ in range(data.draw(st.integers(0, 4))):
+        shape = data.draw(fs.testing.strategies.shapes_for(mesh))
+        dtype = data.draw(st.sampled_from([torch.float32, torch.float64, torch.complex64]))
+        x = data.draw(fs.testing.strategies.dyadic(shape, dtype))
+        whole.append(x)
+        tree.append(
+            fs.device_put(x, data.draw(fs.testing.strategies.layouts(mesh, shape, unreduced=False)))
+            if data.draw(st.booleans())
+            else x
+        )
+    together = torch.cat([torch.zeros(1, dtype=torch.float64), *(x.abs().flatten().double() for x in whole)])
+    expected = torch.linalg.vector_norm(together, order)
+    found = optim.global_norm(tree, order)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(
+        [fs.unshard(x) for x in optim.clip_by_global_norm(0.5, order).update(tree, (), None)[0]],
+        [(x * min(0.5 / (expected.item() + 1e-6), 1.0)) for x in whole],
+    )
+    inside = fs.run(
+        lambda: optim.global_norm([fs.device_put(x, fs.Layout(mesh, P())) for x in whole], order), mesh=mesh
+    )
+    torch.testing.assert_close(inside[0], expected)
+
+
+def test_global_norm_refuses_open_sums_and_two_meshes():
+    mesh, other = fs.make_mesh({"data": 2}), fs.make_mesh({"model": 2})
+    summed = fs.device_put(torch.ones(2), fs.Layout(mesh, P(unreduced="data")))
+    with pytest.raises(fs.LayoutError) as error:
+        optim.global_norm({"w": summed})
+    assert str(error.value) == (
+        'global_norm: a norm of sums that are not made yet would be wrong: ["w"] is Sharded f32[2]{U:data} on '
+        "Mesh(data=2; virtual, cpu). Reduce them first: fs.reshard(x, layout) to a layout without unreduced axes."
+    )
+    two = [fs.device_put(torch.ones(2), fs.Layout(m, P(m.axis_names[0]))) for m in (mesh, other)]
+    with pytest.raises(fs.LayoutError, match="on 2 meshes"):
+        optim.global_norm(two)
+
+
+def test_clip_by_global_norm_is_torchs():
+    params, (grads, *_) = example()
+    own = [torch.nn.Parameter(x) for x in leaves_of(params)]
+    for p, g in zip(own, leaves_of(grads), strict=True):
+        p.grad = g.clone()
+    torch.nn.utils.clip_grad_norm_(own, 1.0)
+    clipped, _ = optim.clip_by_global_norm(1.0).update(grads, (), params)
+    for a, p in zip(leaves_of(clipped), own, strict=True):
+        torch.testing.assert_close(a, p.grad)
+
+
+NUMBERS = st.floats(0, allow_infinity=False, max_value=2.0**1000)
+
+
+@given(st.lists(NUMBERS, max_size=40), st.data())
+@settings(max_examples=200)
+def test_sums_in_digits_are_exact_and_have_the_same_bits_in_any_order_and_cut(numbers, data):
+    mixed = torch.tensor(data.draw(st.permutations(numbers)), dtype=torch.float64)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(numbers)), max_size=4)))
+    pieces = [digits_of(piece) for piece in mixed.tensor_split(cuts)]
+    found = number_of(torch.stack(pieces).sum(0))
+    assert torch.equal(found, number_of(digits_of(torch.tensor(numbers, dtype=torch.float64))))
+    exact = sum(map(Fraction, numbers))
+    assert abs(Fraction(found.item()) - exact) <= exact * Fraction(2) ** -50
+
+
+@given(st.lists(st.floats(-1e150, 1e150) | st.floats(-1, 1), max_size=20), st.integers(0, 20), st.booleans())
+def test_the_norm_of_float64_is_that_of_math(numbers, cut, exact):
+    assume(not any(0 < abs(x) < 1e-140 for x in numbers))  # whose squares are no normal numbers
+    x = torch.tensor(numbers, dtype=torch.float64)
+    found = optim.global_norm([x[:cut], x[cut:].clone()], exact=exact).item()
+    assert found == pytest.approx(hypot(*numbers), rel=1e-14)
+
+
+@pytest.mark.parametrize("strange", [inf, 1e200, nan])
+def test_a_norm_of_float64_that_is_not_finite_says_so(strange):
+    x = tensor((100_000,), torch.float64, 0)
+    x[70_000] = strange
+    found = optim.global_norm([x, tensor((3,), torch.float64, 1)]).item()
+    assert isnan(found) if isnan(strange) else found == inf
+
+
+@given(st.data())
+@settings(max_examples=60)
+def test_a_norm_is_off_by_less_than_a_rounding_an_element_and_in_digits_by_none(data):
+    mesh, draw = fs.make_mesh(data.draw(st.sampled_from([{"a": 3}, {"a": 8}, {"a": 2, "b": 2}]))), data.draw
+    shapes, dtype = [(5,), (33, 17), (), (1000,)], draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float64]))
+    scale = 10.0 ** draw(st.integers(-15, 15))
+    tree = [
+        (tensor(shape, torch.float64, seed) * scale).to(dtype)
+        for seed, shape in enumerate(shapes, draw(st.integers(0, 99)))
+    ]
+    cut = fs.device_put(tree, fs.Layout(mesh, P.flat(*draw(st.permutations(mesh.axis_names)))))
+    count = sum(x.numel() for x in tree)
+    exact = sum(Fraction(x) ** 2 for leaf in tree for x in leaf.reshape(-1).tolist())
+    for laid_out in (tree, cut):
+        found = Fraction(optim.global_norm(laid_out).item()) ** 2
+        assert abs(found - exact) <= 2 * count * exact * Fraction(2) ** -53
+    alone, ours = (optim.global_norm(laid_out, exact=True) for laid_out in (tree, cut))
+    assert torch.equal(alone, ours) and abs(Fraction(ours.item()) ** 2 - exact) <= 4 * exact * Fraction(2) ** -53
+    rounded = [optim.global_norm(laid_out).float() for laid_out in (tree, cut)]
+    assert abs(rounded[0] - rounded[1]) <= rounded[0] * 2.0**-23
+
+
+# -- in a step ---------------------------------------------------------------------------------------------------------
+
+
+def one_step(opt, stage, *, by_hand=False, **options):
+    """Take one step; return the parameters, the metrics and what was sent."""
+    mesh = fs.make_mesh({"data": 2})
+    tree = {
+        name: tensor(shape, torch.float32, seed)
+        for seed, (name, shape) in enumerate({"u": (5, 3), "v": (3, 2)}.items())
+    }
+    params = fs.shard_params(tree, fs.fsdp("data") if stage == 3 else P(), mesh=mesh)
+    opt = fs.partition_optimizer(opt, mesh=mesh, axis="data", stage=stage)
+    batch, spec = tensor((8, 5), torch.float32, 7), {"mesh": mesh, "batch": P("data")}
+
+    def loss_fn(p, x):
+        return (x @ p["u"] @ p["v"]).square().mean()
+
+    with fs.ledger() as comm:
+        if by_hand:
+            _, grads = fs.value_and_grad(loss_fn, **spec, gradients=opt.gradients)(params, batch)
+            params, metrics = opt.step(grads, opt.init(params), params)[0], {}
+        else:
+            params, _, metrics = fs.train_step(loss_fn, opt, **spec, **options)(params, opt.init(params), batch)
+    return leaves_of(fs.unshard(params)), metrics.get("grad_norm"), comm.by_collective()
+
+
+CLIP = optim.clip_by_global_norm(0.1)
+
+
+@pytest.mark.parametrize("options", [{}, {"reproducible": True}, {"donate": True}], ids=str)
+@pytest.mark.parametrize("rule", [optim.adamw, optim.muon])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_step_that_clips_reports_the_norm_before_clipping(rule, stage, options):
+    params, norm, _ = one_step(optim.chain(CLIP, rule(0.1)), stage, **options)
+    _, unclipped, _ = one_step(rule(0.1), stage, **options)
+    torch.testing.assert_close(norm, unclipped)
+    if "reproducible" not in options:
+        by_hand, _, _ = one_step(optim.chain(CLIP, rule(0.1)), stage, by_hand=True)
+        assert all(map(torch.equal, params, by_hand))
+
+
+def test_norms_inside_a_reproducible_step_are_exact():
+    found = list[bool]()
+
+    def noting(grads, state, params):
+        found.append(torch.equal(optim.global_norm(grads), optim.global_norm(grads, exact=True)))
+        return optim.sgd(0.1).update(grads, optim.sgd(0.1).init(params), params)[0], state
+
+    mesh = fs.make_mesh({"data": 2})
+    params = fs.shard_params({"w": tensor((37, 41), torch.float32, 3)}, fs.fsdp("data"), mesh=mesh)
+    opt = fs.Optimizer(lambda params: (), noting, elementwise=True, arrays=True)
+    step = fs.train_step(lambda p, x: (x @ p["w"]).square().mean(), opt, mesh=mesh, batch=P("data"), reproducible=True)
+    step(params, (), tensor((8, 37), torch.float32, 7))
+    assert found == [True]
+
+
+def test_a_norm_is_of_the_gradients_before_they_are_used_up():
+    grads = [torch.tensor([3.0, 4.0])]
+    norm = norm_later(grads, exact=True)
+    grads[0].mul_(2)
+    assert optim.global_norm(grads) == 10 and norm() == 5

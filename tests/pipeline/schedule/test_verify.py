@@ -1,0 +1,267 @@
+"""What `verify` proves, and how it says what is wrong."""
+
+import random
+
+import pytest
+import torch.distributed.pipelining.schedules as torch_schedules
+
+from fshard.errors import ScheduleError
+from fshard.pipeline.schedule.builders import pipeline_schedule
+from fshard.pipeline.schedule.messages import with_messages
+from fshard.pipeline.schedule.schedule import Action, Kind, Schedule, with_units
+from fshard.pipeline.schedule.verify import verify
+from tests.pipeline.execution.pipeline_oracle import harm
+
+NAMES = ["gpipe", "1f1b", "interleaved", "bfs", "zb-h1", "zb-h2", "zbv", "v-half", "v-min", "dualpipe-v"]
+
+
+def some_schedule(draw):
+    """Draw a schedule that can run."""
+    schedule = pipeline_schedule(draw.choice(NAMES), stages=draw.randint(1, 5), microbatches=draw.randint(1, 4))
+    if draw.random() < 0.5:
+        schedule = with_messages(schedule)
+    return with_units(schedule, live=draw.randint(1, 3)) if draw.random() < 0.3 else schedule
+
+
+def corrupted(schedule, draw):
+    """Drop, repeat, swap or carry to another device a few actions."""
+    rows = [[*row] for row in schedule.rows]
+    for _ in range(draw.choice([1, 1, 1, 2, 3])):
+        row = draw.choice([row for row in rows if row] or [[Action(Kind.F, 0, 0)]])
+        place, other = draw.randrange(len(row)), draw.randrange(len(row))
+        match draw.choice(["drop", "repeat", "swap", "neighbours", "move", "carry"]):
+            case "drop":
+                row.pop(place)
+            case "repeat":
+                row.insert(other, row[place])
+            case "swap":
+                row[place], row[other] = row[other], row[place]
+            case "neighbours":
+                row[place - 1], row[place] = row[place], row[place - 1]
+            case "move":
+                row.insert(other, row.pop(place))
+            case _:
+                to = draw.choice(rows)
+                to.insert(draw.randint(0, len(to)), row.pop(place))
+    return Schedule("corrupted", schedule.placement, schedule.microbatches, rows)
+
+
+def refusal(schedule, **options):
+    try:
+        verify(schedule, **options)
+    except ScheduleError as error:
+        return str(error)
+    return ""
+
+
+def test_a_schedule_that_can_run_is_proven():
+    for seed in range(300):
+        schedule = some_schedule(random.Random(seed))
+        assert not harm(schedule), schedule.to_text()
+        verify(schedule)
+
+
+def test_every_harmful_corruption_is_refused_and_no_harmless_one():
+    verdicts = {True: 0, False: 0}
+    for seed in range(1000):
+        draw = random.Random(seed)
+        schedule = corrupted(some_schedule(draw), draw)
+        why, said = harm(schedule), refusal(schedule)
+        assert bool(said) == bool(why), f"{seed}: {why or 'harmless'}\n{said}\n{schedule.to_text()}"
+        verdicts[bool(why)] += 1
+    assert verdicts[True] > 600 and verdicts[False] > 80
+
+
+def test_the_fault_in_the_actions_that_torch_reports_for_its_1f1b_is_found():
+    reported = torch_1f1b(stages=4, microbatches=8)
+    text = "\n".join(",".join("" if action is None else str(action) for action in row) for row in reported.values())
+    assert refusal(Schedule.from_csv(text, name="torch's 1F1B", microbatches=8)) == (
+        """"torch's 1F1B" cannot run:
+- 3F8 (device 3, place 14) cannot be there: there is no microbatch 8, but 8 from 0 on
+- missing on device 3: 3F0"""
+    )
+
+
+def torch_1f1b(stages, microbatches):
+    schedule = object.__new__(torch_schedules.Schedule1F1B)
+    schedule._num_stages, schedule._n_microbatches = stages, microbatches
+    return schedule._get_pipeline_order()
+
+
+CIRCLE = "0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1"
+TWICE = "0F0,0F1,0B0,0B0,0B1\n1F0,1B0,1F1,1B1"
+UNRECEIVED = "0F0,0SEND_F0,0RECV_B0,0B0\n1F0,1B0,1SEND_B0"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            CIRCLE,
+            """
+- devices 0 -> 1 -> 0 wait for each other:
+    device 0: 0F0 [0B0] [0F1] 0B1   0B0 (place 1) waits for 1B0 (device 1, place 2)
+    device 1: 1F0 [1F1] [1B0] 1B1   1F1 (place 1) waits for 0F1 (device 0, place 2)""",
+        ),
+        (TWICE, "\n- 0B0 (device 0, place 3) does again what 0B0 (device 0, place 2) does"),
+        (UNRECEIVED, "\n- missing on device 1: 1RECV_F0"),
+    ],
+    ids=["a circle", "a repetition", "no receive"],
+)
+def test_what_the_validator_of_torch_accepts_is_refused(text, said):
+    rows = [[torch_schedules._Action.from_str(cell) for cell in line.split(",")] for line in text.split("\n")]
+    torch_schedules._validate_schedule(dict(enumerate(rows)), 2, 2, 1 + max(a.microbatch_index for a in rows[0]))
+    assert refusal(Schedule.from_csv(text)) == f'"csv" cannot run:{said}'
+
+
+def lowered_by_torch(schedule, *, deferred=False):
+    rows = {d: [torch_schedules._Action.from_str(str(action)) for action in row] for d, row in enumerate(schedule.rows)}
+    home = schedule.placement.__getitem__
+    rows = torch_schedules._add_send_recv(rows, home, schedule.stages)
+    rows = torch_schedules._defer_recv_ops(rows, home) if deferred else rows
+    return Schedule.from_csv("\n".join(",".join(map(str, rows[device])) for device in range(len(rows))), name="torch")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_torch_makes_of_our_schedules_can_run(name):
+    schedule = pipeline_schedule(name, stages=6, microbatches=5)
+    assert verify(lowered_by_torch(schedule)).messages == verify(with_messages(schedule)).messages > 0
+
+
+def test_messages_that_torch_crosses_when_it_defers_receives_are_found():
+    schedule = lowered_by_torch(pipeline_schedule("zbv", stages=4, microbatches=4), deferred=True)
+    assert "device 0 sends to device 1 in one order, and is received from in another" in refusal(schedule)
+    assert harm(schedule)
+
+
+SENT = "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1\n1RECV_F0,1F0,1RECV_F1,1F1,1B0,1SEND_B0,1B1,1SEND_B1"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "0F0,1B0,0F1,0B0,0B1\n1F0,1F1,1B1,1F3,1B0",
+            """
+- 1B0 (device 0, place 1) cannot be there: stage 1 lies on device 1
+- 1F3 (device 1, place 3) cannot be there: there is no microbatch 3, but 2 from 0 on""",
+        ),
+        ("0F0\n1F0,1F1", "\n- missing on device 0: 0F1"),
+        ("0F0,0I0,0W0,0F1\n1F0,1I0,1W0,1F1,1I1", "\n- missing on device 0: 0B1\n- missing on device 1: 1W1"),
+        (
+            "0B0,0F1,0F0,0B1\n1F0,1B0,1F1,1W1,1I1",
+            """
+- 0B0 (device 0, place 0) needs what comes later: 0F0 (device 0, place 2)
+    device 0: [0B0] 0F1 [0F0] 0B1
+- 1W1 (device 1, place 3) needs what comes later: 1I1 (device 1, place 4)
+    device 1: … 1F1 [1W1] [1I1]
+- devices 0 -> 1 -> 0 wait for each other:
+    device 0: [0B0] 0F1 [0F0] 0B1   0B0 (place 0) waits for 1B0 (device 1, place 1)
+    device 1: [1F0] [1B0] 1F1 …     1F0 (place 0) waits for 0F0 (device 0, place 2)""",
+        ),
+        (
+            SENT.replace("1RECV_F0,1F0,1RECV_F1,1F1", "1RECV_F1,1F1,1RECV_F0,1F0"),
+            """
+- device 0 sends to device 1 in one order, and is received from in another:
+    device 0: 0F0 [0SEND_F0] 0F1 …
+    device 1: [1RECV_F1] 1F1 …
+- devices 0 -> 1 -> 0 wait for each other, unless messages are buffered:
+    device 0: 0F0 [0SEND_F0] 0F1 [0SEND_F1] 0RECV_B0 …   0SEND_F0 (place 1) waits for 1RECV_F0 (device 1, place 2)
+    device 1: [1RECV_F1] 1F1 [1RECV_F0] 1F0 …            1RECV_F1 (place 0) waits for 0SEND_F1 (device 0, place 3)""",
+        ),
+        (
+            SENT.replace("1RECV_F1,1F1,1B0,1SEND_B0", "1B0,1SEND_B0,1RECV_F1,1F1"),
+            """
+- devices 0 -> 1 -> 0 wait for each other, unless messages are buffered:
+    device 0: … 0F1 [0SEND_F1] [0RECV_B0] 0B0 …   0SEND_F1 (place 3) waits for 1RECV_F1 (device 1, place 4)
+    device 1: … 1B0 [1SEND_B0] [1RECV_F1] 1F1 …   1SEND_B0 (place 3) waits for 0RECV_B0 (device 0, place 4)""",
+        ),
+        (
+            SENT.replace("0SEND_F1,0RECV_B0", "0RECV_B0,0SEND_F1"),
+            """
+- devices 0 -> 1 -> 0 wait for each other, even if messages are buffered:
+    device 0: … 0F1 [0RECV_B0] [0SEND_F1] 0B0 …           0RECV_B0 (place 3) waits for 1SEND_B0 (device 1, place 5)
+    device 1: … 1F0 [1RECV_F1] 1F1 1B0 [1SEND_B0] 1B1 …   1RECV_F1 (place 2) waits for 0SEND_F1 (device 0, place 4)""",
+        ),
+        (
+            "0F0,0SEND_F0,0B0\n1RECV_F0,1F0,1SEND_F0,1B0",
+            """
+- 1SEND_F0 (device 1, place 2) has no purpose: nothing is to be sent, received or reduced there
+- missing on device 0: 0RECV_B0
+- missing on device 1: 1SEND_B0""",
+        ),
+        (
+            "0F0,0UNSHARD,0B0,0F1,0UNSHARD,0B1,0RESHARD,0RESHARD\n1UNSHARD,1F0,1B0,1F1,1B1",
+            """
+- 0UNSHARD (device 0, place 4) gathers again what 0UNSHARD (device 0, place 1) has gathered
+- stage 0 is not gathered at 0F0 (device 0, place 0), 0RESHARD (device 0, place 7)
+- 1UNSHARD (device 1, place 0) gathers what nothing frees""",
+        ),
+        (
+            "0F0,0REDUCE_GRAD,0B0\n1F0,1B0",
+            """
+- missing on device 1: 1REDUCE_GRAD
+- 0REDUCE_GRAD (device 0, place 1) needs what comes later: 0B0 (device 0, place 2)
+    device 0: 0F0 [0REDUCE_GRAD] [0B0]""",
+        ),
+    ],
+    ids=[
+        "other devices and microbatches",
+        "no forward",
+        "no weight gradients",
+        "before what it needs",
+        "crossed messages",
+        "both send",
+        "both receive",
+        "to nobody",
+        "weights",
+        "reduced early",
+    ],
+)
+def test_each_fault_is_said_and_drawn(text, said):
+    schedule = Schedule.from_csv(text, placement=[0, 1], microbatches=text.count("1F1") + 1)
+    assert refusal(schedule) == f'"csv" cannot run:{said}'
+
+
+def test_a_circle_of_three_is_drawn_without_the_device_that_waits_for_it():
+    schedule = Schedule.from_csv("0F0,3F0,0F1,3F1\n1F0,1F1\n2F1,2F0\n4F0,4F1", name="around")
+    assert refusal(schedule) == (
+        """"around" cannot run:
+- devices 0 -> 2 -> 1 -> 0 wait for each other:
+    device 0: 0F0 [3F0] [0F1] 3F1   3F0 (place 1) waits for 2F0 (device 2, place 1)
+    device 2: [2F1] [2F0]           2F1 (place 0) waits for 1F1 (device 1, place 1)
+    device 1: 1F0 [1F1]             1F1 (place 1) waits for 0F1 (device 0, place 2)"""
+    )
+
+
+def test_memory_is_the_most_activations_that_a_device_may_hold():
+    schedule = pipeline_schedule("1f1b", stages=3, microbatches=8)
+    assert verify(schedule, memory=3).peak_activations == (3, 2, 1)
+    assert refusal(schedule, memory=1) == (
+        """"1f1b" cannot run:
+- device 0 holds 3 activations at once, 2 more than memory=1
+- device 1 holds 2 activations at once, 1 more than memory=1"""
+    )
+
+
+def test_a_proof_says_what_is_proven():
+    proof = verify(with_units(with_messages(pipeline_schedule("1f1b", stages=3, microbatches=4))))
+    assert (proof.messages, proof.collectives, proof.peak_activations) == (16, 6, (3, 2, 1))
+    assert str(proof) == (
+        "1f1b can run: all is done once and after what it needs; 16 messages are received even if sends block; "
+        "6 collectives have one order; devices hold at most 3, 2, 1 activations."
+    )
+
+
+def test_forwards_alone_are_an_evaluation():
+    assert verify(Schedule.from_csv("0F0,0SEND_F0,0F1,0SEND_F1\n1RECV_F0,1F0,1RECV_F1,1F1")).peak_activations == (1, 1)
+
+
+def test_many_faults_are_counted():
+    said = refusal(Schedule("nothing", range(30), 50, [[]] * 30))
+    assert said.count("\n") == 21
+    assert (
+        "- missing on device 0: 0F0, 0F1, " in said
+        and ", and 30 more\n" in said
+        and said.endswith("- and 10 more faults")
+    )
