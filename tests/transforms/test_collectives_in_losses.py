@@ -383,7 +383,7 @@ def refused(call, error, match):
 
 
 REFUSED = {
-    "ends in pmean": r'fs.pmean over "data" in the loss function, at .*test_talk.py:\d+ in ends_in_pmean: with reproducible',
+    "ends in pmean": r'fs.pmean over "data" in the loss function, at .*test_collectives_in_losses.py:\d+ in ends_in_pmean: with reproducible',
     "contrastive": 'fs.all_gather over "data".*, or leave reproducible=True out',
     "softmax": 'fs.pmax over "data" in the loss function',
     "neighbours": 'fs.ppermute over "data" in the loss function',

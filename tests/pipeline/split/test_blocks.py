@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 import fshard as fs
 from fshard.mesh.spmd.run import one_thread
-from tests import test_hugging_face as hugging_face
+from tests.transforms.module import test_hugging_face as hugging_face
 
 WORDS, WIDTH, BLOCKS = 11, 8, 4
 NO_SHRINK = [Phase.explicit, Phase.generate]
