@@ -30,14 +30,14 @@ from fshard.errors import LayoutError, ModuleError, ScopeError
 from fshard.mesh.layout import Layout, Mesh, PyTree, flatten, flatten_outside, flatten_with_paths, unflatten
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.reshard.device_put import unshard
-from fshard.mesh.spmd.run import everywhere, is_outside, one_thread, standing
+from fshard.mesh.spmd.run import is_outside, one_thread, resolve_mesh, run_on_devices
 from fshard.mesh.spmd.scope import owning
 from fshard.optim.scaling import held_by
 from fshard.source import call_site
 from fshard.transforms.batch import Batch
 from fshard.transforms.device_step import Device
-from fshard.transforms.fsdp.lazy_param import wholes
-from fshard.transforms.fsdp.param_runtime import Known, Tape, numbered
+from fshard.transforms.fsdp.lazy_param import unsharded
+from fshard.transforms.fsdp.param_runtime import ParamPlans, ParamRuntime, numbered
 from fshard.transforms.fsdp.units import Unit
 from fshard.transforms.gradient import as_they_lie, unstaged
 from fshard.transforms.graph_checks import (
@@ -51,7 +51,7 @@ from fshard.transforms.module.buffers import Buffers, Written
 from fshard.transforms.module.functionalize import Apply
 from fshard.transforms.origin import refuse_distant, refuse_unplaced
 from fshard.transforms.reproducible.randomness import drawn_key, keyed_random
-from fshard.transforms.reproducible.summation_tree import Forest
+from fshard.transforms.reproducible.summation_tree import TreeAccumulator
 
 
 @dataclass
@@ -99,8 +99,8 @@ class _Open:
         loss: the last one.
     """
 
-    tape: Tape
-    known: Known
+    runtime: ParamRuntime
+    plans: ParamPlans
     tree: Callable[[], PyTree]
     unflatten: Callable[[Sequence[Any]], PyTree]
     device: Device | None = None
@@ -155,7 +155,7 @@ class ImperativeGradient:
         self.apply, self.params, self.mesh, self.axes = apply, params, mesh, axes
         self.draws = LoopDraws(seed)
         self.lay: Callable[[Layout], Layout] = options.get("gradients") or as_they_lie
-        self._agreed = Buffers(buffers, standing(mesh))  # as they were on all devices after the last step
+        self._agreed = Buffers(buffers, resolve_mesh(mesh))  # as they were on all devices after the last step
         self._buffers = self._agreed.part(0)  # as the last forward has left them
         self._announced = Announced(mesh, axes)
         self._gradient = unstaged(apply, mesh=mesh, batch=None, has_buffers=True, **options)
@@ -183,29 +183,29 @@ class ImperativeGradient:
 
     def _on_device(self, body: Callable[[int], Any]) -> Any:
         with one_thread(self.is_reproducible):
-            (result,) = everywhere(standing(self.mesh), body, mapped=self.mesh.axis_names)
+            (result,) = run_on_devices(resolve_mesh(self.mesh), body, mapped=self.mesh.axis_names)
         return result
 
     def _forward(self, device: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         grad, how = torch.is_grad_enabled(), self._gradient.how
         now = self._open if self._open is not None and grad else self._opened()
         if not now.is_forward:
-            now.tape.begin()
+            now.runtime.begin()
         sliced = how.slices is not None and (grad or bool(self._open and self._open.buffers))
         batch, now.counted = self._batch(device, args, kwargs, sliced=sliced)
         with self.draws.next(grad=grad):
             key = drawn_key()
-        now.device = Device(how, now.tape, now.tree, self._agreed, batch, 0, key, 1.0)
+        now.device = Device(how, now.runtime, now.tree, self._agreed, batch, 0, key, 1.0)
         run = self._forward_slices if sliced else self._forward_whole
         try:
             output = run(now, grad=grad)
         except BaseException:
             if now is not self._open:  # no later call goes on with it
-                now.tape.leave()
+                now.runtime.leave()
             raise
         if not grad:
-            now.tape.end()
-            now.tape.close()
+            now.runtime.end()
+            now.runtime.close()
         else:
             self._open, now.is_forward = now, True
         return output
@@ -238,23 +238,23 @@ class ImperativeGradient:
     def _one(self, now: _Open, leaves: list[Any], buffers: PyTree, number: int, *, grad: bool) -> tuple[Any, PyTree]:
         """Run the module once; return its output, and the buffers after it."""
         assert now.device is not None
-        device, tape = now.device, now.tape
-        args, kwargs = device.batch.tree(leaves, self._gradient.how.manner.compute)
+        device, runtime = now.device, now.runtime
+        args, kwargs = device.batch.tree(leaves, self._gradient.how.unit_options.compute)
         with keyed_random(device.key, 0, number), owning(device.batch.mesh.axis_names, device.talk.notice):
             if grad:
-                with tape.saved.watch():
+                with runtime.saved.watch():
                     output, after = self.apply(now.tree(), buffers, *args, **kwargs)
             else:
                 output, after = self.apply(now.tree(), buffers, *args, **kwargs)
-        if grad and tape.fresh:
+        if grad and runtime.fresh:
             refuse_unreached(output)
-        return wholes(output), after
+        return unsharded(output), after
 
     def _batch(
         self, device: int, args: tuple[Any, ...], kwargs: dict[str, Any], *, sliced: bool
     ) -> tuple[Batch, Counted]:
         """Return this device's part of a batch, and what it counts for."""
-        mesh = standing(self.mesh)
+        mesh = resolve_mesh(self.mesh)
         _, leaves, structure = flatten_with_paths((args, kwargs), none_is_leaf=True)
         lengths = [x.shape[0] if isinstance(x, Tensor) and x.ndim else None for x in leaves]
         paths, outside, _ = flatten_outside((args, kwargs))
@@ -266,18 +266,18 @@ class ImperativeGradient:
 
     def _opened(self) -> _Open:
         """Begin a step: lay the parameters out for use."""
-        mesh, gradient = standing(self.mesh), self._gradient
+        mesh, gradient = resolve_mesh(self.mesh), self._gradient
         refuse_distant(mesh, "the model", params=self.params)
         leaves, structure = flatten(self.params, sharded_is_leaf=True)
         refuse_unplaced(leaves, structure, mesh, "the model")
         own, at = numbered(leaves)
-        known = gradient.known_of(structure, leaves, at, mesh, self.axes)
+        plans = gradient.plans_of(structure, leaves, at, mesh, self.axes)
         shards = [leaves[place].shards[0] for place in own]
-        tape = gradient.tape(known, shards, call_site())
+        runtime = gradient.runtime(plans, shards, call_site())
         return _Open(
-            tape,
-            known,
-            lambda: unflatten(structure, [tape.handles[place] for place in at]),
+            runtime,
+            plans,
+            lambda: unflatten(structure, [runtime.lazy_params[place] for place in at]),
             lambda found: unflatten(structure, [found[place] for place in at]),
         )
 
@@ -295,37 +295,37 @@ class ImperativeGradient:
         if loss.numel() != 1 or not loss.requires_grad:
             found = "that does not depend on the model" if loss.numel() == 1 else f"of shape {tuple(loss.shape)}"
             raise LayoutError(f"backward: the loss must be one number that the model's output led to; got one {found}.")
-        if now.tape.fresh:
+        if now.runtime.fresh:
             refuse_other_parameters(loss)
         self._on_device(lambda device: self._backward(now, loss, scale, sync))
 
     def _backward(self, now: _Open, loss: Tensor, scale: float, sync: bool) -> None:
         device = now.device
         assert device is not None and now.counted is not None
-        now.tape.check_unchanged()
+        now.runtime.check_unchanged()
         device.scale, device.scaled = scale, held_by(loss.dtype, scale)
         now.share, now.is_forward = self._announced.share(now.counted), False
         device.agree_on_axes(loss.device)
         start = torch.full_like(loss, now.share * device.scaled)
-        keep = Unit.keep if not sync and device.how.once and not self.is_reproducible else None
+        keep = Unit.accumulate if not sync and device.how.once and not self.is_reproducible else None
         if self.is_reproducible:
             self._back_through_slices(now, loss, start)
         else:
-            now.tape.begin_backward(device.everyone, device.talk.along, keep, idle=not now.share)
-            with now.tape.reductions.asked():
-                torch.autograd.grad(loss, [now.tape.anchor], start, allow_unused=True)
+            now.runtime.begin_backward(device.everyone, device.talk.along, keep, idle=not now.share)
+            with now.runtime.reductions.asked():
+                torch.autograd.grad(loss, [now.runtime.anchor], start, allow_unused=True)
             if keep is None:
-                now.tape.reductions.end()
+                now.runtime.reductions.end()
         now.has_unreduced, now.loss = keep is not None, loss.detach()
         if not now.has_unreduced:
             self._agree(now, device)
 
     def _back_through_slices(self, now: _Open, loss: Tensor, start: Tensor) -> None:
-        """Go back through each slice alone, and add gradients in the tree of `Forest`."""
-        device, tape = now.device, now.tape
+        """Go back through each slice alone, and add gradients in the tree of `TreeAccumulator`."""
+        device, runtime = now.device, now.runtime
         assert device is not None and now.slices is not None
-        forest = Forest(tape.units, tape.reductions.as_reduced)
-        tape.begin_backward(device.everyone, device.talk.along, forest.plant, idle=not now.share)
+        trees = TreeAccumulator(runtime.units, runtime.reductions.as_reduced)
+        runtime.begin_backward(device.everyone, device.talk.along, trees.add, idle=not now.share)
         joined = now.joined
         refuse_attached(loss, [x for x, _ in joined])
         given = torch.autograd.grad(loss, [x for x, _ in joined], start, allow_unused=True) if joined else ()
@@ -337,12 +337,12 @@ class ImperativeGradient:
         for turn in range(len(now.slices)):
             pairs = [pieces(turn, g) for (_, pieces), g in zip(joined, given, strict=True) if g is not None]
             outputs, cotangents = [x for x, _ in pairs], [g for _, g in pairs]
-            with tape.reductions.asked():
-                torch.autograd.grad(outputs, [tape.anchor], cotangents, allow_unused=True)
-            forest.grow(1.0)
-        for unit in tape.units:
-            unit.kept = forest.harvest(unit)
-        tape.reductions.end()
+            with runtime.reductions.asked():
+                torch.autograd.grad(outputs, [runtime.anchor], cotangents, allow_unused=True)
+            trees.end_slice(1.0)
+        for unit in runtime.units:
+            unit.accumulated = trees.result(unit)
+        runtime.reductions.end()
 
     def _agree(self, now: _Open, device: Device) -> None:
         """Reduce what is left, and average buffers."""
@@ -354,9 +354,9 @@ class ImperativeGradient:
         ]
         found = [Found(now.loss, weight, [], []) for weight in weights]
         _, now.used, changed = device.together(found, written)
-        if now.tape.fresh and now.slices is not None and len(now.slices) > 1:
-            now.tape.warn_of_attributes()
-        self._agreed = Buffers(self._agreed.after([changed]), standing(self.mesh))
+        if now.runtime.fresh and now.slices is not None and len(now.slices) > 1:
+            now.runtime.warn_of_attributes()
+        self._agreed = Buffers(self._agreed.after([changed]), resolve_mesh(self.mesh))
         self._buffers, now.buffers = self._agreed.part(0), []
 
     def gradients(self) -> PyTree:
@@ -373,18 +373,18 @@ class ImperativeGradient:
 
     def _reduced(self, now: _Open, device: Device | None) -> PyTree:
         assert device is not None
-        tape = now.tape
+        runtime = now.runtime
         if now.has_unreduced:
-            tape.begin_backward(device.everyone, device.talk.along, None, idle=False)
-            tape.reductions.end()
+            runtime.begin_backward(device.everyone, device.talk.along, None, idle=False)
+            runtime.reductions.end()
             self._agree(now, device)
-        tape.check_unchanged()
-        tape.end()
+        runtime.check_unchanged()
+        runtime.end()
         grads = [
             None if g is None else Sharded(leaf.shape, leaf.gradient, (g,))
-            for leaf, g in zip(now.known.leaves, device.gradients(now.used), strict=True)
+            for leaf, g in zip(now.plans.leaves, device.gradients(now.used), strict=True)
         ]
-        now.known.order = tape.order
+        now.plans.order = runtime.order
         tree = now.unflatten(grads)
         self._close()
         return tree
@@ -394,14 +394,14 @@ class ImperativeGradient:
         if self._open is None or not self._open.is_forward:
             self._close()
         else:
-            self._open.tape.reductions.drop()
+            self._open.runtime.reductions.drop()
             self._open.used, self._open.has_unreduced = [], False
 
     def _close(self) -> None:
         """Drop all gradients and forwards since the last step."""
         if self._open is not None:
             now, self._open = self._open, None
-            self._on_device(lambda device: now.tape.stop())
+            self._on_device(lambda device: now.runtime.stop())
 
 
 def refuse_outside(mesh: Mesh) -> None:

@@ -20,7 +20,7 @@ from fshard.errors import LayoutError, ModuleError, OptimizerError
 from fshard.mesh.layout import Layout, Mesh, PyTree, flatten, unflatten
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.reshard.device_put import unshard
-from fshard.mesh.spmd.run import held, one_thread
+from fshard.mesh.spmd.run import local_devices, one_thread
 from fshard.mesh.spmd.scope import here
 from fshard.optim.chain import clip_by_value, clipped_if_finite, shrunk
 from fshard.optim.contract import Optimizer, above, refuse, step_of, within
@@ -331,5 +331,5 @@ def with_zeros(grads: PyTree, params: PyTree, lay: Callable[[Layout], Layout]) -
 
 def _zeros(x: Sharded, layout: Layout) -> Sharded:
     near = x.shards[0]
-    shapes = [layout.local_shape(x.shape, device) for device in held(x.mesh)]
+    shapes = [layout.local_shape(x.shape, device) for device in local_devices(x.mesh)]
     return Sharded(x.shape, layout, tuple(near.new_zeros(shape) for shape in shapes))

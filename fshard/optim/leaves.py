@@ -21,7 +21,7 @@ from torch.nn import Parameter
 from fshard.errors import LayoutError
 from fshard.mesh.layout import Layout, P, PyTree, Structure, broadcast_prefix, flatten, paths_of, unflatten
 from fshard.mesh.layout.sharded import Sharded, key_of
-from fshard.mesh.spmd.run import held
+from fshard.mesh.spmd.run import local_devices
 
 Leaf = Any
 """A tensor, a `Sharded`, or None."""
@@ -58,7 +58,7 @@ def made_of(leaf: Leaf, make: Callable[[Tensor], Tensor | None]) -> Leaf:
         make(shard)
         if leaf.layout.has_any(device)
         else placeholder.new_empty(layout.local_shape(shape, device), device=shard.device)
-        for device, shard in zip(held(leaf.mesh), leaf.shards, strict=True)
+        for device, shard in zip(local_devices(leaf.mesh), leaf.shards, strict=True)
     ]
     return Sharded(shape, layout, tuple(shards))
 

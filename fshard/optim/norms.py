@@ -26,7 +26,7 @@ from fshard.errors import LayoutError
 from fshard.mesh.layout import Layout, P, PyTree
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.reshard.device_put import reshard_all, unshard
-from fshard.mesh.spmd.run import held
+from fshard.mesh.spmd.run import local_devices
 from fshard.optim.contract import above, refuse
 from fshard.optim.digits import WIDTH, digits_of_squares, number_of
 from fshard.optim.leaves import Leaf, Leaves, shards_of
@@ -144,7 +144,7 @@ def _largest_of_all(leaves: Sequence[Leaf]) -> Tensor:
     if mesh is None:
         return top(0)
     near = shards_of(leaves[0])[0].device
-    tops = tuple(top(index).to(near)[None] for index in range(len(held(mesh))))
+    tops = tuple(top(index).to(near)[None] for index in range(len(local_devices(mesh))))
     return unshard(Sharded((mesh.size,), Layout(mesh, P(mesh.axis_names)), tops)).max()
 
 
@@ -227,7 +227,7 @@ def sum_over_mesh_later(leaves: Sequence[Leaf], row: Callable[[Places], Tensor])
         return lambda: total
     over = tuple(axis for axis in mesh.axis_names if any(axis in axes for axes in cut))
     parts: list[Tensor] = []
-    for index, device in enumerate(held(mesh)):
+    for index, device in enumerate(local_devices(mesh)):
         place = mesh.coordinates(device)
         first = {axes: not any(place[axis] for axis in over if axis not in axes) for axes in {*cut}}
         parts.append(row([(i, index) for i, axes in enumerate(cut) if axes and first[axes]]))

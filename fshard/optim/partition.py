@@ -32,7 +32,7 @@ from fshard.errors import LayoutError, OptimizerError
 from fshard.mesh.layout import Layout, Mesh, P, PyTree
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.reshard.device_put import reshard_all
-from fshard.mesh.spmd.run import fills, standing
+from fshard.mesh.spmd.run import fills, resolve_mesh
 from fshard.optim.contract import Elementwise, Optimizer, Update, elementwise_leaves, step_of
 from fshard.optim.leaves import Leaf, Leaves, kind_of
 from fshard.optim.plain import inside
@@ -246,7 +246,7 @@ def _refuse_elsewhere(at: Leaves, leaves: list[Leaf], mesh: Mesh, *, plain: bool
     def elsewhere(leaf: Leaf) -> bool:
         if not isinstance(leaf, Sharded):
             return leaf is not None and not plain
-        return leaf.mesh is not mesh and leaf.mesh not in (mesh, standing(mesh))
+        return leaf.mesh is not mesh and leaf.mesh not in (mesh, resolve_mesh(mesh))
 
     if any(map(elsewhere, leaves)):
         each = zip(at.paths, leaves, strict=True)

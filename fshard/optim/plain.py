@@ -24,7 +24,7 @@ from torch import Tensor
 from fshard.errors import OptimizerError
 from fshard.mesh.layout import NAMESPACE, P, PyTree, Structure, flatten, holders, unflatten
 from fshard.mesh.layout.sharded import Sharded
-from fshard.mesh.spmd.run import held
+from fshard.mesh.spmd.run import local_devices
 from fshard.optim.contract import Optimizer, Update, check_optimizer
 from fshard.optim.leaves import Leaf, Leaves, check_whole, is_whole, kind_of, trainable
 
@@ -189,7 +189,7 @@ class _Device(NamedTuple):
 
 def _devices(at: Leaves) -> list[_Device]:
     mesh = next((leaf.mesh for leaf in at.leaves if isinstance(leaf, Sharded)), None)
-    return [_Device(place, number) for place, number in enumerate(held(mesh) if mesh else (0,))]
+    return [_Device(place, number) for place, number in enumerate(local_devices(mesh) if mesh else (0,))]
 
 
 def _moved(at: Leaves) -> list[int]:

@@ -21,7 +21,7 @@ from torch import Tensor
 from fshard.errors import LayoutError
 from fshard.mesh.collectives.api import psum
 from fshard.mesh.layout import Mesh
-from fshard.mesh.spmd.run import everywhere, is_outside, standing
+from fshard.mesh.spmd.run import is_outside, resolve_mesh, run_on_devices
 from fshard.mesh.spmd.scope import here
 
 
@@ -144,7 +144,7 @@ def _of_all(mesh: Mesh, values: Mapping[str, float], samples: float) -> tuple[di
         [*(x * weight if weight else 0.0 for x in values.values()), weight, samples], dtype=torch.float64
     )
     own = own.to(mesh.device_type)
-    (total,) = everywhere(standing(mesh), lambda device: psum(own, mesh.axis_names))
+    (total,) = run_on_devices(resolve_mesh(mesh), lambda device: psum(own, mesh.axis_names))
     *sums, weight, samples = total.tolist()
     means = {name: x / weight for name, x in zip(values, sums, strict=True)} if weight else dict(values)
     return (means | {"samples": weight} if "samples" in values else means), samples

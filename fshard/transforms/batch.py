@@ -47,7 +47,7 @@ from fshard.mesh.layout import (
 from fshard.mesh.layout.arithmetic import Range, balanced_range, ravel
 from fshard.mesh.layout.sharded import Sharded, in_memory
 from fshard.mesh.reshard.device_put import collected, device_put, unshard
-from fshard.mesh.spmd.run import held
+from fshard.mesh.spmd.run import local_devices
 
 
 class Cut(NamedTuple):
@@ -117,7 +117,7 @@ class Batch:
     given: Sequence[Any] = ()
 
     @property
-    def wholes(self) -> dict[str, Tensor]:
+    def unsharded(self) -> dict[str, Tensor]:
         """The tensors that were given whole, by their paths."""
         return {path: x for path, x in zip(paths_of(self.structure), self.given, strict=False) if isinstance(x, Tensor)}
 
@@ -212,7 +212,7 @@ class Part:
         """Return the batch as it lies."""
         _refuse_opaque(self.tree, P(self.cut.axes))
         paths, leaves, structure = flatten_with_paths(self.tree, none_is_leaf=True)
-        (device,) = held(mesh)
+        (device,) = local_devices(mesh)
         (own,) = self.cut.ranges(mesh, device, 1)
         rows = max(own[1] - own[0], 1)  # a neighbour's, if there is none
         strange = [(path, x) for path, x in zip(paths, leaves, strict=True) if rows_of(x) not in (None, rows)]
@@ -254,7 +254,7 @@ def placed(batch: PyTree, specs: PyTree, mesh: Mesh) -> Batch:
     first = next((cut.axes for cut in cuts if cut is not None), ())
     axes = (*first, *(axis for axis in over if axis not in first))
     shapes = tuple(tuple(x.shape) for x in leaves if isinstance(x, Tensor | Sharded))
-    return Batch(mesh, held(mesh), columns, cuts, structure, axes, shapes, leaves)
+    return Batch(mesh, local_devices(mesh), columns, cuts, structure, axes, shapes, leaves)
 
 
 def _refuse_opaque(batch: PyTree, specs: PyTree) -> None:
@@ -283,7 +283,7 @@ def _placed(leaf: Any, spec: Any, mesh: Mesh) -> tuple[Cut | None, tuple[Any, ..
             raise LayoutError(
                 f"is of class {type(leaf).__name__}, which is not cut. Write torch.as_tensor(...) around it."
             )
-        return None, (leaf,) * len(held(mesh))
+        return None, (leaf,) * len(local_devices(mesh))
     if not isinstance(spec, P):
         raise LayoutError(f"is a tensor, but its spec is {spec!r}. Give a P.")
     cut, layout = _how(mesh, spec, tuple(leaf.shape))
@@ -298,13 +298,13 @@ def _placed(leaf: Any, spec: Any, mesh: Mesh) -> tuple[Cut | None, tuple[Any, ..
     if is_cut or not is_plain or not x.is_contiguous():
         return cut, device_put(x, layout).shards
     whole = in_memory(x, mesh, "device")
-    return cut, tuple(lent(whole) for _ in held(mesh))  # it is only read, as a rule
+    return cut, tuple(lent(whole) for _ in local_devices(mesh))  # it is only read, as a rule
 
 
 def _samples(x: Tensor, cut: Cut, layout: Layout) -> tuple[Tensor, ...]:
     """Return each device's samples of a tensor; where the other dims are cut too, as a layout says, its part of these."""
     mesh, pieces = layout.mesh, list[Tensor]()
-    for device in held(mesh):
+    for device in local_devices(mesh):
         (own,) = cut.ranges(mesh, device, 1)
         piece = x[slice(*_filled(own, cut.length))]
         if layout.spec.cut_axes != cut.axes:

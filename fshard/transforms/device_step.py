@@ -20,9 +20,9 @@ from fshard.optim.scaling import held_by
 from fshard.source import Site
 from fshard.transforms.agree import Talk, disagreement, exchanged, marks, objection, on_host, summed, unlike
 from fshard.transforms.batch import Batch, Slice
-from fshard.transforms.fsdp.param_runtime import Order, Tape, followed
-from fshard.transforms.fsdp.reductions import Keep
-from fshard.transforms.fsdp.units import Manner, Unit
+from fshard.transforms.fsdp.param_runtime import Order, ParamRuntime, followed
+from fshard.transforms.fsdp.reductions import Accumulate
+from fshard.transforms.fsdp.units import Unit, UnitOptions
 from fshard.transforms.graph_checks import refuse_unreached
 from fshard.transforms.means import (
     Count,
@@ -44,7 +44,7 @@ from fshard.transforms.means import (
 from fshard.transforms.module.buffers import Buffers, Written, averaged, entries_to_average, irregular, written_paths
 from fshard.transforms.origin import Origin, bits
 from fshard.transforms.reproducible.randomness import keyed_random
-from fshard.transforms.reproducible.summation_tree import Forest
+from fshard.transforms.reproducible.summation_tree import TreeAccumulator
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class How:
     accumulate: int
     once: bool
     slices: int | None
-    manner: Manner
+    unit_options: UnitOptions
     backward: bool = True
     caller: str = "value_and_grad"
 
@@ -143,7 +143,7 @@ class Device:
     def __init__(
         self,
         how: How,
-        tape: Tape,
+        runtime: ParamRuntime,
         params: Callable[[], PyTree],
         buffers: Buffers,
         batch: Batch,
@@ -151,7 +151,7 @@ class Device:
         key: int,
         scale: float,
     ) -> None:
-        self.how, self.tape, self.params, self.buffers, self.batch = how, tape, params, buffers, batch
+        self.how, self.runtime, self.params, self.buffers, self.batch = how, runtime, params, buffers, batch
         self.place, self.key, self.scale, self.scaled = place, key, scale, scale
         self.group = self._along(batch.axes)  # the devices that have other samples
         self.turns = how.turns(1 if self.group is None else self.group.size)
@@ -163,21 +163,21 @@ class Device:
         return self._along((*self.talk.along, *self.batch.axes))
 
     def _along(self, axes: tuple[str, ...]) -> Group | None:
-        return self.tape.scope.group(axes, "value_and_grad") if axes else None
+        return self.runtime.scope.group(axes, "value_and_grad") if axes else None
 
     def run(self) -> Result:
         """Take the device's part in the step: forward and backward of its slices, then what all devices do together."""
-        how, tape = self.how, self.tape
+        how, runtime = self.how, self.runtime
         slices = self.batch.slices(self.place, self.turns, apart=how.slices is not None)
-        counts = counts_of(how, self.batch, slices, self.group, tape.site)
+        counts = counts_of(how, self.batch, slices, self.group, runtime.site)
         first = 0 if self.group is None else self.group.index * len(slices)
         turns = [Turn(*pair, first + turn) for turn, pair in enumerate(zip(slices, counts, strict=True))]
         if how.slices is not None:
             parts = self._run_reproducible(turns)
         else:
             parts = self._accumulate(turns) if how.once else self._reduce_each(turns)
-        tape.check_unchanged()
-        tape.end()
+        runtime.check_unchanged()
+        runtime.end()
         return self._result(parts, slices)
 
     def _reduce_each(self, turns: list[Turn]) -> list[Part]:
@@ -187,42 +187,42 @@ class Device:
     def _accumulate(self, turns: list[Turn]) -> list[Part]:
         """Add the gradients of all slices up on the device, and reduce them with those of the last one."""
         *others, last = turns
-        return [*(self._one(turn, Unit.keep) for turn in others), self._one(last)]
+        return [*(self._one(turn, Unit.accumulate) for turn in others), self._one(last)]
 
     def _run_reproducible(self, turns: list[Turn]) -> list[Part]:
         """Add the gradients of all slices up in one binary tree, which the reduction continues over devices."""
-        forest, parts = Forest(self.tape.units, self.tape.reductions.as_reduced), list[Part]()
+        trees, parts = TreeAccumulator(self.runtime.units, self.runtime.reductions.as_reduced), list[Part]()
         for turn in turns:
-            parts.append(self._one(turn, forest.plant))
-            forest.grow(turn.weight.share)
-        for unit in self.tape.units:
-            unit.kept = forest.harvest(unit)
-        self.tape.reductions.end()
+            parts.append(self._one(turn, trees.add))
+            trees.end_slice(turn.weight.share)
+        for unit in self.runtime.units:
+            unit.accumulated = trees.result(unit)
+        self.runtime.reductions.end()
         return parts
 
     def _result(self, parts: list[Part], slices: list[Slice]) -> Result:
-        tape = self.tape
+        runtime = self.runtime
         written = [Written(part.found.weight, part.written) for part in parts]
         mean, used, changed = self.together([part.found for part in parts], written)
-        if tape.fresh and len(slices) > 1:
-            tape.warn_of_attributes()
+        if runtime.fresh and len(slices) > 1:
+            runtime.warn_of_attributes()
         gradients = self.gradients(used, mean.weight)
         counts = [slice.rows if self.batch.cut else None for slice in slices]
         numbers, rows = told_of_all([part.told for part in parts], counts, mean, self._rows)
-        tape.close()
+        runtime.close()
         structure = parts[-1].told.structure
-        return Result(mean.loss, mean.weight, numbers, rows, structure, gradients, changed, tape.order)
+        return Result(mean.loss, mean.weight, numbers, rows, structure, gradients, changed, runtime.order)
 
     def _rows(self, rows: Sequence[Tensor]) -> Rows:
         """Put together what the slices have for each sample."""
         cut = () if self.batch.cut is None else self.batch.cut.axes
         same = tuple(axis for axis in (*self.talk.along, *self.batch.axes) if axis not in cut)
-        return collected(rows, self.batch, self._along(same), self._along(cut), self.tape.site)
+        return collected(rows, self.batch, self._along(same), self._along(cut), self.runtime.site)
 
-    def _one(self, turn: Turn, keep: Keep | None = None) -> Part:
+    def _one(self, turn: Turn, keep: Accumulate | None = None) -> Part:
         """Take the forward and backward of one slice; `keep` takes its gradients if they are not to be reduced yet."""
-        tape, (slice, count, number) = self.tape, turn
-        tape.begin()
+        runtime, (slice, count, number) = self.runtime, turn
+        runtime.begin()
         with (
             keyed_random(self.key, 0, number),
             idling(not slice.rows),
@@ -232,39 +232,39 @@ class Device:
             self.agree_on_axes(loss.device)
             self._backward(loss, count, keep)
         if keep is None:
-            tape.reductions.end()
+            runtime.reductions.end()
         written = self.buffers.changed(self.place, buffers, loss.device)
         beside = told(aux, slice.samples, loss.device)
         found = Found(loss.detach(), count.weight, [*beside.means.values()], [*beside.counts.values()])
         return Part(found, written, beside)
 
     def _forward(self, slice: Slice, count: Count) -> tuple[Tensor, PyTree, PyTree]:
-        how, tape = self.how, self.tape
+        how, runtime = self.how, self.runtime
         with torch.set_grad_enabled(how.backward):
-            batch = self.batch.tree(slice.leaves, how.manner.compute)
-            with tape.saved.watch():
+            batch = self.batch.tree(slice.leaves, how.unit_options.compute)
+            with runtime.saved.watch():
                 loss, buffers, aux = self._called(batch)
             loss = one_loss(how, loss, slice, count)
-        if tape.fresh:
+        if runtime.fresh:
             refuse_unreached(loss)
         return loss, buffers, aux
 
     def agree_on_axes(self, near: torch.device) -> None:
         """Agree with all devices on the axes over which any of them called a collective, once."""
-        known = None if self.tape.fresh else self.tape.expected.along
-        self.talk.agree(self.tape.scope, known, near, self.tape.site)
+        known = None if self.runtime.fresh else self.runtime.expected.along
+        self.talk.agree(self.runtime.scope, known, near, self.runtime.site)
 
-    def _backward(self, loss: Tensor, count: Count, keep: Keep | None) -> None:
-        how, tape = self.how, self.tape
+    def _backward(self, loss: Tensor, count: Count, keep: Accumulate | None) -> None:
+        how, runtime = self.how, self.runtime
         idle = not count.weight and not self.talk.mixed  # other losses may depend on what counts for nothing itself
-        tape.begin_backward(self.everyone, self.talk.along, keep, idle=idle)
+        runtime.begin_backward(self.everyone, self.talk.along, keep, idle=idle)
         if not loss.requires_grad:
             return
         share = count.share if how.slices is None else 1.0  # in reproducible mode sums are weighted, in 32 bits
         self.scaled = held_by(loss.dtype, self.scale)
         start = torch.full_like(loss, share * self.scaled)
-        with tape.reductions.asked():
-            torch.autograd.grad(loss, [tape.anchor], start, allow_unused=True)
+        with runtime.reductions.asked():
+            torch.autograd.grad(loss, [runtime.anchor], start, allow_unused=True)
 
     def _called(self, batch: PyTree) -> tuple[Any, PyTree, PyTree]:
         """Call the loss function; return the loss, buffers and what else there is."""
@@ -287,64 +287,67 @@ class Device:
 
         Return also how many devices have used each parameter, and what buffers were written to, averaged.
         """
-        tape, paths = self.tape, self.buffers.paths
+        runtime, paths = self.runtime, self.buffers.paths
         given, near = self.buffers.before(self.place), found[0].loss.device
         origin, wrote = self._origin(), written_paths(written)
         others = irregular(written, given)
-        told = tape.sequence, *origin.told
-        own, kept = marks(*told, *([others] if paths else [])), [float(unit.kept is not None) for unit in tape.units]
+        told = runtime.sequence, *origin.told
+        own, kept = (
+            marks(*told, *([others] if paths else [])),
+            [float(unit.accumulated is not None) for unit in runtime.units],
+        )
         flags = [float(path in wrote) for path in paths]
         flags += [float(len({entry.path for entry in others}) < len(others))] if paths else []
-        row = [*own, *flags, *kept, *map(float, tape.reductions.used)]
-        mean, sums = together(found, row, self.everyone, self.talk.many, tape.site)
+        row = [*own, *flags, *kept, *map(float, runtime.reductions.used)]
+        mean, sums = together(found, row, self.everyone, self.talk.many, runtime.site)
         differing, sums = unlike(sums[: len(own)]), sums[len(own) :]
         wrong = [place for place in differing if place < len(told)]
         if wrong and wrong[-1]:  # what a step starts from may be why units were gathered otherwise
-            origin.refuse(wrong[-1] - 1, tape.scope.mesh, self._exchanged)
+            origin.refuse(wrong[-1] - 1, runtime.scope.mesh, self._exchanged)
         if wrong:
             raise MismatchError(self._another_order())
         flags, sums = sums[: len(flags)], sums[len(flags) :]
         kept, used = sums[: len(kept)], sums[len(kept) :]
-        trained = [leaf.trained for leaf in tape.leaves]
+        trained = [leaf.trained for leaf in runtime.leaves]
         if any(trained) and not any(times for times, moves in zip(used, trained, strict=True) if moves):
             raise LayoutError(DETACHED)
-        tape.reductions.rest(kept, used)
+        runtime.reductions.rest(kept, used)
         if not paths:
             return mean, used, {}
         *flags, several = flags
         entries = entries_to_average(paths, flags, written, given, agreed=not differing and not several)
-        return mean, used, averaged(written, entries, self.everyone, given, near, tape.site)
+        return mean, used, averaged(written, entries, self.everyone, given, near, runtime.site)
 
     def _origin(self) -> Origin:
         """Return what the step starts from."""
-        tape, batch = self.tape, self.batch
+        runtime, batch = self.runtime, self.batch
         key = None if self.how.slices is None else self.key
-        if not tape.fresh or not batch.alone:
+        if not runtime.fresh or not batch.alone:
             return Origin(batch.shapes, key, {}, {})
-        whole = zip(tape.leaves, tape.shards, strict=True)
+        whole = zip(runtime.leaves, runtime.shards, strict=True)
         leaves = {leaf.path: bits(x) for leaf, x in whole if not leaf.gather.steps}
-        return Origin(batch.shapes, key, leaves, {path: bits(x) for path, x in batch.wholes.items()})
+        return Origin(batch.shapes, key, leaves, {path: bits(x) for path, x in batch.unsharded.items()})
 
     def _exchanged(self, own: Sequence[int]) -> dict[int, list[int]]:
         group = self.everyone
         assert group is not None
-        return exchanged(own, group, self.tape.site)
+        return exchanged(own, group, self.runtime.site)
 
     def _another_order(self) -> str:
-        tape = self.tape
-        known = disagreement(tape.scope.mesh, self._exchanged(tape.sequence), tape.words())
+        runtime = self.runtime
+        known = disagreement(runtime.scope.mesh, self._exchanged(runtime.sequence), runtime.words())
         return f"value_and_grad: devices gathered different units, so one was given another's values: {known}"
 
     def gradients(self, used: Sequence[float], weight: float = 1.0) -> list[Tensor | None]:
         """Return the gradients; a parameter that no device used has none.  `weight` is what all slices count for together."""
         divisor = 1.0 if self.how.slices is None or self.batch.mesh.runtime == "abstract" else something(weight)
         divisor *= self.scaled / self.scale
-        sums = [g if wanted else None for g, wanted in zip(self.tape.reductions.sums, used, strict=True)]
+        sums = [g if wanted else None for g, wanted in zip(self.runtime.reductions.sums, used, strict=True)]
         if divisor != 1.0:
             sums = [g if g is None else g / divisor for g in sums]
         return [
             g if g is None or g.dtype is leaf.dtype else g.to(leaf.dtype)
-            for g, leaf in zip(sums, self.tape.leaves, strict=True)
+            for g, leaf in zip(sums, self.runtime.leaves, strict=True)
         ]
 
 

@@ -32,14 +32,14 @@ from torch import Tensor
 from fshard.errors import CollectiveTimeoutError, DeadlockError, LayoutError, MismatchError
 from fshard.mesh.layout import Layout, Mesh, PyTree, Structure, flatten, paths_of, unflatten
 from fshard.mesh.layout.sharded import Sharded
-from fshard.mesh.spmd.run import everywhere, held, one_thread, standing
+from fshard.mesh.spmd.run import local_devices, one_thread, resolve_mesh, run_on_devices
 from fshard.optim.leaves import trainable
 from fshard.source import Site, call_site
 from fshard.transforms.agree import CURE, disagreement
 from fshard.transforms.batch import placed
 from fshard.transforms.device_step import Device, How, Result
-from fshard.transforms.fsdp.param_runtime import Known, Tape, leaf_of, numbered, refuse_half_frozen
-from fshard.transforms.fsdp.units import Leaf, Manner
+from fshard.transforms.fsdp.param_runtime import ParamPlans, ParamRuntime, numbered, plan_param, refuse_half_frozen
+from fshard.transforms.fsdp.units import ParamPlan, UnitOptions
 from fshard.transforms.means import Weight, put_together
 from fshard.transforms.module.buffers import Buffers, no_buffers
 from fshard.transforms.options import wrong_options
@@ -78,10 +78,10 @@ def unstaged(
     if wrong := wrong_options(reproducible, numbers):
         raise LayoutError(f"value_and_grad: {'; '.join(wrong)}.")
     count = 8 if slices is None else slices
-    manner = Manner(reshard_after_forward, live_units, prefetch, in_flight, bucket, compute, reduce)
+    unit_options = UnitOptions(reshard_after_forward, live_units, prefetch, in_flight, bucket, compute, reduce)
     once = reduce_once or reproducible
     how = How(
-        loss_fn, has_buffers, has_aux, weight, accumulate, once, count if reproducible else None, manner, backward
+        loss_fn, has_buffers, has_aux, weight, accumulate, once, count if reproducible else None, unit_options, backward
     )
     return Gradient(how, mesh, batch, gradients or as_they_lie, frozen)
 
@@ -152,7 +152,7 @@ class Gradient:
     specs: PyTree
     gradients: Callable[[Layout], Layout]
     frozen: Choice
-    known: list[Known] = field(init=False, default_factory=list[Known], compare=False, repr=False)
+    plans: list[ParamPlans] = field(init=False, default_factory=list[ParamPlans], compare=False, repr=False)
 
     __call__ = called
 
@@ -161,30 +161,30 @@ class Gradient:
     ) -> tuple[Value, PyTree]:
         """Run forward and backward on all devices; return the loss, and the gradients of `scale` times it as they lie."""
         refuse_unrecorded(self.how)
-        mesh = standing(self.mesh)
+        mesh = resolve_mesh(self.mesh)
         leaves, structure = flatten(params, sharded_is_leaf=True)
         refuse_unplaced(leaves, structure, mesh)
         parts = placed(batch, self.specs, mesh)
         parts.check(self.how.turns(prod(mesh.shape[axis] for axis in parts.axes)))
         own, at = numbered(leaves)  # a tied leaf is one, wherever it stands
-        known = self.known_of(structure, leaves, at, mesh, parts.axes)
+        plans = self.plans_of(structure, leaves, at, mesh, parts.axes)
         drawn = drawn_key()  # the same on every process
         memory = Buffers(buffers, mesh) if self.how.has_buffers else no_buffers(mesh)
-        devices, tapes = held(mesh), dict[int, Tape]()
+        devices, tapes = local_devices(mesh), dict[int, ParamRuntime]()
 
         def on_device(device: int) -> Result:
             place = devices.index(device) if len(devices) > 1 else 0
             shards = [leaves[at].shards[place] for at in own]
-            tape = tapes[device] = self.tape(known, shards, site)
+            runtime = tapes[device] = self.runtime(plans, shards, site)
 
             def tree() -> PyTree:
-                return unflatten(structure, [tape.handles[place] for place in at])
+                return unflatten(structure, [runtime.lazy_params[place] for place in at])
 
-            return Device(self.how, tape, tree, memory, parts, place, drawn, scale).run()
+            return Device(self.how, runtime, tree, memory, parts, place, drawn, scale).run()
 
         try:
             with one_thread(self.how.slices is not None):
-                results = everywhere(mesh, on_device, mapped=mesh.axis_names)
+                results = run_on_devices(mesh, on_device, mapped=mesh.axis_names)
         except (MismatchError, DeadlockError) as error:
             difference = _difference(mesh, tapes)
             if difference and CURE not in str(error):
@@ -194,10 +194,10 @@ class Gradient:
             error.add_note(f"value_and_grad: {_difference(mesh, tapes)}")
             raise
         first = results[0]
-        known.order = first.order
+        plans.order = first.order
         grads = [
             None if shards[0] is None else Sharded(leaf.shape, leaf.gradient, tuple(shards))
-            for leaf, *shards in zip(known.leaves, *(result.gradients for result in results), strict=True)
+            for leaf, *shards in zip(plans.leaves, *(result.gradients for result in results), strict=True)
         ]
         after = memory.after([result.buffers for result in results])
         aux = put_together(first.numbers, [result.rows for result in results], first.structure)
@@ -205,39 +205,41 @@ class Gradient:
             structure, [grads[place] for place in at]
         )
 
-    def tape(self, known: Known, shards: Sequence[Tensor], site: Site) -> Tape:
+    def runtime(self, plans: ParamPlans, shards: Sequence[Tensor], site: Site) -> ParamRuntime:
         """Return the parameters of one device for a step, of which it holds these shards."""
         reproducible = self.how.slices is not None
         several = reproducible or (self.how.once and self.how.accumulate > 1)
-        leaves, order = known.leaves, known.order
+        leaves, order = plans.leaves, plans.order
         how = {"several": several, "each_use": reproducible}
-        return Tape(leaves, known.by_unit, shards, known.ways, self.how.manner, site, order, **how)
+        return ParamRuntime(leaves, plans.by_unit, shards, plans.ways, self.how.unit_options, site, order, **how)
 
-    def known_of(
+    def plans_of(
         self,
         structure: Structure,
         leaves: Sequence[Sharded],
         at: Sequence[int],
         mesh: Mesh,
         axes: tuple[str, ...],
-    ) -> Known:
+    ) -> ParamPlans:
         """Return what is worked out once for parameters of this structure, these ties, shapes, dtypes and layouts."""
         key = structure, at, axes, [x.shape for x in leaves], [x.dtype for x in leaves], [x.layout for x in leaves]
-        found = next((known for known in self.known if known.key == key), None)
+        found = next((plans for plans in self.plans if plans.key == key), None)
         if found is None:
             paths = [*paths_of(structure)]
             fixed = chosen(self.frozen, paths, "frozen")
             refuse_half_frozen(paths, at, fixed)
-            ways: dict[int, Leaf] = {}
+            ways: dict[int, ParamPlan] = {}
             for path, place, x, fix in zip(paths, at, leaves, fixed, strict=True):
                 trained = self.how.backward and trainable(x) and not fix
-                ways.setdefault(place, leaf_of(path, x, self.gradients if trained else None))
-            found = Known(key, tuple(ways[place] for place in sorted(ways)), mesh, axes, self.how.slices is not None)
-            self.known[:] = [found, *self.known[: KNOWN - 1]]
+                ways.setdefault(place, plan_param(path, x, self.gradients if trained else None))
+            found = ParamPlans(
+                key, tuple(ways[place] for place in sorted(ways)), mesh, axes, self.how.slices is not None
+            )
+            self.plans[:] = [found, *self.plans[: KNOWN - 1]]
         return found
 
 
-def _difference(mesh: Mesh, tapes: Mapping[int, Tape]) -> str:
+def _difference(mesh: Mesh, tapes: Mapping[int, ParamRuntime]) -> str:
     """Say which devices have gathered other units than others."""
-    gathered = {device: tape.sequence for device, tape in tapes.items()}
+    gathered = {device: runtime.sequence for device, runtime in tapes.items()}
     return disagreement(mesh, gathered, next(iter(tapes.values())).words()) if tapes else ""

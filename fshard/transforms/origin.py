@@ -24,7 +24,7 @@ from torch import Tensor
 from fshard.errors import LayoutError, MismatchError
 from fshard.mesh.layout import Mesh, PyTree, Structure, flatten, flatten_with_paths, paths_of
 from fshard.mesh.layout.sharded import Sharded
-from fshard.mesh.spmd.run import held
+from fshard.mesh.spmd.run import local_devices
 from fshard.transforms.agree import name_of
 from fshard.transforms.patterns import named, parts_of
 
@@ -114,10 +114,10 @@ def refuse_distant(mesh: Mesh, what: str, **trees: PyTree) -> None:
     """
     if mesh.runtime != "virtual" or mesh.size == 1:
         return
-    count = len(held(mesh))
+    count = len(local_devices(mesh))
 
     def distant(x: Any) -> bool:
-        return isinstance(x, Sharded) and len(x.shards) != (count if x.mesh is mesh else len(held(x.mesh)))
+        return isinstance(x, Sharded) and len(x.shards) != (count if x.mesh is mesh else len(local_devices(x.mesh)))
 
     found = [x for x in flatten([*trees.values()], sharded_is_leaf=True)[0] if distant(x)]
     if not found:

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 import fshard as fs
 from fshard import P
 from fshard.mesh.layout import flatten
-from fshard.transforms.fsdp.lazy_param import Handle
+from fshard.transforms.fsdp.lazy_param import LazyParam
 
 PACKAGE = Path(fs.__file__).parent
 
@@ -38,7 +38,7 @@ class Watch(TorchDispatchMode):
         monkeypatch.setattr(Tensor, "tolist", lambda x: self.note("tolist", self.has(x)) or tolist(x))
 
     def has(self, x):
-        return isinstance(x, Handle) or memory(x) in self.there
+        return isinstance(x, LazyParam) or memory(x) in self.there
 
     def note(self, what, waits):
         if waits:

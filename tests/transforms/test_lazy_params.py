@@ -61,7 +61,7 @@ def test_a_handle_is_a_tensor_that_knows_its_kind_before_it_is_gathered(stage):
             assert known == ((4, 3), (4, 3), 3, 2, 2, 12, 4, torch.float32, torch.device("cpu"), False)
             assert (w.requires_grad, fixed.requires_grad) == (True, False)
             assert (w.is_floating_point(), w.element_size(), w.nbytes) == (True, 4, 48)
-            assert repr(w) == "Handle(float32[4, 3])" and {w: 1}[w] == 1
+            assert repr(w) == "LazyParam(float32[4, 3])" and {w: 1}[w] == 1
         gathered.append(comm.calls())
         copies = w.data, w.detach(), torch.utils._pytree.tree_map(lambda x: x + 0, {"a": [w]})["a"][0]
         assert all(torch.equal(x, torch.ones(4, 3)) for x in copies)

@@ -19,7 +19,7 @@ from fshard.mesh.layout.layout import Layout, Memory, ShardType, dtype_name, is_
 from fshard.mesh.layout.mesh import Mesh
 from fshard.mesh.layout.spec import P
 from fshard.mesh.layout.tree import register_node
-from fshard.mesh.spmd.run import agree, held, inside, standing, without_values
+from fshard.mesh.spmd.run import agree, inside, local_devices, resolve_mesh, without_values
 from fshard.uncompiled import uncompiled
 
 
@@ -71,7 +71,7 @@ class Sharded:
                 scope.asked(axis, "the local shard")
         if len(self.shards) == 1:
             return self.shards[0]
-        own = held(self.mesh)
+        own = local_devices(self.mesh)
         if len(own) == 1:
             return self.shards[own[0]]
         raise LayoutError(
@@ -80,7 +80,7 @@ class Sharded:
 
     def check(self) -> None:
         """Raise if the shards are not the pieces that the layout names: what was mapped over them was not elementwise."""
-        devices = held(self.mesh)
+        devices = local_devices(self.mesh)
         if len(self.shards) != len(devices):
             was, used = ("outside of", "inside") if len(self.shards) > 1 else ("inside of", "outside")
             raise LayoutError(f"{self!r} was made {was} fs.run and is used {used}. Make it where it is used.")
@@ -175,8 +175,8 @@ def from_local(piece: Tensor | Callable[..., Tensor], layout: Layout, *, shape: 
     """
     if not isinstance(layout, Layout):
         raise LayoutError(f"from_local needs a Layout, found {type(layout).__name__}. Write fs.Layout(mesh, P(...)).")
-    layout = layout.on(standing(layout.mesh))
-    devices = held(layout.mesh)
+    layout = layout.on(resolve_mesh(layout.mesh))
+    devices = local_devices(layout.mesh)
     if isinstance(piece, Tensor) and len(devices) > 1:
         raise LayoutError(
             f"from_local was given one piece for the {len(devices)} devices of {layout.mesh}. Give a function of the "

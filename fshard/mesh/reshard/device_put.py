@@ -33,9 +33,9 @@ from fshard.mesh.layout import (
     unflatten,
 )
 from fshard.mesh.layout.sharded import Sharded, in_memory, key_of
-from fshard.mesh.reshard.execute import Way, go, take, way_between
+from fshard.mesh.reshard.execute import ReshardPlan, go, plan_reshard, take
 from fshard.mesh.spmd.outer_autograd import run_mapped
-from fshard.mesh.spmd.run import inside, is_outside, standing
+from fshard.mesh.spmd.run import inside, is_outside, resolve_mesh
 from fshard.source import Site, call_site
 from fshard.uncompiled import uncompiled
 
@@ -91,7 +91,7 @@ def _each_leaf(
                     raise LayoutError(f"a Layout is needed, found {type(layout).__name__}: fs.Layout(mesh, P(...)).")
                 known = leaf.layout if isinstance(leaf, Sharded) else layout
                 unit, frozen = layout.unit or known.unit, layout.frozen or known.frozen
-                own = Layout(standing(layout.mesh), layout.spec, layout.memory, unit, frozen)
+                own = Layout(resolve_mesh(layout.mesh), layout.spec, layout.memory, unit, frozen)
                 results[place] = act(place, leaf, own)
     return results, structure
 
@@ -170,7 +170,7 @@ def _put(x: Tensor, layout: Layout, site: Site) -> Sharded:
     shape = tuple(x.shape)
 
     def program(device: int, xs: Tensors) -> Tensors:
-        piece = take(xs[0], way_between(Layout(layout.mesh), layout, shape), site)
+        piece = take(xs[0], plan_reshard(Layout(layout.mesh), layout, shape), site)
         return (piece.clone(memory_format=torch.contiguous_format),)  # a shard owns its memory
 
     (shards,) = run_mapped(layout.mesh, program, [on_all(x, layout)])
@@ -242,7 +242,7 @@ def reshard_all(
         columns = [_with_memory(x, "device").shards for x in given]
         if any(way.steps for way in ways):
 
-            def program(device: int, own: Tensors, ways: Sequence[Way] = ways) -> Tensors:
+            def program(device: int, own: Tensors, ways: Sequence[ReshardPlan] = ways) -> Tensors:
                 return tuple(go(own[: len(ways)], ways, site, into=own[len(ways) :])())
 
             columns = run_mapped(
@@ -267,14 +267,14 @@ def _trips(
     afters: tuple[Layout, ...],
     shapes: tuple[tuple[int, ...], ...],
     firsts: tuple[int, ...],
-) -> list[tuple[Mesh, list[int], list[Way]]]:
+) -> list[tuple[Mesh, list[int], list[ReshardPlan]]]:
     """Return where arrays go, each once, mesh by mesh: their places in the list, and the way of each."""
     on_mesh: dict[Mesh, list[int]] = {}
     for place in dict.fromkeys(firsts):
         if befores[place] != afters[place]:
             on_mesh.setdefault(befores[place].mesh, []).append(place)
     return [
-        (mesh, places, [way_between(befores[place], afters[place], shapes[place]) for place in places])
+        (mesh, places, [plan_reshard(befores[place], afters[place], shapes[place]) for place in places])
         for mesh, places in on_mesh.items()
     ]
 

@@ -44,7 +44,7 @@ def move_of(step: Step) -> Move | None:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Way:
+class ReshardPlan:
     """The steps of one leaf, and the shape of the whole.  Known by identity, so that it is quickly found again."""
 
     steps: tuple[Step, ...]
@@ -53,19 +53,19 @@ class Way:
     """The dims to slice and their axes, if that is all there is to do."""
 
 
-STAY = Way((), (), ())
+STAY = ReshardPlan((), (), ())
 """The way of what stays as it is."""
 
 
 @lru_cache(maxsize=4096)
-def way_between(before: Layout, after: Layout, shape: tuple[int, ...]) -> Way:
+def plan_reshard(before: Layout, after: Layout, shape: tuple[int, ...]) -> ReshardPlan:
     """Return the way from one layout to another on the same mesh."""
     steps = plan(before.spec.shapeless, after.spec.shapeless, shape, after.mesh.axes)
     only_slices = all(step.kind == "slice" and not step.on for step in steps)
-    return Way(steps, shape, tuple((step.dim, step.axes) for step in steps) if only_slices else None)
+    return ReshardPlan(steps, shape, tuple((step.dim, step.axes) for step in steps) if only_slices else None)
 
 
-def take(x: Tensor, way: Way, site: Site) -> Tensor:
+def take(x: Tensor, way: ReshardPlan, site: Site) -> Tensor:
     """Go a way on one device, whose shard is `x`."""
     if way.slices is None or (way.slices and not _is_plain((x,))):
         return go([x], [way], site)()[0]
@@ -85,7 +85,7 @@ def wire_of(step: Step, shape: tuple[int, ...], n: int) -> Move | None:
 
 
 def go(
-    xs: Sequence[Tensor], ways: Sequence[Way], site: Site, *, ahead: bool = False, into: Sequence[Tensor] = ()
+    xs: Sequence[Tensor], ways: Sequence[ReshardPlan], site: Site, *, ahead: bool = False, into: Sequence[Tensor] = ()
 ) -> Callable[[], list[Tensor]]:
     """Go all ways, together where that can be; return what gives the results.
 
@@ -209,7 +209,7 @@ class Ride:
 
 
 @lru_cache(maxsize=1024)
-def _rides(ways: tuple[Way, ...], turn: int, dtypes: tuple[torch.dtype, ...]) -> tuple[Ride, ...]:
+def _rides(ways: tuple[ReshardPlan, ...], turn: int, dtypes: tuple[torch.dtype, ...]) -> tuple[Ride, ...]:
     """Return the rides of one turn of leaves of these dtypes."""
     groups: dict[object, list[int]] = {}
     for place, (way, dtype) in enumerate(zip(ways, dtypes, strict=True)):

@@ -31,9 +31,9 @@ from fshard.mesh.layout import (
 )
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.reshard.device_put import collected
-from fshard.mesh.reshard.execute import STAY, Way, take, way_between
+from fshard.mesh.reshard.execute import STAY, ReshardPlan, plan_reshard, take
 from fshard.mesh.spmd.check_equal import Guard
-from fshard.mesh.spmd.run import held
+from fshard.mesh.spmd.run import local_devices
 from fshard.mesh.spmd.scope import require
 from fshard.source import Site
 
@@ -70,7 +70,7 @@ class Transfer:
     path: str
     shape: tuple[int, ...]
     layout: Layout
-    way: Way = STAY
+    way: ReshardPlan = STAY
     promise: Promise | None = None
     piece: tuple[int, ...] = ()
     slices: tuple[tuple[slice, ...], ...] | None = None
@@ -204,9 +204,13 @@ class Recipes:
             f"argument {path} of {self.name}, with spec {spec}, is equal along {{axes}}, so its gradient has to be; but it "
             f"was used with each device's own data. Write {path} = fs.pvary({path}, {{axes}}) before that use",
         )
-        piece, way, slices = before.local_shape(shape, held(mesh)[0]), way_between(before, layout, shape), None
+        piece, way, slices = (
+            before.local_shape(shape, local_devices(mesh)[0]),
+            plan_reshard(before, layout, shape),
+            None,
+        )
         if way.slices and isinstance(value, Tensor):
-            ranges = [layout.ranges(shape, device) for device in held(mesh)]
+            ranges = [layout.ranges(shape, device) for device in local_devices(mesh)]
             slices = tuple(tuple(slice(*one) for one in each) for each in ranges)
         return Transfer(place, path, shape, layout, way, promise, piece, slices)
 

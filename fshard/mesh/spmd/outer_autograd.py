@@ -22,7 +22,7 @@ from fshard.mesh.collectives.autograd import Tensors, leading, over_many, record
 from fshard.mesh.layout import Mesh
 from fshard.mesh.runtimes.thread_state import random_state
 from fshard.mesh.spmd.check_equal import RefuseTransformed, refuse_captured
-from fshard.mesh.spmd.run import everywhere, held, is_outside
+from fshard.mesh.spmd.run import is_outside, local_devices, run_on_devices
 
 _C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
 
@@ -52,7 +52,7 @@ class Run:
 
     def devices(self, xs: list[Tensors], program: Callable[[int, Tensors], Tensors]) -> list[Tensors]:
         """Run a program on every device, each with its own tensors."""
-        return everywhere(
+        return run_on_devices(
             self.mesh,
             lambda device: program(device, xs[device]),
             mapped=self.mapped,
@@ -85,11 +85,11 @@ def run_mapped(
     """
     if not is_outside(mesh):
         own = tuple(column[0] for column in columns)
-        (results,) = everywhere(mesh, lambda device: program(device, own), mapped=mapped, checked=checked)
+        (results,) = run_on_devices(mesh, lambda device: program(device, own), mapped=mapped, checked=checked)
         return [(result,) for result in results]
     random = random_state(mesh.device_type)
     run = Run(mesh, program, mapped, checked, torch.is_grad_enabled(), transformed(), random=random, audit=audit)
-    flat = tuple(column[device] for device in held(mesh) for column in columns)
+    flat = tuple(column[device] for device in local_devices(mesh) for column in columns)
     per_device = _apply(run, len(columns), flat)
     return list(zip(*per_device, strict=True))
 

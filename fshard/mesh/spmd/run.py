@@ -1,7 +1,7 @@
 """Running one function on every device that the calling code stands for.
 
 Code either stands *outside* a mesh, for all its devices (a notebook with a virtual mesh), or *is* one device (a process
-under torchrun, a thread of `run`, the body of a `shard_map`).  `everywhere` hides which; that is why everything built
+under torchrun, a thread of `run`, the body of a `shard_map`).  `run_on_devices` hides which; that is why everything built
 on it is one program on all runtimes.
 
 On an abstract mesh tensors have no values.  What a function makes itself or reaches from outside forgets its values: at
@@ -42,7 +42,7 @@ def inside(mesh: Mesh) -> Scope | None:
     return scope if same else None
 
 
-def standing(mesh: Mesh) -> Mesh:
+def resolve_mesh(mesh: Mesh) -> Mesh:
     """Return the mesh to run on: of some axes, the caller's own row inside a `shard_map`; elsewhere the whole mesh."""
     scope = inside(mesh)
     if mesh.parent is None or (scope is not None and scope.mapped):
@@ -63,7 +63,7 @@ def device_of(mesh: Mesh) -> int:
     return ProcessWorld.of(mesh).device(mesh) if mesh.runtime == "process" else 0
 
 
-def held(mesh: Mesh) -> tuple[int, ...]:
+def local_devices(mesh: Mesh) -> tuple[int, ...]:
     """Return the numbers, in `mesh`, of the devices whose shards the caller holds."""
     return tuple(range(mesh.size)) if is_outside(mesh) else (mesh.local_index(device_of(mesh)),)
 
@@ -77,10 +77,10 @@ def agree(mesh: Mesh, call: str) -> None:
     """Under `FSHARD_CHECK=1`, raise on all processes of a mesh unless all make this call."""
     if mesh.runtime == "process" and watching():
         site, axes = call_site(), mesh.axis_names
-        everywhere(mesh, lambda device: ProcessWorld.of(mesh).agree(call, require(call).group(axes, call), site))
+        run_on_devices(mesh, lambda device: ProcessWorld.of(mesh).agree(call, require(call).group(axes, call), site))
 
 
-def everywhere(
+def run_on_devices(
     mesh: Mesh,
     body: Callable[[int], Result],
     *,
@@ -170,7 +170,7 @@ def run(main: Callable[..., Any], *args: Any, mesh: Mesh, check: bool = False, *
     refuse_no_mesh("fs.run", mesh)
     if not callable(main):
         raise MeshError(f"fs.run takes a function, to be called as each device, found {type(main).__name__}.")
-    return everywhere(standing(mesh), lambda device: main(*args, **kwargs), checked=check, keep=False)
+    return run_on_devices(resolve_mesh(mesh), lambda device: main(*args, **kwargs), checked=check, keep=False)
 
 
 _MAKES: frozenset[Any] = frozenset(_device_constructors())

@@ -26,7 +26,7 @@ from fshard.mesh.reshard.device_put import on_all
 from fshard.mesh.spmd.call_plan import ArgumentRecipe, Recipes, ResultRecipe, Transfer
 from fshard.mesh.spmd.gradient_audit import Audit
 from fshard.mesh.spmd.outer_autograd import run_mapped
-from fshard.mesh.spmd.run import held, inside, standing, without_values
+from fshard.mesh.spmd.run import inside, local_devices, resolve_mesh, without_values
 from fshard.source import Site, call_site
 from fshard.uncompiled import uncompiled
 
@@ -77,7 +77,7 @@ def shard_map(
     @wraps(f, updated=())
     @uncompiled
     def on_mesh(*args: Any, **kwargs: Any) -> PyTree:
-        own = standing(mesh)
+        own = resolve_mesh(mesh)
         _refuse_mapped_again(name, own, mapped)
         recipe, leaves = recipes.of_arguments(own, args, kwargs)
         return _call(f, recipes, recipe, leaves, own)
@@ -271,7 +271,7 @@ class _Outputs:
             return
         wrong = [
             f"device {self.mesh.coordinates(device)} returns {tuple(x.shape)} instead of {shape}"
-            for device, x in zip(held(self.mesh), own, strict=True)
+            for device, x in zip(local_devices(self.mesh), own, strict=True)
             if tuple(x.shape) != (shape := entry.layout.local_shape(entry.shape, device))
         ]
         if wrong:

@@ -25,7 +25,7 @@ from fshard.mesh.layout import PyTree
 from fshard.mesh.spmd.scope import Group
 from fshard.pipeline.execution.halves import halves, whole
 from fshard.pipeline.execution.leaves import Value, left
-from fshard.pipeline.execution.post import Known, Mail, Post, Route, Turn, Wire
+from fshard.pipeline.execution.post import Mail, MessageForm, Post, Route, Turn, Wire
 from fshard.pipeline.execution.saved import Saved
 from fshard.pipeline.schedule.schedule import Action, Kind
 from fshard.pipeline.schedule.trace import clock_of
@@ -76,7 +76,7 @@ class Device:
         device: torch.device,
         site: Site,
         kinds: Sequence[Hashable],
-        known: dict[Any, Known] | None,
+        known: dict[Any, MessageForm] | None,
         *,
         backward: bool,
         tells: bool,

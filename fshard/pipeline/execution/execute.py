@@ -12,12 +12,12 @@ from torch.autograd.graph import GradientEdge
 
 from fshard.errors import LayoutError
 from fshard.mesh.layout import Mesh, PyTree, refuse_no_mesh
-from fshard.mesh.spmd.run import everywhere, is_outside, one_thread, standing
+from fshard.mesh.spmd.run import is_outside, one_thread, resolve_mesh, run_on_devices
 from fshard.mesh.spmd.scope import Group, parting, require
 from fshard.pipeline.execution.device import Device
 from fshard.pipeline.execution.leaves import Params, Stage, called_for, map_tensors
 from fshard.pipeline.execution.microbatches import Batch, Found, together
-from fshard.pipeline.execution.post import Known, Route
+from fshard.pipeline.execution.post import MessageForm, Route
 from fshard.pipeline.execution.total import Ordered, Running, Total
 from fshard.pipeline.schedule.schedule import Action, Kind, Schedule
 from fshard.pipeline.schedule.verify import verify
@@ -100,7 +100,7 @@ def pipelined(
     def step(
         params: Sequence[PyTree], microbatches: Sequence[PyTree], weights: Sequence[float] | None = None
     ) -> Outcome:
-        own, site = standing(mesh), call_site()
+        own, site = resolve_mesh(mesh), call_site()
         batch = Batch.of(microbatches, weights, schedule.microbatches)
         if len(params) != len(stages):
             raise LayoutError(
@@ -117,7 +117,7 @@ def pipelined(
 
         try:
             with one_thread(reproducible):
-                outcomes = everywhere(own, body)
+                outcomes = run_on_devices(own, body)
         except BaseException:
             plan.known.clear()  # some devices may have learnt what others have not
             raise
@@ -149,7 +149,7 @@ class Plan:
     backward: bool
     reproducible: bool
     dynamic: bool
-    known: dict[int, dict[Any, Known]]
+    known: dict[int, dict[Any, MessageForm]]
 
 
 def _run(plan: Plan, batch: Batch, params: Sequence[PyTree], group: Group, device: torch.device, site: Site) -> Outcome:

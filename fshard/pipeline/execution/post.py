@@ -63,7 +63,7 @@ class Form(NamedTuple):
         return f"({', '.join(told)})"
 
 
-class Known(NamedTuple):
+class MessageForm(NamedTuple):
     """A form, and what travels together: the places of all tensors of one dtype, with tensors like them, without memory.
 
     Of a message that is a tuple of one tensor and of bools, `rest` are these.
@@ -74,7 +74,7 @@ class Known(NamedTuple):
     rest: tuple[Any, ...] | None = None
 
     @staticmethod
-    def of(form: Form, device: torch.device) -> Known:
+    def of(form: Form, device: torch.device) -> MessageForm:
         """Sort the tensors of a form."""
         places: dict[torch.dtype, list[int]] = {}
         likes: dict[torch.dtype, tuple[Tensor, ...]] = {}
@@ -86,7 +86,7 @@ class Known(NamedTuple):
         tree = unflatten(form.structure, form.leaves) if len(form.leaves) else None
         alone = type(tree) is tuple and [*map(len, places.values())] == [1] and isinstance(tree[0], _Like)
         simple = alone and all(type(leaf) is bool for place, leaf in enumerate(form.leaves) if place)
-        return Known(form, batches, cast("tuple[Any, ...]", tree)[1:] if simple else None)
+        return MessageForm(form, batches, cast("tuple[Any, ...]", tree)[1:] if simple else None)
 
     def alone(self, tree: PyTree) -> Tensor | None:
         """Return the one tensor of a message that is such a tuple, and is as it was told."""
@@ -128,12 +128,12 @@ class Post(Generic[Key]):
         device: torch.device,
         comes: Mapping[int, Sequence[Key]],
         kind: Callable[[Key], Hashable],
-        known: dict[Hashable, Known] | None,
+        known: dict[Hashable, MessageForm] | None,
     ) -> None:
         self._group, self._site, self._device, self._kind, self._known = group, site, device, kind, known
         self._comes = {source: deque(mails) for source, mails in comes.items()}
-        self._begun: dict[int, tuple[Known, list[Pending] | Lane]] = {}
-        self._ways: dict[Hashable, tuple[Known, Lane | None]] = {}
+        self._begun: dict[int, tuple[MessageForm, list[Pending] | Lane]] = {}
+        self._ways: dict[Hashable, tuple[MessageForm, Lane | None]] = {}
         self._arrived: dict[Key, PyTree] = {}
         for source in self._comes:
             self._begin(source)
@@ -187,7 +187,7 @@ class Post(Generic[Key]):
 
     # -- what is told -------------------------------------------------------------------------------------------
 
-    def _way(self, mail: Key, to: int, other: int) -> tuple[Known, Lane | None] | None:
+    def _way(self, mail: Key, to: int, other: int) -> tuple[MessageForm, Lane | None] | None:
         """Return what a message will be, if that is known, and the short way to or from the other device, if there is one."""
         key = to, self._kind(mail)
         found = self._ways.get(key)
@@ -195,13 +195,13 @@ class Post(Generic[Key]):
             found = self._ways[key] = known, self._lane(known, other)
         return found
 
-    def _learn(self, mail: Key, to: int, form: Form) -> Known:
-        known = Known.of(form, self._device)
+    def _learn(self, mail: Key, to: int, form: Form) -> MessageForm:
+        known = MessageForm.of(form, self._device)
         if self._known is not None:
             self._known[to, self._kind(mail)] = known
         return known
 
-    def _hear(self, mail: Key, source: int) -> Known:
+    def _hear(self, mail: Key, source: int) -> MessageForm:
         (length,) = self._receive((_like([1], torch.int64, self._device),), source).wait()
         (told,) = self._receive((_like([int(length)], torch.uint8, self._device),), source).wait()
         return self._learn(mail, self._group.index, pickle.loads(told.cpu().numpy().tobytes()))
@@ -211,10 +211,12 @@ class Post(Generic[Key]):
     def _send(self, xs: tuple[Tensor, ...], to: int) -> None:
         dispatch(xs, self._group, to, self._site)
 
-    def _receive_all(self, known: Known, lane: Lane | None, source: int) -> tuple[Known, list[Pending] | Lane]:
+    def _receive_all(
+        self, known: MessageForm, lane: Lane | None, source: int
+    ) -> tuple[MessageForm, list[Pending] | Lane]:
         return known, [self._receive(likes, source) for _, likes in known.batches] if lane is None else lane
 
-    def _lane(self, known: Known, other: int) -> Lane | None:
+    def _lane(self, known: MessageForm, other: int) -> Lane | None:
         if known.rest is None:
             return None
         return self._group.world.current().lane(known.batches[0][1][0], self._group, other, self._site)

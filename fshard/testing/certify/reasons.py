@@ -15,7 +15,7 @@ from torch import Tensor
 import fshard as fs
 from fshard.mesh.layout import Layout, Mesh, P, flatten
 from fshard.mesh.layout.sharded import Sharded
-from fshard.mesh.spmd.run import held
+from fshard.mesh.spmd.run import local_devices
 from fshard.mesh.spmd.scope import require
 from fshard.optim.leaves import Leaf, Leaves
 from fshard.testing.certify.bounds import Comparison, What
@@ -94,10 +94,12 @@ class Reasons:
                 f"a reduction over {quoted(uneven)} is missing: the batch is whole along it, and yet gradients differ"
             )
         for axes in subsets(summand.spec.unreduced):
-            sums = dict(zip(held(mesh), fs.reshard(summand, Layout(mesh, P(unreduced=axes))).shards, strict=True))
+            sums = dict(
+                zip(local_devices(mesh), fs.reshard(summand, Layout(mesh, P(unreduced=axes))).shards, strict=True)
+            )
             own = [
                 pair._replace(expected=local_range(sums[pair.device], found.layout, pair.device))
-                for pair in pair_shards(found, sums[held(mesh)[0]])
+                for pair in pair_shards(found, sums[local_devices(mesh)[0]])
             ]
             missing = f"a reduction over {quoted(axes)} is missing:"
             for times in (1, prod(mesh.shape[axis] for axis in axes)):  # a sum over the others, or their mean
@@ -229,7 +231,7 @@ def summands(task: Task, mesh: Mesh, stage: int, step: int, before: Snapshot) ->
     )
     with keyed_random(task.seed, step):
         _, grads = run(params, *buffers, task.batch)
-    rows = tuple(losses[device].reshape(1) for device in held(mesh))
+    rows = tuple(losses[device].reshape(1) for device in local_devices(mesh))
     every = fs.unshard(Sharded((mesh.size,), Layout(mesh, P(mesh.axis_names)), rows))
     return Summands(axes, [gather_processes(leaf) for leaf in Leaves.of(grads).leaves], every)
 

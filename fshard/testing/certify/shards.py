@@ -17,7 +17,7 @@ from torch.nn import Parameter
 import fshard as fs
 from fshard.mesh.layout import Layout, Mesh, P
 from fshard.mesh.layout.sharded import Sharded
-from fshard.mesh.spmd.run import held
+from fshard.mesh.spmd.run import local_devices
 from fshard.optim.leaves import Leaf, is_frozen
 
 
@@ -56,7 +56,7 @@ def pair_shards(found: Leaf, full: Tensor) -> list[Pair]:
         found = fs.unshard(found)
     if not isinstance(found, Sharded):
         return [Pair(0, found, full)]
-    shards = zip(held(found.mesh), found.shards, strict=True)
+    shards = zip(local_devices(found.mesh), found.shards, strict=True)
     return [Pair(device, shard, local_range(full, found.layout, device)) for device, shard in shards]
 
 

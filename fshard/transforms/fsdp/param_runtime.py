@@ -1,6 +1,6 @@
 """Parameters where they are used: gathered just before, let go just after, their gradients reduced when complete.
 
-Inside a loss function every parameter is a light *handle* (`handle`).  The first operation that touches a leaf of a unit
+Inside a loss function every parameter is a light *handle* (`param`).  The first operation that touches a leaf of a unit
 gathers the whole unit (`units`), and autograd comes to the backward of that, the reduction (`reductions`), right after the
 backward of the block that uses it, while earlier blocks are still to come.
 
@@ -29,23 +29,31 @@ from torch import Tensor
 from fshard.errors import LayoutError, ModuleError
 from fshard.mesh.layout import Layout, Mesh, P, PyTree, flatten, unflatten
 from fshard.mesh.layout.sharded import Sharded
-from fshard.mesh.reshard.execute import Way, go, way_between
+from fshard.mesh.reshard.execute import ReshardPlan, go, plan_reshard
 from fshard.mesh.spmd.scope import Group, require
 from fshard.optim.leaves import firsts_of
 from fshard.source import Site
-from fshard.transforms.fsdp.lazy_param import WRITES, Handle, Saved, handles_of, own_versions, unwatched, wholes
-from fshard.transforms.fsdp.reductions import Along, Keep, Reductions, Ways
-from fshard.transforms.fsdp.units import Leaf, Manner, Unit, versions_of
+from fshard.transforms.fsdp.lazy_param import (
+    WRITES,
+    LazyParam,
+    SavedTensors,
+    lazy_params_of,
+    lazy_versions,
+    unsharded,
+    unwatched,
+)
+from fshard.transforms.fsdp.reductions import Accumulate, Along, Reductions, Ways
+from fshard.transforms.fsdp.units import ParamPlan, Unit, UnitOptions, versions_of
 from fshard.transforms.module.replica import Replica
 from fshard.transforms.patterns import named, parts_of, unit_of
 from fshard.transforms.reproducible.summation_tree import way_in_order
 
 
 class Order(NamedTuple):
-    """What one step can tell the next.
+    """The order of units in one step, by number, which the next step expects.
 
-    In which order units were gathered, by number: forward, and again for the backward; the turns of reductions, and along
-    which axes devices have agreed on them.
+    `forward` and `backward` are the orders of all-gathers, `turns` that of reductions, on which devices agreed along the
+    batch's axes and `along`.
     """
 
     forward: list[int]
@@ -54,127 +62,127 @@ class Order(NamedTuple):
     along: Along = ()
 
 
-class Tape:
-    """The parameters of one device, through the slices of one step.
+class ParamRuntime:
+    """The parameters of one device in one step: their units, lazy parameters, saved tensors and gradients.
 
     Args:
-        leaves: the parameters, and `shards` what this device holds of them.
-        by_unit: the numbers of the leaves of each unit.
+        leaves: the plans of parameters, and `shards` this device's shards.
+        by_unit: the indices of the parameters of each unit.
         ways: see `Reductions`.
-        manner: how units are handled.
+        options: of units.
         site: the line of the step.
-        order: that of an earlier step.
-        several: gradients of several slices are added up before they are reduced.
-        each_use: each use of a leaf is received by itself, in reproducible mode.
+        order: of units, in an earlier step.
+        several: whether gradients of several slices are accumulated before they are reduced.
+        each_use: whether the gradient of each use is received separately, as in reproducible mode.
     """
 
     def __init__(
         self,
-        leaves: Sequence[Leaf],
+        leaves: Sequence[ParamPlan],
         by_unit: Sequence[list[int]],
         shards: Sequence[Tensor],
         ways: Ways,
-        manner: Manner,
+        options: UnitOptions,
         site: Site,
         order: Order | None = None,
         *,
         several: bool = False,
         each_use: bool = False,
     ) -> None:
-        self.leaves, self.shards, self.manner, self.site = leaves, shards, manner, site
+        self.leaves, self.shards, self.options, self.site = leaves, shards, options, site
         self.scope = require("value_and_grad")
-        self.anchor = torch.zeros((), requires_grad=True)  # what makes autograd call the units' backwards
-        self.sequence: list[int] = []  # which units were gathered: the same on all devices, or they would mix them up
-        self.live: list[Unit] = []  # the units that lie sharded and are whole, the last used last
-        self.first: list[int] = []  # the units that the forward has used, in the order of their first use
+        self.anchor = torch.zeros((), requires_grad=True)  # the input that makes autograd call the backwards of units
+        self.sequence: list[int] = []  # of all-gathers, which must be equal on all devices
+        self.live: list[Unit] = []  # the sharded units that are unsharded, the last used last
+        self.first: list[int] = []  # the units that the forward has used, by first use
         self.over, self.fresh = False, order is None
         self.each_use, self.begun = each_use, False
-        self.changed: set[int] = set()  # the leaves that the loss function was found to have changed
-        self._replicas: list[Replica] = []  # whose modules the handles are installed in
+        self.written: set[int] = set()  # the parameters that the loss function has written to
+        self._replicas: list[Replica] = []  # copies of modules, in which lazy parameters are installed
         self._versions = versions_of(shards)
         self.seen, self.expected = Order([], [], []), order or Order([], [], [])
-        self.units = [Unit(self, number, places) for number, places in enumerate(by_unit)]
-        self.saved = Saved(manner.reshard and any(unit.sharded for unit in self.units))
+        self.units = [Unit(self, number, indices) for number, indices in enumerate(by_unit)]
+        self.saved = SavedTensors(options.reshard and any(unit.sharded for unit in self.units))
         self.reductions = Reductions(
-            self.units, leaves, shards, manner, site, self.expected.turns, self.expected.along, ways, several
+            self.units, leaves, shards, options, site, self.expected.turns, self.expected.along, ways, several
         )
-        self.handles = self._handles()
-        self._handle_versions = own_versions(self.handles)
+        self.lazy_params = self._lazy_params()
+        self._lazy_versions = lazy_versions(self.lazy_params)
 
-    def _handles(self) -> list[Tensor]:
-        """Return what stands for the parameters: handles; integers themselves, since they may be indices."""
-        places = [place for unit in self.units for place in unit.places]
-        found = dict(zip(places, handles_of(self), strict=True))
-        plain = [place for place in range(len(self.leaves)) if place not in found]
+    def _lazy_params(self) -> list[Tensor]:
+        """Return what a loss function gets for each parameter: lazy ones, but integer tensors, which may be indices, as they are."""
+        indices = [index for unit in self.units for index in unit.indices]
+        found = dict(zip(indices, lazy_params_of(self), strict=True))
+        plain = [index for index in range(len(self.leaves)) if index not in found]
         if plain:
             finish = go(
-                [self.shards[place] for place in plain], [self.leaves[place].gather for place in plain], self.site
+                [self.shards[index] for index in plain], [self.leaves[index].gather for index in plain], self.site
             )
-            found.update((place, x.detach()) for place, x in zip(plain, finish(), strict=True))
-        return [found[place] for place in range(len(self.leaves))]
+            found.update((index, x.detach()) for index, x in zip(plain, finish(), strict=True))
+        return [found[index] for index in range(len(self.leaves))]
 
     @property
     def order(self) -> Order:
-        """What the next step may expect."""
+        """The order of units in this step."""
         reductions = self.reductions
         return self.seen._replace(turns=reductions.turns, along=reductions.along)
 
     def make_room(self, unit: Unit) -> None:
-        """Let units go that have not been used for the longest time, so that one more can be whole."""
+        """Reshard the units that were used longest ago, so that one more can be unsharded."""
         self.live = [other for other in self.live if other is not unit]
-        while self.manner.reshard and len(self.live) >= self.manner.live:
-            self.live[0].release()
+        while self.options.reshard and len(self.live) >= self.options.live:
+            self.live[0].reshard()
         self.live.append(unit)
 
     def begin(self) -> None:
-        """Begin a slice: nothing of the one before is used again."""
+        """Begin a slice."""
         if self.begun:
             self.end()
         self.begun = True
         self.seen, self.first = Order([], [], []), []
 
-    def begin_backward(self, group: Group | None, along: Along, keep: Keep | None, *, idle: bool) -> None:
+    def begin_backward(self, group: Group | None, along: Along, accumulate: Accumulate | None, *, idle: bool) -> None:
         """Begin the backward of a slice: see `Reductions.begin`."""
-        self.reductions.begin(self.first, group, along, keep, idle=idle)
+        self.reductions.begin(self.first, group, along, accumulate, idle=idle)
 
     def end(self) -> None:
         """End a slice."""
         for unit in self.units:
-            unit.arrive()  # if it was gathered ahead in vain: other devices count on it
-            unit.release()
-            unit.awaited = 0
+            unit.arrive()  # a prefetch that was not used: other devices take part in it
+            unit.reshard()
+            unit.pending_backwards = 0
         self.saved.clear()
 
     def stop(self) -> None:
-        """End a step; what a backward that has failed has under way, other devices count on."""
+        """End a step early, and wait for its communication, which other devices take part in."""
         self.reductions.finish()
         self.end()
         self.close()
 
     def close(self) -> None:
-        """Let everything go that a step has used: units refer to the tape and it to them, so it would stay for a while."""
-        self.over, self.shards, self.handles = True, (), []
+        """Drop all references of the step: units and runtime form a reference cycle."""
+        self.over, self.shards, self.lazy_params = True, (), []
         for replica in self._replicas:
             replica.rest()
         self._replicas = []
         self.reductions.shards, self.reductions.sums = (), []
 
     def leave(self) -> None:
-        """Let everything go after an error, and wait for nobody: graphs and units refer to each other, which nobody finds."""
+        """Drop everything after an error, without waiting for other devices."""
         for unit in self.units:
-            unit.release()
+            unit.reshard()
         self.saved.clear()
         self.close()
 
     def use(self, replica: Replica) -> None:
-        """Note that handles are installed in a module until the step closes."""
+        """Record a module copy that has lazy parameters installed until the step closes."""
         if not any(replica is other for other in self._replicas):
             self._replicas.append(replica)
             if self.fresh:
                 replica.note_attributes()
 
     def warn_of_attributes(self) -> None:
-        """Warn of plain attributes that a module has set in a first step, in which it was called for each slice."""
+        """Warn of plain attributes that a module has set in the first step, if it is called once for each slice."""
         names = [name for replica in self._replicas for name in replica.changed_attributes()]
         if names:
             warnings.warn(
@@ -184,30 +192,30 @@ class Tape:
             )
 
     def look_ahead(self, seen: list[int], expected: list[int], unit: Unit) -> None:
-        """Note that a unit is gathered, and start to gather those that came after it the last time."""
-        place = len(seen)
+        """Record an all-gather in `seen`, and prefetch the units that followed it in the last step."""
+        index = len(seen)
         seen.append(unit.number)
-        if place < len(expected) and expected[: place + 1] == seen:
-            for number in expected[place + 1 : place + 1 + self.manner.prefetch]:
+        if index < len(expected) and expected[: index + 1] == seen:
+            for number in expected[index + 1 : index + 1 + self.options.prefetch]:
                 self.units[number].start()
 
     def check_unchanged(self) -> None:
-        """Raise if the loss function has changed a parameter in place."""
-        changed = self.changed.union(*(unit.changed() for unit in self.units))
-        both = zip(versions_of(self.shards), self._versions, strict=True)
-        changed |= {place for place, (now, before) in enumerate(both) if now != before}
-        written = zip(own_versions(self.handles), self._handle_versions, strict=True)
-        changed |= {place for place, (now, before) in enumerate(written) if now != before}
-        if changed:
-            names = ", ".join(named(parts_of(self.leaves[place].path)) for place in sorted(changed))
+        """Raise if the loss function has written to a parameter in place."""
+        written = self.written.union(*(unit.written() for unit in self.units))
+        shards = zip(versions_of(self.shards), self._versions, strict=True)
+        lazy = zip(lazy_versions(self.lazy_params), self._lazy_versions, strict=True)
+        for versions in (shards, lazy):
+            written |= {index for index, (now, before) in enumerate(versions) if now != before}
+        if written:
+            names = ", ".join(named(parts_of(self.leaves[index].path)) for index in sorted(written))
             raise ModuleError(
                 f"the loss function, or a forward in it, writes to parameters in place: {names}. {WRITES}"
             )
 
     def words(self) -> list[str]:
-        """Return what each unit is called, and what it holds."""
+        """Return the name and the parameters of each unit, for messages."""
         return [
-            f"{self.leaves[unit.places[0]].unit} ({', '.join(named(parts_of(self.leaves[at].path)) for at in unit.places)})"
+            f"{self.leaves[unit.indices[0]].unit} ({', '.join(named(parts_of(self.leaves[at].path)) for at in unit.indices)})"
             for unit in self.units
         ]
 
@@ -218,10 +226,10 @@ def whole(tree: PyTree) -> PyTree:
     Outside a loss function there are no handles, and the tree is returned as it is.
     """
     leaves, structure = flatten(tree, sharded_is_leaf=True, none_is_leaf=True)
-    return unflatten(structure, [wholes(leaf) for leaf in leaves])
+    return unflatten(structure, [unsharded(leaf) for leaf in leaves])
 
 
-def gathered(fn: Callable[..., Any], *, keep: bool = False) -> Callable[..., Any]:
+def gathered(fn: Callable[..., Any], *, accumulate: bool = False) -> Callable[..., Any]:
     """Return a function whose parameters are gathered when it is called and let go when it returns.
 
     Any loss function works without this mark; a marked block holds its parameters for exactly as long as it runs, and its
@@ -240,67 +248,69 @@ def gathered(fn: Callable[..., Any], *, keep: bool = False) -> Callable[..., Any
     @wraps(fn)
     def run(*args: Any, **kwargs: Any) -> Any:
         leaves, structure = flatten((args, kwargs), sharded_is_leaf=True, none_is_leaf=True)
-        units = {id(leaf.unit): leaf.unit for leaf in leaves if type(leaf) is Handle}
-        own_args, own_kwargs = unflatten(structure, [wholes(leaf) for leaf in leaves])
+        units = {id(leaf.unit): leaf.unit for leaf in leaves if type(leaf) is LazyParam}
+        own_args, own_kwargs = unflatten(structure, [unsharded(leaf) for leaf in leaves])
         try:
-            with unwatched() if keep else nullcontext():
+            with unwatched() if accumulate else nullcontext():
                 return fn(*own_args, **own_kwargs)
         finally:
             for unit in units.values():
-                if unit.sharded and unit.tape.manner.reshard:
-                    unit.release()
+                if unit.sharded and unit.runtime.options.reshard:
+                    unit.reshard()
 
     return run
 
 
 def followed(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a loss function as it is to be called with handles: what torch.compile has made takes gathered parameters."""
+    """Return a loss function that takes lazy parameters: a compiled one is called with unsharded parameters."""
     return gathered(loss_fn) if hasattr(loss_fn, "_torchdynamo_orig_callable") else loss_fn
 
 
 @dataclass
-class Known:
-    """What is known of a tree of parameters: the ways of its leaves, and the order in which units were last used.
+class ParamPlans:
+    """The cached plans of a tree of parameters, and the order in which its units were last used.
 
-    What is gathered ahead is a guess: a wrong one costs time only.  All devices have agreed on the turns of reductions.
-    `key` is what it depends on: it is compared, for to hash it takes longer where little is known.
+    A prefetch after this order may be wrong, which costs only time; all devices have agreed on the order of reductions.
+    `key` is everything that the plans depend on.  It is compared, which is faster than hashing it for a few entries.
     """
 
     key: object
-    leaves: tuple[Leaf, ...]
+    leaves: tuple[ParamPlan, ...]
     mesh: Mesh
     axes: tuple[str, ...]
     in_order: bool
     order: Order | None = None
     by_unit: list[list[int]] = field(init=False)
-    _ways: dict[Along, tuple[list[Way | None], int]] = field(default_factory=dict[Along, tuple[list[Way | None], int]])
+    _ways: dict[Along, tuple[list[ReshardPlan | None], int]] = field(
+        default_factory=dict[Along, tuple[list[ReshardPlan | None], int]]
+    )
 
     def __post_init__(self) -> None:
         by_unit: dict[str, list[int]] = {}
         alone = self.mesh.size == 1  # nothing is sent, so all are one unit
-        for place, leaf in enumerate(self.leaves):
+        for index, leaf in enumerate(self.leaves):
             if leaf.dtype.is_floating_point or leaf.dtype.is_complex:
-                by_unit.setdefault("" if alone else leaf.unit, []).append(place)
+                by_unit.setdefault("" if alone else leaf.unit, []).append(index)
         self.by_unit = [*by_unit.values()]
 
-    def ways(self, along: Along) -> tuple[list[Way | None], int]:
-        """Return the ways of gradients that devices along the batch's axes, and these, hold summands of; how many these are."""
+    def ways(self, along: Along) -> tuple[list[ReshardPlan | None], int]:
+        """Return the plans that reduce gradients over the batch's axes and these, and the number of devices along these."""
         found = self._ways.get(along)
         if found is None:
             ways = [self._way(along, leaf) if leaf.trained else None for leaf in self.leaves]
             found = self._ways[along] = ways, prod(self.mesh.shape[axis] for axis in along)
         return found
 
-    def _way(self, along: Along, leaf: Leaf) -> Way:
-        """Return the way of one gradient: over the batch's axes first, if the order of additions matters."""
+    def _way(self, along: Along, leaf: ParamPlan) -> ReshardPlan:
+        """Return the plan that reduces one gradient: over the batch's axes first, in reproducible mode."""
         axes = (*along, *self.axes)
         if self.in_order:
             return way_in_order(self.mesh, axes, leaf.gradient, leaf.shape)
-        return way_between(Layout(self.mesh, P(unreduced=axes)), leaf.gradient, leaf.shape)
+        return plan_reshard(Layout(self.mesh, P(unreduced=axes)), leaf.gradient, leaf.shape)
 
 
 def numbered(leaves: Sequence[Any]) -> tuple[list[int], list[int]]:
-    """Return the places of leaves that are the first of their ties, and for each leaf the number of its own among these.
+    """Return the indices of leaves without repeated (tied) ones, and for each leaf its number among these.
 
     >>> x = torch.ones(2)
     >>> numbered([x, torch.ones(2), x])
@@ -308,12 +318,12 @@ def numbered(leaves: Sequence[Any]) -> tuple[list[int], list[int]]:
     """
     firsts = firsts_of(leaves)
     own = sorted({*firsts})
-    number = {place: at for at, place in enumerate(own)}
-    return own, [number[place] for place in firsts]
+    number = {index: at for at, index in enumerate(own)}
+    return own, [number[index] for index in firsts]
 
 
-def leaf_of(path: str, x: Sharded, gradients: Callable[[Layout], Layout] | None) -> Leaf:
-    """Return what is to be done with a parameter, given where its gradient is to lie; None: it is not trained."""
+def plan_param(path: str, x: Sharded, gradients: Callable[[Layout], Layout] | None) -> ParamPlan:
+    """Return the plan of a parameter; `gradients` maps its layout to its gradient's, None if it is frozen."""
     layout, whole = x.layout, Layout(x.mesh)
     wanted = layout if gradients is None else gradients(layout)
     if not isinstance(wanted, Layout):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -321,18 +331,18 @@ def leaf_of(path: str, x: Sharded, gradients: Callable[[Layout], Layout] | None)
             f"value_and_grad: {gradients=!r} has to return a Layout for {named(parts_of(path))}; found {wanted!r}. "
             "Write opt.gradients of a partitioned optimizer, or leave it out."
         )
-    gather = way_between(layout, whole, x.shape)
-    return Leaf(path, x.shape, x.dtype, layout.unit or unit_of(path), gather, gradients is not None, wanted)
+    gather = plan_reshard(layout, whole, x.shape)
+    return ParamPlan(path, x.shape, x.dtype, layout.unit or unit_of(path), gather, gradients is not None, wanted)
 
 
 def refuse_half_frozen(paths: Sequence[str], at: Sequence[int], fixed: Sequence[bool]) -> None:
     """Raise naming parameters that are frozen under one name and trained under another."""
     names: dict[int, list[str]] = {}
-    for path, place in zip(paths, at, strict=True):
-        names.setdefault(place, []).append(named(parts_of(path)))
-    half = {place for place, fix in zip(at, fixed, strict=True) if not fix} & {
-        place for place, fix in zip(at, fixed, strict=True) if fix
+    for path, index in zip(paths, at, strict=True):
+        names.setdefault(index, []).append(named(parts_of(path)))
+    half = {index for index, fix in zip(at, fixed, strict=True) if not fix} & {
+        index for index, fix in zip(at, fixed, strict=True) if fix
     }
     if half:
-        wrong = "; ".join(" and ".join(names[place]) for place in sorted(half))
+        wrong = "; ".join(" and ".join(names[index]) for index in sorted(half))
         raise LayoutError(f"frozen: {wrong} are one parameter (tied), and only one name of it is frozen. Freeze all.")

@@ -1,11 +1,11 @@
-"""Gradients on their way: collected from a unit's uses, reduced when it has its turn, added up over slices.
+"""`Reductions`: the gradients of units, reduced in an order that all devices share, and summed over slices.
 
-                  complete            its turn (`agree`)         full               arrived
-a unit's uses  ─────────────>  waiting  ─────────────>  bucket  ──────>  under way  ─────────>  sums
-      └─ kept: of earlier slices, and what a slice of its own is to be added to
+                  complete            its turn (`agree`)         full                finished
+a unit's uses  ─────────────>  waiting  ─────────────>  bucket  ──────>  in flight  ─────────>  sums
+      └─ accumulated: of earlier slices
 
-All devices take turns in one order, and reduce in one dtype whatever they have; so their buckets are alike.  A unit that
-lies sharded is not kept waiting in a bucket: its whole gradients are to go.
+All devices reduce in one order and in one dtype, so that their buckets match.  The gradient of a sharded unit is sent at once,
+to free its memory; gradients of replicated units wait until a bucket is full.
 """
 
 from __future__ import annotations
@@ -17,74 +17,81 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from fshard.mesh.reshard.execute import Way, go
+from fshard.mesh.reshard.execute import ReshardPlan, go
 from fshard.mesh.spmd.scope import Group
 from fshard.source import Site
 from fshard.transforms.agree import agreed_turns
-from fshard.transforms.fsdp.units import Leaf, Manner, Unit
+from fshard.transforms.fsdp.units import ParamPlan, Unit, UnitOptions
 from fshard.transforms.graph_checks import refuse_backward
 
 Along = tuple[str, ...]
-Ways = Callable[[Along], tuple[Sequence[Way | None], int]]
-"""The ways of gradients, None where a leaf is not trained; and how many devices there are along these axes."""
-Keep = Callable[[Unit, list[Tensor | None]], None]
-"""Takes the gradients that a slice gives for the leaves of a unit."""
+Ways = Callable[[Along], tuple[Sequence[ReshardPlan | None], int]]
+"""From axes to the reshard plans of gradients, None where frozen, and to the number of devices along these axes."""
+Accumulate = Callable[[Unit, list[Tensor | None]], None]
+"""Takes a slice's gradients of a unit instead of reducing them."""
 
 
 class Reductions:
-    """The gradients of one device, through the slices of one step.
+    """The gradients of one device in one step.
 
     Args:
-        units: what is reduced together.
-        leaves: the parameters, and `shards` what this device holds of them.
-        turns: the order in which units are reduced, by number; none if devices have not agreed yet.
-        along: the axes besides the batch's along which devices hold summands too, when they agreed: see `talk`.
-        ways: for such axes, from the sum that each device holds a summand of, to each gradient's layout.
+        units: whose gradients are reduced together.
+        leaves: the plans of parameters, and `shards` this device's shards.
+        options: of units.
+        site: the line of the step.
+        turns: the order in which units are reduced, by number; empty if devices have not agreed on it yet.
+        along: the axes besides the batch's over which gradients are partial sums, when devices agreed.
+        ways: the reshard plans from partial sums over such axes to the layouts of gradients.
+        wide: whether sums of several slices are reduced in at least 32 bits.
 
-        wide: sums of several slices are reduced in 32 bits at least.
-
-    `used` says of each leaf whether this device has used it; `sums` are the reduced gradients, in no fewer bits than came.
+    `used` is true for each parameter that this device has used; `sums` are the reduced gradients.
     """
 
     def __init__(
         self,
         units: Sequence[Unit],
-        leaves: Sequence[Leaf],
+        leaves: Sequence[ParamPlan],
         shards: Sequence[Tensor],
-        manner: Manner,
+        options: UnitOptions,
         site: Site,
         turns: Sequence[int],
         along: Along,
         ways: Ways,
         wide: bool,
     ) -> None:
-        self.units, self.leaves, self.shards, self.manner, self.site = units, leaves, shards, manner, site
+        self.units, self.leaves, self.shards, self.options, self.site = units, leaves, shards, options, site
         self.turns, self.wide = list(turns), wide
         self.along, self._ways = along, ways
         self.used = [False] * len(leaves)
         self.sums: list[Tensor | None] = [None] * len(leaves)
-        self._keep: Keep | None = None
+        self._accumulate: Accumulate | None = None
         self._turn, self._idle, self._asked = 0, False, False
         self._waiting: dict[int, list[Tensor | None]] = {}
-        self._bucket: list[tuple[int, Tensor, Way]] = []
+        self._bucket: list[tuple[int, Tensor, ReshardPlan]] = []
         self._size = 0  # of the bucket, in bytes
-        self._under_way: list[tuple[list[int], Callable[[], list[Tensor]], int]] = []
+        self._in_flight: list[tuple[list[int], Callable[[], list[Tensor]], int]] = []
 
     def begin(
-        self, used: Sequence[int], group: Group | None, along: Along, keep: Keep | None = None, *, idle: bool
+        self,
+        used: Sequence[int],
+        group: Group | None,
+        along: Along,
+        accumulate: Accumulate | None = None,
+        *,
+        idle: bool,
     ) -> None:
-        """Begin a backward: agree on the turns, unless they are known.
+        """Begin a backward: agree on the order of reductions, unless it is cached.
 
         Args:
-            used: the units that the forward has used, by number.
-            group: all devices whose losses make up the objective.
+            used: the numbers of the units that the forward has used.
+            group: all devices whose losses the objective sums.
             along: their axes besides the batch's.
-            keep: takes the gradients, if they are not to be reduced yet.
-            idle: the slice counts for nothing, and its gradients are 0.
+            accumulate: takes the gradients, if they are not reduced yet.
+            idle: the slice has weight 0, and so have its gradients.
         """
-        self._keep = keep
+        self._accumulate = accumulate
         self._idle, self._turn = idle, 0
-        self._waiting, self._bucket, self._size = {}, [], 0  # of one that has failed
+        self._waiting, self._bucket, self._size = {}, [], 0  # left by a backward that failed
         if along != self.along:
             self.turns, self.along = [], along  # there are more devices to agree
         if not self.turns and any(leaf.trained for leaf in self.leaves):
@@ -92,7 +99,7 @@ class Reductions:
 
     @contextmanager
     def asked(self) -> Generator[None]:
-        """Go back within: what comes at any other time is another's backward, which only this device has taken."""
+        """Accept gradients within: outside of it, a backward was not started by fshard, and other devices do not join in."""
         self._asked = True
         try:
             yield
@@ -100,33 +107,33 @@ class Reductions:
             self._asked = False
 
     def receive(self, unit: Unit, gs: Sequence[Tensor | None]) -> None:
-        """Take the cotangents of one use of a unit."""
-        gs = self._noted(unit, gs)
-        unit.went_back()
-        if self._keep is not None:
-            self._keep(unit, gs)
-        elif unit.awaited:  # it was used, let go and used again: its uses are reduced together
-            unit.keep(gs)
+        """Receive the cotangents of one use of a unit."""
+        gs = self._recorded(unit, gs)
+        unit.end_use()
+        if self._accumulate is not None:
+            self._accumulate(unit, gs)
+        elif unit.pending_backwards:  # it was resharded and unsharded again: reduce with the last use
+            unit.accumulate(gs)
         else:
-            self._complete(unit, unit.with_kept(gs))
+            self._complete(unit, unit.take_accumulated(gs))
 
     def receive_apart(self, unit: Unit, gs: Sequence[Tensor | None]) -> None:
-        """Take cotangents that came to a unit's handles themselves, or of one use alone, to be reduced after the backward."""
+        """Receive cotangents of lazy parameters, or of a single use; they are reduced after the backward."""
         if any(g is not None for g in gs):
-            (self._keep or Unit.keep)(unit, self._noted(unit, gs))
+            (self._accumulate or Unit.accumulate)(unit, self._recorded(unit, gs))
 
-    def _noted(self, unit: Unit, gs: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Note which leaves were used; return what counts of their cotangents."""
+    def _recorded(self, unit: Unit, gs: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Record the parameters as used; return their cotangents, dense, or None if the slice is idle."""
         if not self._asked:
             refuse_backward()
-        for place, g in zip(unit.places, gs, strict=True):
-            self.used[place] |= g is not None
+        for index, g in zip(unit.indices, gs, strict=True):
+            self.used[index] |= g is not None
         return [None if self._idle else g.to_dense() if g is not None and g.is_sparse else g for g in gs]
 
     def _complete(self, unit: Unit, gs: list[Tensor | None]) -> None:
-        """Reduce what has its turn, now that a unit's gradients are there."""
+        """Queue a unit's gradients, and reduce every unit whose turn has come."""
         if unit.number in self._waiting:
-            unit.keep(gs)
+            unit.accumulate(gs)
         else:
             self._waiting[unit.number] = gs
         while self._turn < len(self.turns) and self.turns[self._turn] in self._waiting:
@@ -135,76 +142,80 @@ class Reductions:
     def _next(self) -> None:
         unit = self.units[self.turns[self._turn]]
         self._turn += 1
-        self.reduce(unit, unit.with_kept(self._waiting.pop(unit.number, [None] * len(unit.places))))
+        self.reduce(unit, unit.take_accumulated(self._waiting.pop(unit.number, [None] * len(unit.indices))))
 
     def end(self) -> None:
-        """Reduce all whose turn has not come, and keep what has none for the end of the step."""
+        """Reduce all units that are still due; accumulate those without a turn until the end of the step."""
         while self._turn < len(self.turns):
             self._next()
         self.send()
         for number, gs in self._waiting.items():
-            self.units[number].keep(gs)
+            self.units[number].accumulate(gs)
         self._waiting.clear()
 
-    def rest(self, kept: Sequence[float], used: Sequence[float]) -> None:
-        """Reduce what some device has kept; set the turns of the next step."""
-        rest = [unit for unit, times in zip(self.units, kept, strict=True) if times]
+    def rest(self, accumulated: Sequence[float], used: Sequence[float]) -> None:
+        """Reduce the units that any device has accumulated; set the order of the next step."""
+        rest = [unit for unit, times in zip(self.units, accumulated, strict=True) if times]
         for unit in rest:
-            self.reduce(unit, unit.with_kept([None] * len(unit.places)))
+            self.reduce(unit, unit.take_accumulated([None] * len(unit.indices)))
         self.send()
         self.finish()
         turns = dict.fromkeys([*self.turns, *(unit.number for unit in rest)])
-        self.turns = [number for number in turns if any(used[place] for place in self.units[number].places)]
+        self.turns = [number for number in turns if any(used[index] for index in self.units[number].indices)]
 
     def reduce(self, unit: Unit, gs: Sequence[Tensor | None]) -> None:
-        """Reduce the gradients of a unit, if it lies whole together with those that come before and after."""
+        """Put the gradients of a unit into the bucket, and send it if it is full or the unit is sharded."""
         ways, _ = self._ways(self.along)
-        for place, g in zip(unit.places, self.as_reduced(unit, gs), strict=True):
-            leaf, near, way = self.leaves[place], self.shards[place], ways[place]
+        for index, g in zip(unit.indices, self.as_reduced(unit, gs), strict=True):
+            leaf, near, way = self.leaves[index], self.shards[index], ways[index]
             if way is not None:
-                g = near.new_zeros(leaf.shape, dtype=reduced_in(leaf.dtype, self.manner, self.wide)) if g is None else g
-                self._bucket.append((place, g, way))
+                g = (
+                    near.new_zeros(leaf.shape, dtype=reduced_in(leaf.dtype, self.options, self.wide))
+                    if g is None
+                    else g
+                )
+                self._bucket.append((index, g, way))
                 self._size += g.nbytes
-        if unit.sharded or self._size >= self.manner.bucket:
+        if unit.sharded or self._size >= self.options.bucket:
             self.send()
 
     def as_reduced(self, unit: Unit, gs: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Return gradients of a unit in the dtypes that they are reduced in."""
-        dtypes = [reduced_in(self.leaves[place].dtype, self.manner, self.wide) for place in unit.places]
+        """Cast the gradients of a unit to the dtypes that they are reduced in."""
+        dtypes = [reduced_in(self.leaves[index].dtype, self.options, self.wide) for index in unit.indices]
         return [g if g is None or g.dtype is dtype else g.to(dtype) for g, dtype in zip(gs, dtypes, strict=True)]
 
     def drop(self) -> None:
-        """Drop what has been added up, and what is kept for later."""
+        """Drop all gradients of the step."""
         self.used = [False] * len(self.leaves)
         self.sums = [None] * len(self.leaves)
         for unit in self.units:
-            unit.kept = None
+            unit.accumulated = None
 
     def send(self) -> None:
-        """Start to reduce what is in the bucket."""
+        """Start the reduction of the bucket."""
         if self._bucket:
-            places, xs, ways = map(list, zip(*self._bucket, strict=True))
+            indices, xs, ways = map(list, zip(*self._bucket, strict=True))
             self._bucket, self._size = [], 0
             _, many = self._ways(self.along)
-            self._under_way.append((places, go(xs, ways, self.site, ahead=self.manner.in_flight > 0), many))
-            self.finish(self.manner.in_flight)
+            self._in_flight.append((indices, go(xs, ways, self.site, ahead=self.options.in_flight > 0), many))
+            self.finish(self.options.in_flight)
 
     def finish(self, but: int = 0) -> None:
-        """Wait for reductions, the oldest first, until only so many are under way."""
-        while len(self._under_way) > but:
-            places, finish, many = self._under_way.pop(0)
-            for place, result in zip(places, finish(), strict=True):
-                known, leaf = self.sums[place], self.leaves[place]
+        """Wait for reductions, the oldest first, until at most `but` are in flight."""
+        while len(self._in_flight) > but:
+            indices, finish, many = self._in_flight.pop(0)
+            for index, result in zip(indices, finish(), strict=True):
+                known, leaf = self.sums[index], self.leaves[index]
                 if result.dtype is not leaf.dtype:
                     result = result.to(torch.promote_types(result.dtype, leaf.dtype))
                 result = result if many == 1 else result / many
-                self.sums[place] = result if known is None else known + result
+                self.sums[index] = result if known is None else known + result
 
 
 @lru_cache(maxsize=256)
-def reduced_in(dtype: torch.dtype, manner: Manner, wide: bool) -> torch.dtype:
-    """Return the dtype in which the gradients of a leaf are reduced."""
+def reduced_in(dtype: torch.dtype, options: UnitOptions, wide: bool) -> torch.dtype:
+    """Return the dtype that the gradient of a parameter is reduced in."""
     if dtype.is_complex:
         return dtype
-    used = manner.compute or dtype
-    return manner.reduce or (torch.promote_types(used, torch.float32) if wide else used)
+    used = options.compute or dtype
+    return options.reduce or (torch.promote_types(used, torch.float32) if wide else used)

@@ -1,7 +1,8 @@
-"""`Unit`: leaves that are gathered and reduced together, by one multi-output autograd Function.
+"""`Unit`: parameters that are all-gathered and reduce-scattered together (an FSDP bucket).
 
-It stands right before the first operation that uses the unit on autograd's tape, so its backward, the reduction, comes right
-after the backward of all of them, while that of earlier units is still to come.
+One autograd Function with an output per parameter does both.  It is recorded just before the first operation that uses the
+unit.  So autograd calls its backward, the reduce-scatter, right after the backward of that operation, and the backward of
+earlier units overlaps with it.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,40 +19,39 @@ from torch.autograd.function import Function
 
 from fshard.mesh.collectives.autograd import transformed
 from fshard.mesh.layout import Layout
-from fshard.mesh.reshard.execute import Way, go
-
-if TYPE_CHECKING:
-    from fshard.transforms.fsdp.param_runtime import Tape
+from fshard.mesh.reshard.execute import ReshardPlan, go
+from fshard.mesh.spmd.scope import Scope
+from fshard.source import Site
 
 _C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
 Result = TypeVar("Result")
 
 
-class Leaf(NamedTuple):
-    """What is to be done with one parameter: the way to its use, whether it is trained, and how its gradient is to lie."""
+class ParamPlan(NamedTuple):
+    """The plan of one parameter: how it is unsharded, whether it is trained, and the layout of its gradient."""
 
     path: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     unit: str
-    gather: Way
+    gather: ReshardPlan
     trained: bool
     gradient: Layout
 
 
 @dataclass(frozen=True)
-class Manner:
-    """How units are handled.
+class UnitOptions:
+    """Options of all units.
 
     Args:
-        reshard: let sharded units go after their forward, and gather them again for the backward.
-        live: how many units that lie sharded are whole at a time, besides those under way and those that a
-            rematerialised block holds.
-        prefetch: how many units to start gathering ahead of their use, in the order of the step before.
-        in_flight: how many reductions may be under way; 0: each is waited for at once.
-        bucket: about how many bytes of gradients to reduce together, of units that lie whole.
-        compute: the dtype that floating parameters are used in, None: their own.
-        reduce: the dtype that gradients are reduced in, None: the one they come in.
+        reshard: free sharded units after their forward, and unshard them again for the backward.
+        live: how many sharded units are unsharded at a time, besides those being prefetched and those that a
+            rematerialised block uses.
+        prefetch: how many units to all-gather ahead of their use, in the order of the previous step.
+        in_flight: how many reductions may run asynchronously; 0: each is waited for at once.
+        bucket: about how many bytes of gradients of replicated units to reduce together.
+        compute: the dtype that floating-point parameters are cast to; None: their own.
+        reduce: the dtype that gradients are reduced in; None: that of the gradient.
     """
 
     reshard: bool = True
@@ -63,57 +63,78 @@ class Manner:
     reduce: torch.dtype | None = None
 
 
-def is_sent(way: Way) -> bool:
-    """Return whether anything is sent on a way."""
+def has_communication(way: ReshardPlan) -> bool:
+    """Return whether a reshard sends anything."""
     return len(way.steps) > 1 or (bool(way.steps) and way.steps[0].kind != "reshape")
 
 
+class Runtime(Protocol):
+    """The step on one device, as units and lazy parameters see it: `ParamRuntime` is it."""
+
+    leaves: Sequence[ParamPlan]
+    shards: Sequence[Tensor]
+    options: UnitOptions
+    site: Site
+    scope: Scope
+    anchor: Tensor
+    units: list[Unit]
+    sequence: list[int]
+    live: list[Unit]
+    first: list[int]
+    written: set[int]
+    over: bool
+    each_use: bool
+    saved: Any
+    reductions: Any
+    seen: Any
+    expected: Any
+
+    def make_room(self, unit: Unit) -> None:
+        """Reshard the units that were used longest ago, so that one more can be unsharded."""
+        ...
+
+    def look_ahead(self, seen: list[int], expected: list[int], unit: Unit) -> None:
+        """Prefetch the units that followed this one in the last step."""
+        ...
+
+
 class Unit:
-    """Leaves that are gathered and reduced together."""
+    """Parameters that are all-gathered and reduce-scattered together; those of ZeRO 0-2 are replicated and only reduced."""
 
     __slots__ = (
-        "awaited",
-        "coming",
-        "kept",
-        "number",
-        "places",
-        "sharded",
-        "tape",
-        "trained",
-        "used",
-        "values",
-        "versions",
-    )
+        "accumulated", "indices", "number", "outputs", "pending", "pending_backwards", "runtime", "sharded", "trained",
+        "values", "versions",
+    )  # fmt: skip
 
-    def __init__(self, tape: Tape, number: int, places: list[int]) -> None:
-        self.tape, self.number, self.places = tape, number, places
-        self.coming: Callable[[], list[Tensor]] | None = None
-        leaves = [tape.leaves[place] for place in places]
-        self.sharded = any(is_sent(leaf.gather) for leaf in leaves)
+    def __init__(self, runtime: Runtime, number: int, indices: list[int]) -> None:
+        self.runtime, self.number, self.indices = runtime, number, indices
+        self.pending: Callable[[], list[Tensor]] | None = None
+        leaves = [runtime.leaves[index] for index in indices]
+        self.sharded = any(has_communication(leaf.gather) for leaf in leaves)
         self.trained = any(leaf.trained for leaf in leaves)
-        self.used: tuple[Tensor, ...] | None = None
+        self.outputs: tuple[Tensor, ...] | None = None
         self.values: list[Tensor] = []
         self.versions: list[int] = []
-        self.kept: list[Tensor | None] | None = None
-        self.awaited = 0  # uses whose backward is still to come
+        self.accumulated: list[Tensor | None] | None = None
+        self.pending_backwards = 0  # uses whose backward is still to come
 
-    def whole(self) -> tuple[Tensor, ...]:
-        """Return all leaves of the unit, whole and differentiable, gathering them if they are not at hand."""
-        used = self.used
+    def unshard(self) -> tuple[Tensor, ...]:
+        """Return all parameters of the unit, unsharded and differentiable."""
+        used = self.outputs
         if used is None:
             if self.sharded:
-                self.tape.make_room(self)
+                self.runtime.make_room(self)
             if self.trained and torch.is_grad_enabled():
-                used = _outside_transforms(lambda: _Use.apply(self.tape.anchor, self))
-                if not _in_backward():  # a rematerialised use comes in a backward, and ends with it
-                    self.awaited += 1
-                    self.tape.first += [self.number] if self.number not in self.tape.first else []
+                used = _outside_transforms(lambda: _UseUnit.apply(self.runtime.anchor, self))
+                if not _in_backward():  # a recomputation ends with the backward that it is part of
+                    self.pending_backwards += 1
+                    self.runtime.first += [self.number] if self.number not in self.runtime.first else []
             else:
                 used = _outside_transforms(self._detached)
             if torch.is_grad_enabled() or not self.trained:
-                self.used = used
+                self.outputs = used
             if self.sharded:
-                self.tape.look_ahead(self.tape.seen.forward, self.tape.expected.forward, self)
+                self.runtime.look_ahead(self.runtime.seen.forward, self.runtime.expected.forward, self)
         return used
 
     def _detached(self) -> tuple[Tensor, ...]:
@@ -121,118 +142,120 @@ class Unit:
             return tuple([x.detach() for x in self.gather()])
 
     def leaf(self, at: int) -> Tensor:
-        """Return one leaf, whole and differentiable, for one use."""
-        x = self.whole()[at]
-        if self.tape.each_use and x.requires_grad:
-            return _outside_transforms(lambda: _Once.apply(x, self, at))
+        """Return one parameter, unsharded and differentiable, for one use."""
+        x = self.unshard()[at]
+        if self.runtime.each_use and x.requires_grad:
+            return _outside_transforms(lambda: _UseOnce.apply(x, self, at))
         return x
 
     def gather(self) -> list[Tensor]:
-        """Return all leaves, whole."""
+        """Return all parameters, unsharded."""
         if self.sharded:
             self.start()
             self.arrive()
         elif not self.values:
-            leaves, shards = self.tape.leaves, self.tape.shards
-            with unrecorded():
-                xs = [self._converted(shards[place]) for place in self.places]
-                self._take([x.reshape(leaves[place].shape) for x, place in zip(xs, self.places, strict=True)])
+            leaves, shards = self.runtime.leaves, self.runtime.shards
+            with no_graph():
+                xs = [self._cast(shards[index]) for index in self.indices]
+                self._set_values([x.reshape(leaves[index].shape) for x, index in zip(xs, self.indices, strict=True)])
         return self.values
 
-    def _take(self, values: list[Tensor]) -> None:
+    def _set_values(self, values: list[Tensor]) -> None:
         self.values, self.versions = values, versions_of(values)
 
-    def changed(self) -> set[int]:
-        """Return which of the leaves at hand somebody has changed in place."""
-        now = versions_of(self.values)  # none, if they have been let go
-        return {place for place, one, other in zip(self.places, now, self.versions, strict=False) if one != other}
+    def written(self) -> set[int]:
+        """Return the indices of unsharded parameters that were written to in place."""
+        now = versions_of(self.values)  # empty once resharded
+        return {index for index, one, other in zip(self.indices, now, self.versions, strict=False) if one != other}
 
     def start(self) -> None:
-        """Start to gather the unit, unless it is at hand or under way."""
-        tape = self.tape
-        if self.sharded and not self.values and self.coming is None:
-            tape.sequence.append(self.number)
-            with unrecorded():
-                xs = [self._converted(tape.shards[place]) for place in self.places]
-                self.coming = go(xs, [tape.leaves[place].gather for place in self.places], tape.site, ahead=True)
+        """Start the all-gather, unless the unit is unsharded or about to be."""
+        runtime = self.runtime
+        if self.sharded and not self.values and self.pending is None:
+            runtime.sequence.append(self.number)
+            with no_graph():
+                xs = [self._cast(runtime.shards[index]) for index in self.indices]
+                self.pending = go(
+                    xs, [runtime.leaves[index].gather for index in self.indices], runtime.site, ahead=True
+                )
 
     def arrive(self) -> None:
-        """Wait for what is under way."""
-        if self.coming is not None:
-            with unrecorded():
-                values, self.coming = self.coming(), None
-            self._take(values)
-            self.tape.saved.know(self)
+        """Wait for the all-gather, if one was started."""
+        if self.pending is not None:
+            with no_graph():
+                values, self.pending = self.pending(), None
+            self._set_values(values)
+            self.runtime.saved.register(self)
 
-    def _converted(self, x: Tensor) -> Tensor:
-        compute = self.tape.manner.compute
+    def _cast(self, x: Tensor) -> Tensor:
+        compute = self.runtime.options.compute
         return x.detach() if compute is None or not x.is_floating_point() else x.detach().to(compute)
 
-    def again(self) -> list[Tensor]:
-        """Return all leaves for the backward, gathering them again if they have been let go."""
+    def unshard_for_backward(self) -> list[Tensor]:
+        """Return all parameters for the backward, and unshard them again if they were freed."""
         if not self.values:
-            self.tape.make_room(self)
+            self.runtime.make_room(self)
             self.gather()
-            self.tape.look_ahead(self.tape.seen.backward, self.tape.expected.backward, self)
+            self.runtime.look_ahead(self.runtime.seen.backward, self.runtime.expected.backward, self)
         return self.values
 
-    def release(self) -> None:
-        """Let the leaves go: the next use gathers them anew."""
+    def reshard(self) -> None:
+        """Free the unsharded parameters: the next use all-gathers them again."""
         if self.values:
-            self.tape.changed |= self.changed()
+            self.runtime.written |= self.written()
             self.values, self.versions = [], []
-        self.used = None
+        self.outputs = None
         if self.sharded:
-            self.tape.live = [other for other in self.tape.live if other is not self]
+            self.runtime.live = [other for other in self.runtime.live if other is not self]
 
-    def went_back(self) -> None:
-        """Note that the backward of one use has ended."""
-        self.awaited -= 1
-        if self.sharded and self.tape.manner.reshard:
-            self.release()
+    def end_use(self) -> None:
+        """Count the end of the backward of one use, and reshard."""
+        self.pending_backwards -= 1
+        if self.sharded and self.runtime.options.reshard:
+            self.reshard()
 
-    def keep(self, gs: list[Tensor | None]) -> None:
-        """Add to what earlier slices gave, to be reduced together; in 32 bits at least."""
+    def accumulate(self, gs: list[Tensor | None]) -> None:
+        """Add gradients to those of earlier slices, in at least 32 bits; they are reduced together."""
         gs = [g.float() if g is not None and g.dtype in (torch.bfloat16, torch.float16) else g for g in gs]
-        if self.kept is None:
-            self.kept = gs
+        if self.accumulated is None:
+            self.accumulated = gs
             return
         for at, g in enumerate(gs):
-            known = self.kept[at]
+            known = self.accumulated[at]
             if g is not None:
-                self.kept[at] = g if known is None else known + g
+                self.accumulated[at] = g if known is None else known + g
 
-    def with_kept(self, gs: list[Tensor | None]) -> list[Tensor | None]:
-        """Return gradients together with those kept, of which none are left."""
-        if self.kept is not None:
-            self.keep(gs)
-            gs, self.kept = self.kept, None
+    def take_accumulated(self, gs: list[Tensor | None]) -> list[Tensor | None]:
+        """Return gradients plus the accumulated ones, and reset these."""
+        if self.accumulated is not None:
+            self.accumulate(gs)
+            gs, self.accumulated = self.accumulated, None
         return gs
 
 
-class _Use(Function):
-    """From nothing to the leaves of a unit; backward, their gradients are reduced."""
+class _UseUnit(Function):
+    """Forward: the all-gather of a unit.  Backward: the reduction of its gradients."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, unit: Unit) -> tuple[Tensor, ...]:
         ctx.unit = unit
         ctx.set_materialize_grads(False)
-        values = [x.detach() for x in unit.gather()]  # a write is found by `check_unchanged`
-        leaves = unit.tape.leaves
-        fixed = [x for x, place in zip(values, unit.places, strict=True) if not leaves[place].trained]
+        values = [x.detach() for x in unit.gather()]  # `check_unchanged` finds writes to them
+        leaves = unit.runtime.leaves
+        fixed = [x for x, index in zip(values, unit.indices, strict=True) if not leaves[index].trained]
         ctx.mark_non_differentiable(*fixed)
         return tuple(values)
 
     @staticmethod
     def backward(ctx: Any, *gs: Tensor | None) -> tuple[None, None]:
-        ctx.unit.tape.reductions.receive(ctx.unit, gs)
+        ctx.unit.runtime.reductions.receive(ctx.unit, gs)
         return None, None
 
 
-class _Once(Function):
-    """The same leaf for one use; backward, its cotangent goes by itself.
+class _UseOnce(Function):
+    """One use of one parameter, in reproducible mode.  Backward: its cotangent is received separately.
 
-    Autograd would add up all that come to a `_Use`, of which there are more where a unit was let go in between.
+    Autograd adds up the cotangents of all uses of a `_UseUnit`, of which a unit has several if it was resharded in between.
     """
 
     @staticmethod
@@ -243,22 +266,22 @@ class _Once(Function):
 
     @staticmethod
     def backward(ctx: Any, *gs: Tensor | None) -> tuple[None, None, None]:
-        own: list[Tensor | None] = [None] * len(ctx.unit.places)
+        own: list[Tensor | None] = [None] * len(ctx.unit.indices)
         (own[ctx.at],) = gs
-        ctx.unit.tape.reductions.receive_apart(ctx.unit, own)
+        ctx.unit.runtime.reductions.receive_apart(ctx.unit, own)
         return None, None, None
 
 
 def _outside_transforms(make: Callable[[], Result]) -> Result:
-    """Call without torch.func's transforms: parameters come from outside of them."""
+    """Call `make` outside of torch.func's transforms, which parameters do not belong to."""
     if not transformed():
         return make()
     with temporarily_clear_interpreter_stack():
         return make()
 
 
-def unrecorded() -> AbstractContextManager[Any]:
-    """Return a context without a graph, in which what is made can be saved for a backward even in inference mode."""
+def no_graph() -> AbstractContextManager[Any]:
+    """Return a context without grad mode, whose results can be saved for a backward even in inference mode."""
     return _out_of_inference() if torch.is_inference_mode_enabled() else torch.no_grad()
 
 
@@ -269,7 +292,7 @@ def _out_of_inference() -> Generator[None]:
 
 
 def versions_of(xs: Sequence[Tensor]) -> list[int]:
-    """Return numbers that grow whenever a tensor is written to; torch keeps none of what was made in inference mode."""
+    """Return the version counters of tensors, which writes increment; 0 for tensors of inference mode, which have none."""
     try:
         return [x._version for x in xs]
     except RuntimeError:

@@ -26,7 +26,7 @@ from fshard.errors import ModuleError
 from fshard.mesh.layout import Layout
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.reshard.device_put import device_put
-from fshard.mesh.spmd.run import held
+from fshard.mesh.spmd.run import local_devices
 from fshard.transforms.reproducible.randomness import folded, keyed_random
 
 Args = ParamSpec("Args")
@@ -170,7 +170,7 @@ def reserved(x: Any, layout: Layout) -> Sharded:
     """Lay a leaf on a mesh; one on the meta device gets empty shards, see `fill`."""
     if not (isinstance(x, Tensor) and x.is_meta and layout.mesh.runtime != "abstract"):
         return device_put(x, layout)
-    shapes = [layout.local_shape(x.shape, device) for device in held(layout.mesh)]
+    shapes = [layout.local_shape(x.shape, device) for device in local_devices(layout.mesh)]
     near = layout.mesh.device_type
     return Sharded(tuple(x.shape), layout, tuple(torch.empty(shape, dtype=x.dtype, device=near) for shape in shapes))
 

@@ -16,14 +16,14 @@ from itertools import pairwise
 from torch import Tensor
 
 from fshard.mesh.layout import Layout, Mesh, P
-from fshard.mesh.reshard.execute import Way, way_between
+from fshard.mesh.reshard.execute import ReshardPlan, plan_reshard
 from fshard.transforms.fsdp.units import Unit
 
 
 @lru_cache(maxsize=4096)
 def way_in_order(
     mesh: Mesh, axes: tuple[str, ...], wanted: Layout, shape: tuple[int, ...], on: tuple[tuple[str, int], ...] = ()
-) -> Way:
+) -> ReshardPlan:
     """Return the way from summands over `axes`, at a place `on` others, to a layout that adds up over the last axis first.
 
     It is the usual way, if that does; else axes are added up one by one, and the gradient is cut with the first.
@@ -36,11 +36,13 @@ def way_in_order(
     [('flat_scatter', 'b'), ('psum', 'a')]
     """
     summands = [Layout(mesh, P(unreduced=axes[:count], on=dict(on))) for count in range(len(axes), 0, -1)]
-    way = way_between(summands[0] if axes else Layout(mesh, P(on=dict(on))), wanted, shape)
+    way = plan_reshard(summands[0] if axes else Layout(mesh, P(on=dict(on))), wanted, shape)
     added = [axis for step in reversed(way.steps) if step.kind in _ADDING for axis in step.axes]
     if added == [axis for axis in axes if mesh.shape[axis] > 1]:
         return way
-    return Way(tuple(step for leg in pairwise([*summands, wanted]) for step in way_between(*leg, shape).steps), shape)
+    return ReshardPlan(
+        tuple(step for leg in pairwise([*summands, wanted]) for step in plan_reshard(*leg, shape).steps), shape
+    )
 
 
 _ADDING = ("psum", "psum_scatter", "flat_scatter")
@@ -50,7 +52,7 @@ Gradients = list[Tensor | None]
 """Of the leaves of a unit."""
 
 
-class Forest:
+class TreeAccumulator:
     """Gradients of slices, added in one binary tree: two trees of one height become one of the next.
 
     slices   0 1 2 3 4 5 6 7    ->    ((0+1)+(2+3)) + ((4+5)+(6+7))
@@ -65,25 +67,25 @@ class Forest:
         self._now: dict[Unit, Gradients] = {}
         self._trees: dict[Unit, list[tuple[int, Gradients]]] = {unit: [] for unit in units}
 
-    def plant(self, unit: Unit, gs: Gradients) -> None:
+    def add(self, unit: Unit, gs: Gradients) -> None:
         """Take what one use of some leaves of a unit gave in this slice."""
-        now = self._now.setdefault(unit, [None] * len(unit.places))
+        now = self._now.setdefault(unit, [None] * len(unit.indices))
         for at, g in enumerate(gs):
             if g is not None:
                 known = now[at]
                 now[at] = g if known is None else known + g
 
-    def grow(self, weight: float) -> None:
+    def end_slice(self, weight: float) -> None:
         """End a slice, which counts for so much."""
         for unit, trees in self._trees.items():
-            gs = self._widened(unit, self._now.get(unit, [None] * len(unit.places)))
+            gs = self._widened(unit, self._now.get(unit, [None] * len(unit.indices)))
             trees.append((0, gs if weight == 1.0 else [None if g is None else g * weight for g in gs]))
             while len(trees) > 1 and trees[-1][0] == trees[-2][0]:
                 (height, left), (_, right) = trees[-2:]
                 trees[-2:] = [(height + 1, _added(left, right))]
         self._now = {}
 
-    def harvest(self, unit: Unit) -> Gradients | None:
+    def result(self, unit: Unit) -> Gradients | None:
         """Return the sum of a unit's gradients; None if no slice has used it."""
         trees = [tree for _, tree in self._trees.pop(unit)]
         while len(trees) > 1:

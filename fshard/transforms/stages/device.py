@@ -135,7 +135,7 @@ class Shift:
 
     def _params(self, stage: int, here: Sequence[Tensor]) -> StageParams:
         own = self.plan.weights.own[stage]
-        return StageParams(own, [here[leaf] for leaf in own.numbers], self.plan.how.manner.compute, self.site)
+        return StageParams(own, [here[leaf] for leaf in own.numbers], self.plan.how.unit_options.compute, self.site)
 
     def _totals(self) -> StageSums:
         weights = [count.share for count in self.counts] if self.plan.how.slices is not None else None
@@ -191,7 +191,7 @@ class Shift:
         return self.plan.inputs(self._tree(microbatch))
 
     def _tree(self, microbatch: int) -> PyTree:
-        return self.batch.tree(self.slices[microbatch].leaves, self.plan.how.manner.compute)
+        return self.batch.tree(self.slices[microbatch].leaves, self.plan.how.unit_options.compute)
 
     def call(self, stage: int, microbatch: int, x: PyTree, skips: dict[str, PyTree]) -> PyTree:
         """Call a stage; what it draws depends on the samples and the layer."""
@@ -313,5 +313,5 @@ class Shift:
         """Return what the step has begun from."""
         key = None if self.plan.how.slices is None else self.key
         looks = self.fresh and self.batch.alone
-        wholes = {path: bits(x) for path, x in self.batch.wholes.items()} if looks else {}
-        return Origin(self.batch.shapes, key, {}, wholes)
+        unsharded = {path: bits(x) for path, x in self.batch.unsharded.items()} if looks else {}
+        return Origin(self.batch.shapes, key, {}, unsharded)

@@ -23,7 +23,7 @@ from torch.autograd.graph import GradientEdge
 
 from fshard.errors import ModuleError
 from fshard.mesh.layout import PyTree
-from fshard.mesh.reshard.execute import Way, go
+from fshard.mesh.reshard.execute import ReshardPlan, go
 from fshard.pipeline.execution.leaves import edges_of
 from fshard.pipeline.execution.total import Ordered, Running
 from fshard.source import Site
@@ -228,7 +228,7 @@ class StageSums:
         self._send({leaf: g for leaf, g in found.items() if leaf not in self._tied})
 
     def _send(self, found: dict[int, Tensor | None]) -> None:
-        ways, xs = list[Way](), list[Tensor]()
+        ways, xs = list[ReshardPlan](), list[Tensor]()
         for leaf, g in found.items():
             way = self._ways[leaf]
             assert way is not None

@@ -24,15 +24,15 @@ from fshard.errors import LayoutError
 from fshard.mesh.layout import Layout, Mesh, P, PyTree, Structure, flatten, flatten_with_paths, unflatten
 from fshard.mesh.layout.sharded import Sharded, key_of
 from fshard.mesh.reshard.device_put import device_put
-from fshard.mesh.reshard.execute import STAY, Way, way_between
-from fshard.mesh.spmd.run import held
+from fshard.mesh.reshard.execute import STAY, ReshardPlan, plan_reshard
+from fshard.mesh.spmd.run import local_devices
 from fshard.optim.leaves import trainable
 from fshard.pipeline.execution.leaves import Stage
-from fshard.pipeline.execution.post import Known as Messages
+from fshard.pipeline.execution.post import MessageForm as Messages
 from fshard.pipeline.execution.post import Route
 from fshard.pipeline.schedule.schedule import Schedule
 from fshard.transforms.device_step import How
-from fshard.transforms.fsdp.units import Leaf
+from fshard.transforms.fsdp.units import ParamPlan
 from fshard.transforms.module.lazy import draw, fill, reserved
 from fshard.transforms.patterns import Choice, named, parts_of
 from fshard.transforms.reproducible.summation_tree import way_in_order
@@ -42,7 +42,7 @@ from fshard.transforms.shard_params import Rules, layouts_of
 class Own(NamedTuple):
     """The parameters of one stage, each once: they and their numbers, and what puts them together as the stage takes them."""
 
-    leaves: list[Leaf]
+    leaves: list[ParamPlan]
     numbers: list[int]
     tree: Callable[[list[Tensor]], PyTree]
 
@@ -52,7 +52,7 @@ class Borrowed(NamedTuple):
 
     leaf: int
     place: int
-    way: Way
+    way: ReshardPlan
 
 
 class Tie(NamedTuple):
@@ -68,7 +68,7 @@ class Tie(NamedTuple):
     leaf: int
     stages: tuple[int, ...]
     places: tuple[int, ...]
-    homes: tuple[Way, ...]
+    homes: tuple[ReshardPlan, ...]
 
 
 class Weights(NamedTuple):
@@ -82,9 +82,9 @@ class Weights(NamedTuple):
         ties: the trained parameters of several stages.
     """
 
-    leaves: list[Leaf]
+    leaves: list[ParamPlan]
     own: list[Own]
-    ways: list[Way | None]
+    ways: list[ReshardPlan | None]
     borrowed: list[Borrowed]
     ties: list[Tie]
 
@@ -111,16 +111,16 @@ class Plan:
     weights: Weights
     messages: dict[int, dict[Any, Messages]] | None
 
-    def used_in(self, leaf: Leaf) -> torch.dtype:
+    def used_in(self, leaf: ParamPlan) -> torch.dtype:
         """Return the dtype that a parameter is used in."""
-        return self.how.manner.compute or leaf.dtype if leaf.dtype.is_floating_point else leaf.dtype
+        return self.how.unit_options.compute or leaf.dtype if leaf.dtype.is_floating_point else leaf.dtype
 
-    def reduced_in(self, leaf: Leaf) -> torch.dtype:
+    def reduced_in(self, leaf: ParamPlan) -> torch.dtype:
         """Return the dtype that a gradient is added up and reduced in."""
         if leaf.dtype.is_complex:
             return leaf.dtype
         used, wide = self.used_in(leaf), self.how.slices is not None or self.how.accumulate > 1
-        return self.how.manner.reduce or (torch.promote_types(used, torch.float32) if wide else used)
+        return self.how.unit_options.reduce or (torch.promote_types(used, torch.float32) if wide else used)
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ class Terms:
         leaves, layouts = [self._leaf(*first) for first in firsts], [x.layout for _, x, _ in firsts]
         users = [[stage for stage, own in enumerate(numbers) if number in own] for number in range(len(leaves))]
         borrowed = [
-            Borrowed(number, place, way_between(layout, on_place(layout, self.axis, place), leaf.shape))
+            Borrowed(number, place, plan_reshard(layout, on_place(layout, self.axis, place), leaf.shape))
             for number, (leaf, layout, stages) in enumerate(zip(leaves, layouts, users, strict=True))
             for place in sorted({self.placement[stage] for stage in stages})
             if place != place_of(layout, self.axis)
@@ -176,7 +176,7 @@ class Terms:
         ]
         return Weights(leaves, own, ways, borrowed, ties)
 
-    def _leaf(self, path: str, x: Sharded, fixed: bool) -> Leaf:
+    def _leaf(self, path: str, x: Sharded, fixed: bool) -> ParamPlan:
         trained = self.how.backward and trainable(x) and not fixed
         wanted = self.gradients(x.layout) if trained and self.gradients is not None else x.layout
         if place_of(wanted, self.axis) != place_of(x.layout, self.axis):
@@ -184,13 +184,13 @@ class Terms:
                 f"{self.how.caller}: gradients= lays that of {named(parts_of(path))} as {wanted.spec}, and not where the "
                 f"parameter lies, {x.spec}. Keep its place along {self.axis}."
             )
-        return Leaf(path, x.shape, x.dtype, "", STAY, trained, wanted)
+        return ParamPlan(path, x.shape, x.dtype, "", STAY, trained, wanted)
 
     def _own(
         self,
         numbers: Sequence[int],
         structure: Structure,
-        leaves: Sequence[Leaf],
+        leaves: Sequence[ParamPlan],
         layouts: Sequence[Layout],
         place: int,
     ) -> Own:
@@ -198,28 +198,28 @@ class Terms:
         unique, whole = list(dict.fromkeys(numbers)), on_place(Layout(self.mesh), self.axis, place)
         at = [unique.index(number) for number in numbers]
 
-        def gathered(number: int) -> Leaf:
+        def gathered(number: int) -> ParamPlan:
             piece, leaf = on_place(layouts[number], self.axis, place), leaves[number]
-            return leaf._replace(gather=way_between(piece, whole, leaf.shape))
+            return leaf._replace(gather=plan_reshard(piece, whole, leaf.shape))
 
         def tree(xs: list[Tensor]) -> PyTree:
             return unflatten(structure, [xs[place] for place in at])
 
         return Own(list(map(gathered, unique)), unique, tree)
 
-    def _way(self, leaf: Leaf) -> Way:
+    def _way(self, leaf: ParamPlan) -> ReshardPlan:
         """Return the way of a gradient among the devices of its stage."""
         place = place_of(leaf.gradient, self.axis)
         assert place is not None
         if self.how.slices is not None:
             return way_in_order(self.mesh, self.over, leaf.gradient, leaf.shape, ((self.axis, place),))
-        return way_between(Layout(self.mesh, P(unreduced=self.over, on={self.axis: place})), leaf.gradient, leaf.shape)
+        return plan_reshard(Layout(self.mesh, P(unreduced=self.over, on={self.axis: place})), leaf.gradient, leaf.shape)
 
     def _tie(self, number: int, shape: tuple[int, ...], stages: list[int]) -> Tie:
         places = tuple(self.placement[stage] for stage in stages)
         stack = (1 if self.how.slices is None else self.how.accumulate, *shape)
         layouts = [on_place(Layout(self.mesh), self.axis, place) for place in places]
-        return Tie(number, tuple(stages), places, tuple(way_between(layout, layouts[0], stack) for layout in layouts))
+        return Tie(number, tuple(stages), places, tuple(plan_reshard(layout, layouts[0], stack) for layout in layouts))
 
 
 def shard_stages(
@@ -292,7 +292,9 @@ def lay_stages(
 
 def has_stages(mesh: Mesh, schedule: Schedule, axis: str) -> list[bool]:
     """Return for each stage whether the caller has tensors of it: without memory nobody has."""
-    places = {mesh.coordinates(device)[axis] for device in held(mesh)} if mesh.runtime != "abstract" else set[int]()
+    places = (
+        {mesh.coordinates(device)[axis] for device in local_devices(mesh)} if mesh.runtime != "abstract" else set[int]()
+    )
     return [place in places for place in schedule.placement]
 
 

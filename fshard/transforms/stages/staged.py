@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from fshard.errors import LayoutError
 from fshard.mesh.layout import Layout, Mesh, P, PyTree, flatten, flatten_with_paths, unflatten
 from fshard.mesh.layout.sharded import Sharded
-from fshard.mesh.spmd.run import everywhere, held, one_thread, standing
+from fshard.mesh.spmd.run import local_devices, one_thread, resolve_mesh, run_on_devices
 from fshard.pipeline.execution.leaves import Stage
 from fshard.pipeline.execution.post import Route
 from fshard.pipeline.schedule.schedule import UNITS, Kind, Schedule, with_units
@@ -31,7 +31,7 @@ from fshard.source import Site
 from fshard.transforms.batch import Batch, placed
 from fshard.transforms.device_step import How
 from fshard.transforms.fsdp.param_runtime import numbered, refuse_half_frozen
-from fshard.transforms.fsdp.units import Leaf, Manner
+from fshard.transforms.fsdp.units import ParamPlan, UnitOptions
 from fshard.transforms.gradient import Value, called, refuse_unrecorded
 from fshard.transforms.means import Weight, laid
 from fshard.transforms.options import wrong_options
@@ -91,7 +91,7 @@ def staged(
         schedule = schedule.with_rows([one for one in row if one.kind is not Kind.REDUCE] for row in schedule.rows)
     verify(schedule)
     slices = prod(mesh.shape[name] for name in _cut_over(batch, mesh)) * schedule.microbatches
-    manner = Manner(live=live_units, compute=compute, reduce=reduce)
+    unit_options = UnitOptions(live=live_units, compute=compute, reduce=reduce)
     how = How(
         loss,
         has_buffers,
@@ -100,7 +100,7 @@ def staged(
         schedule.microbatches,
         True,
         slices if reproducible else None,
-        manner,
+        unit_options,
         backward,
         caller,
     )
@@ -153,7 +153,7 @@ def first_of_two(microbatch: PyTree) -> PyTree:
 
 
 @dataclass
-class Known:
+class StagedPlan:
     """What is worked out of parameters of these structures, ties, shapes, dtypes and layouts."""
 
     key: object
@@ -161,7 +161,9 @@ class Known:
     fresh: bool = True
     elsewhere: dict[int, Sharded] = field(default_factory=dict[int, Sharded])
 
-    def gradient(self, number: int, leaf: Leaf, devices: Sequence[int], results: Sequence[Result]) -> Sharded | None:
+    def gradient(
+        self, number: int, leaf: ParamPlan, devices: Sequence[int], results: Sequence[Result]
+    ) -> Sharded | None:
         """Return a gradient as it lies: nothing on the devices of other stages; None, if nobody has used the parameter."""
         if not leaf.trained or not results[0].used[number]:
             return None
@@ -193,7 +195,7 @@ class Staged:
     gradients: Callable[[Layout], Layout] | None
     frozen: Choice
     dynamic: bool
-    known: list[Known] = field(init=False, default_factory=list[Known], compare=False, repr=False)
+    known: list[StagedPlan] = field(init=False, default_factory=list[StagedPlan], compare=False, repr=False)
 
     __call__ = called
 
@@ -202,14 +204,14 @@ class Staged:
     ) -> tuple[Value, PyTree]:
         """Run the schedule on all devices; return the loss, and the gradients of `scale` times it as they lie."""
         refuse_unrecorded(self.how)
-        mesh, caller = standing(self.mesh), self.how.caller
+        mesh, caller = resolve_mesh(self.mesh), self.how.caller
         paths, leaves, structure = flatten_with_paths(params, sharded_is_leaf=True)
         parts = placed(batch, self.specs, mesh)
         parts.check(self.how.turns(prod(mesh.shape[axis] for axis in parts.axes)))
         unique, at = numbered(leaves)
         known = self._known(params, paths, leaves, at, mesh, parts)
         drawn = drawn_key()
-        devices = held(mesh)
+        devices = local_devices(mesh)
         remembered = None
         if self.how.has_buffers:
             remembered = StageBuffers(caller, buffers, mesh, self.axis, self.route.placement)
@@ -224,7 +226,7 @@ class Staged:
 
         try:
             with one_thread(self.how.slices is not None):
-                results = everywhere(mesh, on_device, mapped=mesh.axis_names)
+                results = run_on_devices(mesh, on_device, mapped=mesh.axis_names)
         except BaseException:
             self.known.clear()  # some devices may have learnt of messages what others have not
             raise
@@ -272,7 +274,7 @@ class Staged:
         at: Sequence[int],
         mesh: Mesh,
         batch: Batch,
-    ) -> Known:
+    ) -> StagedPlan:
         trees = params if isinstance(params, list | tuple) else [params]
         structures = [flatten(tree, sharded_is_leaf=True)[1] for tree in trees]
         kinds = [(x.shape, x.dtype, x.layout) if isinstance(x, Sharded) else None for x in leaves]
@@ -286,12 +288,12 @@ class Staged:
             weights = terms.weights(structures, [*zip(paths, leaves, fixed, strict=True)], at)
             messages = None if self.dynamic else {}
             plan = Plan(self.how, self.axis, self.stages, self.inputs, self.route, weights, messages)
-            found = Known(key, plan)
+            found = StagedPlan(key, plan)
             self.known[:] = [found, *self.known[:7]]
         return found
 
 
-def _nothing(leaf: Leaf, device: int, near: Tensor) -> Tensor:
+def _nothing(leaf: ParamPlan, device: int, near: Tensor) -> Tensor:
     return torch.empty(leaf.gradient.local_shape(leaf.shape, device), dtype=leaf.dtype, device=near.device)
 
 
