@@ -114,7 +114,7 @@ def fshard(stage: int, task: Task) -> Step:
     params = fs.shard_params(task.init(), fs.fsdp("data") if stage == 3 else P(), mesh=mesh)
     opt = fs.partition_optimizer(fs.optim.adamw(RATE), mesh=mesh, axis="data", stage=stage)
     state, data = opt.init(params), fs.device_put(task.batches(), fs.Layout(mesh, P("data")))
-    loss_fn = fs.gathered(task.loss(task.model.loss), keep=True) if task.compiled else task.model.loss
+    loss_fn = fs.with_unsharded_params(task.loss(task.model.loss), keep=True) if task.compiled else task.model.loss
     precision = "bf16" if task.precision == "masters" else None
     train = fs.train_step(loss_fn, opt, mesh=mesh, batch=P("data"), donate=True, precision=precision)
 

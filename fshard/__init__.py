@@ -63,10 +63,10 @@ from fshard.pipeline.schedule.schedule import Action, Schedule
 from fshard.pipeline.schedule.trace import timeline
 from fshard.pipeline.split.stages import split_stages
 from fshard.transforms.evaluate import evaluate
-from fshard.transforms.fsdp.param_runtime import gathered, whole
+from fshard.transforms.fsdp.param_runtime import whole, with_unsharded_params
 from fshard.transforms.module.batchnorm import commit_batch_norm
 from fshard.transforms.module.functionalize import functionalize
-from fshard.transforms.module.lazy import built, lazy
+from fshard.transforms.module.lazy import lazy, materialize
 from fshard.transforms.module.lora import LoraConfig, lora, merge_lora
 from fshard.transforms.module.remat import name, offload, remat, save_names
 from fshard.transforms.reproducible.randomness import keyed_random
@@ -124,7 +124,6 @@ __all__ = [
     "axis_index",
     "axis_size",
     "broadcast",
-    "built",
     "commit_batch_norm",
     "device_put",
     "evaluate",
@@ -133,7 +132,6 @@ __all__ = [
     "from_local",
     "fsdp",
     "functionalize",
-    "gathered",
     "grad",
     "init_params",
     "keyed_random",
@@ -143,6 +141,7 @@ __all__ = [
     "ledger",
     "lora",
     "make_mesh",
+    "materialize",
     "merge_lora",
     "name",
     "offload",
@@ -184,4 +183,5 @@ __all__ = [
     "value_and_grad",
     "visualize",
     "whole",
+    "with_unsharded_params",
 ]

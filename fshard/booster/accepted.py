@@ -60,7 +60,7 @@ def _of_model(model: Any) -> Iterator[str]:
     if compiled := [path or "the model" for path, part in model.named_modules() if _is_compiled(part)]:
         yield (
             f"{', '.join(compiled)} is compiled, and a compiled module does not gather its parameters: compile functions "
-            "that it calls, those of parameters as fs.gathered(torch.compile(fn))"
+            "that it calls, those of parameters as fs.with_unsharded_params(torch.compile(fn))"
         )
 
 

@@ -125,7 +125,7 @@ def disagreement(mesh: Mesh, gathered: Mapping[int, Sequence[int]], words: Seque
 
     >>> import fshard as fs
     >>> disagreement(fs.make_mesh({"data": 2}), {0: [0, 1], 1: [0]}, ["head (head.w)", "tail (tail.w)"])
-    '(data=0) has gathered tail (tail.w), (data=1) has not. A gather takes all devices. ...'
+    '(data=0) has gathered tail (tail.w), (data=1) has not. An all-gather needs all devices. ...'
     """
     if len(gathered) == 1:  # a process, which knows nothing of the others
         ((device, numbers),) = gathered.items()
@@ -152,8 +152,8 @@ def name_of(mesh: Mesh, device: int) -> str:
 
 
 CURE = (
-    "A gather takes all devices. Let each of them call the part that needs it, marked fs.gathered(part, keep=True), and branch "
-    "inside; or put it into a unit that all use: fs.fsdp(axis, unit=...)."
+    "An all-gather needs all devices. Let each of them call the part with the parameters, and branch inside: "
+    "fs.with_unsharded_params(part, keep=True); or put them into a unit that all devices use: fs.fsdp(axis, unit=...)."
 )
 
 

@@ -167,15 +167,15 @@ class Gradient:
         parts = placed(batch, self.specs, mesh)
         parts.check(self.how.turns(prod(mesh.shape[axis] for axis in parts.axes)))
         own, at = numbered(leaves)  # a tied leaf is one, wherever it stands
-        plans = self.plans_of(structure, leaves, at, mesh, parts.axes)
+        plans = self.plans_of(structure, leaves, at, mesh, parts.axes)  # (1)
         drawn = drawn_key()  # the same on every process
         memory = Buffers(buffers, mesh) if self.how.has_buffers else no_buffers(mesh)
-        devices, tapes = local_devices(mesh), dict[int, ParamRuntime]()
+        devices, runtimes = local_devices(mesh), dict[int, ParamRuntime]()
 
         def on_device(device: int) -> Result:
             place = devices.index(device) if len(devices) > 1 else 0
             shards = [leaves[at].shards[place] for at in own]
-            runtime = tapes[device] = self.runtime(plans, shards, site)
+            runtime = runtimes[device] = self.runtime(plans, shards, site)  # (2)
 
             def tree() -> PyTree:
                 return unflatten(structure, [runtime.lazy_params[place] for place in at])
@@ -186,12 +186,12 @@ class Gradient:
             with one_thread(self.how.slices is not None):
                 results = run_on_devices(mesh, on_device, mapped=mesh.axis_names)
         except (MismatchError, DeadlockError) as error:
-            difference = _difference(mesh, tapes)
+            difference = _difference(mesh, runtimes)
             if difference and CURE not in str(error):
                 raise MismatchError(f"{error}\nvalue_and_grad: {difference}") from error
             raise
         except CollectiveTimeoutError as error:
-            error.add_note(f"value_and_grad: {_difference(mesh, tapes)}")
+            error.add_note(f"value_and_grad: {_difference(mesh, runtimes)}")
             raise
         first = results[0]
         plans.order = first.order
@@ -239,7 +239,7 @@ class Gradient:
         return found
 
 
-def _difference(mesh: Mesh, tapes: Mapping[int, ParamRuntime]) -> str:
+def _difference(mesh: Mesh, runtimes: Mapping[int, ParamRuntime]) -> str:
     """Say which devices have gathered other units than others."""
-    gathered = {device: runtime.sequence for device, runtime in tapes.items()}
-    return disagreement(mesh, gathered, next(iter(tapes.values())).words()) if tapes else ""
+    gathered = {device: runtime.sequence for device, runtime in runtimes.items()}
+    return disagreement(mesh, gathered, next(iter(runtimes.values())).words()) if runtimes else ""

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves  # it knows the outputs of other lib
 from torch.utils.checkpoint import CheckpointFunction
 
 from fshard.errors import ModuleError
+from fshard.transforms.fsdp.lazy_param import PARAM_NODES
 
 _REENTRANT: Any = cast("Any", CheckpointFunction)._backward_cls
 
@@ -59,12 +60,8 @@ def refuse_other_parameters(loss: Tensor) -> None:
 def refuse_attached(loss: Tensor, ends: list[Tensor]) -> None:
     """Raise if a loss leads to parameters otherwise than through the outputs of slices: that gradient would be lost."""
     stops = {get_gradient_edge(x).node for x in ends}
-    if any(type(node).__name__ in _OF_UNITS for node in nodes_behind(loss, lambda node: node in stops)):
+    if any(isinstance(node, PARAM_NODES) for node in nodes_behind(loss, lambda node: node in stops)):
         raise ModuleError(
             "reproducible=True: the loss depends on parameters, or on what a layer left in an attribute, beside the model's "
             "outputs, and that gradient would be lost. Return it from the model."
         )
-
-
-_OF_UNITS = frozenset({"_UseBackward", "_OnceBackward", "_AsideBackward"})
-"""The autograd nodes by which a loss leads to parameters."""

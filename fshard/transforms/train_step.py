@@ -168,7 +168,7 @@ def train_step(
             if not donate:
                 params, state = copied((params, state))
             norm_of = norm_later(grads, exact=exact)
-            params, state = write(grads, state, params)
+            params, state = write(grads, state, params)  # (9)
             norm = norm_of() / scale
         return params, state, *((value.buffers,) if how.has_buffers else ()), _metrics(how, value, norm)
 

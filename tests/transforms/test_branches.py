@@ -167,9 +167,7 @@ def test_reductions_begin_in_the_backward_though_their_order_is_agreed(monkeypat
 def test_a_gather_that_not_all_devices_want_is_an_error_that_names_it(codes, known):
     with pytest.raises(fs.MismatchError) as error:
         gradients(3, 2, [codes])
-    cure = (
-        "A gather takes all devices. Let each of them call the part that needs it, marked fs.gathered(part, keep=True)"
-    )
+    cure = "An all-gather needs all devices. Let each of them call the part with the parameters, and branch inside: "
     assert known + cure in str(error.value)
 
 
@@ -184,10 +182,12 @@ def test_a_gather_that_not_all_processes_want_is_an_error_that_names_it():
     with Processes(2) as two:
         for found in two.run(refused, [0b0001, 0b0010]):
             assert re.search(r"\(data=0\) has gathered experts\[0\] .*, \(data=1\) has gathered experts\[1\] ", found)
-            assert found.count("A gather takes all devices") == 1
+            assert found.count("An all-gather needs all devices") == 1
         first, second = two.run(refused, [0b0001, 0b0000])
-    assert "(data=0) has gathered root (root), then experts[0] (experts[0].b, experts[0].w). A gather takes" in first
-    assert "(data=1) has gathered root (root). A gather takes all devices." in second
+    assert (
+        "(data=0) has gathered root (root), then experts[0] (experts[0].b, experts[0].w). An all-gather needs" in first
+    )
+    assert "(data=1) has gathered root (root). An all-gather needs all devices." in second
 
 
 def marked(params, batch):
@@ -199,7 +199,7 @@ def marked(params, batch):
         def part(w, y, chosen=chosen):
             return torch.tanh(y @ w["w"] + w["b"]) if chosen else y
 
-        y = fs.gathered(part, keep=True)(params["experts"][place], y)
+        y = fs.with_unsharded_params(part, keep=True)(params["experts"][place], y)
     return y.square().mean()
 
 

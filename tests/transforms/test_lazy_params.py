@@ -156,13 +156,17 @@ def test_torch_func_works_in_every_stage(loss_fn, options):
     params, x = {"w": draw(3, 3), "v": draw(3, 3, seed=1)}, draw(8, 3, seed=2)
     expected = serial(loss_fn, params, x)
     for stage in STAGES:
-        keeping = fs.gathered(loss_fn, keep=True) if stage == 3 and "reshard_after_forward" not in options else loss_fn
+        keeping = (
+            fs.with_unsharded_params(loss_fn, keep=True)
+            if stage == 3 and "reshard_after_forward" not in options
+            else loss_fn
+        )
         assert_all_close(sharded(keeping, params, x, stage, live_units=1, **options), expected)
 
 
 def every_transform() -> list[list[Tensor]]:
     params, x = {"w": draw(3, 3), "v": draw(3, 3, seed=1)}, draw(8, 3, seed=2)
-    return [sharded(fs.gathered(loss_fn, keep=True), params, x, 3) for loss_fn in TRANSFORMED]
+    return [sharded(fs.with_unsharded_params(loss_fn, keep=True), params, x, 3) for loss_fn in TRANSFORMED]
 
 
 def test_torch_func_works_between_processes(two):
@@ -177,7 +181,7 @@ def test_what_is_rematerialised_stays_so_where_a_part_of_it_keeps_what_it_saves(
 
     def loss_fn(p, x):
         def block(w, x):
-            x = fs.gathered(lambda w, x: x @ w, keep=True)(w, x)
+            x = fs.with_unsharded_params(lambda w, x: x @ w, keep=True)(w, x)
             saved = torch.exp(x)
             kept.append(weakref.ref(saved))
             return saved * 1
@@ -202,11 +206,13 @@ def test_what_is_compiled_takes_gathered_parameters():
     expected = serial(plain, params, x)
     whole = torch.compile(plain, backend="eager", fullgraph=True)
     part = torch.compile(lambda w, x: x @ w, backend="eager")
-    marked = fs.gathered(part)
+    marked = fs.with_unsharded_params(part)
     for stage in STAGES:
         assert_all_close(sharded(whole, params, x, stage), expected)
         assert_all_close(sharded(lambda p, x: ((marked(p["w"], x) @ p["v"].T) ** 2).mean(), params, x, stage), expected)
-        with pytest.raises(fs.LayoutError, match=r"torch.compile cannot follow .* fs.gathered\(torch.compile\(fn\)\)"):
+        with pytest.raises(
+            fs.LayoutError, match=r"torch.compile cannot follow .* fs.with_unsharded_params\(torch.compile\(fn\)\)"
+        ):
             sharded(lambda p, x: ((part(p["w"], x) @ p["v"].T) ** 2).mean(), params, x, stage)
 
 
@@ -292,7 +298,7 @@ def assert_zero(differences):
 def test_functional_call_of_any_module(name):
     assert_zero(by_functional_call(name, 0))
     assert_zero(by_functional_call(name, 3, n=1))
-    assert_zero(by_functional_call(name, 3, wrap=fs.gathered))
+    assert_zero(by_functional_call(name, 3, wrap=fs.with_unsharded_params))
 
 
 def every_module() -> list[list[Tensor]]:

@@ -252,7 +252,7 @@ def by_view(w, x):
 USES = {
     "plain": lambda w, x: torch.tanh(x @ w),
     "a view, twice": by_view,
-    "marked": fs.gathered(lambda w, x: torch.tanh(x @ w).sin() @ w),
+    "marked": fs.with_unsharded_params(lambda w, x: torch.tanh(x @ w).sin() @ w),
     "rematerialised": fs.remat(lambda w, x: torch.tanh(x @ w) @ w),
     "torch.func": lambda w, x: torch.func.vmap(lambda row, w: (w @ row).tanh(), (0, None))(x, w),
 }
@@ -715,7 +715,7 @@ def test_torch_func_works_in_what_is_marked_as_gathered():
         one = torch.func.grad(lambda w, x: torch.tanh(w @ x).sum())
         return torch.func.vmap(one, in_dims=(None, 0))(p["w"], xs).square().sum((1, 2)).mean()
 
-    per_sample = fs.gathered(per_sample, keep=True)
+    per_sample = fs.with_unsharded_params(per_sample, keep=True)
     reference = w.clone().requires_grad_()
     expected = torch.autograd.grad(per_sample({"w": reference}, xs), reference)[0]
     _, grads = fs.value_and_grad(per_sample, mesh=mesh, batch=P("data"))(

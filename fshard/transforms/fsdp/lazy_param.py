@@ -9,7 +9,7 @@ The second is that of autograd Functions, custom operators and torch.func, which
 
 Saved-tensor hooks replace each saved view of an unsharded parameter by its position in the unit, so that the memory can be
 freed; the backward unshards the unit again.  Under such hooks torch.func's grad, vjp and jacrev raise: a loss function that
-calls one of these marks that part `fs.gathered(part, keep=True)`, or the step says
+calls one of these marks that part `fs.with_unsharded_params(part, keep=True)`, or the step says
 `reshard_after_forward=False`.
 """
 
@@ -18,7 +18,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from fshard.errors import LayoutError, ModuleError, ScopeError
 from fshard.mesh.spmd.scope import here
-from fshard.transforms.fsdp.units import Runtime, Unit
+from fshard.transforms.fsdp.units import USE_NODES, Runtime, Unit
 from fshard.transforms.patterns import named, parts_of
 
 _compiler: Any = torch._C._dynamo.eval_frame.get_eval_frame_callback  # type: ignore[attr-defined]
@@ -57,7 +57,7 @@ _OF_PARAMETERS = {_T.grad_fn.__get__: None, _T.is_leaf.__get__: True}
 
 _COMPILED = (
     "torch.compile cannot follow a parameter that is gathered when it is used. Compile the whole loss function, or a part that "
-    "is called with gathered parameters: fs.gathered(torch.compile(fn))."
+    "is called with gathered parameters: fs.with_unsharded_params(torch.compile(fn))."
 )
 WRITES = (
     "Declare a frozen parameter that the forward updates as a buffer, fs.functionalize(module, buffers=...), or update it "
@@ -130,7 +130,7 @@ class LazyParam(Tensor):
             return _OF_PARAMETERS[func]
         if func in _DATA and type(args[0]) is LazyParam:
             return _DATA[func](args[0], *args[1:])
-        return func(*unsharded(args), **(unsharded(kwargs) if kwargs else {}))
+        return func(*unsharded(args), **(unsharded(kwargs) if kwargs else {}))  # (3)
 
     @classmethod
     def __torch_dispatch__(
@@ -150,7 +150,7 @@ class LazyParam(Tensor):
             raise ModuleError(
                 f"device {scope.device} of {scope.mesh} uses the parameter {self._path} of device {runtime.scope.device}: "
                 "virtual devices are threads, and share the module that torch.func.functional_call writes to. Write "
-                "apply, params, buffers = fs.functionalize(module), or fs.gathered around the call."
+                "apply, params, buffers = fs.functionalize(module), or fs.with_unsharded_params around the call."
             )
 
     def __hash__(self) -> int:
@@ -217,6 +217,10 @@ class _LazyParams(Function):
         return None, None
 
 
+PARAM_NODES = (*USE_NODES, cast("Any", _LazyParams)._backward_cls)
+"""The autograd nodes by which a loss depends on parameters."""
+
+
 def lazy_params_of(runtime: Runtime) -> tuple[Tensor, ...]:
     """Return the lazy parameters of all units, in their order."""
     return _LazyParams.apply(runtime.anchor, runtime)  # type: ignore[no-any-return]
@@ -277,7 +281,9 @@ class SavedTensors:
         found = self._known.get(_storage(x))
         if found is None or x.dtype != found.dtype:
             return x.detach() if x.requires_grad else x  # an output that its own operation saves would be a cycle
-        return _SavedView(found.unit, found.at, x.size(), x.stride(), int(x.storage_offset()), x.is_conj(), x.is_neg())
+        return _SavedView(  # (5)
+            found.unit, found.at, x.size(), x.stride(), int(x.storage_offset()), x.is_conj(), x.is_neg()
+        )
 
     def _unpack(self, note: Any) -> Tensor:
         if not isinstance(note, _SavedView):

@@ -110,7 +110,7 @@ class ParamRuntime:
         self._lazy_versions = lazy_versions(self.lazy_params)
 
     def _lazy_params(self) -> list[Tensor]:
-        """Return what a loss function gets for each parameter: lazy ones, but integer tensors, which may be indices, as they are."""
+        """Return what a loss function gets: lazy parameters, and integer tensors as they are, which may be indices."""
         indices = [index for unit in self.units for index in unit.indices]
         found = dict(zip(indices, lazy_params_of(self), strict=True))
         plain = [index for index in range(len(self.leaves)) if index not in found]
@@ -131,7 +131,7 @@ class ParamRuntime:
         """Reshard the units that were used longest ago, so that one more can be unsharded."""
         self.live = [other for other in self.live if other is not unit]
         while self.options.reshard and len(self.live) >= self.options.live:
-            self.live[0].reshard()
+            self.live[0].reshard()  # (6)
         self.live.append(unit)
 
     def begin(self) -> None:
@@ -221,26 +221,22 @@ class ParamRuntime:
 
 
 def whole(tree: PyTree) -> PyTree:
-    """Return a tree with plain tensors in the place of parameters, gathered.
-
-    Outside a loss function there are no handles, and the tree is returned as it is.
-    """
+    """Unshard all parameters of a tree inside a loss function; elsewhere return the tree as it is."""
     leaves, structure = flatten(tree, sharded_is_leaf=True, none_is_leaf=True)
     return unflatten(structure, [unsharded(leaf) for leaf in leaves])
 
 
-def gathered(fn: Callable[..., Any], *, accumulate: bool = False) -> Callable[..., Any]:
-    """Return a function whose parameters are gathered when it is called and let go when it returns.
+def with_unsharded_params(fn: Callable[..., Any], *, keep: bool = False) -> Callable[..., Any]:
+    """Return a function that unshards the parameters in its arguments when called, and reshards them when it returns.
 
-    Any loss function works without this mark; a marked block holds its parameters for exactly as long as it runs, and its
-    body sees plain tensors.
+    No loss function needs this: it fixes how long a block's parameters are unsharded, and its body sees plain tensors.
 
     Args:
-        fn: a function that is called with parameters among its arguments.
-        keep: leave what autograd saves in it as it is, instead of gathering parameters again for the backward.
+        fn: called with parameters among its arguments.
+        keep: keep the unsharded parameters that autograd saves, instead of unsharding them again for the backward.
 
     >>> import torch, fshard as fs
-    >>> block = fs.gathered(lambda w, x: torch.relu(x @ w))
+    >>> block = fs.with_unsharded_params(lambda w, x: torch.relu(x @ w))
     >>> block(torch.eye(2), torch.tensor([-1.0, 2.0]))
     tensor([0., 2.])
     """
@@ -251,7 +247,7 @@ def gathered(fn: Callable[..., Any], *, accumulate: bool = False) -> Callable[..
         units = {id(leaf.unit): leaf.unit for leaf in leaves if type(leaf) is LazyParam}
         own_args, own_kwargs = unflatten(structure, [unsharded(leaf) for leaf in leaves])
         try:
-            with unwatched() if accumulate else nullcontext():
+            with unwatched() if keep else nullcontext():
                 return fn(*own_args, **own_kwargs)
         finally:
             for unit in units.values():
@@ -263,7 +259,7 @@ def gathered(fn: Callable[..., Any], *, accumulate: bool = False) -> Callable[..
 
 def followed(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
     """Return a loss function that takes lazy parameters: a compiled one is called with unsharded parameters."""
-    return gathered(loss_fn) if hasattr(loss_fn, "_torchdynamo_orig_callable") else loss_fn
+    return with_unsharded_params(loss_fn) if hasattr(loss_fn, "_torchdynamo_orig_callable") else loss_fn
 
 
 @dataclass

@@ -193,7 +193,7 @@ class Reductions:
 
     def send(self) -> None:
         """Start the reduction of the bucket."""
-        if self._bucket:
+        if self._bucket:  # (8)
             indices, xs, ways = map(list, zip(*self._bucket, strict=True))
             self._bucket, self._size = [], 0
             _, many = self._ways(self.along)

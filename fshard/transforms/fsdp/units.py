@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -173,7 +173,7 @@ class Unit:
         runtime = self.runtime
         if self.sharded and not self.values and self.pending is None:
             runtime.sequence.append(self.number)
-            with no_graph():
+            with no_graph():  # (4)
                 xs = [self._cast(runtime.shards[index]) for index in self.indices]
                 self.pending = go(
                     xs, [runtime.leaves[index].gather for index in self.indices], runtime.site, ahead=True
@@ -195,7 +195,7 @@ class Unit:
         """Return all parameters for the backward, and unshard them again if they were freed."""
         if not self.values:
             self.runtime.make_room(self)
-            self.gather()
+            self.gather()  # (7)
             self.runtime.look_ahead(self.runtime.seen.backward, self.runtime.expected.backward, self)
         return self.values
 
@@ -270,6 +270,10 @@ class _UseOnce(Function):
         (own[ctx.at],) = gs
         ctx.unit.runtime.reductions.receive_apart(ctx.unit, own)
         return None, None, None
+
+
+USE_NODES: tuple[Any, ...] = tuple(cast("Any", use)._backward_cls for use in (_UseUnit, _UseOnce))
+"""The autograd nodes of uses of units."""
 
 
 def _outside_transforms(make: Callable[[], Result]) -> Result:

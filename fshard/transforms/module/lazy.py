@@ -1,7 +1,7 @@
 """Layers that are described first and built later, where they are needed: no device ever has the whole model.
 
     lazy(nn.Linear, 8, 8)        a Linear on the meta device, which knows how it is made      count it, cut it, name it
-    built(stage, seed=0)         the stage with memory, each lazy layer drawn by (seed, its name)
+    materialize(stage, seed=0)         the stage with memory, each lazy layer drawn by (seed, its name)
     draw(model, 0, names, take)  one lazy layer after the other: its tensors are handed over and freed
 
 A layer's draws depend on the seed and on its name in the whole model alone: not on the device that builds it.  Memory is
@@ -85,12 +85,12 @@ def lazy(factory: Callable[Args, Module], *args: Args.args, **kwargs: Args.kwarg
     return made
 
 
-def built(module: Module, *, seed: int) -> Module:
+def materialize(module: Module, *, seed: int) -> Module:
     """Build the lazy layers of a module, a stage for instance; what has memory already is shared.
 
     >>> import fshard as fs
     >>> first, second = fs.split_stages([lazy(nn.Linear, 2, 64), nn.ReLU(), lazy(nn.Linear, 64, 1)], 2, "parameters")
-    >>> [(name, tuple(x.shape)) for name, x in built(second, seed=0).named_parameters()]
+    >>> [(name, tuple(x.shape)) for name, x in materialize(second, seed=0).named_parameters()]
     [('2.weight', (1, 64)), ('2.bias', (1,))]
     """
     own = dict(_tensors(module))
@@ -100,7 +100,7 @@ def built(module: Module, *, seed: int) -> Module:
         x = own[name]
         known[id(x)] = nn.Parameter(made, requires_grad=x.requires_grad) if isinstance(x, nn.Parameter) else made
 
-    draw(module, seed, without_memory(module), take, "fs.built")
+    draw(module, seed, without_memory(module), take, "fs.materialize")
     made = copied(module, known)
     for _, part, _ in [*_described(made)]:
         del vars(part)[_RECIPE]

@@ -14,7 +14,7 @@ computes for all.
 
 A result that was changed in place since it was kept is computed again.  torch.func knows no such hooks: under its transforms
 fn is simply called and all is kept.  A part of fn that itself calls such a transform is marked
-`fs.gathered(part, keep=True)`.
+`fs.with_unsharded_params(part, keep=True)`.
 """
 
 from __future__ import annotations

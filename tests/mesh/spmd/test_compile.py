@@ -158,7 +158,9 @@ def test_what_is_compiled_around_a_boosted_model_does_not_look_into_it(plugin):
 def test_a_boosted_model_calls_compiled_functions(plugin):
     assert_is_plain(trained_in_a_loop(plugin, lambda: Net(compiled(torch.tanh))), plugin)
     assert counters["stats"]["calls_captured"] >= 1
-    assert_is_plain(trained_in_a_loop(plugin, lambda: Net(first=fs.gathered(compiled(nn.functional.linear)))), plugin)
+    assert_is_plain(
+        trained_in_a_loop(plugin, lambda: Net(first=fs.with_unsharded_params(compiled(nn.functional.linear)))), plugin
+    )
     assert counters["stats"]["calls_captured"] >= 1
 
 
@@ -180,7 +182,7 @@ def compiled_in_place() -> Net:
     ids=["parts", "whole", "in place"],
 )
 def test_a_compiled_module_is_one_error_when_it_is_boosted(made, parts):
-    with pytest.raises(fs.ModuleError, match=rf"^boost: {parts} is compiled, .* fs.gathered\("):
+    with pytest.raises(fs.ModuleError, match=rf"^boost: {parts} is compiled, .* fs.with_unsharded_params\("):
         trained_in_a_loop("ddp", made)
 
 

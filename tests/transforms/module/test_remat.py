@@ -320,7 +320,7 @@ INSIDE = {
 def transforming(kind):
     def f(w, v, x):
         h = name(torch.nn.functional.dropout((x @ w).sigmoid(), 0.3), "hidden").exp()
-        g = fs.gathered(INSIDE[kind], keep=True)(lambda h: (h @ v).tanh() ** 2, h)
+        g = fs.with_unsharded_params(INSIDE[kind], keep=True)(lambda h: (h @ v).tanh() ** 2, h)
         return (torch.nn.functional.dropout(g, 0.3) @ w).sin() + h.sum()
 
     return f

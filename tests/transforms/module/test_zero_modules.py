@@ -441,13 +441,13 @@ def tower_params() -> dict:
 
 
 WRAPS: dict[str, Callable[[Callable[..., Tensor]], Callable[..., Tensor]]] = {
-    "gathered": fs.gathered,
+    "gathered": fs.with_unsharded_params,
     "nothing": fs.remat,
     "dots": lambda block: fs.remat(block, "dots"),
     "names": lambda block: fs.remat(block, fs.save_names("up")),
     "offloaded": lambda block: fs.remat(block, fs.offload("dots")),
-    "gathered in remat": lambda block: fs.remat(fs.gathered(block)),
-    "remat in gathered": lambda block: fs.gathered(fs.remat(block)),
+    "gathered in remat": lambda block: fs.remat(fs.with_unsharded_params(block)),
+    "remat in gathered": lambda block: fs.with_unsharded_params(fs.remat(block)),
     "torch's checkpoint": lambda block: (
         lambda w, x: torch.utils.checkpoint.checkpoint(block, w, x, use_reentrant=False)
     ),
@@ -505,10 +505,10 @@ def most_whole(monkeypatch, loss_fn, own, mesh, width=6, **options) -> Most:
     arrive = Unit.arrive
 
     def watched(self):
-        coming = self.coming is not None
+        pending = self.pending is not None
         arrive(self)
-        copies = alive.setdefault(self.tape, [])
-        if coming:
+        copies = alive.setdefault(self.runtime, [])
+        if pending:
             copies.append([(StorageWeakRef(x.untyped_storage()), x.nbytes) for x in self.values])
         there = [[size for memory, size in copy if not memory.expired()] for copy in copies]
         most.append(Most(sum(map(bool, there)), sum(map(sum, there))))
