@@ -108,7 +108,7 @@ def deadlock(console: Console) -> None:
     began = time.perf_counter()
     try:
         fs.run(main, mesh=fs.make_mesh({"d": 64}))
-    except fs.DeadlockError:
+    except fs.errors.DeadlockError:
         console.print(
             f"a missing collective on one of 64 devices: reported in {time.perf_counter() - began:.3f} s (bar: 2)"
         )

@@ -137,7 +137,7 @@ def interpreter_process(n: int, runtime: str, rounds: int) -> dict[str, float]:
         schedule = fs.pipeline_schedule(name, stages=stages, microbatches=microbatches)
         if n == 1 and name == "bfs":
             schedule = fs.pipeline_schedule(name, stages=stages, microbatches=microbatches, devices=1)
-        step = fs.pipelined([nothing] * stages, schedule, nothing_to_minimise, mesh=mesh)
+        step = fs.pipeline.pipelined([nothing] * stages, schedule, nothing_to_minimise, mesh=mesh)
         batch = [torch.zeros(1)] * microbatches
         params = [torch.ones(1)] * stages
         times: list[float] = []

@@ -134,7 +134,7 @@ def fshard(pipeline: Pipeline, mesh: fs.Mesh) -> tuple[Step, Callable[[], list[T
     def first(params: list[Params], microbatch: tuple[Tensor, Tensor]) -> Tensor:
         return stage(params, microbatch[0])
 
-    run = fs.pipelined([first] + [stage] * (schedule.stages - 1), schedule, ours_to_minimise, mesh=mesh)
+    run = fs.pipeline.pipelined([first] + [stage] * (schedule.stages - 1), schedule, ours_to_minimise, mesh=mesh)
     params = [pipeline.params(number) if number in pipeline.own else None for number in range(schedule.stages)]
     x, target = (
         tensor

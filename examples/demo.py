@@ -108,7 +108,7 @@ def main():
         say("[bold]A collective that one device forgets is an error, not a hang:[/]")
         try:
             fs.run(forget_a_collective, mesh=fs.make_mesh({"data": 4}))
-        except fs.DeadlockError as error:
+        except fs.errors.DeadlockError as error:
             say(f"[red]{type(error).__name__}[/]: {error}")
         say("\nThe same file on real processes:  [bold]torchrun --nproc-per-node 8 examples/demo.py[/]")
 

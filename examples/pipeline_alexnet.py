@@ -89,7 +89,7 @@ def main():
     # What is done where, and when: this is all that makes the program a pipeline.
     schedule = fs.pipeline_schedule(args.schedule, stages=args.stages, microbatches=args.microbatches)
     mesh = fs.make_mesh({"pipe": schedule.devices, "data": args.data})
-    stages = fs.split_stages(layers(args.width), args.stages, args.balance)
+    stages = fs.pipeline.split_stages(layers(args.width), args.stages, args.balance)
     params = fs.shard_stages(stages, fs.fsdp("data") if args.zero == 3 else P(), mesh=mesh, schedule=schedule)
     opt = fs.partition_optimizer(fs.optim.adamw(2e-3), mesh=mesh, axis="data", stage=args.zero)
     how = {"loss": loss_fn, "has_aux": True, "reproducible": args.reproducible}

@@ -8,27 +8,11 @@ from importlib import import_module
 from importlib.metadata import version
 from typing import Any
 
-from fshard import optim, report
+from fshard import errors, explore, optim, pipeline, report
 from fshard.booster.advice import auto_plugin
 from fshard.booster.booster import Booster
 from fshard.booster.plugins import DDPPlugin, FSDPPlugin, HybridParallelPlugin, ZeroPlugin
-from fshard.errors import (
-    CollectiveTimeoutError,
-    DeadlockError,
-    FshardError,
-    LayoutError,
-    LostProcessError,
-    MeshError,
-    MismatchError,
-    ModuleError,
-    OptimizerError,
-    PolicyError,
-    PromiseError,
-    ScheduleError,
-    ScopeError,
-)
-from fshard.explore.picture import Picture, picture, visualize
-from fshard.explore.treescope_records import treescope_sharding, use_treescope
+from fshard.explore.picture import visualize
 from fshard.launching.launch import launch
 from fshard.mesh.collectives.api import (
     all_gather,
@@ -57,18 +41,14 @@ from fshard.mesh.spmd.run import run
 from fshard.mesh.spmd.shard_map import shard_map
 from fshard.optim.contract import Optimizer, apply_updates
 from fshard.optim.partition import partition_optimizer
-from fshard.pipeline.execution.execute import pipelined
 from fshard.pipeline.schedule.builders import pipeline_schedule
-from fshard.pipeline.schedule.schedule import Action, Schedule
-from fshard.pipeline.schedule.trace import timeline
-from fshard.pipeline.split.stages import split_stages
 from fshard.transforms.evaluate import evaluate
 from fshard.transforms.fsdp.param_runtime import whole, with_unsharded_params
 from fshard.transforms.module.batchnorm import commit_batch_norm
 from fshard.transforms.module.functionalize import functionalize
 from fshard.transforms.module.lazy import lazy, materialize
 from fshard.transforms.module.lora import LoraConfig, lora, merge_lora
-from fshard.transforms.module.remat import name, offload, remat, save_names
+from fshard.transforms.module.remat import checkpoint_name, offload, remat, save_names
 from fshard.transforms.reproducible.randomness import keyed_random
 from fshard.transforms.shard_params import fsdp, init_params, shard_params, units_of
 from fshard.transforms.stages.functions import stage_functions
@@ -87,33 +67,17 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = [
-    "Action",
     "Booster",
-    "CollectiveTimeoutError",
     "DDPPlugin",
-    "DeadlockError",
     "FSDPPlugin",
-    "FshardError",
     "Handle",
     "HybridParallelPlugin",
     "Layout",
-    "LayoutError",
     "Ledger",
     "LoraConfig",
-    "LostProcessError",
     "Mesh",
-    "MeshError",
-    "MismatchError",
-    "ModuleError",
     "Optimizer",
-    "OptimizerError",
     "P",
-    "Picture",
-    "PolicyError",
-    "PromiseError",
-    "Schedule",
-    "ScheduleError",
-    "ScopeError",
     "ShardType",
     "Sharded",
     "ZeroPlugin",
@@ -124,9 +88,12 @@ __all__ = [
     "axis_index",
     "axis_size",
     "broadcast",
+    "checkpoint_name",
     "commit_batch_norm",
     "device_put",
+    "errors",
     "evaluate",
+    "explore",
     "from_device_mesh",
     "from_dtensor",
     "from_local",
@@ -143,13 +110,11 @@ __all__ = [
     "make_mesh",
     "materialize",
     "merge_lora",
-    "name",
     "offload",
     "optim",
     "partition_optimizer",
-    "picture",
+    "pipeline",
     "pipeline_schedule",
-    "pipelined",
     "pmax",
     "pmean",
     "pmin",
@@ -169,17 +134,13 @@ __all__ = [
     "shard_map",
     "shard_params",
     "shard_stages",
-    "split_stages",
     "stage_functions",
-    "timeline",
     "to_device_mesh",
     "to_dtensor",
     "train_step",
-    "treescope_sharding",
     "typeof",
     "units_of",
     "unshard",
-    "use_treescope",
     "value_and_grad",
     "visualize",
     "whole",

@@ -1,1 +1,6 @@
 """Looking at things: pictures of layouts and of whole trees."""
+
+from fshard.explore.picture import Picture, picture, visualize
+from fshard.explore.treescope_records import treescope_sharding, use_treescope
+
+__all__ = ["Picture", "picture", "treescope_sharding", "use_treescope", "visualize"]

@@ -48,7 +48,9 @@ def test_simplest_plugin_that_fits_is_returned(memory, expected):
 
 
 def test_model_that_fits_in_no_way_raises_with_the_table():
-    with pytest.raises(fs.LayoutError, match="fits in no way:\nbytes a device .*\nDDP, stage 0 .*1,292,800  too much"):
+    with pytest.raises(
+        fs.errors.LayoutError, match="fits in no way:\nbytes a device .*\nDDP, stage 0 .*1,292,800  too much"
+    ):
         fs.auto_plugin(layers(), MESH, 1000)
     assert isinstance(fs.auto_plugin(layers(), MESH, 2_000_000, activations=1000), fs.DDPPlugin)
 
@@ -281,7 +283,7 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_plugin_that_refuses_options_has_a_row_with_the_reason(name):
     options, told = REFUSED[name]
-    with pytest.raises(fs.LayoutError, match=rf"auto_plugin: this model fits in no way:\n(.*\n)*.*{told}"):
+    with pytest.raises(fs.errors.LayoutError, match=rf"auto_plugin: this model fits in no way:\n(.*\n)*.*{told}"):
         fs.auto_plugin(layers(), MESH, 1000, **options)
 
 

@@ -560,7 +560,7 @@ def test_a_norm_that_is_not_finite_is_an_error_if_it_is_to_be():
     mesh = fs.make_mesh({"data": 2})
     assert fs.run(main, False, mesh=mesh) == [False, False]
     with pytest.raises(
-        fs.OptimizerError, match="clip_grad_norm: the norm of the gradients must be finite; got (nan|inf)"
+        fs.errors.OptimizerError, match="clip_grad_norm: the norm of the gradients must be finite; got (nan|inf)"
     ):
         fs.run(main, True, mesh=mesh)
 

@@ -149,7 +149,7 @@ def unstepped():
 @pytest.mark.parametrize("name", BAD)
 def test_a_bad_configuration_is_one_error(name):
     bad, message = BAD[name]
-    with pytest.raises(fs.FshardError, match=message):
+    with pytest.raises(fs.errors.FshardError, match=message):
         fs.run(bad, mesh=fs.make_mesh({"data": 1})) if name in INSIDE else bad()
 
 
@@ -165,7 +165,9 @@ def test_a_boosted_optimizer_that_is_copied_is_one_error_and_harms_no_other(copi
         opt.step()
 
     mesh = fs.make_mesh({"data": 1})
-    with pytest.raises(fs.OptimizerError, match=r"a boosted optimizer is sharded, so it cannot be copied or pickled"):
+    with pytest.raises(
+        fs.errors.OptimizerError, match=r"a boosted optimizer is sharded, so it cannot be copied or pickled"
+    ):
         fs.run(main, copied, mesh=mesh)
     fs.run(main, lambda opt: None, mesh=mesh)
 
@@ -204,7 +206,7 @@ class Five:
 @pytest.mark.parametrize("name", MISGIVEN)
 def test_what_boost_cannot_take_is_named_at_once(name):
     give, message = MISGIVEN[name]
-    with pytest.raises(fs.ModuleError) as found:
+    with pytest.raises(fs.errors.ModuleError) as found:
         fs.run(lambda: fs.Booster().boost(*give(Five())), mesh=fs.make_mesh({"data": 1}))
     assert str(found.value) == message
 
@@ -241,5 +243,5 @@ TWICE = {
 @pytest.mark.parametrize("name", TWICE)
 def test_what_was_boosted_before_or_has_no_shape_is_told(name):
     act, message = TWICE[name]
-    with pytest.raises(fs.ModuleError, match=re.escape(message)):
+    with pytest.raises(fs.errors.ModuleError, match=re.escape(message)):
         fs.run(lambda: act(*with_optimizer()), mesh=fs.make_mesh({"data": 1}))

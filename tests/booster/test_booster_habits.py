@@ -163,7 +163,7 @@ def test_any_batches_that_are_fetched_in_any_way_count_alike(fetch, plugin, sync
 
     try:
         states = boosted(plugin, body, n=n, count=count, batch_size=size)
-    except fs.MismatchError:  # only of copies that may be those of several batches
+    except fs.errors.MismatchError:  # only of copies that may be those of several batches
         sizes = {min(size, count - at) for at in range(0, count, size)}
         assert any(x % n for x in sizes) and fetch not in ("fetched", "copied", "repeated")
         return
@@ -198,7 +198,7 @@ def test_a_gradient_goes_through_two_models():
 
 
 def test_in_reproducible_mode_it_is_said_that_models_are_cut_off():
-    with pytest.raises(fs.LayoutError, match=r"must not need a gradient, .*detach\(\) them, or leave rep"):
+    with pytest.raises(fs.errors.LayoutError, match=r"must not need a gradient, .*detach\(\) them, or leave rep"):
         through_two(reproducible=True)
 
 
@@ -220,7 +220,7 @@ def test_what_an_optimizer_remembers_is_not_lost_without_a_word(make):
     opt = make(model.parameters())
     model(torch.randn(2, 6).double()).sum().backward()
     opt.step()
-    with pytest.raises(fs.OptimizerError, match=r"has taken steps already.*before its first step"):
+    with pytest.raises(fs.errors.OptimizerError, match=r"has taken steps already.*before its first step"):
         fs.run(lambda: fs.Booster().boost(model, opt), mesh=fs.make_mesh({"data": 2}))
 
 

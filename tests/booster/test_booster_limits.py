@@ -76,7 +76,8 @@ def test_time_may_come_before_samples():
     for change in (lambda x: x.transpose(0, 1), lambda x: x.clone().transpose(0, 1)):
         same(Reader, each(data, lambda model, x, change=change: model(change(x)).square().mean()))
     with pytest.raises(
-        fs.LayoutError, match=r"first dim of arguments must have a row for each of 4 samples, got 6.*batch_first=True"
+        fs.errors.LayoutError,
+        match=r"first dim of arguments must have a row for each of 4 samples, got 6.*batch_first=True",
     ):
         same(
             Reader,

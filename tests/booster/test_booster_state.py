@@ -116,7 +116,7 @@ def test_frozen_parameters_declared_as_buffers_are_updated_by_the_forward(plugin
 
 @each_plugin
 def test_frozen_parameters_that_a_forward_writes_undeclared_raise(plugin):
-    with pytest.raises(fs.ModuleError, match=r"writes to .*target.*Declare a frozen parameter"):
+    with pytest.raises(fs.errors.ModuleError, match=r"writes to .*target.*Declare a frozen parameter"):
         fs.run(lambda: trained(Momentum, plugin, 2), mesh=fs.make_mesh({"data": 2}))
 
 
@@ -141,13 +141,13 @@ def test_reentrant_checkpoint_raises():
         def forward(self, x):
             return checkpoint(self.blocks[0], x.requires_grad_(), use_reentrant=True)
 
-    with pytest.raises(fs.ModuleError, match=r"reentrant checkpoint.*use_reentrant=False"):
+    with pytest.raises(fs.errors.ModuleError, match=r"reentrant checkpoint.*use_reentrant=False"):
         fs.run(lambda: trained(Reentrant, "fsdp"), mesh=fs.make_mesh({"data": 1}))
 
 
 def test_loss_on_parameters_that_no_boosted_model_has_raises():
     other = nn.Parameter(torch.ones(D).double())
-    with pytest.raises(fs.ModuleError, match=r"parameters that no boosted model has, of shapes \(4,\)"):
+    with pytest.raises(fs.errors.ModuleError, match=r"parameters that no boosted model has, of shapes \(4,\)"):
         fs.run(
             lambda: trained(Scaled, "ddp", loss_of=lambda module, output: (output * other).mean()),
             mesh=fs.make_mesh({"data": 1}),
@@ -156,7 +156,7 @@ def test_loss_on_parameters_that_no_boosted_model_has_raises():
 
 def test_module_boosted_twice_or_by_two_devices_raises():
     shared = nn.Linear(2, 2)
-    with pytest.raises(fs.ModuleError, match="has been boosted already"):
+    with pytest.raises(fs.errors.ModuleError, match="has been boosted already"):
         fs.run(lambda: fs.Booster().boost(shared), mesh=fs.make_mesh({"data": 2}))
 
     def twice():
@@ -164,7 +164,7 @@ def test_module_boosted_twice_or_by_two_devices_raises():
         fs.Booster().boost(module)
         fs.Booster().boost(module)
 
-    with pytest.raises(fs.ModuleError, match="has been boosted already"):
+    with pytest.raises(fs.errors.ModuleError, match="has been boosted already"):
         fs.run(twice, mesh=fs.make_mesh({"data": 1}))
 
 

@@ -112,5 +112,5 @@ def test_what_layers_leave_may_be_added_to_a_loss(kind, plugin):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_in_reproducible_mode_a_loss_made_of_it_is_an_error(kind):
-    with pytest.raises(fs.ModuleError, match=r"what a layer left in an attribute, beside the model's outputs"):
+    with pytest.raises(fs.errors.ModuleError, match=r"what a layer left in an attribute, beside the model's outputs"):
         fs.run(lambda: trained(kind, fs.DDPPlugin(reproducible=True, slices=1)), mesh=fs.make_mesh({"data": 1}))

@@ -149,7 +149,7 @@ def test_copies_fetched_ahead_that_may_be_of_several_batches_raise():
 
     for main in (step, loop):
         with pytest.raises(
-            fs.MismatchError, match="must be given a loader's own tensors, or a copy of each batch before"
+            fs.errors.MismatchError, match="must be given a loader's own tensors, or a copy of each batch before"
         ):
             fs.run(main, mesh=fs.make_mesh({"data": 2}))
 
@@ -161,14 +161,14 @@ def test_virtual_devices_compare_whole_batches_as_processes_do():
         x, y = samples(4).tensors
         booster.step(state, (x + fs.axis_index("data"), y))
 
-    with pytest.raises(fs.MismatchError, match=r"devices were given different batches, of the same shapes"):
+    with pytest.raises(fs.errors.MismatchError, match=r"devices were given different batches, of the same shapes"):
         fs.run(main, mesh=fs.make_mesh({"data": 2}))
 
 
 def test_a_loader_that_was_made_for_all_devices_is_not_one_devices():
     mesh = fs.make_mesh({"data": 2})
     loader = fs.Booster(fs.DDPPlugin(mesh=mesh)).prepare_dataloader(samples(), batch_size=SIZE)
-    with pytest.raises(fs.ScopeError, match=r"made outside of fs.run and used inside"):
+    with pytest.raises(fs.errors.ScopeError, match=r"made outside of fs.run and used inside"):
         fs.run(lambda: next(iter(loader)), mesh=mesh)
 
 
@@ -239,7 +239,7 @@ def test_a_position_at_the_end_of_the_samples_leads_to_the_next_epoch():
     ],
 )
 def test_a_position_that_is_none_is_one_error(position, message):
-    with pytest.raises(fs.LayoutError) as found:
+    with pytest.raises(fs.errors.LayoutError) as found:
         alone(lambda: fs.Booster().prepare_dataloader(samples(), SIZE).load_state_dict(position))
     assert str(found.value) == message
 
@@ -301,13 +301,13 @@ WRONG = {
 
 
 def test_all_wrong_arguments_are_in_one_error():
-    with pytest.raises(fs.LayoutError) as found:
+    with pytest.raises(fs.errors.LayoutError) as found:
         alone(lambda: fs.Booster().prepare_dataloader(samples(), **{name: x for name, (x, _) in WRONG.items()}))
     assert str(found.value) == f"prepare_dataloader: {'; '.join(told for _, told in WRONG.values())}."
 
 
 def test_dataset_without_indices_raises():
-    with pytest.raises(fs.LayoutError, match="dataset must be indexed, with a length, got 'Stream'"):
+    with pytest.raises(fs.errors.LayoutError, match="dataset must be indexed, with a length, got 'Stream'"):
         alone(lambda: fs.Booster().prepare_dataloader(Stream(), SIZE))
 
 
@@ -337,7 +337,9 @@ class Mixing(DataLoader):
     ],
 )
 def test_torch_loader_that_chooses_samples_itself_raises(loader, message):
-    with pytest.raises(fs.LayoutError, match=f"boost: dataloader must take each sample once, .* one with .*{message}"):
+    with pytest.raises(
+        fs.errors.LayoutError, match=f"boost: dataloader must take each sample once, .* one with .*{message}"
+    ):
         alone(lambda: fs.Booster().boost(start()[0], dataloader=loader()))
 
 

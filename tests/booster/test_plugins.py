@@ -96,15 +96,15 @@ CONFLICTING = {
 @pytest.mark.parametrize("name", [*INVALID, *CONFLICTING])
 def test_wrong_plugin_raises(name):
     make, message = (INVALID | CONFLICTING)[name]
-    with pytest.raises(fs.LayoutError, match=message):
+    with pytest.raises(fs.errors.LayoutError, match=message):
         make()
 
 
 def test_all_wrong_fields_are_in_one_error():
     message = "precision must .*; unused must .*; seed must .*; options has no 'a'.*; .* has no axis \"rows\""
-    with pytest.raises(fs.LayoutError, match=message):
+    with pytest.raises(fs.errors.LayoutError, match=message):
         fs.FSDPPlugin(precision="fp8", unused="no", seed=-1, mesh=MESH, shard_axis="rows", options={"a": 1})
-    with pytest.raises(fs.LayoutError, match="pipeline must .*; zero_stage must .*; chunks must .*"):
+    with pytest.raises(fs.errors.LayoutError, match="pipeline must .*; zero_stage must .*; chunks must .*"):
         staged(pipeline="2", zero_stage=5, chunks=-1)
 
 
@@ -122,7 +122,7 @@ def test_any_plugin_is_made_or_names_all_that_is_wrong(precision, stage, seed, s
     idle, uneven = slices != 8 and not reproducible, reproducible and slices not in (2, 4, 8)
     count = invalid or sum([reproducible and sync, idle, uneven])
     how = {"precision": precision, "stage": stage, "seed": seed, "slices": slices, "reproducible": reproducible}
-    with pytest.raises(fs.LayoutError) if count else nullcontext() as found:
+    with pytest.raises(fs.errors.LayoutError) if count else nullcontext() as found:
         fs.ZeroPlugin(mesh=mesh, sync_batchnorm=sync, **how)
     assert not count or str(found.value).count(";") + 1 == count
 
@@ -152,19 +152,19 @@ FITTING = {"model": model(), "mesh": MESH, "memory": 10**9}
 @pytest.mark.parametrize("name", ADVICE)
 def test_wrong_argument_of_auto_plugin_raises(name):
     asked, message = ADVICE[name]
-    with pytest.raises(fs.LayoutError, match=f"^auto_plugin: .*{message}"):
+    with pytest.raises(fs.errors.LayoutError, match=f"^auto_plugin: .*{message}"):
         fs.auto_plugin(**FITTING | asked)
 
 
 def test_all_wrong_arguments_of_auto_plugin_are_in_one_error():
     for names in (("model", "mesh", "memory", "activations", "unknown option"), ("unit", "stage", "schedule")):
-        with pytest.raises(fs.LayoutError) as found:
+        with pytest.raises(fs.errors.LayoutError) as found:
             fs.auto_plugin(**FITTING | {key: x for name in names for key, x in ADVICE[name][0].items()})
         assert all(re.search(ADVICE[name][1], str(found.value)) for name in names)
 
 
 def test_wrong_optimizer_of_auto_plugin_raises():
-    with pytest.raises(fs.OptimizerError, match="auto_plugin: str is no pair of init and update"):
+    with pytest.raises(fs.errors.OptimizerError, match="auto_plugin: str is no pair of init and update"):
         fs.auto_plugin(**FITTING, optimizer="adamw")
-    with pytest.raises(fs.OptimizerError, match="tensors that are no parameters of the model"):
+    with pytest.raises(fs.errors.OptimizerError, match="tensors that are no parameters of the model"):
         fs.auto_plugin(**FITTING, optimizer=torch.optim.SGD(model().parameters(), lr=0.1))

@@ -145,14 +145,16 @@ def nested():
 
 
 def test_launching_inside_of_processes_and_devices_is_an_error():
-    with pytest.raises(fs.MeshError, match=r"this is process \d of 2 that were started together.*make the mesh here"):
+    with pytest.raises(
+        fs.errors.MeshError, match=r"this is process \d of 2 that were started together.*make the mesh here"
+    ):
         fs.launch(nested, processes=2)
-    with pytest.raises(fs.MeshError, match="this code runs on a device of a mesh"):
+    with pytest.raises(fs.errors.MeshError, match="this code runs on a device of a mesh"):
         fs.run(nested, mesh=fs.make_mesh({"data": 2}))
 
 
 def test_what_is_wrong_with_a_call_is_one_error():
-    with pytest.raises(fs.MeshError) as error:
+    with pytest.raises(fs.errors.MeshError) as error:
         fs.launch(3, processes=0, device="tpu", timeout=-1)
     assert str(error.value) == (
         "fs.launch cannot start: 3 is no function; processes=0 is no whole number from 1 on; "
@@ -165,7 +167,7 @@ def test_a_module_that_launches_when_it_is_imported_is_no_fork_bomb(tmp_path, mo
         "import fshard as fs\ndef f():\n    return 1\nresults = fs.launch(f, processes=2)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(fs.MeshError, match='put that call below `if __name__ == "__main__":`'):
+    with pytest.raises(fs.errors.MeshError, match='put that call below `if __name__ == "__main__":`'):
         __import__("unguarded")
 
 

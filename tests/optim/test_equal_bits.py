@@ -144,7 +144,7 @@ def test_however_many_slices_the_bits_are_those_of_one_device_or_an_error(slices
         return fs.unshard(loss(fs.shard_params(w, P(), mesh=mesh), x))
 
     if slices % n or (slices // n).bit_count() > 1:
-        with pytest.raises(fs.LayoutError, match=f"{slices} slices"):
+        with pytest.raises(fs.errors.LayoutError, match=f"{slices} slices"):
             grad(n)
     else:
         assert torch.equal(grad(n), grad(1))

@@ -79,14 +79,14 @@ def test_norms_of_any_order_are_torchs_however_a_tree_is_cut(order, data):
 def test_global_norm_refuses_open_sums_and_two_meshes():
     mesh, other = fs.make_mesh({"data": 2}), fs.make_mesh({"model": 2})
     summed = fs.device_put(torch.ones(2), fs.Layout(mesh, P(unreduced="data")))
-    with pytest.raises(fs.LayoutError) as error:
+    with pytest.raises(fs.errors.LayoutError) as error:
         optim.global_norm({"w": summed})
     assert str(error.value) == (
         'global_norm: a norm of sums that are not made yet would be wrong: ["w"] is Sharded f32[2]{U:data} on '
         "Mesh(data=2; virtual, cpu). Reduce them first: fs.reshard(x, layout) to a layout without unreduced axes."
     )
     two = [fs.device_put(torch.ones(2), fs.Layout(m, P(m.axis_names[0]))) for m in (mesh, other)]
-    with pytest.raises(fs.LayoutError, match="on 2 meshes"):
+    with pytest.raises(fs.errors.LayoutError, match="on 2 meshes"):
         optim.global_norm(two)
 
 

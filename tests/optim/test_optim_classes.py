@@ -50,7 +50,9 @@ def test_every_class_of_torch_is_in_the_table_or_refused(cls):
     elif optim.from_torch(cls).elementwise:
         check_elementwise(optim.from_torch(cls))
     else:
-        with pytest.raises((AssertionError, optim.OptimizerError, fs.LayoutError), match="flat|whole matrices|2D"):
+        with pytest.raises(
+            (AssertionError, optim.OptimizerError, fs.errors.LayoutError), match="flat|whole matrices|2D"
+        ):
             check_elementwise(optim.from_torch(cls)._replace(elementwise=True), {"w": torch.ones(6, 5)})
 
 
@@ -390,7 +392,9 @@ def test_instance_keeps_its_state_on_local_shards():
 def test_class_of_ones_own_outside_with_shards_of_several_devices_is_an_error():
     model = net()
     booster = fs.Booster(fs.ZeroPlugin(stage=1, mesh=fs.make_mesh({"data": 2})))
-    with pytest.raises(fs.OptimizerError, match=r"Lars, an optimizer of your own class, must step on one device; got"):
+    with pytest.raises(
+        fs.errors.OptimizerError, match=r"Lars, an optimizer of your own class, must step on one device; got"
+    ):
         booster.init(model, Lars(groups_of(model)), lambda y, _: y.square().mean())
 
 
@@ -401,7 +405,7 @@ def test_torchs_hooks_of_a_boosted_class_are_an_error():
         opt.register_step_pre_hook(lambda *_: None)
         fs.Booster().boost(model, opt)
 
-    with pytest.raises(fs.OptimizerError, match="SGD: hooks of its steps are not called"):
+    with pytest.raises(fs.errors.OptimizerError, match="SGD: hooks of its steps are not called"):
         fs.run(main, mesh=fs.make_mesh({"data": 1}))
 
 
@@ -412,5 +416,5 @@ def test_instance_that_trains_another_model_already_is_an_error():
         for one in (model, net()):
             fs.Booster().boost(one, opt)
 
-    with pytest.raises(fs.FshardError, match="tensors that are no parameters of the model"):
+    with pytest.raises(fs.errors.FshardError, match="tensors that are no parameters of the model"):
         fs.run(twice, mesh=fs.make_mesh({"data": 1}))

@@ -83,7 +83,7 @@ def test_whole_optimizers_run_on_replicated_leaves(name):
 def test_whole_optimizers_refuse_pieces(name):
     opt = optim.from_torch(torch.optim.Adafactor) if "torch" in name else WHOLE[name]
     layout = fs.Layout(fs.make_mesh({"data": 2}), P.flat("data"))
-    with pytest.raises(fs.LayoutError) as error:
+    with pytest.raises(fs.errors.LayoutError) as error:
         opt.init(laid(flat_tree(), layout))
     assert str(error.value) == (
         f"{name} needs whole matrices, but these parameters are in pieces:\n"
@@ -98,12 +98,12 @@ def test_whole_optimizers_refuse_pieces(name):
 @pytest.mark.parametrize("name", ["adafactor", "shampoo", "muon"])
 def test_a_flat_matrix_is_no_matrix_on_one_device_too(name):
     layout = fs.Layout(fs.make_mesh({"data": 1}), P.flat("data"))
-    with pytest.raises(fs.LayoutError, match=rf"{name} needs whole matrices(?s:.)*params\[\"a\"\] is Sharded"):
+    with pytest.raises(fs.errors.LayoutError, match=rf"{name} needs whole matrices(?s:.)*params\[\"a\"\] is Sharded"):
         WHOLE[name].init(laid({"a": torch.ones(3, 2)}, layout))
 
 
 def test_muon_refuses_vectors():
-    with pytest.raises(fs.LayoutError, match=r'params\["b"\]: it has 1 dims, not 2'):
+    with pytest.raises(fs.errors.LayoutError, match=r'params\["b"\]: it has 1 dims, not 2'):
         optim.muon().init({"a": torch.ones(2, 2), "b": torch.ones(2)})
 
 

@@ -86,7 +86,7 @@ def test_samples_of_all_steps_count_for_the_rate_and_memory_is_known():
     ],
 )
 def test_what_cannot_write_is_refused(wrong, words):
-    with pytest.raises(fs.LayoutError, match=words):
+    with pytest.raises(fs.errors.LayoutError, match=words):
         fs.report.Report(*wrong.pop("writers", []), **wrong)
 
 
@@ -257,7 +257,7 @@ def test_virtual_devices_have_a_trace_each_and_what_is_done_outside_another(tmp_
     ],
 )
 def test_a_profile_of_nothing_is_refused(tmp_path, wrong, words):
-    with pytest.raises(fs.LayoutError, match=words):
+    with pytest.raises(fs.errors.LayoutError, match=words):
         fs.report.Profile(tmp_path, **wrong)
 
 

@@ -428,13 +428,13 @@ def test_errors_say_where_they_came_up():
         certified(loss_fn)
     note = "certify: in the run on one device in float64: does the loss function name a dtype?"
     assert error.value.__notes__[-1] == note
-    with pytest.raises(fs.LayoutError) as error:
+    with pytest.raises(fs.errors.LayoutError) as error:
         certified(stages=[0], gradients=lambda layout: fs.Layout(layout.mesh, P(unreduced="data")))
     assert "certify: in stage 0" in error.value.__notes__
 
 
 def test_a_random_loss_function_needs_reproducible_mode():
-    with pytest.raises(fs.PromiseError) as error:
+    with pytest.raises(fs.errors.PromiseError) as error:
         certified(lambda params, x: mlp(params, F.dropout(x, 0.5)))
     assert "on one device a run must give the same results when it is repeated; got others for the grads" in str(
         error.value
@@ -661,7 +661,7 @@ def test_check_elementwise_names_the_first_element_that_differs():
         AssertionError, match=r"on 2 flat shards w first differs at \[0, 0\]: .* step 0\. Say elementwise=False"
     ):
         check_elementwise(BY_NORM, params)
-    with pytest.raises(fs.OptimizerError, match="says that it is not elementwise, so there is nothing"):
+    with pytest.raises(fs.errors.OptimizerError, match="says that it is not elementwise, so there is nothing"):
         check_elementwise(fs.optim.muon(0.1))
 
 
@@ -701,7 +701,7 @@ def test_a_certificate_prints_as_a_table():
 
 def test_buffers_are_given_where_there_are_some():
     for options in ({"has_buffers": True}, {"has_buffers": False, "buffers": {"n": torch.ones(1)}}):
-        with pytest.raises(fs.LayoutError, match="a loss function that has_buffers is given them by buffers="):
+        with pytest.raises(fs.errors.LayoutError, match="a loss function that has_buffers is given them by buffers="):
             certified(**options)
 
 
@@ -716,9 +716,9 @@ def test_dyadic_keeps_ties_and_what_does_not_move():
 
 
 def test_wrong_calls_name_what_is_wrong():
-    with pytest.raises(fs.LayoutError, match="steps=0"):
+    with pytest.raises(fs.errors.LayoutError, match="steps=0"):
         certified(steps=0)
-    with pytest.raises(fs.LayoutError, match="abstract"):
+    with pytest.raises(fs.errors.LayoutError, match="abstract"):
         certify(mlp, mlp_params(), X, ADAMW, mesh=fs.make_mesh({"data": 2}, runtime="abstract"))
 
 
@@ -726,7 +726,7 @@ def test_what_is_laid_out_already_is_refused():
     mesh = fs.make_mesh({"data": 2})
     params = {"a": fs.shard_params(torch.ones(2), P(), mesh=mesh), "b": torch.ones(2)}
     opt = fs.partition_optimizer(ADAMW, mesh=mesh, axis="data", stage=1)
-    with pytest.raises(fs.LayoutError) as error:
+    with pytest.raises(fs.errors.LayoutError) as error:
         certify(mlp, params, fs.shard_params([X], P(), mesh=mesh), opt, mesh)
     assert 'params["a"], batch[0], the optimizer are sharded already.' in str(error.value)
 
@@ -772,7 +772,7 @@ def masked(generator):
 
 
 def test_a_loss_that_draws_a_mask_from_its_own_generator_is_refused():
-    with pytest.raises(fs.PromiseError, match="The loss function draws random numbers or counts its calls"):
+    with pytest.raises(fs.errors.PromiseError, match="The loss function draws random numbers or counts its calls"):
         certified(masked(torch.Generator().manual_seed(0)))
 
 
@@ -794,7 +794,7 @@ def test_an_optimizer_that_is_not_the_same_twice_is_refused(kind):
         factor = torch.rand(()) if kind == "noisy" else 1 / next(calls)
         return {name: -0.1 * factor * g for name, g in grads.items()}, state
 
-    with pytest.raises(fs.PromiseError, match="The optimizer draws random numbers or counts its calls"):
+    with pytest.raises(fs.errors.PromiseError, match="The optimizer draws random numbers or counts its calls"):
         certified(opt=fs.Optimizer(lambda params: (), update, elementwise=True))
 
 

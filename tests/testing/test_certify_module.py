@@ -81,7 +81,7 @@ def test_batch_norm_of_each_device_diverges_and_synchronised_passes():
 
 
 def test_dropout_is_compared_bit_for_bit_in_reproducible_mode():
-    with pytest.raises(fs.PromiseError, match="For dropout give a plugin with reproducible=True"):
+    with pytest.raises(fs.errors.PromiseError, match="For dropout give a plugin with reproducible=True"):
         certified(lambda: net(nn.Dropout), fs.FSDPPlugin())
     rows = certified(
         lambda: nn.Sequential(nn.Linear(4, 6), nn.Dropout(), nn.Linear(6, 2)), fs.FSDPPlugin(reproducible=True)

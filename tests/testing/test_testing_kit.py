@@ -236,9 +236,9 @@ def test_a_death_is_told_and_not_the_lost_connection_that_it_leaves(how, words):
 
 
 def test_whoever_waits_for_a_process_that_has_finished_gets_an_error():
-    with pytest.raises(fs.LostProcessError, match=r"psum of float32\[2\] over data .* cannot end"):
+    with pytest.raises(fs.errors.LostProcessError, match=r"psum of float32\[2\] over data .* cannot end"):
         run_processes(stay_away, 2, 2, 0)
-    with pytest.raises(fs.DeadlockError, match="process 0: has finished"):
+    with pytest.raises(fs.errors.DeadlockError, match="process 0: has finished"):
         run_processes(stay_away, 2, 2, 0, environment={"FSHARD_CHECK": "1"})
 
 

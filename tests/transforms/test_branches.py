@@ -165,7 +165,7 @@ def test_reductions_begin_in_the_backward_though_their_order_is_agreed(monkeypat
     ids=["skipped", "another"],
 )
 def test_a_gather_that_not_all_devices_want_is_an_error_that_names_it(codes, known):
-    with pytest.raises(fs.MismatchError) as error:
+    with pytest.raises(fs.errors.MismatchError) as error:
         gradients(3, 2, [codes])
     cure = "An all-gather needs all devices. Let each of them call the part with the parameters, and branch inside: "
     assert known + cure in str(error.value)
@@ -174,7 +174,7 @@ def test_a_gather_that_not_all_devices_want_is_an_error_that_names_it(codes, kno
 def refused(codes):
     try:
         gradients(3, 2, [codes])
-    except fs.MismatchError as error:
+    except fs.errors.MismatchError as error:
         return str(error)
 
 

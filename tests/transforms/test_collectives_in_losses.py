@@ -396,7 +396,7 @@ def test_reproducible_mode_refuses_what_depends_on_the_mesh(name, n):
     def run():
         on_mesh(LOSSES[name][0], batch_of(8), {"data": n}, P(), reproducible=True)
 
-    refused(run, fs.LayoutError, REFUSED[name])
+    refused(run, fs.errors.LayoutError, REFUSED[name])
 
 
 def test_reproducible_mode_refuses_synchronised_batchnorm():
@@ -406,7 +406,9 @@ def test_reproducible_mode_refuses_synchronised_batchnorm():
         lambda p, x: apply(p, buffers, x)[0].square().mean(), mesh=mesh, batch=P("data"), reproducible=True
     )
     own = fs.shard_params(own, P(), mesh=mesh)
-    refused(lambda: run(own, torch.randn(16, 4)), fs.LayoutError, 'sync_batchnorm over "data" in the loss function')
+    refused(
+        lambda: run(own, torch.randn(16, 4)), fs.errors.LayoutError, 'sync_batchnorm over "data" in the loss function'
+    )
 
 
 # -- what processes have to start from alike ---------------------------------------------------------------------------
@@ -426,7 +428,7 @@ def started_from(what, n):
     x, y = batch_of(8 + rank if what == "batch" else 8)
     try:
         run(own, (x, y + rank if what == "values" else y))
-    except fs.MismatchError as error:
+    except fs.errors.MismatchError as error:
         return str(error)
 
 

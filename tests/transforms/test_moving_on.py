@@ -101,7 +101,7 @@ def test_a_state_that_lies_otherwise_is_refused_with_the_way_out():
     params, state = go(*begun("adamw", {"data": 2}, 3), range(1))
     there = fs.shard_params(params, P(), mesh=params["a"].mesh)
     *_, opt, mesh = begun("adamw", {"data": 2}, 0)
-    with pytest.raises(fs.LayoutError, match=r"fs.device_put\(state, fs.layouts\(opt.init\(params\)\)\)"):
+    with pytest.raises(fs.errors.LayoutError, match=r"fs.device_put\(state, fs.layouts\(opt.init\(params\)\)\)"):
         go(there, state, opt, mesh, range(1))
     with pytest.raises(optim.OptimizerError, match="is a number of the host"):
         go(there, fs.device_put(fs.unshard(state), fs.Layout(mesh)), opt, mesh, range(1))
@@ -142,5 +142,5 @@ def test_leaves_that_are_to_stay_do():
     )
     assert fs.reshard(tree, {"x": fs.Layout(mesh, P("data")), "n": None, "none": None, "number": None})["n"] is n
     assert fs.device_put(tree, fs.layouts(tree)) == tree
-    with pytest.raises(fs.LayoutError, match="a Sharded is needed, found Tensor"):
+    with pytest.raises(fs.errors.LayoutError, match="a Sharded is needed, found Tensor"):
         fs.reshard({"n": n}, fs.Layout(mesh))

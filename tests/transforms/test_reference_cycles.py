@@ -50,7 +50,7 @@ def test_a_step_lets_go_of_everything(stage):
 def test_a_pipelined_step_lets_go_of_everything(name):
     count = 4 if name == "zbv" else 2
     schedule = fs.pipeline_schedule(name, stages=count, microbatches=2)
-    step = fs.pipelined(
+    step = fs.pipeline.pipelined(
         [lambda w, x: torch.tanh(x @ w)] * count,
         schedule,
         lambda y, x: y.square().mean(),
@@ -62,7 +62,7 @@ def test_a_pipelined_step_lets_go_of_everything(name):
 
 def test_a_step_in_stages_lets_go_of_everything():
     mesh, schedule = fs.make_mesh({"pipe": 2, "data": 2}), fs.pipeline_schedule("1f1b", stages=2, microbatches=2)
-    stages = fs.split_stages(torch.nn.Sequential(torch.nn.Linear(SIZE, SIZE), torch.nn.Linear(SIZE, SIZE)), 2)
+    stages = fs.pipeline.split_stages(torch.nn.Sequential(torch.nn.Linear(SIZE, SIZE), torch.nn.Linear(SIZE, SIZE)), 2)
     params = fs.shard_stages(stages, fs.fsdp("data"), mesh=mesh, schedule=schedule)
     opt = fs.partition_optimizer(fs.optim.adamw(0.1), mesh=mesh, axis="data", stage=3)
     step = fs.train_step(

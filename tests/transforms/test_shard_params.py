@@ -43,7 +43,7 @@ def test_units_by_size_of_two_rules_are_different_units():
 
 
 def test_what_is_wrong_with_rules_inside_is_all_said_at_once():
-    with pytest.raises(fs.LayoutError) as error:
+    with pytest.raises(fs.errors.LayoutError) as error:
         lying(TREE, {"blocks": fs.fsdp("nope"), "head": fs.fsdp("data", unit="zz")})
     wrong = 'Layout with P.flat("nope"): Mesh(data=2; virtual, cpu) has no axis "nope". Its axes are "data".'
     assert str(error.value).splitlines() == [

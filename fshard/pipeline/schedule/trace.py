@@ -89,7 +89,7 @@ def timeline() -> Generator[Timeline]:
 
     >>> import torch, fshard as fs
     >>> schedule = fs.pipeline_schedule("gpipe", stages=2, microbatches=1)
-    >>> step = fs.pipelined([lambda w, x: w * x] * 2, schedule, lambda y, x: y.sum(), mesh=fs.make_mesh({"pipe": 2}))
+    >>> step = fs.pipeline.pipelined([lambda w, x: w * x] * 2, schedule, lambda y, x: y.sum(), mesh=fs.make_mesh({"pipe": 2}))
     >>> with timeline() as run:
     ...     outcome = step([torch.tensor(2.0), torch.tensor(3.0)], [torch.ones(1)])
     >>> [str(event.action) for event in run.events if event.device == 1]

@@ -89,7 +89,7 @@ def materialize(module: Module, *, seed: int) -> Module:
     """Build the lazy layers of a module, a stage for instance; what has memory already is shared.
 
     >>> import fshard as fs
-    >>> first, second = fs.split_stages([lazy(nn.Linear, 2, 64), nn.ReLU(), lazy(nn.Linear, 64, 1)], 2, "parameters")
+    >>> first, second = fs.pipeline.split_stages([lazy(nn.Linear, 2, 64), nn.ReLU(), lazy(nn.Linear, 64, 1)], 2, "parameters")
     >>> [(name, tuple(x.shape)) for name, x in materialize(second, seed=0).named_parameters()]
     [('2.weight', (1, 64)), ('2.bias', (1,))]
     """

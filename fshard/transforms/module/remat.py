@@ -9,7 +9,7 @@ instead of being computed.  For "dots" matrix products and convolutions have num
 recording grad mode: what runs inside an autograd Function is not counted, since on virtual devices the last to arrive
 computes for all.
 
-    forward    %0 = mm    %1 = sin    %2 = view(%1)    name(%2, "a")       keep {1: %1}: the operation that made the memory
+    forward    %0 = mm    %1 = sin    %2 = checkpoint_name(%1, "a")    keep {1: %1}
     again      %0 = mm    %1 = kept[1]                 ...
 
 A result that was changed in place since it was kept is computed again.  torch.func knows no such hooks: under its transforms
@@ -50,7 +50,7 @@ class Policy:
 
 
 def save_names(*names: str) -> Policy:
-    """Return the policy that keeps the values marked with these names by `fs.name`.
+    """Return the policy that keeps the values marked with these names by `fs.checkpoint_name`.
 
     >>> save_names("attention").names
     frozenset({'attention'})
@@ -67,7 +67,7 @@ def offload(policy: str | Policy) -> Policy:
     return replace(_policy(policy), host=True)
 
 
-def name(x: Tensor, label: str) -> Tensor:
+def checkpoint_name(x: Tensor, label: str) -> Tensor:
     """Return x, and mark it for `remat` with `save_names`.
 
     What is kept is the result of the operation that made x: that operation is not run again, those before it are.  A
@@ -75,7 +75,7 @@ def name(x: Tensor, label: str) -> Tensor:
 
     >>> import torch
     >>> def f(x):
-    ...     return name(x.sin(), "sine").cos()
+    ...     return checkpoint_name(x.sin(), "sine").cos()
     >>> x = torch.zeros(1, requires_grad=True)
     >>> torch.autograd.grad(remat(f, save_names("sine"))(x), x)
     (tensor([-0.]),)

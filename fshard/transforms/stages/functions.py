@@ -50,9 +50,9 @@ def stage_functions(
 
     >>> import torch, fshard as fs
     >>> schedule = fs.pipeline_schedule("1f1b", stages=2, microbatches=2)
-    >>> stages = fs.split_stages([nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 1)], 2)
+    >>> stages = fs.pipeline.split_stages([nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 1)], 2)
     >>> functions, params = stage_functions(stages, "except_last", microbatches=2)
-    >>> step = fs.pipelined(functions, schedule, lambda y, x: y.mean(), mesh=fs.make_mesh({"pipe": 2}))
+    >>> step = fs.pipeline.pipelined(functions, schedule, lambda y, x: y.mean(), mesh=fs.make_mesh({"pipe": 2}))
     >>> [[*tree] for tree in step(params, torch.ones(2, 3, 2)).gradients]
     [['0.weight', '0.bias'], ['2.weight', '2.bias']]
     """

@@ -142,7 +142,7 @@ def wait_in_vain():
         fs.all_gather.start(torch.ones(3), "d")  # something else: from now on a helper carries the sum on
         try:
             handle.wait()
-        except fs.CollectiveTimeoutError as error:
+        except fs.errors.CollectiveTimeoutError as error:
             return str(error)
 
     return fs.run(main, mesh=mesh)[0]

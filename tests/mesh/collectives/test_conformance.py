@@ -345,7 +345,7 @@ def test_an_axis_of_one_device():
 
 
 def raised(body, shape=None):
-    with pytest.raises(fs.FshardError) as caught:
+    with pytest.raises(fs.errors.FshardError) as caught:
         fs.run(body, mesh=fs.make_mesh(shape or {"a": 2, "b": 3}))
     return f"{type(caught.value).__name__}: {caught.value}"
 
@@ -481,7 +481,7 @@ def test_errors(body, text):
 @pytest.mark.parametrize("collective", [name for name in ORACLES if name != "send_recv"])
 def test_outside_there_is_no_axis(collective):
     options = {"pairs": [(0, 0)]} if collective == "ppermute" else {}
-    with pytest.raises(fs.ScopeError, match=f"fs.{collective} was called outside shard_map and run") as caught:
+    with pytest.raises(fs.errors.ScopeError, match=f"fs.{collective} was called outside shard_map and run") as caught:
         getattr(fs, collective)(X, "a", **options)
     assert str(caught.value).endswith("Call it in the function that you give to fs.shard_map or fs.run.")
 
@@ -493,7 +493,9 @@ def test_a_message_of_another_shape():
         else:
             fs.recv(torch.empty(3), "a", source=0)
 
-    with pytest.raises(fs.MismatchError, match=r"expects recv of f32\[3\].*what came is f32\[2\] sent by device"):
+    with pytest.raises(
+        fs.errors.MismatchError, match=r"expects recv of f32\[3\].*what came is f32\[2\] sent by device"
+    ):
         fs.run(body, mesh=fs.make_mesh({"a": 2}))
 
 

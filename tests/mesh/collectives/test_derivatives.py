@@ -549,7 +549,7 @@ def promise_error(f, *args, in_specs, out_specs, shape=None, gradient=True):
         if gradient:
             fs.unshard(out).sum().backward()
 
-    with pytest.raises(fs.PromiseError) as caught:
+    with pytest.raises(fs.errors.PromiseError) as caught:
         program()
     return re.sub(r"at \S+:\d+ in \w+", "at HERE", str(caught.value).split("\nraised")[0])
 
@@ -601,7 +601,7 @@ def test_a_diverging_argument_is_named():
     pieces = fs.from_local(lambda data, model: torch.tensor([float(model)]), fs.Layout(mesh, P()))
     mapped = fs.shard_map(lambda weight: weight * 2, mesh=mesh, in_specs=P(), out_specs=P(), check=True)
     with pytest.raises(
-        fs.PromiseError,
+        fs.errors.PromiseError,
         match=r"(?s)argument weight of <lambda>, with spec P\(\), has to be equal .*places 1, 3 .*differ from places 0, 2",
     ):
         mapped(pieces)
@@ -624,7 +624,7 @@ def test_a_promise_is_kept_under_func_too():
         grad(lambda w, x: fs.psum((x @ w).tanh().sum(), "data")), mesh=fs.make_mesh({"data": 2}),
         in_specs=(P(), P("data")), out_specs=P(), check=True,
     )  # fmt: skip
-    with pytest.raises(fs.PromiseError, match="has to be equal"):
+    with pytest.raises(fs.errors.PromiseError, match="has to be equal"):
         mapped(w, x)
 
 
@@ -633,7 +633,7 @@ def test_a_captured_tensor_would_lose_its_gradient():
     w.requires_grad_()
     mesh = fs.make_mesh({"data": 2})
     mapped = fs.shard_map(lambda x: x @ w, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
-    with pytest.raises(fs.LayoutError) as caught:
+    with pytest.raises(fs.errors.LayoutError) as caught:
         mapped(x)
     assert str(caught.value) == (
         "A result of the function depends on a tensor that requires grad (shape (4, 4), torch.float64) and is not one of "
@@ -670,5 +670,5 @@ def test_a_function_may_not_compute_with_an_outer_tensor_of_torch_func(use):
             fs.shard_map(lambda y: y + use(x).sum(), mesh=mesh, in_specs=P("data"), out_specs=P("data"))(x)
         ).sum()
 
-    with pytest.raises(fs.LayoutError, match="its derivative would be lost"):
+    with pytest.raises(fs.errors.LayoutError, match="its derivative would be lost"):
         torch.func.grad(f)(torch.ones(4, 4))

@@ -24,7 +24,7 @@ def test_trees_that_differ_by_device_are_refused_with_both(names):
     mesh = fs.make_mesh({"data": 2})
     assert fs.run(lambda: fs.psum(first, "data"), mesh=mesh)[1].keys() == first.keys()
     assume(names[0] != names[1])
-    with pytest.raises(fs.MismatchError) as error:
+    with pytest.raises(fs.errors.MismatchError) as error:
         fs.run(lambda: fs.psum(each([first, second]), "data"), mesh=mesh)
     for some in names:
         leaves = ", ".join(f'["{name}"]' for name in some)
@@ -44,7 +44,7 @@ def test_a_message_comes_in_the_tree_that_it_was_sent_in(names):
     mesh = fs.make_mesh({"data": 2})
     assert fs.run(sent_and_expected, [trees[0], trees[0]], mesh=mesh)[1].keys() == trees[0].keys()
     assume(names[0] != names[1])
-    with pytest.raises(fs.MismatchError) as error:
+    with pytest.raises(fs.errors.MismatchError) as error:
         fs.run(sent_and_expected, trees, mesh=mesh)
     for some in names:
         leaves = ", ".join(f'["{name}"]' for name in some)
@@ -66,7 +66,7 @@ def other_trees() -> str:
     mesh = fs.make_mesh({"data": 2})
     ones, tens = torch.ones(2), torch.full((2,), 10.0)
     trees = [OrderedDict(a=ones, b=tens), OrderedDict(b=tens, a=ones)]
-    with pytest.raises(fs.MismatchError) as error:
+    with pytest.raises(fs.errors.MismatchError) as error:
         fs.run(lambda: fs.psum(each(trees), "data"), mesh=mesh)
     return str(error.value)
 

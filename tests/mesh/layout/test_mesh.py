@@ -64,27 +64,27 @@ def test_device_numbers_are_row_major():
     ],
 )
 def test_meshes_that_cannot_be(axes, text):
-    with pytest.raises(fs.MeshError) as error:
+    with pytest.raises(fs.errors.MeshError) as error:
         fs.make_mesh(axes)
     assert text in str(error.value)
 
 
 def test_an_unknown_axis_names_those_there_are():
     mesh = fs.make_mesh({"data": 4})
-    with pytest.raises(fs.MeshError, match=r'has no axis "model", "x"\. Its axes are "data"'):
+    with pytest.raises(fs.errors.MeshError, match=r'has no axis "model", "x"\. Its axes are "data"'):
         mesh["model", "x"]
-    with pytest.raises(fs.MeshError, match='has no axis "model"'):
+    with pytest.raises(fs.errors.MeshError, match='has no axis "model"'):
         fs.Layout(mesh, P("model"))
 
 
 def test_a_process_mesh_needs_processes(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
-    with pytest.raises(fs.MeshError, match="missing: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT"):
+    with pytest.raises(fs.errors.MeshError, match="missing: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT"):
         fs.make_mesh({"data": 2}, runtime="process")
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(fs.MeshError, match="missing: MASTER_ADDR, MASTER_PORT"):
+    with pytest.raises(fs.errors.MeshError, match="missing: MASTER_ADDR, MASTER_PORT"):
         fs.make_mesh({"data": 2})
 
 
@@ -98,14 +98,14 @@ def test_a_process_mesh_needs_processes(monkeypatch):
     ],
 )
 def test_runtimes_and_devices_that_cannot_be(arguments, text):
-    with pytest.raises(fs.MeshError) as error:
+    with pytest.raises(fs.errors.MeshError) as error:
         fs.make_mesh({"data": 2}, **arguments)
     assert text in str(error.value)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_no_gpu():
-    with pytest.raises(fs.MeshError, match="torch sees no GPU"):
+    with pytest.raises(fs.errors.MeshError, match="torch sees no GPU"):
         fs.make_mesh({"data": 2}, device="cuda")
 
 
@@ -123,13 +123,13 @@ def test_a_spec_is_a_leaf_and_a_value():
     "make", [lambda: P("a", "a"), lambda: P(("a", "b"), "b"), lambda: P("a", unreduced="a"), lambda: P.flat("a", "a")]
 )
 def test_an_axis_cuts_one_dim_only(make):
-    with pytest.raises(fs.LayoutError, match="names an axis more than once: [ab]"):
+    with pytest.raises(fs.errors.LayoutError, match="names an axis more than once: [ab]"):
         make()
 
 
 @pytest.mark.parametrize("make", [lambda: P(3), lambda: P(("a", 1)), lambda: P.flat()])
 def test_specs_that_cannot_be(make):
-    with pytest.raises(fs.LayoutError):
+    with pytest.raises(fs.errors.LayoutError):
         make()
 
 
@@ -150,7 +150,7 @@ def test_the_type_is_one_token(spec, memory, token):
 
 def test_types_of_other_things():
     assert str(fs.typeof(torch.zeros(2, dtype=torch.bfloat16))) == "bf16[2]"
-    with pytest.raises(fs.LayoutError, match="found int"):
+    with pytest.raises(fs.errors.LayoutError, match="found int"):
         fs.typeof(3)
 
 
@@ -191,7 +191,7 @@ def test_meshes_are_made_of_what_torch_and_numpy_hand_out():
     mesh = fs.make_mesh({"data": 2, "model": 3})
     assert fs.make_mesh({"data": np.int64(2), "model": np.uint8(3)}, device=torch.device("cpu")) == mesh
     assert str(fs.make_mesh({"data": np.int64(2)})) == "Mesh(data=2; virtual, cpu)"
-    with pytest.raises(fs.MeshError, match="axis 'data' has size True"):
+    with pytest.raises(fs.errors.MeshError, match="axis 'data' has size True"):
         fs.make_mesh({"data": True})
 
 
@@ -201,7 +201,7 @@ def test_all_axes_in_order_are_the_mesh_itself():
 
 
 def test_the_place_of_an_owner_is_a_number():
-    with pytest.raises(fs.LayoutError, match="by=True"):
+    with pytest.raises(fs.errors.LayoutError, match="by=True"):
         P.owned("data", by=True)
 
 
@@ -212,13 +212,13 @@ def test_tensors_without_values_have_no_place_on_a_mesh_with_values():
         lambda: fs.from_local(lambda data: x, fs.Layout(mesh, P("data"))),
         lambda: fs.shard_map(lambda x: x, mesh=mesh, in_specs=P("data"), out_specs=P("data"))(x),
     ):
-        with pytest.raises(fs.LayoutError, match=r"a meta tensor \(shape \(4,\)\) has no values to lay on Mesh"):
+        with pytest.raises(fs.errors.LayoutError, match=r"a meta tensor \(shape \(4,\)\) has no values to lay on Mesh"):
             lay()
 
 
 def test_a_layout_alone_is_no_picture():
     with pytest.raises(
-        fs.LayoutError, match=r"found Layout. Say what would lie so: fs.visualize\(\(8, 6\), layout=layout\)"
+        fs.errors.LayoutError, match=r"found Layout. Say what would lie so: fs.visualize\(\(8, 6\), layout=layout\)"
     ):
         fs.visualize(fs.Layout(fs.make_mesh({"data": 2}), P("data")))
 

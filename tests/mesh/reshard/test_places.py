@@ -54,17 +54,17 @@ def test_the_type_names_the_place(spec, text):
 def test_what_is_no_place_is_said():
     mesh = fs.make_mesh(MESH)
     for wrong in ({"pipe": -1}, {"pipe": True}, {"pipe": "1"}, {(): 0}):
-        with pytest.raises(fs.LayoutError, match="names no axis, or no place along it"):
+        with pytest.raises(fs.errors.LayoutError, match="names no axis, or no place along it"):
             P("data", on=wrong)
-    with pytest.raises(fs.LayoutError, match="on= says the place along an axis"):
+    with pytest.raises(fs.errors.LayoutError, match="on= says the place along an axis"):
         P.flat("data", on="pipe")
-    with pytest.raises(fs.LayoutError, match="names an axis more than once: data"):
+    with pytest.raises(fs.errors.LayoutError, match="names an axis more than once: data"):
         P("data", on={"data": 0})
-    with pytest.raises(fs.LayoutError, match=r"2 devices along data.*below 2"):
+    with pytest.raises(fs.errors.LayoutError, match=r"2 devices along data.*below 2"):
         fs.Layout(mesh, P(on={"pipe": 2, "data": 4}))
-    with pytest.raises(fs.LayoutError, match="written for shape"):
+    with pytest.raises(fs.errors.LayoutError, match="written for shape"):
         fs.device_put(torch.ones(2), fs.Layout(mesh, P("data", on={"pipe": 1}, shape=(4,))))
-    with pytest.raises(fs.LayoutError, match="3 elements, which 2 devices"):
+    with pytest.raises(fs.errors.LayoutError, match="3 elements, which 2 devices"):
         fs.Layout(mesh, P("data", on={"pipe": 1}, shape=(3,))).global_shape((1,))
 
 

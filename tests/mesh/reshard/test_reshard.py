@@ -208,7 +208,7 @@ def test_the_first_reshard_on_65536_devices_costs_no_more_than_on_256(before, af
 def test_what_cannot_be_laid_out_is_said_with_all_offenders():
     mesh = fs.make_mesh({"a": 4, "b": 2})
     tree = {"w": torch.zeros(6, 3), "b": torch.zeros(8), "s": torch.zeros(())}
-    with pytest.raises(fs.LayoutError) as error:
+    with pytest.raises(fs.errors.LayoutError) as error:
         fs.device_put(tree, fs.Layout(mesh, P("a", "b")))
     text = str(error.value)
     assert all(path in text for path in ('["w"]', '["b"]', '["s"]'))
@@ -225,7 +225,7 @@ def test_host_memory_is_a_layout():
 
 def test_another_mesh_is_refused():
     x = fs.device_put(torch.ones(4), fs.Layout(fs.make_mesh({"a": 2}), P("a")))
-    with pytest.raises(fs.LayoutError, match="cannot be moved to"):
+    with pytest.raises(fs.errors.LayoutError, match="cannot be moved to"):
         fs.reshard(x, fs.Layout(fs.make_mesh({"a": 4}), P("a")))
 
 

@@ -156,7 +156,7 @@ WRONG = {
 @pytest.mark.parametrize("kind", WRONG)
 def test_what_cannot_be_is_one_error_with_all_that_is_wrong(kind):
     variables, words = WRONG[kind]
-    with pytest.raises(fs.MeshError) as error:
+    with pytest.raises(fs.errors.MeshError) as error:
         placed(variables, parent=1234)
     assert words in str(error.value)
     assert str(error.value).endswith('make_mesh(..., runtime="virtual").')
@@ -164,7 +164,7 @@ def test_what_cannot_be_is_one_error_with_all_that_is_wrong(kind):
 
 def test_half_set_variables_are_no_virtual_mesh_by_accident(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
-    with pytest.raises(fs.MeshError, match="WORLD_SIZE is set, but RANK is not"):
+    with pytest.raises(fs.errors.MeshError, match="WORLD_SIZE is set, but RANK is not"):
         fs.make_mesh({"data": 4})
     assert fs.make_mesh({"data": 4}, runtime="virtual").runtime == "virtual"
 
@@ -180,7 +180,7 @@ NAMES = sorted({name for names in LAUNCHERS.values() for group in names for name
 def test_any_variables_are_a_place_or_none_or_a_mesh_error(variables):
     try:
         found = placed(variables, parent=7)
-    except fs.MeshError:
+    except fs.errors.MeshError:
         return
     if found is not None:
         assert 0 <= found.rank < found.world and 0 <= found.local_rank < found.local_world <= found.world

@@ -137,7 +137,7 @@ def to_and_from_torch():
     for bad in (P.flat("data"), P(("model", "data"))):
         try:
             fs.to_dtensor(fs.device_put(whole, fs.Layout(mesh, bad)))
-        except fs.LayoutError as error:
+        except fs.errors.LayoutError as error:
             messages.append(str(error))
     return messages
 
@@ -183,7 +183,7 @@ def wrong_size():
 
 
 def test_a_mesh_of_another_size_than_the_world():
-    with pytest.raises(fs.MeshError, match=r"has 2 = 2 devices, but there are 3 processes"):
+    with pytest.raises(fs.errors.MeshError, match=r"has 2 = 2 devices, but there are 3 processes"):
         run_processes(wrong_size, 3)
 
 
@@ -217,7 +217,8 @@ def leave_one_out():
 
 def test_a_time_out_names_the_collective(link):
     with pytest.raises(
-        fs.CollectiveTimeoutError, match=r"psum of float32\[3\] over data .* at .*test_process.py.* in main did not end"
+        fs.errors.CollectiveTimeoutError,
+        match=r"psum of float32\[3\] over data .* at .*test_process.py.* in main did not end",
     ):
         run_processes(leave_one_out, 2, environment=link, timeout=30)
 
@@ -231,7 +232,7 @@ def one_fails():
             raise KeyError("mine")
         try:
             fs.psum(torch.ones(2), "data")
-        except fs.LostProcessError as error:
+        except fs.errors.LostProcessError as error:
             with open(os.environ["FSHARD_TEST_TELLS"], "w") as file:
                 file.write(str(error))
             raise
@@ -383,7 +384,7 @@ def differ_over_gloo(kind):
                 fs.recv(y, "d", source=int(first))
             else:
                 fs.psum(x, "d") if first else fs.pmax(x, "d")
-        except (fs.CollectiveTimeoutError, fs.LostProcessError) as error:
+        except (fs.errors.CollectiveTimeoutError, fs.errors.LostProcessError) as error:
             return str(error)
 
     return fs.run(main, mesh=mesh)[0]

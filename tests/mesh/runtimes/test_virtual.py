@@ -32,7 +32,7 @@ def test_a_missing_collective_on_one_device_of_64_is_reported_at_once():
             fs.psum(torch.ones(3), "data")  # the one that 41 leaves out
 
     began = time.monotonic()
-    with pytest.raises(fs.DeadlockError) as error:
+    with pytest.raises(fs.errors.DeadlockError) as error:
         run(main, data=64)
     assert time.monotonic() - began < 10  # no timeout is waited for
     text = str(error.value)
@@ -49,7 +49,7 @@ def test_devices_that_wait_for_each_other():
         fs.psum(torch.ones(2), first)
         fs.psum(torch.ones(2), second)
 
-    with pytest.raises(fs.DeadlockError, match="4 of 4 wait") as error:
+    with pytest.raises(fs.errors.DeadlockError, match="4 of 4 wait") as error:
         run(main, a=2, b=2)
     assert str(error.value).count("waits in psum over") == 3  # two neighbours that wait in the same are one line
 
@@ -77,19 +77,19 @@ def test_devices_that_wait_for_each_other():
     ],
 )
 def test_different_collectives_in_one_group(mine, theirs, words):
-    with pytest.raises(fs.MismatchError, match="met in one collective") as error:
+    with pytest.raises(fs.errors.MismatchError, match="met in one collective") as error:
         run(lambda: mine() if fs.axis_index("d") == 0 else theirs(), d=2)
     assert all(word in str(error.value) for word in [*words, "device (d=0)", "device (d=1)", "test_virtual.py"])
 
 
 def test_a_receive_without_a_send():
-    with pytest.raises(fs.DeadlockError, match=r"recv of f32\[2\] from device \(d=1\)"):
+    with pytest.raises(fs.errors.DeadlockError, match=r"recv of f32\[2\] from device \(d=1\)"):
         run(lambda: fs.recv(torch.ones(2), "d", source=1) if fs.axis_index("d") == 0 else None, d=2)
 
 
 def test_a_send_without_a_receive():
     with pytest.raises(
-        fs.MismatchError, match=r"never received:\n  f32\[2\] sent by device \(d=0\) at .*test_virtual.py"
+        fs.errors.MismatchError, match=r"never received:\n  f32\[2\] sent by device \(d=0\) at .*test_virtual.py"
     ):
         run(lambda: fs.send(torch.ones(2), "d", to=1) if fs.axis_index("d") == 0 else None, d=2)
 
@@ -102,7 +102,7 @@ def test_a_message_that_is_not_the_one_expected():
             fs.recv(torch.ones(3), "d", source=0)
 
     with pytest.raises(
-        fs.MismatchError, match=r"expects recv of f32\[3\].*but what came is f32\[2\] sent by device \(d=0\)"
+        fs.errors.MismatchError, match=r"expects recv of f32\[3\].*but what came is f32\[2\] sent by device \(d=0\)"
     ):
         run(main, d=2)
 
@@ -114,16 +114,16 @@ def test_a_collective_that_only_the_backward_of_some_devices_reaches():
         if y.requires_grad:
             torch.autograd.grad(y, x)
 
-    with pytest.raises(fs.DeadlockError, match="psum_scatter"):
+    with pytest.raises(fs.errors.DeadlockError, match="psum_scatter"):
         run(main, d=2)
 
 
 def test_collectives_outside_say_where_they_belong():
-    with pytest.raises(fs.ScopeError, match=r"fs\.psum was called outside shard_map and run"):
+    with pytest.raises(fs.errors.ScopeError, match=r"fs\.psum was called outside shard_map and run"):
         fs.psum(torch.ones(1), "data")
-    with pytest.raises(fs.ScopeError, match='the axes bound here are "data"'):
+    with pytest.raises(fs.errors.ScopeError, match='the axes bound here are "data"'):
         run(lambda: fs.psum(torch.ones(1), "model"), data=2)
-    with pytest.raises(fs.ScopeError, match="an axis is named twice"):
+    with pytest.raises(fs.errors.ScopeError, match="an axis is named twice"):
         run(lambda: fs.psum(torch.ones(1), ("data", "data")), data=2)
 
 
@@ -358,7 +358,7 @@ def test_the_script_of_a_device_makes_its_own_mesh():
         return x.local.item(), fs.unshard(double(x)).sum().item()
 
     assert run(main, d=6) == [(float(d), 30.0) for d in range(6)]
-    with pytest.raises(fs.MeshError, match="has 4 devices, but this code runs on one of 6"):
+    with pytest.raises(fs.errors.MeshError, match="has 4 devices, but this code runs on one of 6"):
         run(lambda: fs.make_mesh({"d": 4}), d=6)
 
 
@@ -370,7 +370,7 @@ def test_a_gradient_asked_for_outside_is_refused():
         kept.append((fs.all_gather(x, "d").sum(), x))
 
     run(main, d=2)
-    with pytest.raises(fs.ScopeError, match="differentiated outside the function that called it"):
+    with pytest.raises(fs.errors.ScopeError, match="differentiated outside the function that called it"):
         torch.autograd.grad(*kept[0])
 
 
@@ -379,7 +379,8 @@ def test_a_gradient_asked_for_outside_is_refused():
 
 def test_a_started_collective_that_others_leave_out():
     with pytest.raises(
-        fs.MismatchError, match=r"started, but not by all devices of their group:\n  psum over .* at .*test_virtual"
+        fs.errors.MismatchError,
+        match=r"started, but not by all devices of their group:\n  psum over .* at .*test_virtual",
     ):
         run(lambda: fs.psum.start(torch.ones(1), "d") if fs.axis_index("d") == 0 else None, d=2)
 
@@ -394,7 +395,7 @@ def test_checked_devices_that_call_from_other_lines():
             first = fs.psum(torch.tensor(1.0), "d")
         return first.item(), second.item()
 
-    with pytest.raises(fs.MismatchError, match="Only the lines differ"):
+    with pytest.raises(fs.errors.MismatchError, match="Only the lines differ"):
         fs.run(main, mesh=fs.make_mesh({"d": 2}), check=True)
     assert run(main, d=2) == [(11, 11)] * 2
 
@@ -436,7 +437,7 @@ def test_one_device_goes_on_with_the_callers_random_state_and_hands_it_back():
 
 def test_one_device_that_waits_for_a_message_is_a_deadlock_and_one_that_fails_says_which():
     mesh = fs.make_mesh({"d": 1})
-    with pytest.raises(fs.DeadlockError, match="recv of"):
+    with pytest.raises(fs.errors.DeadlockError, match="recv of"):
         fs.run(lambda: fs.recv(torch.ones(1), "d", source=0), mesh=mesh)
     with pytest.raises(ZeroDivisionError) as error:
         fs.run(lambda: 1 / 0, mesh=mesh)

@@ -84,20 +84,24 @@ def four_checked(link):
 @pytest.mark.parametrize(
     ("kind", "error", "words"),
     [
-        ("shape", fs.MismatchError, ["psum of float32[2] at", "psum of float32[3] at", "process 0", "process 1"]),
-        ("collective", fs.MismatchError, ["psum of float32[2] at", "all_gather(dim=0) of float32[2] at"]),
-        ("line", fs.MismatchError, ["Only the lines differ"]),
+        (
+            "shape",
+            fs.errors.MismatchError,
+            ["psum of float32[2] at", "psum of float32[3] at", "process 0", "process 1"],
+        ),
+        ("collective", fs.errors.MismatchError, ["psum of float32[2] at", "all_gather(dim=0) of float32[2] at"]),
+        ("line", fs.errors.MismatchError, ["Only the lines differ"]),
         (
             "missing",
-            fs.DeadlockError,
+            fs.errors.DeadlockError,
             ["process 0: waits in psum of float32[2] over data at", "process 1: has finished"],
         ),
-        ("message", fs.DeadlockError, ["process 0: waits in recv of float32[2] from process 1 at"]),
-        ("wrong message", fs.MismatchError, ["expects recv of float32[2] at", "what comes is float32[3]"]),
+        ("message", fs.errors.DeadlockError, ["process 0: waits in recv of float32[2] from process 1 at"]),
+        ("wrong message", fs.errors.MismatchError, ["expects recv of float32[2] at", "what comes is float32[3]"]),
     ],
 )
 def test_checked_processes_do_not_hang(kind, error, words, checked):
-    ends = error is fs.DeadlockError  # that takes processes that really end
+    ends = error is fs.errors.DeadlockError  # that takes processes that really end
     with pytest.raises(error) as raised:
         checked.run_last(different, kind) if ends else checked.run(different, kind)
     assert all(word in str(raised.value) for word in words)
@@ -119,7 +123,7 @@ def global_array(of):
 
 def test_checked_processes_compare_the_wholes_that_their_pieces_make_up(checked):
     assert checked.run(global_array, (2, 2)) == [([1.0] * 4, (1,))] * 2
-    with pytest.raises(fs.MismatchError) as raised:
+    with pytest.raises(fs.errors.MismatchError) as raised:
         checked.run(global_array, (2, 3))
     assert all(f"process {place}: from_local of f32[{n}@data]" in str(raised.value) for place, n in [(0, 4), (1, 6)])
 
@@ -239,7 +243,7 @@ def start_wrongly(kind):
             try:
                 for handle in STARTED_WRONG[kind][dist.get_rank() % 2](torch.ones(4)):
                     handle.wait()
-            except fs.MismatchError as error:
+            except fs.errors.MismatchError as error:
                 told.append(str(error))
         assert time.monotonic() - began < 10
         return told
@@ -268,7 +272,7 @@ def differentiate_unevenly(f, timeout):
     def main():
         try:
             f(torch.tensor([1.0, 2.0], requires_grad=True), fs.axis_index("d") == 0)
-        except (fs.MismatchError, fs.CollectiveTimeoutError, fs.LostProcessError) as error:
+        except (fs.errors.MismatchError, fs.errors.CollectiveTimeoutError, fs.errors.LostProcessError) as error:
             return f"{type(error).__name__}: {error}"
 
     try:
@@ -308,7 +312,7 @@ def call_one_that(what):
     began = time.monotonic()
     try:
         fs.run(lambda: fs.psum(torch.ones(2), "data"), mesh=mesh)
-    except (fs.LostProcessError, fs.CollectiveTimeoutError) as error:
+    except (fs.errors.LostProcessError, fs.errors.CollectiveTimeoutError) as error:
         text = f"{type(error).__name__}: {error}"
     (Path(os.environ["SAID"]) / "said").write_text(f"{time.monotonic() - began:.0f} s {text}")
     return text

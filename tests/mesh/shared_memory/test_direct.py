@@ -96,7 +96,7 @@ def exchange(dtype):
 def call_differently(kind):
     try:
         mapped(lambda: DIFFERENT[kind][fs.axis_index("d")]())
-    except fs.MismatchError as error:
+    except fs.errors.MismatchError as error:
         leave(waiting=False)
         return str(error)
     return None
@@ -132,7 +132,7 @@ def differentiate_unevenly(f):
 def uneven_between_processes(f):
     try:
         mapped(differentiate_unevenly(f))
-    except fs.MismatchError as error:
+    except fs.errors.MismatchError as error:
         leave(waiting=False)
         return str(error)
     return None
@@ -143,7 +143,7 @@ def uneven_between_processes(f):
 def test_what_only_some_devices_differentiate_is_an_error(pair, f):
     told = [text for text in pair.run(uneven_between_processes, f) if text is not None]
     assert len(told) == (1 if f is uneven_message else 2)  # a sender does not wait for its receiver
-    with pytest.raises(fs.MismatchError) as error:
+    with pytest.raises(fs.errors.MismatchError) as error:
         fs.run(differentiate_unevenly(f), mesh=fs.make_mesh({"d": 2}))
     for text in [*told, str(error.value)]:
         assert "what some devices of a group differentiate, all have to" in text
@@ -258,7 +258,7 @@ def die_while_others_wait(size):
             os.kill(os.getpid(), signal.SIGKILL)
         try:
             fs.psum(torch.ones(size), "d")
-        except fs.LostProcessError as error:
+        except fs.errors.LostProcessError as error:
             with open(os.environ["FSHARD_TEST_TELLS"], "w") as file:
                 file.write(str(error))
             raise
@@ -284,11 +284,11 @@ def fail_half_way():
             time.sleep(2.5)
         try:
             return fs.broadcast(x, "d").unique().tolist()
-        except fs.CollectiveTimeoutError:
+        except fs.errors.CollectiveTimeoutError:
             x.fill_(-7.0)
             time.sleep(3)
             return "gave up"
-        except fs.LostProcessError:
+        except fs.errors.LostProcessError:
             return "was told"
 
     return fs.run(main, mesh=mesh)[0]

@@ -145,7 +145,7 @@ def the_line_of_an_error():
             fs.psum(x, "d")
         try:
             fs.psum(x, "d") if fs.axis_index("d") else fs.pmax(x, "d")
-        except fs.MismatchError as error:
+        except fs.errors.MismatchError as error:
             return str(error)
 
     return fs.run(main, mesh=fs.make_mesh({"d": 2}))[0]

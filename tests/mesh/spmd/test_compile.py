@@ -182,7 +182,7 @@ def compiled_in_place() -> Net:
     ids=["parts", "whole", "in place"],
 )
 def test_a_compiled_module_is_one_error_when_it_is_boosted(made, parts):
-    with pytest.raises(fs.ModuleError, match=rf"^boost: {parts} is compiled, .* fs.with_unsharded_params\("):
+    with pytest.raises(fs.errors.ModuleError, match=rf"^boost: {parts} is compiled, .* fs.with_unsharded_params\("):
         trained_in_a_loop("ddp", made)
 
 

@@ -98,7 +98,7 @@ def test_nesting_over_other_axes(mesh):
             lambda x: fs.psum(x.sum(), ("data", "model")), mesh=mesh["model"], in_specs=P("model"), out_specs=P()
         )(x)
 
-    with pytest.raises(fs.MeshError, match="axis model is already mapped by the shard_map around it"):
+    with pytest.raises(fs.errors.MeshError, match="axis model is already mapped by the shard_map around it"):
         fs.shard_map(collective_over_both, mesh=mesh, in_specs=P("data"), out_specs=P())(x)
 
 
@@ -126,7 +126,7 @@ def test_sub_meshes_stand_for_the_whole(mesh):
 
 
 def test_axes_left_free_cannot_be_named(mesh):
-    with pytest.raises(fs.LayoutError, match="names model, which this shard_map is not mapped over"):
+    with pytest.raises(fs.errors.LayoutError, match="names model, which this shard_map is not mapped over"):
         identity(mesh, P("model"), P(), axes="data")(torch.ones(2))
 
 
@@ -176,13 +176,13 @@ NONE = {
 @pytest.mark.parametrize("what", NONE)
 def test_what_is_something_else_than_was_asked_for(what):
     call, text = NONE[what]
-    with pytest.raises(fs.FshardError) as error:
+    with pytest.raises(fs.errors.FshardError) as error:
         call()
     assert f"{type(error.value).__name__}: {error.value}".startswith(text)
 
 
 def test_all_offending_arguments_at_once(mesh):
-    with pytest.raises(fs.LayoutError) as error:
+    with pytest.raises(fs.errors.LayoutError) as error:
         identity(mesh, (P("data"), P(None, "model"), P("data")), P())(torch.ones(3), torch.ones(2, 5), torch.ones(4))
     text = str(error.value)
     assert "argument 0: " in text and "dim 0 has 3 elements, which 2 devices (data) do not divide" in text
@@ -200,7 +200,7 @@ def test_all_offending_arguments_at_once(mesh):
     ],
 )
 def test_in_specs_that_do_not_fit(mesh, in_specs, text):
-    with pytest.raises(fs.LayoutError) as error:
+    with pytest.raises(fs.errors.LayoutError) as error:
         fs.shard_map(lambda x: x, mesh=mesh, in_specs=in_specs, out_specs=P())(torch.ones(2))
     assert text in str(error.value)
 
@@ -208,13 +208,13 @@ def test_in_specs_that_do_not_fit(mesh, in_specs, text):
 @pytest.mark.parametrize(
     ("f", "out_specs", "kind", "text"),
     [
-        (lambda x: x, None, fs.LayoutError, "result: is a tensor, but its out_spec is None"),
-        (lambda x: (x, x), (P("data"), P("nowhere")), fs.MeshError, 'has no axis "nowhere"'),
-        (lambda x: (x, x), (P("data"),), fs.LayoutError, "are no prefix of the tree"),
-        (lambda x: x.sum(), P("data"), fs.LayoutError, 'has 0 dims, but P("data") has 1 entries'),
-        (lambda x: x, P.flat("data"), fs.LayoutError, "cannot be read off a piece"),
-        (lambda x: x[: fs.axis_index("data")], P("data"), fs.LayoutError, "does not make up a tensor"),
-        (lambda x: fs.axis_index("data"), P(), fs.MismatchError, "return different trees or values"),
+        (lambda x: x, None, fs.errors.LayoutError, "result: is a tensor, but its out_spec is None"),
+        (lambda x: (x, x), (P("data"), P("nowhere")), fs.errors.MeshError, 'has no axis "nowhere"'),
+        (lambda x: (x, x), (P("data"),), fs.errors.LayoutError, "are no prefix of the tree"),
+        (lambda x: x.sum(), P("data"), fs.errors.LayoutError, 'has 0 dims, but P("data") has 1 entries'),
+        (lambda x: x, P.flat("data"), fs.errors.LayoutError, "cannot be read off a piece"),
+        (lambda x: x[: fs.axis_index("data")], P("data"), fs.errors.LayoutError, "does not make up a tensor"),
+        (lambda x: fs.axis_index("data"), P(), fs.errors.MismatchError, "return different trees or values"),
     ],
 )
 def test_results_that_do_not_fit(mesh, f, out_specs, kind, text):
@@ -224,7 +224,7 @@ def test_results_that_do_not_fit(mesh, f, out_specs, kind, text):
 
 
 def test_changing_an_argument_in_place_is_refused(mesh):
-    with pytest.raises(fs.LayoutError, match="<lambda> changed its argument x in place"):
+    with pytest.raises(fs.errors.LayoutError, match="<lambda> changed its argument x in place"):
         fs.shard_map(lambda x: x.add_(1), mesh=mesh, in_specs=P(), out_specs=P())(torch.ones(2))
 
 
@@ -233,7 +233,7 @@ def test_changing_a_shard_in_place_is_refused(mesh, lies):
     x = fs.device_put(torch.ones(8), fs.Layout(mesh, lies))
     spec = P() if lies == P() else P("data")
     for y in (x, fs.device_put(torch.ones(8), fs.Layout(mesh, lies, "host"))):
-        with pytest.raises(fs.LayoutError, match="<lambda> changed its argument x in place"):
+        with pytest.raises(fs.errors.LayoutError, match="<lambda> changed its argument x in place"):
             fs.shard_map(lambda x: x.add_(1), mesh=mesh, in_specs=spec, out_specs=spec)(y)
     fresh = fs.shard_map(lambda x: x.clone().add_(1), mesh=mesh, in_specs=spec, out_specs=spec)
     with torch.inference_mode():
@@ -244,7 +244,7 @@ def test_changing_a_shard_in_place_is_refused(mesh, lies):
 
 def test_a_tensor_on_another_mesh_is_refused(mesh):
     x = fs.device_put(torch.ones(2), fs.Layout(fs.make_mesh({"data": 2}), P()))
-    with pytest.raises(fs.LayoutError, match="it lies on Mesh"):
+    with pytest.raises(fs.errors.LayoutError, match="it lies on Mesh"):
         identity(mesh, P(), P())(x)
 
 
@@ -253,7 +253,7 @@ def test_the_global_array_of_an_inner_map_is_refused_at_once(mesh):
         inner = fs.shard_map(lambda y: y, mesh=mesh["model"], in_specs=P(None, "model"), out_specs=P(None, "model"))
         return {"y": inner(x), "n": 1}
 
-    with pytest.raises(fs.LayoutError) as caught:
+    with pytest.raises(fs.errors.LayoutError) as caught:
         fs.shard_map(outer, mesh=mesh, in_specs=P("data"), out_specs=P("data"), axes="data")(torch.ones(4, 4))
     assert str(caught.value) == (
         'shard_map of outer: result["y"]: it is a Sharded on Mesh(model=2 of data=2, model=2; virtual, cpu), which only the '
@@ -269,7 +269,7 @@ def test_unknown_axes_are_named_with_all_other_offenders_before_the_function_run
         return a, {"b": b}
 
     in_specs, out_specs = (P("dta"), P("data"), P("modl")), (P("x"), {"b": P("data", "y")})
-    with pytest.raises(fs.LayoutError) as caught:
+    with pytest.raises(fs.errors.LayoutError) as caught:
         fs.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs)(torch.ones(2), torch.ones(3), torch.ones(2))
     text = str(caught.value)
     assert text.startswith("shard_map of f: ") and len(text.splitlines()) == 6
@@ -277,7 +277,7 @@ def test_unknown_axes_are_named_with_all_other_offenders_before_the_function_run
         assert part in text
     for part in ('no axis "dta"', 'no axis "modl"', 'no axis "x"', 'no axis "y"', "dim 0 has 3 elements"):
         assert part in text
-    with pytest.raises(fs.MeshError, match=r'shard_map of f: out_specs: .* no axis "y"'):
+    with pytest.raises(fs.errors.MeshError, match=r'shard_map of f: out_specs: .* no axis "y"'):
         fs.shard_map(f, mesh=mesh, in_specs=P(), out_specs=P("y"))(*[torch.ones(2)] * 3)
     assert not ran
 
@@ -296,11 +296,11 @@ def test_from_local(mesh):
     assert results == [[0, 1]] * 4
     flat = fs.from_local(lambda data, model: torch.ones(3 - data), fs.Layout(mesh, P.flat("data")), shape=(5,))
     assert fs.unshard(flat).tolist() == [1] * 5
-    with pytest.raises(fs.LayoutError, match="was given one piece for the 4 devices"):
+    with pytest.raises(fs.errors.LayoutError, match="was given one piece for the 4 devices"):
         fs.from_local(torch.ones(2), layout)
-    with pytest.raises(fs.LayoutError, match=r"device \{'data': 1, 'model': 0\} has \(1,\) instead of \(2,\)"):
+    with pytest.raises(fs.errors.LayoutError, match=r"device \{'data': 1, 'model': 0\} has \(1,\) instead of \(2,\)"):
         fs.from_local(lambda data, model: torch.ones(2 - data), fs.Layout(mesh, P("data")))
-    with pytest.raises(fs.LayoutError, match="of one dtype; found f32, i32"):
+    with pytest.raises(fs.errors.LayoutError, match="of one dtype; found f32, i32"):
         fs.from_local(
             lambda data, model: torch.ones(2, dtype=[torch.int32, torch.float32][data]), fs.Layout(mesh, P("data"))
         )
@@ -312,9 +312,9 @@ def test_shards_of_several_kinds_are_refused(mesh):
     numbers = fs.Sharded((4,), layout, (2.0,) * 4)
     take = fs.shard_map(lambda x: x, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
     for use in (fs.unshard, take, lambda x: fs.reshard(x, fs.Layout(mesh, P()))):
-        with pytest.raises(fs.LayoutError, match="not tensors of one dtype: f32, i64"):
+        with pytest.raises(fs.errors.LayoutError, match="not tensors of one dtype: f32, i64"):
             use(mixed)
-        with pytest.raises(fs.LayoutError, match="not tensors of one dtype: float"):
+        with pytest.raises(fs.errors.LayoutError, match="not tensors of one dtype: float"):
             use(numbers)
 
 
@@ -335,7 +335,7 @@ def test_sharded_is_an_optree_node(mesh):
 def test_the_local_shard(mesh):
     x = fs.device_put(torch.arange(4.0), fs.Layout(mesh, P("data")))
     assert fs.run(lambda: x.local.tolist(), mesh=mesh) == [[0, 1], [0, 1], [2, 3], [2, 3]]
-    with pytest.raises(fs.LayoutError, match="holds the shards of 4 devices here"):
+    with pytest.raises(fs.errors.LayoutError, match="holds the shards of 4 devices here"):
         _ = x.local
 
 
@@ -351,7 +351,7 @@ def test_device_put_owns_its_memory(mesh):
 
 def test_a_result_that_is_not_equal_names_itself(mesh):
     f = fs.shard_map(lambda x: {"total": x.sum()}, mesh=mesh, in_specs=P("data"), out_specs=P())
-    with pytest.raises(fs.PromiseError) as error:
+    with pytest.raises(fs.errors.PromiseError) as error:
         f(torch.arange(4.0))
     text = str(error.value)
     assert 'result["total"] of <lambda>, with out_spec P(), has to be equal along ("data", "model")' in text
@@ -370,12 +370,12 @@ def test_a_forgotten_pvary_names_the_argument(mesh):
 
     w, x = torch.ones(2, requires_grad=True), torch.arange(4.0).reshape(2, 2)
     with pytest.raises(
-        fs.PromiseError, match=r"argument w of loss, with spec P\(\), is equal along .* Write w = fs.pvary\(w, "
+        fs.errors.PromiseError, match=r"argument w of loss, with spec P\(\), is equal along .* Write w = fs.pvary\(w, "
     ):
         torch.autograd.grad(
             fs.unshard(fs.shard_map(loss, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())(w, x)), w
         )
-    with pytest.raises(fs.PromiseError, match=r"result of gradient, with out_spec P\(\)"):
+    with pytest.raises(fs.errors.PromiseError, match=r"result of gradient, with out_spec P\(\)"):
         fs.shard_map(gradient, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())(w.detach(), x)
 
 
@@ -385,7 +385,9 @@ def test_a_forgotten_pvary_after_a_psum_names_the_collective(mesh):
         mean = fs.psum(x, "data")  # used below with each device's own data
         return torch.autograd.grad((mean * (1 + fs.axis_index("data"))).sum(), x)[0]
 
-    with pytest.raises(fs.PromiseError, match=r'the result of fs.psum over "data" is equal on all devices') as error:
+    with pytest.raises(
+        fs.errors.PromiseError, match=r'the result of fs.psum over "data" is equal on all devices'
+    ) as error:
         fs.shard_map(f, mesh=mesh, in_specs=P("data"), out_specs=P("data"))(torch.ones(2))
     assert "test_shard_map.py" in str(error.value)
 
@@ -514,7 +516,7 @@ def test_a_captured_tensor_is_seen_on_every_device(mesh):
     f = fs.shard_map(
         lambda x: x * w if fs.axis_index("data") == 1 else x * 3, mesh=mesh, in_specs=P("data"), out_specs=P("data")
     )
-    with pytest.raises(fs.LayoutError, match="is not one of its arguments"):
+    with pytest.raises(fs.errors.LayoutError, match="is not one of its arguments"):
         f(torch.ones(4))
 
 
@@ -524,7 +526,7 @@ def test_another_mesh_inside_a_map_is_refused():
     def f(x):
         return fs.shard_map(lambda x: x, mesh=inner, in_specs=P("x"), out_specs=P("x"))(x).local
 
-    with pytest.raises(fs.MeshError, match="its devices lie across axes that are mapped there"):
+    with pytest.raises(fs.errors.MeshError, match="its devices lie across axes that are mapped there"):
         fs.shard_map(f, mesh=outer, in_specs=P("a"), out_specs=P("a"))(torch.arange(8.0))
 
 
@@ -540,7 +542,7 @@ def test_an_argument_that_only_some_devices_use(mesh):
 
 
 def test_results_of_different_dtypes_are_refused(mesh):
-    with pytest.raises(fs.LayoutError, match="another dtype on some devices: torch.float32, torch.float64"):
+    with pytest.raises(fs.errors.LayoutError, match="another dtype on some devices: torch.float32, torch.float64"):
         fs.shard_map(
             lambda x: x.double() if fs.axis_index("data") else x, mesh=mesh, in_specs=P("data"), out_specs=P("data")
         )(torch.ones(2))
@@ -548,7 +550,7 @@ def test_results_of_different_dtypes_are_refused(mesh):
 
 def test_numpy_arrays_are_refused_rather_than_replicated(mesh):
 
-    with pytest.raises(fs.LayoutError, match="it is a numpy array, which is not cut"):
+    with pytest.raises(fs.errors.LayoutError, match="it is a numpy array, which is not cut"):
         identity(mesh, P("data"), P("data"))(np.ones(4))
 
 
@@ -563,5 +565,5 @@ def test_recipes_are_not_kept_without_bound(mesh):
 
 @pytest.mark.parametrize("make", [lambda: P(unreduced=3), lambda: P.flat(1), lambda: P("a", (2,))])
 def test_axes_that_are_no_names(make):
-    with pytest.raises(fs.LayoutError):
+    with pytest.raises(fs.errors.LayoutError):
         make()

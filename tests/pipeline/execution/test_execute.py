@@ -411,7 +411,7 @@ def test_shapes_that_depend_on_values_have_to_be_told():
     xs = [torch.tensor([[1.0], [1.0]]), torch.tensor([[1.0], [-1.0]])]
     stages, ws = [positive, scaled], [torch.tensor(3.0), torch.tensor(2.0)]
     mesh = fs.make_mesh({"pipe": 2})
-    with pytest.raises(fs.LayoutError) as error:
+    with pytest.raises(fs.errors.LayoutError) as error:
         pipelined(stages, named("gpipe", 2, 2), total, mesh=mesh)(ws, xs)
     assert str(error.value) == (
         "the result of stage 0 for microbatch 1 is (float32[1, 1], True); for a microbatch of the same shapes it was "
@@ -478,7 +478,7 @@ def test_what_cuts_the_graph_has_no_gradients_before_it():
 
 def test_what_cannot_be_run_is_refused_at_once():
     mesh = fs.make_mesh({"pipe": 2})
-    with pytest.raises(fs.LayoutError) as error:
+    with pytest.raises(fs.errors.LayoutError) as error:
         pipelined([scaled], named("gpipe", 3, 1), mesh=mesh)
     assert str(error.value) == (
         "pipelined as gpipe: it has 3 stages, 1 are given; it is for 3 devices, axis pipe has 2; a backward begins with a "
@@ -498,7 +498,9 @@ def test_what_would_hang_is_refused_and_drawn():
     with pytest.raises(ScheduleError, match="devices 0 -> 1 -> 0 wait for each other"):
         pipelined([scaled] * 2, crossed, total, mesh=fs.make_mesh({"pipe": 2}))
     forwards = Schedule.from_csv("0F0\n1F0")
-    with pytest.raises(fs.LayoutError, match="it has no backward: say backward=False; on an abstract mesh nobody says"):
+    with pytest.raises(
+        fs.errors.LayoutError, match="it has no backward: say backward=False; on an abstract mesh nobody says"
+    ):
         pipelined([scaled] * 2, forwards, total, mesh=fs.make_mesh({"pipe": 2}, runtime="abstract"))
     step = pipelined([scaled] * 2, forwards, total, mesh=fs.make_mesh({"pipe": 2}), backward=False)
     assert step([torch.tensor(2.0)] * 2, lengths(3)).loss == 12.0
@@ -507,17 +509,17 @@ def test_what_would_hang_is_refused_and_drawn():
 def test_what_a_step_is_given_is_looked_at():
     step = pipelined([scaled] * 2, named("gpipe", 2, 2), total, mesh=fs.make_mesh({"pipe": 2}))
     ws = [torch.tensor(2.0)] * 2
-    with pytest.raises(fs.LayoutError, match="the schedule takes 2 microbatches, 3 are given"):
+    with pytest.raises(fs.errors.LayoutError, match="the schedule takes 2 microbatches, 3 are given"):
         step(ws, lengths(1, 1, 1))
-    with pytest.raises(fs.LayoutError, match="2 stages have as many trees of parameters, 1 are given"):
+    with pytest.raises(fs.errors.LayoutError, match="2 stages have as many trees of parameters, 1 are given"):
         step(ws[:1], lengths(1, 1))
-    with pytest.raises(fs.LayoutError, match="tensors of one microbatch have 1 and 3 rows.*weights="):
+    with pytest.raises(fs.errors.LayoutError, match="tensors of one microbatch have 1 and 3 rows.*weights="):
         step(ws, [(torch.ones(1), torch.ones(3))] * 2)
-    with pytest.raises(fs.LayoutError, match=r"count for something together; they count for \[0.0, 0.0\]"):
+    with pytest.raises(fs.errors.LayoutError, match=r"count for something together; they count for \[0.0, 0.0\]"):
         step(ws, lengths(1, 1), [0, 0])
-    with pytest.raises(fs.LayoutError, match="loss_fn has to return one floating number.*float32 of shape"):
+    with pytest.raises(fs.errors.LayoutError, match="loss_fn has to return one floating number.*float32 of shape"):
         pipelined([scaled] * 2, named("gpipe", 2, 2), lambda y, x: y, mesh=fs.make_mesh({"pipe": 2}))(ws, lengths(2, 2))
-    with pytest.raises(fs.LayoutError, match=r"stage 0 has skips, so it has to return \(y, \{'a': ...\}\)"):
+    with pytest.raises(fs.errors.LayoutError, match=r"stage 0 has skips, so it has to return \(y, \{'a': ...\}\)"):
         pipelined([scaled] * 2, named("gpipe", 2, 2), total, mesh=fs.make_mesh({"pipe": 2}), skips={"a": (0, 1)})(
             ws, lengths(2, 2)
         )
@@ -547,7 +549,7 @@ def test_in_reproducible_mode_torch_cuts_no_sum_among_threads(devices):
 def test_an_error_says_in_which_stage_and_microbatch_it_was_raised():
     schedule = fs.pipeline_schedule("1f1b", stages=2, microbatches=3)
     stages = [lambda w, x: x * w, lambda w, x: x @ w]
-    step = fs.pipelined(stages, schedule, lambda y, x: y.sum(), mesh=fs.make_mesh({"pipe": 2}))
+    step = fs.pipeline.pipelined(stages, schedule, lambda y, x: y.sum(), mesh=fs.make_mesh({"pipe": 2}))
     weights = [torch.ones(()), torch.ones(2, 2)]
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as error:
         step(weights, [torch.ones(1, 2), torch.ones(1, 3), torch.ones(1, 2)])
@@ -562,8 +564,8 @@ def watch_a_step(name):
     """Run a step; return the schedule and what the devices of this process did."""
     schedule = fs.pipeline_schedule(name, stages=4, microbatches=3)
     mesh = fs.make_mesh({"pipe": schedule.devices})
-    step = fs.pipelined([lambda w, x: w * x] * 4, schedule, lambda y, x: y.sum(), mesh=mesh)
-    with fs.timeline() as run:
+    step = fs.pipeline.pipelined([lambda w, x: w * x] * 4, schedule, lambda y, x: y.sum(), mesh=mesh)
+    with fs.pipeline.timeline() as run:
         step([torch.ones(())] * 4, [torch.ones(2)] * 3)
     step([torch.ones(())] * 4, [torch.ones(2)] * 3)  # nobody looks any more
     return schedule, run

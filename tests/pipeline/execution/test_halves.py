@@ -338,7 +338,9 @@ def test_what_autograd_adds_up_is_the_gradient_of_the_whole(name):
     weights = [torch.randn(150, 150, generator=draw) / 12 for _ in range(4)]
     microbatches = [torch.randn(rows, 150, generator=draw) for rows in (2, 1, 3)]
     mesh = fs.make_mesh({"pipe": schedule.devices})
-    step = fs.pipelined([lambda w, x: torch.tanh(x @ w)] * 4, schedule, lambda y, x: y.square().mean(), mesh=mesh)
+    step = fs.pipeline.pipelined(
+        [lambda w, x: torch.tanh(x @ w)] * 4, schedule, lambda y, x: y.square().mean(), mesh=mesh
+    )
     found = step(weights, microbatches).gradients
     model = [w.double().requires_grad_() for w in weights]
     y = torch.cat(microbatches).double()

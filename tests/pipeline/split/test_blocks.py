@@ -88,7 +88,7 @@ def check_bits(model, stages, batch, loss_of, name="1f1b"):
     fns, params = functions(stages)
     schedule = fs.pipeline_schedule(name, stages=len(stages), microbatches=1)
     mesh = fs.make_mesh({"pipe": schedule.devices})
-    step = fs.pipelined(fns, schedule, lambda y, _: loss_of(y), mesh=mesh, reproducible=True)
+    step = fs.pipeline.pipelined(fns, schedule, lambda y, _: loss_of(y), mesh=mesh, reproducible=True)
     found = step(params, [batch], weights=[1])
     with one_thread(True):
         loss = loss_of(model(**batch))
@@ -115,7 +115,7 @@ def test_any_cut_has_the_bits_of_the_whole(n, data):
     sizes = [end - begin for begin, end in zip([0, *cuts], [*cuts, BLOCKS], strict=True)]
     torch.manual_seed(0)
     model = Decoder().double()
-    stages = fs.split_stages(
+    stages = fs.pipeline.split_stages(
         model, n, sizes, sample={"tokens": tokens(1, 3, 0), "targets": tokens(1, 3, 0)}, blocks="blocks"
     )
     rows, length = data.draw(st.integers(1, 2)), data.draw(st.integers(1, 5))
@@ -129,7 +129,7 @@ def test_any_cut_has_the_bits_of_the_whole(n, data):
 
 def test_a_stage_has_what_it_uses_and_nothing_else():
     model = Decoder()
-    stages = fs.split_stages(model, 2, sample=tokens(1, 2, 0), blocks="blocks")
+    stages = fs.pipeline.split_stages(model, 2, sample=tokens(1, 2, 0), blocks="blocks")
     before, after = ({name.partition(".")[0] for name, _ in stage.named_parameters()} for stage in stages)
     assert before == {"words", "memory", "frozen", "unused", "scales", "between", "blocks"}
     assert after == {"words", "norm", "scales", "blocks"}  # the head is the embedding
@@ -142,7 +142,7 @@ def test_layers_draw_as_in_the_whole():
     torch.manual_seed(0)
     model, x = Decoder(drop=0.5), tokens(2, 4, 0)
     apply, params, buffers = fs.functionalize(model)
-    fns, own = functions(fs.split_stages(model, 3, sample=x, blocks="blocks"))
+    fns, own = functions(fs.pipeline.split_stages(model, 3, sample=x, blocks="blocks"))
     before = torch.get_rng_state()
     with fs.keyed_random(7):
         expected = apply(params, buffers, x)[0]
@@ -157,10 +157,10 @@ def in_processes(devices):
     torch.manual_seed(0)
     model = Decoder().double()
     batches = [{"tokens": tokens(2, length, 1).clamp(min=1), "targets": tokens(2, length, 2)} for length in (3, 5, 3)]
-    stages = fs.split_stages(model, 2 * devices, sample=batches[0], blocks="blocks")
+    stages = fs.pipeline.split_stages(model, 2 * devices, sample=batches[0], blocks="blocks")
     fns, params = functions(stages)
     schedule = fs.pipeline_schedule("interleaved", stages=2 * devices, microbatches=3)
-    step = fs.pipelined(fns, schedule, lambda y, _: y, mesh=fs.make_mesh({"pipe": devices}))
+    step = fs.pipeline.pipelined(fns, schedule, lambda y, _: y, mesh=fs.make_mesh({"pipe": devices}))
     expected = gradients(model, sum(model(**batch) for batch in batches) / 3)
     for _ in range(2):
         found = step(params, batches)
@@ -184,12 +184,12 @@ def test_transformers_are_cut(make, n):
         model.config.use_cache = False
     batch = {"input_ids": hugging_face.batch_of(0), "labels": hugging_face.batch_of(1)}
     path = hugging_face.MODELS[make][0].removesuffix("[*]")
-    stages = fs.split_stages(model, n, sample=batch, blocks=path)
+    stages = fs.pipeline.split_stages(model, n, sample=batch, blocks=path)
     check_bits(model, stages, batch, lambda y: y.loss)
     if n == 2:
         if hasattr(model, "config") and make is not hugging_face.bert:
             with pytest.raises(
-                fs.LayoutError, match="is called with .*: DynamicCache: only tensors and plain values can be"
+                fs.errors.LayoutError, match="is called with .*: DynamicCache: only tensors and plain values can be"
             ):
                 stages[0](batch | {"use_cache": True})
         assert not any(f"{path}.1." in name for name, _ in stages[0].named_parameters())
@@ -200,7 +200,7 @@ def test_balance_counts_what_comes_before_and_after():
 
     def sizes(balance):
         before = {name: x.clone() for name, x in model.state_dict().items()}
-        stages = fs.split_stages(model, 2, balance, sample=sample, blocks="blocks")
+        stages = fs.pipeline.split_stages(model, 2, balance, sample=sample, blocks="blocks")
         assert all(torch.equal(before[name], x) for name, x in model.state_dict().items())
         return [sum(type(part).__name__ == "Block" for part in stage.modules()) for stage in stages]
 

@@ -125,12 +125,12 @@ def test_what_cannot_be_cut_is_refused():
         (2, "type:(", 'balance="type:(" is no regular expression: missing )'),
         (2, "type:Conv", 'no layer has a class that matches "Conv"; they are Embedding, Linear, ReLU, Tanh'),
     ]:
-        with pytest.raises(fs.LayoutError) as error:
+        with pytest.raises(fs.errors.LayoutError) as error:
             split_stages(layers, n, balance)
         assert text in str(error.value)
-    with pytest.raises(fs.LayoutError, match=r"layers\[1\] is int, layers\[2\] is str"):
+    with pytest.raises(fs.errors.LayoutError, match=r"layers\[1\] is int, layers\[2\] is str"):
         split_stages([nn.ReLU(), 3, "x"], 2)
-    with pytest.raises(fs.LayoutError, match="a list of layers, found Bilinear. .* sample=x, blocks="):
+    with pytest.raises(fs.errors.LayoutError, match="a list of layers, found Bilinear. .* sample=x, blocks="):
         split_stages(nn.Bilinear(2, 2, 2), 2)
 
 
@@ -162,7 +162,7 @@ def with_own(model, **more):
     ],
 )
 def test_what_a_row_of_layers_does_beside_them_is_not_lost(model, more):
-    with pytest.raises(fs.LayoutError, match=rf"more than the row of its layers, .* would have its {more}\."):
+    with pytest.raises(fs.errors.LayoutError, match=rf"more than the row of its layers, .* would have its {more}\."):
         split_stages(model, 2)
 
 

@@ -62,7 +62,9 @@ def test_stages_of_a_pipeline_learn_once_a_step(name, remat):
         return y
 
     schedule = fs.pipeline_schedule(name, stages=2, microbatches=3)
-    step = fs.pipelined([stage, lambda w, x: w * x], schedule, lambda y, _: y.sum(), mesh=fs.make_mesh({"pipe": 2}))
+    step = fs.pipeline.pipelined(
+        [stage, lambda w, x: w * x], schedule, lambda y, _: y.sum(), mesh=fs.make_mesh({"pipe": 2})
+    )
     for turn in range(2):
         step([params, torch.ones(())], [x + turn for x in batches])
         state = fs.commit_batch_norm(first, state)

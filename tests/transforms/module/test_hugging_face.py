@@ -206,7 +206,7 @@ def test_its_blocks_are_cut_into_stages(make):
     model, tokens, blocks = built(make, 0.0), batch_of(0), MODELS[make][0].removesuffix("[*]")
     model.config.use_cache = False  # no tensor, so no stage hands it on
     mesh, schedule = fs.make_mesh({"pipe": 2, "data": 2}), fs.pipeline_schedule("1f1b", stages=2, microbatches=2)
-    stages = fs.split_stages(model, 2, sample={"input_ids": tokens}, blocks=blocks)
+    stages = fs.pipeline.split_stages(model, 2, sample={"input_ids": tokens}, blocks=blocks)
     params = fs.shard_stages(stages, fs.fsdp("data"), mesh=mesh, schedule=schedule)
 
     def entropy(y, batch):

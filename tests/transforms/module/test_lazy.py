@@ -33,7 +33,7 @@ def test_a_stage_is_built_alone_and_draws_by_its_names():
     Noted.made.clear()
     small = fs.lazy(lambda: nn.Sequential(nn.Linear(8, 8), nn.Dropout()))
     layers = [fs.lazy(Noted, 3), nn.Tanh(), small, fs.lazy(Noted, 900), fs.lazy(Noted, 4)]
-    stages = fs.split_stages(layers, 3, "parameters")
+    stages = fs.pipeline.split_stages(layers, 3, "parameters")
     assert [len(stage) for stage in stages] == [3, 1, 1]
     assert all(x.is_meta for stage in stages for x in state(stage).values())
     before = torch.get_rng_state()
@@ -63,7 +63,7 @@ def test_blocks_may_be_lazy():
     model = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 4, 0, batch_first=True), 1)
     model.layers = nn.ModuleList(fs.lazy(nn.TransformerEncoderLayer, 4, 2, 4, 0, batch_first=True) for _ in range(3))
     x = torch.ones(1, 2, 4)
-    stages = [fs.materialize(stage, seed=0) for stage in fs.split_stages(model, 3, sample=x, blocks="layers")]
+    stages = [fs.materialize(stage, seed=0) for stage in fs.pipeline.split_stages(model, 3, sample=x, blocks="layers")]
     y = x
     for stage in stages:
         y = stage(y)
@@ -71,20 +71,20 @@ def test_blocks_may_be_lazy():
 
 
 def test_what_cannot_be_built_later_is_refused():
-    with pytest.raises(fs.ModuleError, match="weight must have a shape"):
+    with pytest.raises(fs.errors.ModuleError, match="weight must have a shape"):
         fs.lazy(nn.LazyLinear, 3)
-    with pytest.raises(fs.ModuleError, match="factory must return a module; got int"):
+    with pytest.raises(fs.errors.ModuleError, match="factory must return a module; got int"):
         fs.lazy(int, "3")
     for made in (nn.Linear(2, 2), 3):
-        with pytest.raises(fs.ModuleError, match="fs.lazy: factory must be a function that makes a module"):
+        with pytest.raises(fs.errors.ModuleError, match="fs.lazy: factory must be a function that makes a module"):
             fs.lazy(made)
-    with pytest.raises(fs.ModuleError, match="0.weight, 0.bias must be described"):
+    with pytest.raises(fs.errors.ModuleError, match="0.weight, 0.bias must be described"):
         fs.materialize(nn.Sequential(nn.Linear(2, 2, device="meta"), fs.lazy(nn.Linear, 2, 2)), seed=0)
 
 
 def test_layers_that_wait_for_a_first_call_have_it():
     layers = nn.Sequential(nn.Linear(2, 5), nn.LazyLinear(3), nn.ReLU(), nn.LazyLinear(1), nn.Dropout())
-    with pytest.raises(fs.LayoutError, match="1, 3 have no shapes before a first call"):
-        fs.split_stages(layers, 2, "parameters")
-    fs.split_stages(layers, 2, "parameters", sample=torch.ones(4, 2))
+    with pytest.raises(fs.errors.LayoutError, match="1, 3 have no shapes before a first call"):
+        fs.pipeline.split_stages(layers, 2, "parameters")
+    fs.pipeline.split_stages(layers, 2, "parameters", sample=torch.ones(4, 2))
     assert [tuple(x.shape) for x in layers.parameters()] == [(5, 2), (5,), (3, 5), (3,), (1, 3), (1,)]

@@ -121,15 +121,15 @@ def test_what_is_trained(config, trained):
 
 
 def test_names_that_do_not_fit_are_all_named():
-    with pytest.raises(fs.ModuleError) as caught:
+    with pytest.raises(fs.errors.ModuleError) as caught:
         lora(Tied(), fs.LoraConfig(target_modules=["mix", "q_proj", "up"], modules_to_save=["classifier"]))
     assert str(caught.value) == (
         "lora: mix is a MultiheadAttention, which has no low rank; no layer is called 'q_proj'; no layer is called "
         "'classifier'. Linear layers are: mix.out_proj, up, head."
     )
-    with pytest.raises(fs.ModuleError, match=r"no layer is called 'v_proj'. Linear layers are"):
+    with pytest.raises(fs.errors.ModuleError, match=r"no layer is called 'v_proj'. Linear layers are"):
         lora(Tied(), fs.LoraConfig(target_modules="v_proj"))
-    with pytest.raises(fs.ModuleError, match=r"there is no linear layer. Linear layers are: none."):
+    with pytest.raises(fs.errors.ModuleError, match=r"there is no linear layer. Linear layers are: none."):
         lora(nn.BatchNorm1d(2))
 
 
@@ -233,5 +233,5 @@ def test_a_model_in_stages_trains_it_too():
     ],
 )
 def test_what_makes_no_sense_is_said_in_our_words(call, words):
-    with pytest.raises(fs.ModuleError, match=words):
+    with pytest.raises(fs.errors.ModuleError, match=words):
         call()

@@ -10,7 +10,7 @@ from torch.func import grad, jacfwd, jacrev, jvp, vmap
 import fshard as fs
 from fshard import P
 from fshard.testing.processes import Processes
-from fshard.transforms.module.remat import PolicyError, name, offload, remat, save_names
+from fshard.transforms.module.remat import PolicyError, checkpoint_name, offload, remat, save_names
 from fshard.transforms.reproducible.randomness import keyed_random
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
@@ -28,7 +28,7 @@ def values(*shapes, seed=0):
 
 
 def mlp(w, v, x):
-    h = name((x @ w).relu_(), "hidden")  # in place: what is kept must notice
+    h = checkpoint_name((x @ w).relu_(), "hidden")  # in place: what is kept must notice
     return (torch.nn.functional.dropout(h.sin(), 0.3) @ v).tanh()
 
 
@@ -69,7 +69,7 @@ def test_nested(policy, inner):
     w, v, x = values((D, D), (D, D), (3, D))
 
     def twice(f):
-        return lambda w, v, x: f(w, v, name(f(w, v, x).exp(), "hidden") * 2)
+        return lambda w, v, x: f(w, v, checkpoint_name(f(w, v, x).exp(), "hidden") * 2)
 
     nested = remat(twice(remat(mlp, inner)), policy)
     close(
@@ -106,7 +106,7 @@ def test_transforms_of_torch_func(kind, policy):
 
 
 def mlp_out_of_place(w, v, x):
-    return (torch.nn.functional.dropout(name((x @ w).sigmoid(), "hidden").sin(), 0.3) @ v).tanh()
+    return (torch.nn.functional.dropout(checkpoint_name((x @ w).sigmoid(), "hidden").sin(), 0.3) @ v).tanh()
 
 
 def test_under_torch_func_a_captured_tensor_has_its_derivative():
@@ -137,7 +137,7 @@ def count(f, policy, *args):
 
 
 def three(x, w):
-    return name((x @ w).sin(), "s").exp().square()
+    return checkpoint_name((x @ w).sin(), "s").exp().square()
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_a_name_on_a_view_keeps_what_made_it():
     w, x = values((D, D), (3, D))
 
     def f(x, w):
-        return name((x @ w).sin().view(-1)[2:].reshape(2, 5), "s").exp().square()
+        return checkpoint_name((x @ w).sin().view(-1)[2:].reshape(2, 5), "s").exp().square()
 
     assert count(f, save_names("s"), x.detach(), w)["sin"] == 1
     close(torch.autograd.grad(remat(f, save_names("s"))(x, w).sum(), w), torch.autograd.grad(f(x, w).sum(), w))
@@ -219,10 +219,10 @@ def test_a_policy_that_there_is_not():
 def block(w, x):
     """Column-parallel, then row-parallel: a gather, dropout, and a sum in the middle."""
     w = fs.all_gather(fs.pvary(w, "model"), "data")
-    h = name((fs.pvary(x, "model") @ w).sin(), "hidden")
+    h = checkpoint_name((fs.pvary(x, "model") @ w).sin(), "hidden")
     h = torch.nn.functional.dropout(h, 0.3)
     y = fs.psum((h * (1 + fs.axis_index("model"))).exp(), "model")
-    return name(y, "hidden").sin()
+    return checkpoint_name(y, "hidden").sin()
 
 
 @each_policy
@@ -259,7 +259,7 @@ def test_a_shard_map_inside(policy):
             return (fs.pvary(w, "data").sin().T @ x.T).T
 
         on_mesh = fs.shard_map(own, mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data"))
-        return name(fs.unshard(on_mesh(w, x)), "hidden").sin()
+        return checkpoint_name(fs.unshard(on_mesh(w, x)), "hidden").sin()
 
     close(
         torch.autograd.grad(remat(f, policy)(w, x).sum(), (w, x)),
@@ -319,7 +319,7 @@ INSIDE = {
 
 def transforming(kind):
     def f(w, v, x):
-        h = name(torch.nn.functional.dropout((x @ w).sigmoid(), 0.3), "hidden").exp()
+        h = checkpoint_name(torch.nn.functional.dropout((x @ w).sigmoid(), 0.3), "hidden").exp()
         g = fs.with_unsharded_params(INSIDE[kind], keep=True)(lambda h: (h @ v).tanh() ** 2, h)
         return (torch.nn.functional.dropout(g, 0.3) @ w).sin() + h.sum()
 

@@ -410,7 +410,7 @@ def test_buffers_that_lie_on_the_mesh_come_back_so():
     assert all(isinstance(x, fs.Sharded) and x.spec == P() for x in found.values())
     assert_same_buffers(found, serial(batch_normed(), 6, "sgd")[1])
     with pytest.raises(
-        fs.LayoutError, match=r"buffers must be replicated .*; 1.running_mean lies as P.flat\(\"data\"\)"
+        fs.errors.LayoutError, match=r"buffers must be replicated .*; 1.running_mean lies as P.flat\(\"data\"\)"
     ):
         with_buffers(
             batch_normed(), 3, lay=lambda buffers, mesh: fs.device_put(buffers, fs.Layout(mesh, P.flat("data")))
@@ -424,7 +424,7 @@ def tower(params: dict, x: Tensor, wrap: Callable[[Callable[..., Tensor]], Calla
     """Blocks with dropout, each of which `wrap` may change."""
 
     def block(w, x):
-        return x + nn.functional.dropout(torch.tanh(fs.name(x @ w["up"], "up")) @ w["down"], 0.25)
+        return x + nn.functional.dropout(torch.tanh(fs.checkpoint_name(x @ w["up"], "up")) @ w["down"], 0.25)
 
     for w in params["blocks"]:
         x = wrap(block)(w, x)
@@ -624,7 +624,7 @@ def test_units_that_devices_use_in_different_orders_are_refused_or_right(stage):
     expected = torch.autograd.grad(sum(halves) / 2, leaves)
     try:
         _, grads = run(placed({"blocks": blocks}, stage, mesh), x)
-    except fs.FshardError:
+    except fs.errors.FshardError:
         return
     for ours, g in zip(grads["blocks"], expected, strict=True):
         torch.testing.assert_close(fs.unshard(ours), g)
@@ -666,7 +666,7 @@ def test_buffers_that_are_handed_back_are_not_sent():
         3.0,
         buffers["name"],
     )
-    with pytest.raises(fs.LayoutError, match=r"has to return \(loss, buffers\); found a Tensor"):
+    with pytest.raises(fs.errors.LayoutError, match=r"has to return \(loss, buffers\); found a Tensor"):
         fs.value_and_grad(lambda p, b, x: p["w"] * x.mean(), mesh=mesh, batch=P("data"), has_buffers=True)(
             own, buffers, torch.ones(2)
         )
@@ -701,7 +701,7 @@ def test_a_loss_function_that_changes_parameters_in_place_is_refused(stage):
             p["w"].clamp_(max=0.5)
         return (p["w"] * x).mean()
 
-    with pytest.raises(fs.ModuleError, match="writes to parameters in place: w"):
+    with pytest.raises(fs.errors.ModuleError, match="writes to parameters in place: w"):
         fs.value_and_grad(loss_fn, mesh=mesh, batch=P("data"))(own, torch.ones(4, 4))
 
 

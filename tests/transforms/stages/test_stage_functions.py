@@ -68,10 +68,10 @@ def run(name, recompute):
     torch.manual_seed(0)
     counts = Counts()
     layers = [Layer(counts, where) for where in (0, 1) for _ in range(LAYERS)]
-    stages = fs.split_stages(layers, 2)
+    stages = fs.pipeline.split_stages(layers, 2)
     functions, params = fs.stage_functions(stages, recompute, microbatches=MICROBATCHES)
     schedule = fs.pipeline_schedule(name, stages=2, microbatches=MICROBATCHES)
-    step = fs.pipelined(
+    step = fs.pipeline.pipelined(
         functions, schedule, lambda y, _: y.square().mean(), mesh=fs.make_mesh({"pipe": 2}), reproducible=True
     )
     found = step(params, torch.linspace(0.5, 1, MICROBATCHES * 8).reshape(MICROBATCHES, 2, 4))
@@ -145,10 +145,10 @@ def test_blocks_of_a_module_are_computed_again_one_by_one():
     for recompute in ("never", 1, "always"):
         torch.manual_seed(0)
         model = Blocks()
-        stages = fs.split_stages(model, 2, sample=torch.ones(1, 4), blocks="blocks")
+        stages = fs.pipeline.split_stages(model, 2, sample=torch.ones(1, 4), blocks="blocks")
         model.counts.calls.clear()
         functions, params = fs.stage_functions(stages, recompute)
-        step = fs.pipelined(
+        step = fs.pipeline.pipelined(
             functions,
             fs.pipeline_schedule("1f1b", stages=2, microbatches=2),
             lambda y, _: y.mean(),
@@ -182,7 +182,7 @@ def test_a_stage_may_change_what_it_is_given(recompute):
     for name in ("1f1b", "zb-h1"):
         schedule = fs.pipeline_schedule(name, stages=3, microbatches=2)
         mesh = fs.make_mesh({"pipe": 3})
-        step = fs.pipelined(functions, schedule, lambda y, _: y.sum(), mesh=mesh, skips={"skip": (0, 2)})
+        step = fs.pipeline.pipelined(functions, schedule, lambda y, _: y.sum(), mesh=mesh, skips={"skip": (0, 2)})
         found = step(ws, batch)
         loss = sum((ws[2] * (ws[1] * torch.relu(ws[0] * x) + torch.tanh(ws[0] + x))).sum() for x in batch) / 2
         torch.testing.assert_close([found.loss, *found.gradients], [loss.detach(), *torch.autograd.grad(loss, ws)])
@@ -203,7 +203,9 @@ def test_frozen_and_unused_parameters_have_no_gradient_and_a_module_may_be_calle
     functions, params = fs.stage_functions(parts)
     for name in ("1f1b", "zb-h1"):
         schedule = fs.pipeline_schedule(name, stages=2, microbatches=2)
-        step = fs.pipelined(functions, schedule, lambda y, _: y.square().mean(), mesh=fs.make_mesh({"pipe": 2}))
+        step = fs.pipeline.pipelined(
+            functions, schedule, lambda y, _: y.square().mean(), mesh=fs.make_mesh({"pipe": 2})
+        )
         found = step(params, x)
         twice = [own for part in parts for own in part.twice.parameters()]
         expected = torch.autograd.grad(parts[1](parts[0](x)).square().mean(), twice)

@@ -99,7 +99,7 @@ def in_stages(
 ):
     """Train it in stages; return what `serial` does, by the names of the whole model."""
     mesh = fs.make_mesh({"pipe": schedule.devices, "data": data})
-    stages = fs.split_stages(model, schedule.stages, balance)
+    stages = fs.pipeline.split_stages(model, schedule.stages, balance)
     params = fs.shard_stages(stages, at_rest(zero), mesh=mesh, schedule=schedule)
     opt = optimizer(opt, mesh, zero)
     step = make(stages, opt, mesh=mesh, batch=P("data"), schedule=schedule, loss=loss, **options)
@@ -368,7 +368,7 @@ def test_a_batch_that_no_axis_cuts_is_cut_into_microbatches(axes):
     """On a mesh that has nothing but the pipeline, say."""
     model, batch = gpt(3).eval(), tokens(7)
     schedule = fs.pipeline_schedule("zb-h1", stages=3, microbatches=2)
-    mesh, stages = fs.make_mesh({"pipe": 3, **axes}), fs.split_stages(model, 3)
+    mesh, stages = fs.make_mesh({"pipe": 3, **axes}), fs.pipeline.split_stages(model, 3)
     params = fs.shard_stages(stages, P.flat(*axes) if axes else None, mesh=mesh, schedule=schedule)
     opt = fs.optim.sgd(1.0)
     step = fs.train_step(stages, opt, mesh=mesh, batch=P(), schedule=schedule, loss=entropy)
@@ -499,7 +499,7 @@ def remembered(model, batches, schedule, **options):
 
         step = fs.train_step(loss_fn, opt, **options)
     else:
-        stages = fs.split_stages(model, schedule.stages)
+        stages = fs.pipeline.split_stages(model, schedule.stages)
         params = fs.shard_stages(stages, mesh=mesh, schedule=schedule)
         buffers = fs.shard_stages([dict(one.named_buffers()) for one in stages], mesh=mesh, schedule=schedule)
         step = fs.train_step(stages, opt, schedule=schedule, loss=mean_square, **options)
@@ -521,7 +521,7 @@ def same_trees(found, expected):
 def test_stages_are_evaluated_forward_only(zero):
     model, batch = gpt(3).eval(), tokens(7)
     mesh, schedule = fs.make_mesh({"pipe": 2, "data": 2}), fs.pipeline_schedule("zbv", stages=4, microbatches=2)
-    stages = fs.split_stages(model, 4)
+    stages = fs.pipeline.split_stages(model, 4)
     params = fs.shard_stages(stages, at_rest(zero), mesh=mesh, schedule=schedule)
     options = {
         "mesh": mesh,
@@ -539,9 +539,9 @@ def test_stages_are_evaluated_forward_only(zero):
     assert torch.equal(fs.unshard(aux["best"]), beside["best"]) and aux["right"] == beside["right"]
     assert torch.equal(before, torch.random.get_rng_state())
     assert comm.bytes(collective="psum_scatter") == 0
-    with pytest.raises(fs.LayoutError, match="evaluate has no option accumulate, slices with schedule="):
+    with pytest.raises(fs.errors.LayoutError, match="evaluate has no option accumulate, slices with schedule="):
         fs.evaluate(stages, **options, accumulate=2, slices=4)
-    with pytest.raises(fs.LayoutError, match="evaluate has no option loss without schedule="):
+    with pytest.raises(fs.errors.LayoutError, match="evaluate has no option loss without schedule="):
         fs.evaluate(mean_square, mesh=mesh, batch=P("data"), loss=of_words)
 
 
@@ -551,7 +551,7 @@ def lazily(count, made=None):
             made.append(1)
         return nn.Linear(6, 6)
 
-    return fs.split_stages([fs.lazy(layer) for _ in range(count)], count)
+    return fs.pipeline.split_stages([fs.lazy(layer) for _ in range(count)], count)
 
 
 def of_lazy_layers():
@@ -577,7 +577,7 @@ def test_lazy_layers_are_built_where_their_stage_lies_alone(four):
         assert built in (2, 4)
     assert built == 2  # of a process
     mesh, schedule = fs.make_mesh({"pipe": 2}), fs.pipeline_schedule("gpipe", stages=2, microbatches=1)
-    with pytest.raises(fs.LayoutError, match="a meta tensor .* has no values.*seed=0"):
+    with pytest.raises(fs.errors.LayoutError, match="a meta tensor .* has no values.*seed=0"):
         fs.shard_stages(lazily(2), mesh=mesh, schedule=schedule)
 
 
@@ -630,7 +630,7 @@ ENTRANCES = {
 def test_what_does_not_fit_is_refused_with_all_that_is_wrong():
     mesh, schedule = fs.make_mesh({"pipe": 2, "data": 2}), fs.pipeline_schedule("gpipe", stages=3, microbatches=1)
     opt = fs.optim.sgd(0.1)
-    with pytest.raises(fs.LayoutError) as error:
+    with pytest.raises(fs.errors.LayoutError) as error:
         fs.train_step([linear, 3], opt, mesh=mesh, batch=P("pipe"), schedule=schedule, live_units=0)
     assert str(error.value) == (
         "train_step: stage 1 is int, which is not called; the last stage makes no loss by itself: give loss=, a function of what "
@@ -638,7 +638,7 @@ def test_what_does_not_fit_is_refused_with_all_that_is_wrong():
         "pipe, along which the stages lie: all of them see the same samples; live_units must be an integer >= 1, got 0; "
         "the schedule gpipe has 3 stages, 2 are given; the schedule gpipe is for 3 devices, axis pipe has 2."
     )
-    with pytest.raises(fs.LayoutError) as error:
+    with pytest.raises(fs.errors.LayoutError) as error:
         fs.train_step(
             [linear] * 3, opt, mesh=mesh, batch=P("data"), schedule=schedule, accumulate=2, slices=4, bucket=1
         )
@@ -647,20 +647,26 @@ def test_what_does_not_fit_is_refused_with_all_that_is_wrong():
     )
     given = {"mesh": mesh, "batch": P("data"), "loss": mean_square}
     for name, call in ENTRANCES.items():
-        with pytest.raises(fs.LayoutError, match=f"{name} was given a list of stages. Say how they run: schedule="):
+        with pytest.raises(
+            fs.errors.LayoutError, match=f"{name} was given a list of stages. Say how they run: schedule="
+        ):
             call(nn.ModuleList([nn.Linear(6, 6)] * 3), **given)
-        with pytest.raises(fs.MeshError, match=rf'{name}\(batch=\): .* has no axis "dat". Its axes are "pipe", "data"'):
+        with pytest.raises(
+            fs.errors.MeshError, match=rf'{name}\(batch=\): .* has no axis "dat". Its axes are "pipe", "data"'
+        ):
             call([linear] * 3, **given | {"batch": {"x": P("data"), "y": P(("pipe", "dat"))}, "schedule": schedule})
         with pytest.raises(
-            fs.MeshError, match=rf'{name}\(batch=\): .* has no axis "a", "b". Its axes are "pipe", "data"'
+            fs.errors.MeshError, match=rf'{name}\(batch=\): .* has no axis "a", "b". Its axes are "pipe", "data"'
         ):
             call(linear, mesh=mesh, batch=[P("a"), P("b")])
-        with pytest.raises(fs.MeshError, match=f"{name} needs a mesh, found NoneType"):
+        with pytest.raises(fs.errors.MeshError, match=f"{name} needs a mesh, found NoneType"):
             call(linear, mesh=None, batch=P("data"))
-    with pytest.raises(fs.LayoutError, match=r"shard_stages: .* 3 stages, 1 are given; .* 3 devices, axis pipe has 2"):
+    with pytest.raises(
+        fs.errors.LayoutError, match=r"shard_stages: .* 3 stages, 1 are given; .* 3 devices, axis pipe has 2"
+    ):
         fs.shard_stages(weights(1), mesh=mesh, schedule=schedule)
     abstract = fs.make_mesh({"pipe": 3, "data": 2}, runtime="abstract")
-    with pytest.raises(fs.LayoutError, match="on an abstract mesh nobody says what a stage makes"):
+    with pytest.raises(fs.errors.LayoutError, match="on an abstract mesh nobody says what a stage makes"):
         fs.train_step([linear] * 3, opt, mesh=abstract, batch=P("data"), schedule=schedule, loss=mean_square)
 
 
@@ -670,36 +676,39 @@ def test_what_a_step_is_given_has_to_lie_where_the_stages_do():
     opt, batch = fs.optim.sgd(0.1), torch.ones(4, 6)
     step = fs.train_step([linear] * 2, opt, **options)
     good = fs.shard_stages(weights(2), mesh=mesh, schedule=schedule)
-    with pytest.raises(fs.LayoutError) as error:
+    with pytest.raises(fs.errors.LayoutError) as error:
         step([good[1], {**good[1], "w": fs.shard_params(torch.ones(6, 6), P(), mesh=mesh)}], opt.init(good), batch)
     assert str(error.value) == (
         'train_step: parameters of stages lie where the schedule has these, along pipe: 0.b lies as P.owned("pipe", by=1), '
         'its stage at place 0; 0.w lies as P.owned("pipe", by=1), its stage at place 0; 1.w lies as P(), its stage at place '
         "1. Lay them there: fs.shard_stages(stages, rules, mesh=mesh, schedule=schedule)."
     )
-    with pytest.raises(fs.LayoutError, match="2 stages have a list of as many trees of parameters; 1 are given"):
+    with pytest.raises(fs.errors.LayoutError, match="2 stages have a list of as many trees of parameters; 1 are given"):
         step(good[:1], opt.init(good), batch)
     with pytest.raises(
-        fs.LayoutError, match=r"train_step on .*: 1.b is Tensor; 1.w is Tensor. Lay .* that mesh: fs.shard_stages"
+        fs.errors.LayoutError,
+        match=r"train_step on .*: 1.b is Tensor; 1.w is Tensor. Lay .* that mesh: fs.shard_stages",
     ):
         step([good[0], weights(2)[1]], opt.init(good), batch)
-    with pytest.raises(fs.LayoutError, match=r"a step takes \(params, state, batch\), 2 are given"):
+    with pytest.raises(fs.errors.LayoutError, match=r"a step takes \(params, state, batch\), 2 are given"):
         step(good, opt.init(good))
 
     def asking(w, x):
         return linear(w, x) * fs.axis_index("pipe")
 
     with pytest.raises(
-        fs.LayoutError, match=r"fs.axis_index over pipe in a stage, at .*: stages of a pipeline may ask only"
+        fs.errors.LayoutError, match=r"fs.axis_index over pipe in a stage, at .*: stages of a pipeline may ask only"
     ):
         fs.train_step([asking] * 2, opt, **options)(good, opt.init(good), batch)
-    with pytest.raises(fs.LayoutError, match=r"gradients= lays that of 0.b as P\(\), and not where the parameter lies"):
+    with pytest.raises(
+        fs.errors.LayoutError, match=r"gradients= lays that of 0.b as P\(\), and not where the parameter lies"
+    ):
         fs.train_step([linear] * 2, opt, **options, gradients=lambda layout: layout.with_spec(P()))(
             good, opt.init(good), batch
         )
     norms = [nn.BatchNorm1d(6), nn.BatchNorm1d(6)]
     laid = fs.shard_stages(norms, mesh=mesh, schedule=schedule)
     with pytest.raises(
-        fs.PolicyError, match="stage 0 changes its buffers running_mean, running_var, num.*has_buffers=True"
+        fs.errors.PolicyError, match="stage 0 changes its buffers running_mean, running_var, num.*has_buffers=True"
     ):
         fs.train_step(norms, opt, **options)(laid, opt.init(laid), torch.ones(8, 6))
