@@ -1,4 +1,4 @@
-"""What a Booster is given, and all that is wrong with it in one error, before anything is laid anywhere."""
+"""Checks of what a Booster is given: one error with everything that is wrong, before anything is sharded."""
 
 from __future__ import annotations
 

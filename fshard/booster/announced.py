@@ -21,7 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from fshard.errors import MismatchError
 from fshard.mesh.layout import Mesh, PyTree, flatten_outside
 from fshard.mesh.spmd.run import device_of
-from fshard.transforms.batch import Cut, Part, rows_of, tensors_in
+from fshard.transforms.batch import BatchPart, Cut, rows_of, tensors_in
 
 
 class Counted(NamedTuple):
@@ -102,7 +102,7 @@ class Announced:
         own = max(self._own(total, device), 1)
         if not known and {rows_of(x) for x in leaves} - {None} != {own}:
             return batch  # the whole one
-        return Part(batch, Cut(self._axes, self._parts, total))
+        return BatchPart(batch, Cut(self._axes, self._parts, total))
 
     def _in_doubt(self) -> bool:
         """Return whether it matters which batch an unknown one is, and cannot be told."""

@@ -39,8 +39,8 @@ from fshard.transforms.value_and_grad import gradient_of
 Criterion = Callable[..., Tensor]
 
 
-class State(NamedTuple):
-    """What a functional step takes and returns.
+class TrainState(NamedTuple):
+    """The state of training that a functional step takes and returns.
 
     Args:
         params: as they lie.
@@ -57,7 +57,7 @@ class State(NamedTuple):
     turn: int = 0
 
 
-Step = Callable[[State, Any], tuple[State, Metrics]]
+Step = Callable[[TrainState, Any], tuple[TrainState, Metrics]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +128,9 @@ class Arrangement:
         give_up_memory([model], torch.device(self.mesh.device_type))
         return ImperativeGradient(apply, laid, buffers, **how)
 
-    def functional(self, model: nn.Module, source: OptimizerSource, criterion: Criterion | None) -> tuple[State, Step]:
+    def functional(
+        self, model: nn.Module, source: OptimizerSource, criterion: Criterion | None
+    ) -> tuple[TrainState, Step]:
         """Return the state to begin with, and the step that takes it: see `loss_of`."""
         if self.cut is None:
             apply, given, buffers = functionalize(model, buffers=self.buffers, sync_batchnorm=self._synchronised)
@@ -154,12 +156,12 @@ class Arrangement:
 
         train = lru_cache(maxsize=1)(made)
 
-        def step(state: State, batch: Any) -> tuple[State, Metrics]:
+        def step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
             with keyed_random(self.seed, state.steps, 0):
                 params, kept, buffers, metrics = train(opts())(state.params, state.optimizer, state.buffers, batch)
             return state._replace(params=params, optimizer=kept, buffers=buffers, steps=state.steps + 1), metrics
 
-        return State(params, opts().init(params), buffers), step
+        return TrainState(params, opts().init(params), buffers), step
 
     @property
     def _synchronised(self) -> tuple[str, ...] | None:

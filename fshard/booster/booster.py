@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from fshard.booster.accepted import BOOSTED, taken
-from fshard.booster.arrangement import Arrangement, State, Step
+from fshard.booster.arrangement import Arrangement, Step, TrainState
 from fshard.booster.loader import Loader
 from fshard.booster.plugins import DDPPlugin, Plugin
 from fshard.booster.torch_style import BoostedOptimizer, Loops, Model, boosted, boosted_model
@@ -164,7 +164,7 @@ class Booster:
 
     # -- the functional form ------------------------------------------------------------------------------------------
 
-    def init(self, model: nn.Module, optimizer: Any, criterion: Callable[..., Tensor] | None = None) -> State:
+    def init(self, model: nn.Module, optimizer: Any, criterion: Callable[..., Tensor] | None = None) -> TrainState:
         """Return the state to begin with, and remember the step: see `loss_of`."""
         source = taken("init", model, optimizer, criterion)
         how, self._loops.own.inits = self.plugin.arranged().of(self._loops.own.inits), self._loops.own.inits + 1
@@ -172,8 +172,8 @@ class Booster:
         self._steps.append(step)
         return state._replace(turn=len(self._steps) - 1)
 
-    def step(self, state: State, batch: Any) -> tuple[State, Metrics]:
+    def step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         """Take a step on a batch of all devices, or what a prepared loader gives; the state that is given is used up."""
-        if not isinstance(state, State) or state.turn >= len(self._steps):  # pyright: ignore[reportUnnecessaryIsInstance]
+        if not isinstance(state, TrainState) or state.turn >= len(self._steps):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ModuleError("step comes after state = booster.init(model, optimizer, criterion).")
         return self._steps[state.turn](state, self._loops.batch(batch))

@@ -1,4 +1,4 @@
-"""What a module returned for several slices, as if it had been called once; and the way back of cotangents.
+"""Join the outputs of a module for several slices, and split their cotangents in the backward.
 
     slice 0   [0 1]   mean 2.0                 [0 1 2]   mean 3.0        the criterion's
     slice 1   [2]     mean 5.0       ──>                                 own graph begins here

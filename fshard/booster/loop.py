@@ -35,7 +35,7 @@ from fshard.mesh.spmd.scope import owning
 from fshard.optim.scaling import held_by
 from fshard.source import call_site
 from fshard.transforms.batch import Batch
-from fshard.transforms.device_step import Device
+from fshard.transforms.device_step import DeviceStep
 from fshard.transforms.fsdp.lazy_param import unsharded
 from fshard.transforms.fsdp.param_runtime import ParamPlans, ParamRuntime, numbered
 from fshard.transforms.fsdp.units import Unit
@@ -46,7 +46,7 @@ from fshard.transforms.graph_checks import (
     refuse_other_parameters,
     refuse_unreached,
 )
-from fshard.transforms.means import Found
+from fshard.transforms.means import LossSums
 from fshard.transforms.module.buffers import Buffers, Written
 from fshard.transforms.module.functionalize import Apply
 from fshard.transforms.origin import refuse_distant, refuse_unplaced
@@ -80,7 +80,7 @@ class LoopDraws:
 
 
 @dataclass
-class _Open:
+class _OpenStep:
     """A step that has begun: its parameters, its last forward, and what its backwards have found.
 
     Args:
@@ -103,7 +103,7 @@ class _Open:
     plans: ParamPlans
     tree: Callable[[], PyTree]
     unflatten: Callable[[Sequence[Any]], PyTree]
-    device: Device | None = None
+    device: DeviceStep | None = None
     counted: Counted | None = None
     slices: list[int] | None = None
     buffers: list[PyTree] = field(default_factory=list[PyTree])
@@ -159,7 +159,7 @@ class ImperativeGradient:
         self._buffers = self._agreed.part(0)  # as the last forward has left them
         self._announced = Announced(mesh, axes)
         self._gradient = unstaged(apply, mesh=mesh, batch=None, has_buffers=True, **options)
-        self._open: _Open | None = None
+        self._open: _OpenStep | None = None
 
     @property
     def is_reproducible(self) -> bool:
@@ -195,7 +195,7 @@ class ImperativeGradient:
         batch, now.counted = self._batch(device, args, kwargs, sliced=sliced)
         with self.draws.next(grad=grad):
             key = drawn_key()
-        now.device = Device(how, now.runtime, now.tree, self._agreed, batch, 0, key, 1.0)
+        now.device = DeviceStep(how, now.runtime, now.tree, self._agreed, batch, 0, key, 1.0)
         run = self._forward_slices if sliced else self._forward_whole
         try:
             output = run(now, grad=grad)
@@ -210,13 +210,13 @@ class ImperativeGradient:
             self._open, now.is_forward = now, True
         return output
 
-    def _forward_whole(self, now: _Open, *, grad: bool) -> Any:
+    def _forward_whole(self, now: _OpenStep, *, grad: bool) -> Any:
         assert now.device is not None
         output, self._buffers = self._one(now, [x for (x,) in now.device.batch.columns], self._buffers, 0, grad=grad)
         now.slices = None
         return output
 
-    def _forward_slices(self, now: _Open, *, grad: bool) -> Any:
+    def _forward_slices(self, now: _OpenStep, *, grad: bool) -> Any:
         """Run each slice alone, and join the outputs as if the module had been called once."""
         assert now.device is not None
         device, count = now.device, now.device.turns
@@ -235,7 +235,9 @@ class ImperativeGradient:
         ends = {id(x) for x, _ in recorded}
         return tree_unflatten([x.view_as(x) if id(x) in ends else x for x, _ in found], structure)
 
-    def _one(self, now: _Open, leaves: list[Any], buffers: PyTree, number: int, *, grad: bool) -> tuple[Any, PyTree]:
+    def _one(
+        self, now: _OpenStep, leaves: list[Any], buffers: PyTree, number: int, *, grad: bool
+    ) -> tuple[Any, PyTree]:
         """Run the module once; return its output, and the buffers after it."""
         assert now.device is not None
         device, runtime = now.device, now.runtime
@@ -264,7 +266,7 @@ class ImperativeGradient:
         cuts = [counted.cut if length is not None and length == counted.rows else None for length in lengths]
         return Batch(mesh, (device,), [(x,) for x in leaves], cuts, structure, self.axes, ()), counted
 
-    def _opened(self) -> _Open:
+    def _opened(self) -> _OpenStep:
         """Begin a step: lay the parameters out for use."""
         mesh, gradient = resolve_mesh(self.mesh), self._gradient
         refuse_distant(mesh, "the model", params=self.params)
@@ -274,7 +276,7 @@ class ImperativeGradient:
         plans = gradient.plans_of(structure, leaves, at, mesh, self.axes)
         shards = [leaves[place].shards[0] for place in own]
         runtime = gradient.runtime(plans, shards, call_site())
-        return _Open(
+        return _OpenStep(
             runtime,
             plans,
             lambda: unflatten(structure, [runtime.lazy_params[place] for place in at]),
@@ -299,7 +301,7 @@ class ImperativeGradient:
             refuse_other_parameters(loss)
         self._on_device(lambda device: self._backward(now, loss, scale, sync))
 
-    def _backward(self, now: _Open, loss: Tensor, scale: float, sync: bool) -> None:
+    def _backward(self, now: _OpenStep, loss: Tensor, scale: float, sync: bool) -> None:
         device = now.device
         assert device is not None and now.counted is not None
         now.runtime.check_unchanged()
@@ -320,7 +322,7 @@ class ImperativeGradient:
         if not now.has_unreduced:
             self._agree(now, device)
 
-    def _back_through_slices(self, now: _Open, loss: Tensor, start: Tensor) -> None:
+    def _back_through_slices(self, now: _OpenStep, loss: Tensor, start: Tensor) -> None:
         """Go back through each slice alone, and add gradients in the tree of `TreeAccumulator`."""
         device, runtime = now.device, now.runtime
         assert device is not None and now.slices is not None
@@ -344,7 +346,7 @@ class ImperativeGradient:
             unit.accumulated = trees.result(unit)
         runtime.reductions.end()
 
-    def _agree(self, now: _Open, device: Device) -> None:
+    def _agree(self, now: _OpenStep, device: DeviceStep) -> None:
         """Reduce what is left, and average buffers."""
         weights = [now.share] if now.slices is None else [row * bool(now.share) for row in now.slices]
         trees = now.buffers or [self._buffers] * len(weights)
@@ -352,7 +354,7 @@ class ImperativeGradient:
         written = [
             Written(weight, self._agreed.changed(0, tree, near)) for weight, tree in zip(weights, trees, strict=True)
         ]
-        found = [Found(now.loss, weight, [], []) for weight in weights]
+        found = [LossSums(now.loss, weight, [], []) for weight in weights]
         _, now.used, changed = device.together(found, written)
         if now.runtime.fresh and now.slices is not None and len(now.slices) > 1:
             now.runtime.warn_of_attributes()
@@ -371,7 +373,7 @@ class ImperativeGradient:
         self.draws.end_step()
         return found
 
-    def _reduced(self, now: _Open, device: Device | None) -> PyTree:
+    def _reduced(self, now: _OpenStep, device: DeviceStep | None) -> PyTree:
         assert device is not None
         runtime = now.runtime
         if now.has_unreduced:

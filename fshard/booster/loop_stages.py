@@ -22,7 +22,7 @@ from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.reshard.device_put import unshard
 from fshard.pipeline.schedule.schedule import Schedule
 from fshard.source import call_site
-from fshard.transforms.gradient import Runs, Value, as_they_lie
+from fshard.transforms.gradient import Runs, StepValue, as_they_lie
 from fshard.transforms.origin import refuse_distant
 from fshard.transforms.value_and_grad import gradient_of
 
@@ -84,7 +84,7 @@ class StagedGradient:
         how: dict[str, Any] = {**self._options, "loss": both, "has_aux": outputs, "has_buffers": True}
         return gradient_of("execute_pipeline", self._stages, backward=backward, in_place=True, **how)
 
-    def run(self, loss: Loss | None, batch: PyTree, *, scale: float = 1.0, outputs: bool = False) -> Value:
+    def run(self, loss: Loss | None, batch: PyTree, *, scale: float = 1.0, outputs: bool = False) -> StepValue:
         """Run the schedule on a batch, and keep the gradients of `scale` times the loss; without grad mode, forwards alone.
 
         With `outputs`, what the last stage makes of all samples comes back beside the loss.

@@ -123,7 +123,7 @@ class Model(nn.Module):
 
 @dataclass
 class Loop:
-    """What a Booster has for one device: its models, and whether backwards reduce gradients.
+    """The models of a Booster on one device, and whether their backwards reduce gradients.
 
     `announced` are the batches of its loaders, for functional steps.
     """
@@ -209,7 +209,7 @@ class BoostedOptimizer(torch.optim.Optimizer):
 
     @property
     def scale(self) -> float:
-        """What losses are multiplied by."""
+        """The loss scale."""
         loss_scale = self._opts().loss_scale
         return 1.0 if loss_scale is None else float(loss_scale(self.state))
 

@@ -1,4 +1,4 @@
-"""What one process finds: it is called in all of them at the same time."""
+"""Examine one process: its machine, its links, and every collective; all processes call it together."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PATIENCE = 120.0
 
 @dataclass(frozen=True)
 class Findings:
-    """What one process found."""
+    """The findings of one process."""
 
     rank: int
     by: str
@@ -54,7 +54,7 @@ def examine(device: str | None, by: str) -> Findings:
 
 @dataclass(frozen=True)
 class Machine:
-    """What a process runs on."""
+    """The machine of a process."""
 
     host: str
     system: str
@@ -73,7 +73,7 @@ class Machine:
 
     @property
     def versions(self) -> tuple[str, str, str]:
-        """What has to be equal in all processes."""
+        """The versions that must be equal in all processes."""
         return (self.python, self.torch, self.fshard)
 
 
@@ -179,7 +179,7 @@ def _timed(call: Callable[[Tensor], Any], elements: int, times: int, device: str
 
 @dataclass(frozen=True)
 class Trial:
-    """What one collective was found to do."""
+    """The result of testing one collective."""
 
     collective: str
     cases: int

@@ -77,7 +77,7 @@ class Side:
 
 
 @dataclass(frozen=True)
-class Block:
+class GridBlock:
     """A grid of cells: rows of columns.  None where parts are left out.  `where` is its place in more than two dims."""
 
     where: str
@@ -101,7 +101,7 @@ class Grid:
     mesh: Mesh
     rows: Side | None
     columns: Side | None
-    blocks: tuple[Block | None, ...]
+    blocks: tuple[GridBlock | None, ...]
     notes: tuple[str, ...]
 
     @property
@@ -182,7 +182,7 @@ def _block(
     place: Sequence[int | None],
     rows: Side | None,
     columns: Side | None,
-) -> Block:
+) -> GridBlock:
     """Return the grid of the cells at one place in the outer sides."""
 
     def cell(row: int | None, column: int | None) -> Cell | None:
@@ -201,7 +201,7 @@ def _block(
     ]
     down = rows.shown if rows else (0,)
     right = columns.shown if columns else (0,)
-    return Block(", ".join(where), tuple(tuple(cell(row, column) for column in right) for row in down))
+    return GridBlock(", ".join(where), tuple(tuple(cell(row, column) for column in right) for row in down))
 
 
 def _cell(shape: Sequence[int], layout: Layout, at: Mapping[str, int]) -> Cell:

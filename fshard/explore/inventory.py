@@ -59,7 +59,7 @@ class Leaf:
 
 
 @dataclass(frozen=True)
-class Entry:
+class TreeEntry:
     """A child under its name, or `count` equal neighbours under the names of the first and the last."""
 
     name: str
@@ -72,7 +72,7 @@ class Branch:
     """A container: its class and its children."""
 
     kind: str
-    entries: tuple[Entry, ...]
+    entries: tuple[TreeEntry, ...]
 
     @property
     def bytes(self) -> Bytes:
@@ -116,15 +116,15 @@ def take_stock(tree: PyTree) -> Leaf | Branch:
     )
 
 
-def _folded(children: list[tuple[Hashable, Leaf | Branch]]) -> tuple[Entry, ...]:
+def _folded(children: list[tuple[Hashable, Leaf | Branch]]) -> tuple[TreeEntry, ...]:
     """Fold equal neighbours of a list; what has a name of its own keeps its line."""
-    entries: list[Entry] = []
+    entries: list[TreeEntry] = []
     for (_, node), run in groupby(
         children, key=lambda child: (None if isinstance(child[0], int) else child[0], child[1])
     ):
         keys = [key for key, _ in run]
         name = str(keys[0]) if isinstance(keys[0], str) else f"[{keys[0]!r}]"
-        entries.append(Entry(name if len(keys) == 1 else f"[{keys[0]}..{keys[-1]}]", node, len(keys)))
+        entries.append(TreeEntry(name if len(keys) == 1 else f"[{keys[0]}..{keys[-1]}]", node, len(keys)))
     return tuple(entries)
 
 

@@ -11,7 +11,7 @@ from rich.text import Text
 from rich.tree import Tree
 
 from fshard.explore.grid import plan_grid
-from fshard.explore.inventory import Branch, Bytes, Entry, Leaf
+from fshard.explore.inventory import Branch, Bytes, Leaf, TreeEntry
 from fshard.explore.palette import MUTED
 from fshard.explore.svg import svg_of
 from fshard.explore.words import size
@@ -69,7 +69,7 @@ def _opened(summary: str, inside: str, *, indent: float) -> str:
     return f'<details open style="margin-left:{indent:g}em"><summary>{summary}</summary>{inside}</details>'
 
 
-def _name(entry: Entry) -> str:
+def _name(entry: TreeEntry) -> str:
     return entry.name if entry.count == 1 else f"{entry.name} {entry.count} x"
 
 

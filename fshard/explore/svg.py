@@ -12,7 +12,7 @@ from __future__ import annotations
 from html import escape
 from typing import NamedTuple
 
-from fshard.explore.grid import Block, Cell, Grid, Side
+from fshard.explore.grid import Cell, Grid, GridBlock, Side
 from fshard.explore.palette import INK, MUTED, fill
 from fshard.explore.words import caption, headline, legend, side_title, span
 
@@ -47,7 +47,7 @@ def svg_of(grid: Grid) -> str:
     )
 
 
-def _draw(grid: Grid, block: Block) -> Drawn:
+def _draw(grid: Grid, block: GridBlock) -> Drawn:
     """Draw a block: the name of its place, the names of the sides and the ranges around the cells."""
     down, right = _labels(grid.rows), _labels(grid.columns)
     corner = [side_title(grid.rows)] if grid.rows else []
@@ -80,7 +80,7 @@ def _draw(grid: Grid, block: Block) -> Drawn:
     return Drawn("".join(parts), gutter + widest + _GAP, top)
 
 
-def _column(grid: Grid, block: Block, place: int, label: str) -> float:
+def _column(grid: Grid, block: GridBlock, place: int, label: str) -> float:
     """Return the width of a column: what its words need, and for a flat piece what its length asks for."""
     cells = [row[place] for row in block.cells]
     words = max(_width(text) for text in [label, *(caption(grid, cell) if cell else "…" for cell in cells)])

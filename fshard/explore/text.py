@@ -14,7 +14,7 @@ from __future__ import annotations
 from rich.style import Style
 from rich.text import Text
 
-from fshard.explore.grid import Block, Cell, Grid, Side
+from fshard.explore.grid import Cell, Grid, GridBlock, Side
 from fshard.explore.palette import INK, fill
 from fshard.explore.words import caption, headline, legend, side_title, span
 
@@ -31,7 +31,7 @@ def text_of(grid: Grid) -> Text:
     return Text("\n").join([*parts, *([Text(), *notes] if notes else [])])
 
 
-def _draw(grid: Grid, block: Block) -> list[Text]:
+def _draw(grid: Grid, block: GridBlock) -> list[Text]:
     down, right = _labels(grid.rows), _labels(grid.columns)
     captions = [["…" if cell is None else caption(grid, cell) for cell in row] for row in block.cells]
     widths = [2 + max(map(len, column)) for column in zip(right, *captions, strict=True)]

@@ -57,7 +57,7 @@ def use_treescope() -> None:
 
 
 class ShardedAdapter:
-    """What treescope asks of an array (its `NDArrayAdapter`), answered for a `Sharded`."""
+    """The `NDArrayAdapter` of treescope for a `Sharded`."""
 
     def get_axis_info_for_array_data(self, array: Sharded) -> tuple[Any, ...]:
         info = _of("ndarray_adapters").PositionalAxisInfo

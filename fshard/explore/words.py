@@ -1,4 +1,4 @@
-"""What a picture says in words: the same in text and in SVG."""
+"""The labels of pictures, the same in text and in SVG."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 
 from fshard.launching.shown import Shown
 from fshard.launching.travel import by_reference, by_value
-from fshard.launching.worker import GRACE, Report, Worker, read, stacks_of, start
+from fshard.launching.worker import GRACE, Worker, WorkerReport, read, stacks_of, start
 
 Result = TypeVar("Result")
 
@@ -192,10 +192,10 @@ class Processes:
 
     # -- reports ----------------------------------------------------------------------------------------------------
 
-    def _collect(self, deadline: float) -> dict[int, Report]:
+    def _collect(self, deadline: float) -> dict[int, WorkerReport]:
         """Wait for a report of every process; once one has failed, for the others' only a little longer."""
         pending = {worker.rank: worker for worker in self._workers}
-        reports: dict[int, Report] = {}
+        reports: dict[int, WorkerReport] = {}
         self._idle = 0
         while pending and (left := deadline - time.monotonic()) > 0:
             workers, shows = list(pending.values()), self._shows()
@@ -214,7 +214,9 @@ class Processes:
                         deadline = min(deadline, time.monotonic() + GRACE)
         return reports
 
-    def _failure(self, what: str, reports: dict[int, Report], silent: list[Worker], starts: list[int]) -> BaseException:
+    def _failure(
+        self, what: str, reports: dict[int, WorkerReport], silent: list[Worker], starts: list[int]
+    ) -> BaseException:
         """Return the error to raise, with all that is known of the others as notes."""
         stacks = stacks_of(silent, starts)
         unfinished = _ranks([worker.rank for worker in silent])

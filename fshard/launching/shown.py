@@ -1,4 +1,4 @@
-"""What other processes write, shown here: in a terminal, and in the cell of a notebook, which file numbers do not reach.
+"""Show the output of other processes: in a terminal, and in the cell of a notebook, which file numbers do not reach.
 
 Each process writes into pipes of its own.  Whoever waits for the processes reads them (`Shown.pump`) and passes on whole
 lines through Python's `sys.stdout` and `sys.stderr` as they are at that time; so lines of several processes do not mix.

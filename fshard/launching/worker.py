@@ -1,7 +1,7 @@
 """One process of `pool.Processes`: how it is started, what it does, what it reports.
 
 The parent holds a `Worker`: the process, a pipe to it, and either the file that its stderr goes to or the pipes through
-which all that it writes is shown.  The process takes tasks from the pipe, answers each with a `Report`, and ends with the
+which all that it writes is shown.  The process takes tasks from the pipe, answers each with a `WorkerReport`, and ends with the
 pipe, or with its parent.
 """
 
@@ -57,8 +57,8 @@ class Worker:
 
 
 @dataclass(frozen=True)
-class Report:
-    """What became of `fn` in one process: a result or an error, and when."""
+class WorkerReport:
+    """The outcome of `fn` in one process: a result or an error, and when."""
 
     rank: int
     ended: float
@@ -73,7 +73,7 @@ class Report:
         told = isinstance(self.error, RuntimeError | MeshError) and any(word in str(self.error) for word in LOST)
         return told or isinstance(self.error, LostProcessError)
 
-    def account(self, first: Report) -> str:
+    def account(self, first: WorkerReport) -> str:
         """Say what it raised, in a line if that only follows from what another has raised or is the same."""
         if self.followed:
             return ":\n" + f"{type(self.error).__name__}: {self.error}".splitlines()[0]
@@ -87,7 +87,7 @@ _OUR_FRAMES = f'  File "{__file__}"'
 """From here on outwards a stack is the same in every process."""
 
 
-def read(worker: Worker, n: int) -> Report | None:
+def read(worker: Worker, n: int) -> WorkerReport | None:
     """Return the report of a process, or of its death; None if there is none yet."""
     alive = worker.process.is_alive()  # asked first: what it sent before it died is still read
     with contextlib.suppress(EOFError, OSError):
@@ -102,7 +102,7 @@ def read(worker: Worker, n: int) -> Report | None:
         if code is not None and code < 0
         else f"ended with exit code {code}"
     )
-    return Report(
+    return WorkerReport(
         worker.rank,
         time.monotonic(),
         error=RuntimeError(f"process {worker.rank} of {n} {how}, before it had finished."),
@@ -197,7 +197,7 @@ def _live(
     _redirect(stderr, outputs)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends us
     threading.Thread(target=_die_with_parent, daemon=True).start()
-    connection.send_bytes(pickle.dumps(Report(rank, time.monotonic())))
+    connection.send_bytes(pickle.dumps(WorkerReport(rank, time.monotonic())))
     with contextlib.suppress(EOFError, OSError):
         while True:
             port, task, last = pickle.loads(connection.recv_bytes())
@@ -215,13 +215,13 @@ def _do(rank: int, task: bytes, connection: Connection, packed: Callable[[Any], 
     try:
         fn, args, kwargs = pickle.loads(task)
         result = fn(*args, **kwargs)
-        report = packed(Report(rank, time.monotonic(), result, joined=dist.is_initialized()))
+        report = packed(WorkerReport(rank, time.monotonic(), result, joined=dist.is_initialized()))
     except BaseException as error:
         tail = error.__traceback__.tb_next if error.__traceback__ is not None else None
         told = traceback.TracebackException(type(error), error, tail)
         told.__notes__ = []  # they travel with the error
         trace = "".join(told.format())
-        failed = Report(rank, time.monotonic(), error=_portable(error, packed), trace=trace)
+        failed = WorkerReport(rank, time.monotonic(), error=_portable(error, packed), trace=trace)
         _flush()
         connection.send_bytes(packed(failed))
         return False

@@ -32,7 +32,7 @@ from fshard.optim.schedules import Rate
 
 
 class TorchClass(NamedTuple):
-    """What is known of a class.
+    """The table entry of a torch.optim class.
 
     Args:
         state: what it keeps of each parameter, besides a count of steps.

@@ -1,4 +1,4 @@
-"""What a trainer shows: a progress bar, a table of metrics in a file, a trace for Perfetto.  Nothing else needs this room.
+"""Reports of a trainer: a progress bar, metrics in a file, a trace for Perfetto.  No other package imports this one.
 
 with fs.report.Report(fs.report.Bar(total=300), fs.report.JsonLines("run.jsonl")) as report:
     for batch in batches:

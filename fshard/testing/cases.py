@@ -55,7 +55,7 @@ class Case:
 
     @property
     def oracle(self) -> Oracle:
-        """What it means."""
+        """The oracle of the collective."""
         return ORACLES[self.collective]
 
     @property

@@ -49,8 +49,8 @@ def group_of(mesh: fs.Mesh, device: int, axes: tuple[str, ...]) -> list[int]:
 # -- the program of one device ------------------------------------------------------------------------------------
 
 
-class Outcome(NamedTuple):
-    """What one case came to on one device."""
+class CaseOutcome(NamedTuple):
+    """The outcome of one case on one device."""
 
     results: Tensors
     gradients: Tensors
@@ -59,7 +59,7 @@ class Outcome(NamedTuple):
     error: str | None = None
 
 
-def perform(mesh: fs.Mesh, cases: list[Case]) -> tuple[int, list[Outcome]]:
+def perform(mesh: fs.Mesh, cases: list[Case]) -> tuple[int, list[CaseOutcome]]:
     """Be one device: run the cases, one after the other; return the own number and what came out."""
     device = 0
     for name, size in mesh.shape.items():
@@ -67,17 +67,17 @@ def perform(mesh: fs.Mesh, cases: list[Case]) -> tuple[int, list[Outcome]]:
     return device, [_attempt(case, device, mesh.device_type) for case in cases]
 
 
-def _attempt(case: Case, device: int, device_type: str) -> Outcome:
+def _attempt(case: Case, device: int, device_type: str) -> CaseOutcome:
     try:
         return _perform(case, device, device_type)
     except (DeadlockError, MismatchError, CollectiveTimeoutError) as error:  # after these the devices are out of step
         error.add_note(f"in the case {case}")
         raise
     except Exception as error:
-        return Outcome([], [], Fraction(0), 0, f"{type(error).__name__}: {error}")
+        return CaseOutcome([], [], Fraction(0), 0, f"{type(error).__name__}: {error}")
 
 
-def _perform(case: Case, device: int, device_type: str) -> Outcome:
+def _perform(case: Case, device: int, device_type: str) -> CaseOutcome:
     xs = [operand(case, place, device).to(device_type) for place in range(len(case.operands))]
     moving = [x for x in xs if kind(x.dtype) in "fc"]
 
@@ -119,8 +119,10 @@ def _by_func(
     return ys, list(pull((pulled(ys), [torch.zeros_like(token) for token in tokens])))
 
 
-def _outcome(ys: Tensors, gradients: Tensors, book: fs.Ledger, device: int) -> Outcome:
-    return Outcome([y.detach() for y in ys], [g.detach() for g in gradients], book.bytes(device), book.calls(device))
+def _outcome(ys: Tensors, gradients: Tensors, book: fs.Ledger, device: int) -> CaseOutcome:
+    return CaseOutcome(
+        [y.detach() for y in ys], [g.detach() for g in gradients], book.bytes(device), book.calls(device)
+    )
 
 
 def _call(case: Case, xs: Tensors) -> tuple[Tensors, Tensors]:
@@ -183,9 +185,9 @@ def check_runtime(mesh: fs.Mesh, cases: Iterable[Case] | None = None, *, exact: 
     return count
 
 
-def _complaints(mesh: fs.Mesh, case: Case, outcomes: dict[int, Outcome], exact: bool) -> list[str]:
+def _complaints(mesh: fs.Mesh, case: Case, outcomes: dict[int, CaseOutcome], exact: bool) -> list[str]:
     """Compare what the devices held here got with the oracle; one line for each device that differs."""
-    expected: dict[int, Outcome] = {}
+    expected: dict[int, CaseOutcome] = {}
     found: list[str] = []
     for device, outcome in outcomes.items():
         if device not in expected and not outcome.error:
@@ -197,7 +199,7 @@ def _complaints(mesh: fs.Mesh, case: Case, outcomes: dict[int, Outcome], exact: 
     return found
 
 
-def expect(case: Case, members: list[int], *, abstract: bool = False) -> list[Outcome]:
+def expect(case: Case, members: list[int], *, abstract: bool = False) -> list[CaseOutcome]:
     """Return what each device of a group has to get, by the oracle."""
     oracle, options, n = case.oracle, dict(case.options), len(members)
     columns: list[Tensors] = []
@@ -214,7 +216,7 @@ def expect(case: Case, members: list[int], *, abstract: bool = False) -> list[Ou
     if abstract and case.collective != "send_recv":
         sent = [max(sent)] * n  # one device stands for all
     return [
-        Outcome(
+        CaseOutcome(
             [ys[place] for ys in columns],
             [gs[place] for gs in gradients],
             sent[place],
@@ -244,7 +246,7 @@ def _calls(case: Case, place: int) -> int:
             return each
 
 
-def _difference(case: Case, got: Outcome, want: Outcome, exact: bool) -> str | None:
+def _difference(case: Case, got: CaseOutcome, want: CaseOutcome, exact: bool) -> str | None:
     """Say how two outcomes differ, in one line."""
     if (got.sent, got.calls) != (want.sent, want.calls):
         return f"the ledger has {got.calls} calls and {got.sent} bytes instead of {want.calls} and {want.sent}"

@@ -1,4 +1,4 @@
-"""What every collective means, on a plain list of per-device tensors: the oracle that all runtimes are held to.
+"""Define every collective on a plain list of per-device tensors: the oracle that all runtimes are compared with.
 
 A list has a tensor for each device of a group, in the group's order.  `forward` says what the devices hold afterwards;
 `backward` takes the cotangents of that (and what the devices held before) to the cotangents of what went in; `sent`

@@ -1,1 +1,1 @@
-"""What turns single-device functions into sharded ones."""
+"""Transforms of single-device functions into sharded ones."""

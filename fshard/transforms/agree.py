@@ -1,4 +1,4 @@
-"""What all devices have to do alike: reduce units in one order, gather the same ones, and start from the same things.
+"""Agreements of devices: one order of reductions, the same all-gathers, the same inputs.
 
 Gradients become complete in an order that may depend on the data, and some never do where a branch has left them out.  So
 units are reduced in turns that all devices agree on: a unit whose turn has not come waits, one that is missing after the
@@ -164,7 +164,7 @@ _INDEX = "fs.axis_index"
 
 
 class Talk:
-    """What one device's loss function asks for in a step; `objection` may refuse it.
+    """The collectives that one device's loss function calls in a step; `objection` may refuse them.
 
     `along` are the axes, besides those that cut the batch, over which anything was asked for; `mixed` says whether
     something was along those.

@@ -82,7 +82,7 @@ def _filled(found: Range, length: int) -> Range:
 
 
 class Slice(NamedTuple):
-    """What a device computes on at a time: leaves of the batch, and what they count for by the number of samples.
+    """A slice of a device's batch: its leaves, and its weight by the number of samples.
 
     `samples` is how many are in them, a neighbour's among them; None: that is not known.
     """
@@ -202,7 +202,7 @@ def _rows(x: Tensor, ranges: list[Range], turn: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Part:
+class BatchPart:
     """A batch of which the caller, who is one device, has its own part, as a loader has cut it."""
 
     tree: PyTree
@@ -230,7 +230,7 @@ class Part:
 
 def placed(batch: PyTree, specs: PyTree, mesh: Mesh) -> Batch:
     """Lay a batch on a mesh by a P, or a prefix tree of Ps."""
-    if isinstance(batch, Part):
+    if isinstance(batch, BatchPart):
         return batch.on(mesh)
     leaves, structure = flatten(batch, sharded_is_leaf=True, none_is_leaf=True)
     try:

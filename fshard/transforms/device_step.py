@@ -1,4 +1,4 @@
-"""What one device does in a step: forward and backward of its slices, one after the other.
+"""One device's step: forward and backward of its slices, one after the other.
 
 slice 0          slice 1          last slice
 gradients kept   kept, added up   added up, reduced as each unit's are ready
@@ -26,7 +26,7 @@ from fshard.transforms.fsdp.units import Unit, UnitOptions
 from fshard.transforms.graph_checks import refuse_unreached
 from fshard.transforms.means import (
     Count,
-    Found,
+    LossSums,
     Rows,
     Told,
     Weight,
@@ -93,7 +93,7 @@ class How:
         return own
 
 
-class Turn(NamedTuple):
+class SliceTurn(NamedTuple):
     """A slice, what it counts for, and its number among those of all devices."""
 
     slice: Slice
@@ -101,16 +101,16 @@ class Turn(NamedTuple):
     number: int
 
 
-class Part(NamedTuple):
-    """What one slice has given."""
+class SliceOutput(NamedTuple):
+    """The results of one slice."""
 
-    found: Found
+    found: LossSums
     written: dict[str, Tensor]
     told: Told
 
 
-class Result(NamedTuple):
-    """What a device has in the end.
+class DeviceResult(NamedTuple):
+    """The results of one device's step.
 
     The loss and what it is the mean over; what was returned beside it, numbers and rows by their places in a tree; its shards
     of the gradients, buffers, the order of units.
@@ -126,7 +126,7 @@ class Result(NamedTuple):
     order: Order
 
 
-class Device:
+class DeviceStep:
     """One device in one step.
 
     Args:
@@ -165,13 +165,13 @@ class Device:
     def _along(self, axes: tuple[str, ...]) -> Group | None:
         return self.runtime.scope.group(axes, "value_and_grad") if axes else None
 
-    def run(self) -> Result:
+    def run(self) -> DeviceResult:
         """Take the device's part in the step: forward and backward of its slices, then what all devices do together."""
         how, runtime = self.how, self.runtime
         slices = self.batch.slices(self.place, self.turns, apart=how.slices is not None)
         counts = counts_of(how, self.batch, slices, self.group, runtime.site)
         first = 0 if self.group is None else self.group.index * len(slices)
-        turns = [Turn(*pair, first + turn) for turn, pair in enumerate(zip(slices, counts, strict=True))]
+        turns = [SliceTurn(*pair, first + turn) for turn, pair in enumerate(zip(slices, counts, strict=True))]
         if how.slices is not None:
             parts = self._run_reproducible(turns)
         else:
@@ -180,18 +180,18 @@ class Device:
         runtime.end()
         return self._result(parts, slices)
 
-    def _reduce_each(self, turns: list[Turn]) -> list[Part]:
+    def _reduce_each(self, turns: list[SliceTurn]) -> list[SliceOutput]:
         """Reduce the gradients of each slice as they are ready."""
         return [self._one(turn) for turn in turns]
 
-    def _accumulate(self, turns: list[Turn]) -> list[Part]:
+    def _accumulate(self, turns: list[SliceTurn]) -> list[SliceOutput]:
         """Add the gradients of all slices up on the device, and reduce them with those of the last one."""
         *others, last = turns
         return [*(self._one(turn, Unit.accumulate) for turn in others), self._one(last)]
 
-    def _run_reproducible(self, turns: list[Turn]) -> list[Part]:
+    def _run_reproducible(self, turns: list[SliceTurn]) -> list[SliceOutput]:
         """Add the gradients of all slices up in one binary tree, which the reduction continues over devices."""
-        trees, parts = TreeAccumulator(self.runtime.units, self.runtime.reductions.as_reduced), list[Part]()
+        trees, parts = TreeAccumulator(self.runtime.units, self.runtime.reductions.as_reduced), list[SliceOutput]()
         for turn in turns:
             parts.append(self._one(turn, trees.add))
             trees.end_slice(turn.weight.share)
@@ -200,7 +200,7 @@ class Device:
         self.runtime.reductions.end()
         return parts
 
-    def _result(self, parts: list[Part], slices: list[Slice]) -> Result:
+    def _result(self, parts: list[SliceOutput], slices: list[Slice]) -> DeviceResult:
         runtime = self.runtime
         written = [Written(part.found.weight, part.written) for part in parts]
         mean, used, changed = self.together([part.found for part in parts], written)
@@ -211,7 +211,7 @@ class Device:
         numbers, rows = told_of_all([part.told for part in parts], counts, mean, self._rows)
         runtime.close()
         structure = parts[-1].told.structure
-        return Result(mean.loss, mean.weight, numbers, rows, structure, gradients, changed, runtime.order)
+        return DeviceResult(mean.loss, mean.weight, numbers, rows, structure, gradients, changed, runtime.order)
 
     def _rows(self, rows: Sequence[Tensor]) -> Rows:
         """Put together what the slices have for each sample."""
@@ -219,7 +219,7 @@ class Device:
         same = tuple(axis for axis in (*self.talk.along, *self.batch.axes) if axis not in cut)
         return collected(rows, self.batch, self._along(same), self._along(cut), self.runtime.site)
 
-    def _one(self, turn: Turn, keep: Accumulate | None = None) -> Part:
+    def _one(self, turn: SliceTurn, keep: Accumulate | None = None) -> SliceOutput:
         """Take the forward and backward of one slice; `keep` takes its gradients if they are not to be reduced yet."""
         runtime, (slice, count, number) = self.runtime, turn
         runtime.begin()
@@ -235,8 +235,8 @@ class Device:
             runtime.reductions.end()
         written = self.buffers.changed(self.place, buffers, loss.device)
         beside = told(aux, slice.samples, loss.device)
-        found = Found(loss.detach(), count.weight, [*beside.means.values()], [*beside.counts.values()])
-        return Part(found, written, beside)
+        found = LossSums(loss.detach(), count.weight, [*beside.means.values()], [*beside.counts.values()])
+        return SliceOutput(found, written, beside)
 
     def _forward(self, slice: Slice, count: Count) -> tuple[Tensor, PyTree, PyTree]:
         how, runtime = self.how, self.runtime
@@ -282,7 +282,9 @@ class Device:
         named = dict(zip(wanted, result, strict=True))
         return named["loss"], named.get("buffers", given), named.get("aux", ())
 
-    def together(self, found: list[Found], written: Sequence[Written]) -> tuple[Found, list[float], dict[str, Tensor]]:
+    def together(
+        self, found: list[LossSums], written: Sequence[Written]
+    ) -> tuple[LossSums, list[float], dict[str, Tensor]]:
         """Average what was found and reduce what is left.
 
         Return also how many devices have used each parameter, and what buffers were written to, averaged.

@@ -37,7 +37,7 @@ from fshard.optim.leaves import trainable
 from fshard.source import Site, call_site
 from fshard.transforms.agree import CURE, disagreement
 from fshard.transforms.batch import placed
-from fshard.transforms.device_step import Device, How, Result
+from fshard.transforms.device_step import DeviceResult, DeviceStep, How
 from fshard.transforms.fsdp.param_runtime import ParamPlans, ParamRuntime, numbered, plan_param, refuse_half_frozen
 from fshard.transforms.fsdp.units import ParamPlan, UnitOptions
 from fshard.transforms.means import Weight, put_together
@@ -95,8 +95,8 @@ KNOWN = 64
 """How many trees a gradient remembers."""
 
 
-class Value(NamedTuple):
-    """What a step has found: the loss, what it is the mean over, and what the loss function returns beside it.
+class StepValue(NamedTuple):
+    """The value of a gradient function: the loss, the weight of its mean, and what the loss function returns beside it.
 
     `samples` are those of the batch; None: its tensors do not agree on how many there are.  Of a batch that is not cut, all
     tensors have to.
@@ -118,7 +118,7 @@ class Runs(Protocol):
     def mesh(self) -> Mesh: ...
     def run(
         self, params: PyTree, buffers: PyTree, batch: PyTree, site: Site, scale: float = 1.0
-    ) -> tuple[Value, PyTree]:
+    ) -> tuple[StepValue, PyTree]:
         """Return what was found, and the gradients of `scale` times the loss as they lie."""
         ...
 
@@ -145,7 +145,7 @@ def refuse_unrecorded(how: How) -> None:
 
 @dataclass(frozen=True)
 class Gradient:
-    """What `value_and_grad` returns: a function of (params, batch), which remembers what it has worked out."""
+    """A function of (params, batch), made by `value_and_grad`, which caches its plans."""
 
     how: How
     mesh: Mesh
@@ -158,7 +158,7 @@ class Gradient:
 
     def run(
         self, params: PyTree, buffers: PyTree, batch: PyTree, site: Site, scale: float = 1.0
-    ) -> tuple[Value, PyTree]:
+    ) -> tuple[StepValue, PyTree]:
         """Run forward and backward on all devices; return the loss, and the gradients of `scale` times it as they lie."""
         refuse_unrecorded(self.how)
         mesh = resolve_mesh(self.mesh)
@@ -172,7 +172,7 @@ class Gradient:
         memory = Buffers(buffers, mesh) if self.how.has_buffers else no_buffers(mesh)
         devices, runtimes = local_devices(mesh), dict[int, ParamRuntime]()
 
-        def on_device(device: int) -> Result:
+        def on_device(device: int) -> DeviceResult:
             place = devices.index(device) if len(devices) > 1 else 0
             shards = [leaves[at].shards[place] for at in own]
             runtime = runtimes[device] = self.runtime(plans, shards, site)  # (2)
@@ -180,7 +180,7 @@ class Gradient:
             def tree() -> PyTree:
                 return unflatten(structure, [runtime.lazy_params[place] for place in at])
 
-            return Device(self.how, runtime, tree, memory, parts, place, drawn, scale).run()
+            return DeviceStep(self.how, runtime, tree, memory, parts, place, drawn, scale).run()
 
         try:
             with one_thread(self.how.slices is not None):
@@ -201,7 +201,7 @@ class Gradient:
         ]
         after = memory.after([result.buffers for result in results])
         aux = put_together(first.numbers, [result.rows for result in results], first.structure)
-        return Value(first.loss, first.weight, parts.samples, after, aux), unflatten(
+        return StepValue(first.loss, first.weight, parts.samples, after, aux), unflatten(
             structure, [grads[place] for place in at]
         )
 

@@ -42,8 +42,8 @@ from fshard.transforms.batch import Batch
 from fshard.transforms.patterns import named, parts_of
 
 
-class Found(NamedTuple):
-    """What one slice has found, or all have together: what it counts for, what is averaged, and what is added up."""
+class LossSums(NamedTuple):
+    """The loss, means and sums of one slice, or of all together, and their weight."""
 
     loss: Tensor
     weight: float
@@ -52,8 +52,8 @@ class Found(NamedTuple):
 
 
 def together(
-    found: list[Found], more: list[float], group: Group | None, many: int, site: Site
-) -> tuple[Found, list[float]]:
+    found: list[LossSums], more: list[float], group: Group | None, many: int, site: Site
+) -> tuple[LossSums, list[float]]:
     """Average and add up what was found; return also the sums of the devices' other numbers.
 
     `many` devices count for the same samples.
@@ -72,7 +72,7 @@ def together(
     means = [_like(x, total / weight) for x, total in zip(first.means, rest, strict=False)]
     counts = [_like(x, total / many) for x, total in zip(first.counts, rest[len(means) :], strict=True)]
     loss = (loss / weight).reshape(()).to(torch.promote_types(first.loss.dtype, torch.float32))
-    return Found(loss, weight / many, means, counts), more
+    return LossSums(loss, weight / many, means, counts), more
 
 
 def _like(x: Tensor, value: Tensor) -> Tensor:
@@ -80,7 +80,7 @@ def _like(x: Tensor, value: Tensor) -> Tensor:
     return (value if x.is_floating_point() else value.round()).reshape(x.shape).to(x)
 
 
-def _rows(found: Sequence[Found], near: torch.device) -> Tensor:
+def _rows(found: Sequence[LossSums], near: torch.device) -> Tensor:
     """Return a row of numbers for each slice, times what it counts for; what counts for nothing is 0, finite or not."""
     if len(found) == 1 and not found[0].means and not found[0].counts:
         row = found[0].loss.to(near, torch.float64).reshape(1, 1)
@@ -170,11 +170,11 @@ def weighted(losses: Tensor, weights: Tensor) -> Tensor:
     return torch.where(weights > 0, losses * shares, 0).sum()
 
 
-class _Here(threading.local):
+class _IdleState(threading.local):
     idle: bool = False
 
 
-_here = _Here()
+_here = _IdleState()
 
 
 def is_idle() -> bool:
@@ -283,7 +283,7 @@ def collected(rows: Sequence[Tensor], batch: Batch, same: Group | None, group: G
 
 
 def told_of_all(
-    each: Sequence[Told], rows: Sequence[int | None], mean: Found, collect: Callable[[Sequence[Tensor]], Rows]
+    each: Sequence[Told], rows: Sequence[int | None], mean: LossSums, collect: Callable[[Sequence[Tensor]], Rows]
 ) -> tuple[dict[int, Tensor], dict[int, Rows]]:
     """Return what slices have told beside the loss, by place: numbers, of which `mean` has those of all, and rows.
 

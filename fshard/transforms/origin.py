@@ -1,4 +1,4 @@
-"""What a step is given: where it must be laid out, and what all devices must hold alike, since nobody sends it to them.
+"""Check the inputs of a step: their layouts, and that replicated ones are equal on all devices.
 
                      a virtual mesh holds         a process holds
 outside of fs.run    a shard for every device     its own
@@ -43,7 +43,7 @@ def bits(x: Tensor) -> int:
 
 @dataclass(frozen=True)
 class Origin:
-    """What one device starts from.
+    """The inputs of one device, as numbers to compare.
 
     Args:
         shapes: of the whole batch.

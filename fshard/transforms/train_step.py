@@ -21,7 +21,7 @@ from fshard.optim.plain import on_arrays
 from fshard.pipeline.schedule.schedule import Schedule
 from fshard.source import call_site
 from fshard.transforms.device_step import How
-from fshard.transforms.gradient import Value
+from fshard.transforms.gradient import StepValue
 from fshard.transforms.options import Options
 from fshard.transforms.origin import refuse_distant
 from fshard.transforms.value_and_grad import gradient_of
@@ -42,7 +42,7 @@ Metrics = dict[str, Any]
 
 
 class AnyOptimizer(Protocol):
-    """What a training step needs of an optimizer: `fs.optim.Optimizer` or `fs.partition_optimizer(...)`."""
+    """The protocol of optimizers of a training step: `fs.optim.Optimizer` or `fs.partition_optimizer(...)`."""
 
     @property
     def init(self) -> Callable[[PyTree], PyTree]: ...
@@ -175,7 +175,7 @@ def train_step(
     return step
 
 
-def _metrics(how: How, value: Value, norm: Tensor) -> Metrics:
+def _metrics(how: How, value: StepValue, norm: Tensor) -> Metrics:
     loss = value.loss
     finite = (norm + loss) * 0 == 0  # 0 times what is not finite is nan
     metrics: Metrics = {"loss": loss, "grad_norm": norm.to(loss.dtype), "finite": finite}

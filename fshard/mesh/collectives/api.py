@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fshard.errors import LayoutError
 from fshard.mesh.collectives.moves import AllGather, AllToAll, Broadcast, Extreme, Permute, Psum, PsumScatter, Pvary
-from fshard.mesh.collectives.on_trees import Call, Collective, call
+from fshard.mesh.collectives.on_trees import Collective, CollectiveCall, call
 from fshard.mesh.layout import Axes, PyTree
 from fshard.mesh.spmd.scope import Group, require
 from fshard.uncompiled import uncompiled
@@ -51,7 +51,7 @@ def _countable(x: Tensor) -> Tensor:
 
 
 @Collective
-def psum(tree: PyTree, axis: Axes) -> Call:
+def psum(tree: PyTree, axis: Axes) -> CollectiveCall:
     """Sum over the devices along `axis`; every device gets the sum.
 
     Sends 2(n-1)/n of the bytes.  Booleans are counted; 16-bit floats are added in 32 bits, and in one fixed binary tree
@@ -66,7 +66,7 @@ def psum(tree: PyTree, axis: Axes) -> Call:
 
 
 @Collective
-def pmean(tree: PyTree, axis: Axes) -> Call:
+def pmean(tree: PyTree, axis: Axes) -> CollectiveCall:
     """Average over the devices along `axis`; every device gets the mean.  Sends what `psum` sends.
 
     >>> import torch, fshard as fs
@@ -101,7 +101,7 @@ def _ordered(what: str, x: Tensor) -> Tensor:
 
 
 @Collective
-def pmax(tree: PyTree, axis: Axes) -> Call:
+def pmax(tree: PyTree, axis: Axes) -> CollectiveCall:
     """Take the largest over the devices along `axis`, element by element.  Sends what `psum` sends.
 
     The cotangent goes to the devices that hold the largest, in equal parts if there are several.
@@ -117,7 +117,7 @@ def pmax(tree: PyTree, axis: Axes) -> Call:
 
 
 @Collective
-def pmin(tree: PyTree, axis: Axes) -> Call:
+def pmin(tree: PyTree, axis: Axes) -> CollectiveCall:
     """Take the smallest over the devices along `axis`, element by element: see `pmax`.
 
     >>> import torch, fshard as fs
@@ -131,7 +131,7 @@ def pmin(tree: PyTree, axis: Axes) -> Call:
 
 
 @Collective
-def pvary(tree: PyTree, axis: Axes) -> Call:
+def pvary(tree: PyTree, axis: Axes) -> CollectiveCall:
     """Mark a replicated value as used by each device for its own ends: sends nothing, but its cotangents are summed.
 
     Put it where a value that is equal along `axis` first meets data that is not.  In a loss function of `value_and_grad` it
@@ -151,7 +151,7 @@ def pvary(tree: PyTree, axis: Axes) -> Call:
 
 
 @Collective
-def all_gather(tree: PyTree, axis: Axes, *, dim: int = 0, to: Literal["each", "replicated"] = "each") -> Call:
+def all_gather(tree: PyTree, axis: Axes, *, dim: int = 0, to: Literal["each", "replicated"] = "each") -> CollectiveCall:
     """Put the pieces of all devices along `axis` side by side along `dim`.  Sends (n-1)/n of the result's bytes.
 
     `to="each"`: every device uses the whole for its own ends; the cotangents are summed and scattered (`psum_scatter`).
@@ -177,7 +177,7 @@ def all_gather(tree: PyTree, axis: Axes, *, dim: int = 0, to: Literal["each", "r
 
 
 @Collective
-def psum_scatter(tree: PyTree, axis: Axes, *, dim: int = 0) -> Call:
+def psum_scatter(tree: PyTree, axis: Axes, *, dim: int = 0) -> CollectiveCall:
     """Sum over the devices along `axis`, and leave each device with its piece along `dim`.  Sends (n-1)/n of the bytes.
 
     >>> import torch, fshard as fs
@@ -195,7 +195,7 @@ def psum_scatter(tree: PyTree, axis: Axes, *, dim: int = 0) -> Call:
 
 
 @Collective
-def all_to_all(tree: PyTree, axis: Axes, *, dim: int | tuple[int, int] = 0) -> Call:
+def all_to_all(tree: PyTree, axis: Axes, *, dim: int | tuple[int, int] = 0) -> CollectiveCall:
     """Cut one dim into a piece for each device, exchange them, and join what arrives.  Sends (n-1)/n of the bytes.
 
     `dim` is the dim to cut and the dim to join along, or one number for both.
@@ -217,7 +217,7 @@ def all_to_all(tree: PyTree, axis: Axes, *, dim: int | tuple[int, int] = 0) -> C
 
 
 @Collective
-def ppermute(tree: PyTree, axis: Axes, pairs: list[tuple[int, int]]) -> Call:
+def ppermute(tree: PyTree, axis: Axes, pairs: list[tuple[int, int]]) -> CollectiveCall:
     """Send along (source, destination) pairs; a device that receives nothing gets zeros.  Sends the bytes once.
 
     >>> import torch, fshard as fs
@@ -259,7 +259,7 @@ def _permute(pairs: tuple[tuple[int, ...], ...], strange: tuple[str, ...], n: in
 
 
 @Collective
-def broadcast(tree: PyTree, axis: Axes, *, source: int = 0) -> Call:
+def broadcast(tree: PyTree, axis: Axes, *, source: int = 0) -> CollectiveCall:
     """Give every device along `axis` what the one at index `source` holds.  Sends the bytes once.
 
     >>> import torch, fshard as fs

@@ -19,7 +19,7 @@ from torch._C._functorch import is_legacy_batchedtensor, peek_interpreter_stack 
 from torch.autograd import forward_ad
 from torch.autograd.function import Function
 
-from fshard.mesh.collectives.ledger import Row, active
+from fshard.mesh.collectives.ledger import LedgerRow, active
 from fshard.mesh.collectives.moves import Alone, Move, Psum, Pvary, Wired, serving
 from fshard.mesh.runtimes.abstract import delivered
 from fshard.mesh.runtimes.thread_state import batches_nested
@@ -174,7 +174,7 @@ class Bound(LinearMap):
         move, group = cast("Wired", self.move), self.group
         for ledger in active():
             size = sum(x.numel() * x.element_size() for x in xs)
-            row = Row(move.name, group.axes, self.site._replace(leaves=()))
+            row = LedgerRow(move.name, group.axes, self.site._replace(leaves=()))
             known = group.world.has_values  # else one device stands for all, the busiest among them
             sent = move.sent(size, group.index, group.size) if known else move.busiest(size, group.size)
             ledger.record(group.device, row, sent)

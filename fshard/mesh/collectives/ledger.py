@@ -29,8 +29,8 @@ COUNTED = (
 """What sends, by the names of rows."""
 
 
-class Row(NamedTuple):
-    """What one line of the program sends: the key of a ledger's entry."""
+class LedgerRow(NamedTuple):
+    """The key of a ledger's entry: a collective at one line of the program."""
 
     collective: str
     axes: tuple[str, ...]
@@ -47,15 +47,15 @@ class Entry:
 
 @dataclass
 class Ledger:
-    """What was sent while the ledger was open.  Prints as a table; see `ledger`.
+    """The bytes that were sent while the ledger was open.  Prints as a table; see `ledger`.
 
     `devices` maps the number of a device to its rows: all devices on a virtual mesh, this process's own on a
     process mesh, the representative's on an abstract one.
     """
 
-    devices: dict[int, dict[Row, Entry]] = field(default_factory=dict[int, dict[Row, Entry]])
+    devices: dict[int, dict[LedgerRow, Entry]] = field(default_factory=dict[int, dict[LedgerRow, Entry]])
 
-    def record(self, device: int, row: Row, sent: Fraction) -> None:
+    def record(self, device: int, row: LedgerRow, sent: Fraction) -> None:
         """Add one call of one device."""
         entry = self.devices.setdefault(device, {}).setdefault(row, Entry())
         entry.calls += 1
@@ -83,9 +83,9 @@ class Ledger:
             found[row[:2]] = (calls + entry.calls, sent + entry.bytes)
         return found
 
-    def rows(self) -> list[tuple[Row, int, Fraction]]:
+    def rows(self) -> list[tuple[LedgerRow, int, Fraction]]:
         """Return every line with the most calls and bytes that a device had there, in the order of first calls."""
-        found: dict[Row, tuple[int, Fraction]] = {}
+        found: dict[LedgerRow, tuple[int, Fraction]] = {}
         for entries in self.devices.values():
             for row, entry in entries.items():
                 calls, sent = found.get(row, (0, Fraction(0)))
@@ -113,7 +113,7 @@ class Ledger:
     def _repr_html_(self) -> str:
         return as_html(self.table())
 
-    def _of(self, device: int | None) -> Sequence[Mapping[Row, Entry]]:
+    def _of(self, device: int | None) -> Sequence[Mapping[LedgerRow, Entry]]:
         return list(self.devices.values()) if device is None else [self.devices.get(device, {})]
 
 
@@ -139,7 +139,7 @@ def as_html(table: Table, width: int = 110) -> str:
     return console.export_html(inline_styles=True, code_format=f'<pre style="{_STYLE}">{{code}}</pre>')
 
 
-def _total(rows: Mapping[Row, Entry], what: str, collective: str | None, axis: str | None) -> Fraction:
+def _total(rows: Mapping[LedgerRow, Entry], what: str, collective: str | None, axis: str | None) -> Fraction:
     chosen = (
         getattr(entry, what)
         for row, entry in rows.items()
@@ -172,13 +172,13 @@ def _number(count: Fraction) -> str:
     return f"{float(count):,.{digits}f}"
 
 
-class _Open(threading.local):
+class _OpenLedgers(threading.local):
     """The open ledgers.  Threads that are devices have their own list; all others share one."""
 
     ledgers: Sequence[Ledger] | None = None
 
 
-_open = _Open()
+_open = _OpenLedgers()
 _shared: list[Ledger] = []
 
 

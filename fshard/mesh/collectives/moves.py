@@ -43,7 +43,7 @@ WireKind = Literal["reduce", "gather", "scatter", "exchange", "permute", "broadc
 
 
 class Move:
-    """What every move can say of itself."""
+    """The definition of a collective: its meaning, its transpose and its cost."""
 
     name: ClassVar[str]
 
@@ -126,7 +126,7 @@ def _joined(rows: Tensor, piece: Sequence[int], dim: int, n: int) -> Tensor:
 
 
 class _Reduce(Wired):
-    """What psum, pmax and pmin share."""
+    """The base of psum, pmax and pmin."""
 
     wire: ClassVar[WireKind] = "reduce"
 
@@ -325,7 +325,7 @@ class Broadcast(Wired):
 
 
 class Alone(Move):
-    """What moves share that need no wire: each device works on its own tensor."""
+    """The base of moves without communication: each device works on its own tensor."""
 
     def local(self, x: Tensor, index: int, n: int) -> Tensor:
         """Do what the device at `index` of `n` has to do: unless a move says otherwise, nothing."""

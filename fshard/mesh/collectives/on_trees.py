@@ -72,7 +72,7 @@ class Handle:
 
 
 @dataclass(slots=True)
-class Batch:
+class PackedTensors:
     """Leaves that travel together, and their places among all leaves."""
 
     bound: Bound
@@ -110,10 +110,10 @@ class Batch:
 
 
 @dataclass(slots=True)
-class Call:
+class CollectiveCall:
     """One call of a collective; `structure` is None for a single tensor."""
 
-    batches: Sequence[Batch]
+    batches: Sequence[PackedTensors]
     structure: Structure | None
     guard: Guard | Bound | None
     after: Callable[[Tensor, Group], Tensor] | None
@@ -158,7 +158,7 @@ class Call:
 class Collective(Generic[Params]):
     """A collective that can be called, or started and waited for later."""
 
-    def __init__(self, plan: Callable[Params, Call]) -> None:
+    def __init__(self, plan: Callable[Params, CollectiveCall]) -> None:
         self._plan = plan
         update_wrapper(self, plan)
         self.__signature__ = inspect.signature(plan).replace(return_annotation=PyTree)
@@ -221,7 +221,7 @@ def call(
     before: Callable[[Tensor], Tensor] | None = None,
     after: Callable[[Tensor, Group], Tensor] | None = None,
     equal: Literal["argument", "result", None] = None,
-) -> Call:
+) -> CollectiveCall:
     """Plan a collective on a tree: `before` is applied to every leaf first and may refuse it, `after` to every result.
 
     `equal` is what has to be equal on all devices: the argument's value, or the result's gradient.  Where values are each
@@ -249,9 +249,9 @@ def call(
     leaves, structure = tensors_of(what, tree)
     if structure is None:
         leaf, own = prepared(leaves[0])
-        return Call((Batch(Bound(own, group, site), (leaf,), (0,)),), None, guard, after)
+        return CollectiveCall((PackedTensors(Bound(own, group, site), (leaf,), (0,)),), None, guard, after)
     batches = _batches(_all_prepared(what, tree, leaves, prepared), group, site, structure)
-    return Call(batches, structure, guard, after)
+    return CollectiveCall(batches, structure, guard, after)
 
 
 def _all_prepared(
@@ -272,13 +272,15 @@ def _all_prepared(
     return ready
 
 
-def _batches(leaves: list[tuple[Tensor, Move]], group: Group, site: Site, structure: Structure | None) -> list[Batch]:
+def _batches(
+    leaves: list[tuple[Tensor, Move]], group: Group, site: Site, structure: Structure | None
+) -> list[PackedTensors]:
     alike: dict[tuple[torch.dtype, Move], list[int]] = {}
     for place, (leaf, own) in enumerate(leaves):
         alike.setdefault((leaf.dtype, own), []).append(place)
     paths = paths_of(structure) if structure is not None else ("",)
     return [
-        Batch(
+        PackedTensors(
             Bound(own, group, site._replace(leaves=tuple([paths[place] for place in places]))),
             tuple(leaves[place][0] for place in places),
             places,

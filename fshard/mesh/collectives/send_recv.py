@@ -20,7 +20,7 @@ from torch import Tensor
 from fshard.errors import LayoutError
 from fshard.mesh.collectives.api import check_index
 from fshard.mesh.collectives.autograd import LinearMap, Tensors, apply
-from fshard.mesh.collectives.ledger import Row, active
+from fshard.mesh.collectives.ledger import LedgerRow, active
 from fshard.mesh.collectives.moves import Permute, purpose, serving
 from fshard.mesh.collectives.on_trees import Collective, Handle, tensors_of
 from fshard.mesh.layout import Axes, PyTree, Structure, paths_of, unflatten
@@ -33,7 +33,9 @@ def dispatch(xs: Tensors, group: Group, to: int, site: Site) -> None:
     for ledger in active():
         pair, size = Permute(((group.index, to),)), sum(x.nbytes for x in xs)
         ledger.record(
-            group.device, Row("send", group.axes, site._replace(leaves=())), pair.sent(size, group.index, group.size)
+            group.device,
+            LedgerRow("send", group.axes, site._replace(leaves=())),
+            pair.sent(size, group.index, group.size),
         )
     group.world.current().send(xs, group, to, site)
 

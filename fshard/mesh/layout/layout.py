@@ -184,7 +184,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class ShardType:
-    """What `typeof` returns: dtype, shape, spec and memory.  Prints as one token.
+    """The type of an array: dtype, shape, spec and memory.  Prints as one token.
 
     >>> print(ShardType(torch.float32, (8, 6), P("data", unreduced="model")))
     f32[8@data, 6]{U:model}

@@ -61,7 +61,7 @@ class Views(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """What one device sends to which others, what it gets from them, and what of its own stays: from where, to where."""
+    """The ranges that one device sends to others, receives from them, and keeps: from where, to where."""
 
     sends: Mapping[int, Views]
     gets: Mapping[int, Views]
@@ -69,7 +69,7 @@ class Traffic(NamedTuple):
 
 
 class Parts(Wired, ABC):
-    """What moves share whose devices send each other parts of unequal sizes."""
+    """The base of moves in which devices send each other parts of unequal sizes."""
 
     wire: ClassVar[WireKind] = "parts"
 
@@ -144,7 +144,7 @@ class Supply(Parts):
 
 
 @dataclass(frozen=True)
-class Kept(Alone):
+class KeptRange(Alone):
     """Keep what is wanted by another cut, where everybody holds it already."""
 
     supply: Supply
@@ -175,7 +175,7 @@ def _supplied(move: Supply) -> Numbers:
 
 
 class Requests(NamedTuple):
-    """What devices lack of one piece, and who holds it; one request after the other, they share in all equally."""
+    """The requests of devices for a range, and its holders, which share the requests equally."""
 
     holders: Numbers
     regions: Numbers

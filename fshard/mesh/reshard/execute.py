@@ -1,4 +1,4 @@
-"""What one device does to have its shards in another layout: the steps of `plan`, taken with collectives.
+"""Execute a reshard on one device: the steps of `plan`, by collectives.
 
 Leaves that stand at the same kind of step take it together, as one collective for each dtype.
 """
@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from fshard.mesh.collectives.autograd import Bound, apply, recorded, transformed
-from fshard.mesh.collectives.ledger import Row, active
+from fshard.mesh.collectives.ledger import LedgerRow, active
 from fshard.mesh.collectives.moves import AllGather, AllToAll, Alone, Move, Psum, PsumScatter, Summand, Take
 from fshard.mesh.layout import Layout
 from fshard.mesh.layout.arithmetic import Range, chunk, flat_range
 from fshard.mesh.reshard.owners import Handover, Owned, filled, hand_over, keep, nothing
-from fshard.mesh.reshard.plan import Kind, State, Step, plan
+from fshard.mesh.reshard.plan import Kind, ShardState, Step, plan
 from fshard.mesh.spmd.scope import Pending, Scope, require
 from fshard.source import Site
 
@@ -189,7 +189,7 @@ class Ride:
         groups = [(scope.group((axis,), "fs.reshard"), place) for axis, place in self.on]
         device = scope.device + sum((place - group.index) * group.dims[0][1] for group, place in groups)
         for opened in active():
-            opened.record(device, Row(move.name, self.axes, site._replace(leaves=())), Fraction(sent))
+            opened.record(device, LedgerRow(move.name, self.axes, site._replace(leaves=())), Fraction(sent))
 
     def alone(self, xs: list[Tensor], scope: Scope, site: Site) -> list[Tensor]:
         """Take a step that is no move of each tensor by itself: another shape, a range, or one to or from owners."""
@@ -253,7 +253,7 @@ def _is_at(on: tuple[tuple[str, int], ...], scope: Scope) -> bool:
     return all(scope.group((axis,), "fs.reshard").index == place for axis, place in on)
 
 
-def _piece(state: State, shape: tuple[int, ...], scope: Scope) -> tuple[int, ...]:
+def _piece(state: ShardState, shape: tuple[int, ...], scope: Scope) -> tuple[int, ...]:
     """Return the shape of a piece of what is cut by dims."""
     cuts = [prod(scope.group((axis,), "fs.reshard").size for axis in axes) for axes in state.dims]
     return tuple(length // cut for length, cut in zip(shape, cuts, strict=True))

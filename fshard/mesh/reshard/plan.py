@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 from fshard.mesh.layout import P
 from fshard.mesh.layout.arithmetic import chunk, flat_range, ravel
-from fshard.mesh.reshard.exchange import Kept, Supply
+from fshard.mesh.reshard.exchange import KeptRange, Supply
 from fshard.mesh.reshard.regions import Dims, Laid, Sizes
 
 Kind = Literal[
@@ -33,7 +33,7 @@ Kind = Literal[
 
 
 @dataclass(frozen=True)
-class State:
+class ShardState:
     """A spec in normal form: the axes of every dim or of the flat tensor, the unreduced axes, and the place it lies at."""
 
     dims: Dims
@@ -76,11 +76,11 @@ class Step:
     kind: Kind
     axes: tuple[str, ...]
     elements: Fraction
-    after: State
+    after: ShardState
     dim: int = 0
     other: int = 0
     owner: int = 0
-    move: Supply | Kept | None = None
+    move: Supply | KeptRange | None = None
     on: tuple[tuple[str, int], ...] = ()
 
 
@@ -97,7 +97,7 @@ def plan(before: P, after: P, shape: tuple[int, ...], axes: Sizes) -> tuple[Step
     return tuple(_route(_state(before, len(shape), axes), _state(after, len(shape), axes), shape, sizes))
 
 
-def _state(spec: P, ndim: int, axes: Sizes) -> State:
+def _state(spec: P, ndim: int, axes: Sizes) -> ShardState:
     """Return the normal form of a spec, without the axes along which there is one device: they cut nothing."""
     sizes = dict(axes)
 
@@ -107,10 +107,10 @@ def _state(spec: P, ndim: int, axes: Sizes) -> State:
     place = spec.place(sizes)
     flat = None if spec.flat_axes is None else real(spec.flat_axes)
     on = tuple((axis, place[axis]) for axis, size in axes if size > 1 and axis in place)
-    return State(tuple(map(real, spec.dims(ndim))), frozenset(real(spec.unreduced)), flat, on)
+    return ShardState(tuple(map(real, spec.dims(ndim))), frozenset(real(spec.unreduced)), flat, on)
 
 
-def _route(start: State, goal: State, shape: tuple[int, ...], sizes: Mapping[str, int]) -> list[Step]:
+def _route(start: ShardState, goal: ShardState, shape: tuple[int, ...], sizes: Mapping[str, int]) -> list[Step]:
     if start == goal:
         return []
     if 0 in shape:
@@ -140,7 +140,7 @@ def _route(start: State, goal: State, shape: tuple[int, ...], sizes: Mapping[str
 class _Path:
     """Steps taken so far, and where they have led."""
 
-    def __init__(self, start: State, shape: tuple[int, ...], sizes: Mapping[str, int]) -> None:
+    def __init__(self, start: ShardState, shape: tuple[int, ...], sizes: Mapping[str, int]) -> None:
         self.steps: list[Step] = []
         self.state, self.shape, self.sizes = start, shape, sizes
 
@@ -149,7 +149,7 @@ class _Path:
         self.state = replace(self.state, **changes)
         self.steps.append(Step(kind, axes, Fraction(elements), self.state, *args))
 
-    def follow(self, goal: State) -> None:
+    def follow(self, goal: ShardState) -> None:
         self.steps += _route(self.state, goal, self.shape, self.sizes)
         self.state = goal
 
@@ -166,17 +166,17 @@ class _Path:
     def cut(self, changes: Mapping[int, tuple[str, ...]]) -> Dims:
         return tuple(changes.get(dim, axes) for dim, axes in enumerate(self.state.dims))
 
-    def keep(self, goal: State) -> None:
+    def keep(self, goal: ShardState) -> None:
         axes, places = goal.on_axes, dict(self.state.on + goal.on)
         on = tuple((axis, places[axis]) for axis in self.sizes if axis in places)
         self.step("keep", axes, 0, 0, 0, self.number(goal, axes), on=on)
 
-    def number(self, owned: State, axes: tuple[str, ...]) -> int:
+    def number(self, owned: ShardState, axes: tuple[str, ...]) -> int:
         """Return the place of an owner along some axes, major to minor, as one number."""
         places = dict(owned.on)
         return ravel([places[axis] for axis in axes], [self.sizes[axis] for axis in axes])
 
-    def sum_up(self, goal: State) -> None:
+    def sum_up(self, goal: ShardState) -> None:
         """Sum over what is not to stay unreduced; pieces are scattered where the goal has them anyhow."""
         over = self.state.unreduced - goal.unreduced
         if goal.flat is None:
@@ -197,12 +197,12 @@ class _Path:
             n = self.parts(axes)
             self.step("psum", axes, Fraction(2 * (n - 1), n) * self.local, unreduced=goal.unreduced)
 
-    def _wanted(self, goal: State) -> list[tuple[str, ...]]:
+    def _wanted(self, goal: ShardState) -> list[tuple[str, ...]]:
         """Return by which axes the goal cuts each dim further; none where the dim is cut otherwise already."""
         pairs = zip(self.state.dims, goal.dims, strict=True)
         return [wanted[len(axes) :] if wanted[: len(axes)] == axes else () for axes, wanted in pairs]
 
-    def _slices(self, goal: State) -> None:
+    def _slices(self, goal: ShardState) -> None:
         """Slice dims of what is equal on all devices, as the goal has them."""
         for dim, axes in enumerate(self._wanted(goal) if self.state.flat is None else ()):
             for axis in axes:
@@ -210,7 +210,7 @@ class _Path:
                     break
                 self.step("slice", (axis,), 0, dim, dims=self.cut({dim: (*self.state.dims[dim], axis)}))
 
-    def by_collectives(self, goal: State) -> bool:
+    def by_collectives(self, goal: ShardState) -> bool:
         """Lay out anew by collectives of equal rows, or by way of flat ranges; return whether that leads to the goal."""
         start = self.state
         if start.on and start.is_whole and {*start.on_axes} == {*(goal.flat or ())} and not goal.on:
@@ -221,7 +221,7 @@ class _Path:
             axes = (
                 start.on_axes if start.is_whole else tuple(axis for axis in self.sizes if axis not in start.unreduced)
             )
-            self.follow(State(((),) * len(self.shape), start.unreduced, axes))
+            self.follow(ShardState(((),) * len(self.shape), start.unreduced, axes))
             self.follow(goal)
         elif start.on or goal.on:
             return False
@@ -242,7 +242,7 @@ class _Path:
             return False
         return True
 
-    def _exchange(self, owned: State, axes: tuple[str, ...], **changes: Any) -> None:
+    def _exchange(self, owned: ShardState, axes: tuple[str, ...], **changes: Any) -> None:
         """Collect flat ranges at the owner, or hand them out."""
         total, n, owner = prod(self.shape), self.parts(axes), self.number(owned, axes)
         start, stop = flat_range(total, n, owner)
@@ -250,7 +250,7 @@ class _Path:
             "exchange", axes, total - (stop - start) if self.state.on else chunk(total, n), 0, 0, owner, **changes
         )
 
-    def _by_dims(self, goal: State) -> bool:
+    def _by_dims(self, goal: ShardState) -> bool:
         """Slice, exchange and gather the last axes of dims, if that leads to the goal."""
         start = self.state
         self._slices(goal)
@@ -269,19 +269,19 @@ class _Path:
             self.state, self.steps = start, []
         return self.state.dims == goal.dims
 
-    def direct(self, goal: State) -> None:
+    def direct(self, goal: ShardState) -> None:
         flattened = not any(self.state.dims[1:]) and not any(goal.dims[1:])  # pieces are ranges of the flattened tensor
         shape = (prod(self.shape),) if flattened else self.shape
         before, after = _laid(self.state, shape, self.sizes), _laid(goal, shape, self.sizes)
         group = tuple((axis, size) for axis, size in self.sizes.items() if axis in before.axes | after.axes)
         supply = Supply(before, after, group)
         busiest = int(supply.elements().max())
-        move = supply if busiest else Kept(supply)
+        move = supply if busiest else KeptRange(supply)
         self.steps.append(Step("direct", tuple(axis for axis, _ in group), Fraction(busiest), goal, 0, 0, 0, move))
         self.state = goal
 
 
-def _laid(state: State, shape: tuple[int, ...], sizes: Mapping[str, int]) -> Laid:
+def _laid(state: ShardState, shape: tuple[int, ...], sizes: Mapping[str, int]) -> Laid:
     """Return what devices hold in a state."""
     if state.flat is not None:
         return Laid(shape, None, state.flat, state.on, (prod(sizes[axis] for axis in state.flat),))

@@ -23,7 +23,7 @@ import torch
 
 
 class Work(Protocol):
-    """What torch.distributed hands out for an operation under way."""
+    """The handle that torch.distributed returns for an asynchronous operation."""
 
     def wait(self, timeout: timedelta) -> Any:
         """Block until it is done."""
@@ -35,7 +35,7 @@ class Work(Protocol):
 
 
 class Drivable(Protocol):
-    """What a helper can carry on."""
+    """An operation of several rounds that a helper can finish."""
 
     def drive(self) -> None:
         """Run to the end; errors are kept for whoever waits."""
@@ -78,7 +78,7 @@ LONG = timedelta(days=30)
 """A message may wait for its receiver as long as it likes."""
 
 
-class Message:
+class SentMessage:
     """A message that has been sent."""
 
     def __init__(self, work: Work) -> None:
@@ -102,7 +102,7 @@ class Message:
 class Many:
     """Messages that a helper waits for."""
 
-    def __init__(self, messages: list[Message]) -> None:
+    def __init__(self, messages: list[SentMessage]) -> None:
         self.messages = messages
 
     def drive(self) -> None:
@@ -118,11 +118,11 @@ class Departing:
 
     def __init__(self) -> None:
         self._helper = Helper()
-        self._latest: list[Message] = []
+        self._latest: list[SentMessage] = []
 
-    def add(self, work: Work) -> Message:
+    def add(self, work: Work) -> SentMessage:
         """Return a message that learns when it has left, once there are many."""
-        message = Message(work)
+        message = SentMessage(work)
         self._latest.append(message)
         if len(self._latest) == MANY:
             given, self._latest = self._latest, []

@@ -103,7 +103,7 @@ class Link(Protocol):
 
     @property
     def lock(self) -> AbstractContextManager[Any]:
-        """What to hold while a wire takes a step."""
+        """The lock to hold while a wire takes a step."""
         ...
 
     def begin(self, move: Wired, x: Tensor, what: What) -> Wire:

@@ -34,9 +34,9 @@ from fshard.mesh.runtimes.place import meet_all
 from fshard.mesh.runtimes.running import Awaited, Running, UnderWay, explain, go_on
 from fshard.mesh.runtimes.watch import Watch, watching
 from fshard.mesh.shared_memory import apart
-from fshard.mesh.shared_memory.direct import Direct, Turn
+from fshard.mesh.shared_memory.direct import Direct, TransferTurn
 from fshard.mesh.shared_memory.neighbours import Neighbours, meet
-from fshard.mesh.shared_memory.road import Lane, Road
+from fshard.mesh.shared_memory.road import MessageLane, Road
 
 if TYPE_CHECKING:
     from fshard.mesh.collectives.moves import Wired
@@ -182,7 +182,7 @@ class ProcessWorld:
             if isinstance(link, Direct) and xs[0].is_cpu and len(xs) <= apart.MANY:
                 into = apart.room(move, xs, n) if into is None else into
                 what, meet = self._what(move, xs, group, site)
-                wire = apart.wire(Turn(link, link.number(), what), move, xs, into)
+                wire = apart.wire(TransferTurn(link, link.number(), what), move, xs, into)
                 return Apart(Running(link, wire, self.timeout, what, self._under_way, meet), into)
         large = [place for place, x in enumerate(xs) if x.nbytes >= apart.LARGE] if len(xs) > 1 else []
         if large:
@@ -240,13 +240,13 @@ class ProcessWorld:
 
     # -- messages -----------------------------------------------------------------------------------------------
 
-    def lane(self, like: Tensor, group: Group, place: int, site: Site) -> Lane | None:
+    def lane(self, like: Tensor, group: Group, place: int, site: Site) -> MessageLane | None:
         """Return the short way for messages like this one: there is one to neighbours, where nobody watches."""
         if place == group.index or self._watch is not None or not like.is_cpu or not self.near(group.members):
             return None
         link = self.link(group)
         assert isinstance(link, Direct)
-        return Lane(like, group, place, site, link, self.timeout, self._under_way)
+        return MessageLane(like, group, place, site, link, self.timeout, self._under_way)
 
     def send(self, xs: tuple[Tensor, ...], group: Group, to: int, site: Site) -> None:
         """Send tensors as one buffer, which is kept until it has left."""

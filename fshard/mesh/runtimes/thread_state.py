@@ -1,4 +1,4 @@
-"""What torch keeps per thread, carried from the caller into a device's thread.
+"""Copy torch's thread-local state from the caller into a device's thread.
 
 A thread starts with torch's defaults, or with what its last run left.  A device's thread must behave as the caller's would:
 the same grad mode, autocast, modes and hooks.  And some things are set on purpose: one intra-op thread (bits depend on the

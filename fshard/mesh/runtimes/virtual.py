@@ -50,7 +50,7 @@ Signature = tuple[tuple[torch.Size, torch.dtype], ...]
 
 
 @dataclass(slots=True)
-class Slot:
+class CollectiveSlot:
     """One collective of one group, filling up as its devices arrive."""
 
     move: Wired
@@ -69,7 +69,7 @@ class Arrival:
     """One device's part in a slot: what `start` returns."""
 
     world: VirtualWorld
-    slot: Slot
+    slot: CollectiveSlot
     index: int
     device: int
 
@@ -118,8 +118,8 @@ class Parcel:
         return came.tensors
 
 
-class Message(NamedTuple):
-    """What was sent, by whom and what for."""
+class VirtualMessage(NamedTuple):
+    """A message between virtual devices: its tensor, its sender and its purpose."""
 
     tensors: tuple[Tensor, ...]
     purpose: Purpose
@@ -140,9 +140,9 @@ class VirtualWorld:
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
-        self.mail: dict[tuple[int, int], deque[Message]] = defaultdict(deque)
+        self.mail: dict[tuple[int, int], deque[VirtualMessage]] = defaultdict(deque)
         self.listening: dict[tuple[int, int], int] = {}
-        self._slots: dict[object, deque[Slot]] = defaultdict(deque)
+        self._slots: dict[object, deque[CollectiveSlot]] = defaultdict(deque)
         self._ready = deque(range(1, mesh.size))  # whose turn comes next; device 0 begins
         self._status: list[Arrival | Parcel | str | None] = ["has not started"] * mesh.size
         self._random: list[Tensor] = []
@@ -329,7 +329,7 @@ class VirtualWorld:
                     )
                 break
         else:
-            slot = Slot(move, signature, group.axes, group.size)
+            slot = CollectiveSlot(move, signature, group.axes, group.size)
             slots.append(slot)
         slot.values[index] = xs
         slot.sites[index] = site
@@ -341,9 +341,9 @@ class VirtualWorld:
         return Arrival(self, slot, index, group.device)
 
     def _raise_mismatch(
-        self, slot: Slot, move: Wired, signature: Signature, group: Group, site: Site, hint: str = ""
+        self, slot: CollectiveSlot, move: Wired, signature: Signature, group: Group, site: Site, hint: str = ""
     ) -> NoReturn:
-        asked = Slot(move, signature, group.axes, group.size)
+        asked = CollectiveSlot(move, signature, group.axes, group.size)
         mine = group.device
         lines = [(group.member(index), _describe(slot, slot.sites[index])) for index in sorted(slot.values)]
         lines.append((mine, _describe(asked, site)))
@@ -363,7 +363,7 @@ class VirtualWorld:
             raise Stopped
         route = group.device, group.member(to)
         copies = tuple(x.detach().clone() for x in xs)
-        self.mail[route].append(Message(copies, purpose(), self.name(route[0]), site))
+        self.mail[route].append(VirtualMessage(copies, purpose(), self.name(route[0]), site))
         if route in self.listening:
             self._ready.append(self.listening.pop(route))
 
@@ -433,13 +433,13 @@ def _describe_values(signature: Signature) -> str:
     return ", ".join(f"{dtype_name(dtype)}{list(shape)}" for shape, dtype in signature)
 
 
-def _describe(slot: Slot, site: Site) -> str:
+def _describe(slot: CollectiveSlot, site: Site) -> str:
     over = ", ".join(f'"{axis}"' for axis in slot.axes)
     what = f"{named(describe(slot.move), slot.purpose)} over {over} of {_describe_values(slot.signature)}"
     return f"{what}{site.given} at {site}"
 
 
-def _meaning(slot: Slot) -> list[tuple[Tensor, ...]]:
+def _meaning(slot: CollectiveSlot) -> list[tuple[Tensor, ...]]:
     """Compute what every device gets, in tensors that share no memory with anything a device holds."""
     columns: list[list[Tensor]] = []
     with torch.no_grad() if torch.is_grad_enabled() else nullcontext():  # autograd has its own view of this

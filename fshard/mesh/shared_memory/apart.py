@@ -24,7 +24,7 @@ from torch import Tensor
 from fshard.mesh.collectives.moves import AllGather, PsumScatter, Wired, combining, is_plain, plain
 from fshard.mesh.layout.arithmetic import Combine, chunk, combined, flat_range
 from fshard.mesh.runtimes.link import Wire
-from fshard.mesh.shared_memory.direct import ANSWER, PIECE, Turn
+from fshard.mesh.shared_memory.direct import ANSWER, PIECE, TransferTurn
 from fshard.mesh.shared_memory.neighbours import Need, empty
 
 MANY = 4096
@@ -55,14 +55,14 @@ def room(move: Wired, xs: Tensors, n: int) -> tuple[Tensor, ...]:
     return tuple([empty(x.shape, x.dtype) for x in xs])
 
 
-def wire(turn: Turn, move: Wired, xs: Tensors, into: Tensors) -> Wire:
+def wire(turn: TransferTurn, move: Wired, xs: Tensors, into: Tensors) -> Wire:
     """Return the wire of a move that suits; its results come into these tensors."""
     if move.wire == "gather":
         return gather(turn, [plain(x).contiguous() for x in xs], into)
     return _SUMS[move.wire](turn, [x.view(-1) for x in xs], [x.view(-1) for x in into], combining(move))
 
 
-def gather(turn: Turn, xs: Tensors, into: Tensors) -> Wire:
+def gather(turn: TransferTurn, xs: Tensors, into: Tensors) -> Wire:
     """Everybody gets the whole of each tensor, of which it has a piece."""
     table = _told(turn, xs)
     here, ends = _lying(into), _ends_of(tuple([x.numel() for x in into]), into[0].element_size(), turn.n)
@@ -77,7 +77,7 @@ def gather(turn: Turn, xs: Tensors, into: Tensors) -> Wire:
     return table  # it and what it tells of have to last until all have read
 
 
-def scatter(turn: Turn, xs: Tensors, into: Tensors, combine: Combine) -> Wire:
+def scatter(turn: TransferTurn, xs: Tensors, into: Tensors, combine: Combine) -> Wire:
     """(n * elements,) each -> (elements,) each: everybody gets the sum of its pieces."""
     table = _told(turn, xs)
     yield turn.needs(*turn.others)
@@ -88,7 +88,7 @@ def scatter(turn: Turn, xs: Tensors, into: Tensors, combine: Combine) -> Wire:
     return table
 
 
-def reduce(turn: Turn, xs: Tensors, into: Tensors, combine: Combine) -> Wire:
+def reduce(turn: TransferTurn, xs: Tensors, into: Tensors, combine: Combine) -> Wire:
     """(elements,) each -> (elements,) each: everybody sums its pieces, then everybody gets the others'."""
     table = _told(turn, xs)
     yield turn.needs(*turn.others)
@@ -102,10 +102,10 @@ def reduce(turn: Turn, xs: Tensors, into: Tensors, combine: Combine) -> Wire:
     return torch.cat([table, here])
 
 
-_SUMS: dict[str, Callable[[Turn, Tensors, Tensors, Combine], Wire]] = {"scatter": scatter, "reduce": reduce}
+_SUMS: dict[str, Callable[[TransferTurn, Tensors, Tensors, Combine], Wire]] = {"scatter": scatter, "reduce": reduce}
 
 
-def _told(turn: Turn, xs: Tensors, part: int = 0) -> Tensor:
+def _told(turn: TransferTurn, xs: Tensors, part: int = 0) -> Tensor:
     """Tell all others where tensors lie, and return that."""
     table = _lying(xs)
     for other in turn.others:
@@ -117,14 +117,14 @@ def _lying(xs: Tensors) -> Tensor:
     return torch.tensor([x.data_ptr() for x in xs])
 
 
-def _addresses(turn: Turn, other: int, count: int, part: int = 0) -> Tensor:
+def _addresses(turn: TransferTurn, other: int, count: int, part: int = 0) -> Tensor:
     """Return where a process has told that its tensors lie."""
     table = torch.empty(count, dtype=torch.int64)
     turn.get(other, table.data_ptr(), table.nbytes, part)
     return table
 
 
-def _settled(turn: Turn) -> Generator[list[Need], None, None]:
+def _settled(turn: TransferTurn) -> Generator[list[Need], None, None]:
     """Wait until all others have read what they were told of."""
     answers = [(turn.peers[other], turn.key | ANSWER) for other in turn.others]
     yield answers
@@ -149,7 +149,7 @@ def _ends_of(lengths: tuple[int, ...], item: int, n: int) -> Tensor:
     )
 
 
-def _fetch(turn: Turn, other: int, addresses: Tensor, here: Tensor, ends: Tensor) -> None:
+def _fetch(turn: TransferTurn, other: int, addresses: Tensor, here: Tensor, ends: Tensor) -> None:
     """Copy a process's pieces, which lie at these addresses, into the wholes that lie here, and say so."""
     begins, sizes = ends[other], ends[other + 1] - ends[other]
     turn.peers[other].read_all(torch.stack([here + begins, sizes], 1), torch.stack([addresses, sizes], 1))
@@ -197,7 +197,7 @@ def _batches(lengths: tuple[int, ...], item: int) -> Batches:
     return Batches(spans, batches, table, min(most, sum(lengths)))
 
 
-def _sum(turn: Turn, xs: Tensors, into: Tensors, combine: Combine) -> None:
+def _sum(turn: TransferTurn, xs: Tensors, into: Tensors, combine: Combine) -> None:
     """Sum the own pieces of all processes' tensors, as they have been told of."""
     own, item = [_piece(x, turn.n, turn.index) for x in xs], xs[0].element_size()
     ends = _ends_of(tuple([len(x) for x in xs]), item, turn.n)

@@ -72,7 +72,7 @@ class Direct:
         if move.wire != "parts" and size <= INLINE and (move.wire != "reduce" or len(self.others) * size <= FEW):
             return Swapping(move, swap, x, self.neighbours, self.peers, what).wire
         wire = WIRES[move.wire]
-        return lambda key, x: wire(Turn(self, key, what), x, move)
+        return lambda key, x: wire(TransferTurn(self, key, what), x, move)
 
     def number(self) -> int:
         """Return the key of the next collective's messages."""
@@ -96,7 +96,7 @@ class Direct:
 
     def send(self, xs: tuple[Tensor, ...], to: int, what: What) -> Departed | None:
         """Send a message: a short one travels at once, a long one is copied, to be read when its receiver comes to it."""
-        turn = Turn(self, next(self.messages(to, sent=True)), what)
+        turn = TransferTurn(self, next(self.messages(to, sent=True)), what)
         with self.lock:
             if sum([x.nbytes for x in xs]) <= INLINE_MESSAGE and self.peers[to].outgoing.roomy:
                 buffer = xs[0] if len(xs) == 1 and is_plain(xs[0]) else packed(xs)
@@ -108,7 +108,7 @@ class Direct:
 
     def receive(self, make: Callable[[], Tensor], source: int, what: What) -> Coming:
         """Return how to get the next message of a process, once it is there."""
-        turn = Turn(self, next(self.messages(source, sent=False)), what)
+        turn = TransferTurn(self, next(self.messages(source, sent=False)), what)
 
         def take() -> Tensor:
             into = make()
@@ -147,7 +147,7 @@ class Sent:
             self._neighbours.sleep(SLICE)
 
 
-class Turn:
+class TransferTurn:
     """One collective (or message) among the processes of a link.
 
     A message's key is the group, the number of the call, whether it is a collective or a message, and which part of it.
@@ -215,14 +215,14 @@ class Turn:
 # -- the wires --------------------------------------------------------------------------------------------------
 
 
-def reduce(turn: Turn, x: Tensor, move: Wired) -> Wire:
+def reduce(turn: TransferTurn, x: Tensor, move: Wired) -> Wire:
     """(elements,) -> (elements,): everybody gets the sum, or the extreme."""
     combine = combining(move)
     doubles = turn.n & (turn.n - 1) == 0 and (turn.n == 2 or x.dtype not in WIDER)  # wide sums are rounded once
     return _doubling(turn, x, combine) if doubles and x.nbytes <= SMALL else _in_parts(turn, x, combine)
 
 
-def _doubling(turn: Turn, x: Tensor, combine: Combine) -> Wire:
+def _doubling(turn: TransferTurn, x: Tensor, combine: Combine) -> Wire:
     """Add with the neighbour, then with the neighbours' neighbours: the levels of the tree, one after the other."""
     total, size, distance = x, x.nbytes, 1
     received = result = x
@@ -240,7 +240,7 @@ def _doubling(turn: Turn, x: Tensor, combine: Combine) -> Wire:
     return total
 
 
-def _settled(turn: Turn, readers: Sequence[int], size: int) -> Generator[list[Need], None, None]:
+def _settled(turn: TransferTurn, readers: Sequence[int], size: int) -> Generator[list[Need], None, None]:
     """Wait until these processes have read what was put for them."""
     answers = turn.answers(*readers, size=size)
     if answers:
@@ -248,7 +248,7 @@ def _settled(turn: Turn, readers: Sequence[int], size: int) -> Generator[list[Ne
         turn.answered(answers)
 
 
-def _in_parts(turn: Turn, x: Tensor, combine: Combine) -> Wire:
+def _in_parts(turn: TransferTurn, x: Tensor, combine: Combine) -> Wire:
     """Everybody sums one part of all tensors, then everybody gets the parts."""
     size, item, each = x.nbytes, x.element_size(), -(-x.numel() // turn.n)
     parts = [(min(place * each, x.numel()), min((place + 1) * each, x.numel())) for place in range(turn.n)]
@@ -271,7 +271,7 @@ def _in_parts(turn: Turn, x: Tensor, combine: Combine) -> Wire:
     return result
 
 
-def _sum(turn: Turn, places: dict[int, int], own: Tensor, out: Tensor, combine: Combine) -> None:
+def _sum(turn: TransferTurn, places: dict[int, int], own: Tensor, out: Tensor, combine: Combine) -> None:
     """Sum what lies at these places of the others with the own tensor, piece by piece."""
     item, length = own.element_size(), min(PIECE // own.element_size(), own.numel())
     scratch = torch.empty((turn.n, length), dtype=own.dtype)
@@ -283,7 +283,7 @@ def _sum(turn: Turn, places: dict[int, int], own: Tensor, out: Tensor, combine: 
         combined(xs, combine, kept, out[begin : begin + length])
 
 
-def scatter(turn: Turn, rows: Tensor, move: Wired) -> Wire:
+def scatter(turn: TransferTurn, rows: Tensor, move: Wired) -> Wire:
     """(n, elements) -> (elements,): everybody gets the sum of the rows that were meant for it."""
     base, size = rows.data_ptr(), rows.nbytes // turn.n
     for other in turn.others:
@@ -303,7 +303,7 @@ def scatter(turn: Turn, rows: Tensor, move: Wired) -> Wire:
     return combined(xs, combine, own, out)
 
 
-def gather(turn: Turn, x: Tensor, move: Wired) -> Wire:
+def gather(turn: TransferTurn, x: Tensor, move: Wired) -> Wire:
     """(elements,) -> (n, elements): everybody gets everybody's."""
     own, size = x.data_ptr(), x.nbytes
     for other in turn.others:
@@ -311,7 +311,7 @@ def gather(turn: Turn, x: Tensor, move: Wired) -> Wire:
     return (yield from _collected(turn, own, _new((turn.n, x.numel()), x), size))
 
 
-def exchange(turn: Turn, rows: Tensor, move: Wired) -> Wire:
+def exchange(turn: TransferTurn, rows: Tensor, move: Wired) -> Wire:
     """(n, elements) -> (n, elements): row i goes to process i."""
     base, size = rows.data_ptr(), rows.nbytes // turn.n
     for other in turn.others:
@@ -319,7 +319,7 @@ def exchange(turn: Turn, rows: Tensor, move: Wired) -> Wire:
     return (yield from _collected(turn, base + turn.index * size, _new(rows.shape, rows), size))
 
 
-def _collected(turn: Turn, own: int, result: Tensor, size: int) -> Wire:
+def _collected(turn: TransferTurn, own: int, result: Tensor, size: int) -> Wire:
     """Get a row from everybody; the own one lies at `own`."""
     base = result.data_ptr()
     ctypes.memmove(base + turn.index * size, own, size)
@@ -330,7 +330,7 @@ def _collected(turn: Turn, own: int, result: Tensor, size: int) -> Wire:
     return result
 
 
-def permute(turn: Turn, x: Tensor, move: Wired) -> Wire:
+def permute(turn: TransferTurn, x: Tensor, move: Wired) -> Wire:
     """(elements,) -> (elements,): along the pairs of the move, zeros where none ends."""
     assert isinstance(move, Permute)
     size, here = x.nbytes, turn.index
@@ -348,7 +348,7 @@ def permute(turn: Turn, x: Tensor, move: Wired) -> Wire:
     return result
 
 
-def broadcast(turn: Turn, x: Tensor, move: Wired) -> Wire:
+def broadcast(turn: TransferTurn, x: Tensor, move: Wired) -> Wire:
     """(elements,) -> (elements,): everybody gets the source's."""
     assert isinstance(move, Broadcast)
     size = x.nbytes
@@ -364,7 +364,7 @@ def broadcast(turn: Turn, x: Tensor, move: Wired) -> Wire:
     return result
 
 
-def parts(turn: Turn, x: Tensor, move: Wired) -> Wire:
+def parts(turn: TransferTurn, x: Tensor, move: Wired) -> Wire:
     """(elements,) -> (elements,): everybody gets from each what it lacks."""
     assert isinstance(move, Parts)
     outgoing = move.parcels(x, turn.index)
@@ -385,6 +385,6 @@ def _new(shape: Sequence[int], like: Tensor) -> Tensor:
     return empty(tuple(shape), like.dtype)
 
 
-WIRES: dict[str, Callable[[Turn, Tensor, Wired], Wire]] = {
+WIRES: dict[str, Callable[[TransferTurn, Tensor, Wired], Wire]] = {
     wire.__name__: wire for wire in (reduce, gather, scatter, exchange, permute, broadcast, parts)
 }

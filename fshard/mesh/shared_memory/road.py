@@ -22,7 +22,7 @@ from fshard.errors import FshardError
 from fshard.mesh.collectives.moves import Wired, is_plain
 from fshard.mesh.runtimes.link import What
 from fshard.mesh.runtimes.running import UnderWay, explain, fail, go_on, hand_over
-from fshard.mesh.shared_memory.direct import INLINE_MESSAGE, Direct, Turn
+from fshard.mesh.shared_memory.direct import INLINE_MESSAGE, Direct, TransferTurn
 from fshard.mesh.shared_memory.rings import INSIDE
 from fshard.source import call_site
 
@@ -77,7 +77,7 @@ class Road:
         return bool(self._under_way) and go_on(self._under_way)
 
 
-class Lane:
+class MessageLane:
     """The messages like one tensor between this process and the one at `place` of a link."""
 
     __slots__ = ("_got", "_like", "_link", "_peer", "_place", "_sent", "_short", "_timeout", "_under_way", "_what")
@@ -116,7 +116,7 @@ class Lane:
             if not here:
                 link.neighbours.wait(((peer, key),), self._others_go_on)
             with link.lock:
-                Turn(link, key, self._what).get(self._place, x.data_ptr(), x.nbytes)
+                TransferTurn(link, key, self._what).get(self._place, x.data_ptr(), x.nbytes)
         except BaseException as error:
             fail(error, link, self._timeout, self._what)
         return x

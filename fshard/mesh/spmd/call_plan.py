@@ -1,4 +1,4 @@
-"""What `shard_map` knows of a program's arguments and results, worked out once.
+"""Plan the arguments and results of a `shard_map` program, once per structure.
 
 spec -> plan -> apply: the specs, and the structure, layouts and shapes of a call, give a recipe, which is pure data
 kept under that key; all checks of the caller's mistakes are made on the way there.
@@ -60,7 +60,7 @@ class Promise:
 
 @dataclass(frozen=True)
 class Transfer:
-    """What is done with one tensor: where it stands, how the whole lies, and the way there.
+    """The plan of one tensor: its position, its layout, and how it is resharded.
 
     `layout` is how it lies inside (arguments) or is to lie (results), `piece` the shape of the first shard held here as an
     argument is given, `slices` those of a plain argument for each device held here, if nothing else is to be done to cut it.

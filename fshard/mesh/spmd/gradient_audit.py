@@ -25,7 +25,7 @@ from fshard.mesh.layout import PyTree, as_written
 from fshard.mesh.reshard.execute import take
 from fshard.mesh.runtimes.thread_state import batches_nested
 from fshard.mesh.spmd.call_plan import ArgumentRecipe, Recipes, Transfer
-from fshard.mesh.spmd.outer_autograd import Run, backward
+from fshard.mesh.spmd.outer_autograd import MappedRun, backward
 from fshard.mesh.spmd.scope import owning, require
 from fshard.source import Site
 
@@ -42,7 +42,7 @@ class Audit:
     call: Callable[[Tensors], PyTree]
     site: Site
 
-    def __call__(self, run: Run, inputs: list[Tensors]) -> None:
+    def __call__(self, run: MappedRun, inputs: list[Tensors]) -> None:
         """Raise if the gradient with regard to some argument, given to the devices as `inputs`, is wrong."""
         known = self.recipes.audited
         if transformed() or batches_nested() or id(self.recipe) in known:
@@ -99,7 +99,7 @@ class Audit:
         """Return the mapped axes along which a piece is promised to be equal."""
         return tuple(axis for axis in self.recipes.mapped if axis not in entry.layout.spec.axes)
 
-    def _compare(self, run: Run, typed: Sequence[Tensors], own: Sequence[Tensors]) -> None:
+    def _compare(self, run: MappedRun, typed: Sequence[Tensors], own: Sequence[Tensors]) -> None:
         wrong: list[str] = []
         for place, entry in enumerate(self.recipe.entries):
             off = [

@@ -32,7 +32,7 @@ Program = Callable[[int, Tensors], Tensors]
 
 
 @dataclass(frozen=True)
-class Run:
+class MappedRun:
     """A program and where to run it.
 
     `grad` and `within` say whether grad mode was on, and a torch.func transform active, where the run was asked for;
@@ -48,7 +48,7 @@ class Run:
     within: bool = False
     derived: bool = False
     random: Tensor | None = None
-    audit: Callable[[Run, list[Tensors]], None] | None = None
+    audit: Callable[[MappedRun, list[Tensors]], None] | None = None
 
     def devices(self, xs: list[Tensors], program: Callable[[int, Tensors], Tensors]) -> list[Tensors]:
         """Run a program on every device, each with its own tensors."""
@@ -63,7 +63,7 @@ class Run:
 
 @dataclass
 class Tape:
-    """What the forward keeps for the backward: each device's inputs and results, joined by its graph."""
+    """The inputs and results of each device, joined by its graph, which the forward keeps for the backward."""
 
     needs: tuple[bool, ...]
     inputs: list[Tensors] = field(default_factory=list[Tensors])
@@ -77,7 +77,7 @@ def run_mapped(
     *,
     mapped: tuple[str, ...] = (),
     checked: bool = False,
-    audit: Callable[[Run, list[Tensors]], None] | None = None,
+    audit: Callable[[MappedRun, list[Tensors]], None] | None = None,
 ) -> list[Tensors]:
     """Run `program` on every device that the caller stands for; return each result's shards.
 
@@ -88,13 +88,13 @@ def run_mapped(
         (results,) = run_on_devices(mesh, lambda device: program(device, own), mapped=mapped, checked=checked)
         return [(result,) for result in results]
     random = random_state(mesh.device_type)
-    run = Run(mesh, program, mapped, checked, torch.is_grad_enabled(), transformed(), random=random, audit=audit)
+    run = MappedRun(mesh, program, mapped, checked, torch.is_grad_enabled(), transformed(), random=random, audit=audit)
     flat = tuple(column[device] for device in local_devices(mesh) for column in columns)
     per_device = _apply(run, len(columns), flat)
     return list(zip(*per_device, strict=True))
 
 
-def _apply(run: Run, width: int, flat: Tensors) -> list[Tensors]:
+def _apply(run: MappedRun, width: int, flat: Tensors) -> list[Tensors]:
     """Apply a run to the tensors of all devices, device after device."""
     if transformed():
         results = _Mapped.apply(run, width, None, *flat)
@@ -116,7 +116,7 @@ def _rows(flat: Tensors, width: int, n: int) -> list[Tensors]:
     return [tuple(flat[device * width : (device + 1) * width]) for device in range(n)]
 
 
-def _values(run: Run, width: int, tape: Tape | None, flat: Tensors) -> Tensors:
+def _values(run: MappedRun, width: int, tape: Tape | None, flat: Tensors) -> Tensors:
     """Run the program; with a tape, keep the graph."""
     n = run.mesh.size
     inputs = _rows(flat if tape is not None else tuple(x.detach() for x in flat), width, n)
@@ -143,7 +143,7 @@ def _apart(x: Tensor) -> Tensor:
     return x.contiguous() if 0 in x.stride() else x
 
 
-def _pull_back(run: Run, tape: Tape, cotangents: Tensors) -> tuple[Tensor | None, ...]:
+def _pull_back(run: MappedRun, tape: Tape, cotangents: Tensors) -> tuple[Tensor | None, ...]:
     """Go back through each device's own graph, once."""
     width = len(tape.needs)
     if run.audit is not None:
@@ -185,7 +185,7 @@ def backward(ys: Tensors, xs: list[Tensor], gs: Tensors, *, create_graph: bool =
     return torch.autograd.grad(ys, xs, gs, create_graph=create_graph, allow_unused=True, materialize_grads=True)
 
 
-def _vjp(run: Run, wanted: tuple[int, ...], width: int) -> Run:
+def _vjp(run: MappedRun, wanted: tuple[int, ...], width: int) -> MappedRun:
     """Return the run that computes cotangents of the inputs at `wanted` from all inputs and the results' cotangents."""
 
     def program(device: int, given: Tensors) -> Tensors:
@@ -213,7 +213,7 @@ def _pull_by_func(f: Callable[..., Tensors], xs: Tensors, wanted: tuple[int, ...
     return pull(tuple(g for g, moving in zip(gs, moves, strict=True) if moving))
 
 
-def _jvp(run: Run, width: int, moving: tuple[int, ...]) -> Run:
+def _jvp(run: MappedRun, width: int, moving: tuple[int, ...]) -> MappedRun:
     """Return the run that computes tangents of the results from all inputs and the tangents of those at `moving`."""
 
     def program(device: int, given: Tensors) -> Tensors:
@@ -227,7 +227,7 @@ def _jvp(run: Run, width: int, moving: tuple[int, ...]) -> Run:
     return replace(run, program=program, derived=True, audit=None)
 
 
-def _vmap(run: Run, dims: tuple[int | None, ...], randomness: str) -> Run:
+def _vmap(run: MappedRun, dims: tuple[int | None, ...], randomness: str) -> MappedRun:
     """Return the run in which every device maps the program over a leading dim of some of its tensors."""
 
     def program(device: int, xs: Tensors) -> Tensors:
@@ -245,10 +245,10 @@ def _interleave(parts: list[tuple[Tensors, int]], n: int) -> Tensors:
     return tuple(x for device in range(n) for rows in split for x in rows[device])
 
 
-def _mapped_over(derived: Run, flat: Tensors, width: int, moved: Tensors, moving: int) -> Tensors:
+def _mapped_over(derived: MappedRun, flat: Tensors, width: int, moved: Tensors, moving: int) -> Tensors:
     """Apply a derivative to the inputs of all devices and their cotangents or tangents, also to many of these at once."""
 
-    def applied(run: Run, moved: Tensors) -> Tensors:
+    def applied(run: MappedRun, moved: Tensors) -> Tensors:
         n = run.mesh.size
         given = _interleave([(flat, width), (moved, moving)], n)
         return tuple(y for ys in _apply(run, len(given) // n, given) for y in ys)
@@ -259,7 +259,7 @@ def _mapped_over(derived: Run, flat: Tensors, width: int, moved: Tensors, moving
 
 class _Mapped(Function):
     @staticmethod
-    def forward(run: Run, width: int, tape: Tape | None, *flat: Tensor) -> Tensors:
+    def forward(run: MappedRun, width: int, tape: Tape | None, *flat: Tensor) -> Tensors:
         return _values(run, width, tape, flat)
 
     @staticmethod

@@ -46,7 +46,7 @@ class Group:
 
     @property
     def key(self) -> tuple[int, tuple[tuple[int, int], ...]]:
-        """What is equal on all devices of the group, and only there."""
+        """A key that is equal on all devices of the group, and only there."""
         return self.base, self.dims
 
     def member(self, index: int) -> int:

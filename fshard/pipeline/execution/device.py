@@ -24,16 +24,16 @@ from fshard.errors import LayoutError
 from fshard.mesh.layout import PyTree
 from fshard.mesh.spmd.scope import Group
 from fshard.pipeline.execution.halves import halves, whole
-from fshard.pipeline.execution.leaves import Value, left
-from fshard.pipeline.execution.post import Mail, MessageForm, Post, Route, Turn, Wire
+from fshard.pipeline.execution.leaves import StageValue, left
+from fshard.pipeline.execution.post import Mail, MessageForm, Post, Route, Wire, WireTurn
 from fshard.pipeline.execution.saved import Saved
 from fshard.pipeline.schedule.schedule import Action, Kind
 from fshard.pipeline.schedule.trace import clock_of
 from fshard.source import Site
 
 
-class Work(Protocol):
-    """What is done with the stages of one device in one step, whenever the schedule says so.
+class StageWork(Protocol):
+    """The actions of a schedule, for the stages of one device in one step.
 
     `begin` gives what the first stage is given, `call` what a stage makes; `end` takes what the last one has made and gives the
     loss, if there is one, and `start` its gradient.  Gradients of weights come out at `edges`, and are handed to `add`, unless
@@ -54,14 +54,14 @@ class Work(Protocol):
 
 
 class Record(NamedTuple):
-    """What a forward leaves for its backward: where gradients come in, and out for each wire, and what is saved."""
+    """The record of a forward for its backward: the edges where gradients enter and leave, and the saved tensors."""
 
     outputs: list[GradientEdge]
     inputs: list[list[GradientEdge]]
     saved: Saved | None
 
 
-class Device:
+class StageDevice:
     """One device in one step: it does its `work` along the `route`.
 
     `kinds` says of each microbatch what decides of which shapes messages are, and `known` are those that are known already;
@@ -71,7 +71,7 @@ class Device:
     def __init__(
         self,
         route: Route,
-        work: Work,
+        work: StageWork,
         group: Group,
         device: torch.device,
         site: Site,
@@ -119,10 +119,10 @@ class Device:
 
     # -- what stands in a row -----------------------------------------------------------------------------------
 
-    def _forward(self, turn: Turn, stage: int, microbatch: int) -> None:
-        values = [Value(*self._take(mail, source)) for mail, source in turn.takes]
+    def _forward(self, turn: WireTurn, stage: int, microbatch: int) -> None:
+        values = [StageValue(*self._take(mail, source)) for mail, source in turn.takes]
         if stage == 0:
-            values.append(Value(self.work.begin(microbatch), ()).copied())
+            values.append(StageValue(self.work.begin(microbatch), ()).copied())
         saved = Saved() if (stage, microbatch) in self.route.split else None
         with torch.set_grad_enabled(self.backward):
             entered = [value.entered() for value in values]
@@ -138,7 +138,7 @@ class Device:
             outputs = [edge for _, edges in made for edge in edges]
             self.records[stage, microbatch] = Record(outputs, [edges for _, edges in entered], saved)
 
-    def _results(self, turn: Turn, stage: int, microbatch: int, y: PyTree) -> list[PyTree]:
+    def _results(self, turn: WireTurn, stage: int, microbatch: int, y: PyTree) -> list[PyTree]:
         """Return what a stage has made, in the order in which it is given away; of the last, the loss."""
         names = self.route.names[stage]
         skips: dict[str, PyTree] = {}
@@ -152,7 +152,7 @@ class Device:
         loss = self.work.end(microbatch, y)
         return [] if loss is None else [loss]
 
-    def _both(self, turn: Turn, stage: int, microbatch: int) -> None:
+    def _both(self, turn: WireTurn, stage: int, microbatch: int) -> None:
         record, gs = self._begun(turn, stage, microbatch)
         inputs = [edge for edges in record.inputs for edge in edges]
         adding = self.work.lends(stage, microbatch)
@@ -161,21 +161,21 @@ class Device:
         if gws is not None:
             self.work.add(stage, microbatch, gws)
 
-    def _inputs(self, turn: Turn, stage: int, microbatch: int) -> None:
+    def _inputs(self, turn: WireTurn, stage: int, microbatch: int) -> None:
         record, gs = self._begun(turn, stage, microbatch)
         inputs = [edge for edges in record.inputs for edge in edges]
         weights, adding = self.work.edges(stage), self.work.lends(stage, microbatch)
         gxs, self.later[stage, microbatch] = halves(record.outputs, gs, inputs, weights, record.saved, adding=adding)
         self._hand_back(turn, record, gxs)
 
-    def _weights(self, turn: Turn, stage: int, microbatch: int) -> None:
+    def _weights(self, turn: WireTurn, stage: int, microbatch: int) -> None:
         self.work.edges(stage)  # whole, if they are gathered
         self.work.lends(stage, microbatch)
         gws = self.later.pop((stage, microbatch))()
         if gws is not None:
             self.work.add(stage, microbatch, gws)
 
-    def _begun(self, turn: Turn, stage: int, microbatch: int) -> tuple[Record, list[Tensor | None]]:
+    def _begun(self, turn: WireTurn, stage: int, microbatch: int) -> tuple[Record, list[Tensor | None]]:
         """Return what a forward has left, and the gradients of its outputs."""
         record = self.records.pop((stage, microbatch))
         gs: list[Tensor | None] = []
@@ -185,7 +185,7 @@ class Device:
             gs += self._take(mail, source)
         return record, gs
 
-    def _hand_back(self, turn: Turn, record: Record, gxs: list[Tensor | None]) -> None:
+    def _hand_back(self, turn: WireTurn, record: Record, gxs: list[Tensor | None]) -> None:
         """Give the stages before this one the gradients of what they gave."""
         rest = iter(gxs)
         for (mail, to), edges in zip(turn.gives, record.inputs, strict=False):  # of a microbatch nobody wants any
@@ -195,7 +195,7 @@ class Device:
 
     def _give(self, mail: Mail, to: int, what: Any) -> None:
         if to == self.index:
-            self.here[mail] = what.copied() if isinstance(what, Value) else what
+            self.here[mail] = what.copied() if isinstance(what, StageValue) else what
             return
         began = perf_counter()
         self.post.send(mail, to, tuple(what))

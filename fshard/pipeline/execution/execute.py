@@ -14,18 +14,18 @@ from fshard.errors import LayoutError
 from fshard.mesh.layout import Mesh, PyTree, refuse_no_mesh
 from fshard.mesh.spmd.run import is_outside, one_thread, resolve_mesh, run_on_devices
 from fshard.mesh.spmd.scope import Group, parting, require
-from fshard.pipeline.execution.device import Device
+from fshard.pipeline.execution.device import StageDevice
 from fshard.pipeline.execution.leaves import Params, Stage, called_for, map_tensors
-from fshard.pipeline.execution.microbatches import Batch, Found, together
+from fshard.pipeline.execution.microbatches import Microbatches, MicrobatchResult, together
 from fshard.pipeline.execution.post import MessageForm, Route
-from fshard.pipeline.execution.total import Ordered, Running, Total
+from fshard.pipeline.execution.total import Ordered, RunningSum, Total
 from fshard.pipeline.schedule.schedule import Action, Kind, Schedule
 from fshard.pipeline.schedule.verify import verify
 from fshard.source import Site, call_site
 
 
-class Outcome(NamedTuple):
-    """What a pipelined step gives.
+class PipelinedResult(NamedTuple):
+    """The result of a pipelined step.
 
     Args:
         loss: the mean over the microbatches; None without a loss function.
@@ -50,7 +50,7 @@ def pipelined(
     backward: bool = True,
     reproducible: bool = False,
     dynamic: bool = False,
-) -> Callable[..., Outcome]:
+) -> Callable[..., PipelinedResult]:
     """Return the function (params, microbatches, weights=None) -> Outcome that runs stages as a schedule says.
 
     Values and gradients travel between stages on different devices, once each; the loss and metrics to all devices.
@@ -95,13 +95,13 @@ def pipelined(
     if any(is_wrong for is_wrong, _ in wrong):
         raise LayoutError(f"pipelined as {schedule.name}: {'; '.join(text for is_wrong, text in wrong if is_wrong)}.")
     verify(schedule)
-    plan = Plan(stages, Route(schedule, skips or {}, backward), loss_fn, backward, reproducible, dynamic, {})
+    plan = ExecutionPlan(stages, Route(schedule, skips or {}, backward), loss_fn, backward, reproducible, dynamic, {})
 
     def step(
         params: Sequence[PyTree], microbatches: Sequence[PyTree], weights: Sequence[float] | None = None
-    ) -> Outcome:
+    ) -> PipelinedResult:
         own, site = resolve_mesh(mesh), call_site()
-        batch = Batch.of(microbatches, weights, schedule.microbatches)
+        batch = Microbatches.of(microbatches, weights, schedule.microbatches)
         if len(params) != len(stages):
             raise LayoutError(
                 f"pipelined: {len(stages)} stages have as many trees of parameters, {len(params)} are given."
@@ -111,7 +111,7 @@ def pipelined(
                 f"pipelined over {axis} of {own}: what its other axes are for is not known here. Call it inside shard_map."
             )
 
-        def body(_: int) -> Outcome:
+        def body(_: int) -> PipelinedResult:
             group = require("pipelined").group(axis, "pipelined")
             return _run(plan, batch, params, group, torch.device(own.device_type), site)
 
@@ -122,7 +122,7 @@ def pipelined(
             plan.known.clear()  # some devices may have learnt what others have not
             raise
         gradients = [_held([one.gradients[stage] for one in outcomes]) for stage in range(len(stages))]
-        return Outcome(outcomes[0].loss, gradients, _held([one.metrics for one in outcomes]))
+        return PipelinedResult(outcomes[0].loss, gradients, _held([one.metrics for one in outcomes]))
 
     return step
 
@@ -140,8 +140,8 @@ def _held(trees: Sequence[PyTree]) -> PyTree:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What all steps have in common: see `pipelined`; `known` are the forms of messages that each device has learnt."""
+class ExecutionPlan:
+    """The data that all steps share: see `pipelined`; `known` are the cached forms of messages of each device."""
 
     stages: Sequence[Stage]
     route: Route
@@ -152,29 +152,31 @@ class Plan:
     known: dict[int, dict[Any, MessageForm]]
 
 
-def _run(plan: Plan, batch: Batch, params: Sequence[PyTree], group: Group, device: torch.device, site: Site) -> Outcome:
+def _run(
+    plan: ExecutionPlan, batch: Microbatches, params: Sequence[PyTree], group: Group, device: torch.device, site: Site
+) -> PipelinedResult:
     """Run what one device does."""
     work, known = Given(plan, batch, params, group.index), None
     if not plan.dynamic:
         known = plan.known.setdefault(group.device, {})
     options = {"backward": plan.backward, "tells": plan.loss_fn is not None}
     with parting(group):
-        outcome = Device(plan.route, work, group, device, site, batch.kinds, known, **options).run()
+        outcome = StageDevice(plan.route, work, group, device, site, batch.kinds, known, **options).run()
     loss, metrics = outcome or (None, [work.results[microbatch] for microbatch in sorted(work.results)] or None)
-    return Outcome(loss, work.gradients(), metrics)
+    return PipelinedResult(loss, work.gradients(), metrics)
 
 
 class Given:
     """The `Work` of one device on parameters that it is given, each stage's as a tree."""
 
-    def __init__(self, plan: Plan, batch: Batch, params: Sequence[PyTree], index: int) -> None:
+    def __init__(self, plan: ExecutionPlan, batch: Microbatches, params: Sequence[PyTree], index: int) -> None:
         self.plan, self.batch = plan, batch
         own = [stage for stage, place in enumerate(plan.route.placement) if place == index]
         self.params = {stage: Params(params[stage], plan.backward) for stage in own}
         self.totals: dict[int, Total] = {
-            stage: Ordered(batch.weights) if plan.reproducible else Running() for stage in own
+            stage: Ordered(batch.weights) if plan.reproducible else RunningSum() for stage in own
         }
-        self.found: dict[int, Found] = {}
+        self.found: dict[int, MicrobatchResult] = {}
         self.ones: dict[tuple[float, torch.dtype, torch.Size], Tensor] = {}
         self.results: dict[int, PyTree] = {}
 
@@ -189,7 +191,7 @@ class Given:
         if self.plan.loss_fn is None:
             self.results[microbatch] = map_tensors(Tensor.detach, y)
             return None
-        loss, self.found[microbatch] = Found.of(self.plan.loss_fn(y, self.batch.microbatches[microbatch]))
+        loss, self.found[microbatch] = MicrobatchResult.of(self.plan.loss_fn(y, self.batch.microbatches[microbatch]))
         return loss
 
     def start(self, microbatch: int) -> Tensor:
@@ -207,7 +209,7 @@ class Given:
     def lends(self, stage: int, microbatch: int) -> bool:
         """Let autograd add to the sums, where nothing has to be done with gradients before."""
         total = self.totals[stage]
-        return isinstance(total, Running) and total.lend(self.params[stage].own)
+        return isinstance(total, RunningSum) and total.lend(self.params[stage].own)
 
     def add(self, stage: int, microbatch: int, gs: list[Tensor | None]) -> None:
         self.totals[stage].add(microbatch, gs)

@@ -16,15 +16,15 @@ from fshard.mesh.layout import PyTree, flatten, unflatten
 _unsafe_view: Any = torch.ops.aten._unsafe_view.default
 
 
-class Value(NamedTuple):
-    """What goes from stage to stage: a tree, and which of its leaves a gradient is wanted for."""
+class StageValue(NamedTuple):
+    """A value that one stage sends to another: a tree, and which of its leaves need a gradient."""
 
     tree: PyTree
     moving: tuple[bool, ...]
 
-    def copied(self) -> Value:
+    def copied(self) -> StageValue:
         """Return the same in other memory."""
-        return Value(map_tensors(torch.clone, self.tree), self.moving)
+        return StageValue(map_tensors(torch.clone, self.tree), self.moving)
 
     def entered(self) -> tuple[PyTree, list[GradientEdge]]:
         """Return the tree for a stage to work on, which may change it in place, and where its gradients come out."""
@@ -42,12 +42,12 @@ class Value(NamedTuple):
         return unflatten(structure, leaves), edges
 
 
-def left(tree: PyTree) -> tuple[Value, list[GradientEdge]]:
+def left(tree: PyTree) -> tuple[StageValue, list[GradientEdge]]:
     """Return what a stage has made, to be handed on, and where its gradients come in."""
     leaves, structure = flatten(tree, none_is_leaf=True)
     moving = tuple([isinstance(x, Tensor) and x.requires_grad for x in leaves])
     edges = [_edge(x) for x, moves in zip(leaves, moving, strict=True) if moves]
-    return Value(unflatten(structure, [x.detach() if isinstance(x, Tensor) else x for x in leaves]), moving), edges
+    return StageValue(unflatten(structure, [x.detach() if isinstance(x, Tensor) else x for x in leaves]), moving), edges
 
 
 def _edge(x: Tensor) -> GradientEdge:

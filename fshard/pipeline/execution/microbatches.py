@@ -1,4 +1,4 @@
-"""What goes into a step besides parameters, and what comes out besides gradients: microbatches, losses and metrics."""
+"""Microbatches, losses and metrics: the inputs and outputs of a step besides parameters and gradients."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fshard.mesh.layout import PyTree, Structure, flatten, unflatten
 from fshard.pipeline.execution.total import tree_mean
 
 
-class Batch(NamedTuple):
+class Microbatches(NamedTuple):
     """The microbatches of a step, what they count for, and what tells their shapes apart."""
 
     microbatches: Sequence[PyTree]
@@ -22,7 +22,7 @@ class Batch(NamedTuple):
     kinds: list[Any]
 
     @staticmethod
-    def of(microbatches: Sequence[PyTree], weights: Sequence[float] | None, count: int) -> Batch:
+    def of(microbatches: Sequence[PyTree], weights: Sequence[float] | None, count: int) -> Microbatches:
         """Look at microbatches."""
         if len(microbatches) != count:
             raise LayoutError(f"pipelined: the schedule takes {count} microbatches, {len(microbatches)} are given.")
@@ -38,7 +38,7 @@ class Batch(NamedTuple):
             raise LayoutError(
                 f"pipelined: {count} microbatches have to count for something together; they count for {given}."
             )
-        return Batch(microbatches, given, [*kinds])
+        return Microbatches(microbatches, given, [*kinds])
 
 
 _kinds: dict[Hashable, tuple[int, set[int]]] = {}
@@ -61,15 +61,15 @@ def _kind_of(microbatch: PyTree) -> tuple[int, set[int]]:
 _NO_METRICS = flatten((), none_is_leaf=True)
 
 
-class Found(NamedTuple):
-    """What the loss function has returned for one microbatch: a loss, and the leaves and the structure of its metrics."""
+class MicrobatchResult(NamedTuple):
+    """The loss of one microbatch, and the leaves and the structure of its metrics."""
 
     loss: Tensor
     metrics: Sequence[Any]
     structure: Structure
 
     @staticmethod
-    def of(returned: Any) -> tuple[Tensor, Found]:
+    def of(returned: Any) -> tuple[Tensor, MicrobatchResult]:
         """Return the loss, and what is kept of it and the metrics."""
         loss, (leaves, structure) = returned, _NO_METRICS
         if isinstance(returned, tuple) and len(returned) == 2:
@@ -79,10 +79,12 @@ class Found(NamedTuple):
             raise LayoutError(
                 f"pipelined: loss_fn has to return one floating number, or it and metrics; found {found}."
             )
-        return loss, Found(loss.detach(), [x.detach() if isinstance(x, Tensor) else x for x in leaves], structure)
+        return loss, MicrobatchResult(
+            loss.detach(), [x.detach() if isinstance(x, Tensor) else x for x in leaves], structure
+        )
 
 
-def together(found: Sequence[Found], weights: Sequence[float]) -> tuple[Tensor, PyTree]:
+def together(found: Sequence[MicrobatchResult], weights: Sequence[float]) -> tuple[Tensor, PyTree]:
     """Return the means of losses and metrics; whole numbers are added up."""
     loss = tree_mean([one.loss.reshape(()) if one.loss.ndim else one.loss for one in found], weights)
     metrics = [_metric(column, weights) for column in zip(*(one.metrics for one in found), strict=True)]

@@ -36,7 +36,7 @@ class _Like(NamedTuple):
 
 
 class Form(NamedTuple):
-    """What is told of a message: the structure of its tree; of each tensor shape and dtype, of any other leaf itself."""
+    """The header of a message: its tree structure, shapes and dtypes of tensors, and all other leaves."""
 
     structure: Structure
     leaves: tuple[Any, ...]
@@ -234,7 +234,7 @@ class Wire(NamedTuple):
 
 
 class Mail(NamedTuple):
-    """What goes along a wire for one microbatch: F, a value, or B, its gradient, the other way."""
+    """The message along a wire for one microbatch: F, a value, or B, its gradient, in the other direction."""
 
     kind: Kind
     wire: Wire
@@ -251,7 +251,7 @@ class Mail(NamedTuple):
         return f"{gradient}the {what} of stage {self.wire.source} for microbatch {self.microbatch}"
 
 
-class Turn(NamedTuple):
+class WireTurn(NamedTuple):
     """One thing that a device does, what it takes for it and from where, and what it then gives and to whom."""
 
     action: Action
@@ -293,15 +293,15 @@ class Route:
                 if to != source:
                     self.comes[to][source].append(mail)
 
-    def _turn(self, action: Action) -> Turn:
+    def _turn(self, action: Action) -> WireTurn:
         takes, gives = self.takes[action.stage], self.gives[action.stage]
         kind = Kind.F
         if action.kind in (Kind.B, Kind.I):
             kind, takes, gives = Kind.B, gives, takes
         elif action.kind is not Kind.F:
-            return Turn(action)
+            return WireTurn(action)
         taken, given = ([Mail(kind, wire, action.microbatch or 0) for wire in wires] for wires in (takes, gives))
-        return Turn(
+        return WireTurn(
             action,
             [(mail, self.placement[mail.ends[0]]) for mail in taken],
             [(mail, self.placement[mail.ends[1]]) for mail in given],

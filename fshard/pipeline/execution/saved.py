@@ -1,4 +1,4 @@
-"""What autograd saves of a stage, held so that what the second half of a backward does not need can go after the first."""
+"""Tensors that autograd saves of a stage; those that the second half of a backward does not need are freed after the first."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class _Holder:
 
 
 class Saved:
-    """What autograd saves in a forward, held so that what W does not need can be let go after I.
+    """The tensors that autograd saves in a forward; those that W does not need are freed after I.
 
     >>> import torch
     >>> x, saved = torch.zeros(1, requires_grad=True), Saved()

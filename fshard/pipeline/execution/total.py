@@ -15,7 +15,7 @@ _torch: Any = torch  # its stubs do not know _foreach_add_
 Gradients = Sequence[Tensor | None]
 
 
-class Running:
+class RunningSum:
     """The sum in the order in which summands come; it takes the memory of one.
 
     >>> total = Running()
@@ -161,7 +161,7 @@ def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     return a + b
 
 
-Total = Running | Ordered
+Total = RunningSum | Ordered
 """A sum of gradients that come one microbatch after the other."""
 
 

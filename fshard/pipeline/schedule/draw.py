@@ -130,7 +130,7 @@ def _box(event: Event, labels: _Labels, x: float, top: float, width: float) -> s
 
 
 class _Labels:
-    """What is written on devices and actions, the stage only where devices have several; and how dense stages' colours are."""
+    """Labels of devices and actions, with the stage where devices have several, and the opacity of each stage's colours."""
 
     def __init__(self, simulation: Simulation) -> None:
         schedule = simulation.schedule

@@ -1,4 +1,4 @@
-r"""What waits for what, and sends and receives: put into a schedule, and taken out of it again.
+r"""Insert sends and receives into a schedule, and remove them.
 
 Let a clock run, on which F, I and W take one tick and B two.  A message goes when what is sent is done, both its send and its
 receive:

@@ -28,7 +28,7 @@ RECEIVES = MESSAGES - SENDS
 
 
 class Task(NamedTuple):
-    """What is done with a stage, once for each microbatch, or once for all."""
+    """A task of a stage, once per microbatch or once per step."""
 
     kind: Kind
     stage: int

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Kind(StrEnum):
-    """What a device does with a stage; the values are what is written in text and CSV."""
+    """The kind of an action; the values are written in text and CSV."""
 
     F = "F"  # forward
     B = "B"  # backward: I and W at once

@@ -1,4 +1,4 @@
-"""What was done when, simulated or measured by `timeline`, and its export for Perfetto and chrome://tracing."""
+"""Events with start and end, simulated or measured by `timeline`, and their export for Perfetto and chrome://tracing."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def to_chrome_trace(events: Iterable[Event], *, unit: float = 1) -> str:
 
 @dataclass(frozen=True)
 class Timeline:
-    """What has been done, in the order in which it ended; in seconds of a clock that the processes of a machine share.
+    """Measured events, in the order in which they ended; in seconds of a clock that the processes of a machine share.
 
     A device is here the number of one of the mesh, whether its stages lie beside others along "data" or not.
     """

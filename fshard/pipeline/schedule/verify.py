@@ -23,7 +23,7 @@ _MOST = 20  # of all faults, and of all actions of one fault, this many are name
 
 @dataclass(frozen=True, repr=False)
 class Proof:
-    """What `verify` has proven: it prints as a sentence.
+    """The result of `verify`.  Prints as a sentence.
 
     Args:
         schedule: what can run.

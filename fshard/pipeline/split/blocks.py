@@ -19,7 +19,18 @@ from torch import Tensor, nn
 from fshard.copying import copied
 from fshard.errors import LayoutError
 from fshard.mesh.layout import PyTree
-from fshard.pipeline.split.midway import Absent, Block, Call, Part, Shapes, Stage, Tracing, become, device_of, told
+from fshard.pipeline.split.midway import (
+    Absent,
+    Arguments,
+    Block,
+    ForwardPart,
+    Shapes,
+    Stage,
+    Tracing,
+    become,
+    device_of,
+    told,
+)
 from fshard.pipeline.split.replay import Like, without_memory
 
 
@@ -65,18 +76,18 @@ class Blocks:
             for registered in (vars(part)["_parameters"], vars(part)["_buffers"]):
                 for name in [name for name, x in registered.items() if id(x) in others]:
                     vars(part)[name] = registered.pop(name)  # it is there, but none of the stage's
-        return become(Stage, stage, Part(type(self._module).__name__, self.names, begin, end))
+        return become(Stage, stage, ForwardPart(type(self._module).__name__, self.names, begin, end))
 
     def _traced(self, sample: PyTree) -> Mapping[int, set[int]]:
         """Return by which blocks, or after which, each tensor is used; by the first, if before it."""
         copy = copied(self._module, {**self._nowhere})
         for place, name in enumerate(self.names):
             become(Block, copy.get_submodule(name), place)
-        run = Tracing(Part(type(copy).__name__, self.names, 0, len(self.names)), device_of(sample))
+        run = Tracing(ForwardPart(type(copy).__name__, self.names, 0, len(self.names)), device_of(sample))
         whole = True
         try:
             with torch.no_grad(), torch.random.fork_rng():
-                run.of(copy, without_memory(told(Call.of(sample))))
+                run.of(copy, without_memory(told(Arguments.of(sample))))
         except LayoutError:
             whole = False
             if len(run.begun) < len(self.names):

@@ -26,25 +26,25 @@ PLAIN = (Tensor, Like, str, bytes, int, float, complex, type(None), Enum, torch.
 """What can be handed on from stage to stage, besides trees of it."""
 
 
-class Call(NamedTuple):
-    """What something is called with."""
+class Arguments(NamedTuple):
+    """The arguments of a call."""
 
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
 
     @staticmethod
-    def of(value: PyTree) -> Call:
+    def of(value: PyTree) -> Arguments:
         """Call a module with a microbatch: dicts by name, tuples and lists by place, anything else alone."""
         if isinstance(value, dict):
-            return Call((), value)
-        return Call(value, {}) if isinstance(value, tuple | list) else Call((value,), {})
+            return Arguments((), value)
+        return Arguments(value, {}) if isinstance(value, tuple | list) else Arguments((value,), {})
 
 
-class Message(NamedTuple):
-    """What goes from stage to stage: what its first block is called with, and whole numbers and shapes of the microbatch."""
+class StageMessage(NamedTuple):
+    """The message between stages: the arguments of the next block, and integers and shapes of the microbatch."""
 
-    call: Call
-    inputs: Call
+    call: Arguments
+    inputs: Arguments
 
 
 def device_of(tree: PyTree) -> torch.device:
@@ -53,7 +53,7 @@ def device_of(tree: PyTree) -> torch.device:
     return next((x.device for x in tensors), torch.device("cpu"))
 
 
-def told(inputs: Call) -> Call:
+def told(inputs: Arguments) -> Arguments:
     """Return what later stages are told of a microbatch."""
     return without_values(inputs, lambda x: x.is_floating_point() or x.is_complex())
 
@@ -61,7 +61,7 @@ def told(inputs: Call) -> Call:
 # -- one run ----------------------------------------------------------------------------------------------------
 
 
-class Part(NamedTuple):
+class ForwardPart(NamedTuple):
     """Which blocks of a module a stage has."""
 
     title: str
@@ -76,20 +76,20 @@ class Part(NamedTuple):
 class Reached(BaseException):  # no Exception: a forward may catch those
     """The first block of the next stage is called: here a stage ends."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: Arguments) -> None:
         super().__init__()
         self.call = call
 
 
-class Run:
+class BlockRun:
     """A stage in one call; `mail` is what its first block is called with, if it is not that of the whole module."""
 
-    def __init__(self, part: Part, mail: Call | None, device: torch.device) -> None:
+    def __init__(self, part: ForwardPart, mail: Arguments | None, device: torch.device) -> None:
         self._part, self._mail = part, mail
         self._mode = None if mail is None else Replay(device)
         self._came: Mapping[int, tuple[object, Tensor]] = {}
 
-    def of(self, module: Any, inputs: Call) -> Any:
+    def of(self, module: Any, inputs: Arguments) -> Any:
         """Run a module's forward."""
         token = _now.set(self)
         try:
@@ -110,7 +110,7 @@ class Run:
         finally:
             _now.reset(token)
 
-    def called(self, place: int, given: Call) -> Call:
+    def called(self, place: int, given: Arguments) -> Arguments:
         """Return what a block of this stage is called with for real."""
         if self._mode is None:
             return given
@@ -126,7 +126,7 @@ class Run:
         _check(f"{self._part.names[place]} is called with", call)
         return call
 
-    def real(self, given: Call) -> Call:
+    def real(self, given: Arguments) -> Arguments:
         """Put values into what a block is called with, as far as they are there."""
         leaves, structure = flatten(given, none_is_leaf=True)
         return unflatten(structure, [self._came[id(x)][1] if id(x) in self._came else x for x in leaves])
@@ -135,7 +135,7 @@ class Run:
         """Return the context of a block that is run for real."""
         return nullcontext() if self._mode is None else _pop_mode_temporarily()
 
-    def absent(self, place: int, given: Call, shapes: Shapes, training: bool) -> Any:
+    def absent(self, place: int, given: Arguments, shapes: Shapes, training: bool) -> Any:
         """Stand for a block of another stage."""
         if place >= self._part.end:
             if strange := [f"{p}: {type(x).__name__}" for p, x in _by_path(given).items() if not isinstance(x, PLAIN)]:
@@ -156,10 +156,10 @@ class Run:
         return result
 
 
-class Tracing(Run):
+class Tracing(BlockRun):
     """A run of the whole module without values: which blocks are begun, and which tensors are used since."""
 
-    def __init__(self, part: Part, device: torch.device) -> None:
+    def __init__(self, part: ForwardPart, device: torch.device) -> None:
         super().__init__(part, None, device)
         self.begun: list[int] = []
         self.used: dict[int, set[int]] = defaultdict(set)
@@ -169,7 +169,7 @@ class Tracing(Run):
         for x in xs:
             self.used[id(x)].add(max(self.begun, default=0))
 
-    def called(self, place: int, given: Call) -> Call:
+    def called(self, place: int, given: Arguments) -> Arguments:
         """Note it."""
         self.begun.append(place)
         return given
@@ -182,7 +182,7 @@ class Tracing(Run):
         return result
 
 
-_now: ContextVar[Run | None] = ContextVar("run", default=None)
+_now: ContextVar[BlockRun | None] = ContextVar("run", default=None)
 
 
 def _by_path(tree: PyTree) -> dict[str, Any]:
@@ -208,15 +208,15 @@ def _own_call(kind: type, module: Any) -> Callable[..., Any]:
 class Stage:
     """A module that is one stage of itself."""
 
-    _part: Part
+    _part: ForwardPart
 
     def __call__(self, value: PyTree) -> Any:
-        mail, inputs = (None, Call.of(value)) if self._part.begin == 0 else value
-        run = Run(self._part, mail, device_of(mail))
+        mail, inputs = (None, Arguments.of(value)) if self._part.begin == 0 else value
+        run = BlockRun(self._part, mail, device_of(mail))
         try:
             return run.of(_own_call(Stage, self), without_memory(inputs))
         except Reached as reached:
-            return Message(reached.call, told(inputs))
+            return StageMessage(reached.call, told(inputs))
 
 
 class Block:
@@ -228,7 +228,7 @@ class Block:
         run, whole = _now.get(), vars(self).get("_around", _as_it_is)(_own_call(Block, self))
         if run is None:
             return whole(*args, **kwargs)
-        call = run.called(self._place, Call(args, kwargs))
+        call = run.called(self._place, Arguments(args, kwargs))
         with run.at_work():
             return whole(*call.args, **call.kwargs)
 
@@ -246,13 +246,13 @@ def _as_it_is(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Shapes:
-    """What a block makes of what shapes: it is run without values once for each."""
+    """The output shapes of a block for input shapes: it is run on meta tensors once for each."""
 
     def __init__(self, block: nn.Module) -> None:
         self.block = block
         self._known: dict[Any, Any] = {}
 
-    def of(self, given: Call, training: bool) -> Any:
+    def of(self, given: Arguments, training: bool) -> Any:
         """Return what the block returns; what it is given itself is handed on."""
         leaves, structure = flatten(given, none_is_leaf=True)
         told = [Like(x) if isinstance(x, Tensor) else x for x in leaves]
@@ -289,7 +289,7 @@ class Absent(nn.Module):
         """Hand on what has no values, or end the stage."""
         run = _now.get()
         assert run is not None, "a stage is called as a whole"
-        return run.absent(self._place, Call(args, kwargs), self._shapes, self.training)
+        return run.absent(self._place, Arguments(args, kwargs), self._shapes, self.training)
 
 
 def become(kind: type, module: nn.Module, note: Any) -> Any:

@@ -29,7 +29,7 @@ _NOWHERE = torch.device("meta")
 
 
 class Like:
-    """What is told of a tensor whose values nobody needs."""
+    """Shape and dtype of a tensor whose values are not needed."""
 
     def __init__(self, x: Tensor) -> None:
         self.of = x.shape, x.dtype

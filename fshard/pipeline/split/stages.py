@@ -23,7 +23,7 @@ from torch.nn.parameter import is_lazy
 from fshard.errors import LayoutError
 from fshard.mesh.layout import PyTree, flatten
 from fshard.pipeline.execution.halves import whole
-from fshard.pipeline.execution.leaves import Value, left, map_tensors
+from fshard.pipeline.execution.leaves import StageValue, left, map_tensors
 from fshard.pipeline.split.blocks import Blocks
 
 Layer = nn.Module | Callable[[Any], Any]
@@ -330,5 +330,5 @@ def _bytes(layers: Sequence[nn.Module], sample: PyTree) -> list[float]:
     return costs
 
 
-def _begun(sample: PyTree) -> Value:
-    return Value(sample, (False,) * len(flatten(sample, none_is_leaf=True)[0])).copied()
+def _begun(sample: PyTree) -> StageValue:
+    return StageValue(sample, (False,) * len(flatten(sample, none_is_leaf=True)[0])).copied()

@@ -36,14 +36,14 @@ from fshard.optim.leaves import Leaf, Leaves
 from fshard.optim.partition import Partitioned
 from fshard.optim.plain import on_arrays
 from fshard.testing.certify.bounds import Comparison, Reference, bounded, equal_bits, judge
-from fshard.testing.certify.certificate import Certificate, Row
+from fshard.testing.certify.certificate import Certificate, CertificateRow
 from fshard.testing.certify.elementwise import check_elementwise
 from fshard.testing.certify.modules import certify_module
 from fshard.testing.certify.reasons import Reasons
 from fshard.testing.certify.runs import (
+    CertifyTask,
     RandomDraws,
     Snapshot,
-    Task,
     Units,
     check_repeatable,
     largest_summands,
@@ -54,7 +54,7 @@ from fshard.testing.certify.runs import (
 from fshard.testing.certify.shards import is_floating, keep_frozen
 from fshard.transforms.patterns import named, parts_of
 
-__all__ = ["Certificate", "Row", "certify", "certify_module", "check_elementwise", "dyadic_like"]
+__all__ = ["Certificate", "CertificateRow", "certify", "certify_module", "check_elementwise", "dyadic_like"]
 
 
 def certify(
@@ -122,15 +122,15 @@ def certify(
     if exact_inputs:
         params, batch = dyadic_like(params, seed), dyadic_like(batch, seed + 1)
     one = Mesh(tuple((name, 1) for name in mesh.axis_names), "virtual", mesh.device_type)
-    task = Task(loss_fn, params, buffers, batch, opt, one, axis, unit, batch_spec, steps, seed, options)
+    task = CertifyTask(loss_fn, params, buffers, batch, opt, one, axis, unit, batch_spec, steps, seed, options)
     task = task.mapped(lambda x: x.to(mesh.device_type) if isinstance(x, Tensor) else x)
-    reference, rows = _reference(task, mesh), list[Row]()
+    reference, rows = _reference(task, mesh), list[CertificateRow]()
     for stage in stages:
         rows += _judge_stage(task, mesh, stage, reference)
     return Certificate(mesh, steps, task.reproducible, tuple(rows))
 
 
-def _judge_stage(task: Task, mesh: Mesh, stage: int, reference: Reference) -> list[Row]:
+def _judge_stage(task: CertifyTask, mesh: Mesh, stage: int, reference: Reference) -> list[CertificateRow]:
     with _note(f"in stage {stage}"):
         comparison = Comparison(reference, sharded_run(task, mesh, stage))
     paths = Leaves.of(task.buffers).paths if task.has_buffers else []
@@ -138,7 +138,7 @@ def _judge_stage(task: Task, mesh: Mesh, stage: int, reference: Reference) -> li
     return judge(comparison, stage, task.names, buffers, lambda step: Reasons(task, mesh, stage, comparison, step).of)
 
 
-def _reference(task: Task, mesh: Mesh) -> Reference:
+def _reference(task: CertifyTask, mesh: Mesh) -> Reference:
     """Train on one device, and in float64 for the bounds; raise if the program does not do the same again."""
     start = Snapshot.of([], task.params, task.buffers)
     if task.reproducible:

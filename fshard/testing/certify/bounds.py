@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fshard.optim.leaves import Leaf, trainable
 from fshard.optim.scaling import all_finite
-from fshard.testing.certify.certificate import Row, Verdict, first_of
+from fshard.testing.certify.certificate import CertificateRow, Verdict, first_of
 from fshard.testing.certify.runs import Snapshot
 from fshard.testing.certify.shards import is_floating, largest, pair_shards, widen
 
@@ -188,7 +188,7 @@ def judge(
     names: Sequence[str],
     buffer_names: Sequence[str],
     explain: Callable[[int], Callable[[What, int], str]],
-) -> list[Row]:
+) -> list[CertificateRow]:
     """Judge every leaf; explain those that fail in the first step in which any does, and refer to the first for others."""
     params: list[tuple[What, int]] = [("params", i) for i in range(len(names))]
     buffers: list[tuple[What, int]] = [("buffers", i) for i in range(len(buffer_names))]
@@ -211,7 +211,7 @@ def judge(
     return rows
 
 
-def _row(comparison: Comparison, stage: int | str, name: str, what: What, place: int) -> Row:
+def _row(comparison: Comparison, stage: int | str, name: str, what: What, place: int) -> CertificateRow:
     """Judge a leaf, a parameter with its gradient, by the first step in which it fails, or else by the last."""
     both = what == "params" and bool(comparison.found[0].grads)
     gaps: list[Gap] = []
@@ -219,6 +219,6 @@ def _row(comparison: Comparison, stage: int | str, name: str, what: What, place:
         gaps = [comparison.gap(step, each, place) for each in (("grads", "params") if both else (what,))]
         for gap in gaps:
             if gap.verdict in ("DIVERGENT", "INCONCLUSIVE"):
-                return Row(stage, name, gap.verdict, gap.error, gap.bound, gap.inconclusive, step)
+                return CertificateRow(stage, name, gap.verdict, gap.error, gap.bound, gap.inconclusive, step)
     same = all(gap.same for gap in gaps)
-    return Row(stage, name, "EXACT" if same else "BOUNDED", gaps[-1].error, gaps[-1].bound)
+    return CertificateRow(stage, name, "EXACT" if same else "BOUNDED", gaps[-1].error, gaps[-1].bound)

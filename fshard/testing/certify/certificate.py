@@ -14,7 +14,7 @@ from fshard.mesh.layout import Mesh
 Verdict = Literal["EXACT", "BOUNDED", "DIVERGENT", "INCONCLUSIVE"]
 
 
-class Row(NamedTuple):
+class CertificateRow(NamedTuple):
     """The verdict on a leaf in a stage (or under a plugin); `step` is the first that fails."""
 
     stage: int | str
@@ -26,7 +26,7 @@ class Row(NamedTuple):
     step: int | None = None
 
 
-def first_of(rows: Sequence[Row]) -> Row | None:
+def first_of(rows: Sequence[CertificateRow]) -> CertificateRow | None:
     """Choose the row that fails first: in the first stage, at the first step; the first leaf, one that diverges if any does."""
     failed = [row for row in rows if row.step is not None]
     stage = [row for row in failed if row.stage == failed[0].stage]
@@ -40,7 +40,7 @@ class Certificate:
     mesh: Mesh
     steps: int
     reproducible: bool
-    rows: tuple[Row, ...]
+    rows: tuple[CertificateRow, ...]
 
     @property
     def ok(self) -> bool:
@@ -48,7 +48,7 @@ class Certificate:
         return self.first is None
 
     @property
-    def first(self) -> Row | None:
+    def first(self) -> CertificateRow | None:
         """The row that fails first: in the first stage, at the first step, the first leaf in the order of the tree."""
         return first_of(self.rows)
 

@@ -19,9 +19,9 @@ from fshard.mesh.spmd.run import local_devices
 from fshard.mesh.spmd.scope import require
 from fshard.optim.leaves import Leaf, Leaves
 from fshard.testing.certify.bounds import Comparison, What
-from fshard.testing.certify.runs import Snapshot, Task
+from fshard.testing.certify.runs import CertifyTask, Snapshot
 from fshard.testing.certify.shards import (
-    Pair,
+    LeafPair,
     first_difference,
     gather_processes,
     is_near,
@@ -46,7 +46,7 @@ class Factor(NamedTuple):
 class Reasons:
     """Explains the leaves that diverge in `step`, the first in which any does."""
 
-    task: Task
+    task: CertifyTask
     mesh: Mesh
     stage: int
     comparison: Comparison
@@ -116,7 +116,7 @@ class Reasons:
         if axis in summand.spec.unreduced:
             return False
         first = [mesh.index({**mesh.coordinates(device), axis: 0}) for device in range(mesh.size)]
-        pairs = [Pair(device, x, shards[at]) for device, (x, at) in enumerate(zip(shards, first, strict=True))]
+        pairs = [LeafPair(device, x, shards[at]) for device, (x, at) in enumerate(zip(shards, first, strict=True))]
         return not is_near(pairs, self._tolerance) and any(largest(pair.error) > 0 for pair in pairs)
 
     @cached_property
@@ -137,7 +137,7 @@ class Reasons:
     def _of_update(self, place: int, found: Leaf, serial: Tensor) -> str:
         pairs, before = pair_shards(found, serial), pair_shards(found, self._before.params[place])
         updates = [
-            Pair(now.device, now.found - old.expected, now.expected - old.expected)
+            LeafPair(now.device, now.found - old.expected, now.expected - old.expected)
             for now, old in zip(pairs, before, strict=True)
         ]
         wrong = "the gradient is right, the update is not: "
@@ -159,7 +159,7 @@ class Reasons:
         """How near is equal."""
         return 1e-3 if self.task.compute is None else 5e-2
 
-    def _factors_of(self, pairs: Sequence[Pair]) -> list[Factor]:
+    def _factors_of(self, pairs: Sequence[LeafPair]) -> list[Factor]:
         """List the likely constants, all of one value, between shards and what is expected in them."""
         factors = _factors(self.mesh, self.task.options.get("accumulate", 1))
         return [factor for factor in factors if is_near(pairs, self._tolerance, times=factor.value)]
@@ -210,7 +210,7 @@ class Summands(NamedTuple):
     losses: Tensor
 
 
-def summands(task: Task, mesh: Mesh, stage: int, step: int, before: Snapshot) -> Summands:
+def summands(task: CertifyTask, mesh: Mesh, stage: int, step: int, before: Snapshot) -> Summands:
     """Repeat the gradient of a step without its reduction."""
     wanted = {axis for spec in flatten(task.batch_spec)[0] if isinstance(spec, P) for axis in spec.axes}
     axes = tuple(axis for axis in mesh.axis_names if axis in wanted and mesh.shape[axis] > 1)

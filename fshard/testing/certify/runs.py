@@ -32,7 +32,7 @@ _COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16, None: None}
 
 
 @dataclass(frozen=True)
-class Task:
+class CertifyTask:
     """The arguments of `certify`; `one` is a mesh of one device with the same axes."""
 
     loss_fn: Callable[..., Any]
@@ -68,17 +68,17 @@ class Task:
         """The names of the parameters, in the order of the tree."""
         return [named(parts_of(path)) or "params" for path in Leaves.of(self.params).paths]
 
-    def mapped(self, f: Callable[[Any], Any]) -> Task:
+    def mapped(self, f: Callable[[Any], Any]) -> CertifyTask:
         """Apply a function to each leaf of parameters, buffers and batch."""
         params, buffers, batch = (Leaves.of(tree).mapped(f) for tree in (self.params, self.buffers, self.batch))
         return replace(self, params=params, buffers=buffers, batch=batch)
 
-    def widened(self) -> Task:
+    def widened(self) -> CertifyTask:
         """Convert the task to float64."""
         options = {key: x for key, x in self.options.items() if key not in ("compute", "precision")}
         return replace(self.mapped(widen), options=options)
 
-    def perturbed(self, sign: int) -> Task:
+    def perturbed(self, sign: int) -> CertifyTask:
         """Convert the task to float64 and move each number by a rounding, half of them up and half down."""
         draw = torch.Generator().manual_seed(self.seed)
         return self.mapped(lambda x: perturb(x, sign, draw, self.compute)).widened()
@@ -153,7 +153,7 @@ class _Drawing(TorchDispatchMode):
 # -- sharded ------------------------------------------------------------------------------------------------------
 
 
-def sharded_run(task: Task, mesh: Mesh, stage: Any) -> list[Snapshot]:
+def sharded_run(task: CertifyTask, mesh: Mesh, stage: Any) -> list[Snapshot]:
     """Train on a mesh by `train_step`, with a partitioned optimizer that notes its gradients."""
     opt: Any = fs.partition_optimizer(task.opt, mesh=mesh, axis=task.axis, stage=stage)
     snapshots, given = list[Snapshot](), list[PyTree]()
@@ -191,7 +191,10 @@ def _times(tree: PyTree, factor: float) -> PyTree:
 
 
 def serial_run(
-    task: Task, draws: TorchDispatchMode | None = None, shifts: Sequence[Sequence[Leaf]] | None = None, key: str = ""
+    task: CertifyTask,
+    draws: TorchDispatchMode | None = None,
+    shifts: Sequence[Sequence[Leaf]] | None = None,
+    key: str = "",
 ) -> list[Snapshot]:
     """Train on plain tensors with plain autograd and the optimizer as it is; `shifts` are added to the gradients."""
     step, params, buffers, snapshots = pure_step(task.opt), task.params, task.buffers, list[Snapshot]()
@@ -211,7 +214,7 @@ def serial_run(
     return snapshots
 
 
-def gradient(task: Task, params: PyTree, buffers: PyTree, scale: float = 1.0) -> tuple[PyTree, PyTree]:
+def gradient(task: CertifyTask, params: PyTree, buffers: PyTree, scale: float = 1.0) -> tuple[PyTree, PyTree]:
     """Compute the gradient times `scale`, and new buffers, on full tensors; all axes have size 1."""
     at = Leaves.of(params)
     frozen = chosen(task.options.get("frozen"), at.paths, "frozen")
@@ -262,7 +265,7 @@ def nonfinite_parts(run: Sequence[Snapshot]) -> list[list[Leaf]]:
     return [[None if g is None else torch.where(g.isfinite(), 0, widen(g)) for g in step.grads] for step in run]
 
 
-def largest_summands(task: Task, mesh: Mesh, run: Sequence[Snapshot]) -> list[float]:
+def largest_summands(task: CertifyTask, mesh: Mesh, run: Sequence[Snapshot]) -> list[float]:
     """Compute, for each step, the largest element of the gradients that devices and turns of accumulate add up."""
     at = Leaves.of(task.batch)
     specs = broadcast_prefix(task.batch_spec, task.batch, none_is_leaf=True)
@@ -273,7 +276,7 @@ def largest_summands(task: Task, mesh: Mesh, run: Sequence[Snapshot]) -> list[fl
     count = max((prod(mesh.shape[axis] for axis in each) for each in axes), default=1) * task.options.get(
         "accumulate", 1
     )
-    tasks: list[Task] = [task]
+    tasks: list[CertifyTask] = [task]
     for i in range(count):
         leaves = [x.tensor_split(count)[i] if cut else x for x, cut in zip(at.leaves, axes, strict=True)]
         if all(len(x) for x, cut in zip(leaves, axes, strict=True) if cut):

@@ -37,7 +37,7 @@ def gather_processes(leaf: Leaf) -> Leaf:
     return Sharded(leaf.shape, leaf.layout.on(Mesh(mesh.axes, "virtual", mesh.device_type)), tuple(shards))
 
 
-class Pair(NamedTuple):
+class LeafPair(NamedTuple):
     """The shard of one device, and the values that are expected in it."""
 
     device: int
@@ -50,14 +50,14 @@ class Pair(NamedTuple):
         return (widen(self.found) - widen(self.expected)).abs()
 
 
-def pair_shards(found: Leaf, full: Tensor) -> list[Pair]:
+def pair_shards(found: Leaf, full: Tensor) -> list[LeafPair]:
     """Pair each shard of a leaf with the same range of a full tensor."""
     if isinstance(found, Sharded) and found.spec.unreduced:
         found = fs.unshard(found)
     if not isinstance(found, Sharded):
-        return [Pair(0, found, full)]
+        return [LeafPair(0, found, full)]
     shards = zip(local_devices(found.mesh), found.shards, strict=True)
-    return [Pair(device, shard, local_range(full, found.layout, device)) for device, shard in shards]
+    return [LeafPair(device, shard, local_range(full, found.layout, device)) for device, shard in shards]
 
 
 def local_range(full: Tensor, layout: Layout, device: int) -> Tensor:
@@ -66,7 +66,7 @@ def local_range(full: Tensor, layout: Layout, device: int) -> Tensor:
     return stored[tuple(slice(*limits) for limits in layout.ranges(full.shape, device))]
 
 
-def is_near(pairs: Iterable[Pair], tolerance: float, *, times: float = 1) -> bool:
+def is_near(pairs: Iterable[LeafPair], tolerance: float, *, times: float = 1) -> bool:
     """Compare shards with `times` what is expected, relative to the largest expected number."""
     scaled = [pair._replace(expected=widen(pair.expected) * times) for pair in pairs]
     allowed = tolerance * max((largest(pair.expected) for pair in scaled), default=0.0)

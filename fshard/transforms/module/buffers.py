@@ -39,7 +39,7 @@ class Written(NamedTuple):
     changed: Mapping[str, Tensor]
 
 
-class Entry(NamedTuple):
+class BufferEntry(NamedTuple):
     """The path, dtype and shape of a buffer."""
 
     path: str
@@ -47,10 +47,10 @@ class Entry(NamedTuple):
     shape: tuple[int, ...]
 
 
-def entry_of(path: str, x: Tensor | float) -> Entry:
+def entry_of(path: str, x: Tensor | float) -> BufferEntry:
     """Return the entry of a tensor or a number."""
     x = x if isinstance(x, Tensor) else torch.full((), x)
-    return Entry(path, x.dtype, tuple(x.shape))
+    return BufferEntry(path, x.dtype, tuple(x.shape))
 
 
 class Buffers:
@@ -141,19 +141,19 @@ def written_paths(slices: Iterable[Written]) -> set[str]:
     return {path for one in slices if one.weight for path in one.changed}
 
 
-def irregular(slices: Iterable[Written], given: Mapping[str, Any]) -> list[Entry]:
+def irregular(slices: Iterable[Written], given: Mapping[str, Any]) -> list[BufferEntry]:
     """Return what slices wrote that is not of the shape and dtype of a given buffer, in a fixed order."""
     found = {entry_of(path, x) for one in slices if one.weight for path, x in one.changed.items()}
     return sorted((entry for entry in found if not _is_like(given.get(entry.path), entry)), key=repr)
 
 
-def _is_like(given: Any, entry: Entry) -> bool:
+def _is_like(given: Any, entry: BufferEntry) -> bool:
     return given is not None and entry_of(entry.path, given) == entry
 
 
 def entries_to_average(
     paths: Sequence[str], flags: Sequence[float], slices: Sequence[Written], given: Mapping[str, Any], agreed: bool
-) -> list[Entry]:
+) -> list[BufferEntry]:
     """Return the buffers to average: those with a flag, and irregular ones if all devices have the same of them.
 
     Args:
@@ -181,7 +181,7 @@ def entries_to_average(
 
 def averaged(
     slices: Sequence[Written],
-    entries: Sequence[Entry],
+    entries: Sequence[BufferEntry],
     group: Group | None,
     given: Mapping[str, Any],
     near: torch.device,
@@ -214,13 +214,17 @@ def averaged(
     return result
 
 
-def _counts_from(given: Any, entry: Entry) -> bool:
+def _counts_from(given: Any, entry: BufferEntry) -> bool:
     """Return whether integers are averaged as differences from those of before: so large ones keep all digits."""
     return isinstance(given, Tensor) and given.dtype is torch.int64 and entry_of(entry.path, given) == entry
 
 
 def _row(
-    one: Written, entries: Sequence[Entry], begun: Mapping[str, Tensor], near: torch.device, added: Collection[str]
+    one: Written,
+    entries: Sequence[BufferEntry],
+    begun: Mapping[str, Tensor],
+    near: torch.device,
+    added: Collection[str],
 ) -> Tensor:
     """Return all numbers of a slice, times its weight, and for each entry the weight itself."""
     wrote = one.changed if one.weight else {}
@@ -237,5 +241,5 @@ def _row(
     return torch.cat([*values, torch.tensor(weights, dtype=torch.float64, device=near)])
 
 
-def _count(entry: Entry) -> int:
+def _count(entry: BufferEntry) -> int:
     return torch.Size(entry.shape).numel() * (2 if entry.dtype.is_complex else 1)

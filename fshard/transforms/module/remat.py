@@ -42,7 +42,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Policy:
-    """What is kept between forward and backward; `host`: in the host's memory."""
+    """The values that are kept between forward and backward; `host`: in the host's memory."""
 
     keep: Literal["everything", "nothing", "dots", "names"]
     names: frozenset[str] = frozenset()
@@ -170,7 +170,7 @@ DOTS = frozenset(
 )
 
 
-class Kept(NamedTuple):
+class KeptResult(NamedTuple):
     """A kept result: an alias of it and its version when it was kept, or a copy on the host."""
 
     value: Tensor
@@ -199,11 +199,11 @@ class Made(NamedTuple):
 
 @dataclass
 class Region:
-    """What one call of a rematerialised function keeps: dots if `names` is None; on the host if asked."""
+    """The values that one call of a rematerialised function keeps: dots if `names` is None; on the host if asked."""
 
     names: frozenset[str] | None
     host: bool
-    kept: dict[int, Kept] = field(default_factory=dict[int, Kept])
+    kept: dict[int, KeptResult] = field(default_factory=dict[int, KeptResult])
 
     def counts(self, op: Any) -> bool:
         """Return whether an operation has a number."""
@@ -212,9 +212,9 @@ class Region:
     def keep(self, number: int, x: Tensor) -> None:
         """Keep a result."""
         if self.host and not is_on_host(x):
-            self.kept[number] = Kept(x.detach().to("cpu"), None, x.device)
+            self.kept[number] = KeptResult(x.detach().to("cpu"), None, x.device)
         else:
-            self.kept[number] = Kept(_alias(x), x._version, x.device)
+            self.kept[number] = KeptResult(_alias(x), x._version, x.device)
 
 
 class Keeping(TorchDispatchMode):
@@ -287,13 +287,13 @@ class Replaying(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class _Open(threading.local):
+class _OpenRegions(threading.local):
     """The regions whose forward runs in this thread, from the outside in."""
 
     regions: tuple[Keeping, ...] = ()
 
 
-_open = _Open()
+_open = _OpenRegions()
 
 
 def mark(x: Tensor, label: str) -> None:

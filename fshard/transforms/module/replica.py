@@ -27,7 +27,7 @@ Names = dict[str, str]
 _INTERNAL = frozenset(vars(nn.Module())) - {"training"} | {"forward", "_flat_weights", "_flat_weight_refs"}
 
 
-class Slot(NamedTuple):
+class ModuleSlot(NamedTuple):
     """An entry of a module's `_parameters` or `_buffers`, and the name of the tensor that belongs there."""
 
     entries: dict[str, Any]
@@ -56,10 +56,10 @@ class Replica:
         self.modules = dict(module.named_modules())
         parts: list[Any] = [*self.modules.values()]
         self._params = [
-            Slot(p._parameters, *item) for p, (own, _) in zip(parts, names, strict=True) for item in own.items()
+            ModuleSlot(p._parameters, *item) for p, (own, _) in zip(parts, names, strict=True) for item in own.items()
         ]
         self._buffers = [
-            Slot(p._buffers, *item) for p, (_, own) in zip(parts, names, strict=True) for item in own.items()
+            ModuleSlot(p._buffers, *item) for p, (_, own) in zip(parts, names, strict=True) for item in own.items()
         ]
         self._others = [
             (path, vars(p)["_buffers"], own) for (path, p), (_, own) in zip(self.modules.items(), names, strict=True)
@@ -106,7 +106,9 @@ class Replica:
             if len(entries) > len(own):
                 prefix = f"{path}." if path else ""
                 slots += [
-                    Slot(entries, key, prefix + key) for key in entries.keys() - own.keys() if entries[key] is not None
+                    ModuleSlot(entries, key, prefix + key)
+                    for key in entries.keys() - own.keys()
+                    if entries[key] is not None
                 ]
         for entries, key, name in (*self._buffers, *slots):
             x = entries.get(key)

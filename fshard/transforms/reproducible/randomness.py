@@ -58,7 +58,7 @@ def keyed_apart(key: int, part: int) -> AbstractContextManager[None]:
     return _Keyed(turned(key, part), key) if part else _Keyed(key)
 
 
-class State:
+class DrawState:
     """The states of some generators; no tree, so that no transform looks at them."""
 
     __slots__ = ("_states", "generators")
@@ -80,9 +80,9 @@ class State:
             generator.set_state(own)
 
 
-def random_state(*others: torch.Generator) -> State:
+def random_state(*others: torch.Generator) -> DrawState:
     """Return the states of the generators that the calling thread draws from, and of others."""
-    return State((*_generators(), *others) if others else _generators())
+    return DrawState((*_generators(), *others) if others else _generators())
 
 
 class _Keyed(ContextDecorator):
@@ -111,7 +111,7 @@ class drawing_from:
 
     __slots__ = ("_before", "_state")
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: DrawState) -> None:
         self._state = state
 
     def __enter__(self) -> None:

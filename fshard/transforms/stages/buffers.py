@@ -19,7 +19,7 @@ from fshard.mesh.spmd.scope import Group
 from fshard.pipeline.execution.leaves import Stage
 from fshard.source import Site
 from fshard.transforms.module.batchnorm import commit_batch_norm, is_pending, pending
-from fshard.transforms.module.buffers import Entry, Written, averaged, entry_of, number_of
+from fshard.transforms.module.buffers import BufferEntry, Written, averaged, entry_of, number_of
 from fshard.transforms.module.functionalize import functionalize, functionalize_in_place
 from fshard.transforms.patterns import named, parts_of
 from fshard.transforms.stages.plan import on_place
@@ -84,7 +84,7 @@ def _next(key: str, given: Sharded, changed: Sequence[Mapping[str, Tensor]]) -> 
 
 
 class Memory:
-    """What the stages of one device write to their buffers in a step; `parts` are the buffers before it."""
+    """The buffers that the stages of one device write in a step; `parts` are the buffers before it."""
 
     def __init__(self, caller: str, parts: Sequence[PyTree], modules: Sequence[nn.Module | None]) -> None:
         self.parts, self._caller, self._modules = parts, caller, modules
@@ -147,7 +147,7 @@ class Memory:
             result |= {key: after[stage_and_path(key)[1][2:-2]] for key in own}
         return {key: x for key, x in result.items() if key not in sums}
 
-    def _entry(self, key: str) -> Entry:
+    def _entry(self, key: str) -> BufferEntry:
         if key in self._given:
             return entry_of(key, self._given[key])
         stage, path = stage_and_path(key)

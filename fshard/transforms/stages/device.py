@@ -1,4 +1,4 @@
-"""What one device does with its stages in one step of a pipeline, beside others that have other samples.
+"""One device's step in a pipeline: its stages on its samples.
 
 Its part of the batch is cut into microbatches as into slices: they count as slices do, draw by their keys, and losses, metrics
 and gradients are those of `value_and_grad`.
@@ -19,7 +19,7 @@ from fshard.mesh.layout import PyTree, unflatten
 from fshard.mesh.reshard.execute import go
 from fshard.mesh.spmd.scope import Group, owning, parting, require
 from fshard.optim.scaling import held_by
-from fshard.pipeline.execution.device import Device
+from fshard.pipeline.execution.device import StageDevice
 from fshard.pipeline.execution.leaves import called_for
 from fshard.pipeline.execution.microbatches import kind_of
 from fshard.source import Site, call_site
@@ -29,7 +29,7 @@ from fshard.transforms.device_step import DETACHED, counts_of, one_loss
 from fshard.transforms.fsdp.lazy_param import WRITES
 from fshard.transforms.graph_checks import refuse_unreached
 from fshard.transforms.means import (
-    Found,
+    LossSums,
     Rows,
     Told,
     collected,
@@ -46,11 +46,11 @@ from fshard.transforms.patterns import named, parts_of
 from fshard.transforms.reproducible.randomness import folded, keyed_apart
 from fshard.transforms.stages.buffers import Memory
 from fshard.transforms.stages.params import StageParams, StageSums
-from fshard.transforms.stages.plan import Plan
+from fshard.transforms.stages.plan import StagePlan
 
 
-class Result(NamedTuple):
-    """What a device has in the end.
+class StageResult(NamedTuple):
+    """The results of one device's step.
 
     The loss, what it counts for and what is told beside it; its pieces of gradients, by number, and which have been used on any
     device; the buffers that changed.
@@ -81,7 +81,7 @@ class Shift:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: StagePlan,
         shards: Sequence[Tensor],
         batch: Batch,
         at: int,
@@ -111,7 +111,7 @@ class Shift:
         here = self._borrow(shards)
         self.params = {stage: self._params(stage, here) for stage in self.mine}
         self.totals = self._totals()
-        self.parts: dict[int, tuple[Found, Told]] = {}
+        self.parts: dict[int, tuple[LossSums, Told]] = {}
 
     def _along(self, axes: tuple[str, ...]) -> Group | None:
         return self.scope.group(axes, self.plan.how.caller) if axes else None
@@ -141,7 +141,7 @@ class Shift:
         weights = [count.share for count in self.counts] if self.plan.how.slices is not None else None
         return StageSums(self.plan, self.mine, weights, self.pipe.index, self.near, self.site)
 
-    def run(self) -> Result:
+    def run(self) -> StageResult:
         """Take the device's part in the step."""
         plan, known = self.plan, None
         if plan.messages is not None:
@@ -151,7 +151,7 @@ class Shift:
         ]  # idle ones have others' rows
         how, near = plan.how, self.near.device
         with owning(self.scope.mesh.axis_names, self._notice), parting(self.everyone):
-            device = Device(
+            device = StageDevice(
                 plan.route, self, self.pipe, near, self.site, kinds, known, backward=how.backward, tells=True
             )
             try:
@@ -171,7 +171,7 @@ class Shift:
             for leaf, g in found.items()
             if used[leaf]
         }
-        return Result(loss, self.weight, aux, gradients, used, buffers)
+        return StageResult(loss, self.weight, aux, gradients, used, buffers)
 
     def _refuse_written(self) -> None:
         """Raise if a stage has written to a parameter: to frozen ones, too, since it has done so for each microbatch."""
@@ -226,7 +226,7 @@ class Shift:
             loss = one_loss(how, returned, slice, count)
         beside = told(aux, slice.samples, loss.device)
         means, counts = [*beside.means.values()], [*beside.counts.values()]
-        self.parts[microbatch] = Found(loss.detach(), count.weight, means, counts), beside
+        self.parts[microbatch] = LossSums(loss.detach(), count.weight, means, counts), beside
         self.scaled = held_by(loss.dtype, self.scale)
         return loss
 

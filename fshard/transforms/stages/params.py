@@ -25,13 +25,13 @@ from fshard.errors import ModuleError
 from fshard.mesh.layout import PyTree
 from fshard.mesh.reshard.execute import ReshardPlan, go
 from fshard.pipeline.execution.leaves import edges_of
-from fshard.pipeline.execution.total import Ordered, Running
+from fshard.pipeline.execution.total import Ordered, RunningSum
 from fshard.source import Site
 from fshard.transforms.fsdp.lazy_param import WRITES
 from fshard.transforms.fsdp.units import versions_of
 from fshard.transforms.module.replica import Replica
 from fshard.transforms.patterns import named, parts_of
-from fshard.transforms.stages.plan import Own, Plan, Tie
+from fshard.transforms.stages.plan import Own, StagePlan, Tie
 
 _data_of = cast("Any", Tensor).data.__get__
 
@@ -175,7 +175,7 @@ class StageSums:
     """
 
     def __init__(
-        self, plan: Plan, stages: Sequence[int], weights: list[float] | None, place: int, near: Tensor, site: Site
+        self, plan: StagePlan, stages: Sequence[int], weights: list[float] | None, place: int, near: Tensor, site: Site
     ) -> None:
         leaves, own, self._ways, _, ties = plan.weights
         used, wide = [plan.used_in(leaf) for leaf in leaves], [plan.reduced_in(leaf) for leaf in leaves]
@@ -190,8 +190,8 @@ class StageSums:
         self._simply = {stage: all(wide[leaf] is used[leaf] for leaf in own) for stage, own in trained.items()}
         self.used = [False] * len(leaves)
 
-    def _total(self) -> Running | Ordered:
-        return Running() if self._weights is None else Ordered(self._weights)
+    def _total(self) -> RunningSum | Ordered:
+        return RunningSum() if self._weights is None else Ordered(self._weights)
 
     def add(self, stage: int, microbatch: int, gs: Sequence[Tensor | None], *, idle: bool) -> None:
         """Take what one microbatch gave; an idle one counts for nothing."""
@@ -209,7 +209,7 @@ class StageSums:
     def lend(self, stage: int, own: Sequence[Tensor]) -> bool:
         """Let the weights' `.grad` be the sums, if gradients are simply added up in their own dtypes; return whether."""
         total = self._totals[stage]
-        return self._simply[stage] and isinstance(total, Running) and total.lend(own)
+        return self._simply[stage] and isinstance(total, RunningSum) and total.lend(own)
 
     def _keep(self, kept: dict[int, Tensor], microbatch: int, g: Tensor) -> None:
         at = 0 if self._weights is None else microbatch

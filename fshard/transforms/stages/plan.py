@@ -1,4 +1,4 @@
-"""What is worked out once of a model in stages: the ways of its parameters and of their gradients.
+"""Plan the parameters of a model in stages, once: how they and their gradients are resharded.
 
     a piece at the first stage's place  ──lent──>  a piece at another's  ──gathered──>  whole, for a while
     summands, one from each device of the place  ──reduced──>  the gradient's layout, there
@@ -90,8 +90,8 @@ class Weights(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What all devices know of all steps.
+class StagePlan:
+    """The plan of a model in stages, the same for all devices and steps.
 
     Args:
         how: a step is taken.
@@ -125,7 +125,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Terms:
-    """What the ways of parameters depend on, besides these.
+    """The options that the plans of parameters depend on.
 
     Args:
         how: a step is taken.

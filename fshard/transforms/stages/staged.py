@@ -32,17 +32,17 @@ from fshard.transforms.batch import Batch, placed
 from fshard.transforms.device_step import How
 from fshard.transforms.fsdp.param_runtime import numbered, refuse_half_frozen
 from fshard.transforms.fsdp.units import ParamPlan, UnitOptions
-from fshard.transforms.gradient import Value, called, refuse_unrecorded
+from fshard.transforms.gradient import StepValue, called, refuse_unrecorded
 from fshard.transforms.means import Weight, laid
 from fshard.transforms.options import wrong_options
 from fshard.transforms.origin import refuse_unplaced
 from fshard.transforms.patterns import Choice, chosen, named, parts_of
 from fshard.transforms.reproducible.randomness import drawn_key
 from fshard.transforms.stages.buffers import Memory, StageBuffers, with_buffers
-from fshard.transforms.stages.device import Result, Shift
+from fshard.transforms.stages.device import Shift, StageResult
 from fshard.transforms.stages.functions import How as Recompute
 from fshard.transforms.stages.functions import in_groups, stage_functions
-from fshard.transforms.stages.plan import Plan, Terms, place_of, refuse_unfit
+from fshard.transforms.stages.plan import StagePlan, Terms, place_of, refuse_unfit
 
 _LAY = "fs.shard_stages(stages, rules, mesh=mesh, schedule=schedule)"
 
@@ -154,15 +154,15 @@ def first_of_two(microbatch: PyTree) -> PyTree:
 
 @dataclass
 class StagedPlan:
-    """What is worked out of parameters of these structures, ties, shapes, dtypes and layouts."""
+    """The cached plan for parameters of these structures, ties, shapes, dtypes and layouts."""
 
     key: object
-    plan: Plan
+    plan: StagePlan
     fresh: bool = True
     elsewhere: dict[int, Sharded] = field(default_factory=dict[int, Sharded])
 
     def gradient(
-        self, number: int, leaf: ParamPlan, devices: Sequence[int], results: Sequence[Result]
+        self, number: int, leaf: ParamPlan, devices: Sequence[int], results: Sequence[StageResult]
     ) -> Sharded | None:
         """Return a gradient as it lies: nothing on the devices of other stages; None, if nobody has used the parameter."""
         if not leaf.trained or not results[0].used[number]:
@@ -182,7 +182,7 @@ class StagedPlan:
 
 @dataclass(frozen=True)
 class Staged:
-    """What `staged` returns: a gradient that is run as that of `value_and_grad` is."""
+    """The gradient function of stages, which runs as that of `value_and_grad` does."""
 
     how: How
     mesh: Mesh
@@ -201,7 +201,7 @@ class Staged:
 
     def run(
         self, params: PyTree, buffers: PyTree, batch: PyTree, site: Site, scale: float = 1.0
-    ) -> tuple[Value, PyTree]:
+    ) -> tuple[StepValue, PyTree]:
         """Run the schedule on all devices; return the loss, and the gradients of `scale` times it as they lie."""
         refuse_unrecorded(self.how)
         mesh, caller = resolve_mesh(self.mesh), self.how.caller
@@ -216,7 +216,7 @@ class Staged:
         if self.how.has_buffers:
             remembered = StageBuffers(caller, buffers, mesh, self.axis, self.route.placement)
 
-        def on_device(device: int) -> Result:
+        def on_device(device: int) -> StageResult:
             place = devices.index(device) if len(devices) > 1 else 0
             shards = [leaves[at].shards[place] for at in unique]
             memory = remembered and Memory(caller, remembered.part(place), self.modules)
@@ -236,7 +236,7 @@ class Staged:
         one, rows = results[0], [flatten(result.aux)[0] for result in results]
         aux = unflatten(flatten(one.aux)[1], [_together(column, parts) for column in zip(*rows, strict=True)])
         after = remembered.after([result.buffers for result in results]) if remembered else ()
-        value = Value(one.loss, one.weight, parts.samples, after, aux)
+        value = StepValue(one.loss, one.weight, parts.samples, after, aux)
         return value, unflatten(structure, [grads[number] for number in at])
 
     def _refuse(self, params: PyTree, paths: Sequence[str], leaves: Sequence[Any], mesh: Mesh) -> None:
@@ -287,7 +287,7 @@ class Staged:
             terms = Terms(self.how, self.axis, self.route.placement, self.gradients, mesh, batch.axes)
             weights = terms.weights(structures, [*zip(paths, leaves, fixed, strict=True)], at)
             messages = None if self.dynamic else {}
-            plan = Plan(self.how, self.axis, self.stages, self.inputs, self.route, weights, messages)
+            plan = StagePlan(self.how, self.axis, self.stages, self.inputs, self.route, weights, messages)
             found = StagedPlan(key, plan)
             self.known[:] = [found, *self.known[:7]]
         return found

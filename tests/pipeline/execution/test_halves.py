@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import fshard as fs
 from fshard.pipeline.execution.halves import halves, whole
 from fshard.pipeline.execution.saved import Saved
-from fshard.pipeline.execution.total import Running
+from fshard.pipeline.execution.total import RunningSum
 from fshard.pipeline.schedule.builders import pipeline_schedule
 
 
@@ -267,7 +267,7 @@ def test_a_whole_backward_adds_gradients_to_those_of_the_weights_and_to_nothing_
 
     own = [get_gradient_edge(w) for w in (*weights, unused)]
     (gx,), expected = whole(outputs(), [torch.ones(2, 150)], [get_gradient_edge(x)], own)
-    total = Running()
+    total = RunningSum()
     for _ in range(3):
         x.grad = None
         total.lend([*weights, unused])
@@ -278,7 +278,7 @@ def test_a_whole_backward_adds_gradients_to_those_of_the_weights_and_to_nothing_
 
 
 def test_what_was_added_before_and_is_added_after_sums_are_lent_counts():
-    total, weights = Running(), [torch.zeros(2, requires_grad=True) for _ in range(4)]
+    total, weights = RunningSum(), [torch.zeros(2, requires_grad=True) for _ in range(4)]
     first = torch.ones(2)
     total.add(0, [first, None, None, None])
     for _ in range(2):
@@ -306,7 +306,7 @@ class Keeping(torch.autograd.Function):
 
 def test_sums_are_not_made_in_memory_that_is_somebody_elses():
     kept, part = torch.ones(3, 1), torch.ones(5)
-    total, (w, v) = Running(), (torch.zeros(3, requires_grad=True), torch.zeros(3, requires_grad=True))
+    total, (w, v) = RunningSum(), (torch.zeros(3, requires_grad=True), torch.zeros(3, requires_grad=True))
     for _ in range(3):
         total.lend([w, v])
         (Keeping.apply(w, kept).sum() + Keeping.apply(v, part[:3]).sum()).backward()
@@ -315,7 +315,7 @@ def test_sums_are_not_made_in_memory_that_is_somebody_elses():
 
 
 def test_a_first_gradient_that_is_nobody_elses_is_the_sum():
-    total, w = Running(), torch.zeros(3, 3, requires_grad=True)
+    total, w = RunningSum(), torch.zeros(3, 3, requires_grad=True)
     total.lend([w])
     (torch.ones(2, 3) @ w).sum().backward()
     first = w.grad.data_ptr()
@@ -325,7 +325,7 @@ def test_a_first_gradient_that_is_nobody_elses_is_the_sum():
 
 
 def test_sums_of_sparse_gradients_are_dense():
-    total, w = Running(), torch.zeros(4, 2, requires_grad=True)
+    total, w = RunningSum(), torch.zeros(4, 2, requires_grad=True)
     for _ in range(3):
         total.lend([w])
         F.embedding(torch.tensor([1, 1, 3]), w, sparse=True).sum().backward()
