@@ -152,6 +152,42 @@ def test_a_proper_import_passes(path, source):
     assert offences({path: source}) == []
 
 
+def module_name(path: Path) -> str:
+    return ".".join(["fshard", *path.relative_to(PACKAGE).with_suffix("").parts]).removesuffix(".__init__")
+
+
+def test_modules_do_not_import_each_other():
+    """Methods of `Schedule` verify, simulate and draw it, with imports inside of them: these modules are one."""
+    names = {module_name(path): path for path in MODULES}
+    below: dict[str, set[str]] = {}
+    for name, path in names.items():
+        package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+        found = [each.module for each in imports(path.read_text(encoding="utf-8"), package)]
+        below[name] = {each if each in names else each.rpartition(".")[0] for each in found} & {*names} - {"fshard"}
+    while ready := {name for name, lower in below.items() if not lower}:
+        below = {name: lower - ready for name, lower in below.items() if name not in ready}
+    while idle := {*below} - {lower for each in below.values() for lower in each}:
+        below = {name: lower for name, lower in below.items() if name not in idle}
+    assert {name for name in below if not name.startswith("fshard.pipeline.schedule.")} == set()
+
+
+def nodes(kind: type | tuple[type, ...]) -> Iterator[tuple[str, ast.AST]]:
+    for path in MODULES:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        yield from ((module_name(path), node) for node in ast.walk(tree) if isinstance(node, kind))
+
+
+def test_no_two_types_have_one_name():
+    counts = Counter(node.name for _, node in nodes(ast.ClassDef))
+    assert [name for name, count in counts.items() if count > 1] == []
+
+
+def test_docstrings_begin_with_what_they_describe():
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    wrong = [module for module, node in nodes(documented) if (ast.get_docstring(node) or "").startswith("What ")]
+    assert wrong == []
+
+
 # The public API.
 
 
