@@ -110,12 +110,12 @@ class Arrangement:
         return partition_optimizer(opt, mesh=self.mesh, axis=axes, stage=self.stage if self.pieces else 0)
 
     def divided(self, source: OptimizerSource) -> Callable[[], Partitioned]:
-        """Return what says how an optimizer is now, and how its work is divided."""
+        """Return a function that partitions an optimizer with its current options."""
         divided = lru_cache(maxsize=1)(self.partition)
         return lambda: divided(source.now())
 
     def gradient(self, model: nn.Module, source: OptimizerSource) -> ImperativeGradient | StagedGradient:
-        """Return what a loop calls for a model, which runs in place and gives up the memory of its parameters."""
+        """Return the gradient that a loop calls; the model runs in place, and the memory of its parameters is freed."""
         lay = self.partition(NOTHING).gradients
         how: Any = {"mesh": self.mesh, "axes": self.axes, "seed": self.seed, "gradients": lay, **self.options}
         if self.cut is not None:

@@ -72,7 +72,7 @@ class Booster:
         dataloader: Any = None,
         lr_scheduler: Any = None,
     ) -> tuple[Any, Any, Any, Any, Any]:
-        """Return what takes the place of the five, in this order; None stays None.
+        """Return the boosted five, in this order; None stays None.
 
         Args:
             model: any module, which is then run in place: each device makes its own.  One that no device can hold is made of

@@ -75,7 +75,7 @@ class StagedGradient:
         """Do nothing: stages are given the batches of all devices."""
 
     def _made(self, outputs: bool, backward: bool) -> Runs:
-        """Return what runs the schedule, whatever the criterion is: a loop may write a new one in every step."""
+        """Return the gradient of the schedule, for any criterion: a loop may pass a new one in every step."""
 
         def both(y: Any, microbatch: Any) -> Any:
             found = self._loss(y, microbatch)

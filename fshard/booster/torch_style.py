@@ -165,7 +165,7 @@ class Loops:
             model.gradient.announce(samples, part)
 
     def batch(self, given: PyTree) -> PyTree:
-        """Return what a functional step is given, with what is known of it: see `Announced.part`."""
+        """Return the batch of a functional step as this device's part: see `Announced.part`."""
         own = self.own
         return given if own.announced is None else own.announced.part(given)
 

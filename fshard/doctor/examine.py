@@ -108,7 +108,7 @@ def way(mesh: Mesh) -> str:
 
 
 def why_not_direct() -> str:
-    """Say why processes of one machine do not read each other's memory."""
+    """Return the reason why processes of one machine do not read each other's memory."""
     if os.environ.get("FSHARD_DIRECT", "1") == "0":
         return "FSHARD_DIRECT=0 asks for gloo"
     if sys.platform != "linux" or platform.machine() not in ("x86_64", "AMD64"):

@@ -126,7 +126,7 @@ def _functions(name: str) -> tuple[str, ...]:
 
 
 def _collectives(findings: Sequence[Findings]) -> str | None:
-    """Say which collectives are wrong, each with an example."""
+    """Return a line for each wrong collective, with an example."""
     told: list[str] = []
     for at, trial in enumerate(findings[0].trials):
         complaints = [complaint for one in findings for complaint in one.trials[at].complaints]
@@ -145,7 +145,7 @@ def _versions(findings: Sequence[Findings]) -> str | None:
 
 
 def _remedies(findings: Sequence[Findings]) -> list[str]:
-    """Say how to find out where a wrong result comes from."""
+    """Return steps to find the cause of wrong results."""
     if not _collectives(findings):
         return ["Install the same versions on all machines."]
     way = findings[0].way
@@ -162,7 +162,7 @@ def _remedies(findings: Sequence[Findings]) -> list[str]:
 
 
 def _hints(findings: Sequence[Findings]) -> tuple[str, ...]:
-    """Say what could be faster, though it is right."""
+    """Return hints on what could be faster."""
     first = findings[0]
     hints: list[str] = []
     hosts = {one.machine.host for one in findings}

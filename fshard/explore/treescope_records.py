@@ -90,7 +90,7 @@ def _of(module: str) -> Any:
 
 
 def _slices(x: Sharded, device: int) -> tuple[slice, ...]:
-    """Return what a device holds, a dim that it holds whole being the full slice."""
+    """Return the slices of a device's shard; an unsharded dim is the full slice."""
     ranges = x.layout.ranges(x.shape, device)
     return tuple(
         slice(None) if (start, stop) == (0, length) else slice(start, stop)

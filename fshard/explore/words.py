@@ -49,7 +49,7 @@ def headline(grid: Grid) -> tuple[str, str]:
 
 
 def legend(grid: Grid) -> tuple[str, ...]:
-    """Return what is to be known to read the picture; nothing if it speaks for itself."""
+    """Return the legend of a picture; empty if it needs none."""
     spec, mesh = grid.type.spec, grid.mesh
     copied = [name for name in grid.layout.replicated_axes if mesh.shape[name] > 1]
     places = " and ".join(f"place {place} along {' x '.join(axes)}" for axes, place in spec.on)

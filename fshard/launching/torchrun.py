@@ -69,7 +69,7 @@ def _is_count(word: str) -> bool:
 
 
 def _missing(known: argparse.Namespace) -> str | None:
-    """Say that the file, or the package of the module, that torchrun is to start is not there."""
+    """Return an error if the file, or the package of the module, that torchrun would start does not exist."""
     name = known.training_script
     if known.no_python:  # any program
         return None

@@ -52,7 +52,7 @@ class Worker:
     shown: tuple[Shown, ...] = ()
 
     def noise(self, start: int) -> str:
-        """Return what it has written since `start`."""
+        """Return the output of the process since `start`."""
         return self.stderr.read_bytes()[start:].decode(errors="replace").strip()
 
 
@@ -74,7 +74,7 @@ class WorkerReport:
         return told or isinstance(self.error, LostProcessError)
 
     def account(self, first: WorkerReport) -> str:
-        """Say what it raised, in a line if that only follows from what another has raised or is the same."""
+        """Return its error, in one line if the error of another process caused it or is the same."""
         if self.followed:
             return ":\n" + f"{type(self.error).__name__}: {self.error}".splitlines()[0]
         if self is not first and repr(self.error) == repr(first.error):

@@ -113,7 +113,7 @@ def by_label(
 
 
 def _elementwise(opts: Mapping[Any, Optimizer], labels: PyTree | Callable[[str, Leaf], Any]) -> Elementwise:
-    """Return what the optimizer of each leaf says of itself; one answer if all say the same."""
+    """Return `elementwise` of each leaf's optimizer; one value if all are equal."""
     said = [opt.elementwise for opt in opts.values()]
     if all(one is True for one in said) or all(one is False for one in said):
         return said == [True] * len(said)

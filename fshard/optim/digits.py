@@ -72,5 +72,5 @@ def _digits_of_block(x: Tensor) -> Tensor:
 
 
 def _unit(place: Tensor, like: Tensor) -> Tensor:
-    """Return what a one in a column counts."""
+    """Return the value of a unit in a column."""
     return torch.ldexp(torch.ones_like(place, dtype=like.dtype), place * _BITS + _LOWEST)

@@ -46,7 +46,7 @@ def like(leaf: Leaf, shards: Sequence[Any]) -> Leaf:
 
 
 def made_of(leaf: Leaf, make: Callable[[Tensor], Tensor | None]) -> Leaf:
-    """Return what a function makes of each shard of a leaf.  What it makes of one at some place lies there too."""
+    """Apply a function to each shard of a leaf; the results have the leaf's layout."""
     if not (isinstance(leaf, Sharded) and leaf.spec.on):
         return like(leaf, list(map(make, shards_of(leaf))))
     placeholder = make(torch.empty(leaf.shape, dtype=leaf.dtype, device="meta"))
@@ -169,7 +169,7 @@ class Leaves:
         return leaves
 
     def chosen(self, prefix: PyTree) -> list[Any]:
-        """Return what a prefix of this tree, or a function of path and leaf, says of each leaf; nobody is asked of None."""
+        """Return the value of a prefix tree, or of a function of path and leaf, for each leaf but None."""
         if callable(prefix):
             placed = zip(self.paths, self.leaves, strict=True)
             return [None if leaf is None else prefix(path, leaf) for path, leaf in placed]
@@ -201,7 +201,7 @@ def _where(layout: Layout) -> object:
 
 
 def kind_of(leaf: Leaf) -> str:
-    """Return what a leaf is, in words."""
+    """Return a description of a leaf."""
     if leaf is None:
         return "None"
     return repr(leaf) if isinstance(leaf, Sharded) else f"a {type(leaf).__name__} of shape {tuple(leaf.shape)}"

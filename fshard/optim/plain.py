@@ -198,7 +198,7 @@ def _moved(at: Leaves) -> list[int]:
 
 
 def _without_values(leaf: Sharded) -> Tensor:
-    """Return what an owner elsewhere holds of a leaf, on the meta device."""
+    """Return a meta tensor for a leaf whose owner is another device."""
     shape = leaf.layout.local_shape(leaf.shape, holders(leaf.layout)[0])
     return torch.empty(shape, dtype=leaf.dtype, device="meta")
 
@@ -232,7 +232,7 @@ def _laid(param: Leaf, column: Sequence[Any], devices: list[_Device]) -> Leaf:
 
 
 def _joined(old: Leaf, column: Sequence[Any], what: str) -> Leaf:
-    """Return what devices made in the place of a leaf; what they did not make is as it was."""
+    """Return a leaf with the shards that devices computed; other shards are unchanged."""
     example = next((x for x in column if x is not None), None)
     if example is None:
         return old

@@ -157,7 +157,7 @@ def _pure(cls: type[torch.optim.Optimizer], who: str, options: dict[str, Any]) -
 
 
 def torch_class(cls: Any, who: str) -> TorchClass:
-    """Return what is known of a class; raise if it is none of torch.optim's."""
+    """Return the table entry of a torch.optim class; raise if there is none."""
     check_divisible(cls)
     if cls in CLASSES:
         return CLASSES[cls]

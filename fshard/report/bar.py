@@ -62,7 +62,7 @@ class Bar:
 
 
 def _words(values: Mapping[str, float]) -> list[str]:
-    """Return what the line says of a step: everything but what needs no look at each step."""
+    """Return the text of a step."""
     shown = {name: x for name, x in values.items() if name not in _FORMATS and name not in _QUIET}
     words = [f"{name} {x:.4g}" for name, x in shown.items()]
     return [*words, *(form(values[name]) for name, form in _FORMATS.items() if name in values)]

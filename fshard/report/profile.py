@@ -99,7 +99,7 @@ class Profile:
             warn(f"Profile recorded nothing: it was to begin after {self._begins} steps.", stacklevel=2)
 
     def step(self) -> None:
-        """Say that a step of training is over."""
+        """End a step of training."""
         if self._virtual is not None:
             mark(self._virtual)
         if self._profiler is not None:

@@ -95,7 +95,7 @@ def _laid_out(x: Tensor, form: Form) -> Tensor:
 
 
 def operand(case: Case, place: int, device: int) -> Tensor:
-    """Return what `device` puts in as its tensor number `place`."""
+    """Return the input number `place` of `device`."""
     dtype, shape, form = case.operands[place]
     if form == "expanded":
         return _values(shape[:-1], dtype, case.seed, place, device).unsqueeze(-1).expand(shape)
@@ -103,7 +103,7 @@ def operand(case: Case, place: int, device: int) -> Tensor:
 
 
 def cotangent(case: Case, place: int, device: int, like: Tensor) -> Tensor:
-    """Return what `device` is given as the cotangent of its result number `place`."""
+    """Return the cotangent of result number `place` of `device`."""
     return _values(tuple(like.shape), like.dtype, case.seed, place, device, 1)
 
 
@@ -138,7 +138,7 @@ def all_cases(mesh: fs.Mesh, dtypes: tuple[torch.dtype, ...] = DTYPES) -> Iterat
 
 
 def _special_cases(base: Case, n: int) -> Iterator[Case]:
-    """Return what tends to be forgotten: odd memory, odd shapes, trees, and the other roads to the same result."""
+    """Return special cases: odd memory formats and shapes, trees, and other calls with the same result."""
     oracle = base.oracle
     few = [dtype for dtype in FEW_DTYPES if oracle.takes(dtype)]
     for dtype in few:

@@ -200,7 +200,7 @@ def _complaints(mesh: fs.Mesh, case: Case, outcomes: dict[int, CaseOutcome], exa
 
 
 def expect(case: Case, members: list[int], *, abstract: bool = False) -> list[CaseOutcome]:
-    """Return what each device of a group has to get, by the oracle."""
+    """Return the expected outcome of each device of a group, by the oracle."""
     oracle, options, n = case.oracle, dict(case.options), len(members)
     columns: list[Tensors] = []
     gradients: list[Tensors] = []
@@ -247,7 +247,7 @@ def _calls(case: Case, place: int) -> int:
 
 
 def _difference(case: Case, got: CaseOutcome, want: CaseOutcome, exact: bool) -> str | None:
-    """Say how two outcomes differ, in one line."""
+    """Return the difference of two outcomes, in one line."""
     if (got.sent, got.calls) != (want.sent, want.calls):
         return f"the ledger has {got.calls} calls and {got.sent} bytes instead of {want.calls} and {want.sent}"
     forward, backward = (exact or not sums for sums in case.oracle.sums)

@@ -50,7 +50,7 @@ def cut(x: Tensor, n: int, dim: int) -> Tensors:
 
 
 def share(xs: Tensors, extreme: Tensor) -> Tensors:
-    """Say for each device which part of the extreme is its own: an equal one for all that hold it."""
+    """Return each device's share of an extreme: equal shares for all that hold it."""
     holds = [(x == extreme).to(extreme.dtype) for x in xs]
     return [mine / torch.stack(holds).sum(0) for mine in holds]
 
@@ -272,7 +272,7 @@ class Oracle:
     options: Callable[[int], list[Options]] = plain
 
     def takes(self, dtype: torch.dtype) -> bool:
-        """Say whether the collective has a meaning for a dtype."""
+        """Return whether the collective is defined for a dtype."""
         return kind(dtype) in self.kinds
 
 

@@ -121,7 +121,7 @@ def exchanged(own: Sequence[int], group: Group, site: Site) -> dict[int, list[in
 
 
 def disagreement(mesh: Mesh, gathered: Mapping[int, Sequence[int]], words: Sequence[str]) -> str:
-    """Say where devices have gathered different units, nothing where they have not; `words` describe the units.
+    """Return where devices have all-gathered different units, empty if they have not; `words` describe the units.
 
     >>> import fshard as fs
     >>> disagreement(fs.make_mesh({"data": 2}), {0: [0, 1], 1: [0]}, ["head (head.w)", "tail (tail.w)"])

@@ -138,7 +138,7 @@ class Batch:
         return None if self.cut is None else self.cut.length
 
     def total(self, count: int) -> int:
-        """Return what all slices of all devices count for together."""
+        """Return the weight of all slices of all devices together."""
         n = prod(self.mesh.shape[axis] for axis in self.axes)
         return n * count if self.cut is None else self.cut.length * n // self.cut.parts
 

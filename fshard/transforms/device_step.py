@@ -321,7 +321,7 @@ class DeviceStep:
         return mean, used, averaged(written, entries, self.everyone, given, near, runtime.site)
 
     def _origin(self) -> Origin:
-        """Return what the step starts from."""
+        """Return the inputs of the step."""
         runtime, batch = self.runtime, self.batch
         key = None if self.how.slices is None else self.key
         if not runtime.fresh or not batch.alone:
@@ -354,7 +354,7 @@ class DeviceStep:
 
 
 def counts_of(how: How, batch: Batch, slices: list[Slice], group: Group | None, site: Site) -> list[Count]:
-    """Return what each slice of a device counts for; `group` are the devices that have the others."""
+    """Return the weights of a device's slices; `group` are the devices that have the others."""
     rows = [slice.rows for slice in slices]
     if how.weight is None:
         total = batch.total(len(slices)) if how.slices is None else 1

@@ -119,7 +119,7 @@ class Runs(Protocol):
     def run(
         self, params: PyTree, buffers: PyTree, batch: PyTree, site: Site, scale: float = 1.0
     ) -> tuple[StepValue, PyTree]:
-        """Return what was found, and the gradients of `scale` times the loss as they lie."""
+        """Return the value, and the gradients of `scale` times the loss in their layouts."""
         ...
 
 
@@ -221,7 +221,7 @@ class Gradient:
         mesh: Mesh,
         axes: tuple[str, ...],
     ) -> ParamPlans:
-        """Return what is worked out once for parameters of this structure, these ties, shapes, dtypes and layouts."""
+        """Return the cached plans for parameters of this structure, these ties, shapes, dtypes and layouts."""
         key = structure, at, axes, [x.shape for x in leaves], [x.dtype for x in leaves], [x.layout for x in leaves]
         found = next((plans for plans in self.plans if plans.key == key), None)
         if found is None:
@@ -240,6 +240,6 @@ class Gradient:
 
 
 def _difference(mesh: Mesh, runtimes: Mapping[int, ParamRuntime]) -> str:
-    """Say which devices have gathered other units than others."""
+    """Return which devices have all-gathered other units than others."""
     gathered = {device: runtime.sequence for device, runtime in runtimes.items()}
     return disagreement(mesh, gathered, next(iter(runtimes.values())).words()) if runtimes else ""

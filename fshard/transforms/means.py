@@ -183,7 +183,7 @@ def is_idle() -> bool:
 
 
 class idling:
-    """Say for a while whether the calling device computes for nothing.
+    """Mark the calling device as idle within the context.
 
     >>> with idling(True):
     ...     is_idle()
@@ -238,7 +238,7 @@ _NOTHING = Told({}, {}, {}, flatten_with_paths(())[2])
 
 
 def _complaint(x: Any, samples: int | None) -> str | None:
-    """Say what is wrong with a leaf."""
+    """Return what is wrong with a leaf."""
     if not isinstance(x, Tensor):
         return f"a {type(x).__name__}"
     if x.ndim == 0:
@@ -285,7 +285,7 @@ def collected(rows: Sequence[Tensor], batch: Batch, same: Group | None, group: G
 def told_of_all(
     each: Sequence[Told], rows: Sequence[int | None], mean: LossSums, collect: Callable[[Sequence[Tensor]], Rows]
 ) -> tuple[dict[int, Tensor], dict[int, Rows]]:
-    """Return what slices have told beside the loss, by place: numbers, of which `mean` has those of all, and rows.
+    """Return what slices returned beside the loss, by index: numbers, of which `mean` has those of all, and rows.
 
     Args:
         each: what each slice has told.
@@ -300,7 +300,7 @@ def told_of_all(
 
 
 def laid(x: Tensor, batch: Batch) -> Rows:
-    """Say how collected rows lie: as the batch does, or whole, where it is not cut evenly."""
+    """Lay out collected rows: like the batch, or replicated where it is not divided evenly."""
     cut = batch.cut
     if cut is None or cut.length % cut.parts:
         return Rows(x, tuple(x.shape), Layout(batch.mesh))

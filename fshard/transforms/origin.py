@@ -72,7 +72,7 @@ class Origin:
                 raise MismatchError(f"value_and_grad: {_DIFFERENT[kind].format(self._who(kind, found))}")
 
     def _who(self, kind: int, found: dict[str, list[int]]) -> str:
-        """Say which devices differ from the first."""
+        """Return which devices differ from the first."""
         (first, own), *_ = found.items()
         wrong = {name: numbers for name, numbers in found.items() if numbers != own}
         if kind in (_BATCH, _LEAVES):

@@ -235,7 +235,7 @@ _OPEN: Any = object()
 
 
 def _specs(params: PyTree, rules: Rules, paths: Sequence[str], leaves: Sequence[Any]) -> tuple[list[Any], str]:
-    """Return what rules say of each leaf, and what is wrong where they are patterns."""
+    """Return the spec of each leaf by the rules, and the errors of patterns."""
     if isinstance(rules, P | Fsdp):
         return [rules] * len(leaves), ""
     if callable(rules):

@@ -170,7 +170,7 @@ class Extreme(_Reduce):
 
 
 def combining(move: Move) -> Combine:
-    """Return what combines two tensors in a move that reduces."""
+    """Return the function that combines two tensors in a reduction."""
     if isinstance(move, Extreme):
         return torch.maximum if move.largest else torch.minimum
     return torch.add
@@ -426,13 +426,13 @@ _now = _Now()
 
 
 def purpose() -> Purpose:
-    """Return what the calling thread's collectives are for."""
+    """Return the purpose of the calling thread's collectives."""
     return _now.purpose
 
 
 @contextmanager
 def serving(purpose: Purpose) -> Generator[None]:
-    """Say what collectives are for, for a while."""
+    """Set the purpose of collectives within the context."""
     before, _now.purpose = _now.purpose, purpose
     try:
         yield
@@ -446,5 +446,5 @@ def named(what: str, purpose: Purpose) -> str:
 
 
 def uneven(mine: Purpose, others: Purpose) -> str:
-    """Return what to say of two calls that are for different things, nothing if they are not."""
+    """Return the message for two calls with different purposes, empty if they have the same."""
     return "" if mine == others else UNEVEN.format(mine, others)

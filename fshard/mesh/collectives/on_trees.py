@@ -178,7 +178,7 @@ class Collective(Generic[Params]):
         return self._plan(*args, **kwargs).run() if road is None else road(x)
 
     def _key(self, x: Tensor, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
-        """Return what tells this call from others, or None if it cannot be told: an iterator, say, is another each time."""
+        """Return a key of this call for caching; None for arguments that have none, such as an iterator."""
         for given in args, kwargs.values():
             for one in given:
                 if type(one) not in _PLAIN:
@@ -322,5 +322,5 @@ def _no_tensors(what: str, tree: PyTree) -> LayoutError:
 
 
 def _bare(x: Tensor) -> Tensor:
-    """Return what a subclass, a parameter that is not gathered yet for one, gives to an operation."""
+    """Return the plain tensor of a tensor subclass, such as a lazy parameter."""
     return x if type(x) is Tensor or type(x) is Parameter else x.view_as(x)

@@ -231,7 +231,7 @@ def is_dense(x: Tensor) -> bool:
 
 
 def no_dense(x: Tensor) -> str:
-    """Return what to say of a tensor that is not dense, and what to give instead."""
+    """Return the message for a tensor that is not dense, with the fix."""
     if x.is_nested:
         return (
             "a nested tensor, which has no one shape to be cut or sent by. Give torch.nested.to_padded_tensor(x, 0.0), or its "

@@ -133,7 +133,7 @@ register_node(Sharded, _flatten, _unflatten)
 
 
 def key_of(x: Any) -> tuple[int, ...]:
-    """Return what tells whether two leaves of a tree are one (tied): the identity of their tensors."""
+    """Return a key that is equal for tied leaves: the identity of their tensors."""
     if isinstance(x, Sharded):
         return tuple(map(id, x.shards))
     return () if x is None else (id(x),)

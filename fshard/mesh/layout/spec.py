@@ -31,7 +31,7 @@ On = Mapping[Axes, int]
 
 
 def without_hash(value: Any, /) -> dict[str, object]:
-    """Return what is pickled of a value that keeps what it has worked out: in another process the hash is another."""
+    """Return the pickled state of a value without its cached hash, which differs between processes."""
     return {name: part for name, part in value.__dict__.items() if name in value.__dataclass_fields__}
 
 
@@ -58,7 +58,7 @@ def as_written(axes: tuple[str, ...]) -> str:
 
 @dataclass(frozen=True, init=False, repr=False)
 class P:
-    """Say which mesh axes cut each dim of a tensor.
+    """A spec: which mesh axes shard each dim of a tensor.
 
     Args:
         entries: one per tensor dim: None, an axis, or a tuple of axes (major to minor).  Trailing Nones may be left out.

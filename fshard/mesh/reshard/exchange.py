@@ -80,14 +80,14 @@ class Parts(Wired, ABC):
 
     @abstractmethod
     def traffic(self, index: int) -> Traffic:
-        """Return what the device at `index` sends and gets."""
+        """Return the ranges that the device at `index` sends and receives."""
 
     @abstractmethod
     def elements(self) -> Numbers:
         """Return how many elements each device sends."""
 
     def parcels(self, x: Tensor, index: int) -> dict[int, Tensor]:
-        """Return what a device sends to others.  `x` may be several tensors, side by side."""
+        """Return the tensors that a device sends to others.  `x` may be several tensors, side by side."""
         rows = x.view(-1, self.length)
         return {to: views.taken(rows) for to, views in self.traffic(index).sends.items()}
 
@@ -182,7 +182,7 @@ class Requests(NamedTuple):
     ends: Numbers
 
     def among(self, wants: int, holder: int) -> list[Numbers]:
-        """Return what the holder of this number supplies one device with."""
+        """Return the ranges that this holder sends to one device."""
         n, total, before = len(self.holders), int(self.ends[-1]), int(self.ends[wants - 1]) if wants else 0
         return part(self.regions[wants], holder * total // n - before, (holder + 1) * total // n - before)
 

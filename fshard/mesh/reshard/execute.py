@@ -171,7 +171,7 @@ class Ride:
         return found
 
     def watched(self, xs: list[Tensor], scope: Scope, site: Site) -> list[Tensor]:
-        """Return what a device has after a step that others take at their place: empty pieces.
+        """Return the empty shards of a device that a step does not involve.
 
         The one device of an abstract mesh stands for all: it writes down what one of those at the place sends.
         """

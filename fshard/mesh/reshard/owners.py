@@ -106,7 +106,7 @@ class Handover(Parts):
         return [flat_range(size, self.n, index) for size, _ in self.leaves]
 
     def between(self, index: int, owner: int) -> tuple[Views, Views]:
-        """Return what a device holds of an owner's tensors: where in its ranges, and where in the tensors."""
+        """Return the ranges of an owner's tensors that a device holds: within its shard, and within the tensors."""
         mine = [place for place, (_, one) in enumerate(self.leaves) if one == owner]
         ranges, wholes, bounds = self.ranges(index), self.wholes(owner), self._bounds(index)
         some = [place for place in mine if ranges[place][1] != (0,)]

@@ -282,7 +282,7 @@ class _Path:
 
 
 def _laid(state: ShardState, shape: tuple[int, ...], sizes: Mapping[str, int]) -> Laid:
-    """Return what devices hold in a state."""
+    """Return the regions that devices hold in a state."""
     if state.flat is not None:
         return Laid(shape, None, state.flat, state.on, (prod(sizes[axis] for axis in state.flat),))
     dims = state.dims[: len(shape)] or ((),)

@@ -107,7 +107,7 @@ def _tidy(regions: Numbers) -> Numbers:
 
 
 def meet(some: Numbers, others: Numbers) -> Numbers:
-    """Return what regions have in common.  (..., k, d, 2), (..., l, d, 2) -> (..., k*l, d, 2)"""
+    """Return the intersections of regions.  (..., k, d, 2), (..., l, d, 2) -> (..., k*l, d, 2)"""
     start = np.maximum(some[..., :, None, :, 0], others[..., None, :, :, 0])
     stop = np.minimum(some[..., :, None, :, 1], others[..., None, :, :, 1])
     both = np.stack([start, np.maximum(start, stop)], -1)

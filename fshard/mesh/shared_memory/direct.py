@@ -66,7 +66,7 @@ class Direct:
         return self.carrier(move, x, what)(self.number(), x)
 
     def carrier(self, move: Wired, x: Tensor, what: Stamped) -> Callable[[int, Tensor], Wire]:
-        """Return what makes wires for a move on buffers like this one, given the number of the call."""
+        """Return the function that makes wires for a move on buffers like this one, given the number of the call."""
         swap = swap_of(move, self.index, self.n)
         size = x.nbytes // swap.cut
         if move.wire != "parts" and size <= INLINE and (move.wire != "reduce" or len(self.others) * size <= FEW):
@@ -172,11 +172,11 @@ class TransferTurn:
             self.neighbours.press(self.peers[to], (self.key | part, address, size, self.stamp))
 
     def needs(self, *sources: int, part: int = 0) -> list[Need]:
-        """Return what to wait for before getting from these processes."""
+        """Return the conditions to wait for before reading from these processes."""
         return [(self.peers[source], self.key | part) for source in sources]
 
     def answers(self, *readers: int, size: int) -> list[Need]:
-        """Return what to wait for before a tensor of this size, put for these processes, may change."""
+        """Return the conditions to wait for before a tensor that these processes read may change."""
         return [(self.peers[reader], self.key | ANSWER) for reader in readers] if size > INLINE else []
 
     def get(self, source: int, into: int, size: int, part: int = 0) -> None:

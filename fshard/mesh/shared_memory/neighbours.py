@@ -126,7 +126,7 @@ class Neighbour:
             raise self.lost()
 
     def _unreadable(self, code: int) -> RuntimeError:
-        """Say why memory cannot be read: a process that ends loses its memory shortly before its sockets."""
+        """Return the reason why memory cannot be read: an ending process loses its memory shortly before its sockets."""
         until = time.monotonic() + 1
         while not self.gone and code in (0, errno.ESRCH, errno.EFAULT) and time.monotonic() < until:
             self.hear()

@@ -79,7 +79,7 @@ class Putter(Ring):
         return self._at - self.words[TAIL] < SIZE // 2
 
     def close(self) -> None:
-        """Say that nothing more will come, and that memory that was told of must no longer be read."""
+        """Announce the end: nothing more is sent, and announced memory must no longer be read."""
         self.words[CLOSED] = 1
 
 

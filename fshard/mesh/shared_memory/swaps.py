@@ -43,7 +43,7 @@ class Swap:
 
 @lru_cache(maxsize=1024)
 def swap_of(move: Wired, index: int, n: int) -> Swap:
-    """Return what the process at `index` of `n` does in a move whose rows are small."""
+    """Return the steps of the process at `index` of `n` in a move with small rows."""
     others = [(index + step) % n for step in range(1, n)]
     everybodys = [(other, other) for other in others]
     if isinstance(move, Permute):

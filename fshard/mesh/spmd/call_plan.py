@@ -232,7 +232,7 @@ class Recipes:
         return Layout(mesh, spec)
 
     def _promise(self, spec: P, value: str, gradient: str) -> Promise | None:
-        """Return what a spec promises by not naming an axis."""
+        """Return the axes along which a spec promises equal values."""
         axes = tuple(axis for axis in self.mapped if axis not in spec.axes)
         return Promise(axes, value, gradient) if self.checked and axes else None
 
@@ -284,7 +284,7 @@ def _kept(recipes: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def _signature(leaf: Any) -> Any:
-    """Return what a recipe depends on: a tensor's shape, a global array's layout as well, of anything else what it is."""
+    """Return the cache key of a recipe: shapes of tensors, layouts of global arrays, types of anything else."""
     if isinstance(leaf, Sharded):
         return leaf.layout, leaf.shape
     if not isinstance(leaf, Tensor) or leaf.is_nested:  # which has no shape

@@ -135,7 +135,7 @@ MARK = "fshard: device "
 
 
 def mark(device: int) -> None:
-    """Say in the profiler's trace, if one is being recorded, that this thread is a device's."""
+    """Mark this thread as a device's in the profiler's trace, if one is being recorded."""
     if getattr(profiler, "_is_profiler_enabled", True):
         with profiler.record_function(f"{MARK}{device}"):
             pass

@@ -105,7 +105,7 @@ def cells_of(
 
 
 def numbers_of(counts: list[Tensor]) -> list[float]:
-    """Return what counts say; most are one tensor, which is read once."""
+    """Return the values of counts; most are one tensor, which is read once."""
     found = {id(count): count.item() for count in {id(count): count for count in counts}.values()}
     return [found[id(count)] for count in counts]
 

@@ -89,7 +89,7 @@ class StageDevice:
             comes[self.last] = [*comes[self.last], _OUTCOME]
 
         def kind(mail: Mail) -> Any:  # of this device it knows nothing: a cycle would keep the step's tensors
-            """Return what decides of which shapes a message is."""
+            """Return a key that determines the shapes of messages."""
             return mail.kind, mail.wire, tuple(kinds) if mail == _OUTCOME else kinds[mail.microbatch]
 
         self.post = Post[Mail](group, site, device, comes, kind, known)
@@ -139,7 +139,7 @@ class StageDevice:
             self.records[stage, microbatch] = Record(outputs, [edges for _, edges in entered], saved)
 
     def _results(self, turn: WireTurn, stage: int, microbatch: int, y: PyTree) -> list[PyTree]:
-        """Return what a stage has made, in the order in which it is given away; of the last, the loss."""
+        """Return the outputs of a stage, in the order of sending; of the last stage, the loss."""
         names = self.route.names[stage]
         skips: dict[str, PyTree] = {}
         if names:
@@ -176,7 +176,7 @@ class StageDevice:
             self.work.add(stage, microbatch, gws)
 
     def _begun(self, turn: WireTurn, stage: int, microbatch: int) -> tuple[Record, list[Tensor | None]]:
-        """Return what a forward has left, and the gradients of its outputs."""
+        """Return the record of a forward, and the gradients of its outputs."""
         record = self.records.pop((stage, microbatch))
         gs: list[Tensor | None] = []
         if not turn.takes:

@@ -110,7 +110,7 @@ def slot_of(edge: GradientEdge) -> Slot:
 
 
 def _walk(ends: Iterable[Node]) -> dict[Node, list[Slot]]:
-    """Return what each node leads to, children before parents."""
+    """Return the successors of each node, children before parents."""
     found: dict[Node, list[Slot]] = {}
     done: dict[Node, list[Slot]] = {}
     stack: list[Any] = [*ends]

@@ -132,7 +132,7 @@ def _goes_back(row: Sequence[Action]) -> bool:
 
 
 def _held(trees: Sequence[PyTree]) -> PyTree:
-    """Return what the device that has it has."""
+    """Return the value of the device that has it."""
     return next((tree for tree in trees if tree is not None), None)
 
 

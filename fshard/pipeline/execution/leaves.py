@@ -43,7 +43,7 @@ class StageValue(NamedTuple):
 
 
 def left(tree: PyTree) -> tuple[StageValue, list[GradientEdge]]:
-    """Return what a stage has made, to be handed on, and where its gradients come in."""
+    """Return the output of a stage, to be sent, and the edges where its gradients enter."""
     leaves, structure = flatten(tree, none_is_leaf=True)
     moving = tuple([isinstance(x, Tensor) and x.requires_grad for x in leaves])
     edges = [_edge(x) for x, moves in zip(leaves, moving, strict=True) if moves]
@@ -136,5 +136,5 @@ class ByMicrobatch:
 
 
 def called_for(stage: Stage, microbatch: int) -> Stage:
-    """Return what a stage is for a microbatch."""
+    """Return the function of a stage for a microbatch."""
     return stage.at(microbatch) if isinstance(stage, ByMicrobatch) else stage

@@ -161,7 +161,7 @@ class Post(Generic[Key]):
             self._send(tuple([leaves[place] for place in places]), to)
 
     def take(self, mail: Key, source: int) -> PyTree:
-        """Return what comes from a device, as soon as it is there."""
+        """Return the next message from a device, and wait for it."""
         while mail not in self._arrived:
             first = self._comes[source].popleft()
             known, coming = self._begun.pop(source, None) or self._receive_all(self._hear(first, source), None, source)
@@ -188,7 +188,7 @@ class Post(Generic[Key]):
     # -- what is told -------------------------------------------------------------------------------------------
 
     def _way(self, mail: Key, to: int, other: int) -> tuple[MessageForm, Lane | None] | None:
-        """Return what a message will be, if that is known, and the short way to or from the other device, if there is one."""
+        """Return the cached form of a message, and the cached road to or from the other device, if there are any."""
         key = to, self._kind(mail)
         found = self._ways.get(key)
         if found is None and self._known is not None and (known := self._known.get(key)) is not None:

@@ -117,7 +117,7 @@ class Saved:
 
 
 def watching_now() -> Saved | None:
-    """Return what holds the tensors that are saved now, if it is the one of a backward in two halves."""
+    """Return the active holder of saved tensors, if it belongs to a backward in two halves."""
     return _watching.get()
 
 

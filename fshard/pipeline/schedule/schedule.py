@@ -124,7 +124,7 @@ class Schedule:
             raise ScheduleError(f"{self.name}: {'; '.join(complaints)}.")
 
     def _complaints(self) -> Iterator[str]:
-        """Say why this is no schedule at all."""
+        """Yield what is invalid."""
         if self.microbatches < 1:
             yield f"microbatches={self.microbatches} has to be at least 1"
         if not self.placement:
@@ -214,7 +214,7 @@ class Schedule:
         return verify(self, memory=memory)
 
     def simulate(self, **options: Any) -> Simulation:
-        """Say when each action happens: for the options see `fshard.pipeline.schedule.simulate.simulate`."""
+        """Return when each action happens: for the options see `fshard.pipeline.schedule.simulate.simulate`."""
         from fshard.pipeline.schedule.simulate import simulate
 
         return simulate(self, **options)

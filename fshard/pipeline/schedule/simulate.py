@@ -136,7 +136,7 @@ def simulate(
     activation: Cost = 1,
     overlap: bool = True,
 ) -> Simulation:
-    """Say when each action happens.  A cost is a number, or a sequence, mapping or function that has one for each stage.
+    """Return when each action happens.  A cost is a number, or a sequence, mapping or function that has one for each stage.
 
     Args:
         schedule: one that can run; others raise what `verify` raises.

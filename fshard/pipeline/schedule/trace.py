@@ -130,5 +130,5 @@ class Clock:
 
 
 def clock_of(device: int) -> Clock | None:
-    """Return what notes what a device does in the timelines that are open, if there are any."""
+    """Return the recorder of a device in the open timelines, if there are any."""
     return Clock(device, tuple(_open)) if _open else None

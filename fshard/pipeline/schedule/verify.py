@@ -123,7 +123,7 @@ def _counts(program: Program) -> Iterator[str]:
 
 
 def _work(program: Program) -> set[Task]:
-    """Return what has to be done with the stages; I and W stand for B too."""
+    """Return all tasks of the stages; I and W stand for B too."""
     schedule, kinds = program.schedule, {action.kind for action in program.actions}
     backward, messages = bool(kinds & {Kind.B, Kind.I, Kind.W}), bool(kinds & MESSAGES)
     work: set[Task] = set()

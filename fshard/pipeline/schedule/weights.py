@@ -45,7 +45,7 @@ def with_weights(schedule: Schedule, room: int, early: tuple[Early, ...] = ()) -
         return there.issuperset(_needs(action, schedule.stages))
 
     def turn(device: int) -> Action | None:
-        """Return what a device begins in this tick."""
+        """Return the actions that a device begins in this tick."""
         ahead, weights, space = left[device], owed[device], room - held[device]
         if ahead and able(ahead[0]) and (ahead[0].kind is not Kind.F or space > 0 or not weights):
             return ahead[0]
@@ -95,12 +95,12 @@ def swapped(row: deque[Action], space: int) -> Iterator[Action]:
 
 
 def _result(action: Action) -> Result:
-    """Return what an action is waited for; a B also for its I."""
+    """Return the result of an action that others wait for; of a B, that of its I."""
     return Kind.I if action.kind is Kind.B else action.kind, action.stage, action.microbatch
 
 
 def _needs(action: Action, stages: int) -> list[Result]:
-    """Return what has to be there before an action begins.
+    """Return the results that an action waits for.
 
     >>> [(str(kind), *where) for kind, *where in _needs(Action.parse("1B7"), stages=3)]
     [('F', 1, 7), ('I', 2, 7)]

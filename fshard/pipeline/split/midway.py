@@ -54,7 +54,7 @@ def device_of(tree: PyTree) -> torch.device:
 
 
 def told(inputs: Arguments) -> Arguments:
-    """Return what later stages are told of a microbatch."""
+    """Return the part of a microbatch that later stages receive."""
     return without_values(inputs, lambda x: x.is_floating_point() or x.is_complex())
 
 
@@ -111,7 +111,7 @@ class BlockRun:
             _now.reset(token)
 
     def called(self, place: int, given: Arguments) -> Arguments:
-        """Return what a block of this stage is called with for real."""
+        """Return the actual arguments of a block of this stage."""
         if self._mode is None:
             return given
         if self._mode.arrived:
@@ -197,7 +197,7 @@ def _check(where: str, tree: PyTree) -> None:
 
 
 def _own_call(kind: type, module: Any) -> Callable[..., Any]:
-    """Return what a call of a module would be, were it no stage, or no block of one."""
+    """Return the plain call of a module, without stages or blocks."""
     after: Any = super(kind, module)
     return after.__call__
 
@@ -253,7 +253,7 @@ class Shapes:
         self._known: dict[Any, Any] = {}
 
     def of(self, given: Arguments, training: bool) -> Any:
-        """Return what the block returns; what it is given itself is handed on."""
+        """Return the output of the block; its own inputs are passed through."""
         leaves, structure = flatten(given, none_is_leaf=True)
         told = [Like(x) if isinstance(x, Tensor) else x for x in leaves]
         plain = all(isinstance(x, PLAIN) for x in told)

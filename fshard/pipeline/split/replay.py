@@ -108,7 +108,7 @@ def _tensors(given: Iterable[Any]) -> list[Tensor]:
 
 
 def _nowhere(x: Any) -> Any:
-    """Return what stands for an argument of an operation that is not computed."""
+    """Return the placeholder for an argument of an operation that is not computed."""
     if isinstance(x, Tensor):
         return x if is_valueless(x) else Like(x).tensor()
     return _NOWHERE if isinstance(x, torch.device) else x

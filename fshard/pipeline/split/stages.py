@@ -158,7 +158,7 @@ def _named(layers: nn.Sequential | Iterable[Layer]) -> dict[str, nn.Module]:
 
 
 def _beyond_layers(layers: nn.Module) -> list[str]:
-    """Return what a container has beside its layers."""
+    """Return the attributes of a container besides its layers."""
     own = vars(layers)
     rows = (nn.Sequential.forward, nn.Module.forward)
     more = ["forward"] if "forward" in own or type(layers).forward not in rows else []
@@ -201,7 +201,7 @@ def _sizes(layers: Sequence[nn.Module], n: int, balance: Balance, sample: PyTree
 
 
 def _costs(layers: Sequence[nn.Module], balance: str, sample: PyTree) -> list[float]:
-    """Return what each layer counts for."""
+    """Return the cost of each layer."""
     if balance == "uniform":
         return [1.0] * len(layers)
     if balance == "parameters":

@@ -110,7 +110,7 @@ class ParamRuntime:
         self._lazy_versions = lazy_versions(self.lazy_params)
 
     def _lazy_params(self) -> list[Tensor]:
-        """Return what a loss function gets: lazy parameters, and integer tensors as they are, which may be indices."""
+        """Return the arguments of a loss function: lazy parameters, and plain integer tensors, which may be indices."""
         indices = [index for unit in self.units for index in unit.indices]
         found = dict(zip(indices, lazy_params_of(self), strict=True))
         plain = [index for index in range(len(self.leaves)) if index not in found]

@@ -137,12 +137,12 @@ def number_of(path: str, x: Any, near: torch.device) -> Tensor:
 
 
 def written_paths(slices: Iterable[Written]) -> set[str]:
-    """Return what slices that count for something have written to."""
+    """Return the buffers that slices of non-zero weight have written to."""
     return {path for one in slices if one.weight for path in one.changed}
 
 
 def irregular(slices: Iterable[Written], given: Mapping[str, Any]) -> list[BufferEntry]:
-    """Return what slices wrote that is not of the shape and dtype of a given buffer, in a fixed order."""
+    """Return the buffers that slices wrote with another shape or dtype, in a fixed order."""
     found = {entry_of(path, x) for one in slices if one.weight for path, x in one.changed.items()}
     return sorted((entry for entry in found if not _is_like(given.get(entry.path), entry)), key=repr)
 

@@ -209,7 +209,7 @@ def _ends(name: str, end: str) -> bool:
 
 
 def _unfit(layer: nn.Module) -> str | None:
-    """Say why a layer cannot learn a difference."""
+    """Return why a layer cannot have LoRA weights."""
     if not isinstance(layer, nn.Embedding) and not _is_linear(layer):
         return "which has no low rank"
     weight = vars(layer)["_parameters"].get("weight")

@@ -63,7 +63,7 @@ class StageBuffers:
         return on_place(Layout(self._mesh), self._axis, self._placement[stage])
 
     def part(self, at: int) -> list[PyTree]:
-        """Return what the device has whose shards stand at a place, for each stage."""
+        """Return the buffers of each stage on the device at this index of shards."""
         return [unflatten(structure, [x.shards[at] for x in leaves]) for _, leaves, structure in self._found]
 
     def after(self, changed: Sequence[Mapping[str, Tensor]]) -> list[PyTree]:
@@ -120,13 +120,13 @@ class Memory:
         self._written.setdefault(microbatch, {}).update(new)
 
     def written(self, weights: Sequence[float]) -> list[Written]:
-        """Return what each microbatch has written to, with its weight."""
+        """Return the buffers that each microbatch has written to, with its weight."""
         return [Written(weight, self._written.get(microbatch, {})) for microbatch, weight in enumerate(weights)]
 
     def together(
         self, written: Sequence[Written], flagged: Sequence[str], place: Sequence[int], group: Group | None, site: Site
     ) -> dict[str, Tensor]:
-        """Return what has changed after all microbatches of a group of devices, which ask for it alike.
+        """Return the changed buffers after all microbatches of a group of devices, which must all call this.
 
         Args:
             written: by this device's microbatches.

@@ -117,7 +117,7 @@ class Shift:
         return self.scope.group(axes, self.plan.how.caller) if axes else None
 
     def _weight(self) -> float:
-        """Return what the whole batch counts for."""
+        """Return the weight of the whole batch."""
         if self.plan.how.weight is None:
             return float(self.batch.total(len(self.slices)))
         own = tree_sum([count.weight for count in self.counts])
@@ -125,7 +125,7 @@ class Shift:
         return something(total.item())
 
     def _borrow(self, shards: Sequence[Tensor]) -> list[Tensor]:
-        """Return what the device has of each parameter, together with what is lent to it."""
+        """Return the device's shards of parameters, with those that it borrows."""
         rows, here = self.plan.weights.borrowed, list(shards)
         given = go([shards[row.leaf].detach() for row in rows], [row.way for row in rows], self.site)()
         for row, x in zip(rows, given, strict=True):
@@ -187,7 +187,7 @@ class Shift:
     # -- what the schedule asks for ---------------------------------------------------------------------------------
 
     def begin(self, microbatch: int) -> PyTree:
-        """Return what the first stage takes of a microbatch."""
+        """Return the input of the first stage for a microbatch."""
         return self.plan.inputs(self._tree(microbatch))
 
     def _tree(self, microbatch: int) -> PyTree:
@@ -310,7 +310,7 @@ class Shift:
         return used, memory.together(written, flagged, self.mine, self.beside, self.site)
 
     def _origin(self) -> Origin:
-        """Return what the step has begun from."""
+        """Return the inputs of the step."""
         key = None if self.plan.how.slices is None else self.key
         looks = self.fresh and self.batch.alone
         unsharded = {path: bits(x) for path, x in self.batch.unsharded.items()} if looks else {}

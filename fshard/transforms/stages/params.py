@@ -262,7 +262,7 @@ class StageSums:
                 self._send({tie.leaf: (total.sums() if isinstance(total, Ordered) else total.result())[0]})
 
     def _stacked(self, tie: Tie, at: int) -> Tensor:
-        """Return what a stage of a tie has found, a row for each microbatch or one in all; nothing, if it is not here."""
+        """Return the gradients of a tied parameter in one stage, a row for each microbatch or one in all; empty elsewhere."""
         shape, dtype = self._leaves[tie.leaf].shape, self._apart[tie.leaf]
         if tie.places[at] != self._place:
             return self._zeros([0] * (1 + len(shape)), dtype)

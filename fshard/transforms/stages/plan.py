@@ -146,7 +146,7 @@ class Terms:
     def weights(
         self, structures: Sequence[Structure], given: Sequence[tuple[str, Sharded, bool]], at: Sequence[int]
     ) -> Weights:
-        """Return what is to be known of parameters.
+        """Return the plans of parameters.
 
         Args:
             structures: of the trees of the stages.
@@ -194,7 +194,7 @@ class Terms:
         layouts: Sequence[Layout],
         place: int,
     ) -> Own:
-        """Return what a stage at a place is to have of parameters that lie so, or are lent to it."""
+        """Return the parameters of a stage, its own and borrowed ones."""
         unique, whole = list(dict.fromkeys(numbers)), on_place(Layout(self.mesh), self.axis, place)
         at = [unique.index(number) for number in numbers]
 

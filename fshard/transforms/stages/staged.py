@@ -122,7 +122,7 @@ def _complaints(
     axis: str,
     loss: object,
 ) -> list[str]:
-    """Return what is wrong with what was given, besides its numbers."""
+    """Return what is wrong with the arguments."""
     wrong = [
         f"stage {number} is {type(one).__name__}, which is not called"
         for number, one in enumerate(stages)
@@ -148,7 +148,7 @@ def _cut_over(specs: PyTree, mesh: Mesh) -> list[str]:
 
 
 def first_of_two(microbatch: PyTree) -> PyTree:
-    """Return what the first stage takes of a microbatch, if nobody says it: x of a pair (x, target), anything else as it is."""
+    """Return the default input of the first stage: x of a pair (x, target), or the whole microbatch."""
     return microbatch[0] if isinstance(microbatch, tuple | list) and len(microbatch) == 2 else microbatch
 
 
