@@ -2,7 +2,7 @@
 
     5 samples, 2 devices, which have 3 and 2      a mean over 3 of them counts for 3 / 5 of the mean over all
 
-A tensor that a loader has handed out is known by itself, and so is a view of it.  A copy, on an accelerator say, is taken for
+A tensor that a loader has returned is known by itself, and so is a view of it.  A copy, on an accelerator say, is taken for
 a part of the batch that was announced last, or where batches are fetched ahead, of the one whose part has as many rows.  If
 several have, and batches do not all divide evenly, it is an error.
 
@@ -57,7 +57,7 @@ class Announced:
         self._unused = self._ahead = False
 
     def tell(self, total: int | None, part: PyTree) -> None:
-        """Note a batch that is handed out, and how many samples it has on all devices; None: a pass begins or ends."""
+        """Note a batch that is returned, and how many samples it has on all devices; None: a pass begins or ends."""
         if total is None:
             self._ahead = self._last is not None and (self._ahead or self._unused)
             self._before, self._last, self._unused = self._last, None, False

@@ -43,8 +43,8 @@ class TrainState(NamedTuple):
     """The state of training that a functional step takes and returns.
 
     Args:
-        params: as they lie.
-        optimizer: its state, as it lies.
+        params: in their layouts.
+        optimizer: its state, in its layout.
         buffers: what the model remembers.
         steps: how many have been taken, by which the next one draws.
         turn: of several that one Booster trains, which.

@@ -37,7 +37,7 @@ _SAME = (
 class Loader:
     """The batches of a dataset, as one device gets them; whole ones where the caller stands for all devices.
 
-    Iterating goes on from the position, and then to the next epoch; every batch that was handed out counts as taken.
+    Iterating goes on from the position, and then to the next epoch; every batch that was returned counts as taken.
 
     Args:
         dataset: anything with `__getitem__` and `__len__`.

@@ -156,7 +156,7 @@ def measure(mesh: fs.Mesh) -> list[Speed]:
     found: list[Speed] = []
     for name, (call, options) in calls.items():
         for held, times in SIZES.items():
-            size = max(n, held // 4 // n * n) * 4  # every process has a piece of equal size
+            size = max(n, held // 4 // n * n) * 4  # every process has a shard of equal size
             sent = int(ORACLES[name].sent(size, 0, n, **options))
             seconds = fs.run(_timed, call, size // 4, times, mesh.device_type, axis, mesh=mesh)
             found.append(Speed(name, held, sent, max(seconds)))

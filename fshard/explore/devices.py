@@ -1,6 +1,6 @@
 """Sets of devices as arithmetic: a first device and steps along some axes of the mesh.
 
-The devices that hold one piece of a tensor differ along the axes that do not cut it, so they form a box of the mesh.
+The devices that hold one shard of a tensor differ along the axes that do not cut it, so they form a box of the mesh.
 A box is two or three numbers, whatever its size, and can be written down without walking through it: a mesh of 65,536
 devices costs no more than one of 8.
 

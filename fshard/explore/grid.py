@@ -2,7 +2,7 @@
 
 A tensor has a *side* for each dim that is worth drawing (the cut ones, and whole ones until there are two); a flat
 tensor has one side in all.  The last two sides are the rows and columns of a grid, those before make a block of it for
-each of their parts.  A cell is a piece of the tensor with the devices that hold it; devices without any are not drawn.
+each of their parts.  A cell is a shard of the tensor with the devices that hold it; devices without any are not drawn.
 
     (8, 6) as P("data", "model")            (4, 6, 2) as P("data", "model", "pipe")
               columns: dim 1@model             blocks: dim 0@data    rows: dim 1    columns: dim 2
@@ -31,10 +31,10 @@ _MOST_PLACES = 32  # of blocks, drawn or left out, before the last one
 
 @dataclass(frozen=True)
 class Cell:
-    """One piece of the tensor.
+    """One shard of the tensor.
 
     Args:
-        piece: its number among the pieces, in the order of the devices that own them.
+        piece: its number among the shards, in the order of the devices that own them.
         ranges: of each dim, or the one flat range.
         copies: one device of every copy.
         summands: the steps from there to the devices whose sum the copy is; none if it is no sum.
@@ -47,11 +47,11 @@ class Cell:
 
     @property
     def is_empty(self) -> bool:
-        """Whether the piece has no elements."""
+        """Whether the shard has no elements."""
         return any(start == stop for start, stop in self.ranges)
 
     def holders(self) -> Iterator[tuple[int, ...]]:
-        """Yield the devices of every copy: the true value of the piece is the sum of what they hold."""
+        """Yield the devices of every copy: the true value of the shard is the sum of what they hold."""
         return (tuple(copy + step for step in self.summands) for copy in self.copies)
 
 
@@ -205,7 +205,7 @@ def _block(
 
 
 def _cell(shape: Sequence[int], layout: Layout, at: Mapping[str, int]) -> Cell:
-    """Return the piece whose owners have these coordinates along the axes that cut the tensor."""
+    """Return the shard whose owners have these coordinates along the axes that cut the tensor."""
     mesh, spec = layout.mesh, layout.spec
     first = mesh.index({**layout.place, **at})
     owners = [name for name in mesh.axis_names if name in spec.cut_axes]

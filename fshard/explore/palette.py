@@ -1,6 +1,6 @@
-"""Colours of pieces: eleven fills on which dark ink reads, and which stand out from white and from black alike.
+"""Colours of shards: eleven fills on which dark ink reads, and which stand out from white and from black alike.
 
-Eleven is a prime that hardly any mesh is a multiple of, so a piece and its neighbour below differ in colour whatever
+Eleven is a prime that hardly any mesh is a multiple of, so a shard and its neighbour below differ in colour whatever
 the width of the grid.
 """
 
@@ -24,7 +24,7 @@ _FILLS = (
 
 
 def fill(piece: int) -> str:
-    """Return the colour of a piece.
+    """Return the colour of a shard.
 
     >>> fill(0), fill(11) == fill(0)
     ('#7cb7e8', True)

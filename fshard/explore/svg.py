@@ -1,7 +1,7 @@
 """A grid as SVG: a coloured box for every cell, of the same words as the text.
 
 Copies are a pile of cards, what is still to be summed is striped, the host's memory has a dashed rim, and a flat
-tensor's pieces are as wide as they are long.  The words outside the cells are of a grey that reads on white and on
+tensor's shards are as wide as they are long.  The words outside the cells are of a grey that reads on white and on
 black, so the picture can stand in any notebook, page or README.
 
 Drawing goes left to right and top to bottom; every function returns what it drew and the room that it took.
@@ -19,11 +19,11 @@ from fshard.explore.words import caption, headline, legend, side_title, span
 _FONT = "ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono',monospace"
 _LETTER, _LINE = 7.3, 18.0  # of a 12 px letter
 _HEIGHT, _GAP, _MARGIN = 34.0, 6.0, 10.0
-_FULL = 104.0  # the width of the longest flat piece
+_FULL = 104.0  # the width of the longest flat shard
 
 
 class Drawn(NamedTuple):
-    """A piece of a picture, at (0, 0), and its size."""
+    """A shard of a picture, at (0, 0), and its size."""
 
     svg: str
     width: float
@@ -81,7 +81,7 @@ def _draw(grid: Grid, block: GridBlock) -> Drawn:
 
 
 def _column(grid: Grid, block: GridBlock, place: int, label: str) -> float:
-    """Return the width of a column: what its words need, and for a flat piece what its length asks for."""
+    """Return the width of a column: what its words need, and for a flat shard what its length asks for."""
     cells = [row[place] for row in block.cells]
     words = max(_width(text) for text in [label, *(caption(grid, cell) if cell else "…" for cell in cells)])
     if not any(cells):

@@ -4,7 +4,7 @@ treescope draws the arrays of any library through an adapter that says what dims
 are sharded.  The last is a neutral record: the shape of a shard, and for each device the slices that it holds.  fshard
 does not need treescope; it is imported where it is used.
 
-The record has words for pieces of one shape only, so a flat layout has none, and a value that is still to be summed
+The record has words for shards of one shape only, so a flat layout has none, and a value that is still to be summed
 looks like copies.
 """
 

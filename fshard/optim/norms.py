@@ -244,5 +244,5 @@ def sum_over_mesh_later(leaves: Sequence[Leaf], row: Callable[[Places], Tensor])
 
 @lru_cache(maxsize=4096)
 def _cut_axes(layout: Layout) -> tuple[str, ...]:
-    """Return the axes along which devices hold different pieces."""
+    """Return the axes along which devices hold different shards."""
     return tuple(axis for axis in layout.spec.sharded_axes if layout.mesh.shape[axis] > 1)

@@ -1,19 +1,19 @@
 """`partition_optimizer`: ZeRO as a table of layouts.
 
-Where an element's update depends on that element alone, an optimizer runs on any piece of the parameters: it is given
+Where an element's update depends on that element alone, an optimizer runs on any shard of the parameters: it is given
 flat ranges.  Where it depends on the whole matrix (Muon, Shampoo), each matrix is given to one device, its *owner*; to
-the others its piece is empty.  Nothing more has to be known of an optimizer.
+the others its shard is empty.  Nothing more has to be known of an optimizer.
 
     stage   parameters at rest   gradients                  state    after the update
     0       as they are          as the parameters          as they
-    1, 2    replicated           pieces (psum_scatter)      pieces   all_gather of the parameters
-    3       pieces               pieces (psum_scatter)      pieces
+    1, 2    replicated           shards (psum_scatter)      shards   all_gather of the parameters
+    3       shards               shards (psum_scatter)      shards
 
-Pieces are flat ranges, at rest and on the way.  Owners collect them just before the update and hand them out after it, in
+Shards are flat ranges, at rest and on the way.  Owners collect them just before the update and hand them out after it, in
 one exchange of a device's own share for another (`mesh.owners`); so gradients are reduced as ever, each unit's evenly.
 
 Stages 1 and 2 differ in when gradients are reduced, which is not the optimizer's business: once a step, or as each unit's
-is ready (`train_step`).  The state's layout is not described anywhere: the optimizer makes its state from pieces.
+is ready (`train_step`).  The state's layout is not described anywhere: the optimizer makes its state from shards.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ def _check(opt: Optimizer, stage: Stage, unit: Unit | None) -> None:
 
 
 def pieces(layout: Layout, axes: tuple[str, ...]) -> Layout:
-    """Return the layout of the pieces that devices along `axes` work on.
+    """Return the layout of the shards that devices along `axes` work on.
 
     What is already cut over some of the axes keeps that cut; the others cut it further, flat.  One device alone cuts nothing.
     """

@@ -31,7 +31,7 @@ Road = Literal["call", "start", "func"]
 
 
 class Operand(NamedTuple):
-    """One tensor that goes in: `form` says how it lies in memory."""
+    """One tensor that goes in: `form` says its layout in memory."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]

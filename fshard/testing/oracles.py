@@ -44,7 +44,7 @@ def total(xs: Sequence[Tensor]) -> Tensor:
 
 
 def cut(x: Tensor, n: int, dim: int) -> Tensors:
-    """Cut a dim into n equal pieces."""
+    """Cut a dim into n equal shards."""
     each = x.shape[dim] // n
     return [x.narrow(dim, i * each, each) for i in range(n)]
 
@@ -149,13 +149,13 @@ def pvary_backward(gs: Tensors, xs: Tensors) -> Tensors:
 
 
 def all_gather_backward(gs: Tensors, xs: Tensors, *, dim: int = 0, to: str = "each") -> Tensors:
-    """Each piece was used by all: sum what they say of it.  If the whole is one value, take the own piece of it."""
+    """Each shard was used by all: sum what they say of it.  If the whole is one value, take the own shard of it."""
     whole = gs if to == "replicated" else psum(gs)
     return [cut(g, len(gs), dim)[i].reshape(x.shape) for i, (g, x) in enumerate(zip(whole, xs, strict=True))]
 
 
 def psum_scatter_backward(gs: Tensors, xs: Tensors, *, dim: int = 0) -> Tensors:
-    """Each summand was in all pieces: put the pieces' cotangents side by side."""
+    """Each summand was in all shards: put the shards' cotangents side by side."""
     return all_gather(gs, dim=dim)
 
 

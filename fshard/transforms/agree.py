@@ -9,7 +9,7 @@ backward is reduced as zeros, and one that nobody has counted on comes last.
     device 1    head  blocks[1]              ->       head  blocks[1]      blocks[0] = 0
 
 A gather is for all devices by nature: where they differ, it can only be said who wanted what.  So it is with the shapes of
-the whole batch, the key of random draws and parameters that lie whole, which nothing but the user's program makes equal
+the whole batch, the key of random draws and parameters that are replicated, which nothing but the user's program makes equal
 on processes (see `origin`).
 
 All this is known on the host and asked of other hosts: no accelerator is waited for.

@@ -209,7 +209,7 @@ class BatchPart:
     cut: Cut
 
     def on(self, mesh: Mesh) -> Batch:
-        """Return the batch as it lies."""
+        """Return the batch in its layout."""
         _refuse_opaque(self.tree, P(self.cut.axes))
         paths, leaves, structure = flatten_with_paths(self.tree, none_is_leaf=True)
         (device,) = local_devices(mesh)
@@ -316,7 +316,7 @@ def _samples(x: Tensor, cut: Cut, layout: Layout) -> tuple[Tensor, ...]:
 
 @lru_cache(maxsize=1024)
 def _how(mesh: Mesh, spec: P, shape: tuple[int, ...]) -> tuple[Cut | None, Layout]:
-    """Return how the samples of a tensor are cut, and how it lies; the other dims alone, where its samples do not divide."""
+    """Return how the samples of a tensor are cut, and its layout; the other dims alone, where its samples do not divide."""
     layout = Layout(mesh, spec)
     first, *others = spec.dims(len(shape)) or [()]
     cut = Cut(first, prod(mesh.shape[axis] for axis in first), shape[0]) if first else None

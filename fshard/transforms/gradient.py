@@ -159,7 +159,7 @@ class Gradient:
     def run(
         self, params: PyTree, buffers: PyTree, batch: PyTree, site: Site, scale: float = 1.0
     ) -> tuple[StepValue, PyTree]:
-        """Run forward and backward on all devices; return the loss, and the gradients of `scale` times it as they lie."""
+        """Run forward and backward on all devices; return the loss, and the gradients of `scale` times it in their layouts."""
         refuse_unrecorded(self.how)
         mesh = resolve_mesh(self.mesh)
         leaves, structure = flatten(params, sharded_is_leaf=True)

@@ -249,7 +249,7 @@ def _complaint(x: Any, samples: int | None) -> str | None:
 
 
 class Rows(NamedTuple):
-    """One device's rows of a leaf, and how they lie."""
+    """One device's rows of a leaf, and their layouts."""
 
     own: Tensor
     shape: tuple[int, ...]

@@ -146,7 +146,7 @@ def fsdp(axis: str | tuple[str, ...], *, unit: str | Sequence[str] | int | None 
 def shard_params(
     params: nn.Module | PyTree, rules: Rules, *, mesh: Mesh, frozen: Choice = None, seed: int | None = None
 ) -> PyTree:
-    """Lay parameters on a mesh by rules.  Nothing is sent: every process is given the whole and keeps its pieces.
+    """Lay parameters on a mesh by rules.  Nothing is sent: every process is given the whole and keeps its shards.
 
     Args:
         params: a tree of tensors, the same on every process.  A tensor that stands twice in it (tied) is laid out once.  What

@@ -110,7 +110,7 @@ def train_step(
 
     In stages: these are modules, or functions (params, x) -> y, and `params` a list with a tree for each, on the devices that
     have it (`shard_stages`).  Each device's part of the batch is cut into the microbatches of the schedule, as even as can be.
-    All else is as above, ZeRO too: stages that lie in pieces are gathered, freed and reduced as the schedule says, or where it
+    All else is as above, ZeRO too: stages that are sharded are gathered, freed and reduced as the schedule says, or where it
     says nothing as `live_units` does.
 
         loss             of (y, microbatch), where y is what the last stage makes: a number, or one for each sample
@@ -151,7 +151,7 @@ def train_step(
     gradient = gradient_of("train_step", loss_fn, mesh=mesh, batch=batch, schedule=schedule, **options)
     how = gradient.how
     write = step_of(opt)  # pyright: ignore[reportArgumentType]  # a Partitioned has all that an Optimizer has
-    if how.slices is not None:  # torch's fused kernels round differently where a piece ends; updates do without them
+    if how.slices is not None:  # torch's fused kernels round differently where a shard ends; updates do without them
         write = step_of(Optimizer(opt.init, opt.update, arrays=True))
 
     @uncompiled

@@ -66,8 +66,8 @@ def value_and_grad(
             those of a rematerialised block that has been run again.
         prefetch: how many units to start gathering ahead of their use, in the order that the step before used them.
         in_flight: how many reductions may be under way while the backward goes on.
-        bucket: about how many bytes of gradients are reduced together where parameters lie whole (ZeRO 0 to 2): units wait, in
-            the order of the backward, until there are so many.  0: each unit alone.  8 MiB by default: 1 is slower where the
+        bucket: about how many bytes of gradients of replicated parameters (ZeRO 0 to 2) are reduced together: units wait,
+            in the order of the backward, until there are so many.  0: each unit alone.  8 MiB by default: 1 is slower where the
             backward has its caches to lose, 25 (torch's) where the wires are the limit, and takes more memory.
         compute: the floating dtype that parameters and batch are used in, if not their own.
         reduce: the dtype that gradients are reduced in, if not that of the computation, or in reproducible mode and where

@@ -1,7 +1,7 @@
 """The collectives: plain functions, called on local tensors inside `shard_map` and `run`.
 
 Each works along one axis of the mesh or a tuple of axes (major to minor), on a tensor or a tree of tensors; leaves of one
-dtype travel together.  Results are *tiled*: pieces are put side by side along `dim`, no dim is added.  Every collective has
+dtype travel together.  Results are *tiled*: shards are put side by side along `dim`, no dim is added.  Every collective has
 a second form, `psum.start(...)`, that returns a `Handle`.  What a value is decides what its cotangent is: see `moves`.
 """
 
@@ -152,10 +152,10 @@ def pvary(tree: PyTree, axis: Axes) -> CollectiveCall:
 
 @Collective
 def all_gather(tree: PyTree, axis: Axes, *, dim: int = 0, to: Literal["each", "replicated"] = "each") -> CollectiveCall:
-    """Put the pieces of all devices along `axis` side by side along `dim`.  Sends (n-1)/n of the result's bytes.
+    """Put the shards of all devices along `axis` side by side along `dim`.  Sends (n-1)/n of the result's bytes.
 
     `to="each"`: every device uses the whole for its own ends; the cotangents are summed and scattered (`psum_scatter`).
-    `to="replicated"`: the whole stays the same on all devices; the cotangent is the own piece, and nothing is sent.
+    `to="replicated"`: the whole stays the same on all devices; the cotangent is the own shard, and nothing is sent.
     A 0-d tensor is gathered as one of one element.
 
     >>> import torch, fshard as fs
@@ -178,7 +178,7 @@ def all_gather(tree: PyTree, axis: Axes, *, dim: int = 0, to: Literal["each", "r
 
 @Collective
 def psum_scatter(tree: PyTree, axis: Axes, *, dim: int = 0) -> CollectiveCall:
-    """Sum over the devices along `axis`, and leave each device with its piece along `dim`.  Sends (n-1)/n of the bytes.
+    """Sum over the devices along `axis`, and leave each device with its shard along `dim`.  Sends (n-1)/n of the bytes.
 
     >>> import torch, fshard as fs
     >>> mesh = fs.make_mesh({"data": 2})
@@ -196,7 +196,7 @@ def psum_scatter(tree: PyTree, axis: Axes, *, dim: int = 0) -> CollectiveCall:
 
 @Collective
 def all_to_all(tree: PyTree, axis: Axes, *, dim: int | tuple[int, int] = 0) -> CollectiveCall:
-    """Cut one dim into a piece for each device, exchange them, and join what arrives.  Sends (n-1)/n of the bytes.
+    """Cut one dim into a shard for each device, exchange them, and join what arrives.  Sends (n-1)/n of the bytes.
 
     `dim` is the dim to cut and the dim to join along, or one number for both.
 

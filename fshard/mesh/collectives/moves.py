@@ -96,7 +96,7 @@ def in_a_row(x: Tensor) -> Tensor:
 
 
 def plain(x: Tensor) -> Tensor:
-    """Return a tensor whose memory holds its values: a lazy conjugate or negative is worked out."""
+    """Return a tensor whose memory holds its values: a lazy conjugate or negative is computed."""
     return x.resolve_conj().resolve_neg() if x.is_conj() or x.is_neg() else x
 
 
@@ -106,7 +106,7 @@ def is_plain(x: Tensor) -> bool:
 
 
 def _rows(x: Tensor, dim: int, n: int) -> Tensor:
-    """Cut `dim` into n pieces and lay each out as a row.  (..., n*k, ...) -> (n, elements)"""
+    """Cut `dim` into n shards and lay each out as a row.  (..., n*k, ...) -> (n, elements)"""
     return (
         plain(x).reshape(n, -1)
         if dim == 0 and x.numel()
@@ -178,7 +178,7 @@ def combining(move: Move) -> Combine:
 
 @dataclass(frozen=True)
 class PsumScatter(Wired):
-    """Sum over the devices, and leave each with its piece along `dim`.
+    """Sum over the devices, and leave each with its shard along `dim`.
 
     device 0  [1 2]   =>  [4]           (<= all_gather)
     device 1  [3 4]       [6]
@@ -209,9 +209,9 @@ class PsumScatter(Wired):
 
 @dataclass(frozen=True)
 class AllGather(Wired):
-    """Put the devices' pieces side by side along `dim`, everywhere.
+    """Put the devices' shards side by side along `dim`, everywhere.
 
-    device 0  [1]     =>  [1 2]         (<= psum_scatter; with `replicated`: take the own piece)
+    device 0  [1]     =>  [1 2]         (<= psum_scatter; with `replicated`: take the own shard)
     device 1  [2]         [1 2]
     """
 
@@ -239,7 +239,7 @@ class AllGather(Wired):
 
 @dataclass(frozen=True)
 class AllToAll(Wired):
-    """Cut `split` into a piece for each device, and put what arrives side by side along `concat`.
+    """Cut `split` into a shard for each device, and put what arrives side by side along `concat`.
 
     device 0  [1 2]   =>  [1 3]         (<= the same with split and concat exchanged)
     device 1  [3 4]       [2 4]
@@ -252,7 +252,7 @@ class AllToAll(Wired):
 
     def meaning(self, xs: list[Tensor]) -> list[Tensor]:
         n, split, concat = len(xs), self.split + 1, self.concat
-        pieces = torch.stack(xs).unflatten(split, (n, xs[0].shape[self.split] // n))  # (from, ..., to, piece, ...)
+        pieces = torch.stack(xs).unflatten(split, (n, xs[0].shape[self.split] // n))  # (from, ..., to, shard, ...)
         return [row.movedim(0, concat).flatten(concat, concat + 1).clone() for row in pieces.unbind(split)]
 
     def transposed(self) -> Move:
@@ -357,7 +357,7 @@ class Stay(Alone):
 
 @dataclass(frozen=True)
 class Take(Alone):
-    """Take the own piece along `dim` of a replicated value."""
+    """Take the own shard along `dim` of a replicated value."""
 
     dim: int
     name = "take"

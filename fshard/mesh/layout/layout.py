@@ -211,7 +211,7 @@ class ShardType:
 
 @lru_cache(maxsize=4096)
 def holders(layout: Layout) -> tuple[int, ...]:
-    """Return one device for each different piece that is any: the first along every replicated and unreduced axis."""
+    """Return one device for each different shard that is any: the first along every replicated and unreduced axis."""
     still = set(layout.replicated_axes) | set(layout.spec.unreduced)
     return tuple(
         device

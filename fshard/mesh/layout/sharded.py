@@ -29,8 +29,8 @@ class Sharded:
 
     Args:
         shape: of the whole.
-        layout: how it lies.
-        shards: the pieces held here, in the order of the devices.
+        layout: its layout.
+        shards: the shards held here, in the order of the devices.
 
     >>> import optree, torch, fshard as fs
     >>> from fshard import P
@@ -79,7 +79,7 @@ class Sharded:
         )
 
     def check(self) -> None:
-        """Raise if the shards are not the pieces that the layout names: what was mapped over them was not elementwise."""
+        """Raise if the shapes of shards do not fit the layout: a mapped function was not elementwise."""
         devices = local_devices(self.mesh)
         if len(self.shards) != len(devices):
             was, used = ("outside of", "inside") if len(self.shards) > 1 else ("inside of", "outside")
@@ -157,15 +157,15 @@ def typeof(x: Sharded | Tensor) -> ShardType:
 
 @uncompiled
 def from_local(piece: Tensor | Callable[..., Tensor], layout: Layout, *, shape: Sequence[int] | None = None) -> Sharded:
-    """Build a global array from each device's own piece, without moving anything.
+    """Build a global array from each device's own shard, without moving anything.
 
-    Processes do not compare their pieces: only under `FSHARD_CHECK=1` is it an error that they make up different wholes.
+    Processes do not compare their shards: only under `FSHARD_CHECK=1` is it an error that they make up different wholes.
 
     Args:
-        piece: this process's piece, on a process mesh or inside `run`; on a virtual mesh from outside, a function of
+        piece: this process's shard, on a process mesh or inside `run`; on a virtual mesh from outside, a function of
             the device's coordinates, `piece(data=0, model=1)`.  A function works everywhere.
-        layout: how the pieces lie.
-        shape: of the whole; needed for flat layouts only, else it follows from the pieces.
+        layout: how the shards lie.
+        shape: of the whole; needed for flat layouts only, else it follows from the shards.
 
     >>> import torch, fshard as fs
     >>> from fshard import P

@@ -63,7 +63,7 @@ class P:
     Args:
         entries: one per tensor dim: None, an axis, or a tuple of axes (major to minor).  Trailing Nones may be left out.
         unreduced: axes over which the true value is still the sum of what the devices hold.
-        on: the place along some axes at which the tensor lies.  Devices elsewhere hold an empty piece, every dim of which
+        on: the place along some axes at which the tensor lies.  Devices elsewhere hold an empty shard, every dim of which
             is 0 (a number's is an empty vector).
         shape: of the whole tensor, needed only where it cannot be known: in `out_specs`, of what is flat or lies on some
             devices only.
@@ -160,7 +160,7 @@ class P:
 
     @property
     def sharded_axes(self) -> tuple[str, ...]:
-        """The axes along which devices hold different pieces of the tensor, or some hold none."""
+        """The axes along which devices hold different shards of the tensor, or some hold none."""
         return self.cut_axes + self.on_axes
 
     @property

@@ -127,7 +127,7 @@ def collected(what: str) -> Generator[Callable[[str], Any]]:
 
 @uncompiled
 def device_put(tree: PyTree, layout: PyTree) -> PyTree:
-    """Lay global values on a mesh.  Nothing is sent: every process is given the whole value and keeps its piece.
+    """Lay global values on a mesh.  Nothing is sent: every process is given the whole value and keeps its shard.
 
     Args:
         tree: a tensor or tree of tensors, the same on every process; a `Sharded` is resharded, and from another mesh gathered

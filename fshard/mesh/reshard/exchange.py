@@ -1,6 +1,6 @@
 """Moves that send each device exactly what it lacks: for layouts between which no collective of equal rows is least.
 
-Devices hold pieces by one cut and want pieces by another.  Who has an element already keeps it; the others are supplied
+Devices hold shards by one cut and want shards by another.  Who has an element already keeps it; the others are supplied
 by one that has it, and where several hold the same, they share in what is asked of them.  No element comes to a device twice.
 
     P.flat("b") -> P.flat("b", "a"), 7 elements on 2 x 3 devices, a = 0 above, a = 1 below
@@ -8,7 +8,7 @@ by one that has it, and where several hold the same, they share in what is asked
     holds    [0 1 2] [3 4 5] [6]    wants    [0 1] [4 5] []      is supplied    nothing          nothing    nothing
              [0 1 2] [3 4 5] [6]             [2 3] [6]   []                     3 from (0, 1)    6, from (1, 2)
 
-All tensors have one length, which the longest piece needs; what stands behind a piece says nothing.
+All tensors have one length, which the longest shard needs; what stands behind a shard says nothing.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ def go(
     """Go all ways, together where that can be; return what gives the results.
 
     With `ahead`, the last collectives are only started, where autograd has no part in them.  `into` is memory that results may
-    be put into, where they are put together from flat pieces.
+    be put into, where they are put together from flat shards.
     """
     scope, results = require("fs.reshard"), list(xs)
     later: list[tuple[Ride, Pending, list[Fit]]] = []
@@ -163,7 +163,7 @@ class Ride:
             results[place] = y
 
     def fits(self, scope: Scope) -> list[Fit]:
-        """Return how each leaf is made to fit, worked out once for each place that a device can have."""
+        """Return how each leaf is made to fit, computed once for each place that a device can have."""
         key = tuple([scope.group(axes, "fs.reshard").index for axes in self._where])
         found = self._fits.get(key)
         if found is None:
@@ -254,7 +254,7 @@ def _is_at(on: tuple[tuple[str, int], ...], scope: Scope) -> bool:
 
 
 def _piece(state: ShardState, shape: tuple[int, ...], scope: Scope) -> tuple[int, ...]:
-    """Return the shape of a piece of what is cut by dims."""
+    """Return the shape of a shard of what is cut by dims."""
     cuts = [prod(scope.group((axis,), "fs.reshard").size for axis in axes) for axes in state.dims]
     return tuple(length // cut for length, cut in zip(shape, cuts, strict=True))
 

@@ -55,7 +55,7 @@ def keep(x: Tensor, owner: int, elsewhere: tuple[int, ...], on: MoveOn) -> Tenso
 
 
 def nothing(x: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Return the empty piece of a tensor that stands where others have theirs."""
+    """Return the empty shard of a tensor that stands where others have theirs."""
     return x.reshape(-1)[:0].reshape(shape).clone()  # a view would keep x alive
 
 

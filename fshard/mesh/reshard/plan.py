@@ -1,6 +1,6 @@
 """Planning a reshard: the steps from one spec to another, each a collective or a local move.  Pure data.
 
-Sums come first, scattered to where the goal wants their pieces.  Then collectives of equal rows, where these alone lead
+Sums come first, scattered to where the goal wants their shards.  Then collectives of equal rows, where these alone lead
 to the goal; else one exchange in which each device is sent exactly what it lacks (`supply`).  What stays at its place along
 some axes goes its way there, by the devices of that place alone.
 
@@ -51,7 +51,7 @@ class ShardState:
 
     @property
     def sharded(self) -> tuple[str, ...]:
-        """The axes along which devices hold different pieces, or some hold none."""
+        """The axes along which devices hold different shards, or some hold none."""
         return self.cut + self.on_axes
 
     @property
@@ -60,7 +60,7 @@ class ShardState:
         return self.flat is None and not self.cut
 
     def elsewhere(self, ndim: int) -> tuple[int, ...]:
-        """Return the shape of the empty piece that a device has where the tensor does not lie."""
+        """Return the shape of the empty shard that a device has where the tensor does not lie."""
         return (0,) * (1 if self.flat is not None else max(ndim, 1))
 
 
@@ -154,12 +154,12 @@ class _Path:
         self.state = goal
 
     def parts(self, axes: Iterable[str]) -> int:
-        """Return into how many pieces some axes cut a dim."""
+        """Return into how many shards some axes cut a dim."""
         return prod(self.sizes[axis] for axis in axes)
 
     @property
     def local(self) -> Fraction:
-        """The elements of the largest piece."""
+        """The elements of the largest shard."""
         total, pieces = prod(self.shape), self.parts(self.state.cut)
         return Fraction(total, pieces) if self.state.flat is None else Fraction(chunk(total, pieces))
 
@@ -177,7 +177,7 @@ class _Path:
         return ravel([places[axis] for axis in axes], [self.sizes[axis] for axis in axes])
 
     def sum_up(self, goal: ShardState) -> None:
-        """Sum over what is not to stay unreduced; pieces are scattered where the goal has them anyhow."""
+        """Sum over what is not to stay unreduced; shards are scattered where the goal has them anyhow."""
         over = self.state.unreduced - goal.unreduced
         if goal.flat is None:
             self._slices(goal)
@@ -217,7 +217,7 @@ class _Path:
             self._exchange(start, goal.flat or (), flat=goal.flat, on=())
         elif goal.on and goal.is_whole and {*goal.on_axes} == {*(start.flat or ())} and not start.on:
             self._exchange(goal, start.flat or (), flat=None, on=goal.on)
-        elif {*start.on_axes} - {*goal.sharded}:  # what many want is handed on by those who get a part
+        elif {*start.on_axes} - {*goal.sharded}:  # what many want is passed on by those who get a part
             axes = (
                 start.on_axes if start.is_whole else tuple(axis for axis in self.sizes if axis not in start.unreduced)
             )
@@ -270,7 +270,7 @@ class _Path:
         return self.state.dims == goal.dims
 
     def direct(self, goal: ShardState) -> None:
-        flattened = not any(self.state.dims[1:]) and not any(goal.dims[1:])  # pieces are ranges of the flattened tensor
+        flattened = not any(self.state.dims[1:]) and not any(goal.dims[1:])  # shards are ranges of the flattened tensor
         shape = (prod(self.shape),) if flattened else self.shape
         before, after = _laid(self.state, shape, self.sizes), _laid(goal, shape, self.sizes)
         group = tuple((axis, size) for axis, size in self.sizes.items() if axis in before.axes | after.axes)

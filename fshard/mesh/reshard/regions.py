@@ -1,4 +1,4 @@
-"""Who holds which elements, for all devices of a group at once: what a direct exchange of pieces is worked out from.
+"""Who holds which elements, for all devices of a group at once: what a direct exchange of shards is computed from.
 
 A region is a few boxes of global indices, since a range of the flattened tensor is part of a row, some whole rows and part
 of another: elements 4 to 8 of (4, 6) are [0, 4:6] and [1, 0:2].  Regions of all devices are one array, so what two cuts
@@ -35,7 +35,7 @@ class Laid:
     flat: tuple[str, ...] | None
     on: tuple[tuple[str, int], ...]
     parts: tuple[int, ...]
-    """Into how many pieces each dim is cut, or the flat tensor."""
+    """Into how many shards each dim is cut, or the flat tensor."""
 
     @property
     def axes(self) -> frozenset[str]:
@@ -64,7 +64,7 @@ class Laid:
         return np.minimum(start, total), np.minimum(start + self.length, total)
 
     def memory(self, group: Sizes) -> tuple[tuple[int, ...], Numbers]:
-        """Return how pieces lie: boxes by themselves, ranges as in the whole."""
+        """Return how shards lie: boxes by themselves, ranges as in the whole."""
         if self.dims is None:
             return strides(self.shape), self._ranges(group)[0]
         apart = strides([length // parts for length, parts in zip(self.shape, self.parts, strict=True)])
@@ -143,11 +143,11 @@ def alike(group: Sizes, axes: frozenset[str]) -> Numbers:
 
 @lru_cache(maxsize=64)
 def regions_of(cut: Laid, group: Sizes) -> Numbers:
-    """Return the regions of all devices of a group, worked out once."""
+    """Return the regions of all devices of a group, computed once."""
     return cut.regions(group)
 
 
 @lru_cache(maxsize=64)
 def memory_of(cut: Laid, group: Sizes) -> tuple[tuple[int, ...], Numbers]:
-    """Return where pieces stand in the memory of all devices of a group, worked out once."""
+    """Return where shards stand in the memory of all devices of a group, computed once."""
     return cut.memory(group)

@@ -33,7 +33,7 @@ SMALL = 1 << 20
 LARGE = 16 << 20
 """Bytes from which on two processes gain by adding while they send."""
 PIECES = 4
-"""Into how many pieces they then cut a tensor."""
+"""Into how many shards they then cut a tensor."""
 
 _KNOWN = {torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.uint8, torch.int8}
 
@@ -83,7 +83,7 @@ def _doubling(call: GroupCall, x: Tensor, combine: Combine) -> Wire:
 
 
 def _in_pieces(call: GroupCall, x: Tensor, combine: Combine) -> Wire:
-    """Two processes, much data: one piece is added while the next is on its way."""
+    """Two processes, much data: one shard is added while the next is on its way."""
     received, result = _new(x.shape, x), _new(x.shape, x)
     pieces = list(zip(x.chunk(PIECES), received.chunk(PIECES), result.chunk(PIECES), strict=True))
     works = [_swap(call, mine, theirs, 1 - call.index, call.tag()) for mine, theirs, _ in pieces]

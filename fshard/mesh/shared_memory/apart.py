@@ -1,14 +1,14 @@
 """Collectives on many tensors, each where it lies: neither what is sent nor what comes is laid out in one buffer.
 
 Each process tells the others in one table where its tensors lie, and copies theirs straight to where they belong, or adds
-them there.  Of each tensor, cut into n flat pieces, it sums its own, and it gets the others' from those who have them.
+them there.  Of each tensor, cut into n flat shards, it sums its own, and it gets the others' from those who have them.
 
     process 0   [own | ...] [own | ...]     "mine lie at 0x7f.., 0x7f.."   --->   process 1   [... | own] [... | own]
                      ^           ^                                                                  |           |
                      └───────────┴──────────────────── one call for all of them ────────────────────┴───────────┘
 
-    gather     pieces -> wholes, which may hold the own pieces already
-    scatter    wholes -> the sums of the own pieces
+    gather     shards -> wholes, which may hold the own shards already
+    scatter    wholes -> the sums of the own shards
     reduce     wholes -> their sums, or extremes: scatter, then gather
 """
 
@@ -36,7 +36,7 @@ Tensors = Sequence[Tensor]
 
 
 def suits(move: Wired, xs: Tensors) -> bool:
-    """Return whether a move on these tensors can be made on their flat pieces, and is cheaper so."""
+    """Return whether a move on these tensors can be made on their flat shards, and is cheaper so."""
     flat = move.wire == "reduce" or (isinstance(move, AllGather | PsumScatter) and move.dim == 0)
     return (
         flat
@@ -63,7 +63,7 @@ def wire(turn: TransferTurn, move: Wired, xs: Tensors, into: Tensors) -> Wire:
 
 
 def gather(turn: TransferTurn, xs: Tensors, into: Tensors) -> Wire:
-    """Everybody gets the whole of each tensor, of which it has a piece."""
+    """Everybody gets the whole of each tensor, of which it has a shard."""
     table = _told(turn, xs)
     here, ends = _lying(into), _ends_of(tuple([x.numel() for x in into]), into[0].element_size(), turn.n)
     elsewhere = (table != here + ends[turn.index]).nonzero()
@@ -78,7 +78,7 @@ def gather(turn: TransferTurn, xs: Tensors, into: Tensors) -> Wire:
 
 
 def scatter(turn: TransferTurn, xs: Tensors, into: Tensors, combine: Combine) -> Wire:
-    """(n * elements,) each -> (elements,) each: everybody gets the sum of its pieces."""
+    """(n * elements,) each -> (elements,) each: everybody gets the sum of its shards."""
     table = _told(turn, xs)
     yield turn.needs(*turn.others)
     _sum(turn, xs, into, combine)
@@ -89,7 +89,7 @@ def scatter(turn: TransferTurn, xs: Tensors, into: Tensors, combine: Combine) ->
 
 
 def reduce(turn: TransferTurn, xs: Tensors, into: Tensors, combine: Combine) -> Wire:
-    """(elements,) each -> (elements,) each: everybody sums its pieces, then everybody gets the others'."""
+    """(elements,) each -> (elements,) each: everybody sums its shards, then everybody gets the others'."""
     table = _told(turn, xs)
     yield turn.needs(*turn.others)
     _sum(turn, xs, [_piece(x, turn.n, turn.index) for x in into], combine)
@@ -137,7 +137,7 @@ def _piece(whole: Tensor, n: int, index: int) -> Tensor:
 
 @lru_cache(maxsize=1024)
 def _ends_of(lengths: tuple[int, ...], item: int, n: int) -> Tensor:
-    """Return where the pieces of each process begin in tensors of these lengths, and at last where the tensors end; in bytes.
+    """Return where the shards of each process begin in tensors of these lengths, and at last where the tensors end; in bytes.
 
     >>> _ends_of((5, 1), 4, 2)
     tensor([[ 0,  0],
@@ -150,19 +150,19 @@ def _ends_of(lengths: tuple[int, ...], item: int, n: int) -> Tensor:
 
 
 def _fetch(turn: TransferTurn, other: int, addresses: Tensor, here: Tensor, ends: Tensor) -> None:
-    """Copy a process's pieces, which lie at these addresses, into the wholes that lie here, and say so."""
+    """Copy a process's shards, which lie at these addresses, into the wholes that lie here, and say so."""
     begins, sizes = ends[other], ends[other + 1] - ends[other]
     turn.peers[other].read_all(torch.stack([here + begins, sizes], 1), torch.stack([addresses, sizes], 1))
     turn.done(other)
 
 
 class Batches(NamedTuple):
-    """How pieces are read, in batches that stay in the processor's cache: each of one or several spans.
+    """How shards are read, in batches that stay in the processor's cache: each of one or several spans.
 
     Args:
-        spans: (number of the piece, begin, end, place among what is read with it), in elements.
+        spans: (number of the shard, begin, end, place among what is read with it), in elements.
         batches: (first span, one past the last).
-        table: a row for each span: the number of the piece; begin, place and size in bytes.
+        table: a row for each span: the number of the shard; begin, place and size in bytes.
         longest: the elements of the longest batch.
     """
 
@@ -174,7 +174,7 @@ class Batches(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def _batches(lengths: tuple[int, ...], item: int) -> Batches:
-    """Return how pieces of these lengths are read.
+    """Return how shards of these lengths are read.
 
     >>> _batches((3, 0, 70000), 4)[:2]
     ([(0, 0, 3, 0), (2, 0, 65533, 3), (2, 65533, 70000, 0)], [(0, 2), (2, 3)])
@@ -198,7 +198,7 @@ def _batches(lengths: tuple[int, ...], item: int) -> Batches:
 
 
 def _sum(turn: TransferTurn, xs: Tensors, into: Tensors, combine: Combine) -> None:
-    """Sum the own pieces of all processes' tensors, as they have been told of."""
+    """Sum the own shards of all processes' tensors, as they have been told of."""
     own, item = [_piece(x, turn.n, turn.index) for x in xs], xs[0].element_size()
     ends = _ends_of(tuple([len(x) for x in xs]), item, turn.n)
     spans, batches, table, longest = _batches(tuple([x.numel() for x in own]), item)

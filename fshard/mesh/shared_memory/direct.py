@@ -1,6 +1,6 @@
 """Collectives among the processes of one machine: everybody reads what it needs from where it lies.
 
-Sums are made in the fixed tree of `sums`, in pieces that stay in the processor's cache: a piece is read from each of
+Sums are made in the fixed tree of `sums`, in parts that stay in the processor's cache: a shard is read from each of
 the others, added, and written to the result at once, so there is no buffer for what arrives.
 
 Legend: n processes; `rows` is (n, elements) with a row for each process; `x` is (elements,).
@@ -272,7 +272,7 @@ def _in_parts(turn: TransferTurn, x: Tensor, combine: Combine) -> Wire:
 
 
 def _sum(turn: TransferTurn, places: dict[int, int], own: Tensor, out: Tensor, combine: Combine) -> None:
-    """Sum what lies at these places of the others with the own tensor, piece by piece."""
+    """Sum what lies at these places of the others with the own tensor, shard by shard."""
     item, length = own.element_size(), min(PIECE // own.element_size(), own.numel())
     scratch = torch.empty((turn.n, length), dtype=own.dtype)
     for begin in range(0, own.numel(), length or 1):

@@ -17,7 +17,7 @@ Large host buffers, used again.
 
 A fresh buffer of 32 MB costs more in page faults than the message that it is for (5 times the time of adding into one
 that is already mapped).  GPUs have a caching allocator; on the CPU this pool is one, for results and scratch alike: it
-keeps the storages it has handed out, and hands one out again once nobody else refers to it.
+keeps the storages it has returned, and hands one out again once nobody else refers to it.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class Putter(Ring):
         """Put a message, with the bytes that lie at `bytes_at` inside; return False if there is no room."""
         at, need = self._at, _GRAIN if bytes_at is None else _GRAIN + (size + _GRAIN - 1 & -_GRAIN)
         place = at & SIZE - 1
-        if need > SIZE - place:  # records lie in one piece: the rest is skipped
+        if need > SIZE - place:  # records lie in one shard: the rest is skipped
             at += SIZE - place
         if at + need - self._taken > SIZE:
             self._taken = self.words[TAIL]

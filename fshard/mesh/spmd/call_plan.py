@@ -62,7 +62,7 @@ class Promise:
 class Transfer:
     """The plan of one tensor: its position, its layout, and how it is resharded.
 
-    `layout` is how it lies inside (arguments) or is to lie (results), `piece` the shape of the first shard held here as an
+    `layout` is its layout inside (arguments) or is to lie (results), `piece` the shape of the first shard held here as an
     argument is given, `slices` those of a plain argument for each device held here, if nothing else is to be done to cut it.
     """
 
@@ -80,13 +80,13 @@ class Transfer:
         return bool(self.way.steps) or self.promise is not None
 
     def enter(self, x: Tensor, site: Site, *, cut: bool) -> Tensor:
-        """Make one device's piece of an argument, which may be `cut` already."""
+        """Make one device's shard of an argument, which may be `cut` already."""
         if not cut or self.slices is None:
             x = take(x, self.way, site)
         return self.hold(x, site)
 
     def hold(self, x: Tensor, site: Site) -> Tensor:
-        """Hold one device's piece to what its spec promises."""
+        """Hold one device's shard to what its spec promises."""
         return x if self.promise is None else self.promise.hold(x, site)
 
 
@@ -113,7 +113,7 @@ class ResultRecipe:
     entries: tuple[Transfer, ...]
     work: bool
     uneven: bool
-    """Whether devices may return pieces of different shapes."""
+    """Whether devices may return shards of different shapes."""
 
 
 class Recipes:

@@ -35,7 +35,7 @@ TOLERANCE = 0.05
 
 @dataclass(frozen=True)
 class Audit:
-    """The check of one call's gradients; `call` runs the function on some arguments' pieces."""
+    """The check of one call's gradients; `call` runs the function on some arguments' shards."""
 
     recipes: Recipes
     recipe: ArgumentRecipe
@@ -90,13 +90,13 @@ class Audit:
         return *sums, *(y.detach() for y in ys)
 
     def _pieces(self, xs: Tensors) -> list[Tensor]:
-        """Return the arguments as they lie inside, from as they were given, to be differentiated."""
+        """Return the arguments in their layouts inside, from as they were given, to be differentiated."""
         with torch.no_grad():
             own = [take(x.detach(), entry.way, self.site) for x, entry in zip(xs, self.recipe.entries, strict=True)]
         return [x.detach().requires_grad_(x.is_floating_point() or x.is_complex()) for x in own]
 
     def _alike(self, entry: Transfer) -> tuple[str, ...]:
-        """Return the mapped axes along which a piece is promised to be equal."""
+        """Return the mapped axes along which a shard is promised to be equal."""
         return tuple(axis for axis in self.recipes.mapped if axis not in entry.layout.spec.axes)
 
     def _compare(self, run: MappedRun, typed: Sequence[Tensors], own: Sequence[Tensors]) -> None:
@@ -124,7 +124,7 @@ class Audit:
 
 
 def _cotangent(place: int, y: Tensor, entry: Transfer, device: int) -> Tensor:
-    """Return the device's piece of a random array, which is the same on all."""
+    """Return the device's shard of a random array, which is the same on all."""
     generator = torch.Generator().manual_seed(place)
     whole = torch.randn(entry.shape, generator=generator, dtype=torch.complex128 if y.is_complex() else torch.float64)
     whole = whole.flatten() if entry.layout.spec.is_flat or not entry.shape else whole

@@ -232,8 +232,8 @@ class World(Protocol):
     ) -> Pending:
         """Begin one collective on tensors of one dtype; the result is a tensor for each.
 
-        `into`, of flat pieces that are gathered: contiguous tensors that may become the results, each perhaps shorter than what
-        comes by what fills the last pieces up.  The pieces may lie in them, each in its place.
+        `into`, of flat shards that are gathered: contiguous tensors that may become the results, each perhaps shorter than what
+        comes by what fills the last shards up.  The shards may lie in them, each in its place.
         """
         ...
 

@@ -4,7 +4,7 @@
 
 An axis that a spec does not name is a promise: along it, all devices hold the same.  With `check=True` promises are
 compared by value, forward and backward, and on a virtual mesh gradients are audited (`audit`).  What a call needs to
-know is worked out once per program (`recipes`): a later call finds it by key and only moves tensors.
+know is computed once per program (`recipes`): a later call finds it by key and only moves tensors.
 """
 
 from __future__ import annotations
@@ -261,7 +261,7 @@ class _Outputs:
         return unflatten(structure, leaves)
 
     def _check_pieces(self, own: Tensors, entry: Transfer) -> None:
-        """Raise unless the devices' pieces are of one dtype and make up the whole."""
+        """Raise unless the devices' shards are of one dtype and make up the whole."""
         if len({x.dtype for x in own}) > 1:
             raise LayoutError(
                 f"shard_map of {self.recipes.name}: result{entry.path} has another dtype on some devices: "

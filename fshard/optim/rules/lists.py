@@ -3,7 +3,7 @@
 They are what torch.optim itself is made of, and public in all but name; here they get names and lose the underscore.
 A name that ends in an underscore writes into its first list.
 
-All of them give an element the same bits wherever in a tensor it stands, which is what pieces of parameters need; but for
+All of them give an element the same bits wherever in a tensor it stands, which is what shards of parameters need; but for
 `add(alpha=)` in 16 bits on a CPU.  It rounds alpha to 16 bits, then the sum in the middle of a tensor, and at its end
 the product as well.  `add_multiple` rounds the sum alone, as torch does on other devices.
 """

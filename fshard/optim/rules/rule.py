@@ -37,7 +37,7 @@ from fshard.optim.rules.cells import Cells, Rule, cells_of, numbers_of
 from fshard.optim.schedules import Rate, rate_at
 
 Slots = Mapping[str, Callable[[Tensor], Tensor | None]]
-"""For each piece of state how it is made from a shard of a parameter; None where a leaf has no such piece."""
+"""For each shard of state how it is made from a shard of a parameter; None where a leaf has no such shard."""
 
 
 def writer(

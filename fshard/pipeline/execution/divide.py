@@ -2,7 +2,7 @@
 
     early   what leads to an input      late   what leads to weights alone      products   where the two meet
 
-A schedule calls for the same backward of every microbatch, and graphs of one form are divided alike: it is worked out once,
+A schedule calls for the same backward of every microbatch, and graphs of one form are divided alike: it is computed once,
 by numbers.
 """
 

@@ -80,7 +80,7 @@ def split_stages(
 
     A stage of a module with blocks is that module without the blocks of the other stages, and shares its tensors.  The first is
     given the microbatch (a dict by name, a tuple or list by place), and gives what the next one is to be given.  What comes
-    before its blocks a later stage runs without values, but for what comes of whole numbers: these are handed on.
+    before its blocks a later stage runs without values, but for what comes of whole numbers: these are passed on.
 
     >>> mlp = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 1))
     >>> [len(stage) for stage in split_stages(mlp, 2)]

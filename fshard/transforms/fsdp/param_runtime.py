@@ -1,16 +1,16 @@
-"""Parameters where they are used: gathered just before, let go just after, their gradients reduced when complete.
+"""`ParamRuntime`: the parameters of one device in one step, unsharded just before their use and resharded after.
 
-Inside a loss function every parameter is a light *handle* (`param`).  The first operation that touches a leaf of a unit
-gathers the whole unit (`units`), and autograd comes to the backward of that, the reduction (`reductions`), right after the
-backward of the block that uses it, while earlier blocks are still to come.
+Inside a loss function every parameter is a `LazyParam`.  The first operation that uses one unshards its whole `Unit`.
+Autograd calls the backward of that, the reduce-scatter (`Reductions`), right after the backward of the block that uses the
+unit, and the backward of earlier blocks overlaps with it.
 
-    forward     gather 0 | block 0 | gather 1 | block 1 | ... | loss
-    backward    ... | block 1 | reduce 1 | block 0 | reduce 0           (gather 1, gather 0 again, as they are needed)
+    forward     all-gather 0 | block 0 | all-gather 1 | block 1 | ... | loss
+    backward    ... | block 1 | reduce-scatter 1 | block 0 | reduce-scatter 0      (units are all-gathered again if freed)
 
-A unit that lies sharded is let go when later ones are gathered; what autograd saves of it is a note of where it lay
-(`saved`).  Where parameters lie whole (ZeRO 0 to 2) nothing is gathered and nothing let go: the same Function only reduces.
+A sharded unit is freed when later ones are unsharded; `SavedTensors` keeps it out of autograd's graph.  Replicated parameters
+(ZeRO 0 to 2) are neither all-gathered nor freed: the same Function only reduces their gradients.
 
-What is worked out once for a tree of parameters: how each comes to its use, and how its gradient goes where it is to lie.
+`ParamPlans` caches the plans of a tree of parameters and of their gradients.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ class StageParams:
         return [leaf.path for leaf, version, before in both if version != before]
 
     def gather(self) -> None:
-        """Begin to gather what lies in pieces, ahead of its use."""
+        """Begin to gather what is sharded, ahead of its use."""
         if not self._whole and self._coming is None:
             self._coming = self._go(self._cut, ahead=True)
 

@@ -1,6 +1,6 @@
 """Plan the parameters of a model in stages, once: how they and their gradients are resharded.
 
-    a piece at the first stage's place  ──lent──>  a piece at another's  ──gathered──>  whole, for a while
+    a shard at the first stage's place  ──lent──>  a shard at another's  ──gathered──>  whole, for a while
     summands, one from each device of the place  ──reduced──>  the gradient's layout, there
 
 All ways begin and end at one place along the pipeline: other devices have other stages, and no part in them.
@@ -48,7 +48,7 @@ class Own(NamedTuple):
 
 
 class Borrowed(NamedTuple):
-    """A parameter that a stage needs at another place than its own, and the way of its piece to that place."""
+    """A parameter that a stage needs at another place than its own, and the way of its shard to that place."""
 
     leaf: int
     place: int
@@ -232,11 +232,11 @@ def shard_stages(
     frozen: Choice = None,
     seed: int | None = None,
 ) -> list[PyTree]:
-    """Lay the parameters of stages on the devices that have them.  Nothing is sent: every process keeps its pieces.
+    """Lay the parameters of stages on the devices that have them.  Nothing is sent: every process keeps its shards.
 
     Args:
         stages: modules, of which the parameters are taken by their names; or trees of parameters.
-        rules: how they lie along the other axes: what `shard_params` takes, for the list of these trees: `fsdp("data")`, say,
+        rules: their layouts along the other axes: what `shard_params` takes, for the list of these trees: `fsdp("data")`, say,
             or patterns as "*.blocks.*.w", which begin with the number of the stage.  None: whole.
         mesh: the devices.
         schedule: which says where each stage lies.

@@ -2,7 +2,7 @@
 
     mesh {"pipe": 4, "data": 2}        data=0   data=1
                           pipe=0       stage 0  stage 0        values and their gradients go along "pipe",
-                          pipe=1       stage 1  stage 1        pieces of parameters and sums of gradients along "data"
+                          pipe=1       stage 1  stage 1        shards of parameters and sums of gradients along "data"
                           ...
 
 The batch is cut along "data" as ever, and each device's part into the microbatches of the schedule.  These are slices: loss,
@@ -164,7 +164,7 @@ class StagedPlan:
     def gradient(
         self, number: int, leaf: ParamPlan, devices: Sequence[int], results: Sequence[StageResult]
     ) -> Sharded | None:
-        """Return a gradient as it lies: nothing on the devices of other stages; None, if nobody has used the parameter."""
+        """Return a gradient in its layout: nothing on the devices of other stages; None, if nobody has used the parameter."""
         if not leaf.trained or not results[0].used[number]:
             return None
         if number in self.elsewhere:
@@ -202,7 +202,7 @@ class Staged:
     def run(
         self, params: PyTree, buffers: PyTree, batch: PyTree, site: Site, scale: float = 1.0
     ) -> tuple[StepValue, PyTree]:
-        """Run the schedule on all devices; return the loss, and the gradients of `scale` times it as they lie."""
+        """Run the schedule on all devices; return the loss, and the gradients of `scale` times it in their layouts."""
         refuse_unrecorded(self.how)
         mesh, caller = resolve_mesh(self.mesh), self.how.caller
         paths, leaves, structure = flatten_with_paths(params, sharded_is_leaf=True)
