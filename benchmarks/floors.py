@@ -33,8 +33,8 @@ class Flat:
         self.sizes.append(-sum(self.sizes) % n)  # padding, so that all pieces are equal
         leaves = [*(leaf.flatten() for leaf in params.values()), torch.zeros(self.sizes[-1])]
         self.whole: Tensor | None = torch.cat(leaves)
-        self.gathering: fs.Handle | None = None
-        self.reducing: fs.Handle | None = None
+        self.gathering: fs.mesh.Handle | None = None
+        self.reducing: fs.mesh.Handle | None = None
         self.saved = False  # whether backward needs the parameters
         self.train(self.whole)
 
@@ -126,7 +126,7 @@ class Used(torch.autograd.Function):
 class Reducer:
     """Starts to reduce a unit's gradients from one of two buffers: no more than two are ever under way."""
 
-    def __init__(self, flats: list[Flat], start: Callable[[Tensor], fs.Handle], *, release: bool = False) -> None:
+    def __init__(self, flats: list[Flat], start: Callable[[Tensor], fs.mesh.Handle], *, release: bool = False) -> None:
         size = max(sum(flat.sizes) for flat in flats)
         self.buffers, self.busy = [torch.zeros(size), torch.zeros(size)], list[Flat]()
         self.start, self.release, self.results = start, release, dict[Flat, Tensor]()

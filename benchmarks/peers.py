@@ -46,7 +46,7 @@ def data_parallel(model: Model) -> nn.Module:
 
 
 def fsdp(reshard: bool, model: Model, data: list[Batch], mesh: fs.Mesh) -> Step:
-    module, devices = Module(model, SEED), fs.to_device_mesh(mesh)
+    module, devices = Module(model, SEED), fs.mesh.to_device_mesh(mesh)
     for name, unit in zip(model.units, module.units, strict=True):
         if name.startswith("blocks."):
             fully_shard(unit, mesh=devices, reshard_after_forward=reshard)

@@ -62,7 +62,7 @@ def main(args):
     booster = fs.Booster(plugin=PLUGINS[args.plugin])
     model = bert()
     if args.lora:
-        config = fs.LoraConfig(
+        config = fs.nn.LoraConfig(
             r=args.lora, lora_alpha=16, target_modules=["query", "value"], modules_to_save=["classifier"]
         )
         model = booster.enable_lora(model, lora_config=config)
@@ -105,7 +105,7 @@ if __name__ == "__main__":
     parser.add_argument("--lora", type=int, default=0, help="the rank of what is trained; 0: all is")
     args = parser.parse_args()
 
-    mesh = fs.make_mesh({"data": fs.process_count(default=args.devices)})
+    mesh = fs.make_mesh({"data": fs.mesh.process_count(default=args.devices)})
     model, *_ = fs.run(main, args, mesh=mesh)
-    if fs.process_index() == 0:
+    if fs.mesh.process_index() == 0:
         print(f"It judges {right(model):.0%} of all sentences rightly.")

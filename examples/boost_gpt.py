@@ -121,7 +121,7 @@ if __name__ == "__main__":
     parser.add_argument("--epochs", type=int, default=24)
     args = parser.parse_args()
 
-    mesh = fs.make_mesh({"data": fs.process_count(default=args.devices)})
+    mesh = fs.make_mesh({"data": fs.mesh.process_count(default=args.devices)})
     model, *_ = fs.run(main, args, mesh=mesh)
-    if fs.process_index() == 0:
+    if fs.mesh.process_index() == 0:
         print(f"It knows what follows in {right(model):.0%} of all places.")

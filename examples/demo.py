@@ -19,7 +19,7 @@ console = Console(width=110)
 
 def say(*lines):
     """Print on one process only."""
-    if fs.process_index() == 0:
+    if fs.mesh.process_index() == 0:
         console.print(*lines, soft_wrap=True)
 
 

@@ -84,7 +84,7 @@ def options():
 def main():
     args = options()
     torch.manual_seed(0)
-    console = Console(quiet=fs.process_index() != 0, highlight=False)
+    console = Console(quiet=fs.mesh.process_index() != 0, highlight=False)
 
     # What is done where, and when: this is all that makes the program a pipeline.
     schedule = fs.pipeline_schedule(args.schedule, stages=args.stages, microbatches=args.microbatches)

@@ -104,8 +104,8 @@ def write(params, length):
 
 def main():
     args = options()
-    mesh = fs.make_mesh({"data": fs.process_count(default=args.devices)})
-    console = Console(quiet=fs.process_index() > 0, highlight=False)
+    mesh = fs.make_mesh({"data": fs.mesh.process_count(default=args.devices)})
+    console = Console(quiet=fs.mesh.process_index() > 0, highlight=False)
     console.print(f"[bold]ZeRO-{args.stage} on {mesh}[/]\n")
 
     # What lies where: this is all that makes the program a parallel one.

@@ -8,7 +8,7 @@ from importlib import import_module
 from importlib.metadata import version
 from typing import Any
 
-from fshard import errors, explore, optim, pipeline, report
+from fshard import errors, explore, mesh, nn, optim, pipeline, report
 from fshard.booster.advice import auto_plugin
 from fshard.booster.booster import Booster
 from fshard.booster.plugins import DDPPlugin, FSDPPlugin, HybridParallelPlugin, ZeroPlugin
@@ -28,30 +28,24 @@ from fshard.mesh.collectives.api import (
     psum_scatter,
     pvary,
 )
-from fshard.mesh.collectives.ledger import Ledger, ledger
-from fshard.mesh.collectives.on_trees import Handle
+from fshard.mesh.collectives.ledger import ledger
 from fshard.mesh.collectives.send_recv import recv, send
-from fshard.mesh.layout import Layout, Mesh, P, ShardType
-from fshard.mesh.layout.dtensor import from_dtensor, to_dtensor
-from fshard.mesh.layout.make import from_device_mesh, make_mesh, to_device_mesh
+from fshard.mesh.layout import Layout, Mesh, P
+from fshard.mesh.layout.make import make_mesh
 from fshard.mesh.layout.sharded import Sharded, from_local, typeof
-from fshard.mesh.reshard.device_put import device_put, layouts, reshard, unshard
-from fshard.mesh.runtimes.together import process_count, process_index
+from fshard.mesh.reshard.device_put import device_put, reshard, unshard
 from fshard.mesh.spmd.run import run
 from fshard.mesh.spmd.shard_map import shard_map
-from fshard.optim.contract import Optimizer, apply_updates
+from fshard.optim.contract import Optimizer
 from fshard.optim.partition import partition_optimizer
 from fshard.pipeline.schedule.builders import pipeline_schedule
 from fshard.transforms.evaluate import evaluate
-from fshard.transforms.fsdp.param_runtime import whole, with_unsharded_params
-from fshard.transforms.module.batchnorm import commit_batch_norm
+from fshard.transforms.fsdp.param_runtime import with_unsharded_params
 from fshard.transforms.module.functionalize import functionalize
 from fshard.transforms.module.lazy import lazy, materialize
-from fshard.transforms.module.lora import LoraConfig, lora, merge_lora
-from fshard.transforms.module.remat import checkpoint_name, offload, remat, save_names
+from fshard.transforms.module.remat import checkpoint_name, remat
 from fshard.transforms.reproducible.randomness import keyed_random
-from fshard.transforms.shard_params import fsdp, init_params, shard_params, units_of
-from fshard.transforms.stages.functions import stage_functions
+from fshard.transforms.shard_params import fsdp, init_params, shard_params
 from fshard.transforms.stages.plan import shard_stages
 from fshard.transforms.train_step import train_step
 from fshard.transforms.value_and_grad import grad, value_and_grad
@@ -70,32 +64,24 @@ __all__ = [
     "Booster",
     "DDPPlugin",
     "FSDPPlugin",
-    "Handle",
     "HybridParallelPlugin",
     "Layout",
-    "Ledger",
-    "LoraConfig",
     "Mesh",
     "Optimizer",
     "P",
-    "ShardType",
     "Sharded",
     "ZeroPlugin",
     "all_gather",
     "all_to_all",
-    "apply_updates",
     "auto_plugin",
     "axis_index",
     "axis_size",
     "broadcast",
     "checkpoint_name",
-    "commit_batch_norm",
     "device_put",
     "errors",
     "evaluate",
     "explore",
-    "from_device_mesh",
-    "from_dtensor",
     "from_local",
     "fsdp",
     "functionalize",
@@ -103,14 +89,12 @@ __all__ = [
     "init_params",
     "keyed_random",
     "launch",
-    "layouts",
     "lazy",
     "ledger",
-    "lora",
     "make_mesh",
     "materialize",
-    "merge_lora",
-    "offload",
+    "mesh",
+    "nn",
     "optim",
     "partition_optimizer",
     "pipeline",
@@ -119,8 +103,6 @@ __all__ = [
     "pmean",
     "pmin",
     "ppermute",
-    "process_count",
-    "process_index",
     "psum",
     "psum_scatter",
     "pvary",
@@ -129,20 +111,14 @@ __all__ = [
     "report",
     "reshard",
     "run",
-    "save_names",
     "send",
     "shard_map",
     "shard_params",
     "shard_stages",
-    "stage_functions",
-    "to_device_mesh",
-    "to_dtensor",
     "train_step",
     "typeof",
-    "units_of",
     "unshard",
     "value_and_grad",
     "visualize",
-    "whole",
     "with_unsharded_params",
 ]

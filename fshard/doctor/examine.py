@@ -45,11 +45,11 @@ class Findings:
 
 def examine(device: str | None, by: str) -> Findings:
     """Look around, measure, and try every collective with the other processes."""
-    count = fs.process_count()
+    count = fs.mesh.process_count()
     mesh = fs.make_mesh({"all": count}, runtime="process", device=device, timeout=PATIENCE)
     trials = tuple(attempt(mesh))
     speeds = tuple(measure(mesh)) if count > 1 else ()
-    return Findings(fs.process_index(), by, mesh.device_type, way(mesh), machine(), speeds, trials)
+    return Findings(fs.mesh.process_index(), by, mesh.device_type, way(mesh), machine(), speeds, trials)
 
 
 @dataclass(frozen=True)

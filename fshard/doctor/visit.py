@@ -66,7 +66,7 @@ def _usual(device: str | None) -> int:
 
 def _among_others(processes: int | None, device: str | None, as_json: bool) -> int:
     """Look at the processes that were started together; the first of them speaks."""
-    here, count = place(), fs.process_count()
+    here, count = place(), fs.mesh.process_count()
     if processes not in (None, count):
         raise MeshError(f"--processes {processes} cannot be: {count} processes were started. Leave it out.")
     found: list[Any] = [None] * count
@@ -76,10 +76,10 @@ def _among_others(processes: int | None, device: str | None, as_json: bool) -> i
         verdict = judge(found)
     except Exception as error:
         found, verdict = [], failed(error, count)
-    if fs.process_index() == 0:
+    if fs.mesh.process_index() == 0:
         _say(found, verdict, as_json)
     elif not found:  # process 0 may be past speaking
-        sys.stderr.write(f"process {fs.process_index()}: {verdict.sentence}\n")
+        sys.stderr.write(f"process {fs.mesh.process_index()}: {verdict.sentence}\n")
     return 0 if verdict.well else 1
 
 

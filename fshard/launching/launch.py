@@ -44,7 +44,7 @@ def launch(
         kwargs: handed to `fn` in every process.
 
         def total(scale):
-            mesh = fs.make_mesh({"data": fs.process_count()})
+            mesh = fs.make_mesh({"data": fs.mesh.process_count()})
             return fs.run(lambda: fs.psum(torch.tensor(scale), "data"), mesh=mesh)[0]
 
         fs.launch(total, 0.5, processes=4)  # [tensor(2.), tensor(2.), tensor(2.), tensor(2.)]

@@ -164,7 +164,7 @@ class Leaves:
             raise LayoutError(
                 f"{name} must lie as params do, or be None:{''.join(found)}\n"
                 "Lay gradients alike, fs.reshard(grads, layout), and a state as its optimizer would make it: "
-                "fs.device_put(state, fs.layouts(opt.init(params)))."
+                "fs.device_put(state, fs.mesh.layouts(opt.init(params)))."
             )
         return leaves
 

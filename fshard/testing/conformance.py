@@ -119,7 +119,7 @@ def _by_func(
     return ys, list(pull((pulled(ys), [torch.zeros_like(token) for token in tokens])))
 
 
-def _outcome(ys: Tensors, gradients: Tensors, book: fs.Ledger, device: int) -> CaseOutcome:
+def _outcome(ys: Tensors, gradients: Tensors, book: fs.mesh.Ledger, device: int) -> CaseOutcome:
     return CaseOutcome(
         [y.detach() for y in ys], [g.detach() for g in gradients], book.bytes(device), book.calls(device)
     )

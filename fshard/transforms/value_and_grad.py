@@ -112,7 +112,7 @@ def value_and_grad(
     >>> loss, grads = gradient(params, torch.arange(4.0))
     >>> opt = fs.optim.sgd(1.0)
     >>> updates, state = opt.update(grads, opt.init(params), params)
-    >>> loss, fs.unshard(grads), fs.unshard(fs.apply_updates(params, updates))
+    >>> loss, fs.unshard(grads), fs.unshard(fs.optim.apply_updates(params, updates))
     (tensor(9.), [tensor(4.5000), tensor(3.)], [tensor(-2.5000), tensor(0.)])
     """
     return gradient_of("value_and_grad", loss_fn, mesh=mesh, batch=batch, schedule=schedule, **options)

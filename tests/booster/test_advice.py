@@ -69,7 +69,7 @@ def frozen():
 
 
 def lora():
-    return fs.Booster().enable_lora(plain(), fs.LoraConfig(r=2))
+    return fs.Booster().enable_lora(plain(), fs.nn.LoraConfig(r=2))
 
 
 def tied():

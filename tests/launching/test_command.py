@@ -74,9 +74,9 @@ def test_run_runs(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
         "import sys, torch, fshard as fs\n"
-        'mesh = fs.make_mesh({"data": fs.process_count(default=5)})\n'
+        'mesh = fs.make_mesh({"data": fs.mesh.process_count(default=5)})\n'
         'total = fs.run(lambda: fs.psum(torch.ones(()), "data"), mesh=mesh)[0].item()\n'
-        "if fs.process_index() == 0:\n"
+        "if fs.mesh.process_index() == 0:\n"
         "    print(mesh, total, sys.argv[1:])\n"
     )
     words = [sys.executable, "-m", "fshard", "run", "--processes", "2", script, "--processes", "7"]

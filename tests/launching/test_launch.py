@@ -22,8 +22,8 @@ from tests.ended import gone
 
 
 def total(scale, add=0.0):
-    mesh = fs.make_mesh({"data": fs.process_count()})
-    return fs.run(lambda: fs.psum(torch.tensor(scale), "data") + add, mesh=mesh)[0].item(), fs.process_index()
+    mesh = fs.make_mesh({"data": fs.mesh.process_count()})
+    return fs.run(lambda: fs.psum(torch.tensor(scale), "data") + add, mesh=mesh)[0].item(), fs.mesh.process_index()
 
 
 def test_results_come_in_order_and_virtual_meshes_before_do_no_harm():
@@ -69,14 +69,14 @@ def fail(who, pids):
     mesh = fs.make_mesh({"data": 2})
     Path(pids, str(os.getpid())).touch()
     fs.run(lambda: fs.psum(torch.ones(2), "data"), mesh=mesh)
-    if fs.process_index() == who:
+    if fs.mesh.process_index() == who:
         raise KeyError("mine")
     fs.run(lambda: fs.psum(torch.ones(2), "data"), mesh=mesh)
 
 
 def die():
     total(1.0)
-    if fs.process_index() == 1:
+    if fs.mesh.process_index() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     total(1.0)
 
@@ -102,7 +102,7 @@ def test_a_death_and_a_time_out_are_told():
 
 def write():
     for number in range(50):
-        sys.stdout.write(f"{fs.process_index()} writes")
+        sys.stdout.write(f"{fs.mesh.process_index()} writes")
         sys.stdout.flush()
         sys.stdout.write(f" {number}\n")
     sys.stderr.write("alas")
@@ -232,12 +232,12 @@ CELLS = [
     "import torch, fshard as fs\nscale = torch.ones(3)",
     """
 def total(add):
-    print("process", fs.process_index())
+    print("process", fs.mesh.process_index())
     return fs.run(lambda: fs.psum(scale, "data") + add, mesh=fs.make_mesh({"data": 2}))[0].tolist()
 
 fs.launch(total, 1.0, processes=2)
 """,
-    "import json\njson.dumps(fs.launch(lambda: fs.process_index(), processes=2))",
+    "import json\njson.dumps(fs.launch(lambda: fs.mesh.process_index(), processes=2))",
 ]
 
 

@@ -107,10 +107,10 @@ def test_pair_on_owners_and_flat_shards_equals_one_device(name, tree, n, stage):
     placed = fs.shard_params(params, fs.fsdp("data") if stage == 3 else P(), mesh=mesh)
     state = opt.init(placed)
     for grads in steps:
-        before = [str(x) for x in flatten(fs.layouts(state), none_is_leaf=True)[0]]
+        before = [str(x) for x in flatten(fs.mesh.layouts(state), none_is_leaf=True)[0]]
         updates, state = opt.update(laid(grads, opt.gradients(placed["numbers"].layout)), state, placed)
-        placed = fs.apply_updates(placed, updates)
-        assert [str(x) for x in flatten(fs.layouts(state), none_is_leaf=True)[0]] == before
+        placed = fs.optim.apply_updates(placed, updates)
+        assert [str(x) for x in flatten(fs.mesh.layouts(state), none_is_leaf=True)[0]] == before
     assert same(flatten(fs.unshard(placed))[0], alone(pair, params, steps))
 
 

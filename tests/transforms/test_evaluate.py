@@ -80,7 +80,7 @@ def test_units_are_gathered_once_one_by_one_and_let_go():
     def loss_fn(p, batch):
         x, own = batch["x"], []
         for block in p["blocks"]:
-            w = fs.whole(block["w"])
+            w = fs.nn.whole(block["w"])
             x = torch.tanh(x @ w)
             own.append(weakref.ref(w))
             del w
@@ -137,7 +137,7 @@ def test_the_pieces_train_as_the_step_does_with_a_scaled_loss():
         loss, grads = gradient(params, batch_of(8 + turn), scale=scale)
         assert torch.equal(fs.unshard(only(params, batch_of(8 + turn), scale=scale)["head"]), fs.unshard(grads["head"]))
         updates, state = opt.update(grads, state, params)
-        params = fs.apply_updates(params, updates)
+        params = fs.optim.apply_updates(params, updates)
     opt, others, again = begin()
     step = fs.train_step(lambda p, b: mean(p, b)[0], opt, mesh=mesh, batch=P("data"))
     for turn in range(5):

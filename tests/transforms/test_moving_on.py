@@ -65,7 +65,7 @@ def moved_on(name, first, then):
     mesh = fs.make_mesh(axes)
     params = fs.shard_params(params, rules(stage), mesh=mesh)
     opt = fs.partition_optimizer(OPTIMIZERS[name], mesh=mesh, axis="data", stage=stage)
-    state = fs.device_put(state, fs.layouts(opt.init(params)))
+    state = fs.device_put(state, fs.mesh.layouts(opt.init(params)))
     params, state = go(params, state, opt, mesh, range(2, 4))
     assert params["a"] is params["b"][1] and params["d"].layout.frozen
     return flatten(fs.unshard((params, state)))[0]
@@ -101,7 +101,7 @@ def test_a_state_that_lies_otherwise_is_refused_with_the_way_out():
     params, state = go(*begun("adamw", {"data": 2}, 3), range(1))
     there = fs.shard_params(params, P(), mesh=params["a"].mesh)
     *_, opt, mesh = begun("adamw", {"data": 2}, 0)
-    with pytest.raises(fs.errors.LayoutError, match=r"fs.device_put\(state, fs.layouts\(opt.init\(params\)\)\)"):
+    with pytest.raises(fs.errors.LayoutError, match=r"fs.device_put\(state, fs.mesh.layouts\(opt.init\(params\)\)\)"):
         go(there, state, opt, mesh, range(1))
     with pytest.raises(optim.OptimizerError, match="is a number of the host"):
         go(there, fs.device_put(fs.unshard(state), fs.Layout(mesh)), opt, mesh, range(1))
@@ -141,6 +141,6 @@ def test_leaves_that_are_to_stay_do():
         and moved["none"] is None
     )
     assert fs.reshard(tree, {"x": fs.Layout(mesh, P("data")), "n": None, "none": None, "number": None})["n"] is n
-    assert fs.device_put(tree, fs.layouts(tree)) == tree
+    assert fs.device_put(tree, fs.mesh.layouts(tree)) == tree
     with pytest.raises(fs.errors.LayoutError, match="a Sharded is needed, found Tensor"):
         fs.reshard({"n": n}, fs.Layout(mesh))

@@ -38,7 +38,7 @@ def process_count(default: int = 1) -> int:
     So a program asks for a mesh of all processes under torchrun, SLURM or MPI, and of virtual devices elsewhere:
 
     >>> import fshard as fs
-    >>> fs.make_mesh({"data": fs.process_count(default=8)})
+    >>> fs.make_mesh({"data": fs.mesh.process_count(default=8)})
     Mesh(data=8; virtual, cpu)
     """
     if _in_a_group():

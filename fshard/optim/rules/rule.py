@@ -135,7 +135,7 @@ def _refuse_strange_state(state: PyTree, names: set[str]) -> None:
         )
     raise OptimizerError(
         'state["count"] lies on a mesh; it is a number of the host. Lay a state as it would be made: '
-        "fs.device_put(state, fs.layouts(opt.init(params)))."
+        "fs.device_put(state, fs.mesh.layouts(opt.init(params)))."
     )
 
 

@@ -120,7 +120,7 @@ def lora(model: nn.Module, config: LoraConfig | None = None) -> nn.Module:
     """
     config = config or LoraConfig()
     strange = [] if isinstance(model, nn.Module) else [f"{model!r} is no module"]  # pyright: ignore[reportUnnecessaryIsInstance]
-    strange += [] if isinstance(config, LoraConfig) else [f"{config!r} is no fs.LoraConfig"]  # pyright: ignore[reportUnnecessaryIsInstance]
+    strange += [] if isinstance(config, LoraConfig) else [f"{config!r} is no fs.nn.LoraConfig"]  # pyright: ignore[reportUnnecessaryIsInstance]
     if strange:
         raise ModuleError(f"lora: {'; '.join(strange)}.")
     if any(isinstance(part, LowRank) for part in model.modules()):

@@ -230,7 +230,7 @@ def as_started_by(kind, rank_of):
     del os.environ["TORCHELASTIC_USE_AGENT_STORE"]  # process 0 keeps the store
     os.environ.update({name: value.format(rank) for name, value in rank_of.items()})
     mesh = fs.make_mesh({"data": process_count(default=5)})
-    total = fs.run(lambda: fs.psum(torch.tensor(1 + fs.process_index()), "data"), mesh=mesh)[0]
+    total = fs.run(lambda: fs.psum(torch.tensor(1 + fs.mesh.process_index()), "data"), mesh=mesh)[0]
     return place().by == kind, mesh.runtime, process_index(), total.item()
 
 
@@ -253,7 +253,7 @@ def test_processes_of_any_launcher_form_a_mesh(kind):
 
 def ask_whose_gpus(gpus):
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-    return [each_its_own(each[fs.process_index()], dist.PrefixStore(each, store), 2) for each in gpus]
+    return [each_its_own(each[fs.mesh.process_index()], dist.PrefixStore(each, store), 2) for each in gpus]
 
 
 def test_processes_agree_whether_each_has_a_gpu_of_its_own():

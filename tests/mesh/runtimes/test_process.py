@@ -95,10 +95,10 @@ def test_uneven_flat_shards(two):
 
 def to_and_from_torch():
     mesh = fs.make_mesh({"data": 2, "model": 2})
-    theirs = fs.to_device_mesh(mesh)
+    theirs = fs.mesh.to_device_mesh(mesh)
     assert (theirs.mesh_dim_names, tuple(theirs.mesh.shape)) == (("data", "model"), (2, 2))
-    assert fs.from_device_mesh(theirs) == mesh
-    assert fs.to_device_mesh(mesh["model"]).mesh_dim_names == ("model",)
+    assert fs.mesh.from_device_mesh(theirs) == mesh
+    assert fs.mesh.to_device_mesh(mesh["model"]).mesh_dim_names == ("model",)
     link = ProcessWorld.of(mesh).link(fs.run(lambda: _group("model"), mesh=mesh)[0])
     if os.environ.get("FSHARD_DIRECT") == "0":
         assert link.pg is theirs.get_group("model") or link.pg == theirs.get_group("model")
@@ -110,16 +110,16 @@ def to_and_from_torch():
         (P("data", unreduced="model"), [Shard(0), Partial()]),
     ]:
         x = fs.device_put(whole, fs.Layout(mesh, spec))
-        d = fs.to_dtensor(x)
+        d = fs.mesh.to_dtensor(x)
         assert list(d.placements) == placements and d.shape == (8, 6)
         assert d.to_local().data_ptr() == x.local.data_ptr()
         assert torch.equal(d.full_tensor(), whole)
-        back = fs.from_dtensor(d)
+        back = fs.mesh.from_dtensor(d)
         assert back.layout == x.layout and back.local.data_ptr() == x.local.data_ptr()
     turned = fs.shard_map(lambda x: x.t(), mesh=mesh, in_specs=P("data"), out_specs=P(None, "data"))(whole)
     gaps = fs.shard_map(lambda x: x[:, ::2], mesh=mesh, in_specs=P("data"), out_specs=P("data"))(whole)
     for x, expected, kept in ((turned, whole.t(), True), (gaps, whole[:, ::2], False)):
-        d = fs.to_dtensor(x)
+        d = fs.mesh.to_dtensor(x)
         assert (d.to_local().data_ptr() == x.local.data_ptr()) == kept and d.stride() == (expected.clone() + 0).stride()
         for found in (
             d,
@@ -132,11 +132,11 @@ def to_and_from_torch():
     theirs = DTensor.from_local(
         torch.ones(2, 3), init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b")), [Shard(0), Shard(1)]
     )
-    assert str(fs.typeof(fs.from_dtensor(theirs))) == "f32[4@a, 6@b]"
+    assert str(fs.typeof(fs.mesh.from_dtensor(theirs))) == "f32[4@a, 6@b]"
     messages = []
     for bad in (P.flat("data"), P(("model", "data"))):
         try:
-            fs.to_dtensor(fs.device_put(whole, fs.Layout(mesh, bad)))
+            fs.mesh.to_dtensor(fs.device_put(whole, fs.Layout(mesh, bad)))
         except fs.errors.LayoutError as error:
             messages.append(str(error))
     return messages
@@ -159,7 +159,7 @@ def a_mesh_in_another_order():
     from torch.distributed.device_mesh import DeviceMesh
 
     theirs = DeviceMesh("cpu", torch.tensor([[3, 1], [2, 0]]), mesh_dim_names=("a", "b"))
-    mesh = fs.from_device_mesh(theirs)
+    mesh = fs.mesh.from_device_mesh(theirs)
 
     def main():
         mine = torch.tensor([float(dist.get_rank())])

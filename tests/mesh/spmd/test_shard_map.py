@@ -152,14 +152,14 @@ NONE = {
         lambda: fs.from_local(torch.ones(2), P("data")),
         "LayoutError: from_local needs a Layout, found P. Write fs.Layout(mesh, P(...)).",
     ),
-    "to_dtensor": (lambda: fs.to_dtensor(torch.ones(2)), "LayoutError: to_dtensor takes a Sharded, found Tensor."),
+    "to_dtensor": (lambda: fs.mesh.to_dtensor(torch.ones(2)), "LayoutError: to_dtensor takes a Sharded, found Tensor."),
     "from_dtensor": (
-        lambda: fs.from_dtensor(torch.ones(2)),
+        lambda: fs.mesh.from_dtensor(torch.ones(2)),
         "LayoutError: from_dtensor takes a DTensor, found Tensor.",
     ),
-    "to_device_mesh": (lambda: fs.to_device_mesh("cpu"), "MeshError: to_device_mesh needs a mesh, found str."),
+    "to_device_mesh": (lambda: fs.mesh.to_device_mesh("cpu"), "MeshError: to_device_mesh needs a mesh, found str."),
     "from_device_mesh": (
-        lambda: fs.from_device_mesh(MESH),
+        lambda: fs.mesh.from_device_mesh(MESH),
         "MeshError: from_device_mesh takes torch's DeviceMesh, found Mesh.",
     ),
     "a shape that is one number": (

@@ -41,7 +41,7 @@ def test_a_step_counts_as_the_whole_batch_in_one(dims, steps, momentum, affine, 
             (g,) = torch.autograd.grad(y.sum(), x)
             expected = net(dims, None, affine)(x)
             assert torch.equal(y, expected) and torch.equal(g, *torch.autograd.grad(expected.sum(), x))
-        buffers = fs.commit_batch_norm(module, buffers)
+        buffers = fs.nn.commit_batch_norm(module, buffers)
         for name, x in whole.named_buffers():
             torch.testing.assert_close(buffers[name], x, rtol=1e-11, atol=1e-11)
             assert buffers[name].dtype == x.dtype
@@ -67,7 +67,7 @@ def test_stages_of_a_pipeline_learn_once_a_step(name, remat):
     )
     for turn in range(2):
         step([params, torch.ones(())], [x + turn for x in batches])
-        state = fs.commit_batch_norm(first, state)
+        state = fs.nn.commit_batch_norm(first, state)
         whole(torch.cat(batches) + turn)
     for key, x in whole.named_buffers():
         torch.testing.assert_close(state[key], x, rtol=1e-12, atol=1e-12)
@@ -80,9 +80,9 @@ def test_whole_numbers_have_equal_bits():
     whole(rows)
     for x in rows.split(2):
         _, buffers = apply(params, buffers, x)
-    buffers = fs.commit_batch_norm(module, buffers)
+    buffers = fs.nn.commit_batch_norm(module, buffers)
     assert all(torch.equal(buffers[name], x) for name, x in whole.named_buffers())
-    again = fs.commit_batch_norm(module, buffers)  # nothing is pending
+    again = fs.nn.commit_batch_norm(module, buffers)  # nothing is pending
     assert all(torch.equal(again[name], x) for name, x in buffers.items())
 
 

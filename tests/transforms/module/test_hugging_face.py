@@ -160,7 +160,7 @@ def test_it_trains_in_pieces_as_it_does_whole(make, way):
     exact = 1e-12 if make is Alike else 1e-6  # transformers takes the loss in 32 bits
     unit = {
         "path": (pattern, f"{pattern}.*"),
-        "class": fs.units_of(model, class_of(model, kind), nn.LayerNorm, nn.Embedding),
+        "class": fs.nn.units_of(model, class_of(model, kind), nn.LayerNorm, nn.Embedding),
     }
     losses, params = trained(model, 4, 3, unit.get(way))
     opt = torch.optim.SGD(model.parameters(), 1.0, momentum=0.9)

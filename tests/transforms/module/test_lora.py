@@ -46,10 +46,10 @@ def learnt(model, seed=0):
 def test_a_difference_is_what_its_formula_says():
     torch.manual_seed(0)
     layer, x = nn.Linear(5, 3).double(), torch.randn(4, 5).double()
-    model = learnt(lora(layer, fs.LoraConfig(r=2, lora_alpha=6)))
+    model = learnt(lora(layer, fs.nn.LoraConfig(r=2, lora_alpha=6)))
     w = layer.weight + 6 / 2 * model.lora_B @ model.lora_A
     torch.testing.assert_close(model(x), x @ w.T + layer.bias)
-    torch.testing.assert_close(fs.merge_lora(model)(x), model(x))
+    torch.testing.assert_close(fs.nn.merge_lora(model)(x), model(x))
     assert torch.equal(lora(layer)(x), layer(x))  # at first there is none
 
 
@@ -57,9 +57,9 @@ def test_it_stands_in_any_layer_that_is_linear_and_merges_into_it():
     torch.manual_seed(0)
     model = Tied().double()
     tokens = torch.tensor([[1, 2, 3, 10], [3, 3, 0, 4]])
-    config = fs.LoraConfig(r=2, target_modules=["embed", "mix.out_proj", "up", "head"])
+    config = fs.nn.LoraConfig(r=2, target_modules=["embed", "mix.out_proj", "up", "head"])
     tuned = learnt(lora(model, config))
-    plain = fs.merge_lora(tuned)
+    plain = fs.nn.merge_lora(tuned)
     assert [type(x).__name__ for x in (plain.embed, plain.mix.out_proj, plain.up, plain.head)] == [
         type(x).__name__ for x in (model.embed, model.mix.out_proj, model.up, model.head)
     ]
@@ -73,7 +73,7 @@ def test_a_layer_that_stands_in_two_places_has_one_difference():
     layer = nn.Linear(4, 4)
     model = lora(nn.Sequential(layer, nn.ReLU(), layer))
     assert model[0] is model[2] and isinstance(model[0], LowRank)
-    both = fs.merge_lora(learnt(model))
+    both = fs.nn.merge_lora(learnt(model))
     assert both[0] is both[2] and type(both[0]) is nn.Linear
 
 
@@ -82,10 +82,10 @@ def test_the_layers_of_transformers_have_differences():
     sizes = {"vocab_size": 11, "n_positions": 8, "n_embd": 8, "n_layer": 1, "n_head": 2}
     torch.manual_seed(0)
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).eval()
-    tuned = learnt(lora(model, fs.LoraConfig(r=2, target_modules=r".*\.(c_attn|c_proj)")))
+    tuned = learnt(lora(model, fs.nn.LoraConfig(r=2, target_modules=r".*\.(c_attn|c_proj)")))
     assert sum(isinstance(part, LowRank) for part in tuned.modules()) == 3
     tokens = torch.tensor([[1, 2, 3]])
-    torch.testing.assert_close(fs.merge_lora(tuned)(tokens).logits, tuned(tokens).logits)
+    torch.testing.assert_close(fs.nn.merge_lora(tuned)(tokens).logits, tuned(tokens).logits)
 
 
 def test_the_given_model_stays_as_it_is_and_its_weights_are_not_copied():
@@ -116,19 +116,19 @@ def test_the_given_model_stays_as_it_is_and_its_weights_are_not_copied():
     ],
 )  # fmt: skip
 def test_what_is_trained(config, trained):
-    tuned = lora(Tied(), fs.LoraConfig(**config))
+    tuned = lora(Tied(), fs.nn.LoraConfig(**config))
     assert {name for name, x in tuned.named_parameters() if x.requires_grad} == trained
 
 
 def test_names_that_do_not_fit_are_all_named():
     with pytest.raises(fs.errors.ModuleError) as caught:
-        lora(Tied(), fs.LoraConfig(target_modules=["mix", "q_proj", "up"], modules_to_save=["classifier"]))
+        lora(Tied(), fs.nn.LoraConfig(target_modules=["mix", "q_proj", "up"], modules_to_save=["classifier"]))
     assert str(caught.value) == (
         "lora: mix is a MultiheadAttention, which has no low rank; no layer is called 'q_proj'; no layer is called "
         "'classifier'. Linear layers are: mix.out_proj, up, head."
     )
     with pytest.raises(fs.errors.ModuleError, match=r"no layer is called 'v_proj'. Linear layers are"):
-        lora(Tied(), fs.LoraConfig(target_modules="v_proj"))
+        lora(Tied(), fs.nn.LoraConfig(target_modules="v_proj"))
     with pytest.raises(fs.errors.ModuleError, match=r"there is no linear layer. Linear layers are: none."):
         lora(nn.BatchNorm1d(2))
 
@@ -139,7 +139,7 @@ TOKENS, LABELS = torch.randint(11, (8, 4), generator=torch.Generator().manual_se
 def model_and_optimizer(booster=None):
     torch.manual_seed(0)
     model = Tied().double()
-    config = fs.LoraConfig(r=2, target_modules=["up", "head", "mix.out_proj"], bias="lora_only")
+    config = fs.nn.LoraConfig(r=2, target_modules=["up", "head", "mix.out_proj"], bias="lora_only")
     model = lora(model, config) if booster is None else booster.enable_lora(model, lora_config=config)
     return learnt(model), torch.optim.AdamW([x for x in model.parameters() if x.requires_grad], lr=0.1)
 
@@ -172,14 +172,14 @@ def test_every_plugin_trains_it_as_one_device_does(plugin):
         for name, x in found.items():
             torch.testing.assert_close(x, want[name], msg=name)
             assert x.requires_grad == want[name].requires_grad
-        torch.testing.assert_close(fs.merge_lora(model)(TOKENS), model(TOKENS))
+        torch.testing.assert_close(fs.nn.merge_lora(model)(TOKENS), model(TOKENS))
 
 
 def test_frozen_weights_have_no_state_and_no_gradient():
     def main():
         booster = fs.Booster(plugin=fs.ZeroPlugin(stage=2))
         torch.manual_seed(0)
-        model = booster.enable_lora(nn.Linear(100, 100), lora_config=fs.LoraConfig(r=1))
+        model = booster.enable_lora(nn.Linear(100, 100), lora_config=fs.nn.LoraConfig(r=1))
         opt = torch.optim.AdamW(model.parameters())  # all of them, as one writes it
         model, opt, *_ = booster.boost(model, opt)
         booster.backward(model(torch.ones(2, 100)).mean(), opt)
@@ -224,12 +224,12 @@ def test_a_model_in_stages_trains_it_too():
     ("call", "words"),
     [
         (
-            lambda: fs.LoraConfig(lora_alpha="8", lora_dropout="x"),
+            lambda: fs.nn.LoraConfig(lora_alpha="8", lora_dropout="x"),
             "lora_alpha must be a number, got '8'; lora_dropout must be .*'x'",
         ),
-        (lambda: fs.LoraConfig(target_modules="("), r"a regular expression, not '\(': missing \)"),
-        (lambda: fs.lora(3, {"r": 2}), "3 is no module; {'r': 2} is no fs.LoraConfig"),
-        (lambda: fs.lora(fs.lora(nn.Linear(2, 2))), r"learns differences already.*merge_lora\(model\)"),
+        (lambda: fs.nn.LoraConfig(target_modules="("), r"a regular expression, not '\(': missing \)"),
+        (lambda: fs.nn.lora(3, {"r": 2}), "3 is no module; {'r': 2} is no fs.nn.LoraConfig"),
+        (lambda: fs.nn.lora(fs.nn.lora(nn.Linear(2, 2))), r"learns differences already.*merge_lora\(model\)"),
     ],
 )
 def test_what_makes_no_sense_is_said_in_our_words(call, words):

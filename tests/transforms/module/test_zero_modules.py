@@ -444,8 +444,8 @@ WRAPS: dict[str, Callable[[Callable[..., Tensor]], Callable[..., Tensor]]] = {
     "gathered": fs.with_unsharded_params,
     "nothing": fs.remat,
     "dots": lambda block: fs.remat(block, "dots"),
-    "names": lambda block: fs.remat(block, fs.save_names("up")),
-    "offloaded": lambda block: fs.remat(block, fs.offload("dots")),
+    "names": lambda block: fs.remat(block, fs.nn.save_names("up")),
+    "offloaded": lambda block: fs.remat(block, fs.nn.offload("dots")),
     "gathered in remat": lambda block: fs.remat(fs.with_unsharded_params(block)),
     "remat in gathered": lambda block: fs.with_unsharded_params(fs.remat(block)),
     "torch's checkpoint": lambda block: (
@@ -556,13 +556,13 @@ def test_units_by_class_bound_what_is_whole(monkeypatch, live):
     module = built(Case(Nested, 18))
     apply, params, buffers = fs.functionalize(module)
     mesh = fs.make_mesh({"data": N})
-    units = fs.units_of(module, nn.TransformerEncoderLayer, nn.Linear)
+    units = fs.nn.units_of(module, nn.TransformerEncoderLayer, nn.Linear)
     assert len(units) == 1 + 4 * 4 + 1 and units[:3] == (
         "body.0",
         "body.1.layers.0",
         "body.1.layers.0.self_attn.out_proj",
     )
-    units = fs.units_of(module, nn.TransformerEncoderLayer)
+    units = fs.nn.units_of(module, nn.TransformerEncoderLayer)
     assert units == tuple(f"body.1.layers.{layer}" for layer in range(4))
     own = fs.shard_params(params, fs.fsdp("data", unit=units), mesh=mesh)
     layer = sum(x.nbytes for name, x in params.items() if name.startswith("body.1.layers.0."))

@@ -69,7 +69,7 @@ def run(name, recompute):
     counts = Counts()
     layers = [Layer(counts, where) for where in (0, 1) for _ in range(LAYERS)]
     stages = fs.pipeline.split_stages(layers, 2)
-    functions, params = fs.stage_functions(stages, recompute, microbatches=MICROBATCHES)
+    functions, params = fs.nn.stage_functions(stages, recompute, microbatches=MICROBATCHES)
     schedule = fs.pipeline_schedule(name, stages=2, microbatches=MICROBATCHES)
     step = fs.pipeline.pipelined(
         functions, schedule, lambda y, _: y.square().mean(), mesh=fs.make_mesh({"pipe": 2}), reproducible=True
@@ -102,7 +102,7 @@ def test_less_is_held():
 @pytest.mark.parametrize("recompute", ["never", "always", 1])
 def test_products_wait_for_the_second_half(recompute):
     layers = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Dropout(), nn.Linear(4, 4))
-    (function,), (params,) = fs.stage_functions([layers], recompute)
+    (function,), (params,) = fs.nn.stage_functions([layers], recompute)
     own, saved = Params(params, trained=True), Saved()
     x = torch.randn(3, 4, requires_grad=True)
     with saved.watching():
@@ -147,7 +147,7 @@ def test_blocks_of_a_module_are_computed_again_one_by_one():
         model = Blocks()
         stages = fs.pipeline.split_stages(model, 2, sample=torch.ones(1, 4), blocks="blocks")
         model.counts.calls.clear()
-        functions, params = fs.stage_functions(stages, recompute)
+        functions, params = fs.nn.stage_functions(stages, recompute)
         step = fs.pipeline.pipelined(
             functions,
             fs.pipeline_schedule("1f1b", stages=2, microbatches=2),
@@ -174,7 +174,7 @@ def test_a_stage_may_change_what_it_is_given(recompute):
     def last(w, x, skip):
         return x.add_(skip.tanh_()) * w
 
-    functions, _ = fs.stage_functions([first, middle, last], recompute)
+    functions, _ = fs.nn.stage_functions([first, middle, last], recompute)
     ws, batch = (
         [torch.tensor(w, requires_grad=True) for w in (2.0, 3.0, 5.0)],
         [torch.tensor([-1.0, 1.5]), torch.tensor([4.0, 0.5])],
@@ -200,7 +200,7 @@ def test_frozen_and_unused_parameters_have_no_gradient_and_a_module_may_be_calle
 
     torch.manual_seed(0)
     parts, x = [Part(), Part()], torch.randn(2, 3, 2)
-    functions, params = fs.stage_functions(parts)
+    functions, params = fs.nn.stage_functions(parts)
     for name in ("1f1b", "zb-h1"):
         schedule = fs.pipeline_schedule(name, stages=2, microbatches=2)
         step = fs.pipeline.pipelined(

@@ -124,7 +124,7 @@ def by_hand(stages, opt, *, precision=None, donate=False, has_aux=False, **optio
         scale = None if opt.loss_scale is None else opt.loss_scale(state)
         found, grads = gradient(params, batch, scale=scale)
         updates, state = opt.update(grads, state, params)
-        return fs.apply_updates(params, updates), state, found
+        return fs.optim.apply_updates(params, updates), state, found
 
     return step
 
