@@ -56,7 +56,7 @@ def apply(linear: LinearMap, xs: Tensors) -> Tensors:
     """Apply a linear map so that it can be differentiated."""
     if transformed():
         return _Transformed.apply(linear, *xs)
-    return _Recorded.apply(linear, *xs) if recorded(xs) else linear.run(xs)
+    return _Recorded.apply(linear, *xs) if recorded(xs) else linear.run(xs)  # (5)
 
 
 def transformed() -> bool:
@@ -178,7 +178,7 @@ class Bound(LinearMap):
             known = group.world.has_values  # else one device stands for all, the busiest among them
             sent = move.sent(size, group.index, group.size) if known else move.busiest(size, group.size)
             ledger.record(group.device, row, sent)
-        return group.world.current().start(move, xs, group, self.site, into)
+        return group.world.current().start(move, xs, group, self.site, into)  # (6)
 
     def transposed(self) -> Bound:
         return Bound(self.move.transposed(), self.group, self.site)

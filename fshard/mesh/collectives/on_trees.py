@@ -275,7 +275,7 @@ def _all_prepared(
 def _batches(
     leaves: list[tuple[Tensor, Move]], group: Group, site: Site, structure: Structure | None
 ) -> list[PackedTensors]:
-    alike: dict[tuple[torch.dtype, Move], list[int]] = {}
+    alike: dict[tuple[torch.dtype, Move], list[int]] = {}  # (4)
     for place, (leaf, own) in enumerate(leaves):
         alike.setdefault((leaf.dtype, own), []).append(place)
     paths = paths_of(structure) if structure is not None else ("",)

@@ -99,7 +99,7 @@ def run_on_devices(
 
         def on_thread(device: int) -> Any:
             mark(device)
-            before = enter(Scope(virtual, alone, device, mapped=mapped, checked=checked))
+            before = enter(Scope(virtual, alone, device, mapped=mapped, checked=checked))  # (3)
             try:
                 return body(device)
             finally:

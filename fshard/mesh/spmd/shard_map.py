@@ -79,7 +79,7 @@ def shard_map(
     def on_mesh(*args: Any, **kwargs: Any) -> PyTree:
         own = resolve_mesh(mesh)
         _refuse_mapped_again(name, own, mapped)
-        recipe, leaves = recipes.of_arguments(own, args, kwargs)
+        recipe, leaves = recipes.of_arguments(own, args, kwargs)  # (1)
         return _call(f, recipes, recipe, leaves, own)
 
     return on_mesh
@@ -111,7 +111,7 @@ def _call(f: Callable[..., PyTree], recipes: Recipes, recipe: ArgumentRecipe, le
     given = [_tensors(leaves[entry.place]) for entry in recipe.entries]
     versions = [[x._version for x in xs] for xs in given]
     followed = transformed() or recorded(tuple([x for xs in given for x in xs]))
-    columns = [_column(leaves[entry.place], entry, cut=not followed) for entry in recipe.entries]
+    columns = [_column(leaves[entry.place], entry, cut=not followed) for entry in recipe.entries]  # (2)
     outputs = _Outputs(recipes, mesh, site)
     joins = recipe.work and followed
 
@@ -140,7 +140,7 @@ def _call(f: Callable[..., PyTree], recipes: Recipes, recipe: ArgumentRecipe, le
         shards.pop()
     if [[x._version for x in xs] for xs in given] != versions:
         _refuse_changed(recipes.name, recipe, given, versions)
-    return outputs.assemble(shards)
+    return outputs.assemble(shards)  # (7)
 
 
 @dataclass(frozen=True)
