@@ -18,7 +18,7 @@ Gradients = Sequence[Tensor | None]
 class RunningSum:
     """The sum in the order in which summands come; it takes the memory of one.
 
-    >>> total = Running()
+    >>> total = RunningSum()
     >>> w = torch.zeros(2, requires_grad=True)
     >>> if total.lend([w]):
     ...     w.sum().backward()
