@@ -1,6 +1,5 @@
 """Functions for modules and loss functions beyond the first page: LoRA, BatchNorm, policies of `remat`, units, stages."""
 
-from fshard.transforms.fsdp.param_runtime import whole
 from fshard.transforms.module.batchnorm import commit_batch_norm
 from fshard.transforms.module.lora import LoraConfig, lora, merge_lora
 from fshard.transforms.module.remat import offload, save_names
@@ -16,5 +15,4 @@ __all__ = [
     "save_names",
     "stage_functions",
     "units_of",
-    "whole",
 ]

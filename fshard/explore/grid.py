@@ -47,7 +47,7 @@ class Cell:
 
     @property
     def is_empty(self) -> bool:
-        """Whether the shard has no elements."""
+        """True if the shard has no elements."""
         return any(start == stop for start, stop in self.ranges)
 
     def holders(self) -> Iterator[tuple[int, ...]]:

@@ -23,7 +23,7 @@ from fshard.errors import MeshError
 _THEIRS = ("--standalone", "--rdzv", "--master", "--nnodes", "--node-rank", "--node_rank")
 """Options of torchrun that say where processes meet."""
 _COUNTS = ("auto", "cpu", "gpu", "xpu")
-"""What torchrun takes for a number of processes."""
+"""Values that torchrun accepts as a number of processes."""
 
 
 def _own(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

@@ -158,9 +158,9 @@ CURE = (
 
 
 NOT_HEARD = ("fs.pvary", "fs.axis_size")
-"""What is the same on all devices, and tells them nothing of each other."""
+"""Calls that need no communication."""
 _INDEX = "fs.axis_index"
-"""What sends nothing: it counts in the first step, in which devices agree, and not for one device alone in a later one."""
+"""A call that sends nothing: it counts in the first step, in which devices agree, but not for one device in a later one."""
 
 
 class Talk:

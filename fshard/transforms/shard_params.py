@@ -231,7 +231,7 @@ def _refuse_parted(first: Layout, layout: Layout) -> None:
 
 
 _OPEN: Any = object()
-"""What patterns say of a leaf that none or several are for."""
+"""The value of a leaf that no pattern or several patterns match."""
 
 
 def _specs(params: PyTree, rules: Rules, paths: Sequence[str], leaves: Sequence[Any]) -> tuple[list[Any], str]:

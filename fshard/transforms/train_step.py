@@ -31,7 +31,7 @@ Precision = Literal["bf16", "fp16"]
 _COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16, None: None}
 
 Metrics = dict[str, Any]
-"""What is known of a step, equal on all devices.
+"""The metrics of a step, equal on all devices.
 
     loss, grad_norm    0-d tensors
     finite             whether both are

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 import fshard as fs
 from fshard import P, optim
+from fshard.transforms.fsdp.lazy_param import unsharded
 from fshard.transforms.gradient import unstaged
 from fshard.transforms.options import Options
 from fshard.transforms.stages.staged import staged
@@ -80,7 +81,7 @@ def test_units_are_gathered_once_one_by_one_and_let_go():
     def loss_fn(p, batch):
         x, own = batch["x"], []
         for block in p["blocks"]:
-            w = fs.nn.whole(block["w"])
+            w = unsharded(block["w"])
             x = torch.tanh(x @ w)
             own.append(weakref.ref(w))
             del w

@@ -28,7 +28,7 @@ from fshard.source import Site
 
 Tensors = tuple[Tensor, ...]
 _unpack_dual: Any = torch._VF._unpack_dual  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
-"""What forward_ad.unpack_dual calls: it is asked for every tensor of every collective, so it is asked directly."""
+"""The function behind forward_ad.unpack_dual, called directly, since every tensor of every collective needs it."""
 
 
 _torch: Any = torch  # for what it has for itself

@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # it is imported where a table is shown
 COUNTED = (
     "psum", "pmax", "pmin", "psum_scatter", "all_gather", "all_to_all", "ppermute", "broadcast", "send",
 )  # fmt: skip
-"""What sends, by the names of rows."""
+"""Collectives, by the names of rows."""
 
 
 class LedgerRow(NamedTuple):

@@ -51,7 +51,7 @@ MOST_ROADS = 1024
 
 
 _PLAIN = {str, int, bool, tuple, list}
-"""What the arguments of collectives are, beside tensors."""
+"""The types of arguments of collectives, besides tensors."""
 
 
 @dataclass

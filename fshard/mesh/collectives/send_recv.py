@@ -102,7 +102,7 @@ class _AndZeros(_Message):
 
 
 Started = deque[Handle]
-"""What a device has started to receive from another, in that order, and has not waited for."""
+"""The receives from another device that were started, in order, and not waited for."""
 
 _all_started: WeakKeyDictionary[World, dict[tuple[int, int], Started]] = WeakKeyDictionary()
 

@@ -113,7 +113,7 @@ WIDER: dict[torch.dtype, torch.dtype] = {
     torch.uint32: torch.int64,
     torch.uint64: torch.int64,
 }
-"""What is added and compared in a wider dtype: floats that round too soon, and integers that torch cannot add."""
+"""Dtypes that are added and compared in a wider one: floats that round too soon, and integers that torch cannot add."""
 
 
 MANY, FEW = 8, 4096

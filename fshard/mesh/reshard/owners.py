@@ -29,7 +29,7 @@ from fshard.mesh.reshard.exchange import Parts, Traffic, View, Views
 from fshard.mesh.reshard.regions import Numbers
 
 MoveOn = Callable[[Move], Bound]
-"""What binds a move to the group that the owners are members of."""
+"""Binds a move to the group of the owners."""
 AT_ONCE = 1 << 24
 """Bytes that an exchange sends at once, about: more go in turns, so that little memory is held for them."""
 

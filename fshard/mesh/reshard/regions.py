@@ -1,4 +1,4 @@
-"""Who holds which elements, for all devices of a group at once: what a direct exchange of shards is computed from.
+"""Compute which device holds which elements, for all devices of a group; direct exchanges are planned from it.
 
 A region is a few boxes of global indices, since a range of the flattened tensor is part of a row, some whole rows and part
 of another: elements 4 to 8 of (4, 6) are [0, 4:6] and [1, 0:2].  Regions of all devices are one array, so what two cuts

@@ -74,7 +74,7 @@ class Names(NamedTuple):
     local_rank: tuple[str, ...]
     local_world: tuple[str, ...]
     job: tuple[str, ...] = ()
-    """What is equal in all processes, and another one in other worlds."""
+    """Variables that are equal in all processes of a world, and differ between worlds."""
 
 
 LAUNCHERS = {

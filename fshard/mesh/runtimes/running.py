@@ -186,7 +186,7 @@ class Awaited:
 
 
 UnderWay = dict[Running, None]
-"""What has been started and has not ended, in that order."""
+"""The operations that were started and have not ended, in order."""
 
 
 def hand_over(under_way: UnderWay, but: Running | None = None) -> None:

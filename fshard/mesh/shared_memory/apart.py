@@ -157,7 +157,7 @@ def _fetch(turn: TransferTurn, other: int, addresses: Tensor, here: Tensor, ends
 
 
 class Batches(NamedTuple):
-    """How shards are read, in batches that stay in the processor's cache: each of one or several spans.
+    """A plan to read shards in batches that stay in the processor's cache, each of one or several spans.
 
     Args:
         spans: (number of the shard, begin, end, place among what is read with it), in elements.

@@ -43,7 +43,7 @@ INLINE_MESSAGE = SIZE // 8
 So there is room for what has to be skipped before it, and for others' messages: no call waits for a receiver of messages.
 """
 MESSAGE, ANSWER = 4, 3
-"""What a key ends in: a bit that tells messages from collectives, and the part that says that a tensor has been read."""
+"""The last bits of a key: a bit that tells messages from collectives, and the part that says that a tensor has been read."""
 PIECE = 256 << 10
 """Bytes that are read and added at a time."""
 

@@ -21,7 +21,7 @@ from typing import Any
 SIZE = 1 << 20
 """Bytes of records; a power of two."""
 INSIDE, READ = 0, 1
-"""What a record says instead of an address: the bytes are inside; or, as an answer, they have been read."""
+"""Values of a record in the place of an address: the bytes are inside; or, as an answer, they have been read."""
 
 HEAD, TAIL, ASLEEP, CLOSED = 0, 8, 16, 24
 """Places of words, each in a cache line of its own."""

@@ -113,7 +113,7 @@ class ResultRecipe:
     entries: tuple[Transfer, ...]
     work: bool
     uneven: bool
-    """Whether devices may return shards of different shapes."""
+    """True if devices may return shards of different shapes."""
 
 
 class Recipes:

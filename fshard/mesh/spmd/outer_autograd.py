@@ -28,7 +28,7 @@ _C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
 
 
 Program = Callable[[int, Tensors], Tensors]
-"""What one device does: from its number and its tensors to its results."""
+"""A program of one device: from its number and its tensors to its results."""
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ Held = tuple[Node, Sequence[Tensor | None]]
 """A product, and the gradients that it was given."""
 
 _run: Any = torch.autograd.Variable._execution_engine.run_backward  # pyright: ignore[reportPrivateUsage]
-"""What `torch.autograd.grad` calls, after it has looked at what it was given, which takes as long as a small product."""
+"""The function that `torch.autograd.grad` calls after checks that take as long as a small product."""
 
 # -- the two halves ---------------------------------------------------------------------------------------------
 

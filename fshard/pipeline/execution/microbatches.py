@@ -42,7 +42,7 @@ class Microbatches(NamedTuple):
 
 
 _kinds: dict[Hashable, tuple[int, set[int]]] = {}
-"""What microbatches of the same shapes have in common: a number, and how many rows their tensors have."""
+"""A key of microbatches of the same shapes: a number, and how many rows their tensors have."""
 _numbers = itertools.count(1)
 
 

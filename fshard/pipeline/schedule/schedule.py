@@ -44,11 +44,11 @@ class Kind(StrEnum):
 
 
 COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W})
-"""What takes a device's time."""
+"""Actions that take a device's time."""
 MESSAGES = frozenset({Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B})
-"""What goes between the devices of two neighbouring stages."""
+"""Messages between the devices of two neighbouring stages."""
 UNITS = frozenset({Kind.GATHER, Kind.FREE, Kind.REDUCE})
-"""What is done with a stage's weights, for all microbatches at once."""
+"""Actions on a stage's weights, for all microbatches."""
 
 _PARTNERS = {
     Kind.SEND_F: (Kind.RECV_F, 1),

@@ -17,9 +17,9 @@ from fshard.errors import ScheduleError
 from fshard.pipeline.schedule.schedule import Action, Kind, Schedule
 
 Result = tuple[Kind, int, int | None]
-"""What is there when an action has ended: its kind, stage and microbatch."""
+"""The result of an action: its kind, stage and microbatch."""
 Early = Callable[[deque[Action], int], Iterator[Action]]
-"""What a device may do before its turn, given what it has to do and how much more it may hold."""
+"""The actions that a device may do early, given what it has to do and how much more it may hold."""
 
 
 def with_weights(schedule: Schedule, room: int, early: tuple[Early, ...] = ()) -> Schedule:

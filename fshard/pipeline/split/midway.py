@@ -23,7 +23,7 @@ from fshard.mesh.layout import PyTree, Structure, flatten, flatten_with_paths, u
 from fshard.pipeline.split.replay import Like, Lost, Replay, is_valueless, lost_at, without_memory, without_values
 
 PLAIN = (Tensor, Like, str, bytes, int, float, complex, type(None), Enum, torch.dtype, torch.device, FunctionType, type)
-"""What can be passed on from stage to stage, besides trees of it."""
+"""The types that stages can send, besides trees of them."""
 
 
 class Arguments(NamedTuple):

@@ -28,7 +28,7 @@ from fshard.pipeline.split.blocks import Blocks
 
 Layer = nn.Module | Callable[[Any], Any]
 Balance = Literal["uniform", "parameters", "time", "memory"] | str | Sequence[int]
-"""What stages are to have alike: see `split_stages`."""
+"""The quantity that stages are balanced by: see `split_stages`."""
 
 TIMES = 5
 """How often a layer is run to measure its time."""

@@ -51,7 +51,7 @@ _METHODS = (
     _T.size,
 )
 KNOWN = frozenset((*(getattr(_T, name).__get__ for name in _ATTRIBUTES), *_METHODS))
-"""What a lazy parameter answers without being unsharded."""
+"""The functions that a lazy parameter answers without being unsharded."""
 _OF_PARAMETERS = {_T.grad_fn.__get__: None, _T.is_leaf.__get__: True}
 """Attributes whose value is the same for all parameters."""
 

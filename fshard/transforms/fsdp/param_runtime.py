@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from fshard.errors import LayoutError, ModuleError
-from fshard.mesh.layout import Layout, Mesh, P, PyTree, flatten, unflatten
+from fshard.mesh.layout import Layout, Mesh, P, flatten, unflatten
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.reshard.execute import ReshardPlan, go, plan_reshard
 from fshard.mesh.spmd.scope import Group, require
@@ -218,12 +218,6 @@ class ParamRuntime:
             f"{self.leaves[unit.indices[0]].unit} ({', '.join(named(parts_of(self.leaves[at].path)) for at in unit.indices)})"
             for unit in self.units
         ]
-
-
-def whole(tree: PyTree) -> PyTree:
-    """Unshard all parameters of a tree inside a loss function; elsewhere return the tree as it is."""
-    leaves, structure = flatten(tree, sharded_is_leaf=True, none_is_leaf=True)
-    return unflatten(structure, [unsharded(leaf) for leaf in leaves])
 
 
 def with_unsharded_params(fn: Callable[..., Any], *, keep: bool = False) -> Callable[..., Any]:

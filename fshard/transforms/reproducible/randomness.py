@@ -141,7 +141,7 @@ def _generators() -> tuple[torch.Generator, ...]:
 
 
 _MARK = 0xF5A2
-"""What the seeds begin with that are keys."""
+"""The prefix of seeds that are keys."""
 
 _BITS = 48
 

@@ -52,7 +52,7 @@ from fshard.transforms.stages.plan import StagePlan
 class StageResult(NamedTuple):
     """The results of one device's step.
 
-    The loss, what it counts for and what is told beside it; its shards of gradients, by number, and which have been used on any
+    The loss, its weight and what is returned beside it; its shards of gradients, by number, and which have been used on any
     device; the buffers that changed.
     """
 

@@ -1,6 +1,6 @@
 """Plan the parameters of a model in stages, once: how they and their gradients are resharded.
 
-    a shard at the first stage's place  ──lent──>  a shard at another's  ──gathered──>  whole, for a while
+    a shard at the first stage's place  ──sent──>  a shard at another's  ──gathered──>  whole, for a while
     summands, one from each device of the place  ──reduced──>  the gradient's layout, there
 
 All ways begin and end at one place along the pipeline: other devices have other stages, and no part in them.

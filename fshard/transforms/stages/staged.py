@@ -164,7 +164,7 @@ class StagedPlan:
     def gradient(
         self, number: int, leaf: ParamPlan, devices: Sequence[int], results: Sequence[StageResult]
     ) -> Sharded | None:
-        """Return a gradient in its layout: nothing on the devices of other stages; None, if nobody has used the parameter."""
+        """Return a gradient in its layout: nothing on the devices of other stages; None if no device has used the parameter."""
         if not leaf.trained or not results[0].used[number]:
             return None
         if number in self.elsewhere:
