@@ -208,7 +208,7 @@ def _cell(shape: Sequence[int], layout: Layout, at: Mapping[str, int]) -> Cell:
     """Return the shard whose owners have these coordinates along the axes that cut the tensor."""
     mesh, spec = layout.mesh, layout.spec
     first = mesh.index({**layout.place, **at})
-    owners = [name for name in mesh.axis_names if name in spec.cut_axes]
+    owners = [name for name in mesh.axis_names if name in spec.split_axes]
     return Cell(
         piece=arithmetic.ravel([at.get(name, 0) for name in owners], [mesh.shape[name] for name in owners]),
         ranges=layout.ranges(shape, first),

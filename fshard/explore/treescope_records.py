@@ -31,7 +31,7 @@ def treescope_sharding(x: Sharded) -> Any:
     >>> treescope_sharding(x).device_index_to_shard_slices
     {0: (slice(0, 2, None), slice(None, None, None)), 1: (slice(2, 4, None), slice(None, None, None))}
     """
-    if x.spec.is_flat or x.spec.on or 0 in x.shape or x.mesh.size > _MOST:
+    if x.spec.is_flat or x.spec.at or 0 in x.shape or x.mesh.size > _MOST:
         return None
     shard = x.layout.local_shape(x.shape)
     return _of("ndarray_adapters").ShardingInfo(

@@ -33,7 +33,7 @@ def most_bytes(kind: ShardType, layout: Layout) -> int:
 
 def is_uneven(kind: ShardType, layout: Layout) -> bool:
     """Return whether some shards are smaller than others: flat ones can be, and where nothing lies they are empty."""
-    alone = all(layout.mesh.shape[name] == 1 for name in kind.spec.on_axes)
+    alone = all(layout.mesh.shape[name] == 1 for name in kind.spec.at_axes)
     return not alone or (kind.spec.is_flat and prod(kind.shape) % layout.flat_parts != 0)
 
 
@@ -52,8 +52,8 @@ def legend(grid: Grid) -> tuple[str, ...]:
     """Return the legend of a picture; empty if it needs none."""
     spec, mesh = grid.type.spec, grid.mesh
     copied = [name for name in grid.layout.replicated_axes if mesh.shape[name] > 1]
-    places = " and ".join(f"place {place} along {' x '.join(axes)}" for axes, place in spec.on)
-    lines = [f"{'' if spec.cut_axes else 'whole '}at {places}, nothing elsewhere"] if places else []
+    places = " and ".join(f"place {place} along {' x '.join(axes)}" for axes, place in spec.at)
+    lines = [f"{'' if spec.split_axes else 'whole '}at {places}, nothing elsewhere"] if places else []
     lines += [f"Σ: still to be summed, over {' and '.join(spec.unreduced)}"] if spec.unreduced else []
     lines += [f"equal copies along {' and '.join(copied)}"] if copied else []
     lines += ["in the memory of the host"] if grid.type.memory == "host" else []

@@ -47,13 +47,13 @@ def like(leaf: Leaf, shards: Sequence[Any]) -> Leaf:
 
 def made_of(leaf: Leaf, make: Callable[[Tensor], Tensor | None]) -> Leaf:
     """Apply a function to each shard of a leaf; the results have the leaf's layout."""
-    if not (isinstance(leaf, Sharded) and leaf.spec.on):
+    if not (isinstance(leaf, Sharded) and leaf.spec.at):
         return like(leaf, list(map(make, shards_of(leaf))))
     placeholder = make(torch.empty(leaf.shape, dtype=leaf.dtype, device="meta"))
     if placeholder is None:
         return None
     shape = tuple(placeholder.shape)
-    layout = leaf.layout if shape == leaf.shape else leaf.layout.with_spec(P(on=dict(leaf.spec.on)))
+    layout = leaf.layout if shape == leaf.shape else leaf.layout.with_spec(P(at=dict(leaf.spec.at)))
     shards: list[Any] = [
         make(shard)
         if leaf.layout.has_any(device)
@@ -239,7 +239,7 @@ def is_whole(leaf: Leaf) -> bool:
         return True
     if leaf.spec.flat_axes is not None and len(leaf.shape) != 1:
         return False  # a row of numbers, if over one device too
-    return all(leaf.mesh.shape[axis] == 1 for axis in (*leaf.spec.cut_axes, *leaf.spec.unreduced))
+    return all(leaf.mesh.shape[axis] == 1 for axis in (*leaf.spec.split_axes, *leaf.spec.unreduced))
 
 
 def count_from_zero() -> Tensor:

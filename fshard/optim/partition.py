@@ -94,7 +94,7 @@ def partition_optimizer(
     >>> opt = fs.partition_optimizer(fs.optim.muon(0.1), mesh=mesh, axis="data", stage=1)
     >>> params = fs.shard_params([torch.ones(4, 3), torch.ones(2, 3), torch.ones(2, 3)], P(), mesh=mesh)
     >>> [fs.typeof(x) for x in opt.init(params)["momentum_buffer"]]
-    [f32[4, 3]{on:data=0}, f32[2, 3]{on:data=1}, f32[2, 3]{on:data=1}]
+    [f32[4, 3]{at:data=0}, f32[2, 3]{at:data=1}, f32[2, 3]{at:data=1}]
     """
     axes = mesh.check_axes(axis, "partition_optimizer(axis=)")
     opt = inside(opt, "partition_optimizer")
@@ -178,7 +178,7 @@ def pieces(layout: Layout, axes: tuple[str, ...]) -> Layout:
 def _cut_further(layout: Layout, axes: tuple[str, ...]) -> Layout | None:
     spec = layout.spec
     more = tuple(axis for axis in axes if axis not in spec.sharded_axes and layout.mesh.shape[axis] > 1)
-    return layout.with_spec(P.flat(*spec.cut_axes, *more, on=dict(spec.on))) if more else None
+    return layout.with_spec(P.flat(*spec.split_axes, *more, at=dict(spec.at))) if more else None
 
 
 def _targets(at: Leaves, flat: Elementwise, axes: tuple[str, ...]) -> tuple[Layout | None, ...]:
@@ -208,13 +208,13 @@ def _divided(
         if layout is None or firsts[place] != place:
             continue
         targets[place] = cut = pieces(layout, axes)
-        if not is_flat and cut.spec.cut_axes:
-            whole.setdefault((cut.mesh, P.flat(*cut.spec.cut_axes, on=dict(cut.spec.on))), {})[place] = layout
+        if not is_flat and cut.spec.split_axes:
+            whole.setdefault((cut.mesh, P.flat(*cut.spec.split_axes, at=dict(cut.spec.at))), {})[place] = layout
     for (mesh, spec), some in whole.items():
-        over = spec.cut_axes
+        over = spec.split_axes
         owners = shared_out([prod(shapes[place]) for place in some], prod(mesh.shape[axis] for axis in over))
         for (place, layout), owner in zip(some.items(), owners, strict=True):
-            targets[place] = layout.with_spec(P(on={**dict(spec.on), over: owner}))
+            targets[place] = layout.with_spec(P(at={**dict(spec.at), over: owner}))
     return tuple(
         [
             None if layout is None or layout.frozen else targets[first]

@@ -43,10 +43,10 @@ def on_arrays(opt: Any, who: str) -> Any:
     ...     m = {name: 0.5 * state["m"][name] + grads[name] for name in grads}
     ...     return {name: -x for name, x in m.items()}, {"m": m, "count": state["count"] + 1}
     >>> opt = on_arrays(fs.optim.Optimizer(init, update), "train_step")
-    >>> params = fs.device_put({"w": torch.ones(3, 2)}, fs.Layout(fs.make_mesh({"data": 2}), P.owned("data", by=1)))
+    >>> params = fs.device_put({"w": torch.ones(3, 2)}, fs.Layout(fs.make_mesh({"data": 2}), P(at={"data": 1})))
     >>> updates, state = opt.update(params, opt.init(params), params)
     >>> fs.unshard(updates["w"])[0], fs.typeof(state["m"]["w"]), state["count"]
-    (tensor([-1., -1.]), f32[3, 2]{on:data=1}, tensor(1))
+    (tensor([-1., -1.]), f32[3, 2]{at:data=1}, tensor(1))
     """
     check_optimizer(opt, who)
     if getattr(opt, "arrays", False):
@@ -221,7 +221,7 @@ def _laid(param: Leaf, column: Sequence[Any], devices: list[_Device]) -> Leaf:
                 f"state of an elementwise optimizer must have the shape of its parameter's shard, or be a number; got "
                 f"{tuple(example.shape)} beside {kind_of(param)}. Leave out elementwise=True: an owner then has all of it."
             )
-        shape, layout = tuple(example.shape), layout.with_spec(P(on=dict(layout.spec.on)))
+        shape, layout = tuple(example.shape), layout.with_spec(P(at=dict(layout.spec.at)))
 
     def empty(device: _Device) -> Tensor:
         of = layout.local_shape(shape, device.number)

@@ -152,7 +152,7 @@ def _special_cases(base: Case, n: int) -> Iterator[Case]:
     tree = tuple(Operand(dtype, (n, width)) for width in (1, 3) for dtype in few)
     for road in ("call", "start", "func"):
         yield replace(base, operands=tree, road=road)
-    if "dim" not in dict(base.options) or base.collective == "all_gather":
+    if not {"dim", "split_dim"} & dict(base.options).keys() or base.collective == "all_gather":
         yield replace(base, operands=(Operand(torch.float32, ()),))
         yield replace(base, operands=(Operand(torch.bfloat16, (3,)),))
 

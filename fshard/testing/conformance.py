@@ -138,11 +138,11 @@ def _call(case: Case, xs: Tensors) -> tuple[Tensors, Tensors]:
     return optree.tree_leaves(result), tokens
 
 
-def _send_recv(tree: Any, axis: Any, start: bool, *, pairs: tuple[tuple[int, int], ...]) -> tuple[Any, Tensors]:
-    """Send along pairs, and receive: zeros where nothing comes, as in ppermute."""
+def _send_recv(tree: Any, axis: Any, start: bool, *, perm: tuple[tuple[int, int], ...]) -> tuple[Any, Tensors]:
+    """Send along perm, and receive: zeros where nothing comes, as in ppermute."""
     place = fs.axis_index(axis)
-    tokens = [fs.send(tree, axis, to=to) for origin, to in pairs if origin == place]
-    origins = [origin for origin, to in pairs if to == place]
+    tokens = [fs.send(tree, axis, to=to) for origin, to in perm if origin == place]
+    origins = [origin for origin, to in perm if to == place]
     if not origins:
         return optree.tree_map(_nothing, tree), [token for token in tokens if token.requires_grad]
     received = fs.recv.start(tree, axis, origins[0]).wait() if start else fs.recv(tree, axis, origins[0])
@@ -241,7 +241,7 @@ def _calls(case: Case, place: int) -> int:
         case "pvary":
             return 0
         case "send_recv":
-            return each * sum(origin == place for origin, _ in dict(case.options)["pairs"])
+            return each * sum(origin == place for origin, _ in dict(case.options)["perm"])
         case _:
             return each
 

@@ -93,7 +93,7 @@ def pvary(xs: Tensors) -> Tensors:
     return [x.clone() for x in xs]
 
 
-def all_gather(xs: Tensors, *, dim: int = 0, to: str = "each") -> Tensors:
+def all_gather(xs: Tensors, *, dim: int = 0, to: str = "varying") -> Tensors:
     """[1], [2]  =>  [1 2], [1 2].  A 0-d tensor counts as one of one element."""
     return [torch.cat([x if x.ndim else x[None] for x in xs], dim) for _ in xs]
 
@@ -103,15 +103,15 @@ def psum_scatter(xs: Tensors, *, dim: int = 0) -> Tensors:
     return cut(total(xs), len(xs), dim)
 
 
-def all_to_all(xs: Tensors, *, dim: int | tuple[int, int] = 0) -> Tensors:
+def all_to_all(xs: Tensors, *, split_dim: int = 0, concat_dim: int | None = None) -> Tensors:
     """[1 2], [3 4]  =>  [1 3], [2 4]."""
-    split, join = (dim, dim) if isinstance(dim, int) else dim
-    return [torch.cat([cut(x, len(xs), split)[i] for x in xs], join) for i in range(len(xs))]
+    join = split_dim if concat_dim is None else concat_dim
+    return [torch.cat([cut(x, len(xs), split_dim)[i] for x in xs], join) for i in range(len(xs))]
 
 
-def ppermute(xs: Tensors, *, pairs: Pairs) -> Tensors:
-    """[1], [2]  =>  [0], [1]  with pairs ((0, 1),)."""
-    source = {to: origin for origin, to in pairs}
+def ppermute(xs: Tensors, *, perm: Pairs) -> Tensors:
+    """[1], [2]  =>  [0], [1]  with perm ((0, 1),)."""
+    source = {to: origin for origin, to in perm}
     return [xs[source[i]].clone() if i in source else torch.zeros_like(x) for i, x in enumerate(xs)]
 
 
@@ -148,7 +148,7 @@ def pvary_backward(gs: Tensors, xs: Tensors) -> Tensors:
     return psum(gs)
 
 
-def all_gather_backward(gs: Tensors, xs: Tensors, *, dim: int = 0, to: str = "each") -> Tensors:
+def all_gather_backward(gs: Tensors, xs: Tensors, *, dim: int = 0, to: str = "varying") -> Tensors:
     """Each shard was used by all: sum what they say of it.  If the whole is one value, take the own shard of it."""
     whole = gs if to == "replicated" else psum(gs)
     return [cut(g, len(gs), dim)[i].reshape(x.shape) for i, (g, x) in enumerate(zip(whole, xs, strict=True))]
@@ -159,14 +159,14 @@ def psum_scatter_backward(gs: Tensors, xs: Tensors, *, dim: int = 0) -> Tensors:
     return all_gather(gs, dim=dim)
 
 
-def all_to_all_backward(gs: Tensors, xs: Tensors, *, dim: int | tuple[int, int] = 0) -> Tensors:
+def all_to_all_backward(gs: Tensors, xs: Tensors, *, split_dim: int = 0, concat_dim: int | None = None) -> Tensors:
     """Send everything back."""
-    return all_to_all(gs, dim=dim if isinstance(dim, int) else (dim[1], dim[0]))
+    return all_to_all(gs, split_dim=split_dim if concat_dim is None else concat_dim, concat_dim=split_dim)
 
 
-def ppermute_backward(gs: Tensors, xs: Tensors, *, pairs: Pairs) -> Tensors:
+def ppermute_backward(gs: Tensors, xs: Tensors, *, perm: Pairs) -> Tensors:
     """Send everything back."""
-    return ppermute(gs, pairs=[(to, origin) for origin, to in pairs])
+    return ppermute(gs, perm=[(to, origin) for origin, to in perm])
 
 
 def broadcast_backward(gs: Tensors, xs: Tensors, *, source: int = 0) -> Tensors:
@@ -197,9 +197,9 @@ def free(size: int, i: int, n: int) -> Fraction:
     return Fraction(0)
 
 
-def along(size: int, i: int, n: int, *, pairs: Pairs) -> Fraction:
+def along(size: int, i: int, n: int, *, perm: Pairs) -> Fraction:
     """Send the whole, if there is somebody else to send it to."""
-    return Fraction(sum(size for origin, to in pairs if origin == i != to))
+    return Fraction(sum(size for origin, to in perm if origin == i != to))
 
 
 def chained(size: int, i: int, n: int, *, source: int = 0) -> Fraction:
@@ -222,12 +222,13 @@ def each_dim(n: int) -> list[Options]:
 
 def each_dim_and_kind(n: int) -> list[Options]:
     """Take a dim, for both kinds of result."""
-    return [{"dim": dim, "to": to} for dim in (0, -1) for to in ("each", "replicated")]
+    return [{"dim": dim, "to": to} for dim in (0, -1) for to in ("varying", "replicated")]
 
 
 def two_dims(n: int) -> list[Options]:
-    """Take one dim to cut and one to join along."""
-    return [{"dim": dim} for dim in (0, 1, (0, 1), (1, 0), (-1, 0))]
+    """Take one dim to split and one to concatenate along."""
+    same: list[Options] = [{"split_dim": dim} for dim in (0, 1)]
+    return same + [{"split_dim": split, "concat_dim": join} for split, join in ((0, 1), (1, 0), (-1, 0))]
 
 
 def routes(n: int) -> list[Options]:
@@ -235,13 +236,13 @@ def routes(n: int) -> list[Options]:
     ring = tuple((i, (i + 1) % n) for i in range(n))
     back = tuple((to, origin) for origin, to in ring)
     hops = [ring, back, ((n - 1, 0),), ((0, n - 1), (n - 1, 0))] if n > 1 else [()]
-    return [{"pairs": pairs} for pairs in hops]
+    return [{"perm": perm} for perm in hops]
 
 
 def routes_and_rests(n: int) -> list[Options]:
     """Take routes, nothing at all, and everybody to itself."""
     rests = [(), tuple((i, i) for i in range(n))]
-    return routes(n) + [{"pairs": pairs} for pairs in rests]
+    return routes(n) + [{"perm": perm} for perm in rests]
 
 
 def both_ends(n: int) -> list[Options]:

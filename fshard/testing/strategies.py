@@ -112,8 +112,8 @@ def specs(draw: st.DrawFn, mesh: Mesh, shape: tuple[int, ...], *, flat: bool = T
     >>> mesh = make_mesh({"data": 2, "model": 2})
     >>> find(specs(mesh, (4, 3)), lambda spec: spec.sharded_axes == ("data", "model") and not spec.is_flat)
     P(("data", "model"))
-    >>> find(specs(mesh, (4, 3)), lambda spec: spec.is_flat and spec.on)
-    P.flat("model", on={"data": 0})
+    >>> find(specs(mesh, (4, 3)), lambda spec: spec.is_flat and spec.at)
+    P.flat("model", at={"data": 0})
     """
     cuts = [1] * len(shape)
     entries: list[tuple[str, ...]] = [()] * len(shape)
@@ -126,7 +126,7 @@ def specs(draw: st.DrawFn, mesh: Mesh, shape: tuple[int, ...], *, flat: bool = T
     if axes and flat and draw(st.sampled_from((False, False, False, True))):
         chosen = tuple(axes[: draw(st.integers(1, len(axes)))])
         over = [axis for axis in axes if unreduced and axis not in chosen and draw(st.booleans())]
-        return P.flat(*chosen, unreduced=tuple(over), on=on)
+        return P.flat(*chosen, unreduced=tuple(over), at=on)
     for axis in axes:
         size = mesh.shape[axis]
         fitting = [dim for dim, length in enumerate(shape) if length % (cuts[dim] * size) == 0]
@@ -136,7 +136,7 @@ def specs(draw: st.DrawFn, mesh: Mesh, shape: tuple[int, ...], *, flat: bool = T
             cuts[use] *= size
         elif use == "unreduced":
             summed.append(axis)
-    return P(*entries, unreduced=tuple(summed), on=on)
+    return P(*entries, unreduced=tuple(summed), at=on)
 
 
 def layouts(

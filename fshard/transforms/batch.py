@@ -307,7 +307,7 @@ def _samples(x: Tensor, cut: Cut, layout: Layout) -> tuple[Tensor, ...]:
     for device in local_devices(mesh):
         (own,) = cut.ranges(mesh, device, 1)
         piece = x[slice(*_filled(own, cut.length))]
-        if layout.spec.cut_axes != cut.axes:
+        if layout.spec.split_axes != cut.axes:
             _, *inside = layout.ranges(x.shape, device)
             piece = piece[(slice(None), *(slice(*each) for each in inside))]
         pieces.append(in_memory(piece.clone(), mesh, "device"))

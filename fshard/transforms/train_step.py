@@ -136,7 +136,7 @@ def train_step(
     >>> step = fs.train_step(stages, opt, mesh=mesh, batch=P("data"), schedule=schedule, loss=loss)
     >>> params, state, metrics = step(params, opt.init(params), (torch.ones(16, 2), torch.ones(16, 1)))
     >>> fs.typeof(params[1]["2.weight"]), metrics["samples"]
-    (f32[1, 3]{flat:data, on:pipe=1}, tensor(16))
+    (f32[1, 3]{flat:data, at:pipe=1}, tensor(16))
     """
     opt = on_arrays(opt, "train_step")
     if precision not in _COMPUTE:

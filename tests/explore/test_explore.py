@@ -38,7 +38,7 @@ def layouts(draw, flat=None):
     if cutting and (draw(st.booleans()) if flat is None else flat):
         assume(prod(mesh.shape[name] for name in cutting) <= 8)
         shape = draw(st.lists(st.integers(0, 5), max_size=3))
-        return fs.Layout(mesh, P.flat(*cutting, unreduced=unreduced, on=on)), tuple(shape)
+        return fs.Layout(mesh, P.flat(*cutting, unreduced=unreduced, at=on)), tuple(shape)
     ndim = draw(st.integers(0 if not cutting else 1, 4))
     entries = [[] for _ in range(ndim)]
     for name in cutting:
@@ -46,7 +46,7 @@ def layouts(draw, flat=None):
     parts = [prod(mesh.shape[name] for name in entry) for entry in entries]
     assume(all(count <= 4 for count in parts))
     shape = [draw(st.integers(0, 2)) * count for count in parts]
-    return fs.Layout(mesh, P(*map(tuple, entries), unreduced=unreduced, on=on)), tuple(shape)
+    return fs.Layout(mesh, P(*map(tuple, entries), unreduced=unreduced, at=on)), tuple(shape)
 
 
 def grid_of(layout, shape):

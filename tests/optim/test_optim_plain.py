@@ -182,9 +182,9 @@ def test_processes_equal_virtual_devices(two):
 def test_state_like_the_parameters_lies_with_them_and_the_rest_is_replicated():
     _, state = trained(ROWS, 3)
     assert types(state) == [
-        *("f32[6, 2]{on:data=1}", "f32[5]{on:data=1}", "f32[6, 6]{on:data=0}"),
-        *("f32[6]{on:data=1}", "f32[5]{on:data=1}", "f32[6]{on:data=0}"),
-        *("f32[]{on:data=1}", "f32[]{on:data=1}", "f32[]{on:data=0}"),
+        *("f32[6, 2]{at:data=1}", "f32[5]{at:data=1}", "f32[6, 6]{at:data=0}"),
+        *("f32[6]{at:data=1}", "f32[5]{at:data=1}", "f32[6]{at:data=0}"),
+        *("f32[]{at:data=1}", "f32[]{at:data=1}", "f32[]{at:data=0}"),
         "f32[]",
     ]
     _, state = trained(MOMENTUM, 1)
@@ -210,7 +210,7 @@ def test_budget_on_an_abstract_mesh_counts_the_state_of_owners():
     mesh = fs.make_mesh({"data": 4}, runtime="abstract")
     params = fs.shard_params({"w": torch.ones(8, 8), "v": torch.ones(8)}, P(), mesh=mesh)
     opt = fs.partition_optimizer(ROWS, mesh=mesh, axis="data", stage=1)
-    assert sorted(types(opt.init(params)))[:3] == ["f32[8, 8]{on:data=0}", "f32[8]{on:data=0}", "f32[8]{on:data=1}"]
+    assert sorted(types(opt.init(params)))[:3] == ["f32[8, 8]{at:data=0}", "f32[8]{at:data=0}", "f32[8]{at:data=1}"]
 
 
 def test_certify_and_check_elementwise_take_pairs():

@@ -153,7 +153,7 @@ LOSSES = {
     "started": (started, started_alone, 4),
     "centred": (centred, centred_alone, 4),
     "standardised": (standardised, standardised_alone, 1),
-    "contrastive": (contrastive("each"), contrastive_alone, 4),
+    "contrastive": (contrastive("varying"), contrastive_alone, 4),
     "contrastive, replicated": (contrastive("replicated"), contrastive_alone, 4),
     "softmax": (softmax_over_samples, softmax_alone, 1),
     "neighbours": (neighbours, neighbours_alone, 4),

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fshard.errors import LayoutError
 from fshard.mesh.collectives.moves import AllGather, AllToAll, Broadcast, Extreme, Permute, Psum, PsumScatter, Pvary
-from fshard.mesh.collectives.on_trees import Collective, CollectiveCall, call
+from fshard.mesh.collectives.on_trees import CollectiveCall, call, collective
 from fshard.mesh.layout import Axes, PyTree
 from fshard.mesh.spmd.scope import Group, require
 from fshard.uncompiled import uncompiled
@@ -50,7 +50,7 @@ def _countable(x: Tensor) -> Tensor:
     return x.to(torch.int64) if x.dtype == torch.bool else x
 
 
-@Collective
+@collective
 def psum(tree: PyTree, axis: Axes) -> CollectiveCall:
     """Sum over the devices along `axis`; every device gets the sum.
 
@@ -65,7 +65,7 @@ def psum(tree: PyTree, axis: Axes) -> CollectiveCall:
     return call("fs.psum", tree, axis, lambda x, group: _PSUM, before=_countable, equal="result")
 
 
-@Collective
+@collective
 def pmean(tree: PyTree, axis: Axes) -> CollectiveCall:
     """Average over the devices along `axis`; every device gets the mean.  Sends what `psum` sends.
 
@@ -100,7 +100,7 @@ def _ordered(what: str, x: Tensor) -> Tensor:
     return x
 
 
-@Collective
+@collective
 def pmax(tree: PyTree, axis: Axes) -> CollectiveCall:
     """Take the largest over the devices along `axis`, element by element.  Sends what `psum` sends.
 
@@ -116,7 +116,7 @@ def pmax(tree: PyTree, axis: Axes) -> CollectiveCall:
     )
 
 
-@Collective
+@collective
 def pmin(tree: PyTree, axis: Axes) -> CollectiveCall:
     """Take the smallest over the devices along `axis`, element by element: see `pmax`.
 
@@ -130,7 +130,7 @@ def pmin(tree: PyTree, axis: Axes) -> CollectiveCall:
     )
 
 
-@Collective
+@collective
 def pvary(tree: PyTree, axis: Axes) -> CollectiveCall:
     """Mark a replicated value as used by each device for its own ends: sends nothing, but its cotangents are summed.
 
@@ -150,12 +150,16 @@ def pvary(tree: PyTree, axis: Axes) -> CollectiveCall:
     return call("fs.pvary", tree, axis, lambda x, group: _PVARY, equal="argument")
 
 
-@Collective
-def all_gather(tree: PyTree, axis: Axes, *, dim: int = 0, to: Literal["each", "replicated"] = "each") -> CollectiveCall:
-    """Put the shards of all devices along `axis` side by side along `dim`.  Sends (n-1)/n of the result's bytes.
+@collective
+def all_gather(
+    tree: PyTree, axis: Axes, *, dim: int = 0, to: Literal["varying", "replicated"] = "varying"
+) -> CollectiveCall:
+    """Concatenate the shards along `axis` on every device, along `dim`.  Sends (n-1)/n of the result's bytes.
 
-    `to="each"`: every device uses the whole for its own ends; the cotangents are summed and scattered (`psum_scatter`).
-    `to="replicated"`: the whole stays the same on all devices; the cotangent is the own shard, and nothing is sent.
+    to            backward
+    "varying"     psum_scatter
+    "replicated"  local slice, no communication
+
     A 0-d tensor is gathered as one of one element.
 
     >>> import torch, fshard as fs
@@ -163,20 +167,20 @@ def all_gather(tree: PyTree, axis: Axes, *, dim: int = 0, to: Literal["each", "r
     >>> fs.run(lambda: fs.all_gather(torch.tensor([fs.axis_index("data")]), "data"), mesh=mesh)[0]
     tensor([0, 1, 2, 3])
     """
-    if to not in ("each", "replicated"):
-        raise LayoutError(f'fs.all_gather: `to` is "each" or "replicated", not {to!r}.')
-    whole = to == "replicated"
+    if to not in ("varying", "replicated"):
+        raise ValueError(f'fs.all_gather: to must be "varying" or "replicated"; got {to!r}.')
+    replicated = to == "replicated"
     return call(
         "fs.all_gather",
         tree,
         axis,
-        lambda x, group: AllGather(_dim("fs.all_gather", x, dim), whole),
+        lambda x, group: AllGather(_dim("fs.all_gather", x, dim), replicated),
         before=lambda x: x if x.ndim else x.reshape(1),
-        equal="result" if whole else None,
+        equal="result" if replicated else None,
     )
 
 
-@Collective
+@collective
 def psum_scatter(tree: PyTree, axis: Axes, *, dim: int = 0) -> CollectiveCall:
     """Sum over the devices along `axis`, and leave each device with its shard along `dim`.  Sends (n-1)/n of the bytes.
 
@@ -194,41 +198,41 @@ def psum_scatter(tree: PyTree, axis: Axes, *, dim: int = 0) -> CollectiveCall:
     )
 
 
-@Collective
-def all_to_all(tree: PyTree, axis: Axes, *, dim: int | tuple[int, int] = 0) -> CollectiveCall:
-    """Cut one dim into a shard for each device, exchange them, and join what arrives.  Sends (n-1)/n of the bytes.
+@collective
+def all_to_all(tree: PyTree, axis: Axes, *, split_dim: int = 0, concat_dim: int | None = None) -> CollectiveCall:
+    """Split `split_dim` into a shard per device, exchange them, and concatenate the received ones along `concat_dim`.
 
-    `dim` is the dim to cut and the dim to join along, or one number for both.
+    `concat_dim` is `split_dim` by default.  Sends (n-1)/n of the bytes.  Backward: all_to_all with the dims swapped.
 
     >>> import torch, fshard as fs
     >>> mesh = fs.make_mesh({"data": 2})
     >>> fs.run(lambda: fs.all_to_all(torch.arange(2) + 10 * fs.axis_index("data"), "data"), mesh=mesh)
     [tensor([ 0, 10]), tensor([ 1, 11])]
     """
-    if isinstance(dim, tuple) and len(dim) != 2:
-        raise LayoutError(f"fs.all_to_all: `dim` is one dim, or the pair (to cut, to join along), not {dim!r}.")
-    split, concat = dim if isinstance(dim, tuple) else (dim, dim)
+    concat = split_dim if concat_dim is None else concat_dim
     return call(
         "fs.all_to_all",
         tree,
         axis,
-        lambda x, group: AllToAll(_divided("fs.all_to_all", x, split, group), _dim("fs.all_to_all", x, concat)),
+        lambda x, group: AllToAll(_divided("fs.all_to_all", x, split_dim, group), _dim("fs.all_to_all", x, concat)),
     )
 
 
-@Collective
-def ppermute(tree: PyTree, axis: Axes, pairs: list[tuple[int, int]]) -> CollectiveCall:
+@collective
+def ppermute(tree: PyTree, axis: Axes, perm: list[tuple[int, int]]) -> CollectiveCall:
     """Send along (source, destination) pairs; a device that receives nothing gets zeros.  Sends the bytes once.
+
+    Backward: ppermute with the pairs reversed.
 
     >>> import torch, fshard as fs
     >>> mesh = fs.make_mesh({"pipe": 3})
     >>> fs.run(lambda: fs.ppermute(torch.tensor(fs.axis_index("pipe") + 1), "pipe", [(0, 1), (1, 2)]), mesh=mesh)
     [tensor(0), tensor(1), tensor(2)]
     """
-    given: tuple[object, ...] = tuple(pairs) if isinstance(pairs, Iterable) else (pairs,)
-    along = tuple(tuple(pair) for pair in given if _is_pair(pair))
-    strange = tuple(repr(pair) for pair in given if not _is_pair(pair))
-    return call("fs.ppermute", tree, axis, lambda x, group: _permute(along, strange, group.size, group.axes))
+    given: tuple[object, ...] = tuple(perm) if isinstance(perm, Iterable) else (perm,)
+    pairs = tuple(tuple(pair) for pair in given if _is_pair(pair))
+    invalid = tuple(repr(pair) for pair in given if not _is_pair(pair))
+    return call("fs.ppermute", tree, axis, lambda x, group: _permute(pairs, invalid, group.size, group.axes))
 
 
 def _is_pair(pair: object) -> TypeGuard[Sequence[int]]:
@@ -244,21 +248,21 @@ def _is_whole(number: object) -> TypeGuard[int]:
 
 
 @lru_cache(maxsize=256)
-def _permute(pairs: tuple[tuple[int, ...], ...], strange: tuple[str, ...], n: int, axes: tuple[str, ...]) -> Permute:
-    """Return the move along some pairs, or raise naming all that is wrong with them, and with what are none."""
-    wrong = [f"{pair} is no pair of whole numbers" for pair in strange]
-    for what, places in zip(("source", "destination"), zip(*pairs, strict=True), strict=False):
-        wrong += [f"{what} {place} is not in 0..{n - 1}" for place in sorted({*places}) if not 0 <= place < n]
-        wrong += [f"{what} {place} is named more than once" for place, times in Counter(places).items() if times > 1]
+def _permute(pairs: tuple[tuple[int, ...], ...], invalid: tuple[str, ...], n: int, axes: tuple[str, ...]) -> Permute:
+    """Return the move along some pairs, or raise with all that is wrong with them."""
+    wrong = [f"{pair} is not a pair of integers" for pair in invalid]
+    for end, indices in zip(("source", "destination"), zip(*pairs, strict=True), strict=False):
+        wrong += [f"{end} {index} is not in 0..{n - 1}" for index in sorted({*indices}) if not 0 <= index < n]
+        wrong += [f"{end} {index} occurs more than once" for index, count in Counter(indices).items() if count > 1]
     if wrong:
-        raise LayoutError(
-            f"fs.ppermute: {'; '.join(wrong)}. `pairs` are (source, destination), places along {'+'.join(axes)}, each at most "
-            "once on either side."
+        raise ValueError(
+            f"fs.ppermute: perm must be (source, destination) pairs of indices along {'+'.join(axes)}, each index at most "
+            f"once as source and once as destination; {'; '.join(wrong)}."
         )
     return Permute(tuple((source, to) for source, to in pairs))
 
 
-@Collective
+@collective
 def broadcast(tree: PyTree, axis: Axes, *, source: int = 0) -> CollectiveCall:
     """Give every device along `axis` what the one at index `source` holds.  Sends the bytes once.
 

@@ -6,10 +6,10 @@ psum({"a": f32, "b": bf16, "c": f32}, "data")   ->   two collectives: a and c in
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import update_wrapper
-from typing import Generic, Literal, ParamSpec, TypeGuard, cast
+from typing import Any, Literal, ParamSpec, Protocol, TypeGuard, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -45,6 +45,7 @@ from fshard.source import Site, call_site
 from fshard.uncompiled import uncompiled
 
 Params = ParamSpec("Params")
+Result = TypeVar("Result")
 
 MOST_ROADS = 1024
 """How many short ways are kept by a scope."""
@@ -155,47 +156,89 @@ class CollectiveCall:
         return unflatten(self.structure, [placed[place] for place in range(len(placed))])
 
 
-class Collective(Generic[Params]):
-    """A collective that can be called, or started and waited for later."""
+class Collective(Protocol[Params]):
+    """A collective: a function whose `start` begins it and returns a `Handle` to wait for."""
 
-    def __init__(self, plan: Callable[Params, CollectiveCall]) -> None:
-        self._plan = plan
-        update_wrapper(self, plan)
-        self.__signature__ = inspect.signature(plan).replace(return_annotation=PyTree)
+    def __call__(self, *args: Params.args, **kwargs: Params.kwargs) -> PyTree: ...
+    def start(self, *args: Params.args, **kwargs: Params.kwargs) -> Handle: ...
 
-    @uncompiled
-    def __call__(self, *args: Params.args, **kwargs: Params.kwargs) -> PyTree:
-        """Run it: by the short way, if one is known for a tensor like this."""
+
+def collective(plan: Callable[Params, CollectiveCall]) -> Collective[Params]:
+    """Turn the plan of a collective into the function that users call."""
+    name, signature = f"fs.{plan.__name__}", inspect.signature(plan).replace(return_annotation=PyTree)
+
+    def run(*args: Params.args, **kwargs: Params.kwargs) -> PyTree:
+        if kwargs:
+            _validate_keywords(name, signature, args, kwargs)
         scope = here()
         if scope is None or scope.roads is None or not args or not _plain(x := args[0]):
-            return self._plan(*args, **kwargs).run()
-        roads, key = scope.roads, self._key(x, args[1:], kwargs)
+            return plan(*args, **kwargs).run()
+        roads, key = scope.roads, _key(name, x, args[1:], kwargs)
         if key is not None and key not in roads:
             if len(roads) == MOST_ROADS:
                 roads.clear()
-            roads[key] = self._plan(*args, **kwargs).road(x)
+            roads[key] = plan(*args, **kwargs).road(x)
         road = roads.get(key)
-        return self._plan(*args, **kwargs).run() if road is None else road(x)
+        return plan(*args, **kwargs).run() if road is None else road(x)
 
-    def _key(self, x: Tensor, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
-        """Return a key of this call for caching; None for arguments that have none, such as an iterator."""
-        for given in args, kwargs.values():
-            for one in given:
-                if type(one) not in _PLAIN:
-                    return None
-        try:
-            key = (self, x.shape, x.dtype, args, *kwargs.items())
-            hash(key)
-        except TypeError:  # there is a list
-            return (self, x.shape, x.dtype, repr(args), repr(kwargs))
-        return key
+    def start(*args: Params.args, **kwargs: Params.kwargs) -> Handle:
+        _validate_keywords(name, signature, args, kwargs)
+        return plan(*args, **kwargs).start()
 
-    @uncompiled
-    def start(self, *args: Params.args, **kwargs: Params.kwargs) -> Handle:
-        return self._plan(*args, **kwargs).start()
+    def public(function: Callable[Params, Result], returns: object) -> Callable[Params, Result]:
+        function: Any = update_wrapper(uncompiled(function), plan)
+        function.__signature__ = signature.replace(return_annotation=returns)
+        return function
 
-    def __repr__(self) -> str:
-        return f"<collective fs.{self._plan.__name__}>"
+    made: Any = public(run, PyTree)
+    made.start = public(start, Handle)
+    return made
+
+
+_HINTS = {
+    "axis_name": "The mesh axis is `axis`.",
+    "axis_index_groups": "Groups are axes of the mesh: give it several.",
+    "group": "The group is given by `axis`.",
+    "tiled": "Results are always tiled: shards are concatenated along `dim`.",
+    "scatter_dimension": "The tensor dim is `dim`.",
+    "scatter_dim": "The tensor dim is `dim`.",
+    "gather_dim": "The tensor dim is `dim`.",
+    "split_axis": "The tensor dim to split is `split_dim`.",
+    "concat_axis": "The tensor dim to concatenate along is `concat_dim`.",
+    "pairs": "The (source, destination) pairs are `perm`.",
+    "src": "The device that sends is `source`.",
+    "dst": "The device that receives is `to`.",
+}
+"""Keywords of JAX's and torch's collectives, and what they are called here."""
+
+
+def _validate_keywords(
+    name: str, signature: inspect.Signature, args: Sequence[object], kwargs: Mapping[str, object]
+) -> None:
+    """Raise if a keyword does not exist or is given twice, with the name that it has here."""
+    names = list(signature.parameters)
+    wrong = [
+        f"{key} is not an argument. {_HINTS.get(key, '')}".rstrip() if key not in names else f"{key} is given twice."
+        for key in kwargs
+        if key not in names[len(args) :]
+    ]
+    if wrong:
+        hint = " The mesh axis is `axis`, a tensor dim is `dim`." if "axis" in kwargs and len(args) > 1 else ""
+        raise TypeError(f"{name}({', '.join(names)}): {' '.join(wrong)}{hint}")
+
+
+def _key(name: str, x: Tensor, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+    """Return the cache key of a call; None if an argument cannot be in one, such as an iterator."""
+    for given in args, kwargs.values():
+        for one in given:
+            if type(one) not in _PLAIN:
+                return None
+    try:
+        key = (name, x.shape, x.dtype, args, *kwargs.items())
+        hash(key)
+    except TypeError:  # there is a list
+        return (name, x.shape, x.dtype, repr(args), repr(kwargs))
+    return key
 
 
 def _plain(x: object) -> TypeGuard[Tensor]:

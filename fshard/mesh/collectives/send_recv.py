@@ -22,7 +22,7 @@ from fshard.mesh.collectives.api import check_index
 from fshard.mesh.collectives.autograd import LinearMap, Tensors, apply
 from fshard.mesh.collectives.ledger import LedgerRow, active
 from fshard.mesh.collectives.moves import Permute, purpose, serving
-from fshard.mesh.collectives.on_trees import Collective, Handle, tensors_of
+from fshard.mesh.collectives.on_trees import Handle, collective, tensors_of
 from fshard.mesh.layout import Axes, PyTree, Structure, paths_of, unflatten
 from fshard.mesh.spmd.scope import Group, World, require
 from fshard.source import Site, call_site
@@ -176,7 +176,7 @@ class _Exchange:
         return Handle(in_turn)
 
 
-@Collective
+@collective
 def send(tree: PyTree, axis: Axes, to: int) -> Any:
     """Send tensors to the device at place `to` along `axis`, without waiting for it; return the token (a zero).
 
@@ -195,7 +195,7 @@ def send(tree: PyTree, axis: Axes, to: int) -> Any:
     return _Exchange(leaves, structure, site, lambda likes, site: Send(to, group, site, likes))
 
 
-@Collective
+@collective
 def recv(like: PyTree, axis: Axes, source: int) -> Any:
     """Receive what the device at place `source` along `axis` sends next: a tree like `like`, of its shapes and dtypes.
 

@@ -30,7 +30,7 @@ def to_dtensor(x: Sharded) -> DTensor:
     if not isinstance(x, Sharded):
         raise LayoutError(f"to_dtensor takes a Sharded, found {type(x).__name__}. Make one with fs.device_put.")
     spec, mesh = x.spec, x.mesh
-    if spec.is_flat or spec.on or x.layout.memory != "device":
+    if spec.is_flat or spec.at or x.layout.memory != "device":
         raise LayoutError(f"{x!r} has no DTensor: flat, owned and host layouts are fshard's own. Reshard it first.")
     placements: list[Placement] = [Replicate()] * len(mesh.axis_names)
     for dim, axes in enumerate(spec.dims(x.ndim)):

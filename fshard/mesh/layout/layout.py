@@ -2,8 +2,8 @@
 
     f32[8@data, 6@model]          dim 0 cut over "data", dim 1 over "model"
     f32[8, 6]{flat:data}          flattened, then cut over "data"
-    f32[8, 6]{on:data=2}          whole on device 2 along "data", empty on the others
-    f32[8, 6]{flat:data, on:pipe=2}   flattened and cut over "data" where "pipe" is 2, empty elsewhere
+    f32[8, 6]{at:data=2}          whole on device 2 along "data", empty on the others
+    f32[8, 6]{flat:data, at:pipe=2}   flattened and cut over "data" where "pipe" is 2, empty elsewhere
     f32[8, 6]{U:model}            whole everywhere, to be summed over "model"
     f32[8@data, 6]{host}          in the memory of the host
 
@@ -77,7 +77,7 @@ class Layout:
         self.mesh.check_axes(self.spec.axes, f"Layout with {self.spec}")
         if self.memory not in get_args(Memory):
             raise LayoutError(f'Layout: memory is "device" or "host", not {self.memory!r}.')
-        for axes, place in self.spec.on:
+        for axes, place in self.spec.at:
             n = prod(self.mesh.shape[axis] for axis in axes)
             if place >= n:
                 raise LayoutError(
@@ -125,11 +125,11 @@ class Layout:
     @cached_property
     def place(self) -> dict[str, int]:
         """The place along each axis at which it lies, where it does not lie everywhere."""
-        return self.spec.place(self.mesh.shape)
+        return self.spec.coordinates(self.mesh.shape)
 
     def has_any(self, device: int) -> bool:
         """Return whether a device has a part in the tensor: only those at its place have."""
-        return not self.spec.on or self.place.items() <= self.mesh.coordinates(device).items()
+        return not self.spec.at or self.place.items() <= self.mesh.coordinates(device).items()
 
     def _place(self, device: int, axes: tuple[str, ...]) -> int:
         """Return the place of a device along some axes, major to minor, as one number."""
@@ -143,7 +143,7 @@ class Layout:
     def global_shape(self, local: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of the whole from the shape of a shard."""
         spec = self.spec
-        if spec.is_flat or spec.on:
+        if spec.is_flat or spec.at:
             if spec.shape is None:
                 raise LayoutError(
                     f"The shape of the whole tensor cannot be read off a piece of shape {tuple(local)} that lies as {spec}. "
@@ -201,7 +201,7 @@ class ShardType:
             for length, axes in zip(self.shape, self.spec.dims(len(self.shape)), strict=True)
         ]
         notes = [f"flat:{'+'.join(self.spec.flat_axes)}"] if self.spec.flat_axes else []
-        notes += [f"on:{'+'.join(axes)}={place}" for axes, place in self.spec.on]
+        notes += [f"at:{'+'.join(axes)}={place}" for axes, place in self.spec.at]
         notes += [f"U:{'+'.join(self.spec.unreduced)}"] if self.spec.unreduced else []
         notes += ["host"] if self.memory == "host" else []
         return f"{dtype_name(self.dtype)}[{', '.join(dims)}]" + (f"{{{', '.join(notes)}}}" if notes else "")

@@ -61,7 +61,7 @@ STAY = ReshardPlan((), (), ())
 def plan_reshard(before: Layout, after: Layout, shape: tuple[int, ...]) -> ReshardPlan:
     """Return the way from one layout to another on the same mesh."""
     steps = plan(before.spec.shapeless, after.spec.shapeless, shape, after.mesh.axes)
-    only_slices = all(step.kind == "slice" and not step.on for step in steps)
+    only_slices = all(step.kind == "slice" and not step.at for step in steps)
     return ReshardPlan(steps, shape, tuple((step.dim, step.axes) for step in steps) if only_slices else None)
 
 
@@ -79,7 +79,7 @@ def take(x: Tensor, way: ReshardPlan, site: Site) -> Tensor:
 def wire_of(step: Step, shape: tuple[int, ...], n: int) -> Move | None:
     """Return the move that sends something in a step, of a tensor of this shape, over n devices."""
     if step.kind == "exchange":
-        return Handover(((prod(shape), step.owner),), n, out=not step.after.on)
+        return Handover(((prod(shape), step.owner),), n, out=not step.after.at)
     move = move_of(step)
     return None if isinstance(move, Alone) else move
 
@@ -97,7 +97,7 @@ def go(
     for turn in range(max([len(way.steps) for way in ways], default=0)):
         for ride in _rides(tuple(ways), turn, tuple([x.dtype for x in results])):
             move, given = ride.move, [results[place] for place in ride.places]
-            if ride.on and not _is_at(ride.on, scope):
+            if ride.at and not _is_at(ride.at, scope):
                 ride.put(results, ride.watched(given, scope, site))
                 continue
             if move is None or (ride.kind == "flat_slice" and _is_plain(given)):
@@ -149,13 +149,13 @@ class Fit(NamedTuple):
 class Ride:
     """One turn of those leaves that take it together: `now` are the step of each and the shape of its whole."""
 
-    __slots__ = ("_fits", "_where", "axes", "kind", "last", "move", "now", "on", "places")
+    __slots__ = ("_fits", "_where", "axes", "kind", "last", "move", "now", "at", "places")
 
     def __init__(self, places: list[int], now: list[tuple[Step, tuple[int, ...]]], last: bool) -> None:
         self.places, self.now, self.last = places, now, last
         step = now[0][0]
-        self.kind, self.axes, self.on, self.move = step.kind, step.axes, step.on, move_of(step)
-        self._where = [*{axes: None for step, _ in now if (axes := (*(step.after.flat or ()), *step.after.on_axes))}]
+        self.kind, self.axes, self.at, self.move = step.kind, step.axes, step.at, move_of(step)
+        self._where = [*{axes: None for step, _ in now if (axes := (*(step.after.flat or ()), *step.after.at_axes))}]
         self._fits: dict[tuple[int, ...], list[Fit]] = {}
 
     def put(self, results: list[Tensor], ys: Iterable[Tensor]) -> None:
@@ -186,7 +186,7 @@ class Ride:
         if move is None:
             return
         sent = sum(one.elements * x.element_size() for x, (one, _) in zip(xs, self.now, strict=True))
-        groups = [(scope.group((axis,), "fs.reshard"), place) for axis, place in self.on]
+        groups = [(scope.group((axis,), "fs.reshard"), place) for axis, place in self.at]
         device = scope.device + sum((place - group.index) * group.dims[0][1] for group, place in groups)
         for opened in active():
             opened.record(device, LedgerRow(move.name, self.axes, site._replace(leaves=())), Fraction(sent))
@@ -205,7 +205,7 @@ class Ride:
             empty = [step.after.elsewhere(len(shape)) for step, shape in self.now]
             return [keep(x, step.owner, own, on) for x, (step, _), own in zip(xs, self.now, empty, strict=True)]
         owned = [Owned(x, shape, step.owner) for x, (step, shape) in zip(xs, self.now, strict=True)]
-        return hand_over(owned, on, out=not self.now[0][0].after.on)
+        return hand_over(owned, on, out=not self.now[0][0].after.at)
 
 
 @lru_cache(maxsize=1024)
@@ -216,8 +216,8 @@ def _rides(ways: tuple[ReshardPlan, ...], turn: int, dtypes: tuple[torch.dtype, 
         if turn < len(way.steps):
             step = way.steps[turn]
             move = move_of(step)
-            one = move if move is not None and step.kind != "flat_slice" else (step.kind, bool(step.after.on))
-            groups.setdefault((one, step.axes, step.on, dtype), []).append(place)
+            one = move if move is not None and step.kind != "flat_slice" else (step.kind, bool(step.after.at))
+            groups.setdefault((one, step.axes, step.at, dtype), []).append(place)
     return tuple(
         Ride(
             places,
@@ -236,7 +236,7 @@ def _fit(step: Step, shape: tuple[int, ...], scope: Scope) -> Fit:
     if step.kind == "flat_gather":
         each = chunk(total, scope.group(step.axes, "fs.reshard").size)
         return Fit(each, (0, total), shape if len(shape) != 1 else None)
-    here = _is_at(after.on, scope)
+    here = _is_at(after.at, scope)
     if after.flat is not None:
         n, index = (
             (group.size, group.index) if after.flat and (group := scope.group(after.flat, "fs.reshard")) else (1, 0)
@@ -263,4 +263,4 @@ def _reshaped(x: Tensor, step: Step, shape: tuple[int, ...], scope: Scope) -> Te
     after = step.after
     if after.flat is not None:
         return x.reshape(-1)
-    return x.reshape(_piece(after, shape, scope) if _is_at(after.on, scope) else after.elsewhere(len(shape)))
+    return x.reshape(_piece(after, shape, scope) if _is_at(after.at, scope) else after.elsewhere(len(shape)))

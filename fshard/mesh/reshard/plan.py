@@ -7,8 +7,8 @@ some axes goes its way there, by the devices of that place alone.
     P("data", None) -> P(None, "data")          all_to_all        (n-1)/n of the shard
     P(unreduced="data") -> P("data")            psum_scatter
     P("data") -> P("model"), 4 x 2 devices      direct            3/4 of the new shard, on the average
-    P.flat("data", on=k) -> P(on=k)             flat_gather       (n-1)/n of the whole, by those at k; nothing elsewhere
-    P() -> P.flat("data", on=k)                 keep, flat_slice
+    P.flat("data", at=k) -> P(at=k)             flat_gather       (n-1)/n of the whole, by those at k; nothing elsewhere
+    P() -> P.flat("data", at=k)                 keep, flat_slice
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class ShardState:
     dims: Dims
     unreduced: frozenset[str]
     flat: tuple[str, ...] | None
-    on: tuple[tuple[str, int], ...] = ()
+    at: tuple[tuple[str, int], ...] = ()
 
     @property
-    def on_axes(self) -> tuple[str, ...]:
-        return tuple(axis for axis, _ in self.on)
+    def at_axes(self) -> tuple[str, ...]:
+        return tuple(axis for axis, _ in self.at)
 
     @property
     def cut(self) -> tuple[str, ...]:
@@ -52,7 +52,7 @@ class ShardState:
     @property
     def sharded(self) -> tuple[str, ...]:
         """The axes along which devices hold different shards, or some hold none."""
-        return self.cut + self.on_axes
+        return self.cut + self.at_axes
 
     @property
     def is_whole(self) -> bool:
@@ -81,7 +81,7 @@ class Step:
     other: int = 0
     owner: int = 0
     move: Supply | KeptRange | None = None
-    on: tuple[tuple[str, int], ...] = ()
+    at: tuple[tuple[str, int], ...] = ()
 
 
 @lru_cache(maxsize=1024)
@@ -104,7 +104,7 @@ def _state(spec: P, ndim: int, axes: Sizes) -> ShardState:
     def real(names: Iterable[str]) -> tuple[str, ...]:
         return tuple(axis for axis in names if sizes[axis] > 1)
 
-    place = spec.place(sizes)
+    place = spec.coordinates(sizes)
     flat = None if spec.flat_axes is None else real(spec.flat_axes)
     on = tuple((axis, place[axis]) for axis, size in axes if size > 1 and axis in place)
     return ShardState(tuple(map(real, spec.dims(ndim))), frozenset(real(spec.unreduced)), flat, on)
@@ -115,18 +115,18 @@ def _route(start: ShardState, goal: ShardState, shape: tuple[int, ...], sizes: M
         return []
     if 0 in shape:
         return [Step("reshape", (), Fraction(0), goal)]
-    both = tuple(place for place in start.on if place in goal.on)
+    both = tuple(place for place in start.at if place in goal.at)
     if both:
         rest = {axis: size for axis, size in sizes.items() if axis not in dict(both)}
-        there = [replace(one, on=tuple(place for place in one.on if place not in both)) for one in (start, goal)]
-        return [replace(step, on=both + step.on) for step in _route(there[0], there[1], shape, rest)]
+        there = [replace(one, at=tuple(place for place in one.at if place not in both)) for one in (start, goal)]
+        return [replace(step, at=both + step.at) for step in _route(there[0], there[1], shape, rest)]
     path = _Path(start, shape, sizes)
     if goal.unreduced - start.unreduced:
         path.follow(replace(goal, unreduced=goal.unreduced & start.unreduced))
         for axis in sizes:
             if axis in goal.unreduced - start.unreduced:
                 path.step("summand", (axis,), unreduced=path.state.unreduced | {axis})
-    elif goal.on and not {*goal.on_axes} & {*start.sharded, *start.unreduced}:
+    elif goal.at and not {*goal.at_axes} & {*start.sharded, *start.unreduced}:
         path.keep(goal)
         path.follow(goal)
     elif start.unreduced != goal.unreduced:
@@ -167,13 +167,13 @@ class _Path:
         return tuple(changes.get(dim, axes) for dim, axes in enumerate(self.state.dims))
 
     def keep(self, goal: ShardState) -> None:
-        axes, places = goal.on_axes, dict(self.state.on + goal.on)
+        axes, places = goal.at_axes, dict(self.state.at + goal.at)
         on = tuple((axis, places[axis]) for axis in self.sizes if axis in places)
-        self.step("keep", axes, 0, 0, 0, self.number(goal, axes), on=on)
+        self.step("keep", axes, 0, 0, 0, self.number(goal, axes), at=on)
 
     def number(self, owned: ShardState, axes: tuple[str, ...]) -> int:
         """Return the place of an owner along some axes, major to minor, as one number."""
-        places = dict(owned.on)
+        places = dict(owned.at)
         return ravel([places[axis] for axis in axes], [self.sizes[axis] for axis in axes])
 
     def sum_up(self, goal: ShardState) -> None:
@@ -181,8 +181,8 @@ class _Path:
         over = self.state.unreduced - goal.unreduced
         if goal.flat is None:
             self._slices(goal)
-        scattered = tuple(axis for axis in goal.flat or goal.on_axes if axis in over)
-        if scattered and self.state.is_whole and not self.state.on:
+        scattered = tuple(axis for axis in goal.flat or goal.at_axes if axis in over)
+        if scattered and self.state.is_whole and not self.state.at:
             n = self.parts(scattered)
             sent, rest = (n - 1) * chunk(prod(self.shape), n), self.state.unreduced - {*scattered}
             self.step("flat_scatter", scattered, sent, flat=scattered, unreduced=rest)
@@ -213,17 +213,17 @@ class _Path:
     def by_collectives(self, goal: ShardState) -> bool:
         """Lay out anew by collectives of equal rows, or by way of flat ranges; return whether that leads to the goal."""
         start = self.state
-        if start.on and start.is_whole and {*start.on_axes} == {*(goal.flat or ())} and not goal.on:
-            self._exchange(start, goal.flat or (), flat=goal.flat, on=())
-        elif goal.on and goal.is_whole and {*goal.on_axes} == {*(start.flat or ())} and not start.on:
-            self._exchange(goal, start.flat or (), flat=None, on=goal.on)
-        elif {*start.on_axes} - {*goal.sharded}:  # what many want is passed on by those who get a part
+        if start.at and start.is_whole and {*start.at_axes} == {*(goal.flat or ())} and not goal.at:
+            self._exchange(start, goal.flat or (), flat=goal.flat, at=())
+        elif goal.at and goal.is_whole and {*goal.at_axes} == {*(start.flat or ())} and not start.at:
+            self._exchange(goal, start.flat or (), flat=None, at=goal.at)
+        elif {*start.at_axes} - {*goal.sharded}:  # what many want is passed on by those who get a part
             axes = (
-                start.on_axes if start.is_whole else tuple(axis for axis in self.sizes if axis not in start.unreduced)
+                start.at_axes if start.is_whole else tuple(axis for axis in self.sizes if axis not in start.unreduced)
             )
             self.follow(ShardState(((),) * len(self.shape), start.unreduced, axes))
             self.follow(goal)
-        elif start.on or goal.on:
+        elif start.at or goal.at:
             return False
         elif start.flat is None and goal.flat is None:
             return self._by_dims(goal)
@@ -247,7 +247,7 @@ class _Path:
         total, n, owner = prod(self.shape), self.parts(axes), self.number(owned, axes)
         start, stop = flat_range(total, n, owner)
         self.step(
-            "exchange", axes, total - (stop - start) if self.state.on else chunk(total, n), 0, 0, owner, **changes
+            "exchange", axes, total - (stop - start) if self.state.at else chunk(total, n), 0, 0, owner, **changes
         )
 
     def _by_dims(self, goal: ShardState) -> bool:
@@ -284,6 +284,6 @@ class _Path:
 def _laid(state: ShardState, shape: tuple[int, ...], sizes: Mapping[str, int]) -> Laid:
     """Return the regions that devices hold in a state."""
     if state.flat is not None:
-        return Laid(shape, None, state.flat, state.on, (prod(sizes[axis] for axis in state.flat),))
+        return Laid(shape, None, state.flat, state.at, (prod(sizes[axis] for axis in state.flat),))
     dims = state.dims[: len(shape)] or ((),)
-    return Laid(shape, dims, None, state.on, tuple(prod(sizes[axis] for axis in axes) for axes in dims))
+    return Laid(shape, dims, None, state.at, tuple(prod(sizes[axis] for axis in axes) for axes in dims))

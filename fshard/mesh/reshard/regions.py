@@ -33,14 +33,14 @@ class Laid:
     shape: tuple[int, ...]
     dims: Dims | None
     flat: tuple[str, ...] | None
-    on: tuple[tuple[str, int], ...]
+    at: tuple[tuple[str, int], ...]
     parts: tuple[int, ...]
     """Into how many shards each dim is cut, or the flat tensor."""
 
     @property
     def axes(self) -> frozenset[str]:
         cut = self.flat if self.dims is None else [axis for dim in self.dims for axis in dim]
-        return frozenset((*(cut or ()), *(axis for axis, _ in self.on)))
+        return frozenset((*(cut or ()), *(axis for axis, _ in self.at)))
 
     @property
     def length(self) -> int:
@@ -54,7 +54,7 @@ class Laid:
             starts = [_number(group, axes) * one for axes, one in zip(self.dims, each, strict=True)]
             sides = [np.stack([start, start + one], -1) for start, one in zip(starts, each, strict=True)]
             regions = np.stack(sides, 1)[:, None]
-        for axis, place in self.on:
+        for axis, place in self.at:
             regions = regions * (_number(group, (axis,)) == place)[:, None, None, None]
         return regions
 

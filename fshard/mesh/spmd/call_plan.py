@@ -261,7 +261,7 @@ class Recipes:
                         )
                     if isinstance(leaf, Tensor):
                         entries.append(self._result_entry(mesh, place, path, leaf, spec))
-        uneven = any(entry.layout.spec.is_flat or entry.layout.spec.on for entry in entries)
+        uneven = any(entry.layout.spec.is_flat or entry.layout.spec.at for entry in entries)
         return ResultRecipe(tuple(entries), any(entry.work for entry in entries), uneven)
 
     def _result_entry(self, mesh: Mesh, place: int, path: str, leaf: Tensor, spec: Any) -> Transfer:

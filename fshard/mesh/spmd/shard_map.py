@@ -267,7 +267,7 @@ class _Outputs:
                 f"shard_map of {self.recipes.name}: result{entry.path} has another dtype on some devices: "
                 f"{', '.join(sorted({str(x.dtype) for x in own}))}."
             )
-        if all(x.shape == own[0].shape for x in own) and not (entry.layout.spec.is_flat or entry.layout.spec.on):
+        if all(x.shape == own[0].shape for x in own) and not (entry.layout.spec.is_flat or entry.layout.spec.at):
             return
         wrong = [
             f"device {self.mesh.coordinates(device)} returns {tuple(x.shape)} instead of {shape}"

@@ -35,8 +35,8 @@ def way_in_order(
     [('psum', 'b'), ('flat_scatter', 'a')]
     [('flat_scatter', 'b'), ('psum', 'a')]
     """
-    summands = [Layout(mesh, P(unreduced=axes[:count], on=dict(on))) for count in range(len(axes), 0, -1)]
-    way = plan_reshard(summands[0] if axes else Layout(mesh, P(on=dict(on))), wanted, shape)
+    summands = [Layout(mesh, P(unreduced=axes[:count], at=dict(on))) for count in range(len(axes), 0, -1)]
+    way = plan_reshard(summands[0] if axes else Layout(mesh, P(at=dict(on))), wanted, shape)
     added = [axis for step in reversed(way.steps) if step.kind in _ADDING for axis in step.axes]
     if added == [axis for axis in axes if mesh.shape[axis] > 1]:
         return way

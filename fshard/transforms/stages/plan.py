@@ -213,7 +213,7 @@ class Terms:
         assert place is not None
         if self.how.slices is not None:
             return way_in_order(self.mesh, self.over, leaf.gradient, leaf.shape, ((self.axis, place),))
-        return plan_reshard(Layout(self.mesh, P(unreduced=self.over, on={self.axis: place})), leaf.gradient, leaf.shape)
+        return plan_reshard(Layout(self.mesh, P(unreduced=self.over, at={self.axis: place})), leaf.gradient, leaf.shape)
 
     def _tie(self, number: int, shape: tuple[int, ...], stages: list[int]) -> Tie:
         places = tuple(self.placement[stage] for stage in stages)
@@ -249,7 +249,7 @@ def shard_stages(
     >>> schedule = fs.pipeline_schedule("1f1b", stages=2, microbatches=4)
     >>> params = fs.shard_stages([torch.nn.Linear(3, 4), torch.nn.Linear(4, 2)], mesh=mesh, schedule=schedule)
     >>> fs.typeof(params[1]["weight"]), [tuple(shard.shape) for shard in params[1]["weight"].shards]
-    (f32[2, 4]{on:pipe=1}, [(0, 0), (0, 0), (2, 4), (2, 4)])
+    (f32[2, 4]{at:pipe=1}, [(0, 0), (0, 0), (2, 4), (2, 4)])
     """
     trees = [dict(one.named_parameters()) if isinstance(one, nn.Module) else one for one in stages]
     where: dict[str, Any] = {"mesh": mesh, "schedule": schedule, "axis": axis}
@@ -341,12 +341,12 @@ def refuse_unfit(what: str, stages: int, mesh: Mesh, schedule: Schedule, axis: s
 
 def on_place(layout: Layout, axis: str, place: int) -> Layout:
     """Return a layout on the devices at one place of an axis alone."""
-    spec, on = layout.spec, {**dict(layout.spec.on), (axis,): place}
+    spec, on = layout.spec, {**dict(layout.spec.at), (axis,): place}
     if spec.flat_axes is not None:
-        return layout.with_spec(P.flat(*spec.flat_axes, unreduced=spec.unreduced, on=on))
-    return layout.with_spec(P(*spec.entries, unreduced=spec.unreduced, on=on))
+        return layout.with_spec(P.flat(*spec.flat_axes, unreduced=spec.unreduced, at=on))
+    return layout.with_spec(P(*spec.entries, unreduced=spec.unreduced, at=on))
 
 
 def place_of(layout: Layout, axis: str) -> int | None:
     """Return the place of an axis where alone something lies, if there is one."""
-    return dict(layout.spec.on).get((axis,))
+    return dict(layout.spec.at).get((axis,))

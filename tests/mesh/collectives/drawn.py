@@ -22,10 +22,11 @@ def drawn_cases(draw: st.DrawFn, mesh: fs.Mesh, name: str | None = None) -> Case
     options = draw(st.sampled_from(oracle.options(n)))
     dtypes = st.sampled_from([dtype for dtype in DTYPES if oracle.takes(dtype)])
     lengths = st.integers(0, 3).map(lambda length: length * n)
-    ndim = draw(st.integers(2 if options.get("dim") is not None else 0, 4))
+    cut = not {"dim", "split_dim"}.isdisjoint(options)
+    ndim = draw(st.integers(2 if cut else 0, 4))
     loose = st.integers(0, 4)  # a dim that nothing cuts
-    sizes = st.tuples(*([lengths if options.get("dim") is not None and ndim < 4 else loose] * ndim))
-    if ndim == 4 and options.get("dim") is not None:
+    sizes = st.tuples(*([lengths if cut and ndim < 4 else loose] * ndim))
+    if ndim == 4 and cut:
         sizes = st.tuples(lengths, lengths, loose, lengths)
     forms = st.sampled_from(["plain", "strided", "slice"])
     operands = draw(st.lists(st.builds(Operand, dtypes, sizes, forms), min_size=1, max_size=5))

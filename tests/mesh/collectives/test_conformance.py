@@ -146,7 +146,7 @@ def added_in_16_bits(xs):
             moves.AllGather,
             "transposed",
             lambda self: moves.Take(self.dim),
-            "all_gather(float32[4, 8], a, dim=0, to=each)",
+            "all_gather(float32[4, 8], a, dim=0, to=varying)",
         ),
         (
             moves.Psum,
@@ -158,7 +158,7 @@ def added_in_16_bits(xs):
             moves.Permute,
             "transposed",
             lambda self: self,
-            "ppermute(float32[4, 8], a, pairs=((0, 1), (1, 2), (2, 3), (3, 0)))",
+            "ppermute(float32[4, 8], a, perm=((0, 1), (1, 2), (2, 3), (3, 0)))",
         ),
     ],
 )
@@ -280,7 +280,7 @@ def in_flight():
     calls = [
         (fs.psum, {}), (fs.pmean, {}), (fs.pmax, {}), (fs.pmin, {}), (fs.pvary, {}),
         (fs.all_gather, {"dim": 1}), (fs.all_gather, {"to": "replicated"}), (fs.psum_scatter, {"dim": 1}),
-        (fs.all_to_all, {"dim": (0, 1)}), (fs.ppermute, {"pairs": ring}), (fs.broadcast, {"source": n - 1}),
+        (fs.all_to_all, {"split_dim": 0, "concat_dim": 1}), (fs.ppermute, {"perm": ring}), (fs.broadcast, {"source": n - 1}),
     ]  # fmt: skip
     direct = [collective(x * x, "a", **options) for collective, options in calls]
     handles = [collective.start(x * x, "a", **options) for collective, options in calls]
@@ -345,12 +345,16 @@ def test_an_axis_of_one_device():
 
 
 def raised(body, shape=None):
-    with pytest.raises(fs.errors.FshardError) as caught:
+    with pytest.raises((fs.errors.FshardError, TypeError, ValueError)) as caught:
         fs.run(body, mesh=fs.make_mesh(shape or {"a": 2, "b": 3}))
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
 X = torch.ones(4, 5)
+PERM = (
+    "ValueError: fs.ppermute: perm must be (source, destination) pairs of indices along {}, each index at most once as "
+    "source and once as destination; "
+)
 PICTURES = [
     (
         lambda: fs.psum_scatter(X, "b", dim=1),
@@ -358,7 +362,7 @@ PICTURES = [
         "Pad it to 6.",
     ),
     (
-        lambda: fs.all_to_all(X, ("a", "b"), dim=-1),
+        lambda: fs.all_to_all(X, ("a", "b"), split_dim=-1),
         "LayoutError: fs.all_to_all: dim 1 has 5 elements, which the 6 devices along a+b do not divide (shape (4, 5)). "
         "Pad it to 6.",
     ),
@@ -368,13 +372,12 @@ PICTURES = [
     ),
     (
         lambda: fs.all_gather(X, "a", to="all"),
-        'LayoutError: fs.all_gather: `to` is "each" or "replicated", not \'all\'.',
+        'ValueError: fs.all_gather: to must be "varying" or "replicated"; got \'all\'.',
     ),
     (
         lambda: fs.ppermute(X, "b", [(0, 3), (0, 1), (2, 1), (-1, 2)]),
-        "LayoutError: fs.ppermute: source -1 is not in 0..2; source 0 is named more than once; destination 3 is not in "
-        "0..2; destination 1 is named more than once. `pairs` are (source, destination), places along b, each at most once "
-        "on either side.",
+        PERM.format("b") + "source -1 is not in 0..2; source 0 occurs more than once; destination 3 is not in 0..2; "
+        "destination 1 occurs more than once.",
     ),
     (lambda: fs.broadcast(X, "b", source=3), "LayoutError: fs.broadcast: source 3 is not in 0..2, the places along b."),
     (lambda: fs.send(X, "b", to=-1), "LayoutError: fs.send: `to` -1 is not in 0..2, the places along b."),
@@ -432,28 +435,28 @@ PICTURES = [
     ),
     (
         lambda: fs.ppermute(X, "a", [0, (0, 1), ("x", 1), (0, 1, 2)]),
-        "LayoutError: fs.ppermute: 0 is no pair of whole numbers; ('x', 1) is no pair of whole numbers; (0, 1, 2) is no pair "
-        "of whole numbers. `pairs` are (source, destination), places along a, each at most once on either side.",
+        PERM.format("a")
+        + "0 is not a pair of integers; ('x', 1) is not a pair of integers; (0, 1, 2) is not a pair of "
+        "integers.",
     ),
     (
         lambda: fs.ppermute({"x": X}, ("a", "b"), [(0.0, 1), (6, 0), [1, 0], (True, 2)]),
-        'LayoutError: fs.ppermute: leaf ["x"]: (0.0, 1) is no pair of whole numbers; (True, 2) is no pair of whole numbers; '
-        "source 6 is not in 0..5; destination 0 is named more than once. `pairs` are (source, destination), places along a+b, "
-        "each at most once on either side.",
+        PERM.format("a+b")
+        + "(0.0, 1) is not a pair of integers; (True, 2) is not a pair of integers; source 6 is not in "
+        "0..5; destination 0 occurs more than once.",
     ),
     (
         lambda: fs.ppermute(X, "a", 5),
-        "LayoutError: fs.ppermute: 5 is no pair of whole numbers. `pairs` are (source, destination), places along a, each at "
-        "most once on either side.",
+        PERM.format("a") + "5 is not a pair of integers.",
     ),
     (lambda: fs.all_gather(X, "a", dim=True), "LayoutError: fs.all_gather: a dim is a whole number, not True."),
     (
         lambda: fs.psum(X, ("a", 5)),
-        'LayoutError: fs.psum: An axis is a name like "data", or a tuple of names; found 5.',
+        'LayoutError: fs.psum: An axis must be a name like "data" or a tuple of names; got 5.',
     ),
     (
-        lambda: fs.all_to_all(X, "a", dim=(0, 1, 2)),
-        "LayoutError: fs.all_to_all: `dim` is one dim, or the pair (to cut, to join along), not (0, 1, 2).",
+        lambda: fs.all_to_all(X, "a", split_dim=(0, 1)),
+        "LayoutError: fs.all_to_all: a dim is a whole number, not (0, 1).",
     ),
     (lambda: fs.psum_scatter(X, "a", dim="x"), "LayoutError: fs.psum_scatter: a dim is a whole number, not 'x'."),
     (
@@ -480,7 +483,7 @@ def test_errors(body, text):
 
 @pytest.mark.parametrize("collective", [name for name in ORACLES if name != "send_recv"])
 def test_outside_there_is_no_axis(collective):
-    options = {"pairs": [(0, 0)]} if collective == "ppermute" else {}
+    options = {"perm": [(0, 0)]} if collective == "ppermute" else {}
     with pytest.raises(fs.errors.ScopeError, match=f"fs.{collective} was called outside shard_map and run") as caught:
         getattr(fs, collective)(X, "a", **options)
     assert str(caught.value).endswith("Call it in the function that you give to fs.shard_map or fs.run.")

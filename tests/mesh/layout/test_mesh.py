@@ -200,9 +200,9 @@ def test_all_axes_in_order_are_the_mesh_itself():
     assert mesh["data", "model"] is mesh and mesh["model", "data"] != mesh and mesh["data"]["data"] == mesh["data"]
 
 
-def test_the_place_of_an_owner_is_a_number():
-    with pytest.raises(fs.errors.LayoutError, match="by=True"):
-        P.owned("data", by=True)
+def test_spec_at_boolean_raises():
+    with pytest.raises(fs.errors.LayoutError, match="True"):
+        P(at={"data": True})
 
 
 def test_tensors_without_values_have_no_place_on_a_mesh_with_values():

@@ -24,8 +24,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated
 def settled(spec):
     """Return a spec without its unreduced axes."""
     if spec.is_flat:
-        return P.flat(*spec.flat_axes, on=dict(spec.on))
-    return P(*spec.entries, on=dict(spec.on))
+        return P.flat(*spec.flat_axes, at=dict(spec.at))
+    return P(*spec.entries, at=dict(spec.at))
 
 
 def sent(x, layout):
@@ -42,9 +42,9 @@ def sent(x, layout):
         ((7,), P.flat("a"), P.flat("a", "b"), 2),
         ((4, 6), P("a", "b"), P.flat("b"), 36),
         ((12, 6), P("a"), P("b", "a"), 36),
-        ((7,), P.flat("b", on={"a": 0}), P.flat("b", on={"a": 1}), 7),
-        ((4, 6), P(None, "b", on={"a": 1}), P("a", on={"b": 2}), 20),
-        ((7,), P.owned("a", "b", by=1), P.owned("b", "a", by=2), 0),
+        ((7,), P.flat("b", at={"a": 0}), P.flat("b", at={"a": 1}), 7),
+        ((4, 6), P(None, "b", at={"a": 1}), P("a", at={"b": 2}), 20),
+        ((7,), P(at={("a", "b"): 1}), P(at={("b", "a"): 2}), 0),
         ((12, 6), P(None, "a"), P(("a", "b")), 36),
     ],
     ids=str,
@@ -58,7 +58,7 @@ def test_elements_sent_on_2_x_3_devices(shape, before, after, expected):
 
 
 def test_an_owner_named_in_another_order_is_the_same():
-    assert plan(P.owned("a", "b", by=1), P.owned("b", "a", by=2), (7,), (("a", 2), ("b", 3))) == ()
+    assert plan(P(at={("a", "b"): 1}), P(at={("b", "a"): 2}), (7,), (("a", 2), ("b", 3))) == ()
 
 
 # -- on other runtimes ----------------------------------------------------------------------------------------------
@@ -74,7 +74,7 @@ def some_problems(count=40):
         before, after = (_drawn(drawn, axes, shape) for _ in range(2))
         if not set(after.unreduced) - set(before.unreduced):
             steps = plan(before, after, shape, tuple(axes.items()))
-            if any(step.kind == "direct" or step.on for step in steps):
+            if any(step.kind == "direct" or step.at for step in steps):
                 cases.append((axes, shape, before, after))
     return cases
 
@@ -88,15 +88,15 @@ def _drawn(drawn, axes, shape):
         return P(unreduced=unreduced)
     on = {cut.pop(): 1} if len(cut) > 1 else {}
     if kind == 0:
-        return P.flat(*cut, unreduced=unreduced, on=on)
+        return P.flat(*cut, unreduced=unreduced, at=on)
     if kind == 1:
-        return P.owned(*cut, *on, by=drawn.randrange(prod(axes[axis] for axis in (*cut, *on))), unreduced=unreduced)
+        return P(at={(*cut, *on): drawn.randrange(prod(axes[axis] for axis in (*cut, *on)))}, unreduced=unreduced)
     dims = [[] for _ in shape]
     for axis in cut:
         dim = drawn.randrange(len(shape))
         if shape[dim] % prod(axes[other] for other in (*dims[dim], axis)) == 0:
             dims[dim].append(axis)
-    return P(*map(tuple, dims), unreduced=unreduced, on=on)
+    return P(*map(tuple, dims), unreduced=unreduced, at=on)
 
 
 def resharded(axes, shape, before, after, dtype, runtime):
@@ -169,7 +169,7 @@ DERIVED = [
     ((7,), P.flat("b"), P.flat("b", "a")),
     ((7,), P.flat("a", unreduced="b"), P.flat("b", "a")),
     ((4, 6), P("a", "b"), P.flat("b")),
-    ((4, 6), P.owned("a", "b", by=4), P("a", "b")),
+    ((4, 6), P(at={("a", "b"): 4}), P("a", "b")),
 ]
 
 

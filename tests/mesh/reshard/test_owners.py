@@ -217,7 +217,7 @@ def test_state_is_held_by_owners_alone_and_elsewhere_in_ranges(stage):
     sizes = [prod(x.shape) for x in leaves if x.ndim == 2]
     owners = shared_out(sizes, n)
     matrices = flatten(state[True]["momentum_buffer"], sharded_is_leaf=True)[0]
-    assert [x.spec for x in matrices] == [P.owned("data", by=owner) for owner in owners]
+    assert [x.spec for x in matrices] == [P(at={"data": owner}) for owner in owners]
     for device in range(n):
         held = sum(x.shards[device].numel() for x in matrices)
         assert held == sum(size for size, owner in zip(sizes, owners, strict=True) if owner == device)
@@ -240,8 +240,8 @@ def test_state_of_another_shape_lies_with_its_matrix():
     state = fs.partition_optimizer(optim.shampoo(longest=3), mesh=mesh, axis="data", stage=1).init(params)
     found = {name: {k: x and str(fs.typeof(x)) for k, x in state[name].items()} for name in ("left", "right")}
     assert found == {
-        "left": {"a": None, "b": "f32[2, 2]{on:data=1}"},
-        "right": {"a": "f32[3, 3]{on:data=0}", "b": "f32[3, 3]{on:data=1}"},
+        "left": {"a": None, "b": "f32[2, 2]{at:data=1}"},
+        "right": {"a": "f32[3, 3]{at:data=0}", "b": "f32[3, 3]{at:data=1}"},
     }
     assert [x.shape for x in state["right"]["b"].shards] == [(0, 0), (3, 3)]
 
@@ -302,7 +302,7 @@ def test_much_is_exchanged_in_turns(shapes, n, at_once):
     mesh = fs.make_mesh({"data": n})
     wholes = [numbers(shape, seed) for seed, shape in enumerate(shapes)]
     flat = fs.Layout(mesh, P.flat("data"))
-    owned = [fs.Layout(mesh, P.owned("data", by=place % n)) for place in range(len(wholes))]
+    owned = [fs.Layout(mesh, P(at={"data": place % n})) for place in range(len(wholes))]
     with pytest.MonkeyPatch.context() as patch, fs.ledger() as comm:
         patch.setattr(fs.mesh.reshard.owners, "AT_ONCE", at_once)
         collected = fs.reshard(fs.device_put(wholes, flat), owned)
@@ -334,13 +334,13 @@ def test_an_optimizer_that_wrongly_says_elementwise_is_found_out_and_owned_if_it
 
 def test_an_owned_tensor_is_whole_in_one_place():
     mesh = fs.make_mesh({"data": 2, "model": 2})
-    x = fs.device_put(torch.ones(2, 3), fs.Layout(mesh, P.owned("data", by=1)))
-    assert str(fs.typeof(x)) == "f32[2, 3]{on:data=1}"
+    x = fs.device_put(torch.ones(2, 3), fs.Layout(mesh, P(at={"data": 1})))
+    assert str(fs.typeof(x)) == "f32[2, 3]{at:data=1}"
     assert [tuple(shard.shape) for shard in x.shards] == [(0, 0), (0, 0), (2, 3), (2, 3)]
-    number = fs.device_put(torch.tensor(2.0), fs.Layout(mesh, P.owned("data", "model", by=2)))
+    number = fs.device_put(torch.tensor(2.0), fs.Layout(mesh, P(at={("data", "model"): 2})))
     assert [shard.tolist() for shard in number.shards] == [[], [], 2.0, []]
-    assert fs.unshard(number) == 2 and repr(number.spec) == 'P.owned("data", "model", by=2)'
-    assert hash(P.owned("data", by=1)) != hash(P.flat("data")) and P.owned("data", by=1) != P.owned("data", by=0)
+    assert fs.unshard(number) == 2 and repr(number.spec) == 'P(at={("data", "model"): 2})'
+    assert hash(P(at={"data": 1})) != hash(P.flat("data")) and P(at={"data": 1}) != P(at={"data": 0})
 
 
 @given(st.data())
@@ -348,7 +348,7 @@ def test_an_owned_tensor_is_whole_in_one_place():
 def test_out_specs_may_name_an_owner(data):
     n = data.draw(st.sampled_from([1, 2, 3]))
     owner = data.draw(st.integers(0, n - 1))
-    mesh, spec = fs.make_mesh({"data": n}), P.owned("data", by=owner, shape=(2, 3))
+    mesh, spec = fs.make_mesh({"data": n}), P(at={"data": owner}, shape=(2, 3))
 
     def body(x):
         return x if fs.axis_index("data") == owner else x[:0, :0]

@@ -19,29 +19,33 @@ def numbers(shape, seed):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def test_a_place_is_written_in_many_ways():
-    assert P(on={"pipe": 2}) == P.owned("pipe", by=2) == P(on={("pipe",): 2})
-    both = P("model", on={"pipe": 2, "data": 1})
-    assert both == P("model", on={"data": 1, "pipe": 2}) and hash(both) == hash(P("model", on={"data": 1, "pipe": 2}))
-    assert both != P("model", on={"pipe": 1, "data": 1}) and both != P("model")
-    assert (both.cut_axes, both.on_axes, both.sharded_axes) == (("model",), ("data", "pipe"), ("model", "data", "pipe"))
+def test_spec_at_is_normalized():
+    assert P(at={"pipe": 2}) == P(at={("pipe",): 2})
+    both = P("model", at={"pipe": 2, "data": 1})
+    assert both == P("model", at={"data": 1, "pipe": 2}) and hash(both) == hash(P("model", at={"data": 1, "pipe": 2}))
+    assert both != P("model", at={"pipe": 1, "data": 1}) and both != P("model")
+    assert (both.split_axes, both.at_axes, both.sharded_axes) == (
+        ("model",),
+        ("data", "pipe"),
+        ("model", "data", "pipe"),
+    )
     for spec in (
         both,
-        P.flat("data", on={("pipe", "model"): 3}, shape=(2,)),
-        P(on={"pipe": 0}),
-        P(on={"a": 0, "b": 1}),
+        P.flat("data", at={("pipe", "model"): 3}, shape=(2,)),
+        P(at={"pipe": 0}),
+        P(at={"a": 0, "b": 1}),
     ):
         assert eval(repr(spec)) == pickle.loads(pickle.dumps(spec)) == spec
-        assert spec.shapeless.shape is None and spec.shapeless.on == spec.on
+        assert spec.shapeless.shape is None and spec.shapeless.at == spec.at
 
 
 @pytest.mark.parametrize(
     ("spec", "text"),
     [
-        (P.flat("data", on={"pipe": 1}), "f32[4, 6]{flat:data, on:pipe=1}"),
-        (P("data", on={"pipe": 1}), "f32[4@data, 6]{on:pipe=1}"),
-        (P(on={"pipe": 0, "data": 1}, unreduced="model"), "f32[4, 6]{on:data=1, on:pipe=0, U:model}"),
-        (P(None, "model", on={("pipe", "data"): 3}), "f32[4, 6@model]{on:pipe+data=3}"),
+        (P.flat("data", at={"pipe": 1}), "f32[4, 6]{flat:data, at:pipe=1}"),
+        (P("data", at={"pipe": 1}), "f32[4@data, 6]{at:pipe=1}"),
+        (P(at={"pipe": 0, "data": 1}, unreduced="model"), "f32[4, 6]{at:data=1, at:pipe=0, U:model}"),
+        (P(None, "model", at={("pipe", "data"): 3}), "f32[4, 6@model]{at:pipe+data=3}"),
     ],
 )
 def test_the_type_names_the_place(spec, text):
@@ -51,43 +55,43 @@ def test_the_type_names_the_place(spec, text):
     assert [shard.numel() > 0 for shard in x.shards] == [x.layout.has_any(device) for device in range(mesh.size)]
 
 
-def test_what_is_no_place_is_said():
+def test_spec_at_invalid_raises():
     mesh = fs.make_mesh(MESH)
     for wrong in ({"pipe": -1}, {"pipe": True}, {"pipe": "1"}, {(): 0}):
-        with pytest.raises(fs.errors.LayoutError, match="names no axis, or no place along it"):
-            P("data", on=wrong)
-    with pytest.raises(fs.errors.LayoutError, match="on= says the place along an axis"):
-        P.flat("data", on="pipe")
+        with pytest.raises(fs.errors.LayoutError, match="at must map axes to coordinates"):
+            P("data", at=wrong)
+    with pytest.raises(fs.errors.LayoutError, match="at must map axes to coordinates"):
+        P.flat("data", at="pipe")
     with pytest.raises(fs.errors.LayoutError, match="names an axis more than once: data"):
-        P("data", on={"data": 0})
+        P("data", at={"data": 0})
     with pytest.raises(fs.errors.LayoutError, match=r"2 devices along data.*below 2"):
-        fs.Layout(mesh, P(on={"pipe": 2, "data": 4}))
+        fs.Layout(mesh, P(at={"pipe": 2, "data": 4}))
     with pytest.raises(fs.errors.LayoutError, match="written for shape"):
-        fs.device_put(torch.ones(2), fs.Layout(mesh, P("data", on={"pipe": 1}, shape=(4,))))
+        fs.device_put(torch.ones(2), fs.Layout(mesh, P("data", at={"pipe": 1}, shape=(4,))))
     with pytest.raises(fs.errors.LayoutError, match="3 elements, which 2 devices"):
-        fs.Layout(mesh, P("data", on={"pipe": 1}, shape=(3,))).global_shape((1,))
+        fs.Layout(mesh, P("data", at={"pipe": 1}, shape=(3,))).global_shape((1,))
 
 
-@pytest.mark.parametrize("spec", [P.flat("data", on={"pipe": 1}), P("data", on={"pipe": 1})], ids=str)
+@pytest.mark.parametrize("spec", [P.flat("data", at={"pipe": 1}), P("data", at={"pipe": 1})], ids=str)
 def test_only_the_devices_at_the_place_move_anything(spec):
     """Else a stage would wait for another."""
     mesh = fs.make_mesh(MESH)
     whole = torch.arange(8.0)
     x = fs.device_put(whole, fs.Layout(mesh, spec))
     with fs.ledger() as comm:
-        y = fs.reshard(x, fs.Layout(mesh, P(on={"pipe": 1})))
+        y = fs.reshard(x, fs.Layout(mesh, P(at={"pipe": 1})))
     assert [comm.bytes(device) for device in range(4)] == [0, 0, 16, 16] == [4 * n for n in (0, 0, 4, 4)]
     assert [comm.calls(device) for device in range(4)] == [0, 0, 1, 1]
     assert [shard.tolist() for shard in y.shards] == [[], [], whole.tolist(), whole.tolist()]
     with fs.ledger() as counted:
         z = fs.device_put(torch.empty(8, device="meta"), fs.Layout(fs.make_mesh(MESH, runtime="abstract"), spec))
-        fs.reshard(z, fs.Layout(z.mesh, P(on={"pipe": 1})))
+        fs.reshard(z, fs.Layout(z.mesh, P(at={"pipe": 1})))
     assert (counted.bytes(), counted.bytes(0), counted.bytes(2)) == (16, 0, 16)
 
 
 def test_a_picture_shows_what_lies_at_a_place(capsys):
     mesh = fs.make_mesh(MESH)
-    fs.visualize(fs.device_put(torch.ones(4, 6), fs.Layout(mesh, P("data", on={"pipe": 1}))))
+    fs.visualize(fs.device_put(torch.ones(4, 6), fs.Layout(mesh, P("data", at={"pipe": 1}))))
     text = capsys.readouterr().out
     assert "at place 1 along pipe, nothing elsewhere" in text and "48 B on each of 4 devices" in text
     assert "│  2  │" in text and "│  3  │" in text
@@ -96,13 +100,13 @@ def test_a_picture_shows_what_lies_at_a_place(capsys):
 def test_shard_map_takes_and_returns_what_lies_at_a_place():
     mesh = fs.make_mesh(MESH)
     whole = numbers((4, 3), 0).requires_grad_()
-    spec = P("data", on={"pipe": 1}, shape=(4, 3))
+    spec = P("data", at={"pipe": 1}, shape=(4, 3))
     tripled = fs.shard_map(lambda x: 3 * x, mesh=mesh, in_specs=spec, out_specs=spec)(whole)
-    assert str(fs.typeof(tripled)) == "f32[4@data, 3]{on:pipe=1}"
+    assert str(fs.typeof(tripled)) == "f32[4@data, 3]{at:pipe=1}"
     (gradient,) = torch.autograd.grad((fs.unshard(tripled) * whole.detach()).sum(), whole)
     assert torch.equal(fs.unshard(tripled), 3 * whole) and torch.equal(gradient, 3 * whole)
     number = torch.tensor(2.0, requires_grad=True)
-    at = P(on={"pipe": 1}, shape=())
+    at = P(at={"pipe": 1}, shape=())
     squared = fs.shard_map(lambda x: x**2, mesh=mesh, in_specs=at, out_specs=at)(number)
     assert torch.autograd.grad(fs.unshard(squared), number)[0] == 4
 
@@ -144,11 +148,11 @@ def test_an_optimizer_of_stages_has_the_bits_of_one_without_stages(data):
     shapes = data.draw(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 4)), min_size=1, max_size=4))
     wholes = [numbers(shape, seed) for seed, shape in enumerate(shapes)]
     rest = P.flat("data") if stage == 3 else P()
-    specs = [rest.at({"pipe": data.draw(st.sampled_from([0, 1]))}) for _ in shapes]
+    specs = [rest.with_at({"pipe": data.draw(st.sampled_from([0, 1]))}) for _ in shapes]
     params, state = trained(fs.make_mesh(MESH), name, stage, wholes, specs)
     assert [x.spec for x in params] == specs
     lying = [x for x in flatten(state, sharded_is_leaf=True)[0] if isinstance(x, fs.Sharded)]
-    assert lying and all("pipe" in x.spec.on_axes for x in lying)
+    assert lying and all("pipe" in x.spec.at_axes for x in lying)
     alone, _ = trained(fs.make_mesh({"data": 2}), name, stage, wholes, [rest for _ in shapes])
     for x, y, z in zip(params, alone, by_itself(name, wholes), strict=True):
         assert torch.equal(fs.unshard(x), fs.unshard(y))
@@ -167,7 +171,7 @@ def test_a_pair_of_plain_functions_works_at_places(stage):
         return [-m for m in means], (means, [count + 1 for count in state[1]])
 
     mesh, wholes = fs.make_mesh(MESH), [numbers((4, 3), 0), numbers((5,), 1)]
-    rest = [P.flat("data", on={"pipe": at}) if stage == 3 else P(on={"pipe": at}) for at in (0, 1)]
+    rest = [P.flat("data", at={"pipe": at}) if stage == 3 else P(at={"pipe": at}) for at in (0, 1)]
     params = fs.shard_params(wholes, rest, mesh=mesh)
     pair = fs.optim.Optimizer(init, update, elementwise=True)
     opt = fs.partition_optimizer(pair, mesh=mesh, axis="data", stage=stage)
@@ -175,14 +179,14 @@ def test_a_pair_of_plain_functions_works_at_places(stage):
     updates, state = opt.update(grads, opt.init(params), params)
     assert all(torch.equal(fs.unshard(x), -y) for x, y in zip(updates, wholes, strict=True))
     assert [fs.unshard(count).item() for count in state[1]] == [1, 1]
-    assert [str(fs.typeof(count)) for count in state[1]] == ["f32[]{on:pipe=0}", "f32[]{on:pipe=1}"]
+    assert [str(fs.typeof(count)) for count in state[1]] == ["f32[]{at:pipe=0}", "f32[]{at:pipe=1}"]
 
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_loss_uses_what_lies_at_places(stage):
     mesh = fs.make_mesh(MESH)
     wholes = [numbers((3, 4), 0), numbers((4, 2), 1)]
-    rest = [P.flat("data", on={"pipe": at}) if stage == 3 else P(on={"pipe": at}) for at in (0, 1)]
+    rest = [P.flat("data", at={"pipe": at}) if stage == 3 else P(at={"pipe": at}) for at in (0, 1)]
     x = numbers((4, 3), 2)
 
     def loss(params, x):
@@ -201,9 +205,9 @@ def test_a_norm_over_places_counts_every_element_once(data):
     mesh = fs.make_mesh(MESH)
     wholes = [numbers((4, 3), seed).double() for seed in range(4)]
     choices = [
-        P(on={"pipe": 1}),
-        P.flat("data", on={"pipe": 0}),
-        P("data", on={"pipe": 1}),
+        P(at={"pipe": 1}),
+        P.flat("data", at={"pipe": 0}),
+        P("data", at={"pipe": 1}),
         P(),
         P.flat("pipe"),
         P("data"),

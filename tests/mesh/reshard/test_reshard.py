@@ -46,8 +46,8 @@ def specs(draw, mesh, shape):
     unreduced = tuple(unreduced)
     on = {tuple(placed): draw(st.integers(0, prod(mesh[axis] for axis in placed) - 1))} if placed else {}
     if cut:
-        return P.flat(*cut, unreduced=unreduced, on=on)
-    return P(*(tuple(dim) for dim in dims), unreduced=unreduced, on=on)
+        return P.flat(*cut, unreduced=unreduced, at=on)
+    return P(*(tuple(dim) for dim in dims), unreduced=unreduced, at=on)
 
 
 @st.composite
@@ -100,8 +100,8 @@ def test_the_gradient_of_a_reshard_is_that_of_the_identity(problem):
 
 
 @given(problems())
-@example(({"a": 2, "b": 2, "c": 2}, (3, 3), P.owned("b", "c", by=3, unreduced="a"), P()))
-@example(({"a": 2, "b": 2, "c": 2}, (2,), P(unreduced=("a", "c")), P("a", on={"c": 0})))
+@example(({"a": 2, "b": 2, "c": 2}, (3, 3), P(at={("b", "c"): 3}, unreduced="a"), P()))
+@example(({"a": 2, "b": 2, "c": 2}, (2,), P(unreduced=("a", "c")), P("a", at={"c": 0})))
 def test_the_ledger_counts_what_the_plan_says_and_no_more_than_a_full_gather(problem):
     axes, shape, before, after = problem
     mesh = fs.make_mesh(axes)
@@ -139,8 +139,8 @@ def kinds(before, after, shape, mesh):
         (P(None, "a"), P.flat("a"), [("direct", ("a",))]),
         (P("a"), P("b"), [("direct", ("a", "b"))]),
         (P(unreduced=("a", "b")), P.flat("b"), [("flat_scatter", ("b",)), ("psum", ("a",))]),
-        (P(unreduced="a"), P.owned("a", by=1), [("flat_scatter", ("a",)), ("exchange", ("a",))]),
-        (P.owned("a", by=1), P(), [("exchange", ("a",)), ("flat_gather", ("a",))]),
+        (P(unreduced="a"), P(at={"a": 1}), [("flat_scatter", ("a",)), ("exchange", ("a",))]),
+        (P(at={"a": 1}), P(), [("exchange", ("a",)), ("flat_gather", ("a",))]),
         (P.flat("a"), P(), [("flat_gather", ("a",))]),
     ],
 )
@@ -179,9 +179,9 @@ def test_reshards_on_a_large_abstract_mesh():
         (P.flat("a", "b"), P.flat("b", "c", "a")),
         (P.flat("a", unreduced="b"), P.flat("b", "c", "a")),
         (P("a", "b"), P.flat("d", "b")),
-        (P.owned("a", "b", by=3), P("c", "a")),
-        (P("a", on={"d": 1}), P.flat("b", "c")),
-        (P("a", unreduced="b", on={"d": 1}), P("c", on={"d": 0})),
+        (P(at={("a", "b"): 3}), P("c", "a")),
+        (P("a", at={"d": 1}), P.flat("b", "c")),
+        (P("a", unreduced="b", at={"d": 1}), P("c", at={"d": 0})),
     ],
     ids=str,
 )

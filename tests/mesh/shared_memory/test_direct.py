@@ -81,7 +81,7 @@ DIFFERENT = {
     "shape": (lambda: fs.psum(ONES["f32"], "d"), lambda: fs.psum(ONES["2x2"], "d")),
     "collective": (lambda: fs.psum(ONES["f32"], "d"), lambda: fs.pmax(ONES["f32"], "d")),
     "size": (lambda: fs.all_gather(ONES["f32"], "d"), lambda: fs.all_gather(ONES["large"], "d")),
-    "dim": (lambda: fs.all_to_all(ONES["2x2"], "d"), lambda: fs.all_to_all(ONES["2x2"], "d", dim=1)),
+    "dim": (lambda: fs.all_to_all(ONES["2x2"], "d"), lambda: fs.all_to_all(ONES["2x2"], "d", split_dim=1)),
     "large": (lambda: fs.psum(ONES["large"], "d"), lambda: fs.psum(ONES["large"].int(), "d")),
     "message": (lambda: exchange(torch.float32), lambda: exchange(torch.int32)),
 }

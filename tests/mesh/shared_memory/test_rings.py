@@ -100,7 +100,7 @@ CALLS = {
     "pmax": lambda x: fs.pmax(x, "d"),
     "all_gather": lambda x: fs.all_gather(x, "d", dim=1),
     "psum_scatter": lambda x: fs.psum_scatter(x, "d"),
-    "all_to_all": lambda x: fs.all_to_all(x, "d", dim=(0, 1)),
+    "all_to_all": lambda x: fs.all_to_all(x, "d", split_dim=0, concat_dim=1),
     "ppermute": lambda x: fs.ppermute(x, "d", [(0, 1), (1, 0)]),
     "broadcast": lambda x: fs.broadcast(x, "d", source=1),
 }

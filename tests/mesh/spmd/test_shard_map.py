@@ -164,11 +164,11 @@ NONE = {
     ),
     "a shape that is one number": (
         lambda: P.flat("data", shape=4),
-        "LayoutError: The shape of a whole tensor is a tuple of whole numbers, not 4.",
+        "LayoutError: shape must be a tuple of integers; got 4.",
     ),
     "a shape of words": (
-        lambda: P.owned("data", by=0, shape=("four",)),
-        "LayoutError: The shape of a whole tensor is a tuple of whole numbers, not ('four',).",
+        lambda: P(at={"data": 0}, shape=("four",)),
+        "LayoutError: shape must be a tuple of integers; got ('four',).",
     ),
 }
 

@@ -679,8 +679,8 @@ def test_what_a_step_is_given_has_to_lie_where_the_stages_do():
     with pytest.raises(fs.errors.LayoutError) as error:
         step([good[1], {**good[1], "w": fs.shard_params(torch.ones(6, 6), P(), mesh=mesh)}], opt.init(good), batch)
     assert str(error.value) == (
-        'train_step: parameters of stages lie where the schedule has these, along pipe: 0.b lies as P.owned("pipe", by=1), '
-        'its stage at place 0; 0.w lies as P.owned("pipe", by=1), its stage at place 0; 1.w lies as P(), its stage at place '
+        'train_step: parameters of stages lie where the schedule has these, along pipe: 0.b lies as P(at={"pipe": 1}), '
+        'its stage at place 0; 0.w lies as P(at={"pipe": 1}), its stage at place 0; 1.w lies as P(), its stage at place '
         "1. Lay them there: fs.shard_stages(stages, rules, mesh=mesh, schedule=schedule)."
     )
     with pytest.raises(fs.errors.LayoutError, match="2 stages have a list of as many trees of parameters; 1 are given"):
