@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import update_wrapper
-from typing import Any, Literal, ParamSpec, Protocol, TypeGuard, TypeVar, cast
+from typing import Any, Literal, ParamSpec, Protocol, TypeGuard, cast
 
 import torch
 from torch import Tensor
@@ -45,7 +45,6 @@ from fshard.source import Site, call_site
 from fshard.uncompiled import uncompiled
 
 Params = ParamSpec("Params")
-Result = TypeVar("Result")
 
 MOST_ROADS = 1024
 """How many short ways are kept by a scope."""
@@ -185,12 +184,12 @@ def collective(plan: Callable[Params, CollectiveCall]) -> Collective[Params]:
         _validate_keywords(name, signature, args, kwargs)
         return plan(*args, **kwargs).start()
 
-    def public(function: Callable[Params, Result], returns: object) -> Callable[Params, Result]:
-        function: Any = update_wrapper(uncompiled(function), plan)
-        function.__signature__ = signature.replace(return_annotation=returns)
-        return function
+    def public(function: Callable[..., object], returns: object) -> Any:
+        result: Any = update_wrapper(uncompiled(function), plan)
+        result.__signature__ = signature.replace(return_annotation=returns)
+        return result
 
-    made: Any = public(run, PyTree)
+    made = public(run, PyTree)
     made.start = public(start, Handle)
     return made
 

@@ -14,7 +14,7 @@ X = torch.ones(4)
 @pytest.mark.parametrize("function", [fs.psum, fs.all_gather, fs.ppermute, fs.send])
 def test_help_shows_the_signature(function):
     text = pydoc.render_doc(function, renderer=pydoc.plaintext)
-    names = [name for name in inspect.signature(function).parameters]
+    names = list(inspect.signature(function).parameters)
     assert inspect.isfunction(function) and all(name in text.splitlines()[2] for name in names), text
     assert "wait" not in names and "Handle" in str(inspect.signature(function.start))
 
