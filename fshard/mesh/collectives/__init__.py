@@ -1,1 +1,1 @@
-"""Collectives: what they mean, their transposes, and the ledger of what they send."""
+"""Collectives: their definitions and transposes, and the ledger of bytes sent."""

@@ -1,8 +1,8 @@
-"""The collectives: plain functions, called on local tensors inside `shard_map` and `run`.
+"""Collectives: functions of local tensors, called inside `shard_map` and `run`.
 
-Each works along one axis of the mesh or a tuple of axes (major to minor), on a tensor or a tree of tensors; leaves of one
-dtype travel together.  Results are *tiled*: shards are put side by side along `dim`, no dim is added.  Every collective has
-a second form, `psum.start(...)`, that returns a `Handle`.  What a value is decides what its cotangent is: see `moves`.
+Each works along one mesh axis or a tuple of axes (major to minor), on a tensor or a tree of tensors; leaves of one
+dtype share a buffer. Results are *tiled*: shards are concatenated along `dim`, no dim is added. `psum.start(...)`
+starts any of them and returns a `Handle`. The type of an argument determines the type of its cotangent: see `moves`.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def _countable(x: Tensor) -> Tensor:
 def psum(tree: PyTree, axis: Axes) -> CollectiveCall:
     """Sum over the devices along `axis`; every device gets the sum.
 
-    Sends 2(n-1)/n of the bytes.  Booleans are counted; 16-bit floats are added in 32 bits, and in one fixed binary tree
-    (but on NCCL, which has its own order and precision).  The cotangent passes through.
+    Sends 2(n-1)/n of the bytes. Booleans are counted. 16-bit floats accumulate in 32 bits, in a fixed binary tree
+    (NCCL: in its own order and precision). Backward: the cotangent passes through.
 
     >>> import torch, fshard as fs
     >>> mesh = fs.make_mesh({"data": 4})
@@ -67,7 +67,7 @@ def psum(tree: PyTree, axis: Axes) -> CollectiveCall:
 
 @collective
 def pmean(tree: PyTree, axis: Axes) -> CollectiveCall:
-    """Average over the devices along `axis`; every device gets the mean.  Sends what `psum` sends.
+    """Average over the devices along `axis`; every device gets the mean. Sends as many bytes as `psum`.
 
     >>> import torch, fshard as fs
     >>> mesh = fs.make_mesh({"data": 4})
@@ -102,9 +102,9 @@ def _ordered(what: str, x: Tensor) -> Tensor:
 
 @collective
 def pmax(tree: PyTree, axis: Axes) -> CollectiveCall:
-    """Take the largest over the devices along `axis`, element by element.  Sends what `psum` sends.
+    """Return the elementwise maximum over the devices along `axis`. Sends as many bytes as `psum`.
 
-    The cotangent goes to the devices that hold the largest, in equal parts if there are several.
+    Backward: the cotangent, divided equally among the devices whose element equals the maximum.
 
     >>> import torch, fshard as fs
     >>> mesh = fs.make_mesh({"data": 4})
@@ -132,10 +132,10 @@ def pmin(tree: PyTree, axis: Axes) -> CollectiveCall:
 
 @collective
 def pvary(tree: PyTree, axis: Axes) -> CollectiveCall:
-    """Mark a replicated value as used by each device for its own ends: sends nothing, but its cotangents are summed.
+    """Convert a replicated value to a varying one. Sends nothing; its backward is a psum (JAX: `pcast`).
 
-    Put it where a value that is equal along `axis` first meets data that is not.  In a loss function of `value_and_grad` it
-    does nothing: every value there is the device's own.
+    Use it where a value that is equal along `axis` first meets data that is not. In a loss function of
+    `value_and_grad` it does nothing: every value there is varying.
 
     >>> import torch, fshard as fs
     >>> from fshard import P
@@ -264,7 +264,7 @@ def _permute(pairs: tuple[tuple[int, ...], ...], invalid: tuple[str, ...], n: in
 
 @collective
 def broadcast(tree: PyTree, axis: Axes, *, source: int = 0) -> CollectiveCall:
-    """Give every device along `axis` what the one at index `source` holds.  Sends the bytes once.
+    """Copy the value of the device at index `source` to every device along `axis`. Sends the bytes once.
 
     >>> import torch, fshard as fs
     >>> mesh = fs.make_mesh({"data": 3})
@@ -280,7 +280,7 @@ def broadcast(tree: PyTree, axis: Axes, *, source: int = 0) -> CollectiveCall:
 
 
 def check_index(what: str, role: str, index: int, group: Group) -> None:
-    """Raise unless `index` is a place along the group's axes."""
+    """Raise unless `index` is an index along the group's axes."""
     if not _is_whole(index) or not 0 <= index < group.size:
         raise LayoutError(
             f"{what}: {role} {index!r} is not in 0..{group.size - 1}, the places along {'+'.join(group.axes)}."
@@ -289,7 +289,7 @@ def check_index(what: str, role: str, index: int, group: Group) -> None:
 
 @uncompiled
 def axis_index(axis: Axes) -> int:
-    """Return the calling device's place along `axis` (along several axes: as one number, major to minor).
+    """Return the calling device's index along `axis`; along several axes one number, major to minor.
 
     >>> import fshard as fs
     >>> fs.run(lambda: fs.axis_index("data"), mesh=fs.make_mesh({"data": 3}))
@@ -300,7 +300,7 @@ def axis_index(axis: Axes) -> int:
 
 @uncompiled
 def axis_size(axis: Axes) -> int:
-    """Return how many devices there are along `axis`.
+    """Return the number of devices along `axis`.
 
     >>> import fshard as fs
     >>> fs.run(lambda: fs.axis_size("data"), mesh=fs.make_mesh({"data": 3}))

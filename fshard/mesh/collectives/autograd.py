@@ -1,10 +1,10 @@
-"""Linear maps as autograd Functions: the backward of a map is the map's transpose, itself such a Function.
+"""Linear maps as autograd Functions: the backward of a map is its transpose, itself such a Function.
 
-So gradients of any order follow; because the map is linear, its forward derivative is itself; because it knows itself
-with one more leading dim, `vmap` is one line.  A Function with `setup_context` works under torch.func but costs three
-times as much to call, so it is taken only where a torch.func transform is active.
+Derivatives of any order follow. Forward mode applies the map to the tangents; `vmap` applies the map with one more
+leading dim. A Function with `setup_context` works under torch.func but costs three times as much to call, so it is
+used only while a torch.func transform is active.
 
-`pmax` and `pmin` are not linear, so they have a Function of their own: dy/dx = [x == y] / (how many devices have x == y).
+`pmax` and `pmin` are not linear and have their own Function: dy/dx = [x == y] / (number of devices with x == y).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_legacy_batchedtensor, peek_interpreter_stack  # the only way to ask
+from torch._C._functorch import is_legacy_batchedtensor, peek_interpreter_stack  # no public API
 from torch.autograd import forward_ad
 from torch.autograd.function import Function
 
@@ -31,11 +31,11 @@ _unpack_dual: Any = torch._VF._unpack_dual  # pyright: ignore[reportPrivateUsage
 """The function behind forward_ad.unpack_dual, called directly, since every tensor of every collective needs it."""
 
 
-_torch: Any = torch  # for what it has for itself
+_torch: Any = torch  # for private functions
 
 
 class LinearMap:
-    """A linear map on a tuple of tensors that knows its transpose."""
+    """A linear map on a tuple of tensors, with its transpose."""
 
     __slots__ = ()
 
@@ -60,21 +60,21 @@ def apply(linear: LinearMap, xs: Tensors) -> Tensors:
 
 
 def transformed() -> bool:
-    """Return whether a torch.func transform is active in this thread."""
+    """Return True if a torch.func transform is active in this thread."""
     return peek_interpreter_stack() is not None
 
 
 def recorded(xs: Tensors) -> bool:
-    """Return whether plain autograd follows one of these tensors, backward or forward."""
+    """Return True if autograd records one of these tensors, in backward or forward mode."""
     if torch.is_grad_enabled():
-        for x in xs:  # a loop, as in `has_tangent`: a generator would take longer than what it asks
+        for x in xs:  # a loop: a generator would cost more than the check
             if x.requires_grad:
                 return True
     return has_tangent(xs)
 
 
 def has_tangent(xs: Tensors) -> bool:
-    """Return whether plain forward mode follows one of these tensors."""
+    """Return True if one of these tensors has a forward-mode tangent."""
     level = forward_ad._current_level  # pyright: ignore[reportPrivateUsage]
     if level >= 0:
         for x in xs:
@@ -104,21 +104,21 @@ class _Recorded(Function):
     @staticmethod
     def jvp(ctx: Any, *grad_inputs: Any) -> Tensors:
         _, *tangents = grad_inputs
-        given = {id(tangent) for tangent in tangents}  # what is passed through has to be a view, autograd says
+        given = {id(tangent) for tangent in tangents}  # autograd requires a view of an input that is returned
         with serving("tangents"):
             ys = apply_to_many(ctx.linear, tuple(tangents))
         return tuple(y.view_as(y) if id(y) in given else y for y in ys)
 
 
 def apply_to_many(linear: LinearMap, xs: Tensors) -> Tensors:
-    """Apply a linear map to cotangents or tangents, also to many at once."""
+    """Apply a linear map to cotangents or tangents, or to a batch of them."""
     return over_many(lambda xs: apply(linear, xs), lambda xs: apply(linear.batched(), xs), xs)
 
 
 def over_many(one: Callable[[Tensors], Tensors], many: Callable[[Tensors], Tensors], xs: Tensors) -> Tensors:
-    """Call `one`; or `many`, on tensors with one more leading dim, where autograd's own vmap maps over them.
+    """Call `one`, or `many` on tensors with one more leading dim under autograd's own vmap.
 
-    It has one for `is_grads_batched` and `vectorize`, which knows no rules of Functions.
+    `is_grads_batched` and `vectorize` use that vmap; it does not call the vmap rules of Functions.
     """
     if not any(map(is_legacy_batchedtensor, xs)):
         return one(xs)
@@ -158,7 +158,7 @@ def leading(x: Tensor, dim: int | None, size: int) -> Tensor:
 
 @dataclass(slots=True)
 class Bound(LinearMap):
-    """A move on one group, called from one line: what a collective becomes when it is called."""
+    """A move, the group it runs on and the source line that called it."""
 
     move: Move
     group: Group
@@ -175,7 +175,7 @@ class Bound(LinearMap):
         for ledger in active():
             size = sum(x.numel() * x.element_size() for x in xs)
             row = LedgerRow(move.name, group.axes, self.site._replace(leaves=()))
-            known = group.world.has_values  # else one device stands for all, the busiest among them
+            known = group.world.has_values  # else one device represents all: count the largest
             sent = move.sent(size, group.index, group.size) if known else move.busiest(size, group.size)
             ledger.record(group.device, row, sent)
         return group.world.current().start(move, xs, group, self.site, into)  # (6)

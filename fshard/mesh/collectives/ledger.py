@@ -1,10 +1,10 @@
-"""The ledger: what each device sends, counted by one rule on every runtime.
+"""The ledger: the bytes that each device sends, by one rule on every runtime.
 
-A ledger counts bytes by the textbook for the algorithm that is best in bandwidth, with n devices and a tensor of B
-bytes on each: psum 2(n-1)/n B, psum_scatter and all_to_all (n-1)/n B, all_gather (n-1) B, ppermute and send B,
-broadcast B (a chain, whose last device sends nothing).  Of parts of unequal sizes each device counts those that it sends.
-The same program has the same ledger, device by device, on a virtual and a real mesh; fractions are kept exact.  On an
-abstract mesh one device stands for all, and of each call it counts what the busiest device sends.
+It counts the bytes of the bandwidth-optimal algorithm, for n devices with B bytes each: psum 2(n-1)/n B, psum_scatter
+and all_to_all (n-1)/n B, all_gather (n-1) B, ppermute and send B, broadcast B (a chain, whose last device sends
+nothing). Of shards of unequal sizes each device counts those that it sends. A program has the same ledger, device by
+device, on virtual and process meshes; fractions are exact. On an abstract mesh one device represents all and counts
+the most that any device sends.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class LedgerRow(NamedTuple):
 
 @dataclass
 class Entry:
-    """How often a device called, and how many bytes it sent."""
+    """Calls and bytes sent of one device."""
 
     calls: int = 0
     bytes: Fraction = Fraction(0)
@@ -62,9 +62,9 @@ class Ledger:
         entry.bytes += sent
 
     def bytes(self, device: int | None = None, *, collective: str | None = None, axis: str | None = None) -> Fraction:
-        """Return the bytes that a device sent (by default: that the busiest device sent), in all or of one kind.
+        """Return the bytes that a device sent (default: the largest of all devices), in total or filtered.
 
-        A kind is one of `COUNTED`, along one axis, alone or among others.
+        `collective` is one of `COUNTED`; `axis` selects calls along it, alone or with other axes.
         """
         _refuse_unknown(collective, axis)
         return max((_total(rows, "bytes", collective, axis) for rows in self._of(device)), default=Fraction(0))
@@ -75,7 +75,7 @@ class Ledger:
         return int(max((_total(rows, "calls", collective, axis) for rows in self._of(device)), default=Fraction(0)))
 
     def by_collective(self, device: int | None = None) -> dict[tuple[str, tuple[str, ...]], tuple[int, Fraction]]:
-        """Return {(collective, axes): (calls, bytes)} of one device: by default the first that is known."""
+        """Return {(collective, axes): (calls, bytes)} of one device; default: the first recorded one."""
         found: dict[tuple[str, tuple[str, ...]], tuple[int, Fraction]] = {}
         device = min(self.devices, default=0) if device is None else device
         for row, entry in self.devices.get(device, {}).items():
@@ -149,7 +149,7 @@ def _total(rows: Mapping[LedgerRow, Entry], what: str, collective: str | None, a
 
 
 def _refuse_unknown(collective: object, axis: object) -> None:
-    """Raise for what no row can have: its count would be zero, whatever was sent."""
+    """Raise for a collective that is never counted or an invalid axis, whose total would always be 0."""
     if collective is not None and collective not in COUNTED:
         raise LayoutError(
             f"ledger: {collective!r} is none of the collectives that are counted: {', '.join(COUNTED)} (a pmean is a psum)."
@@ -159,7 +159,7 @@ def _refuse_unknown(collective: object, axis: object) -> None:
 
 
 def _number(count: Fraction) -> str:
-    """Write whole numbers as such, and others with so many digits that they do not look whole.
+    """Format a count; fractions get enough digits not to look like integers.
 
     >>> _number(Fraction(4000)), _number(Fraction(10, 3)), _number(Fraction(8 * 65535, 65536))
     ('4,000', '3.33', '7.9999')
@@ -173,7 +173,7 @@ def _number(count: Fraction) -> str:
 
 
 class _OpenLedgers(threading.local):
-    """The open ledgers.  Threads that are devices have their own list; all others share one."""
+    """The open ledgers. Device threads have their own list; all other threads share one."""
 
     ledgers: Sequence[Ledger] | None = None
 
@@ -202,7 +202,7 @@ def _writing(ledgers: Sequence[Ledger]) -> Generator[None]:
 
 
 def uncounted() -> AbstractContextManager[None]:
-    """Let no ledger count what the calling thread does: it is no part of the program."""
+    """Exclude the calling thread's collectives from all ledgers."""
     return _writing(())
 
 

@@ -1,16 +1,15 @@
-"""The collectives as data: what each one means, and how it is transposed.
+"""The collectives as data: definition, transpose and bytes of each.
 
-A *move* is a linear map from what the devices of a group hold to what they hold afterwards.  Its meaning is written
-on a plain list of per-device tensors; that is what the virtual runtime executes, and what the tests hold the other
-runtimes to.  A move also says how it goes over a wire, in rows of equal size, and how many bytes that takes.
+A *move* is a linear map from the tensors of a group's devices before it to those after it. Its reference is written on
+a plain list of per-device tensors; the virtual runtime executes it and the tests compare the other runtimes with it. A
+move also defines its wire format, in rows of equal size, and the bytes it sends.
 
-Legend: n devices in the group, x the tensor of one, xs those of all; U unreduced, R replicated, V sharded (each
-device its own), A replicated and used by each device for its own ends.
+Legend: n devices in the group, x the tensor of one, xs those of all; U unreduced, R replicated, V sharded or varying.
 
     move                     before     after         transpose
     Psum                     U          R             Pvary
-    Pvary                    R          A             Psum                      (free)
-    AllGather                V          A             PsumScatter
+    Pvary                    R          V             Psum                      (free)
+    AllGather                V          V             PsumScatter
     PsumScatter              U          V             AllGather
     AllGather(replicated)    V          R             Take
     Take                     R          V             AllGather(replicated)     (free)
@@ -19,9 +18,9 @@ device its own), A replicated and used by each device for its own ends.
     Summand                  R          U             Same                      (free)
     Permute, AllToAll        V          V             themselves, reversed
 
-Where only some devices differentiate, they make calls that the others do not make, and those would be met by whatever
-the others call next: a wrong sum, without a word.  So what a call is for (values, tangents or cotangents) is part of what
-devices have to agree on: its *purpose*.
+If only some devices of a group differentiate, their extra collectives would be matched with the next ones of the other
+devices: a silently wrong sum. Therefore the *purpose* of a call (values, tangents or cotangents) is part of what
+devices must agree on.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from torch import Tensor
 from fshard.mesh.layout.arithmetic import Combine, tree_of, tree_sum
 
 WireKind = Literal["reduce", "gather", "scatter", "exchange", "permute", "broadcast", "parts"]
-"""How tensors cross a wire: in rows of equal size in six ways, and in parts of any; every runtime knows these and no more."""
+"""Wire formats: rows of equal size in six patterns, and `parts` of any size; every runtime implements exactly these."""
 
 
 class Move:
@@ -48,7 +47,7 @@ class Move:
     name: ClassVar[str]
 
     def meaning(self, xs: list[Tensor]) -> list[Tensor]:
-        """Map what the devices hold to what they hold afterwards."""
+        """Return the tensors of all devices after the move, from those before it."""
         raise NotImplementedError
 
     def transposed(self) -> Move:
@@ -68,16 +67,16 @@ def describe(move: Move) -> str:
 
 
 class Wired(Move):
-    """A move that crosses a wire in rows of equal size; by default each device sends its whole tensor, and all send alike."""
+    """A move that sends rows of equal size; by default each device sends its full tensor, and all send equally much."""
 
     wire: ClassVar[WireKind]
 
     def pack(self, x: Tensor, n: int) -> Tensor:
-        """Lay a tensor out for the wire: (elements,), or (n, elements) with a row for each device."""
+        """Pack a tensor for the wire: (elements,), or (n, elements) with a row per device."""
         return in_a_row(x)
 
     def unpack(self, rows: Tensor, shape: torch.Size, n: int) -> Tensor:
-        """Make the result from what the wire delivered, given the shape that went in."""
+        """Unpack the received rows, given the shape of the input."""
         return rows if rows.shape == shape else rows.reshape(shape)
 
     def sent(self, size: int, index: int, n: int) -> Fraction:
@@ -90,7 +89,7 @@ class Wired(Move):
 
 
 def in_a_row(x: Tensor) -> Tensor:
-    """Lay a tensor out as one row, with lazy conjugation and negation done.  (...) -> (elements,)"""
+    """Flatten a tensor, with lazy conjugation and negation resolved. (...) -> (elements,)"""
     x = plain(x)
     return x if x.ndim == 1 else x.reshape(-1)
 
@@ -101,12 +100,12 @@ def plain(x: Tensor) -> Tensor:
 
 
 def is_plain(x: Tensor) -> bool:
-    """Return whether a tensor's bytes are what lies in its memory."""
+    """Return True if a tensor is contiguous, without lazy conjugation or negation."""
     return x.is_contiguous() and not x.is_conj() and not x.is_neg()
 
 
 def _rows(x: Tensor, dim: int, n: int) -> Tensor:
-    """Cut `dim` into n shards and lay each out as a row.  (..., n*k, ...) -> (n, elements)"""
+    """Split `dim` into n shards, each a row. (..., n*k, ...) -> (n, elements)"""
     return (
         plain(x).reshape(n, -1)
         if dim == 0 and x.numel()
@@ -119,7 +118,7 @@ def _piece(shape: torch.Size, dim: int, n: int) -> list[int]:
 
 
 def _joined(rows: Tensor, piece: Sequence[int], dim: int, n: int) -> Tensor:
-    """Lay rows side by side along `dim`.  (n, elements) -> (..., n*k, ...)"""
+    """Concatenate rows along `dim`. (n, elements) -> (..., n*k, ...)"""
     if dim == 0:
         return rows.reshape(n * piece[0], *piece[1:])
     return rows.reshape(n, *piece).movedim(0, dim).flatten(dim, dim + 1)
@@ -239,10 +238,9 @@ class AllGather(Wired):
 
 @dataclass(frozen=True)
 class AllToAll(Wired):
-    """Cut `split` into a shard for each device, and put what arrives side by side along `concat`.
+    """Split `split` into a shard per device, and concatenate the received ones along `concat`.
 
-    device 0  [1 2]   =>  [1 3]         (<= the same with split and concat exchanged)
-    device 1  [3 4]       [2 4]
+    device 0 [1 2] => [1 3] (<= the same with split and concat exchanged) device 1 [3 4] [2 4]
     """
 
     split: int
@@ -273,10 +271,9 @@ class AllToAll(Wired):
 
 @dataclass(frozen=True)
 class Permute(Wired):
-    """Send along `pairs` of (source, destination); who receives nothing has zeros.
+    """Send along `pairs` of (source, destination); a device that receives nothing gets zeros.
 
-    device 0  [1]     =>  [0]           (<= the pairs reversed)      pairs ((0, 1),)
-    device 1  [2]         [1]
+    device 0 [1] => [0] (<= the pairs reversed) pairs ((0, 1),) device 1 [2] [1]
     """
 
     pairs: tuple[tuple[int, int], ...]
@@ -299,12 +296,11 @@ class Permute(Wired):
 
 @dataclass(frozen=True)
 class Broadcast(Wired):
-    """Give every device what the one at `source` holds.
+    """Copy the value of the device at index `source` to all.
 
-    device 0  [1]     =>  [1]           (<= the source takes the cotangent, the others zeros)
-    device 1  [2]         [1]
+    device 0 [1] => [1] (<= the source takes the cotangent, the others zeros) device 1 [2] [1]
 
-    Counted as a chain from the source on: every device but the last passes it on once.
+    Counted as a chain from the source: every device but the last sends it once.
     """
 
     source: int
@@ -325,10 +321,10 @@ class Broadcast(Wired):
 
 
 class Alone(Move):
-    """The base of moves without communication: each device works on its own tensor."""
+    """A move without communication: a function of each device's own tensor."""
 
     def local(self, x: Tensor, index: int, n: int) -> Tensor:
-        """Do what the device at `index` of `n` has to do: unless a move says otherwise, nothing."""
+        """Return the result on the device at `index` of `n`; the identity by default."""
         return x
 
     def meaning(self, xs: list[Tensor]) -> list[Tensor]:
@@ -375,7 +371,7 @@ class Take(Alone):
 
 @dataclass(frozen=True)
 class Pick(Alone):
-    """Keep a replicated value on one device, and zeros on the others."""
+    """Keep a replicated value on one device, zeros on the others."""
 
     source: int
     name = "pick"
@@ -389,7 +385,7 @@ class Pick(Alone):
 
 @dataclass(frozen=True)
 class Summand(Alone):
-    """Make a replicated value a sum over the devices: the first holds it, the others zeros."""
+    """Convert a replicated value to an unreduced one: the value on the first device, zeros on the others."""
 
     name = "summand"
 
@@ -441,7 +437,7 @@ def serving(purpose: Purpose) -> Generator[None]:
 
 
 def named(what: str, purpose: Purpose) -> str:
-    """Return a collective's name with what it is for, if that is not plain values: psum for tangents."""
+    """Return a collective's name with its purpose, unless that is values: psum for tangents."""
     return what if purpose == "values" else f"{what} for {purpose}"
 
 

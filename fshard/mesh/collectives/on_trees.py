@@ -1,6 +1,6 @@
-"""Calling a collective on a tree: the leaves sorted by what can travel together, run now or started for later.
+"""Call a collective on a tree: group the leaves that share a buffer, then run it now or start it.
 
-psum({"a": f32, "b": bf16, "c": f32}, "data")   ->   two collectives: a and c in one buffer, b in another
+psum({"a": f32, "b": bf16, "c": f32}, "data") -> two collectives: a and c in one buffer, b in another
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from fshard.uncompiled import uncompiled
 Params = ParamSpec("Params")
 
 MOST_ROADS = 1024
-"""How many short ways are kept by a scope."""
+"""Fast paths cached per scope."""
 
 
 _PLAIN = {str, int, bool, tuple, list}
@@ -56,10 +56,9 @@ _PLAIN = {str, int, bool, tuple, list}
 
 @dataclass
 class Handle:
-    """A collective under way.  `wait` returns its result; until then other work can be done.
+    """A collective in progress. `wait` returns its result; other work can run until then.
 
-    What was given to the collective must not be changed before `wait`, and a handle must not be dropped.  Handles may be
-    waited for in any order.
+    The arguments must not be modified before `wait`, and every handle must be waited for, in any order.
     """
 
     _finish: Callable[[], PyTree] | None
@@ -73,7 +72,7 @@ class Handle:
 
 @dataclass(slots=True)
 class PackedTensors:
-    """Leaves that travel together, and their places among all leaves."""
+    """Leaves that share one collective, and their indices among all leaves."""
 
     bound: Bound
     xs: Tensors
@@ -90,10 +89,10 @@ class PackedTensors:
         return apply(guard, applied(self.bound, self.xs))
 
     def start(self, guard: Guard | Bound | None) -> Callable[[], Tensors]:
-        """Begin the move; return what finishes it.
+        """Start the move and return the function that finishes it.
 
-        Autograd is told now, by results that are filled in later: backwards come in the order in which collectives were
-        started, which is the same on all devices, and not in that in which each device waits for them.
+        Autograd records it here, with results that are filled in later. So backwards run in the order in which
+        collectives were started, which is equal on all devices; the order of waits may differ.
         """
         pending = self.bound.start(tuple(x.detach() for x in self.xs))
         if not recorded(self.xs):
@@ -135,7 +134,7 @@ class CollectiveCall:
     def start(self) -> Handle:
         if transformed() or any(
             isinstance(batch.bound.move, Alone | Extreme) or has_tangent(batch.xs) for batch in self.batches
-        ):  # nothing to wait for, or nothing that could be told apart from its derivative
+        ):  # nothing to wait for, or a result that its derivative needs immediately
             result = self.run()
             return Handle(lambda: result)
         finishes = [batch.start(self.guard) for batch in self.batches]
@@ -208,7 +207,7 @@ _HINTS = {
     "src": "The device that sends is `source`.",
     "dst": "The device that receives is `to`.",
 }
-"""Keywords of JAX's and torch's collectives, and what they are called here."""
+"""Keywords of JAX's and torch's collectives, and their names here."""
 
 
 def _validate_keywords(
@@ -241,7 +240,7 @@ def _key(name: str, x: Tensor, args: tuple[object, ...], kwargs: dict[str, objec
 
 
 def _plain(x: object) -> TypeGuard[Tensor]:
-    """Return whether this is a tensor that needs to be moved and nothing else: no gradient, no ledger, no layout."""
+    """Return True for a contiguous CPU tensor without gradient, while no ledger is open: it may take a fast path."""
     return (
         type(x) is Tensor
         and x.is_cpu
@@ -264,10 +263,10 @@ def call(
     after: Callable[[Tensor, Group], Tensor] | None = None,
     equal: Literal["argument", "result", None] = None,
 ) -> CollectiveCall:
-    """Plan a collective on a tree: `before` is applied to every leaf first and may refuse it, `after` to every result.
+    """Plan a collective on a tree; `before` maps (or rejects) each leaf, `after` each result.
 
-    `equal` is what has to be equal on all devices: the argument's value, or the result's gradient.  Where values are each
-    device's own (`Scope.own`) nothing has to be: a result is varied, as `pvary` does, at once.
+    `equal`: what must be equal on all devices, the argument's value or the result's gradient. Along axes where every
+    value is varying (`Scope.own`) nothing must be; the result is then converted as by `pvary`.
     """
     scope = require(what)
     group, site = scope.asked(axis, what), call_site()
@@ -299,7 +298,7 @@ def call(
 def _all_prepared(
     what: str, tree: PyTree, leaves: list[Tensor], prepared: Callable[[Tensor], tuple[Tensor, Move]]
 ) -> list[tuple[Tensor, Move]]:
-    """Prepare all leaves of a tree, or raise naming all that cannot be, by what is wrong with them."""
+    """Prepare all leaves of a tree; raise with all invalid leaves, grouped by error."""
     ready: list[tuple[Tensor, Move]] = []
     wrong: dict[str, list[int]] = {}
     for place, leaf in enumerate(leaves):

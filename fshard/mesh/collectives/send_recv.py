@@ -1,9 +1,8 @@
-"""Point-to-point messages: `send` and `recv`, for pipelines.
+"""Point-to-point messages for pipelines: `send` and `recv`.
 
-A send does not wait for its receiver; a recv waits for its message.  Messages between two devices arrive in the order
-they were sent, and go to the receives in the order in which those were called or started.  Cotangents of what was
-received travel back to the sender.  For that, `send` returns a *token*, a zero that is to be added to what is
-differentiated on the sending device.
+`send` returns immediately; `recv` waits for its message. Messages between two devices arrive in order, and match
+receives in the order in which these were called or started. Cotangents of a received tensor are sent back to the
+sender. For that, `send` returns a *token*, a zero to add to the value that the sender differentiates.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from fshard.source import Site, call_site
 
 
 def dispatch(xs: Tensors, group: Group, to: int, site: Site) -> None:
-    """Send tensors of one dtype to the device at place `to`, and tell the ledgers."""
+    """Send tensors of one dtype to the device at index `to`, and record the bytes."""
     for ledger in active():
         pair, size = Permute(((group.index, to),)), sum(x.nbytes for x in xs)
         ledger.record(
@@ -68,7 +67,7 @@ class Send(_Message):
 
 @dataclass(frozen=True)
 class Receive(_Message):
-    """The map from nothing (a zero, or tensors whose values do not matter) to what arrives."""
+    """The map from nothing (a zero, or tensors whose values are ignored) to the received tensors."""
 
     source: int
     group: Group
@@ -113,14 +112,14 @@ def _started(group: Group, source: int) -> Started:
 
 
 def _settle(started: Started) -> None:
-    """Receive what was started: the messages come in that order, whatever is waited for first."""
+    """Wait for the started receives, in their order."""
     while started:
         started.popleft().wait()
 
 
 @dataclass
 class _Exchange:
-    """One call of send or recv: a message for each dtype.  A recv comes after those that were `started` before it."""
+    """One call of send or recv: a message per dtype. A recv runs after those that were `started` before it."""
 
     leaves: list[Tensor]
     structure: Structure | None
@@ -156,7 +155,7 @@ class _Exchange:
     def road(self, tree: PyTree) -> None: ...
 
     def start(self) -> Handle:
-        """Return a handle; sending is under way at once, receiving has its place among the messages."""
+        """Return a handle: a send starts now, a recv is queued behind earlier ones."""
         started, graded, meant = self.started, torch.is_grad_enabled(), purpose()
         if started is None:
             token = self.run()
@@ -178,9 +177,9 @@ class _Exchange:
 
 @collective
 def send(tree: PyTree, axis: Axes, to: int) -> Any:
-    """Send tensors to the device at place `to` along `axis`, without waiting for it; return the token (a zero).
+    """Send tensors to the device at index `to` along `axis` without waiting; return the token (a zero).
 
-    Add the token to what is differentiated here, if gradients are to come back.
+    For gradients, add the token to the value that is differentiated on this device.
 
     >>> import torch, fshard as fs
     >>> def hand_on():
@@ -197,10 +196,11 @@ def send(tree: PyTree, axis: Axes, to: int) -> Any:
 
 @collective
 def recv(like: PyTree, axis: Axes, source: int) -> Any:
-    """Receive what the device at place `source` along `axis` sends next: a tree like `like`, of its shapes and dtypes.
+    """Receive the next message of the device at index `source` along `axis`: a tree with the shapes and dtypes of
+    `like`.
 
-    If a tensor of `like` requires grad, the cotangent of what is received travels back to the sender; the sender then adds
-    the token of its `send` to what it differentiates.  (Gradients of such gradients are not defined.)
+    If a tensor of `like` requires grad, the cotangent is sent back to the sender, which must add the token of its
+    `send` to the value that it differentiates. Second derivatives are not defined.
 
     >>> import torch, fshard as fs
     >>> def double():

@@ -1,14 +1,14 @@
-"""Shard arithmetic: which elements of a global tensor a device holds.  Pure integers, no tensors, no mesh.
+"""Shard arithmetic: which elements of a global tensor a device stores. Pure integers: no tensors, no mesh.
 
-Legend: `sizes` are the axes that cut something, major to minor; `coordinates` a device's place along each of them;
-`index` that place as one number.  A dim is cut evenly or not at all; a flat tensor is cut into ranges of
-ceil(total / parts) elements, of which the last ones may be shorter or empty.
+Legend: `sizes` are those of the axes that split something, major to minor; `coordinates` a device's along them;
+`index` the coordinates as one number. A dim is split evenly or raises; a flat tensor is split into ranges of
+ceil(total / parts) elements, of which the last may be shorter or empty.
 
     10 elements over 4 devices, flat:   [0 1 2] [3 4 5] [6 7 8] [9]
      4 elements over 3 devices, flat:   [0 1] [2 3] []
 
-Sums over devices go in one fixed binary tree, ((0 + 1) + (2 + 3)) + 4, so their bits depend on nothing but the summands: not
-on who adds, nor on how many devices there are.  What would round too soon is added in a wider dtype and rounded once.
+Sums over devices use one fixed binary tree, ((0 + 1) + (2 + 3)) + 4, so their bits depend only on the summands, not on
+the number of devices. 16-bit floats are added in a wider dtype and rounded once.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def unravel(index: int, sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def strides(sizes: Sequence[int]) -> tuple[int, ...]:
-    """Return how far apart two neighbours along each axis are: (12, 3, 1) for (2, 4, 3)."""
+    """Return the stride of each axis: (12, 3, 1) for (2, 4, 3)."""
     return tuple(prod(sizes[place + 1 :]) for place in range(len(sizes)))
 
 
@@ -97,7 +97,7 @@ def dim_ranges(
 def undivided(
     shape: Sequence[int], dims: Sequence[Sequence[str]], sizes: Mapping[str, int]
 ) -> list[tuple[int, int, tuple[str, ...], int]]:
-    """Return (dim, its length, axes, parts) for every dim that its axes do not cut evenly."""
+    """Return (dim, its length, axes, parts) for every dim that its axes do not divide."""
     found: list[tuple[int, int, tuple[str, ...], int]] = []
     for dim, axes in enumerate(dims):
         parts = prod(sizes[axis] for axis in axes)
@@ -117,7 +117,7 @@ WIDER: dict[torch.dtype, torch.dtype] = {
 
 
 MANY, FEW = 8, 4096
-"""From how many tensors on, of up to how many elements, a level of the tree is one call."""
+"""Minimal number of tensors, and maximal size of each, for which a tree level is one call."""
 
 
 class Combine(Protocol):
@@ -157,7 +157,9 @@ def _level_by_level(rows: Tensor, combine: Combine) -> Tensor:
 
 
 def combined(xs: list[Tensor], combine: Combine, kept: Tensor | None, out: Tensor) -> Tensor:
-    """Combine two or more tensors in the fixed tree into `out`, using up the memory of all but the one that is kept."""
+    """Sum (or combine) two or more tensors in the fixed tree into `out`, reusing the memory of all but the one to
+    keep.
+    """
     wide = WIDER.get(out.dtype)
     once = wide is not None and wide.is_floating_point and out.element_size() > 1  # so a sum of two is rounded once
     if wide is not None and (len(xs) > 2 or not once):

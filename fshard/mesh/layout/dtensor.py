@@ -1,8 +1,7 @@
-"""To torch's DTensor and back, without copying: the same local tensor under another name.  (DTensor knows no gaps: a
-shard that has some, a slice or an expanded one, is copied.)
+"""Convert to and from torch's DTensor without copying (only shards with gaps, such as slices, are copied).
 
-DTensor says per axis of the mesh what is sharded; `P` says it per dim of the tensor.  Where one dim is cut by several
-axes, DTensor cuts by them in the order of the mesh, so a layout whose axes stand in another order has no DTensor.
+DTensor lists a placement per mesh axis; `P` lists axes per tensor dim. Where several axes split one dim, DTensor
+splits in mesh order, so a layout with another order has no DTensor.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ def to_dtensor(x: Sharded) -> DTensor:
 
 
 def _dense(shape: torch.Size, order: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides of a tensor without gaps whose dims lie in this order, the slowest first."""
+    """Return the strides of a dense tensor whose dims are stored in this order, slowest first."""
     return tuple(prod(shape[other] for other in order[order.index(dim) + 1 :]) for dim in range(len(shape)))
 
 

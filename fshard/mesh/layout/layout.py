@@ -1,13 +1,13 @@
-"""`Layout`: how a global tensor lies on a mesh, and `typeof`, which prints it in one token.
+"""`Layout`: mesh, spec and memory of an array; and its type, which prints as one token.
 
-    f32[8@data, 6@model]          dim 0 cut over "data", dim 1 over "model"
-    f32[8, 6]{flat:data}          flattened, then cut over "data"
-    f32[8, 6]{at:data=2}          whole on device 2 along "data", empty on the others
-    f32[8, 6]{flat:data, at:pipe=2}   flattened and cut over "data" where "pipe" is 2, empty elsewhere
-    f32[8, 6]{U:model}            whole everywhere, to be summed over "model"
-    f32[8@data, 6]{host}          in the memory of the host
+    f32[8@data, 6@model]          dim 0 sharded over "data", dim 1 over "model"
+    f32[8, 6]{flat:data}          flattened, then split over "data"
+    f32[8, 6]{at:data=2}          on device 2 along "data", empty on the others
+    f32[8, 6]{flat:data, at:pipe=2}   flat over "data" at coordinate 2 along "pipe", empty elsewhere
+    f32[8, 6]{U:model}            unreduced: the value is the sum over "model"
+    f32[8@data, 6]{host}          in host memory
 
-Only dense tensors lie on meshes: one shape, and a place in memory for each element.
+Only dense tensors have layouts: strided, one shape, every element in memory.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fshard.mesh.layout.mesh import Mesh
 from fshard.mesh.layout.spec import P, without_hash
 
 Memory = Literal["device", "host"]
-"""The memory that a shard lives in: the device's own, or the host's."""
+"""Memory of a shard: the device's or the host's."""
 
 _SHORT = {
     torch.float64: "f64", torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16",
@@ -47,14 +47,14 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True)
 class Layout:
-    """How a global tensor lies on a mesh.
+    """Mesh, spec and memory kind of an array.
 
     Args:
-        mesh: the grid of devices.
-        spec: which axes cut which dim.
+        mesh: the devices.
+        spec: which axes shard which dim.
         memory: "device" or "host".
-        unit: the name of the leaves that this one is gathered and reduced together with; says nothing of where it lies.
-        frozen: whether it is a parameter that is not trained: it has no gradient and no optimizer state.
+        unit: the FSDP unit that a parameter belongs to; does not affect placement.
+        frozen: True for a parameter that is not trained: no gradient, no optimizer state.
 
     >>> from fshard.mesh.layout.make import make_mesh
     >>> layout = Layout(make_mesh({"data": 4, "model": 2}), P("data", "model"))
@@ -92,11 +92,11 @@ class Layout:
 
     @property
     def flat_parts(self) -> int:
-        """Into how many ranges a flat tensor is cut."""
+        """Number of ranges of a flat tensor."""
         return prod(self.mesh.shape[axis] for axis in self.spec.flat_axes or ())
 
     def check(self, shape: Sequence[int], what: str = "the tensor") -> None:
-        """Raise if a tensor of `shape` cannot lie like this, naming every dim that does not divide."""
+        """Raise if a tensor of `shape` cannot have this layout, naming every dim that is not divisible."""
         spec, shape = self.spec, tuple(shape)
         if spec.shape is not None and spec.shape != shape:
             raise LayoutError(f"{what} has shape {shape}, but its spec {spec} was written for shape {spec.shape}.")
@@ -124,15 +124,15 @@ class Layout:
 
     @cached_property
     def place(self) -> dict[str, int]:
-        """The place along each axis at which it lies, where it does not lie everywhere."""
+        """Coordinates of the devices that store the tensor, along the axes of `spec.at`."""
         return self.spec.coordinates(self.mesh.shape)
 
     def has_any(self, device: int) -> bool:
-        """Return whether a device has a part in the tensor: only those at its place have."""
+        """Return True if a device stores a shard: False only for devices outside `spec.at`."""
         return not self.spec.at or self.place.items() <= self.mesh.coordinates(device).items()
 
     def _place(self, device: int, axes: tuple[str, ...]) -> int:
-        """Return the place of a device along some axes, major to minor, as one number."""
+        """Return a device's index along some axes, major to minor."""
         coordinates = self.mesh.coordinates(device)
         return arithmetic.ravel([coordinates[axis] for axis in axes], [self.mesh.shape[axis] for axis in axes])
 
@@ -141,7 +141,7 @@ class Layout:
         return tuple(stop - start for start, stop in self.ranges(shape, device))
 
     def global_shape(self, local: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of the whole from the shape of a shard."""
+        """Return the global shape from the shape of a shard."""
         spec = self.spec
         if spec.is_flat or spec.at:
             if spec.shape is None:
@@ -184,7 +184,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class ShardType:
-    """The type of an array: dtype, shape, spec and memory.  Prints as one token.
+    """The type of an array: dtype, shape, spec and memory. Prints as one token.
 
     >>> print(ShardType(torch.float32, (8, 6), P("data", unreduced="model")))
     f32[8@data, 6]{U:model}
@@ -222,7 +222,7 @@ def holders(layout: Layout) -> tuple[int, ...]:
 
 
 def is_dense(x: Tensor) -> bool:
-    """Return whether a tensor can be cut and sent as it is.
+    """Return True if a tensor is strided and not nested, so that it can be split and sent.
 
     >>> is_dense(torch.eye(2)), is_dense(torch.eye(2).to_sparse())
     (True, False)

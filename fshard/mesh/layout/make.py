@@ -1,4 +1,4 @@
-"""Making meshes: `make_mesh`, and the way to and from torch's `DeviceMesh`."""
+"""Make meshes: `make_mesh`, and conversion to and from torch's `DeviceMesh`."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def make_mesh(
     Args:
         axes: {"name": size, ...}.
         runtime: "virtual" (devices are threads of this process), "process" (devices are processes, over gloo or NCCL) or
-            "abstract" (shapes only).  By default: process under torchrun, srun, mpirun and `fs.launch`, else virtual; inside
+            "abstract" (shapes only). By default: process under torchrun, srun, mpirun and `fs.launch`, else virtual; inside
             `fs.run`, the run's own.
-        device: "cpu" or "cuda".  By default: "cuda" on a process mesh if there are GPUs, else torch's default device.
-        timeout: seconds after which a collective between processes is given up (process meshes; by default 600, or
-            what the environment variable FSHARD_TIMEOUT says).
+        device: "cpu" or "cuda". By default: "cuda" on a process mesh if there are GPUs, else torch's default device.
+        timeout: seconds until a collective between processes fails (process meshes). Default: the environment variable
+            FSHARD_TIMEOUT, or 600.
 
     >>> make_mesh({"data": 4, "model": 2})
     Mesh(data=4, model=2; virtual, cpu)

@@ -27,13 +27,13 @@ Runtime = Literal["virtual", "process", "abstract"]
 
 @dataclass(frozen=True)
 class Mesh:
-    """A named grid of devices: immutable, hashable, compared by value.  Made by `make_mesh`.
+    """A named grid of devices: immutable, hashable, compared by value. Made by `make_mesh`.
 
     Args:
         axes: (name, size) pairs, major to minor.
         runtime: "virtual", "process" or "abstract".
-        device_type: where the shards live: "cpu", "cuda" or, on an abstract mesh, "meta".
-        parent: the (name, size) pairs of the mesh that this one was cut from; None if it stands by itself.
+        device_type: "cpu", "cuda" or, on an abstract mesh, "meta".
+        parent: the (name, size) pairs of the mesh that this one was sliced from, or None.
         ranks: torch.distributed ranks of the devices in mesh order, where they are not 0, 1, 2, ...
 
     >>> mesh = Mesh((("data", 4), ("model", 2)), "virtual", "cpu")
@@ -67,7 +67,7 @@ class Mesh:
 
     @cached_property
     def strides(self) -> Mapping[str, int]:
-        """How far apart two neighbours along an axis are in the numbering of the mesh that this one was cut from."""
+        """Stride of each axis in the numbering of the parent mesh."""
         root = self.parent or self.axes
         steps = dict(zip((name for name, _ in root), arithmetic.strides([size for _, size in root]), strict=True))
         return MappingProxyType({name: steps[name] for name in self.axis_names})
@@ -79,11 +79,11 @@ class Mesh:
 
     @cached_property
     def root_size(self) -> int:
-        """How many devices the mesh has that this one was cut from, or this one."""
+        """Number of devices of the parent mesh, or of this one without a parent."""
         return prod(size for _, size in self.parent or self.axes)
 
     def coordinates(self, device: int) -> dict[str, int]:
-        """Return the place of a device along each axis: {"data": 2, "model": 1}."""
+        """Return a device's coordinate along each axis: {"data": 2, "model": 1}."""
         if not 0 <= device < self.size:
             raise MeshError(f"{self} has no device {device!r}: its {self.size} devices are counted from 0.")
         return dict(zip(self.axis_names, arithmetic.unravel(device, [size for _, size in self.axes]), strict=True))
@@ -112,7 +112,7 @@ class Mesh:
         return names
 
     def __getitem__(self, axes: Axes) -> Mesh:
-        """Return the mesh of some axes: on each device, the row or plane that it lies in.  Of all in order, the mesh."""
+        """Return the mesh of some axes: on each device, the row or plane it is in. All axes in order give this mesh."""
         names = self.check_axes(axes, f"mesh[{axes!r}]")
         if names == self.axis_names:
             return self

@@ -25,12 +25,12 @@ from fshard.uncompiled import uncompiled
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Sharded:
-    """A global tensor that lies on a mesh.
+    """A global array on a mesh.
 
     Args:
-        shape: of the whole.
+        shape: the global shape.
         layout: its layout.
-        shards: the shards held here, in the order of the devices.
+        shards: the local shards, in device order.
 
     >>> import optree, torch, fshard as fs
     >>> from fshard import P
@@ -157,15 +157,15 @@ def typeof(x: Sharded | Tensor) -> ShardType:
 
 @uncompiled
 def from_local(piece: Tensor | Callable[..., Tensor], layout: Layout, *, shape: Sequence[int] | None = None) -> Sharded:
-    """Build a global array from each device's own shard, without moving anything.
+    """Build a global array from each device's local shard, without communication.
 
-    Processes do not compare their shards: only under `FSHARD_CHECK=1` is it an error that they make up different wholes.
+    Processes compare their shapes only under `FSHARD_CHECK=1`.
 
     Args:
         piece: this process's shard, on a process mesh or inside `run`; on a virtual mesh from outside, a function of
-            the device's coordinates, `piece(data=0, model=1)`.  A function works everywhere.
-        layout: how the shards lie.
-        shape: of the whole; needed for flat layouts only, else it follows from the shards.
+            the device's coordinates, `piece(data=0, model=1)`. A function works everywhere.
+        layout: of the global array.
+        shape: the global shape; needed for flat layouts only.
 
     >>> import torch, fshard as fs
     >>> from fshard import P

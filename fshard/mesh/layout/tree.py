@@ -1,8 +1,8 @@
-"""Trees of tensors, by optree: the few operations that fshard needs, in its own namespace.
+"""Trees of tensors, by optree, in a namespace of fshard.
 
-A `Sharded` is a node whose children are its shards (so that elementwise code need not know it), or, with
-`sharded_is_leaf`, a leaf: the global array.  Dataclasses, and what torch knows as a node of trees, are nodes without being
-registered; a field with `metadata={"static": True}` (or `{"pytree_node": False}`) goes with the structure.
+A `Sharded` is a node whose children are its shards (so elementwise code works on it) or, with `sharded_is_leaf`, a
+leaf: the global array. Dataclasses and the node types of torch's pytrees are nodes without registration; a field with
+`metadata={"static": True}` (or `{"pytree_node": False}`) is part of the structure.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 NAMESPACE = "fshard"
 PyTree = Any
-"""A tensor, or any nesting of containers that optree knows with tensors at the leaves."""
+"""A tensor, or any nesting of optree containers with tensors as leaves."""
 Structure = optree.PyTreeSpec
-_o: Any = optree  # its annotations know no "any tree", which is what is passed here
+_o: Any = optree  # its annotations have no type for any tree
 
 _is_global: list[Callable[[Any], bool]] = []
 
@@ -29,7 +29,7 @@ _is_global: list[Callable[[Any], bool]] = []
 def register_node(kind: type, flatten: Callable[[Any], Any], unflatten: Callable[[Any, Any], Any]) -> None:
     """Make the class of global arrays a node of trees."""
     _o.register_pytree_node(kind, flatten, unflatten, namespace=NAMESPACE)
-    _is_global.append(kind.__instancecheck__)  # asked of every node of every tree: no frame of Python for it
+    _is_global.append(kind.__instancecheck__)  # runs for every node of every tree: avoids a Python frame
 
 
 def flatten(tree: PyTree, *, sharded_is_leaf: bool = False, none_is_leaf: bool = False) -> tuple[list[Any], Structure]:
@@ -44,24 +44,24 @@ def flatten(tree: PyTree, *, sharded_is_leaf: bool = False, none_is_leaf: bool =
 
 
 _LEAVES = [cast("Structure", _o.tree_structure(0, none_is_leaf=one, namespace=NAMESPACE)) for one in (False, True)]
-"""The structure of what is a leaf itself: most messages and results are one tensor."""
+"""The structure of a single leaf: most messages and results are one tensor."""
 
 
 def flatten_with_paths(
     tree: PyTree, *, sharded_is_leaf: bool = False, none_is_leaf: bool = False
 ) -> tuple[list[str], list[Any], Structure]:
-    """Return where each leaf stands, as the expression that leads there (`["w"][3]`), the leaves and the structure."""
+    """Return the path of each leaf as an expression (`["w"][3]`), the leaves and the structure."""
     leaves, structure = flatten(tree, sharded_is_leaf=sharded_is_leaf, none_is_leaf=none_is_leaf)
     return [*paths_of(structure)], leaves, structure
 
 
 def torch_alone_knows(x: Any) -> bool:
-    """Return whether an object, of a tree that was flattened before, is taken apart as torch does it."""
+    """Return True if the type of an object in a flattened tree is a node of torch's pytrees."""
     return type(x) in by_torch
 
 
 def any_known() -> bool:
-    """Return whether any object so far was taken apart as torch does it."""
+    """Return True if a node type of torch's pytrees was registered here."""
     return bool(by_torch)
 
 
@@ -76,10 +76,10 @@ def _is_outer(x: Any) -> bool:
 
 
 def paths_of(structure: Structure) -> tuple[str, ...]:
-    """Return where each leaf of a structure stands."""
+    """Return the path of each leaf of a structure."""
     try:
         return _paths(structure)
-    except TypeError:  # what a node holds beside its children has no hash
+    except TypeError:  # auxiliary data of a node is not hashable
         return _paths.__wrapped__(structure)
 
 
@@ -104,7 +104,7 @@ def map_leaves(f: Callable[[Any], Any], tree: PyTree) -> PyTree:
 
 
 def broadcast_prefix(prefix: PyTree, tree: PyTree, *, none_is_leaf: bool = False) -> list[Any]:
-    """Return for every leaf of a tree what a prefix of the tree says of it; ValueError if it is no prefix."""
+    """Return, for every leaf of a tree, its value in a prefix of the tree; ValueError if it is not a prefix."""
     return _o.broadcast_prefix(prefix, tree, is_leaf=_is_global[0], none_is_leaf=none_is_leaf, namespace=NAMESPACE)
 
 
@@ -117,7 +117,7 @@ by_torch: set[type] = set()
 
 
 def learn(leaves: Iterable[Any], namespace: str) -> bool:
-    """Register the classes of leaves that are to be nodes; return whether there were any."""
+    """Register the node classes among the leaves; return True if there were any."""
     unknown = {*map(type, leaves)} - _leaves
     if not unknown:
         return False
@@ -131,7 +131,7 @@ def learn(leaves: Iterable[Any], namespace: str) -> bool:
 
 
 Node = tuple[Callable[[Any], tuple[Any, Any, Any]], Callable[[Any, Any], Any]]
-"""How a class is taken apart, into (children, what is kept besides, names of the children), and put together."""
+"""Functions that flatten a class into (children, auxiliary data, names of the children) and rebuild it."""
 
 
 def _node(kind: type) -> Node | None:
@@ -147,7 +147,7 @@ def _is_record(kind: type) -> bool:
 
 
 def _of_fields(kind: type) -> Node:
-    """Return how a dataclass is taken apart."""
+    """Return how to flatten a dataclass."""
     static = {one.name: one.metadata.get("static", not one.metadata.get("pytree_node", True)) for one in fields(kind)}
     names = tuple(name for name in static if not static[name])
     kept = tuple(name for name in static if static[name])
@@ -165,7 +165,7 @@ def _of_fields(kind: type) -> Node:
 
 
 def _of_torch(node: Any) -> Node:
-    """Return how torch takes a class apart."""
+    """Return how torch's pytrees flatten a class."""
 
     def flatten(x: Any) -> tuple[Any, Any, Any]:
         children, context = node.flatten_fn(x)

@@ -1,7 +1,7 @@
-"""Laying tensors on a mesh: `device_put`, `reshard`, `unshard`.
+"""Change the layout of tensors: `device_put`, `reshard`, `unshard`.
 
-Each is a function of one device, made of collectives and local moves that know their transpose, and run on every
-device that the caller stands for.  `plan` chooses the steps, `steps` takes them.
+Each is a function of one device, made of collectives and local moves with transposes, and run on every device of the
+caller. `plan` chooses the steps, `execute` runs them.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def on_all(x: Tensor, layout: Layout) -> Tensors:
 def _each_leaf(
     what: str, tree: PyTree, layouts: PyTree, act: Callable[[int, Any, Layout], Any]
 ) -> tuple[list[Any], Structure]:
-    """Apply to every leaf the layout that a prefix tree has for it; unit and frozen stay if the layout does not say."""
+    """Apply a prefix tree of layouts to the leaves; `unit` and `frozen` are kept where the layout has none."""
     paths, leaves, structure = flatten_with_paths(tree, sharded_is_leaf=True, none_is_leaf=True)
     try:
         chosen = broadcast_prefix(layouts, tree, none_is_leaf=True)
@@ -97,7 +97,7 @@ def _each_leaf(
 
 
 def refuse_unfit(leaf: Any, layout: Layout) -> None:
-    """Raise if a leaf cannot lie so."""
+    """Raise if a leaf cannot have its layout."""
     if not isinstance(leaf, Tensor | Sharded):
         raise LayoutError(f"a tensor is needed, found {type(leaf).__name__}. Write torch.as_tensor(...) around it.")
     if isinstance(leaf, Tensor) and not is_dense(leaf):
@@ -107,7 +107,7 @@ def refuse_unfit(leaf: Any, layout: Layout) -> None:
 
 @contextmanager
 def collected(what: str) -> Generator[Callable[[str], Any]]:
-    """Collect the errors of several attempts, and raise them as one, with the path of each."""
+    """Collect the errors of several leaves, and raise one with their paths."""
     complaints: list[str] = []
     kinds: set[type[FshardError]] = set()
 
@@ -127,12 +127,12 @@ def collected(what: str) -> Generator[Callable[[str], Any]]:
 
 @uncompiled
 def device_put(tree: PyTree, layout: PyTree) -> PyTree:
-    """Lay global values on a mesh.  Nothing is sent: every process is given the whole value and keeps its shard.
+    """Shard global values. Nothing is sent: every process has the full value and keeps its shard.
 
     Args:
-        tree: a tensor or tree of tensors, the same on every process; a `Sharded` is resharded, and from another mesh gathered
-            first.  What is one (tied) stays one.
-        layout: a layout, or a tree of layouts that is a prefix of `tree`; where it is None, leaves stay as they are.
+        tree: a tensor or tree of tensors, the same on every process. A `Sharded` is resharded; one of another mesh is
+            unsharded first. Tied tensors stay tied.
+        layout: a layout, or a tree of layouts that is a prefix of `tree`; None leaves a leaf unchanged.
 
     >>> import torch, fshard as fs
     >>> from fshard import P
@@ -158,10 +158,10 @@ def device_put(tree: PyTree, layout: PyTree) -> PyTree:
 
 
 def layouts(tree: PyTree) -> PyTree:
-    """Return the layout of every `Sharded` of a tree, None in the place of all else: for `device_put` and `reshard`.
+    """Return the layout of every `Sharded` of a tree, None for all other leaves: for `device_put` and `reshard`.
 
-    A run goes on in another stage or on another mesh when its state lies as it would there:
-    `device_put(state, layouts(optimizer.init(params)))`, with the optimizer and the parameters of that mesh.
+    To continue in another ZeRO stage or on another mesh, give the state its layouts there: `device_put(state,
+    layouts(optimizer.init(params)))`, with the optimizer and the parameters of that mesh.
     """
     return map_leaves(lambda x: x.layout if isinstance(x, Sharded) else None, tree)
 
@@ -186,9 +186,9 @@ def _with_memory(x: Sharded, memory: Memory) -> Sharded:
 
 @uncompiled
 def reshard(tree: PyTree, layout: PyTree) -> PyTree:
-    """Lay global arrays differently on the same mesh, by collectives: see `plan`.
+    """Change the layouts of global arrays on their mesh, by collectives: see `plan`.
 
-    Plain tensors among them are global values already, and stay as they are, as all does for which the layout is None.
+    Plain tensors, which are global values, and leaves whose layout is None are returned unchanged.
 
     >>> import torch, fshard as fs
     >>> from fshard import P
@@ -228,9 +228,9 @@ def _movable(x: Any, layout: Layout) -> Sharded:
 def reshard_all(
     xs: Sequence[Sharded], layouts: Sequence[Layout], site: Site, into: Sequence[Sharded] = ()
 ) -> list[Sharded]:
-    """Lay global arrays differently on their mesh, those that go the same way together; what is one stays one.
+    """Reshard global arrays on their mesh; those with equal steps share collectives, tied ones stay tied.
 
-    `into` are arrays that lie as the results are to, and whose memory these may take.
+    `into`: arrays with the target layouts, whose memory the results may use.
     """
     firsts = _firsts(xs, layouts)
     moved = list(xs)
@@ -254,7 +254,7 @@ def reshard_all(
 
 
 def _firsts(xs: Sequence[Sharded], layouts: Sequence[Layout]) -> Sequence[int]:
-    """Return for each array the place of the first that is the same and goes the same way."""
+    """Return for each array the index of the first equal one with an equal plan."""
     if len({id(x.shards[0]) for x in xs}) == len(xs):
         return range(len(xs))
     seen: dict[object, int] = {}
@@ -268,7 +268,7 @@ def _trips(
     shapes: tuple[tuple[int, ...], ...],
     firsts: tuple[int, ...],
 ) -> list[tuple[Mesh, list[int], list[ReshardPlan]]]:
-    """Return where arrays go, each once, mesh by mesh: their places in the list, and the way of each."""
+    """Return the plans of distinct arrays by mesh: their indices in the list, and the plan of each."""
     on_mesh: dict[Mesh, list[int]] = {}
     for place in dict.fromkeys(firsts):
         if befores[place] != afters[place]:
@@ -299,10 +299,10 @@ def _refuse_owned(xs: Sequence[Sharded], mesh: Mesh) -> None:
 
 @uncompiled
 def unshard(tree: PyTree) -> PyTree:
-    """Return the whole of global arrays, as plain tensors; on a process mesh, on every process.  All else stays as it is.
+    """Return global arrays as plain, full tensors; on a process mesh, on every process. Other leaves are unchanged.
 
-    What is one (tied) stays one.  To lay parameters on another mesh give them to `shard_params` or `device_put` as they are:
-    a plain tensor knows nothing of its unit, nor whether it was frozen.
+    Tied tensors stay tied. To move parameters to another mesh give them to `shard_params` or `device_put` directly: a
+    plain tensor has lost its unit and whether it is frozen.
 
     >>> import torch, fshard as fs
     >>> from fshard import P
@@ -317,7 +317,7 @@ def unshard(tree: PyTree) -> PyTree:
         x.check()
     wholes: dict[int, Tensor] = {}
     for place, x in zip(places, reshard_all(given, [Layout(x.mesh) for x in given], call_site()), strict=True):
-        if id(x) not in wholes:  # what is one (tied) stays one
+        if id(x) not in wholes:  # tied tensors stay tied
             wholes[id(x)] = apply(First(len(x.shards)), x.shards)[0]
         leaves[place] = wholes[id(x)]
     return unflatten(structure, leaves)

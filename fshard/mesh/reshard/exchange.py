@@ -1,14 +1,14 @@
-"""Moves that send each device exactly what it lacks: for layouts between which no collective of equal rows is least.
+"""Exchanges that send each device exactly the elements it lacks, where no collective of equal rows is minimal.
 
-Devices hold shards by one cut and want shards by another.  Who has an element already keeps it; the others are supplied
-by one that has it, and where several hold the same, they share in what is asked of them.  No element comes to a device twice.
+Devices store shards of one layout and need shards of another. An element that a device has is kept; others are sent by
+a device that has them, and replicas divide the requests among themselves. No element is received twice.
 
     P.flat("b") -> P.flat("b", "a"), 7 elements on 2 x 3 devices, a = 0 above, a = 1 below
 
-    holds    [0 1 2] [3 4 5] [6]    wants    [0 1] [4 5] []      is supplied    nothing          nothing    nothing
-             [0 1 2] [3 4 5] [6]             [2 3] [6]   []                     3 from (0, 1)    6, from (1, 2)
+    stores   [0 1 2] [3 4 5] [6]    needs    [0 1] [4 5] []      receives       nothing          nothing    nothing
+             [0 1 2] [3 4 5] [6]             [2 3] [6]   []                     3 from (0, 1)    6 from (1, 2)
 
-All tensors have one length, which the longest shard needs; what stands behind a shard says nothing.
+All tensors are padded to the length of the longest shard; the padding has no defined value.
 """
 
 from __future__ import annotations
@@ -50,18 +50,18 @@ class Views(NamedTuple):
         ]
 
     def taken(self, rows: Tensor) -> Tensor:
-        """Lay the boxes side by side.  (rows, length) -> (elements,)"""
+        """Concatenate the boxes. (rows, length) -> (elements,)"""
         return torch.cat([box.reshape(-1) for box in self.of(rows)]) if self.boxes else rows.new_empty(0)
 
     def fill(self, rows: Tensor, values: Tensor) -> None:
-        """Write into the boxes what lies side by side."""
+        """Write concatenated elements into the boxes."""
         boxes = self.of(rows)
         for box, own in zip(boxes, values.split([box.numel() for box in boxes]), strict=True):
             box.copy_(own.view(box.shape))
 
 
 class Traffic(NamedTuple):
-    """The ranges that one device sends to others, receives from them, and keeps: from where, to where."""
+    """The ranges that one device sends to others, receives from them, and keeps: source and destination offsets."""
 
     sends: Mapping[int, Views]
     gets: Mapping[int, Views]
@@ -84,15 +84,15 @@ class Parts(Wired, ABC):
 
     @abstractmethod
     def elements(self) -> Numbers:
-        """Return how many elements each device sends."""
+        """Return the number of elements that each device sends."""
 
     def parcels(self, x: Tensor, index: int) -> dict[int, Tensor]:
-        """Return the tensors that a device sends to others.  `x` may be several tensors, side by side."""
+        """Return the tensors that a device sends to others. `x` may be several tensors, concatenated."""
         rows = x.view(-1, self.length)
         return {to: views.taken(rows) for to, views in self.traffic(index).sends.items()}
 
     def expected(self, x: Tensor, index: int) -> dict[int, int]:
-        """Return how many elements a device gets from others."""
+        """Return the number of elements that a device receives from others."""
         rows = x.numel() // self.length
         return {source: rows * views.size for source, views in self.traffic(index).gets.items()}
 
@@ -122,7 +122,7 @@ class Parts(Wired, ABC):
 
 @dataclass(frozen=True)
 class Supply(Parts):
-    """Give each device what it wants by another cut and does not hold."""
+    """Send each device the elements of its new shard that it lacks."""
 
     before: Laid
     after: Laid
@@ -145,7 +145,7 @@ class Supply(Parts):
 
 @dataclass(frozen=True)
 class KeptRange(Alone):
-    """Keep what is wanted by another cut, where everybody holds it already."""
+    """Slice the new shard from the old one, where every device has all of it."""
 
     supply: Supply
     name = "keep"
@@ -163,7 +163,7 @@ class KeptRange(Alone):
 
 @lru_cache(maxsize=256)
 def _supplied(move: Supply) -> Numbers:
-    """Return how many elements each device supplies: all are wanted by so many, some of whom have them."""
+    """Return the number of elements that each device sends: the missing ones, divided among the replicas of each."""
     held, wanted = regions_of(move.before, move.group), regions_of(move.after, move.group)
     rows = alike(move.group, move.before.axes)
     times = prod(size for axis, size in move.group if axis in move.before.axes - move.after.axes)
@@ -192,7 +192,7 @@ def _requests(move: Supply, piece: int) -> Requests:
     held, wanted = regions_of(move.before, move.group), regions_of(move.after, move.group)
     holders = alike(move.group, move.before.axes)[piece]
     regions = meet(held[holders[0]], wanted)
-    regions[holders] = 0  # who holds the same lacks nothing of it
+    regions[holders] = 0  # replicas lack the same elements
     return Requests(holders, regions, volume(regions).cumsum())
 
 
@@ -216,7 +216,7 @@ def _traffic(move: Supply, index: int) -> Traffic:
 
 
 def _views(move: Supply, cut: Laid, boxes: list[Numbers], index: int) -> Views:
-    """Return where boxes of global indices stand in the memory of one device."""
+    """Return the memory offsets of boxes of global indices on one device."""
     apart, first = memory_of(cut, move.group)
     places = [int((box[:, 0] * apart).sum() - first[index]) for box in boxes]
     lengths = [tuple((box[:, 1] - box[:, 0]).tolist()) for box in boxes]

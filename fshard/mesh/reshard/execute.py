@@ -1,6 +1,6 @@
 """Execute a reshard on one device: the steps of `plan`, by collectives.
 
-Leaves that stand at the same kind of step take it together, as one collective for each dtype.
+Leaves with equal steps share one collective per dtype.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def move_of(step: Step) -> Move | None:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class ReshardPlan:
-    """The steps of one leaf, and the shape of the whole.  Known by identity, so that it is quickly found again."""
+    """The steps of one leaf and its global shape. Hashed by identity: it is a cached value."""
 
     steps: tuple[Step, ...]
     shape: tuple[int, ...]
@@ -54,12 +54,12 @@ class ReshardPlan:
 
 
 STAY = ReshardPlan((), (), ())
-"""The way of what stays as it is."""
+"""The plan of an array whose layout does not change."""
 
 
 @lru_cache(maxsize=4096)
 def plan_reshard(before: Layout, after: Layout, shape: tuple[int, ...]) -> ReshardPlan:
-    """Return the way from one layout to another on the same mesh."""
+    """Return the plan from one layout to another on the same mesh."""
     steps = plan(before.spec.shapeless, after.spec.shapeless, shape, after.mesh.axes)
     only_slices = all(step.kind == "slice" and not step.at for step in steps)
     return ReshardPlan(steps, shape, tuple((step.dim, step.axes) for step in steps) if only_slices else None)
@@ -87,10 +87,10 @@ def wire_of(step: Step, shape: tuple[int, ...], n: int) -> Move | None:
 def go(
     xs: Sequence[Tensor], ways: Sequence[ReshardPlan], site: Site, *, ahead: bool = False, into: Sequence[Tensor] = ()
 ) -> Callable[[], list[Tensor]]:
-    """Go all ways, together where that can be; return what gives the results.
+    """Execute plans, sharing collectives; return the function that gives the results.
 
-    With `ahead`, the last collectives are only started, where autograd has no part in them.  `into` is memory that results may
-    be put into, where they are put together from flat shards.
+    With `ahead`, the last collectives are only started, if autograd does not record them. `into`: memory for results
+    that are assembled from flat shards.
     """
     scope, results = require("fs.reshard"), list(xs)
     later: list[tuple[Ride, Pending, list[Fit]]] = []
@@ -126,12 +126,12 @@ def _trimmed(ys: Iterable[Tensor], fits: Sequence[Fit]) -> list[Tensor]:
 
 
 def _is_plain(xs: Sequence[Tensor]) -> bool:
-    """Return whether no derivative of what is done to these tensors is asked for."""
+    """Return True if autograd records none of these tensors."""
     return not transformed() and not recorded(tuple(xs))
 
 
 class Fit(NamedTuple):
-    """How one leaf is filled up for a collective (to a `length`, or not: -1), and what range of what comes is its own."""
+    """How one leaf is padded for a collective (to `length`; -1: not), and the range of the result that is its shard."""
 
     length: int = -1
     own: Range | None = None
@@ -147,7 +147,7 @@ class Fit(NamedTuple):
 
 
 class Ride:
-    """One turn of those leaves that take it together: `now` are the step of each and the shape of its whole."""
+    """One step that several leaves take together: `now` has each leaf's step and global shape."""
 
     __slots__ = ("_fits", "_where", "axes", "kind", "last", "move", "now", "at", "places")
 
@@ -163,7 +163,7 @@ class Ride:
             results[place] = y
 
     def fits(self, scope: Scope) -> list[Fit]:
-        """Return how each leaf is made to fit, computed once for each place that a device can have."""
+        """Return the padding of each leaf, cached per index of the device."""
         key = tuple([scope.group(axes, "fs.reshard").index for axes in self._where])
         found = self._fits.get(key)
         if found is None:
@@ -171,9 +171,9 @@ class Ride:
         return found
 
     def watched(self, xs: list[Tensor], scope: Scope, site: Site) -> list[Tensor]:
-        """Return the empty shards of a device that a step does not involve.
+        """Return the empty shards of a device that takes no part in a step.
 
-        The one device of an abstract mesh stands for all: it writes down what one of those at the place sends.
+        The one device of an abstract mesh represents all: it records the bytes of a device that takes part.
         """
         if not scope.world.has_values:
             self._count(xs, scope, site)
@@ -192,7 +192,7 @@ class Ride:
             opened.record(device, LedgerRow(move.name, self.axes, site._replace(leaves=())), Fraction(sent))
 
     def alone(self, xs: list[Tensor], scope: Scope, site: Site) -> list[Tensor]:
-        """Take a step that is no move of each tensor by itself: another shape, a range, or one to or from owners."""
+        """Run a step that is not one move per tensor: a reshape, a slice, or an exchange with owners."""
 
         def on(move: Move) -> Bound:
             return Bound(move, scope.group(self.axes, "fs.reshard"), site)
@@ -210,7 +210,7 @@ class Ride:
 
 @lru_cache(maxsize=1024)
 def _rides(ways: tuple[ReshardPlan, ...], turn: int, dtypes: tuple[torch.dtype, ...]) -> tuple[Ride, ...]:
-    """Return the rides of one turn of leaves of these dtypes."""
+    """Return the shared steps of leaves with these dtypes."""
     groups: dict[object, list[int]] = {}
     for place, (way, dtype) in enumerate(zip(ways, dtypes, strict=True)):
         if turn < len(way.steps):
@@ -229,7 +229,7 @@ def _rides(ways: tuple[ReshardPlan, ...], turn: int, dtypes: tuple[torch.dtype, 
 
 
 def _fit(step: Step, shape: tuple[int, ...], scope: Scope) -> Fit:
-    """Return how a leaf fits into the move of a step."""
+    """Return the padding and range of a leaf in the move of a step."""
     if step.move is None and not step.kind.startswith("flat_"):
         return Fit()
     after, total = step.after, prod(shape)
@@ -249,12 +249,12 @@ def _fit(step: Step, shape: tuple[int, ...], scope: Scope) -> Fit:
 
 
 def _is_at(on: tuple[tuple[str, int], ...], scope: Scope) -> bool:
-    """Return whether the calling device stands at a place."""
+    """Return True if the calling device has these coordinates."""
     return all(scope.group((axis,), "fs.reshard").index == place for axis, place in on)
 
 
 def _piece(state: ShardState, shape: tuple[int, ...], scope: Scope) -> tuple[int, ...]:
-    """Return the shape of a shard of what is cut by dims."""
+    """Return the shape of a shard whose dims are sharded."""
     cuts = [prod(scope.group((axis,), "fs.reshard").size for axis in axes) for axes in state.dims]
     return tuple(length // cut for length, cut in zip(shape, cuts, strict=True))
 

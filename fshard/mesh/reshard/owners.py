@@ -1,11 +1,11 @@
-"""Between owners, who hold tensors whole, and flat ranges of the same tensors: one exchange for any number of them.
+"""Exchange full tensors at their owners for flat ranges on all devices, in one call for any number of tensors.
 
-To collect ranges, a device sends every owner the ranges that it holds of that owner's tensors; handing out is the same
-the other way.  Nothing else is sent, and nothing is padded.
+To collect, a device sends every owner its ranges of that owner's tensors; to distribute, the reverse. Nothing else is
+sent and nothing is padded.
 
-    0 owns a and b, 1 owns c          for owner 0   for owner 1           then holds
-    device 0 holds flat ranges        [a0 b0]       [c0]          =>      a and b
-    device 1 holds the others         [a1 b1]       [c1]                  c
+    0 owns a and b, 1 owns c          for owner 0   for owner 1           result
+    device 0 stores flat ranges       [a0 b0]       [c0]          =>      a and b
+    device 1 stores the others        [a1 b1]       [c1]                  c
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from fshard.mesh.reshard.regions import Numbers
 MoveOn = Callable[[Move], Bound]
 """Binds a move to the group of the owners."""
 AT_ONCE = 1 << 24
-"""Bytes that an exchange sends at once, about: more go in turns, so that little memory is held for them."""
+"""Approximate bytes per exchange; larger ones run in several rounds to bound memory."""
 
 
 class Owned(NamedTuple):
-    """One device's part of a tensor: its range or its whole, the shape of the whole, and the place of the owner."""
+    """One device's shard of a tensor (its range, or all of it), the global shape, and the owner's index."""
 
     x: Tensor
     shape: tuple[int, ...]
@@ -55,7 +55,7 @@ def keep(x: Tensor, owner: int, elsewhere: tuple[int, ...], on: MoveOn) -> Tenso
 
 
 def nothing(x: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Return the empty shard of a tensor that stands where others have theirs."""
+    """Return the empty shard of a device that is not the owner."""
     return x.reshape(-1)[:0].reshape(shape).clone()  # a view would keep x alive
 
 
@@ -92,11 +92,11 @@ class Handover(Parts):
         return count
 
     def ranges(self, index: int) -> list[View]:
-        """Return where the ranges of each tensor lie on a device."""
+        """Return the offsets of each tensor's range on a device."""
         return _side_by_side([stop - start for start, stop in self._bounds(index)])
 
     def wholes(self, index: int) -> list[View]:
-        """Return where each tensor lies on a device that may own it."""
+        """Return the offset of each tensor on a device that may own it."""
         return _side_by_side([size if owner == index else 0 for size, owner in self.leaves])
 
     def traffic(self, index: int) -> Traffic:
@@ -129,7 +129,7 @@ def _handed(move: Handover, index: int) -> Traffic:
 
 
 def _side_by_side(lengths: Sequence[int]) -> list[View]:
-    """Return where ranges of these lengths lie."""
+    """Return the offsets of consecutive ranges of these lengths."""
     return [(end - length, (length,)) for end, length in zip(accumulate(lengths), lengths, strict=True)]
 
 
@@ -162,7 +162,7 @@ def _exchanged(some: Sequence[Owned], bound: Bound, move: Handover) -> list[Tens
 
 
 def _copied(x: Tensor) -> Tensor:
-    """Flatten into memory of its own: a view would keep all rows alive, and products on odd addresses round differently."""
+    """Flatten into new memory: a view would keep all rows alive, and unaligned matmuls round differently."""
     return x.clone(memory_format=torch.contiguous_format).view(-1)
 
 

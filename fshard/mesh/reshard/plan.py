@@ -1,13 +1,13 @@
-"""Planning a reshard: the steps from one spec to another, each a collective or a local move.  Pure data.
+"""Plan a reshard: the steps from one spec to another, each a collective or a local move. Pure data.
 
-Sums come first, scattered to where the goal wants their shards.  Then collectives of equal rows, where these alone lead
-to the goal; else one exchange in which each device is sent exactly what it lacks (`supply`).  What stays at its place along
-some axes goes its way there, by the devices of that place alone.
+Sums come first, scattered to where the target needs their shards. Then collectives of equal rows, if these suffice;
+else one exchange that sends each device exactly what it lacks (`supply`). Coordinates in both specs' `at` restrict all
+steps to the devices there.
 
     P("data", None) -> P(None, "data")          all_to_all        (n-1)/n of the shard
     P(unreduced="data") -> P("data")            psum_scatter
-    P("data") -> P("model"), 4 x 2 devices      direct            3/4 of the new shard, on the average
-    P.flat("data", at=k) -> P(at=k)             flat_gather       (n-1)/n of the whole, by those at k; nothing elsewhere
+    P("data") -> P("model"), 4 x 2 devices      direct            3/4 of the new shard, on average
+    P.flat("data", at=k) -> P(at=k)             flat_gather       (n-1)/n of the tensor, by the devices at k
     P() -> P.flat("data", at=k)                 keep, flat_slice
 """
 
@@ -34,7 +34,7 @@ Kind = Literal[
 
 @dataclass(frozen=True)
 class ShardState:
-    """A spec in normal form: the axes of every dim or of the flat tensor, the unreduced axes, and the place it lies at."""
+    """A normalized spec: axes of every dim or of the flat tensor, unreduced axes, and coordinates."""
 
     dims: Dims
     unreduced: frozenset[str]
@@ -56,21 +56,21 @@ class ShardState:
 
     @property
     def is_whole(self) -> bool:
-        """Whether whoever holds anything of it holds all."""
+        """True if every device that stores an element stores all of them."""
         return self.flat is None and not self.cut
 
     def elsewhere(self, ndim: int) -> tuple[int, ...]:
-        """Return the shape of the empty shard that a device has where the tensor does not lie."""
+        """Return the shape of the empty shard of a device outside `at`."""
         return (0,) * (1 if self.flat is not None else max(ndim, 1))
 
 
 @dataclass(frozen=True)
 class Step:
-    """One step of a plan: what to do over which axes, what that costs a device, and where it leads.
+    """One step of a plan: its kind, axes, cost per device and the state after it.
 
-    `dim` is the dim that is cut, gathered or joined; `other` the dim that an all_to_all cuts; `owner` who keeps the
-    whole, or exchanges it for flat ranges; `move` what supplies each device with what it lacks.  Only the devices at the
-    place `on` take the step: the tensor lies there before and after, and what the states say is of these devices.
+    `dim`: the dim that is split, gathered or concatenated; `other`: the dim that an all_to_all splits; `owner`: the
+    index of the owner; `move`: an exchange. Only the devices at the coordinates `at` take the step; they alone store
+    the tensor before and after it.
     """
 
     kind: Kind
@@ -98,7 +98,7 @@ def plan(before: P, after: P, shape: tuple[int, ...], axes: Sizes) -> tuple[Step
 
 
 def _state(spec: P, ndim: int, axes: Sizes) -> ShardState:
-    """Return the normal form of a spec, without the axes along which there is one device: they cut nothing."""
+    """Return a spec normalized: axes of size 1 are removed."""
     sizes = dict(axes)
 
     def real(names: Iterable[str]) -> tuple[str, ...]:
@@ -145,7 +145,7 @@ class _Path:
         self.state, self.shape, self.sizes = start, shape, sizes
 
     def step(self, kind: Kind, axes: tuple[str, ...], elements: Fraction | int = 0, *args: Any, **changes: Any) -> None:
-        """Take a step that changes so much of the state; `args` are the step's dim, other, owner and move."""
+        """Append a step that changes these fields of the state; `args` are its dim, other, owner and move."""
         self.state = replace(self.state, **changes)
         self.steps.append(Step(kind, axes, Fraction(elements), self.state, *args))
 
@@ -154,7 +154,7 @@ class _Path:
         self.state = goal
 
     def parts(self, axes: Iterable[str]) -> int:
-        """Return into how many shards some axes cut a dim."""
+        """Return the number of shards along some axes."""
         return prod(self.sizes[axis] for axis in axes)
 
     @property
@@ -172,12 +172,12 @@ class _Path:
         self.step("keep", axes, 0, 0, 0, self.number(goal, axes), at=on)
 
     def number(self, owned: ShardState, axes: tuple[str, ...]) -> int:
-        """Return the place of an owner along some axes, major to minor, as one number."""
+        """Return an owner's index along some axes, major to minor."""
         places = dict(owned.at)
         return ravel([places[axis] for axis in axes], [self.sizes[axis] for axis in axes])
 
     def sum_up(self, goal: ShardState) -> None:
-        """Sum over what is not to stay unreduced; shards are scattered where the goal has them anyhow."""
+        """Reduce over the axes that do not stay unreduced; scatter where the target shards along them."""
         over = self.state.unreduced - goal.unreduced
         if goal.flat is None:
             self._slices(goal)
@@ -198,12 +198,14 @@ class _Path:
             self.step("psum", axes, Fraction(2 * (n - 1), n) * self.local, unreduced=goal.unreduced)
 
     def _wanted(self, goal: ShardState) -> list[tuple[str, ...]]:
-        """Return by which axes the goal cuts each dim further; none where the dim is cut otherwise already."""
+        """Return the axes by which the target splits each dim further; none where the dim is split differently
+        already.
+        """
         pairs = zip(self.state.dims, goal.dims, strict=True)
         return [wanted[len(axes) :] if wanted[: len(axes)] == axes else () for axes, wanted in pairs]
 
     def _slices(self, goal: ShardState) -> None:
-        """Slice dims of what is equal on all devices, as the goal has them."""
+        """Slice replicated dims as in the target."""
         for dim, axes in enumerate(self._wanted(goal) if self.state.flat is None else ()):
             for axis in axes:
                 if axis in (*self.state.sharded, *self.state.unreduced):
@@ -211,13 +213,13 @@ class _Path:
                 self.step("slice", (axis,), 0, dim, dims=self.cut({dim: (*self.state.dims[dim], axis)}))
 
     def by_collectives(self, goal: ShardState) -> bool:
-        """Lay out anew by collectives of equal rows, or by way of flat ranges; return whether that leads to the goal."""
+        """Change the layout by collectives of equal rows, or via flat ranges; return True if that reaches the target."""
         start = self.state
         if start.at and start.is_whole and {*start.at_axes} == {*(goal.flat or ())} and not goal.at:
             self._exchange(start, goal.flat or (), flat=goal.flat, at=())
         elif goal.at and goal.is_whole and {*goal.at_axes} == {*(start.flat or ())} and not start.at:
             self._exchange(goal, start.flat or (), flat=None, at=goal.at)
-        elif {*start.at_axes} - {*goal.sharded}:  # what many want is passed on by those who get a part
+        elif {*start.at_axes} - {*goal.sharded}:  # elements that many devices need are sent once, then forwarded
             axes = (
                 start.at_axes if start.is_whole else tuple(axis for axis in self.sizes if axis not in start.unreduced)
             )

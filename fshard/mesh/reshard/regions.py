@@ -1,10 +1,10 @@
-"""Compute which device holds which elements, for all devices of a group; direct exchanges are planned from it.
+"""Compute which device stores which elements, for all devices of a group; exchanges are planned from it.
 
-A region is a few boxes of global indices, since a range of the flattened tensor is part of a row, some whole rows and part
-of another: elements 4 to 8 of (4, 6) are [0, 4:6] and [1, 0:2].  Regions of all devices are one array, so what two cuts
-have in common is counted for 65,536 devices as for eight.
+A region is a few boxes of global indices: a range of the flattened tensor is part of a row, full rows, and part of
+another. Elements 4 to 8 of (4, 6) are [0, 4:6] and [1, 0:2]. The regions of all devices are one array, so
+intersections for 65,536 devices take one operation.
 
-Legend: n devices, k boxes in a region, d dims; `regions` are (n, k, d, 2), the last dim from the first to one past the last.
+Legend: n devices, k boxes in a region, d dims; `regions` are (n, k, d, 2), the last dim is (start, stop).
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from fshard.mesh.layout.arithmetic import chunk, strides
 Sizes = tuple[tuple[str, int], ...]
 """Axes and their sizes, major to minor."""
 Dims = tuple[tuple[str, ...], ...]
-"""The axes that cut each dim."""
+"""Axes that split each dim."""
 Numbers = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class Laid:
-    """The cut of a spec: dims cut evenly, or the flat tensor, on the devices at some place; empty elsewhere."""
+    """The layout of elements: dims split evenly, or the flat tensor, on the devices at some coordinates."""
 
     shape: tuple[int, ...]
     dims: Dims | None
     flat: tuple[str, ...] | None
     at: tuple[tuple[str, int], ...]
     parts: tuple[int, ...]
-    """Into how many shards each dim is cut, or the flat tensor."""
+    """Number of shards of each dim, or of the flat tensor."""
 
     @property
     def axes(self) -> frozenset[str]:
@@ -64,7 +64,7 @@ class Laid:
         return np.minimum(start, total), np.minimum(start + self.length, total)
 
     def memory(self, group: Sizes) -> tuple[tuple[int, ...], Numbers]:
-        """Return how shards lie: boxes by themselves, ranges as in the whole."""
+        """Return the strides of shards: dense for boxes, global for flat ranges."""
         if self.dims is None:
             return strides(self.shape), self._ranges(group)[0]
         apart = strides([length // parts for length, parts in zip(self.shape, self.parts, strict=True)])
@@ -72,7 +72,7 @@ class Laid:
 
 
 def _number(group: Sizes, axes: Sequence[str]) -> Numbers:
-    """Return the place of every device of a group along some axes, as one number.  (n,)"""
+    """Return the index of every device of a group along some axes. (n,)"""
     sizes = dict(group)
     places = dict(zip(sizes, np.indices([*sizes.values()]).reshape(len(sizes), -1), strict=True))
     number = np.zeros(prod(sizes.values()), np.int64)
@@ -82,7 +82,7 @@ def _number(group: Sizes, axes: Sequence[str]) -> Numbers:
 
 
 def _boxes(start: Numbers, stop: Numbers, shape: Sequence[int]) -> Numbers:
-    """Cut ranges of a flattened tensor into boxes: part of a row, whole rows, part of another row."""
+    """Convert ranges of a flattened tensor to boxes: part of a row, full rows, part of another row."""
     if len(shape) == 1:
         return np.stack([start, stop], -1)[:, None, None]
     each = prod(shape[1:])
@@ -115,7 +115,7 @@ def meet(some: Numbers, others: Numbers) -> Numbers:
 
 
 def volume(regions: Numbers) -> Numbers:
-    """Return how many elements regions have.  (..., k, d, 2) -> (...)"""
+    """Return the number of elements of regions. (..., k, d, 2) -> (...)"""
     return (regions[..., 1] - regions[..., 0]).prod(-1).sum(-1)
 
 
@@ -136,7 +136,7 @@ def part(region: Numbers, start: int = 0, stop: int | None = None) -> list[Numbe
 
 
 def alike(group: Sizes, axes: frozenset[str]) -> Numbers:
-    """Return the devices in rows of those that have the same places along some axes.  (groups, in each)"""
+    """Return the devices in rows of equal coordinates along some axes. (groups, devices in each)"""
     number = _number(group, [axis for axis, _ in group if axis in axes])
     return np.argsort(number, kind="stable").reshape(-1, prod(size for axis, size in group if axis not in axes))
 
@@ -149,5 +149,5 @@ def regions_of(cut: Laid, group: Sizes) -> Numbers:
 
 @lru_cache(maxsize=64)
 def memory_of(cut: Laid, group: Sizes) -> tuple[tuple[int, ...], Numbers]:
-    """Return where shards stand in the memory of all devices of a group, computed once."""
+    """Return the memory offsets of shards for all devices of a group; cached."""
     return cut.memory(group)

@@ -1,7 +1,6 @@
-"""Plan the arguments and results of a `shard_map` program, once per structure.
+"""Plan the arguments and results of a `shard_map` call, cached per structure, shapes and layouts.
 
-spec -> plan -> apply: the specs, and the structure, layouts and shapes of a call, give a recipe, which is pure data
-kept under that key; all checks of the caller's mistakes are made on the way there.
+Specs, structure, layouts and shapes determine a recipe, which is pure data. All checks of arguments are made here.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from fshard.source import Site
 
 @dataclass(frozen=True)
 class Promise:
-    """Axes along which a value, and its gradient, has to be equal, and what to say if it is not."""
+    """Axes along which a value and its gradient must be equal, and the error text if they are not."""
 
     axes: tuple[str, ...]
     value: str
@@ -60,10 +59,10 @@ class Promise:
 
 @dataclass(frozen=True)
 class Transfer:
-    """The plan of one tensor: its position, its layout, and how it is resharded.
+    """The plan of one tensor: its index, its layout, and how it is resharded.
 
-    `layout` is its layout inside (arguments) or is to lie (results), `piece` the shape of the first shard held here as an
-    argument is given, `slices` those of a plain argument for each device held here, if nothing else is to be done to cut it.
+    `layout`: inside (arguments) or of the result. `piece`: shape of the first local shard of an argument. `slices`:
+    slices of a plain argument, one per local device, if slicing is all that is needed.
     """
 
     place: int
@@ -86,13 +85,13 @@ class Transfer:
         return self.hold(x, site)
 
     def hold(self, x: Tensor, site: Site) -> Tensor:
-        """Hold one device's shard to what its spec promises."""
+        """Raise unless a device's shard matches its spec."""
         return x if self.promise is None else self.promise.hold(x, site)
 
 
 @dataclass(frozen=True)
 class ArgumentRecipe:
-    """The tensors among the arguments of a call, and how to call with others in their place."""
+    """The tensors among the arguments of a call, and how to call with others instead."""
 
     entries: tuple[Transfer, ...]
     structure: Structure
@@ -215,7 +214,7 @@ class Recipes:
         return Transfer(place, path, shape, layout, way, promise, piece, slices)
 
     def _checked(self, mesh: Mesh, value: Tensor | Sharded, spec: Any, what: str) -> Layout:
-        """Return the layout that a spec says of a tensor, or raise."""
+        """Return the layout of a tensor with this spec, or raise."""
         if not isinstance(spec, P):
             raise LayoutError(
                 f"is a tensor, but its {what} is {spec!r}. Give P() for one that is the same on all devices."
@@ -225,7 +224,7 @@ class Recipes:
         return self._layout(mesh, spec)
 
     def _layout(self, mesh: Mesh, spec: P) -> Layout:
-        """Return the layout that a spec says, or raise naming axes that are left to an inner shard_map."""
+        """Return the layout of a spec; raise if it names axes of an inner shard_map."""
         foreign = [axis for axis in spec.axes if axis in mesh.axis_names and axis not in self.mapped]
         if foreign:
             raise LayoutError(f"{spec} names {', '.join(foreign)}, which this shard_map is not mapped over.")
@@ -277,7 +276,7 @@ class Recipes:
 
 
 def _kept(recipes: dict[Any, Any]) -> dict[Any, Any]:
-    """Return where recipes are kept, emptied if a program has gone through very many shapes."""
+    """Return the cache of recipes, cleared when it is full."""
     if len(recipes) >= 512:
         recipes.clear()
     return recipes
@@ -296,7 +295,7 @@ def _names(f: Callable[..., Any], positional: int, keywords: tuple[str, ...]) ->
     """Return the parameter names of positional arguments, followed by the keywords given."""
     try:
         parameters = inspect.signature(f).parameters
-    except (TypeError, ValueError):  # some callables written in C do not tell
+    except (TypeError, ValueError):  # builtins may have no signature
         parameters = {}
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     known = [name for name, one in parameters.items() if one.kind in kinds]

@@ -1,11 +1,11 @@
-"""Promised equality, checked by value (`check=True`); and tensors from outside, whose derivative would be lost.
+"""Check by value that arrays promised equal are equal (`check=True`), and reject tensors captured from outside.
 
-Types say where values are equal on all devices: a replicated argument and its gradient, what `psum` returns and its
-gradient.  Under `check=True` an identity is put there that compares, forward or backward.  It is a linear map like any
-other, whose transpose compares in the other direction.  What values do not show is found on virtual meshes by `audit`.
+Types state where values are equal on all devices: a replicated argument and its gradient, the result of `psum` and its
+gradient. Under `check=True` an identity that compares is inserted there. It is a linear map whose transpose compares
+in backward. Errors that values do not show are found by `gradient_audit` on virtual meshes.
 
-The run on all devices is one operation of its arguments.  A tensor that the function reaches in another way, out of a
-closure say, would be a constant for autograd and the transforms of torch.func.
+A mapped function is one operation of its arguments. A tensor that it captures from a closure would be a constant to
+autograd and torch.func, so a captured tensor that requires grad raises.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from fshard.source import Site
 
 @dataclass(frozen=True)
 class Compare(Wired):
-    """Ask which devices hold the same as the first: a bool for each device."""
+    """Compare each device's tensors with the first device's; return a bool per device."""
 
     name = "check"
     wire: ClassVar[WireKind] = "gather"
@@ -54,9 +54,9 @@ def _equal(x: Tensor, y: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Guard(LinearMap):
-    """An identity that compares over a group of devices, values if `forward`, else cotangents.
+    """An identity that compares over a group of devices: values if `forward`, else cotangents.
 
-    `broken` is what to say if they differ, with "{axes}" for the group's axes.
+    `broken` is the error text, with "{axes}" for the group's axes.
     """
 
     group: Group

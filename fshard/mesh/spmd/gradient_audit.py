@@ -1,11 +1,12 @@
-"""`check=True`, on a virtual mesh: is the gradient of a mapped function the one that it has?
+"""Audit the gradient of a mapped function (`check=True`, virtual meshes).
 
-A program that breaks the types of gradients (it adds a replicated bias without `pvary`, or sums what is equal already) gets
-a wrong gradient, and its values need not show it.  So the first backward of a kind of call is audited, on random cotangents:
+A program that breaks the types of gradients (it adds a replicated bias without `pvary`, or sums a value that is equal
+already) gets a wrong gradient, which its values need not show. So the first backward of each kind of call is computed
+in two ways, on random cotangents:
 
-    by types       as in the program itself, with promises held: a broken one is an error that names it
-    by devices     each device's value is its own: what makes values equal is followed by `pvary`, and `pvary` does nothing;
-                   an argument's gradient is summed over the devices that were given the same.  Right for any program
+    by types       as in the program, with checks of equality: a broken promise raises and is named
+    by devices     every value is varying: results promised equal are followed by `pvary`, and `pvary` itself does nothing;
+                   an argument's gradient is summed over the devices that received it. Right for any program
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class Audit:
             typed = again.devices(inputs, self._by_types)
             try:
                 own = replace(again, checked=False).devices(inputs, self._by_devices)
-            except LayoutError:  # it lays arrays out differently, which goes by types
+            except LayoutError:  # it reshards, which relies on types
                 return
         width = len(self.recipe.entries)
         if all(
@@ -139,7 +140,7 @@ def _gradients(ys: Sequence[Tensor], xs: Sequence[Tensor], gs: Sequence[Tensor])
 
 
 def _close(x: Tensor, y: Tensor) -> bool:
-    """Return whether two tensors differ by roundings at most; what is not finite is not compared."""
+    """Return True if two tensors differ at most by rounding; non-finite elements are ignored."""
     x, y = (one.detach().to(torch.complex128 if one.is_complex() else torch.float64) for one in (x, y))
     if not (x.isfinite().all() and y.isfinite().all()):
         return True

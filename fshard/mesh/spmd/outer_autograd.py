@@ -1,9 +1,9 @@
-"""A function of one device, run on all devices, as one differentiable operation.
+"""Run a function of one device on all devices, as one differentiable operation.
 
-Where the caller is one of the devices, autograd sees through everything by itself.  Where it stands outside a virtual
-mesh, the gradient is asked for in a thread that is no device, so there the whole run is one autograd Function: its
-backward is a run of its own, in which each device goes back through its own graph.  The graph is kept for one backward;
-all else (a second backward, gradients of gradients, torch.func) runs another function, the one that computes the vjp.
+On a device, autograd records everything. Outside a virtual mesh the gradient is taken in a thread that is not a
+device, so the run is one autograd Function, whose backward is another run: each device goes through its own graph. The
+graph is kept for one backward. A second backward, gradients of gradients and torch.func run another function, which
+computes the vjp.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ Program = Callable[[int, Tensors], Tensors]
 class MappedRun:
     """A program and where to run it.
 
-    `grad` and `within` say whether grad mode was on, and a torch.func transform active, where the run was asked for;
-    `derived` whether the program is another one's derivative.  What repeats a forward begins with its `random` state.
-    `audit` looks at the inputs of every device before a backward.
+    `grad` and `within`: whether grad mode was on and a torch.func transform active in the caller. `derived`: whether
+    the program is another one's derivative. `random`: the initial random state of a repeated forward. `audit` inspects
+    the inputs of every device before a backward.
     """
 
     mesh: Mesh
@@ -63,7 +63,7 @@ class MappedRun:
 
 @dataclass
 class Tape:
-    """The inputs and results of each device, joined by its graph, which the forward keeps for the backward."""
+    """Inputs and results of each device with its graph, which the forward keeps for one backward."""
 
     needs: tuple[bool, ...]
     inputs: list[Tensors] = field(default_factory=list[Tensors])
@@ -79,9 +79,9 @@ def run_mapped(
     checked: bool = False,
     audit: Callable[[MappedRun, list[Tensors]], None] | None = None,
 ) -> list[Tensors]:
-    """Run `program` on every device that the caller stands for; return each result's shards.
+    """Run `program` on every device of the caller; return the shards of each result.
 
-    `columns` and the result have an entry per tensor: its shards, in the order of the devices held here.
+    `columns` and the result have one entry per tensor: its shards, in device order.
     """
     if not is_outside(mesh):
         own = tuple(column[0] for column in columns)
@@ -108,7 +108,7 @@ def _apply(run: MappedRun, width: int, flat: Tensors) -> list[Tensors]:
 
 
 def _saving_is_watched() -> bool:
-    """Return whether hooks take what autograd saves, as a checkpoint's do: then nothing but the inputs is kept."""
+    """Return True if saved-tensor hooks are active, as in a checkpoint: then only the inputs are kept."""
     return _C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
@@ -139,7 +139,7 @@ def _values(run: MappedRun, width: int, tape: Tape | None, flat: Tensors) -> Ten
 
 
 def _apart(x: Tensor) -> Tensor:
-    """Return a tensor whose elements lie apart, as those of an expanded one do not: each is to have a tangent."""
+    """Return a tensor without overlapping elements (an expanded one has some), so that each has a tangent."""
     return x.contiguous() if 0 in x.stride() else x
 
 
@@ -160,7 +160,7 @@ def _pull_back(run: MappedRun, tape: Tape, cotangents: Tensors) -> tuple[Tensor 
 
 
 def _at_places(found: list[Tensors], wanted: Sequence[int], width: int) -> tuple[Tensor | None, ...]:
-    """Return the gradients of all devices' tensors, device after device, from those of the wanted ones."""
+    """Return the gradients of all devices' tensors, device by device, from those of the wanted ones."""
     gradients: list[Tensor | None] = [None] * (width * len(found))
     for device, xs in enumerate(found):
         for place, x in zip(wanted, xs, strict=True):
@@ -169,7 +169,7 @@ def _at_places(found: list[Tensors], wanted: Sequence[int], width: int) -> tuple
 
 
 def _replaced(xs: Tensors, places: tuple[int, ...], chosen: Tensors) -> Tensors:
-    """Return tensors with others at some places."""
+    """Return tensors with some replaced, by index."""
     whole = list(xs)
     for place, x in zip(places, chosen, strict=True):
         whole[place] = x
@@ -246,7 +246,7 @@ def _interleave(parts: list[tuple[Tensors, int]], n: int) -> Tensors:
 
 
 def _mapped_over(derived: MappedRun, flat: Tensors, width: int, moved: Tensors, moving: int) -> Tensors:
-    """Apply a derivative to the inputs of all devices and their cotangents or tangents, also to many of these at once."""
+    """Apply a derivative to the inputs of all devices and their cotangents or tangents, or to a batch of these."""
 
     def applied(run: MappedRun, moved: Tensors) -> Tensors:
         n = run.mesh.size

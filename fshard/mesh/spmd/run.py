@@ -1,11 +1,11 @@
-"""Running one function on every device that the calling code stands for.
+"""Run one function on every device of the caller.
 
-Code either stands *outside* a mesh, for all its devices (a notebook with a virtual mesh), or *is* one device (a process
-under torchrun, a thread of `run`, the body of a `shard_map`).  `run_on_devices` hides which; that is why everything built
-on it is one program on all runtimes.
+Code runs either *outside* a mesh, for all its devices (a notebook with a virtual mesh), or *as* one device (a process
+under torchrun, a thread of `run`, the body of a `shard_map`). `run_on_devices` hides the difference, so everything
+built on it is one program on all runtimes.
 
-On an abstract mesh tensors have no values.  What a function makes itself or reaches from outside forgets its values: at
-once if it is made, else where it meets a tensor without (`Valueless`).
+On an abstract mesh tensors have no values. Tensors that a function creates lose their values immediately, captured
+ones where they meet a tensor without values (`Valueless`).
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ Result = TypeVar("Result")
 
 
 def inside(mesh: Mesh) -> Scope | None:
-    """Return the scope in which the caller is a device of `mesh`, None if it stands outside."""
+    """Return the scope in which the caller is a device of `mesh`; None outside."""
     scope = here()
     same = scope is not None and scope.mesh.runtime == mesh.runtime and scope.mesh.root_size == mesh.root_size
     return scope if same else None
 
 
 def resolve_mesh(mesh: Mesh) -> Mesh:
-    """Return the mesh to run on: of some axes, the caller's own row inside a `shard_map`; elsewhere the whole mesh."""
+    """Return the mesh to run on: for some axes, the caller's own row inside a `shard_map`, elsewhere the entire mesh."""
     scope = inside(mesh)
     if mesh.parent is None or (scope is not None and scope.mapped):
         return mesh
@@ -51,12 +51,12 @@ def resolve_mesh(mesh: Mesh) -> Mesh:
 
 
 def is_outside(mesh: Mesh) -> bool:
-    """Return whether the caller stands for all devices of a virtual mesh, and so holds all shards."""
+    """Return True if the caller runs all devices of a virtual mesh, and so has all shards."""
     return mesh.runtime == "virtual" and inside(mesh) is None
 
 
 def device_of(mesh: Mesh) -> int:
-    """Return the number, in the mesh that `mesh` was cut from, of the one device that the caller is."""
+    """Return the caller's device number in the mesh that `mesh` was sliced from."""
     scope = inside(mesh)
     if scope is not None:
         return scope.device
@@ -69,7 +69,7 @@ def local_devices(mesh: Mesh) -> tuple[int, ...]:
 
 
 def fills(mesh: Mesh) -> bool:
-    """Return whether what is gathered on a mesh comes into the memory that is given for it: see `World.start`."""
+    """Return True if gathers on a mesh write to the memory they are given: see `World.start`."""
     return mesh.runtime == "process" and mesh.device_type == "cpu" and ProcessWorld.of(mesh).is_near(mesh)
 
 
@@ -89,9 +89,10 @@ def run_on_devices(
     random: Tensor | None = None,
     keep: bool = True,
 ) -> list[Result]:
-    """Run `body(device)` on every device that the caller stands for, each in its scope; return their results.
+    """Run `body(device)` on every device of the caller, each in its scope; return their results.
 
-    `random` is the random state that virtual devices begin with, if not the caller's; with `keep`, idle threads wait.
+    `random` is the initial random state of virtual devices (default: the caller's). With `keep`, threads stay for
+    reuse.
     """
     if is_outside(mesh):
         alone = mesh if mesh.parent is None else Mesh(mesh.axes, mesh.runtime, mesh.device_type)
@@ -143,7 +144,7 @@ def mark(device: int) -> None:
 
 @contextmanager
 def one_thread(wanted: bool) -> Generator[None]:
-    """Compute with one intra-op thread for a while: torch cuts a large sum among its threads, and their number changes bits."""
+    """Compute with one intra-op thread: torch splits large sums among threads, whose number changes bits."""
     before = torch.get_num_threads()
     if not wanted or before == 1:
         yield
@@ -157,9 +158,9 @@ def one_thread(wanted: bool) -> Generator[None]:
 
 @uncompiled
 def run(main: Callable[..., Any], *args: Any, mesh: Mesh, check: bool = False, **kwargs: Any) -> list[Any]:
-    """Run `main(*args, **kwargs)`, what torchrun would run, as each device of the mesh; return the results of those held here.
+    """Run `main(*args, **kwargs)` as each device of the mesh, as torchrun would; return the results of local devices.
 
-    A mesh of some axes stands for the whole mesh.  With `check`, what collectives promise to be equal is compared by value.
+    Some axes of a mesh run on the entire mesh. With `check`, values that collectives promise to be equal are compared.
 
     >>> import fshard as fs
     >>> def main(greeting):
@@ -210,7 +211,7 @@ def without_values(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Forget(LinearMap):
-    """Keep of a tensor only what it is like, on an abstract mesh.  Cotangents have no values either: none leads back."""
+    """Return a tensor without values on an abstract mesh; its backward drops the cotangent's values too."""
 
     def run(self, xs: Tensors) -> Tensors:
         return tuple(x.to("meta") for x in xs)

@@ -1,9 +1,9 @@
-"""Where the calling code stands: on which device, and which axes it can name; and what a runtime has to be.
+"""The scope of the calling code: its device and the axes that it can name; and the interface of a runtime.
 
-Inside `shard_map` and `run` every thread (virtual) or process has a scope.  A collective asks it for the *group* of
-devices along its axes.  Axes are kept as (size, stride) in the numbering of the whole mesh, so that axes bound by an
-outer and an inner `shard_map` combine, and a group is three integers per axis however large the mesh.  A *world* carries
-tensors between the devices of a group; everything above it is the same code on all runtimes.
+Inside `shard_map` and `run` every thread (virtual) or process has a scope, which gives collectives the *group* of
+devices along their axes. Axes are stored as (size, stride) in the numbering of the full mesh, so axes of an outer and
+an inner `shard_map` combine, and a group is three integers per axis on any mesh. A *world* moves tensors between the
+devices of a group; all code above it is the same on all runtimes.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ if TYPE_CHECKING:
 class Group:
     """The devices along some axes through one device, major to minor as the axes were named.
 
-    `dims` are (size, stride) of each axis in the numbering of the whole mesh, `base` the device that has place 0 along every
-    axis, `index` the calling device's place in the group, `device` its number in the mesh, `ranks` the processes' if not these.
+    `dims`: (size, stride) of each axis in the numbering of the full mesh. `base`: the device with coordinate 0 along
+    every axis. `index`: of the calling device in the group. `device`: its number in the mesh. `ranks`: of processes,
+    if they differ from the device numbers.
     """
 
     axes: tuple[str, ...]
@@ -50,7 +51,7 @@ class Group:
         return self.base, self.dims
 
     def member(self, index: int) -> int:
-        """Return the number, in the whole mesh, of the device at `index` of the group."""
+        """Return the device number, in the full mesh, of the device at `index` of the group."""
         places = unravel(index, [size for size, _ in self.dims])
         return self.base + sum(place * stride for place, (_, stride) in zip(places, self.dims, strict=True))
 
@@ -62,11 +63,11 @@ class Group:
 
 
 Notice = Callable[[str, Group], None]
-"""Is told what is asked for, by name, of a group; raises if that may not be."""
+"""Called with the name and group of every collective of the user's code; raises if it is not allowed."""
 
 
 class Scope:
-    """The place of one device: what `shard_map` and `run` set up, and collectives look up."""
+    """The device that a thread or process runs as: set by `shard_map` and `run`, read by collectives."""
 
     def __init__(
         self,
@@ -95,14 +96,14 @@ class Scope:
         """Return the group along `axes` through this device."""
         try:
             found = self._groups.get(axes)
-        except TypeError:  # a list of axes, say
+        except TypeError:  # axes is a list
             axes, found = _names(axes, what), None
         if found is None:
             found = self._groups[axes] = self._make(_names(axes, what), what)
         return found
 
     def asked(self, axes: Axes, what: str) -> Group:
-        """Return the group that the user's code asks something of; whoever wants to know is told."""
+        """Return the group of a collective that the user's code calls, and notify the observer."""
         found = self.group(axes, what)
         if self.notice is not None:
             self.notice(what, found)
@@ -121,7 +122,7 @@ class Scope:
 
 @lru_cache(maxsize=8192)
 def _group_through(device: int, dims: tuple[tuple[int, int], ...]) -> tuple[int, int, int]:
-    """Return the first device of the group through a device, the device's own place in it, and the group's size."""
+    """Return the first device of the group through a device, the device's index in it, and the group's size."""
     sizes = [size for size, _ in dims]
     places = [device // stride % size for size, stride in dims]
     base = device - sum(place * stride for place, (_, stride) in zip(places, dims, strict=True))
@@ -147,7 +148,7 @@ def owning(axes: Iterable[str], notice: Notice | None = None) -> Generator[None]
     """Let every value along some axes be the calling device's own for a while: see `fshard.transforms.agree`."""
     scope = require("a loss function")
     before = scope.own, scope.notice, scope.roads
-    scope.own, scope.notice, scope.roads = frozenset(axes), notice, None  # nobody would notice what goes by a road
+    scope.own, scope.notice, scope.roads = frozenset(axes), notice, None  # fast paths would skip the observer
     try:
         yield
     finally:
@@ -156,7 +157,7 @@ def owning(axes: Iterable[str], notice: Notice | None = None) -> Generator[None]
 
 @contextmanager
 def parting(group: Group) -> Generator[None]:
-    """Tell the others of a group if what is done here fails, where they wait for it."""
+    """Report an exception in the block to the devices of a group that wait for this one."""
     try:
         yield
     except BaseException as error:
@@ -170,7 +171,7 @@ def here() -> Scope | None:
 
 
 def require(what: str) -> Scope:
-    """Return the scope of the calling thread, or raise saying that `what` needs one."""
+    """Return the scope of the calling thread; raise outside `shard_map` and `run`."""
     scope = _here.scope
     if scope is None:
         raise ScopeError(
@@ -203,7 +204,7 @@ class Pending(Protocol):
 
 
 class Lane(Protocol):
-    """A short way for messages of one shape and dtype, to and from one device.  `send` returns whether it could."""
+    """A fast path for messages of one shape and dtype, to and from one device. `send` returns False if it is full."""
 
     def send(self, x: Tensor) -> bool: ...
 
@@ -215,7 +216,7 @@ class World(Protocol):
 
     @property
     def has_values(self) -> bool:
-        """Whether tensors hold data: False where only shapes travel."""
+        """True if tensors have data; False on an abstract mesh."""
         ...
 
     @property
@@ -230,10 +231,10 @@ class World(Protocol):
     def start(
         self, move: Wired, xs: tuple[Tensor, ...], group: Group, site: Site, into: tuple[Tensor, ...] | None = None
     ) -> Pending:
-        """Begin one collective on tensors of one dtype; the result is a tensor for each.
+        """Start one collective on tensors of one dtype; the result has one tensor for each.
 
-        `into`, of flat shards that are gathered: contiguous tensors that may become the results, each perhaps shorter than what
-        comes by what fills the last shards up.  The shards may lie in them, each in its place.
+        `into`, for gathers of flat shards: contiguous tensors to use for the results, at most the padding shorter than
+        those. The local shards may be views of them, at their offsets.
         """
         ...
 
@@ -244,9 +245,9 @@ class World(Protocol):
         ...
 
     def part(self, group: Group, error: BaseException) -> None:
-        """Tell the other devices of a group that this one has failed, if they would not learn it otherwise."""
+        """Report to the other devices of a group that this one failed, if they cannot detect it."""
         ...
 
     def receive(self, likes: tuple[Tensor, ...], group: Group, source: int, site: Site) -> Pending:
-        """Begin to receive what the device at index `source` sends next: tensors like these."""
+        """Start receiving the next message of the device at index `source`: tensors with these shapes and dtypes."""
         ...

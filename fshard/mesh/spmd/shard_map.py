@@ -1,10 +1,10 @@
-"""`shard_map`: run a function once per device, on local tensors.  Everything else in fshard is built on it.
+"""`shard_map`: run a function once per device, on local tensors. All of fshard is built on it.
 
     global arrays --in_specs--> local tensors --f, on every device--> local tensors --out_specs--> global arrays
 
-An axis that a spec does not name is a promise: along it, all devices hold the same.  With `check=True` promises are
-compared by value, forward and backward, and on a virtual mesh gradients are audited (`audit`).  What a call needs to
-know is computed once per program (`recipes`): a later call finds it by key and only moves tensors.
+An axis that a spec does not name promises equality along it. With `check=True` such values are compared, forward and
+backward, and on a virtual mesh gradients are audited (`gradient_audit`). The plan of a call is cached by structure,
+shapes and layouts, so later calls only move tensors.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ def shard_map(
     """Return a function of global arrays that runs `f` once per device, on local tensors.
 
     Args:
-        f: a function of local tensors; it may call collectives over `axes`.
-        mesh: the devices.  A mesh of some axes, `mesh["data"]`, is the whole mesh with `axes="data"`.
+        f: a pure function of local tensors; it may call collectives over `axes`.
+        mesh: the devices. Some axes of a mesh, `mesh["data"]`, mean the full mesh with `axes="data"`.
         in_specs: a P for all arguments, or a tuple with one per argument (keywords last); each may be a tree of Ps that is
-            a prefix of its argument.  What is no tensor is passed on as it is, whatever its spec.
+            a prefix of its argument. Arguments that are not tensors are passed on unchanged, whatever their spec.
         out_specs: a P, or a tree of Ps that is a prefix of the result.
-        axes: the axes that f is mapped over, by default all.  The others are left to a `shard_map` inside f.
-        check: compare promised equality by value.  By default on virtual meshes only.  There the first backward of a kind of
-            call also runs f twice more on each device, to see that the gradient is the one that f has.
+        axes: the axes that f is mapped over, by default all. The others are left to a `shard_map` inside f.
+        check: compare by value where equality is promised. Default: on virtual meshes only. There the first backward of
+            each kind of call also audits the gradient, which runs f twice more per device.
 
-    Arguments may be plain tensors (the global value, the same on every process) or `Sharded`, which are resharded if
-    they lie otherwise.  The results are `Sharded`.  f has to be pure: it must not change its arguments.  torch.compile goes
-    around the call, not into it: f is compiled where it is given so, `shard_map(torch.compile(f), ...)`.
+    Arguments are plain tensors (the global value, the same on every process) or `Sharded`, which are resharded if
+    their layout differs. Results are `Sharded`. Random draws inside f are equal on all devices; see `fs.keyed_random`.
+    To compile, compile f: `shard_map(torch.compile(f), ...)`.
 
     >>> import torch, fshard as fs
     >>> from fshard import P
@@ -106,7 +106,7 @@ def _refuse_mapped_again(name: str, mesh: Mesh, mapped: tuple[str, ...]) -> None
 
 
 def _call(f: Callable[..., PyTree], recipes: Recipes, recipe: ArgumentRecipe, leaves: list[Any], mesh: Mesh) -> PyTree:
-    """Cut the arguments, run f on every device, and put the results together."""
+    """Shard the arguments, run f on every device, and assemble the results."""
     site = call_site()
     given = [_tensors(leaves[entry.place]) for entry in recipe.entries]
     versions = [[x._version for x in xs] for xs in given]
@@ -145,10 +145,10 @@ def _call(f: Callable[..., PyTree], recipes: Recipes, recipe: ArgumentRecipe, le
 
 @dataclass(frozen=True)
 class Join(LinearMap):
-    """The identity on all arguments together, and a zero, a hidden result of every device.
+    """The identity on all arguments, plus a zero that is a hidden result of every device.
 
-    What brings arguments in may have collectives in its backward, so they go back together on every device, whatever it
-    made of them.  `depth` counts the leading dims of vmaps.
+    Sharding the arguments may have collectives in its backward. This node makes them run together on every device,
+    whichever arguments it used. `depth` counts the leading dims of vmaps.
     """
 
     depth: int = 0
@@ -216,7 +216,7 @@ def _refuse_changed(name: str, recipe: ArgumentRecipe, given: list[list[Tensor]]
 
 
 def _same(x: Any, y: Any) -> bool:
-    """Return whether two devices return the same; NaN is the same as itself."""
+    """Return True if two devices return equal values; NaN equals NaN."""
     if isinstance(x, np.ndarray) or isinstance(y, np.ndarray):
         return type(x) is type(y) and (x.dtype, x.shape, x.tobytes()) == (y.dtype, y.shape, y.tobytes())
     return x is y or x == y or (x != x and y != y)
@@ -261,7 +261,7 @@ class _Outputs:
         return unflatten(structure, leaves)
 
     def _check_pieces(self, own: Tensors, entry: Transfer) -> None:
-        """Raise unless the devices' shards are of one dtype and make up the whole."""
+        """Raise unless the devices' shards have one dtype and form one global shape."""
         if len({x.dtype for x in own}) > 1:
             raise LayoutError(
                 f"shard_map of {self.recipes.name}: result{entry.path} has another dtype on some devices: "
