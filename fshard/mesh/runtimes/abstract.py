@@ -1,7 +1,7 @@
 """The abstract runtime: shapes without data.
 
-One representative device runs the program on meta tensors.  What it would receive has the shape that the move's own
-`pack` and `unpack` give it, so a mesh of 65,536 devices costs no more than one of 8.
+One representative device runs the program on meta tensors. Received tensors get the shapes that the move's `pack` and
+`unpack` give them, so a mesh of 65,536 devices costs no more than one of 8.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class AbstractWorld:
         """Return None: there is nothing to be saved."""
 
     def part(self, group: Group, error: BaseException) -> None:
-        """Do nothing: there are no others."""
+        """Do nothing: there are no other devices."""
 
     def lane(self, like: Tensor, group: Group, place: int, site: Site) -> None:
         """Return None: there is nothing to be saved."""
@@ -58,7 +58,7 @@ class AbstractWorld:
         return Done(tuple(delivered(move, x.to("meta"), group.size) for x in xs))
 
     def send(self, xs: tuple[Tensor, ...], group: Group, to: int, site: Site) -> None:
-        """Send nothing: there is nobody."""
+        """Send nothing: there is no receiver."""
 
     def receive(self, likes: tuple[Tensor, ...], group: Group, source: int, site: Site) -> Done:
         """Return tensors like those announced."""

@@ -1,16 +1,15 @@
-"""The threads of virtual devices, kept idle from one run to the next.
+"""The threads of virtual devices, kept idle between runs.
 
-A thread sleeps on a lock of its own, its *baton*, both between runs and while its device waits for others; so the first
-hand-over of a run wakes it, and starting a run costs nothing more.  Threads whose run failed or was interrupted end with it,
-and so do those of `fs.run`.
+A thread sleeps on its own lock, its *baton*, both between runs and while its device waits for others; so starting a
+run costs one wake-up per thread. Threads whose run failed or was interrupted exit, as do those of `fs.run`.
 
-An interrupt (Ctrl-C) ends the threads, and `run` waits until they have ended.  What a thread does outside Python, a large
-product or a download, cannot be ended, only waited for.  A second interrupt stops the waiting: `run` returns at once and the
-thread unwinds as soon as it is back in Python.
+An interrupt (Ctrl-C) ends the threads, and `run` waits for them. A thread in native code, such as a large matmul or a
+download, cannot be interrupted. A second interrupt stops the waiting: `run` returns immediately, and the thread
+unwinds when it is back in Python.
 
-Python raises an interrupt in the main thread between any two of its instructions, also in the middle of `Thread.start` or
-`Event.wait`: these then leave a lock that no thread holds, or that its owner does not hold.  So the main thread only calls
-functions of C here: they start the threads that start and end all others, and wait for a plain lock.
+Python raises an interrupt in the main thread between any two bytecodes, also inside `Thread.start` or `Event.wait`,
+which then leave a lock in an undefined state. So the main thread only calls C functions here: they start the threads
+that start and end all others, and wait for a plain lock.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ from contextlib import contextmanager, suppress
 from contextvars import Context, copy_context
 
 MOST_IDLE = 4
-"""How many idle crews are kept, for runs inside runs and runs of several Python threads."""
+"""Maximal number of idle crews, for nested runs and runs of several Python threads."""
 
 
 class Stopped(BaseException):
-    """Unwinds a thread whose work is no longer wanted; never seen outside."""
+    """Unwinds a thread whose run was ended; internal."""
 
 
 class Crew:
@@ -67,11 +66,11 @@ class Crew:
             return cls()
 
     def wake(self, place: int) -> None:
-        """Hand thread `place` its baton: it begins its work, or goes on where it sleeps."""
+        """Wake thread `place`: it begins its work or continues where it sleeps."""
         self._batons[place].release()
 
     def sleep(self, place: int) -> None:
-        """Sleep until the calling thread, `place`, is handed its baton."""
+        """Sleep until the calling thread, `place`, is woken."""
         self._batons[place].acquire()
 
     def retire(self) -> None:
@@ -105,7 +104,7 @@ class Crew:
             for thread, name in zip(self._threads, names, strict=False):
                 thread.name = name
             if missing:
-                self._enlist(missing)  # an interrupt comes at the earliest when this has been called
+                self._enlist(missing)  # no interrupt before this call
             else:
                 self.wake(0)
             _wait_for(self._ended)
@@ -158,11 +157,13 @@ class Crew:
                     self._context.copy().run(self._work, place)
                 finally:
                     self._leave(place)
-        except Stopped:  # it came when the work was done
+        except Stopped:  # interrupted after the work was done
             self._leave(place)
 
     def _leave(self, place: int) -> None:
-        """Leave the run: no interrupt is sent from here on; one that is under way comes in here, and a second call ends it."""
+        """Leave the run: no interrupt is sent after this. A pending one is raised in here; a second call then
+        completes.
+        """
         with self._door:
             if place not in self._gone:
                 self._gone.add(place)
@@ -170,7 +171,7 @@ class Crew:
                     self._ended.release()
 
     def _dismiss(self) -> None:
-        """Let every thread end that sleeps between runs, and the others when their run is over."""
+        """End the threads that sleep between runs, and the others after their run."""
         self._dismissed = True
         for baton in self._batons:
             _open(baton)
@@ -196,7 +197,7 @@ class Crew:
                     with self._door:
                         if place not in self._gone and busy(place):
                             _raise_in(thread, Stopped)
-                until = time.monotonic() + 1.0  # then again, if the first was lost in a destructor, say
+                until = time.monotonic() + 1.0  # again, in case the first was swallowed by a destructor
                 while self._living() and time.monotonic() < until:
                     time.sleep(0.001)
         self._over.release()
@@ -223,7 +224,7 @@ def _raise_in(thread: threading.Thread, error: type[BaseException]) -> None:
 
 @contextmanager
 def _unraisable_stopped_ignored() -> Generator[None]:
-    """Ignore a `Stopped` that came where Python cannot unwind: in a destructor or a callback of the garbage collector."""
+    """Ignore a `Stopped` raised where Python cannot unwind: in a destructor or a callback of the garbage collector."""
     say = sys.unraisablehook
 
     def say_others(lost: sys.UnraisableHookArgs, /) -> None:
@@ -234,7 +235,7 @@ def _unraisable_stopped_ignored() -> Generator[None]:
     try:
         yield
     finally:
-        if sys.unraisablehook is say_others:  # else somebody put another before it
+        if sys.unraisablehook is say_others:  # else another hook was installed on top of it
             sys.unraisablehook = say
 
 
@@ -251,5 +252,5 @@ def _open(lock: threading.Lock) -> None:
 
 def _wait_for(lock: threading.Lock) -> None:
     """Wait until a lock is opened, and close it."""
-    while not lock.acquire(timeout=0.5):  # not for ever: a Ctrl-C in the moment before going to sleep wakes nobody
+    while not lock.acquire(timeout=0.5):  # with a timeout: a Ctrl-C just before sleeping wakes no one
         pass

@@ -1,17 +1,16 @@
-"""Collectives over gloo, put together from its fast operations.
+"""Collectives over gloo, composed of its fast operations.
 
-gloo moves bytes well and reduces badly: its all_reduce and reduce_scatter take up to four times as long as moving the
-same bytes and adding them here.  So only bytes are moved, which makes every dtype work, and sums are made locally in
-the fixed tree of `sums`, which makes them deterministic.  The choice by size was measured: see
-`benchmarks/RESULTS.md`.
+gloo's all_reduce and reduce_scatter take up to four times as long as sending the same bytes and adding them here. So
+gloo only sends bytes, which supports every dtype, and sums are computed locally in the fixed tree of `arithmetic`,
+which makes them deterministic. The thresholds are measured: see `benchmarks/RESULTS.md`.
 
 Legend: n processes; `rows` is (n, elements) with a row for each process; `x` is (elements,).
 
-    reduce      small: recursive doubling        log2(n) rounds, the whole tensor each
+    reduce      small: recursive doubling        log2(n) rounds, the full tensor each
                 large: scatter, then gather      each process sums one row
-    scatter     exchange rows, then sum          the own row is not sent, nor copied
-    gather      everybody sends to everybody     the own row is copied meanwhile
-    broadcast   down a tree                      gloo's own has no tag
+    scatter     exchange rows, then sum          the process's own row is neither sent nor copied
+    gather      every process sends to all       the own row is copied meanwhile
+    broadcast   binomial tree                    gloo's own broadcast has no tag
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ SMALL = 1 << 20
 LARGE = 16 << 20
 """Bytes from which on two processes gain by adding while they send."""
 PIECES = 4
-"""Into how many shards they then cut a tensor."""
+"""Number of shards for large tensors."""
 
 _KNOWN = {torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.uint8, torch.int8}
 
@@ -48,7 +47,7 @@ def _new(shape: Sequence[int], like: Tensor) -> Tensor:
 
 
 def _exchange(call: GroupCall, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], tag: int) -> list[Any]:
-    """Start to send `outgoing[i]` to process i and to receive `incoming[i]` from it, for all others."""
+    """Start sending `outgoing[i]` to process i and receiving `incoming[i]` from it, for all others."""
     others = [(call.index + step) % call.n for step in range(1, call.n)]
     works: list[Any] = [call.pg.recv([_bytes(incoming[other])], other, tag) for other in reversed(others)]
     return works + [call.pg.send([_bytes(outgoing[other])], other, tag) for other in others]
@@ -60,7 +59,7 @@ def _swap(call: GroupCall, outgoing: Tensor, incoming: Tensor, other: int, tag: 
 
 
 def reduce(call: GroupCall, x: Tensor, move: Wired) -> Wire:
-    """(elements,) -> (elements,): everybody gets the sum, or the extreme."""
+    """All-reduce (sum or extreme). (elements,) -> (elements,)"""
     combine, size = combining(move), x.numel() * x.element_size()
     doubles = call.n & (call.n - 1) == 0
     if call.n == 2 and size > LARGE:
@@ -88,14 +87,14 @@ def _in_pieces(call: GroupCall, x: Tensor, combine: Combine) -> Wire:
     pieces = list(zip(x.chunk(PIECES), received.chunk(PIECES), result.chunk(PIECES), strict=True))
     works = [_swap(call, mine, theirs, 1 - call.index, call.tag()) for mine, theirs, _ in pieces]
     for work, (mine, theirs, out) in zip(works, pieces, strict=True):
-        yield work[:1]  # what arrives
+        yield work[:1]  # received rows
         combined([mine, theirs] if call.index == 0 else [theirs, mine], combine, None, out)
     yield [sent for _, sent in works]
     return result
 
 
 def _scatter_gather(call: GroupCall, x: Tensor, combine: Combine) -> Wire:
-    """Each process sums one row of the tensor, then everybody gathers the rows."""
+    """All-reduce: each process sums one row of the tensor, then all gather the rows."""
     tag, each = call.tag(), -(-x.numel() // call.n)
     rows = x
     if each * call.n != x.numel():
@@ -116,21 +115,21 @@ def _sum_rows(call: GroupCall, rows: Tensor, combine: Combine, out: Tensor) -> W
 
 
 def gather(call: GroupCall, x: Tensor, move: Wired) -> Wire:
-    """(elements,) -> (n, elements): everybody gets everybody's."""
+    """All-gather. (elements,) -> (n, elements)"""
     result = _new((call.n, x.numel()), x)
     works = _exchange(call, [x] * call.n, list(result), call.tag())
-    result[call.index] = x  # while the others' are on their way
+    result[call.index] = x  # while the others are in flight
     yield works
     return result
 
 
 def scatter(call: GroupCall, rows: Tensor, move: Wired) -> Wire:
-    """(n, elements) -> (elements,): everybody gets the sum of the rows that were meant for it."""
+    """Reduce-scatter. (n, elements) -> (elements,)"""
     return (yield from _sum_rows(call, rows, combining(move), _new(rows.shape[1:], rows)))
 
 
 def exchange(call: GroupCall, rows: Tensor, move: Wired) -> Wire:
-    """(n, elements) -> (n, elements): row i goes to process i."""
+    """All-to-all: row i is sent to process i. (n, elements) -> (n, elements)"""
     result = _new(rows.shape, rows)
     works = _exchange(call, list(rows), list(result), call.tag())
     result[call.index] = rows[call.index]
@@ -153,9 +152,10 @@ def permute(call: GroupCall, x: Tensor, move: Wired) -> Wire:
 
 
 def broadcast(call: GroupCall, x: Tensor, move: Wired) -> Wire:
-    """(elements,) -> (elements,): everybody gets the source's, down a tree.
+    """Broadcast along a binomial tree. (elements,) -> (elements,)
 
-    Counted from the source, process p gets it from p without its lowest bit, and hands it to p plus each bit below that.
+    Counted from the source, process p receives from p without its lowest set bit, and sends to p plus each bit below
+    that.
     """
     assert isinstance(move, Broadcast)
     tag, place, result = call.tag(), (call.index - move.source) % call.n, _new(x.shape, x)
@@ -174,7 +174,7 @@ def broadcast(call: GroupCall, x: Tensor, move: Wired) -> Wire:
 
 
 def parts(call: GroupCall, x: Tensor, move: Wired) -> Wire:
-    """(elements,) -> (elements,): everybody gets from each what it lacks."""
+    """Exchange of unequal parts: receive from each process what is missing. (elements,) -> (elements,)"""
     assert isinstance(move, Parts)
     tag, outgoing = call.tag(), move.parcels(x, call.index)
     incoming = {source: _new((size,), x) for source, size in move.expected(x, call.index).items()}

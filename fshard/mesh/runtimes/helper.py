@@ -1,13 +1,12 @@
-"""A helper: a thread that carries on what was started, where nothing else does while its process waits for another thing.
+"""A helper thread that advances started collectives while their process waits for something else.
 
-A sum in several rounds goes on only when somebody waits for its first.  Were it the one who waits for the handle, then
-two processes that wait for their handles in different orders would wait for each other.  So whatever is still under way
-when a process begins something else is given to the helper of its link, which takes one after the other, in the order
-in which they were started: that is the same on all processes.
+A sum in several rounds advances only while a thread waits for it. If only the waiter of its handle did so, two
+processes that wait for their handles in different orders would deadlock. So when a process begins another operation,
+whatever is in progress is given to the helper of its link, which runs it in the order of starting: that order is equal
+on all processes.
 
-Messages that are on their way over a backend whose works do not know when they are done, unless somebody waits: gloo.
-
-A helper waits for them, for many at a time, so that their memory can go.  No work is waited for twice: that would be for ever.
+The helper also waits for sent messages of gloo, whose works do not report completion unless waited for, so that their
+memory is freed. No work is waited for twice: that would block forever.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class Work(Protocol):
         ...
 
     def is_completed(self) -> bool:
-        """Return whether it is done."""
+        """Return True if it has finished."""
         ...
 
 
@@ -38,7 +37,7 @@ class Drivable(Protocol):
     """An operation of several rounds that a helper can finish."""
 
     def drive(self) -> None:
-        """Run to the end; errors are kept for whoever waits."""
+        """Run to the end; errors are stored for the waiter."""
         ...
 
 
@@ -46,14 +45,14 @@ Given = SimpleQueue[tuple[Drivable, Event, bool] | None]
 
 
 class Helper:
-    """Carries on what it is given, in order.  Its thread begins with the first, and ends when nobody has the helper."""
+    """Runs wires in order, in a thread that starts with the first and ends with the last reference to the helper."""
 
     def __init__(self) -> None:
         self._given: Given = SimpleQueue()
         self._begun = False
 
     def carry_on(self, running: Drivable) -> Event:
-        """Carry this on; return what is set when it has ended."""
+        """Queue a wire; return an event that is set when it has ended."""
         if not self._begun:
             self._begun = True
             Thread(target=_work, args=(self._given,), name="fshard-helper", daemon=True).start()
@@ -73,7 +72,7 @@ def _work(given: Given) -> None:
 
 
 MANY = 16
-"""How many messages are given to the helper at a time."""
+"""Messages given to the helper at a time."""
 LONG = timedelta(days=30)
 """A message may wait for its receiver as long as it likes."""
 
@@ -87,7 +86,7 @@ class SentMessage:
         self.done = False
 
     def is_completed(self) -> bool:
-        """Return whether it is known to have left."""
+        """Return True if it has certainly been sent."""
         return self.done
 
     def wait(self, timeout: timedelta) -> None:

@@ -1,8 +1,7 @@
 """A link: the processes of one group, as a backend sees them.
 
-A *wire* is a generator: it starts its messages, yields what it waits for, and goes on when that is done; what it
-returns is the collective's result.  So every composition is written straight down, and can be started now and
-finished later: see `running`.
+A *wire* is a generator: it starts messages, yields what it waits for, and returns the collective's result. So every
+algorithm is written sequentially, yet can be started now and finished later: see `running`.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
     from fshard.source import Site
 
 _STAMP = (1 << 20) - 1
-"""The part of a tag that tells calls apart that differ; above it stands the number of the call."""
+"""Bits of a tag that distinguish different calls; the higher bits are the number of the call."""
 MESSAGE_TAG = 1 << 30
 """The tag of messages, to which number and stamp are added; those of collectives are smaller."""
 
@@ -41,14 +40,14 @@ class Departed(NamedTuple):
 
 
 class Coming(NamedTuple):
-    """A message that is awaited: what to wait for, in its link's own terms, and what then returns it."""
+    """A message to receive: what to wait for, in its link's terms, and a function that then returns it."""
 
     needs: Sequence[Any]
     take: Callable[[], Tensor]
 
 
 Wire = Generator[Sequence[Any], None, Tensor]
-"""Yields what it waits for, in its link's own terms."""
+"""Yields what it waits for, in its link's terms."""
 
 
 class What:
@@ -68,7 +67,7 @@ class What:
 
     @property
     def stamp(self) -> int:
-        """A number that differs where collectives, shapes, dtypes or leaves do; its last two bits say what the call is for."""
+        """A hash of collective, shapes, dtype and leaves; its last two bits are the purpose of the call."""
         if self._stamp is None:
             own = _stamp(self.move, self.xs[0].dtype, tuple([x.shape for x in self.xs]), self.site.leaves)
             self._stamp = own & ~3 | PURPOSES.index(self.purpose)
@@ -111,15 +110,15 @@ class Link(Protocol):
         ...
 
     def wait(self, needs: Sequence[Any], timeout: timedelta, go_on: Callable[[], bool]) -> None:
-        """Wait for what a wire has yielded; `go_on` lets other wires take a step, and says whether one could."""
+        """Wait for what a wire has yielded; `go_on` advances other wires and returns True if one advanced."""
         ...
 
     def ready(self, needs: Sequence[Any]) -> bool:
-        """Return whether what a wire has yielded is there, if that can be told without waiting."""
+        """Return True if what a wire has yielded is complete; False also if that is unknown without waiting."""
         ...
 
     def helper(self, what: What) -> Helper | None:
-        """Return who carries a collective on that is under way, if it does not by itself while others are waited for."""
+        """Return the helper that advances collectives in progress, if they need one."""
         ...
 
     def broken(self, error: BaseException) -> None:
@@ -127,11 +126,13 @@ class Link(Protocol):
         ...
 
     def send(self, xs: tuple[Tensor, ...], to: int, what: What) -> Departed | None:
-        """Start to send tensors, which may change at once, to the process at place `to`; return what has to be kept."""
+        """Start sending tensors, which may be modified immediately after, to the process at index `place`; return
+        what must be kept alive.
+        """
         ...
 
     def receive(self, make: Callable[[], Tensor], source: int, what: What) -> Coming:
-        """Begin to receive what the process at place `source` sends next, into a buffer that is made for it."""
+        """Start receiving the next message of the process at index `place`, into a new buffer."""
         ...
 
 
@@ -139,7 +140,7 @@ class Link(Protocol):
 class GroupLink:
     """The processes of a group of torch.distributed: the caller is the one at `index` of `n`.
 
-    `departing` are messages under way, where the backend does not tell when one has left.
+    `departing`: messages in flight, where the backend does not report completion.
     """
 
     pg: ProcessGroup
@@ -161,23 +162,23 @@ class GroupLink:
         )
 
     def wait(self, needs: Sequence[Work], timeout: timedelta, go_on: Callable[[], bool]) -> None:
-        """Wait for operations; the backend's own threads let others go on."""
+        """Wait for operations; the backend's threads advance the others."""
         for work in needs:
             work.wait(timeout)
 
     def ready(self, needs: Sequence[Work]) -> bool:
-        """Return False: a work knows only once it is waited for."""
+        """Return False: a work reports completion only when it is waited for."""
         return False
 
     def helper(self, what: What) -> Helper | None:
-        """Return the link's helper for what has several rounds."""
+        """Return the link's helper, for wires of several rounds."""
         return self._helper if what.move is not None and what.move.wire in ("reduce", "broadcast") else None
 
     def broken(self, error: BaseException) -> None:
         """Do nothing: the backend breaks its group itself."""
 
     def send(self, xs: tuple[Tensor, ...], to: int, what: What) -> Departed:
-        """Start to send bytes; each message between two processes has a number, and what it is, in its tag."""
+        """Start sending bytes; the tag of a message has its number between the two processes and its hash."""
         buffer = packed(xs)
         work: Any = self.pg.send([buffer], to, self._tag(to, what, sent=True))
         return Departed(work if self.departing is None else self.departing.add(work), buffer)
@@ -196,7 +197,7 @@ class GroupLink:
 
 @dataclass(frozen=True, slots=True)
 class GroupCall:
-    """One collective on a group of torch.distributed: what its wire needs to know."""
+    """One collective on a group of torch.distributed: what its wire needs."""
 
     pg: ProcessGroup
     index: int
@@ -205,9 +206,9 @@ class GroupCall:
     _numbers: Iterator[int]
 
     def tag(self) -> int:
-        """Return a tag for messages: it tells apart what several collectives under way send, and calls that differ.
+        """Return a tag for messages, distinct for concurrent collectives and for calls that differ.
 
-        Processes that are in different calls so wait until their time is out; they do not take each other's bytes.
+        So processes in different calls wait until the time-out instead of receiving each other's bytes.
         """
         return next(self._numbers) * (_STAMP + 1) + self._stamp
 

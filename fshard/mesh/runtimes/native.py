@@ -1,7 +1,7 @@
-"""Collectives by the backend's own operations, for backends that do them well: NCCL.
+"""Collectives by the backend's own operations, for backends where these are fast: NCCL.
 
-What the backend lacks is decided here, before it is called (a refused call can leave a group broken): 16-bit integers
-are summed as 32-bit ones, complex numbers as pairs of reals, and so on, wherever that is exact.
+Unsupported dtypes are converted before the call (a rejected call can leave a group broken): 16-bit integers are summed
+as 32-bit ones, complex numbers as pairs of reals, and so on, wherever that is exact.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _operation(move: Wired) -> dist.ReduceOp.RedOpType:
 
 
 def reduce(call: GroupCall, x: Tensor, move: Wired) -> Wire:
-    """(elements,) -> (elements,): everybody gets the sum, or the extreme."""
+    """All-reduce (sum or extreme). (elements,) -> (elements,)"""
     result = _reducible(x)
     result = result.clone() if result.data_ptr() == x.data_ptr() else result
     yield [dist.all_reduce(result, _operation(move), call.pg, async_op=True)]
@@ -47,14 +47,14 @@ def reduce(call: GroupCall, x: Tensor, move: Wired) -> Wire:
 
 
 def gather(call: GroupCall, x: Tensor, move: Wired) -> Wire:
-    """(elements,) -> (n, elements): everybody gets everybody's."""
+    """All-gather. (elements,) -> (n, elements)"""
     result = x.new_empty(call.n * x.numel())
     yield [dist.all_gather_single(result.view(torch.uint8), x.view(torch.uint8), call.pg, async_op=True)]
     return result.view(call.n, -1)
 
 
 def scatter(call: GroupCall, rows: Tensor, move: Wired) -> Wire:
-    """(n, elements) -> (elements,): everybody gets the sum of the rows that were meant for it."""
+    """Reduce-scatter. (n, elements) -> (elements,)"""
     given = _reducible(rows).contiguous()
     result = torch.empty_like(given[0])
     yield [dist.reduce_scatter_single(result, given.flatten(0, 1), _operation(move), call.pg, async_op=True)]
@@ -62,7 +62,7 @@ def scatter(call: GroupCall, rows: Tensor, move: Wired) -> Wire:
 
 
 def exchange(call: GroupCall, rows: Tensor, move: Wired) -> Wire:
-    """(n, elements) -> (n, elements): row i goes to process i."""
+    """All-to-all: row i is sent to process i. (n, elements) -> (n, elements)"""
     result = torch.empty_like(rows)
     given = rows.contiguous().view(-1)
     yield [
@@ -88,7 +88,7 @@ def permute(call: GroupCall, x: Tensor, move: Wired) -> Wire:
 
 
 def broadcast(call: GroupCall, x: Tensor, move: Wired) -> Wire:
-    """(elements,) -> (elements,): everybody gets the source's."""
+    """Broadcast. (elements,) -> (elements,)"""
     assert isinstance(move, Broadcast)
     result = x.clone()
     yield [dist.broadcast(result.view(torch.uint8), group=call.pg, group_src=move.source, async_op=True)]
@@ -96,7 +96,7 @@ def broadcast(call: GroupCall, x: Tensor, move: Wired) -> Wire:
 
 
 def parts(call: GroupCall, x: Tensor, move: Wired) -> Wire:
-    """(elements,) -> (elements,): everybody gets from each what it lacks."""
+    """Exchange of unequal parts. (elements,) -> (elements,)"""
     assert isinstance(move, Parts)
     outgoing, sizes = move.parcels(x, call.index), move.expected(x, call.index)
     given = torch.cat([outgoing[to] for to in sorted(outgoing)]) if outgoing else x[:0]

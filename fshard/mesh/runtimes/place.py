@@ -1,17 +1,13 @@
-"""Which of several processes this one is, as whoever started them says in environment variables.
+"""Read the rank of this process, and how the world meets, from the launcher's environment variables.
 
-Every launcher has names of its own (`LAUNCHERS`).  torchrun's come first: they hold all that is needed, and scripts set
-them by hand.  Then comes the innermost launcher: `mpirun` inside a SLURM job starts its helpers with srun, and the processes
-inherit srun's variables, which number the helpers.  Where MPI and a step of SLURM say the same (`srun --mpi=pmi2`), SLURM is
-asked, which knows the hosts.
+Every launcher has its own names (`LAUNCHERS`). torchrun's have priority: they are complete, and scripts set them. Then
+the innermost launcher: `mpirun` inside a SLURM job starts its daemons with srun, and the processes inherit srun's
+variables, which number the daemons. Where MPI and a SLURM step agree (`srun --mpi=pmi2`), SLURM's are used: they
+include the hosts.
 
-    torchrun    all is said
+    torchrun    complete
     SLURM       only in a step, which srun starts; the processes meet on its first host
-    MPI         on one machine; for several MASTER_ADDR has to be exported, as MPI tells nobody's address
-
-What SLURM's variables say: its lists of hosts, its counts of tasks, and which steps are somebody's own processes.
-
-How the processes of a world meet: where their places say, and over the backend that their GPUs allow.
+    MPI         on one machine; on several MASTER_ADDR must be exported, since MPI gives no address
 """
 
 from __future__ import annotations
@@ -35,21 +31,21 @@ from fshard.errors import MeshError
 Variables = Mapping[str, str]
 LOOPBACK = "127.0.0.1"
 PORTS = range(10240, 29952)
-"""Where a port is taken from that nobody has named: below those that systems hand out by themselves."""
+"""Range of default ports: below the ephemeral ports of operating systems."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Which process this is.
+    """Rank, world size and meeting point of this process.
 
     Args:
         rank: its number.
-        world: how many there are.
+        world: the number of processes.
         local_rank: its number on this machine.
-        local_world: how many there are on this machine.
+        local_world: the number of processes on this machine.
         address: the host of process 0, where all meet.
-        port: where it listens.
-        by: who has started them.
+        port: the port that process 0 listens on.
+        by: the launcher.
     """
 
     rank: int
@@ -62,12 +58,12 @@ class Place:
 
     @property
     def meant(self) -> bool:
-        """Whether somebody asked for processes: `srun --pty jupyter` starts one as well, and does not mean that."""
+        """True if several processes were requested; `srun --pty jupyter` starts one and has these variables as well."""
         return self.world > 1 or self.by == "torchrun"
 
 
 class Names(NamedTuple):
-    """Where a launcher says what.  Several names stand for the same: the first that is set counts."""
+    """The variables of a launcher. Of several names for one value the first that is set counts."""
 
     rank: tuple[str, ...]
     world: tuple[str, ...]
@@ -103,18 +99,18 @@ LAUNCHERS = {
         ("SLURM_PROCID",), ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), ("SLURM_LOCALID",), (), ("SLURM_JOB_ID",)
     ),
 }
-"""Who may have started this process, in the order in which they are believed."""
+"""Launchers, by priority."""
 _BATCH = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
 
 
 def placed(variables: Variables, parent: int | None = None) -> Place | None:
-    """Return which of several processes this is, or None if nobody has said anything.
+    """Return the rank of this process, or None without a launcher.
 
     Args:
         variables: the environment.
-        parent: the process that started this one: what it started may know each other by that.
+        parent: the parent process: processes of one launcher may recognise each other by it.
 
-    Raises a MeshError that lists all that is wrong with the variables.
+    Raises a MeshError that lists all invalid variables.
 
     >>> placed({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "gpu7", "MASTER_PORT": "2222"})
     Place(rank=1, world=2, local_rank=1, local_world=2, address='gpu7', port=2222, by='torchrun')
@@ -167,7 +163,7 @@ class _Reading:
         self.missing: list[str] = []
 
     def place(self) -> Place:
-        """Return the place."""
+        """Return the rank."""
         world = self._number(self.names.world, 1)
         rank = self._number(self.names.rank, 0, world)
         for name, known in (("RANK", rank), ("WORLD_SIZE", world)) if self.by != "torchrun" else ():
@@ -198,7 +194,7 @@ class _Reading:
         return None
 
     def _here(self, rank: int, world: int, address: str) -> tuple[int, int]:
-        """Return which process of this machine this is, and of how many.  Nothing said: one process a machine."""
+        """Return local rank and local world size; default: one process per machine."""
         count = tasks_here(self.variables) if self.by == "SLURM" else None
         local_world = count or self._number((*self.names.local_world, "LOCAL_WORLD_SIZE"), 1, world + 1)
         local_rank = self._number((*self.names.local_rank, "LOCAL_RANK"), 0, local_world or world)
@@ -216,7 +212,7 @@ class _Reading:
         return found[0] if found else ""
 
     def _port(self, together: bool) -> int:
-        """Derive the port from what is equal in all processes of this world, and in no other."""
+        """Derive a port from values that are equal in all processes of this world only."""
         if self.by == "SLURM":
             common = [self.variables.get(name, "") for name in (*self.names.job, *STEP)]
         else:
@@ -284,16 +280,16 @@ def tasks_on_nodes(text: str) -> list[int]:
 
 
 def in_a_step(variables: Mapping[str, str]) -> bool:
-    """Return whether srun has started this process.
+    """Return True if srun has started this process.
 
-    A batch script, and the shell of salloc, run once, whatever SLURM_NTASKS says of what srun may start from there.
+    A batch script and the shell of salloc run once, whatever SLURM_NTASKS is.
     """
     numbers = [variables[name] for name in STEP if name in variables]
     return bool(numbers) and numbers[0].isdecimal() and int(numbers[0]) < RESERVED
 
 
 def tasks_here(variables: Mapping[str, str]) -> int | None:
-    """Return how many tasks of the step run on this node, if SLURM says so."""
+    """Return the number of tasks of the step on this node, if SLURM gives it."""
     try:
         counts = tasks_on_nodes(variables["SLURM_STEP_TASKS_PER_NODE"])
         return counts[0 if len(counts) == 1 else int(variables["SLURM_NODEID"])]
@@ -353,11 +349,11 @@ def _backend(device_type: str, store: Any, world: int) -> str:
 
 
 def each_its_own(gpu: str, store: Any, world: int) -> bool:
-    """Return whether no two processes of a world have the same GPU.  All ask at the same time, and get the same answer.
+    """Return True if no two processes of a world have the same GPU. All processes call it, and get the same answer.
 
-    Counting GPUs would not do: SLURM may show each process but its own, which is number 0 for all of them.
+    Counting GPUs would not do: SLURM may show each process only its own, as number 0.
     """
-    if store.add(f"gpu {gpu}", 1) > 1:  # somebody else has it
+    if store.add(f"gpu {gpu}", 1) > 1:  # another process has it
         store.add("shared", 1)
     if store.add("counted", 1) == world:
         store.set("all counted", "1")

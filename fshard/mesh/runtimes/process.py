@@ -1,8 +1,8 @@
-"""The process runtime: a process for every device, over torch.distributed.
+"""The process runtime: one process per device, over torch.distributed.
 
-Groups come from torch's `DeviceMesh`, so a mesh can be handed to torch's own code and taken from it.  Tensors of one
-dtype travel as one buffer.  How a collective crosses the wire is one table per kind of link: `direct.WIRES` among
-processes of one machine, `gloo.WIRES` beyond it, `native.WIRES` for NCCL.
+Groups are those of torch's `DeviceMesh`, so a mesh can be passed to torch and back. Tensors of one dtype share a
+buffer. The wire formats are one table per kind of link: `direct.WIRES` between processes of one machine, `gloo.WIRES`
+between machines, `native.WIRES` for NCCL.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _state: dict[str, Any] = {"world": None, "meshes": {}, "process": None}
 
 
 class Unpacking:
-    """A collective under way, on tensors that travel as one buffer, in parts of these widths."""
+    """A collective in progress on tensors in one buffer, of these widths."""
 
     __slots__ = ("_move", "_n", "_running", "_widths", "_xs")
 
@@ -66,7 +66,7 @@ class Unpacking:
 
 
 class Apart:
-    """A collective under way on tensors that stay where they lie; its results come into others."""
+    """A collective in progress on tensors in their own memory; its results are other tensors."""
 
     __slots__ = ("_into", "_running")
 
@@ -80,7 +80,7 @@ class Apart:
 
 
 class Several:
-    """Collectives under way that were asked for as one: which results belong where."""
+    """Several collectives of one call in progress: which results belong to which tensor."""
 
     __slots__ = ("_places", "_under_way")
 
@@ -96,7 +96,7 @@ class Several:
 
 
 class Receiving:
-    """A message under way; whoever waits for it first looks, if somebody watches, whether it is the one expected."""
+    """A message in progress; under FSHARD_CHECK=1 its waiter first checks that it is the expected one."""
 
     __slots__ = ("_awaited", "_likes", "_look")
 
@@ -117,14 +117,14 @@ class Receiving:
 
 
 _KEPT = 16 << 20
-"""Bytes up to which freed memory stays with the process: glibc keeps blocks no larger than the largest freed so far.
+"""Bytes up to which the C library keeps freed memory: glibc keeps blocks up to the largest one freed so far.
 
-Otherwise each result of 1 MB is new pages, which takes as long as the collective.  (glibc ignores blocks above 32 MB.)
+Otherwise each result of 1 MB is new pages, which takes as long as the collective. (glibc ignores blocks above 32 MB.)
 """
 
 
 class ProcessWorld:
-    """This process among the others."""
+    """The world of processes, seen from this one."""
 
     has_values = True
     has_roads = True
@@ -143,21 +143,21 @@ class ProcessWorld:
         self._outgoing: list[Departed] = []
         self._to_itself: dict[tuple[int, ...], deque[tuple[Site, Purpose, tuple[Tensor, ...]]]] = defaultdict(deque)
         self._watch = self._new_watch() if watching() else None
-        torch.empty(_KEPT, dtype=torch.uint8)  # freed at once
+        torch.empty(_KEPT, dtype=torch.uint8)  # freed immediately
 
     def _new_watch(self) -> Watch:
         return Watch(self.rank, self.timeout, self._neighbours.has_gone, partial(go_on, self._under_way))
 
     @staticmethod
     def of(mesh: Mesh) -> ProcessWorld:
-        """Return the world that a mesh lies in; `make_mesh` joined it."""
+        """Return the world of a mesh; `make_mesh` joined it."""
         world = _state["world"]
         if world is None or not dist.is_initialized():
             raise MeshError(f"{mesh} has no processes: call fs.make_mesh in every process, under torchrun.")
         return world
 
     def device(self, mesh: Mesh) -> int:
-        """Return this process's number in the mesh that `mesh` was cut from."""
+        """Return this process's device number in the parent of `mesh`."""
         if mesh.ranks is None:
             return self.rank
         if self.rank not in mesh.ranks:
@@ -173,7 +173,9 @@ class ProcessWorld:
     def start(
         self, move: Wired, xs: tuple[Tensor, ...], group: Group, site: Site, into: tuple[Tensor, ...] | None = None
     ) -> Pending:
-        """Start the move's wire, on tensors where they lie or laid out as one buffer; large ones, laid out, travel alone."""
+        """Start the move's wire on tensors in their own memory or packed into one buffer; large packed tensors get
+        one each.
+        """
         n = group.size
         if n == 1:
             return Done(tuple(move.meaning([x])[0].clone() for x in xs))
@@ -211,14 +213,14 @@ class ProcessWorld:
     def _what(
         self, move: Wired, xs: tuple[Tensor, ...], group: Group, site: Site
     ) -> tuple[What, Callable[[], None] | None]:
-        """Return which call it is; and, where processes tell each other their calls, what makes sure that all make it."""
+        """Return the number of the call and, under FSHARD_CHECK=1, the check that all processes make it."""
         meet = None if self._watch is None else self._watched(self._watch, move, xs, group, site)
         return What(move, xs, group, site), meet
 
     def _watched(
         self, watch: Watch, move: Wired, xs: tuple[Tensor, ...], group: Group, site: Site
     ) -> Callable[[], None] | None:
-        """Tell the others of a collective; return what makes sure that they start the same, if that has not been done."""
+        """Publish a collective; return the check that the others start the same, if it is still to be made."""
         meeting = watch.start(group, f"{named(describe(move), purpose())} of {shapes_of(xs)}{site.given}", site)
         if self.near(group.members) or (self._staged and group.members in self._links):
             return partial(watch.meet, meeting)
@@ -226,12 +228,12 @@ class ProcessWorld:
         return None
 
     def agree(self, call: str, group: Group, site: Site) -> None:
-        """Raise on all processes of a group unless all make this call, where they tell each other what they do."""
+        """Raise on all processes of a group unless all make this call (FSHARD_CHECK=1 only)."""
         if self._watch is not None and group.size > 1:
             self._watch.meet(self._watch.start(group, call, site))
 
     def road(self, move: Wired, group: Group, x: Tensor) -> Callable[[Tensor], Tensor] | None:
-        """Return the short way for tensors like this one: there is one among neighbours, where nobody watches."""
+        """Return the fast path for tensors like this one: only on one machine and without FSHARD_CHECK=1."""
         if group.size == 1 or self._watch is not None or not self.near(group.members):
             return None
         link = self.link(group)
@@ -241,7 +243,7 @@ class ProcessWorld:
     # -- messages -----------------------------------------------------------------------------------------------
 
     def lane(self, like: Tensor, group: Group, place: int, site: Site) -> MessageLane | None:
-        """Return the short way for messages like this one: there is one to neighbours, where nobody watches."""
+        """Return the fast path for messages like this one: only on one machine and without FSHARD_CHECK=1."""
         if place == group.index or self._watch is not None or not like.is_cpu or not self.near(group.members):
             return None
         link = self.link(group)
@@ -249,7 +251,7 @@ class ProcessWorld:
         return MessageLane(like, group, place, site, link, self.timeout, self._under_way)
 
     def send(self, xs: tuple[Tensor, ...], group: Group, to: int, site: Site) -> None:
-        """Send tensors as one buffer, which is kept until it has left."""
+        """Send tensors as one buffer, which is kept alive until it is sent."""
         if self._outgoing:
             self._outgoing = [one for one in self._outgoing if not one.work.is_completed()]
         if self._watch is not None:
@@ -268,7 +270,7 @@ class ProcessWorld:
             self._outgoing.append(departed)
 
     def finish(self, waiting: bool) -> None:
-        """Make no more calls; `waiting` for what has been sent to arrive, for without its sender it never would."""
+        """End all calls; `waiting` for sent messages to arrive, which needs this process."""
         for departed in self._outgoing if waiting else ():
             with suppress(RuntimeError):  # of a receiver that is no more
                 departed.work.wait(self.timeout)
@@ -279,7 +281,7 @@ class ProcessWorld:
             held.clear()  # a connection closes with the last reference to it, and graphs still refer to this world
 
     def receive(self, likes: tuple[Tensor, ...], group: Group, source: int, site: Site) -> Receiving | Done:
-        """Start to receive tensors like these, as one buffer."""
+        """Start receiving tensors like these, as one buffer."""
         look = None
         if self._watch is not None:
             expected = named(shapes_of(likes), purpose()) + site.given
@@ -294,7 +296,7 @@ class ProcessWorld:
         return Receiving(Awaited(self.link(group), make, source, self.timeout, what, self._under_way), likes, look)
 
     def part(self, group: Group, error: BaseException) -> None:
-        """Take leave of a group in which others may wait for what this process will not do any more."""
+        """Leave a group in which others may wait for this process."""
         if group.size > 1 and self.near(group.members):
             known = isinstance(error, MismatchError | LostProcessError | CollectiveTimeoutError)
             failed = f"process {self.rank} has failed: {type(error).__name__}: {error}"
@@ -315,7 +317,7 @@ class ProcessWorld:
     # -- groups -------------------------------------------------------------------------------------------------
 
     def link(self, group: Group) -> Link:
-        """Return the group's processes as the backend knows them, making the group at the first call."""
+        """Return the group as the backend sees it; the first call creates it."""
         members = group.members
         found = self._links.get(members)  # looked up by the processes, which several groups may share
         if found is None:
@@ -330,7 +332,7 @@ class ProcessWorld:
         return found
 
     def host_link(self, group: Group) -> Link:
-        """Return the group's processes for what lies in the memory of hosts, where their own backend is for devices."""
+        """Return the group for tensors in host memory, where the group's own backend is for GPUs."""
         members = group.members
         if members not in self._hosts:
             pg: Any = dist.new_group(list(members), backend="gloo", use_local_synchronization=True, sort_ranks=False)
@@ -347,11 +349,11 @@ class ProcessWorld:
         return link
 
     def near(self, members: tuple[int, ...]) -> bool:
-        """Return whether all these processes are on this machine."""
+        """Return True if all these processes are on this machine."""
         return self._neighbours.known.keys() >= {*members} - {self.rank}
 
     def is_near(self, mesh: Mesh) -> bool:
-        """Return whether all processes of a mesh, and of the one it was cut from, are on this machine."""
+        """Return True if all processes of a mesh and of its parent are on this machine."""
         return self.near(mesh.ranks or tuple(range(mesh.root_size)))
 
 
@@ -384,7 +386,7 @@ def leave(*, waiting: bool = True) -> None:
 
 def _leave_at_exit() -> None:
     if os.getpid() == _state["process"]:  # else this is a fork of the process that joined
-        leave(waiting=not hasattr(sys, "last_value"))  # after an error, the others may never receive anything
+        leave(waiting=not hasattr(sys, "last_value"))  # after an error the others may never receive anything
 
 
 def _share_random_state() -> None:
@@ -430,11 +432,11 @@ def _may_calm() -> bool:
 
 
 def calm_gloo_threads() -> None:
-    """Keep gloo's polling threads from pushing aside the threads that they wait for.
+    """Schedule gloo's polling threads as batch work, so that they do not preempt the threads they wait for.
 
-    gloo's event loop polls while another thread of the process holds what it needs; where that thread has been
-    preempted, both lose a whole tick of the scheduler (4 ms for a message of 0.1 ms).  Scheduled as batch work, the
-    loop gives way.  Only this process's own gloo threads are touched; FSHARD_CALM=0 leaves them alone.
+    gloo's event loop polls while another thread of the process holds what it needs; if that thread was preempted, both
+    lose a scheduler tick (4 ms for a message of 0.1 ms). Only this process's gloo threads are changed; FSHARD_CALM=0
+    disables it.
     """
     if not _may_calm():
         return
@@ -442,5 +444,5 @@ def calm_gloo_threads() -> None:
         try:
             if (thread / "comm").read_text().startswith("gloo_tcp"):
                 os.sched_setscheduler(int(thread.name), os.SCHED_BATCH, os.sched_param(0))
-        except OSError:  # the thread has ended, or it may not be changed here
+        except OSError:  # the thread has ended, or the system forbids it
             continue

@@ -132,7 +132,7 @@ class VirtualMessage(NamedTuple):
 
 
 class VirtualWorld:
-    """The threads of one run, and what they hand to each other."""
+    """The threads of one run and their shared state."""
 
     has_values = True
     has_roads = False
@@ -143,7 +143,7 @@ class VirtualWorld:
         self.mail: dict[tuple[int, int], deque[VirtualMessage]] = defaultdict(deque)
         self.listening: dict[tuple[int, int], int] = {}
         self._slots: dict[object, deque[CollectiveSlot]] = defaultdict(deque)
-        self._ready = deque(range(1, mesh.size))  # whose turn comes next; device 0 begins
+        self._ready = deque(range(1, mesh.size))  # the next device to run; device 0 begins
         self._status: list[Arrival | Parcel | str | None] = ["has not started"] * mesh.size
         self._random: list[Tensor] = []
         self._failure: tuple[int, BaseException] | None = None
@@ -153,11 +153,11 @@ class VirtualWorld:
     # -- the run ------------------------------------------------------------------------------------------------
 
     def run(self, body: Callable[[int], Any], random: Tensor | None = None, *, keep: bool = True) -> list[Any]:
-        """Run `body(device)` on every device and return the results; raise what the first device to fail raised.
+        """Run `body(device)` on every device and return the results; raise the error of the first device that fails.
 
-        Devices begin with the caller's random state, and the caller goes on with that of device 0; unless the run
-        repeats one that began with the state `random`: then the caller's own is left as it is.  With `keep`, idle threads wait
-        for the next run.
+        Devices begin with the caller's random state, and the caller continues with device 0's. With the state `random`
+        of an earlier run, devices begin with that, and the caller's is unchanged. With `keep`, threads stay for the
+        next run.
         """
         if self.mesh.size == 1:
             return [self._run_alone(body, random)]
@@ -206,7 +206,7 @@ class VirtualWorld:
         return results
 
     def _run_alone(self, body: Callable[[int], Any], random: Tensor | None) -> Any:
-        """Run the only device in the caller's own thread, and with all its processors: nobody has to be waited for."""
+        """Run a single device in the caller's own thread, with all its processors."""
         before = random_state(self.mesh.device_type) if random is not None else None
         self._ready.clear()
         try:
@@ -249,7 +249,7 @@ class VirtualWorld:
     # -- the baton ----------------------------------------------------------------------------------------------
 
     def park(self, device: int, what: Arrival | Parcel) -> None:
-        """Hand the baton on, and sleep until somebody hands it back."""
+        """Wake the next device, and sleep until this one is woken."""
         self._status[device] = what
         if not self._ready:
             self._raise_deadlock()
@@ -286,7 +286,7 @@ class VirtualWorld:
         """Return None: there is nothing to be saved."""
 
     def part(self, group: Group, error: BaseException) -> None:
-        """Do nothing: whoever runs the devices ends them all."""
+        """Do nothing: the run ends all devices."""
 
     def lane(self, like: Tensor, group: Group, place: int, site: Site) -> None:
         """Return None: there is nothing to be saved."""
@@ -306,7 +306,7 @@ class VirtualWorld:
     def start(
         self, move: Wired, xs: tuple[Tensor, ...], group: Group, site: Site, into: tuple[Tensor, ...] | None = None
     ) -> Arrival | Done:
-        """Lay down tensors for a collective; the last device of the group computes it."""
+        """Add this device's tensors to a collective; the last device of the group computes it."""
         if self._stopping:
             raise Stopped
         if group.size == 1:
@@ -368,7 +368,7 @@ class VirtualWorld:
             self._ready.append(self.listening.pop(route))
 
     def receive(self, likes: tuple[Tensor, ...], group: Group, source: int, site: Site) -> Parcel:
-        """Ask for the next message from the device at index `source`."""
+        """Request the next message of the device at index `source`."""
         if self._stopping:
             raise Stopped
         route = group.member(source), group.device
@@ -403,7 +403,7 @@ def device_names(mesh: Mesh) -> list[str]:
 
 
 def _checks() -> bool:
-    """Return whether the calling device was asked to be checked."""
+    """Return True if the caller's device runs with checks."""
     scope = here()
     return scope is not None and scope.checked
 
@@ -415,7 +415,7 @@ def _sentence(status: Arrival | Parcel | str | None) -> str:
 
 
 def _table(lines: list[tuple[str, str]]) -> str:
-    """Write a line for each device; neighbours that say the same are written once, first to last."""
+    """Write a line per device; equal consecutive lines are merged, first to last."""
     merged: list[tuple[str, str, str]] = []
     for name, what in lines:
         if merged and merged[-1][2] == what:
@@ -440,9 +440,9 @@ def _describe(slot: CollectiveSlot, site: Site) -> str:
 
 
 def _meaning(slot: CollectiveSlot) -> list[tuple[Tensor, ...]]:
-    """Compute what every device gets, in tensors that share no memory with anything a device holds."""
+    """Compute the results of every device, in tensors that share no memory with any argument."""
     columns: list[list[Tensor]] = []
-    with torch.no_grad() if torch.is_grad_enabled() else nullcontext():  # autograd has its own view of this
+    with torch.no_grad() if torch.is_grad_enabled() else nullcontext():  # autograd sees a different view
         for place in range(len(slot.signature)):
             given = [slot.values[index][place] for index in range(slot.n)]
             columns.append(_independent(slot.move.meaning(given), given))
@@ -450,7 +450,7 @@ def _meaning(slot: CollectiveSlot) -> list[tuple[Tensor, ...]]:
 
 
 def _independent(results: list[Tensor], given: list[Tensor]) -> list[Tensor]:
-    """Copy what stands twice, or was given: on the CPU a copy costs nothing until one of the two is written to."""
+    """Copy results that occur twice or are arguments: lazily on the CPU, until one of the two is written to."""
     seen = {id(x) for x in given}
     own: list[Tensor] = []
     for result in results:

@@ -1,19 +1,18 @@
-"""`FSHARD_CHECK=1`: processes tell each other what they do, so that a hang becomes an error.
+"""`FSHARD_CHECK=1`: processes publish their calls, so that a hang becomes an error.
 
-A process that starts a collective writes its call into the store that all share, and goes on.  Before it waits for the
-result it waits, where waiting can be watched, until the others of the group have started theirs; if the calls differ,
-every process raises.  Meanwhile it compares all that it has started, and reads what all processes say of themselves: if
-each waits or has finished, and no wait can end, nobody ever will go on, and it raises.
+A process that starts a collective writes its call to the shared store and continues. Before it waits for the result,
+it waits until the others of the group have started theirs; if the calls differ, every process raises. Meanwhile it
+compares all calls it has started, and reads the states of all processes: if each waits or has finished and no wait can
+end, it raises.
 
-A process that dies says nothing: those that wait for it raise as soon as its neighbours know that it has gone, and at
-the latest when the time-out is over.
+A process that dies publishes nothing: those that wait for it raise when its neighbours notice, at the latest after the
+time-out.
 
-Where a process would take the bytes of a call for those of another, or has to wait for its group anyway, the start
-waits, so there all processes have to start their collectives in one order: on NCCL, and over gloo in the first call
-along several axes.
+Where a process could receive the bytes of another call, or must wait for its group anyway, the start waits: on NCCL,
+and over gloo in the first call along several axes. There all processes must start their collectives in one order.
 
-The verdict of a deadlock cannot be wrong: states are read, then calls, then states again.  If all are as they were, each
-process has waited all that time, and a call is taken away only when its whole group has seen it.
+A reported deadlock is certain: states are read, then calls, then states again. If the states are unchanged, each
+process has waited all the time, and a call is removed only when its entire group has read it.
 """
 
 from __future__ import annotations
@@ -38,19 +37,19 @@ if TYPE_CHECKING:
     from fshard.source import Site
 
 LOOK = 0.05
-"""Seconds between two looks at the others."""
+"""Seconds between two reads of the store."""
 PAUSE = 0.005
-"""Seconds to sleep at most before looking whether a wait has ended."""
+"""Maximal seconds to sleep between two checks whether a wait has ended."""
 
 
 def watching() -> bool:
-    """Return whether processes are to check their calls."""
+    """Return True if FSHARD_CHECK=1: processes check their calls."""
     return os.environ.get("FSHARD_CHECK", "0") not in ("", "0")
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """A collective that this process has started, and its place in the store, until all are seen to have started the same."""
+    """A started collective and its key in the store, until the entire group is seen to have started the same."""
 
     group: str
     place: str
@@ -64,7 +63,7 @@ class Meeting:
 
 
 class Watch:
-    """One process's account of itself, and its view of the others."""
+    """The published state of one process, and its view of the others."""
 
     def __init__(self, rank: int, timeout: timedelta, gone: Callable[[int], bool], go_on: Callable[[], bool]) -> None:
         self.rank, self._timeout, self._gone, self._go_on = rank, timeout.total_seconds(), gone, go_on
@@ -81,7 +80,7 @@ class Watch:
     # -- collectives --------------------------------------------------------------------------------------------
 
     def start(self, group: Group, call: str, site: Site) -> Meeting:
-        """Tell the others of a group which collective this process starts."""
+        """Publish a collective that this process starts."""
         name = "-".join(map(str, group.members))
         if name in self._parted:
             raise self._parted[name]
@@ -92,7 +91,7 @@ class Watch:
         return meeting
 
     def meet(self, meeting: Meeting) -> None:
-        """Wait for the whole group, and raise unless all have started the same."""
+        """Wait for the entire group, and raise unless all have started the same collective."""
         self._wait(meeting.keys, meeting.ranks, meeting.text)
         self._compare(meeting)
         del self._open[meeting]
@@ -111,7 +110,7 @@ class Watch:
     # -- messages -----------------------------------------------------------------------------------------------
 
     def sent(self, group: Group, to: int, what: str, site: Site) -> None:
-        """Tell that a message has been sent."""
+        """Publish that a message has been sent."""
         route = f"{self.rank}>{group.members[to]}"
         message = {"what": what, "site": str(site), "for": purpose()}
         self.store.set(f"sent/{route}/{self._next(route)}", json.dumps(message))
@@ -132,8 +131,10 @@ class Watch:
     # -- waiting ------------------------------------------------------------------------------------------------
 
     def finished(self) -> None:
-        """Tell that this process makes no more calls; whoever keeps the store stays until all have said so."""
-        with contextlib.suppress(dist.DistError):  # whoever kept the store has died: there is nobody to tell
+        """Publish that this process makes no more calls; the process that serves the store stays until all have done
+        so.
+        """
+        with contextlib.suppress(dist.DistError):  # the process that served the store has died
             self._say("has finished", [], "")
             until = time.monotonic() + 10
             while self.rank == 0 and time.monotonic() < until and not self._all_finished():
@@ -152,7 +153,7 @@ class Watch:
         self.store.set(f"state/{self.rank}", json.dumps(state))
 
     def _wait(self, keys: list[str], ranks: Sequence[int], text: str) -> None:
-        """Wait for the keys that these processes set, for what the text says; let go on meanwhile what is under way."""
+        """Wait for keys of other processes, described by the text, and advance what is in progress meanwhile."""
         if self.store.check(keys):
             return
         self._say("waits", keys, f"waits in {text}")
@@ -190,7 +191,7 @@ class Watch:
         return [json.loads(self.store.get(key)) if self.store.check([key]) else unknown for key in keys]
 
     def _look(self) -> None:
-        """Raise if nobody can go on."""
+        """Raise if no process can continue."""
         states = self._states()
         stuck = all(
             state["what"] == "has finished" or (state["what"] == "waits" and not self.store.check(state["keys"]))
@@ -208,7 +209,7 @@ def _table(states: list[dict[str, Any]]) -> str:
 
 
 def _mismatch(calls: dict[int, dict[str, Any]]) -> MismatchError:
-    """Return the error that says what each process has started."""
+    """Return the error that lists the calls of all processes."""
     table = "\n".join(f"  process {rank}: {call['call']} at {call['site']}" for rank, call in calls.items())
     purposes = sorted({call["for"] for call in calls.values()})
     hint = uneven(purposes[0], purposes[-1])

@@ -1,15 +1,15 @@
-"""Collectives on many tensors, each where it lies: neither what is sent nor what comes is laid out in one buffer.
+"""Collectives on many tensors in their own memory: nothing is packed into one buffer.
 
-Each process tells the others in one table where its tensors lie, and copies theirs straight to where they belong, or adds
-them there.  Of each tensor, cut into n flat shards, it sums its own, and it gets the others' from those who have them.
+Each process publishes a table of its tensors' addresses; the others copy from these to the results, or add. Each
+tensor is split into n flat shards; a process sums its own and receives the others from the processes that have them.
 
-    process 0   [own | ...] [own | ...]     "mine lie at 0x7f.., 0x7f.."   --->   process 1   [... | own] [... | own]
+    process 0   [own | ...] [own | ...]     "mine are at 0x7f.., 0x7f.."   --->   process 1   [... | own] [... | own]
                      ^           ^                                                                  |           |
                      └───────────┴──────────────────── one call for all of them ────────────────────┴───────────┘
 
-    gather     shards -> wholes, which may hold the own shards already
-    scatter    wholes -> the sums of the own shards
-    reduce     wholes -> their sums, or extremes: scatter, then gather
+    gather     shards -> full tensors, which may contain the own shards already
+    scatter    full tensors -> sums of the own shards
+    reduce     full tensors -> their sums or extremes: scatter, then gather
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from fshard.mesh.shared_memory.neighbours import Need, empty
 MANY = 4096
 """Tensors up to which a table is short enough for one message."""
 LARGE = 1 << 20
-"""Bytes in all from which on tensors are better left where they lie: laying them out would cost more than two messages."""
+"""Total bytes from which tensors stay in their own memory: packing would cost more than two messages."""
 
 Tensors = Sequence[Tensor]
 
 
 def suits(move: Wired, xs: Tensors) -> bool:
-    """Return whether a move on these tensors can be made on their flat shards, and is cheaper so."""
+    """Return True if a move on these tensors can work on their flat shards, and is cheaper so."""
     flat = move.wire == "reduce" or (isinstance(move, AllGather | PsumScatter) and move.dim == 0)
     return (
         flat
@@ -63,7 +63,7 @@ def wire(turn: TransferTurn, move: Wired, xs: Tensors, into: Tensors) -> Wire:
 
 
 def gather(turn: TransferTurn, xs: Tensors, into: Tensors) -> Wire:
-    """Everybody gets the whole of each tensor, of which it has a shard."""
+    """All-gather of many tensors, each from its flat shards."""
     table = _told(turn, xs)
     here, ends = _lying(into), _ends_of(tuple([x.numel() for x in into]), into[0].element_size(), turn.n)
     elsewhere = (table != here + ends[turn.index]).nonzero()
@@ -74,11 +74,11 @@ def gather(turn: TransferTurn, xs: Tensors, into: Tensors) -> Wire:
     for other in turn.others:
         _fetch(turn, other, _addresses(turn, other, len(xs)), here, ends)
     yield from _settled(turn)
-    return table  # it and what it tells of have to last until all have read
+    return table  # the table must live until all have read it
 
 
 def scatter(turn: TransferTurn, xs: Tensors, into: Tensors, combine: Combine) -> Wire:
-    """(n * elements,) each -> (elements,) each: everybody gets the sum of its shards."""
+    """Reduce-scatter of many tensors. (n * elements,) each -> (elements,) each"""
     table = _told(turn, xs)
     yield turn.needs(*turn.others)
     _sum(turn, xs, into, combine)
@@ -89,7 +89,7 @@ def scatter(turn: TransferTurn, xs: Tensors, into: Tensors, combine: Combine) ->
 
 
 def reduce(turn: TransferTurn, xs: Tensors, into: Tensors, combine: Combine) -> Wire:
-    """(elements,) each -> (elements,) each: everybody sums its shards, then everybody gets the others'."""
+    """All-reduce of many tensors: reduce-scatter, then all-gather. (elements,) each -> (elements,) each"""
     table = _told(turn, xs)
     yield turn.needs(*turn.others)
     _sum(turn, xs, [_piece(x, turn.n, turn.index) for x in into], combine)
@@ -106,7 +106,7 @@ _SUMS: dict[str, Callable[[TransferTurn, Tensors, Tensors, Combine], Wire]] = {"
 
 
 def _told(turn: TransferTurn, xs: Tensors, part: int = 0) -> Tensor:
-    """Tell all others where tensors lie, and return that."""
+    """Publish the addresses of tensors to all others, and return the table."""
     table = _lying(xs)
     for other in turn.others:
         turn.put(other, table.data_ptr(), table.nbytes, part)
@@ -118,14 +118,14 @@ def _lying(xs: Tensors) -> Tensor:
 
 
 def _addresses(turn: TransferTurn, other: int, count: int, part: int = 0) -> Tensor:
-    """Return where a process has told that its tensors lie."""
+    """Return the addresses that a process has published."""
     table = torch.empty(count, dtype=torch.int64)
     turn.get(other, table.data_ptr(), table.nbytes, part)
     return table
 
 
 def _settled(turn: TransferTurn) -> Generator[list[Need], None, None]:
-    """Wait until all others have read what they were told of."""
+    """Wait until all others have read the published table and tensors."""
     answers = [(turn.peers[other], turn.key | ANSWER) for other in turn.others]
     yield answers
     turn.answered(answers)
@@ -150,19 +150,19 @@ def _ends_of(lengths: tuple[int, ...], item: int, n: int) -> Tensor:
 
 
 def _fetch(turn: TransferTurn, other: int, addresses: Tensor, here: Tensor, ends: Tensor) -> None:
-    """Copy a process's shards, which lie at these addresses, into the wholes that lie here, and say so."""
+    """Copy a process's shards, at these addresses, into the local full tensors, and confirm it."""
     begins, sizes = ends[other], ends[other + 1] - ends[other]
     turn.peers[other].read_all(torch.stack([here + begins, sizes], 1), torch.stack([addresses, sizes], 1))
     turn.done(other)
 
 
 class Batches(NamedTuple):
-    """A plan to read shards in batches that stay in the processor's cache, each of one or several spans.
+    """A plan to read shards in batches that fit into the processor's cache, each of one or several spans.
 
     Args:
-        spans: (number of the shard, begin, end, place among what is read with it), in elements.
+        spans: (index of the shard, begin, end, offset in the batch), in elements.
         batches: (first span, one past the last).
-        table: a row for each span: the number of the shard; begin, place and size in bytes.
+        table: a row per span: index of the shard; begin, offset and size in bytes.
         longest: the elements of the longest batch.
     """
 
@@ -174,7 +174,7 @@ class Batches(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def _batches(lengths: tuple[int, ...], item: int) -> Batches:
-    """Return how shards of these lengths are read.
+    """Return the batches for shards of these lengths.
 
     >>> _batches((3, 0, 70000), 4)[:2]
     ([(0, 0, 3, 0), (2, 0, 65533, 3), (2, 65533, 70000, 0)], [(0, 2), (2, 3)])
@@ -198,7 +198,7 @@ def _batches(lengths: tuple[int, ...], item: int) -> Batches:
 
 
 def _sum(turn: TransferTurn, xs: Tensors, into: Tensors, combine: Combine) -> None:
-    """Sum the own shards of all processes' tensors, as they have been told of."""
+    """Sum the own shards of all processes' tensors, at the published addresses."""
     own, item = [_piece(x, turn.n, turn.index) for x in xs], xs[0].element_size()
     ends = _ends_of(tuple([len(x) for x in xs]), item, turn.n)
     spans, batches, table, longest = _batches(tuple([x.numel() for x in own]), item)

@@ -1,15 +1,15 @@
-"""Collectives among the processes of one machine: everybody reads what it needs from where it lies.
+"""Collectives between the processes of one machine: each reads what it needs from the memory of the others.
 
-Sums are made in the fixed tree of `sums`, in parts that stay in the processor's cache: a shard is read from each of
-the others, added, and written to the result at once, so there is no buffer for what arrives.
+Sums use the fixed tree of `arithmetic`, in chunks that fit into the processor's cache: a chunk is read from each of
+the others, added, and written to the result, so there is no receive buffer.
 
 Legend: n processes; `rows` is (n, elements) with a row for each process; `x` is (elements,).
 
     small rows  one swap: see `swaps`
     reduce      not large: recursive doubling    log2(n) rounds
-                large: scatter, then gather      each process sums its part of everybody's x
-    scatter     each reads its row of everybody's
-    gather, exchange, permute, broadcast         each reads what it gets
+                large: scatter, then gather      each process sums its row of all x
+    scatter     each reads its row of all x
+    gather, exchange, permute, broadcast         each reads its result
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ FEW = 192 << 10
 SMALL = 1 << 20
 """Bytes up to which a reduction is best done in few rounds rather than in few bytes."""
 INLINE_MESSAGE = SIZE // 8
-"""Bytes up to which a message of `send` is put into the ring, if at least half of that is free: its receiver may take its time.
+"""Bytes up to which a message of `send` is put into the ring, if at least half of the ring is free.
 
-So there is room for what has to be skipped before it, and for others' messages: no call waits for a receiver of messages.
+So other messages still fit while the receiver is late: no call waits for a receiver of messages.
 """
 MESSAGE, ANSWER = 4, 3
-"""The last bits of a key: a bit that tells messages from collectives, and the part that says that a tensor has been read."""
+"""Last bits of a key: a bit that distinguishes messages from collectives, and the value that confirms a read."""
 PIECE = 256 << 10
 """Bytes that are read and added at a time."""
 
@@ -79,23 +79,23 @@ class Direct:
         return self._group | next(self._calls) << 3
 
     def wait(self, needs: Sequence[Need], timeout: timedelta, go_on: Callable[[], bool]) -> None:
-        """Wait for messages, letting what else is under way go on."""
+        """Wait for messages; advance what else is in progress meanwhile."""
         self.neighbours.wait(needs, go_on)
 
     def ready(self, needs: Sequence[Need]) -> bool:
-        """Return whether all messages are there."""
+        """Return True if all messages have arrived."""
         return all(self.neighbours.look(peer, key) for peer, key in needs)
 
     def helper(self, what: What) -> None:
-        """Return None: whoever waits lets all go on."""
+        """Return None: every waiter advances all wires."""
 
     def broken(self, error: BaseException) -> None:
-        """Take leave of the group: after an error, others must not read what may no longer be there."""
+        """Leave the group: after an error, others must not read memory that may be freed."""
         for peer in self.peers.values():
             peer.close(error)
 
     def send(self, xs: tuple[Tensor, ...], to: int, what: What) -> Departed | None:
-        """Send a message: a short one travels at once, a long one is copied, to be read when its receiver comes to it."""
+        """Send a message: short ones inline, long ones as a copy that the receiver reads when it gets there."""
         turn = TransferTurn(self, next(self.messages(to, sent=True)), what)
         with self.lock:
             if sum([x.nbytes for x in xs]) <= INLINE_MESSAGE and self.peers[to].outgoing.roomy:
@@ -107,7 +107,7 @@ class Direct:
         return Departed(Sent(self.neighbours, (self.peers[to], turn.key | ANSWER)), buffer)
 
     def receive(self, make: Callable[[], Tensor], source: int, what: What) -> Coming:
-        """Return how to get the next message of a process, once it is there."""
+        """Return a function that returns the next message of a process, once it has arrived."""
         turn = TransferTurn(self, next(self.messages(source, sent=False)), what)
 
         def take() -> Tensor:
@@ -126,13 +126,13 @@ class Direct:
 
 
 class Sent:
-    """A message that has been sent, and the answer that says that it has been read."""
+    """A sent message, and the confirmation that it has been read."""
 
     def __init__(self, neighbours: Neighbours, answer: Need) -> None:
         self._neighbours, self._answer = neighbours, cast("Need | None", answer)
 
     def is_completed(self) -> bool:
-        """Return whether its memory is needed no more: it has been read, or never will be."""
+        """Return True if its memory can be freed: it has been read, or never will be."""
         if self._answer is not None:
             peer, key = self._answer
             if self._neighbours.look(peer, key) or peer.gone:
@@ -148,9 +148,9 @@ class Sent:
 
 
 class TransferTurn:
-    """One collective (or message) among the processes of a link.
+    """One collective (or message) between the processes of a link.
 
-    A message's key is the group, the number of the call, whether it is a collective or a message, and which part of it.
+    A message's key is the group, the number of the call, its kind (collective or message) and its part.
     """
 
     __slots__ = ("index", "key", "n", "neighbours", "others", "peers", "stamp", "what")
@@ -160,14 +160,14 @@ class TransferTurn:
         self.neighbours, self.key, self.what, self.stamp = link.neighbours, key, what, what.stamp
 
     def put(self, to: int, address: int, size: int, part: int = 0) -> None:
-        """Let a process get a tensor: small ones travel at once, large ones must stay until they have been read."""
+        """Offer a tensor to a process: small ones are sent inline, large ones must stay until they have been read."""
         if size > INLINE:
             self.lies(to, address, size, part)
         elif not self.peers[to].offer(self.key | part, INSIDE, size, self.stamp, address):
             self.neighbours.press(self.peers[to], (self.key | part, INSIDE, size, self.stamp, address))
 
     def lies(self, to: int, address: int, size: int, part: int = 0) -> None:
-        """Tell a process where a tensor lies, whatever its size."""
+        """Send a process the address of a tensor of any size."""
         if not self.peers[to].offer(self.key | part, address, size, self.stamp):
             self.neighbours.press(self.peers[to], (self.key | part, address, size, self.stamp))
 
@@ -189,7 +189,7 @@ class TransferTurn:
             self.done(source)
 
     def where(self, source: int, size: int, part: int = 0) -> int:
-        """Return where a tensor lies that a process told of."""
+        """Return the address that a process has sent."""
         return self._taken(source, size, part)[0]
 
     def read(self, source: int, into: int, address: int, size: int) -> None:
@@ -197,7 +197,7 @@ class TransferTurn:
         self.peers[source].read(into, address, size)
 
     def done(self, source: int) -> None:
-        """Tell a process that its tensor has been read."""
+        """Confirm to a process that its tensor has been read."""
         self.lies(source, READ, 0, ANSWER)
 
     def answered(self, needs: list[Need]) -> None:
@@ -216,7 +216,7 @@ class TransferTurn:
 
 
 def reduce(turn: TransferTurn, x: Tensor, move: Wired) -> Wire:
-    """(elements,) -> (elements,): everybody gets the sum, or the extreme."""
+    """All-reduce (sum or extreme). (elements,) -> (elements,)"""
     combine = combining(move)
     doubles = turn.n & (turn.n - 1) == 0 and (turn.n == 2 or x.dtype not in WIDER)  # wide sums are rounded once
     return _doubling(turn, x, combine) if doubles and x.nbytes <= SMALL else _in_parts(turn, x, combine)
@@ -241,7 +241,7 @@ def _doubling(turn: TransferTurn, x: Tensor, combine: Combine) -> Wire:
 
 
 def _settled(turn: TransferTurn, readers: Sequence[int], size: int) -> Generator[list[Need], None, None]:
-    """Wait until these processes have read what was put for them."""
+    """Wait until these processes have read what was offered to them."""
     answers = turn.answers(*readers, size=size)
     if answers:
         yield answers
@@ -249,7 +249,7 @@ def _settled(turn: TransferTurn, readers: Sequence[int], size: int) -> Generator
 
 
 def _in_parts(turn: TransferTurn, x: Tensor, combine: Combine) -> Wire:
-    """Everybody sums one part of all tensors, then everybody gets the parts."""
+    """All-reduce: each process sums one row of all tensors, then all gather the rows."""
     size, item, each = x.nbytes, x.element_size(), -(-x.numel() // turn.n)
     parts = [(min(place * each, x.numel()), min((place + 1) * each, x.numel())) for place in range(turn.n)]
     result = _new((x.numel(),), x)
@@ -272,7 +272,7 @@ def _in_parts(turn: TransferTurn, x: Tensor, combine: Combine) -> Wire:
 
 
 def _sum(turn: TransferTurn, places: dict[int, int], own: Tensor, out: Tensor, combine: Combine) -> None:
-    """Sum what lies at these places of the others with the own tensor, shard by shard."""
+    """Sum the tensors at these addresses of the others and the local one, chunk by chunk."""
     item, length = own.element_size(), min(PIECE // own.element_size(), own.numel())
     scratch = torch.empty((turn.n, length), dtype=own.dtype)
     for begin in range(0, own.numel(), length or 1):
@@ -284,7 +284,7 @@ def _sum(turn: TransferTurn, places: dict[int, int], own: Tensor, out: Tensor, c
 
 
 def scatter(turn: TransferTurn, rows: Tensor, move: Wired) -> Wire:
-    """(n, elements) -> (elements,): everybody gets the sum of the rows that were meant for it."""
+    """Reduce-scatter. (n, elements) -> (elements,)"""
     base, size = rows.data_ptr(), rows.nbytes // turn.n
     for other in turn.others:
         turn.put(other, base + other * size, size)
@@ -304,7 +304,7 @@ def scatter(turn: TransferTurn, rows: Tensor, move: Wired) -> Wire:
 
 
 def gather(turn: TransferTurn, x: Tensor, move: Wired) -> Wire:
-    """(elements,) -> (n, elements): everybody gets everybody's."""
+    """All-gather. (elements,) -> (n, elements)"""
     own, size = x.data_ptr(), x.nbytes
     for other in turn.others:
         turn.put(other, own, size)
@@ -312,7 +312,7 @@ def gather(turn: TransferTurn, x: Tensor, move: Wired) -> Wire:
 
 
 def exchange(turn: TransferTurn, rows: Tensor, move: Wired) -> Wire:
-    """(n, elements) -> (n, elements): row i goes to process i."""
+    """All-to-all: row i is sent to process i. (n, elements) -> (n, elements)"""
     base, size = rows.data_ptr(), rows.nbytes // turn.n
     for other in turn.others:
         turn.put(other, base + other * size, size)
@@ -320,7 +320,7 @@ def exchange(turn: TransferTurn, rows: Tensor, move: Wired) -> Wire:
 
 
 def _collected(turn: TransferTurn, own: int, result: Tensor, size: int) -> Wire:
-    """Get a row from everybody; the own one lies at `own`."""
+    """Receive a row from every process; the local one is `own`."""
     base = result.data_ptr()
     ctypes.memmove(base + turn.index * size, own, size)
     yield turn.needs(*turn.others)
@@ -349,7 +349,7 @@ def permute(turn: TransferTurn, x: Tensor, move: Wired) -> Wire:
 
 
 def broadcast(turn: TransferTurn, x: Tensor, move: Wired) -> Wire:
-    """(elements,) -> (elements,): everybody gets the source's."""
+    """Broadcast. (elements,) -> (elements,)"""
     assert isinstance(move, Broadcast)
     size = x.nbytes
     for other in turn.others if turn.index == move.source else ():
@@ -365,7 +365,7 @@ def broadcast(turn: TransferTurn, x: Tensor, move: Wired) -> Wire:
 
 
 def parts(turn: TransferTurn, x: Tensor, move: Wired) -> Wire:
-    """(elements,) -> (elements,): everybody gets from each what it lacks."""
+    """Exchange of unequal parts. (elements,) -> (elements,)"""
     assert isinstance(move, Parts)
     outgoing = move.parcels(x, turn.index)
     incoming = {source: _new((size,), x) for source, size in move.expected(x, turn.index).items()}

@@ -1,23 +1,21 @@
-"""The processes of one machine: words between them go through shared memory, bytes are copied from where they lie.
+"""The processes of one machine: messages through shared memory, tensors copied from the sender's memory.
 
-gloo sends everything over loopback TCP, by threads of its own.  Neighbours need neither.  A short message in a ring
-(see `rings`) holds a small tensor, or says where a large one lies; then the receiver copies it straight out of the
-sender's memory (process_vm_readv), once, and says that it has.
+gloo sends everything over loopback TCP, with its own threads. Processes of one machine need neither. A short message
+in a ring (see `rings`) contains a small tensor or the address of a large one; the receiver then copies it from the
+sender's memory (process_vm_readv), once, and confirms it.
 
     process 0                                        process 1
-    "x lies at 0x7f.., 8 MB"   ------------------>   copies it
-    may change x again         <------------------   "read"
+    "x is at 0x7f.., 8 MB"     ------------------>   copies it
+    may modify x again         <------------------   "read"
 
-Every message bears a stamp of the call that it belongs to, so processes that are in different calls find out.  Whoever
-waits, for a message or for a ring to have room, takes in what all others send meanwhile, and lets all that is under way
-go on.  A Unix socket between each two wakes who sleeps.  A process that ends, or leaves the world, closes its sockets,
-and whoever waits for it is told.
+Every message has a stamp of its call, so processes in different calls detect it. A process that waits, for a message
+or for space in a ring, receives what all others send meanwhile, and advances all that is in progress. A Unix socket
+per pair wakes sleepers. A process that ends, or leaves the world, closes its sockets, which ends the waits of the
+others.
 
-Large host buffers, used again.
-
-A fresh buffer of 32 MB costs more in page faults than the message that it is for (5 times the time of adding into one
-that is already mapped).  GPUs have a caching allocator; on the CPU this pool is one, for results and scratch alike: it
-keeps the storages it has returned, and hands one out again once nobody else refers to it.
+A pool recycles large host buffers. A new buffer of 32 MB costs more in page faults than the message it is for (5 times
+adding into a mapped one). The pool keeps the storages it has returned, and returns one again when it has no other
+reference.
 """
 
 from __future__ import annotations
@@ -55,9 +53,9 @@ if TYPE_CHECKING:
     from fshard.mesh.runtimes.link import Stamped
 
 INLINE = 256 << 10
-"""Bytes up to which a tensor travels in the message itself: that is a copy more, but nobody waits until it has been read."""
+"""Bytes up to which a tensor is sent inline: one more copy, but no wait until it has been read."""
 GLANCES = 400
-"""How often to look for a message, letting others run in between, before sleeping until it comes: to be woken takes longer."""
+"""Number of checks for a message, yielding the CPU in between, before sleeping: waking up takes longer."""
 SLICE = 0.1
 """Seconds to sleep at most before looking at the clock."""
 _LARGEST_READ, _MOST_SPANS = 1 << 30, 1024
@@ -68,7 +66,7 @@ class _Span(ctypes.Structure):
 
 
 class Neighbour:
-    """Another process of this machine: what it has sent waits in `inbox`, by key, until it is taken."""
+    """Another process of this machine; its messages are in `inbox`, by key, until they are received."""
 
     def __init__(self, rank: int, pid: int, end: socket.socket, libc: Any) -> None:
         self.rank, self.pid, self.socket, self._libc = rank, pid, end, libc
@@ -140,14 +138,14 @@ class Neighbour:
     def close(self, error: BaseException | None = None) -> None:
         """Take leave, because of an error perhaps."""
         if self._parted is None and isinstance(error, MismatchError):
-            self._parted, self.look = str(error), lambda key: False  # what comes now belongs to another call
+            self._parted, self.look = str(error), lambda key: False  # later messages belong to another call
         self.outgoing.close()
         with suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
         self.gone, self.offer = True, self._has_gone
 
     def lost(self) -> RuntimeError:
-        """Return the error that says that it has gone, or that this process has parted from it before."""
+        """Return the error for a neighbour that has ended, or that this process has left."""
         if self._parted is not None:
             return MismatchError(
                 "The processes of this group have parted, and the group is lost: start them again. What parted them: "
@@ -157,7 +155,7 @@ class Neighbour:
 
 
 def differs(what: Stamped, peer: Neighbour, stamp: int) -> MismatchError:
-    """Return the error that says that a neighbour is in another call."""
+    """Return the error for a neighbour in another call."""
     mine, others = PURPOSES[what.stamp & 3], PURPOSES[stamp & 3]
     return MismatchError(
         f"{what}: process {peer.rank} makes another call, or makes it on another shape, dtype or tree. "
@@ -167,7 +165,7 @@ def differs(what: Stamped, peer: Neighbour, stamp: int) -> MismatchError:
 
 
 Need = tuple[Neighbour, int]
-"""A message that is waited for: of whom, and its key."""
+"""A message to receive: its sender and key."""
 
 
 class Neighbours:
@@ -175,7 +173,7 @@ class Neighbours:
 
     def __init__(self, known: Mapping[int, Neighbour], timeout: timedelta, libc: Any = None) -> None:
         self.known, self.timeout, self._libc = known, timeout.total_seconds(), libc
-        self.lock = RLock()  # whoever takes a step or looks has it
+        self.lock = RLock()  # the thread that advances or checks it owns it
         self._sleepers = 0
         self._by_number = {one.socket.fileno(): one for one in known.values()}
         if known:
@@ -183,7 +181,7 @@ class Neighbours:
             os.register_at_fork(after_in_child=lambda: _forget(this()))
 
     def press(self, to: Neighbour, message: tuple[int, ...]) -> None:
-        """Send when there is room; meanwhile take in what others send, who may be waiting for that."""
+        """Send when there is space; receive meanwhile, since the others may wait for the same."""
         until = time.monotonic() + self.timeout
         while not to.offer(*message):
             self.sleep(0.001)
@@ -193,7 +191,7 @@ class Neighbours:
                 raise RuntimeError(f"Timed out sending to process {to.rank}")
 
     def wait(self, needs: Sequence[Need], go_on: Callable[[], bool]) -> None:
-        """Wait for messages; meanwhile let whatever else is under way go on, for others may be waiting for that."""
+        """Wait for messages; advance whatever else is in progress, since others may wait for that."""
         until, glances = 0.0, GLANCES
         for peer, key in needs:
             while not self.look(peer, key):
@@ -212,7 +210,7 @@ class Neighbours:
                 self.sleep(SLICE)
 
     def look(self, peer: Neighbour, key: int) -> bool:
-        """Return whether a message has come."""
+        """Return True if a message has arrived."""
         with self.lock:
             return peer.look(key)
 
@@ -235,10 +233,10 @@ class Neighbours:
                 peer.look(None)
 
     def _heard(self, seconds: float) -> list[int]:
-        """Sleep; return whose sockets have something to say."""
+        """Sleep; return the neighbours whose sockets are readable."""
         rings.fence(self._libc)
         came = any(peer.incoming.filled for peer in self.known.values())
-        poll = select.poll()  # of its own: several threads may sleep
+        poll = select.poll()  # one per thread: several may sleep
         for number, peer in self._by_number.items():
             if not peer.gone:
                 poll.register(number, select.POLLIN)
@@ -249,14 +247,14 @@ class Neighbours:
             peer.incoming.words[ASLEEP] = asleep
 
     def has_gone(self, rank: int) -> bool:
-        """Return whether a process is a neighbour, and has gone."""
+        """Return True if a process is a neighbour and has ended."""
         peer = self.known.get(rank)
         if peer is not None and not peer.gone:
             self.sleep(0)
         return peer is not None and peer.gone
 
     def forget(self) -> None:
-        """Let go of the sockets in a child of this process: else the others would not be told when this one ends."""
+        """Close the sockets in a child of this process: else the others would not notice when this one ends."""
         for one in self.known.values():
             one.socket.close()
             one.gone = True
@@ -277,12 +275,12 @@ def _forget(neighbours: Neighbours | None) -> None:
 
 
 def meet(timeout: timedelta) -> Neighbours:
-    """Find the other processes of this machine, as all processes of the world do at this time.
+    """Find the other processes of this machine; a collective of the world.
 
-    There are none if one of them may not read the memory of another.
+    Returns none if one of them may not read the memory of another.
     """
     rank, libc = dist.get_rank(), _libc()
-    token = torch.tensor([secrets.randbits(62)])  # whoever can read it here can read this process's memory
+    token = torch.tensor([secrets.randbits(62)])  # a process that can read this can read this process's memory
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         table = _shared([_machine() if libc is not None else 0, os.getpid(), int(token), token.data_ptr()])
         near = [other for other, row in enumerate(table) if row[0] == table[rank][0] != 0]
@@ -299,7 +297,7 @@ def meet(timeout: timedelta) -> Neighbours:
         while awaited:
             end, _ = listener.accept()
             pid, _, _ = struct.unpack("3i", end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-            if pid in awaited:  # anybody may knock
+            if pid in awaited:  # any process may connect
                 awaited.remove(pid)
                 ends[pid] = end
     known = {other: Neighbour(other, table[other][1], ends[table[other][1]], libc) for other in near if other != rank}
@@ -307,7 +305,7 @@ def meet(timeout: timedelta) -> Neighbours:
 
 
 def _shared(mine: list[int]) -> list[list[int]]:
-    """Give a row of numbers to all processes of the world, and return everybody's."""
+    """All-gather a row of numbers among all processes of the world."""
     row = torch.tensor(mine, dtype=torch.int64)
     rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
     dist.all_gather(rows, row)
@@ -364,7 +362,7 @@ def _machine() -> int:
 
 
 SMALLEST = 4 << 20
-"""Bytes from which on a buffer is pooled: smaller ones the C library recycles well by itself."""
+"""Bytes from which on a buffer is pooled: the C library recycles smaller ones well."""
 LARGEST_POOL = 1 << 30
 """Bytes that the pool may keep."""
 
@@ -374,11 +372,11 @@ _lock = threading.Lock()
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return an uninitialised tensor on the CPU, in used memory if some of that size lies idle."""
+    """Return an uninitialised CPU tensor, in recycled memory if an idle buffer has that size."""
     size = prod(shape) * dtype.itemsize
     if size < SMALLEST:
         return torch.empty(shape, dtype=dtype, device="cpu")
-    fresh: Any = torch.empty(0, dtype=dtype, device="cpu")  # torch's stub of set_ knows no shape
+    fresh: Any = torch.empty(0, dtype=dtype, device="cpu")  # torch's stub of set_ has no shape argument
     with _lock:
         storage = next((kept for kept in _pool if kept.nbytes() == size and _idle(kept)), None)
         if storage is None:
@@ -393,7 +391,7 @@ def _idle(storage: torch.UntypedStorage) -> bool:
 
 
 def _make_room(size: int) -> None:
-    """Let go of idle buffers of other sizes, oldest first, and stop keeping the busy ones if that is not enough."""
+    """Free idle buffers of other sizes, oldest first; stop tracking busy ones if that is not enough."""
     while _pool and sum(kept.nbytes() for kept in _pool) + size > LARGEST_POOL:
         place = next((place for place, kept in enumerate(_pool) if _idle(kept)), 0)
         del _pool[place]

@@ -1,11 +1,11 @@
-"""A ring of messages in memory that two processes share: one puts, the other takes, and neither calls the system.
+"""A ring of messages in memory shared by two processes: one writer, one reader, no system calls.
 
-    words      HEAD  bytes put so far      TAIL  bytes taken so far      ASLEEP  the taker sleeps      CLOSED  the putter left
+    words      HEAD  bytes written so far  TAIL  bytes read so far   ASLEEP  the reader sleeps   CLOSED  the writer left
     records    key, address, size, stamp, and the bytes themselves where the address is INSIDE
 
-A record is published by the one write that moves HEAD on, after it has been written: x86 lets other processors see
-writes in that order.  Before a taker sleeps it says so, and then has all processors finish what they are writing
-(membarrier): whoever puts afterwards sees that it has to be woken.
+A record is published by the one write that advances HEAD, after it has been written: x86 makes writes visible in that
+order. Before a reader sleeps it sets ASLEEP and then makes all processors complete their writes (membarrier), so a
+later writer sees that it must wake the reader.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from typing import Any
 SIZE = 1 << 20
 """Bytes of records; a power of two."""
 INSIDE, READ = 0, 1
-"""Values of a record in the place of an address: the bytes are inside; or, as an answer, they have been read."""
+"""Values of a record's address: the bytes are inside; or, as a reply, they have been read."""
 
 HEAD, TAIL, ASLEEP, CLOSED = 0, 8, 16, 24
-"""Places of words, each in a cache line of its own."""
+"""Offsets of the words, each in its own cache line."""
 _RECORDS = 4096
 _RECORD = struct.Struct("=QQQQ")
 _GRAIN = _RECORD.size
@@ -32,11 +32,11 @@ _SKIP = (1 << 64) - 1
 _MEMBARRIER, _FENCE, _REGISTER = 324, 2, 4
 
 Message = tuple[int, int, int, int | bytes]
-"""An address (or INSIDE, or READ), a size, a stamp; and the bytes that are inside, or where in the ring they lie."""
+"""An address (or INSIDE, or READ), a size, a stamp; and the bytes inside, or their offset in the ring."""
 
 
 class Ring:
-    """One end's view of a ring.  Whoever uses it holds the lock of its `Neighbours`."""
+    """One end's view of a ring. Its user holds the lock of its `Neighbours`."""
 
     def __init__(self, number: int) -> None:
         self._memory = mmap.mmap(number, _RECORDS + SIZE)
@@ -53,10 +53,10 @@ class Putter(Ring):
         self._wake, self._taken = wake, 0
 
     def put(self, key: int, address: int, size: int, stamp: int, bytes_at: int | None = None) -> bool:
-        """Put a message, with the bytes that lie at `bytes_at` inside; return False if there is no room."""
+        """Write a message, with the bytes at `bytes_at` inside; return False if there is no space."""
         at, need = self._at, _GRAIN if bytes_at is None else _GRAIN + (size + _GRAIN - 1 & -_GRAIN)
         place = at & SIZE - 1
-        if need > SIZE - place:  # records lie in one shard: the rest is skipped
+        if need > SIZE - place:  # records are contiguous: the rest of the ring is skipped
             at += SIZE - place
         if at + need - self._taken > SIZE:
             self._taken = self.words[TAIL]
@@ -75,7 +75,7 @@ class Putter(Ring):
 
     @property
     def roomy(self) -> bool:
-        """Whether at least half of the ring is free."""
+        """True if at least half of the ring is free."""
         return self._at - self.words[TAIL] < SIZE // 2
 
     def close(self) -> None:
@@ -93,9 +93,9 @@ class Taker(Ring):
         self.inbox: dict[int, Message] = {}
 
     def look(self, key: int | None) -> bool:
-        """Move what has come into the inbox, up to the message with this key; return whether that is there.
+        """Move received messages to the inbox, up to the one with this key; return True if that one is there.
 
-        The bytes of that one stay where they are, for they will be wanted at once, until the next is looked at.
+        Its bytes stay in the ring until the next read, since they are used immediately.
         """
         inbox = self.inbox
         while key not in inbox:
@@ -126,12 +126,12 @@ class Taker(Ring):
 
     @property
     def filled(self) -> bool:
-        """Whether something has come that is not in the inbox."""
+        """True if the ring has a message that is not in the inbox."""
         return self.words[HEAD] != self._at + (self._last[1] if self._last is not None else 0)
 
     @property
     def closed(self) -> bool:
-        """Whether the other end has left."""
+        """True if the other end has left."""
         return self.words[CLOSED] != 0
 
 
@@ -143,7 +143,7 @@ def made() -> int:
 
 
 def able(libc: Any) -> bool:
-    """Return whether rings work here, and prepare this process for them."""
+    """Return True if rings work on this machine, and prepare this process for them."""
     return (
         platform.machine() == "x86_64"
         and hasattr(os, "memfd_create")
@@ -161,5 +161,5 @@ def _can_be_made() -> bool:
 
 
 def fence(libc: Any) -> None:
-    """Wait until all processors have finished what they were writing."""
+    """Wait until all processors have completed their writes."""
     libc.syscall(_MEMBARRIER, _FENCE, 0, 0)

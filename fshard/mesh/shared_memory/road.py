@@ -1,13 +1,9 @@
-"""A road: a collective between neighbours on one tensor, with all that can be known before kept.
+"""Fast paths between processes of one machine, for one tensor shape and dtype, with everything precomputed.
 
-Most collectives are called again and again on tensors of one shape, and a small one takes less time than preparing it:
-finding the group, the user's line, a buffer, a handle.  A road has all that, and goes straight.  The user's line is
-looked up only if there is an error: the call is still on the stack.
-
-A lane: messages of one tensor, of one shape and dtype, to and from one neighbour, with all that can be known before kept.
-
-It is to messages what a road is to collectives.  The numbers of messages are those of its link, so what goes by a lane and what
-does not keep their order.
+Preparing a small collective (group, source line, buffer, handle) takes longer than running it, and most are called
+repeatedly on tensors of one shape. A `Road` runs one collective, a `MessageLane` sends and receives messages. The
+source line is looked up only for an error: the call is still on the stack. Messages are numbered as on the link, so
+they keep their order with others.
 """
 
 from __future__ import annotations
@@ -91,7 +87,7 @@ class MessageLane:
         self._sent, self._got = (link.messages(place, sent=sent) for sent in (True, False))
 
     def send(self, x: Tensor) -> bool:
-        """Send a tensor, if it can go at once; return whether it could."""
+        """Send a tensor if there is space; return False otherwise."""
         if not self._short or not is_plain(x):
             return False
         peer = self._peer

@@ -23,21 +23,23 @@ from fshard.mesh.shared_memory.neighbours import Need, Neighbour, Neighbours, di
 from fshard.mesh.shared_memory.rings import INSIDE
 
 LARGE = 16 << 10
-"""Bytes of a row from which on rows are summed where they lie."""
+"""Bytes of a row from which on rows are summed in their own memory."""
 
 
 @dataclass(frozen=True)
 class Swap:
-    """The rows that one process sends and gets: (place of the other, row of x), (place of the other, row of the result)."""
+    """The rows that one process sends and receives: (index of the other, row of x), (index of the other, row of the
+    result).
+    """
 
     sends: Sequence[tuple[int, int]]
     gets: Sequence[tuple[int, int]]
     keeps: tuple[int, int] | None
     """The row of x that becomes a row of the result."""
     cut: int
-    """How many rows x has."""
+    """Number of rows of x."""
     rows: int
-    """How many rows the result has."""
+    """Number of rows of the result."""
     summed: bool = False
 
 
@@ -109,7 +111,7 @@ class Swapping:
         return combined(list(result), self._combine, None, torch.empty(self._length, dtype=self._dtype, device="cpu"))
 
     def _sum(self, key: int, x: Tensor, combine: Combine) -> Tensor:
-        """Sum rows where they lie, which for few bytes would not be worth its preparation."""
+        """Sum rows in their own memory; for few bytes the preparation would cost more."""
         own, rows = None, dict[int, Tensor]()
         if self._keeps is not None:
             own = rows[self._keeps[1]] = x.reshape(-1, self._length)[self._keeps[0] // self._size]
@@ -121,7 +123,7 @@ class Swapping:
         return combined([rows[at] for at in sorted(rows)], combine, own, total)
 
     def _taken(self, peer: Neighbour, key: int) -> int | bytes:
-        """Return where the row of a process lies, or its bytes."""
+        """Return the address of the row of a process, or its bytes."""
         address, size, stamp, place = peer.inbox.pop(key)
         if stamp != self._what.stamp or size != self._size or address != INSIDE:
             raise differs(self._what, peer, stamp)
