@@ -126,8 +126,8 @@ class Link(Protocol):
         ...
 
     def send(self, xs: tuple[Tensor, ...], to: int, what: What) -> Departed | None:
-        """Start sending tensors, which may be modified immediately after, to the process at index `place`; return
-        what must be kept alive.
+        """Start sending tensors (free to change after) to the process at index `place`; return what must be kept
+        alive.
         """
         ...
 

@@ -173,9 +173,7 @@ class ProcessWorld:
     def start(
         self, move: Wired, xs: tuple[Tensor, ...], group: Group, site: Site, into: tuple[Tensor, ...] | None = None
     ) -> Pending:
-        """Start the move's wire on tensors in their own memory or packed into one buffer; large packed tensors get
-        one each.
-        """
+        """Start the move's wire on tensors in their own memory, or packed into one buffer (large ones: one each)."""
         n = group.size
         if n == 1:
             return Done(tuple(move.meaning([x])[0].clone() for x in xs))

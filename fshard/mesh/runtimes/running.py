@@ -1,8 +1,7 @@
-"""A wire under way: started, carried on by whoever waits for anything, and waited for.
+"""A wire in progress: started, advanced by any waiting thread, and waited for.
 
-What is under way is kept in one place, in the order in which it was started.  Whoever waits lets all of it go on: by taking
-the steps that can be taken, or by giving it to the helpers of its links.  So the order in which handles are waited for
-does not matter.
+All wires in progress are in one list, in the order of starting. A waiting thread advances all of them, or gives them
+to the helpers of their links, so handles may be waited for in any order.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from fshard.errors import CollectiveTimeoutError, FshardError, LostProcessError
 from fshard.mesh.runtimes.link import Link, What, Wire
 
 LOST = ("onnection closed", "onnection reset", "onnection refused", "roken pipe", "Socket closed")
-"""How a backend says that a peer is gone."""
+"""Error texts of backends for a lost peer."""
 
 
 class Running:
-    """A wire that has been started.  Its buffers live in the generator, until it ends.
+    """A started wire. Its buffers are local variables of the generator, until it ends.
 
-    Until then it is kept in `under_way`: others may be reading from it, and whoever waits for another wire lets this one
-    take its steps as well, so that the order in which handles are waited for does not matter.
+    Until then it is in `under_way`: others may be reading its buffers, and a thread that waits for another wire
+    advances this one too, so handles may be waited for in any order.
     """
 
     __slots__ = (
@@ -58,13 +57,13 @@ class Running:
         self._result: Tensor | None = None
         self._error: BaseException | None = None
         self._ended: Event | None = None
-        self._turn = Lock()  # whoever drives the wire has it
+        self._turn = Lock()  # the thread that advances the wire owns it
         hand_over(under_way)
         under_way[self] = None
         with self._turn:
             self._step()
-        if meet is None:  # else nothing goes on before it is known that all make the same calls
-            go_on(under_way)  # others may be waiting for this process, which may be long in waiting for anything
+        if meet is None:  # else wait until all processes are known to make the same calls
+            go_on(under_way)  # others may wait for this process, which may not wait for anything soon
 
     def hand_over(self) -> None:
         """Give it to its link's helper, if that has one; unless a thread waits for it already."""
@@ -106,11 +105,13 @@ class Running:
         try:
             fail(error, self._link, self._timeout, self._what)
         except BaseException as told:
-            self._error = told  # whoever waits once more is told once more
+            self._error = told  # a second waiter gets the same error
             raise
 
     def try_step(self) -> bool:
-        """Go on if what is needed is there; return whether it was.  An error is raised where this wire is waited for."""
+        """Advance if what it waits for is complete; return True if so. Errors are raised in the thread that waits for
+        this wire.
+        """
         if not self._turn.acquire(blocking=False):
             return False
         try:
@@ -126,7 +127,7 @@ class Running:
         return len(self._under_way) > 1 and go_on(self._under_way, self)
 
     def wait(self) -> Tensor:
-        """Run it to its end, or wait for who does."""
+        """Run it to its end, or wait for the thread that does."""
         hand_over(self._under_way, self)
         if self._meet is not None:
             try:
@@ -157,7 +158,7 @@ class Running:
 
 
 class Awaited:
-    """A message that is awaited.  There is nothing to do before it is wanted, so nobody else carries it on."""
+    """A message to receive. Other threads have nothing to advance, since it needs no work before it is waited for."""
 
     __slots__ = ("_coming", "_link", "_timeout", "_under_way", "_what")
 
@@ -190,19 +191,19 @@ UnderWay = dict[Running, None]
 
 
 def hand_over(under_way: UnderWay, but: Running | None = None) -> None:
-    """Give what is under way to helpers, where it would not go on by itself: something else begins, or is waited for."""
+    """Give wires in progress to helpers, where they need one: before another one starts or is waited for."""
     for running in [*under_way]:
         if running is not but:
             running.hand_over()
 
 
 def go_on(under_way: UnderWay, but: Running | None = None) -> bool:
-    """Let the wires that can take a step take one; return whether one could."""
+    """Advance the wires that can; return True if one did."""
     return sum(running.try_step() for running in [*under_way] if running is not but) > 0
 
 
 def fail(error: BaseException, link: Link, timeout: timedelta, what: What) -> NoReturn:
-    """Tell a link that it is broken, and raise, in words that say what was done."""
+    """Mark a link as broken, and raise with a description of the operation."""
     link.broken(error)
     if isinstance(error, RuntimeError) and not isinstance(error, FshardError):
         explain(error, timeout, what)
@@ -210,7 +211,7 @@ def fail(error: BaseException, link: Link, timeout: timedelta, what: What) -> No
 
 
 def explain(error: RuntimeError, timeout: timedelta, what: What) -> NoReturn:
-    """Turn a time-out or a lost peer, in what a backend was asked to do, into an error that says what was done."""
+    """Convert a time-out or a lost peer into an error that describes the operation."""
     text = str(error)
     if "imed out" in text or "imeout" in text:
         raise CollectiveTimeoutError(

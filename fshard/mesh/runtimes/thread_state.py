@@ -1,13 +1,13 @@
-"""Copy torch's thread-local state from the caller into a device's thread.
+"""Copy torch's thread-local state from the caller to a device's thread.
 
-A thread starts with torch's defaults, or with what its last run left.  A device's thread must behave as the caller's would:
-the same grad mode, autocast, modes and hooks.  And some things are set on purpose: one intra-op thread (bits depend on the
-number) on one processor, unless FSHARD_PIN=0, and a backward that runs in the thread that asks for it (a rendezvous in a
-shared backward thread would never end).
+A thread starts with torch's defaults, or with the state of its last run. A device's thread needs the caller's: grad
+mode, autocast, modes and hooks. Some state is different on purpose: one intra-op thread (bits depend on the number) on
+one processor, unless FSHARD_PIN=0, and backwards run in the calling thread (a collective in a shared backward thread
+would deadlock).
 
-Forward-mode differentiation is the one thing that torch keeps per *process*: its level, and in torch.func a count of
-nested jvps.  `process_wide_state` enters a level before the threads start, so that all of them are "nested" and
-share it; tangents belong to tensors, so devices do not see each other's.
+Forward mode is the one state that torch keeps per *process*: its level and, in torch.func, a count of nested jvps.
+`process_wide_state` enters a level before the threads start, so that all of them are nested in it and share it;
+tangents are stored on tensors, so devices do not see those of others.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def one_processor() -> int | None:
 
 
 def _free() -> bool:
-    """Return whether devices may use all processors: better for large matrices, worse for everything else."""
+    """Return True if devices may use all processors: better for large matrices, worse for all else."""
     return os.environ.get("FSHARD_PIN", "1") == "0"
 
 
@@ -103,7 +103,7 @@ class ThreadState:
     processors: set[int]
     threads: int
     batches: int
-    """How deep autograd's own vmap is nested, for `is_grads_batched` and `vectorize`."""
+    """Nesting depth of autograd's own vmap, for `is_grads_batched` and `vectorize`."""
 
     @classmethod
     def capture(cls, device_type: str) -> ThreadState:
@@ -130,13 +130,13 @@ class ThreadState:
 
     @cached_property
     def is_plain(self) -> bool:
-        """Whether all that differs from torch's defaults can simply be set: nothing is nested."""
+        """True if no mode is nested: then all differences from torch's defaults are plain settings."""
         nested = self.function_modes or self.dispatch_modes or self.saved_hooks or self.hooks_disabled or self.batches
         casts = any(enabled for _, enabled, _ in self.autocast)
         return not (nested or casts or self.inference) and self.torch_function == (True, False)
 
     def set(self) -> Callable[[], None]:
-        """Put them in force in the calling thread; return what takes back those that are nested."""
+        """Apply them to the calling thread; return the function that undoes the nested ones."""
         torch.set_num_threads(self.threads)
         if self.processor is not None:
             _pinned.before = self.processors
@@ -186,13 +186,13 @@ class ThreadState:
 
 
 def left_open() -> bool:
-    """Return whether the calling thread has modes, hooks or a default device that a run set and did not take back."""
+    """Return True if the calling thread has modes, hooks or a default device that a run did not undo."""
     hooks = _C._autograd._top_saved_tensors_default_hooks(True) or torch.is_inference_mode_enabled()
     return bool(_C._len_torch_function_stack() or _C._len_torch_dispatch_stack() or hooks or batches_nested())
 
 
 def batches_nested() -> int:
-    """Return how deep autograd's own vmap is nested in the calling thread: there is no other way to ask for it."""
+    """Return the nesting depth of autograd's own vmap in the calling thread; torch has no query for it."""
     _C._vmapmode_increment_nesting()
     return _C._vmapmode_decrement_nesting()
 
@@ -203,9 +203,9 @@ def _leave_autocast() -> None:
 
 
 class _ProcessWide:
-    """Keep one forward-mode level open for all device threads, and undo what they do to the default thread count.
+    """Keep one forward-mode level open for all device threads, and restore the default thread count.
 
-    Runs and devices are counted, and the last restores: a run may have returned before a device of it.
+    Runs and devices are counted; the last one restores, since a run may return before one of its devices.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Whether this process is one of several, and which."""
+"""Rank and number of processes started together."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from fshard.mesh.runtimes.place import Place, placed
 
 
 def place() -> Place | None:
-    """Return which of several processes this one was started as; None if it was started by itself."""
+    """Return the rank of this process; None without a launcher."""
     found = placed(os.environ, os.getppid())
     return found if found is not None and found.meant else None
 
 
 def launched() -> bool:
-    """Return whether this process is one of several: by torchrun, SLURM, MPI or `fs.launch`, or in torch's own group."""
+    """Return True if this process is one of several: by torchrun, SLURM, MPI, `fs.launch` or torch's process group."""
     return _in_a_group() or (dist.is_available() and place() is not None)
 
 
 def process_index() -> int:
-    """Return which of the processes that were started together this is; 0 if it was started by itself.
+    """Return this process's rank among the processes started together; 0 without a launcher.
 
     >>> process_index()
     0
@@ -33,9 +33,9 @@ def process_index() -> int:
 
 
 def process_count(default: int = 1) -> int:
-    """Return how many processes were started together; `default` if this one was started by itself.
+    """Return the number of processes started together; `default` without a launcher.
 
-    So a program asks for a mesh of all processes under torchrun, SLURM or MPI, and of virtual devices elsewhere:
+    For programs that use all processes under torchrun, SLURM or MPI, and virtual devices elsewhere:
 
     >>> import fshard as fs
     >>> fs.make_mesh({"data": fs.mesh.process_count(default=8)})

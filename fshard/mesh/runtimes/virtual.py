@@ -1,16 +1,16 @@
-"""The virtual runtime: a thread for every device, of which exactly one runs at a time.
+"""The virtual runtime: a thread per device, of which exactly one runs at a time.
 
-The running thread holds the *baton*.  In a collective it lays down its tensors; the last of the group to arrive
-computes the collective's meaning for all, and runs on.  Whoever has to wait hands the baton to the next device that
-can run.  So a run is deterministic down to the order of prints and random draws, costs no locks, and a deadlock is
-seen the moment it happens: nobody is left to take the baton.
+The running thread has the *baton*. In a collective it adds its tensors; the last device of the group to arrive
+computes the result for all, by the move's definition on lists, and continues. A device that must wait wakes the next
+one that can run. So a run is deterministic, including the order of prints and random draws, needs no locks, and a
+deadlock is detected immediately: no device can run.
 
     device 0   F--psum.............===F         F start, = running again with the result,
-    device 1      F--psum........==F            . parked
-    device 2         F--psum====F  (last to arrive: computes, runs on)
+    device 1      F--psum........==F            . waiting
+    device 2         F--psum====F  (last to arrive: computes, continues)
 
-Each device has its own random state, which begins as the caller's: the devices draw alike until they seed apart, just
-as processes do that were seeded alike.
+Each device has its own random state, initially the caller's: devices draw equal numbers until they seed differently,
+as equally seeded processes do.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class CollectiveSlot:
 
 @dataclass(slots=True)
 class Arrival:
-    """One device's part in a slot: what `start` returns."""
+    """One device's contribution to a slot: the result of `start`."""
 
     world: VirtualWorld
     slot: CollectiveSlot
