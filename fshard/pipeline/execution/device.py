@@ -1,11 +1,11 @@
-"""The interpreter: every device goes along its row of a schedule, and does what stands there.
+"""The interpreter: every device runs the actions of its row of a schedule.
 
-    F   take what comes along the wires to the stage, call it, hand its results on along the wires from it
-    B   take their gradients, go back through what F has recorded, hand the gradients of what came on
-    I   the same for what came alone;   W   the rest, for the weights
+    F   receive the stage's inputs, call the stage, send its results
+    B   receive their gradients, run the backward of F, send the gradients of the inputs
+    I   the gradients of the inputs only;   W   the rest: the gradients of the weights
 
-A stage that lies on the same device is handed a copy, so what a stage is given is always its own.  Of a forward only edges of
-its graph are kept, and what autograd has saved.
+A stage on the same device gets a copy, so the inputs of a stage are always its own. Of a forward only some edges of
+its graph, and autograd's saved tensors, are kept.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from fshard.source import Site
 
 
 class StageWork(Protocol):
-    """The actions of a schedule, for the stages of one device in one step.
+    """The functions behind the actions of one device's stages in one step.
 
-    `begin` gives what the first stage is given, `call` what a stage makes; `end` takes what the last one has made and gives the
-    loss, if there is one, and `start` its gradient.  Gradients of weights come out at `edges`, and are handed to `add`, unless
-    their `.grad` are sums that autograd may add to, as `lends` says.  `outcome` is what all devices are told at last.
+    `begin` returns the input of the first stage, `call` runs a stage; `end` computes the loss from the last stage's
+    result, and `start` returns its gradient. Gradients of weights are read at `edges` and passed to `add`, unless
+    `lends` states that autograd may add to their `.grad` in place. `outcome` is what all devices receive at the end.
     """
 
     def begin(self, microbatch: int) -> PyTree: ...
@@ -62,10 +62,11 @@ class Record(NamedTuple):
 
 
 class StageDevice:
-    """One device in one step: it does its `work` along the `route`.
+    """One device in one step: it runs its `work` along the `route`.
 
-    `kinds` says of each microbatch what decides of which shapes messages are, and `known` are those that are known already;
-    if None, all are told.  With `backward` forwards are recorded; with `tells` all are told the outcome.
+    `kinds`: a key per microbatch that determines the shapes of messages. `known`: the message forms known to both
+    ends; None: every message is described. With `backward` forwards are recorded; with `tells` all devices receive the
+    outcome.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class StageDevice:
         if tells and group.index != self.last:
             comes[self.last] = [*comes[self.last], _OUTCOME]
 
-        def kind(mail: Mail) -> Any:  # of this device it knows nothing: a cycle would keep the step's tensors
+        def kind(mail: Mail) -> Any:  # no reference to the device: a cycle would keep the step's tensors alive
             """Return a key that determines the shapes of messages."""
             return mail.kind, mail.wire, tuple(kinds) if mail == _OUTCOME else kinds[mail.microbatch]
 
@@ -99,7 +100,7 @@ class StageDevice:
         self.later: dict[tuple[int, int], Callable[[], list[Tensor | None] | None]] = {}
 
     def run(self) -> PyTree:
-        """Go along the row; return the outcome, if it is told."""
+        """Run the row; return the outcome, if it is broadcast."""
         does = {Kind.F: self._forward, Kind.B: self._both, Kind.I: self._inputs, Kind.W: self._weights}
         units = {Kind.GATHER: self.work.gather, Kind.FREE: self.work.free, Kind.REDUCE: self.work.reduce}
         for turn in self.route.turns[self.index]:
@@ -132,7 +133,7 @@ class StageDevice:
             with nullcontext() if saved is None else saved.watching():
                 y = self.work.call(stage, microbatch, entered[0][0], skips)
             made = [left(tree) for tree in self._results(turn, stage, microbatch, y)]
-        for (mail, to), (value, _) in zip(turn.gives, made, strict=False):  # nobody is given the loss
+        for (mail, to), (value, _) in zip(turn.gives, made, strict=False):  # no device receives the loss
             self._give(mail, to, value)
         if self.backward:
             outputs = [edge for _, edges in made for edge in edges]
@@ -169,7 +170,7 @@ class StageDevice:
         self._hand_back(turn, record, gxs)
 
     def _weights(self, turn: WireTurn, stage: int, microbatch: int) -> None:
-        self.work.edges(stage)  # whole, if they are gathered
+        self.work.edges(stage)  # unsharded, if the stage has units
         self.work.lends(stage, microbatch)
         gws = self.later.pop((stage, microbatch))()
         if gws is not None:
@@ -186,9 +187,9 @@ class StageDevice:
         return record, gs
 
     def _hand_back(self, turn: WireTurn, record: Record, gxs: list[Tensor | None]) -> None:
-        """Give the stages before this one the gradients of what they gave."""
+        """Send the gradients of a stage's inputs to the stages that made them."""
         rest = iter(gxs)
-        for (mail, to), edges in zip(turn.gives, record.inputs, strict=False):  # of a microbatch nobody wants any
+        for (mail, to), edges in zip(turn.gives, record.inputs, strict=False):  # not every microbatch needs any
             self._give(mail, to, [*islice(rest, len(edges))])
 
     # -- messages -----------------------------------------------------------------------------------------------
@@ -212,7 +213,7 @@ class StageDevice:
         return found
 
     def _told(self) -> PyTree:
-        """Tell all devices the outcome."""
+        """Send the outcome to all devices."""
         if self.index != self.last:
             return self.post.take(_OUTCOME, self.last)
         outcome = self.work.outcome()

@@ -1,9 +1,9 @@
-"""How what autograd has recorded of a stage is divided: what runs in I, what in W, and which products begin W.
+"""Divide a stage's autograd graph for I and W: which nodes run in I, which in W, and at which products W begins.
 
-    early   what leads to an input      late   what leads to weights alone      products   where the two meet
+    early   nodes that lead to an input      late   nodes that lead only to weights      products   the nodes between
 
-A schedule calls for the same backward of every microbatch, and graphs of one form are divided alike: it is computed once,
-by numbers.
+A schedule runs the same backward for every microbatch, and equal graphs are divided alike: the result is cached by a
+numbering of the graph.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from torch.autograd.graph import GradientEdge, Node
 from fshard.pipeline.execution.saved import Saved
 
 Slot = tuple[Node, int]
-"""Where a gradient comes in: as one of those of a node."""
+"""An input of a node, where a gradient enters."""
 Numbered = tuple[int, int]
 """The same by the number of the node."""
 
 PRODUCTS = frozenset(
     f"{name}Backward0" for name in ("Mm", "Addmm", "Bmm", "Baddbmm", "Addbmm", "Mv", "Addmv", "Convolution", "Linear")
 )
-"""Operations whose work is worth deferring, and that compute the gradient of each operand by itself."""
+"""Operations worth deferring, whose node computes the gradient of each operand separately."""
 
 
 class _Form(NamedTuple):
-    """A graph by numbers, children before parents: graphs of one form are divided alike."""
+    """A graph as numbers, children before parents: the cache key."""
 
     slots: tuple[tuple[Numbered, ...], ...]  # where each node leads to
-    waits: tuple[bool, ...]  # whether it is a product that can be called later
+    waits: tuple[bool, ...]  # True for a product that can be run later
     ends: tuple[Numbered, ...]  # where gradients come in
     inputs: tuple[int, ...]
     weights: tuple[Numbered, ...]
@@ -63,8 +63,8 @@ def divide(
 def _divided(form: _Form) -> tuple[list[Numbered], dict[int, list[Numbered]]]:
     """Divide a graph.
 
-    What one product alone gives to can wait.  What others give to, or several, makes all weights below it early: sums are
-    added up in the order of one backward.
+    Gradients that come from one product alone can be deferred. Others, from several nodes or other operations, make
+    all weights below early: sums are accumulated in the order of one backward.
     """
     graph = dict(enumerate(form.slots))
     sources, aims = {*form.inputs}, {node for node, _ in form.weights}
@@ -105,7 +105,7 @@ def _below(
 
 
 def slot_of(edge: GradientEdge) -> Slot:
-    """Return where the gradient of an edge comes in."""
+    """Return the input of a node at which the gradient of an edge enters."""
     return edge.node, edge.output_nr
 
 
@@ -134,7 +134,7 @@ def _leading(graph: Mapping[int, Sequence[tuple[int, int]]], targets: set[int]) 
 
 
 def _can_wait(node: Node, saved: Saved) -> bool:
-    """Return whether a node is a product, and has saved what it needs itself: a checkpoint would compute it once more."""
+    """Return True for a product that has saved its own operands: a checkpoint would recompute them."""
     if type(node).__name__ not in PRODUCTS:
         return False
     hooks = [getattr(getattr(node, name), "unpack_hook", None) for name in _raw(type(node))]

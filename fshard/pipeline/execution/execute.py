@@ -1,4 +1,4 @@
-"""`pipelined`: stages as plain functions, run as a schedule says, with all that is theirs given by hand."""
+"""`pipelined`: run stages, as plain functions, by a schedule."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class PipelinedResult(NamedTuple):
 
     Args:
         loss: the mean over the microbatches; None without a loss function.
-        gradients: of the parameters of each stage; None for stages of other devices, and where there is no backward.
-        metrics: what the loss function returns beside the loss: means, sums of whole numbers.  Without a loss function, the
+        gradients: of the parameters of each stage; None for stages of other devices and without a backward.
+        metrics: what the loss function returns beside the loss: means, and sums of integers. Without a loss function, the
             last stage's result for each microbatch, on its device; None elsewhere.
     """
 
@@ -51,26 +51,26 @@ def pipelined(
     reproducible: bool = False,
     dynamic: bool = False,
 ) -> Callable[..., PipelinedResult]:
-    """Return the function (params, microbatches, weights=None) -> Outcome that runs stages as a schedule says.
+    """Return the function (params, microbatches, weights=None) -> Outcome that runs stages by a schedule.
 
-    Values and gradients travel between stages on different devices, once each; the loss and metrics to all devices.
+    Values and gradients are sent between stages of different devices once each; the loss and metrics go to all
+    devices.
 
     Args:
-        stages: functions (params, x) -> y of pytrees.  The first is given the microbatch.
-        schedule: what each device does, in order; it is verified.
+        stages: functions (params, x) -> y of pytrees. The first one's x is the microbatch.
+        schedule: the actions of each device; it is verified.
         loss_fn: of (y, microbatch), where y is the last stage's: a loss, or a loss and a tree of metrics.
         mesh: the devices.
-        axis: along which the stages lie.
+        axis: the axis of the stages.
         skips: {name: (from, to)}: stage `from` returns (y, {name: value}), and stage `to` is called with name=value.
-        backward: whether gradients are wanted; without them only the forwards of the schedule are run.
+        backward: False runs only the forwards of the schedule.
         reproducible: add gradients of microbatches in one fixed tree, whatever the schedule, with one intra-op thread.
-        dynamic: whether shapes depend on more than the shapes of the microbatch; then each message says what it is.
+        dynamic: True if shapes depend on more than the shapes of the microbatch; then each message describes itself.
 
-    The function's `params` are a tree for each stage, of which a device needs its own; floating tensors in it are trained,
-    but for Parameters that do not require grad.
-    `microbatches` are trees, the same on all devices; their shapes may differ.  They count for as many samples as their
-    tensors have rows, or for what `weights` says.  Of a tensor that a process has no use for, because only the first stage or
-    the loss function looks at it, the shape is enough: `x.new_empty(()).expand(x.shape)` takes no memory.
+    The function's `params` are a tree per stage, of which a device needs its own; floating tensors in it are trained,
+    except Parameters that do not require grad. `microbatches` are trees, the same on all devices; their shapes may
+    differ. Each counts for its number of rows, or for its entry in `weights`. Only the first stage and the loss
+    function read them; elsewhere a tensor may be a placeholder: `x.new_empty(()).expand(x.shape)` takes no memory.
 
     >>> import fshard as fs
     >>> schedule = Schedule.from_csv("0F0,0F1,0B0,0B1\\n1F0,1B0,1F1,1B1\\n", name="1f1b")
@@ -119,7 +119,7 @@ def pipelined(
             with one_thread(reproducible):
                 outcomes = run_on_devices(own, body)
         except BaseException:
-            plan.known.clear()  # some devices may have learnt what others have not
+            plan.known.clear()  # some devices may have cached message forms that others have not
             raise
         gradients = [_held([one.gradients[stage] for one in outcomes]) for stage in range(len(stages))]
         return PipelinedResult(outcomes[0].loss, gradients, _held([one.metrics for one in outcomes]))
@@ -155,7 +155,7 @@ class ExecutionPlan:
 def _run(
     plan: ExecutionPlan, batch: Microbatches, params: Sequence[PyTree], group: Group, device: torch.device, site: Site
 ) -> PipelinedResult:
-    """Run what one device does."""
+    """Run one device."""
     work, known = Given(plan, batch, params, group.index), None
     if not plan.dynamic:
         known = plan.known.setdefault(group.device, {})
@@ -215,7 +215,7 @@ class Given:
         self.totals[stage].add(microbatch, gs)
 
     def gather(self, stage: int) -> None:
-        """Do nothing, as in all that is done with units: parameters are whole."""
+        """Do nothing, as for all unit actions: parameters are unsharded."""
 
     free = reduce = gather
 

@@ -1,12 +1,13 @@
 """A backward in two halves: I, the gradients of a stage's inputs, now, and W, the gradients of its weights, later.
 
-In I a matrix product gives the gradient of its input, and its own is held; in W a backward begins at the product, for the
-weights below it alone.
+In I a matrix product computes the gradient of its input, and its output gradient is held; in W a backward begins at
+the product, for the weights below it.
 
-    y ──> mm ──> relu ──> mm ──> x        early: I goes this way
+    y ──> mm ──> relu ──> mm ──> x        early: I
           └─> t ──> weight └─> t ──> weight        late: W
 
-Nothing is computed twice, and the bits are those of one backward.  Weights that wait for no one product are done in I.
+Nothing is computed twice, and the bits are those of one backward. Weights that are not below a single product are done
+in I.
 """
 
 from __future__ import annotations
@@ -56,10 +57,10 @@ def halves(
     *,
     adding: bool = False,
 ) -> tuple[Gradients, Callable[[], Gradients | None]]:
-    """Return the gradients of inputs, and what returns those of weights when it is called, once: I and W.
+    """Return the gradients of inputs (I), and a function that returns those of weights (W) once.
 
-    All are edges as `torch.autograd.graph.get_gradient_edge` gives them; `saved` is what the forward has saved, if it was
-    watched.  With `adding`, as for `whole`, None is returned for the weights.
+    All are edges as of `torch.autograd.graph.get_gradient_edge`; `saved` are the forward's saved tensors, if they were
+    recorded. With `adding`, as for `run_backward`, None is returned for the weights.
 
     >>> from torch.autograd.graph import get_gradient_edge as edge
     >>> x, w = torch.tensor([[2.0]], requires_grad=True), torch.tensor([[3.0]], requires_grad=True)
@@ -112,7 +113,7 @@ def _backward(
 
 
 def _holding(node: Node, held: list[Held], saved: Saved) -> tuple[Any, Any]:
-    """Hold the gradient that a product is given, and what it has saved."""
+    """Hold the output gradient of a product, and its saved tensors."""
 
     def before(gs: Sequence[Tensor | None]) -> None:
         held.append((node, gs))
@@ -136,7 +137,7 @@ def _one_by_one(
         ends = [(GradientEdge(node, number), g) for number, g in enumerate(gs)]
         slots = below[node]
         targets = [GradientEdge(*slot) for slot in slots]
-        again = node.register_prehook(lambda _, gs=gs: gs)  # what it was given has been through the hooks there already
+        again = node.register_prehook(lambda _, gs=gs: gs)  # its hooks have run already
         found |= zip(slots, _backward(ends, (), targets, retain=True, adding=adding)[1], strict=not adding)
         again.remove()
         saved.let_go()

@@ -27,7 +27,7 @@ class StageValue(NamedTuple):
         return StageValue(map_tensors(torch.clone, self.tree), self.moving)
 
     def entered(self) -> tuple[PyTree, list[GradientEdge]]:
-        """Return the tree for a stage to work on, which may change it in place, and where its gradients come out."""
+        """Return a copy of the tree for a stage, which may modify it in place, and the edges of its gradients."""
         leaves, structure = flatten(self.tree, none_is_leaf=True)
         leaves = [x.data if isinstance(x, Tensor) else x for x in leaves]  # changes are not counted together
         edges: list[GradientEdge] = []
@@ -37,7 +37,7 @@ class StageValue(NamedTuple):
                     leaf = leaves[place].requires_grad_()
                     leaves[place] = own = _unsafe_view(
                         leaf, leaf.shape
-                    )  # no leaf and no view: it may be changed in place
+                    )  # neither leaf nor view: it may be modified in place
                     edges.append(GradientEdge(own.grad_fn.next_functions[0][0], 0))
         return unflatten(structure, leaves), edges
 
@@ -51,12 +51,12 @@ def left(tree: PyTree) -> tuple[StageValue, list[GradientEdge]]:
 
 
 def _edge(x: Tensor) -> GradientEdge:
-    """Return where the gradient of a tensor comes in."""
+    """Return the edge at which the gradient of a tensor enters."""
     return get_gradient_edge(x) if x.grad_fn is None else GradientEdge(x.grad_fn, x.output_nr)
 
 
 class _Of(Function):
-    """Something that was made of all: its node knows where the gradient of each comes in."""
+    """An identity of all leaves: its node has an edge for the gradient of each."""
 
     @staticmethod
     def forward(ctx: Any, *xs: Tensor) -> Tensor:
@@ -83,9 +83,10 @@ def edges_of(xs: Sequence[Tensor]) -> list[GradientEdge]:
 
 
 class Params:
-    """The parameters of a stage in one step: `tree`, and its `own` floating leaves, whose gradients come out at `edges`.
+    """The parameters of a stage in one step: `tree`, and its trained leaves `own`, whose gradients are read at
+    `edges`.
 
-    Those that say that they are not trained, `nn.Parameter(x, requires_grad=False)`, have none.
+    Frozen ones, `nn.Parameter(x, requires_grad=False)`, have none.
     """
 
     def __init__(self, tree: PyTree, trained: bool) -> None:
@@ -121,7 +122,7 @@ Stage = Callable[..., PyTree]
 
 @dataclass(frozen=True)
 class ByMicrobatch:
-    """A stage that is asked for by the number of a microbatch, the first being 0.
+    """A stage that depends on the number of the microbatch, counted from 0.
 
     >>> doubled = ByMicrobatch(lambda number: lambda params, x: x * 2 if number else x)
     >>> [called_for(doubled, number)((), 1) for number in range(3)]

@@ -15,7 +15,7 @@ from fshard.pipeline.execution.total import tree_mean
 
 
 class Microbatches(NamedTuple):
-    """The microbatches of a step, what they count for, and what tells their shapes apart."""
+    """The microbatches of a step, their weights, and keys of their shapes."""
 
     microbatches: Sequence[PyTree]
     weights: list[float]
@@ -42,12 +42,12 @@ class Microbatches(NamedTuple):
 
 
 _kinds: dict[Hashable, tuple[int, set[int]]] = {}
-"""A key of microbatches of the same shapes: a number, and how many rows their tensors have."""
+"""A key of microbatches with equal shapes: a number, and the number of rows."""
 _numbers = itertools.count(1)
 
 
 def kind_of(microbatch: PyTree) -> int:
-    """Return a number that tells the shapes of microbatches apart: it is looked up for every message."""
+    """Return a number that identifies the shapes of a microbatch: it is looked up for every message."""
     return _kind_of(microbatch)[0]
 
 
@@ -85,7 +85,7 @@ class MicrobatchResult(NamedTuple):
 
 
 def together(found: Sequence[MicrobatchResult], weights: Sequence[float]) -> tuple[Tensor, PyTree]:
-    """Return the means of losses and metrics; whole numbers are added up."""
+    """Return the means of losses and metrics; integers are summed."""
     loss = tree_mean([one.loss.reshape(()) if one.loss.ndim else one.loss for one in found], weights)
     metrics = [_metric(column, weights) for column in zip(*(one.metrics for one in found), strict=True)]
     return loss.to(torch.promote_types(found[0].loss.dtype, torch.float32)), unflatten(found[0].structure, metrics)

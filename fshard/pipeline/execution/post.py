@@ -1,11 +1,11 @@
-"""Messages of which only the sender knows what is in them, and which messages a schedule needs.
+"""Messages whose contents only the sender knows, and the messages that a schedule needs.
 
-The first message of a kind is told before it is sent: its structure, shapes, dtypes, and what in it is no tensor.  From then on
-both ends know it, and tensors travel alone, those of one dtype together.
+The first message of a kind is preceded by its description: structure, shapes, dtypes and non-tensors. After that both
+ends have it, and only tensors are sent, those of one dtype in one buffer.
 
-A *wire* leads from a stage to a later one: values go along it, and their gradients back.  Every stage has one to the next, and
-*skips* have names.  All devices know the whole schedule, so each knows what comes from another, in which order: a message is
-sent as soon as it is made, and awaited when it is needed.
+A *wire* leads from a stage to a later one: values are sent along it, and their gradients back. Every stage has one to
+the next; *skips* have names. All devices have the whole schedule, so each derives which messages it receives from
+another, in which order: a message is sent as soon as it is computed, and received when it is needed.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Form(NamedTuple):
         return Form(structure, tuple([_Like(x.shape, x.dtype) if isinstance(x, Tensor) else x for x in leaves]))
 
     def fits(self, leaves: Sequence[Any], structure: Structure) -> bool:
-        """Return whether it describes a tree."""
+        """Return True if it describes a tree."""
         if structure != self.structure:
             return False
         for x, leaf in zip(leaves, self.leaves, strict=True):
@@ -64,9 +64,9 @@ class Form(NamedTuple):
 
 
 class MessageForm(NamedTuple):
-    """A form, and what travels together: the places of all tensors of one dtype, with tensors like them, without memory.
+    """A form, and the tensors that share a buffer: indices of all tensors of one dtype, with meta tensors like them.
 
-    Of a message that is a tuple of one tensor and of bools, `rest` are these.
+    Of a message that is a tuple of one tensor and bools, `rest` are the bools.
     """
 
     form: Form
@@ -89,7 +89,7 @@ class MessageForm(NamedTuple):
         return MessageForm(form, batches, cast("tuple[Any, ...]", tree)[1:] if simple else None)
 
     def alone(self, tree: PyTree) -> Tensor | None:
-        """Return the one tensor of a message that is such a tuple, and is as it was told."""
+        """Return the one tensor of a message that is such a tuple, if it matches its description."""
         if self.rest is None or type(tree) is not tuple or type(x := tree[0]) is not Tensor or tree[1:] != self.rest:
             return None
         like = self.batches[0][1][0]
@@ -101,7 +101,7 @@ def _like(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
 
 
 def _aligned(x: Tensor) -> Tensor:
-    """Return a tensor as it would lie in memory of its own: kernels round differently where it begins elsewhere."""
+    """Return a tensor aligned as in its own memory: kernels round differently at other alignments."""
     return x.clone() if x.data_ptr() % _ALIGNED else x
 
 
@@ -114,11 +114,11 @@ class Post(Generic[Key]):
 
     Args:
         group: the devices.
-        site: the line that they are sent for.
-        device: where tensors lie.
-        comes: what comes from each other device, in that order.
+        site: the source line of the step.
+        device: of the tensors.
+        comes: the messages from each other device, in order.
         kind: of a message; messages of one kind have one form.
-        known: what both ends have learnt, by kind and receiver; None: every message is told.
+        known: the forms that both ends have, by kind and receiver; None: every message is described.
     """
 
     def __init__(
@@ -180,7 +180,7 @@ class Post(Generic[Key]):
         return self._arrived.pop(mail)
 
     def _begin(self, source: int) -> None:
-        """Begin to receive what comes next, if it is known what that is: it may come while something is computed."""
+        """Start receiving the next message, if its form is known, so that it arrives during computation."""
         way = self._way(self._comes[source][0], self._group.index, source) if self._comes[source] else None
         if way is not None:
             self._begun[source] = self._receive_all(*way, source)
@@ -188,7 +188,7 @@ class Post(Generic[Key]):
     # -- what is told -------------------------------------------------------------------------------------------
 
     def _way(self, mail: Key, to: int, other: int) -> tuple[MessageForm, Lane | None] | None:
-        """Return the cached form of a message, and the cached road to or from the other device, if there are any."""
+        """Return the cached form of a message, and the cached lane to or from the other device, if any."""
         key = to, self._kind(mail)
         found = self._ways.get(key)
         if found is None and self._known is not None and (known := self._known.get(key)) is not None:
@@ -242,7 +242,7 @@ class Mail(NamedTuple):
 
     @property
     def ends(self) -> tuple[int, int]:
-        """The stage that it comes from and the stage that it goes to."""
+        """The stage that sends and the stage that receives."""
         return self.wire[:2] if self.kind is Kind.F else (self.wire.to, self.wire.source)
 
     def __str__(self) -> str:
@@ -252,7 +252,7 @@ class Mail(NamedTuple):
 
 
 class WireTurn(NamedTuple):
-    """One thing that a device does, what it takes for it and from where, and what it then gives and to whom."""
+    """One action of a device: its inputs with their sources, and its outputs with their destinations."""
 
     action: Action
     takes: Sequence[tuple[Mail, int]] = ()
@@ -260,15 +260,16 @@ class WireTurn(NamedTuple):
 
 
 class Route:
-    """The wires of a schedule, the `turns` of each device, and what `comes` to it from each other, in that order.
+    """The wires of a schedule, the `turns` of each device, and the messages that `comes` to it from each other, in
+    order.
 
-    `split` are the backwards that come in two halves.
+    `split`: the backwards in two halves.
 
     Args:
-        schedule: where stages lie, and in which order what is computed.
-        skips: by name, from which stage to which later one.
-        backward: whether there is one; else all but the forwards is left out.
-        units: whether stages can be gathered, freed and reduced.
+        schedule: placement and actions.
+        skips: by name, the stage that sends and the later one that receives.
+        backward: False drops all but the forwards.
+        units: True if stages can be unsharded, resharded and reduced.
     """
 
     def __init__(
@@ -279,7 +280,7 @@ class Route:
         self.rows = [[action for action in row if action.kind in kept] for row in schedule.rows]
         wires = [Wire(*pair) for pair in pairwise(range(schedule.stages))]
         wires += [Wire(*ends, name) for name, ends in skips.items()]
-        wires.sort(key=lambda wire: -wire.to)  # gradients are added in this order, as one backward adds them
+        wires.sort(key=lambda wire: -wire.to)  # gradients are accumulated in this order, as in one backward
         self.gives = [[wire for wire in wires if wire.source == stage] for stage in range(schedule.stages)]
         self.takes = [[wire for wire in wires if wire.to == stage] for stage in range(schedule.stages)]
         self.names = [{wire.name for wire in gives if wire.name is not None} for gives in self.gives]
@@ -309,7 +310,7 @@ class Route:
 
 
 def _check(schedule: Schedule, skips: Mapping[str, tuple[int, int]], units: bool) -> None:
-    """Raise unless everything that the schedule and the skips say can be done."""
+    """Raise unless all actions of the schedule and all skips can be executed."""
     units_in = [(each, device) for device, row in enumerate(schedule.rows) for each in row if each.kind in UNITS]
     if units_in and not units:
         raise ScheduleError(

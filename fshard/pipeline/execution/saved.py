@@ -16,7 +16,7 @@ _watching: ContextVar[Saved | None] = ContextVar("watching", default=None)
 
 
 class _Holder:
-    """A tensor that autograd has saved, and how often it had been changed then; or what computes it again."""
+    """A tensor saved by autograd and its version then; or the function that recomputes it."""
 
     __slots__ = ("again", "tensor", "version")
 
@@ -47,7 +47,7 @@ class Saved:
 
     @contextmanager
     def watching(self) -> Generator[None]:
-        """Hold what is saved meanwhile."""
+        """Record the tensors saved in the block."""
         token = _watching.set(self)
         try:
             with saved_tensors_hooks(_Holder, self.unpack):
@@ -78,7 +78,7 @@ class Saved:
         return x
 
     def instead(self, run: Callable[[], Result], again: Callable[[], object]) -> Result:
-        """Run something and hold nothing that it saves: if that is asked for, all of it is saved by running it `again`.
+        """Run a function without keeping its saved tensors: reading one runs it `again`, which saves all.
 
         >>> import torch
         >>> x, saved = torch.zeros(1, requires_grad=True), Saved()
@@ -109,7 +109,7 @@ class Saved:
             return run()
 
     def let_go(self, *, keeping: bool = False) -> None:
-        """Let go what has been read; from now on, keep what is read or not."""
+        """Free the tensors that were read; from now on keep all others, read or not."""
         for holder in self._read:
             holder.tensor = None
         self._read.clear()

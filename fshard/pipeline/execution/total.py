@@ -53,7 +53,7 @@ class RunningSum:
             weight.grad = self._sums[place]
 
     def _take_back(self) -> None:
-        """See to it that what autograd has made of the sums is theirs alone: it may have kept what somebody else has."""
+        """Copy gradients that autograd stored but that share memory with another tensor."""
         for place, weight in enumerate(() if all(self._own) else self._lent):
             if weight.grad is not None and not self._own[place]:
                 if weight.grad.is_sparse:
@@ -63,7 +63,7 @@ class RunningSum:
                 self._sums[place], self._own[place] = weight.grad, True
 
     def add(self, microbatch: int, gs: Gradients) -> None:
-        """Add those of a microbatch, in place where the memory is a sum's own."""
+        """Add those of a microbatch, in place where the sum owns its memory."""
         self._begin(len(gs))
         self._take_back()
         owned: list[Tensor] = []
@@ -83,19 +83,19 @@ class RunningSum:
         self._set()
 
     def result(self) -> list[Tensor | None]:
-        """Return the sum; None where nothing came."""
+        """Return the sum; None if nothing was added."""
         self._take_back()
         return self._sums
 
 
 def _is_alone(x: Tensor) -> bool:
-    """Return whether nothing else has the memory of a tensor, and it has no more than it needs."""
+    """Return True if no other tensor shares the memory of this one, and it has no excess memory."""
     memory = x.untyped_storage()
     return memory.nbytes() == x.nbytes and _users(memory) <= _ALONE
 
 
 def _users(memory: Any) -> int:
-    """Return how many have some memory, who asks being one of them."""
+    """Return the number of references to a storage, the caller's included."""
     return _torch._C._storage_Use_Count(memory._cdata)
 
 
@@ -104,7 +104,7 @@ _ALONE = _users(_one.untyped_storage())
 
 
 class Ordered:
-    """The sum of so many microbatches in the fixed tree, each times a weight, added in 32 bits at least and divided at last.
+    """The weighted sum over microbatches in the fixed tree, accumulated in at least 32 bits and divided at the end.
 
     >>> total = Ordered([2.0, 1.0, 1.0])
     >>> for microbatch in (2, 0, 1):
@@ -119,7 +119,7 @@ class Ordered:
         self._dtypes: list[torch.dtype | None] = []
 
     def add(self, microbatch: int, gs: Gradients) -> None:
-        """Add those of a microbatch to what stands beside it in the tree, as far as that is there."""
+        """Add those of a microbatch to their sibling in the tree, as far as it is there."""
         known = self._dtypes or [None] * len(gs)
         self._dtypes = [dtype if g is None else g.dtype for dtype, g in zip(known, gs, strict=True)]
         tree, at, count = [self._weighted(g, self._weights[microbatch]) for g in gs], microbatch, len(self._weights)

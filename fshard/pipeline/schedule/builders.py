@@ -1,7 +1,7 @@
-"""The known schedules, each in a few lines, and `pipeline_schedule`, which makes one by name.
+"""The named schedules, a few lines each, and `pipeline_schedule`, which makes one by name.
 
-Most are a path and a number of activations: see `paths`.  In the drawings F, B, I and W are done with a
-device's first stage, f, b, i and w with its second; they take a tick each, a B two, and a dot is a tick of waiting.
+Most are a path and a number of activations: see `paths`. In the drawings F, B, I and W are of a device's first stage,
+f, b, i and w of its second; each takes a tick, B two, and a dot is an idle tick.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def pipeline_schedule(name: str, *, stages: int, microbatches: int, devices: int
 
     On p devices, where F, I and W of a device's stages take 1 each, and the activations of a microbatch on them are 1:
 
-        name          stages              waits                    holds at most
+        name          stages              bubble                   peak activations
         gpipe         p                   3 (p - 1)                all microbatches
         1f1b          p                   3 (p - 1)                p
         interleaved   v p, in loops       3 (p - 1) / v            p + (p - 1) / v, if p divides the microbatches
@@ -34,15 +34,15 @@ def pipeline_schedule(name: str, *, stages: int, microbatches: int, devices: int
         v-min         2 p, in a V         3 (p - h) - 1 / 2 **     h = (p + 4) // 3
         dualpipe-v    2 p, in a V         (p - 1) / 2              p + 1 / 2
 
-    That holds for 2 p microbatches and more; fewer may wait longer.  * No device waits once it has begun.  ** If there are
-    three or more; nothing that lies in a V and holds no more waits less.
+    For 2 p microbatches and more; fewer may have a larger bubble. * No device is idle between its first and last
+    action. ** For p >= 3; no schedule in a V with this peak has a smaller bubble.
 
     Args:
         name: one of these.
-        stages: how many the model is cut into, at least 1.
-        microbatches: how many the batch is cut into, at least 1.
-        devices: how many there are.  In loops, any number up to that of the stages, which are dealt out in turns; if left
-            out, half as many as stages.  All others have but one number that fits.
+        stages: number of stages, at least 1.
+        microbatches: number of microbatches, at least 1.
+        devices: number of devices. In loops, any number up to that of the stages, which are assigned round-robin;
+            default: half as many as stages. All others have only one number that fits.
 
     >>> print(pipeline_schedule("1f1b", stages=2, microbatches=3).to_text())
     1f1b: 3 microbatches, stages on devices 0 1
@@ -99,15 +99,15 @@ def one_forward_one_backward(name: str, placement: Placement, microbatches: int)
 
 
 def interleaved(name: str, placement: Placement, microbatches: int) -> Schedule:
-    """Do 1F1B in loops: with v stages on a device, devices wait v times shorter.
+    """Interleaved 1F1B: with v stages per device, the bubble is v times smaller.
 
-    Microbatches go in groups, of as many as there are devices or a few more: a group goes through a device's first stage,
-    then through its second, which it reaches when it has come round (Narayanan et al., "Efficient Large-Scale Language Model
-    Training on GPU Clusters").  Legs are of 2 and 4 ticks: that holds more than 1 and 2 would, and messages may take longer.
+    Microbatches run in groups, of as many as there are devices or a few more: a group runs through a device's first
+    stage, then through its second, which it reaches after a loop over all devices (Narayanan et al., "Efficient
+    Large-Scale Language Model Training on GPU Clusters"). Legs are of 2 and 4 ticks: that has a higher peak than 1 and
+    2, and tolerates slower messages.
 
-    device 0   F0 F1 F2 f0 f1 f2 .  .  .  .  b0 -- .  b1 -- .  b2 -- B0 -- B1 -- B2 --
-    device 1   .  F0 F1 F2 f0 f1 f2 .  b0 -- .  b1 -- .  b2 -- B0 -- B1 -- B2 --
-    device 2   .  .  F0 F1 F2 f0 b0 -- f1 b1 -- f2 b2 -- B0 -- B1 -- B2 --
+    device 0 F0 F1 F2 f0 f1 f2 . . . . b0 -- . b1 -- . b2 -- B0 -- B1 -- B2 -- device 1 . F0 F1 F2 f0 f1 f2 . b0 -- .
+    b1 -- . b2 -- B0 -- B1 -- B2 -- device 2 . . F0 F1 F2 f0 b0 -- f1 b1 -- f2 b2 -- B0 -- B1 -- B2 --
     """
     devices = max(placement) + 1
     loops = -(-len(placement) // devices)
@@ -152,38 +152,40 @@ def zero_bubble_h2(name: str, placement: Placement, microbatches: int) -> Schedu
 
 
 def zero_bubble_v(name: str, placement: Placement, microbatches: int) -> Schedule:
-    """Lay the stages out in a V: a device that has begun never waits, and holds what the first one of 1F1B does.
+    """Zero bubble in a V: no device is idle once it has begun; the peak is that of 1F1B's first device.
 
-    The last stage lies beside the first, so backwards begin where forwards do.
+    The last stage is on the same device as the first, so backwards begin where forwards do.
 
-    device 0   F0 F1 F2 F3 F4 f0 i0 w0 f1 i1 w1 f2 i2 I0 w2 W0 f3 i3 I1 w3 W1 f4 i4 I2 w4 I3 W2 I4 W3 W4
-    device 1   .  F0 F1 F2 f0 F3 f1 i0 w0 f2 i1 I0 w1 F4 W0 f3 i2 I1 w2 W1 f4 i3 I2 i4 I3 w3 I4 W2 w4 W3 W4
-    device 2   .  .  F0 f0 F1 f1 F2 f2 i0 I0 w0 F3 W0 f3 i1 I1 w1 F4 W1 f4 i2 I2 i3 I3 i4 I4 w2 W2 w3 W3 w4 W4
+    device 0 F0 F1 F2 F3 F4 f0 i0 w0 f1 i1 w1 f2 i2 I0 w2 W0 f3 i3 I1 w3 W1 f4 i4 I2 w4 I3 W2 I4 W3 W4 device 1 . F0 F1
+    F2 f0 F3 f1 i0 w0 f2 i1 I0 w1 F4 W0 f3 i2 I1 w2 W1 f4 i3 I2 i4 I3 w3 I4 W2 w4 W3 W4 device 2 . . F0 f0 F1 f1 F2 f2
+    i0 I0 w0 F3 W0 f3 i1 I1 w1 F4 W1 f4 i2 I2 i3 I3 i4 I4 w2 W2 w3 W3 w4 W4
     """
     path = along_path(name, placement, microbatches, legs=(4, 2, 4, 2))
     return with_weights(path, room=2 * (max(placement) + 1), early=(forwards,))
 
 
 def v_half(name: str, placement: Placement, microbatches: int) -> Schedule:
-    """Take half as long a path as zbv: half of what it holds, and half of the waiting of 1F1B.
+    """V-half: a path half as long as zbv's has half its peak, and half the bubble of 1F1B.
 
-    device 0   F0 F1 F2 .  .  f0 i0 w0 .  .  f1 i1 I0 w1 F3 W0 f2 i2 I1 w2 W1 f3 i3 I2 w3 W2 .  I3 W3
-    device 1   .  F0 F1 F2 f0 .  .  i0 w0 f1 I0 W0 i1 w1 f2 F3 I1 W1 i2 w2 f3 .  I2 i3 W2 w3 I3 W3
-    device 2   .  .  F0 f0 F1 f1 .  .  i0 I0 w0 F2 W0 f2 i1 I1 w1 F3 W1 f3 i2 I2 w2 W2 i3 I3 w3 W3
+    device 0 F0 F1 F2 . . f0 i0 w0 . . f1 i1 I0 w1 F3 W0 f2 i2 I1 w2 W1 f3 i3 I2 w3 W2 . I3 W3 device 1 . F0 F1 F2 f0 .
+    . i0 w0 f1 I0 W0 i1 w1 f2 F3 I1 W1 i2 w2 f3 . I2 i3 W2 w3 I3 W3 device 2 . . F0 f0 F1 f1 . . i0 I0 w0 F2 W0 f2 i1
+    I1 w1 F3 W1 f3 i2 I2 w2 W2 i3 I3 w3 W3
     """
     devices = max(placement) + 1
-    pauses = () if devices % 2 else (0, 2, 3)  # found by trying: others wait longer, or leave no time for messages
+    pauses = (
+        () if devices % 2 else (0, 2, 3)
+    )  # found by search: others have a larger bubble, or leave no time for messages
     path = along_path(name, placement, microbatches, (2, 1, 2, 1), pauses)
     return with_weights(path, room=2 * ((devices + 2) // 2), early=(swapped, forwards))
 
 
 def v_min(name: str, placement: Placement, microbatches: int) -> Schedule:
-    """Take the shortest path in a V: a third of what zbv holds, and about two thirds of the waiting of 1F1B.
+    """V-min: the shortest path in a V has a third of zbv's peak, and about two thirds of the bubble of 1F1B.
 
-    device 0   F0 F1 F2 .  .  .  .  f0 i0 w0 .  .  f1 i1 w1 I0 F3 W0 .  f2 i2 I1 w2 W1 .  f3 i3 I2 w3 W2 .  .  .  I3 W3
-    device 1   .  F0 F1 F2 .  .  f0 .  .  i0 w0 f1 .  .  I0 i1 W0 w1 f2 F3 I1 i2 W1 w2 f3 .  I2 i3 W2 w3 .  .  I3 W3
-    device 2   .  .  F0 F1 .  f0 .  f1 .  .  i0 w0 F2 I0 W0 .  i1 f2 w1 I1 F3 W1 i2 f3 w2 I2 W2 .  i3 w3 .  I3 W3
-    device 3   .  .  .  F0 f0 F1 f1 .  .  .  .  i0 I0 w0 F2 W0 f2 i1 I1 w1 W1 F3 f3 i2 I2 w2 W2 .  .  i3 I3 w3 W3
+    device 0 F0 F1 F2 . . . . f0 i0 w0 . . f1 i1 w1 I0 F3 W0 . f2 i2 I1 w2 W1 . f3 i3 I2 w3 W2 . . . I3 W3 device 1 .
+    F0 F1 F2 . . f0 . . i0 w0 f1 . . I0 i1 W0 w1 f2 F3 I1 i2 W1 w2 f3 . I2 i3 W2 w3 . . I3 W3 device 2 . . F0 F1 . f0 .
+    f1 . . i0 w0 F2 I0 W0 . i1 f2 w1 I1 F3 W1 i2 f3 w2 I2 W2 . i3 w3 . I3 W3 device 3 . . . F0 f0 F1 f1 . . . . i0 I0
+    w0 F2 W0 f2 i1 I1 w1 W1 F3 f3 i2 I2 w2 W2 . . i3 I3 w3 W3
     """
     devices = max(placement) + 1
     pauses = (0, 1 if devices % 3 == 1 else 3)  # found by trying, too
@@ -240,7 +242,7 @@ def _spelled(plan: Iterable[str], stages: tuple[int, int]) -> list[Action]:
 
 
 def _line(name: str, stages: int, devices: int | None) -> Placement:
-    """Lay one stage on each device."""
+    """Place one stage on each device."""
     if devices not in {None, stages}:
         raise ScheduleError(
             f"{name} lays one stage on each device: stages={stages} and devices={devices} should be equal; "
@@ -260,7 +262,7 @@ def _loops(name: str, stages: int, devices: int | None) -> Placement:
 
 
 def _vee(name: str, stages: int, devices: int | None) -> Placement:
-    """Lay two stages on each device, one on the way there and one on the way back; of an odd number the first has one."""
+    """Place two stages on each device in a V; of an odd number of stages the first device has one."""
     half = (stages + 1) // 2
     if devices and devices != half:
         raise ScheduleError(
@@ -271,7 +273,7 @@ def _vee(name: str, stages: int, devices: int | None) -> Placement:
 
 
 class Builder(NamedTuple):
-    """How stages are laid on devices, and what the devices do then."""
+    """A placement of stages on devices, and the rows of actions for it."""
 
     lay: Callable[[str, int, int | None], Placement]
     build: Callable[[str, Placement, int], Schedule]

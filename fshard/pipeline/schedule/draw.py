@@ -1,9 +1,9 @@
-"""The picture everyone draws: a row for each device, time to the right, as text and as SVG.
+"""Draw a schedule or a simulation: a row per device, time to the right, as text and as SVG.
 
     device 0 │ F0 F1 ·  ·  B0─── ·  B1───
     device 1 │ ·  F0 B0─── F1 B1─── ·  ·
 
-Where a device has several stages, the stage is written too: 2F0.  What is too long is cut off at the right.
+Where a device has several stages, the stage is added: 2F0. Text is truncated at the right.
 """
 
 from __future__ import annotations
@@ -33,11 +33,17 @@ _COLOURS = {  # of each kind, and its word in the legend
     Kind.REDUCE: ("#ee9aa7", "reduce"),
 }
 _FONT = "ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono',monospace"
-_LETTER, _LINE, _ROW, _BAR, _WIDE = 7.3, 18.0, 26.0, 5.0, 1800.0  # pixels: of a 12 px letter, of rows, of a whole row
+_LETTER, _LINE, _ROW, _BAR, _WIDE = (
+    7.3,
+    18.0,
+    26.0,
+    5.0,
+    1800.0,
+)  # pixels: of a 12 px letter, of a row, of the full width
 
 
 def text_of(simulation: Simulation) -> Text:
-    """Draw what devices compute as text."""
+    """Draw the computation of devices as text."""
     unit, labels = _unit(simulation), _Labels(simulation)
     total = min(_column(simulation.makespan, unit), _MOST)
     lines = [Text(_title(simulation), "bold")]
@@ -60,7 +66,7 @@ def text_of(simulation: Simulation) -> Text:
 
 
 def svg_of(simulation: Simulation) -> str:
-    """Draw all that takes time as an SVG document: what devices compute, and below it what goes on meanwhile."""
+    """Draw all actions that take time as SVG: the computation of each device, and below it communication."""
     unit, labels = _unit(simulation), _Labels(simulation)
     columns = min(simulation.makespan / unit, _MOST)
     left = _LETTER * len(labels.device(simulation.schedule.devices - 1)) + 12
@@ -98,7 +104,7 @@ def html_of(simulation: Simulation) -> str:
 
 
 def schedule_as_text(schedule: Schedule) -> Text:
-    """Draw a schedule with costs of 1, or its rows and what is wrong with them."""
+    """Draw a schedule with costs of 1, or its rows and errors."""
     try:
         return text_of(simulate(schedule))
     except ScheduleError as error:
@@ -106,7 +112,7 @@ def schedule_as_text(schedule: Schedule) -> Text:
 
 
 def schedule_as_html(schedule: Schedule) -> str:
-    """Draw a schedule with costs of 1 as SVG, or its rows and what is wrong with them."""
+    """Draw a schedule with costs of 1 as SVG, or its rows and errors."""
     try:
         return html_of(simulate(schedule))
     except ScheduleError:
@@ -168,7 +174,7 @@ def _say(number: Number) -> str:
 
 
 def _unit(simulation: Simulation) -> Number:
-    """Return how long a column is: as long as the shortest action, but at least a quarter of what is usual."""
+    """Return the time per column: that of the shortest action, but at least a quarter of the median."""
     computed = (event for row in simulation.events for event in row if event.action.kind in COMPUTE)
     lengths = sorted(event.end - event.start for event in computed if event.end > event.start)
     return max(lengths[0], Fraction(1, 4) * lengths[len(lengths) // 2]) if lengths else 1

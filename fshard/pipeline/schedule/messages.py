@@ -1,15 +1,15 @@
 r"""Insert sends and receives into a schedule, and remove them.
 
-Let a clock run, on which F, I and W take one tick and B two.  A message goes when what is sent is done, both its send and its
-receive:
+A clock runs, on which F, I and W take one tick and B two. When a value is computed, both its send and its receive are
+inserted:
 
     tick       0    1    2    3    4    5    6    7
     device 0   F0   F1             B0   --        B1   --          0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1
                  \    \           /              /
     device 1        F0   B0   --   F1   B1   --                    1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1B1 1SEND_B1
 
-So there is one order of all messages, and nobody waits for ever even if a send blocks until it is received: the first message
-of all that are left can always go.
+So all messages have one order, and even blocking sends cannot deadlock: the first of the remaining messages can always
+be sent.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from fshard.pipeline.schedule.program import crosses, wire
 from fshard.pipeline.schedule.schedule import MESSAGES, Action, Kind, Schedule
 
 _TICKS = {Kind.F: 1, Kind.B: 2, Kind.I: 1, Kind.W: 1}
-"""How long what is computed takes."""
+"""Durations of computation, in ticks."""
 _SENT = {Kind.F: Kind.SEND_F, Kind.B: Kind.SEND_B, Kind.I: Kind.SEND_B}
 
 
 def with_messages(schedule: Schedule) -> Schedule:
     """Add the sends and receives that a schedule of forwards and backwards needs.
 
-    Stages that lie on one device need none.  Messages that are there are put in anew.
+    Stages on one device need none. Existing messages are replaced.
 
     >>> schedule = Schedule.from_csv("0F0,0F1,0B0,0B1\\n1F0,1B0,1F1,1B1", name="1f1b")
     >>> print(with_messages(schedule).to_text())

@@ -1,16 +1,16 @@
-"""Orders of work from paths: the idea that most schedules share.
+"""Rows of actions from paths: the idea that most schedules share.
 
-Every microbatch takes the same *path* through the stages and back, one period after the microbatch before it.  A path has
-*legs*: on each it goes over all devices, with so many ticks from one to the next.
+Every microbatch takes the same *path* through the stages and back, one period after the microbatch before it. A path
+has *legs*: each visits all devices, with a number of ticks from one to the next.
 
-    1f1b: one leg there of 1 tick a device, one back of 2           a B takes two ticks
+    1f1b: one leg forward of 1 tick a device, one back of 2         a B takes two ticks
 
     device 0   F0       F1       F2 B0 --    B1 --    B2 --
     device 1      F0       F1 B0 -- F2 B1 --    B2 --
     device 2         F0 B0 -- F1 B1 -- F2 B2 --
 
-Only the order on each device is kept.  The shorter the path, the less a device holds at a time; the longer, the less it waits
-while the first microbatches come and the last ones go (Qi et al., "Pipeline Parallelism with Controllable Memory").
+Only the order on each device is kept. A shorter path has a lower peak of activations, a longer one a smaller bubble at
+both ends (Qi et al., "Pipeline Parallelism with Controllable Memory").
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ def along_path(
     pauses: Sequence[int] = (),
     backward: Kind = Kind.I,
 ) -> Schedule:
-    """Let all microbatches take one path, a period apart.
+    """Schedule all microbatches on one path, a period apart.
 
     Args:
-        name: how the schedule is called.
+        name: of the schedule.
         placement: the device of each stage.
-        microbatches: how many there are.
-        legs: how many ticks a microbatch takes from device to device, on each of its ways over all devices.
-        pauses: how many ticks it waits between two legs, beside the one for what it does there.
-        backward: whether backwards are whole (B) or their weight gradients are left to others (I).
+        microbatches: their number.
+        legs: ticks from device to device, on each leg.
+        pauses: idle ticks between two legs, beside the one for the action there.
+        backward: the kind of backward: full (B), or of the inputs only (I), with W added by others.
 
     >>> print(along_path("1f1b", (0, 1), 3, legs=(1, 2), backward=Kind.B).to_csv())
     0F0,0F1,0B0,0F2,0B1,0B2

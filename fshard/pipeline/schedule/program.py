@@ -1,9 +1,9 @@
-"""A schedule wired up: what each action waits for, and the walk that runs all rows side by side.
+"""The dependencies of a schedule's actions, and the walk that executes all rows concurrently.
 
-Actions are numbered through, row after row.  Beside the order of its row, an action waits for what it *needs*; a send
-and its receive *meet*.  A need is a need of the same microbatch, so the stages are wired (a B is both I and W):
+Actions are numbered consecutively, row after row. Beside the order of its row, an action waits for what it *needs*; a
+send and its receive *meet*. A need is for the same microbatch, so the stages are wired (a B is both I and W):
 
-    F s       needs F s-1, or RECV_F s if that lies on another device and the schedule has messages
+    F s       needs F s-1, or RECV_F s if that is on another device and the schedule has messages
     I s       needs F s, and I s+1, or RECV_B s likewise
     W s       needs I s
     SEND_F s  needs F s and meets RECV_F s+1
@@ -43,9 +43,10 @@ class Stuck(NamedTuple):
 
 @dataclass(frozen=True)
 class Program:
-    """The actions of all devices as one list, and how they hang together.
+    """The actions of all devices as one list, with their dependencies.
 
-    A task is done at these places, for each microbatch, or for all; None if nowhere.  A B stands at its I and its W.
+    `tasks`: the numbers of the actions that do a task, per microbatch or for all; None if there is none. A B counts as
+    I and W.
     """
 
     schedule: Schedule
@@ -55,20 +56,22 @@ class Program:
     at: dict[Task, list[int | None]]
     needs: list[list[int]]  # of each action, those that have to end before it starts, as far as they are there
     meets: dict[int, int]  # the receive of each send, and the send of each receive
-    misplaced: dict[int, str]  # actions that cannot be where they are, whatever stands around them, and why
-    repeated: dict[int, int]  # actions that do what another one before them does, and that one
+    misplaced: dict[int, str]  # actions that are invalid where they are, whatever surrounds them, with the reason
+    repeated: dict[int, int]  # actions that repeat an earlier one, and that one
 
     def row(self, device: int) -> range:
-        """Return the numbers of what a device does."""
+        """Return the numbers of a device's actions."""
         return range(self.begin[device], self.begin[device + 1])
 
     def walk(self, *, buffered: bool = False) -> tuple[list[int], dict[int, Stuck]]:
-        """Run all rows side by side: an order of all that could run, and why each device that did not end is stuck.
+        """Execute all rows concurrently: return an order of all that can run, and why each device that did not finish
+        is stuck.
 
-        A send blocks until it is received, unless messages are buffered.  Whoever goes first, all get equally far.
+        A send blocks until it is received, unless messages are buffered. The set of executed actions does not depend
+        on the order.
         """
         device, needs, meets = self.device, self.needs, self.meets
-        if buffered:  # then a receive needs its send, and nobody has to meet
+        if buffered:  # then a receive needs its send, and none must meet
             received = {number: [other] for number, other in meets.items() if self.actions[number].kind not in SENDS}
             needs, meets = [need + received.get(number, []) for number, need in enumerate(needs)], {}
         at, ended, order = self.begin[:-1], bytearray(len(self.actions)), list[int]()
@@ -98,7 +101,7 @@ class Program:
 
 
 def wire(schedule: Schedule) -> Program:
-    """Wire a schedule up.  What is out of place in it waits for nothing, and nothing waits for what is not there."""
+    """Find all dependencies. Invalid actions wait for nothing, and nothing waits for missing ones."""
     actions = [action for row in schedule.rows for action in row]
     device = [place for place, row in enumerate(schedule.rows) for _ in row]
     misplaced = {n: why for n, action in enumerate(actions) if (why := _complaint(schedule, device[n], action))}
@@ -119,7 +122,7 @@ def wire(schedule: Schedule) -> Program:
 
 
 def _locate(schedule: Schedule, actions: Mapping[int, Action]) -> tuple[dict[Task, list[int | None]], dict[int, int]]:
-    """Find where each task is done for each microbatch, and what does again what is done before."""
+    """Find the action of each task for each microbatch, and the duplicates."""
     at: dict[Task, list[int | None]] = {}
     repeated: dict[int, int] = {}
     for number, (kind, stage, microbatch) in actions.items():
@@ -148,12 +151,12 @@ def _gathers(actions: Iterable[Action]) -> Iterator[int | None]:
 
 
 def nowhere(schedule: Schedule, kind: Kind) -> list[int | None]:
-    """Return the places of a task that is not done."""
+    """Return the entries of a task that no action does."""
     return [None] * (1 if kind in UNITS else schedule.microbatches)
 
 
 def crosses(schedule: Schedule, stage: int, step: int) -> bool:
-    """Return whether there is a stage `step` after (or before) this one, on another device."""
+    """Return True if the stage `step` after (or before) this one exists on another device."""
     placement = schedule.placement
     return 0 <= stage + step < len(placement) and placement[stage + step] != placement[stage]
 
@@ -182,14 +185,16 @@ def _needs(schedule: Schedule, task: Task, carried: bool) -> Iterator[Task]:
 
 
 def _pairs(places: Iterable[int | None], others: Iterable[int | None]) -> Iterator[tuple[int, int]]:
-    """Yield what is done for the same microbatch; what is done for all goes with each."""
+    """Yield the actions of the same microbatch; those for all belong to each."""
     for number, other in zip(cycle(places), others, strict=False):
         if number is not None and other is not None:
             yield number, other
 
 
 def peaks(program: Program, size: Sequence[Number]) -> list[Number]:
-    """Return how much each device holds at most, from the start of an F to the end of its B or W, or of itself alone."""
+    """Return the peak activations of each device, from the start of an F to the end of its B or W (or of itself, if
+    alone).
+    """
     last = {Kind.B, Kind.W} if any(action.kind in {Kind.B, Kind.W} for action in program.actions) else {Kind.F}
     found: list[Number] = []
     for device in range(program.schedule.devices):

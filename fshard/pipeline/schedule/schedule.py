@@ -1,11 +1,11 @@
-"""A schedule is a value: which device has which stage of a model, and what each device does, in order.
+"""Schedules as values: the placement of stages, and the actions of each device in order.
 
-An action is written as torch.distributed.pipelining writes it: the stage, what is done, the microbatch.
+An action is written as in torch.distributed.pipelining: stage, action, microbatch.
 
     device 0    0F0  0F1  0B0  0B1      0F1 is the forward of stage 0 on microbatch 1
     device 1    1F0  1B0  1F1  1B1      1B0 is the backward of stage 1 on microbatch 0
 
-Nothing here says when an action happens: a device does the next one of its row as soon as what it needs is there.
+A schedule contains no times: a device runs the next action of its row as soon as its inputs are available.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Kind(StrEnum):
     """The kind of an action; the values are written in text and CSV."""
 
     F = "F"  # forward
-    B = "B"  # backward: I and W at once
+    B = "B"  # full backward: I and W
     I = "I"  # noqa: E741  backward, the gradient of the stage's input
     W = "W"  # backward, the gradients of its weights
     SEND_F = "SEND_F"  # its output to the stage after it
@@ -78,7 +78,7 @@ class Action(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """Read what `str` writes."""
+        """Parse the result of `str`."""
         if not (found := _ACTION.fullmatch(text.strip())):
             raise ScheduleError(
                 f'"{text}" is no action: write the stage, one of {", ".join(Kind)}, and the microbatch: 2F0.'
@@ -95,12 +95,12 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """Where each stage lies, and what each device does, in order.
+    """Placement of stages, and the actions of each device in order.
 
     Args:
-        name: how it is called.
+        name: of the schedule.
         placement: the device of each stage.
-        microbatches: how many the batch is cut into.
+        microbatches: number of microbatches.
         rows: the actions of each device.
 
     >>> schedule = Schedule.from_csv("0F0,0F1,0B0,0B1\\n1F0,1B0,1F1,1B1", name="1f1b")
@@ -124,7 +124,7 @@ class Schedule:
             raise ScheduleError(f"{self.name}: {'; '.join(complaints)}.")
 
     def _complaints(self) -> Iterator[str]:
-        """Yield what is invalid."""
+        """Yield all errors."""
         if self.microbatches < 1:
             yield f"microbatches={self.microbatches} has to be at least 1"
         if not self.placement:
@@ -143,12 +143,12 @@ class Schedule:
 
     @property
     def stages(self) -> int:
-        """How many stages the model is cut into."""
+        """Number of stages."""
         return len(self.placement)
 
     @property
     def devices(self) -> int:
-        """How many devices take part."""
+        """Number of devices."""
         return len(self.rows)
 
     def with_rows(self, rows: Iterable[Iterable[Action]]) -> Schedule:
@@ -156,14 +156,14 @@ class Schedule:
         return replace(self, rows=tuple(map(tuple, rows)))
 
     def to_csv(self, *, overlapped: bool = False) -> str:
-        """Write a row of cells for each device, as torch.distributed.pipelining reads them.
+        """Write a row of cells per device, in the format of torch.distributed.pipelining.
 
-        A schedule without messages is torch's "compute_only" form, one with messages its "compute_comms" form, in which torch
-        scales and reduces gradients only where REDUCE_GRAD stands.
+        A schedule without messages is torch's "compute_only" format, one with messages its "compute_comms" format, in
+        which torch scales and reduces gradients only at REDUCE_GRAD.
 
         Args:
-            overlapped: whether a forward, and the backward after it of another stage and microbatch, are one cell, as
-                torch has it for DualPipe-V: `(0F4;3B1)OVERLAP_F_B`.
+            overlapped: True writes a forward, and the backward after it of another stage and microbatch, as one cell, as
+                torch does for DualPipe-V: `(0F4;3B1)OVERLAP_F_B`.
         """
         return "".join(f"{','.join(_overlapped(row) if overlapped else map(str, row))}\n" for row in self.rows)
 
@@ -171,16 +171,16 @@ class Schedule:
     def from_csv(
         cls, text: str, *, name: str = "csv", placement: Iterable[int] | None = None, microbatches: int | None = None
     ) -> Schedule:
-        """Read what `to_csv` or torch.distributed.pipelining writes.
+        """Parse the result of `to_csv` or torch.distributed.pipelining.
 
-        Empty cells, where torch has a device wait, are passed over.  A cell such as `(0F4;3B1)OVERLAP_F_B` is read as the
-        actions in it, one after the other, which is how torch runs it.
+        Empty cells, where a device of torch's is idle, are skipped. A cell such as `(0F4;3B1)OVERLAP_F_B` is read as
+        its actions in sequence, which is how torch runs it.
 
         Args:
             text: the rows.
-            name: how the schedule is called.
-            placement: the device of each stage; if left out, the device that has its actions.
-            microbatches: how many there are; if left out, as many as are written of.
+            name: of the schedule.
+            placement: the device of each stage; default: the device that has its actions.
+            microbatches: their number; default: as many as occur.
         """
         rows = [tuple(_cells(line)) for line in text.splitlines()]
         if microbatches is None:
@@ -189,14 +189,14 @@ class Schedule:
         return cls(name, tuple(places), microbatches, tuple(rows))
 
     def to_text(self) -> str:
-        """Write everything down: a line that says what it is, and one of actions for each device, `-` if it has none."""
+        """Write a header line, and a line of actions per device, `-` if it has none."""
         places = " ".join(map(str, self.placement))
         head = f"{self.name}: {self.microbatches} microbatches, stages on devices {places}"
         return "\n".join([head, *(" ".join(map(str, row)) or "-" for row in self.rows)])
 
     @classmethod
     def from_text(cls, text: str) -> Schedule:
-        """Read what `to_text` writes, with blanks or blank lines around it."""
+        """Parse the result of `to_text`; surrounding blanks and blank lines are ignored."""
         head, *lines = [*filter(None, map(str.strip, text.splitlines()))] or [""]
         found = re.fullmatch(r"(.*): (\d+) microbatches, stages on devices ([\d ]+)", head)
         if not found:
@@ -208,7 +208,9 @@ class Schedule:
         return cls.from_csv(f"{csv}\n", name=name, placement=map(int, places.split()), microbatches=int(microbatches))
 
     def verify(self, *, memory: int | None = None) -> Proof:
-        """Prove that it can run, or say and draw all that is wrong: see `fshard.pipeline.schedule.verify`."""
+        """Verify that the schedule can run; raise with a drawing of all errors: see
+        `fshard.pipeline.schedule.verify`.
+        """
         from fshard.pipeline.schedule.verify import verify
 
         return verify(self, memory=memory)
@@ -274,14 +276,14 @@ def _places(name: str, rows: Sequence[Sequence[Action]]) -> list[int]:
 
 
 def with_units(schedule: Schedule, live: int = 2) -> Schedule:
-    """Add gathering a stage's weights before they are used, freeing them, and reducing their gradients after the last one.
+    """Add UNSHARD and RESHARD of stages' weights around their use, and REDUCE_GRAD after the last one.
 
-    What is there already is put in anew.
+    Existing ones are replaced.
 
     Args:
-        schedule: what is computed, with messages or without.
-        live: how many stages a device holds whole at a time: the one it works on, and those it works on next, so that with 2
-            one is gathered while it works on another.
+        schedule: with or without messages.
+        live: number of stages that a device has unsharded at a time: the current one and the next ones, so with 2 one is
+            gathered while another computes.
 
     >>> schedule = Schedule.from_csv("0F0,0F1,1F0,1F1,1B0,1B1,0B0,0B1", name="bfs")
     >>> print(with_units(schedule, live=1).to_csv())
@@ -294,7 +296,7 @@ def with_units(schedule: Schedule, live: int = 2) -> Schedule:
 
 
 def without_units(schedule: Schedule) -> Schedule:
-    """Take what is done with weights out of a schedule."""
+    """Remove UNSHARD, RESHARD and REDUCE_GRAD from a schedule."""
     return schedule.with_rows([action for action in row if action.kind not in UNITS] for row in schedule.rows)
 
 

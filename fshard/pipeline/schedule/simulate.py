@@ -1,7 +1,8 @@
-"""`simulate`: when each action of a schedule happens, if all takes as long as is said.
+"""`simulate`: when each action of a schedule runs, given the duration of each.
 
-An action begins when its device has come so far in its row, what it needs is there, and its *lanes* are free: the device, which
-computes, and with `overlap` one more for what it does with weights, and one to each other device.
+An action starts when the actions before it in its row have started, its inputs are available, and its *lanes* are
+free: the device's computation, and with `overlap` one more for its weights' communication, and one to each other
+device.
 
     latency 1, overlap                         no overlap
     device 0   0F0 0F1 0F2                     0F0 0SEND_F0 0F1 0SEND_F1 0F2
@@ -29,20 +30,20 @@ if TYPE_CHECKING:
     from rich.console import Group
 
 Cost = Number | Sequence[Number] | Mapping[int, Number] | Callable[[int], Number]
-"""Of all stages alike, or of each stage."""
+"""One cost for all stages, or one per stage."""
 _HANDED_ON = {Kind.F: (Kind.SEND_F, 1), Kind.I: (Kind.SEND_B, -1), Kind.B: (Kind.SEND_B, -1)}
 
 
 @dataclass(frozen=True, repr=False)
 class Simulation:
-    """When everything happens.  Made by `simulate`.
+    """The times of all actions. Made by `simulate`.
 
     Args:
-        schedule: what is done.
+        schedule: the schedule.
         events: of each device, in the order of its row.
-        critical_path: actions of which each begins when the one before it ends or its message arrives, up to the last end.
-        peak_activations: how much each device holds at most from the start of an F to the end of its B or W.
-        messages_by_pair: how many values go from one device to another.
+        critical_path: actions of which each starts when the one before it ends or its message arrives, up to the last end.
+        peak_activations: the peak of each device, from the start of an F to the end of its B or W.
+        messages_by_pair: number of values sent from one device to another.
     """
 
     schedule: Schedule
@@ -58,22 +59,22 @@ class Simulation:
 
     @property
     def busy(self) -> tuple[Number, ...]:
-        """How long each device computes."""
+        """Time that each device computes."""
         return tuple(_exact(sum(event.end - event.start for event in row)) for row in self._computed)
 
     @property
     def idle_by_device(self) -> tuple[Number, ...]:
-        """How long each device does not compute, from 0 to the end of all."""
+        """Idle time of each device, from 0 to the end of all."""
         return tuple(self.makespan - busy for busy in self.busy)
 
     @property
     def idle(self) -> Number:
-        """How long devices do not compute, all together."""
+        """Total idle time of all devices."""
         return _exact(sum(self.idle_by_device))
 
     @property
     def idle_span(self) -> tuple[Number, ...]:
-        """How long each device does not compute between the first and the last thing that it computes."""
+        """Idle time of each device between its first and its last computation."""
         return tuple(
             (row[-1].end - row[0].start if row else 0) - busy
             for row, busy in zip(self._computed, self.busy, strict=True)
@@ -86,7 +87,7 @@ class Simulation:
 
     @property
     def messages(self) -> int:
-        """How many values go from device to device."""
+        """Number of values sent between devices."""
         return sum(self.messages_by_pair.values())
 
     @property
@@ -94,7 +95,7 @@ class Simulation:
         return [[event for event in row if event.action.kind in COMPUTE] for row in self.events]
 
     def to_chrome_trace(self, *, unit: float = 1) -> str:
-        """Write the events for Perfetto; `unit` is how many microseconds a unit of time is."""
+        """Write the events as a Perfetto trace; `unit` is a unit of time in microseconds."""
         return to_chrome_trace(chain(*self.events), unit=unit)
 
     def __str__(self) -> str:
@@ -136,20 +137,20 @@ def simulate(
     activation: Cost = 1,
     overlap: bool = True,
 ) -> Simulation:
-    """Return when each action happens.  A cost is a number, or a sequence, mapping or function that has one for each stage.
+    """Return when each action runs. A cost is a number, or a sequence, mapping or function with one per stage.
 
     Args:
-        schedule: one that can run; others raise what `verify` raises.
-        forward: how long F takes.
-        backward_input: how long I takes.
-        backward_weight: how long W takes; B takes as long as both.
-        send: how long a message from a stage is on its way, whatever its size.
+        schedule: a valid one; others raise as in `verify`.
+        forward: duration of F.
+        backward_input: duration of I.
+        backward_weight: duration of W; B takes as long as both.
+        send: latency of a message from a stage.
         size: of a message from a stage.
-        bandwidth: how much of a message passes in a unit of time; messages from one device to another pass one by one.
-        gather: how long gathering the weights of a stage takes.
-        reduce: how long reducing their gradients takes.
-        activation: what the activations of a stage take for one microbatch.
-        overlap: whether devices compute while they send, receive, gather and reduce.
+        bandwidth: size sent per unit of time; messages from one device to another are sent one after another.
+        gather: duration of the all-gather of a stage's weights.
+        reduce: duration of the reduction of their gradients.
+        activation: size of a stage's activations for one microbatch.
+        overlap: True if devices compute while they send, receive, gather and reduce.
 
     >>> gpipe = Schedule.from_csv("0F0,0F1,0B0,0B1\\n1F0,1F1,1B0,1B1", name="gpipe")
     >>> simulate(gpipe)
@@ -205,7 +206,7 @@ def simulate(
 
 
 class _Clock:
-    """How far time is on each lane: a device, (device, device) for its weights, or (device, other) from one to another."""
+    """Current time of each lane: a device, (device, device) for its weights, or (device, other) from one to another."""
 
     def __init__(self, program: Program, takes: dict[Kind, list[Number]], latency: list[Number], overlap: bool) -> None:
         self.program, self.takes, self.latency, self.overlap = program, takes, latency, overlap
@@ -215,7 +216,7 @@ class _Clock:
         self.messages: Counter[tuple[int, int]] = Counter()
         self._carried = any(action.kind in MESSAGES for action in program.actions)
         self._free: dict[int | tuple[int, int], tuple[Number, int | None]] = defaultdict(lambda: (0, None))
-        self._arrived: dict[int, Number] = {}  # elsewhere: of what is sent though the schedule does not say so
+        self._arrived: dict[int, Number] = {}  # of messages that the schedule does not contain
 
     def do(self, number: int) -> None:
         """Do an action as soon as it can be done; all that come before it in the order are."""
@@ -246,7 +247,7 @@ class _Clock:
             self._hand_on(number)
 
     def _hand_on(self, number: int) -> None:
-        """Send what an action has made to the stage that takes it, if that lies on another device."""
+        """Send the result of an action to the stage that needs it, if that is on another device."""
         kind, stage, _ = self.program.actions[number]
         message, step = _HANDED_ON[kind]
         if crosses(self.program.schedule, stage, step):
@@ -258,7 +259,7 @@ class _Clock:
 
 
 def _by_stage(schedule: Schedule, **given: Cost) -> dict[str, list[Number]]:
-    """Write each cost down for each stage, or say of all that are wrong what is wrong with them."""
+    """Expand each cost to one per stage; raise with all invalid ones."""
     found: dict[str, list[Number]] = {}
     wrong: list[str] = []
     stages = range(schedule.stages)

@@ -33,14 +33,13 @@ class Event(NamedTuple):
 
 
 def to_chrome_trace(events: Iterable[Event], *, unit: float = 1) -> str:
-    """Write events as the JSON that ui.perfetto.dev and chrome://tracing open, with an arrow for each message.
+    """Write events as JSON for ui.perfetto.dev and chrome://tracing, with an arrow for each message.
 
-    A device is a process of the trace, with one line for what it computes, one for what it sends and receives, and one for what
-    is done with its weights.
+    A device is a process of the trace, with a line each for computation, messages and weights.
 
     Args:
         events: in any order.
-        unit: how many microseconds one unit of their time is: 1e6 if they are in seconds.
+        unit: one unit of their time in microseconds: 1e6 for seconds.
 
     >>> print(to_chrome_trace([Event(1, Action.parse("2F0"), 3, 5)]))
     {"traceEvents": [
@@ -68,9 +67,9 @@ def to_chrome_trace(events: Iterable[Event], *, unit: float = 1) -> str:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Measured events, in the order in which they ended; in seconds of a clock that the processes of a machine share.
+    """Measured events, in the order in which they ended; in seconds of a clock shared by the processes of a machine.
 
-    A device is here the number of one of the mesh, whether its stages lie beside others along "data" or not.
+    A device is its number in the mesh, also where the mesh has other axes, such as "data".
     """
 
     events: list[Event] = field(default_factory=list[Event])
@@ -82,10 +81,10 @@ class Timeline:
 
 @contextmanager
 def timeline() -> Generator[Timeline]:
-    """Note what the pipelines that are run meanwhile do, and when, on the devices of this process.
+    """Record the actions of all pipelines that run in the block, with times, on the devices of this process.
 
-    Waiting for a message is an action of its own, as a schedule with messages writes it, and so is the moment at which one is
-    sent.  Of a GPU it is seen when work is launched.
+    Waiting for a message, and sending one, are actions, named as in a schedule with messages. On a GPU the times are
+    those of kernel launches.
 
     >>> import torch, fshard as fs
     >>> schedule = fs.pipeline_schedule("gpipe", stages=2, microbatches=1)
@@ -107,7 +106,7 @@ _open: list[Timeline] = []
 
 
 class Clock:
-    """Notes what one device does, in some timelines."""
+    """Records the actions of one device, in several timelines."""
 
     def __init__(self, device: int, timelines: Sequence[Timeline]) -> None:
         self._device, self._timelines = device, timelines

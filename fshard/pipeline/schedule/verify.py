@@ -1,11 +1,11 @@
-"""`verify`: a schedule is proven, or all that is wrong with it is said and drawn.
+"""`verify`: prove that a schedule is valid, or raise with a drawing of all errors.
 
-1. Each device does its own stages' work once: of every microbatch F, and B or both I and W; or F alone.
-2. What an action needs stands before it in its row, and over all devices nothing waits in a circle.
-3. If there are messages, each value that changes devices has one send and one receive, in one order between two devices, and
-   nobody waits for ever even if a send blocks until it is received.
-4. Weights that are gathered are so wherever they are used, and freed in the end; gradients are reduced once, after the last W.
-5. No device holds more activations than it may.
+1. Each device does its own stages' work once: for every microbatch F, and B or both I and W; or F alone.
+2. The inputs of an action are computed before it in its row, and no devices wait for each other in a cycle.
+3. If there are messages, each value that changes devices has one send and one receive, in one order between two devices,
+   and even blocking sends cannot deadlock.
+4. Gathered weights are unsharded wherever they are used, and freed in the end; gradients are reduced once, after the last W.
+5. No device exceeds its limit of activations.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _MOST = 20  # of all faults, and of all actions of one fault, this many are name
 
 @dataclass(frozen=True, repr=False)
 class Proof:
-    """The result of `verify`.  Prints as a sentence.
+    """The result of `verify`. Prints as a sentence.
 
     Args:
-        schedule: what can run.
-        messages: how many values are sent from device to device; 0 if the schedule leaves that to others.
-        collectives: how many times each copy of the pipeline gathers weights or reduces gradients.
-        peak_activations: how many activations of a stage each device holds at most.
+        schedule: the valid schedule.
+        messages: number of values sent between devices; 0 if the schedule has no messages.
+        collectives: number of gathers of weights and reductions of gradients in each copy of the pipeline.
+        peak_activations: maximal number of activations of a stage on each device.
     """
 
     schedule: Schedule
@@ -48,11 +48,11 @@ class Proof:
 
 
 def verify(schedule: Schedule, *, memory: int | None = None) -> Proof:
-    """Prove that a schedule can run, or raise a `ScheduleError` that says and draws all that is wrong with it.
+    """Prove that a schedule can run; raise a `ScheduleError` with a drawing of all errors otherwise.
 
     Args:
-        schedule: any one.
-        memory: how many activations of a stage a device may hold at once; any number if left out.
+        schedule: any schedule.
+        memory: maximal number of activations of a stage on a device; default: unlimited.
 
     >>> from fshard.pipeline.schedule.schedule import Schedule
     >>> verify(Schedule.from_csv("0F0,0SEND_F0,0RECV_B0,0B0\\n1RECV_F0,1F0,1B0,1SEND_B0"))
@@ -100,7 +100,7 @@ def _misplaced(program: Program) -> Iterator[str]:
 
 
 def _counts(program: Program) -> Iterator[str]:
-    """Yield what is there too often, for no purpose, or not at all."""
+    """Yield duplicate, useless and missing actions."""
     for number, first in program.repeated.items():
         yield f"{_where(program, number)} does again what {_where(program, first)} does"
     expected = _work(program)
@@ -123,7 +123,7 @@ def _counts(program: Program) -> Iterator[str]:
 
 
 def _work(program: Program) -> set[Task]:
-    """Return all tasks of the stages; I and W stand for B too."""
+    """Return all tasks of the stages; I and W for each B."""
     schedule, kinds = program.schedule, {action.kind for action in program.actions}
     backward, messages = bool(kinds & {Kind.B, Kind.I, Kind.W}), bool(kinds & MESSAGES)
     work: set[Task] = set()
@@ -144,7 +144,7 @@ def _work(program: Program) -> set[Task]:
 
 
 def _late(program: Program) -> Iterator[str]:
-    """Yield what stands before something in its own row that it needs."""
+    """Yield actions that precede something in their row that they need."""
     for number, needs in enumerate(program.needs):
         late = [need for need in needs if need > number and program.device[need] == program.device[number]]
         if late:
@@ -204,7 +204,7 @@ def _held(program: Program) -> tuple[int, ...]:
 
 
 def _circles(program: Program, stuck: dict[int, Stuck]) -> Iterator[str]:
-    """Yield the circles in which devices wait, each for the next; all others that are stuck wait for one of them."""
+    """Yield the cycles of waiting devices; all other stuck devices wait for one of them."""
     if not stuck:
         return
     buffers = ""

@@ -1,10 +1,10 @@
-"""Weight gradients where nothing waits for them: what makes a bubble small.
+"""Fill idle times with weight gradients: what makes a bubble small.
 
-A device does a W where it would only wait, and where it may hold no more activations: a forward begins to hold them, a W lets
-them go.
+A device runs a W where it would be idle, and where it has reached its limit of activations: an F begins to hold them,
+a W frees them.
 
     device 0   F0 F1 F2 F3 .  .  .  I0 W0 F4 I1 W1 I2 W2 I3 W3 I4 W4        F, I and W take one tick each
-    device 3   .  .  .  F0 I0 F1 I1 F2 I2 F3 I3 W0 F4 I4 W1 W2 W3 W4        four may be held: W0 makes room for F4
+    device 3   .  .  .  F0 I0 F1 I1 F2 I2 F3 I3 W0 F4 I4 W1 W2 W3 W4        limit of four: W0 precedes F4
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from fshard.pipeline.schedule.schedule import Action, Kind, Schedule
 Result = tuple[Kind, int, int | None]
 """The result of an action: its kind, stage and microbatch."""
 Early = Callable[[deque[Action], int], Iterator[Action]]
-"""The actions that a device may do early, given what it has to do and how much more it may hold."""
+"""The actions that a device may advance, given its remaining row and its free activations."""
 
 
 def with_weights(schedule: Schedule, room: int, early: tuple[Early, ...] = ()) -> Schedule:
-    """Add a W for each I: where its device would wait, at the latest before it would hold more than `room` activations.
+    """Add a W for each I: where its device would be idle, at the latest before it would exceed `room` activations.
 
     Args:
         schedule: forwards and gradients of inputs.
-        room: how many activations a device holds at most, if there is an order with so few.
-        early: what a device that would still wait does before its turn: of `forwards`, `gradients` and `swapped`.
+        room: limit of activations per device, if there is an order that respects it.
+        early: what an otherwise idle device runs ahead of its turn: one of `forwards`, `gradients` and `swapped`.
 
     >>> print(with_weights(Schedule.from_csv("0F0,0F1,0I0,0I1\\n1F0,1I0,1F1,1I1"), room=2).to_csv())
     0F0,0F1,0I0,0W0,0I1,0W1
@@ -69,7 +69,7 @@ def with_weights(schedule: Schedule, room: int, early: tuple[Early, ...] = ()) -
 
 
 def forwards(row: deque[Action], space: int) -> Iterator[Action]:
-    """Yield the forwards that fit in at once, and leave space for all that was to be done before them."""
+    """Yield the forwards that fit now, and leave space for all that was to run before them."""
     held = 0
     for action in row:
         if held >= space:
@@ -80,7 +80,7 @@ def forwards(row: deque[Action], space: int) -> Iterator[Action]:
 
 
 def gradients(row: deque[Action], _: int) -> Iterator[Action]:
-    """Yield what comes after the next, if it is a gradient: it takes no room."""
+    """Yield the action after the next, if it is a gradient: it holds no activations."""
     return (action for action in islice(row, 1, 2) if action.kind is not Kind.F)
 
 
@@ -95,7 +95,7 @@ def swapped(row: deque[Action], space: int) -> Iterator[Action]:
 
 
 def _result(action: Action) -> Result:
-    """Return the result of an action that others wait for; of a B, that of its I."""
+    """Return the result of an action that others need; for a B, that of its I."""
     return Kind.I if action.kind is Kind.B else action.kind, action.stage, action.microbatch
 
 

@@ -1,1 +1,1 @@
-"""Models cut into stages."""
+"""Split models into stages."""

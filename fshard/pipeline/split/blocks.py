@@ -1,11 +1,11 @@
 """Stages of a module with blocks: each is the module itself, without the blocks of the others.
 
     forward     tokens ── before ──> blocks[0] ── between ──> blocks[1] ── between ──> blocks[2] ── after ──> logits
-    stage 0     tokens ── before ──> blocks[0] ── between ──> what blocks[1] is called with, where it stops
-    stage 1     the same forward from the beginning, without values, up to blocks[1]; that is called with what came, and so on
+    stage 0     tokens ── before ──> blocks[0] ── between ──> the arguments of blocks[1], where it stops
+    stage 1     the same forward from the beginning, without values, up to blocks[1], called with the received arguments
 
-Which weights a module uses before, between and after its blocks is seen by running it once without values.  What is the same
-object to two blocks, a mask say, comes once and is handed to both.
+The weights used before, between and after the blocks are found by one forward without values. An object that several
+blocks receive, such as a mask, is sent once.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ class Blocks:
         self._used = self._traced(sample)
 
     def stages(self, sizes: Sequence[int]) -> list[nn.Module]:
-        """Return stages of so many blocks each."""
+        """Return stages with these numbers of blocks."""
         cuts = [*pairwise(accumulate(sizes, initial=0))]
         own: list[set[int]] = [{key for block in self.blocks[slice(*cut)] for key in _ids(block)} for cut in cuts]
         for keys, (begin, end) in zip(own, cuts, strict=True):
             keys |= {key for key, blocks in self._used.items() if any(begin <= block < end for block in blocks)}
-        own[0] |= self._tensors.keys() - {key for keys in own for key in keys}  # nobody uses them
+        own[0] |= self._tensors.keys() - {key for keys in own for key in keys}  # used by no stage
         return [self._stage(*cut, keys) for cut, keys in zip(cuts, own, strict=True)]
 
     def _stage(self, begin: int, end: int, own: set[int]) -> nn.Module:

@@ -1,6 +1,7 @@
-"""A module's forward that ends where another stage goes on, or goes on where another one has ended.
+"""A module's forward that stops where another stage continues, or continues where another one stopped.
 
-A block of the stage is called with what the run under way says; one of another stage is its result's shape, or the end.
+A block of the stage is called with arguments of the current run; a block of another stage returns the shape of its
+result, or ends the run.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ class Arguments(NamedTuple):
 
     @staticmethod
     def of(value: PyTree) -> Arguments:
-        """Call a module with a microbatch: dicts by name, tuples and lists by place, anything else alone."""
+        """Call a module with a microbatch: a dict by name, a tuple or list by position, anything else as one
+        argument.
+        """
         if isinstance(value, dict):
             return Arguments((), value)
         return Arguments(value, {}) if isinstance(value, tuple | list) else Arguments((value,), {})
@@ -82,7 +85,7 @@ class Reached(BaseException):  # no Exception: a forward may catch those
 
 
 class BlockRun:
-    """A stage in one call; `mail` is what its first block is called with, if it is not that of the whole module."""
+    """A stage in one call; `mail` has the arguments of its first block, unless it is the first stage."""
 
     def __init__(self, part: ForwardPart, mail: Arguments | None, device: torch.device) -> None:
         self._part, self._mail = part, mail
@@ -127,7 +130,7 @@ class BlockRun:
         return call
 
     def real(self, given: Arguments) -> Arguments:
-        """Put values into what a block is called with, as far as they are there."""
+        """Fill values into the arguments of a block, where they were received."""
         leaves, structure = flatten(given, none_is_leaf=True)
         return unflatten(structure, [self._came[id(x)][1] if id(x) in self._came else x for x in leaves])
 
@@ -136,7 +139,7 @@ class BlockRun:
         return nullcontext() if self._mode is None else _pop_mode_temporarily()
 
     def absent(self, place: int, given: Arguments, shapes: Shapes, training: bool) -> Any:
-        """Stand for a block of another stage."""
+        """Replace a block of another stage."""
         if place >= self._part.end:
             if strange := [f"{p}: {type(x).__name__}" for p, x in _by_path(given).items() if not isinstance(x, PLAIN)]:
                 raise LayoutError(
@@ -147,7 +150,7 @@ class BlockRun:
         return shapes.of(given, training)
 
     def _ended(self, result: Any) -> Any:
-        """Return the result of the whole module."""
+        """Return the result of the module."""
         if self._part.end < len(self._part.names) or (self._mode is not None and not self._mode.arrived):
             raise LayoutError(
                 f"{self._part} does not come to the blocks that it was cut at, as it did with the sample."
@@ -157,7 +160,7 @@ class BlockRun:
 
 
 class Tracing(BlockRun):
-    """A run of the whole module without values: which blocks are begun, and which tensors are used since."""
+    """A run of a module without values: which blocks have begun, and which tensors were used since."""
 
     def __init__(self, part: ForwardPart, device: torch.device) -> None:
         super().__init__(part, None, device)
@@ -234,7 +237,7 @@ class Block:
 
 
 def around_blocks(stage: nn.Module, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> bool:
-    """Let calls of a stage's blocks be what `around` makes of them; return whether it has any."""
+    """Wrap the blocks of a stage with `around`; return False if it has none."""
     blocks = [part for part in stage.modules() if isinstance(part, Block)]
     for block in blocks:
         vars(block)["_around"] = around
@@ -253,7 +256,7 @@ class Shapes:
         self._known: dict[Any, Any] = {}
 
     def of(self, given: Arguments, training: bool) -> Any:
-        """Return the output of the block; its own inputs are passed through."""
+        """Return the output of the block; its inputs are passed through."""
         leaves, structure = flatten(given, none_is_leaf=True)
         told = [Like(x) if isinstance(x, Tensor) else x for x in leaves]
         plain = all(isinstance(x, PLAIN) for x in told)
@@ -275,25 +278,25 @@ class Shapes:
 
 
 class Absent(nn.Module):
-    """Stands where a block of another stage was."""
+    """Replaces a block of another stage."""
 
     def __init__(self, place: int, shapes: Shapes) -> None:
         super().__init__()
         self._place, self._shapes = place, shapes
 
     def __getattr__(self, name: str) -> Any:
-        """Let a forward look at what it knows of the block, its index say."""
+        """Read attributes of the block, such as its index, from the forward."""
         return getattr(vars(self)["_shapes"].block, name) if "_shapes" in vars(self) else super().__getattr__(name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Hand on what has no values, or end the stage."""
+        """Return a result without values, or end the stage."""
         run = _now.get()
         assert run is not None, "a stage is called as a whole"
         return run.absent(self._place, Arguments(args, kwargs), self._shapes, self.training)
 
 
 def become(kind: type, module: nn.Module, note: Any) -> Any:
-    """Let a module be of a class that is also its own."""
+    """Make a module an instance of its own subclass."""
     vars(module)["_part" if kind is Stage else "_place"] = note
     module.__class__ = _also(kind, type(module))
     return module

@@ -1,11 +1,11 @@
-"""A module's forward without values, up to where values have come from another device.
+"""A module's forward without values, up to where values have arrived from another device.
 
     before    tokens ──> embedding ──> positions ──> mask ──> blocks[0] ──> blocks[1] ──│
-                         no values     values        values   no values     no values   │ values: what came takes the place
-    from here on                                                            blocks[2] ──> norm ──> ...
+                         no values     values        values   no values     no values   │ values: the received arguments
+    after                                                                   blocks[2] ──> norm ──> ...
 
-Weights that lie elsewhere have shapes alone, and so has all that comes of them.  What comes of whole numbers is computed as
-ever.  Once values are there, an operation that still meets a tensor without values is an error that says where.
+Weights of other stages have shapes only, and so have all results that depend on them. Integer tensors are computed as
+usual. Once values have arrived, an operation on a tensor without values raises and names the line.
 """
 
 from __future__ import annotations
@@ -50,28 +50,28 @@ class Like:
 
 
 def without_values(tree: PyTree, which: Callable[[Tensor], bool] = lambda x: True) -> PyTree:
-    """Replace tensors by what they are like."""
+    """Replace tensors by their descriptions."""
     leaves, structure = flatten(tree, none_is_leaf=True)
     return unflatten(structure, [Like(x) if isinstance(x, Tensor) and which(x) else x for x in leaves])
 
 
 def without_memory(tree: PyTree) -> PyTree:
-    """Replace what tensors are like by tensors without memory."""
+    """Replace descriptions by tensors without memory."""
     leaves, structure = flatten(tree, none_is_leaf=True)
     return unflatten(structure, [x.tensor() if isinstance(x, Like) else x for x in leaves])
 
 
 def is_valueless(x: object) -> bool:
-    """Return whether something is a tensor without values."""
+    """Return True for a tensor without values."""
     return isinstance(x, Tensor) and x.is_meta
 
 
 class Replay(TorchFunctionMode):
-    """Lets what has no values spread, until values have arrived; from then on, refuses that it meets what has some.
+    """Propagates tensors without values until values have arrived; from then on raises where the two meet.
 
     Args:
-        device: where a tensor without values says that it is.
-        note: is called with all tensors that an operation is given.
+        device: of tensors without values.
+        note: called with all tensors of an operation.
     """
 
     def __init__(self, device: torch.device, note: Callable[[Sequence[Tensor]], object] = len) -> None:
@@ -115,7 +115,7 @@ def _nowhere(x: Any) -> Any:
 
 
 class Lost(LayoutError):
-    """A value is asked for that is on another device."""
+    """A value is needed that is on another device."""
 
 
 def lost_at(traceback: TracebackType | None) -> str:

@@ -1,8 +1,8 @@
-"""`split_stages`: layers, one after the other, or a module with blocks, cut into the stages of a pipeline.
+"""`split_stages`: split a sequence of layers, or a module with blocks, into the stages of a pipeline.
 
     embedding | block block block | block block block | block block head        balance="parameters", say
 
-A stage of layers is an `nn.Sequential` of the given layers themselves, under the names that they had.
+A stage of layers is an `nn.Sequential` of the given layers themselves, under their names.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Balance = Literal["uniform", "parameters", "time", "memory"] | str | Sequence[in
 """The quantity that stages are balanced by: see `split_stages`."""
 
 TIMES = 5
-"""How often a layer is run to measure its time."""
+"""Runs of a layer to measure its time."""
 
 
 class Call(nn.Module):
@@ -66,21 +66,21 @@ def split_stages(
     sample: PyTree = None,
     blocks: str | Sequence[str] | None = None,
 ) -> Any:
-    """Return n stages, each a row of neighbouring layers; the largest of what is balanced is as small as can be.
+    """Return n stages of consecutive layers, such that the largest cost of a stage is minimal.
 
     Args:
-        layers: modules and functions of one value, each of which takes what the one before it returns.  Or any module whose
-            forward calls its `blocks` one after the other.
-        n: how many stages.
-        balance: what counts: "uniform", the number of layers; "parameters", those of a stage (tied ones where they come first);
-            "time", of forward and backward, and "memory", what is kept for the backward, both measured on the `sample`;
-            "type:regex", the number of layers whose class has a name that matches.  Or the number of layers of each stage.
-        sample: a microbatch, to measure on, and to see which weights a module with blocks uses where.
-        blocks: where the blocks of a module stand, "model.layers" say, or several such lists.
+        layers: modules and functions of one value, each of which takes the result of the one before. Or a module whose
+            forward calls its `blocks` in sequence.
+        n: number of stages.
+        balance: the cost: "uniform", the number of layers; "parameters", of a stage (tied ones where they occur first);
+            "time", of forward and backward, and "memory", kept for the backward, both measured on the `sample`;
+            "type:regex", the number of layers whose class name matches. Or the number of layers of each stage.
+        sample: a microbatch, for measuring, and to find the weights that a module with blocks uses around these.
+        blocks: path of the blocks of a module, such as "model.layers", or several such paths.
 
-    A stage of a module with blocks is that module without the blocks of the other stages, and shares its tensors.  The first is
-    given the microbatch (a dict by name, a tuple or list by place), and gives what the next one is to be given.  What comes
-    before its blocks a later stage runs without values, but for what comes of whole numbers: these are passed on.
+    A stage of a module with blocks is that module without the blocks of the other stages; it shares its tensors. The
+    first one's input is the microbatch (a dict by name, a tuple or list by position), and its output the input of the
+    next. A later stage runs the code before its blocks without values, except for integer tensors, which are sent.
 
     >>> mlp = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 1))
     >>> [len(stage) for stage in split_stages(mlp, 2)]
@@ -106,7 +106,7 @@ def split_stages(
 
 
 def _of_blocks(module: object, n: int, balance: Balance, sample: PyTree, paths: Sequence[str]) -> list[nn.Module]:
-    """Cut a module between its blocks; what comes before and after them counts with the first and the last."""
+    """Split a module between its blocks; the code before and after them counts with the first and the last."""
     if not isinstance(module, nn.Module) or sample is None:
         raise LayoutError(
             "split_stages: blocks= are those of a module, which is run once without values: give it, and sample=."
@@ -168,7 +168,7 @@ def _beyond_layers(layers: nn.Module) -> list[str]:
 
 
 def check_balance(balance: Balance, n: int, sample: PyTree) -> None:
-    """Raise if a balance is none of those that there are for n stages; whether it fits is asked when there are layers."""
+    """Raise unless a balance is valid for n stages; whether it fits is checked when there are layers."""
     if not isinstance(balance, str):
         sizes: Any = [*balance] if isinstance(balance, Sequence) else balance
         if sizes != [size for size in sizes[:n] if type(size) is int and size > 0]:
@@ -230,7 +230,7 @@ def _costs(layers: Sequence[nn.Module], balance: str, sample: PyTree) -> list[fl
             return _seconds(layers, sample) if balance == "time" else _bytes(layers, sample)
     finally:
         for layer, state in zip(layers, states, strict=True):
-            layer.load_state_dict(state)  # as it was before: BatchNorm counts what it is given
+            layer.load_state_dict(state)  # restore: BatchNorm counts its inputs
 
 
 def _parameters(layers: Sequence[nn.Module]) -> list[float]:
@@ -247,10 +247,10 @@ def _parameters(layers: Sequence[nn.Module]) -> list[float]:
 
 
 def partition(costs: Sequence[float], parts: int) -> list[int]:
-    """Return how many costs go into each part, at least one: the largest sum is as small as can be, and the cut the most even.
+    """Return the number of costs in each part, at least one: the largest sum is minimal, then the split is most even.
 
-    Parts are filled from the left within a bound, beginning with one that cannot be beaten.  If that takes too many parts, any
-    better filling has to let some part take in the cost at which it was closed: the next bound is the least of these sums.
+    Parts are filled from the left up to a bound, initially a lower bound of the optimum. If that takes too many parts,
+    some part must also take the cost at which it was closed: the next bound is the smallest of these sums.
 
     >>> partition([3, 1, 4, 1, 5, 9, 2, 6], 3)
     [5, 1, 2]
@@ -265,7 +265,7 @@ def partition(costs: Sequence[float], parts: int) -> list[int]:
 
 
 def _fill(sums: Sequence[float], parts: int, bound: float) -> float | None:
-    """Return None if so many parts within a bound are enough, else the next bound that may be."""
+    """Return None if these parts suffice within a bound, else the next candidate bound."""
     begin, closed = 0, list[float]()
     for end in range(1, len(sums)):
         if sums[end] - sums[begin] > bound:
@@ -277,7 +277,7 @@ def _fill(sums: Sequence[float], parts: int, bound: float) -> float | None:
 def _most_even(sums: Sequence[float], parts: int, bound: float) -> list[int]:
     """Return the parts within a bound whose squares have the least sum; earlier parts take more costs, if that is equal."""
     count = len(sums) - 1
-    best: dict[int, tuple[float, list[int]]] = {0: (0, [])}  # of the first so many costs, in as many parts as are made
+    best: dict[int, tuple[float, list[int]]] = {0: (0, [])}  # of the first costs, in as many parts
     for part in range(1, parts + 1):
         before, best = best, {}
         for end in range(part, count - parts + part + 1):
@@ -294,7 +294,7 @@ def _most_even(sums: Sequence[float], parts: int, bound: float) -> list[int]:
 
 
 def _seconds(layers: Sequence[nn.Module], sample: PyTree) -> list[float]:
-    """Return the seconds of a forward and a backward of each layer, which is given what the one before it returns."""
+    """Return the seconds of a forward and a backward of each layer, given the result of the one before."""
     value, costs = _begun(sample), list[float]()
     for layer in layers:
         weights = [get_gradient_edge(x) for x in layer.parameters() if x.requires_grad]
@@ -313,7 +313,7 @@ def _seconds(layers: Sequence[nn.Module], sample: PyTree) -> list[float]:
 
 
 def _bytes(layers: Sequence[nn.Module], sample: PyTree) -> list[float]:
-    """Return the bytes that a forward of each layer keeps for its backward, and no layer before it; without parameters."""
+    """Return the bytes that a forward of each layer keeps for its backward, without parameters."""
     value, costs = _begun(sample), list[float]()
     kept: dict[int, Tensor] = {}
 

@@ -26,7 +26,7 @@ from fshard.transforms.stages.plan import on_place
 
 
 def with_buffers(stage: nn.Module | Stage, deferred: bool, *, in_place: bool = False) -> Stage:
-    """Turn a stage into a function of ((params, buffers), x) that returns (y, buffers); a module may run in place."""
+    """Convert a stage to a function of ((params, buffers), x) that returns (y, buffers); a module may run in place."""
     if not isinstance(stage, nn.Module):
         return lambda given, x, **skips: stage(*given, x, **skips)
     apply, _, _ = (functionalize_in_place if in_place else functionalize)(stage, deferred_batch_norm=deferred)
@@ -67,7 +67,7 @@ class StageBuffers:
         return [unflatten(structure, [x.shards[at] for x in leaves]) for _, leaves, structure in self._found]
 
     def after(self, changed: Sequence[Mapping[str, Tensor]]) -> list[PyTree]:
-        """Return the buffers for the next step, from what each device at hand has of its stages, by key."""
+        """Return the buffers for the next step, from those of each local device's stages, by key."""
         return [
             unflatten(
                 structure, [_next(key_of(stage, path), x, changed) for path, x in zip(paths, leaves, strict=True)]
@@ -126,14 +126,14 @@ class Memory:
     def together(
         self, written: Sequence[Written], flagged: Sequence[str], place: Sequence[int], group: Group | None, site: Site
     ) -> dict[str, Tensor]:
-        """Return the changed buffers after all microbatches of a group of devices, which must all call this.
+        """Return the changed buffers after all microbatches; a collective of a group of devices.
 
         Args:
             written: by this device's microbatches.
-            flagged: what any device has written to.
-            place: the stages of these devices.
+            flagged: written by any device.
+            place: coordinate of these devices along the pipeline.
             group: the devices that have the same stages.
-            site: the line of the step.
+            site: the source line of the step.
         """
         keys = [key for key in flagged if stage_and_path(key)[0] in place]
         sums = {key for key in keys if is_pending(stage_and_path(key)[1])}

@@ -1,7 +1,7 @@
 """One device's step in a pipeline: its stages on its samples.
 
-Its part of the batch is cut into microbatches as into slices: they count as slices do, draw by their keys, and losses, metrics
-and gradients are those of `value_and_grad`.
+Its shard of the batch is split into microbatches, which are slices: they are weighted and seeded as slices are, and
+losses, metrics and gradients are those of `value_and_grad`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from fshard.transforms.stages.plan import StagePlan
 class StageResult(NamedTuple):
     """The results of one device's step.
 
-    The loss, its weight and what is returned beside it; its shards of gradients, by number, and which have been used on any
+    The loss, its weight and metrics; the local shards of gradients, by index, and which parameters were used on any
     device; the buffers that changed.
     """
 
@@ -69,14 +69,14 @@ class Shift:
 
     Args:
         plan: of all steps.
-        shards: what the device has of each parameter.
-        batch: of which it has a part.
-        at: where its shards stand among those at hand.
+        shards: the local shard of each parameter.
+        batch: the global batch.
+        at: index of the device among the local ones.
         key: of random draws.
-        scale: what the loss is multiplied by for the backward.
-        memory: the buffers of its stages, if they have any.
-        fresh: whether it is the first step.
-        site: the line of the step.
+        scale: the loss scale.
+        memory: the buffers of its stages, if any.
+        fresh: True in the first step.
+        site: the source line of the step.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class Shift:
         return self.scope.group(axes, self.plan.how.caller) if axes else None
 
     def _weight(self) -> float:
-        """Return the weight of the whole batch."""
+        """Return the weight of the entire batch."""
         if self.plan.how.weight is None:
             return float(self.batch.total(len(self.slices)))
         own = tree_sum([count.weight for count in self.counts])
@@ -148,7 +148,7 @@ class Shift:
             known = plan.messages.setdefault(self.pipe.device, {})
         kinds: list[Hashable] = [
             (kind_of(slice.leaves), slice.rows) for slice in self.slices
-        ]  # idle ones have others' rows
+        ]  # idle slices have rows of others
         how, near = plan.how, self.near.device
         with owning(self.scope.mesh.axis_names, self._notice), parting(self.everyone):
             device = StageDevice(
@@ -156,7 +156,7 @@ class Shift:
             )
             try:
                 loss, held, aux = device.run()
-            except RuntimeError:  # autograd's, of what it has saved and a stage has written to
+            except RuntimeError:  # raised by autograd, for saved tensors that a stage has written to
                 self._refuse_written()
                 raise
             finally:
@@ -194,7 +194,7 @@ class Shift:
         return self.batch.tree(self.slices[microbatch].leaves, self.plan.how.unit_options.compute)
 
     def call(self, stage: int, microbatch: int, x: PyTree, skips: dict[str, PyTree]) -> PyTree:
-        """Call a stage; what it draws depends on the samples and the layer."""
+        """Call a stage; its random draws depend on the samples and the layer."""
         with self._draws(microbatch, part=stage), self._idling(microbatch):
             called, params = called_for(self.plan.stages[stage], microbatch), self.params[stage].tree
             if self.memory is None:
@@ -213,7 +213,7 @@ class Shift:
         return idling(not self.slices[microbatch].rows)
 
     def end(self, microbatch: int, y: PyTree) -> Tensor:
-        """Return the loss of what the last stage has made."""
+        """Return the loss of the last stage's result."""
         how, slice, count = self.plan.how, self.slices[microbatch], self.counts[microbatch]
         with self._draws(microbatch, part=0), self._idling(microbatch):
             returned, aux = how.loss_fn(y, self._tree(microbatch)), ()
@@ -231,12 +231,12 @@ class Shift:
         return loss
 
     def start(self, microbatch: int) -> Tensor:
-        """Return the share of a loss in the whole; in reproducible mode sums are weighted, in 32 bits."""
+        """Return a loss weighted by its part of the batch; in reproducible mode sums are weighted, in 32 bits."""
         share = self.counts[microbatch].share if self.plan.how.slices is None else 1.0
         return torch.full_like(self.parts[microbatch][0].loss, share * self.scaled)
 
     def edges(self, stage: int) -> list[GradientEdge]:
-        """Return those of what is trained."""
+        """Return the trained ones."""
         return self.params[stage].edges
 
     def lends(self, stage: int, microbatch: int) -> bool:
@@ -244,7 +244,7 @@ class Shift:
         return bool(self.counts[microbatch].weight) and self.totals.lend(stage, self.params[stage].own)
 
     def add(self, stage: int, microbatch: int, gs: list[Tensor | None]) -> None:
-        """Add gradients up; those of what counts for nothing are nothing, even if they are no numbers."""
+        """Accumulate gradients; those of weight 0 count as zero, even if they are not finite."""
         self.totals.add(stage, microbatch, gs, idle=not self.counts[microbatch].weight)
 
     def gather(self, stage: int) -> None:
@@ -260,7 +260,7 @@ class Shift:
         self.totals.reduce(stage)
 
     def outcome(self) -> tuple[Tensor, Tensor, PyTree]:
-        """Return the loss, what it was multiplied by for each 1 that was asked for, and what is told beside it."""
+        """Return the loss, its scale, and the metrics."""
         parts, batch = [self.parts[microbatch] for microbatch in range(len(self.slices))], self.batch
         mean, _ = together([found for found, _ in parts], [], self.beside, 1, self.site)
         cut = () if batch.cut is None else batch.cut.axes
@@ -278,7 +278,7 @@ class Shift:
     # -- among all devices --------------------------------------------------------------------------------------------
 
     def _notice(self, what: str, group: Group) -> None:
-        """Refuse what a stage may not ask of others."""
+        """Raise for communication that a stage may not do."""
         elsewhere = {axis for axis in group.axes if self.scope.mesh.shape.get(axis, 1) > 1} - {*self.batch.axes}
         if elsewhere and what not in NOT_HEARD:
             raise LayoutError(

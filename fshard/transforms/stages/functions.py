@@ -1,13 +1,13 @@
-"""Modules as the stages of a pipeline, and what of their activations is computed again.
+"""Modules as the stages of a pipeline, with recomputation of activations.
 
-    recompute          kept of each microbatch until its backward             computed again
-    "never"            all that the backward needs                            nothing
-    "always"           what the stage was given                               the stage
-    "except_last"      the same, but all of the last microbatch               the stage, but not for the last
-    n, a number        what each n layers were given                          n layers at a time
+    recompute          kept per microbatch until its backward                 recomputed
+    "never"            saved tensors                                          nothing
+    "always"           the stage's input                                      the stage
+    "except_last"      the same, but saved tensors of the last microbatch     the stage, except for the last
+    n, a number        the input of every n-th layer                          n layers at a time
 
-Of a backward in two halves, I and W, all that is computed again is done in I, and held for W as far as that needs it: products
-wait as ever.  With a policy they do not: torch's checkpoint hands a tensor out once.
+With a backward in two halves, I recomputes, and W keeps what it needs of that: products are deferred as usual. Not
+with a policy: torch's checkpoint returns a tensor once.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ def stage_functions(
     """Return stages as functions of (params, x), for `pipelined`, and the parameters of each.
 
     Args:
-        stages: modules, as from `split_stages`; functions are taken as they are, and have None as parameters.
-        recompute: whose activations are not kept: of no microbatch ("never"), of each ("always"), of all but the last
-            ("except_last"), or those within every so many layers, of an `nn.Sequential`; of a module cut by its blocks, 1.
+        stages: modules, as from `split_stages`; functions are unchanged, and have None as parameters.
+        recompute: which activations are recomputed: of no microbatch ("never"), of each ("always"), of all but the last
+            ("except_last"), or of every n layers of an `nn.Sequential` (1 for a module split by its blocks).
         microbatches: of a step, for "except_last".
-        policy: what is kept nevertheless: see `fs.remat`.
+        policy: which results are saved nevertheless: see `fs.remat`.
 
     >>> import torch, fshard as fs
     >>> schedule = fs.pipeline_schedule("1f1b", stages=2, microbatches=2)
@@ -99,7 +99,7 @@ def _function(number: int, stage: nn.Module | Stage) -> tuple[Stage, PyTree]:
 
 
 def _again(function: Callable[..., Any], policy: str | Policy, begin: int = 0) -> Callable[..., Any]:
-    """Let a function be computed again from its arguments, which it may change in place, but for the first ones."""
+    """Recompute a function from its arguments; it may modify them in place, except the first ones."""
 
     def on_copies(*args: Any, **kwargs: Any) -> Any:
         own, named = map_tensors(torch.clone, (args[begin:], kwargs))
@@ -129,7 +129,7 @@ def _by_turn(stage: Stage, again: Stage, kept: int) -> Stage:
 
 
 class Grouped(nn.Sequential):
-    """Layers of which so many at a time are computed again."""
+    """Layers that are recomputed n at a time."""
 
     def __init__(self, layers: nn.Sequential, size: int, policy: str | Policy) -> None:
         super().__init__()
@@ -151,7 +151,7 @@ def _through(layers: Sequence[nn.Module], x: Any) -> Any:
 
 
 def in_groups(stages: Sequence[nn.Module | Stage], size: int, policy: str | Policy = "nothing") -> list[nn.Module]:
-    """Return modules like these, of whose layers so many at a time are computed again."""
+    """Return modules like these whose layers are recomputed n at a time."""
     _check(stages, size, None)
     return [_grouped(stage, size, policy) for stage in stages]
 

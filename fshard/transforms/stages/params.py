@@ -1,14 +1,15 @@
-"""The parameters of one stage on one device, unsharded before they are used and freed after; and the sums of their gradients.
+"""The parameters of one stage on one device, unsharded before use and freed after; and the sums of their gradients.
 
-What autograd saves of a parameter, views of it too, has its memory.  So that memory is freed and filled again under the same
-tensors: nothing has to be swapped, and nothing is recorded twice.
+Autograd's saved tensors of a parameter, views included, share its memory. So that memory is freed and refilled under
+the same tensors: nothing is replaced or recorded twice.
 
-    UNSHARD   all-gather begins     F, B, I, W   memory is filled     RESHARD   memory is freed     REDUCE   reduce-scatter
+    UNSHARD   all-gather starts     F, B, I, W   memory is filled     RESHARD   memory is freed     REDUCE   reduce-scatter
 
-A tied parameter has one owner, the first of its stages; the others borrow it, and send their gradients to the owner's device:
+A tied parameter is owned by the first of its stages; the others borrow it, and send their gradients to the owner's
+device:
 
-    any mode             each stage its sum       ->  the owner: their sum                          ->  reduced
-    reproducible mode    each microbatch's own    ->  the owner: their sums, then the tree of them  ->  reduced
+    any mode             each stage its sum           ->  the owner: their sum                          ->  reduced
+    reproducible mode    each microbatch separately   ->  the owner: their sums, then the tree of them  ->  reduced
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class _Guarded(Tensor):
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore
     _is_param = True
-    """As torch asks whether it is one."""
+    """as torch checks for a Parameter"""
     path = ""
     step: StageParams
     """The step whose parameter it is."""
@@ -66,10 +67,10 @@ class StageParams:
     """The parameters of a stage, each once.
 
     Args:
-        own: what they are, and their ways from shards to wholes.
-        shards: what the device has of them.
-        compute: the floating dtype that they are used in; None: their own.
-        site: the line of the step.
+        own: their descriptions, and their plans from shards to unsharded.
+        shards: the local shards.
+        compute: the floating dtype of computation; None: each its own.
+        site: the source line of the step.
     """
 
     def __init__(self, own: Own, shards: Sequence[Tensor], compute: torch.dtype | None, site: Site) -> None:
@@ -94,13 +95,13 @@ class StageParams:
 
     @property
     def tree(self) -> PyTree:
-        """The parameters, whole."""
+        """Unsharded parameters."""
         self._arrive()
         return self._tree
 
     @property
     def edges(self) -> list[GradientEdge]:
-        """Where the gradients of those that are trained come out; and they are whole."""
+        """The edges of trained parameters' gradients; unshards them."""
         self._arrive()
         return self._edges
 
@@ -122,13 +123,13 @@ class StageParams:
         return [leaf.path for leaf, version, before in both if version != before]
 
     def gather(self) -> None:
-        """Begin to gather what is sharded, ahead of its use."""
+        """Prefetch: start the all-gather of sharded parameters."""
         if not self._whole and self._coming is None:
             self._coming = self._go(self._cut, ahead=True)
 
     def free(self) -> None:
-        """Let go what was gathered."""
-        self._arrive()  # others count on it
+        """Free unsharded parameters."""
+        self._arrive()  # other devices take part
         for place in self._cut:
             memory = self._xs[place].untyped_storage()
             if memory.resizable():  # that of which numpy has an array stays until the step ends
@@ -167,11 +168,11 @@ class StageSums:
 
     Args:
         plan: of all steps.
-        stages: those of the device, which is at a `place` along the pipeline.
-        weights: what each microbatch counts for, in reproducible mode; None: gradients come weighted.
-        place: see stages.
+        stages: those of the device.
+        weights: of each microbatch, in reproducible mode; None: gradients are weighted already.
+        place: coordinate of the device along the pipeline.
         near: a tensor on the device.
-        site: the line of the step.
+        site: the source line of the step.
     """
 
     def __init__(
@@ -181,7 +182,7 @@ class StageSums:
         used, wide = [plan.used_in(leaf) for leaf in leaves], [plan.reduced_in(leaf) for leaf in leaves]
         trained = {stage: [leaf for leaf in own[stage].numbers if leaves[leaf].trained] for stage in stages}
         self._leaves, self._trained, self._wide = leaves, trained, wide
-        self._apart = wide if weights is None else used  # one microbatch's are added as one backward would
+        self._apart = wide if weights is None else used  # those of one microbatch are added as in one backward
         self._ties, self._weights, self._place, self._near, self._site = ties, weights, place, near, site
         self._tied = {tie.leaf for tie in ties}
         self._each = {(stage, tie.leaf): dict[int, Tensor]() for tie in ties for stage in tie.stages}
@@ -194,7 +195,7 @@ class StageSums:
         return RunningSum() if self._weights is None else Ordered(self._weights)
 
     def add(self, stage: int, microbatch: int, gs: Sequence[Tensor | None], *, idle: bool) -> None:
-        """Take what one microbatch gave; an idle one counts for nothing."""
+        """Add the gradients of one microbatch; an idle one counts as zero."""
         row: Gradients = []
         for leaf, g in zip(self._trained[stage], gs, strict=True):
             self.used[leaf] |= g is not None
@@ -207,7 +208,9 @@ class StageSums:
         self._totals[stage].add(microbatch, row)
 
     def lend(self, stage: int, own: Sequence[Tensor]) -> bool:
-        """Let the weights' `.grad` be the sums, if gradients are simply added up in their own dtypes; return whether."""
+        """Let autograd accumulate into the weights' `.grad`, if sums are plain and in their own dtypes; return True
+        if so.
+        """
         total = self._totals[stage]
         return self._simply[stage] and isinstance(total, RunningSum) and total.lend(own)
 
@@ -216,7 +219,7 @@ class StageSums:
         kept[at] = kept[at] + g if at in kept else g
 
     def reduce(self, stage: int) -> None:
-        """Begin to reduce what a stage has found, but for what is tied."""
+        """Start reducing the gradients of a stage, except tied ones."""
         total = self._totals.pop(stage)
         sums = total.sums() if isinstance(total, Ordered) else total.result()
         found = dict(zip(self._trained[stage], sums or [None] * len(self._trained[stage]), strict=True))
@@ -241,14 +244,14 @@ class StageSums:
         return self._near.new_zeros(shape, dtype=dtype)
 
     def result(self) -> dict[int, Tensor]:
-        """Return the reduced gradients of what lies on this device, by number."""
+        """Return the reduced gradients of parameters on this device, by index."""
         for stage in [*self._totals]:
             self.reduce(stage)
         self._bring_home()
         return {leaf: g for leaves, finish in self._under_way for leaf, g in zip(leaves, finish(), strict=True)}
 
     def _bring_home(self) -> None:
-        """Send what borrowers have found to the owners, which add it up and reduce it."""
+        """Send gradients of borrowers to the owners, which add and reduce them."""
         rows = [(tie, at) for tie in self._ties for at in range(1, len(tie.stages))]
         xs = [self._stacked(tie, at) for tie, at in rows]
         stacks = go(xs, [tie.homes[at] for tie, at in rows], self._site)()

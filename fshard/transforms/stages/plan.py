@@ -1,14 +1,13 @@
 """Plan the parameters of a model in stages, once: how they and their gradients are resharded.
 
-    a shard at the first stage's place  ──sent──>  a shard at another's  ──gathered──>  whole, for a while
-    summands, one from each device of the place  ──reduced──>  the gradient's layout, there
+    a shard at the first stage's coordinate  ──send──>  a shard at another's  ──all-gather──>  unsharded, for a while
+    summands, one per device of the coordinate  ──reduce──>  the gradient's layout, there
 
-All ways begin and end at one place along the pipeline: other devices have other stages, and no part in them.
+All plans begin and end at one coordinate along the pipeline: other devices have other stages, and take no part.
 
-Where the parameters of a pipeline lie: those of a stage on the devices that have it, and nowhere else.
-
-A stage's place along "pipe" is a part of the layout of each of its parameters.  So optimizers, norms, checkpoints and pictures
-need to know nothing of pipelines.  Of a parameter that stands in two stages (tied) there is one: it lies where the first is.
+The coordinate of a stage along "pipe" is part of the layout of each of its parameters, `P(at={"pipe": k})`. So
+optimizers, norms, checkpoints and pictures work without knowing pipelines. A parameter of several stages (tied) is
+stored by the first one.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from fshard.transforms.shard_params import Rules, layouts_of
 
 
 class Own(NamedTuple):
-    """The parameters of one stage, each once: they and their numbers, and what puts them together as the stage takes them."""
+    """The parameters of one stage, each once, with their indices, and how they form the stage's tree."""
 
     leaves: list[ParamPlan]
     numbers: list[int]
@@ -48,7 +47,7 @@ class Own(NamedTuple):
 
 
 class Borrowed(NamedTuple):
-    """A parameter that a stage needs at another place than its own, and the way of its shard to that place."""
+    """A parameter that a stage needs at another coordinate than its own, and the plan to send its shard there."""
 
     leaf: int
     place: int
@@ -56,13 +55,13 @@ class Borrowed(NamedTuple):
 
 
 class Tie(NamedTuple):
-    """A parameter of several stages, by its number.
+    """A parameter of several stages, by its index.
 
     Args:
-        leaf: its number.
-        stages: where it stands; the first owns it.
-        places: of the stages, along the pipeline.
-        homes: the ways of what each stage has found to the owner's place.
+        leaf: its index.
+        stages: that use it; the first owns it.
+        places: coordinates of the stages along the pipeline.
+        homes: the plans that send each stage's gradient to the owner.
     """
 
     leaf: int
@@ -75,10 +74,10 @@ class Weights(NamedTuple):
     """The parameters of all stages.
 
     Args:
-        leaves: each once; a number is a place among them.
+        leaves: each once; they are referred to by index.
         own: those of each stage.
-        ways: of their gradients, None where they are not trained.
-        borrowed: what stages need of others' parameters.
+        ways: plans of their gradients, None where they are not trained.
+        borrowed: parameters that stages need of others.
         ties: the trained parameters of several stages.
     """
 
@@ -94,13 +93,13 @@ class StagePlan:
     """The plan of a model in stages, the same for all devices and steps.
 
     Args:
-        how: a step is taken.
-        axis: along which the pipeline lies.
-        stages: what is called.
-        inputs: gives the first one its part of a microbatch.
-        route: who does what, and when.
+        how: options of the step.
+        axis: of the pipeline.
+        stages: the functions.
+        inputs: returns the first stage's input of a microbatch.
+        route: the schedule with its messages.
         weights: the parameters.
-        messages: what devices have learnt of them; None: they are told anew.
+        messages: known forms of messages; None: each is described.
     """
 
     how: How
@@ -128,12 +127,12 @@ class Terms:
     """The options that the plans of parameters depend on.
 
     Args:
-        how: a step is taken.
-        axis: along which the pipeline lies.
-        placement: where each stage lies along it.
-        gradients: from a parameter's layout to its gradient's; None: they are the same.
+        how: options of the step.
+        axis: of the pipeline.
+        placement: the coordinate of each stage.
+        gradients: from a parameter's layout to its gradient's; None: they are equal.
         mesh: the devices.
-        over: the axes that the batch is cut over, along which gradients are summed.
+        over: the axes that shard the batch, along which gradients are summed.
     """
 
     how: How
@@ -150,8 +149,8 @@ class Terms:
 
         Args:
             structures: of the trees of the stages.
-            given: for each leaf of these its path, what it is, and whether it is frozen.
-            at: the number of each, the same for those that are tied.
+            given: for each leaf of these its path, its parameter, and whether it is frozen.
+            at: the index of each, equal for tied ones.
         """
         rest = iter(at)
         numbers = [[next(rest) for _ in range(structure.num_leaves)] for structure in structures]
@@ -208,7 +207,7 @@ class Terms:
         return Own(list(map(gathered, unique)), unique, tree)
 
     def _way(self, leaf: ParamPlan) -> ReshardPlan:
-        """Return the way of a gradient among the devices of its stage."""
+        """Return the plan of a gradient among the devices of its stage."""
         place = place_of(leaf.gradient, self.axis)
         assert place is not None
         if self.how.slices is not None:
@@ -232,17 +231,17 @@ def shard_stages(
     frozen: Choice = None,
     seed: int | None = None,
 ) -> list[PyTree]:
-    """Lay the parameters of stages on the devices that have them.  Nothing is sent: every process keeps its shards.
+    """Place the parameters of stages on the devices that have them. Nothing is sent: every process keeps its shards.
 
     Args:
-        stages: modules, of which the parameters are taken by their names; or trees of parameters.
-        rules: their layouts along the other axes: what `shard_params` takes, for the list of these trees: `fsdp("data")`, say,
-            or patterns as "*.blocks.*.w", which begin with the number of the stage.  None: whole.
+        stages: modules, whose parameters are taken by their names; or trees of parameters.
+        rules: their layouts along the other axes: as for `shard_params`, for the list of these trees: `fsdp("data")`, say,
+            or patterns as "*.blocks.*.w", which begin with the number of the stage. None: replicated.
         mesh: the devices.
-        schedule: which says where each stage lies.
-        axis: along which.
-        frozen: which are not to be trained: see `shard_params`.
-        seed: that `lazy` layers are drawn by.  A process builds those of its own stages only, one stage after the other.
+        schedule: the placement of stages.
+        axis: of the pipeline.
+        frozen: parameters that are not trained: see `shard_params`.
+        seed: of `lazy` layers. A process builds only those of its own stages, one stage at a time.
 
     >>> import torch, fshard as fs
     >>> mesh = fs.make_mesh({"pipe": 2, "data": 2})
@@ -253,7 +252,7 @@ def shard_stages(
     """
     trees = [dict(one.named_parameters()) if isinstance(one, nn.Module) else one for one in stages]
     where: dict[str, Any] = {"mesh": mesh, "schedule": schedule, "axis": axis}
-    modules = all(isinstance(one, nn.Module) for one in stages)  # nobody says how other tensors are made
+    modules = all(isinstance(one, nn.Module) for one in stages)  # other tensors have no initializer
     put = device_put if seed is None or not modules else reserved
     result = lay_stages(trees, rules, **where, frozen=frozen, put=put)
     seen: set[tuple[int, ...]] = set()
@@ -275,7 +274,7 @@ def lay_stages(
     frozen: Choice = None,
     put: Callable[[Any, Layout], Any] = device_put,
 ) -> list[PyTree]:
-    """Lay the parameters of stages on the devices that have them, each by `put`."""
+    """Place the parameters of stages on the devices that have them, each by `put`."""
     refuse_unfit("shard_stages", len(trees), mesh, schedule, axis)
     found = layouts_of(trees, P() if rules is None else rules, mesh, frozen, "shard_stages")
     _refuse_placed(trees, found, mesh, axis, schedule.placement)
@@ -291,7 +290,7 @@ def lay_stages(
 
 
 def has_stages(mesh: Mesh, schedule: Schedule, axis: str) -> list[bool]:
-    """Return for each stage whether the caller has tensors of it: without memory nobody has."""
+    """Return, for each stage, True if the caller has tensors of it: meta tensors belong to none."""
     places = (
         {mesh.coordinates(device)[axis] for device in local_devices(mesh)} if mesh.runtime != "abstract" else set[int]()
     )
@@ -301,7 +300,7 @@ def has_stages(mesh: Mesh, schedule: Schedule, axis: str) -> list[bool]:
 def _refuse_placed(
     trees: Sequence[PyTree], layouts: Sequence[Layout], mesh: Mesh, axis: str, placement: Sequence[int]
 ) -> None:
-    """Raise if rules say something else of where stages lie, naming which parameters."""
+    """Raise if rules contradict the placement of stages, naming the parameters."""
     paths, first = flatten_with_paths(trees, sharded_is_leaf=True)[0], dict[tuple[int, ...], int]()
     places = [
         first.setdefault(key_of(leaf), at)
@@ -322,7 +321,7 @@ def _refuse_placed(
 
 
 def refuse_unfit(what: str, stages: int, mesh: Mesh, schedule: Schedule, axis: str, *others: str) -> None:
-    """Raise, naming all of it, unless a schedule fits so many stages and a mesh, and nothing else is wrong."""
+    """Raise unless a schedule fits the stages and the mesh, naming all errors."""
     mesh.check_axes(axis, f"{what}(axis=)")
     if not isinstance(schedule, Schedule):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise LayoutError(
@@ -340,7 +339,7 @@ def refuse_unfit(what: str, stages: int, mesh: Mesh, schedule: Schedule, axis: s
 
 
 def on_place(layout: Layout, axis: str, place: int) -> Layout:
-    """Return a layout on the devices at one place of an axis alone."""
+    """Return a layout restricted to one coordinate of an axis."""
     spec, on = layout.spec, {**dict(layout.spec.at), (axis,): place}
     if spec.flat_axes is not None:
         return layout.with_spec(P.flat(*spec.flat_axes, unreduced=spec.unreduced, at=on))
@@ -348,5 +347,5 @@ def on_place(layout: Layout, axis: str, place: int) -> Layout:
 
 
 def place_of(layout: Layout, axis: str) -> int | None:
-    """Return the place of an axis where alone something lies, if there is one."""
+    """Return the coordinate of an axis to which a layout is restricted, or None."""
     return dict(layout.spec.at).get((axis,))

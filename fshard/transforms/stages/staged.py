@@ -1,12 +1,13 @@
-"""The gradient of a model in stages, as a schedule runs it: `value_and_grad(stages, ..., schedule=)`.
+"""The gradient of a model in stages, run by a schedule: `value_and_grad(stages, ..., schedule=)`.
 
     mesh {"pipe": 4, "data": 2}        data=0   data=1
-                          pipe=0       stage 0  stage 0        values and their gradients go along "pipe",
-                          pipe=1       stage 1  stage 1        shards of parameters and sums of gradients along "data"
+                          pipe=0       stage 0  stage 0        values and their gradients are sent along "pipe",
+                          pipe=1       stage 1  stage 1        parameters and gradients are gathered and reduced along "data"
                           ...
 
-The batch is cut along "data" as ever, and each device's part into the microbatches of the schedule.  These are slices: loss,
-gradients and metrics are those of `value_and_grad`, and in reproducible mode their bits, for as many slices.
+The batch is sharded along "data" as usual, and each device's shard is split into the microbatches of the schedule.
+These are slices: loss, gradients and metrics equal those of `value_and_grad`, bit by bit in reproducible mode with as
+many slices.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def staged(
     in_place: bool = False,
     caller: str = "value_and_grad",
 ) -> Staged:
-    """Return the gradient of stages that run as a schedule says; for its options see `train_step`."""
+    """Return the gradient of stages that run by a schedule; for its options see `train_step`."""
     given: list[Any] = [*stages] if isinstance(stages, list | tuple | nn.ModuleList) else [stages]
     complaints = ["deferred_batch_norm=True is about buffers: say has_buffers=True"] * (
         deferred_batch_norm and not has_buffers
@@ -122,7 +123,7 @@ def _complaints(
     axis: str,
     loss: object,
 ) -> list[str]:
-    """Return what is wrong with the arguments."""
+    """Return the errors of the arguments."""
     wrong = [
         f"stage {number} is {type(one).__name__}, which is not called"
         for number, one in enumerate(stages)
@@ -148,7 +149,7 @@ def _cut_over(specs: PyTree, mesh: Mesh) -> list[str]:
 
 
 def first_of_two(microbatch: PyTree) -> PyTree:
-    """Return the default input of the first stage: x of a pair (x, target), or the whole microbatch."""
+    """Return the default input of the first stage: x of a pair (x, target), or the full microbatch."""
     return microbatch[0] if isinstance(microbatch, tuple | list) and len(microbatch) == 2 else microbatch
 
 
@@ -228,7 +229,7 @@ class Staged:
             with one_thread(self.how.slices is not None):
                 results = run_on_devices(mesh, on_device, mapped=mesh.axis_names)
         except BaseException:
-            self.known.clear()  # some devices may have learnt of messages what others have not
+            self.known.clear()  # some devices may have cached message forms that others have not
             raise
         known.fresh = False
         leaves_of = enumerate(known.plan.weights.leaves)
@@ -240,7 +241,7 @@ class Staged:
         return value, unflatten(structure, [grads[number] for number in at])
 
     def _refuse(self, params: PyTree, paths: Sequence[str], leaves: Sequence[Any], mesh: Mesh) -> None:
-        """Raise unless there is a tree for each stage, of what lies where the stage does, or where one it is tied to does."""
+        """Raise unless there is a tree per stage, of parameters placed on the stage or on one it is tied to."""
         if not isinstance(params, list | tuple) or len(params) != len(self.stages):
             found = f"{len(params)} are given" if isinstance(params, list | tuple) else f"found {type(params).__name__}"
             raise LayoutError(
@@ -262,7 +263,7 @@ class Staged:
             )
 
     def _places_of(self, params: Sequence[PyTree]) -> list[int]:
-        """Return for each leaf the place of its stage."""
+        """Return for each leaf the coordinate of its stage."""
         counts = [len(flatten(tree, sharded_is_leaf=True)[0]) for tree in params]
         return [place for place, count in zip(self.route.placement, counts, strict=True) for _ in range(count)]
 
@@ -298,7 +299,7 @@ def _nothing(leaf: ParamPlan, device: int, near: Tensor) -> Tensor:
 
 
 def _together(column: Sequence[Any], batch: Batch) -> Any:
-    """Return a number that all devices have been told, or the rows of all samples."""
+    """Return a number that all devices agree on, or the number of rows of all samples."""
     if not column[0].ndim:
         return column[0]
     rows = [laid(x, batch) for x in column]
