@@ -1,39 +1,39 @@
 """Agreements of devices: one order of reductions, the same all-gathers, the same inputs.
 
-Gradients become complete in an order that may depend on the data, and some never do where a branch has left them out.  So
-units are reduced in turns that all devices agree on: a unit whose turn has not come waits, one that is missing after the
-backward is reduced as zeros, and one that nobody has counted on comes last.
+Gradients become complete in an order that may depend on the data, and some never do where a branch skips them. So
+units are reduced in an order that all devices agree on: a unit before its turn waits, one that is missing after the
+backward is reduced as zeros, and one outside the agreed order is reduced last.
 
-    turns       head  blocks[1]  blocks[0]            agreed in the first step: how device 0 used them, backwards
+    turns       head  blocks[1]  blocks[0]            agreed in the first step: device 0's order of use, reversed
     device 0    head  blocks[0]              ->       head  blocks[1] = 0  blocks[0]
     device 1    head  blocks[1]              ->       head  blocks[1]      blocks[0] = 0
 
-A gather is for all devices by nature: where they differ, it can only be said who wanted what.  So it is with the shapes of
-the whole batch, the key of random draws and parameters that are replicated, which nothing but the user's program makes equal
-on processes (see `origin`).
+All-gathers involve all devices; where devices differ, the error names the units that each gathered. Also compared: the
+shapes of the global batch, the key of random draws, and replicated parameters, which only the user's program makes
+equal on processes (see `origin`).
 
-All this is known on the host and asked of other hosts: no accelerator is waited for.
+All this is exchanged between hosts: no accelerator is waited for.
 
-What a loss function has to do with other devices, and what follows for its gradient.
+Collectives in a loss function, and the gradient that follows.
 
-In a loss function every value counts as the device's own: parameters, and what a collective has made equal everywhere too.
-Each device has a loss; the objective is their mean, weighted by what the devices' parts of the batch count for, as a
-function of the values of all devices together.  That is right for any code, and nobody has to promise anything.
+In a loss function every value is varying: parameters, and results of collectives. Each device has a loss; the
+objective is their mean, weighted by the devices' parts of the batch, as a function of all devices' values. That is
+right for any code without promises of equality.
 
     mean over all devices of    f(z_d, psum(z))          each device's parameters, with equal numbers
            │                       │     └ backward: psum of all cotangents        │
            └ 1/n to each           └ backward: its own                             └ backward: gradients summed over all
 
-Over which devices: those along the batch's axes, which have other samples; and those along any other axis over which the
-loss function of some device calls a collective, or takes its index to use a part of the parameters.  Devices agree on these
-axes in the first step, before anything is reduced; later only collectives add to them, so a device may print by its index.
-Where nothing is asked, all along such an axis compute the same, and nothing is sent along it after the first step.
+The devices are those along the batch's axes, which have other samples, and those along any other axis over which the
+loss function of some device calls a collective or `axis_index`. Devices agree on these axes in the first step, before
+anything is reduced; later only collectives add to them, so a device may print by its index. Along all other axes
+devices compute the same, and nothing is sent along them after the first step.
 
-Some collectives are refused, since their result would differ on other meshes (`sync_batchnorm` weights devices by samples):
+Some collectives raise, since their result would differ on other meshes (`sync_batchnorm` weights devices by samples):
 
-    5 samples on 2 devices      fs.pmean is no mean over samples: [0 1] and [2 3 4] count alike
+    5 samples on 2 devices      fs.pmean is no mean over samples: [0 1] and [2 3 4] have equal weights
     3 samples on 4 devices      one device computes on a neighbour's sample, which a sum would count twice
-    reproducible mode           a slice sees only the slices that other devices compute meanwhile
+    reproducible mode           a slice sees only the slices that other devices compute concurrently
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from fshard.transforms.batch import Batch
 
 
 def summed(rows: tuple[Tensor, ...], group: Group | None, site: Site) -> tuple[Tensor, ...]:
-    """Return the sums of the devices' rows of numbers, of all rows in one memory at once; a device alone has them already."""
+    """Sum rows of numbers over devices, all rows in one collective; a single device has the sums already."""
     if group is None or group.size == 1:
         return rows
     psum = Bound(Psum(), group, site).run
@@ -67,11 +67,14 @@ def on_host(numbers: Sequence[float], near: torch.device) -> Tensor:
 
 
 def agreed_turns(used: Sequence[int], count: int, group: Group | None, site: Site, near: torch.device) -> list[int]:
-    """Return the order in which `count` units are reduced, from those that each device has used, in its order.
+    """Return the order in which `count` units are reduced, from the units that each device has used, in order.
 
-    That of the first device, backwards; then what only others have used.
+    The first device's order, reversed; then units that only other devices used.
     """
-    first, users = [0.0] * count, [0.0] * count  # when the first device used a unit, from 1 on; how many have
+    first, users = (
+        [0.0] * count,
+        [0.0] * count,
+    )  # first use on device 0; devices that used it
     for place, number in enumerate(used):
         first[number] = 0.0 if group is not None and group.index else 1.0 + place
         users[number] = 1.0
@@ -84,7 +87,7 @@ def agreed_turns(used: Sequence[int], count: int, group: Group | None, site: Sit
 
 
 def marks(*told: object) -> list[float]:
-    """Return numbers whose sums over devices tell whether all have told the same: see `unlike`.
+    """Return numbers whose sums over devices show whether all devices had the same: see `unlike`.
 
     >>> here, there = marks([0, 1], "x"), marks([1, 0], "x")
     >>> unlike([a + b for a, b in zip(here, here)]), unlike([a + b for a, b in zip(here, there)])
@@ -95,12 +98,12 @@ def marks(*told: object) -> list[float]:
 
 
 def mark(told: object) -> float:
-    """Return a number of 20 bits that stands for something."""
+    """Return a hash of 20 bits."""
     return float(zlib.crc32(repr(told).encode()) % (1 << 20)) if told else 0.0
 
 
 def unlike(sums: Sequence[float]) -> list[int]:
-    """Return the places of what devices differ in, from the sums of their marks."""
+    """Return the indices of values that differ between devices, from the sums of their marks."""
     n, *rest = sums
     firsts, squares = rest[: len(rest) // 2], rest[len(rest) // 2 :]
     return [place for place, (first, square) in enumerate(zip(firsts, squares, strict=True)) if first**2 != n * square]
@@ -127,7 +130,7 @@ def disagreement(mesh: Mesh, gathered: Mapping[int, Sequence[int]], words: Seque
     >>> disagreement(fs.make_mesh({"data": 2}), {0: [0, 1], 1: [0]}, ["head (head.w)", "tail (tail.w)"])
     '(data=0) has gathered tail (tail.w), (data=1) has not. An all-gather needs all devices. ...'
     """
-    if len(gathered) == 1:  # a process, which knows nothing of the others
+    if len(gathered) == 1:  # a process: it has no others' values
         ((device, numbers),) = gathered.items()
         here = ", then ".join(words[number] for number in numbers)
         return f"{name_of(mesh, device)} has gathered {here}. {CURE}" if numbers else ""
@@ -147,7 +150,7 @@ def disagreement(mesh: Mesh, gathered: Mapping[int, Sequence[int]], words: Seque
 
 
 def name_of(mesh: Mesh, device: int) -> str:
-    """Return a device's place along all axes."""
+    """Return a device's coordinates."""
     return f"({', '.join(f'{axis}={at}' for axis, at in mesh.coordinates(device).items())})"
 
 
@@ -164,10 +167,9 @@ _INDEX = "fs.axis_index"
 
 
 class Talk:
-    """The collectives that one device's loss function calls in a step; `objection` may refuse them.
+    """The collectives that one device's loss function calls in a step; `objection` may reject them.
 
-    `along` are the axes, besides those that cut the batch, over which anything was asked for; `mixed` says whether
-    something was along those.
+    `along`: axes beside the batch's that were used; `mixed`: whether a collective used both kinds.
     """
 
     def __init__(self, batch: Batch, objection: Notice | None) -> None:
@@ -177,7 +179,7 @@ class Talk:
         self.mixed = False
 
     def notice(self, what: str, group: Group) -> None:
-        """Note what is asked for over the axes of a group, unless it is refused."""
+        """Record a collective over the axes of a group, unless it is rejected."""
         if self._objection is not None:
             self._objection(what, group)
         if what in NOT_HEARD:
@@ -207,7 +209,7 @@ class Talk:
 
     @property
     def many(self) -> int:
-        """How many devices there are along those axes, which all count for the same samples."""
+        """Number of devices along those axes, which have the same samples."""
         many = 1
         for axis in self.along:
             many *= self._sizes[axis]

@@ -1,18 +1,19 @@
-"""The batch of a step: laid on the mesh, and cut into the slices that each device takes one after the other.
+"""The batch of a step: sharded on the mesh, and split into the slices that each device runs in sequence.
 
-A batch of any size is cut as evenly as can be: slices differ by one sample at most.  Where there are fewer samples than
-slices, some have none.  Such a slice is given a neighbour's sample, so that any loss function can run on it and devices
-stay together; what comes of it counts for nothing.
+A batch of any size is split as evenly as possible: slices differ by at most one sample. With fewer samples than
+slices, some are idle. An idle slice gets a neighbour's sample, so that any loss function can run on it and devices
+stay in step; its results have weight 0.
 
     5 samples, 2 devices, 2 slices each         3 samples
     device 0    [0] [1]                         device 0    [(0)] [0]
     device 1    [2] [3 4]                       device 1    [1] [2]
 
-Where no axis cuts samples, as beside a pipeline alone, all tensors of one length hold some, and every device has them all.
+Where no axis shards the samples, as beside a pipeline alone, all tensors of one length contain some, and every device
+has them all.
 
-Containers of Python and dataclasses are trees, in which each tensor has a row for each sample, or none.  In objects of other
-classes (a jagged tensor, a graph) tensors may mean anything: each device's own go to the module as they are, and where
-samples would be cut they are refused.
+Containers of Python and dataclasses are trees, in which each tensor has a row per sample, or none. Tensors in objects
+of other classes (a jagged tensor, a graph) may mean anything: such an object of a device's own loader is passed to the
+module unchanged, and raises where its samples would be split.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ from fshard.mesh.spmd.run import local_devices
 
 
 class Cut(NamedTuple):
-    """How the samples of a tensor are cut: along which axes, over how many devices, and how many samples there are."""
+    """How the samples of a tensor are sharded: axes, number of devices, number of samples."""
 
     axes: tuple[str, ...]
     parts: int
@@ -63,7 +64,7 @@ class Cut(NamedTuple):
         return [balanced_range(self.length, self.parts * count, index * count + turn) for turn in range(count)]
 
     def lengths(self) -> list[int]:
-        """Return how many samples each device has."""
+        """Return the number of samples of each device."""
         ranges = (balanced_range(self.length, self.parts, index) for index in range(self.parts))
         return [stop - start for start, stop in ranges]
 
@@ -84,7 +85,7 @@ def _filled(found: Range, length: int) -> Range:
 class Slice(NamedTuple):
     """A slice of a device's batch: its leaves, and its weight by the number of samples.
 
-    `samples` is how many are in them, a neighbour's among them; None: that is not known.
+    `samples`: their number, a neighbour's included; None: unknown.
     """
 
     leaves: list[Any]
@@ -98,13 +99,13 @@ class Batch:
 
     Args:
         mesh: the devices.
-        devices: those at hand.
-        columns: for each leaf, what each of these has of it.
-        cuts: how the samples of each leaf are cut; None: it is whole in every slice.
-        structure: of the tree that they are the leaves of.
-        axes: along which anything is cut: those of the samples first, in their order.
-        shapes: of the whole leaves, where they are tensors.
-        given: the leaves as they were given, if the caller has the whole batch.
+        devices: the local ones.
+        columns: for each leaf, the local shards.
+        cuts: how the samples of each leaf are sharded; None: every slice has all of it.
+        structure: of the tree.
+        axes: that shard anything: those of the samples first, in their order.
+        shapes: global shapes of the leaves that are tensors.
+        given: the leaves as they were given, if the caller has the global batch.
     """
 
     mesh: Mesh
@@ -118,23 +119,23 @@ class Batch:
 
     @property
     def unsharded(self) -> dict[str, Tensor]:
-        """The tensors that were given whole, by their paths."""
+        """The tensors that were given in full, by path."""
         return {path: x for path, x in zip(paths_of(self.structure), self.given, strict=False) if isinstance(x, Tensor)}
 
     @property
     def alone(self) -> bool:
-        """Whether other devices, for whom the caller does not stand, may have been given something else."""
+        """True if other processes may have been given something else."""
         return len(self.devices) < self.mesh.size and self.mesh.runtime != "abstract"
 
     @cached_property
     def cut(self) -> Cut | None:
-        """How samples are cut, if all tensors that hold some say the same."""
+        """The sharding of samples, if all tensors with samples agree."""
         kinds = {cut for cut in self.cuts if cut is not None}
         return kinds.pop() if len(kinds) == 1 else None
 
     @property
     def samples(self) -> int | None:
-        """How many samples there are, if all tensors that hold some say the same."""
+        """The number of samples, if all tensors with samples agree."""
         return None if self.cut is None else self.cut.length
 
     def total(self, count: int) -> int:
@@ -143,7 +144,7 @@ class Batch:
         return n * count if self.cut is None else self.cut.length * n // self.cut.parts
 
     def check(self, count: int) -> None:
-        """Raise if there is no way to cut the batch into `count` slices for each device."""
+        """Raise if the batch cannot be split into `count` slices per device."""
         kinds = {cut for cut in self.cuts if cut is not None}
         if count > 1 and not kinds:
             raise LayoutError(
@@ -161,9 +162,9 @@ class Batch:
             )
 
     def slices(self, place: int, count: int, *, apart: bool = False) -> list[Slice]:
-        """Cut what the device has whose shards stand at `place`.
+        """Split the shards of the device at index `place`.
 
-        `apart`: each slice in memory of its own, since kernels round differently where what they read is aligned otherwise.
+        `apart`: copy each slice, since kernels round differently where their inputs are aligned differently.
         """
         device = self.devices[place]
         own = [column[place] for column in self.columns]
@@ -172,7 +173,7 @@ class Batch:
             return [Slice(own, rows, rows)]
         ranges = {cut: cut.ranges(self.mesh, device, count) for cut in self.cuts if cut is not None}
 
-        whole = lent if count > 1 else lambda x: x  # what one slice writes is not seen by the next
+        whole = lent if count > 1 else lambda x: x  # a write to one slice must not change the next
 
         def one(turn: int) -> Slice:
             leaves = [
@@ -203,7 +204,7 @@ def _rows(x: Tensor, ranges: list[Range], turn: int) -> Tensor:
 
 @dataclass(frozen=True)
 class BatchPart:
-    """A batch of which the caller, who is one device, has its own part, as a loader has cut it."""
+    """A batch of which each device has its own part, as from a loader."""
 
     tree: PyTree
     cut: Cut
@@ -229,7 +230,7 @@ class BatchPart:
 
 
 def placed(batch: PyTree, specs: PyTree, mesh: Mesh) -> Batch:
-    """Lay a batch on a mesh by a P, or a prefix tree of Ps."""
+    """Shard a batch on a mesh by a P, or a prefix tree of Ps."""
     if isinstance(batch, BatchPart):
         return batch.on(mesh)
     leaves, structure = flatten(batch, sharded_is_leaf=True, none_is_leaf=True)
@@ -258,7 +259,7 @@ def placed(batch: PyTree, specs: PyTree, mesh: Mesh) -> Batch:
 
 
 def _refuse_opaque(batch: PyTree, specs: PyTree) -> None:
-    """Raise naming the objects that are to be cut though nobody knows how."""
+    """Raise with the objects whose samples cannot be split."""
     paths, leaves, structure = flatten_outside(batch)
     chosen = broadcast_prefix(specs, unflatten(structure, [0] * len(leaves)), none_is_leaf=True)
     cut = [(path, x) for path, x, spec in zip(paths, leaves, chosen, strict=True) if isinstance(spec, P) and spec.axes]
@@ -270,14 +271,14 @@ def _refuse_opaque(batch: PyTree, specs: PyTree) -> None:
 
 
 def _uncut(columns: list[tuple[Any, ...]]) -> list[Cut | None]:
-    """Return how samples lie that no axis cuts: whole, in all tensors that have dims, if these are equally long."""
+    """Return the sharding of samples that no axis shards: full in all tensors with dims, if these have one length."""
     lengths = [x.shape[0] if isinstance(x, Tensor) and x.ndim else None for x, *_ in columns]
     alike = len({*lengths} - {None}) == 1
     return [None if length is None or not alike else Cut((), 1, length) for length in lengths]
 
 
 def _placed(leaf: Any, spec: Any, mesh: Mesh) -> tuple[Cut | None, tuple[Any, ...]]:
-    """Lay a leaf on a mesh; return how its samples are cut, and what the devices at hand have of it."""
+    """Shard a leaf on a mesh; return the sharding of its samples, and the local shards."""
     if not isinstance(leaf, Tensor | Sharded):
         if getattr(leaf, "ndim", 0) and isinstance(spec, P) and spec.axes:
             raise LayoutError(
@@ -302,7 +303,7 @@ def _placed(leaf: Any, spec: Any, mesh: Mesh) -> tuple[Cut | None, tuple[Any, ..
 
 
 def _samples(x: Tensor, cut: Cut, layout: Layout) -> tuple[Tensor, ...]:
-    """Return each device's samples of a tensor; where the other dims are cut too, as a layout says, its part of these."""
+    """Return each device's samples of a tensor; a layout may shard the other dims too."""
     mesh, pieces = layout.mesh, list[Tensor]()
     for device in local_devices(mesh):
         (own,) = cut.ranges(mesh, device, 1)
@@ -316,7 +317,7 @@ def _samples(x: Tensor, cut: Cut, layout: Layout) -> tuple[Tensor, ...]:
 
 @lru_cache(maxsize=1024)
 def _how(mesh: Mesh, spec: P, shape: tuple[int, ...]) -> tuple[Cut | None, Layout]:
-    """Return how the samples of a tensor are cut, and its layout; the other dims alone, where its samples do not divide."""
+    """Return the sharding of a tensor's samples, and its layout; of the other dims only, where samples are uneven."""
     layout = Layout(mesh, spec)
     first, *others = spec.dims(len(shape)) or [()]
     cut = Cut(first, prod(mesh.shape[axis] for axis in first), shape[0]) if first else None
@@ -337,12 +338,12 @@ def rows_of(leaf: Any) -> int | None:
 
 
 def all_plain(leaves: Sequence[Any]) -> bool:
-    """Return whether no leaf can be such an object, nor be in one: so it is with nearly every batch."""
+    """Return True if no leaf can be such an object, nor be in one, as in nearly every batch."""
     return not any_known() and all(isinstance(x, Tensor | Sharded | int | float | str | None) for x in leaves)
 
 
 def is_opaque(leaf: Any) -> bool:
-    """Return whether a leaf is an object with tensors that cannot be cut; torch must know it, and they must be equally long.
+    """Return True if a leaf is an object with tensors of equal length, registered with torch's pytrees.
 
     >>> import torch
     >>> is_opaque(torch.distributions.Normal(torch.zeros(2), torch.ones(2))), is_opaque(torch.zeros(3)), is_opaque("a")

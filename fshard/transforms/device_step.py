@@ -1,7 +1,6 @@
-"""One device's step: forward and backward of its slices, one after the other.
+"""One device's step: forward and backward of its slices, in sequence.
 
-slice 0          slice 1          last slice
-gradients kept   kept, added up   added up, reduced as each unit's are ready
+slice 0 slice 1 last slice gradients kept accumulated accumulated, reduced as each unit's are ready
 """
 
 from __future__ import annotations
@@ -53,14 +52,14 @@ class How:
 
     Args:
         loss_fn: of (params, batch).
-        has_buffers: whether it takes and returns buffers: (params, buffers, batch) -> (loss, buffers).
-        has_aux: whether it returns something more.
-        weight: what a part of the batch counts for.
-        accumulate: into how many turns a device's part is cut.
-        once: whether gradients are added up over the turns before they are reduced.
-        slices: into how many slices the whole batch is cut in reproducible mode; None: another mode.
-        manner: how units are handled.
-        backward: whether a gradient is taken at all.
+        has_buffers: True if it takes and returns buffers: (params, buffers, batch) -> (loss, buffers).
+        has_aux: True if it returns metrics too.
+        weight: the weight of a part of the batch.
+        accumulate: number of slices per device.
+        once: True accumulates gradients over the slices before they are reduced.
+        slices: number of slices of the global batch in reproducible mode; None: another mode.
+        manner: options of units.
+        backward: False takes no gradient.
         caller: the function that was called, for messages.
     """
 
@@ -76,7 +75,9 @@ class How:
     caller: str = "value_and_grad"
 
     def turns(self, n: int) -> int:
-        """Return how many slices each of n devices takes; in reproducible mode they make one branch of the tree of all."""
+        """Return the number of slices of each of n devices; in reproducible mode they are one branch of the global
+        tree.
+        """
         if self.slices is None:
             return self.accumulate
         own, left = divmod(self.slices, n)
@@ -94,7 +95,7 @@ class How:
 
 
 class SliceTurn(NamedTuple):
-    """A slice, what it counts for, and its number among those of all devices."""
+    """A slice, its weight, and its index among those of all devices."""
 
     slice: Slice
     weight: Count
@@ -112,8 +113,8 @@ class SliceOutput(NamedTuple):
 class DeviceResult(NamedTuple):
     """The results of one device's step.
 
-    The loss and what it is the mean over; what was returned beside it, numbers and rows by their places in a tree; its shards
-    of the gradients, buffers, the order of units.
+    The loss and its weight; the metrics, numbers and rows by their indices in a tree; the local shards of the
+    gradients, buffers, the order of units.
     """
 
     loss: Tensor
@@ -130,14 +131,14 @@ class DeviceStep:
     """One device in one step.
 
     Args:
-        how: what it does.
+        how: options of the step.
         tape: its parameters.
-        params: gives them as the tree that the loss function takes.
-        buffers: that it takes besides.
-        batch: the batch, of which it has a part.
-        place: where its shards stand among those at hand.
-        key: of its random draws; the same on all devices.
-        scale: what the loss is multiplied by for the backward.
+        params: returns them as the tree that the loss function takes.
+        buffers: of the loss function.
+        batch: the batch.
+        place: index of the device among the local ones.
+        key: of random draws; the same on all devices.
+        scale: the loss scale.
     """
 
     def __init__(
@@ -166,7 +167,7 @@ class DeviceStep:
         return self.runtime.scope.group(axes, "value_and_grad") if axes else None
 
     def run(self) -> DeviceResult:
-        """Take the device's part in the step: forward and backward of its slices, then what all devices do together."""
+        """Run the step: forward and backward of the device's slices, then the reductions of all devices."""
         how, runtime = self.how, self.runtime
         slices = self.batch.slices(self.place, self.turns, apart=how.slices is not None)
         counts = counts_of(how, self.batch, slices, self.group, runtime.site)
@@ -214,7 +215,7 @@ class DeviceStep:
         return DeviceResult(mean.loss, mean.weight, numbers, rows, structure, gradients, changed, runtime.order)
 
     def _rows(self, rows: Sequence[Tensor]) -> Rows:
-        """Put together what the slices have for each sample."""
+        """Concatenate the slices' results that have a row per sample."""
         cut = () if self.batch.cut is None else self.batch.cut.axes
         same = tuple(axis for axis in (*self.talk.along, *self.batch.axes) if axis not in cut)
         return collected(rows, self.batch, self._along(same), self._along(cut), self.runtime.site)
@@ -256,7 +257,7 @@ class DeviceStep:
 
     def _backward(self, loss: Tensor, count: Count, keep: Accumulate | None) -> None:
         how, runtime = self.how, self.runtime
-        idle = not count.weight and not self.talk.mixed  # other losses may depend on what counts for nothing itself
+        idle = not count.weight and not self.talk.mixed  # other losses may depend on samples of weight 0
         runtime.begin_backward(self.everyone, self.talk.along, keep, idle=idle)
         if not loss.requires_grad:
             return
@@ -267,7 +268,7 @@ class DeviceStep:
             torch.autograd.grad(loss, [runtime.anchor], start, allow_unused=True)
 
     def _called(self, batch: PyTree) -> tuple[Any, PyTree, PyTree]:
-        """Call the loss function; return the loss, buffers and what else there is."""
+        """Call the loss function; return the loss, buffers and metrics."""
         how = self.how
         given = self.buffers.part(self.place)
         result = followed(how.loss_fn)(self.params(), *((given,) if how.has_buffers else ()), batch)
@@ -285,9 +286,9 @@ class DeviceStep:
     def together(
         self, found: list[LossSums], written: Sequence[Written]
     ) -> tuple[LossSums, list[float], dict[str, Tensor]]:
-        """Average what was found and reduce what is left.
+        """Average losses, metrics and buffers, and reduce the remaining gradients.
 
-        Return also how many devices have used each parameter, and what buffers were written to, averaged.
+        Returns also how many devices used each parameter, and the averaged buffers that were written.
         """
         runtime, paths = self.runtime, self.buffers.paths
         given, near = self.buffers.before(self.place), found[0].loss.device
@@ -304,7 +305,7 @@ class DeviceStep:
         mean, sums = together(found, row, self.everyone, self.talk.many, runtime.site)
         differing, sums = unlike(sums[: len(own)]), sums[len(own) :]
         wrong = [place for place in differing if place < len(told)]
-        if wrong and wrong[-1]:  # what a step starts from may be why units were gathered otherwise
+        if wrong and wrong[-1]:  # different inputs may be the reason for different all-gathers
             origin.refuse(wrong[-1] - 1, runtime.scope.mesh, self._exchanged)
         if wrong:
             raise MismatchError(self._another_order())
@@ -341,7 +342,7 @@ class DeviceStep:
         return f"value_and_grad: devices gathered different units, so one was given another's values: {known}"
 
     def gradients(self, used: Sequence[float], weight: float = 1.0) -> list[Tensor | None]:
-        """Return the gradients; a parameter that no device used has none.  `weight` is what all slices count for together."""
+        """Return the gradients; None for a parameter that no device used. `weight` is the total of all slices."""
         divisor = 1.0 if self.how.slices is None or self.batch.mesh.runtime == "abstract" else something(weight)
         divisor *= self.scaled / self.scale
         sums = [g if wanted else None for g, wanted in zip(self.runtime.reductions.sums, used, strict=True)]
@@ -373,7 +374,7 @@ def counts_of(how: How, batch: Batch, slices: list[Slice], group: Group | None, 
 
 
 def one_loss(how: How, loss: Any, slice: Slice, count: Count) -> Tensor:
-    """Return the loss of a slice as one number, of what the loss function returned."""
+    """Return the loss of a slice as one number, from the result of the loss function."""
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         loss = _mean(how, loss, slice, count)
     if not loss.is_floating_point():

@@ -1,7 +1,7 @@
-"""`evaluate`: the loss of a batch, forward only, on parameters that lie on a mesh in any way.
+"""`evaluate`: the loss of a batch, forward only, on parameters in any layout.
 
-It is `value_and_grad` without the second half: units are gathered one by one as they are used and let go, parts of the batch
-of any size are averaged by what they count for, and nothing is recorded, reduced or scattered.
+It is `value_and_grad` without the backward: units are unsharded one by one as they are used and freed, parts of the
+batch of any size are averaged by their weight, and nothing is recorded or reduced.
 """
 
 from __future__ import annotations
@@ -39,28 +39,29 @@ def evaluate(
     schedule: Schedule | None = None,
     **staging: Any,
 ) -> Callable[..., Any]:
-    """Return a function of (params, batch) that gives the mean loss over the whole batch, or with `has_aux` (loss, aux).
+    """Return a function of (params, batch) that gives the mean loss over the entire batch, or with `has_aux` (loss,
+    aux).
 
     Args:
-        loss_fn: the loss function of training, or any other that returns what that does: a number or one for each sample, then
-            new buffers and a tree of tensors if it says so.
+        loss_fn: the loss function of training, or any other with the same results: a number or one per sample, then
+            new buffers and a tree of metrics if it has them.
         mesh: the devices.
-        batch: how the batch is cut.
-        has_buffers: whether loss_fn takes and returns buffers; what it makes of them is dropped.  Dropout and BatchNorm are
-            those of the module's mode: call `module.eval()` before, which `functionalize`'s apply follows.
-        has_aux: whether it returns something more: means, counts and rows, as in `value_and_grad`.
-        weight: what a part of the batch counts for: see `value_and_grad`, as for the others.
-        accumulate: cut each device's part into so many, one after the other.
+        batch: the sharding of the batch.
+        has_buffers: True if loss_fn takes and returns buffers; returned ones are dropped. Dropout and BatchNorm are
+            those of the module's mode: call `module.eval()` before; `functionalize`'s apply follows it.
+        has_aux: True if it returns metrics: means, counts and rows, as in `value_and_grad`.
+        weight: the weight of a part of the batch: see `value_and_grad`, as for the others.
+        accumulate: split each device's part into this many slices, run in sequence.
         reproducible: equal bits on every mesh.
-        slices: into how many slices the whole batch is cut then.
-        live_units: how many sharded units are whole at a time.
-        prefetch: how many units to start gathering ahead of their use.
-        compute: the floating dtype that parameters and batch are used in, if not their own.
+        slices: number of slices of the entire batch then.
+        live_units: number of sharded units that are unsharded at a time.
+        prefetch: number of units to all-gather ahead of their use.
+        compute: the floating dtype of parameters and batch in computation, if not their own.
         schedule: of a model in stages, of which the forwards are run.
         staging: with a schedule, loss, inputs, skips, axis and dynamic, as in `train_step`.
 
-    Communicates an all_gather of each unit that lies sharded and the psum of the means.  It works under `torch.no_grad` and
-    `torch.inference_mode`, and leaves the random state as it was.
+    Communicates an all_gather per sharded unit and the psum of the means. It works under `torch.no_grad` and
+    `torch.inference_mode`, and restores the random state.
 
     >>> import torch, fshard as fs
     >>> from fshard import P

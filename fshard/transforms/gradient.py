@@ -1,22 +1,22 @@
-"""The gradient of an ordinary loss function, on parameters and a batch that lie on a mesh: see `value_and_grad`.
+"""The gradient of an ordinary loss function, on a sharded batch and parameters in any layout: see `value_and_grad`.
 
-Each device takes the loss of its own part of the batch; the loss of the whole is their mean, weighted by samples or by
-what `weight` counts.  So a batch of any size has the loss and the gradient that it has on one device, if the loss is a
-mean over samples, or with `weight` over what that counts.  A loss may talk to other devices itself, over any axis: its
-gradient is that of the mean of all devices' losses (see `talk`).  It needs an even batch for `fs.pmean`, and for a sum
-samples on all devices (see `uneven`); `sync_batchnorm` needs neither.
+Each device takes the loss of its part of the batch; the loss of the batch is their mean, weighted by samples or by
+`weight`. So a batch of any size has the loss and the gradient that it has on one device, if the loss is a mean over
+samples, or over what `weight` counts. A loss may call collectives over any axis: its gradient is that of the mean of
+all devices' losses (see `agree`). It needs an even batch for `fs.pmean`, and samples on all devices for a sum;
+`sync_batchnorm` needs neither.
 
-Gradients come out as their layouts say: that is all that ZeRO 0 to 3 differ in.
+Gradients have the layouts they are given: that is all that ZeRO 0 to 3 differ in.
 
-    parameters at rest   gradients     the way of a gradient
-    P()                  P()           psum                    (0)
-    P()                  flat          psum_scatter            (1, 2)
-    flat                 flat          psum_scatter            (3; gathered at use)
+    parameters    gradients     communication
+    P()           P()           psum                    (0)
+    P()           flat          psum_scatter            (1, 2)
+    flat          flat          psum_scatter            (3; all-gathered at use)
 
-Reproducible mode: the batch is cut into slices whose number does not depend on the mesh.  Gradients of slices are added
-in one binary tree, within a device and, by the collectives, on across devices, in 32 bits at least (sums in 16 would be
-rounded at other places on other meshes); random draws are keyed by the slice; torch computes with one thread.  Then the
-bits are the same on any mesh.
+Reproducible mode: the batch is split into slices whose number does not depend on the mesh. Gradients of slices are
+added in one binary tree, within a device and, by the collectives, across devices, in at least 32 bits (16-bit sums
+would be rounded at other points on other meshes); random draws are seeded by the slice; torch computes with one
+thread. Then the bits are the same on any mesh.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def unstaged(
     reduce: torch.dtype | None = None,
     backward: bool = True,
 ) -> Gradient:
-    """Return the gradient of a loss function of the whole model; for its options see `value_and_grad`."""
+    """Return the gradient of a loss function of the full model; for its options see `value_and_grad`."""
     numbers = {"accumulate": accumulate, "slices": slices, "live_units": live_units, "bucket": bucket}
     numbers |= {"in_flight": in_flight, "prefetch": prefetch, "reduce": reduce, "compute": compute}
     if wrong := wrong_options(reproducible, numbers):
@@ -87,19 +87,18 @@ def unstaged(
 
 
 def as_they_lie(layout: Layout) -> Layout:
-    """Lay gradients as their parameters."""
+    """Give gradients the layouts of their parameters."""
     return layout
 
 
 KNOWN = 64
-"""How many trees a gradient remembers."""
+"""Number of trees whose plans a gradient caches."""
 
 
 class StepValue(NamedTuple):
-    """The value of a gradient function: the loss, the weight of its mean, and what the loss function returns beside it.
+    """The result of a gradient function: the loss, its weight, and the metrics of the loss function.
 
-    `samples` are those of the batch; None: its tensors do not agree on how many there are.  Of a batch that is not cut, all
-    tensors have to.
+    `samples`: of the batch; None if its tensors disagree on their number. In an unsharded batch all tensors count.
     """
 
     loss: Tensor
@@ -125,7 +124,7 @@ class Runs(Protocol):
 
 @uncompiled
 def called(self: Runs, params: PyTree, *given: PyTree, scale: Tensor | float | None = None) -> tuple[Any, PyTree]:
-    """Return the loss, or what comes with it too, and the gradient of `scale` times the loss."""
+    """Return the loss, or loss and metrics, and the gradient of `scale` times the loss."""
     how = self.how
     buffers, batch = given if how.has_buffers else ((), *given)
     refuse_distant(self.mesh, how.caller, params=params, buffers=buffers, batch=batch)
@@ -135,7 +134,7 @@ def called(self: Runs, params: PyTree, *given: PyTree, scale: Tensor | float | N
 
 
 def refuse_unrecorded(how: How) -> None:
-    """Raise if a gradient is wanted where nothing is recorded."""
+    """Raise if a gradient is needed where autograd does not record."""
     if how.backward and torch.is_inference_mode_enabled():
         raise LayoutError(
             f"{how.caller} under torch.inference_mode(): nothing is recorded there, so there is no gradient. "
@@ -166,7 +165,7 @@ class Gradient:
         refuse_unplaced(leaves, structure, mesh)
         parts = placed(batch, self.specs, mesh)
         parts.check(self.how.turns(prod(mesh.shape[axis] for axis in parts.axes)))
-        own, at = numbered(leaves)  # a tied leaf is one, wherever it stands
+        own, at = numbered(leaves)  # a tied leaf is one, however often it occurs
         plans = self.plans_of(structure, leaves, at, mesh, parts.axes)  # (1)
         drawn = drawn_key()  # the same on every process
         memory = Buffers(buffers, mesh) if self.how.has_buffers else no_buffers(mesh)
@@ -240,6 +239,6 @@ class Gradient:
 
 
 def _difference(mesh: Mesh, runtimes: Mapping[int, ParamRuntime]) -> str:
-    """Return which devices have all-gathered other units than others."""
+    """Return the devices that all-gathered other units than others."""
     gathered = {device: runtime.sequence for device, runtime in runtimes.items()}
     return disagreement(mesh, gathered, next(iter(runtimes.values())).words()) if runtimes else ""

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
-from torch.utils._pytree import tree_leaves  # it knows the outputs of other libraries' modules
+from torch.utils._pytree import tree_leaves  # it has the output classes of other libraries' modules
 from torch.utils.checkpoint import CheckpointFunction
 
 from fshard.errors import ModuleError
@@ -34,7 +34,7 @@ def refuse_unreached(output: Any) -> None:
 
 
 def nodes_behind(tree: Any, is_end: Callable[[Any], bool] = lambda node: False) -> Iterator[Any]:
-    """Yield the nodes of a tree's graph, the ends among them, but not what is behind these."""
+    """Yield the nodes of a tree's graph, including the given ends, not those behind these."""
     leaves = [tree] if type(tree) is Tensor else tree_leaves(tree)
     left = [x.grad_fn or get_gradient_edge(x).node for x in leaves if isinstance(x, Tensor) and x.requires_grad]
     seen = set[Any]()

@@ -1,22 +1,22 @@
-"""Means and sums over the slices of all devices: of the loss, and of what a loss function returns beside it.
+"""Means and sums over the slices of all devices: of the loss, and of the metrics of a loss function.
 
-Every slice has a weight, known on the host: its number of samples, or what `weight=` returns.  A slice of weight 0 adds
-nothing, even if its loss is not finite; a device without samples is idle: it computes on a neighbour's for nothing.
+Every slice has a weight, computed on the host: its number of samples, or the result of `weight=`. A slice of weight 0
+adds nothing, even if its loss is not finite; the result of an idle slice is dropped.
 
-    (loss x weight, means x weight, counts)  of each slice  ->  one tree of sums  ->  psum  ->  divided by the weight of all
+    (loss x weight, means x weight, counts)  of each slice  ->  one tree of sums  ->  psum  ->  divided by the total weight
     (weight, more numbers)                                  ->  one tree of sums  ->  psum  ->  a list
 
-The second vector is on the host, so that nobody waits for the first.
+The second vector is on the host, so it does not wait for the first.
 
-What a loss function returns beside the loss (`has_aux`), as it comes back from all devices.
+Metrics (`has_aux`):
 
     0-d, floating        the mean, weighted as the loss is
-    0-d, whole           a count: the sum over all parts
-    a row per sample     the rows of the whole batch, in its order: a `Sharded` that lies as the batch does, whole everywhere
-                         where the batch is not cut evenly
+    0-d, integer         a count: the sum over all slices
+    a row per sample     the rows of the global batch, in its order: a `Sharded` with the batch's layout, replicated
+                         where the batch is uneven
 
-So each is what the function would return for the whole batch, if that is a mean, a count or one row for each sample.  Devices
-that hold the same samples, along other axes, are averaged; of rows that are whole numbers or bools, the first one's count.
+So each is the function's result for the global batch, if that is a mean, a count or one row per sample. Devices with
+the same samples, along other axes, are averaged; rows of integers or bools are the first one's.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class LossSums(NamedTuple):
 def together(
     found: list[LossSums], more: list[float], group: Group | None, many: int, site: Site
 ) -> tuple[LossSums, list[float]]:
-    """Average and add up what was found; return also the sums of the devices' other numbers.
+    """Average and sum results; return also the sums of the devices' other numbers.
 
-    `many` devices count for the same samples.
+    `many` devices have the same samples.
     """
     first, near = found[0], found[0].loss.device
     alone = group is None or group.size == 1
@@ -76,12 +76,12 @@ def together(
 
 
 def _like(x: Tensor, value: Tensor) -> Tensor:
-    """Return a value in the shape and dtype of what it was made of; whole numbers are rounded."""
+    """Return a value in its original shape and dtype; integers are rounded."""
     return (value if x.is_floating_point() else value.round()).reshape(x.shape).to(x)
 
 
 def _rows(found: Sequence[LossSums], near: torch.device) -> Tensor:
-    """Return a row of numbers for each slice, times what it counts for; what counts for nothing is 0, finite or not."""
+    """Return a row of numbers for each slice, times its weight; those of weight 0 are 0, finite or not."""
     if len(found) == 1 and not found[0].means and not found[0].counts:
         row = found[0].loss.to(near, torch.float64).reshape(1, 1)
         return row * found[0].weight if found[0].weight else torch.zeros_like(row)
@@ -99,7 +99,7 @@ def _rows(found: Sequence[LossSums], near: torch.device) -> Tensor:
 
 
 def _columns(rows: Sequence[Sequence[Tensor]], near: torch.device) -> Tensor:
-    """Return tensors of numbers, as many in each row, as one table."""
+    """Return tensors of numbers, of one length, as one table."""
     columns = [torch.stack(column).to(near, torch.float64).reshape(len(rows), -1) for column in zip(*rows, strict=True)]
     return columns[0] if len(columns) == 1 else torch.cat(columns, 1)
 
@@ -113,7 +113,7 @@ def sum_of_rows(rows: Tensor) -> Tensor:
 
 
 def tree_sum(given: Sequence[float]) -> float:
-    """Add up what the slices have found, in the tree in which their gradients are added."""
+    """Sum the slices' numbers in the tree in which their gradients are summed."""
     rows = [*given]
     while len(rows) > 1:
         rows = [a + b for a, b in zip(rows[::2], rows[1::2], strict=False)] + rows[len(rows) // 2 * 2 :]
@@ -124,7 +124,7 @@ Weight = Callable[[PyTree], Tensor | int | float]
 
 
 class Count(NamedTuple):
-    """The weight of a slice, what its gradient is multiplied by, and the weight of each sample if that is known."""
+    """The weight of a slice, the factor of its gradient, and the weight of each sample if there is one."""
 
     weight: float
     share: float
@@ -141,7 +141,7 @@ def refuse_weights(weights: Sequence[float]) -> None:
 
 
 def something(total: float) -> float:
-    """Return the weight of the whole batch, which must not be 0."""
+    """Return the weight of the entire batch, which must not be 0."""
     if not total:
         raise LayoutError("weight= gave 0 for all of the batch, which has no mean loss then. Leave the batch out.")
     return total
@@ -178,7 +178,7 @@ _here = _IdleState()
 
 
 def is_idle() -> bool:
-    """Return whether the calling device computes on a slice that counts for nothing."""
+    """Return True if the calling device runs an idle slice."""
     return _here.idle
 
 
@@ -203,7 +203,7 @@ class idling:
 
 
 class Told(NamedTuple):
-    """Leaves by their places in the tree: what is averaged, what is added up, and what there is for each sample."""
+    """Leaves by their indices in the tree: means, counts, and rows per sample."""
 
     means: dict[int, Tensor]
     counts: dict[int, Tensor]
@@ -212,7 +212,7 @@ class Told(NamedTuple):
 
 
 def told(aux: PyTree, samples: int | None, near: torch.device) -> Told:
-    """Sort what a loss function returned of a slice of so many samples; raise naming all that is neither."""
+    """Sort the metrics of a slice with this number of samples; raise with all that are invalid."""
     if isinstance(aux, tuple) and not aux:
         return _NOTHING
     paths, leaves, structure = flatten_with_paths(aux)
@@ -238,7 +238,7 @@ _NOTHING = Told({}, {}, {}, flatten_with_paths(())[2])
 
 
 def _complaint(x: Any, samples: int | None) -> str | None:
-    """Return what is wrong with a leaf."""
+    """Return the error of a leaf."""
     if not isinstance(x, Tensor):
         return f"a {type(x).__name__}"
     if x.ndim == 0:
@@ -257,14 +257,14 @@ class Rows(NamedTuple):
 
 
 def collected(rows: Sequence[Tensor], batch: Batch, same: Group | None, group: Group | None, site: Site) -> Rows:
-    """Put the rows of a device's slices together, those of each sample once.
+    """Concatenate the rows of a device's slices, those of each sample once.
 
     Args:
-        rows: of each slice; a slice without samples has none.
+        rows: of each slice; an idle slice has none.
         batch: that they are the samples of.
-        same: the devices that hold the same samples.
-        group: those that hold the others, along the axes that cut them.
-        site: the line of the step.
+        same: the devices that have the same samples.
+        group: the devices that have the others, along the axes that shard them.
+        site: the source line of the step.
     """
     x = torch.cat([*rows])
     if same is not None and same.size > 1:
@@ -285,13 +285,13 @@ def collected(rows: Sequence[Tensor], batch: Batch, same: Group | None, group: G
 def told_of_all(
     each: Sequence[Told], rows: Sequence[int | None], mean: LossSums, collect: Callable[[Sequence[Tensor]], Rows]
 ) -> tuple[dict[int, Tensor], dict[int, Rows]]:
-    """Return what slices returned beside the loss, by index: numbers, of which `mean` has those of all, and rows.
+    """Return the metrics by index: numbers, of which `mean` has the global ones, and rows.
 
     Args:
-        each: what each slice has told.
-        rows: how many rows of each count; None: all.
-        mean: of all slices of all devices.
-        collect: puts the rows of slices together: see `collected`.
+        each: the metrics of each slice.
+        rows: number of rows of each that count; None: all.
+        mean: over all slices of all devices.
+        collect: concatenates the rows of slices.
     """
     last = each[-1]
     numbers = dict(zip((*last.means, *last.counts), (*mean.means, *mean.counts), strict=True))
@@ -300,7 +300,7 @@ def told_of_all(
 
 
 def laid(x: Tensor, batch: Batch) -> Rows:
-    """Lay out collected rows: like the batch, or replicated where it is not divided evenly."""
+    """Give collected rows the batch's layout, or replicate them where it is uneven."""
     cut = batch.cut
     if cut is None or cut.length % cut.parts:
         return Rows(x, tuple(x.shape), Layout(batch.mesh))

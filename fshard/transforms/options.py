@@ -1,4 +1,4 @@
-"""The options of `value_and_grad` and their values; checks of single arguments, each a list of what is wrong."""
+"""The options of `value_and_grad` and their values; checks of single arguments, each returns a list of errors."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ _FUNCTIONS = ("weight", "gradients", "loss", "inputs")
 
 
 def wrong_options(reproducible: bool, given: Mapping[str, Any]) -> list[str]:
-    """List what is wrong with each option, and with how they go together."""
+    """List the errors of each option and of their combination."""
     wrong: list[str] = []
     for name, x in given.items():
         if name in _LEAST and not (name == "slices" and x is None):
@@ -86,7 +86,7 @@ def wrong_options(reproducible: bool, given: Mapping[str, Any]) -> list[str]:
 
 
 def must_be(name: str, what: str, x: Any, ok: bool) -> list[str]:
-    """Complain of an argument that is not what it must be.
+    """Return the error of an invalid argument.
 
     >>> must_be("unit", "a pattern", 3, isinstance(3, str))
     ['unit must be a pattern, got 3']

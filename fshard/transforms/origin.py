@@ -1,15 +1,15 @@
 """Check the inputs of a step: their layouts, and that replicated ones are equal on all devices.
 
                      a virtual mesh holds         a process holds
-outside of fs.run    a shard for every device     its own
+outside of fs.run    a shard per device           its own
 inside               the calling device's own     its own
 
-    the shapes of the whole batch            in every step
-    the key that random draws begin with     in every step, in reproducible mode
-    replicated parameters                    in the first step: their bits, each leaf's as a number
-    batches that are given whole             in the first step, likewise
+    the shapes of the global batch           in every step
+    the initial key of random draws          in every step, in reproducible mode
+    replicated parameters                    in the first step: a hash of each leaf's bits
+    batches that are given in full           in the first step, likewise
 
-Marks of these go along with numbers that are summed anyway; only when marks differ do devices tell each other more.
+Marks of these are added to numbers that are summed anyway; only if marks differ do devices exchange details.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ class Origin:
     """The inputs of one device, as numbers to compare.
 
     Args:
-        shapes: of the whole batch.
+        shapes: of the global batch.
         key: of random draws; None if devices may draw differently.
-        leaves: the bits of replicated parameters, by their paths; none, but in a device's first step.
-        batch: those of what the batch has that was given whole, likewise.
+        leaves: hashes of replicated parameters, by path; only in a device's first step.
+        batch: hashes of batch leaves that were given in full, likewise.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -102,7 +102,7 @@ _DIFFERENT = (
 
 
 def refuse_distant(mesh: Mesh, what: str, **trees: PyTree) -> None:
-    """Raise naming what was laid out outside of `fs.run` and is used inside, or the other way round.
+    """Raise with the arrays that were sharded outside of `fs.run` and are used inside, or vice versa.
 
     >>> import torch, fshard as fs
     >>> mesh = fs.make_mesh({"data": 2})
@@ -138,7 +138,7 @@ WHOLE_OR_FSDP = 'fs.shard_params(params, P(), mesh=mesh), or fs.fsdp("data") for
 def refuse_unplaced(
     leaves: Sequence[Any], structure: Structure, mesh: Mesh, what: str = "value_and_grad", cure: str = WHOLE_OR_FSDP
 ) -> None:
-    """Raise naming parameters that do not lie on a mesh."""
+    """Raise with the parameters that are not on a mesh."""
 
     def elsewhere(x: Any) -> bool:
         return not isinstance(x, Sharded) or (x.mesh is not mesh and x.mesh != mesh)

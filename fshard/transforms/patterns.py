@@ -1,9 +1,8 @@
-"""Where leaves stand in a tree: paths, patterns for them, and the units that they make up.
+"""Paths of leaves in a tree, patterns of paths, and the units that they form.
 
-blocks[3].attn.w        a path; `blocks.3.attn.w` as modules name it and `["blocks"][3]["attn"]["w"]` are the same
-blocks[*].attn.w        a pattern, anchored at both ends
-**.w                    any number of parts, and then w
-blocks[3]               the unit of blocks[3].attn.w, unless something else is said
+blocks[3].attn.w a path; `blocks.3.attn.w` as modules name it and `["blocks"][3]["attn"]["w"]` are the same
+blocks[*].attn.w a pattern, anchored at both ends **.w any number of components, and then w blocks[3] the default unit
+of blocks[3].attn.w
 """
 
 from __future__ import annotations
@@ -40,7 +39,8 @@ def named(parts: Sequence[str]) -> str:
 
 @lru_cache(maxsize=65536)
 def matches(pattern: str, path: str) -> bool:
-    """Return whether a pattern is for a path: `*` stands for anything within a part, `**` for any number of parts.
+    """Return True if a pattern matches a path: `*` matches anything within a component, `**` any number of
+    components.
 
     >>> matches("blocks[*].attn.w", '["blocks"][3]["attn"]["w"]'), matches("blocks[*]", '["blocks"][3]["w"]')
     (True, False)
@@ -49,7 +49,7 @@ def matches(pattern: str, path: str) -> bool:
 
 
 def matches_parts(pattern: tuple[str, ...], path: tuple[str, ...]) -> bool:
-    """Return whether the parts of a pattern are for those of a path."""
+    """Return True if the components of a pattern match those of a path."""
     if not pattern:
         return not path
     if pattern[0] == "**":
@@ -59,7 +59,7 @@ def matches_parts(pattern: tuple[str, ...], path: tuple[str, ...]) -> bool:
 
 
 def unit_of(path: str) -> str:
-    """Return the unit that a leaf is in unless something else is said: its repeated block, or what stands first.
+    """Return the default unit of a leaf: its repeated block, or its first component.
 
     >>> unit_of('["blocks"][3]["attn"]["w"]'), unit_of('["head"]["w"]')
     ('blocks[3]', 'head')
@@ -70,7 +70,7 @@ def unit_of(path: str) -> str:
 
 
 def default_units(paths: Sequence[str]) -> list[str]:
-    """Return the unit of every leaf: of the indices in its path the first that counts things that look alike, blocks that is.
+    """Return the default unit of every leaf: by the first index in its path that counts similar entries (blocks).
 
     >>> default_units(["[0]", "[1][0].w", "[1][1].w", "[1][2].w", "[2]"])
     ['0', '1[0]', '1[1]', '1[2]', '2']

@@ -1,16 +1,16 @@
-"""How parameters are laid out: `shard_params` and the rules that it takes.
+"""Layouts of parameters: `shard_params` and its rules.
 
-Rules are total and loud: a leaf that no rule is for, a rule that no leaf is for, two rules that disagree about a leaf, and
-a leaf that cannot lie as it should are errors, all reported at once.  Nothing is replicated because nobody said anything.
+Rules must be complete: a leaf without a rule, a rule without a leaf, two rules that disagree about a leaf, and a leaf
+that cannot have its layout are errors, all reported in one. Nothing is replicated by default.
 
     P("data")                                   the same for all leaves
     {"emb": P("model"), "blocks": P()}          a prefix tree
     {"blocks[*].attn.w": P(None, "model"), "**": P()}      patterns, anchored at both ends
     lambda path, leaf: ...                      from a path and a leaf (its shape and dtype)
-    fsdp("data")                                everything flat, in units; it may also stand where a P may
+    fsdp("data")                                everything flat, in units; also in place of a P
 
-Patterns have no order: those with `**` count for a leaf that no other is for, and `**` alone for what is left then.  They
-may write a path in any way (see `patterns`); a function is given it as `blocks[3].w`.
+The order of patterns does not matter: those with `**` apply to leaves that no other matches, and `**` alone to the
+rest. They may use any notation of paths (see `patterns`); a function gets `blocks[3].w`.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _count(shape: Sequence[int]) -> int:
 
 
 def _by_unit_patterns(patterns: Sequence[str], paths: Sequence[str]) -> list[str]:
-    """Put leaves into the units that patterns are for, the innermost that a leaf is in; others into their default one."""
+    """Assign leaves to the innermost unit whose pattern matches; others to their default one."""
     begins = [[parts_of(path)[:end] for end in range(len(parts_of(path)), 0, -1)] for path in paths]
     asked = {pattern: parts_of(pattern) for pattern in patterns}
     unused = [
@@ -94,10 +94,10 @@ def _by_unit_patterns(patterns: Sequence[str], paths: Sequence[str]) -> list[str
 
 
 def units_of(module: nn.Module, *kinds: type[nn.Module]) -> tuple[str, ...]:
-    """Return where the modules of some classes stand in a module, as units for `fsdp`.
+    """Return the paths of the modules of some classes in a module, as units for `fsdp`.
 
-    Each is gathered for itself, of nested ones each for what the inner ones leave.  The names are those of the parameters
-    that `functionalize` returns.
+    Each is a unit; a nested one takes its parameters from the outer. Names are those of the parameters that
+    `functionalize` returns.
 
     >>> import torch
     >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU(), torch.nn.Linear(2, 2))
@@ -120,14 +120,14 @@ def units_of(module: nn.Module, *kinds: type[nn.Module]) -> tuple[str, ...]:
 
 
 def fsdp(axis: str | tuple[str, ...], *, unit: str | Sequence[str] | int | None = None) -> Fsdp:
-    """Return rules that flatten every parameter and cut it over `axis`: ZeRO-3 at rest.
+    """Return rules that flatten every parameter and shard it over `axis`: ZeRO-3.
 
     Args:
-        axis: an axis, or several from major to minor.  Along axes that are not named, parameters are replicated: on a mesh
-            of {"node": 4, "data": 8}, `fsdp("data")` shards inside a node and replicates across nodes.
-        unit: what is gathered and reduced together: a path pattern ("layers[*]") or several, of which the innermost counts
-            (`units_of(module, nn.TransformerEncoderLayer)`), a size in bytes, or None for a unit per repeated block: of the
-            indices in a path the first whose neighbours look alike.
+        axis: an axis, or several from major to minor. Along other axes parameters are replicated: on a mesh of
+            {"node": 4, "data": 8}, `fsdp("data")` shards inside a node and replicates across nodes (HSDP).
+        unit: parameters that are gathered and reduced together: a path pattern ("layers[*]") or several, of which the
+            innermost counts (`units_of(module, nn.TransformerEncoderLayer)`), a size in bytes, or None for a unit per
+            repeated block: the first index in a path whose siblings are similar.
 
     >>> fsdp("data")
     Fsdp(axes=('data',), unit=None)
@@ -146,16 +146,15 @@ def fsdp(axis: str | tuple[str, ...], *, unit: str | Sequence[str] | int | None 
 def shard_params(
     params: nn.Module | PyTree, rules: Rules, *, mesh: Mesh, frozen: Choice = None, seed: int | None = None
 ) -> PyTree:
-    """Lay parameters on a mesh by rules.  Nothing is sent: every process is given the whole and keeps its shards.
+    """Shard parameters on a mesh by rules. Nothing is sent: every process has the full value and keeps its shards.
 
     Args:
-        params: a tree of tensors, the same on every process.  A tensor that stands twice in it (tied) is laid out once.  What
-            lies on a mesh already, this or another one, is laid anew; what was frozen stays so.  Or a module, of which the
-            parameters are taken by their names.
+        params: a tree of tensors, the same on every process; a tied tensor is sharded once. A `Sharded`, of this or another
+            mesh, is resharded and stays frozen if it was. Or a module, whose parameters are taken by their names.
         rules: see the module: a P, a tree of Ps, patterns, a function, or `fsdp(...)`.
         mesh: the devices.
-        frozen: which are not to be trained: a path pattern, several, or a function of the path.  They lie as the others, and
-            never have a gradient or optimizer state.  A Parameter that does not require grad is frozen anyway.
+        frozen: parameters that are not trained: a path pattern, several, or a function of the path. They are sharded as
+            the others, and never have a gradient or optimizer state. Parameters that do not require grad are frozen anyway.
         seed: of the `lazy` layers of a module, which are built one at a time; each device keeps its shards.
 
     >>> import torch, fshard as fs
@@ -181,7 +180,7 @@ def shard_params(
 def lay(
     params: PyTree, rules: Rules, mesh: Mesh, frozen: Choice = None, put: Callable[[Any, Layout], Any] = device_put
 ) -> PyTree:
-    """Lay parameters on a mesh by rules, each by `put`."""
+    """Give parameters their layouts by rules, each by `put`."""
     _, leaves, structure = flatten_with_paths(params, sharded_is_leaf=True)
     done: dict[tuple[int, ...], Any] = {}
     for leaf, layout in zip(leaves, layouts_of(params, rules, mesh, frozen), strict=True):
@@ -223,7 +222,7 @@ def layouts_of(params: PyTree, rules: Rules, mesh: Mesh, frozen: Choice, what: s
 
 
 def _refuse_parted(first: Layout, layout: Layout) -> None:
-    """Raise if a leaf that stands twice is to lie in two ways."""
+    """Raise if a tied leaf has two layouts."""
     if layout.spec != first.spec:
         raise LayoutError(f"it is tied to a leaf that lies as {first.spec}, and cannot lie as {layout.spec}.")
     if layout.frozen != first.frozen:
@@ -284,17 +283,17 @@ def _of_parameter(spec: Any) -> P:
 def init_params(
     init_fn: Callable[[], PyTree], rules: Rules, *, mesh: Mesh, seed: int | None = None, frozen: Choice = None
 ) -> PyTree:
-    """Draw the parameters that `init_fn()` makes, and lay them out by rules.
+    """Draw the parameters that `init_fn()` makes, and shard them by rules.
 
     Args:
         init_fn: returns a tree of tensors.
         rules: see `shard_params`.
         mesh: the devices.
-        frozen: which are not to be trained: see `shard_params`.
-        seed: draw as after `torch.manual_seed(seed)`, and leave the generator as it was; None: draw from it as it is.
+        frozen: parameters that are not trained: see `shard_params`.
+        seed: draw as after `torch.manual_seed(seed)`, and restore the generator; None: draw from its current state.
 
-    Nothing is sent: every process draws all numbers on the host and keeps its shards.  A model that no host can hold is made
-    of `lazy` layers.
+    Nothing is sent: every process draws all numbers on the host and keeps its shards. A model that no host can hold is
+    made of `lazy` layers.
 
     >>> import torch, fshard as fs
     >>> mesh = fs.make_mesh({"data": 4})

@@ -1,7 +1,7 @@
 """`train_step`: gradient, optimizer and metrics as one pure function.
 
-params, state, batch           ─> value_and_grad ─> opt.step ─> params, state, metrics
-params, state, buffers, batch  ─> (with buffers, of BatchNorm say)  ─> params, state, buffers, metrics
+params, state, batch ─> value_and_grad ─> opt.step ─> params, state, metrics params, state, buffers, batch ─> (with
+buffers, of BatchNorm say) ─> params, state, buffers, metrics
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ Metrics = dict[str, Any]
 """The metrics of a step, equal on all devices.
 
     loss, grad_norm    0-d tensors
-    finite             whether both are
-    samples            how many the batch has, unless its tensors do not agree
-    weight             with `weight=`: what the whole batch counts for, its number of tokens, say
-    aux                with `has_aux`: what the loss function returns beside the loss: means, sums of counts, rows of samples
+    finite             True if both are finite
+    samples            number of samples, unless the batch's tensors disagree
+    weight             with `weight=`: the weight of the entire batch, such as its number of tokens
+    aux                with `has_aux`: the loss function's metrics: means, sums of counts, rows of samples
 """
 
 
@@ -66,25 +66,25 @@ def train_step(
     schedule: Schedule | None = None,
     **options: Unpack[Options],
 ) -> Callable[..., Any]:
-    """Return a function of (params, state, batch) that takes one step of training; it returns (params, state, metrics).
+    """Return a function of (params, state, batch) that takes one training step; it returns (params, state, metrics).
 
     Args:
-        loss_fn: an ordinary function of one device: see `value_and_grad`.  With a schedule, the stages: see below.
-        opt: an optimizer; `partition_optimizer` chooses what of it is divided among the devices.
+        loss_fn: an ordinary function of one device: see `value_and_grad`. With a schedule, the stages: see below.
+        opt: an optimizer; `partition_optimizer` shards its state over the devices.
         mesh: the devices.
-        batch: how the batch is cut.
-        donate: the parameters and the state that are given may be used up: their memory becomes the results'.
+        batch: the sharding of the batch.
+        donate: the memory of the given parameters and state may be reused for the results.
         precision: "bf16" or "fp16" computes in that dtype, while parameters and state stay in their own (float32 masters).
             Parameters are gathered in 16 bits; gradients are reduced in them (bf16) or in float32 (fp16), unless `reduce`
-            names another dtype.  "fp16" needs `fs.optim.loss_scaled(opt)`.
-        schedule: which device does what with which stage, and when: see `pipeline_schedule`.
-        options: those of `value_and_grad`: accumulate, weight, has_aux, frozen, reproducible, ...  With `has_buffers`, a step
-            takes (params, state, buffers, batch) and returns (params, state, buffers, metrics).  With a schedule, those below.
+            names another dtype. "fp16" needs `fs.optim.loss_scaled(opt)`.
+        schedule: placement and order of the stages' work: see `pipeline_schedule`.
+        options: those of `value_and_grad`: accumulate, weight, has_aux, frozen, reproducible, ... With `has_buffers`, a step
+            takes (params, state, buffers, batch) and returns (params, state, buffers, metrics). With a schedule, those below.
 
-    The metrics are "loss", "grad_norm", "finite" and "samples"; with `weight` also "weight", with `has_aux` also "aux".  The
-    host waits for no device before it has launched the update, unless the optimizer does: `loss_scaled` and
-    `skip_if_not_finite` once, Adafactor as in torch once a leaf.  The norm of the metrics is a psum of 8 bytes, and is
-    taken in the gradients' dtype.
+    The metrics are "loss", "grad_norm", "finite" and "samples"; with `weight` also "weight", with `has_aux` also
+    "aux". The host waits for no device before it has launched the update, unless the optimizer does: `loss_scaled` and
+    `skip_if_not_finite` once, Adafactor as in torch once per leaf. The norm of the metrics is a psum of 8 bytes, in
+    the gradients' dtype.
 
     >>> import torch, fshard as fs
     >>> from fshard import P
@@ -177,7 +177,7 @@ def train_step(
 
 def _metrics(how: How, value: StepValue, norm: Tensor) -> Metrics:
     loss = value.loss
-    finite = (norm + loss) * 0 == 0  # 0 times what is not finite is nan
+    finite = (norm + loss) * 0 == 0  # 0 times a non-finite number is nan
     metrics: Metrics = {"loss": loss, "grad_norm": norm.to(loss.dtype), "finite": finite}
     if value.samples is not None:
         metrics["samples"] = torch.tensor(value.samples)

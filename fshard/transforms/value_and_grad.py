@@ -1,9 +1,9 @@
-"""`value_and_grad`: the gradient of a loss function of the whole model, or of stages that run as a schedule says.
+"""`value_and_grad`: the gradient of a loss function of the full model, or of stages that run by a schedule.
 
     value_and_grad(loss_fn, ...)               ─> `unstaged` ─┐
-    value_and_grad(stages, ..., schedule=)     ─> `staged`   ─┴─> (params, batch) ─> loss, gradients as their layouts say
+    value_and_grad(stages, ..., schedule=)     ─> `staged`   ─┴─> (params, batch) ─> loss, gradients in their layouts
 
-`train_step` and `evaluate` begin here too.
+`train_step` and `evaluate` are built on it.
 """
 
 from __future__ import annotations
@@ -32,54 +32,54 @@ def value_and_grad(
     schedule: Schedule | None = None,
     **options: Unpack[Options],
 ) -> Gradient | Staged:
-    """Return a function of (params, batch) that gives the mean loss over the whole batch and its gradient.
+    """Return a function of (params, batch) that gives the mean loss over the entire batch and its gradient.
 
     Args:
-        loss_fn: `loss_fn(params, batch)` of one device: the mean loss over the samples that it is given, or the loss of each;
-            with `has_aux`, a pair of that and a tree: floating numbers, which are averaged as the loss is, whole numbers, which
-            are counts and are added up, and tensors with a row for each sample, which come back for the whole batch, as a
-            `Sharded` (see `beside`).  With a schedule, the stages: see below.
+        loss_fn: `loss_fn(params, batch)` of one device: the mean loss over its samples, or the loss of each; with
+            `has_aux`, a pair of that and a tree of metrics: floating numbers, which are averaged as the loss is, integers,
+            which are counts and are summed, and tensors with a row per sample, which are returned for the entire batch,
+            as a `Sharded`. With a schedule, the stages: see below.
         mesh: the devices.
-        batch: how the batch is cut: a P, or a prefix tree of Ps.  Its axes are the ones that gradients are summed over.  What
-            the loss needs besides, a second network say, is a part of it that is not cut, P(): a tree of `Sharded`s too, which
-            are then gathered, all at once.
-        schedule: which device does what with which stage, and when: see `pipeline_schedule`.
-        has_buffers: whether loss_fn has buffers, of BatchNorm say: it is then `loss_fn(params, buffers, batch)` and returns
-            (loss, new buffers), and so does the result: see `buffers`.
-        has_aux: whether loss_fn returns something more, last.
-        weight: what a part of the batch counts for: `weight(part)`, say its number of tokens.  By default a part counts for
-            its samples: how long the first dim is, where the batch is cut along it.  A part that counts 0 adds nothing, even
-            if its loss is no number, unless the loss calls a collective; no part counts less, and a batch that counts for
-            nothing at all is refused.  It may be a number for each sample, and has to be if the loss function returns a loss
-            for each.  For a number that lies on a device the host waits, once a step.
-        accumulate: cut each device's part into so many, one after the other.  Parts differ by one sample at most.
-        reduce_once: with `accumulate`, add gradients up locally and reduce the sum, instead of reducing each.  It sends less
-            and holds whole gradients meanwhile.
-        gradients: from a parameter's layout to its gradient's; by default they are the same.
-        frozen: which parameters have no gradient here: a path pattern, several, or a function of the path ("blocks[3].w").
-            What is never trained is better frozen by `shard_params`: it has no optimizer state either.
+        batch: the sharding of the batch: a P, or a prefix tree of Ps. Gradients are summed over its axes. Other inputs of
+            the loss, such as a second network, are leaves with P(), which may be `Sharded`: these are unsharded, all
+            together.
+        schedule: placement and order of the stages' work: see `pipeline_schedule`.
+        has_buffers: True if loss_fn has buffers, such as BatchNorm's: it is then `loss_fn(params, buffers, batch)` and
+            returns (loss, new buffers), and so does the result: see `buffers`.
+        has_aux: True if loss_fn returns metrics, last.
+        weight: the weight of a part of the batch: `weight(part)`, such as its number of tokens. Default: the length of
+            the first dim, where the batch is sharded along it. A part of weight 0 adds nothing, even if its loss is not
+            finite, unless the loss calls a collective; negative weights and a total of 0 raise. It may be a number per
+            sample, and must be if the loss function returns a loss per sample. For a weight on a device the host waits,
+            once a step.
+        accumulate: split each device's part into this many slices, run in sequence. They differ by at most one sample.
+        reduce_once: with `accumulate`, sum gradients locally and reduce the sum, instead of reducing each. It sends less
+            and holds full gradients meanwhile.
+        gradients: from a parameter's layout to its gradient's; default: the same.
+        frozen: parameters without a gradient here: a path pattern, several, or a function of the path ("blocks[3].w").
+            Parameters that are never trained are better frozen by `shard_params`: they have no optimizer state either.
         reproducible: equal bits on every mesh: see `fshard.transforms.gradient`.
-        slices: into how many slices the whole batch is cut in reproducible mode, whatever the mesh; by default 8.  Where there
-            are several devices, each has to have 1, 2, 4, ... of them, or one device would round otherwise.
-        reshard_after_forward: gather sharded units again for the backward instead of keeping them.
-        live_units: how many sharded units are whole at a time, besides those that are gathered ahead, and in the backward
-            those of a rematerialised block that has been run again.
-        prefetch: how many units to start gathering ahead of their use, in the order that the step before used them.
-        in_flight: how many reductions may be under way while the backward goes on.
-        bucket: about how many bytes of gradients of replicated parameters (ZeRO 0 to 2) are reduced together: units wait,
-            in the order of the backward, until there are so many.  0: each unit alone.  8 MiB by default: 1 is slower where the
-            backward has its caches to lose, 25 (torch's) where the wires are the limit, and takes more memory.
-        compute: the floating dtype that parameters and batch are used in, if not their own.
-        reduce: the dtype that gradients are reduced in, if not that of the computation, or in reproducible mode and where
-            slices are added up, that or float32, whichever is wider.
+        slices: number of slices of the entire batch in reproducible mode, on any mesh; default 8. With several devices,
+            each must have 1, 2, 4, ... of them, since other numbers would round differently.
+        reshard_after_forward: unshard units again for the backward instead of keeping them.
+        live_units: number of sharded units that are unsharded at a time, beside the prefetched ones, and in the backward
+            those of a rematerialised block that is run again.
+        prefetch: number of units to all-gather ahead of their use, in the order of the previous step.
+        in_flight: number of reductions that may run during the backward.
+        bucket: approximate bytes of gradients of replicated parameters (ZeRO 0 to 2) to reduce together: units wait,
+            in the order of the backward. 0: each unit alone. Default 8 MiB: 1 is slower where the backward depends on
+            caches, 25 (torch's) where bandwidth is the limit, and takes more memory.
+        compute: the floating dtype of parameters and batch in computation, if not their own.
+        reduce: the dtype that gradients are reduced in. Default: that of the computation; in reproducible mode, and where
+            slices are summed, that or float32, whichever is wider.
 
-    The function also takes `scale=`: gradients are then those of so many times the loss, which `optim.loss_scaled` needs:
+    The function also takes `scale=`: gradients are then those of the loss times that, which `optim.loss_scaled` needs:
     `gradient(params, batch, scale=opt.loss_scale(state))`.
 
-    The loss is a tensor, equal on all devices; a gradient is None where no device has used the parameter.  loss_fn may call
-    collectives over any axis, and needs no `fs.pvary`: every value in it is the device's own.  If it does so over an axis
-    that does not cut the batch, to use a part of the model on each device, the loss is the mean over that axis too.  In
-    reproducible mode it can ask nothing over the batch's axes.
+    The loss is a tensor, equal on all devices; a gradient is None where no device has used the parameter. loss_fn may
+    call collectives over any axis, and needs no `fs.pvary`: every value in it is varying. If it does so over an axis
+    that does not shard the batch, to use different parts of the model on different devices, the loss is the mean over
+    that axis too. In reproducible mode it may not call collectives over the batch's axes.
 
     >>> import torch, fshard as fs
     >>> from fshard import P
@@ -143,7 +143,7 @@ def gradient_of(
     in_place: bool = False,
     **options: Any,
 ) -> Gradient | Staged:
-    """Return the gradient of a loss function, or of stages; raise in the name of who was called if options do not fit."""
+    """Return the gradient of a loss function, or of stages; raise in the caller's name if options are invalid."""
     refuse_unscheduled(caller, given, schedule)
     known = OF_LOSSES if schedule is None else OF_STAGES
     if unknown := [name for name in options if name not in known]:
@@ -164,6 +164,6 @@ OF_LOSSES, OF_STAGES = (
 
 
 def refuse_unscheduled(caller: str, given: Any, schedule: Schedule | None) -> None:
-    """Raise if there are stages, and nothing says how they run."""
+    """Raise if there are stages without a schedule."""
     if schedule is None and isinstance(given, list | tuple | ModuleList):
         raise LayoutError(f"{caller} was given a list of stages. Say how they run: schedule=fs.pipeline_schedule(...).")

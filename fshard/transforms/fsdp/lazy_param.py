@@ -1,15 +1,15 @@
-"""`LazyParam`: a parameter as a tensor without memory, whose unit is all-gathered when an operation touches it.
+"""`LazyParam`: a parameter as a tensor without memory, whose unit is all-gathered when an operation uses it.
 
-Its shape, dtype and device are known, and modules take it.  Its values are used in one of two ways:
+It has shape, dtype and device, and modules accept it. Its values are used in one of two ways:
 
-    torch.f(h, x)       __torch_function__    f runs on the unsharded tensors, and gradients come to their unit (`_UseUnit`)
-    what f calls in C++ __torch_dispatch__    f gets h itself, and gradients come to h's own node (`_LazyParams`)
+    torch.f(h, x)       __torch_function__    f runs on the unsharded tensors, and gradients go to their unit (`_UseUnit`)
+    f called in C++     __torch_dispatch__    f gets h itself, and gradients go to h's own node (`_LazyParams`)
 
-The second is that of autograd Functions, custom operators and torch.func, which do not ask a tensor's class.
+The second is for autograd Functions, custom operators and torch.func, which ignore a tensor's class.
 
-Saved-tensor hooks replace each saved view of an unsharded parameter by its position in the unit, so that the memory can be
-freed; the backward unshards the unit again.  Under such hooks torch.func's grad, vjp and jacrev raise: a loss function that
-calls one of these marks that part `fs.with_unsharded_params(part, keep=True)`, or the step says
+Saved-tensor hooks replace each saved view of an unsharded parameter by its index in the unit, so that the memory can
+be freed; the backward unshards the unit again. Under such hooks torch.func's grad, vjp and jacrev raise: a loss
+function that calls one of these marks that part with `fs.with_unsharded_params(part, keep=True)`, or the step gets
 `reshard_after_forward=False`.
 """
 
@@ -154,7 +154,7 @@ class LazyParam(Tensor):
             )
 
     def __hash__(self) -> int:
-        self._check_device()  # functional_call asks for it before it touches the module
+        self._check_device()  # functional_call reads it before it calls the module
         return id(self)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
@@ -196,7 +196,7 @@ def unsharded(x: Any) -> Any:
 
 
 class _LazyParams(Function):
-    """Forward: the lazy parameters of a step.  Backward: their own cotangents are added to those of their units."""
+    """Forward: the lazy parameters of a step. Backward: their own cotangents are added to those of their units."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, runtime: Runtime) -> tuple[Tensor, ...]:
@@ -255,7 +255,7 @@ class SavedTensors:
     """Saved-tensor hooks that keep unsharded parameters out of autograd's graph.
 
     Args:
-        needed: whether any unit is resharded.
+        needed: True if any unit is resharded.
     """
 
     def __init__(self, needed: bool) -> None:
@@ -280,7 +280,7 @@ class SavedTensors:
             return x
         found = self._known.get(_storage(x))
         if found is None or x.dtype != found.dtype:
-            return x.detach() if x.requires_grad else x  # an output that its own operation saves would be a cycle
+            return x.detach() if x.requires_grad else x  # an output saved by its own operation would be a cycle
         return _SavedView(  # (5)
             found.unit, found.at, x.size(), x.stride(), int(x.storage_offset()), x.is_conj(), x.is_neg()
         )

@@ -1,14 +1,14 @@
 """`ParamRuntime`: the parameters of one device in one step, unsharded just before their use and resharded after.
 
-Inside a loss function every parameter is a `LazyParam`.  The first operation that uses one unshards its whole `Unit`.
-Autograd calls the backward of that, the reduce-scatter (`Reductions`), right after the backward of the block that uses the
-unit, and the backward of earlier blocks overlaps with it.
+Inside a loss function every parameter is a `LazyParam`. The first operation that uses one unshards its entire `Unit`.
+Autograd calls the backward of that, the reduce-scatter (`Reductions`), right after the backward of the block that uses
+the unit; the backward of earlier blocks overlaps with it.
 
     forward     all-gather 0 | block 0 | all-gather 1 | block 1 | ... | loss
     backward    ... | block 1 | reduce-scatter 1 | block 0 | reduce-scatter 0      (units are all-gathered again if freed)
 
-A sharded unit is freed when later ones are unsharded; `SavedTensors` keeps it out of autograd's graph.  Replicated parameters
-(ZeRO 0 to 2) are neither all-gathered nor freed: the same Function only reduces their gradients.
+A sharded unit is freed when later ones are unsharded; `SavedTensors` keeps it out of autograd's graph. Replicated
+parameters (ZeRO 0 to 2) are neither all-gathered nor freed: the same Function only reduces their gradients.
 
 `ParamPlans` caches the plans of a tree of parameters and of their gradients.
 """
@@ -70,10 +70,10 @@ class ParamRuntime:
         by_unit: the indices of the parameters of each unit.
         ways: see `Reductions`.
         options: of units.
-        site: the line of the step.
+        site: the source line of the step.
         order: of units, in an earlier step.
-        several: whether gradients of several slices are accumulated before they are reduced.
-        each_use: whether the gradient of each use is received separately, as in reproducible mode.
+        several: True if gradients of several slices are accumulated before they are reduced.
+        each_use: True if the gradient of each use is received separately, as in reproducible mode.
     """
 
     def __init__(
@@ -223,7 +223,8 @@ class ParamRuntime:
 def with_unsharded_params(fn: Callable[..., Any], *, keep: bool = False) -> Callable[..., Any]:
     """Return a function that unshards the parameters in its arguments when called, and reshards them when it returns.
 
-    No loss function needs this: it fixes how long a block's parameters are unsharded, and its body sees plain tensors.
+    No loss function needs this: it determines how long a block's parameters are unsharded, and its body gets plain
+    tensors.
 
     Args:
         fn: called with parameters among its arguments.

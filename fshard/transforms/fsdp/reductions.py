@@ -4,8 +4,8 @@
 a unit's uses  ─────────────>  waiting  ─────────────>  bucket  ──────>  in flight  ─────────>  sums
       └─ accumulated: of earlier slices
 
-All devices reduce in one order and in one dtype, so that their buckets match.  The gradient of a sharded unit is sent at once,
-to free its memory; gradients of replicated units wait until a bucket is full.
+All devices reduce in one order and in one dtype, so that their buckets match. The gradient of a sharded unit is sent
+immediately, to free its memory; gradients of replicated units wait until a bucket is full.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ class Reductions:
         units: whose gradients are reduced together.
         leaves: the plans of parameters, and `shards` this device's shards.
         options: of units.
-        site: the line of the step.
-        turns: the order in which units are reduced, by number; empty if devices have not agreed on it yet.
-        along: the axes besides the batch's over which gradients are partial sums, when devices agreed.
+        site: the source line of the step.
+        turns: the order in which units are reduced, by index; empty if devices have not agreed on it yet.
+        along: the axes beside the batch's over which gradients are partial sums, when devices agreed.
         ways: the reshard plans from partial sums over such axes to the layouts of gradients.
-        wide: whether sums of several slices are reduced in at least 32 bits.
+        wide: True if sums of several slices are reduced in at least 32 bits.
 
-    `used` is true for each parameter that this device has used; `sums` are the reduced gradients.
+    `used` is True for each parameter that this device has used; `sums` are the reduced gradients.
     """
 
     def __init__(

@@ -45,11 +45,11 @@ class UnitOptions:
 
     Args:
         reshard: free sharded units after their forward, and unshard them again for the backward.
-        live: how many sharded units are unsharded at a time, besides those being prefetched and those that a
+        live: number of sharded units that are unsharded at a time, beside those being prefetched and those that a
             rematerialised block uses.
-        prefetch: how many units to all-gather ahead of their use, in the order of the previous step.
-        in_flight: how many reductions may run asynchronously; 0: each is waited for at once.
-        bucket: about how many bytes of gradients of replicated units to reduce together.
+        prefetch: number of units to all-gather ahead of their use, in the order of the previous step.
+        in_flight: number of reductions that may run asynchronously; 0: each is waited for immediately.
+        bucket: approximate bytes of gradients of replicated units to reduce together.
         compute: the dtype that floating-point parameters are cast to; None: their own.
         reduce: the dtype that gradients are reduced in; None: that of the gradient.
     """
@@ -64,7 +64,7 @@ class UnitOptions:
 
 
 def has_communication(way: ReshardPlan) -> bool:
-    """Return whether a reshard sends anything."""
+    """Return True if a reshard sends anything."""
     return len(way.steps) > 1 or (bool(way.steps) and way.steps[0].kind != "reshape")
 
 

@@ -1,7 +1,7 @@
-"""BatchNorm over the samples of all devices, and over all microbatches of a step.
+"""BatchNorm over the samples of all devices, or over all microbatches of a step.
 
 synchronised   mean and variance over mesh axes: one psum of 2 * channels + 1 numbers a layer
-deferred       each microbatch is normalised by itself;  pending += (n m,  n (v + m^2),  n)
+deferred       each microbatch is normalised separately;  pending += (n m,  n (v + m^2),  n)
                commit: mean = S1 / S0,  variance = (S2 - S1 mean) / (S0 - 1),  one update of the running statistics
 """
 
@@ -96,7 +96,7 @@ def sums_of(x: Tensor) -> Tensor:
     x = x[:0] if is_idle() else x
     n = x.numel() // max(x.shape[1], 1)
     if n == 0:
-        own = x.sum(dim=[0, *range(2, x.ndim)]).double()  # zeros that autograd knows
+        own = x.sum(dim=[0, *range(2, x.ndim)]).double()  # zeros connected to the graph
         return torch.cat([own, own, own.new_zeros(1)])
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     v, m = torch.var_mean(wide, dim=[0, *range(2, x.ndim)], correction=0)
@@ -157,7 +157,7 @@ def commit_batch_norm(module: nn.Module, buffers: Mapping[str, Tensor]) -> dict[
 
 
 def pending(module: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers that sums are kept in between microbatches."""
+    """Return the buffers that hold sums between microbatches."""
     return {
         f"{name}.{_PENDING}".lstrip("."): _nothing(layer.running_mean)
         for name, layer in _layers(module)
@@ -166,12 +166,12 @@ def pending(module: nn.Module) -> dict[str, Tensor]:
 
 
 def is_pending(path: str) -> bool:
-    """Return whether a buffer, by its name or path, is such a sum."""
+    """Return True if a buffer, by its name or path, is such a sum."""
     return parts_of(path)[-1:] == (_PENDING,)
 
 
 def defer(layer: nn.Module) -> Callable[..., Any] | None:
-    """Return a forward that keeps a BatchNorm's update as a sum; None for other modules."""
+    """Return a forward that stores a BatchNorm's update as a sum; None for other modules."""
     if isinstance(layer, _BatchNorm) and layer.track_running_stats:
         return partial(_deferred, weakref.ref(layer))  # weak, or it would refer to itself
     return None

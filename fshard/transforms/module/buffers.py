@@ -1,14 +1,14 @@
-"""Buffers: what a loss function carries from one step to the next, as the running statistics of BatchNorm.
+"""Buffers: state of a loss function that is no parameter, such as the running statistics of BatchNorm.
 
-They are replicated.  Every slice of a step starts from the same ones, and the next step's are the mean over all slices that
-wrote to them, weighted as the loss is.  So a step is one update of the buffers, on any mesh and however the batch is cut.
-A buffer that no slice writes to (a mask, a table) is not sent.
+They are replicated. Every slice of a step starts with the same ones, and the next step's are the mean over all slices
+that wrote to them, weighted as the loss is. So a step is one update of the buffers, on any mesh and with any slices. A
+buffer that no slice writes to (a mask, a table) is not sent.
 
     device 0    n = 5   mean (3,)               n     5        of all that wrote to it; integers are rounded
     device 1    n = 5              mask (2,)    mean  (3,)     of device 0
     device 2    n = 5              mask (4,)    mask           as before the step, with a warning: shapes differ
 
-Each device sends one flag a buffer with the numbers that are summed anyway; then only what some slice wrote to is summed.
+Each device adds one flag per buffer to the numbers that are summed anyway; then only written buffers are summed.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Buffers:
         self.paths = [path for path, x in self._given.items() if isinstance(x, Tensor | Sharded | int | float)]
 
     def part(self, place: int) -> PyTree:
-        """Return the buffers of the device whose shards stand at `place`."""
+        """Return the buffers of the device at index `place`."""
         return unflatten(self._structure, [column[place] for column in self._columns])
 
     def before(self, place: int) -> dict[str, Any]:
@@ -158,10 +158,10 @@ def entries_to_average(
 
     Args:
         paths: of the given buffers.
-        flags: how many devices wrote to each.
-        slices: what this device's slices wrote.
+        flags: number of devices that wrote to each.
+        slices: the writes of this device's slices.
         given: the buffers before the step.
-        agreed: whether all devices have the same irregular ones, and each of one shape.
+        agreed: True if all devices have the same irregular ones, each of one shape.
     """
     others = irregular(slices, given)
     strange = {entry.path for entry in others}
@@ -188,9 +188,9 @@ def averaged(
     site: Site,
     added: Collection[str] = (),
 ) -> dict[str, Tensor]:
-    """Return the means of entries over all slices that wrote to them, or the sums of those that are to be `added`.
+    """Return the means of entries over all slices that wrote to them, or the sums of those in `added`.
 
-    All devices of the group ask for the same entries; `given` are those that the slices began with.
+    A collective of the group, with the same entries on all devices; `given` are those that the slices began with.
     """
     if not entries:
         return {}
@@ -215,7 +215,7 @@ def averaged(
 
 
 def _counts_from(given: Any, entry: BufferEntry) -> bool:
-    """Return whether integers are averaged as differences from those of before: so large ones keep all digits."""
+    """Return True if integers are averaged as differences from those before: so large ones keep all digits."""
     return isinstance(given, Tensor) and given.dtype is torch.int64 and entry_of(entry.path, given) == entry
 
 

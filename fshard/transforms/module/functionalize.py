@@ -2,8 +2,8 @@
 
     apply(params, buffers, *args) = module(*args), with these tensors installed   ->   output, new buffers
 
-Each device runs a copy of the module of its own (see `replica`), as each rank does under torch's DDP.  Parameters stay
-installed until the step closes, so that a checkpoint inside the forward recomputes with them.
+Each device runs its own copy of the module (see `replica`), as each rank does under torch's DDP. Parameters stay
+installed until the step ends, so that a checkpoint inside the forward recomputes with them.
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ def functionalize(
 ) -> tuple[Apply, Tensors, Tensors]:
     """Turn a module into a pure function; return `(apply, params, buffers)`.
 
-    `apply(params, buffers, *args, **kwargs)` returns `(output, new_buffers)` and leaves the module as it is.
-    `params` has every parameter by its name, a tied one once; those that do not require grad are Parameters that say so.
-    `buffers` has all buffers, not only the persistent ones.  All are detached and share the module's memory.
+    `apply(params, buffers, *args, **kwargs)` returns `(output, new_buffers)` and does not change the module. `params`
+    has every parameter by its name, a tied one once; those that do not require grad are Parameters that do not either.
+    `buffers` has all buffers, not only the persistent ones. All are detached and share the module's memory.
 
-    Parameters, buffers and random draws are the state of the function.  Everything else on the module is private to
-    the device that runs it: each device has its own copy of the module, kept from call to call.
+    Parameters, buffers and random draws are the state of the function. Everything else on the module is private to the
+    device that runs it: each device has its own copy of the module, kept from call to call.
 
     Args:
-        module: any module that `copy.deepcopy` copies, as it is now; later only `train()` and `eval()` are followed.
+        module: any module that `copy.deepcopy` copies, in its present state; later only `train()` and `eval()` are followed.
         buffers: frozen parameters that the forward updates (a momentum encoder, a codebook): a path pattern, several, or
-            a function of the path.  They are returned and passed among the buffers.
+            a function of the path. They are returned and passed among the buffers.
         sync_batchnorm: mesh axes over which BatchNorm in training takes mean and variance; one psum of
             2 * channels + 1 numbers a layer.
-        deferred_batch_norm: whether BatchNorm in training puts its update off until `commit_batch_norm`, once for all
-            microbatches of a step; meanwhile the sums are among the buffers.
+        deferred_batch_norm: True defers BatchNorm's update in training to `commit_batch_norm`, once for all
+            microbatches of a step; until then the sums are among the buffers.
 
-    Two sets of parameters may be used in one loss, but not with a checkpoint in the forward.  Outside of a training step
-    the copy holds the parameters of its last recorded call until the next one.
+    Two sets of parameters may be used in one loss, but not with a checkpoint in the forward. Outside of a training
+    step the copy keeps the parameters of its last recorded call until the next one.
 
     >>> import torch, fshard as fs
     >>> layer = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
@@ -160,7 +160,7 @@ def _declared(params: Mapping[str, Tensor], declared: Choice) -> list[str]:
 
 
 class _Check:
-    """Compares what apply is given with what the module has."""
+    """Compares the arguments of apply with the tensors of the module."""
 
     def __init__(self, title: str, params: Collection[str], buffers: Collection[str], modules: Collection[str]) -> None:
         self.params, self.buffers = frozenset(params), frozenset(buffers)
@@ -183,7 +183,7 @@ class _Check:
         )
 
     def after(self, rebound: list[str], written: list[str], buffers: Mapping[str, Any]) -> None:
-        """Raise if a forward has written to parameters or bound them to others, or has removed buffers."""
+        """Raise if a forward has written to parameters, rebound them, or removed buffers."""
         removed = sorted(name for name in self.buffers if buffers.get(name) is None)
         if not rebound and not written and not removed:
             return

@@ -1,11 +1,11 @@
-"""Layers that are described first and built later, where they are needed: no device ever has the whole model.
+"""Layers that are described first and built later, where they are needed: no device ever has the full model.
 
-    lazy(nn.Linear, 8, 8)        a Linear on the meta device, which knows how it is made      count it, cut it, name it
-    materialize(stage, seed=0)         the stage with memory, each lazy layer drawn by (seed, its name)
-    draw(model, 0, names, take)  one lazy layer after the other: its tensors are handed over and freed
+    lazy(nn.Linear, 8, 8)        a Linear on the meta device, with its factory              can be counted, split, named
+    materialize(stage, seed=0)   the stage with memory, each lazy layer drawn by (seed, its name)
+    draw(model, 0, names, take)  one lazy layer at a time: its tensors are passed on and freed
 
-A layer's draws depend on the seed and on its name in the whole model alone: not on the device that builds it.  Memory is
-bounded by the largest lazy layer, so a model that no device can hold has a lazy layer for each block.
+A layer's draws depend only on the seed and its name in the full model, not on the device that builds it. Memory is
+bounded by the largest lazy layer, so a model that no device can hold has a lazy layer per block.
 """
 
 from __future__ import annotations
@@ -42,9 +42,10 @@ class _Recipe(NamedTuple):
 
 
 def lazy(factory: Callable[Args, Module], *args: Args.args, **kwargs: Args.kwargs) -> Module:
-    """Describe the module that a factory makes: it is on the meta device until it is trained, or given to `built`.
+    """Describe the module that a factory makes: it is on the meta device until it is trained, or given to
+    `materialize`.
 
-    It may be a layer or a whole model; each lazy module is built whole, on the host, when its shards are taken.
+    It may be a layer or an entire model; each lazy module is built in full, on the host, when its shards are taken.
 
     >>> layer = lazy(nn.Linear, 1_000_000, 1_000_000)
     >>> layer.weight.shape, layer.weight.device
@@ -86,7 +87,7 @@ def lazy(factory: Callable[Args, Module], *args: Args.args, **kwargs: Args.kwarg
 
 
 def materialize(module: Module, *, seed: int) -> Module:
-    """Build the lazy layers of a module, a stage for instance; what has memory already is shared.
+    """Build the lazy layers of a module, such as a stage; tensors with memory are shared.
 
     >>> import fshard as fs
     >>> first, second = fs.pipeline.split_stages([lazy(nn.Linear, 2, 64), nn.ReLU(), lazy(nn.Linear, 64, 1)], 2, "parameters")
@@ -167,7 +168,7 @@ def _drawn_by(seed: int, path: str) -> Generator[None]:
 
 
 def reserved(x: Any, layout: Layout) -> Sharded:
-    """Lay a leaf on a mesh; one on the meta device gets empty shards, see `fill`."""
+    """Shard a leaf on a mesh; one on the meta device gets empty shards, see `fill`."""
     if not (isinstance(x, Tensor) and x.is_meta and layout.mesh.runtime != "abstract"):
         return device_put(x, layout)
     shapes = [layout.local_shape(x.shape, device) for device in local_devices(layout.mesh)]

@@ -1,8 +1,8 @@
-"""`lora`: a module whose layers learn a difference of low rank, beside weights that stay as they are.
+"""`lora`: a module whose layers learn a low-rank difference beside frozen weights.
 
-y = W x + s B A x        W: (out, in), frozen      A: (r, in)      B: (out, r), zero at first      s = alpha / r
+y = W x + s B A x W: (out, in), frozen A: (r, in) B: (out, r), zero at first s = alpha / r
 
-So few numbers have gradients and optimizer state that stages 0 to 2 hold little but W; stage 3 cuts that too.
+So few numbers have gradients and optimizer state that stages 0 to 2 store little but W; stage 3 shards that too.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ Bias = Literal["none", "all", "lora_only"]
 
 @dataclass(frozen=True, kw_only=True)
 class LoraConfig:
-    """Which layers learn a difference of low rank, and how: names and meanings are those of the peft library.
+    """The layers that learn a low-rank difference, and its form: names and meanings are those of the peft library.
 
     Args:
         r: the rank.
         lora_alpha: the difference is multiplied by `lora_alpha / r`.
-        lora_dropout: how much of a layer's input the difference does not see in training; all is seen where others compute with
-            the layer's weight themselves, as attention does with that of its `out_proj`.
-        target_modules: names of layers, of which the last parts are enough ("q_proj", "attn.out"), or a regular expression
-            of whole names; None: all linear ones.
-        modules_to_save: parts that are trained as they are: names, as above.
+        lora_dropout: dropout of a layer's input to the difference in training; none where another module uses the
+            layer's weight directly, as attention does with that of its `out_proj`.
+        target_modules: names of layers, or their last components ("q_proj", "attn.out"), or a regular expression
+            of full names; None: all linear ones.
+        modules_to_save: modules that are trained as they are: names, as above.
         bias: which biases are trained: "none", "all", or those of the layers with a difference: "lora_only".
     """
 
@@ -99,7 +99,7 @@ class LowRank(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The weight with the difference in it, for who computes with a layer's weight himself."""
+        """The merged weight, for modules that use a layer's weight directly."""
         change = self.scale * self.lora_B @ self.lora_A  # (out, in)
         return _weight(self.base_layer) + (change.T if _inputs_first(self.base_layer) else change)
 
@@ -110,9 +110,9 @@ class LowRank(nn.Module):
 
 
 def lora(model: nn.Module, config: LoraConfig | None = None) -> nn.Module:
-    """Return a model like this one, in which only differences of low rank are trained; the given one stays as it is.
+    """Return a model like this one, in which only low-rank differences are trained; the given one is not changed.
 
-    Both refer to the same weights, of which nothing is copied.  Make the optimizer of what is returned.
+    Both share the same weights; nothing is copied. Make the optimizer of the returned model.
 
     >>> model = lora(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)), LoraConfig(r=2, target_modules=["0"]))
     >>> [name for name, x in model.named_parameters() if x.requires_grad]
@@ -170,7 +170,7 @@ def merge_lora(model: nn.Module) -> nn.Module:
 
 
 def _with(model: nn.Module, others: dict[int, nn.Module]) -> nn.Module:
-    """Put others in the place of modules, wherever these stand; return the model, which may be one of them."""
+    """Replace modules wherever they occur; return the model, which may be replaced itself."""
     for part in [*model.modules()]:
         children = vars(part)["_modules"]
         children.update({name: others[id(child)] for name, child in children.items() if id(child) in others})
@@ -199,7 +199,7 @@ def _missing(model: nn.Module, config: LoraConfig) -> Iterator[str]:
 
 
 def _above(name: str) -> list[str]:
-    """Return a name and those of the parts that it stands in."""
+    """Return a name and the names of the modules that contain it."""
     parts = name.split(".")
     return [".".join(parts[: end + 1]) for end in range(len(parts))]
 
@@ -225,7 +225,7 @@ def _is_linear(layer: nn.Module) -> bool:
 
 
 def _inputs_first(layer: nn.Module) -> bool:
-    """Return whether a weight's first dim is that of inputs."""
+    """Return True if a weight's first dim is that of inputs."""
     return not isinstance(layer, nn.Linear)
 
 

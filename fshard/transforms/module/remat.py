@@ -1,19 +1,19 @@
-"""`remat`: recompute in the backward what is not worth its memory.
+"""`remat`: recompute in the backward instead of saving.
 
-    remat(fn, policy)(x)   forward:   x --fn--> y, keeping x and what the policy names
-                           backward:  x --fn--> all that fn's derivative needs, then back through it
+    remat(fn, policy)(x)   forward:   x --fn--> y, saving x and what the policy names
+                           backward:  x --fn--> saved tensors of fn's derivative, then its backward
 
-Under plain autograd this is torch's checkpoint, which runs fn again when the backward first asks for a value.  A policy adds
-a *region*: its forward keeps the results of some operations, by their number, and when fn runs again they are returned
-instead of being computed.  For "dots" matrix products and convolutions have numbers; for names every operation under a
-recording grad mode: what runs inside an autograd Function is not counted, since on virtual devices the last to arrive
-computes for all.
+Under plain autograd this is torch's checkpoint, which runs fn again when the backward first reads a saved tensor. A
+policy adds a *region*: its forward keeps the results of some operations, by number, and the second run of fn returns
+these instead of computing them. For "dots" matrix products and convolutions are numbered; for names every operation
+under a recording grad mode. Operations inside an autograd Function are not numbered, since on virtual devices the last
+to arrive computes for all.
 
     forward    %0 = mm    %1 = sin    %2 = checkpoint_name(%1, "a")    keep {1: %1}
     again      %0 = mm    %1 = kept[1]                 ...
 
-A result that was changed in place since it was kept is computed again.  torch.func knows no such hooks: under its transforms
-fn is simply called and all is kept.  A part of fn that itself calls such a transform is marked
+A result that was modified in place since is computed again. torch.func has no such hooks: under its transforms fn is
+simply called and all is saved. A part of fn that itself calls such a transform is marked
 `fs.with_unsharded_params(part, keep=True)`.
 """
 
@@ -42,7 +42,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Policy:
-    """The values that are kept between forward and backward; `host`: in the host's memory."""
+    """The values that are kept between forward and backward; `host`: in host memory."""
 
     keep: Literal["everything", "nothing", "dots", "names"]
     names: frozenset[str] = frozenset()
@@ -50,7 +50,7 @@ class Policy:
 
 
 def save_names(*names: str) -> Policy:
-    """Return the policy that keeps the values marked with these names by `fs.checkpoint_name`.
+    """Return the policy that keeps the values with these names of `fs.checkpoint_name`.
 
     >>> save_names("attention").names
     frozenset({'attention'})
@@ -59,7 +59,7 @@ def save_names(*names: str) -> Policy:
 
 
 def offload(policy: str | Policy) -> Policy:
-    """Return a policy that keeps the same values in the host's memory; parameters stay where they are.
+    """Return a policy that keeps the same values in host memory; parameters are not moved.
 
     >>> offload("dots")
     Policy(keep='dots', names=frozenset(), host=True)
@@ -68,10 +68,10 @@ def offload(policy: str | Policy) -> Policy:
 
 
 def checkpoint_name(x: Tensor, label: str) -> Tensor:
-    """Return x, and mark it for `remat` with `save_names`.
+    """Return x, marked for `remat` with `save_names`.
 
-    What is kept is the result of the operation that made x: that operation is not run again, those before it are.  A
-    collective is always run again, on all devices.
+    The result of the operation that made x is kept: it is not run again, the ones before it are. A collective is
+    always run again, on all devices.
 
     >>> import torch
     >>> def f(x):
@@ -85,11 +85,11 @@ def checkpoint_name(x: Tensor, label: str) -> Tensor:
 
 
 def remat(fn: Callable[Args, Result], policy: str | Policy = "nothing") -> Callable[Args, Result]:
-    """Return the same function, which keeps less for backward and computes the rest again.
+    """Return the same function, which saves less for backward and recomputes the rest.
 
     Args:
-        fn: any function or module.  Random draws and collectives are repeated as they were, the latter on all devices.
-        policy: what is kept, besides the arguments: "nothing", "everything" (that is: no rematerialisation), "dots"
+        fn: any function or module. Random draws and collectives are repeated, the latter on all devices.
+        policy: what is kept beside the arguments: "nothing", "everything" (no rematerialisation), "dots"
             (results of matrix products and convolutions), `save_names(...)`, or `offload(...)` of one of these.
 
     >>> import torch
@@ -150,7 +150,7 @@ def _checkpointed(fn: Callable[..., Any], policy: Policy, args: tuple[Any, ...],
 
 
 def _to_host(x: Tensor) -> Tensor | tuple[torch.device, Tensor]:
-    if is_on_host(x) or x.is_leaf:  # parameters and inputs are held by somebody else
+    if is_on_host(x) or x.is_leaf:  # parameters and inputs are referenced elsewhere
         return x
     return x.device, torch.empty_like(x, device="cpu", pin_memory=x.is_cuda).copy_(x, non_blocking=False)
 
@@ -185,9 +185,9 @@ class KeptResult(NamedTuple):
 
 
 class Made(NamedTuple):
-    """Which operation made some memory, and how its result lies in it.
+    """The operation that made some memory, and the strides of its result.
 
-    The weak reference lets the memory go, but nothing else will have its name.
+    A weak reference: the memory can be freed, and its identity is not reused.
     """
 
     memory: StorageWeakRef
@@ -199,14 +199,14 @@ class Made(NamedTuple):
 
 @dataclass
 class Region:
-    """The values that one call of a rematerialised function keeps: dots if `names` is None; on the host if asked."""
+    """The values that one call of a rematerialised function keeps: dots if `names` is None; on the host if requested."""
 
     names: frozenset[str] | None
     host: bool
     kept: dict[int, KeptResult] = field(default_factory=dict[int, KeptResult])
 
     def counts(self, op: Any) -> bool:
-        """Return whether an operation has a number."""
+        """Return True if an operation has a number."""
         return op in DOTS if self.names is None else torch.is_grad_enabled()
 
     def keep(self, number: int, x: Tensor) -> None:
@@ -256,7 +256,7 @@ class Keeping(TorchDispatchMode):
             self._makers[memory] = Made(StorageWeakRef(result.untyped_storage()), self._number, *lies)
 
     def mark(self, x: Tensor, label: str) -> None:
-        """Keep what made x, if its name is one of the region's."""
+        """Keep the result that made x, if its name is one of the region's."""
         made = self._makers.get(_memory(x)) if self._region.names and label in self._region.names else None
         if made is not None:
             with torch.no_grad():  # so that these two are not counted
@@ -297,13 +297,13 @@ _open = _OpenRegions()
 
 
 def mark(x: Tensor, label: str) -> None:
-    """Tell the regions around of a value's name."""
+    """Pass a value's name to the surrounding regions."""
     for region in _open.regions:
         region.mark(x, label)
 
 
 def is_on_host(x: Tensor) -> bool:
-    """Return whether a tensor takes no memory of an accelerator."""
+    """Return True if a tensor takes no accelerator memory."""
     return x.device.type in ("cpu", "meta")
 
 

@@ -3,8 +3,8 @@
     functionalize   each device runs a copy, made by `copy.deepcopy` with registered tensors on the meta device
     Booster         the device runs the module that it was given
 
-A slot is an entry of some module's `_parameters` or `_buffers`; a tied tensor has several.  All else on the module is
-the device's own and is kept from call to call: nothing is reset, averaged or watched.
+A slot is an entry of some module's `_parameters` or `_buffers`; a tied tensor has several. All else on the module is
+private to the device and persists from call to call: nothing is reset, averaged or watched.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Replica:
         names: of each of its modules, the names of the tensors in its `_parameters` and `_buffers`, by their keys.
         adapt: returns another forward for a module, None for its own.
 
-    What stands in the slots of parameters at the first call stands there between steps: see `give_up_memory`.
+    The slots of parameters hold the tensors of the first call between steps: see `give_up_memory`.
     """
 
     def __init__(
@@ -172,9 +172,9 @@ def _keys(entries: Mapping[str, Any], names: Mapping[int, str]) -> Names:
 
 
 def give_up_memory(modules: Sequence[nn.Module], device: torch.device | None = None) -> None:
-    """Put parameters without memory in the place of the modules' own: of their shapes, dtypes and devices, all nan.
+    """Replace the modules' own parameters by ones without memory: same shapes, dtypes and devices, all nan.
 
-    Tied parameters stay tied.  Those on the meta device get the given one.
+    Tied parameters stay tied. Those on the meta device are replaced by the given one.
     """
     made: dict[int, nn.Parameter] = {}
     own: list[Any] = [*{id(part): part for module in modules for part in module.modules()}.values()]
@@ -198,10 +198,10 @@ def _without_memory(x: Tensor, device: torch.device | None) -> nn.Parameter:
 
 
 class Replicas:
-    """One replica of a module for each device that runs it, made when the device first asks for it.
+    """One replica of a module per device, made when the device first needs it.
 
     Args:
-        module: the module, as it is now; later only `train()` and `eval()` are followed.
+        module: the module, in its present state; later only `train()` and `eval()` are followed.
         adapt: see `Replica`.
         in_place: the module itself is run, by a single device.
     """

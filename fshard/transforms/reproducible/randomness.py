@@ -1,12 +1,13 @@
-"""Random draws that depend on a key, and on nothing else: not on the device, and not on what was drawn before.
+"""Random draws that depend only on a key: not on the device, and not on earlier draws.
 
-Dropout that is keyed by (seed, step, slice) draws the same masks on 1 device as on 8.  In a functionalized module each layer
-has a key of its own, so its masks stay as they are when another layer is taken out before it or draws more:
+Dropout seeded by (seed, step, slice) draws the same masks on 1 device as on 8. In a functionalized module each layer
+has its own key, so its masks do not change when another layer is removed or draws more:
 
-    key of a call = (key of the slice, "blocks.1.dropout", how many times that has been called before)
+    key of a call = (key of the slice, "blocks.1.dropout", number of earlier calls of that layer)
 
-The key is the seed of the generator, which torch keeps with the generator's state; a caller that goes on is given a new one.
-So a checkpoint, which sets the state back and runs a block again, says which call it runs again, and it has the same key.
+The key is the generator's seed, which torch stores with the generator's state; a caller that continues gets a new one.
+So a checkpoint, which restores the state and runs a block again, thereby identifies the call that it repeats, and gets
+the same key.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from torch import nn
 
 
 def keyed_random(seed: int, *key: int | str) -> AbstractContextManager[None]:
-    """Draw all random numbers of torch's default generators from a state that the key alone determines.
+    """Draw all random numbers of torch's default generators from a state that depends only on the key.
 
-    Their own states, of the CPU and of the current CUDA device, are as before afterwards.  Contexts may be nested.
+    The generators of the CPU and the current CUDA device are restored after. Contexts may be nested.
 
     >>> import torch
     >>> step, slice = 3, 0
@@ -44,7 +45,7 @@ def keyed_random(seed: int, *key: int | str) -> AbstractContextManager[None]:
 
 
 def keyed_apart(key: int, part: int) -> AbstractContextManager[None]:
-    """Draw by a key in the first of several parts; others draw something else, but layers what they would there.
+    """Draw by a key in the first of several parts; the others draw differently, except in layers.
 
     >>> key = folded(17, 0)
     >>> def draw(part):
@@ -75,18 +76,18 @@ class DrawState:
     def set(self, key: int | None = None) -> None:
         """Let the generators go on from here, the CPU's by another name, if a key is given: nothing is drawn from a seed."""
         if key is not None:
-            c_uint64.from_address(self._states[0].data_ptr()).value = key  # where torch keeps the seed
+            c_uint64.from_address(self._states[0].data_ptr()).value = key  # offset of the seed in torch's state
         for generator, own in zip(self.generators, self._states, strict=True):
             generator.set_state(own)
 
 
 def random_state(*others: torch.Generator) -> DrawState:
-    """Return the states of the generators that the calling thread draws from, and of others."""
+    """Return the states of the calling thread's generators, and of others."""
     return DrawState((*_generators(), *others) if others else _generators())
 
 
 class _Keyed(ContextDecorator):
-    """Draw by a key, and go on as before afterwards; what is drawn is said to be drawn by the key `told`."""
+    """Draw by a key, and restore after; `told` is reported as the key of these draws."""
 
     __slots__ = ("_before", "_key", "_told")
 
@@ -150,7 +151,7 @@ _TURN = 0x9E3779B97F4B
 
 
 def folded(*key: int | str) -> int:
-    """Return a key of 64 bits in which every part of what it is made of, and its place, count."""
+    """Return a 64-bit key in which every component and its position count."""
     return _MARK << _BITS | _digest(*(part if isinstance(part, str) else index(part) for part in key))
 
 
@@ -186,7 +187,7 @@ _DRAWING = (
 
 
 _MANY = 1 << 16
-"""How many keys are remembered outside of a step, where nothing says when a graph is freed."""
+"""Number of cached keys outside of a step, where the end of a graph is unknown."""
 
 
 class Calls:
@@ -211,7 +212,7 @@ class Calls:
 
 
 class Layers:
-    """The forwards of a replica's modules: adapted ones, and those that draw by a key of their own.
+    """The forwards of a replica's modules: adapted ones, and those that draw by their own key.
 
     Args:
         modules: with their names.
@@ -235,7 +236,7 @@ class Layers:
                 self._forwards.append((vars(module), own, forward))
 
     def enter(self, key: int | None) -> None:
-        """Install the forwards for a call of the whole, whose layers draw by their names if there is a key."""
+        """Install the forwards for a call of the module; with a key, layers draw by their names."""
         if len(self._known) > _MANY:
             self._known.clear()
         self._now[:] = [] if key is None else [Calls(key, self._known)]
@@ -273,4 +274,4 @@ def _forward(
     try:
         return forward(*args, **kwargs)
     finally:
-        before.set(key ^ 1)  # another than before: that tells what comes now from what came before
+        before.set(key ^ 1)  # a new seed: it distinguishes later draws from earlier ones

@@ -1,6 +1,6 @@
-"""The order of additions in reproducible mode: one binary tree over the slices of a device, and on over devices.
+"""The order of additions in reproducible mode: one binary tree over the slices of a device, and over devices.
 
-A batch that is cut over ("a", "b") has its slices in the order of a, then b.  Neighbours are added first:
+A batch sharded over ("a", "b") has its slices in the order of a, then b. Neighbours are added first:
 
     slices   0   1   2   3       a = 0: 0, 1;  a = 1: 2, 3;  b = 0, 1 within each
              0 + 1   2 + 3       over "b"
@@ -24,9 +24,10 @@ from fshard.transforms.fsdp.units import Unit
 def way_in_order(
     mesh: Mesh, axes: tuple[str, ...], wanted: Layout, shape: tuple[int, ...], on: tuple[tuple[str, int], ...] = ()
 ) -> ReshardPlan:
-    """Return the way from summands over `axes`, at a place `on` others, to a layout that adds up over the last axis first.
+    """Return the plan from summands over `axes`, at coordinates `on` of others, to a layout; it reduces over the last
+    axis first.
 
-    It is the usual way, if that does; else axes are added up one by one, and the gradient is cut with the first.
+    It is the usual plan, if that does; else axes are reduced one by one, and the gradient is scattered with the first.
 
     >>> from fshard import make_mesh
     >>> mesh = make_mesh({"a": 2, "b": 2})
@@ -55,11 +56,11 @@ Gradients = list[Tensor | None]
 class TreeAccumulator:
     """Gradients of slices, added in one binary tree: two trees of one height become one of the next.
 
-    slices   0 1 2 3 4 5 6 7    ->    ((0+1)+(2+3)) + ((4+5)+(6+7))
+    slices 0 1 2 3 4 5 6 7 -> ((0+1)+(2+3)) + ((4+5)+(6+7))
 
-    A slice that has not used a unit stands in its tree as nothing, which is 0: the other devices have zeros for it.  Uses of
-    a leaf in one slice are added one after the other, the last first, as autograd adds them, in their own dtype; slices as
-    devices add them, each times what it counts for, in the dtype that `widened` gives.
+    A slice that has not used a unit counts as 0: the other devices have zeros for it. Uses of a leaf in one slice are
+    added in sequence, the last first, as autograd adds them, in their own dtype; slices as devices are added, each
+    times its weight, in the dtype that `widened` returns.
     """
 
     def __init__(self, units: Sequence[Unit], widened: Callable[[Unit, Gradients], Gradients]) -> None:
@@ -68,7 +69,7 @@ class TreeAccumulator:
         self._trees: dict[Unit, list[tuple[int, Gradients]]] = {unit: [] for unit in units}
 
     def add(self, unit: Unit, gs: Gradients) -> None:
-        """Take what one use of some leaves of a unit gave in this slice."""
+        """Add the gradients of one use of some leaves of a unit in this slice."""
         now = self._now.setdefault(unit, [None] * len(unit.indices))
         for at, g in enumerate(gs):
             if g is not None:
@@ -76,7 +77,7 @@ class TreeAccumulator:
                 now[at] = g if known is None else known + g
 
     def end_slice(self, weight: float) -> None:
-        """End a slice, which counts for so much."""
+        """End a slice of this weight."""
         for unit, trees in self._trees.items():
             gs = self._widened(unit, self._now.get(unit, [None] * len(unit.indices)))
             trees.append((0, gs if weight == 1.0 else [None if g is None else g * weight for g in gs]))

@@ -278,7 +278,7 @@ class Shift:
     # -- among all devices --------------------------------------------------------------------------------------------
 
     def _notice(self, what: str, group: Group) -> None:
-        """Raise for communication that a stage may not do."""
+        """Raise if a stage calls a collective that stages may not call."""
         elsewhere = {axis for axis in group.axes if self.scope.mesh.shape.get(axis, 1) > 1} - {*self.batch.axes}
         if elsewhere and what not in NOT_HEARD:
             raise LayoutError(
