@@ -52,7 +52,7 @@ from fshard.transforms.value_and_grad import grad, value_and_grad
 
 
 def __getattr__(name: str) -> Any:
-    """Find `fshard.testing`, which needs packages that only tests need, and the version, when they are first asked for."""
+    """Import `fshard.testing`, which needs test packages, and the version on first use."""
     if name == "testing":
         return import_module("fshard.testing")
     if name == "__version__":

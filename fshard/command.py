@@ -1,7 +1,7 @@
 """The command `fshard`, which is also `python -m fshard`.
 
-fshard run --processes 4 train.py     start a file in several processes (`fshard.launching.torchrun`)
-fshard doctor                         what is here, what it can do, and whether it does it right (`fshard.doctor`)
+fshard run --processes 4 train.py start a file in several processes (`fshard.launching.torchrun`) fshard doctor the
+installation: devices, features, correctness (`fshard.doctor`)
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ doctor   look at versions, devices, the speed between processes and every collec
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Do what the command line says; return the exit status."""
+    """Run the command line; return the exit status."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
         match words:

@@ -1,7 +1,7 @@
-"""Every error that fshard raises on purpose.
+"""The errors that fshard raises.
 
-One root, `FshardError`, and below it a class per kind of mistake.  Each class is also a `ValueError` (the call was
-wrong) or a `RuntimeError` (the run went wrong), so that code which knows nothing of fshard can still catch it.
+One root, `FshardError`, and below it a class per kind of error. Each class is also a `ValueError` (a wrong call) or a
+`RuntimeError` (a failed run), so that code without fshard's classes can catch it.
 """
 
 __all__ = [
@@ -30,11 +30,11 @@ class MeshError(FshardError, ValueError):
 
 
 class LayoutError(FshardError, ValueError):
-    """A tensor that cannot lie on the mesh as asked: a dim that does not divide, a spec of the wrong length."""
+    """A tensor that cannot have the layout: a dim that is not divisible, a spec of the wrong length."""
 
 
 class ScopeError(FshardError, RuntimeError):
-    """A collective called where its axis is not known: outside `shard_map` and `run`."""
+    """A collective outside `shard_map` and `run`, or over an axis that is not mapped there."""
 
 
 class DeadlockError(FshardError, RuntimeError):
@@ -42,10 +42,9 @@ class DeadlockError(FshardError, RuntimeError):
 
 
 class MismatchError(FshardError, RuntimeError):
-    """Devices met in one collective with different operations, shapes, dtypes or trees.
+    """Devices called one collective with different operations, shapes, dtypes or trees.
 
-    Virtual devices may be run again.  Processes have parted for good: their group is lost, and what is called on it
-    says so.
+    Virtual devices may be run again. The group of processes is broken: later calls on it raise.
     """
 
 
@@ -62,7 +61,7 @@ class LostProcessError(FshardError, RuntimeError):
 
 
 class OptimizerError(FshardError, ValueError):
-    """An optimizer that cannot be made as asked, or was given what it cannot work on."""
+    """An optimizer with invalid arguments or inputs."""
 
 
 class PolicyError(FshardError, ValueError):
@@ -74,4 +73,4 @@ class ModuleError(FshardError, ValueError):
 
 
 class ScheduleError(FshardError, ValueError):
-    """A pipeline schedule that cannot be made as asked, or text that is none."""
+    """A pipeline schedule with invalid arguments, or text that is not a schedule."""

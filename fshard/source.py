@@ -1,7 +1,7 @@
-"""The user's own source line: where a collective was called from, whoever called on the way.
+"""The user's source line of a collective.
 
-Errors and ledgers name a line of the user's program, so frames that belong to fshard, torch and the standard
-library's plumbing are passed over.
+Errors and ledgers name a line of the user's program, so frames of fshard, torch and the standard library's plumbing
+are skipped.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _TESTING = str(Path(__file__).parent / "testing")
 
 
 class Site(NamedTuple):
-    """A line of source: file, number, and the function that it stands in; and which leaves of a tree it is about.
+    """A line of source: file, number, function; and the leaves of a tree that it concerns.
 
     >>> print(Site("train.py", 7, "main", ('["w"]', '["b"]')).given)
      (leaves ["w"], ["b"])
@@ -61,7 +61,7 @@ def site_of(frame: FrameType | None) -> Site:
 
 @cache
 def _is_plumbing(file: str) -> bool:
-    return file.startswith(_OURS) and not file.startswith(_TESTING)  # whoever tests a runtime is a user of it
+    return file.startswith(_OURS) and not file.startswith(_TESTING)  # a test of a runtime is a user of it
 
 
 def call_site() -> Site:
@@ -70,7 +70,7 @@ def call_site() -> Site:
 
 
 def _cell(file: str) -> str | None:
-    """Return the number of the notebook's cell that a file stands for, `In[3]`.  IPython is never imported."""
+    """Return the name of a notebook's cell by its file, `In[3]`. IPython is never imported."""
     ipython: Any = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     name_of = getattr(getattr(shell, "compile", None), "format_code_name", None)
@@ -79,7 +79,7 @@ def _cell(file: str) -> str | None:
 
 
 def _short(file: str) -> str:
-    """Shorten a path to what tells files apart: a cell's number, relative to here if below, else the last two parts."""
+    """Shorten a path: a cell's number, relative to the working directory if below, else the last two components."""
     cell = _cell(file)
     if cell is not None:
         return cell

@@ -1,7 +1,7 @@
-"""`uncompiled`: what torch.compile calls, and does not look into.
+"""`uncompiled`: functions that torch.compile calls without tracing them.
 
-fshard's own code is Python around threads, messages and caches: there is nothing in it to compile, and Dynamo needs many
-seconds to find that out.  `torch.compiler.disable` does the same, but imports Dynamo when a function is decorated.
+fshard's own code is Python around threads, messages and caches: there is nothing to compile, and Dynamo needs many
+seconds to find that out. `torch.compiler.disable` does the same, but imports Dynamo when a function is decorated.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class _Uncompiled(_DecoratorContextManager):
 
 
 def uncompiled(function: Callable[Args, Result]) -> Callable[Args, Result]:
-    """Return a function that runs without torch.compile, with all that it calls; what stands around it is compiled.
+    """Return a function that runs without torch.compile, as does all that it calls; the code around it is compiled.
 
     >>> import torch
     >>> @uncompiled
@@ -39,5 +39,5 @@ def uncompiled(function: Callable[Args, Result]) -> Callable[Args, Result]:
     tensor([2., 2.])
     """
     run: Any = _Uncompiled()(function)
-    run._torchdynamo_disable = True  # whoever is compiled stops before it
+    run._torchdynamo_disable = True  # Dynamo breaks the graph before it
     return run

@@ -1,1 +1,1 @@
-"""Presets of layouts and transforms, and torch's familiar loop on top of them.  No algorithm lives here."""
+"""Presets of layouts and transforms, and a torch-style loop on them. No algorithms."""

@@ -1,4 +1,4 @@
-"""Checks of what a Booster is given: one error with everything that is wrong, before anything is sharded."""
+"""Checks of a Booster's arguments: one error with everything that is wrong, before anything is sharded."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from fshard.optim.source import OptimizerSource, optimizer_source
 from fshard.transforms.module.lazy import undescribed
 
 BOOSTED = WeakSet[nn.Module]()
-"""The modules that run in place."""
+"""Modules that run in place."""
 
 
 def taken(
     who: str, model: Any, optimizer: Any, criterion: Any = None, dataloader: Any = None, lr_scheduler: Any = None
 ) -> OptimizerSource:
-    """Return the source of an optimizer for a model's parameters; raise naming all that is not what it should be.
+    """Return the source of an optimizer for a model's parameters; raise with all that is invalid.
 
     >>> taken("boost", nn.Linear(2, 2), None, "mse", lr_scheduler="cosine")
     Traceback (most recent call last):
@@ -80,7 +80,7 @@ def _without_memory(model: Any) -> Iterator[str]:
 
 
 def _is_compiled(part: nn.Module) -> bool:
-    """Return whether a module with parameters is compiled, by torch.compile or in place."""
+    """Return True if a module with parameters is compiled, by torch.compile or in place."""
     own = vars(part)
     wrapped = "_torchdynamo_orig_callable" in own or own.get("_compiled_call_impl") is not None
     return wrapped and any(True for _ in part.parameters())

@@ -1,15 +1,13 @@
-"""`auto_plugin`: the simplest plugin with which a model fits, by the bytes of the device that holds most.
+"""`auto_plugin`: the simplest plugin with which a model fits, by the bytes of the fullest device.
 
 For each candidate, simplest first:
 
-1. lay parameters and optimizer state on an abstract mesh, as the plugin does: their layouts say what a device holds at rest;
-2. add what a step holds besides: copies for use, gradients, activations;
-3. return the first plugin whose fullest device has room; if there is none, raise with the table.
+1. lay out parameters and optimizer state on an abstract mesh as the plugin does: layouts give the bytes per device; 2.
+add the bytes of a step: unsharded parameters, gradients, activations; 3. return the first plugin whose fullest device
+fits; if there is none, raise with the table.
 
-fits on one device                       DDPPlugin
-the optimizer's state does not           ZeroPlugin(stage=1), then stage=2
-parameters do not                        FSDPPlugin
-unsharded units or activations do not    HybridParallelPlugin: fewer layers on each device
+fits on one device DDPPlugin the optimizer's state does not ZeroPlugin(stage=1), then stage=2 parameters do not
+FSDPPlugin unsharded units or activations do not HybridParallelPlugin: fewer layers on each device
 """
 
 from __future__ import annotations
@@ -40,16 +38,16 @@ from fshard.transforms.stages.plan import shard_stages
 
 
 class Budget(NamedTuple):
-    """Bytes that one device holds.  All-gathers and reductions in flight are not counted: a unit or two.
+    """Bytes of one device. All-gathers and reductions in flight are not counted: a unit or two.
 
     Args:
-        parameters: at rest.
-        copies: for use.  Of sharded units the largest that are unsharded at a time; of a sharded stage all.  Of replicated
+        parameters: stored.
+        copies: for use. Of sharded units the largest that are unsharded at a time; of a sharded stage all. Of replicated
             parameters those in another dtype.
         gradients: unsharded where they are reduced once a step: stages 0 and 1 of ZeRO, pipelines, and reproducible mode,
-            which has several trees of them.  Else shards, and the largest unit unsharded.
+            which has several trees of them. Else shards, and the largest unit unsharded.
         state: of the optimizer.
-        activations: of the microbatches that a pipeline's device holds at once, else of the device's part of the batch.
+        activations: of the microbatches that a pipeline's device holds concurrently, else of the device's part of the batch.
     """
 
     parameters: int
@@ -67,18 +65,18 @@ class Budget(NamedTuple):
 def auto_plugin(
     model: nn.Module, mesh: Mesh, memory: int, *, optimizer: Any = None, activations: int = 0, **options: Any
 ) -> Plugin:
-    """Return the simplest plugin with which each device holds at most `memory` bytes; its `why` is the table of what was tried.
+    """Return the simplest plugin with which each device needs at most `memory` bytes; its `why` is the table of
+    candidates.
 
     Args:
-        model: any module, which may be lazy or lie on the meta device: nothing is laid anywhere.
-        mesh: the devices.  For stages they are laid anew, along "data" and "pipe".
+        model: any module, which may be lazy or on the meta device: nothing is allocated.
+        mesh: the devices. For stages they are rearranged, along "data" and "pipe".
         memory: bytes of each device.
-        optimizer: what trains it; None: AdamW.
-        activations: bytes that those of a device's part of a batch take on this mesh, if none are recomputed.  Stages share
-            them, and a device holds those of as many microbatches as its schedule says.
-        options: of plugins, precision and so on: each plugin is given those that it has.  Stages of a model that is no
-            `nn.Sequential` need `blocks` and `sample`.  Unless given, `zero_stage` is 1 or 3, and there are two microbatches
-            for each stage.
+        optimizer: for its state; None: AdamW.
+        activations: bytes for a device's part of a batch on this mesh, without recomputation. Stages divide them, and a
+            device holds those of as many microbatches as its schedule needs.
+        options: of plugins, such as precision: each plugin gets those that it has. Stages of a model that is no
+            `nn.Sequential` need `blocks` and `sample`. Defaults: `zero_stage` 1 or 3, two microbatches per stage.
 
     >>> import torch, fshard as fs
     >>> model = torch.nn.Sequential(*(torch.nn.Linear(100, 100, device="meta") for _ in range(8)))
@@ -97,7 +95,7 @@ def auto_plugin(
     wrong += unknown("auto_plugin", options, sorted({name for kind in _KINDS for name in _names(kind)}))
     candidates = [] if wrong else [*_candidates(mesh, options)]
     made = [_made(kind, usual, options) for _, kind, usual in candidates]
-    for name, x in options.items():  # is wrong if each plugin that has it refuses it, alone and with the others
+    for name, x in options.items():  # invalid if each plugin that has it rejects it, alone and with the others
         its = [at for at, (_, kind, _) in enumerate(candidates) if name in _names(kind)]
         alone = [_made(*candidates[at][1:], {name: x}) for at in its if isinstance(made[at], FshardError)]
         refused = [str(one).rstrip(".") for one in alone if isinstance(one, FshardError)]
@@ -134,7 +132,7 @@ _KINDS = (DDPPlugin, ZeroPlugin, FSDPPlugin, HybridParallelPlugin)
 
 
 def _candidates(mesh: Mesh, options: Mapping[str, Any]) -> Iterator[tuple[str, type[Plugin], dict[str, Any]]]:
-    """Yield the plugins, simplest first: the name of the row, the class, and its options unless others are given."""
+    """Yield the plugins, simplest first: the name of the row, the class, and its default options."""
     yield "DDP, stage 0", DDPPlugin, {"mesh": mesh}
     for stage in [options["stage"]] if "stage" in options else [1, 2]:
         yield f"Zero, stage {stage}", ZeroPlugin, {"mesh": mesh, "stage": stage}
@@ -159,7 +157,7 @@ def _names(kind: type[Plugin]) -> set[str]:
 
 
 def _abstract(plugin: Plugin, mesh: Mesh) -> Mesh:
-    """Return an abstract mesh of as many devices; stages have an axis of their own."""
+    """Return an abstract mesh of as many devices; stages have their own axis."""
     if not isinstance(plugin, HybridParallelPlugin):
         return Mesh(mesh.axes, "abstract", "meta")
     if mesh.size % plugin.pipeline:
@@ -172,13 +170,13 @@ def _abstract(plugin: Plugin, mesh: Mesh) -> Mesh:
 
 
 def budget(how: Arrangement, model: nn.Module, source: OptimizerSource, activations: int = 0) -> Budget:
-    """Count the bytes of the device that holds most.
+    """Count the bytes of the fullest device.
 
     Args:
-        how: all is laid out, on an abstract mesh.
-        model: what is trained, but for what is frozen in it.
-        source: what trains it, and which parameters.
-        activations: bytes that those of a whole batch take, of the whole model.
+        how: layouts and options, on an abstract mesh.
+        model: the model; frozen parameters have no gradients.
+        source: the optimizer and its parameters.
+        activations: bytes for the entire batch and model.
 
     >>> import fshard as fs
     >>> mesh = fs.make_mesh({"data": 4}, runtime="abstract")
@@ -212,7 +210,7 @@ def budget(how: Arrangement, model: nn.Module, source: OptimizerSource, activati
 
 
 def _activations(how: Arrangement, schedule: Schedule | None, whole: int) -> list[int]:
-    """Return the bytes of activations at each place along the pipeline."""
+    """Return the bytes of activations at each coordinate along the pipeline."""
     part = Fraction(whole, prod(how.mesh.shape[axis] for axis in how.axes))
     if schedule is None:
         return [ceil(part)]

@@ -1,12 +1,12 @@
-"""The share that a device's part has of a batch, where parts differ: a loader announces how many samples a batch has.
+"""The weight of a device's part of a batch, where parts differ: a loader announces the batch's number of samples.
 
-    5 samples, 2 devices, which have 3 and 2      a mean over 3 of them counts for 3 / 5 of the mean over all
+    5 samples, 2 devices, which have 3 and 2      a mean over 3 of them has weight 3 / 5 in the mean over all
 
-A tensor that a loader has returned is known by itself, and so is a view of it.  A copy, on an accelerator say, is taken for
-a part of the batch that was announced last, or where batches are fetched ahead, of the one whose part has as many rows.  If
-several have, and batches do not all divide evenly, it is an error.
+A tensor that a loader has returned is recognised, and so is a view of it. A copy, such as one on an accelerator, is
+assigned to the batch announced last or, where batches are prefetched, to the one whose part has as many rows. If
+several match, and some batch is uneven, it raises.
 
-Without a loader parts count alike: as in torch, each device takes the mean of its own.
+Without a loader parts have equal weight: as in torch, each device takes the mean of its own.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class Counted(NamedTuple):
     """A device's part of a batch.
 
     Args:
-        rows: how many its tensors have, if any has some.
-        cut: how its samples are cut, likewise.
-        share: of the whole batch; None: that is not known, and parts differ.
-        known: how many samples the loader has given the device, if the tensors are the loader's own.
+        rows: number of rows of its tensors, if any.
+        cut: how its samples are sharded, likewise.
+        share: its weight in the batch; None: unknown, and parts differ.
+        known: number of samples that the loader gave the device, if the tensors are the loader's.
     """
 
     rows: int | None
@@ -45,7 +45,7 @@ class Announced:
 
     Args:
         mesh: the devices.
-        axes: along which batches are cut.
+        axes: that shard batches.
     """
 
     def __init__(self, mesh: Mesh, axes: tuple[str, ...]) -> None:
@@ -57,7 +57,7 @@ class Announced:
         self._unused = self._ahead = False
 
     def tell(self, total: int | None, part: PyTree) -> None:
-        """Note a batch that is returned, and how many samples it has on all devices; None: a pass begins or ends."""
+        """Record a returned batch and its number of samples on all devices; None: a pass begins or ends."""
         if total is None:
             self._ahead = self._last is not None and (self._ahead or self._unused)
             self._before, self._last, self._unused = self._last, None, False
@@ -92,7 +92,7 @@ class Announced:
         return part.share
 
     def part(self, batch: PyTree) -> PyTree:
-        """Return the batch of a functional step as this device's part, if a loader has handed it out; else as it is."""
+        """Return the batch of a functional step as this device's part, if a loader returned it; else unchanged."""
         leaves, device = flatten_outside(batch)[1], device_of(self._mesh)
         known, total = self._which(leaves, device)
         if total is None:
@@ -101,15 +101,15 @@ class Announced:
             return batch
         own = max(self._own(total, device), 1)
         if not known and {rows_of(x) for x in leaves} - {None} != {own}:
-            return batch  # the whole one
+            return batch  # the global one
         return BatchPart(batch, Cut(self._axes, self._parts, total))
 
     def _in_doubt(self) -> bool:
-        """Return whether it matters which batch an unknown one is, and cannot be told."""
+        """Return True if the weight of an unrecognised batch matters and is ambiguous."""
         return self._ahead and any(total % self._parts for total in self._told)
 
     def _which(self, leaves: Sequence[Any], device: int) -> tuple[bool, int | None]:
-        """Return whether leaves are a loader's own, and how many samples their batch has on all devices, if that is known."""
+        """Return True if leaves are a loader's, and the number of samples of their batch, if known."""
         self._unused = False
         found = (self._totals.get(_owner(x, self._totals)) for leaf in leaves for x in tensors_in(leaf))
         total = next((total for total in found if total is not None), None)
@@ -130,7 +130,7 @@ class Announced:
 
 
 def _owner(x: Tensor, known: WeakTensorKeyDictionary) -> Tensor:
-    """Return the tensor that another is a view of, unless it is known itself."""
+    """Return the tensor that another is a view of, unless it is recognised itself."""
     return x if x in known or x._base is None else x._base
 
 

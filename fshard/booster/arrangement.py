@@ -1,6 +1,6 @@
-"""An arrangement: how a model, its optimizer and its batches lie, and in what way they are trained.  A plugin decides it.
+"""An arrangement: the layouts of a model, its optimizer and batches, and the options of training. Made by a plugin.
 
-                     ┌─ gradient(model)      whose forward and backward a torch-style loop takes
+                     ┌─ gradient(model)      for a torch-style loop
 Arrangement, model ──┤
                      └─ functional(model)    a state, and the step that takes it
 """
@@ -45,9 +45,9 @@ class TrainState(NamedTuple):
     Args:
         params: in their layouts.
         optimizer: its state, in its layout.
-        buffers: what the model remembers.
-        steps: how many have been taken, by which the next one draws.
-        turn: of several that one Booster trains, which.
+        buffers: of the model.
+        steps: number of steps so far, which seeds the next one's draws.
+        turn: index among the models of one Booster.
     """
 
     params: PyTree
@@ -62,20 +62,20 @@ Step = Callable[[TrainState, Any], tuple[TrainState, Metrics]]
 
 @dataclass(frozen=True, kw_only=True)
 class Arrangement:
-    """How all lies on a mesh.
+    """Layouts and options on a mesh.
 
     Args:
         mesh: the devices.
-        axes: along which a batch is cut.
-        rules: how parameters lie at rest.
+        axes: that shard a batch.
+        rules: layouts of parameters.
         stage: of ZeRO.
-        pieces: the axes along which it divides; none: it divides nothing.
-        scaled: losses are multiplied, for gradients in 16 bits.
+        pieces: the axes of ZeRO's shards; none: nothing is sharded.
+        scaled: losses are scaled, for gradients in 16 bits.
         sync_batchnorm: BatchNorm takes mean and variance over all devices.
         seed: of random draws in the model.
-        zeros: whether a parameter that no device has used has a gradient of zeros.
+        zeros: True gives a gradient of zeros to parameters that no device has used.
         buffers: frozen parameters that the forward updates: see `functionalize`.
-        cut: into which stages a model is cut; None: it is not.
+        cut: splits a model into stages; None: it is not split.
         options: further ones of `value_and_grad`, with a schedule and its axis if there are stages.
     """
 
@@ -220,7 +220,7 @@ def lay_model(
     mesh: Mesh,
     seed: int,
 ) -> PyTree:
-    """Lay a model's parameters out by rules; put buffers of lazy layers into `buffers`."""
+    """Shard a model's parameters by rules; add buffers of lazy layers to `buffers`."""
     laid = lay(trained(params), rules, mesh, put=reserved)
     if mesh.runtime == "abstract":
         return laid
@@ -246,7 +246,7 @@ def lay_stage_tensors(
     axis: str,
     seed: int,
 ) -> tuple[Sequence[PyTree], Sequence[PyTree]]:
-    """Lay the parameters and buffers of a model's stages out, each on the devices that have the stage."""
+    """Shard the parameters and buffers of a model's stages, each on the devices that have the stage."""
     for stage in stages:
         refuse_hooks(stage)
     where: dict[str, Any] = {"mesh": mesh, "schedule": schedule, "axis": axis}

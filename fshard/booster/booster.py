@@ -30,10 +30,10 @@ from fshard.transforms.train_step import Metrics
 
 
 class Booster:
-    """Trains a model as its plugin says, in torch's loop or by a functional step.
+    """Trains a model by its plugin, in torch's loop or by a functional step.
 
     Args:
-        plugin: how; None: `DDPPlugin()`.
+        plugin: layouts and options; None: `DDPPlugin()`.
 
     The loop runs as one device: under torchrun, or inside of `fs.run` on a virtual mesh.
 
@@ -75,12 +75,12 @@ class Booster:
         """Return the boosted five, in this order; None stays None.
 
         Args:
-            model: any module, which is then run in place: each device makes its own.  One that no device can hold is made of
-                `lazy` layers: each device builds one after the other, by the plugin's seed, and keeps its shards.
+            model: any module, which then runs in place: each device makes its own. One that no device can hold is made of
+                `lazy` layers: each device builds one at a time, by the plugin's seed, and keeps its shards.
             optimizer: of torch, or of `fs.optim`.
-            criterion: stays as it is.
-            dataloader: of torch, whose batches are then those of all devices together; anything else stays as it is.
-            lr_scheduler: stays as it is: what it writes into the optimizer's groups counts.
+            criterion: returned unchanged.
+            dataloader: of torch, whose batches are then those of all devices together; anything else is unchanged.
+            lr_scheduler: returned unchanged: values that it writes to the optimizer's groups are used.
         """
         source = taken("boost", model, optimizer, criterion, dataloader, lr_scheduler)
         how = self.plugin.arranged().of(len(self._loops.own.models))
@@ -113,7 +113,7 @@ class Booster:
     def clip_grad_norm(
         self, optimizer: BoostedOptimizer, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> Tensor:
-        """Shrink the gradients so that the norm of all of them is at most `max_norm`; return what it was, as torch's does."""
+        """Scale the gradients so that their total norm is at most `max_norm`; return the norm before, as torch does."""
         return boosted(optimizer).clip_grad_by_norm(max_norm, norm_type, error_if_nonfinite)
 
     def clip_grad_value(self, optimizer: BoostedOptimizer, clip_value: float) -> None:
@@ -138,7 +138,7 @@ class Booster:
         )
 
     def _cut(self, how: Arrangement) -> dict[str, Any]:
-        """Return how a loader's batches are cut: stages are given whole ones, which their step cuts."""
+        """Return the sharding of a loader's batches; stages get full ones, which their step shards."""
         return {"mesh": how.mesh, "axes": how.axes if how.cut is None else (), "notice": self._loops.notice}
 
     def execute_pipeline(
@@ -150,14 +150,15 @@ class Booster:
         return_loss: bool = True,
         return_outputs: bool = False,
     ) -> dict[str, Any]:
-        """Run a batch through the stages, forward and backward; under `torch.no_grad`, which needs no optimizer, forward alone.
+        """Run a batch through the stages, forward and backward; under `torch.no_grad`, without an optimizer, forward
+        only.
 
         Args:
-            data_iter: gives the batch of all devices, (inputs, labels) or anything of which the first stage takes all.
-            model, optimizer: as `boost` has returned them.
-            criterion: of what the last stage makes, and the labels; or the microbatch, where there are no labels.
-            return_loss: whether the loss of the whole batch is returned, on every device.
-            return_outputs: whether that is returned too, for every sample, what the last stage makes of it.
+            data_iter: returns the batch of all devices, (inputs, labels) or any tree as the first stage's input.
+            model, optimizer: as returned by `boost`.
+            criterion: of the last stage's result and the labels; or the microbatch, without labels.
+            return_loss: return the loss of the entire batch, on every device.
+            return_outputs: return the last stage's result for every sample.
         """
         loss, outputs = boosted_model(model).run_stages(criterion, data_iter, optimizer, return_outputs)
         return {"loss": loss if return_loss else None, "outputs": outputs}
@@ -173,7 +174,7 @@ class Booster:
         return state._replace(turn=len(self._steps) - 1)
 
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-        """Take a step on a batch of all devices, or what a prepared loader gives; the state that is given is used up."""
+        """Take a step on a batch of all devices, or a batch of a prepared loader; the given state is donated."""
         if not isinstance(state, TrainState) or state.turn >= len(self._steps):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ModuleError("step comes after state = booster.init(model, optimizer, criterion).")
         return self._steps[state.turn](state, self._loops.batch(batch))

@@ -3,8 +3,8 @@
     slice 0   [0 1]   mean 2.0                 [0 1 2]   mean 3.0        the criterion's
     slice 1   [2]     mean 5.0       ──>                                 own graph begins here
 
-Arguments must be cut into slices by their first dim, and need no gradient.  Each result is detached from the graphs of the
-slices; its cotangent is split, so that each slice is gone back through alone.
+Arguments must be sliceable by their first dim, and need no gradient. Each result is detached from the graphs of the
+slices; its cotangent is split, so that each slice has its own backward.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_flatten  # it knows the outputs of other libraries' modules
+from torch.utils._pytree import TreeSpec, tree_flatten  # it has the output classes of other libraries' modules
 
 from fshard.booster.announced import Counted
 from fshard.errors import LayoutError
 from fshard.transforms.batch import is_opaque
 
 Pieces = Callable[[int, Tensor], tuple[Tensor, Tensor]]
-"""From the number of a slice, and the cotangent of what was joined: what that slice gave, and its cotangent."""
+"""From the index of a slice and the joined cotangent: the slice's output, and its cotangent."""
 
 
 def side_by_side(outputs: Sequence[Any], rows: Sequence[int]) -> tuple[list[tuple[Any, Pieces]], TreeSpec]:
-    """Put the outputs of slices of so many samples together: samples side by side, means averaged.
+    """Join the outputs of slices with these numbers of samples: samples are concatenated, means averaged.
 
     >>> pairs, _ = side_by_side([torch.zeros(2), torch.ones(1)], [2, 1])
     >>> pairs[0][0]
     tensor([0., 0., 1.])
     """
-    if not any(rows):  # nobody's samples: a neighbour's stands for them, and counts for nothing
+    if not any(rows):  # an idle slice: a neighbour's sample with weight 0
         rows = [1, *rows[1:]]
     _, structure = tree_flatten(outputs[0])
     columns = zip(*(tree_flatten(output)[0] for output in outputs), strict=True)
@@ -66,12 +66,12 @@ def _nowhere(turn: int, g: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def refuse_unsliced(paths: Sequence[str], given: Sequence[Any], leaves: Sequence[Any], counted: Counted) -> None:
-    """Raise unless the arguments of a model are cut into slices by their first dim, and none needs a gradient.
+    """Raise unless the arguments of a model can be sliced by their first dim, and none needs a gradient.
 
     Args:
         paths, given: the arguments in (args, kwargs), objects among them.
-        leaves: what they are made of.
-        counted: how many samples they have.
+        leaves: their tensors.
+        counted: number of samples.
     """
     if wrong := [f"{path[3:]} is a {type(x).__name__}" for path, x in zip(paths, given, strict=True) if is_opaque(x)]:
         raise LayoutError(

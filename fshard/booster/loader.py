@@ -1,13 +1,13 @@
-"""`Loader`: a dataset in batches, of which each device has its part.
+"""`Loader`: a dataset in batches, of which each device gets its part.
 
-A batch has `batch_size` samples on all devices together.  Its samples, and their order, depend on the seed and the epoch
-alone; so training is the same on any number of devices, and a position, the number of samples that have been taken, means
-the same on another mesh.  No sample is left out or taken twice: where the last batch does not divide, parts differ by one.
+A batch has `batch_size` samples on all devices together. Its samples, and their order, depend only on seed and epoch;
+so training is the same on any number of devices, and a position, the number of samples taken, is valid on other
+meshes. No sample is dropped or repeated: where the last batch is uneven, parts differ by one.
 
     10 samples, batch_size 4, 2 devices      device 0   [3 8] [1 9] [0]
                                              device 1   [5 2] [7 4] [6]
 
-Outside of `fs.run`, where the caller stands for all devices, a batch is whole.
+Outside of `fs.run`, where the caller runs all devices, a batch is global.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fshard.transforms.batch import Cut
 from fshard.transforms.options import flag, integer, must_be
 
 Notice = Callable[[Mesh, tuple[str, ...], int | None, Any], None]
-"""Called with where a batch is cut, how many samples it has on all devices, and this device's part; None after the last."""
+"""Called with a batch's sharding, its number of samples on all devices, and this device's part; None after the last."""
 _SAME = (
     "num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "prefetch_factor", "multiprocessing_context",
     "in_order", "persistent_workers", "drop_last",
@@ -35,23 +35,23 @@ _SAME = (
 
 
 class Loader:
-    """The batches of a dataset, as one device gets them; whole ones where the caller stands for all devices.
+    """The batches of a dataset, as one device gets them; global ones where the caller runs all devices.
 
-    Iterating goes on from the position, and then to the next epoch; every batch that was returned counts as taken.
+    Iterating continues from the position, then with the next epoch; every returned batch counts as taken.
 
     Args:
         dataset: anything with `__getitem__` and `__len__`.
-        batch_size: how many samples a batch has on all devices together.
+        batch_size: number of samples of a batch on all devices together.
         mesh: the devices.
-        axes: along which a batch is cut.
+        axes: that shard a batch.
         shuffle: draw the order of each epoch by (seed, epoch).
         seed: see `shuffle`.
-        drop_last: leave out the last batch if it is smaller.
-        notice: told of every batch.
+        drop_last: drop the last batch if it is smaller.
+        notice: called with every batch.
         options: those of torch's DataLoader that do not choose samples: num_workers, collate_fn, pin_memory, ...
 
-    `epoch` and `sample` are the position.  `samples` is how many samples of the last batch are this device's: 0 where it has
-    a neighbour's to compute on, which counts for nothing.
+    `epoch` and `sample` are the position. `samples` is the number of samples of the last batch on this device: 0 where
+    it computes on a neighbour's with weight 0.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class Loader:
         )
 
     def __len__(self) -> int:
-        """Return how many batches an epoch has."""
+        """Return the number of batches per epoch."""
         full, left = divmod(len(self.dataset), self.batch_size)
         return full + (left > 0 and not self.drop_last)
 

@@ -1,16 +1,16 @@
-"""A gradient whose forward and backward the caller takes, as torch's loops are written.
+"""A gradient with separate forward and backward, as torch's loops are written.
 
     output = model(x)              forward     of this device's part of the batch; parameters are unsharded as they are used
     loss = criterion(output, y)                the caller's own
     model.backward(loss)           backward    gradients are reduced as they are ready; or kept: sync=False
-    grads = model.gradients()                  of all backwards since the last time, in their layouts
+    grads = model.gradients()                  of all backwards since the last call, in their layouts
 
-The parts are those of `value_and_grad`'s device: the loss is a mean over the samples that this device has, the gradient that
-of the mean over all devices, weighted by samples.  The caller is one device: a process, or inside of `fs.run`.
+It uses `value_and_grad`'s device: the loss is a mean over the samples of this device, the gradient that of the mean
+over all devices, weighted by samples. The caller is one device: a process, or inside of `fs.run`.
 
-In reproducible mode the device's part is cut into slices that the module takes one after the other.  The criterion gets
-their outputs joined and detached; the cotangents that it gives are split, and each slice is gone back through alone.  So the
-bits of gradients are equal on any mesh, if a sample's loss depends on that sample alone.
+In reproducible mode the device's part is split into slices that the module runs in sequence. The criterion gets their
+outputs joined and detached; its cotangents are split, and each slice has its own backward. So the bits of gradients
+are equal on any mesh, if a sample's loss depends on that sample alone.
 """
 
 from __future__ import annotations
@@ -81,21 +81,21 @@ class LoopDraws:
 
 @dataclass
 class _OpenStep:
-    """A step that has begun: its parameters, its last forward, and what its backwards have found.
+    """A step in progress: its parameters, its last forward, and the results of its backwards.
 
     Args:
         tape: the parameters of this device.
         known: their plans.
-        tree: puts handles together as the module's parameters.
-        unflatten: puts gradients together as the same tree.
-        device: takes the device's part in agreeing and reducing.
-        counted: what the batch of the last forward counts for.
+        tree: returns lazy parameters as the module's parameters.
+        unflatten: returns gradients as the same tree.
+        device: agrees and reduces with the others.
+        counted: the weight of the batch of the last forward.
         slices: the samples of each slice of the last forward; None outside of reproducible mode.
         buffers: of each slice.
-        joined: outputs that a criterion got, each with what splits its cotangent.
+        joined: outputs passed to a criterion, each with the function that splits its cotangent.
         is_forward: a forward waits for its backward.
         has_unreduced: gradients of a backward without `sync` are left to reduce.
-        used: how many devices have used each parameter, once that is agreed.
+        used: number of devices that used each parameter, once agreed.
         loss: the last one.
     """
 
@@ -120,10 +120,10 @@ class ImperativeGradient:
 
     Args:
         apply: of (params, buffers, *args, **kwargs), as `functionalize` returns it.
-        params: in their layouts; set anew after a step.
+        params: in their layouts; replaced after a step.
         buffers: replicated.
         mesh: the devices.
-        axes: those that cut the batch.
+        axes: those that shard the batch.
         seed: of random draws; the same on all devices.
         options: those of `value_and_grad` that are not about the batch.
 
@@ -163,16 +163,16 @@ class ImperativeGradient:
 
     @property
     def is_reproducible(self) -> bool:
-        """Whether a batch is cut into slices."""
+        """True if a batch is split into slices."""
         return self._gradient.how.slices is not None
 
     def full(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Return unsharded parameters and buffers by name; all devices have to ask."""
+        """Return unsharded parameters and buffers by name; a collective of all devices."""
         changed = self._agreed.changed(0, self._buffers, torch.device("cpu"))
         return unshard(self.params), unshard(self._agreed.after([changed]))
 
     def announce(self, total: int | None, part: PyTree) -> None:
-        """Note how many samples all devices have together, of which this one's are about to come."""
+        """Record the number of samples on all devices of the next batch."""
         self._announced.tell(total, part)
 
     # -- forward ----------------------------------------------------------------------------------------------------
@@ -200,7 +200,7 @@ class ImperativeGradient:
         try:
             output = run(now, grad=grad)
         except BaseException:
-            if now is not self._open:  # no later call goes on with it
+            if now is not self._open:  # no later call uses it
                 now.runtime.leave()
             raise
         if not grad:
@@ -255,7 +255,7 @@ class ImperativeGradient:
     def _batch(
         self, device: int, args: tuple[Any, ...], kwargs: dict[str, Any], *, sliced: bool
     ) -> tuple[Batch, Counted]:
-        """Return this device's part of a batch, and what it counts for."""
+        """Return this device's part of a batch, and its weight."""
         mesh = resolve_mesh(self.mesh)
         _, leaves, structure = flatten_with_paths((args, kwargs), none_is_leaf=True)
         lengths = [x.shape[0] if isinstance(x, Tensor) and x.ndim else None for x in leaves]
@@ -267,7 +267,7 @@ class ImperativeGradient:
         return Batch(mesh, (device,), [(x,) for x in leaves], cuts, structure, self.axes, ()), counted
 
     def _opened(self) -> _OpenStep:
-        """Begin a step: lay the parameters out for use."""
+        """Begin a step: make the parameters available."""
         mesh, gradient = resolve_mesh(self.mesh), self._gradient
         refuse_distant(mesh, "the model", params=self.params)
         leaves, structure = flatten(self.params, sharded_is_leaf=True)
@@ -286,10 +286,10 @@ class ImperativeGradient:
     # -- backward ---------------------------------------------------------------------------------------------------
 
     def backward(self, loss: Tensor, *, scale: float = 1.0, sync: bool = True) -> None:
-        """Add the gradient of `scale` times the loss to what is there; without `sync` it is not reduced yet.
+        """Add the gradient of `scale` times the loss; without `sync` it is not reduced yet.
 
-        A mean over this device's samples counts for as much of the whole as the samples of the last forward do.  In
-        reproducible mode and where gradients are reduced each time, `sync` makes no difference.
+        A mean over this device's samples is weighted by the number of samples of the last forward. In reproducible
+        mode, and where gradients are reduced each time, `sync` makes no difference.
         """
         now = self._open
         if now is None or now.counted is None:
@@ -347,7 +347,7 @@ class ImperativeGradient:
         runtime.reductions.end()
 
     def _agree(self, now: _OpenStep, device: DeviceStep) -> None:
-        """Reduce what is left, and average buffers."""
+        """Reduce the remaining gradients, and average buffers."""
         weights = [now.share] if now.slices is None else [row * bool(now.share) for row in now.slices]
         trees = now.buffers or [self._buffers] * len(weights)
         near = now.loss.device

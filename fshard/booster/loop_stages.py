@@ -1,7 +1,7 @@
-"""Stages whose gradient is taken batch by batch, as a schedule runs them, and written when the caller says so.
+"""Stages whose gradient is taken batch by batch, run by a schedule, and stepped by the caller.
 
     value = model.run(loss, batch)       forward and backward of all microbatches
-    grads = model.gradients()            of all batches since the last time
+    grads = model.gradients()            of all batches since the last call
 
 The caller is one device, as in `loop`; a batch is that of all devices.
 """
@@ -27,7 +27,7 @@ from fshard.transforms.origin import refuse_distant
 from fshard.transforms.value_and_grad import gradient_of
 
 Loss = Callable[[Any, Any], Tensor]
-"""Of what the last stage makes, and the labels of a pair (inputs, labels), or else all of the microbatch."""
+"""Of the last stage's result, and the labels of a pair (inputs, labels), or else the full microbatch."""
 
 
 class StagedGradient:
@@ -37,8 +37,8 @@ class StagedGradient:
         stages: modules, which run in place: each device its own.
         params: see `shard_stages`; so for buffers.
         mesh: the devices.
-        axes: those that cut the batch.
-        schedule: which device does what, and when.
+        axes: those that shard the batch.
+        schedule: placement and order of the stages' work.
         seed: of random draws; the same on all devices.
         options: those of `value_and_grad` with a schedule.
     """
@@ -67,7 +67,7 @@ class StagedGradient:
         self._gradient = lru_cache(maxsize=4)(self._made)
 
     def full(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Return unsharded parameters and buffers of all stages by name; all devices have to ask."""
+        """Return unsharded parameters and buffers of all stages by name; a collective of all devices."""
         params, buffers = unshard(self.params), unshard(self.buffers)
         return {k: x for tree in params for k, x in tree.items()}, {k: x for tree in buffers for k, x in tree.items()}
 
@@ -85,9 +85,10 @@ class StagedGradient:
         return gradient_of("execute_pipeline", self._stages, backward=backward, in_place=True, **how)
 
     def run(self, loss: Loss | None, batch: PyTree, *, scale: float = 1.0, outputs: bool = False) -> StepValue:
-        """Run the schedule on a batch, and keep the gradients of `scale` times the loss; without grad mode, forwards alone.
+        """Run the schedule on a batch, and keep the gradients of `scale` times the loss; without grad mode, forwards
+        only.
 
-        With `outputs`, what the last stage makes of all samples comes back beside the loss.
+        With `outputs`, the last stage's results of all samples are returned beside the loss.
         """
         backward = torch.is_grad_enabled()
         refuse_distant(self.mesh, "execute_pipeline", params=self.params, buffers=self.buffers)
@@ -116,7 +117,7 @@ class StagedGradient:
 
 
 def loss_of_pair(criterion: Loss | None) -> Loss:
-    """Return the loss of what the last stage makes and a microbatch; without a criterion the last stage returns it."""
+    """Return the loss of the last stage's result and a microbatch; without a criterion the last stage returns it."""
 
     def loss(y: Any, microbatch: Any) -> Tensor:
         if criterion is None:

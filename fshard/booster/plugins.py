@@ -1,11 +1,9 @@
-"""Plugins: which mesh, which layouts for parameters, gradients and optimizer state, and which precision.
+"""Plugins: mesh, layouts of parameters, gradients and optimizer state, and precision.
 
-plugin                   parameters       gradients                     optimizer state
-DDPPlugin                replicated       all-reduced                   replicated
-ZeroPlugin(stage=1)      replicated       reduce-scattered once a step  sharded
-ZeroPlugin(stage=2)      replicated       reduce-scattered per unit     sharded
-FSDPPlugin               sharded          reduce-scattered per unit     sharded
-HybridParallelPlugin     those of a stage on its devices, and along the other axes as its `zero_stage` says
+plugin parameters gradients optimizer state DDPPlugin replicated all-reduced replicated ZeroPlugin(stage=1) replicated
+reduce-scattered once a step sharded ZeroPlugin(stage=2) replicated reduce-scattered per unit sharded FSDPPlugin
+sharded reduce-scattered per unit sharded HybridParallelPlugin those of a stage on its devices, and along the other
+axes by its `zero_stage`
 """
 
 from __future__ import annotations
@@ -46,15 +44,15 @@ class Plugin:
 
     Args:
         mesh: the devices; None: all there are, along one axis "data".
-        axis: along which the batch is cut; None: all axes of the mesh.
+        axis: that shards the batch; None: all axes of the mesh.
         precision: "bf16" or "fp16" computes in that dtype; parameters and state stay in their own.
-        unused: what a parameter that no device has used gets: "skip", nothing, as in torch.optim, so that neither its state
+        unused: a parameter that no device has used gets: "skip", nothing, as in torch.optim, so that neither its state
             nor its count of steps changes; "zero", a gradient of zeros, as in JAX.
         sync_batchnorm: BatchNorm takes mean and variance over all devices.
         reproducible: the same bits on any number of devices that divides `slices`, if a sample's loss depends on it alone.
-        slices: into how many slices a batch is cut then.
+        slices: number of slices of a batch then.
         seed: of random draws in the model, and of lazy modules.
-        buffers: frozen parameters that the forward updates, a momentum encoder say: see `functionalize`.
+        buffers: frozen parameters that the forward updates, such as a momentum encoder: see `functionalize`.
         options: further ones of `value_and_grad`: bucket, in_flight, live_units, prefetch, reduce, ...
         why: the table by which `auto_plugin` has chosen it.
     """
@@ -76,7 +74,7 @@ class Plugin:
             raise LayoutError(f"{type(self).__name__}: {'; '.join(wrong)}.")
 
     def invalid(self) -> list[str]:
-        """List the fields that are wrong by themselves."""
+        """List the invalid fields."""
         wrong = must_be("mesh", "a Mesh or None", self.mesh, isinstance(self.mesh, Mesh | None))
         wrong += _wrong_axes("axis", self.axis, self.mesh)
         wrong += one_of("precision", self.precision, "bf16", "fp16", None)
@@ -107,7 +105,7 @@ class Plugin:
         return 0
 
     def in_stages(self) -> bool:
-        """Return whether the model is cut into stages."""
+        """Return True if the model is split into stages."""
         return False
 
     def laid_on(self) -> Mesh:
@@ -117,11 +115,11 @@ class Plugin:
         return scope.mesh if (scope := here()) is not None else make_mesh({"data": process_count()})
 
     def axes(self, mesh: Mesh) -> tuple[str, ...]:
-        """Return the axes along which the batch is cut."""
+        """Return the axes that shard the batch."""
         return mesh.axis_names if self.axis is None else mesh.check_axes(self.axis, "axis=")
 
     def arranged(self, mesh: Mesh | None = None) -> Arrangement:
-        """Return how all lies on a mesh; None: that of `laid_on`."""
+        """Return the arrangement on a mesh; None: that of `laid_on`."""
         mesh = mesh or self.laid_on()
         options = {
             "compute": {"bf16": torch.bfloat16, "fp16": torch.float16, None: None}[self.precision],
@@ -173,10 +171,10 @@ class FSDPPlugin(Plugin):
     """ZeRO 3: parameters are sharded too, and all-gathered as they are used.
 
     Args:
-        unit: what is all-gathered together: a pattern of paths ("blocks[*]"), several, or a size in bytes; None: each
-            repeated block.
-        shard_axis: along which parameters and state are sharded; None: all of `axis`.  Along the others they are replicated
-            (hybrid sharding): {"node": 2, "gpu": 8} with shard_axis="gpu", say.
+        unit: parameters that are all-gathered together: a pattern of paths ("blocks[*]"), several, or a size in bytes;
+            None: each repeated block.
+        shard_axis: that shards parameters and state; None: all of `axis`. Along the others they are replicated
+            (hybrid sharding), such as {"node": 2, "gpu": 8} with shard_axis="gpu".
         reshard_after_forward: free unsharded parameters after the forward, and all-gather them again for the backward.
     """
 
@@ -196,7 +194,7 @@ class FSDPPlugin(Plugin):
         return super().conflicts() + [f'shard_axis must be among axis=, got "{axis}"' for axis in sorted(strange)]
 
     def pieces(self, mesh: Mesh) -> tuple[str, ...]:
-        """Return the axes along which parameters and state are cut."""
+        """Return the axes that shard parameters and state."""
         return self.axes(mesh) if self.shard_axis is None else mesh.check_axes(self.shard_axis, "shard_axis=")
 
     def arranged(self, mesh: Mesh | None = None) -> Arrangement:
@@ -211,12 +209,12 @@ class HybridParallelPlugin(Plugin):
     """Stages of a pipeline along one axis, any stage of ZeRO along the others.
 
     Args:
-        pipeline: how many devices the model is cut over.
+        pipeline: number of devices of the pipeline.
         zero_stage: 0 to 3, of the devices that have the same stages.
-        microbatches: into how many each device's part of a batch is cut.
+        microbatches: number of microbatches of each device's part of a batch.
         schedule: a name of `pipeline_schedule`.
-        chunks: how many stages each device has; None: one, or two where the schedule needs them.
-        balance, sample, blocks: how the model is cut into stages: see `split_stages`.
+        chunks: number of stages per device; None: one, or two where the schedule needs them.
+        balance, sample, blocks: how the model is split into stages: see `split_stages`.
         recompute: which activations are recomputed: see `stage_functions`.
         pipeline_axis: the axis of the stages.
     """
@@ -285,7 +283,7 @@ class HybridParallelPlugin(Plugin):
         return make_mesh({"data": count // self.pipeline, self.pipeline_axis: self.pipeline})
 
     def axes(self, mesh: Mesh) -> tuple[str, ...]:
-        """Return the axes along which the batch is cut: all but that of the stages."""
+        """Return the axes that shard the batch: all but that of the stages."""
         chosen = super().axes(mesh)
         return tuple(axis for axis in chosen if axis != self.pipeline_axis)
 
@@ -314,7 +312,7 @@ def _is_given(plugin: HybridParallelPlugin, name: str) -> bool:
 
 
 def _wrong_axes(name: str, axes: Any, mesh: Mesh | None) -> list[str]:
-    """List what is wrong with names of axes, of a mesh if there is one."""
+    """List the errors of axis names, of a mesh if there is one."""
     if wrong := refusal(lambda: as_axes(axes)):
         return [f"{name}: {wrong[0]}"]
     names = as_axes(axes)

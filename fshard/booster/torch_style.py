@@ -41,10 +41,10 @@ def _refusing(kind: type[Exception], text: str) -> Any:
 
 
 class Model(nn.Module):
-    """A model whose parameters are laid out by its plugin: called as before, on this device's part of the batch.
+    """A model whose parameters are sharded by its plugin: called as before, on this device's part of the batch.
 
-    `module` is the module that was boosted, and it is the one that runs: hooks, attributes and modes set there count.
-    Between steps its parameters have no memory; `unwrap()` returns a copy with full parameters.
+    `module` is the module that was boosted, and it is the one that runs: hooks, attributes and modes set there take
+    effect. Between steps its parameters have no memory; `unwrap()` returns a copy with full parameters.
     """
 
     def __init__(self, module: nn.Module, gradient: ImperativeGradient | StagedGradient) -> None:
@@ -88,7 +88,9 @@ class Model(nn.Module):
         optimizer: BoostedOptimizer | None,
         outputs: bool,
     ) -> tuple[Tensor, Any]:
-        """Run a schedule on the next batch; return its loss and, if wanted, the last stage's output of each sample."""
+        """Run a schedule on the next batch; return its loss and, if requested, the last stage's result for each
+        sample.
+        """
         wrong: list[str] = []
         if not isinstance(self.gradient, StagedGradient):
             wrong.append(
@@ -125,7 +127,7 @@ class Model(nn.Module):
 class Loop:
     """The models of a Booster on one device, and whether their backwards reduce gradients.
 
-    `announced` are the batches of its loaders, for functional steps.
+    `announced`: the batches of its loaders, for functional steps.
     """
 
     models: list[Model] = field(default_factory=list[Model])
@@ -171,14 +173,14 @@ class Loops:
 
 
 class BoostedOptimizer(torch.optim.Optimizer):
-    """An optimizer whose state is laid out by the plugin; its groups are those of the optimizer that was boosted.
+    """An optimizer whose state is sharded by the plugin; its groups are those of the optimizer that was boosted.
 
     Args:
         given: the optimizer of torch, or a pure one.
-        opts: returns the partitioned optimizer with the options that the groups have now.
+        opts: returns the partitioned optimizer with the present options of the groups.
         model: whose parameters it writes.
-        source: the optimizer that was given, as pure ones.
-        zeros: whether parameters that no device has used have a gradient of zeros.
+        source: the given optimizer, as pure ones.
+        zeros: True gives a gradient of zeros to parameters that no device has used.
     """
 
     def __init__(
@@ -196,7 +198,7 @@ class BoostedOptimizer(torch.optim.Optimizer):
 
     @property
     def defaults(self) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The options of groups that say nothing else."""
+        """The default options of groups."""
         return self._of_torch("defaults")
 
     def _of_torch(self, name: str) -> Any:
@@ -235,12 +237,12 @@ class BoostedOptimizer(torch.optim.Optimizer):
     def clip_grad_by_norm(
         self, max_norm: float, norm_type: float | str = 2.0, error_if_nonfinite: bool = False
     ) -> Tensor:
-        """Shrink the gradients so that the norm of all of them is at most `max_norm`; return what it was.
+        """Scale the gradients so that their total norm is at most `max_norm`; return the norm before.
 
         Args:
-            max_norm: how much it may be.
+            max_norm: the limit.
             norm_type: p of the norm: 2 the Euclidean one, inf the largest element.
-            error_if_nonfinite: whether a norm that is none, or infinite, is an error.
+            error_if_nonfinite: raise if the norm is nan or infinite.
         """
         order = torch.inf if norm_type == "inf" else norm_type
         refuse("clip_grad_norm", _no_numbers(max_norm=max_norm, norm_type=order))
@@ -264,7 +266,7 @@ class BoostedOptimizer(torch.optim.Optimizer):
     def step(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, closure: Callable[[], Tensor] | None = None
     ) -> Tensor | None:
-        """Take a step along the gradients, those of `closure` too, which is called once; return what that returned."""
+        """Take a step along the gradients, including those of `closure`, which is called once; return its result."""
         with torch.enable_grad():
             loss = None if closure is None else closure()
         own, opt = self._gradient, self._opts()
@@ -274,7 +276,7 @@ class BoostedOptimizer(torch.optim.Optimizer):
             own.params, self.state = write(self.grads, self.state, own.params)
         self._grads = None
         if isinstance(self.optim, torch.optim.Optimizer):
-            vars(self.optim)["_opt_called"] = True  # schedulers ask whether a step came before theirs
+            vars(self.optim)["_opt_called"] = True  # schedulers check that a step precedes theirs
         return loss
 
     state_dict = _refusing(OptimizerError, "state_dict: a boosted optimizer's state is sharded: optimizer.state.")
