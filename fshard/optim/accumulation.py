@@ -18,9 +18,9 @@ from fshard.optim.plain import inside
 
 
 def accumulate(opt: Optimizer, every: int) -> Optimizer:
-    """Give the inner optimizer the mean of so many gradients at a time; between that, nothing moves.
+    """Pass the mean of several gradients to the inner optimizer; between its steps nothing changes.
 
-    A parameter that had no gradient in any of them has none in the mean; in a mean, no gradient counts as 0.
+    A parameter without a gradient in all of them has none in the mean; otherwise a missing gradient counts as 0.
 
     >>> import torch, fshard.optim as optim
     >>> opt = accumulate(optim.sgd(1.0), every=2)

@@ -1,4 +1,4 @@
-"""A moving average of the parameters, kept in the state beside an optimizer's own: often better than the last ones."""
+"""A moving average of the parameters, in the state beside an optimizer's own: often better than the last ones."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Transformations of gradients, and `chain`, which puts a row of them before an optimizer.
+"""Transformations of gradients, and `chain`, which composes them with an optimizer.
 
-    clip_by_global_norm(1.0) ─> add_decayed_weights(0.1) ─> sgd(0.1)          each has its own place in the state
+    clip_by_global_norm(1.0) ─> add_decayed_weights(0.1) ─> sgd(0.1)          each has its own entry in the state
 
-The last one of a chain says what the chain is: with a writer at the end it is a writer, whose `step` is the writer's.
+The last one determines the kind: with a writer at the end a chain is a writer, whose `step` is the writer's.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def chain(*optimizers: Optimizer) -> Optimizer:
 
 
 def _jointly(said: list[Elementwise]) -> Elementwise:
-    """Return whether all are elementwise, leaf by leaf where one of them says it leaf by leaf."""
+    """Return True if all are elementwise, per leaf where one of them differs by leaf."""
     if not any(map(callable, said)):
         return all(said)
     return lambda params: [
@@ -111,7 +111,7 @@ def clip_by_value(limit: float) -> Optimizer:
 
 
 def clipped_if_finite(grads: PyTree, limit: float) -> PyTree:
-    """Return gradients as `clip_by_value` does, infinite elements as they are: who scales losses has to see these.
+    """Return gradients clipped by value, with infinite elements unchanged: loss scaling must detect these.
 
     >>> clipped_if_finite([torch.tensor([3.0, torch.inf])], 1.0)
     [tensor([1., inf])]
@@ -126,11 +126,10 @@ def _clipped(grad: Tensor, limit: float) -> Tensor:
 
 
 def clip_by_global_norm(max_norm: float, order: float = 2) -> Optimizer:
-    """Shrink gradients so that the norm of all of them is at most `max_norm`, whatever their layouts.
+    """Scale the gradients so that their total norm is at most `max_norm`, whatever their layouts.
 
-    Communicates as `global_norm` does.  The
-    factor is the one of torch.nn.utils.clip_grad_norm_.  It counts as elementwise, since it does on any shards what it does
-    on the whole.
+    Communicates as `global_norm` does. The factor is that of torch.nn.utils.clip_grad_norm_. It counts as elementwise,
+    since it does the same on any shards.
 
     >>> import torch
     >>> clip_by_global_norm(1.0).update([torch.tensor([3.0]), torch.tensor([4.0])], (), None)[0]
@@ -144,7 +143,7 @@ def clip_by_global_norm(max_norm: float, order: float = 2) -> Optimizer:
 def shrunk(grads: PyTree, norm: Tensor, max_norm: float) -> PyTree:
     """Return gradients of some norm with one that is at most `max_norm`."""
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    if factor.is_cpu and bool(factor == 1.0):  # known without waiting for a device
+    if factor.is_cpu and bool(factor == 1.0):  # available without waiting for a device
         return grads
     return each_shard(lambda grad: grad * factor.to(grad.device, grad.dtype), grads)
 

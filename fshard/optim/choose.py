@@ -1,9 +1,9 @@
-"""Different treatment for different parameters: `masked` and `by_label`.
+"""Different optimizers for different parameters: `masked` and `by_label`.
 
-To leave a parameter out, an optimizer is shown None in its place, and None for its gradient: it then has no state.
+An optimizer gets None in place of a parameter that it skips, and None for its gradient, and has no state for it.
 
     params   {"w": x, "bias": y}      labels {"w": "matrix", "bias": "vector"}
-    "matrix" sees {"w": x, "bias": None};  "vector" sees {"w": None, "bias": y};  their results are laid over each other
+    "matrix" gets {"w": x, "bias": None};  "vector" gets {"w": None, "bias": y};  their results are merged
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ _frozen = Optimizer(
 def masked(opt: Optimizer, mask: PyTree | Callable[[str, Leaf], bool]) -> Optimizer:
     """Apply an optimizer or a transformation to some of the parameters.
 
-    The others are left alone by an optimizer, and their gradients passed on by a transformation.
+    An optimizer does not change the others, and a transformation passes their gradients on.
 
     Args:
-        opt: what is applied.
+        opt: the optimizer or transformation.
         mask: a tree of bools that is a prefix of the parameters, or a function of path (`["blocks"][0]["w"]`) and leaf.
 
     >>> import torch, fshard.optim as optim
@@ -65,9 +65,9 @@ def by_label(
     """Apply to each parameter the optimizer of its label; the state is a dict by label.
 
     Args:
-        opts: an optimizer for each label.
+        opts: an optimizer per label.
         labels: a tree of labels that is a prefix of the parameters, or a function of path and leaf.
-        every: whether it is an error if a label is not used.
+        every: raise if a label is not used.
 
     >>> import torch, fshard.optim as optim
     >>> opts = {"fast": optim.sgd(0.5), "slow": optim.sgd(0.25)}

@@ -1,16 +1,16 @@
-"""`Optimizer`: a pair of pure functions, and what can be done with any such pair.
+"""`Optimizer`: a pair of pure functions, and the operations on such pairs.
 
-An optimizer is a value.  `init(params)` makes its state; `update(grads, state, params)` returns what is to be added to
-the parameters, and the next state; nothing is changed.  A *transformation* (`clip_by_value`, `scale`) is such a pair
-too: it turns gradients into other gradients.  What also has a `step` is a *writer*: it returns the next parameters
-themselves, exactly as torch.optim would write them, and may use up the memory of what it was given.
+An optimizer is a value. `init(params)` makes its state; `update(grads, state, params)` returns differences to add to
+the parameters, and the next state; its arguments are not modified. A *transformation* (`clip_by_value`, `scale`) is
+such a pair too: it maps gradients to gradients. A *writer* also has a `step`: it returns the next parameters, exactly
+as torch.optim would write them, and may reuse the memory of its arguments.
 
     gradients ─> transformation ─> ... ─> writer ─┬─ update ─> differences ── apply_updates ─> parameters
                                                   └─ step ──────────────────────────────────> parameters
 
-What numbers make sense as arguments: each check says of some, by name, which do not, and `refuse` names all at once.
+Checks of numbers: each returns the invalid ones by name, and `refuse` raises with all.
 
-A schedule or a tensor in a number's place is not looked at; of a tuple every number is, and None in it stands for no number.
+Schedules and tensors are not checked; of a tuple every number is, and None is always valid.
 
     refuse("adamw", at_least(0, lr=lr, eps=eps), below(1, betas=betas))
 """
@@ -34,7 +34,7 @@ from fshard.optim.rules import lists
 Update = Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
 """A function of gradients, state and parameters: to updates (or parameters) and the next state."""
 Elementwise = bool | Callable[[PyTree], list[bool]]
-"""Whether an element's update depends on that element alone: of all parameters alike, or of each leaf of them."""
+"""True if an element's update depends on that element alone; for all parameters, or per leaf."""
 
 
 class Optimizer(NamedTuple):
@@ -42,20 +42,20 @@ class Optimizer(NamedTuple):
 
     Args:
         init: from parameters to state.
-        update: from gradients, state and parameters to updates and state.  Changes nothing that it is given.  A gradient
-            that is None (an unused parameter) has the update None, and leaves state as it is.
-        step: from gradients, state and parameters to parameters and state.  May use up all that it is given: the
-            fast way.  None for a transformation of gradients.
-        elementwise: whether an element's update depends on that element alone (and on numbers): then it runs on flat shards.
-            Else each parameter goes whole to an owner.  A function of the parameters, where that differs from leaf to leaf
-            (`by_label`).
-        loss_scale: from the state to what the loss is to be multiplied by before its gradient is taken; None: nothing.
-        arrays: whether the functions take trees of global arrays (`Sharded`), as those of `fshard.optim` do.  Others take
-            trees of plain tensors, and are run on those of one device at a time.
+        update: from gradients, state and parameters to updates and state. Does not modify its arguments. A gradient
+            that is None (an unused parameter) has the update None, and its state does not change.
+        step: from gradients, state and parameters to parameters and state. May reuse the memory of its arguments: the
+            fast path. None for a transformation of gradients.
+        elementwise: True if an element's update depends on that element alone (and on numbers): then it runs on flat
+            shards. Else each parameter is stored in full by an owner. A function of the parameters, where that differs by
+            leaf (`by_label`).
+        loss_scale: from the state to the factor of the loss for the backward; None: 1.
+        arrays: True if the functions take trees of global arrays (`Sharded`), as those of `fshard.optim` do. Others take
+            trees of plain tensors, and run on those of one device at a time.
 
-    Subtrees of the state that have the structure of the parameters are laid out like them, leaf by leaf; what an owner keeps
-    of a parameter may have any shape.  All else in the state is replicated: numbers, equal on all devices.  Functions of plain
-    tensors see what a device holds of the parameters that have a gradient: others are left out of dicts, lists and tuples.
+    Subtrees of the state with the structure of the parameters get their layouts, leaf by leaf; state of an owner may
+    have any shape. All other state is replicated: numbers, equal on all devices. Functions of plain tensors get a
+    device's shards of the parameters with a gradient: others are left out of dicts, lists and tuples.
 
     >>> import torch, fshard.optim as optim
     >>> opt = optim.sgd(0.5)
@@ -135,7 +135,7 @@ def step_of(opt: Optimizer) -> Update:
 
 
 def scale_inside(opt: Optimizer, place: Any) -> Callable[[PyTree], Tensor] | None:
-    """Return an optimizer's `loss_scale` as one of the state that has that optimizer's own at a place.
+    """Return the `loss_scale` of an optimizer whose state is one entry of another state.
 
     >>> import torch, fshard.optim as optim
     >>> opt = optim.loss_scaled(optim.sgd(0.5), initial=8.0)
@@ -147,7 +147,7 @@ def scale_inside(opt: Optimizer, place: Any) -> Callable[[PyTree], Tensor] | Non
 
 
 def refuse_scaled(who: str, opts: Iterable[Optimizer], why: str) -> None:
-    """Raise if an optimizer scales the loss where others would not know of it."""
+    """Raise if an optimizer scales the loss where the surrounding code ignores it."""
     if any(opt.loss_scale is not None for opt in opts):
         raise OptimizerError(
             f"{who}: loss_scaled cannot stand inside, since {why}. Put one loss_scaled around all of it."
@@ -171,13 +171,13 @@ def pure_step(opt: Optimizer) -> Update:
 
 
 def elementwise_leaves(elementwise: Elementwise, params: PyTree) -> list[bool]:
-    """Return for each leaf of the parameters whether an element's update depends on that element alone."""
+    """Return, for each leaf of the parameters, True if it is updated elementwise."""
     return elementwise(params) if callable(elementwise) else [elementwise] * len(Leaves.of(params).leaves)
 
 
 @torch.no_grad()
 def copied(tree: PyTree) -> PyTree:
-    """Return a tree of copies; what was one tensor at two places is one again.  Nobody writes to what is frozen."""
+    """Return a tree of copies; tied tensors stay tied. Frozen ones are not copied, since they are never written."""
     leaves, structure = flatten(tree, sharded_is_leaf=True, none_is_leaf=True)
     xs = {id(x): x for leaf in leaves if not is_frozen(leaf) for x in shards_of(leaf) if isinstance(x, Tensor)}
     new = {name: x.clone() for name, x in xs.items()}
@@ -224,18 +224,18 @@ def within(low: float, high: float, **numbers: Any) -> list[str]:
 
 
 def finite(**numbers: Any) -> list[str]:
-    """Complain of what is infinite, or no number."""
+    """Return the errors of infinite or nan numbers."""
     return _complaints(numbers, isfinite, "be finite")
 
 
 def pair(**numbers: Any) -> list[str]:
-    """Complain of what are not two numbers."""
+    """Return the errors of values that are not pairs of numbers."""
     wrong = {name: x for name, x in numbers.items() if not isinstance(x, tuple | list) or len(x) != 2}
     return [f"{name}={x!r} has to be two numbers" for name, x in wrong.items()]
 
 
 def count_from(least: int, **numbers: Any) -> list[str]:
-    """Complain of what is no whole number, or is less."""
+    """Return the errors of values that are no integers, or too small."""
     return _complaints(
         numbers, lambda x: hasattr(x, "__index__") and x >= least, f"be a whole number and at least {least}"
     )

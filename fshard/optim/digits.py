@@ -1,13 +1,13 @@
-"""Sums of float64 numbers whose bits depend neither on their order nor on where they are cut.
+"""Sums of float64 numbers whose bits depend neither on their order nor on their sharding.
 
-A number that is not negative is written in digits of 20 bits, on one grid for all numbers: column c counts 2^(20 c - 1074).
-Each column is added up by itself.  Its sums are whole numbers below 2^53 for up to 2^33 summands, hence exact in any order,
-whoever adds.  Only what is at least one of the five columns from the largest digit down counts in the end.
+A non-negative number is written in digits of 20 bits, on one grid for all numbers: column c counts 2^(20 c - 1074).
+Each column is summed separately. The sums are integers below 2^53 for up to 2^33 summands, hence exact in any order.
+In the end only the five columns from the largest digit down count.
 
     column        ...  54  53  52  51  50  49  48  ...
     one device             a   a   a   a   a               it writes five, from its own largest digit down
     another                        b   b   b   b   b
-    sum                    a   a  a+b a+b a+b  .           what one of them may not have written is below what counts
+    sum                    a   a  a+b a+b a+b  .           omitted digits are below the columns that count
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _summed(x: Tensor, f: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 def number_of(columns: Tensor) -> Tensor:
-    """Return the numbers that columns, the last dim, stand for.
+    """Return the numbers of columns (the last dim).
 
     >>> number_of(digits_of(torch.tensor([2.0**60, 1.0, 0.25]).double()) + digits_of(torch.tensor([0.5]).double()))
     tensor(1.1529e+18, dtype=torch.float64)

@@ -1,7 +1,7 @@
-"""Trees that go together: the parameters, and what stands beside each of them.
+"""Parallel trees: the parameters, and other trees of the same structure.
 
-Gradients, updates and state are paired with the parameters leaf by leaf, a `Sharded` being one leaf and None another
-(an unused parameter has no gradient).  Only then does one go down to the shards, which are plain tensors.
+Gradients, updates and state are paired with the parameters leaf by leaf; a `Sharded` is one leaf and None another (an
+unused parameter has no gradient). Then each leaf is mapped over its shards, which are plain tensors.
 
     params   {"w": Sharded(a, b), "bias": c}          a, b, c: tensors
     grads    {"w": None,          "bias": d}          so: nothing for a and b; d for c
@@ -35,7 +35,7 @@ def shards_of(leaf: Leaf) -> tuple[Tensor, ...]:
 
 
 def like(leaf: Leaf, shards: Sequence[Any]) -> Leaf:
-    """Return a leaf of new shards that lies as `leaf` does; replicated, if its shape is another one."""
+    """Return a leaf of new shards with the layout of `leaf`; replicated, if its shape differs."""
     if not isinstance(leaf, Sharded):
         return shards[0] if shards else None
     if any(shard is None for shard in shards):
@@ -69,7 +69,7 @@ def map_shards(f: Callable[..., Tensor], leaf: Leaf, *others: Leaf) -> Leaf:
 
 
 def is_frozen(leaf: Leaf) -> bool:
-    """Return whether a leaf was said to stay as it is: by its layout, or as a Parameter that does not require grad.
+    """Return True if a leaf is frozen: by its layout, or as a Parameter that does not require grad.
 
     >>> is_frozen(torch.ones(1)), is_frozen(torch.nn.Parameter(torch.ones(1), requires_grad=False))
     (False, True)
@@ -80,19 +80,19 @@ def is_frozen(leaf: Leaf) -> bool:
 
 
 def trainable(leaf: Leaf) -> bool:
-    """Return whether a leaf is of numbers that a gradient may move: floats or complex, and not frozen."""
+    """Return True if a leaf can be trained: floating or complex, and not frozen."""
     return leaf is not None and (leaf.dtype.is_floating_point or leaf.dtype.is_complex) and not is_frozen(leaf)
 
 
 def firsts_of(leaves: Sequence[Leaf]) -> list[int]:
-    """Return for each leaf the place of the first that is the same, whichever objects hold its tensors.
+    """Return for each leaf the index of the first leaf with the same tensors.
 
     >>> x = torch.ones(2)
     >>> firsts_of([x, torch.ones(2), x])
     [0, 1, 0]
     """
     if len({id(leaf.shards[0] if isinstance(leaf, Sharded) else leaf) for leaf in leaves}) == len(leaves):
-        return list(range(len(leaves)))  # what differs in its first tensor is not the same
+        return list(range(len(leaves)))  # leaves with different first tensors differ
     seen: dict[tuple[int, ...], int] = {}
     return [i if leaf is None else seen.setdefault(key_of(leaf), i) for i, leaf in enumerate(leaves)]
 
@@ -104,7 +104,7 @@ def each_shard(f: Callable[[Tensor], Tensor], tree: PyTree) -> PyTree:
 
 @dataclass(frozen=True)
 class Leaves:
-    """The leaves of a tree, and how to put the tree together again."""
+    """The leaves of a tree, and how to rebuild it."""
 
     leaves: list[Leaf]
     structure: Structure
@@ -116,7 +116,7 @@ class Leaves:
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """Where each leaf stands, as the expression that leads there: `["blocks"][0]["w"]`."""
+        """The path of each leaf as an expression: `["blocks"][0]["w"]`."""
         return paths_of(self.structure)
 
     def rebuild(self, leaves: Sequence[Leaf]) -> PyTree:
@@ -124,7 +124,7 @@ class Leaves:
         return unflatten(self.structure, leaves)
 
     def mapped(self, f: Callable[..., Leaf], *others: list[Leaf]) -> PyTree:
-        """Return a tree of this structure with f of each leaf and what stands beside it; ties stay ties."""
+        """Return a tree of this structure with f of each leaf and those paired with it; ties stay ties."""
         made: dict[object, Leaf] = {}
         results: list[Leaf] = []
         for column in zip(self.leaves, *others, strict=True):
@@ -145,9 +145,9 @@ class Leaves:
         return leaves
 
     def gradients(self, tree: PyTree, name: str = "grads", *, any_shape: bool = False) -> list[Leaf]:
-        """Return the leaves of a tree that has for each parameter a tensor that lies as it does, or None.
+        """Return the leaves of a tree that has for each parameter a tensor of its layout, or None.
 
-        With `any_shape`, tensors of another shape than the parameter's may lie otherwise.
+        With `any_shape`, tensors of another shape than the parameter's may have other layouts.
         """
         leaves = self.beside(tree, name)
         wrong = [
@@ -183,12 +183,12 @@ class Leaves:
 
     @cached_property
     def firsts(self) -> list[int]:
-        """For each leaf the place of the first that is the same: ties are one parameter."""
+        """For each leaf the index of the first equal one: ties are one parameter."""
         return firsts_of(self.leaves)
 
 
 def alike(one: Leaf, other: Leaf) -> bool:
-    """Return whether two leaves lie alike."""
+    """Return True if two leaves have equal layouts."""
     if isinstance(one, Sharded) and isinstance(other, Sharded):
         where = one.layout is other.layout or _where(one.layout) == _where(other.layout)
         return where and one.shape == other.shape
@@ -208,7 +208,9 @@ def kind_of(leaf: Leaf) -> str:
 
 
 def check_whole(name: str, *, refuse: Callable[[Leaf], str | None] = lambda leaf: None) -> Callable[[Leaves], None]:
-    """Return a check that every parameter is whole on its devices, and not refused for another reason; it names all."""
+    """Return a check that every parameter is unsharded on its devices, and not rejected for another reason; raises
+    with all.
+    """
 
     def check(at: Leaves) -> None:
         found = [(path or "the leaf", leaf) for path, leaf in zip(at.paths, at.leaves, strict=True) if trainable(leaf)]
@@ -234,7 +236,7 @@ def refuse_complex(leaf: Leaf) -> str | None:
 
 
 def is_whole(leaf: Leaf) -> bool:
-    """Return whether every device that holds any of a leaf holds all of it, in its shape."""
+    """Return True if every device that stores any of a leaf stores all of it, in its shape."""
     if not isinstance(leaf, Sharded):
         return True
     if leaf.spec.flat_axes is not None and len(leaf.shape) != 1:

@@ -1,8 +1,8 @@
 """Half-precision parameters that are rounded copies of float32 masters.
 
-The inner optimizer works on the masters, which live in the state and so lie as the state does; parameters are what the
-masters round to.  A difference of two half-precision numbers, taken in float32 and added in float32, rounds back to the
-second: so `apply_updates` gives what the inner optimizer's own update gives, and nothing is rounded twice.
+The inner optimizer works on the masters, which are in the state and have its layouts; parameters are the rounded
+masters. A difference of two half-precision numbers, computed in float32 and added in float32, rounds back to the
+second: so `apply_updates` gives the result of the inner optimizer's own update, and nothing is rounded twice.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _HALVES = (torch.bfloat16, torch.float16)
 
 
 def with_master_weights(opt: Optimizer) -> Optimizer:
-    """Let an optimizer work on float32 copies of bfloat16 and float16 parameters.
+    """Apply an optimizer to float32 copies of bfloat16 and float16 parameters.
 
-    Parameters of other dtypes are their own masters.  state["master"] has None in their place.
+    Parameters of other dtypes are their own masters: state["master"] is None for them.
 
     >>> import torch, fshard.optim as optim
     >>> opt = with_master_weights(optim.sgd(2.0**-10))
@@ -73,7 +73,7 @@ def _widened(x: Tensor) -> Tensor:
 
 
 def _over(at: Leaves, masters: PyTree) -> PyTree:
-    """Lay the masters over the parameters that have one."""
+    """Replace parameters by their masters."""
     return at.mapped(lambda p, m: p if m is None else m, at.beside(masters, 'state["master"]'))
 
 

@@ -1,14 +1,14 @@
-"""Sums over all elements of a tree, wherever they lie: exact for every layout, with one collective in all.
+"""Sums over all elements of a tree, exact for every layout, with one collective.
 
 A device contributes a leaf only if it is the first along every axis along which the leaf is replicated, so that no
-element is counted twice; then one `psum` over the axes along which anything is cut adds up all leaves at once.
+element is counted twice; one `psum` over all sharding axes then adds all leaves.
 
     mesh 2 x 2, axes a and b       device      (0,0)  (0,1)  (1,0)  (1,1)
-    w cut over a                   w counts      x             x
+    w sharded over a               w counts      x             x
     v replicated                   v counts      x
-    u cut over a and b             u counts      x      x      x      x        then psum over (a, b)
+    u sharded over a and b         u counts      x      x      x      x        then psum over (a, b)
 
-Plain tensors are global values and are added at the end.  Sums are made in float64, or in digits.
+Plain tensors are global values and are added at the end. Sums are in float64, or in digits.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ Places = Sequence[tuple[int, int]]
 
 @torch.no_grad()
 def global_norm(tree: PyTree, order: float = 2, *, exact: bool | None = None) -> Tensor:
-    """Return the norm of all elements of a tree, the Euclidean one if no order is given, as a float64 number.
+    """Return the norm of all elements of a tree, Euclidean by default, as a float64 number.
 
     Args:
         tree: tensors and `Sharded`s.
         order: p of the root of the sum of all |x|^p, or inf for the largest |x|.
-        exact: of order 2.  True: the same bits however the tree is cut, by sums in digits: about 20 ns an element on a CPU.
-            None: so only if a leaf is of float64, and in a reproducible step; else squares are added in float64: two cuts
-            differ in the last bits, and once in 2^29 times or so after rounding to float32.  False: each shard is squared
-            and added in its own dtype, several times as fast.
+        exact: of order 2. True: the same bits for any layout, by sums in digits: about 20 ns an element on a CPU.
+            None: so only if a leaf is of float64, and in a reproducible step; else squares are added in float64: two
+            layouts differ in the last bits, and about once in 2^29 times after rounding to float32. False: each shard is
+            squared and added in its own dtype, several times as fast.
 
-    Communicates a `psum` of 8 bytes, or of 856 in digits, over the axes along which any leaf is cut; nothing if none is.
-    The largest are gathered, 8 bytes of each device.
-    Tied leaves (the very same tensors) count once, None counts as nothing.
+    Communicates a `psum` of 8 bytes, or of 856 in digits, over the axes that shard any leaf; nothing if none does.
+    Maxima are gathered, 8 bytes of each device. Tied leaves (the very same tensors) count once, None counts as
+    nothing.
 
     >>> import torch, fshard as fs
     >>> from fshard import P
@@ -78,7 +78,7 @@ _exact: ContextVar[bool] = ContextVar("exact", default=False)
 
 @contextmanager
 def exact_norms(wanted: bool) -> Generator[None]:
-    """Take norms in digits for a while, unless another precision is asked for."""
+    """Compute norms in digits, unless another precision is requested."""
     token = _exact.set(wanted)
     try:
         yield
@@ -87,7 +87,7 @@ def exact_norms(wanted: bool) -> Generator[None]:
 
 
 def norm_later(tree: PyTree, *, exact: bool) -> Callable[[], Tensor]:
-    """Square what the caller holds of gradients that are used up next; return what adds that up to their norm.
+    """Square the local gradients, which are donated next; return the function that sums the squares to their norm.
 
     Args:
         tree: the gradients.
@@ -106,7 +106,7 @@ def _counted(at: Leaves) -> list[Leaf]:
 
 
 def _norm_later(leaves: Sequence[Leaf], precision: int) -> Callable[[], Tensor]:
-    """Square what is here; return what adds that up over the mesh.  Precision: 2 in digits, 1 in float64, 0 as it comes."""
+    """Square local shards; return the function that sums over the mesh. Precision: 2 digits, 1 float64, 0 own dtype."""
     if not leaves:
         return lambda: torch.zeros((), dtype=torch.float64)
     near = shards_of(leaves[0])[0].device
@@ -133,7 +133,7 @@ def _norm_of_order(leaves: Sequence[Leaf], order: float) -> Tensor:
 
 
 def _largest_of_all(leaves: Sequence[Leaf]) -> Tensor:
-    """Return the largest absolute value; each device is asked for that of its own shards."""
+    """Return the largest absolute value, from the maxima of all devices' shards."""
     columns = [[x.abs() for x in shards_of(leaf)] for leaf in leaves]
     mesh = next((leaf.mesh for leaf in leaves if isinstance(leaf, Sharded) and _cut_axes(leaf.layout)), None)
 
@@ -154,7 +154,7 @@ def largest(shards: Sequence[Tensor], near: torch.device) -> Tensor:
 
 
 def in_digits(leaves: Sequence[Leaf]) -> bool:
-    """Return whether the squares of some leaves are to be added up in digits: if a float64 comes of them, it tells all bits."""
+    """Return True if squares are summed in digits: if the result is float64, which shows all bits."""
     return any(leaf.dtype in (torch.float64, torch.complex128) for leaf in leaves)
 
 
@@ -170,7 +170,7 @@ def squares(shards: Sequence[Tensor], near: torch.device, *, digits: bool, exact
 
 
 def sum_of(rows: Tensor) -> Tensor:
-    """Return the numbers that sums of `squares`, the last dim, stand for."""
+    """Return the numbers of sums of `squares` (the last dim)."""
     return rows[..., 0] if rows.shape[-1] == 1 else number_of(rows)
 
 
@@ -186,7 +186,7 @@ def _real(x: Tensor) -> Tensor:
 
 
 def check_summable(what: str, at: Leaves) -> None:
-    """Raise if leaves lie on several meshes, or are sums that have not been made yet; name all of them."""
+    """Raise if leaves are on several meshes, or unreduced; name all of them."""
     layouts = {leaf.layout for leaf in at.leaves if isinstance(leaf, Sharded)}
     if len({layout.mesh for layout in layouts}) < 2 and not any(layout.spec.unreduced for layout in layouts):
         return
@@ -205,11 +205,11 @@ def check_summable(what: str, at: Leaves) -> None:
 
 
 def sum_over_mesh(leaves: Sequence[Leaf], row: Callable[[Places], Tensor]) -> Tensor:
-    """Add up what each device finds in its shards of some leaves.
+    """Sum what each device computes from its shards of some leaves.
 
     Args:
-        leaves: whose layouts say which shards hold the same elements; not unreduced, on one mesh.
-        row: from shards, which a device at hand counts, to a float64 vector of what is found in them: zeros, if there are none.
+        leaves: whose layouts determine which shards are replicas; not unreduced, on one mesh.
+        row: from the shards that count on a device to a float64 vector: zeros, if there are none.
 
     Returns:
         The sum of the rows, the same on all devices.
@@ -218,7 +218,7 @@ def sum_over_mesh(leaves: Sequence[Leaf], row: Callable[[Places], Tensor]) -> Te
 
 
 def sum_over_mesh_later(leaves: Sequence[Leaf], row: Callable[[Places], Tensor]) -> Callable[[], Tensor]:
-    """Find what is in the shards now; return what adds it up."""
+    """Compute the local rows now; return the function that sums them."""
     cut = [_cut_axes(leaf.layout) if isinstance(leaf, Sharded) else () for leaf in leaves]
     whole = [(i, 0) for i, axes in enumerate(cut) if not axes]
     mesh = next((leaf.mesh for leaf, axes in zip(leaves, cut, strict=True) if axes), None)

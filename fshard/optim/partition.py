@@ -1,19 +1,18 @@
 """`partition_optimizer`: ZeRO as a table of layouts.
 
-Where an element's update depends on that element alone, an optimizer runs on any shard of the parameters: it is given
-flat ranges.  Where it depends on the whole matrix (Muon, Shampoo), each matrix is given to one device, its *owner*; to
-the others its shard is empty.  Nothing more has to be known of an optimizer.
+An elementwise optimizer runs on any shard of the parameters: it gets flat ranges. One that needs the full matrix
+(Muon, Shampoo) gets each matrix on one device, its *owner*; the shards of the others are empty.
 
-    stage   parameters at rest   gradients                  state    after the update
-    0       as they are          as the parameters          as they
-    1, 2    replicated           shards (psum_scatter)      shards   all_gather of the parameters
-    3       shards               shards (psum_scatter)      shards
+    stage   parameters                 gradients                  state        after the update
+    0       as given                   as the parameters          as these
+    1, 2    replicated                 shards (psum_scatter)      shards       all_gather of the parameters
+    3       shards                     shards (psum_scatter)      shards
 
-Shards are flat ranges, at rest and on the way.  Owners collect them just before the update and hand them out after it, in
-one exchange of a device's own share for another (`mesh.owners`); so gradients are reduced as ever, each unit's evenly.
+Stored and sent shards are flat ranges. Owners collect them before the update and distribute them after it, in one
+exchange each (`mesh.reshard.owners`); so gradients are reduced as usual, each unit's evenly.
 
-Stages 1 and 2 differ in when gradients are reduced, which is not the optimizer's business: once a step, or as each unit's
-is ready (`train_step`).  The state's layout is not described anywhere: the optimizer makes its state from shards.
+Stages 1 and 2 differ in when gradients are reduced, which the optimizer does not see: once a step, or as each unit's
+are ready (`train_step`). The layout of the state follows from the shards that the optimizer's `init` gets.
 """
 
 from __future__ import annotations
@@ -42,11 +41,11 @@ from fshard.uncompiled import uncompiled
 Stage = Literal[0, 1, 2, 3]
 Unit = Literal["elementwise", "matrix"]
 AT_ONCE = 1 << 22
-"""Bytes of parameters, about, that are put together at once in a step that may use up the old ones."""
+"""Approximate bytes of parameters that are assembled together in a donated step."""
 
 
 class Partitioned(NamedTuple):
-    """An optimizer whose work is divided: one like any other, that also says how it wants its gradients to lie."""
+    """An optimizer on shards: an `Optimizer` that also has the layouts it needs for gradients."""
 
     init: Callable[[PyTree], PyTree]
     update: Update
@@ -66,20 +65,19 @@ def partition_optimizer(
     stage: Stage,
     unit: Unit | None = None,
 ) -> Partitioned:
-    """Divide an optimizer's state and work among the devices along `axis`.
+    """Shard an optimizer's state and work over the devices along `axis`.
 
     Args:
         opt: any pair of init and update.
-        mesh: the devices that the parameters lie on.
-        axis: an axis, or several, along which the parameters are replicated (stages 0 to 2) or cut (stage 3).
-        stage: of ZeRO: 0 divides nothing, 1 and 2 state and gradients, 3 parameters as well.  The parameters lie as
-            `shard_params` laid them, and stay so: one that is whole along `axis` is treated in stage 3 as in 2.
-        unit: what is divided: every leaf into flat ranges ("elementwise"), or the leaves among owners that have each of them
-            whole, about equally much per owner ("matrix").  None: flat where the optimizer says that it is elementwise, in
-            `by_label` leaf by leaf, and owned elsewhere.
+        mesh: the devices of the parameters.
+        axis: an axis, or several, along which the parameters are replicated (stages 0 to 2) or sharded (stage 3).
+        stage: of ZeRO: 0 shards nothing, 1 and 2 state and gradients, 3 parameters as well. Parameters keep the layouts
+            of `shard_params`: one that is replicated along `axis` is treated in stage 3 as in 2.
+        unit: every leaf as flat ranges ("elementwise"), or the leaves in full at owners of about equal total size
+            ("matrix"). None: flat where the optimizer is elementwise, in `by_label` leaf by leaf, else at owners.
 
-    What `update` and `step` send: an all_gather of the parameters in stages 1 and 2; and for leaves that are owned, an
-    all_to_all of the device's share of the gradients, one of the parameters after the update, and in stage 3 one before.
+    `update` and `step` send an all_gather of the parameters in stages 1 and 2; and for leaves at owners an all_to_all
+    of the device's gradient shards, one of the parameters after the update, and in stage 3 one before.
 
     >>> import torch, fshard as fs
     >>> from fshard import P
@@ -137,7 +135,7 @@ def partition_optimizer(
             del given, laid
             result, state = act(grads, state, own)
             after = at.beside(result, "the optimizer's results")
-            del grads, own, result  # what `after` holds is then the last that is held of old memory
+            del grads, own, result  # then `after` holds the last references to old memory
             return at.rebuild((_handed_over if donated else _back)(at, after, site)), state
 
         return run
@@ -169,9 +167,9 @@ def _check(opt: Optimizer, stage: Stage, unit: Unit | None) -> None:
 def pieces(layout: Layout, axes: tuple[str, ...]) -> Layout:
     """Return the layout of the shards that devices along `axes` work on.
 
-    What is already cut over some of the axes keeps that cut; the others cut it further, flat.  One device alone cuts nothing.
+    Existing sharding over some of the axes is kept; the others split it further, flat. One device splits nothing.
     """
-    return _cut_further(layout, axes) or layout  # itself: layouts are first told apart by identity
+    return _cut_further(layout, axes) or layout  # itself: layouts are compared by identity first
 
 
 @lru_cache(maxsize=4096)
@@ -182,7 +180,7 @@ def _cut_further(layout: Layout, axes: tuple[str, ...]) -> Layout | None:
 
 
 def _targets(at: Leaves, flat: Elementwise, axes: tuple[str, ...]) -> tuple[Layout | None, ...]:
-    """Return how each parameter is to lie for the update, None where there is nothing to update."""
+    """Return the layout of each parameter for the update, None where there is nothing to update."""
     layouts = tuple([leaf.layout if leaf is not None and _is_float(leaf.dtype) else None for leaf in at.leaves])
     shapes = tuple([() if leaf is None else leaf.shape for leaf in at.leaves])
     elementwise = elementwise_leaves(flat, at.rebuild(at.leaves)) if callable(flat) else [flat] * len(at.leaves)
@@ -197,10 +195,10 @@ def _divided(
     elementwise: tuple[bool, ...],
     axes: tuple[str, ...],
 ) -> tuple[Layout | None, ...]:
-    """Return how parameters of these layouts and shapes are to lie: flat where they are elementwise, else owned.
+    """Return layouts for parameters of these layouts and shapes: flat where they are elementwise, else at owners.
 
-    Of leaves that are cut over the same axes, at the same place, each goes to the owner that has least so far, the largest
-    first.  Frozen ones count, though they stay where they are: no owner changes when one is trained after all.
+    Leaves sharded over the same axes, at the same coordinates, are assigned to the owner with the least so far, the
+    largest first. Frozen ones count, though they are not moved: so unfreezing one changes no owner.
     """
     targets = list[Layout | None]([None] * len(layouts))
     whole: dict[tuple[Mesh, P], dict[int, Layout]] = {}
@@ -228,7 +226,7 @@ def _is_float(dtype: torch.dtype) -> bool:
 
 
 def shared_out(sizes: Sequence[int], n: int) -> list[int]:
-    """Share things of some sizes out among n owners, the largest first, each to the first who has least; return whose each is.
+    """Assign sizes to n owners, the largest first, each to the first one with the least; return the owner of each.
 
     >>> shared_out([1, 5, 2, 2], 2)
     [1, 0, 1, 1]
@@ -241,7 +239,7 @@ def shared_out(sizes: Sequence[int], n: int) -> list[int]:
 
 
 def _refuse_elsewhere(at: Leaves, leaves: list[Leaf], mesh: Mesh, *, plain: bool = False) -> None:
-    """Raise naming what does not lie on a mesh; `plain` tensors may."""
+    """Raise with leaves that are not on a mesh; `plain` tensors may be."""
 
     def elsewhere(leaf: Leaf) -> bool:
         if not isinstance(leaf, Sharded):
@@ -260,7 +258,7 @@ def _refuse_elsewhere(at: Leaves, leaves: list[Leaf], mesh: Mesh, *, plain: bool
 def _laid(
     columns: Sequence[list[Leaf]], layouts: Sequence[Layout | None], site: Site, into: Sequence[Leaf] = ()
 ) -> list[list[Leaf]]:
-    """Return leaves that lie as the layouts say, moved all in one go; where none is given they stay."""
+    """Return leaves in the given layouts, resharded together; unchanged where none is given."""
     places = [
         (column, place, layout)
         for column in range(len(columns))
@@ -280,19 +278,19 @@ def _laid(
 
 
 def _back(at: Leaves, after: list[Leaf], site: Site, into: Sequence[Leaf] = ()) -> list[Leaf]:
-    """Lay results as the parameters lie."""
+    """Give results the layouts of the parameters."""
     return _laid([after], [leaf and leaf.layout for leaf in at.leaves], site, into)[0]
 
 
 def _handed_over(at: Leaves, after: list[Leaf], site: Site) -> list[Leaf]:
-    """Lay results as the parameters lie, and let the parameters' tensors be the results: their old memory is free.
+    """Give results the layouts of the parameters, in the memory of the old parameters where possible.
 
-    Where they cannot be put together in the old memory that is done for some at a time, so little more than one copy of
-    the parameters is ever held.  Uses up `after`.
+    Where results cannot be assembled in the old memory that is done for some at a time, so little more than one copy
+    of the parameters exists at any time. Donates `after`.
     """
     firsts = at.firsts
     after[:] = [leaf if firsts[place] == place else None for place, leaf in enumerate(after)]
-    meshes = [leaf.mesh for leaf in at.leaves if leaf is not None][:1]  # all lie on one
+    meshes = [leaf.mesh for leaf in at.leaves if leaf is not None][:1]  # all are on one mesh
     for places in [range(len(after))] if all(map(fills, meshes)) else _turns(after):
         some = _back(at, [leaf if place in places else None for place, leaf in enumerate(after)], site, at.leaves)
         for place in places:
@@ -303,7 +301,7 @@ def _handed_over(at: Leaves, after: list[Leaf], site: Site) -> list[Leaf]:
 
 
 def _turns(leaves: list[Leaf]) -> list[Sequence[int]]:
-    """Return the places of leaves that are put together at once."""
+    """Return the indices of leaves that are assembled together."""
     ends = accumulate(prod(leaf.shape) * leaf.dtype.itemsize if leaf else 0 for leaf in leaves)
     turns = [end // AT_ONCE for end in ends]
     return [[*places] for _, places in groupby(range(len(leaves)), turns.__getitem__)]
@@ -317,6 +315,6 @@ def _become(old: Sharded, new: Sharded) -> Sharded:
         return new
     for target, source in zip(old.shards, new.shards, strict=True):
         if source.data_ptr() != target.data_ptr():
-            alone = source.untyped_storage().nbytes() == source.nbytes  # else there is padding of the way
+            alone = source.untyped_storage().nbytes() == source.nbytes  # else the plan needs padding
             target.data = source if alone else source.clone()
     return old

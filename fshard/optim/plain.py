@@ -1,14 +1,14 @@
 """Pairs of functions on plain tensors, as optimizers of global arrays: run on the tensors of one device at a time.
 
     params               {"w", "v"}     not elementwise: device 0 owns w, device 1 owns v
-    device 0 sees        {"w"}
-    device 1 sees        {"v"}
-    state                {"m": {"w", "v"}, "count"}     m has the structure of the parameters: m["w"] lies with w
+    device 0 gets        {"w"}
+    device 1 gets        {"v"}
+    state                {"m": {"w", "v"}, "count"}     m has the structure of the parameters: m["w"] has w's layout
                                                         count has not: it is replicated, a number equal on all devices
 
-A device sees what it holds of the parameters that have a gradient.  All others are left out of dicts, lists and tuples, and
-are an empty tuple in other containers: parameters of other owners or stages, frozen ones, ties after the first, and those
-without a gradient, whose state stays as it is.
+A device gets its shards of the parameters with a gradient. All others are left out of dicts, lists and tuples, and are
+an empty tuple in other containers: parameters of other owners or stages, frozen ones, ties after the first, and those
+without a gradient, whose state does not change.
 """
 
 from __future__ import annotations
@@ -65,7 +65,9 @@ def on_arrays(opt: Any, who: str) -> Any:
 
 
 def inside(opt: Any, who: str) -> Any:
-    """Return an optimizer of global arrays that may stand inside another: the outermost is the one that is partitioned."""
+    """Return an optimizer of global arrays that may be nested in another: the outermost is the one that is
+    partitioned.
+    """
     if hasattr(opt, "gradients"):
         raise OptimizerError(
             f"{who}: an optimizer that is partitioned already cannot stand inside, since what is around it would work on other "
@@ -75,7 +77,7 @@ def inside(opt: Any, who: str) -> Any:
 
 
 def _init_on_devices(init: Callable[[PyTree], PyTree], check: Check) -> Callable[[PyTree], PyTree]:
-    """Make an init of global arrays: run one on each device, and lay out the state."""
+    """Make an init of global arrays: run one on each device, and assemble the state."""
 
     @torch.no_grad()
     def run(params: PyTree) -> PyTree:
@@ -173,7 +175,7 @@ def _by_place(tree: PyTree, structure: Structure, places: list[int], what: str) 
 
 
 class _Device(NamedTuple):
-    """A device, and the place of its shards among those at hand."""
+    """A device, and the index of its shards among the local ones."""
 
     place: int
     number: int
@@ -204,7 +206,7 @@ def _without_values(leaf: Sharded) -> Tensor:
 
 
 def _laid(param: Leaf, column: Sequence[Any], devices: list[_Device]) -> Leaf:
-    """Lay out state that goes with a parameter, from what each device made; the last one may be without values."""
+    """Assemble the state of a parameter from each device's; the last one may be without values."""
     example = next((x for x in column if x is not None), None)
     if example is None or not isinstance(param, Sharded):
         return example
@@ -252,14 +254,14 @@ def _joined(old: Leaf, column: Sequence[Any], what: str) -> Leaf:
 
 
 class _Absent:
-    """Stands in a tree where a device holds nothing."""
+    """Placeholder in a tree for leaves that a device has none of."""
 
 
 _ABSENT = _Absent()
 
 
 def _only(at: Leaves, leaves: dict[int, Any]) -> PyTree:
-    """Return a tree of some leaves, by their numbers: the others are left out."""
+    """Return a tree of some leaves, by index: the others are left out."""
     return _without_absent(at.rebuild([leaves.get(i, _ABSENT) for i in range(len(at.leaves))]))
 
 

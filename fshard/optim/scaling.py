@@ -1,12 +1,11 @@
-"""Dynamic loss scaling: gradients in float16 are kept from vanishing by scaling the loss, and from overflowing by watching.
+"""Dynamic loss scaling: prevents underflow of float16 gradients by scaling the loss, and overflow by a smaller scale.
 
-loss x scale ─> backward in float16 ─> gradients / scale ─> the optimizer
-an infinite gradient anywhere: no step on any device, and a smaller scale
-many finite steps in a row: a larger scale
+loss x scale ─> backward in float16 ─> gradients / scale ─> the optimizer an infinite gradient anywhere: no step on any
+device, and a smaller scale many finite steps in a row: a larger scale
 
-Skipping a step whose gradients are not finite, on all devices or on none.
+Skip a step whose gradients are not finite, on all devices or on none.
 
-What one device finds, all must know before any of them moves: the numbers of bad shards are added up over the mesh.
+The number of bad shards is summed over the mesh before any device takes the step.
 """
 
 from __future__ import annotations
@@ -43,23 +42,24 @@ def loss_scaled(
     smallest: float = 1.0,
     largest: float = 2.0**24,
 ) -> Optimizer:
-    """Let an optimizer take gradients of a scaled loss.
+    """Make an optimizer of gradients of a scaled loss.
 
-    `train_step` reads the scale from the state and applies it.  A gradient that is taken without `train_step` must be that of
-    the scaled loss, `value_and_grad(...)(params, batch, scale=opt.loss_scale(state))`: steps are too small otherwise.
+    `train_step` reads the scale from the state and applies it. A gradient that is taken without `train_step` must be
+    that of the scaled loss, `value_and_grad(...)(params, batch, scale=opt.loss_scale(state))`: steps are too small
+    otherwise.
 
     Args:
-        opt: the optimizer, with its chain: it gets gradients of the true size.  `ema`, `accumulate`, `masked` and
-            `with_master_weights` may also stand around the result.
-        initial: the scale to begin with.  Powers of two change no bit of a gradient.
-        growth: what the scale is multiplied by after `interval` finite steps in a row.
-        backoff: what it is multiplied by after `hysteresis` steps that were not finite.
+        opt: the optimizer, with its chain: it gets unscaled gradients. `ema`, `accumulate`, `masked` and
+            `with_master_weights` may also wrap the result.
+        initial: the first scale. Powers of two change no bit of a gradient.
+        growth: factor of the scale after `interval` finite steps in a row.
+        backoff: factor after `hysteresis` steps that were not finite.
         interval: see growth.
         hysteresis: see backoff; growing restores it.
         smallest: the least scale.
         largest: the greatest scale.
 
-    Communicates what `skip_if_not_finite` does, and the host waits for that once a step.  state["skipped"] counts.
+    Communicates as `skip_if_not_finite`, and the host waits for that once a step. state["skipped"] counts.
 
     >>> import torch, fshard.optim as optim
     >>> opt = loss_scaled(optim.sgd(1.0), initial=8.0)
@@ -104,7 +104,7 @@ def loss_scaled(
 
 
 def held_by(dtype: torch.dtype, scale: float) -> float:
-    """Return a scale, halved until it is a number of this dtype: what a loss of 16 bits can be multiplied by at once.
+    """Return a scale, halved until it is finite in this dtype: a 16-bit loss can be multiplied by it.
 
     >>> held_by(torch.float16, 2.0**16), held_by(torch.float32, 2.0**16)
     (32768.0, 65536.0)
@@ -115,10 +115,10 @@ def held_by(dtype: torch.dtype, scale: float) -> float:
 
 
 def skip_if_not_finite(opt: Optimizer) -> Optimizer:
-    """Leave parameters and state as they are when any gradient, on any device, is infinite or not a number.
+    """Keep parameters and state unchanged when any gradient, on any device, is infinite or nan.
 
-    Communicates a `psum` of 8 bytes over the axes along which any gradient is cut; the host waits for the answer.
-    state["skipped"] counts how often that happened.
+    Communicates a `psum` of 8 bytes over the axes that shard any gradient; the host waits for the result.
+    state["skipped"] counts the skipped steps.
 
     >>> import torch, fshard.optim as optim
     >>> opt = skip_if_not_finite(optim.sgd(0.5))
@@ -146,7 +146,7 @@ def if_finite(
     """Return an update and a step that act only if gradients are finite, on any state that has an "inner" one.
 
     Args:
-        opt: what acts.
+        opt: the inner optimizer.
         after: from the state, whether gradients were finite, and the next inner state, to the next state.
         given: from gradients and state to the gradients that `opt` gets.
     """
@@ -167,7 +167,7 @@ def if_finite(
 
 @torch.no_grad()
 def all_finite(tree: PyTree) -> bool:
-    """Return whether every element of a tree is a finite number, on all devices; all get the same answer."""
+    """Return True if every element of a tree is finite on all devices; equal on all devices."""
     at = Leaves.of(tree)
     check_summable("all_finite", at)
     leaves = [leaf for leaf in at.leaves if leaf is not None]

@@ -1,7 +1,7 @@
 r"""Learning rates as functions of the count of steps, from 0: plain floats in, plain floats out.
 
-Where torch.optim.lr_scheduler has the same schedule, the numbers are the same; ours are closed formulas, so a run that
-is resumed at any count goes on as it would have.
+Where torch.optim.lr_scheduler has the same schedule, the numbers are equal; these are closed formulas, so a resumed
+run continues identically from any count.
 
     warmup_cosine     linear              one_cycle           step
         _                                    _
@@ -24,7 +24,7 @@ Rate = float | Schedule
 
 
 def rate_at(rate: Rate, count: int) -> float:
-    """Return the rate of the step that is taken after `count` others."""
+    """Return the rate of the step after `count` others."""
     return rate(count) if callable(rate) else rate
 
 
@@ -39,7 +39,7 @@ def constant(value: float) -> Schedule:
 
 
 def linear(start: float, end: float, steps: int) -> Schedule:
-    """Go in a straight line from `start` to `end` in so many steps, and stay there.
+    """Interpolate linearly from `start` to `end` over these steps, then stay constant.
 
     >>> rate = linear(1.0, 0.0, 4)
     >>> [rate(count) for count in (0, 1, 4, 9)]
@@ -90,7 +90,7 @@ def warmup_cosine(peak: float, *, warmup: int, steps: int, end: float = 0.0) -> 
 
 
 def step(start: float, *, every: int, factor: float = 0.1) -> Schedule:
-    """Multiply the rate by `factor` after every so many steps.
+    """Multiply the rate by `factor` after every interval of steps.
 
     >>> [step(8.0, every=2, factor=0.5)(count) for count in range(5)]
     [8.0, 8.0, 4.0, 4.0, 2.0]
@@ -124,12 +124,12 @@ def one_cycle(
 
 
 def _part(done: float, whole: float) -> float:
-    """Return how much of a whole is done; of nothing, all."""
+    """Return the completed fraction of an interval; 1 for an empty one."""
     return min(done / whole, 1.0) if whole else 1.0
 
 
 def inverse_sqrt(peak: float, *, warmup: int) -> Schedule:
-    """Rise in a line to `peak` in `warmup` steps, then fall as one over the square root of the count.
+    """Rise linearly to `peak` in `warmup` steps, then decay as one over the square root of the count.
 
     >>> [inverse_sqrt(1.0, warmup=4)(count) for count in (0, 2, 4, 16)]
     [0.0, 0.5, 1.0, 0.5]

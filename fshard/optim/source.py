@@ -1,11 +1,11 @@
-"""Optimizers that a Booster is given, as the pure optimizers that they are in the next step.
+"""The optimizer given to a Booster, as the pure optimizers of its next step.
 
     None, fs.optim.adamw(...)           OptimizerSource       the same in every step
-    torch.optim.AdamW(groups)           GroupsSource      a pure optimizer for each group, by the options that it has now
+    torch.optim.AdamW(groups)           GroupsSource      a pure optimizer per group, by its present options
     class Lion(torch.optim.Optimizer)   InstanceSource    the instance itself steps, on this device's local shards
 
-Learning-rate schedulers write a group's "lr", and some of them momentum or betas; torch's loops change weight decay by hand.
-What is written there before a step counts in that step.  Groups may be added.
+Learning-rate schedulers write a group's "lr", and some of them momentum or betas; loops may write weight decay. Values
+written before a step are used in that step. Groups may be added.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class OptimizerSource:
         return dict(params)
 
     def point_at(self, params: Mapping[str, Tensor]) -> None:
-        """Refer to these tensors in place of the parameters with their names, which may then be freed."""
+        """Refer to these tensors instead of the parameters with their names, which may then be freed."""
 
 
 def optimizer_source(given: Any, params: Mapping[str, Tensor], who: str) -> OptimizerSource:
@@ -87,7 +87,7 @@ class TorchSource(OptimizerSource):
         return self._aliases.get(name, name)
 
     def trained(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Freeze the parameters that are in no group; what is tied stays tied."""
+        """Freeze the parameters that are in no group; ties stay ties."""
         own = {name for names in self.groups() for name in names}
         for name, x in params.items():  # a stage may know a tied parameter by another name
             self._aliases[name] = self._names.get(x, name)
@@ -98,7 +98,7 @@ class TorchSource(OptimizerSource):
         return {name: self._frozen[x] if name in idle else x for name, x in params.items()}
 
     def point_at(self, params: Mapping[str, Tensor]) -> None:
-        """Let the groups have these tensors in place of the parameters."""
+        """Replace the parameters in the groups by these tensors."""
         for group, names in zip(self.given.param_groups, self.groups(), strict=True):
             group["params"] = [params[name] for name in names]
         self._names, self._frozen = _by_tensor(params), WeakIdKeyDictionary()
@@ -127,7 +127,7 @@ def _trained(leaf: Sharded) -> Sharded:
 
 
 def _filled(made: PyTree, before: PyTree) -> PyTree:
-    """Return a state with what there was before in it; a state of one group is the first of several."""
+    """Return a state with the previous one included; a state of one group is the first of several."""
     if not isinstance(made, dict) or not isinstance(before, dict):
         return before
     if 0 in made and 0 not in before:
@@ -188,7 +188,7 @@ class GroupsSource(TorchSource):
         return self._made
 
     def point_at(self, params: Mapping[str, Tensor]) -> None:
-        """Let the groups have these tensors; the state lies elsewhere."""
+        """Replace the groups' parameters by these tensors; the state is elsewhere."""
         super().point_at(params)
         self.given.state.clear()
 
@@ -208,7 +208,7 @@ class GroupsSource(TorchSource):
 
 
 def _has_begun(state: Mapping[str, Any]) -> bool:
-    """Return whether an optimizer remembers steps of a parameter; some have a state of zeros from the beginning."""
+    """Return True if an optimizer has a history of a parameter; some start with a state of zeros."""
     numbers = [state["step"]] if "step" in state else state.values()
     return any(bool(torch.as_tensor(x).any()) for x in numbers if isinstance(x, Tensor | int | float))
 
@@ -231,10 +231,10 @@ class LocalShard(nn.Parameter):
 
 
 class InstanceSource(TorchSource):
-    """An optimizer of one's own class: the instance steps on the local shards of one device.
+    """A custom optimizer class: the instance steps on the local shards of one device.
 
-    Each parameter is whole at its owner, and elsewhere without elements and gradient; if the class says `elementwise = True`,
-    each device has a flat shard of it.  Its state is what it keeps in `state[param]` and in its groups.
+    Each parameter is stored in full by its owner, and elsewhere has no elements and no gradient; if the class has
+    `elementwise = True`, each device has a flat shard of it. Its state is `state[param]` and its groups.
     """
 
     def __init__(self, given: torch.optim.Optimizer, params: Mapping[str, Tensor]) -> None:
@@ -248,7 +248,7 @@ class InstanceSource(TorchSource):
         return self._opt
 
     def point_at(self, params: Mapping[str, Tensor]) -> None:
-        """Let the groups, and the state that there is already, have these tensors in place of the parameters."""
+        """Replace the parameters in the groups, and in existing state, by these tensors."""
         before = [x for group in self.given.param_groups for x in group["params"]]
         super().point_at(params)
         after = [x for group in self.given.param_groups for x in group["params"]]
@@ -260,9 +260,9 @@ class InstanceSource(TorchSource):
             self.given.state[new] = self.given.state.pop(old)
 
     def _pairs(self, at: Leaves, *others: list[Leaf]) -> list[tuple[LocalShard, Leaf, list[Leaf]]]:
-        """Put local shards in the place of the parameters in the groups; return each with the leaf that it is of.
+        """Replace the parameters in the groups by local shards; return each with its leaf.
 
-        And with what stands beside that leaf.
+        The leaves paired with it are returned as well.
         """
         first = {self.name_at(path): i for i, path in reversed([*enumerate(at.paths)]) if at.leaves[i] is not None}
         for group, names in zip(self.given.param_groups, self.groups(), strict=True):
@@ -278,7 +278,7 @@ class InstanceSource(TorchSource):
         return [(local, at.leaves[i := first[name]], [x[i] for x in others]) for name, local in self._local.items()]
 
     def _init(self, params: PyTree) -> PyTree:
-        """Lay out the state that the instance has already, made by its constructor or loaded."""
+        """Shard the state that the instance has already, made by its constructor or loaded."""
         at = Leaves.of(params)
         if any(len(shards_of(leaf)) > 1 for leaf in at.leaves):
             raise OptimizerError(

@@ -1,15 +1,15 @@
-"""The classes of torch.optim as pure optimizers, by one table of what is known of each.
+"""The classes of torch.optim as pure optimizers, by one table of their properties.
 
-A step makes an instance of the class whose parameters are the local shards, with the state that is kept of them, and lets
-it step.  At the first step of a shard the class makes the state as it wants.
+A step makes an instance of the class whose parameters are the local shards, with their state, and calls its step. The
+class makes the state of a shard at its first step.
 
                  update of an element depends on     state of a parameter
     Adam         that element                        exp_avg, exp_avg_sq: like it
     ASGD         that element                        ax: like it; eta, mu: numbers
     Muon         the matrix                          momentum_buffer: like it
 
-On a CPU an elementwise class computes 16 bits in 32, and is rounded once a step: `torch.add(alpha=)`, of which these classes
-are made, rounds 16 bits by the place of an element in its tensor, so the bits would depend on the mesh.
+On a CPU an elementwise class computes 16-bit parameters in 32 bits, and is rounded once a step: `torch.add(alpha=)`,
+which these classes use, rounds 16 bits by the index of an element in its tensor, so the bits would depend on the mesh.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class TorchClass(NamedTuple):
     """The table entry of a torch.optim class.
 
     Args:
-        state: what it keeps of each parameter, besides a count of steps.
-        options: for some of that, the option that has to be on.
-        elementwise: whether an element's update depends on that element alone.
-        counts: whether it counts the steps of each parameter.
-        refuse: why a parameter is not for it, if that is so.
+        state: of each parameter, without the count of steps.
+        options: for some of that, the option that enables it.
+        elementwise: True if an element's update depends on that element alone.
+        counts: True if it counts the steps of each parameter.
+        refuse: the reason why a parameter is not supported, if any.
     """
 
     state: Slots
@@ -98,10 +98,10 @@ def from_torch(cls: type[torch.optim.Optimizer], **options: Any) -> Optimizer:
     """Make a pure optimizer of a class of torch.optim.
 
     Args:
-        cls: the class, such as torch.optim.RMSprop.  A class of your own is given to a Booster as an instance.
-        options: of the class, `foreach` and `fused` among them; `lr` may be a schedule.  A fused kernel rounds differently at
-            the end of a tensor, so with `fused=True` the last bits of `step` depend on where tensors are cut: on the mesh and
-            the stage.  `update` does without it, and so does reproducible mode.
+        cls: the class, such as torch.optim.RMSprop. A custom class is given to a Booster as an instance.
+        options: of the class, `foreach` and `fused` included; `lr` may be a schedule. A fused kernel rounds differently at
+            the end of a tensor, so with `fused=True` the last bits of `step` depend on the sharding: on the mesh and
+            the stage. `update` does without it, and so does reproducible mode.
 
     >>> import torch
     >>> opt = from_torch(torch.optim.Adagrad, lr=0.5)
@@ -113,9 +113,10 @@ def from_torch(cls: type[torch.optim.Optimizer], **options: Any) -> Optimizer:
 
 
 def adafactor(lr: Rate = 1e-2, **options: Any) -> Optimizer:
-    """Make Adafactor (Shazeer and Stern 2018) of torch.optim.Adafactor, with its options.  Parameters must be whole.
+    """Make Adafactor (Shazeer and Stern 2018) of torch.optim.Adafactor, with its options.
 
-    A matrix's mean squares are kept as one number for each row and one for each column.
+    Parameters must be unsharded on their devices. A matrix's mean squares are stored as one number per row and one per
+    column.
 
     >>> opt = adafactor(0.5)
     >>> state = opt.init([torch.ones(4, 3)])
@@ -126,7 +127,7 @@ def adafactor(lr: Rate = 1e-2, **options: Any) -> Optimizer:
 
 
 def muon(lr: Rate = 1e-3, **options: Any) -> Optimizer:
-    """Make Muon (Jordan 2024) of torch.optim.Muon, with its options, for matrices.  They must be whole.
+    """Make Muon (Jordan 2024) of torch.optim.Muon, with its options, for matrices, unsharded on their devices.
 
     >>> opt = muon(1.0, weight_decay=0.0)
     >>> opt.update([torch.eye(2) * 100], opt.init([torch.zeros(2, 2)]), [torch.zeros(2, 2)])[0][0].diagonal()
@@ -209,7 +210,7 @@ def _rule(cls: Any, known: TorchClass, options: Mapping[str, Any]) -> Rule:
 
 
 def _in_32_bits(rule: Rule) -> Rule:
-    """Return a rule that is given float32 copies of what it would round by the place."""
+    """Return a rule that gets float32 copies of 16-bit tensors, which it would round by index."""
 
     def widened(column: list[Any]) -> list[Any]:
         return [x.float() if x is not None and rounds_by_place(x) else x for x in column]

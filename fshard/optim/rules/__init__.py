@@ -1,1 +1,1 @@
-"""Optimizers, one file each, and what writes their parameters."""
+"""Optimizers, one file each, and how they write parameters."""

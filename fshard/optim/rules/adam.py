@@ -5,8 +5,8 @@ Legend: p parameter, g gradient, m and v running means of g and of its square, t
     m = lerp(m, g, 1 - beta1)                        v = beta2 v + (1 - beta2) g g
     p = p - lr / (1 - beta1^t)  m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
 
-Weight decay is added to the gradient by `adam` (g + decay p), and shrinks the parameter before it moves in `adamw`
-(p - lr decay p).  With `amsgrad` the largest v so far takes the place of v.  Complex numbers are pairs of real ones.
+Weight decay is added to the gradient by `adam` (g + decay p), and shrinks the parameter before the step in `adamw` (p
+- lr decay p). With `amsgrad` the largest v so far replaces v. Complex numbers are pairs of real ones.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ def adam(
 
     Args:
         lr: learning rate, or a schedule.
-        betas: how slowly the means of the gradient and of its square forget.
+        betas: decay rates of the means of the gradient and of its square.
         eps: added to the root of the mean square.
         weight_decay: added to the gradient, times the parameter.
         amsgrad: divide by the largest mean square so far.
-        maximize: go up, not down.
+        maximize: ascend instead of descend.
         decoupled_weight_decay: shrink the parameter instead, as `adamw` does.
         fused: whether `step` uses torch's fused kernel: None where it can, False for the bits of torch's foreach.
 

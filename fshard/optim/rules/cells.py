@@ -1,15 +1,12 @@
-"""`Cells`: shards with all that belongs to each, as lists, which is how torch's kernels want them; and rules that write them.
+"""`Cells`: shards with their gradients and state as lists, the arguments of torch's kernels; and rules that write
+them.
 
-leaf      0 (two shards)     1 (plain)
-params    p0a    p0b         p1
-grads     g0a    g0b         g1
-steps     t0     t0          t1
-state     m0a    m0b         m1         ...
+leaf 0 (two shards) 1 (plain) params p0a p0b p1 grads g0a g0b g1 steps t0 t0 t1 state m0a m0b m1 ...
 
-torch's fused kernels, one pass over memory for a whole optimizer step, read tensors as plain runs of numbers: every shard
-and its state must be contiguous, on a device that has the kernels, in a dtype that they are right for.  On the CPU, torch's
-fused SGD is wrong in half precision.  The ends of a run are computed by other instructions than its middle, so fused bits
-depend on where a tensor is cut; foreach bits do not.
+torch's fused kernels, one pass over memory for a full optimizer step, read tensors as flat arrays: every shard and its
+state must be contiguous, on a device that has the kernels, in a dtype that they support. On the CPU, torch's fused SGD
+is wrong in half precision. The ends of an array are computed by other instructions than its middle, so fused bits
+depend on the sharding; foreach bits do not.
 """
 
 from __future__ import annotations
@@ -28,14 +25,14 @@ from fshard.optim.leaves import Leaf
 
 @dataclass(frozen=True)
 class Cells:
-    """Shards and what belongs to each.
+    """Shards with their gradients and state.
 
     Args:
-        owners: the leaf that each is a shard of, as it was.
-        params: the shards, to be written.
-        grads: their gradients, of the same dtype, not to be written.
-        steps: how many steps each will have made with this one.
-        state: the slots, to be written.  A slot that a leaf does not have is None.
+        owners: the leaf that each is a shard of, before the step.
+        params: the shards, written in place.
+        grads: their gradients, of the same dtype, read only.
+        steps: number of steps of each, this one included.
+        state: the slots, written in place; None for a slot that a leaf does not have.
     """
 
     owners: list[Leaf]
@@ -54,7 +51,7 @@ class Cells:
         return Cells(owners, params, grads, steps, {name: taken(column) for name, column in self.state.items()})
 
     def filled(self) -> Cells:
-        """Return the cells that have elements: others are what lies on other devices, those of other stages, say."""
+        """Return the cells that have elements: empty ones are stored by other devices, such as those of other stages."""
         some = [place for place, param in enumerate(self.params) if param.numel()]
         return self if len(some) == len(self.params) else self.only(some)
 
@@ -70,7 +67,7 @@ class Cells:
         )
 
     def kinds(self) -> Iterator[Cells]:
-        """Yield the cells of each device and dtype: what a foreach kernel takes in one go."""
+        """Yield the cells of each device and dtype: the arguments of one foreach kernel."""
         kinds = [(param.device, param.dtype) for param in self.params]
         if len(different := dict.fromkeys(kinds)) == 1:
             return iter((self,))
@@ -130,7 +127,7 @@ def each_kind(rule: Rule, *, complex_as_real: bool = True) -> Rule:
 
 
 def fused_or(fused: Rule, rule: Rule, wanted: bool | None) -> Rule | None:
-    """Return a rule that uses a fused kernel where it can (wanted: None) or must (True); None if it is not wanted."""
+    """Return a rule that uses a fused kernel where it can (None) or must (True); None if not wanted (False)."""
     if wanted is False:
         return None
 
@@ -153,7 +150,7 @@ def fused_or(fused: Rule, rule: Rule, wanted: bool | None) -> Rule | None:
 
 
 def has_fused(cells: Cells) -> bool:
-    """Return whether a fused kernel can write these cells of one kind."""
+    """Return True if a fused kernel can write these cells of one kind."""
     dtype = cells.params[0].dtype
     return dtype in _FUSED.get(cells.params[0].device.type, ()) and all(
         x.dtype is dtype and x.is_contiguous() for column in (cells.params, *cells.state.values()) for x in column

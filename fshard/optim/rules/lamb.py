@@ -1,11 +1,11 @@
-"""LAMB (You et al. 2019): Adam's direction, as long in each leaf as the leaf's own norm says.
+"""LAMB (You et al. 2019): Adam's direction, scaled per leaf by the leaf's norm.
 
 Legend: p parameter, g gradient, m and v as in Adam, u direction.
 
     u = m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) + decay p
     p = p - lr |p| / |u| u          (no trust ratio where a norm is 0)
 
-The norms are those of whole leaves, whatever their layout: all of them in one vector, one collective a step.
+The norms are those of global leaves, whatever their layout: all of them in one vector, one collective a step.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ def lamb(
 ) -> Optimizer:
     """Make LAMB, for parameters in any layout.
 
-    Communicates a `psum` of 16 bytes a leaf (1712 if one is of float64) over the axes along which any leaf is cut.
+    Communicates a `psum` of 16 bytes a leaf (1712 if one is of float64) over the axes that shard any leaf.
 
     Args:
         lr: learning rate, or a schedule.
-        betas: how slowly the means of the gradient and of its square forget.
+        betas: decay rates of the means of the gradient and of its square.
         eps: added to the root of the mean square.
         weight_decay: added to the direction, times the parameter.
 

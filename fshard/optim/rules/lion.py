@@ -21,9 +21,9 @@ def lion(lr: Rate = 1e-4, betas: tuple[float, float] = (0.9, 0.99), weight_decay
     """Make Lion.
 
     Args:
-        lr: how far every element moves, or a schedule of it.
-        betas: how much of the momentum is in the sign, and how slowly the momentum forgets.
-        weight_decay: by how much of lr parameters shrink.
+        lr: step size of every element, or a schedule.
+        betas: weight of the momentum in the sign, and decay rate of the momentum.
+        weight_decay: parameters shrink by lr times this.
 
     >>> import torch
     >>> opt = lion(0.5)

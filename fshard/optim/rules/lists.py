@@ -1,11 +1,11 @@
 """torch's kernels over lists of tensors, `torch._foreach_*` and `torch._fused_*`: one launch for many tensors.
 
-They are what torch.optim itself is made of, and public in all but name; here they get names and lose the underscore.
-A name that ends in an underscore writes into its first list.
+torch.optim itself is made of them, and they are public in all but name; here they lose the underscore. A name that
+ends in an underscore writes to its first list.
 
-All of them give an element the same bits wherever in a tensor it stands, which is what shards of parameters need; but for
-`add(alpha=)` in 16 bits on a CPU.  It rounds alpha to 16 bits, then the sum in the middle of a tensor, and at its end
-the product as well.  `add_multiple` rounds the sum alone, as torch does on other devices.
+All of them give an element the same bits at any index of its tensor, which shards need, except `add(alpha=)` in 16
+bits on a CPU. It rounds alpha to 16 bits, then the sum in the middle of a tensor, and at its end the product as well.
+`add_multiple` rounds the sum alone, as torch does on other devices.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def add_multiple_(xs: list[Tensor], ys: list[Tensor], factor: float) -> None:
 
 
 def rounds_by_place(x: Tensor) -> bool:
-    """Return whether torch's `add(alpha=)` gives an element of a tensor bits that depend on where it stands."""
+    """Return True if the bits of torch's `add(alpha=)` depend on an element's index in its tensor."""
     return x.is_cpu and x.dtype in (torch.bfloat16, torch.float16)
 
 

@@ -1,16 +1,16 @@
-"""From a rule that writes parameters to an `Optimizer`.
+"""Make an `Optimizer` of a rule that writes parameters.
 
-A rule is the arithmetic of an optimizer and nothing else: it is given *cells* (shards with their gradients, counts and
-state, as lists) and writes the next parameters and state into them, in the order of operations of torch.optim.  So
+A rule is the arithmetic of an optimizer: it gets *cells* (shards with their gradients, counts and state, as lists) and
+writes the next parameters and state to them, in the order of operations of torch.optim. So
 
-    step(grads, state, params)    the rule writes into what it was given;
-    update(grads, state, params)  it writes into copies, and the update is their difference to the parameters.
+    step(grads, state, params)    the rule writes to its arguments;
+    update(grads, state, params)  it writes to copies, and the update is their difference to the parameters.
 
-`step` thus has torch's bits.  The difference of two floats within a factor of two of each other is exact (Sterbenz), so
-parameters that an update moves no further than that get the same bits from `apply_updates`; others are off by a rounding.
+`step` thus has torch's bits. The difference of two floats within a factor of two of each other is exact (Sterbenz), so
+parameters that change by no more get the same bits from `apply_updates`; others differ by a rounding.
 
-State is a dict: "count", of all steps, on the host; "step", of the steps of each leaf, as torch counts them, but one tensor
-for all leaves that have made as many; and the slots of the rule, named as in torch, each a tree beside the parameters.
+State is a dict: "count", of all steps, on the host; "step", of the steps of each leaf, as in torch, but one tensor for
+all leaves with equal counts; and the slots of the rule, named as in torch, each a tree of the parameters' structure.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from fshard.optim.rules.cells import Cells, Rule, cells_of, numbers_of
 from fshard.optim.schedules import Rate, rate_at
 
 Slots = Mapping[str, Callable[[Tensor], Tensor | None]]
-"""For each shard of state how it is made from a shard of a parameter; None where a leaf has no such shard."""
+"""For each slot, how a shard of state is made from a shard of a parameter; None where a leaf has none."""
 
 
 def writer(
@@ -54,10 +54,10 @@ def writer(
     Args:
         lr: the learning rate, or a schedule of it.
         slots: the state of a shard.
-        rule: what writes it.
+        rule: writes it.
         fast: a rule that does the same with other rounding, for `step`.
-        check: raises if there are parameters that the rule is not for.
-        elementwise: whether the rule runs on any shards.
+        check: raises for parameters that the rule does not support.
+        elementwise: True if the rule runs on any shards.
     """
 
     def init(params: PyTree) -> PyTree:

@@ -34,11 +34,11 @@ def sgd(
 
     Args:
         lr: learning rate, or a schedule.
-        momentum: how much of the last move is made again.
-        dampening: how much less of the gradient goes into the momentum.
+        momentum: decay rate of the momentum.
+        dampening: the gradient enters the momentum times 1 minus this.
         weight_decay: added to the gradient, times the parameter.
         nesterov: look ahead along the momentum.
-        maximize: go up, not down.
+        maximize: ascend instead of descend.
         fused: whether `step` uses torch's fused kernel: None where it can, False for the bits of torch's foreach.
 
     >>> import torch

@@ -5,9 +5,9 @@ Legend: p parameter, g gradient, l and r preconditioners, u direction, b momentu
     l = l + g g'        r = r + g' g        u = l^(-1/4) g r^(-1/4)
     b = momentum b + u                      p = p - lr decay p - lr b
 
-A tensor of more dims is the matrix of its first dim by all others.  A dim that is too long to have a preconditioner has
-none, and the other one's root is -1/2; so have vectors, for which this is Adagrad with a full matrix.  What has no
-preconditioner at all follows its gradient.
+A tensor of more dims is the matrix of its first dim by all others. A dim longer than `longest` has no preconditioner,
+and the other one's root is -1/2; so have vectors, for which this is Adagrad with a full matrix. Without any
+preconditioner the direction is the gradient.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from fshard.optim.schedules import Rate
 def shampoo(
     lr: Rate = 1e-1, momentum: float = 0.0, weight_decay: float = 0.0, eps: float = 1e-4, *, longest: int = 2048
 ) -> Optimizer:
-    """Make Shampoo.  Parameters must be whole.
+    """Make Shampoo. Parameters must be unsharded on their devices.
 
     Args:
         lr: learning rate, or a schedule.
-        momentum: how much of the last move is made again.
-        weight_decay: by how much of lr parameters shrink.
-        eps: the diagonal that preconditioners start with.
+        momentum: decay rate of the momentum.
+        weight_decay: parameters shrink by lr times this.
+        eps: the initial diagonal of preconditioners.
         longest: dims that are longer have no preconditioner.
 
     >>> import torch
