@@ -1,5 +1,5 @@
-"""`fshard doctor`: what is here, how fast processes talk, whether every collective is right, and a plain verdict.
+"""`fshard doctor`: the machine, the speed of collectives, their correctness, and a verdict.
 
-examine   what one process finds: its machine, the speed of collectives, and each held to its oracle
-visit     the command: what all processes found, judged and shown
+examine one process: its machine, the speed of collectives, and each compared with its oracle visit the command: the
+results of all processes, judged and displayed
 """

@@ -35,7 +35,7 @@ class Findings:
 
     rank: int
     by: str
-    """Who has started it."""
+    """The launcher."""
     device: str
     way: str
     machine: Machine
@@ -96,7 +96,7 @@ def machine() -> Machine:
 
 
 def way(mesh: Mesh) -> str:
-    """Return how the bytes of collectives get from this process to the others of a mesh."""
+    """Return how the bytes of collectives are sent from this process to the others of a mesh."""
     world = ProcessWorld.of(mesh)
     if mesh.size == 1:
         return "nothing, being alone"
@@ -122,13 +122,13 @@ def why_not_direct() -> str:
 
 
 SIZES = {1 << 10: 100, 1 << 20: 20, 1 << 24: 5}
-"""Bytes that each process holds, and how often to measure."""
+"""Bytes per process, and repetitions."""
 WARM_UP = 3
 
 
 @dataclass(frozen=True)
 class Speed:
-    """How long one collective took."""
+    """Time of one collective."""
 
     collective: str
     held: int
@@ -187,7 +187,7 @@ class Trial:
 
 
 def attempt(mesh: fs.Mesh) -> list[Trial]:
-    """Try all collectives on a mesh, in all its processes; each looks at its own results."""
+    """Check all collectives on a mesh; called by all processes, each checks its own results."""
     cases = [*all_cases(mesh), *large_cases(mesh)]
     return [_tried(mesh, name, [case for case in cases if case.collective == name]) for name in ORACLES]
 

@@ -1,6 +1,6 @@
-"""The command `fshard doctor`: start processes, or be one of those that were started; look, judge and say so.
+"""The command `fshard doctor`: start processes, or be one of those started; examine, judge and print.
 
-The verdict is one sentence, and what to do; the page has colours in a terminal, and is plain text elsewhere.
+The verdict is one sentence with a recommendation; the page has colours in a terminal, and is plain text elsewhere.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LIMIT = 600.0
 
 
 def visit(arguments: Sequence[str]) -> int:
-    """Do what the command line says; return the exit status."""
+    """Run the command line; return the exit status."""
     known = _parser().parse_args(arguments)
     findings: list[Findings] = []
     count = known.processes if known.processes is not None else _usual(known.device)
@@ -93,7 +93,7 @@ def _say(findings: Sequence[Findings], verdict: Verdict, as_json: bool) -> None:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether all is well, why, and what to do."""
+    """True on success, with reason and recommendation."""
 
     well: bool
     sentence: str
@@ -101,7 +101,7 @@ class Verdict:
 
 
 def judge(findings: Sequence[Findings]) -> Verdict:
-    """Judge what all processes found."""
+    """Judge the results of all processes."""
     wrong = [one for one in (_collectives(findings), _versions(findings)) if one]
     if wrong:
         return Verdict(False, "Not well: " + "; ".join(wrong) + ".", (*_remedies(findings), *_hints(findings)))
@@ -114,7 +114,7 @@ def judge(findings: Sequence[Findings]) -> Verdict:
 
 
 def failed(error: BaseException, processes: int) -> Verdict:
-    """Judge an error that came instead of findings."""
+    """Judge an error that was raised instead of results."""
     kind = f"{type(error).__name__}: {error}".rstrip(".")
     advice = ("FSHARD_CHECK=1 says which process is in which call.", *getattr(error, "__notes__", []))
     return Verdict(False, f"Not well: {processes} processes did not get through. {kind}.", advice)
@@ -162,7 +162,7 @@ def _remedies(findings: Sequence[Findings]) -> list[str]:
 
 
 def _hints(findings: Sequence[Findings]) -> tuple[str, ...]:
-    """Return hints on what could be faster."""
+    """Return hints for better speed."""
     first = findings[0]
     hints: list[str] = []
     hosts = {one.machine.host for one in findings}
@@ -183,7 +183,7 @@ def _hints(findings: Sequence[Findings]) -> tuple[str, ...]:
 WIDTH = 80
 """Columns where there is no terminal that has some."""
 SHOWN = 3
-"""How many complaints about a collective are shown; `--json` has all."""
+"""Number of errors shown per collective; `--json` has all."""
 KIB, GIB = 1 << 10, 1 << 30
 
 
@@ -249,7 +249,7 @@ def _machines_in_words(findings: Sequence[Findings]) -> str:
 
 
 def _speeds(speeds: Sequence[Speed]) -> RenderableType:
-    """Lay out one row for each collective: the time for little, the time and what each process sends for much."""
+    """Format one row per collective: the time for few bytes, the time and the bytes sent for many."""
     table = Table(box=None, padding=(0, 1), header_style="dim")
     table.add_column("  each holds", no_wrap=True)
     for held in SIZES:

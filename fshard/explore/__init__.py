@@ -1,4 +1,4 @@
-"""Looking at things: pictures of layouts and of whole trees."""
+"""Pictures of layouts and of trees."""
 
 from fshard.explore.picture import Picture, picture, visualize
 from fshard.explore.treescope_records import treescope_sharding, use_treescope

@@ -1,8 +1,8 @@
 """Sets of devices as arithmetic: a first device and steps along some axes of the mesh.
 
-The devices that hold one shard of a tensor differ along the axes that do not cut it, so they form a box of the mesh.
-A box is two or three numbers, whatever its size, and can be written down without walking through it: a mesh of 65,536
-devices costs no more than one of 8.
+The devices that hold one shard of a tensor differ along the axes that do not shard it, so they form a box of the mesh.
+A box is two or three numbers of any size, and is printed without enumerating it: a mesh of 65,536 devices costs no
+more than one of 8.
 
     mesh data=2, model=4    along "model", from 4     Devices(4, ((1, 4),))     4-7
       0 1 2 3               along "data", from 1      Devices(1, ((4, 2),))     1,5
@@ -17,7 +17,7 @@ from math import prod
 
 from fshard.mesh.layout import Mesh, arithmetic
 
-_MOST = 4  # so many runs or summands are written out, of more the first two and the last
+_MOST = 4  # runs or summands that are printed; of more the first two and the last
 
 
 @dataclass(frozen=True)
@@ -37,16 +37,16 @@ class Devices:
 
     @property
     def count(self) -> int:
-        """How many devices there are."""
+        """Number of devices."""
         return prod(size for _, size in self.steps)
 
     def at(self, index: int) -> int:
-        """Return the device at a place in ascending order."""
+        """Return the device at an index in ascending order."""
         places = arithmetic.unravel(index, [size for _, size in self.steps])
         return self.first + sum(place * stride for place, (stride, _) in zip(places, self.steps, strict=True))
 
     def moved(self, by: int) -> Devices:
-        """Return the box that lies `by` devices further on."""
+        """Return the box shifted by `by` devices."""
         return Devices(self.first + by, self.steps)
 
     def __iter__(self) -> Iterator[int]:
@@ -54,7 +54,7 @@ class Devices:
 
 
 def box(mesh: Mesh, axes: Collection[str], first: int) -> Devices:
-    """Return the devices that differ from `first`, which lies at 0 along `axes`, along these axes only.
+    """Return the devices that differ from `first`, at 0 along `axes`, along these axes only.
 
     >>> box(Mesh((("data", 2), ("model", 4)), "virtual", "cpu"), ("data",), 1)
     Devices(first=1, steps=((4, 2),))
@@ -65,7 +65,7 @@ def box(mesh: Mesh, axes: Collection[str], first: int) -> Devices:
 
 
 def elided(count: int, most: int, first: int = 2) -> tuple[int | None, ...]:
-    """Return the places 0 .. count-1, or, of more than `most`, the first ones, a None and the last.
+    """Return the indices 0 .. count-1, or, of more than `most`, the first ones, a None and the last.
 
     >>> elided(3, 4), elided(100, 4)
     ((0, 1, 2), (0, 1, None, 99))
@@ -90,7 +90,7 @@ def listed(devices: Devices) -> str:
 
 
 def summed(devices: Devices) -> str:
-    """Write devices as the sum of what they hold.
+    """Print devices as the sum of their values.
 
     >>> summed(Devices(4, ((1, 2),))), summed(Devices(0, ((1, 16),)))
     ('4+5', '0+1+…+15')

@@ -1,15 +1,15 @@
-"""The plan of a picture: a layout as a grid of cells, before anything is drawn.
+"""The plan of a picture: a layout as a grid of cells, independent of the output format.
 
-A tensor has a *side* for each dim that is worth drawing (the cut ones, and whole ones until there are two); a flat
-tensor has one side in all.  The last two sides are the rows and columns of a grid, those before make a block of it for
-each of their parts.  A cell is a shard of the tensor with the devices that hold it; devices without any are not drawn.
+A tensor has a *side* per dim that is drawn (sharded ones, and others until there are two); a flat tensor has one side
+in all. The last two sides are the rows and columns of a grid; those before make a block of it per part. A cell is a
+shard with the devices that hold it; devices without any are not drawn.
 
     (8, 6) as P("data", "model")            (4, 6, 2) as P("data", "model", "pipe")
               columns: dim 1@model             blocks: dim 0@data    rows: dim 1    columns: dim 2
     rows:       0  1                           0:2  [ 0 1 ]   2:4  [ 4 5 ]
     dim 0@data  2  3 ...                            [ 2 3 ]        [ 6 7 ]
 
-Only what will be shown is computed, so the size of the mesh does not matter.  Where parts are left out stands None.
+Only visible cells are computed, so the size of the mesh does not matter. None replaces omitted parts.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class Cell:
     """One shard of the tensor.
 
     Args:
-        piece: its number among the shards, in the order of the devices that own them.
+        piece: its number among the shards, in device order.
         ranges: of each dim, or the one flat range.
-        copies: one device of every copy.
-        summands: the steps from there to the devices whose sum the copy is; none if it is no sum.
+        copies: one device of every replica.
+        summands: the steps from there to the devices whose sum the replica is; none if it is not unreduced.
     """
 
     piece: int
@@ -51,7 +51,7 @@ class Cell:
         return any(start == stop for start, stop in self.ranges)
 
     def holders(self) -> Iterator[tuple[int, ...]]:
-        """Yield the devices of every copy: the true value of the shard is the sum of what they hold."""
+        """Yield the devices of every replica: the value of the shard is the sum over them."""
         return (tuple(copy + step for step in self.summands) for copy in self.copies)
 
 
@@ -62,9 +62,9 @@ class Side:
     Args:
         name: "dim 0@data".
         dim: its number; 0 for all of them flattened.
-        axes: that cut it, major to minor.
-        parts: into how many parts they cut it.
-        shown: the parts that are drawn, in order; None where some are left out.
+        axes: that shard it, major to minor.
+        parts: number of parts.
+        shown: the parts that are drawn, in order; None where some are omitted.
         ranges: of the parts drawn.
     """
 
@@ -78,7 +78,7 @@ class Side:
 
 @dataclass(frozen=True)
 class GridBlock:
-    """A grid of cells: rows of columns.  None where parts are left out.  `where` is its place in more than two dims."""
+    """A grid of cells: rows of columns. None where parts are omitted. `where` is its index in the outer sides."""
 
     where: str
     cells: tuple[tuple[Cell | None, ...], ...]
@@ -86,15 +86,15 @@ class GridBlock:
 
 @dataclass(frozen=True)
 class Grid:
-    """A whole picture.
+    """A full picture.
 
     Args:
         type: of the tensor.
-        mesh: that it lies on.
-        rows: the side that runs downwards; None for a tensor of fewer than two dims.
-        columns: the side that runs to the right; None for a tensor of no dim.
-        blocks: a grid for each part of the other sides; None where some are left out.
-        notes: what is not drawn.
+        mesh: of the tensor.
+        rows: the vertical side; None for a tensor of fewer than two dims.
+        columns: the horizontal side; None for a tensor without dims.
+        blocks: a grid per part of the other sides; None where some are omitted.
+        notes: facts that are not drawn.
     """
 
     type: ShardType
@@ -106,7 +106,7 @@ class Grid:
 
     @property
     def layout(self) -> Layout:
-        """How the tensor lies on the mesh."""
+        """The layout of the tensor."""
         return Layout(self.mesh, self.type.spec, self.type.memory)
 
     @property
@@ -134,7 +134,7 @@ def plan_grid(kind: ShardType, mesh: Mesh) -> Grid:
 
 
 def _places(outer: Sequence[Side]) -> list[tuple[int | None, ...]]:
-    """Return the place of every block that is drawn, and Nones where blocks are left out."""
+    """Return the index of every block that is drawn, and None where blocks are omitted."""
     every = product(*(side.shown for side in outer))
     first = list(islice(every, _MOST_PLACES))
     rest = next(every, None)
@@ -142,7 +142,7 @@ def _places(outer: Sequence[Side]) -> list[tuple[int | None, ...]]:
 
 
 def _sides(shape: Sequence[int], layout: Layout) -> tuple[Side, ...]:
-    """Return the sides worth drawing: all that are cut, and the last whole ones until there are two."""
+    """Return the sides to draw: all that are sharded, and the last others until there are two."""
     if layout.spec.flat_axes is not None:
         return (_side(shape, layout, "flat", 0, layout.spec.flat_axes, _INSIDE),)
     dims = dict(enumerate(layout.spec.dims(len(shape))))
@@ -183,7 +183,7 @@ def _block(
     rows: Side | None,
     columns: Side | None,
 ) -> GridBlock:
-    """Return the grid of the cells at one place in the outer sides."""
+    """Return the grid of the cells at one index in the outer sides."""
 
     def cell(row: int | None, column: int | None) -> Cell | None:
         parts = [*zip((*outer, rows, columns), (*place, row, column), strict=True)]
@@ -205,7 +205,7 @@ def _block(
 
 
 def _cell(shape: Sequence[int], layout: Layout, at: Mapping[str, int]) -> Cell:
-    """Return the shard whose owners have these coordinates along the axes that cut the tensor."""
+    """Return the shard whose owners have these coordinates along the sharding axes."""
     mesh, spec = layout.mesh, layout.spec
     first = mesh.index({**layout.place, **at})
     owners = [name for name in mesh.axis_names if name in spec.split_axes]

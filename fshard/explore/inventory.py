@@ -1,7 +1,7 @@
-"""The plan of the picture of a tree: what lies where, and how many bytes that is.
+"""The plan of the picture of a tree: layouts and bytes of its leaves.
 
-A tree of parameters or of an optimizer's state becomes branches and leaves, the children of a branch in order.  Equal
-neighbours in a list are folded into one, so twelve equal blocks are one line and what they hold is counted twelve times.
+A tree of parameters or of an optimizer's state becomes branches and leaves, the children of a branch in order. Equal
+neighbours in a list are folded, so twelve equal blocks are one line and their bytes are counted twelve times.
 
     {"blocks": [b, b, b], "norm": g}    =>    blocks  [0..2] 3 x  w  f32[8@data, 6]
                                                                  b  f32[6]
@@ -26,7 +26,7 @@ _o: Any = optree
 
 
 class Bytes(NamedTuple):
-    """How much a part of a tree takes: in all, and on the device that holds most."""
+    """Bytes of a subtree: in total, and on the fullest device."""
 
     whole: int = 0
     device: int = 0
@@ -48,7 +48,7 @@ class Leaf:
 
     @property
     def bytes(self) -> Bytes:
-        """How much it takes."""
+        """Its bytes."""
         if self.type is None:
             return Bytes()
         whole = whole_bytes(self.type)
@@ -76,7 +76,7 @@ class Branch:
 
     @property
     def bytes(self) -> Bytes:
-        """How much its children take together."""
+        """Bytes of its children together."""
         total = Bytes()
         for entry in self.entries:
             total = total.plus(entry.node.bytes, entry.count)
@@ -84,7 +84,7 @@ class Branch:
 
     @property
     def meshes(self) -> tuple[Mesh, ...]:
-        """The meshes that its tensors lie on, in the order in which they are met."""
+        """The meshes of its tensors, in order of occurrence."""
         found: dict[Mesh, None] = {}
         for entry in self.entries:
             if isinstance(entry.node, Branch):
@@ -95,7 +95,7 @@ class Branch:
 
 
 def take_stock(tree: PyTree) -> Leaf | Branch:
-    """Return the plan of the picture of a tree; where a `Leaf` stands in it, that is taken as it is.
+    """Return the plan of the picture of a tree; a `Leaf` in it is used as it is.
 
     >>> import torch
     >>> [(entry.name, entry.count, entry.node.bytes.whole) for entry in take_stock([torch.zeros(3)] * 4).entries]
@@ -104,7 +104,7 @@ def take_stock(tree: PyTree) -> Leaf | Branch:
     if isinstance(tree, Leaf):
         return tree
     if isinstance(tree, Sharded):
-        return Leaf(typeof(tree), replace(tree.layout, unit=None))  # blocks that lie alike are drawn as one
+        return Leaf(typeof(tree), replace(tree.layout, unit=None))  # blocks with equal layouts are drawn as one
     if isinstance(tree, Tensor):
         return Leaf(typeof(tree), None)
     if tree is None or _is_leaf(tree):
@@ -117,7 +117,7 @@ def take_stock(tree: PyTree) -> Leaf | Branch:
 
 
 def _folded(children: list[tuple[Hashable, Leaf | Branch]]) -> tuple[TreeEntry, ...]:
-    """Fold equal neighbours of a list; what has a name of its own keeps its line."""
+    """Fold equal neighbours of a list; named entries keep their lines."""
     entries: list[TreeEntry] = []
     for (_, node), run in groupby(
         children, key=lambda child: (None if isinstance(child[0], int) else child[0], child[1])

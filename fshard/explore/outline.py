@@ -1,6 +1,6 @@
-"""A tree as an outline: in a terminal by rich, in a notebook as lists that open, with a picture for every leaf.
+"""A tree as an outline: in a terminal by rich, in a notebook as lists that open, with a picture of every leaf.
 
-Every line is a name, a type or a class, and bytes.  Both forms walk the same plan and say the same words.
+Every line is a name, a type or a class, and bytes. Both formats have the same plan and text.
 """
 
 from __future__ import annotations
@@ -86,14 +86,14 @@ def _more(branch: Branch) -> str:
 
 
 def total(root: Branch) -> str:
-    """Return the line above a tree: what all of it takes, and where it lies."""
+    """Return the line above a tree: its bytes and mesh."""
     meshes = root.meshes
     where = f" · {' and '.join(map(str, meshes))}" if meshes else ""
     return f"{root.kind}, in all {amount(root.bytes) or '0 B'}{where}"
 
 
 def amount(held: Bytes) -> str:
-    """Write how much a part of a tree takes, on the device that holds most of it.
+    """Print the bytes of a subtree, on the fullest device.
 
     >>> amount(Bytes(whole=4096, device=1024)), amount(Bytes(whole=12, unplaced=12))
     ('4.0 KiB, 1.0 KiB per device', '12 B, on no mesh')

@@ -1,10 +1,10 @@
-"""`visualize` and `picture`: what lies where, shown or as a value.
+"""`visualize` and `picture`: layouts and bytes, displayed or as a value.
 
-`picture` is pure: it returns a `Picture`, which prints as text, and which a notebook shows in colour when a cell ends
-with it.  `visualize` shows that picture once wherever it is called: printed in a script, in colours where the terminal
-has them, displayed in a notebook, in the middle of a cell too.  It returns nothing, so it is never shown twice.
+`picture` is pure: it returns a `Picture`, which prints as text, and which a notebook shows in colour at the end of a
+cell. `visualize` displays that picture wherever it is called: printed in a script, in colours where the terminal has
+them, displayed in a notebook, also within a cell. It returns None, so it is never shown twice.
 
-Only shape, dtype and layout are looked at: an abstract mesh will do, and nothing is sent.
+Only shape, dtype and layout are used: abstract meshes work, and nothing is sent.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _WIDE = 10_000  # a string has no edge to break lines at
 
 @dataclass(frozen=True, repr=False)
 class Picture:
-    """A picture of a tensor or of a tree: text when printed, coloured in a notebook.  Made by `picture`.
+    """A picture of a tensor or of a tree: text when printed, coloured in a notebook. Made by `picture`.
 
     Args:
-        plan: what is drawn.
+        plan: of the picture.
 
     >>> import fshard as fs
     >>> from fshard import P
@@ -79,12 +79,12 @@ class Picture:
 
 
 def picture(x: PyTree, *, layout: PyTree = None, dtype: torch.dtype = torch.float32) -> Picture:
-    """Return the picture of how a tensor, or every tensor of a tree, lies on its mesh.  Nothing is sent.
+    """Return the picture of the layout of a tensor, or of every tensor of a tree. Nothing is sent.
 
     Args:
         x: a `Sharded`, a tensor, a shape, or any tree of the first two.
-        layout: how it would lie.  A tensor or a shape needs one; for a `Sharded` it stands in place of its own.  For a
-            tree, a layout or a prefix of the tree with layouts at its leaves.
+        layout: required for a tensor or a shape; replaces that of a `Sharded`. For a tree, a layout or a prefix of the
+            tree with layouts at its leaves.
         dtype: of a shape.
 
     >>> import fshard as fs
@@ -112,10 +112,10 @@ def picture(x: PyTree, *, layout: PyTree = None, dtype: torch.dtype = torch.floa
 
 
 def visualize(x: PyTree, *, layout: PyTree = None, dtype: torch.dtype = torch.float32) -> None:
-    """Show how a tensor, or every tensor of a tree, lies on its mesh: text in a terminal, a picture in a notebook.
+    """Display the layout of a tensor, or of every tensor of a tree: text in a terminal, a picture in a notebook.
 
-    Where many devices run the same code (under torchrun, in `fs.run`) the first one shows it.  Nothing is sent.  For
-    the arguments, and to have the picture as a value, see `picture`.
+    Where many devices run the same code (under torchrun, in `fs.run`) the first one displays it. Nothing is sent. For
+    the arguments, and the picture as a value, see `picture`.
 
     >>> import torch, fshard as fs
     >>> from fshard import P
@@ -164,7 +164,7 @@ def _grid(leaf: Leaf) -> Grid:
 
 
 def _laid(tree: PyTree, prefix: PyTree) -> PyTree:
-    """Return the tree with leaves that lie as a prefix of it says, or raise naming all that cannot."""
+    """Return the tree with leaves in the layouts of a prefix tree, or raise with all that are invalid."""
     paths, leaves, structure = flatten_with_paths(tree, sharded_is_leaf=True)
     try:
         layouts = broadcast_prefix(prefix, tree)
@@ -193,7 +193,7 @@ def _is_shape(x: PyTree) -> bool:
 
 
 def _in_notebook() -> bool:
-    """Return whether this is a kernel that shows pictures.  IPython is never imported: in a notebook it is there."""
+    """Return True in a kernel that shows pictures. IPython is never imported: in a notebook it is loaded."""
     ipython: Any = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     return shell is not None and hasattr(shell, "kernel") and "IPython.display" in sys.modules

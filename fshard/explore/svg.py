@@ -1,10 +1,10 @@
-"""A grid as SVG: a coloured box for every cell, of the same words as the text.
+"""A grid as SVG: a coloured box per cell, with the same text as the text output.
 
-Copies are a pile of cards, what is still to be summed is striped, the host's memory has a dashed rim, and a flat
-tensor's shards are as wide as they are long.  The words outside the cells are of a grey that reads on white and on
-black, so the picture can stand in any notebook, page or README.
+Replicas are a stack of cards, unreduced cells are striped, host memory has a dashed border, and shards of a flat
+tensor have widths proportional to their lengths. Text outside the cells is of a grey that is legible on white and on
+black, so the picture fits any notebook, page or README.
 
-Drawing goes left to right and top to bottom; every function returns what it drew and the room that it took.
+Drawing proceeds left to right and top to bottom; every function returns its drawing and size.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def svg_of(grid: Grid) -> str:
 
 
 def _draw(grid: Grid, block: GridBlock) -> Drawn:
-    """Draw a block: the name of its place, the names of the sides and the ranges around the cells."""
+    """Draw a block: its title, the names of the sides and the ranges around the cells."""
     down, right = _labels(grid.rows), _labels(grid.columns)
     corner = [side_title(grid.rows)] if grid.rows else []
     gutter = max((_width(text) + 8 for text in [*corner, *down]), default=0.0) if grid.rows else 0.0
@@ -81,7 +81,7 @@ def _draw(grid: Grid, block: GridBlock) -> Drawn:
 
 
 def _column(grid: Grid, block: GridBlock, place: int, label: str) -> float:
-    """Return the width of a column: what its words need, and for a flat shard what its length asks for."""
+    """Return the width of a column: that of its text, and for a flat shard in proportion to its length."""
     cells = [row[place] for row in block.cells]
     words = max(_width(text) for text in [label, *(caption(grid, cell) if cell else "…" for cell in cells)])
     if not any(cells):

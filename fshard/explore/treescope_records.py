@@ -1,11 +1,9 @@
 """treescope's record of how an array is sharded, for a `Sharded`.
 
-treescope draws the arrays of any library through an adapter that says what dims they have, what values, and how they
-are sharded.  The last is a neutral record: the shape of a shard, and for each device the slices that it holds.  fshard
-does not need treescope; it is imported where it is used.
+treescope draws the arrays of any library through an adapter that returns dims, values, and sharding. The sharding is a
+neutral record: the shape of a shard, and each device's slices. fshard does not need treescope; it is imported on use.
 
-The record has words for shards of one shape only, so a flat layout has none, and a value that is still to be summed
-looks like copies.
+The record requires equal shapes of shards, so a flat layout has none, and an unreduced array looks replicated.
 """
 
 from __future__ import annotations
@@ -20,9 +18,9 @@ _MOST = 1024  # devices: the record lists every one
 
 
 def treescope_sharding(x: Sharded) -> Any:
-    """Return treescope's record of how a tensor is sharded (a `ShardingInfo`), None where it has no words for it.
+    """Return treescope's record of how a tensor is sharded (a `ShardingInfo`), None where it cannot express it.
 
-    Nothing is sent.  Needs treescope; `use_treescope` lets it draw the record.
+    Nothing is sent. Needs treescope; `use_treescope` lets it draw the record.
 
     >>> import torch, fshard as fs
     >>> from fshard import P
@@ -85,7 +83,7 @@ def _of_tensors() -> Any:
 
 
 def _of(module: str) -> Any:
-    """Import a part of treescope, which may not be there and declares no types."""
+    """Import a module of treescope, which may not be installed and has no types."""
     return import_module(f"treescope.{module}")
 
 

@@ -22,23 +22,23 @@ def size(count: int) -> str:
 
 
 def whole_bytes(kind: ShardType) -> int:
-    """Return the bytes of the whole tensor."""
+    """Return the bytes of the global tensor."""
     return prod(kind.shape) * kind.dtype.itemsize
 
 
 def most_bytes(kind: ShardType, layout: Layout) -> int:
-    """Return the bytes of the largest shard: that of the first device where the tensor lies."""
+    """Return the bytes of the largest shard: that of the first device that stores any."""
     return prod(layout.local_shape(kind.shape, layout.mesh.index(layout.place))) * kind.dtype.itemsize
 
 
 def is_uneven(kind: ShardType, layout: Layout) -> bool:
-    """Return whether some shards are smaller than others: flat ones can be, and where nothing lies they are empty."""
+    """Return True if some shards are smaller than others, as flat ones can be, and those outside `at`."""
     alone = all(layout.mesh.shape[name] == 1 for name in kind.spec.at_axes)
     return not alone or (kind.spec.is_flat and prod(kind.shape) % layout.flat_parts != 0)
 
 
 def headline(grid: Grid) -> tuple[str, str]:
-    """Return the type and where it lies, and how much that is."""
+    """Return the type, the mesh and the bytes."""
     kind, count = grid.type, grid.mesh.size
     upto = "at most " if is_uneven(kind, grid.layout) else ""
     every = "on the only device" if count == 1 else f"on each of {count:,} devices"
@@ -78,5 +78,5 @@ def span(place: Range | None) -> str:
 
 
 def side_title(side: Side) -> str:
-    """Return the name of a side, and how many parts it has if not all are drawn."""
+    """Return the name of a side, and its number of parts if not all are drawn."""
     return f"{side.name}, {side.parts:,} parts" if None in side.shown else side.name

@@ -1,9 +1,6 @@
-"""A function in processes that are started for it, and a thin front of torchrun.
+"""Launch a function in new processes, and the command line in front of torchrun.
 
-launch      `fs.launch(fn, processes=4)`
-pool        the machinery: processes that stay, and run one function after the other
-worker      one of them, from both sides
-travel      how functions and results get from one to the other: by reference, or by value
-shown       what processes write, shown here in whole lines
-torchrun    the command line of torchrun for `fshard run`
+launch `fs.launch(fn, processes=4)` pool the implementation: processes that persist, and run one function after another
+worker one process, from both sides travel pickling of functions and results: by reference, or by value shown displays
+the output of processes, line by line torchrun the command line of torchrun for `fshard run`
 """

@@ -24,24 +24,24 @@ def launch(
     timeout: float | None = None,
     **kwargs: Any,
 ) -> list[Result]:
-    """Run `fn(*args, **kwargs)` in new processes of this machine, and return what each returned, in their order.
+    """Run `fn(*args, **kwargs)` in new processes of this machine, and return all results, in rank order.
 
-    In `fn`, `fs.make_mesh({"data": 4})` is a mesh of the processes, as under torchrun.  What they write appears here in whole
-    lines.  What `fn` raises in a process is raised here, with its traceback as a note, and the others are ended; so they are
-    by Ctrl-C, and by the end of this process.  No process outlives the call.
+    In `fn`, `fs.make_mesh({"data": 4})` is a mesh of the processes, as under torchrun. Their output is displayed here
+    line by line. An exception in a process is raised here, with its traceback as a note, and the others are ended, as
+    by Ctrl-C and at the end of this process. All processes end with the call.
 
-    Functions of modules go by their names.  Those of a notebook or of the running script, lambdas, and functions inside others
-    go as they are, with the globals that they use, if cloudpickle is installed.  The script itself is not run again, so no
-    `if __name__ == "__main__"` is needed.
+    Functions of modules are pickled by name. Those of a notebook or of the running script, lambdas, and nested
+    functions are pickled by value, with the globals that they use, if cloudpickle is installed. The script itself is
+    not run again, so `if __name__ == "__main__"` is not needed.
 
     Args:
-        fn: what to run.
-        args: handed to `fn` in every process.
-        processes: how many.
-        device: "cpu" hides the GPUs; "cuda" wants one.  By default as `make_mesh` has it: GPUs if there are any, each
+        fn: the function.
+        args: of `fn` in every process.
+        processes: number of processes.
+        device: "cpu" hides the GPUs; "cuda" requires one. Default as in `make_mesh`: GPUs if there are any, each
             process its own, or shared if there are fewer.
-        timeout: seconds that all may take; by default as many as they want.
-        kwargs: handed to `fn` in every process.
+        timeout: seconds for the call; default: unlimited.
+        kwargs: of `fn` in every process.
 
         def total(scale):
             mesh = fs.make_mesh({"data": fs.mesh.process_count()})

@@ -1,9 +1,9 @@
-"""Running functions in real processes, set up as torchrun would: `Processes`, a pool that stays.
+"""Run functions in several processes, set up as by torchrun: `Processes`, a persistent pool.
 
-The parent keeps the store in which the processes find each other, as torchrun's agent does: no port is guessed, and
-the store outlives every process.  A process that fails says so and leaves its group, which closes its connections;
-peers that wait for it then fail too instead of hanging, and the pool can go on.  A process that says nothing more is
-asked for its stack and ended.
+The parent serves the store in which the processes find each other, as torchrun's agent does: no port is guessed, and
+the store outlives every process. A process that fails reports it and leaves its group, which closes its connections;
+peers that wait for it then fail too instead of hanging, and the pool can be used again. A process that reports nothing
+is asked for its stack and ended.
 
     parent   store ---- run ---------------- reports in rank order, or the first error with all others as notes
                          |  task      ^ report
@@ -34,19 +34,19 @@ START = 180.0
 
 
 class Processes:
-    """Processes that stay, and run one function after the other: a call costs about a millisecond.
+    """Processes that persist, and run one function after another: a call costs about a millisecond.
 
-    The processes keep the groups that they have joined.  After a failure they leave them, and join anew, by a new
+    The processes keep the groups that they have joined. After a failure they leave them, and join again, by a new
     store, in the next call; processes that hang or have died are replaced.
 
     Args:
-        n: how many.
+        n: number of processes.
         backend: "gloo" (on CPUs, whatever GPUs there are) or "nccl".
         environment: more variables for the processes.
         timeout: seconds that one call may take, or None.
-        fresh: start each process as a new interpreter, not as a copy of one that has imported torch.
-        shown: what the processes write appears here as it comes, and they may have processes of their own; otherwise it is
-            told only of one that fails.
+        fresh: start each process as a new interpreter, not as a fork of one that has imported torch.
+        shown: display the output of the processes immediately, and let them have child processes; otherwise only the
+            output of one that fails is reported.
         apart: the processes do not import the running script; with cloudpickle they take functions that cannot be imported.
 
         with Processes(2) as pool:
@@ -156,7 +156,7 @@ class Processes:
         return [show for worker in self._workers for show in worker.shown if show.open]
 
     def _meeting_place(self) -> int:
-        """Return the port of the store, where a group can be made once: in a used store, old addresses lie about."""
+        """Return the port of a new store: a used one contains old addresses."""
         if self._used:
             self._stores.append(TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
         return self._stores[-1].port
@@ -175,7 +175,7 @@ class Processes:
         }
 
     def _intact(self) -> bool:
-        """Return whether every process waits for its next task."""
+        """Return True if every process waits for its next task."""
         return self._idle == self.n and all(worker.process.is_alive() for worker in self._workers)
 
     def _kill(self) -> None:
@@ -193,7 +193,7 @@ class Processes:
     # -- reports ----------------------------------------------------------------------------------------------------
 
     def _collect(self, deadline: float) -> dict[int, WorkerReport]:
-        """Wait for a report of every process; once one has failed, for the others' only a little longer."""
+        """Wait for a report of every process; after a failure, for the others' only a little longer."""
         pending = {worker.rank: worker for worker in self._workers}
         reports: dict[int, WorkerReport] = {}
         self._idle = 0
@@ -217,7 +217,7 @@ class Processes:
     def _failure(
         self, what: str, reports: dict[int, WorkerReport], silent: list[Worker], starts: list[int]
     ) -> BaseException:
-        """Return the error to raise, with all that is known of the others as notes."""
+        """Return the error to raise, with the state of the others as notes."""
         stacks = stacks_of(silent, starts)
         unfinished = _ranks([worker.rank for worker in silent])
         failed = [report for report in reports.values() if report.error is not None]

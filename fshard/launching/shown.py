@@ -1,7 +1,8 @@
-"""Show the output of other processes: in a terminal, and in the cell of a notebook, which file numbers do not reach.
+"""Display the output of other processes: in a terminal, and in the cell of a notebook, which file descriptors do not
+reach.
 
-Each process writes into pipes of its own.  Whoever waits for the processes reads them (`Shown.pump`) and passes on whole
-lines through Python's `sys.stdout` and `sys.stderr` as they are at that time; so lines of several processes do not mix.
+Each process writes to its own pipes. The waiting thread reads them (`Shown.pump`) and writes complete lines to
+Python's present `sys.stdout` and `sys.stderr`; so lines of several processes do not mix.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ class Shown:
 
     @property
     def open(self) -> bool:
-        """Whether something may still come."""
+        """True until the end of the stream."""
         return not self.pipe.closed
 
     def pump(self) -> None:
-        """Read what has come (there is something, or the end), and show what is whole: up to an end of line, or a return."""
+        """Read available output, and display complete lines, which end with a newline or a carriage return."""
         chunk = os.read(self.pipe.fileno(), _CHUNK)
         text = self._begun + chunk
         end = max(text.rfind(b"\n"), text.rfind(b"\r")) + 1
@@ -37,12 +38,12 @@ class Shown:
             self.pipe.close()
 
     def drain(self) -> None:
-        """Show what has come until now."""
+        """Display the output so far."""
         while self.open and self.pipe.poll():
             self.pump()
 
     def close(self) -> None:
-        """Show the rest, even if its line is not whole."""
+        """Display the rest, even if its line is incomplete."""
         self.drain()
         if self._begun:
             self._show(self._begun + b"\n")

@@ -1,9 +1,8 @@
-"""The command line of torchrun for that of `fshard run`: a few options say it shorter, all others are torchrun's own.
+"""The command line of torchrun for that of `fshard run`: a few shorter options, all others are torchrun's.
 
-fshard run --processes 4 train.py --rate 0.1          four processes here
-fshard run --nodes 2 --node-index 0 --address gpu1:29500 --processes 8 train.py      the first of two machines
-fshard run --processes 4 -m package.module            a module
-fshard run --processes 4 --max-restarts 3 train.py    what is torchrun's goes to torchrun
+fshard run --processes 4 train.py --rate 0.1 four processes here fshard run --nodes 2 --node-index 0 --address
+gpu1:29500 --processes 8 train.py the first of two machines fshard run --processes 4 -m package.module a module fshard
+run --processes 4 --max-restarts 3 train.py an option of torchrun
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import torch
 from fshard.errors import MeshError
 
 _THEIRS = ("--standalone", "--rdzv", "--master", "--nnodes", "--node-rank", "--node_rank")
-"""Options of torchrun that say where processes meet."""
+"""Options of torchrun for the meeting point."""
 _COUNTS = ("auto", "cpu", "gpu", "xpu")
 """Values that torchrun accepts as a number of processes."""
 
@@ -38,9 +37,9 @@ def _own(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def command(arguments: Sequence[str], *, look: bool = False) -> tuple[list[str], bool]:
-    """Return the command line that starts the processes, and whether it is only to be shown.
+    """Return the command line that starts the processes, and True if it is only to be printed.
 
-    `look`: raise if what is to be started is not there.
+    `look`: raise if the file or module does not exist.
 
     >>> words, dry = command(["--processes", "4", "train.py", "--processes", "theirs"])
     >>> words[1:], dry
@@ -80,9 +79,9 @@ def _missing(known: argparse.Namespace) -> str | None:
 
 
 def _divided(arguments: list[str]) -> tuple[list[str], list[str], argparse.Namespace]:
-    """Divide the arguments before the file or module to run, as torchrun's own parser would: it knows its options' values.
+    """Split the arguments before the file or module to run, by torchrun's own parser.
 
-    Return also what it has read.
+    Returns the parsed options too.
     """
     from torch.distributed.run import get_args_parser
 
@@ -98,7 +97,7 @@ def _has(words: Sequence[str], starts: tuple[str, ...]) -> bool:
 
 
 def _meeting(own: argparse.Namespace, theirs: Sequence[str], wrong: list[str]) -> list[str]:
-    """Return torchrun's options that say which machine this is, and where all meet."""
+    """Return torchrun's options for the number of this machine and the meeting point."""
     if own.nodes == 1 and own.address is None and own.node_index is None:
         return [] if _has(theirs, _THEIRS) else ["--standalone"]
     host, colon, port = (own.address or "").rpartition(":")

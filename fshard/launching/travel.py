@@ -1,8 +1,8 @@
-"""How a function, its arguments and its results get to another process.
+"""Pickling of a function, its arguments and its results for another process.
 
-By reference: pickle writes the name of a function or class, and the other process imports its module.  By value: what stands
-in no module that could be imported (a notebook, the script that is running, a lambda, a function inside another) is
-written down itself, by cloudpickle, with all that it refers to.  A script's own functions go by value although they could be
+By reference: pickle writes the name of a function or class, and the other process imports its module. By value:
+functions outside of importable modules (in a notebook, the running script, a lambda, a nested function) are written by
+cloudpickle, with all that they refer to. A script's own functions are pickled by value although they could be
 imported, because that would run the script again in every process.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 
 
 def by_reference(thing: Any) -> bytes:
-    """Pickle what the other process can import."""
+    """Pickle by reference."""
     return pickle.dumps(thing)
 
 
@@ -31,7 +31,7 @@ def by_value(thing: Any) -> bytes:
 
 
 class _Importable(pickle.Pickler):
-    """Refuses what stands in the script or notebook that is running."""
+    """Raises for objects of the running script or notebook."""
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, FunctionType | type) and obj.__module__ == "__main__":

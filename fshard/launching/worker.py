@@ -1,8 +1,8 @@
-"""One process of `pool.Processes`: how it is started, what it does, what it reports.
+"""One process of `pool.Processes`: its start, its loop, its reports.
 
-The parent holds a `Worker`: the process, a pipe to it, and either the file that its stderr goes to or the pipes through
-which all that it writes is shown.  The process takes tasks from the pipe, answers each with a `WorkerReport`, and ends with the
-pipe, or with its parent.
+The parent has a `Worker`: the process, a pipe to it, and either the file of its stderr or the pipes through which its
+output is displayed. The process takes tasks from the pipe, answers each with a `WorkerReport`, and ends when the pipe
+is closed, or with its parent.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from fshard.mesh.runtimes import process
 from fshard.mesh.runtimes.running import LOST
 
 GRACE = 5.0
-"""Seconds that the other processes have to end by themselves once one has failed."""
+"""Seconds for the other processes to end after a failure."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class WorkerReport:
 
     @property
     def followed(self) -> bool:
-        """Whether it only lost the connection to a peer, which is what a failed one leaves behind."""
+        """True if it only lost the connection to a peer, as a consequence of another failure."""
         told = isinstance(self.error, RuntimeError | MeshError) and any(word in str(self.error) for word in LOST)
         return told or isinstance(self.error, LostProcessError)
 
@@ -89,7 +89,7 @@ _OUR_FRAMES = f'  File "{__file__}"'
 
 def read(worker: Worker, n: int) -> WorkerReport | None:
     """Return the report of a process, or of its death; None if there is none yet."""
-    alive = worker.process.is_alive()  # asked first: what it sent before it died is still read
+    alive = worker.process.is_alive()  # first: a report sent before the process died is still read
     with contextlib.suppress(EOFError, OSError):
         if worker.connection.poll():
             return pickle.loads(worker.connection.recv_bytes())
@@ -110,20 +110,20 @@ def read(worker: Worker, n: int) -> WorkerReport | None:
 
 
 def stacks_of(workers: list[Worker], starts: list[int]) -> str:
-    """Ask processes where they are."""
+    """Request stacks of processes."""
     if not hasattr(faulthandler, "register"):
         return ""
     before = [worker.stderr.stat().st_size for worker in workers]
     for worker in workers:
         if worker.process.pid is not None:
-            with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile, which is told elsewhere
+            with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile, which is reported elsewhere
                 os.kill(worker.process.pid, signal.SIGUSR1)
     until = time.monotonic() + 1
     while time.monotonic() < until and any(
         worker.stderr.stat().st_size == size for worker, size in zip(workers, before, strict=True)
     ):
         time.sleep(0.02)
-    time.sleep(0.05)  # for the rest of what has begun to be written
+    time.sleep(0.05)  # for partly written output
     stacks = [(worker.rank, worker.noise(starts[worker.rank]).partition(_OUR_FRAMES)[0]) for worker in workers]
     return "\n".join(f"process {rank} wrote to stderr, and is at:\n{stack.rstrip()}" for rank, stack in stacks)
 
@@ -136,10 +136,10 @@ def start(rank: int, variables: dict[str, str], *, fresh: bool, shown: bool, apa
 
     Args:
         rank: its number.
-        variables: they are set besides those of this process.
-        fresh: as a new interpreter, not as a copy of one.
-        shown: what it writes is shown here; it may have processes of its own, and is not ended with this one's main thread.
-        apart: it does not import this program's `__main__`: what it is sent of that is sent by value.
+        variables: added to those of this process.
+        fresh: as a new interpreter, not as a fork.
+        shown: its output is displayed here; it may have child processes, and is not ended with this one's main thread.
+        apart: it does not import this program's `__main__`: objects of that are sent by value.
     """
     context = _interpreters() if fresh else _copies()
     ours, theirs = context.Pipe()
@@ -201,7 +201,7 @@ def _live(
     with contextlib.suppress(EOFError, OSError):
         while True:
             port, task, last = pickle.loads(connection.recv_bytes())
-            if os.environ.get("MASTER_PORT") != str(port):  # somebody has failed or left
+            if os.environ.get("MASTER_PORT") != str(port):  # another process has failed or left
                 process.leave(waiting=False)
                 os.environ["MASTER_PORT"] = str(port)
             well = _do(rank, task, connection, by_value if apart else by_reference)
@@ -211,7 +211,7 @@ def _live(
 
 
 def _do(rank: int, task: bytes, connection: Connection, packed: Callable[[Any], bytes]) -> bool:
-    """Do one task and report; return whether it went well."""
+    """Run one task and report; return True on success."""
     try:
         fn, args, kwargs = pickle.loads(task)
         result = fn(*args, **kwargs)
@@ -231,7 +231,7 @@ def _do(rank: int, task: bytes, connection: Connection, packed: Callable[[Any], 
 
 
 def _portable(error: BaseException, packed: Callable[[Any], bytes]) -> BaseException:
-    """Return the error without its traceback, or a RuntimeError that says the same if it cannot travel."""
+    """Return the error without its traceback, or an equivalent RuntimeError if it cannot be pickled."""
     with contextlib.suppress(Exception):
         if type(pickle.loads(packed(error))) is type(error):
             return error
@@ -242,7 +242,7 @@ def _portable(error: BaseException, packed: Callable[[Any], bytes]) -> BaseExcep
 
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # it may be closed, or nobody may read it any more
+        with contextlib.suppress(OSError, ValueError):  # it may be closed
             stream.flush()
 
 

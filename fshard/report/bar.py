@@ -1,8 +1,8 @@
-"""`Bar`: how far training is, and how it goes, in one line.
+"""`Bar`: progress and metrics of training, in one line.
 
     step  120 of 300 ━━━━━━━━╺━━━━━━━━━━━ loss 1.234  5,678 samples/s  412 MiB  0:00:31 left
 
-In a terminal and in Jupyter the line changes; in a file, or behind a pipe, there is a line for each tenth.
+In a terminal and in Jupyter the line is updated; in a file or pipe there is a line per tenth.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ if TYPE_CHECKING:  # it is imported where a bar is shown
 
 
 class Bar:
-    """Shows the last step that was reported.
+    """Shows the last reported step.
 
     Args:
-        total: how many steps there are to be; None: nobody knows, and no bar is drawn.
-        console: where to; None: standard output.
+        total: number of steps; None: unknown, and no bar is drawn.
+        console: of the output; None: standard output.
         clock: seconds.
 
     >>> from rich.console import Console
@@ -48,7 +48,7 @@ class Bar:
         self._screen.show(step, self.total, [*_words(values), self._time(step)])
 
     def _time(self, step: int) -> str:
-        """Return how much time is left, if that is known, else how much went by."""
+        """Return the remaining time, if known, else the elapsed time."""
         spent = self._clock() - self._began
         if self.total is None or step >= self.total:
             return _clock_face(spent)
@@ -101,7 +101,7 @@ def _count(step: int, total: int | None) -> str:
 
 
 class _Lines:
-    """A line for each tenth of the way, and for the last step."""
+    """A line per tenth of the steps, and for the last one."""
 
     def __init__(self, console: Console) -> None:
         self._console, self._tenth = console, -1
@@ -124,7 +124,7 @@ class _Lines:
 
 
 class _Terminal:
-    """One line that changes; what others print on this console stands above it."""
+    """One line that is updated; other output on this console is printed above it."""
 
     def __init__(self, console: Console) -> None:
         from rich.live import Live

@@ -13,9 +13,9 @@ from fshard.errors import FshardError
 
 
 class JsonLines:
-    """Appends a line of JSON for each step: pandas.read_json(path, lines=True) reads them.
+    """Appends a line of JSON per step: pandas.read_json(path, lines=True) reads them.
 
-    A line is on disk as soon as its step has been reported; what is not finite is null.
+    A line is on disk when its step has been reported; non-finite numbers are null.
 
     >>> from tempfile import TemporaryDirectory
     >>> with TemporaryDirectory() as folder:

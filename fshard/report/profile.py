@@ -1,7 +1,7 @@
-"""`Profile`: what each device did, as Chrome traces that can be opened together in ui.perfetto.dev.
+"""`Profile`: Chrome traces of all devices that can be opened together in ui.perfetto.dev.
 
-torch's profiler records a process.  Virtual devices are threads of one, which say in the trace who they are: each has a file
-of its own, as a process has, and what is done outside of devices is in host.json.
+torch's profiler records a process. Virtual devices are threads of one, which are named in the trace: each has its own
+file, as a process has, and work outside of devices is in host.json.
 
     device-0.json  device-1.json  ...  host.json
 """
@@ -36,12 +36,12 @@ _OPTIONS = {*signature(profiler.profile.__init__).parameters} - {
 
 
 class Profile:
-    """Records some steps of training, of all devices of this process; `step()` stands after each.
+    """Records some steps of training, of all devices of this process; call `step()` after each.
 
     Args:
-        folder: where the files go.
-        wait: steps to let go by first.
-        warmup: steps in which the profiler itself gets ready.
+        folder: of the files.
+        wait: steps to skip first.
+        warmup: steps in which the profiler itself warms up.
         active: steps to record.
         options: of torch.profiler.profile: with_stack, record_shapes, profile_memory, ...
 
@@ -117,12 +117,12 @@ class Profile:
 
 
 def by_device(events: list[dict[str, Any]], process: int, alone: int | None = None) -> dict[str, list[dict[str, Any]]]:
-    """Return a trace's events by the device whose they are, each device a process of the trace with its name.
+    """Return a trace's events by device, each device a process of the trace with its name.
 
     Args:
         events: as torch writes them.
-        process: the process that was recorded.
-        alone: the device that it is, if it is one by itself.
+        process: the recorded process.
+        alone: its device, if the process is one device.
 
     >>> events = [{"ph": "X", "name": f"{MARK}1", "pid": 7, "tid": 9}, {"ph": "X", "name": "mm", "pid": 7, "tid": 9}]
     >>> by_device(events, 7)["device-1"][1]

@@ -1,8 +1,8 @@
-"""`Report`: from the metrics of each step to numbers in writers, one of which may be a progress bar.
+"""`Report`: from the metrics of each step to numbers in writers, such as a progress bar.
 
-Metrics of `train_step` are equal on all devices already.  In torch's loop a loss is that of a device's own samples: with
-`mesh=` their mean over all devices is reported, weighted by samples, and samples are added up: `loader.samples`, which is 0
-where a device stands in with a neighbour's.
+Metrics of `train_step` are equal on all devices. In torch's loop a loss is that of a device's own samples: with
+`mesh=` the mean over all devices is reported, weighted by samples, and samples are summed: `loader.samples`, which is
+0 on a device with an idle slice.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fshard.mesh.spmd.scope import here
 
 
 class Writer(Protocol):
-    """Where numbers go.  `write` may open what it needs; it is called on one device alone."""
+    """Destination of numbers. `write` may open files; it is called on one device only."""
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Take the numbers of a step."""
@@ -38,17 +38,17 @@ class Writer(Protocol):
 
 
 class Report:
-    """Called once after each step with what is known of it; numbers, and tensors that are one, reach all writers.
+    """Called once after each step with its metrics; numbers, and tensors of one number, are passed to all writers.
 
     Args:
-        writers: where they go: `Bar`, `JsonLines`, `TensorBoard`, or whatever has `write` and `close`.
-        mesh: of the devices whose means are to be reported, if the metrics are each device's own; all devices have to call.
-        every: hand on each so-many-th step, and the first.  Tensors are looked at only then.
-        step: how many steps have been taken before, by an earlier run.
+        writers: `Bar`, `JsonLines`, `TensorBoard`, or any object with `write` and `close`.
+        mesh: of the devices to average over, if the metrics are each device's own; a collective of all devices.
+        every: report every n-th step, and the first. Tensors are read only then.
+        step: number of steps of an earlier run.
         clock: seconds.
 
-    Beside the metrics it reports "samples_per_second", if "samples" is among them, and "memory": the most bytes that the
-    device has had, on a CPU the whole process.
+    Added metrics: "samples_per_second", if "samples" is among them, and "memory": the peak bytes of the device, on a
+    CPU of the process.
 
     >>> class Print:
     ...     def write(self, step, values):
@@ -87,7 +87,7 @@ class Report:
         self._since, self._samples = clock(), cast("float | Tensor", 0.0)
 
     def __call__(self, metrics: Mapping[str, Any] | None = None, **more: Any) -> None:
-        """Count a step, and report it: numbers, and tensors of one number; what is neither is left out."""
+        """Count a step, and report it: numbers, and tensors of one number; others are left out."""
         if metrics is not None and not isinstance(metrics, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise LayoutError(f"a report takes numbers by their names, report(loss=0.5) say, not {metrics!r}.")
         if "step" in {**(metrics or {}), **more}:
@@ -127,7 +127,7 @@ def _is_number(x: Any) -> bool:
 
 
 def _is_first() -> bool:
-    """Return whether the caller is device 0, or stands for all devices."""
+    """Return True if the caller is device 0, or runs all devices."""
     if (scope := here()) is not None:
         return scope.device == 0
     return not dist.is_initialized() or dist.get_rank() == 0

@@ -1,7 +1,7 @@
-"""The cases of the conformance suite, as data: a collective, its axes and options, and the tensors that go in.
+"""The cases of the conformance suite, as data: a collective, its axes and options, and the input tensors.
 
-What each device puts in follows from the case and the device's number, so every device (and the test around it) knows
-what all the others hold.
+Each device's input follows from the case and the device's number, so every device (and the test) can compute the input
+of all others.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ DTYPES = (
     torch.int64, torch.bool, torch.complex64, torch.complex128,
 )  # fmt: skip
 FEW_DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.complex64)
-"""One of each kind: what is not about dtypes is tried on these."""
+"""One of each kind, for options that do not depend on the dtype."""
 
 Form = Literal["plain", "strided", "conjugate", "slice", "expanded"]
 Road = Literal["call", "start", "func"]
@@ -31,7 +31,7 @@ Road = Literal["call", "start", "func"]
 
 
 class Operand(NamedTuple):
-    """One tensor that goes in: `form` says its layout in memory."""
+    """One input tensor; `form` is its memory format."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -82,7 +82,7 @@ def _values(shape: tuple[int, ...], dtype: torch.dtype, *seeds: int) -> Tensor:
 
 
 def _laid_out(x: Tensor, form: Form) -> Tensor:
-    """Return the same values, lying in memory otherwise."""
+    """Return the same values in another memory format."""
     match form:
         case "strided":
             return x.clone() if x.ndim < 2 else x.transpose(0, -1).contiguous().transpose(0, -1)
@@ -122,7 +122,7 @@ def axes_choices(mesh: fs.Mesh) -> list[tuple[str, ...]]:
 
 
 def all_cases(mesh: fs.Mesh, dtypes: tuple[torch.dtype, ...] = DTYPES) -> Iterator[Case]:
-    """Return the whole table for a mesh: collective × dtype × axes × options, and then what is special.
+    """Return all cases for a mesh: collective × dtype × axes × options, then special ones.
 
     All options are tried on one dtype of each kind and single axes, all dtypes and axes with the first option.
     """

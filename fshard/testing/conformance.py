@@ -1,12 +1,11 @@
-"""The runtime conformance suite: every collective, on every dtype, over every choice of axes, held to its oracle.
+"""The runtime conformance suite: every collective, on every dtype, over every choice of axes, against its oracle.
 
-`check_runtime(mesh)` is all that the author of a runtime has to call: on a virtual mesh once, on a process mesh in
-every process.  The program of a *case* (see `cases`) makes each device's tensors from a seed, calls the collective,
-and differentiates it; afterwards what came out is compared with `oracles.ORACLES`, where the group of devices is worked
-out here, with plain arithmetic.
+The author of a runtime calls `check_runtime(mesh)`: on a virtual mesh once, on a process mesh in every process. The
+program of a *case* (see `cases`) makes each device's tensors from a seed, calls the collective, and differentiates it;
+then the results are compared with `oracles.ORACLES`, on groups of devices computed here with plain arithmetic.
 
-Values are random normal numbers, and compared bit for bit: the order in which sums are added is promised.  On an
-abstract mesh there are no values; shapes, dtypes and the ledger are compared.
+Values are random normal numbers, compared bit for bit: the order of additions is promised. On an abstract mesh shapes,
+dtypes and the ledger are compared.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ class CaseOutcome(NamedTuple):
 
 
 def perform(mesh: fs.Mesh, cases: list[Case]) -> tuple[int, list[CaseOutcome]]:
-    """Be one device: run the cases, one after the other; return the own number and what came out."""
+    """Run the cases as one device; return its number and results."""
     device = 0
     for name, size in mesh.shape.items():
         device = device * size + fs.axis_index(name)
@@ -126,7 +125,7 @@ def _outcome(ys: Tensors, gradients: Tensors, book: fs.mesh.Ledger, device: int)
 
 
 def _call(case: Case, xs: Tensors) -> tuple[Tensors, Tensors]:
-    """Call the collective on one tensor, or on a tree; return the results, and what else has to be differentiated."""
+    """Call the collective on one tensor, or on a tree; return the results, and other tensors to differentiate."""
     tree: Any = xs[0] if len(xs) == 1 else {"first": xs[0], "others": tuple(xs[1:])}
     options = dict(case.options)
     if case.collective == "send_recv":
@@ -139,7 +138,7 @@ def _call(case: Case, xs: Tensors) -> tuple[Tensors, Tensors]:
 
 
 def _send_recv(tree: Any, axis: Any, start: bool, *, perm: tuple[tuple[int, int], ...]) -> tuple[Any, Tensors]:
-    """Send along perm, and receive: zeros where nothing comes, as in ppermute."""
+    """Send along perm, and receive: zeros where no device sends, as in ppermute."""
     place = fs.axis_index(axis)
     tokens = [fs.send(tree, axis, to=to) for origin, to in perm if origin == place]
     origins = [origin for origin, to in perm if to == place]
@@ -158,16 +157,15 @@ def _nothing(x: Tensor) -> Tensor:
 
 
 def check_runtime(mesh: fs.Mesh, cases: Iterable[Case] | None = None, *, exact: bool | None = None) -> int:
-    """Hold the runtime of `mesh` to what the collectives mean; return how many cases were tried.
+    """Compare the runtime of `mesh` with the oracles; return the number of cases.
 
-    Raises an AssertionError that lists all cases that fail.  On a process mesh every process calls it, with the same
-    cases, and looks at its own results.
+    Raises an AssertionError that lists all cases that fail. On a process mesh every process calls it, with the same
+    cases, and checks its own results.
 
     Args:
         mesh: where to run; each axis, and each tuple of axes, is a group to try.
-        cases: what to try, by default `all_cases(mesh)`.
-        exact: whether sums, too, have to be equal bit for bit.  By default they have to unless the backend adds
-            (NCCL); then they are held to rounding.
+        cases: default: `all_cases(mesh)`.
+        exact: whether sums must be equal bit for bit. Default: unless the backend adds (NCCL); then up to rounding.
 
     >>> check_runtime(fs.make_mesh({"data": 2}), islice(all_cases(fs.make_mesh({"data": 2})), 20))
     20
@@ -186,7 +184,7 @@ def check_runtime(mesh: fs.Mesh, cases: Iterable[Case] | None = None, *, exact: 
 
 
 def _complaints(mesh: fs.Mesh, case: Case, outcomes: dict[int, CaseOutcome], exact: bool) -> list[str]:
-    """Compare what the devices held here got with the oracle; one line for each device that differs."""
+    """Compare the results of local devices with the oracle; return one line per device that differs."""
     expected: dict[int, CaseOutcome] = {}
     found: list[str] = []
     for device, outcome in outcomes.items():
@@ -214,7 +212,7 @@ def expect(case: Case, members: list[int], *, abstract: bool = False) -> list[Ca
     size = sum(_bytes_in(case.oracle, each) for each in case.operands)
     sent = [oracle.sent(size, place, n, **options) for place in range(n)]
     if abstract and case.collective != "send_recv":
-        sent = [max(sent)] * n  # one device stands for all
+        sent = [max(sent)] * n  # one device represents all
     return [
         CaseOutcome(
             [ys[place] for ys in columns],

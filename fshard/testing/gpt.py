@@ -1,4 +1,4 @@
-"""A small GPT as plain functions, with dropout and tied embeddings: what the tests train, and a pattern for your own.
+"""A small GPT as plain functions, with dropout and tied embeddings: the tests train it; a template for others.
 
 >>> params = init(layers=1)
 >>> loss_fn(params, batch(size=2), dropout=0.0).shape

@@ -1,13 +1,12 @@
 """Define every collective on a plain list of per-device tensors: the oracle that all runtimes are compared with.
 
-A list has a tensor for each device of a group, in the group's order.  `forward` says what the devices hold afterwards;
-`backward` takes the cotangents of that (and what the devices held before) to the cotangents of what went in; `sent`
-says how many bytes a device sends by the textbook.  All is written here once more, from the words of the
-documentation and without a look at the code that it judges.
+A list has a tensor per device of a group, in the group's order. `forward` returns the results of the devices;
+`backward` maps their cotangents (and the inputs) to the cotangents of the inputs; `sent` returns the bytes that a
+device sends. All is written independently, from the documentation and without looking at the code under test.
 
-A new collective is tested by being listed in `ORACLES`.
+A new collective is tested by adding it to `ORACLES`.
 
-Legend: n devices, xs what they hold, gs the cotangents of what they get; i a device's place, size its bytes.
+Legend: n devices, xs their inputs, gs the cotangents of their results; i a device's index, size its bytes.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ Options = dict[str, Any]
 
 
 def total(xs: Sequence[Tensor]) -> Tensor:
-    """Add in the documented tree, ((0 + 1) + (2 + 3)) + ..., level by level; whoever has no partner waits for the next.
+    """Add in the documented tree, ((0 + 1) + (2 + 3)) + ..., level by level; a tensor without partner moves up.
 
     16-bit floats are added in 32 bits and rounded once; booleans are counted.
 
@@ -44,7 +43,7 @@ def total(xs: Sequence[Tensor]) -> Tensor:
 
 
 def cut(x: Tensor, n: int, dim: int) -> Tensors:
-    """Cut a dim into n equal shards."""
+    """Split a dim into n equal shards."""
     each = x.shape[dim] // n
     return [x.narrow(dim, i * each, each) for i in range(n)]
 
@@ -134,12 +133,12 @@ def pmean_backward(gs: Tensors, xs: Tensors) -> Tensors:
 
 
 def pmax_backward(gs: Tensors, xs: Tensors) -> Tensors:
-    """To whoever holds the largest, in equal parts."""
+    """Give equal parts to the devices that hold the largest."""
     return [g * part for g, part in zip(gs, share(xs, largest(xs)), strict=True)]
 
 
 def pmin_backward(gs: Tensors, xs: Tensors) -> Tensors:
-    """To whoever holds the smallest, in equal parts."""
+    """Give equal parts to the devices that hold the smallest."""
     return [g * part for g, part in zip(gs, share(xs, smallest(xs)), strict=True)]
 
 
@@ -149,7 +148,7 @@ def pvary_backward(gs: Tensors, xs: Tensors) -> Tensors:
 
 
 def all_gather_backward(gs: Tensors, xs: Tensors, *, dim: int = 0, to: str = "varying") -> Tensors:
-    """Each shard was used by all: sum what they say of it.  If the whole is one value, take the own shard of it."""
+    """Sum the cotangents of each shard over its users; a replicated result is used once."""
     whole = gs if to == "replicated" else psum(gs)
     return [cut(g, len(gs), dim)[i].reshape(x.shape) for i, (g, x) in enumerate(zip(whole, xs, strict=True))]
 
@@ -170,7 +169,7 @@ def ppermute_backward(gs: Tensors, xs: Tensors, *, perm: Pairs) -> Tensors:
 
 
 def broadcast_backward(gs: Tensors, xs: Tensors, *, source: int = 0) -> Tensors:
-    """Give the source its cotangent: what all got was one value, its own, and the others' were not used."""
+    """Give the source its cotangent: the result is one value, and the inputs of the others are unused."""
     return [g.clone() if i == source else torch.zeros_like(g) for i, g in enumerate(gs)]
 
 
@@ -188,7 +187,7 @@ def exchanged(size: int, i: int, n: int, **_: Any) -> Fraction:
 
 
 def gathered(size: int, i: int, n: int, **_: Any) -> Fraction:
-    """Everything to everybody else: (n-1)/n of the result."""
+    """Send the tensor to all others: (n-1)/n of the result."""
     return Fraction((n - 1) * size)
 
 
@@ -198,12 +197,12 @@ def free(size: int, i: int, n: int) -> Fraction:
 
 
 def along(size: int, i: int, n: int, *, perm: Pairs) -> Fraction:
-    """Send the whole, if there is somebody else to send it to."""
+    """Send the tensor once per destination other than the device itself."""
     return Fraction(sum(size for origin, to in perm if origin == i != to))
 
 
 def chained(size: int, i: int, n: int, *, source: int = 0) -> Fraction:
-    """Pass the whole on to the next, but for the last of the chain that begins at the source."""
+    """Send the tensor to the next device, except at the end of the chain that begins at the source."""
     return Fraction(0 if (i + 1) % n == source else size)
 
 
@@ -240,7 +239,7 @@ def routes(n: int) -> list[Options]:
 
 
 def routes_and_rests(n: int) -> list[Options]:
-    """Take routes, nothing at all, and everybody to itself."""
+    """Return routes, none at all, and from every device to itself."""
     rests = [(), tuple((i, i) for i in range(n))]
     return routes(n) + [{"perm": perm} for perm in rests]
 
@@ -252,16 +251,16 @@ def both_ends(n: int) -> list[Options]:
 
 @dataclass(frozen=True)
 class Oracle:
-    """The meaning of one collective.
+    """The definition of one collective.
 
     Args:
-        forward: from (xs, **options) to what the devices get.
+        forward: from (xs, **options) to the results.
         backward: from (gs, xs, **options) to the cotangents of xs.
         sent: from (size, i, n) and options that matter to bytes, exactly.
         kinds: the dtypes it takes, "b" bool, "i" integer, "f" float, "c" complex.
         sums: whether the forward, and the backward, add: only there may bits depend on an order.
-        counts: whether booleans become integers.
-        options: what to try over n devices.
+        counts: True if booleans become integers.
+        options: from n to the options to try over n devices.
     """
 
     forward: Callable[..., Tensors]
@@ -273,7 +272,7 @@ class Oracle:
     options: Callable[[int], list[Options]] = plain
 
     def takes(self, dtype: torch.dtype) -> bool:
-        """Return whether the collective is defined for a dtype."""
+        """Return True if the collective is defined for a dtype."""
         return kind(dtype) in self.kinds
 
 

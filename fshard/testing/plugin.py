@@ -1,14 +1,14 @@
-"""The pytest plugin: a mesh for a test, and the same tests on real processes.
+"""The pytest plugin: a mesh for a test, and the same tests on processes.
 
     @pytest.mark.mesh(data=4, model=2)
     def test_it(mesh):                      # a virtual mesh; {"data": 4} without the marker
         ...
 
 `pytest --mesh-runtime=gloo` runs each test that has the marker or the fixture in as many processes as its mesh has
-devices, set up as torchrun would: each process runs pytest on that test alone.  The processes stay for the tests that
-follow.  What a test raises in a process, it raises here; a skip is a skip, and `xfail` is judged here.
+devices, set up as by torchrun: each process runs pytest on that test alone. The processes are reused by later tests.
+An exception in a process is raised here; a skip is a skip, and `xfail` is evaluated here.
 
-Every pytest loads this module where fshard is installed, so it imports what it needs when that is needed.
+Every pytest loads this module where fshard is installed, so imports are delayed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from fshard.testing.processes import Processes
 
 DEFAULT = {"data": 4}
-"""The axes of a test's mesh where no marker says otherwise."""
+"""The axes of a test's mesh without a marker."""
 TIMEOUT = 120.0
 """Seconds that one test may take on processes."""
 
@@ -70,7 +70,7 @@ def _axes(node: pytest.Item) -> dict[str, int]:
 
 
 def _is_one_of_many() -> bool:
-    """Return whether this pytest is one of several, started here, by torchrun, srun or mpirun."""
+    """Return True if this pytest is one of several, started here, by torchrun, srun or mpirun."""
     from fshard.mesh.runtimes.together import launched
 
     return launched()
@@ -96,7 +96,7 @@ _elsewhere = pytest.StashKey[bool]()
 
 
 def _allow_examples(test: Any) -> None:
-    """Tell hypothesis that a fixture made once for all examples is meant: nothing changes a mesh."""
+    """Allow a fixture made once for all examples of hypothesis: a mesh is immutable."""
     if not getattr(test, "is_hypothesis_test", False):
         return
     from hypothesis import HealthCheck, settings
@@ -107,7 +107,7 @@ def _allow_examples(test: Any) -> None:
 
 
 def _has_mesh(item: pytest.Function) -> bool:
-    """Return whether a test has the marker, or uses this plugin's fixture and not another one of that name."""
+    """Return True if a test has the marker, or uses this plugin's fixture and not another one of that name."""
     fixtures: Any = getattr(item, "_fixtureinfo", None)
     found = fixtures.name2fixturedefs.get("mesh", ()) if fixtures is not None else ()
     return item.get_closest_marker("mesh") is not None or any(one.func.__module__ == __name__ for one in found[-1:])
@@ -115,7 +115,7 @@ def _has_mesh(item: pytest.Function) -> bool:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run a test in a process for each device of its mesh, and raise here what it raised there."""
+    """Run a test in a process per device of its mesh, and raise its exception here."""
     __tracebackhide__ = True
     if not pyfuncitem.stash.get(_elsewhere, False):
         return None
@@ -169,7 +169,7 @@ class SkippedThere(Exception):
 
 
 class _Observer:
-    """Keeps what a test raised."""
+    """Stores the exception of a test."""
 
     def __init__(self) -> None:
         self.raised: BaseException | None = None
@@ -187,7 +187,7 @@ class _Observer:
 
 
 def run_one_test(arguments: list[str]) -> None:
-    """Run pytest on one test, as one process of several; raise what the test raised, with what pytest said as a note."""
+    """Run pytest on one test, as one process of several; raise the test's exception, with pytest's output as a note."""
     import contextlib
     import io
     import random

@@ -25,22 +25,21 @@ def run_processes(
     fresh: bool = False,
     **kwargs: Any,
 ) -> list[Result]:
-    """Run `fn(*args, **kwargs)` in `n` new processes, set up as torchrun would, and return what each returned.
+    """Run `fn(*args, **kwargs)` in `n` new processes, set up as by torchrun, and return all results.
 
     Args:
-        fn: a function that can be pickled: one that stands at the top of a module.  `fs.make_mesh({"data": n})` in it
-            is a process mesh.
-        n: how many processes.
-        args: handed to `fn` in every process.
+        fn: a picklable function, at the top level of a module. `fs.make_mesh({"data": n})` in it is a process mesh.
+        n: number of processes.
+        args: of `fn` in every process.
         backend: "gloo" (on CPUs, whatever GPUs there are) or "nccl".
         environment: more variables for the processes, such as {"FSHARD_CHECK": "1"}.
         timeout: seconds that `fn` may take.
-        fresh: start each process as a new interpreter, with a hash seed of its own, as torchrun does. It takes
+        fresh: start each process as a new interpreter, with its own hash seed, as torchrun does. It takes
             seconds; otherwise, on Linux, they are forked from one process that has imported torch.
-        kwargs: handed to `fn` in every process.
+        kwargs: of `fn` in every process.
 
-    Raises what the first process to fail raised, with its traceback and what became of the others as notes; a
-    RuntimeError if a process died, or if the time is over.  No process outlives the call.
+    Raises the exception of the first process to fail, with its traceback and the state of the others as notes; a
+    RuntimeError if a process died, or after the timeout. All processes end with the call.
 
         def total():
             return fs.run(lambda: fs.psum(torch.ones(2), "data"), mesh=fs.make_mesh({"data": 2}))[0]
@@ -53,7 +52,7 @@ def run_processes(
 
 
 def _refuse_typed(fn: Callable[..., Any]) -> None:
-    """Raise if a function stands in no file, where other processes would have to look for it."""
+    """Raise if a function is not defined in a file, where other processes can import it."""
     main = getattr(sys.modules["__main__"], "__file__", "what was typed in")
     if getattr(fn, "__module__", None) == "__main__" and not Path(main).is_file():
         name = getattr(fn, "__qualname__", repr(fn))

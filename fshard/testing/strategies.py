@@ -1,10 +1,10 @@
 """Hypothesis strategies for meshes, layouts, tensors and trees of tensors.
 
-Numbers are *dyadic*: small multiples of 1/8, whose sums and differences are exact in any order, so that what is linear
-can be compared bit for bit whatever the layout.  What is simplest comes first: a counterexample shrinks to one axis,
-few devices, nothing cut, float32, and numbers that count.
+Numbers are *dyadic*: small multiples of 1/8, whose sums and differences are exact in any order, so that linear
+functions can be compared bit for bit in any layout. Examples shrink to one axis, few devices, no sharding, float32,
+and consecutive numbers.
 
-    @settings(deadline=None)  # the first example of a process starts what all later ones use
+    @settings(deadline=None)  # the first example of a process starts threads that all later ones use
     @given(st.data())
     def test_unshard_undoes_device_put(data):
         mesh = data.draw(meshes())
@@ -38,7 +38,7 @@ DTYPES = (
 )  # fmt: skip
 """The dtypes that tensors are drawn in, simplest first."""
 FEW = 12
-"""Up to so many elements are drawn one by one, and shrink one by one; more come from a seed."""
+"""Up to this size elements are drawn, and shrink, one by one; larger tensors come from a seed."""
 
 
 def _mesh_written(mesh: Mesh) -> str:
@@ -88,7 +88,7 @@ def meshes(
 
 
 def axis_subsets(mesh: Mesh) -> st.SearchStrategy[tuple[str, ...]]:
-    """Draw one or more axes of a mesh, in any order: what a collective can go over.
+    """Draw one or more axes of a mesh, in any order, as for a collective.
 
     >>> from hypothesis import find
     >>> find(axis_subsets(make_mesh({"data": 2, "model": 2})), lambda axes: axes == ("model", "data"))
@@ -99,14 +99,15 @@ def axis_subsets(mesh: Mesh) -> st.SearchStrategy[tuple[str, ...]]:
 
 @st.composite
 def specs(draw: st.DrawFn, mesh: Mesh, shape: tuple[int, ...], *, flat: bool = True, unreduced: bool = True) -> P:
-    """Draw a spec in which a tensor of `shape` can lie: dims cut by one or several axes in any order, or flat; on some devices.
+    """Draw a valid spec of a tensor of `shape`: dims sharded by one or several axes in any order, or flat; on some
+    devices.
 
     Args:
         draw: given by hypothesis.
         mesh: whose axes may be used.
-        shape: of the whole tensor.
-        flat: whether the spec may be flat, or have a place along some axes.
-        unreduced: whether axes may be unreduced.
+        shape: the global shape.
+        flat: True allows flat specs, and coordinates (`at`).
+        unreduced: True allows unreduced axes.
 
     >>> from hypothesis import find
     >>> mesh = make_mesh({"data": 2, "model": 2})
@@ -169,7 +170,7 @@ def shapes_for(draw: st.DrawFn, mesh: Mesh, *, min_dims: int = 0, max_dims: int 
 
 @st.composite
 def dyadic(draw: st.DrawFn, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
-    """Draw a tensor of multiples of 1/8 up to 4 (whole numbers up to 8 where the dtype has no others).
+    """Draw a tensor of multiples of 1/8 up to 4 (integers up to 8 where the dtype has no others).
 
     Sums of eight such numbers are exact in bfloat16, of 64 in float16, of 500,000 in float32, in any order.
 

@@ -1,12 +1,12 @@
-"""`certify`: does a program train sharded as it does on one device?  And if not, what is the likely reason?
+"""`certify`: does a program train sharded as on one device? If not, what is the likely reason?
 
-Three runs are made: sharded, serial, and serial in float64, which says how far rounding alone leads.  Gradients and
+Three runs are made: sharded, serial, and serial in float64, which measures the effect of rounding alone. Gradients and
 parameters are compared after every step, on every device, leaf by leaf:
 
     EXACT          the bits of the serial run
     BOUNDED        as near to float64 as four times the serial run is (see `bounds`)
     DIVERGENT      neither; then the first of these that fits is the reason:
-                     a constant times too large      summed where it should be averaged, or the other way round
+                     a constant times too large      summed where it should be averaged, or vice versa
                      the summand of one device       a reduction over an axis is missing
                      losses that differ              it is missing inside the loss function, over an axis of the model
                      a gradient that is right        the optimizer: is it elementwise?
@@ -76,13 +76,13 @@ def certify(
 ) -> Certificate:
     """Train a few steps on a mesh and on one device; compare every leaf and explain differences.
 
-    Communicates what `train_step` does.  On a process mesh every process calls it, and all come to one verdict.
+    Communicates as `train_step` does. On a process mesh it is a collective of all processes, with one verdict.
 
-    A loss function that draws random numbers (dropout) needs `reproducible=True`, and is compared with a mesh of one device:
-    otherwise each device draws its own, and no serial run draws what they draw.
+    A loss function that draws random numbers (dropout) needs `reproducible=True`, and is compared with a mesh of one
+    device: otherwise each device draws its own, and no serial run draws the same.
 
     Args:
-        loss_fn: an ordinary function of one device: see `value_and_grad`.  In the serial run its collectives have axes of
+        loss_fn: an ordinary function of one device: see `value_and_grad`. In the serial run its collectives have axes of
             size 1.
         params: full tensors.
         batch: full tensors; every step has the same.
@@ -93,12 +93,12 @@ def certify(
         batch_spec: the spec of the batch.
         buffers: full tensors that the loss function takes and returns, if it `has_buffers`; they are compared too.
         stages: of ZeRO.
-        steps: how many.
+        steps: number of steps.
         exact_inputs: replace parameters and the floats of the batch by small dyadic rationals: see `dyadic_like`.
-        seed: of all that is random.
+        seed: of all random draws.
         options: those of `train_step`: accumulate, weight, has_aux, precision, reproducible, ...
 
-    Raises a PromiseError if the loss function or the optimizer does not do the same when it is called again.
+    Raises a PromiseError if a repeated call of the loss function or the optimizer differs.
 
     >>> import torch, fshard as fs
     >>> mesh, params, x = fs.make_mesh({"data": 2}), {"w": torch.ones(3)}, torch.randn(4, 3)
@@ -169,10 +169,11 @@ _CURES = {
 
 
 def dyadic_like(tree: PyTree, seed: int) -> PyTree:
-    """Replace all floating tensors of a tree by random multiples of 1/8 from -1 to 1; keep the rest, and ties.
+    """Replace all floating tensors of a tree by random multiples of 1/8 from -1 to 1; other leaves and ties are
+    unchanged.
 
-    Sums of 8,000,000 of them, and of 250,000 products of two, are exact in float32 in any order.  So what is linear has
-    the same bits in any layout.
+    Sums of 8,000,000 of them, and of 250,000 products of two, are exact in float32 in any order. So linear functions
+    have the same bits in any layout.
 
     >>> import torch
     >>> drawn = dyadic_like({"w": torch.ones(2, 3), "count": torch.tensor(3)}, seed=0)

@@ -1,12 +1,12 @@
-"""How far a sharded run may be from float64, and how far it is.
+"""Bounds on the distance of a sharded run from float64, and the distance.
 
 gradient    4 x the error of its leaf on one device + a rounding of the largest summand of devices (they may cancel)
 others      4 x the error of the leaf on one device + a rounding of the leaf's largest number a step (the error may be luck)
-float64     its error is not known and taken to be one such rounding
-all         + as far as training carries a shift of all gradients by their bound (Adam makes lr of a rounding), and a
-            rounding of all inputs: what cancels is small, its rounding is not
+float64     its error is unknown; one such rounding is assumed
+all         + the effect of shifting all gradients by their bound (Adam makes lr of a rounding), and of rounding all
+            inputs: a sum that cancels is small, its rounding is not
 
-A bound that is as large as what it bounds says nothing: the verdict is INCONCLUSIVE.
+A bound as large as the value itself is INCONCLUSIVE.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from fshard.testing.certify.shards import is_floating, largest, pair_shards, wid
 What = Literal["grads", "params", "buffers"]
 _WORDS: dict[What, str] = {"grads": "gradient", "params": "parameter", "buffers": "buffer"}
 TIMES = 4
-"""How many times the error of the run on one device a sharded run may have."""
+"""Allowed error of a sharded run, as a multiple of the error of the run on one device."""
 
 
 class Gap(NamedTuple):
     """The error and bound of the worst element of a leaf: the nearest to its bound, or the furthest beyond.
 
-    `inconclusive` is the reason if the bound says nothing.
+    `inconclusive`: the reason if the bound is too large.
     """
 
     same: bool
@@ -145,9 +145,10 @@ class Comparison:
         return [not (all_finite(a.grads) or all_finite(b.grads)) for a, b in pairs]
 
     def _inconclusive(self, step: int, what: What, place: int) -> str:
-        """Explain why a bound says nothing: for most elements it exceeds the gradient, or the change since the start.
+        """Explain why a bound is inconclusive: for most elements it exceeds the gradient, or the change since the
+        start.
 
-        A bound of a few roundings counts as 0; elements whose gradient was never more than its bound do not count.
+        A bound of a few roundings counts as 0; elements whose gradient never exceeded its bound do not count.
         """
         it = self.reference
         exact, bound = (getattr(run[step], what)[place] for run in (it.exact, it.bounds))
@@ -174,7 +175,7 @@ class Comparison:
         """Mark the elements of a parameter whose gradient was more than its bound in any step so far."""
         it = self.reference
         moved = torch.zeros_like(it.bounds[step].params[place], dtype=torch.bool)
-        if not it.exact[step].grads:  # they are not known
+        if not it.exact[step].grads:  # they are unknown
             return ~moved
         for exact, bounds in zip(it.exact[: step + 1], it.bounds, strict=False):
             if exact.grads[place] is not None:
@@ -189,7 +190,7 @@ def judge(
     buffer_names: Sequence[str],
     explain: Callable[[int], Callable[[What, int], str]],
 ) -> list[CertificateRow]:
-    """Judge every leaf; explain those that fail in the first step in which any does, and refer to the first for others."""
+    """Judge every leaf; explain failures in the first step with any, and refer others to the first."""
     params: list[tuple[What, int]] = [("params", i) for i in range(len(names))]
     buffers: list[tuple[What, int]] = [("buffers", i) for i in range(len(buffer_names))]
     places = params + buffers

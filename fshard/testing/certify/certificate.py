@@ -44,7 +44,7 @@ class Certificate:
 
     @property
     def ok(self) -> bool:
-        """Whether every leaf is EXACT or BOUNDED."""
+        """True if every leaf is EXACT or BOUNDED."""
         return self.first is None
 
     @property

@@ -19,15 +19,16 @@ from fshard.transforms.patterns import named, parts_of
 
 
 def check_elementwise(opt: Optimizer, params: PyTree = None, *, steps: int = 3, seed: int = 0) -> None:
-    """Train with an optimizer that says `elementwise=True` on full tensors and on flat shards; raise if they differ.
+    """Train with an optimizer that has `elementwise=True` on full tensors and on flat shards; raise if they differ.
 
-    Parameters are sharded flat (in a `by_label`, those whose optimizer says it) over virtual meshes of several sizes.  The
-    gradients are random and differ in size from shard to shard.  An optimizer may communicate, as `clip_by_global_norm` does.
+    Parameters are sharded flat (in a `by_label`, those of elementwise optimizers) over virtual meshes of several
+    sizes. The gradients are random and differ in size from shard to shard. An optimizer may communicate, as
+    `clip_by_global_norm` does.
 
     Args:
         opt: an optimizer, or a transformation of gradients.
-        params: by default a few leaves of odd shapes.
-        steps: how many.
+        params: default: a few leaves of odd shapes.
+        steps: number of steps.
         seed: of the gradients.
 
     >>> import torch, fshard as fs

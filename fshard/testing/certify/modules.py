@@ -42,22 +42,24 @@ def certify_module(
     plugin: Plugin | Literal[0, 1, 2, 3] = 3,
     seed: int = 0,
 ) -> Certificate:
-    """Train new modules over batches, sharded and on one device; compare parameters, buffers and loss after each step.
+    """Train new modules over batches, sharded and on one device; compare parameters, buffers and loss after each
+    step.
 
-    This answers whether training depends on state that is neither parameter nor buffer: attributes, lists and objects of a
-    module are private to each device.  The sharded run is that of `Booster.step`, the serial one plain torch.  The bounds come
-    from a run in float64, as in `certify`.
+    This shows whether training depends on state that is neither parameter nor buffer: attributes, lists and objects of
+    a module are private to each device. The sharded run is that of `Booster.step`, the serial one plain torch. The
+    bounds come from a run in float64, as in `certify`.
 
-    A module with dropout needs a plugin with `reproducible=True`, and is compared with a mesh of one device, bit for bit.
+    A module with dropout needs a plugin with `reproducible=True`, and is compared with a mesh of one device, bit for
+    bit.
 
     Args:
         factory: builds the module, with the same parameters each time; it is called for every run.
-        batches: one for each step, full tensors: pairs (inputs, labels), or dicts of the module's arguments without a `loss`.
+        batches: one per step, full tensors: pairs (inputs, labels), or dicts of the module's arguments without a `loss`.
         mesh: the devices.
         loss: of (output, labels); None: the module's output has it as `.loss`.
         optimizer: from parameters to an optimizer of torch; None: SGD with momentum.
         plugin: of the Booster, in the parameters' own precision; or a stage of ZeRO.
-        seed: of all that is random.
+        seed: of all random draws.
 
     >>> import torch, fshard as fs
     >>> class Whitened(torch.nn.Linear):

@@ -85,7 +85,9 @@ class Reasons:
         return f"unknown; the gradient first differs at {first_difference(found, serial, self._tolerance)}"
 
     def _missing_reduction(self, summand: Leaf, found: Leaf) -> str:
-        """Compare a gradient with sums over fewer axes: then each device has its own summand, or all have one device's."""
+        """Compare a gradient with sums over fewer axes: then each device has its own summand, or all have one
+        device's.
+        """
         if not isinstance(summand, Sharded) or not isinstance(found, Sharded):
             return ""
         mesh = summand.mesh
@@ -111,7 +113,7 @@ class Reasons:
         return ""
 
     def _varies(self, summand: Sharded, axis: str) -> bool:
-        """Test whether devices along an axis have different gradients, though they were given the same batch."""
+        """Test whether devices along an axis have different gradients for the same batch."""
         mesh, shards = summand.mesh, summand.shards
         if axis in summand.spec.unreduced:
             return False
@@ -156,11 +158,11 @@ class Reasons:
 
     @property
     def _tolerance(self) -> float:
-        """How near is equal."""
+        """Relative tolerance of equality."""
         return 1e-3 if self.task.compute is None else 5e-2
 
     def _factors_of(self, pairs: Sequence[LeafPair]) -> list[Factor]:
-        """List the likely constants, all of one value, between shards and what is expected in them."""
+        """List the likely constant factors, all equal, between shards and their expected values."""
         factors = _factors(self.mesh, self.task.options.get("accumulate", 1))
         return [factor for factor in factors if is_near(pairs, self._tolerance, times=factor.value)]
 

@@ -50,12 +50,12 @@ class CertifyTask:
 
     @property
     def reproducible(self) -> bool:
-        """Whether equal bits are promised."""
+        """True if equal bits are promised."""
         return bool(self.options.get("reproducible"))
 
     @property
     def has_buffers(self) -> bool:
-        """Whether the loss function takes and returns buffers."""
+        """True if the loss function takes and returns buffers."""
         return bool(self.options.get("has_buffers"))
 
     @property
@@ -106,7 +106,9 @@ class Snapshot(NamedTuple):
 
 
 def perturb(x: Any, sign: int, draw: torch.Generator, dtype: torch.dtype | None = None) -> Any:
-    """Convert a floating tensor to float64, each number moved by half a unit in the last place of its own dtype or `dtype`."""
+    """Convert a floating tensor to float64, each number moved by half a unit in the last place of its own dtype or
+    `dtype`.
+    """
     if not is_floating(x):
         return x
     signs = torch.randint(2, x.shape, generator=draw).to(x.device) * 2 - 1
@@ -114,17 +116,17 @@ def perturb(x: Any, sign: int, draw: torch.Generator, dtype: torch.dtype | None 
 
 
 class RandomDraws:
-    """The tensors that a run draws at random, from whatever generator: recorded in one run, repeated in others."""
+    """Tensors that a run draws at random, from any generator: recorded in one run, repeated in others."""
 
     def __init__(self) -> None:
         self.drawn: list[Any] = []
 
     def record(self) -> TorchDispatchMode:
-        """Record what is drawn inside the context."""
+        """Record the draws in the context."""
         return _Drawing(lambda found: self.drawn.append(found.clone()))
 
     def repeat(self) -> TorchDispatchMode:
-        """Overwrite what is drawn inside the context by what was recorded; draws of another shape stay."""
+        """Overwrite the draws in the context by the recorded ones; draws of another shape are unchanged."""
         left = iter(self.drawn)
 
         def overwrite(found: Tensor) -> None:
@@ -178,7 +180,7 @@ def sharded_run(task: CertifyTask, mesh: Mesh, stage: Any) -> list[Snapshot]:
 
 
 def _scale(opt: Any, state: PyTree) -> float:
-    """Get the factor of the loss that an optimizer asks for."""
+    """Return an optimizer's factor of the loss."""
     return float(opt.loss_scale(state)) if getattr(opt, "loss_scale", None) is not None else 1.0
 
 
@@ -261,7 +263,7 @@ def check_repeatable(who: str, serial: Sequence[Snapshot], again: Sequence[Snaps
 
 
 def nonfinite_parts(run: Sequence[Snapshot]) -> list[list[Leaf]]:
-    """Keep of the gradients what is not finite, 0 elsewhere: a run with these shifts skips the steps that this one did."""
+    """Return the non-finite elements of gradients, else 0: a run with these shifts skips the same steps."""
     return [[None if g is None else torch.where(g.isfinite(), 0, widen(g)) for g in step.grads] for step in run]
 
 

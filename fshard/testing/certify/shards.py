@@ -22,9 +22,9 @@ from fshard.optim.leaves import Leaf, is_frozen
 
 
 def gather_processes(leaf: Leaf) -> Leaf:
-    """Move a leaf from a process mesh to a virtual one that has the shards of all processes; leave others as they are.
+    """Move a leaf from a process mesh to a virtual one that has the shards of all processes; return others unchanged.
 
-    All processes then compare the same numbers and come to one verdict.
+    All processes then compare the same numbers, with one verdict.
     """
     if not isinstance(leaf, Sharded) or leaf.mesh.runtime != "process":
         return leaf
@@ -61,13 +61,13 @@ def pair_shards(found: Leaf, full: Tensor) -> list[LeafPair]:
 
 
 def local_range(full: Tensor, layout: Layout, device: int) -> Tensor:
-    """Slice out of a full tensor what a device stores of it in a layout."""
+    """Slice a device's shard of a layout out of a full tensor."""
     stored = full.reshape(-1) if layout.spec.is_flat else full
     return stored[tuple(slice(*limits) for limits in layout.ranges(full.shape, device))]
 
 
 def is_near(pairs: Iterable[LeafPair], tolerance: float, *, times: float = 1) -> bool:
-    """Compare shards with `times` what is expected, relative to the largest expected number."""
+    """Compare shards with `times` their expected values, relative to the largest expected number."""
     scaled = [pair._replace(expected=widen(pair.expected) * times) for pair in pairs]
     allowed = tolerance * max((largest(pair.expected) for pair in scaled), default=0.0)
     return allowed > 0 and all(largest(pair.error) <= allowed for pair in scaled)
@@ -97,7 +97,7 @@ def widen(x: Any) -> Any:
 
 
 def is_floating(x: Any) -> TypeGuard[Tensor]:
-    """Test whether x is a tensor that has roundings: floating or complex."""
+    """Return True if x is a floating or complex tensor."""
     return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
 
 
